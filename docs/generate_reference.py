@@ -322,14 +322,15 @@ def key_table(kind: type, keys: Iterable[str], limits: KeyLimits, prefix: str = 
 
 
 def field_docs(kind: type) -> dict[str, str]:
-    """The text beneath each field of a class."""
-    tree = ast.parse(inspect.getsource(kind)).body[0]
-    assert isinstance(tree, ast.ClassDef)
+    """The text beneath each field of a class, and of those that it has its fields from."""
     found = {}
-    for one, after in zip(tree.body, tree.body[1:], strict=False):
-        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name) and isinstance(after, ast.Expr):
-            assert isinstance(after.value, ast.Constant)
-            found[one.target.id] = " ".join(str(after.value.value).split())
+    for owner in reversed([one for one in kind.__mro__ if one is kind or is_dataclass(one)]):
+        tree = ast.parse(inspect.getsource(owner)).body[0]
+        assert isinstance(tree, ast.ClassDef)
+        for one, after in zip(tree.body, tree.body[1:], strict=False):
+            if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name) and isinstance(after, ast.Expr):
+                assert isinstance(after.value, ast.Constant)
+                found[one.target.id] = " ".join(str(after.value.value).split())
     return found
 
 

@@ -42,12 +42,21 @@ OnFailure = Callable[[int, BaseException], None]
 
 
 def make_stage(
-    model: Transformer, mesh: Mesh, plan: Plan, ring: RingLinks | None, limits: Limits, disk: PageDisk | None = None
+    model: Transformer,
+    mesh: Mesh,
+    plan: Plan,
+    ring: RingLinks | None,
+    limits: Limits,
+    disk: PageDisk | None = None,
+    exact: bool = False,
 ) -> PipelineStage:
-    """One rank's stage with its cache, from a model that has its weights. Its pages are kept on `disk` too."""
+    """One rank's stage with its cache, from a model that has its weights. Its pages are kept on `disk` too.
+
+    `exact`: attention gives the same bits however prompts are cut and batched, and is not measured for the fastest way.
+    """
     dtype = stands_for(next(model.parameters()))[1]
     few_bits = any(is_empty(parameter) for parameter in model.parameters())
-    cache = KVCache(model.attention_specs(), limits, dtype, model.state_shapes(), exact=few_bits)
+    cache = KVCache(model.attention_specs(), limits, dtype, model.state_shapes(), exact=exact or few_bits)
     cuts = cut_stage(model.spec, plan.stages[mesh.stage].shares, plan.experts)
     stage = PipelineStage(model, cache, mesh.tp, ring, limits, [cut.vocab for cut in cuts])
     if stage.sampler is not None:

@@ -55,7 +55,7 @@ from tllm.node.roles.doctor_rank import DoctorRank
 from tllm.node.roles.role import MakeRole, Role, check_speaker
 from tllm.node.roles.serving_rank import ServingRank
 from tllm.node.roles.survey_rank import SurveyRank
-from tllm.node.roles.training_rank import TrainingRank
+from tllm.node.roles.training_rank import TrainingRank, check_no_code
 from tllm.node.roles.verify_rank import VerifyRank
 from tllm.node.weights.chunk_fetcher import ChunkFetcher
 from tllm.node.weights.chunk_server import ChunkServer
@@ -82,6 +82,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     kept in the folder `weights_cache`, `weights_cache_bytes` of them at most. Pages of the KV cache, if they are to be
     on disk, are kept in `cache_dir`, `cache_dir_size` bytes of them, instead of in the coordinator's folder. `memory`:
     bytes that this node may use; `is_shared`: together with the other nodes of this machine that are told the same.
+    `runs_own_code`: a command of the user's has started it, so that it may load functions that the user's job names.
     """
 
     host: str
@@ -97,6 +98,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     cache_dir: str = ""
     cache_dir_size: int = 0
     is_shared: bool = False
+    runs_own_code: bool = False
 
 
 class HttpServer(HttpDoor, Protocol):
@@ -217,6 +219,8 @@ class Worker:
         self._control.fetch.epoch = assign.epoch
         if assign.settings.threads:
             torch.set_num_threads(assign.settings.threads)
+        if not self._settings.runs_own_code:
+            check_no_code(assign)
         make = self._roles[type(assign.settings)]
         before = self._before if isinstance(self._role, SurveyRank) else self._role
         assign = with_own_folder(assign, (self._settings.cache_dir, self._settings.cache_dir_size))

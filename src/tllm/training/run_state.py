@@ -14,7 +14,7 @@ from torch import nn
 from tllm.training.checkpoint.async_saves import AsyncSaves
 from tllm.training.checkpoint.checkpoint import export_checkpoint, write_final
 from tllm.training.checkpoint.commit import SaveResult
-from tllm.training.data.batches import Batches
+from tllm.training.data.feed import DataPosition
 from tllm.training.job.initial_model import InitialModel
 from tllm.training.job.job_parts import is_snapshot_step
 from tllm.training.lora.export_adapter import export_adapter
@@ -43,7 +43,7 @@ class RunState:
         learning_rate: Callable[[int], float],
         initial_weights: InitialWeights,
         initial_model: InitialModel | None,
-        batches: Batches | None,
+        batches: DataPosition | None,
         replicator: SnapshotReplicator | None,
     ) -> None:
         self._config, self._learning_rate, self._initial_weights = config, learning_rate, initial_weights

@@ -6,14 +6,16 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+from tllm.core.errors import ConfigError
 from tllm.spec.plan import Plan
 from tllm.training.checkpoint.commit import SaveResult
-from tllm.training.data.batch_feed import BatchFeed
+from tllm.training.feeds import policy_feed, rows_feed
 from tllm.training.job.initial_model import InitialModel
 from tllm.training.job.job import Job
 from tllm.training.job.job_parts import learning_rate_schedule
 from tllm.training.measure.peak_flops import matrix_peak
 from tllm.training.parameter_server.learner import ParameterServerLearner
+from tllm.training.policy.rollouts import MakeRollouts
 from tllm.training.report.events import IsStopped, OnEvent, RunBegan, RunEnded, RunSaved, RunStepped, TrainerReady
 from tllm.training.report.metrics import Sink, StepRecord, sinks
 from tllm.training.report.step_report import RankCounters, StepReport
@@ -40,11 +42,13 @@ class RankTrainer:
     """Builds this rank's part of the model; then call `prepare`, then `run`.
 
     `initial_model` is given on rank 0, who alone reads the data and writes metrics and the finished model. `replicator`
-    keeps snapshots of steps in other ranks' memory. `prepare` sets what is annotated here.
+    keeps snapshots of steps in other ranks' memory. `make_rollouts` makes what samples completions, for the tasks that
+    learn from some. `prepare` sets what is annotated here.
     """
 
     _learner: Learner
     _report: StepReport
+    _fault: tuple[str, str] | None = None
 
     def __init__(
         self,
@@ -52,21 +56,19 @@ class RankTrainer:
         initial_weights: InitialWeights,
         initial_model: InitialModel | None = None,
         replicator: SnapshotReplicator | None = None,
+        make_rollouts: MakeRollouts | None = None,
     ) -> None:
         self.config = config
         self._model = RankModel(config)
         self._learning_rates = learning_rate_schedule(config.job)
         self._meet_steps = MEET_STEPS if config.plan.servers and config.job.max_staleness else 1
-        batches = None if initial_model is None else initial_model.batches(config.job)
-        self._feed = BatchFeed(
-            config.plan,
-            config.groups.data,
-            config.job.microbatch_size,
-            batches,
-            prefetch=self._meet_steps,
-            with_positions=replicator is not None,
+        with_positions = replicator is not None
+        self._feed, position = (
+            rows_feed(config, initial_model, self._meet_steps, with_positions)
+            if make_rollouts is None or config.job.rollouts is None
+            else policy_feed(config, initial_model, make_rollouts(config, self._model), initial_weights, with_positions)
         )
-        self._state = RunState(config, self._learning_rate, initial_weights, initial_model, batches, replicator)
+        self._state = RunState(config, self._learning_rate, initial_weights, initial_model, position, replicator)
         self._sinks: list[Sink] = []
         self._step = 0
         self._closing = ExitStack()
@@ -91,7 +93,10 @@ class RankTrainer:
         return TrainerReady(self._step, self._learner.weight_bytes, self._learner.state_bytes)
 
     def run(self, on_event: OnEvent, is_stopped: IsStopped = lambda: False) -> None:
-        """Take the steps that are left, or end after the one in which any rank is stopped; either way saved."""
+        """Take the steps that are left, or end after the one in which any rank is stopped; either way saved.
+
+        Where rank 0 cannot make a step's batch, the steps before are saved, and every rank raises why: ConfigError.
+        """
         job, groups = self.config.job, self.config.groups
         if self.config.rank == 0:
             self._sinks = sinks(Path(job.output_dir), job.report_to, self._step)
@@ -104,12 +109,15 @@ class RankTrainer:
         if self._step < job.max_steps:
             self._feed.begin(self._step, job.max_steps)
         stop = False
-        while self._step < job.max_steps and not stop:
+        while self._step < job.max_steps and not (stop and self._feed.is_between):
             stop = self.train_step(on_event, is_stopped())
-        self._state.save(self._step)
+        if self._step:
+            self._state.save(self._step)
         self._learner.finish()
         self._state.flush_snapshot()
         self._report_saves(self._state.wait_for_saves(), on_event)
+        if self._fault is not None:
+            raise ConfigError(*self._fault)
         on_event(RunEnded(self._step, self._state.write_final_model() if self._step == job.max_steps else ""))
 
     def train_step(self, on_event: OnEvent, stopped: bool = False) -> bool:
@@ -120,7 +128,10 @@ class RankTrainer:
         """
         start = time.monotonic()
         batch = self._feed.next()
-        microbatches = batch.unpack()
+        if batch.fault is not None:
+            self._fault = batch.fault
+            return True
+        microbatches = self._feed.microbatches(batch)
         loss_scale = self._learner.begin_step(batch, microbatches)
         result = self._model.forward_backward(microbatches, batch.global_microbatches, loss_scale)
         learning_rate = self._learning_rate(self._step)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tests.support.models.layouts import in_threads
 from tllm.comm.links.link import Link
+from tllm.node.roles.colocated_rollouts import colocated_rollouts
 from tllm.spec.plan import Plan, Wire
 from tllm.spec.process_groups import computing
 from tllm.training.job.initial_model import open_initial_model
@@ -82,7 +83,7 @@ def train(
             first, groups = beginning if number == 0 else None, groups_of(plan, number, mine)
             config = RankConfig(own, plan, beginning.spec, number, groups)
             if number in computing(plan):
-                trainer = RankTrainer(config, InitialWeights(source), first)
+                trainer = RankTrainer(config, InitialWeights(source), first, None, colocated_rollouts)
             else:
                 trainer = ParameterServerRun(config)
             trainer.prepare()

@@ -263,7 +263,7 @@ def _chooser_of(trainer: Trainer, config: str, outlives: bool) -> TrainingChoose
     """
     resolved, plan, spec = trainer.resolved, trainer.plan, trainer.spec
     job = resolved.job
-    if job.local_steps > 1 or job.delay_steps or plan.servers:
+    if job.local_steps > 1 or job.delay_steps or plan.servers or job.rollouts is not None:
         return None
     mirrored = outlives and can_mirror(job, plan.servers)
     if resolved.origins["plan"] == DEFAULT:

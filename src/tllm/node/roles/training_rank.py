@@ -15,9 +15,10 @@ from tllm.cluster.messages import Assign, Loaded, Prepared
 from tllm.cluster.settings import TrainSettings
 from tllm.comm.collectives.group import Group, solo
 from tllm.comm.links.connect import Listener
-from tllm.core.errors import LinkError
+from tllm.core.errors import ConfigError, LinkError
 from tllm.core.memory import LARGEST_TRAINED, give_back_memory, keep_freed_memory, rss_bytes
 from tllm.engine.driver import Command
+from tllm.node.roles.colocated_rollouts import colocated_rollouts
 from tllm.node.roles.control import Control
 from tllm.node.roles.role import Role, bytes_by_wire, connect_wires, fetched, model_source
 from tllm.spec.families import spec_from_config
@@ -64,7 +65,19 @@ def make_trainer(config: RankConfig, initial_weights: InitialWeights, replicator
     if config.rank not in computing(config.plan):
         return ParameterServerRun(config)
     initial_model = open_initial_model(config.job) if config.rank == 0 else None
-    return RankTrainer(config, initial_weights, initial_model, replicator)
+    return RankTrainer(config, initial_weights, initial_model, replicator, colocated_rollouts)
+
+
+def check_no_code(assign: Assign) -> None:
+    """ConfigError for a rank that would load functions of a job which somebody else's command has sent."""
+    if not isinstance(assign.settings, TrainSettings) or assign.rank != 0:
+        return
+    rollouts = decode_job(assign.settings.job).rollouts
+    if rollouts is not None:
+        raise ConfigError(
+            f"rank 0 runs the reward functions {', '.join(rollouts.reward_funcs)}, and this node runs nobody's code",
+            "let rank 0 be on the machine where `tllm train` was started",
+        )
 
 
 class TrainingRank:

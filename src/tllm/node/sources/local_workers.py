@@ -89,7 +89,7 @@ class LocalWorkers:
         hub: HubWeights | None = None,
     ) -> None:
         self._address, self._token, self._threads, self._on_end = address, token, threads, on_end
-        self._room: dict[str, Any] = dict(memory=memory, is_shared=True)
+        self._room: dict[str, Any] = dict(memory=memory, is_shared=True, runs_own_code=True)
         if hub is not None:
             self._room |= dict(weights_cache=hub.cache, weights_cache_bytes=hub.cache_bytes)
         self._workers: dict[str, LocalWorker] = {}

@@ -57,7 +57,8 @@ class ReplicaBatch(msgspec.Struct, frozen=True):
 
     `global_microbatches`, the documents' `lengths`, the number of `predicted` tokens and the `denominator`, which
     divides the sum of the losses, are of the whole global batch.
-    `next_position` says where in the data the next step begins, for snapshots; else it is empty.
+    `next_position` says where in the data the next step begins, for snapshots; else it is empty. `metrics` are what
+    rank 0 knows of the batch as a whole. A `fault` in place of rows says, with a hint, why there is no batch.
     """
 
     rows: tuple[tuple[EncodedRow, ...], ...]
@@ -67,6 +68,8 @@ class ReplicaBatch(msgspec.Struct, frozen=True):
     predicted: int
     denominator: float
     next_position: bytes = b""
+    metrics: dict[str, float] = {}
+    fault: tuple[str, str] | None = None
 
     @property
     def tokens(self) -> int:
@@ -119,6 +122,15 @@ class BatchFeed:
         self._submit(1)
         return batch
 
+    @property
+    def is_between(self) -> bool:
+        """Always: each step has rows of its own."""
+        return True
+
+    def microbatches(self, batch: ReplicaBatch) -> list[Tokens]:
+        """The batch as tensors."""
+        return batch.unpack()
+
     def close(self) -> None:
         """End the thread; its links are closed before, should it wait on one."""
         self._thread.shutdown(cancel_futures=True)
@@ -131,13 +143,27 @@ class BatchFeed:
     def _fetch(self, step: int) -> ReplicaBatch:
         """In the thread: read a step's rows and send each rank its part, or receive this rank's from rank 0."""
         if self._batches is None:
-            return _decoded(self._links[0].recv_bytes(LIMIT))
+            return receive_part(self._links)
         rows = self._batches.step(step)
         next_position = msgspec.msgpack.encode(self._batches.state(step + 1)) if self._with_positions else b""
         parts = split_global_batch(rows, self._plan.dp, self._microbatch_size, next_position)
-        for rank, link in self._links.items():
-            link.send_bytes(msgspec.msgpack.encode(parts[self._plan.coordinates(rank).replica]))
+        send_parts(parts, self._plan, self._links)
         return parts[0]
+
+
+def send_parts(parts: Sequence[ReplicaBatch], plan: Plan, links: Mapping[int, Link]) -> None:
+    """From rank 0: its replica's part to each other rank, by its number."""
+    for rank, link in links.items():
+        link.send_bytes(msgspec.msgpack.encode(parts[plan.coordinates(rank).replica]))
+
+
+def receive_part(links: Mapping[int, Link]) -> ReplicaBatch:
+    """On another rank: what rank 0 sent."""
+    content = links[0].recv_bytes(LIMIT)
+    try:
+        return msgspec.msgpack.decode(content, type=ReplicaBatch)
+    except UNREADABLE as error:
+        raise FrameError(f"what rank 0 sent are no rows: {error}") from error
 
 
 def split_global_batch(
@@ -194,10 +220,3 @@ def _letters(array: NDArray[Any]) -> Literal["<f4", "<f8", "<i4", "<i8"]:
 
 def _numbers(part: bytes) -> NDArray[np.int64]:
     return np.frombuffer(part, dtype="<i4").astype(np.int64)
-
-
-def _decoded(content: bytes) -> ReplicaBatch:
-    try:
-        return msgspec.msgpack.decode(content, type=ReplicaBatch)
-    except UNREADABLE as error:
-        raise FrameError(f"what rank 0 sent are no rows: {error}") from error

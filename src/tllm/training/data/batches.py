@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -68,6 +68,14 @@ class DataState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     choices: dict[str, Any]
 
 
+class RowEncoder(Protocol):
+    """Makes a row of a file to ids and targets. `key` changes with whatever changes them."""
+
+    key: str
+
+    def encode(self, row: dict[str, Any], whole: bool = True) -> Document: ...
+
+
 class Batches:
     """The batches of a job. Any step may be asked for, also by a thread that reads ahead; going forward is fast."""
 
@@ -77,9 +85,10 @@ class Batches:
         tokenizer: Tokenizer | None = None,
         template: ChatTemplate | None = None,
         vocab_size: int | None = None,
+        encoder: RowEncoder | None = None,
     ) -> None:
         self.config = config
-        self._encoder = Encoder(tokenizer, template, config.add_eos, vocab_size)
+        self._encoder = encoder or Encoder(tokenizer, template, config.add_eos, vocab_size)
         self._rows = Dataset(config.files, config.documents)
         self._documents: OrderedDict[int, Document] = OrderedDict()
         self._tokens = 0
@@ -99,6 +108,10 @@ class Batches:
             mine = deal(len(packed), shares)[dp_rank]
             rows = [put_together(place, packed[place], self._document) for place in mine]
         return [self._with_draws(row, step) for row in rows] if self.config.draws else rows
+
+    def row(self, number: int) -> dict[str, Any]:
+        """A row of the data as it stands in its file."""
+        return self._rows.read(number)
 
     def plan(self, step: int) -> list[Packed]:
         """The whole global batch of a step, as the pieces of each of its rows; empty after the last epoch."""

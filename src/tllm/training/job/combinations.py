@@ -12,6 +12,7 @@ from tllm.training.data.packing import deal
 from tllm.training.gradients.accumulation_order import check_deterministic
 from tllm.training.job.job import Job
 from tllm.training.job.job_parts import learning_rate_schedule
+from tllm.training.job.rollout_combinations import check_rollouts, learned_rows
 from tllm.training.job.target_modules import adapted_modules
 
 
@@ -26,13 +27,14 @@ def check_combination(job: Job, plan: Plan, spec: ModelSpec) -> None:
     _check_servers(job, plan, counts)
     _check_communication(job, plan)
     _check_lora(job, plan, spec)
+    check_rollouts(job, plan, spec)
     if job.deterministic:
         check_deterministic(plan, total, spec.tied)
 
 
 def microbatches_of(job: Job) -> int:
     """Of a step, over all replicas."""
-    return -(-job.global_batch_size // job.microbatch_size)
+    return -(-learned_rows(job) // job.microbatch_size)
 
 
 def _check_experts(job: Job, spec: ModelSpec) -> None:

@@ -8,7 +8,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
@@ -29,8 +29,9 @@ from tllm.text.tokenizer import Tokenizer
 from tllm.training.data.batches import Batches
 from tllm.training.data.dataset import Dataset, Documents
 from tllm.training.data.encoder import FORMS
+from tllm.training.data.prompt_batches import PromptBatches, PromptEncoder
 from tllm.training.job.job import Job
-from tllm.training.job.job_parts import data_config
+from tllm.training.job.job_parts import data_config, steps_of_one_sampling
 
 log = logging.getLogger("tllm.model")
 
@@ -61,6 +62,24 @@ class InitialModel:
     def companions(self) -> list[Path]:
         """What a finished model is given along."""
         return [self.folder / name for name in COMPANIONS if (self.folder / name).is_file()]
+
+    def prompts(self, job: Job) -> tuple[PromptBatches, Tokenizer]:
+        """The prompts of a job that samples their completions, and what gives completions their text."""
+        config, tokenizer = job.rollouts, Tokenizer.from_folder(self.folder)
+        assert config is not None, "checked when the run began"
+        if tokenizer is None:
+            raise ConfigError(
+                f"{self.folder} has no {TOKENIZER}", "completions are rewarded as texts: give a tokenizer"
+            )
+        if not tokenizer.eos_ids:
+            raise ConfigError(
+                "the tokenizer names no token that ends a text, so that every completion would be cut off",
+                "give eos_token in tokenizer_config.json",
+            )
+        template = ChatTemplate.from_folder(self.folder, tokenizer)
+        encoder = PromptEncoder(tokenizer, template, job.seq_len - config.max_completion_length)
+        each = replace(data_config(job), global_batch_size=job.global_batch_size // config.num_generations)
+        return PromptBatches(each, encoder, steps_of_one_sampling(job)), tokenizer
 
     def batches(self, job: Job) -> Batches:
         """The rows of the job, in this model's tokens."""

@@ -10,6 +10,7 @@ import msgspec
 from tllm.core.errors import ConfigError
 from tllm.training.job.key_limits import KeyLimits
 from tllm.training.job.lora_job import LoraJob
+from tllm.training.job.rollout_keys import GRPOConfig, RejectionConfig, RolloutConfig
 
 AT_LEAST: dict[str, float] = {
     "max_steps": 1,
@@ -48,7 +49,7 @@ BELOW: dict[str, float] = {
     "seed": 2**63,
 }
 CHOICES: dict[str, tuple[str, ...]] = {
-    "task": ("sft",),
+    "task": ("sft", "grpo", "rejection"),
     "optimizer": ("adamw", "sgd"),
     "dtype": ("float32", "bfloat16", "float64"),
     "over_long": ("split", "truncate", "refuse"),
@@ -75,7 +76,8 @@ class Job:
     max_steps: int
     """Optimizer steps of the whole run."""
     task: str = "sft"
-    """What is learned from the data: "sft" (the next token of texts, completions and conversations)."""
+    """What is learned from the data: "sft" (the next token of texts, completions and conversations), "grpo" (rewards of
+    sampled completions) or "rejection" (the best of sampled completions)."""
     model_name_or_path: str | None = None
     """Folder of a Hugging Face model, or its name (`ORG/NAME[@REVISION]`), from whose weights and tokenizer the run
     starts."""
@@ -165,9 +167,15 @@ class Job:
     """1: a step's gradients travel while the next step is computed, and are applied one step late; 0: at once."""
     max_staleness: int = 0
     """With `servers` in the plan: steps that a replica may be ahead of the slowest; -1: any number."""
-
     lora: LoraJob | None = None
     """Train an adapter beside the model, which stays as it is."""
+    grpo: GRPOConfig | None = None
+    rejection: RejectionConfig | None = None
+
+    @property
+    def rollouts(self) -> RolloutConfig | None:
+        """How completions are sampled, where the task learns from some."""
+        return {"grpo": self.grpo, "rejection": self.rejection}.get(self.task)
 
     def __post_init__(self) -> None:
         LIMITS.check({field.name: getattr(self, field.name) for field in fields(self)})

@@ -13,6 +13,7 @@ import msgspec
 
 from tllm.core.errors import ConfigError, nearest
 from tllm.training.job.job import Job
+from tllm.training.job.rollout_keys import RolloutConfig
 
 HINTS: dict[str, Any] = get_type_hints(Job)
 TABLES: dict[str, Any] = {name: kind for name, hint in HINTS.items() for kind in get_args(hint) if is_dataclass(kind)}
@@ -79,7 +80,8 @@ def read_job(source: Path | Mapping[str, Any] | None, sets: Sequence[str] = (), 
         table, _, name_in_table = key.rpartition(".")
         place = tables.setdefault(table, {}) if table else values
         place[name_in_table], origins[key] = _converted(key, value, origin), origin
-    values |= {table: TABLES[table](**keys) for table, keys in tables.items()}
+    folder = source.parent if isinstance(source, Path) else Path()
+    values |= {table: _located(TABLES[table](**keys), folder) for table, keys in tables.items()}
     missing = [key for key in REQUIRED if key not in values]
     if missing:
         raise ConfigError(f"{name} does not give {', '.join(missing)}", "a job cannot do without")
@@ -96,6 +98,11 @@ def write_job(resolved: ResolvedJob) -> str:
             keys = [field.name for field in fields(kind)]
             lines += [_line(key, getattr(values, key), resolved.origins[f"{table}.{key}"]) for key in keys]
     return "".join(lines)
+
+
+def _located(table: Any, folder: Path) -> Any:
+    """A table whose files are named from the job's folder, by their paths; any other as it is."""
+    return table.located(folder) if isinstance(table, RolloutConfig) else table
 
 
 def _line(name: str, value: Any, origin: str) -> str:

@@ -75,9 +75,15 @@ def states_of(job: Job) -> tuple[object, ...]:
     return job.dtype, job.optimizer, *reduced, job.local_steps, job.delay_steps, job.lora
 
 
+def steps_of_one_sampling(job: Job) -> int:
+    """Steps that learn from the same completions, after which a run can be broken off and go on; 1 without any."""
+    return job.grpo.num_iterations if job.task == "grpo" and job.grpo is not None else 1
+
+
 def snapshot_steps(job: Job) -> int:
     """Steps between snapshots, 0 for none. With DiLoCo at outer steps, when replicas have the same weights."""
-    return -(-job.mirror_steps // job.local_steps) * job.local_steps
+    together = max(job.local_steps, steps_of_one_sampling(job))
+    return -(-job.mirror_steps // together) * together
 
 
 def is_snapshot_step(job: Job, step: int) -> bool:

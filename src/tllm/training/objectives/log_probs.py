@@ -31,7 +31,11 @@ class TokenLosses:
         predicted_T = labels_T != IGNORED
         if not self.sliced and not bool(predicted_T.all()):
             x_TD, labels_T = x_TD[predicted_T], labels_T[predicted_T]
-        return cross_entropy(model.logits(x_TD, len(labels_T)), labels_T, model.vocab, self.tp)
+        return cross_entropy(self.logits(model, x_TD, len(labels_T)), labels_T, model.vocab, self.tp)
+
+    def logits(self, model: Transformer, x_TD: Tensor, tokens: int) -> Tensor:
+        """Of these rows, as their probabilities are taken; they may be written to."""
+        return model.logits(x_TD, tokens)
 
     def log_probs(self, model: Transformer, x_TD: Tensor, tokens: Tokens) -> Tensor:
         """log p(label) of each token here, [T]; 0 where nothing is predicted."""

@@ -103,8 +103,11 @@ class StepReport:
             if counters.load_balance_loss is None
             else balance * counters.batch.global_microbatches / max(batch.global_microbatches, 1),
             metrics={
-                name: total / count if count else 0.0
-                for name, total, count in zip(self._metric_names, metrics[::2], metrics[1::2], strict=True)
+                **batch.metrics,
+                **{
+                    name: total / count if count else 0.0
+                    for name, total, count in zip(self._metric_names, metrics[::2], metrics[1::2], strict=True)
+                },
             }
             or None,
         )

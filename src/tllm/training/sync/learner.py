@@ -118,7 +118,7 @@ class SynchronousLearner:
     def begin_step(self, batch: ReplicaBatch, microbatches: Sequence[Tokens]) -> float:
         self._buckets.begin(len(microbatches))
         self._gathering.begin(len(microbatches))
-        return 1 / batch.denominator
+        return 1 / (batch.denominator or 1.0)  # nothing may be worth learning, as where all completions are cut off
 
     def apply_gradients(self, step: int, learning_rate: float, loss_sum: float) -> float:
         self._buckets.finish()

@@ -1,0 +1,117 @@
+"""`ColocatedRollouts`: an engine over the ranks of a replica that trains, with the very weights that are trained.
+
+Trainer and engine share one model: the layers that a rank trains are those that its stage of the engine computes with,
+in the same memory. The engine's messages go over the links of the replica's ranks, which nothing else uses meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from tllm.core.errors import RequestError
+from tllm.engine.assembly import make_stage
+from tllm.engine.driver import Driver
+from tllm.engine.ring_links import RingLinks
+from tllm.engine.schedule.limits import EngineConfig, Limits, limits_of
+from tllm.engine.schedule.scheduler import Scheduler
+from tllm.engine.stage import PipelineStage
+from tllm.parallel.mesh import mesh_of
+from tllm.planner.cost.cache_room import MAX_NUM_BATCHED_TOKENS, PAGE_SIZE
+from tllm.spec.plan import Plan
+from tllm.spec.request import Output, Request, SamplingParams
+from tllm.training.policy.rollouts import Completion, PromptGroup
+from tllm.training.step.rank_groups import Groups, RankConfig
+from tllm.training.step.rank_model import RankModel
+
+
+def colocated_rollouts(config: RankConfig, model: RankModel) -> ColocatedRollouts:
+    """What samples on this rank with the weights of `model`."""
+    (chunk,) = model.chunks  # as `rollout_combinations` has checked
+    plan, groups = config.plan, config.groups
+    mesh = mesh_of(config.spec, plan, config.rank, groups.tp)
+    limits = rollout_limits(config)
+    stage = make_stage(chunk, mesh, plan, ring_of(plan, mesh.stage, groups), limits, exact=True)
+    return ColocatedRollouts(config, stage, is_first=mesh.stage == 0 and groups.tp.rank == 0)
+
+
+def rollout_limits(config: RankConfig) -> Limits:
+    """The sizes of the engine: room for as many whole sequences as are computed at once."""
+    job, rollouts = config.job, config.job.rollouts
+    assert rollouts is not None, "checked when the run began"
+    at_once = min(rollouts.max_num_seqs, job.global_batch_size)
+    pages = -(-job.seq_len // PAGE_SIZE)
+    sizes = EngineConfig(
+        dtype=job.dtype,
+        max_model_len=job.seq_len,
+        cache_tokens=at_once * pages * PAGE_SIZE,
+        max_num_seqs=at_once,
+        max_num_batched_tokens=max(MAX_NUM_BATCHED_TOKENS, 2 * at_once),
+    )
+    return limits_of(config.spec, Plan(config.plan.stages, config.plan.experts), sizes)
+
+
+def ring_of(plan: Plan, stage: int, groups: Groups) -> RingLinks | None:
+    """The links of a stage's first rank to those of the stages around it; None on other ranks, and of one stage."""
+    if plan.pp == 1 or groups.tp.rank:
+        return None
+    leaders = [0, *accumulate(one.tp for one in plan.stages)][: plan.pp]
+    before, after = leaders[stage - 1], leaders[(stage + 1) % plan.pp]
+    return RingLinks(groups.replica.recv[before], groups.replica.send[after])
+
+
+class ColocatedRollouts:
+    """One rank's part in sampling. The driver, and with it what is known of prompts in the cache, lives for one call:
+    in the next the weights are others."""
+
+    def __init__(self, config: RankConfig, stage: PipelineStage, is_first: bool) -> None:
+        assert config.job.rollouts is not None
+        self._rollouts, self._plan, self._eos_ids = config.job.rollouts, config.plan, config.spec.eos_token_ids
+        self._stage, self._is_first = stage, is_first
+
+    def sample(self, groups: Sequence[PromptGroup], stop_ids: Sequence[int]) -> list[Completion]:
+        if not self._is_first:
+            self._stage.serve()
+            return []
+        driver = Driver(self._stage, Scheduler(self._stage.limits, self._plan.pp, self._eos_ids))
+        requests = [
+            self._request(group, place, number, stop_ids)
+            for place, group in enumerate(groups)
+            for number in range(len(group.seeds))
+        ]
+        told: dict[str, list[Output]] = {request.id: [] for request in requests}
+        outputs = [output for request in requests for output in driver.submit(request)]
+        while True:
+            for output in outputs:
+                told[output.request_id].append(output)
+            if not driver.has_work:
+                break
+            outputs = driver.step()
+        driver.close()
+        return [_completion(told[request.id]) for request in requests]
+
+    def close(self) -> None:
+        self._stage.pages.close()
+
+    def _request(self, group: PromptGroup, place: int, number: int, stop_ids: Sequence[int]) -> Request:
+        params = SamplingParams(
+            max_tokens=self._rollouts.max_completion_length,
+            temperature=self._rollouts.temperature,
+            top_p=self._rollouts.top_p,
+            top_k=self._rollouts.top_k,
+            seed=group.seeds[number],
+            stop_token_ids=tuple(stop_ids),
+            logprobs=0,
+        )
+        return Request(id=f"{place}-{number}", prompt_ids=group.ids, params=params)
+
+
+def _completion(outputs: Sequence[Output]) -> Completion:
+    last = outputs[-1]
+    if last.finish_reason not in ("stop", "length"):
+        raise RequestError(f"a completion ended as {last.finish_reason}: {last.error}")
+    return Completion(
+        tuple(token for output in outputs for token in output.token_ids),
+        tuple(one.logprob for output in outputs for one in output.logprobs),
+        last.finish_reason == "length",
+    )

@@ -1,0 +1,39 @@
+"""The feed of a rank: rows of the data as they are, or completions that the run samples."""
+
+from __future__ import annotations
+
+from tllm.training.data.batch_feed import BatchFeed
+from tllm.training.data.feed import DataPosition, Feed
+from tllm.training.job.initial_model import InitialModel
+from tllm.training.policy.policy_feed import PolicyFeed
+from tllm.training.policy.rewarded_rows import RewardedRows
+from tllm.training.policy.rollouts import Rollouts
+from tllm.training.state.initial_weights import InitialWeights
+from tllm.training.step.rank_groups import RankConfig
+
+FeedAndPosition = tuple[Feed, DataPosition | None]
+"""A feed, and on rank 0, who alone has an `InitialModel` and reads the data, the place in it."""
+
+
+def rows_feed(
+    config: RankConfig, initial_model: InitialModel | None, prefetch: int, with_positions: bool
+) -> FeedAndPosition:
+    """Of rows that stand in the data; the next `prefetch` steps are read meanwhile."""
+    batches = None if initial_model is None else initial_model.batches(config.job)
+    links, size = config.groups.data, config.job.microbatch_size
+    return BatchFeed(config.plan, links, size, batches, prefetch, with_positions), batches
+
+
+def policy_feed(
+    config: RankConfig,
+    initial_model: InitialModel | None,
+    rollouts: Rollouts,
+    initial_weights: InitialWeights,
+    with_positions: bool,
+) -> FeedAndPosition:
+    """Of completions that are sampled for each step."""
+    if initial_model is None:
+        return PolicyFeed(config, rollouts, None, initial_weights, with_positions), None
+    prompts, tokenizer = initial_model.prompts(config.job)
+    rewarded = RewardedRows(config.job, prompts, tokenizer)
+    return PolicyFeed(config, rollouts, rewarded, initial_weights, with_positions), prompts

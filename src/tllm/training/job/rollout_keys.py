@@ -1,0 +1,195 @@
+"""The tables `[grpo]` and `[rejection]` of a job: how completions are sampled, rewarded, and learned from.
+
+Keys have the names of TRL's `GRPOConfig`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Self
+
+from tllm.core.errors import ConfigError
+from tllm.training.job.key_limits import KeyLimits
+
+REWARD_FUNCTION = re.compile(r"(?P<module>.*\.py|\w+(\.\w+)*):(?P<function>[A-Za-z_]\w*)")
+"""`module:function`, and `PATH.py:function`, as a job has it once its folder is known."""
+
+REWARD_SECONDS = 600.0
+"""Reward functions have less: so long do the other ranks wait for rank 0, which calls them."""
+
+AT_LEAST: Mapping[str, float] = MappingProxyType(
+    {
+        "reward_timeout": 1,
+        "num_generations": 1,
+        "max_completion_length": 1,
+        "top_k": 0,
+        "max_num_seqs": 1,
+        "num_completions_to_print": 0,
+    }
+)
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """How completions of prompts are sampled, and which functions reward them."""
+
+    reward_funcs: tuple[str, ...] = ()
+    """Python functions that reward completions, as `module:function`: `rewards:brackets` is the function `brackets` of
+    `rewards.py` in the folder of the job's file. At least one is needed. They are your own code: they run on rank 0."""
+    reward_weights: tuple[float, ...] | None = None
+    """A weight for each of `reward_funcs`; left out, each counts 1. The weighted sum is a completion's reward."""
+    reward_timeout: float = 60.0
+    """Seconds that a reward function may take for the completions of one step; then the run saves and ends."""
+    num_generations: int = 8
+    """Completions that are sampled of each prompt: its group. `global_batch_size` counts completions, and is a
+    multiple."""
+    max_completion_length: int = 256
+    """Largest number of tokens in a completion, which is cut off there. A prompt may have as many as are left of
+    `seq_len`."""
+    temperature: float = 1.0
+    """Temperature that tokens are sampled at, and at which their probabilities are learned from."""
+    top_p: float = 1.0
+    """Only the likeliest tokens that have this probability together are sampled; 1: all."""
+    top_k: int = 0
+    """Only so many of the likeliest tokens are sampled; 0: all."""
+    mask_truncated_completions: bool = False
+    """Learn nothing from a completion that was cut off at `max_completion_length`."""
+    max_num_seqs: int = 32
+    """Completions that one replica computes at once. Its KV cache has room for so many of `seq_len` tokens."""
+    num_completions_to_print: int = 4
+    """Completions of each step that are written to `completions.jsonl` in the run's folder, to be read."""
+
+    def located(self, folder: Path) -> Self:
+        """The same with reward functions by the path of their file; their modules lie in `folder`."""
+        return replace(self, reward_funcs=tuple(_located(text, folder) for text in self.reward_funcs))
+
+    def _check(self, table: str, limits: KeyLimits) -> None:
+        limits.check({field.name: getattr(self, field.name) for field in fields(self)}, table)
+        if not self.reward_funcs:
+            raise ConfigError(
+                f"{table}.reward_funcs is empty", 'name a function that rewards completions: ["rewards:correct"]'
+            )
+        names = [_parts(text, table)[1] for text in self.reward_funcs]
+        if len(set(names)) < len(names):
+            raise ConfigError(
+                f"{table}.reward_funcs has two functions of one name: {', '.join(sorted(names))}",
+                "metrics are told by the function's name: rename one",
+            )
+        if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_funcs):
+            raise ConfigError(
+                f"{table} has {len(self.reward_weights)} reward_weights and {len(self.reward_funcs)} reward_funcs",
+                "give one weight for each function",
+            )
+        if self.temperature <= 0:
+            raise ConfigError(
+                f"{table}.temperature is {self.temperature}: all completions of a prompt would be the same",
+                "give one above 0",
+            )
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"{table}.top_p is {self.top_p}", "give one above 0, and 1 for all tokens")
+
+
+@dataclass(frozen=True)
+class GRPOConfig(RolloutConfig):
+    """Learn from groups of completions by how much better each is than its group (GRPO, 2402.03300, and its kin)."""
+
+    beta: float = 0.0
+    """Coefficient of the KL divergence to the reference, which is the model that the run began with; 0: no reference
+    is kept."""
+    kl_estimator: str = "k3"
+    """How the divergence is estimated of a token, with r = log p_reference - log p: "k1" is -r, "k2" r²/2, "k3"
+    exp(r) - r - 1 (Schulman, 2020)."""
+    epsilon: float = 0.2
+    """How far below 1 the ratio of new to old probability is learned from."""
+    epsilon_high: float | None = None
+    """How far above 1 it is (clip-higher, DAPO, 2503.14476); left out: `epsilon`."""
+    loss_type: str = "dapo"
+    """How tokens are added up: "grpo" the mean over completions of each one's mean; "dapo" the mean over all tokens of
+    the step, as is "bnpo"; "dr_grpo" the sum over completions times `max_completion_length` (2503.20783)."""
+    importance_sampling_level: str = "token"
+    """What has a ratio of new to old probability: each "token", or the "sequence" by its tokens' geometric mean (GSPO,
+    2507.18071)."""
+    advantage: str = "group"
+    """What a reward is compared with: the mean of its "group", or with "rloo" that of the others of its group
+    (2402.14740)."""
+    scale_rewards: str = "group"
+    """What advantages are divided by: the standard deviation of rewards in their "group", that of the whole "batch", or
+    "none"."""
+    num_iterations: int = 1
+    """Steps taken with the same completions, before new ones are sampled."""
+
+    LIMITS = KeyLimits(
+        at_least={**AT_LEAST, "num_generations": 2, "beta": 0, "epsilon": 0, "epsilon_high": 0, "num_iterations": 1},
+        below={"reward_timeout": REWARD_SECONDS, "epsilon": 1},
+        choices={
+            "kl_estimator": ("k1", "k2", "k3"),
+            "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo"),
+            "importance_sampling_level": ("token", "sequence"),
+            "advantage": ("group", "rloo"),
+            "scale_rewards": ("group", "batch", "none"),
+        },
+    )
+
+    def __post_init__(self) -> None:
+        self._check("grpo", self.LIMITS)
+        if self.advantage == "rloo" and self.scale_rewards != "none":
+            raise ConfigError(
+                f'grpo.advantage is "rloo" and grpo.scale_rewards is {self.scale_rewards!r}: RLOO divides by nothing',
+                'give scale_rewards = "none"',
+            )
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """The ratios between which the loss has a gradient."""
+        return 1 - self.epsilon, 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
+
+
+@dataclass(frozen=True)
+class RejectionConfig(RolloutConfig):
+    """Learn the best completions of each prompt by the next token's loss (rejection sampling, best of n)."""
+
+    keep: int = 1
+    """The best so many completions of each prompt are learned."""
+    threshold: float | None = None
+    """Completions whose reward is lower are not learned, be they the best of their prompt."""
+
+    LIMITS = KeyLimits(at_least={**AT_LEAST, "keep": 1}, below={"reward_timeout": REWARD_SECONDS})
+
+    def __post_init__(self) -> None:
+        self._check("rejection", self.LIMITS)
+        if self.keep > self.num_generations:
+            raise ConfigError(
+                f"rejection.keep is {self.keep} and rejection.num_generations is {self.num_generations}",
+                "no more can be kept than are sampled",
+            )
+
+
+def function_parts(text: str) -> tuple[Path, str]:
+    """The file and the function that a located reward function names."""
+    module, name = _parts(text, "the job")
+    return Path(module), name
+
+
+def _parts(text: str, table: str) -> tuple[str, str]:
+    match = REWARD_FUNCTION.fullmatch(text)
+    if match is None:
+        raise ConfigError(
+            f"{table}: reward_funcs names {text!r}",
+            "write module:function, as rewards:correct for the function correct of rewards.py beside the job's file",
+        )
+    return match["module"], match["function"]
+
+
+def _located(text: str, folder: Path) -> str:
+    module, name = _parts(text, "the job")
+    file = folder / (module if module.endswith(".py") else module.replace(".", "/") + ".py")
+    return f"{file.resolve()}:{name}"
+
+
+def kept_of_each_prompt(config: RolloutConfig) -> int:
+    """Completions of a prompt that come to be rows of a step, at most."""
+    return config.keep if isinstance(config, RejectionConfig) else config.num_generations

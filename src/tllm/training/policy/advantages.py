@@ -1,0 +1,37 @@
+"""Advantages: how much better a completion's reward is than what it is compared with.
+
+GRPO (2402.03300): the mean of its group, in units of the group's standard deviation. Dr. GRPO (2503.20783) leaves the
+division out. RLOO (2402.14740): the mean of the others of its group.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tllm.training.job.rollout_keys import GRPOConfig
+
+Rewards = NDArray[np.float64]
+
+SMALLEST_STD = 1e-4
+"""Added to a standard deviation before it divides, as in TRL."""
+
+
+def advantages(rewards_PG: Rewards, config: GRPOConfig) -> Rewards:
+    """Of the rewards of each prompt's group, [prompts, num_generations]; in the same places."""
+    size = rewards_PG.shape[1]
+    over_P1 = rewards_PG.mean(1, keepdims=True)
+    if config.advantage == "rloo":
+        return (rewards_PG - over_P1) * (size / (size - 1))  # r - (sum - r) / (size - 1)
+    centred_PG = rewards_PG - over_P1
+    if config.scale_rewards == "none":
+        return centred_PG
+    std = rewards_PG.std(1, ddof=1, keepdims=True) if config.scale_rewards == "group" else rewards_PG.std(ddof=1)
+    return centred_PG / (std + SMALLEST_STD)
+
+
+def weighted_sums(rewards_NF: Rewards, weights: tuple[float, ...] | None) -> Rewards:
+    """The reward of each completion from those of all functions; a function that has none for it (NaN) counts 0."""
+    weights_F = np.ones(rewards_NF.shape[1]) if weights is None else np.array(weights)
+    total_N: Rewards = np.nansum(rewards_NF * weights_F, axis=1)
+    return total_N

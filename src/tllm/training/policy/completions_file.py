@@ -1,0 +1,74 @@
+"""`completions.jsonl` of a run's folder: completions of each step to be read, with their rewards."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tllm.core.errors import UNREADABLE, ConfigError
+
+COMPLETIONS = "completions.jsonl"
+
+
+class CompletionRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A completion that step `step` learned from, the first being 1. `rewards` are by the function's name."""
+
+    step: int
+    prompt: Any
+    completion: str
+    rewards: dict[str, float | None]
+    reward: float
+    advantage: float | None = None
+    truncated: bool = False
+
+
+class CompletionsFile:
+    """The file of a run whose first `done` steps are kept: lines of later steps, and a torn one, are cut off.
+
+    As with `metrics.jsonl`, a disk that is full does not end the run.
+    """
+
+    def __init__(self, folder: Path, done: int) -> None:
+        self.path = folder / COMPLETIONS
+        try:
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._end = _kept(self.path, done)
+            os.ftruncate(self._file, self._end)
+        except OSError as error:
+            raise ConfigError(f"cannot write {self.path}: {error.strerror}", "give another output_dir") from error
+        self.lost = 0
+
+    def write(self, records: Sequence[CompletionRecord]) -> None:
+        """Add lines."""
+        lines = b"".join(msgspec.json.encode(record) + b"\n" for record in records)
+        try:
+            written = os.pwrite(self._file, lines, self._end)
+        except OSError:
+            written = 0
+        if written < len(lines):
+            self.lost += len(records)
+            os.ftruncate(self._file, self._end)
+            return
+        self._end += written
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def _kept(path: Path, done: int) -> int:
+    """The bytes before the first line that is torn, or of a later step."""
+    end = 0
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                step = msgspec.json.decode(line, type=CompletionRecord).step if line.endswith(b"\n") else done + 1
+            except UNREADABLE:
+                return end
+            if step > done:
+                return end
+            end += len(line)
+    return end

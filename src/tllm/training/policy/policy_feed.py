@@ -1,0 +1,169 @@
+"""`PolicyFeed`: a rank's microbatches of each step, from completions that the replicas sample with its weights.
+
+For each step, or where `num_iterations` says so for several:
+
+1. Rank 0 reads prompts and tells every rank which replica samples what (`RewardedRows.groups`).
+2. Each replica samples (`Rollouts`), and sends what came to rank 0.
+3. Rank 0 asks the reward functions, and makes rows of completions and advantages (`RewardedRows.learned`).
+4. The rows are dealt to the replicas like any others, and the reference says what it thinks of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+import torch
+from torch import Tensor
+
+from tllm.core.errors import ConfigError
+from tllm.training.data.batch_feed import LIMIT, ReplicaBatch, receive_part, send_parts, split_global_batch
+from tllm.training.data.batch_tensors import Tokens
+from tllm.training.data.packing import deal
+from tllm.training.job.job_parts import steps_of_one_sampling
+from tllm.training.objectives.policy_gradient import KEPT, OLD, REFERENCE
+from tllm.training.policy.reference_model import ReferenceModel
+from tllm.training.policy.rewarded_rows import RewardedRows
+from tllm.training.policy.rollouts import (
+    Completion,
+    RolloutOrder,
+    Rollouts,
+    decode_completions,
+    decode_order,
+    encode_completions,
+)
+from tllm.training.state.initial_weights import InitialWeights
+from tllm.training.step.rank_groups import RankConfig
+from tllm.weights.dtypes import torch_dtype
+
+
+class PolicyFeed:
+    """A `Feed` whose rows are sampled when they are asked for, by the weights of that moment.
+
+    `rewarded` is rank 0's. `reference` is kept where the loss has a KL divergence; it gets `initial_weights`.
+    """
+
+    def __init__(
+        self,
+        config: RankConfig,
+        rollouts: Rollouts,
+        rewarded: RewardedRows | None,
+        initial_weights: InitialWeights,
+        with_positions: bool = False,
+    ) -> None:
+        self._config, self._rollouts, self._rewarded = config, rollouts, rewarded
+        self._initial_weights, self._with_positions = initial_weights, with_positions
+        self._passes = steps_of_one_sampling(config.job)
+        grpo = config.job.grpo
+        self._reference = ReferenceModel(config, grpo.temperature) if grpo is not None and grpo.beta else None
+        self._step = 0
+        self._batch: ReplicaBatch | None = None
+        self._microbatches: list[Tokens] = []
+
+    @property
+    def is_between(self) -> bool:
+        """Whether new completions come next."""
+        return self._step % self._passes == 0
+
+    def begin(self, step: int, stop: int) -> None:
+        """Start with `step`, at which completions are sampled."""
+        assert step % self._passes == 0, "saves are made between two samplings"
+        self._step = step
+        if self._rewarded is not None:
+            self._rewarded.prepare(step)
+        if self._reference is not None:
+            self._reference.fill(self._initial_weights)
+
+    def next(self) -> ReplicaBatch:
+        """This replica's batch of the next step, sampled now if its turn has come."""
+        if self.is_between:
+            self._batch = self._sampled()
+        assert self._batch is not None
+        self._step += self._batch.fault is None
+        return self._batch
+
+    def microbatches(self, batch: ReplicaBatch) -> list[Tokens]:
+        """The batch as tensors, with log-probabilities of the pass before and of the reference."""
+        is_first = (self._step - 1) % self._passes == 0
+        if is_first:
+            self._microbatches = [self._with_room(tokens) for tokens in self._with_reference(batch.unpack())]
+        if self._passes == 1 or is_first:
+            return self._microbatches
+        return [
+            replace(tokens, of_tokens={**_without(tokens, KEPT), OLD: tokens.of_tokens[KEPT]})
+            for tokens in self._microbatches
+        ]
+
+    def close(self) -> None:
+        self._rollouts.close()
+        if self._reference is not None:
+            self._reference.close()
+        if self._rewarded is not None:
+            self._rewarded.close()
+
+    def _sampled(self) -> ReplicaBatch:
+        world, plan = self._config.groups.world, self._config.plan
+        order = self._ordered() if world.rank == 0 else None
+        payload = None if order is None else msgspec.msgpack.encode(order)
+        order = decode_order(world.broadcast_bytes(payload, limit=LIMIT))
+        if order.fault is not None:
+            return _faulty(order.fault)
+        groups = order.groups[plan.coordinates(self._config.rank).replica]
+        mine = self._rollouts.sample(groups, order.stop_ids)
+        parts = world.all_gather_bytes(encode_completions(mine), limit=LIMIT)
+        if self._rewarded is None:
+            return receive_part(self._config.groups.data)
+        batches = self._rewarded_batches([one for part in parts for one in decode_completions(part)])
+        send_parts(batches, plan, self._config.groups.data)
+        return batches[0]
+
+    def _ordered(self) -> RolloutOrder:
+        """On rank 0: what each replica is to sample."""
+        assert self._rewarded is not None
+        try:
+            groups = self._rewarded.groups(self._step)
+        except ConfigError as error:
+            return RolloutOrder((), (), (error.message, error.hint))
+        parts = deal(len(groups), self._config.plan.dp)
+        return RolloutOrder(tuple(tuple(groups[p.start : p.stop]) for p in parts), tuple(self._rewarded.stop_ids))
+
+    def _rewarded_batches(self, completions: Sequence[Completion]) -> list[ReplicaBatch]:
+        """On rank 0: the batch of each replica."""
+        assert self._rewarded is not None
+        plan = self._config.plan
+        try:
+            rows, metrics = self._rewarded.learned(self._step, completions)
+        except ConfigError as error:
+            return [_faulty((error.message, error.hint))] * plan.replicas
+        position = self._rewarded.position(self._step + self._passes) if self._with_positions else b""
+        batches = split_global_batch(rows, plan.dp, self._config.job.microbatch_size, position)
+        return [msgspec.structs.replace(batch, metrics=metrics) for batch in batches]
+
+    def _with_reference(self, microbatches: list[Tokens]) -> list[Tokens]:
+        if self._reference is None:
+            return microbatches
+        found = self._reference.log_probs(microbatches, self._dtype)
+        return [
+            replace(tokens, of_tokens={**tokens.of_tokens, REFERENCE: log_probs_T})
+            for tokens, log_probs_T in zip(microbatches, found, strict=True)
+        ]
+
+    def _with_room(self, tokens: Tokens) -> Tokens:
+        """With a place for the log-probabilities that the first pass finds, where later passes want them."""
+        if self._passes == 1:
+            return tokens
+        room_T = torch.zeros(len(tokens.ids_T), dtype=self._dtype)
+        return replace(tokens, of_tokens={**tokens.of_tokens, KEPT: room_T})
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.float64 if torch_dtype(self._config.job.dtype) == torch.float64 else torch.float32
+
+
+def _without(tokens: Tokens, name: str) -> dict[str, Tensor]:
+    return {key: x_T for key, x_T in tokens.of_tokens.items() if key != name}
+
+
+def _faulty(fault: tuple[str, str]) -> ReplicaBatch:
+    return ReplicaBatch((), 0, 0, (), 0, 0.0, fault=fault)

@@ -1,0 +1,48 @@
+"""`ReferenceModel`: the model that a run began with, which the policy is kept near."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tllm.parallel.mesh import mesh_of
+from tllm.training.data.batch_tensors import Tokens
+from tllm.training.objectives.policy_gradient import KEPT, KeepLogProbs
+from tllm.training.state.initial_weights import InitialWeights
+from tllm.training.step.rank_groups import RankConfig
+from tllm.training.step.rank_model import RankModel
+from tllm.weights.load import Progress
+
+
+class ReferenceModel:
+    """This rank's part of it, cut as the policy is; it takes the same memory again. Every rank makes the same calls."""
+
+    def __init__(self, config: RankConfig, temperature: float) -> None:
+        self._model = RankModel(config)
+        mesh = mesh_of(config.spec, config.plan, config.rank, config.groups.tp)
+        self._objective = KeepLogProbs(mesh, temperature)
+        self._job, self._spec = config.job, config.spec
+
+    def fill(self, weights: InitialWeights, progress: Progress | None = None) -> None:
+        """Give it the weights that the run began with, also where the run goes on."""
+        fill = weights.filler(self._spec, self._job.seed, self._job.dtype, progress)
+        for chunk in self._model.chunks:
+            fill(chunk)
+
+    def log_probs(self, microbatches: Sequence[Tokens], dtype: torch.dtype) -> list[Tensor]:
+        """log p(label) of each token of each microbatch, [T], as ranks of the last stage find them; 0 elsewhere."""
+        found = [torch.zeros(len(tokens.ids_T), dtype=dtype) for tokens in microbatches]
+        self._model.forward_only(
+            [
+                replace(tokens, of_tokens={**tokens.of_tokens, KEPT: log_probs_T})
+                for tokens, log_probs_T in zip(microbatches, found, strict=True)
+            ],
+            self._objective,
+        )
+        return found
+
+    def close(self) -> None:
+        self._model.close()

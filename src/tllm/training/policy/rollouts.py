@@ -1,0 +1,85 @@
+"""`Rollouts`: what samples completions with the weights that are trained, as the trainer sees it; and what it is asked.
+
+The engine and the trainer know nothing of each other: whoever starts a rank hands in what samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from tllm.core.errors import UNREADABLE, FrameError
+from tllm.training.data.seeds import key_for
+from tllm.training.step.rank_groups import RankConfig
+from tllm.training.step.rank_model import RankModel
+
+
+class PromptGroup(msgspec.Struct, frozen=True, array_like=True):
+    """A prompt, and the seed of each completion that is wanted of it."""
+
+    ids: tuple[int, ...]
+    seeds: tuple[int, ...]
+
+
+class Completion(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens that were sampled, each with its log-probability before temperature, top-k and top-p.
+
+    The last is one that ends a reply, unless the completion `is_truncated`.
+    """
+
+    ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    is_truncated: bool
+
+
+class RolloutOrder(msgspec.Struct, frozen=True):
+    """What every replica is to sample in a step: `groups[r]` are replica r's. A token of `stop_ids` ends a completion.
+
+    A `fault` says, with a hint, why there is nothing to sample.
+    """
+
+    groups: tuple[tuple[PromptGroup, ...], ...]
+    stop_ids: tuple[int, ...]
+    fault: tuple[str, str] | None = None
+
+
+class Rollouts(Protocol):
+    """Samples with the rank's own weights, as they are at the moment. Every rank of a replica makes the same calls."""
+
+    def sample(self, groups: Sequence[PromptGroup], stop_ids: Sequence[int]) -> list[Completion]:
+        """The completions of each group in turn, on the replica's first rank; nothing on the others."""
+
+    def close(self) -> None:
+        """Let go of the cache."""
+
+
+MakeRollouts = Callable[[RankConfig, RankModel], Rollouts]
+"""make(what the rank is asked to do, the model whose weights it shares)"""
+
+
+def completion_seed(seed: int, step: int, place: int, number: int) -> int:
+    """The seed of completion `number` of the prompt at `place` of a step's, the first step being 0."""
+    return key_for("completion", seed, step, place, number) >> 1
+
+
+def encode_completions(completions: Sequence[Completion]) -> bytes:
+    """As they travel to rank 0."""
+    return msgspec.msgpack.encode(completions)
+
+
+def decode_completions(content: bytes) -> list[Completion]:
+    """What `encode_completions` made; FrameError for anything else."""
+    try:
+        return msgspec.msgpack.decode(content, type=list[Completion])
+    except UNREADABLE as error:
+        raise FrameError(f"what a replica sent are no completions: {error}") from error
+
+
+def decode_order(content: bytes) -> RolloutOrder:
+    """What rank 0 asks for; FrameError for anything else."""
+    try:
+        return msgspec.msgpack.decode(content, type=RolloutOrder)
+    except UNREADABLE as error:
+        raise FrameError(f"what rank 0 sent are no prompts: {error}") from error

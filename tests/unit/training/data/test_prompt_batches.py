@@ -1,0 +1,74 @@
+"""Prompts as text and as messages, the columns beside them, and the place in them that a save keeps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.training.policy_task import write_task
+from tllm.core.errors import ConfigError
+from tllm.text.chat_template import ChatTemplate
+from tllm.text.tokenizer import Tokenizer
+from tllm.training.data.batches import DataConfig
+from tllm.training.data.prompt_batches import PromptBatches, PromptEncoder
+
+TEMPLATE = "{% for m in messages %}({{ m['content'] }}){% endfor %}{% if add_generation_prompt %}={% endif %}"
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Tokenizer:
+    write_task(tmp_path)
+    found = Tokenizer.from_folder(tmp_path)
+    assert found is not None
+    return found
+
+
+def batches(folder: Path, tokenizer: Tokenizer, rows: list[dict[str, Any]], steps_each: int = 1) -> PromptBatches:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = DataConfig((str(file),), seq_len=20, global_batch_size=2, shuffle=False)
+    return PromptBatches(config, PromptEncoder(tokenizer, ChatTemplate(TEMPLATE), 6), steps_each)
+
+
+def test_a_prompt_is_text_or_messages_and_keeps_its_columns(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    talk = [{"role": "user", "content": "7"}]
+    rows = [{"prompt": "12=", "answer": 12}, {"prompt": talk, "answer": 7}]
+    one, other = batches(tmp_path, tokenizer, rows).prompts(0)
+    assert tokenizer.decode(one.ids) == "12=" and one.columns == rows[0]
+    assert tokenizer.decode(other.ids) == "(7)=" and other.columns == rows[1]
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"text": "1="}, "no prompt"),
+        ({"prompt": 3}, "no prompt"),
+        ({"prompt": ""}, "the prompt is empty"),
+        ({"prompt": "1234567"}, "the prompt has 7 tokens.* leaves 6"),
+    ],
+)
+def test_a_row_that_is_no_prompt_is_named(
+    row: dict[str, Any], words: str, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    with pytest.raises(ConfigError, match=rf"rows\.jsonl, line 2: .*{words}"):
+        batches(tmp_path, tokenizer, [{"prompt": "1="}, row]).prompts(0)
+
+
+def test_messages_need_a_template(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ConfigError, match="has no chat template"):
+        PromptEncoder(tokenizer, None, 9).encode({"prompt": [{"role": "user", "content": "7"}]})
+
+
+def test_steps_that_share_prompts_count_as_one_place(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    rows = [{"prompt": f"{number}="} for number in range(8)]
+    first = batches(tmp_path, tokenizer, rows, steps_each=3)
+    texts = [[row.columns["prompt"] for row in first.prompts(step)] for step in (0, 3, 6)]
+    assert texts == [["0=", "1="], ["2=", "3="], ["4=", "5="]]
+    later = batches(tmp_path, tokenizer, rows, steps_each=3)
+    assert later.restore(json.loads(json.dumps(first.state(6)))) == 6
+    assert later.prompts(6) == first.prompts(6)
+    with pytest.raises(ConfigError, match="num_iterations is 2 now, and the run began with 3"):
+        batches(tmp_path, tokenizer, rows, steps_each=2).restore(first.state(6))

@@ -1,0 +1,84 @@
+"""Reward functions of the user's: what they are given, and one clear line for each way in which they go wrong."""
+
+from __future__ import annotations
+
+import math
+import threading
+from pathlib import Path
+
+import pytest
+
+from tllm.core.errors import ConfigError
+from tllm.training.policy.reward_functions import RewardFunction, load_reward_function
+
+ARGUMENTS = {"prompts": ["1=", "2="], "completions": ["a", "aa"], "completion_ids": [[1], [1, 1]], "count": [1, 2]}
+
+
+def function(folder: Path, body: str, seconds: float = 5.0) -> RewardFunction:
+    """The function `f` of a file with this body."""
+    (folder / "of_test.py").write_text(f"def f(prompts, completions, count, **columns):\n    {body}\n")
+    return load_reward_function(f"{folder / 'of_test.py'}:f", seconds)
+
+
+def test_a_function_sees_a_list_of_each_column_and_may_say_nothing(tmp_path: Path) -> None:
+    f = function(tmp_path, "return [None, len(completions[1]) == count[1] and columns['completion_ids'][1][0]]")
+    unsaid, said = f(ARGUMENTS)
+    assert math.isnan(unsaid) and said == 1.0
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("return [1.0]", "returned 1 rewards for 2 completions"),
+        ("return 1.0", "returned a float"),
+        ("return 'ab'", "returned a str"),
+        ("return [1.0, float('nan')]", "returned nan for completion 1"),
+        ("return [float('inf'), 1.0]", "returned inf for completion 0"),
+        ("return [1.0, 'much']", "returned 'much' for completion 1"),
+        ("return [1.0, [2.0]]", "for completion 1"),
+        ("raise KeyError('gone')", "raised KeyError: 'gone'"),
+        ("return {}[0]", "raised KeyError: 0"),
+    ],
+)
+def test_what_is_no_list_of_numbers_is_told_in_one_line(body: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        function(tmp_path, body)(ARGUMENTS)
+    assert f"the reward function f of of_test.py {words}" in caught.value.message or words in caught.value.message
+    assert "\n" not in caught.value.message and caught.value.hint
+    if "raised" in words:
+        assert caught.value.hint == "of_test.py, line 2"
+
+
+def test_a_function_that_hangs_is_left_behind(tmp_path: Path) -> None:
+    function(tmp_path, "pass")
+    held = threading.Event()
+    waits = RewardFunction("waits", tmp_path / "of_test.py", lambda **columns: held.wait(60), 0.05)
+    with pytest.raises(ConfigError, match=r"waits of of_test.py has not returned after 0\.05 s"):
+        waits(ARGUMENTS)
+    held.set()
+
+
+def test_a_function_without_room_for_columns_is_told_which_parameters_it_gets(tmp_path: Path) -> None:
+    (tmp_path / "of_test.py").write_text("def f(prompts, completions):\n    return [0.0, 0.0]\n")
+    with pytest.raises(ConfigError, match="raised TypeError") as caught:
+        load_reward_function(f"{tmp_path / 'of_test.py'}:f", 5.0)(ARGUMENTS)
+    assert "**columns" in caught.value.hint
+
+
+def test_a_file_is_found_run_and_asked_for_its_function(tmp_path: Path) -> None:
+    (tmp_path / "neighbour_of_test.py").write_text("ONE = 1.0\n")
+    (tmp_path / "of_test.py").write_text(
+        "from neighbour_of_test import ONE\n\n\ndef f(completions, **columns):\n    return [ONE for _ in completions]\n"
+    )
+    assert load_reward_function(f"{tmp_path / 'of_test.py'}:f", 5.0)(ARGUMENTS) == [1.0, 1.0]
+    for text, words in (
+        (f"{tmp_path / 'nowhere.py'}:f", "which is no file"),
+        (f"{tmp_path / 'of_test.py'}:g", "has no function g"),
+        (f"{tmp_path / 'of_test.py'}:ONE", "has no function ONE"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            load_reward_function(text, 5.0)
+    (tmp_path / "of_test.py").write_text("import no_such_module_anywhere\n")
+    with pytest.raises(ConfigError, match="raised ModuleNotFoundError") as caught:
+        load_reward_function(f"{tmp_path / 'of_test.py'}:f", 5.0)
+    assert caught.value.hint == "of_test.py, line 1"
