@@ -74,4 +74,5 @@ class AdaptedMicrobatch:
         if self.draws_T is not None:
             first = shard_of(update.A).pieces[0]
             x_TD = dropped_out(x_TD, self.draws_T, first.name, first.source[1][0], self.dropout)
-        return y_TF + update(x_TD).to(y_TF.dtype)
+        added_TF: Tensor = update(x_TD)
+        return y_TF + added_TF.to(y_TF.dtype)

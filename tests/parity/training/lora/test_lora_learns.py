@@ -67,11 +67,12 @@ def last_loss(folder: Path, rows: Path, **more: Any) -> tuple[float, float]:
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_an_adapter_comes_within_two_percent_of_the_loss_of_the_whole_model(tmp_path: Path) -> None:
-    torch.manual_seed(0)
+    """At the best of the rates that were tried for each (docs/log/training.md)."""
+    torch.set_num_threads(1)
     rows = letters(tmp_path / "letters.jsonl", STEPS * BATCH * 2)
-    first, whole = last_loss(tmp_path / "whole", rows, learning_rate=1e-3)
-    lora = LoraJob(r=16, lora_alpha=32.0)
-    first_adapted, adapted = last_loss(tmp_path / "adapter", rows, learning_rate=5e-3, lora=lora)
+    first, whole = last_loss(tmp_path / "whole", rows, learning_rate=2e-3)
+    lora = LoraJob(r=32, lora_alpha=64.0)
+    first_adapted, adapted = last_loss(tmp_path / "adapter", rows, learning_rate=1e-2, lora=lora)
     print(f"first {first:.4f}, whole model {whole:.4f}, adapter {adapted:.4f}: {adapted / whole - 1:+.2%}")
     assert abs(first - first_adapted) < 1e-5 * first, "an adapter begins as nothing"
     assert whole < 0.5 * first, "there is something to learn"

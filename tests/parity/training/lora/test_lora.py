@@ -176,6 +176,18 @@ def test_experts_that_are_spread_stay_as_they_are(plan: str, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("plan", ["pp=4", "pp=4,schedule=zero_bubble"])
+def test_a_stage_may_have_nothing_to_learn(plan: str, tmp_path: Path) -> None:
+    """Of this model's layers one has a q_proj, the third."""
+    save_model("qwen3_next_moe", tmp_path / "model")
+    more: dict[str, Any] = dict(max_steps=2, lora=LoraJob(r=2, target_modules=("q_proj",)))
+    want = records(train(lora_job(tmp_path / "model", tmp_path / "one", **more), "pp=1"))
+    got = records(train(lora_job(tmp_path / "model", tmp_path / "run", **more), plan))
+    assert all(abs(a.loss - b.loss) < 1e-12 * b.loss for a, b in zip(got, want, strict=True))
+    assert {name.split(".")[4] for name in adapter(tmp_path / "run")} == {"2"}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [("pp=1", "dp=2,zero=2"), ("dp=2,pp=2,zero=1", "tp=2")])
 def test_a_run_that_is_stopped_goes_on_under_another_plan(
     before: str, after: str, model: Path, golden: tuple[list[float], Path], tmp_path: Path
