@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster.commands import running, tllm
+from tllm.recipes.bench.processes import free_row
 
 pytestmark = pytest.mark.timeout(120)  # each starts several processes that load torch
 
@@ -40,19 +41,26 @@ def test_another_machine_joins_by_the_printed_line(folder: Path) -> None:
     assert "the coordinator ended the cluster" in said
 
 
-def test_machines_that_share_a_secret_need_no_token_and_see_none(folder: Path) -> None:
-    """Nor does it matter who starts first again: the coordinator of the same secret is the same to them."""
+def test_machines_that_share_a_secret_need_no_token_and_find_a_first_machine_again(folder: Path) -> None:
+    """As pods do: the first is killed and started again, and the node, which was not, goes on with it."""
     whole = json.loads(tllm("generate", str(folder), "--prompt-ids", "1,2,3", "--max-tokens", "16", "--json").stdout)
-    words = ["--nodes", "2", "--plan", "pp=2", "--cluster-host", "127.0.0.1", "--port", "0"]
-    env = {"TLLM_SECRET": "s" * 32}
-    with running("serve", str(folder), *words, env=env) as server:
+    port, env = free_row(1), {"TLLM_SECRET": "s" * 32}
+    words = ["serve", str(folder), "--nodes", "2", "--plan", "pp=2", "--cluster-host", "127.0.0.1", "--port", "0"]
+    words += ["--cluster-port", str(port)]
+    with running(*words, env=env) as server:
         where = server.until(r"tllm join (\S+)$")[1]
+        assert where == f"127.0.0.1:{port}"
         stranger = tllm("join", where, env={"TLLM_SECRET": "t" * 32})
         assert (stranger.returncode, "not the one that the join token" in stranger.stderr) == (5, True)
-        with running("join", where, env=env):
+        with running("join", where, "--rejoin", "60", env=env) as node:
             assert complete(server.until(r"serving .* at (\S+)")[1]) == whole["token_ids"]
-            assert server.interrupt()[0] == 0
-    assert "tllm1-" not in "".join(server.lines)
+            server.process.kill()
+            server.process.wait()
+            with running(*words, env=env) as again:
+                assert complete(again.until(r"serving .* at (\S+)")[1]) == whole["token_ids"]
+                assert again.interrupt()[0] == 0
+            assert node.wait()[0] == 0
+    assert "tllm1-" not in "".join([*server.lines, *again.lines])
     short = tllm("join", where, env={"TLLM_SECRET": "s"})
     assert (short.returncode, "TLLM_SECRET has 1 characters of at least 32" in short.stderr) == (5, True)
 

@@ -13,7 +13,7 @@ import pytest
 from tests.support.models.families import save_model
 from tests.support.training.runs import rows_file
 from tllm.cluster.join_token import JoinToken
-from tllm.core.errors import ClusterError, ConfigError
+from tllm.core.errors import AuthError, ClusterError, ConfigError
 from tllm.node.machine.launcher_env import Launched
 from tllm.node.sources.launched_tasks import JOIN_VARIABLE, LaunchedTasks, addresses_of, meeting_file, work_launched
 from tllm.recipes.bench.processes import free_row
@@ -93,6 +93,14 @@ def test_what_the_operator_says_goes_before_the_file(tmp_path: Path) -> None:
         work_launched(RANK_1, tmp_path, {JOIN_VARIABLE: stale()}, seconds=0.3)
     with pytest.raises(ConfigError, match="is not an address"):
         work_launched(RANK_1, tmp_path, {JOIN_VARIABLE: "here"}, seconds=0.3)
+
+
+def test_an_address_is_enough_where_a_secret_is_shared_and_is_tried_until_the_first_is_there(tmp_path: Path) -> None:
+    told = {JOIN_VARIABLE: f"127.0.0.1:{free_row(1)}", "TLLM_SECRET": "s" * 32}
+    with pytest.raises(ClusterError, match=r"rank 1 found no coordinator within 0\.3 s: cannot reach coordinator"):
+        work_launched(RANK_1, tmp_path, told, seconds=0.3)
+    with pytest.raises(AuthError, match="TLLM_SECRET has 1 characters"):
+        work_launched(RANK_1, tmp_path, {**told, "TLLM_SECRET": "s"}, seconds=0.3)
 
 
 def test_rank_0_listens_no_farther_than_the_others_are() -> None:
