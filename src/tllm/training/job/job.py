@@ -8,6 +8,7 @@ from functools import lru_cache
 import msgspec
 
 from tllm.core.errors import ConfigError
+from tllm.training.job.distillation_keys import DistillationKeys
 from tllm.training.job.key_limits import KeyLimits
 
 AT_LEAST: dict[str, float] = {
@@ -47,7 +48,7 @@ BELOW: dict[str, float] = {
     "seed": 2**63,
 }
 CHOICES: dict[str, tuple[str, ...]] = {
-    "task": ("sft",),
+    "task": ("sft", "distill"),
     "optimizer": ("adamw", "sgd"),
     "dtype": ("float32", "bfloat16", "float64"),
     "over_long": ("split", "truncate", "refuse"),
@@ -74,7 +75,8 @@ class Job:
     max_steps: int
     """Optimizer steps of the whole run."""
     task: str = "sft"
-    """What is learned from the data: "sft" (the next token of texts, completions and conversations)."""
+    """What is learned from the data: "sft" (the next token of texts, completions and conversations), or "distill" (what
+    a teacher says of each next token, table `[distill]`)."""
     model_name_or_path: str | None = None
     """Folder of a Hugging Face model, or its name (`ORG/NAME[@REVISION]`), from whose weights and tokenizer the run
     starts."""
@@ -164,6 +166,8 @@ class Job:
     """1: a step's gradients travel while the next step is computed, and are applied one step late; 0: at once."""
     max_staleness: int = 0
     """With `servers` in the plan: steps that a replica may be ahead of the slowest; -1: any number."""
+    distill: DistillationKeys | None = None
+    """The teacher of `task = "distill"`."""
 
     def __post_init__(self) -> None:
         LIMITS.check({field.name: getattr(self, field.name) for field in fields(self)})
@@ -175,6 +179,11 @@ class Job:
             raise ConfigError(
                 f"a run begins with model_name_or_path or with config_name, and {both}",
                 "give model_name_or_path to go on with a model's weights, config_name to begin with random ones",
+            )
+        if (self.task == "distill") != (self.distill is not None):
+            raise ConfigError(
+                f"task is {self.task!r} and there is {'no' if self.distill is None else 'a'} table [distill]",
+                'task = "distill" and the table [distill] go together',
             )
         if self.tokenizer_name is not None and self.config_name is None:
             raise ConfigError(
