@@ -19,6 +19,7 @@ COMMANDS = {
     "chat": "talk to a model in the terminal",
     "serve": "serve a model over HTTP, on this machine or over several",
     "train": "train a model: here, on several machines, or under torchrun or Slurm",
+    "teach": "let a model teach students that are trained elsewhere",
     "join": "give this machine to a cluster",
     "status": "show a running cluster: nodes, layers, memory, links",
     "top": "watch a running cluster: machines, tokens over time, what happens",
@@ -31,7 +32,7 @@ COMMANDS = {
     "bench": "measure links and collectives beside what others use",
     "demo": "split the model that ships with the project over three processes here",
 }
-COMPUTE = {"generate", "chat", "serve", "train", "join", "verify", "profile"}
+COMPUTE = {"generate", "chat", "serve", "train", "teach", "join", "verify", "profile"}
 """Commands whose own process may run a model."""
 
 INTERRUPTED = 130

@@ -12,7 +12,7 @@ import msgspec
 from tllm.training.checkpoint.async_saves import AsyncSaves
 from tllm.training.checkpoint.checkpoint import write_final
 from tllm.training.checkpoint.commit import SaveResult
-from tllm.training.data.batches import Batches
+from tllm.training.data.batch_feed import StepRows
 from tllm.training.job.initial_model import InitialModel
 from tllm.training.job.job_parts import is_snapshot_step
 from tllm.training.report.events import Origin
@@ -39,7 +39,7 @@ class RunState:
         learning_rate: Callable[[int], float],
         initial_weights: InitialWeights,
         initial_model: InitialModel | None,
-        batches: Batches | None,
+        batches: StepRows | None,
         replicator: SnapshotReplicator | None,
     ) -> None:
         self._config, self._learning_rate, self._initial_weights = config, learning_rate, initial_weights

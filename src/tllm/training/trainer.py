@@ -24,6 +24,7 @@ from tllm.training.step.rank_groups import RankConfig
 from tllm.training.step.rank_model import RankModel
 from tllm.training.sync.diloco import DiLoCoLearner
 from tllm.training.sync.learner import Learner, SynchronousLearner
+from tllm.training.teachers.taught_batches import open_batches
 from tllm.weights.dtypes import torch_dtype
 from tllm.weights.load import Progress
 
@@ -57,7 +58,7 @@ class RankTrainer:
         self._model = RankModel(config)
         self._learning_rates = learning_rate_schedule(config.job)
         self._meet_steps = MEET_STEPS if config.plan.servers and config.job.max_staleness else 1
-        batches = None if initial_model is None else initial_model.batches(config.job)
+        batches = None if initial_model is None else open_batches(config.job, initial_model)
         self._feed = BatchFeed(
             config.plan,
             config.groups.data,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -17,7 +17,6 @@ from tllm.comm.links.link import Link
 from tllm.core.errors import UNREADABLE, FrameError
 from tllm.spec.plan import Plan
 from tllm.training.data.batch_tensors import Tokens, tokens_of
-from tllm.training.data.batches import Batches
 from tllm.training.data.encoder import IGNORED, Values
 from tllm.training.data.packing import PackedRow, deal
 
@@ -85,6 +84,21 @@ class ReplicaBatch(msgspec.Struct, frozen=True):
         return [tokens_of([_unpacked(row) for row in rows]) for rows in self.rows]
 
 
+class StepRows(Protocol):
+    """Where the rows of each step come from: `Batches`, or what adds numbers of tokens and documents to theirs."""
+
+    def step(self, step: int) -> list[PackedRow]: ...
+
+    def state(self, step: int) -> dict[str, Any]: ...
+
+    def restore(self, state: dict[str, Any]) -> int: ...
+
+    def interrupt(self) -> None:
+        """From another thread: whoever waits in `step` gets an error."""
+
+    def close(self) -> None: ...
+
+
 class BatchFeed:
     """Gives this rank its replica's batch of each step; the next `prefetch` steps are read while one is computed.
 
@@ -97,7 +111,7 @@ class BatchFeed:
         plan: Plan,
         links: Mapping[int, Link],
         microbatch_size: int,
-        batches: Batches | None,
+        batches: StepRows | None,
         prefetch: int = 1,
         with_positions: bool = False,
     ) -> None:
@@ -121,6 +135,8 @@ class BatchFeed:
 
     def close(self) -> None:
         """End the thread; its links are closed before, should it wait on one."""
+        if self._batches is not None:
+            self._batches.interrupt()
         self._thread.shutdown(cancel_futures=True)
         if self._batches is not None:
             self._batches.close()

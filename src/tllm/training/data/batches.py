@@ -130,6 +130,9 @@ class Batches:
             self._next, self._states, self._latest = read.step, {read.step: self._ledger.state()}, (-1, [])
         return read.step
 
+    def interrupt(self) -> None:
+        """Nobody waits here for more than a disk."""
+
     def close(self) -> None:
         self._rows.close()
 

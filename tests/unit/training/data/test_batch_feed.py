@@ -35,6 +35,8 @@ class Steps:
         self.read.append(step)
         return [row(step, 3, 1), row(step, 5, 1)]
 
+    def interrupt(self) -> None: ...
+
     def close(self) -> None: ...
 
 
