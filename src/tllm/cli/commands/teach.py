@@ -52,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: server.close())
     host = socket.gethostname() if server.address[0] in ("0.0.0.0", "::") else server.address[0]
-    print(f"{args.model} ({parameter_count(teacher.spec):,} parameters) teaches at {host}:{server.address[1]}", flush=True)
+    parameters = f"{parameter_count(teacher.spec):,} parameters"
+    print(f"{args.model} ({parameters}) teaches at {host}:{server.address[1]}", flush=True)
     print(f'distill.teachers = ["{host}:{server.address[1]}"] and the secret in {args.secret}', file=sys.stderr)
     server.serve()
     return 0

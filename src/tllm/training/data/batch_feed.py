@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import islice
 from math import prod
 from typing import Any, Literal, Protocol
@@ -22,6 +22,9 @@ from tllm.training.data.packing import PackedRow, deal
 
 LIMIT = 1 << 30
 """Bytes of one step's rows for one rank, at most."""
+
+NOTICE_SECONDS = 5.0
+"""After which a rank that waits for rows of others says so; then after twice as long, and so on."""
 
 
 class EncodedArray(msgspec.Struct, frozen=True, array_like=True):
@@ -93,6 +96,9 @@ class StepRows(Protocol):
 
     def restore(self, state: dict[str, Any]) -> int: ...
 
+    def waits_for(self) -> str:
+        """From another thread: for whom `step` waits, in words; "" for nobody."""
+
     def interrupt(self) -> None:
         """From another thread: whoever waits in `step` gets an error."""
 
@@ -127,9 +133,14 @@ class BatchFeed:
         self._steps = iter(range(step, stop))
         self._submit(self._prefetch)
 
-    def next(self) -> ReplicaBatch:
-        """This replica's batch of the next step; waits until it is here."""
-        batch = self._pending.popleft().result()
+    def next(self, on_wait: Callable[[str], object] = lambda reason: None) -> ReplicaBatch:
+        """This replica's batch of the next step; waits until it is here, and says on rank 0 now and then for whom."""
+        pending, seconds = self._pending.popleft(), NOTICE_SECONDS
+        while self._batches is not None and not wait([pending], seconds).done:
+            if reason := self._batches.waits_for():
+                on_wait(reason)
+                seconds *= 2
+        batch = pending.result()
         self._submit(1)
         return batch
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Sequence
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import replace
@@ -32,14 +30,12 @@ from tllm.training.teachers.teacher_threads import LocalTeacher, LostTime, Remot
 STEPS_AHEAD = 1
 """Steps whose rows are with the teachers while rank 0 waits for those of an earlier one, and the feed holds another."""
 
-NOTICE_SECONDS = 5.0
-"""Between two lines that say for whom the run waits."""
+LOOK_SECONDS = 5.0
+"""Between two looks whether any teacher can be reached."""
 
 LOST_SECONDS = 500.0
 """How long the run waits where no teacher can be reached: less than other ranks wait for their rows (`LINK_SECONDS`),
 so that the teacher is named and not the rank."""
-
-log = logging.getLogger("tllm.train")
 
 
 def open_batches(job: Job, beginning: InitialModel) -> StepRows:
@@ -101,6 +97,13 @@ class TaughtBatches:
         self._asked.clear()
         return self._batches.restore(state)
 
+    def waits_for(self) -> str:
+        """The teachers, with what is the matter with each."""
+        if not self._queue.unanswered:
+            return ""
+        each = ", ".join(f"{teacher.name} ({teacher.trouble or 'computing'})" for teacher in self._teachers)
+        return f"{self._queue.unanswered} rows of the teachers {each}"
+
     def interrupt(self) -> None:
         """Whoever waits for a teacher gets an error."""
         self._queue.close()
@@ -132,26 +135,14 @@ class TaughtBatches:
         return replace(row, of_tokens=of_tokens, of_documents={**row.of_documents, BYTES: share})
 
     def _wait_for(self, asked: AskedRow, step: int) -> tuple[Answer, int]:
-        """The answer; now and then a line says for whom it waits."""
-        start = time.monotonic()
+        """The answer. ClusterError where no teacher can be reached for LOST_SECONDS."""
         while True:
             try:
-                return asked.answered.result(timeout=NOTICE_SECONDS)
+                return asked.answered.result(timeout=LOOK_SECONDS)
             except NotYet:
-                lost, whom = self._lost.seconds(self._teachers), self._troubles()
+                lost = self._lost.seconds(self._teachers)
                 if lost > LOST_SECONDS:
                     raise ClusterError(
-                        f"step {step + 1} waits for {self._queue.unanswered} rows, and for {lost:.0f} s no teacher "
-                        f"could be reached: {whom}",
-                        "start the teachers again; the run goes on from its last save",
+                        f"step {step + 1} waits for {self.waits_for()}; none could be reached for {lost:.0f} s",
+                        "start the teachers again: the run goes on from its last save",
                     ) from None
-                log.warning(
-                    "step %d has waited for %.0f s for %d rows of the teachers %s",
-                    step + 1,
-                    time.monotonic() - start,
-                    self._queue.unanswered,
-                    whom,
-                )
-
-    def _troubles(self) -> str:
-        return ", ".join(f"{teacher.name} ({teacher.trouble or 'computing'})" for teacher in self._teachers)

@@ -126,9 +126,11 @@ class TeacherServer:
                     answer = Answer(question.number, error=error.message)
                 connection.send_answer(answer)
                 rows += 1
-        except LinkError as error:
+        except FrameError as error:
+            log.warning("the run at %s says what no run says: %s", peer, error.message)
+        except LinkError:
             if not self._closed:
-                log.info("the run at %s is gone, after %d rows: %s", peer, rows, error.message)
+                log.info("the run at %s is gone, after %d rows", peer, rows)
         finally:
             connection.close()
             with self._lock:

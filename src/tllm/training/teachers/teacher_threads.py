@@ -87,20 +87,27 @@ class RemoteTeacher:
         while not self._queue.is_over:
             try:
                 self._connection = TeacherConnection.dial(self._address, self._context)
-                self._teach(self._connection)
-            except FrameError as error:  # not what a teacher of this release says: dialling again would not help
-                self._queue.fail(ClusterError(f"the teacher at {self.name}: {error.message}"))
             except LinkError as error:
-                if not self._queue.is_over and not self.trouble:
-                    log.warning("the teacher at %s is lost; its rows are asked again: %s", self.name, error.message)
                 self.trouble = error.message
-            except (AuthError, ConfigError, ClusterError) as error:
+            except AuthError as error:
                 self._queue.fail(error)
-            finally:
-                if self._connection is not None:
-                    self._connection.close()
-                self._connection = None
+            else:
+                self._teach_until_lost(self._connection)
             self._queue.pause(RETRY_SECONDS)
+
+    def _teach_until_lost(self, connection: TeacherConnection) -> None:
+        try:
+            self._teach(connection)
+        except FrameError as error:  # not what a teacher of this release says: dialling again would not help
+            self._queue.fail(ClusterError(f"the teacher at {self.name}: {error.message}"))
+        except LinkError:
+            self.trouble = "the connection ended"
+            if not self._queue.is_over:
+                log.warning("the teacher at %s is lost; its rows are asked again", self.name)
+        except (ConfigError, ClusterError) as error:
+            self._queue.fail(error)
+        finally:
+            connection.close()
 
     def _teach(self, connection: TeacherConnection) -> None:
         greeting = connection.introduce(self._lesson)
