@@ -24,6 +24,7 @@ def check_combination(job: Job, plan: Plan, spec: ModelSpec) -> None:
     _check_experts(job, spec)
     _check_servers(job, plan, counts)
     _check_communication(job, plan)
+    _check_distillation(job, spec)
     if job.deterministic:
         check_deterministic(plan, total, spec.tied)
 
@@ -49,6 +50,14 @@ def _check_experts(job: Job, spec: ModelSpec) -> None:
         raise PlanError(
             f"the correction bias of a {spec.family} router needs float32 and the job's dtype is {job.dtype}",
             "give dtype: float32",
+        )
+
+
+def _check_distillation(job: Job, spec: ModelSpec) -> None:
+    if job.distill is not None and job.distill.top_k >= spec.vocab_size:
+        raise PlanError(
+            f"distill.top_k is {job.distill.top_k} and the model has {spec.vocab_size} tokens",
+            "give less, or 0 for all of them",
         )
 
 

@@ -70,6 +70,21 @@ def test_a_teacher_elsewhere_says_the_same(folder: Path, teacher: TeacherModel, 
         connection.close()
 
 
+def test_the_top_64_of_a_real_vocabulary_take_less_than_a_fiftieth_of_all_its_logits(tmp_path: Path) -> None:
+    save_model("llama", tmp_path / "teacher", vocab_size=151_936, num_hidden_layers=1)
+    counted = {}
+    with serving(tmp_path / "teacher", tmp_path / "key") as server:
+        for top_k in (64, 0):
+            connection = dial(server, tmp_path / "key")
+            assert not connection.introduce(Lesson(top_k, 1.0, 151_936, "")).refused
+            counted[top_k] = connection.send_question(ROW) + connection.receive_answer()[1]
+            connection.close()
+    logits_in_two_bytes = 3 * 151_936 * 2
+    print({f"bytes a token with top_k = {top_k}": nbytes / 3 for top_k, nbytes in counted.items()})
+    assert counted[0] > 3 * 151_936 * 4
+    assert 50 * counted[64] < logits_in_two_bytes
+
+
 BAD_ROWS = {
     "token 101": Question(1, packed(np.array([101])), (1,), packed(np.array([0]))),
     "token -1": Question(1, packed(np.array([-1])), (1,), packed(np.array([0]))),
