@@ -32,7 +32,7 @@ from starlette.routing import Route
 import tllm
 from tllm.api.engine_options import EngineArgs
 from tllm.cli.arguments.parser import Parser
-from tllm.cli.main import COMMANDS
+from tllm.cli.main import COMMANDS, PLACES
 from tllm.server import app as server_app
 from tllm.server.admission.token_bucket import UNLIMITED
 from tllm.server.anthropic import requests as messages
@@ -139,7 +139,7 @@ def commands_page(meanings: Meanings) -> str:
 
 def command_section(name: str) -> Iterator[str]:
     """One command, from its own parser."""
-    module = importlib.import_module(f"tllm.cli.commands.{name}")
+    module = importlib.import_module(f"tllm.cli.commands.{PLACES.get(name, name)}")
     parser = Parser(prog=f"tllm {name}", description=module.__doc__ or "")
     with patch.dict(os.environ, {"XDG_CACHE_HOME": "~/.cache"}):  # not the home folder of whoever runs this
         module.add_arguments(parser)

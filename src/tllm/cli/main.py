@@ -32,6 +32,9 @@ COMMANDS = {
     "bench": "measure links and collectives beside what others use",
     "demo": "split the model that ships with the project over three processes here",
 }
+PLACES = {"teach": "post_training.teach"}
+"""Commands whose module is not `tllm.cli.commands` and their name."""
+
 COMPUTE = {"generate", "chat", "serve", "train", "teach", "join", "verify", "profile"}
 """Commands whose own process may run a model."""
 
@@ -87,7 +90,7 @@ def _run(words: list[str]) -> int:
         kind = "option" if name.startswith("-") else "command"
         raise ConfigError(f"tllm has no {kind} {name!r}", nearest(name, COMMANDS) + "; `tllm --help` lists them")
     show_stacks_on_signal()
-    command = importlib.import_module(f"tllm.cli.commands.{name}")
+    command = importlib.import_module(f"tllm.cli.commands.{PLACES.get(name, name)}")
     parser = Parser(prog=f"tllm {name}", description=_description(command))
     parser.add_argument("--debug", action="store_true", help="show tracebacks and more of what happens")
     command.add_arguments(parser)

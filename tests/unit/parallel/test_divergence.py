@@ -152,3 +152,11 @@ def test_a_measured_cross_entropy_is_the_learned_one_and_leaves_the_logits(share
         torch.testing.assert_close(measured_T, cross_entropy(mine_TV, labels_T, vocab, tp), rtol=1e-12, atol=1e-13)
 
     run_ranks(local_groups(len(shares)), work)
+
+
+def test_no_token_at_all_has_a_gradient_of_nothing() -> None:
+    leaf = torch.zeros(0, V, requires_grad=True)
+    top_T = divergence_over_top(leaf * 1.0, torch.zeros(0, 2).int(), torch.zeros(0, 3), (0, V), solo(), 0.5)
+    all_T = divergence_over_all(leaf * 1.0, torch.zeros(0, V), solo(), 1.0)
+    (gradient_TV,) = torch.autograd.grad(top_T.sum() + all_T.sum(), leaf)
+    assert gradient_TV.shape == (0, V) and not len(measured_cross_entropy(leaf, torch.arange(0), (0, V), solo()))
