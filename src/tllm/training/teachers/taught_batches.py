@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from concurrent.futures import TimeoutError as NotYet
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from tllm.training.teachers.question_queue import AskedRow, QuestionQueue
 from tllm.training.teachers.teacher_messages import Answer, Lesson, Question, packed, unpacked
 from tllm.training.teachers.teacher_model import TeacherModel, vocabulary_digest
 from tllm.training.teachers.teacher_secret import teacher_identity
-from tllm.training.teachers.teacher_threads import LocalTeacher, LostTime, RemoteTeacher, TeacherThread
+from tllm.training.teachers.teacher_threads import LocalTeacher, RemoteTeacher, TeacherThread
 
 STEPS_AHEAD = 1
 """Steps whose rows are with the teachers while rank 0 waits for those of an earlier one, and the feed holds another."""
@@ -79,7 +79,7 @@ class TaughtBatches:
         self._batches, self._lesson, self._queue, self._max_steps = batches, lesson, queue, max_steps
         self._teachers = list(teachers)
         self._asked: dict[int, list[tuple[PackedRow, AskedRow | None]]] = {}
-        self._lost, self._number = LostTime(), 0
+        self._number = 0
         for teacher in self._teachers:
             teacher.start()
 
@@ -126,23 +126,27 @@ class TaughtBatches:
         answer, nbytes = (Answer(0), 0) if asked is None else self._wait_for(asked, step)
         places, tokens = np.flatnonzero(row.labels != IGNORED), len(row.labels)
         log_probs = np.zeros((tokens, self._lesson.width), dtype="<f4")
-        log_probs[places] = np.frombuffer(answer.log_probs, dtype="<f4").reshape(len(places), -1)
+        log_probs[places] = np.frombuffer(answer.log_probs, dtype="<f4").reshape(len(places), self._lesson.width)
         of_tokens = {**row.of_tokens, LOG_PROBS: log_probs}
         if self._lesson.top_k:
             of_tokens[IDS] = np.zeros((tokens, self._lesson.top_k), dtype="<i4")
-            of_tokens[IDS][places] = unpacked(answer.ids).reshape(len(places), -1)
+            of_tokens[IDS][places] = unpacked(answer.ids).reshape(len(places), self._lesson.top_k)
         share = np.full(len(row.lengths), nbytes / len(row.lengths), dtype="<f8")
         return replace(row, of_tokens=of_tokens, of_documents={**row.of_documents, BYTES: share})
 
     def _wait_for(self, asked: AskedRow, step: int) -> tuple[Answer, int]:
         """The answer. ClusterError where no teacher can be reached for LOST_SECONDS."""
+        reached = time.monotonic()
         while True:
             try:
                 return asked.answered.result(timeout=LOOK_SECONDS)
-            except NotYet:
-                lost = self._lost.seconds(self._teachers)
-                if lost > LOST_SECONDS:
+            except TimeoutError:
+                now = time.monotonic()
+                if any(not teacher.trouble for teacher in self._teachers):
+                    reached = now
+                if now - reached > LOST_SECONDS:
                     raise ClusterError(
-                        f"step {step + 1} waits for {self.waits_for()}; none could be reached for {lost:.0f} s",
+                        f"step {step + 1} waits for {self.waits_for()}; none could be reached "
+                        f"for {now - reached:.0f} s",
                         "start the teachers again: the run goes on from its last save",
                     ) from None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import ssl
 import threading
-import time
 from collections import deque
 from typing import Protocol
 
@@ -147,18 +146,6 @@ def checked(answer: Answer, asked: AskedRow, lesson: Lesson, name: str) -> Answe
             f"and row {want[0]} has {want[1]} and {want[2]}"
         )
     return answer
-
-
-class LostTime:
-    """How long no teacher could be asked."""
-
-    def __init__(self) -> None:
-        self._since = time.monotonic()
-
-    def seconds(self, teachers: list[TeacherThread]) -> float:
-        if any(not teacher.trouble for teacher in teachers):
-            self._since = time.monotonic()
-        return time.monotonic() - self._since
 
 
 _HINT = "teacher and student must have the same tokens: take two models of one series"
