@@ -19,6 +19,7 @@ COMMANDS = {
     "chat": "talk to a model in the terminal",
     "serve": "serve a model over HTTP, on this machine or over several",
     "train": "train a model: here, on several machines, or under torchrun or Slurm",
+    "teach": "let a model teach students that are trained elsewhere",
     "join": "give this machine to a cluster",
     "status": "show a running cluster: nodes, layers, memory, links",
     "top": "watch a running cluster: machines, tokens over time, what happens",
@@ -32,9 +33,10 @@ COMMANDS = {
     "bench": "measure links and collectives beside what others use",
     "demo": "split the model that ships with the project over three processes here",
 }
-FOLDERS = {"models", "export"}
-"""Commands that read and write models' folders, and run none."""
-COMPUTE = {"generate", "chat", "serve", "train", "join", "verify", "profile"}
+PLACES = {"models": "folders", "export": "folders", "teach": "commands.post_training"}
+"""Where the modules of commands are that are not in `tllm.cli.commands`."""
+
+COMPUTE = {"generate", "chat", "serve", "train", "teach", "join", "verify", "profile"}
 """Commands whose own process may run a model."""
 
 INTERRUPTED = 130
@@ -71,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def module_of(name: str) -> str:
     """The module of a command."""
-    return f"tllm.cli.{'folders' if name in FOLDERS else 'commands'}.{name}"
+    return f"tllm.cli.{PLACES.get(name, 'commands')}.{name}"
 
 
 def print_error(error: TllmError) -> None:

@@ -14,6 +14,9 @@ from tllm.spec.cut import Range
 IGNORED = -100
 """The label of a token that is not learned: its loss and gradient are zero."""
 
+ROWS_AT_ONCE = 64
+"""Rows of logits whose exponentials are in memory together where they are only measured."""
+
 
 def cross_entropy(logits_TV: Tensor, labels_T: Tensor, vocab: Range, tp: Group) -> Tensor:
     """loss_T in the logits' dtype, the same bits on every rank, from this rank's columns [vocab) of the logits.
@@ -23,6 +26,21 @@ def cross_entropy(logits_TV: Tensor, labels_T: Tensor, vocab: Range, tp: Group) 
     the backward pass, of which there can be one, the gradient's.
     """
     return _CrossEntropy.apply(logits_TV, labels_T, vocab, tp)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@torch.no_grad()
+def measured_cross_entropy(logits_TV: Tensor, labels_T: Tensor, vocab: Range, tp: Group) -> Tensor:
+    """The same loss_T where nothing is learned from it: the logits stay as they are, and are not copied whole."""
+    start, stop = vocab
+    here_T = (labels_T >= start) & (labels_T < stop)
+    column_T1 = (labels_T - start).clamp(0, stop - start - 1).unsqueeze(-1)
+    asked_T = logits_TV.gather(-1, column_T1).squeeze(-1) * here_T
+    total_T = torch.cat([rows_TV.logsumexp(-1) for rows_TV in logits_TV.split(ROWS_AT_ONCE)])
+    mine = torch.stack((total_T, asked_T, here_T.to(logits_TV.dtype)))
+    parts = tp.all_gather(mine.cpu(), [tuple(mine.shape)] * tp.size)
+    total_PT, asked_PT, here_PT = torch.stack(parts).to(logits_TV.device).unbind(1)
+    _check(labels_T, here_PT.sum(0) == 1)
+    return torch.where(labels_T == IGNORED, 0.0, total_PT.logsumexp(0) - asked_PT.sum(0))
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -1,8 +1,9 @@
-"""Whether two models have the same tokens, so that one can draft for the other."""
+"""Whether two models have the same tokens, so that one can draft for the other, or teach it."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from tllm.core.errors import ConfigError
 from tllm.text.tokenizer import Tokenizer
@@ -10,10 +11,18 @@ from tllm.text.tokenizer import Tokenizer
 MOST_PADDING = 0.01
 """Of a vocabulary, at its end: tokens that only one of the two has, such as those that fill up an embedding's rows."""
 
-HINT = "a draft model must have the tokens of the model that it drafts for: take a smaller one of the same series"
+HINTS = {
+    "draft model": "a draft model must have the tokens of the model that it drafts for: take a smaller one of the same "
+    "series",
+    "teacher": "a teacher must have the tokens of the model that it teaches: take a larger one of the same series",
+}
+
+Other = Literal["draft model", "teacher"]
 
 
-def check_same_vocabulary(target: Path, draft: Path, target_size: int, draft_size: int) -> None:
+def check_same_vocabulary(
+    target: Path, draft: Path, target_size: int, draft_size: int, other: Other = "draft model"
+) -> None:
     """ConfigError unless every id is the same token in the tokenizers of both folders.
 
     `target_size` and `draft_size` are the rows of the models' embeddings, which may differ by rows of no token. Two
@@ -23,36 +32,36 @@ def check_same_vocabulary(target: Path, draft: Path, target_size: int, draft_siz
     if ours is None and theirs is None:
         if target_size != draft_size:
             raise ConfigError(
-                f"the draft model {draft} has {draft_size} tokens and the model {target} has {target_size}, and "
+                f"the {other} {draft} has {draft_size} tokens and the model {target} has {target_size}, and "
                 "neither has a tokenizer that says which of them are the same",
-                HINT,
+                HINTS[other],
             )
         return
     if ours is None or theirs is None:
-        lacks, other = (target, draft) if ours is None else (draft, target)
+        lacks, has = (target, draft) if ours is None else (draft, target)
         raise ConfigError(
-            f"{lacks} has no tokenizer to compare with that of {other}",
-            "put its tokenizer.json into the folder: drafts are token ids, which must mean the same in both models",
+            f"{lacks} has no tokenizer to compare with that of {has}",
+            "put its tokenizer.json into the folder: token ids must mean the same in both models",
         )
-    _compare(ours, theirs, target, draft)
+    _compare(ours, theirs, target, draft, other)
 
 
-def _compare(ours: Tokenizer, theirs: Tokenizer, target: Path, draft: Path) -> None:
+def _compare(ours: Tokenizer, theirs: Tokenizer, target: Path, draft: Path, other: Other) -> None:
     here, there = _tokens(ours), _tokens(theirs)
     common = min(len(here), len(there))
     others = [token_id for token_id in sorted({*here, *there})[:common] if here.get(token_id) != there.get(token_id)]
     if others:
         first = others[0]
         raise ConfigError(
-            f"{len(others)} of {common} tokens of the draft model {draft} are not those of {target} (they have "
+            f"{len(others)} of {common} tokens of the {other} {draft} are not those of {target} (they have "
             f"{len(there)} and {len(here)}): token {first} is {there.get(first)!r} there and {here.get(first)!r} here",
-            HINT,
+            HINTS[other],
         )
     if abs(len(here) - len(there)) > MOST_PADDING * common:
         raise ConfigError(
-            f"the draft model {draft} has {len(there)} tokens and the model {target} has {len(here)}: more than "
+            f"the {other} {draft} has {len(there)} tokens and the model {target} has {len(here)}: more than "
             f"padding, of which {100 * MOST_PADDING:g} % is taken",
-            HINT,
+            HINTS[other],
         )
 
 

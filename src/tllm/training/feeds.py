@@ -10,6 +10,7 @@ from tllm.training.policy.rewarded_rows import RewardedRows
 from tllm.training.policy.rollouts import Rollouts
 from tllm.training.state.initial_weights import InitialWeights
 from tllm.training.step.rank_groups import RankConfig
+from tllm.training.teachers.taught_batches import open_batches
 
 FeedAndPosition = tuple[Feed, DataPosition | None]
 """A feed, and on rank 0, who alone has an `InitialModel` and reads the data, the place in it."""
@@ -19,7 +20,7 @@ def rows_feed(
     config: RankConfig, initial_model: InitialModel | None, prefetch: int, with_positions: bool
 ) -> FeedAndPosition:
     """Of rows that stand in the data; the next `prefetch` steps are read meanwhile."""
-    batches = None if initial_model is None else initial_model.batches(config.job)
+    batches = None if initial_model is None else open_batches(config.job, initial_model)
     links, size = config.groups.data, config.job.microbatch_size
     return BatchFeed(config.plan, links, size, batches, prefetch, with_positions), batches
 

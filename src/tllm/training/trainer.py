@@ -16,7 +16,16 @@ from tllm.training.job.job_parts import learning_rate_schedule
 from tllm.training.measure.peak_flops import matrix_peak
 from tllm.training.parameter_server.learner import ParameterServerLearner
 from tllm.training.policy.rollouts import MakeRollouts
-from tllm.training.report.events import IsStopped, OnEvent, RunBegan, RunEnded, RunSaved, RunStepped, TrainerReady
+from tllm.training.report.events import (
+    IsStopped,
+    OnEvent,
+    RunBegan,
+    RunEnded,
+    RunSaved,
+    RunStepped,
+    RunWaits,
+    TrainerReady,
+)
 from tllm.training.report.metrics import Sink, StepRecord, sinks
 from tllm.training.report.step_report import RankCounters, StepReport
 from tllm.training.run_state import RunState
@@ -127,7 +136,7 @@ class RankTrainer:
         while backward passes run; the `Learner` clips them and updates the weights.
         """
         start = time.monotonic()
-        batch = self._feed.next()
+        batch = self._feed.next(lambda reason: on_event(RunWaits(self._step, reason)))
         if batch.fault is not None:
             self._fault = batch.fault
             return True

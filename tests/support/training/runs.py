@@ -26,7 +26,7 @@ from tllm.training.job.job import Job
 from tllm.training.parameter_server.server_run import ParameterServerRun
 from tllm.training.report.events import RunEvent, RunStepped
 from tllm.training.report.metrics import StepRecord
-from tllm.training.state.initial_weights import InitialWeights
+from tllm.training.state.initial_weights import STD, InitialWeights
 from tllm.training.step.rank_groups import RankConfig, groups_of, local_links
 from tllm.training.trainer import RankTrainer
 from tllm.weights.byte_source import LocalFiles
@@ -73,6 +73,7 @@ def train(
     beginning = open_initial_model(job)
     plan = Plan.parse(plan_text, beginning.spec.num_layers)
     links, news = local_links(plan), list[RunEvent]()
+    std = float(beginning.config.get("initializer_range") or STD)
 
     def rank(number: int) -> None:
         mine: dict[Wire, Link] = {wire: link for wire, link in links.items() if number in wire[:2]}
@@ -83,7 +84,7 @@ def train(
             first, groups = beginning if number == 0 else None, groups_of(plan, number, mine)
             config = RankConfig(own, plan, beginning.spec, number, groups)
             if number in computing(plan):
-                trainer = RankTrainer(config, InitialWeights(source), first, None, colocated_rollouts)
+                trainer = RankTrainer(config, InitialWeights(source, std), first, None, colocated_rollouts)
             else:
                 trainer = ParameterServerRun(config)
             trainer.prepare()

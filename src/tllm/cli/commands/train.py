@@ -49,7 +49,7 @@ from tllm.server.http.settings import ServerSettings
 from tllm.spec.plan import Plan
 from tllm.training.job.job_file import DEFAULT, ResolvedJob
 from tllm.training.job.job_parts import can_mirror
-from tllm.training.report.events import RunBegan, RunEnded, RunLostRank, RunResumed, RunSaved, RunStepped
+from tllm.training.report.events import RunBegan, RunEnded, RunLostRank, RunResumed, RunSaved, RunStepped, RunWaits
 
 if TYPE_CHECKING:
     from tllm.node.train.open_training import TrainingRun
@@ -233,6 +233,8 @@ async def _follow(trainer: Trainer, page: RunPage, resolved: ResolvedJob, quiet:
                         page.told(said, "warning")
                 case RunSaved():
                     display.saved(event)
+                case RunWaits():
+                    display.told(f"step {event.step + 1} waits for {event.reason}")
                 case RunLostRank():
                     display.lost(event)
                 case RunResumed():

@@ -14,7 +14,16 @@ from tllm.server.live.run_log import RunLog
 from tllm.server.live.samples import Severity
 from tllm.server.run import serving
 from tllm.server.run_app import build_run_app
-from tllm.training.report.events import RunBegan, RunEnded, RunEvent, RunLostRank, RunResumed, RunSaved, RunStepped
+from tllm.training.report.events import (
+    RunBegan,
+    RunEnded,
+    RunEvent,
+    RunLostRank,
+    RunResumed,
+    RunSaved,
+    RunStepped,
+    RunWaits,
+)
 
 if TYPE_CHECKING:
     from tllm.node.train.training_run import TrainingRun
@@ -45,6 +54,8 @@ class RunPage:
                 self.told(f"an epoch begins after step {event.step}")
             case RunStepped():
                 self._log.stepped(msgspec.to_builtins(event.record))
+            case RunWaits():
+                self.told(f"step {event.step + 1} waits for {event.reason}", "warning")
             case RunLostRank():
                 self._losses += 1
                 self.told(f"after step {event.step}: {event.reason}", "error")

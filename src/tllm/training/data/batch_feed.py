@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import islice
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -17,12 +17,14 @@ from tllm.comm.links.link import Link
 from tllm.core.errors import UNREADABLE, FrameError
 from tllm.spec.plan import Plan
 from tllm.training.data.batch_tensors import Tokens, tokens_of
-from tllm.training.data.batches import Batches
 from tllm.training.data.encoder import IGNORED, Values
 from tllm.training.data.packing import PackedRow, deal
 
 LIMIT = 1 << 30
 """Bytes of one step's rows for one rank, at most."""
+
+NOTICE_SECONDS = 5.0
+"""After which a rank that waits for rows of others says so; then after twice as long, and so on."""
 
 
 class EncodedArray(msgspec.Struct, frozen=True, array_like=True):
@@ -88,6 +90,24 @@ class ReplicaBatch(msgspec.Struct, frozen=True):
         return [tokens_of([_unpacked(row) for row in rows]) for rows in self.rows]
 
 
+class StepRows(Protocol):
+    """Where the rows of each step come from: `Batches`, or what adds numbers of tokens and documents to theirs."""
+
+    def step(self, step: int) -> list[PackedRow]: ...
+
+    def state(self, step: int) -> dict[str, Any]: ...
+
+    def restore(self, state: dict[str, Any]) -> int: ...
+
+    def waits_for(self) -> str:
+        """From another thread: for whom `step` waits, in words; "" for nobody."""
+
+    def interrupt(self) -> None:
+        """From another thread: whoever waits in `step` gets an error."""
+
+    def close(self) -> None: ...
+
+
 class BatchFeed:
     """Gives this rank its replica's batch of each step; the next `prefetch` steps are read while one is computed.
 
@@ -100,7 +120,7 @@ class BatchFeed:
         plan: Plan,
         links: Mapping[int, Link],
         microbatch_size: int,
-        batches: Batches | None,
+        batches: StepRows | None,
         prefetch: int = 1,
         with_positions: bool = False,
     ) -> None:
@@ -116,9 +136,14 @@ class BatchFeed:
         self._steps = iter(range(step, stop))
         self._submit(self._prefetch)
 
-    def next(self) -> ReplicaBatch:
-        """This replica's batch of the next step; waits until it is here."""
-        batch = self._pending.popleft().result()
+    def next(self, on_wait: Callable[[str], object] = lambda reason: None) -> ReplicaBatch:
+        """This replica's batch of the next step; waits until it is here, and says on rank 0 now and then for whom."""
+        pending, seconds = self._pending.popleft(), NOTICE_SECONDS
+        while self._batches is not None and not wait([pending], seconds).done:
+            if reason := self._batches.waits_for():
+                on_wait(reason)
+                seconds *= 2
+        batch = pending.result()
         self._submit(1)
         return batch
 
@@ -133,6 +158,8 @@ class BatchFeed:
 
     def close(self) -> None:
         """End the thread; its links are closed before, should it wait on one."""
+        if self._batches is not None:
+            self._batches.interrupt()
         self._thread.shutdown(cancel_futures=True)
         if self._batches is not None:
             self._batches.close()

@@ -148,6 +148,13 @@ class Batches:
             self._next, self._states, self._latest = read.step, {read.step: self._ledger.state()}, (-1, [])
         return read.step
 
+    def waits_for(self) -> str:
+        """For nobody: rows come from files."""
+        return ""
+
+    def interrupt(self) -> None:
+        """Nobody waits here for more than a disk."""
+
     def close(self) -> None:
         self._rows.close()
 

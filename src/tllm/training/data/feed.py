@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from tllm.training.data.batch_feed import ReplicaBatch
@@ -19,8 +19,8 @@ class Feed(Protocol):
     def begin(self, step: int, stop: int) -> None:
         """Start with `step`, 0 being the run's first; steps from `stop` on do not come."""
 
-    def next(self) -> ReplicaBatch:
-        """This replica's batch of the next step; waits until it is here."""
+    def next(self, on_wait: Callable[[str], object]) -> ReplicaBatch:
+        """This replica's batch of the next step; waits until it is here, and says on rank 0 now and then for whom."""
 
     def microbatches(self, batch: ReplicaBatch) -> Sequence[Tokens]:
         """The same as tensors."""

@@ -28,6 +28,7 @@ def check_combination(job: Job, plan: Plan, spec: ModelSpec) -> None:
     _check_communication(job, plan)
     _check_lora(job, plan, spec)
     check_rollouts(job, plan, spec)
+    _check_distillation(job, spec)
     if job.deterministic:
         check_deterministic(plan, total, spec.tied)
 
@@ -82,6 +83,14 @@ def _check_lora(job: Job, plan: Plan, spec: ModelSpec) -> None:
             "leave lora.quantize out: they stay as the files have them",
         )
     adapted_modules(job.lora, spec)
+
+
+def _check_distillation(job: Job, spec: ModelSpec) -> None:
+    if job.distill is not None and job.distill.top_k >= spec.vocab_size:
+        raise PlanError(
+            f"distill.top_k is {job.distill.top_k} and the model has {spec.vocab_size} tokens",
+            "give less, or 0 for all of them",
+        )
 
 
 def _check_servers(job: Job, plan: Plan, counts: Sequence[int]) -> None:

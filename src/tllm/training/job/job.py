@@ -8,6 +8,7 @@ from functools import lru_cache
 import msgspec
 
 from tllm.core.errors import ConfigError
+from tllm.training.job.distillation_keys import DistillationKeys
 from tllm.training.job.key_limits import KeyLimits
 from tllm.training.job.lora_job import LoraJob
 from tllm.training.job.rollout_keys import GRPOConfig, RejectionConfig, RolloutConfig
@@ -49,7 +50,7 @@ BELOW: dict[str, float] = {
     "seed": 2**63,
 }
 CHOICES: dict[str, tuple[str, ...]] = {
-    "task": ("sft", "grpo", "rejection"),
+    "task": ("sft", "distill", "grpo", "rejection"),
     "optimizer": ("adamw", "sgd"),
     "dtype": ("float32", "bfloat16", "float64"),
     "over_long": ("split", "truncate", "refuse"),
@@ -76,8 +77,8 @@ class Job:
     max_steps: int
     """Optimizer steps of the whole run."""
     task: str = "sft"
-    """What is learned from the data: "sft" (the next token of texts, completions and conversations), "grpo" (rewards of
-    sampled completions) or "rejection" (the best of sampled completions)."""
+    """What is learned from the data: "sft" (the next token of texts, completions and conversations), "distill" (what a
+    teacher says of each next token), "grpo" (rewards of sampled completions) or "rejection" (the best of them)."""
     model_name_or_path: str | None = None
     """Folder of a Hugging Face model, or its name (`ORG/NAME[@REVISION]`), from whose weights and tokenizer the run
     starts."""
@@ -169,6 +170,8 @@ class Job:
     """With `servers` in the plan: steps that a replica may be ahead of the slowest; -1: any number."""
     lora: LoraJob | None = None
     """Train an adapter beside the model, which stays as it is."""
+    distill: DistillationKeys | None = None
+    """The teacher of `task = "distill"`."""
     grpo: GRPOConfig | None = None
     rejection: RejectionConfig | None = None
 
@@ -187,6 +190,11 @@ class Job:
             raise ConfigError(
                 f"a run begins with model_name_or_path or with config_name, and {both}",
                 "give model_name_or_path to go on with a model's weights, config_name to begin with random ones",
+            )
+        if (self.task == "distill") != (self.distill is not None):
+            raise ConfigError(
+                f"task is {self.task!r} and there is {'no' if self.distill is None else 'a'} table [distill]",
+                'task = "distill" and the table [distill] go together',
             )
         if self.tokenizer_name is not None and self.config_name is None:
             raise ConfigError(

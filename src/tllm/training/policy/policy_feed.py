@@ -10,7 +10,7 @@ For each step, or where `num_iterations` says so for several:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -75,7 +75,7 @@ class PolicyFeed:
         if self._reference is not None:
             self._reference.fill(self._initial_weights)
 
-    def next(self) -> ReplicaBatch:
+    def next(self, on_wait: Callable[[str], object]) -> ReplicaBatch:
         """This replica's batch of the next step, sampled now if its turn has come."""
         if self.is_between:
             self._batch = self._sampled()

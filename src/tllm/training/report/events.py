@@ -73,7 +73,14 @@ class RunResumed(msgspec.Struct, frozen=True, tag=True):
     origin: Origin
 
 
-RunEvent = RunBegan | RunStepped | RunSaved | RunEnded | RunLostRank | RunResumed
+class RunWaits(msgspec.Struct, frozen=True, tag=True):
+    """The step after `step` cannot begin yet: `reason` says for whom the run waits."""
+
+    step: int
+    reason: str
+
+
+RunEvent = RunBegan | RunStepped | RunSaved | RunEnded | RunLostRank | RunResumed | RunWaits
 
 OnEvent = Callable[[RunEvent], None]
 IsStopped = Callable[[], bool]

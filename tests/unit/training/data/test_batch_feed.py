@@ -35,6 +35,11 @@ class Steps:
         self.read.append(step)
         return [row(step, 3, 1), row(step, 5, 1)]
 
+    def waits_for(self) -> str:
+        return ""
+
+    def interrupt(self) -> None: ...
+
     def close(self) -> None: ...
 
 

@@ -12,6 +12,7 @@ from tllm.spec.families import spec_from_config
 from tllm.spec.plan import Plan
 from tllm.spec.trainable import check_lock_step
 from tllm.training.job.combinations import check_combination
+from tllm.training.job.distillation_keys import DistillationKeys
 from tllm.training.job.job import Job
 
 LLAMA = dict(
@@ -78,6 +79,7 @@ def check(plan: str, config: dict[str, Any], **more: Any) -> None:
         ("tp=2", LLAMA, {"deterministic": True}, "tp=2"),
         ("dp=3", LLAMA, {"deterministic": True}, "does not divide 8"),
         ("pp=2", TIED, {"deterministic": True}, "tied embeddings"),
+        ("dp=2", LLAMA, {"task": "distill", "distill": DistillationKeys("t", top_k=101)}, "the model has 101 tokens"),
     ],
 )
 def test_it_is_refused(plan: str, config: dict[str, Any], more: dict[str, Any], says: str) -> None:

@@ -1,0 +1,64 @@
+"""`DistillationKeys`: the table `[distill]` of a job, who teaches and what is learned of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+from tllm.core.errors import ConfigError
+from tllm.training.job.key_limits import KeyLimits
+
+
+@dataclass(frozen=True)
+class DistillationKeys:
+    """With `task = "distill"`: the student learns from the distribution that a teacher gives for each next token.
+
+    The loss of a token is `alpha` times its cross-entropy plus 1 - `alpha` times the divergence, as in GKD
+    (2306.13649). Names are those of TRL's `GKDConfig` where it has them.
+    """
+
+    LIMITS: ClassVar[KeyLimits] = KeyLimits(
+        {"temperature": 0, "beta": 0, "alpha": 0, "top_k": 0}, {}, {"teacher_dtype": ("float32", "bfloat16", "float64")}
+    )
+
+    teacher_model_name_or_path: str | None = None
+    """Folder of the teacher, or its name, to be computed in the process of rank 0, beside the student."""
+    teachers: tuple[str, ...] = ()
+    """Instead of that: addresses (`HOST:PORT`) where `tllm teach` serves the same teacher. They share the rows."""
+    teacher_secret: str = "teacher.key"
+    """With `teachers`: the file of the secret by which they and the run trust each other (`tllm teach --secret`)."""
+    teacher_dtype: str = "float32"
+    """What a teacher beside the student computes in: "float32", "bfloat16" or "float64"."""
+    top_k: int = 64
+    """Tokens whose probabilities the teacher gives, the most likely ones; all others together are one bucket more. 0:
+    every token."""
+    beta: float = 0.0
+    """The divergence: 0 forward KL, 1 reverse KL, between them the generalised Jensen-Shannon divergence."""
+    temperature: float = 1.0
+    """Both distributions are of logits divided by it. The cross-entropy is not."""
+    alpha: float = 0.0
+    """Weight of the text's own cross-entropy; that of the divergence is 1 - `alpha`."""
+
+    def __post_init__(self) -> None:
+        self.LIMITS.check({field.name: getattr(self, field.name) for field in fields(self)}, "distill")
+        if self.temperature == 0:
+            raise ConfigError("distill.temperature is 0 and must be more", "1 leaves the distributions as they are")
+        for key in ("beta", "alpha"):
+            if getattr(self, key) > 1:
+                raise ConfigError(f"distill.{key} is {getattr(self, key)} and must be 1 or less")
+        if bool(self.teacher_model_name_or_path) == bool(self.teachers):
+            both = "both are given" if self.teachers else "neither is given"
+            raise ConfigError(
+                f"a student learns from distill.teacher_model_name_or_path or from distill.teachers, and {both}",
+                "name a model to compute beside the student, or the addresses where `tllm teach` serves it",
+            )
+        for address in self.teachers:
+            address_of(address)
+
+
+def address_of(text: str) -> tuple[str, int]:
+    """The host and port of "HOST:PORT"."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ConfigError(f"distill.teachers has {text!r}, which is not HOST:PORT", "for example 10.0.0.7:7070")
+    return host.strip("[]"), int(port)

@@ -1,0 +1,67 @@
+"""`DistillationLoss`: the objective of a student that learns from the distributions of a teacher."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tllm.comm.collectives.group import Group
+from tllm.model.transformer import Transformer
+from tllm.parallel.cross_entropy import cross_entropy, measured_cross_entropy
+from tllm.parallel.divergence import divergence_over_all, divergence_over_top
+from tllm.parallel.mesh import Mesh
+from tllm.training.data.batch_tensors import Tokens
+from tllm.training.data.encoder import IGNORED
+from tllm.training.job.distillation_keys import DistillationKeys
+from tllm.training.objectives.objective import MetricSum, MicrobatchLoss
+
+IDS, LOG_PROBS, BYTES = "teacher_ids", "teacher_log_probs", "teacher_bytes"
+"""What rows bring of the teacher. Of each token: its K most likely next tokens, int32 [T, K], and the logarithms of
+their probabilities, float32 [T, K + 1], of which the last is that of all others together; without ids those of all
+tokens, [T, V]. Of each document: the bytes that it took on the way from and to a teacher elsewhere."""
+
+
+class DistillationLoss:
+    """An `Objective`: alpha cross-entropy + (1 - alpha) divergence, over the tokens whose label is not IGNORED.
+
+    The metrics are means over these tokens: `divergence`, `cross_entropy` of the text, `rest_mass` (the teacher's
+    probability outside the top K), and `teacher_bytes_per_token`. The logits are held twice where alpha is above 0 or
+    the temperature is not 1, else once.
+    """
+
+    metric_names: tuple[str, ...] = ("divergence", "cross_entropy", "rest_mass", "teacher_bytes_per_token")
+
+    def __init__(self, keys: DistillationKeys, mesh: Mesh, cp: Group) -> None:
+        self.keys, self.tp, self.cp = keys, mesh.tp, cp
+        self.sliced = mesh.sequence and mesh.tp.size > 1
+
+    def __call__(self, model: Transformer, x_TD: Tensor, tokens: Tokens) -> MicrobatchLoss:
+        labels_T, log_p_TB, ids_TK = tokens.labels_T, tokens.of_tokens[LOG_PROBS], tokens.of_tokens.get(IDS)
+        predicted_T = labels_T != IGNORED
+        count = float(predicted_T.sum())
+        if not self.sliced and count < len(labels_T):
+            x_TD, labels_T, log_p_TB = x_TD[predicted_T], labels_T[predicted_T], log_p_TB[predicted_T]
+            ids_TK = None if ids_TK is None else ids_TK[predicted_T]
+            predicted_T = predicted_T[predicted_T]
+        alpha, temperature = self.keys.alpha, self.keys.temperature
+        logits_TV = model.logits(x_TD, len(labels_T))
+        if not alpha:
+            entropy_T = measured_cross_entropy(logits_TV, labels_T, model.vocab, self.tp)
+        softened_TV = logits_TV / temperature if temperature != 1 else logits_TV.clone() if alpha else logits_TV
+        if alpha:
+            entropy_T = cross_entropy(logits_TV, labels_T, model.vocab, self.tp)
+        divergence_T = self._divergence(softened_TV, ids_TK, log_p_TB, model).where(predicted_T, 0.0)
+        loss = (1 - alpha) * divergence_T.sum() + (alpha * entropy_T.sum() if alpha else 0.0)
+        rest = 0.0 if ids_TK is None else float((log_p_TB[:, -1].exp() * predicted_T).sum())
+        totals = (float(divergence_T.detach().sum()), float(entropy_T.detach().sum()), rest, self._bytes(tokens))
+        metrics = {name: MetricSum(total, count) for name, total in zip(self.metric_names, totals, strict=True)}
+        return MicrobatchLoss(loss, metrics=metrics)
+
+    def _divergence(self, logits_TV: Tensor, ids_TK: Tensor | None, log_p_TB: Tensor, model: Transformer) -> Tensor:
+        if ids_TK is None:
+            return divergence_over_all(logits_TV, log_p_TB[:, slice(*model.vocab)], self.tp, self.keys.beta)
+        return divergence_over_top(logits_TV, ids_TK, log_p_TB, model.vocab, self.tp, self.keys.beta)
+
+    def _bytes(self, tokens: Tokens) -> float:
+        """Of the whole microbatch, told by one of the ranks that share it."""
+        of_documents = tokens.of_documents.get(BYTES)
+        return 0.0 if of_documents is None or self.cp.rank else float(of_documents.sum())

@@ -1,0 +1,81 @@
+"""What a run and a teacher elsewhere say to each other: msgpack in frames of bounded length."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from tllm.core.errors import UNREADABLE, FrameError
+
+GREETING_LIMIT = 4096
+QUESTION_LIMIT = 1 << 26
+ANSWER_LIMIT = 1 << 30
+"""Bytes of one message, at most."""
+
+
+class Lesson(msgspec.Struct, frozen=True):
+    """What a run wants of every row. `top_k` of 0 means all tokens.
+
+    `vocabulary` is the digest of the student's tokens (`vocabulary_digest`), of which its model has `vocab_size`.
+    """
+
+    top_k: int
+    temperature: float
+    vocab_size: int
+    vocabulary: str
+
+    @property
+    def width(self) -> int:
+        """Log-probabilities that there are of each token: of the top k and the rest, or of the whole vocabulary."""
+        return self.top_k + 1 if self.top_k else self.vocab_size
+
+
+class Greeting(msgspec.Struct, frozen=True):
+    """The teacher's answer to a lesson: which model it is, and why it cannot teach this, "" where it can."""
+
+    model: str
+    refused: str = ""
+
+
+class Question(msgspec.Struct, frozen=True, array_like=True):
+    """One row: its ids, the tokens of each document, and the places whose next token is asked for. All int32."""
+
+    number: int
+    ids: bytes
+    lengths: tuple[int, ...]
+    places: bytes
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    """Of each place asked for the K tokens, int32 [P, K], and log-probabilities, float32 [P, width]; or an `error`."""
+
+    number: int
+    ids: bytes = b""
+    log_probs: bytes = b""
+    error: str = ""
+
+
+Message = TypeVar("Message", Lesson, Greeting, Question, Answer)
+
+
+def decoded(content: bytes, kind: type[Message]) -> Message:
+    """FrameError for anything else."""
+    try:
+        return msgspec.msgpack.decode(content, type=kind)
+    except UNREADABLE as error:
+        raise FrameError(f"not a {kind.__name__}: {error}") from error
+
+
+def packed(numbers: NDArray[Any]) -> bytes:
+    """Whole numbers as int32."""
+    return numbers.astype("<i4").tobytes()
+
+
+def unpacked(content: bytes) -> NDArray[np.int64]:
+    """What `packed` made. FrameError where the bytes are not whole numbers."""
+    if len(content) % 4:
+        raise FrameError(f"{len(content)} bytes of numbers of 4 bytes each")
+    return np.frombuffer(content, dtype="<i4").astype(np.int64)

@@ -1,0 +1,123 @@
+"""`TeacherModel`: a whole model in this process that says how likely each next token of a row is."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+
+from tllm.comm.collectives.group import solo
+from tllm.core.errors import ConfigError, FrameError
+from tllm.hub.locate import locate
+from tllm.model.transformer import Transformer
+from tllm.parallel.mesh import whole
+from tllm.parallel.top_log_probs import top_log_probs
+from tllm.spec.families import spec_from_config
+from tllm.spec.hf_config import read_config, text_config
+from tllm.spec.model_spec import ModelSpec
+from tllm.text.tokenizer import Tokenizer
+from tllm.training.attention.packed_attention import TrainAttend
+from tllm.training.data.batch_tensors import tokens_of
+from tllm.training.data.encoder import IGNORED
+from tllm.training.data.packing import PackedRow
+from tllm.training.step.model_chunks import build_chunks
+from tllm.training.teachers.teacher_messages import Answer, Lesson, Question, packed, unpacked
+from tllm.weights.byte_source import LocalFiles
+from tllm.weights.dtypes import torch_dtype
+from tllm.weights.formats.open_index import open_index
+from tllm.weights.load import load
+from tllm.weights.manifest import checked
+
+PLACES_AT_ONCE = 128
+"""Tokens whose logits are in memory together."""
+
+
+@dataclass(frozen=True)
+class TeacherModel:
+    """`name` is how it was asked for; `vocabulary` the digest of its tokens."""
+
+    name: str
+    folder: Path
+    spec: ModelSpec
+    model: Transformer
+    vocabulary: str
+
+    @classmethod
+    def open(cls, name: str, dtype: str = "float32") -> TeacherModel:
+        """The model of a folder, or by its name."""
+        folder = Path(name) if Path(name).is_dir() else locate(name, "whole").path
+        config = read_config(folder)
+        spec = spec_from_config(text_config(dict(config)))
+        if spec.num_labels:
+            raise ConfigError(
+                f"{name} has a classification head of {spec.num_labels} labels and gives no next token",
+                "take a causal language model as the teacher",
+            )
+        (model,) = build_chunks(spec, whole(spec), [range(spec.num_layers)], torch_dtype(dtype))
+        source = checked(LocalFiles(folder))
+        load(model, open_index(source, config), source, torch_dtype(dtype))
+        return cls(name, folder, spec, model.requires_grad_(False), vocabulary_digest(folder))
+
+    def refusal(self, lesson: Lesson) -> str:
+        """Why this model cannot teach a student of these tokens, in words; "" where it can."""
+        ours = self.spec.vocab_size
+        if lesson.vocabulary != self.vocabulary:
+            return (
+                f"its {ours} tokens are not the student's {lesson.vocab_size}: the digests of the two tokenizers are "
+                f"{self.vocabulary or 'none'} and {lesson.vocabulary or 'none'}"
+            )
+        if not lesson.top_k and lesson.vocab_size != ours:
+            return f"it has {ours} tokens and the student {lesson.vocab_size}, and top_k = 0 asks for all of them"
+        if lesson.top_k >= min(lesson.vocab_size, ours):
+            return f"top_k is {lesson.top_k} and teacher and student share {min(lesson.vocab_size, ours)} tokens"
+        return ""
+
+    @torch.inference_mode()
+    def answer(self, question: Question, lesson: Lesson) -> Answer:
+        """The log-probabilities that are asked for. FrameError for a question that is not one."""
+        ids, places = unpacked(question.ids), unpacked(question.places)
+        _check(ids, places, question.lengths, self.spec.vocab_size)
+        positions = np.concatenate([np.arange(length) for length in question.lengths])
+        row = PackedRow(0, ids, np.full_like(ids, IGNORED), positions, question.lengths, ())
+        tokens = tokens_of([row])
+        attend = TrainAttend(self.model.attention_specs(), tokens)
+        x_TD = self.model(tokens.ids_T, tokens.positions_T, attend, tokens.lengths_T)[torch.from_numpy(places)]
+        known = min(lesson.vocab_size, self.spec.vocab_size)
+        found_ids, found = [], []
+        for x_PD in x_TD.split(PLACES_AT_ONCE):
+            logits_PV = self.model.logits(x_PD)[:, :known] / lesson.temperature
+            if not lesson.top_k:
+                found.append(logits_PV.log_softmax(-1))
+                continue
+            ids_PK, log_p_PB = top_log_probs(logits_PV, lesson.top_k, (0, known), solo())
+            found_ids.append(ids_PK)
+            found.append(log_p_PB)
+        log_p = torch.cat(found).float().numpy()
+        return Answer(
+            question.number,
+            packed(torch.cat(found_ids).numpy()) if found_ids else b"",
+            log_p.astype("<f4").tobytes(),
+            "" if np.isfinite(log_p).all() else f"the teacher {self.name} gives log-probabilities that are not finite",
+        )
+
+
+def vocabulary_digest(folder: Path) -> str:
+    """The tokens of a folder's tokenizer and their ids, as 16 hexadecimal digits; "" without a tokenizer."""
+    tokenizer = Tokenizer.from_folder(folder)
+    if tokenizer is None:
+        return ""
+    tokens = sorted((number, token) for token, number in tokenizer.inner.get_vocab(with_added_tokens=True).items())
+    return hashlib.sha256(msgspec.msgpack.encode(tokens)).hexdigest()[:16]
+
+
+def _check(ids: np.ndarray, places: np.ndarray, lengths: tuple[int, ...], vocab_size: int) -> None:
+    if not len(places) or not lengths or min(lengths) < 1 or sum(lengths) != len(ids):
+        raise FrameError(f"a row of {len(ids)} tokens in documents of {lengths[:8]}, {len(places)} places asked for")
+    for name, numbers, limit in (("token", ids, vocab_size), ("place", places, len(ids))):
+        if numbers.min() < 0 or numbers.max() >= limit:
+            worst = int(numbers.max() if numbers.max() >= limit else numbers.min())
+            raise FrameError(f"{name} {worst} of a row, which must be less than {limit}")

@@ -1,0 +1,37 @@
+"""The secret by which a run and its teachers trust each other: a file that both have."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+from tllm.cluster.certificates import Authority, Identity
+from tllm.core.errors import AuthError
+
+SECRET_LENGTH = 32
+
+
+def teacher_identity(file: Path, name: str, make: bool = False) -> Identity:
+    """A certificate of the authority that the secret makes; AuthError where the file is no secret.
+
+    With `make` a file that is not there is written, readable by its owner only.
+    """
+    if make and not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+            out.write(secrets.token_hex(32) + "\n")
+    try:
+        if file.stat().st_mode & 0o077:
+            raise AuthError(f"{file} can be read by others", f"chmod 600 {file}")
+        secret = file.read_bytes().strip()
+    except OSError as error:
+        raise AuthError(
+            f"cannot read the secret of the teachers {file}: {error.strerror}",
+            "`tllm teach` writes it: copy the file from there, and keep it from others",
+        ) from error
+    if len(secret) < SECRET_LENGTH:
+        raise AuthError(
+            f"{file} has {len(secret)} characters, of at least {SECRET_LENGTH}", "let `tllm teach` write a new one"
+        )
+    return Authority.of_secret(secret).identity(name)

@@ -1,0 +1,205 @@
+"""Whole runs of distillation: a plain loop over `transformers`, every plan, and teachers elsewhere that come and go."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.support.models.families import save_model
+from tests.support.training.runs import final, job_for, records, train
+from tests.support.training.teachers import address_of, serving
+from tests.support.training.training_step import furthest
+from tests.unit.parallel.test_divergence import buckets, plain
+from tllm.training.job.distillation_keys import DistillationKeys
+from tllm.training.job.job import Job
+from tllm.training.report.metrics import StepRecord
+from tllm.training.teachers.teacher_server import TeacherServer
+from tllm.training.trainer import RankTrainer
+
+PLANS = (
+    "dp=3:1",
+    "pp=2,tp=2,sequence=true",
+    "pp=2,chunks=2",
+    "cp=2",
+    "dp=2,zero=3",
+    "dp=2,pp=2,tp=2,zero=2,schedule=zero_bubble",
+    "dp=2,servers=1",
+)
+K = 8
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A student and a teacher that is wider and deeper, of the same vocabulary."""
+    made = tmp_path_factory.mktemp("models")
+    save_model("llama", made / "student")
+    save_model("llama", made / "teacher", seed=5, num_hidden_layers=6, intermediate_size=64)
+    return made
+
+
+def distilling(folder: Path, run: Path, **more: Any) -> Job:
+    keys = {"teacher_model_name_or_path": str(folder / "teacher"), "teacher_dtype": "float64", "top_k": K}
+    own = {**keys, **more.pop("distill", {})}
+    run.parent.mkdir(exist_ok=True)
+    return job_for(
+        folder / "student", run, task="distill", distill=DistillationKeys(**own), **{"dtype": "float64", **more}
+    )
+
+
+@pytest.fixture(scope="module")
+def golden(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[StepRecord], Path]:
+    """Records and folder of the run on one rank, the teacher beside it."""
+    run = tmp_path_factory.mktemp("golden") / "run"
+    return records(train(distilling(folder, run), "pp=1")), run
+
+
+def is_golden(run: Path, found: list[StepRecord], golden: tuple[list[StepRecord], Path], bits: bool = False) -> None:
+    want, folder = golden
+    assert len(found) == len(want)
+    for got, one in zip(found, want, strict=True):
+        assert got.loss == pytest.approx(one.loss, rel=1e-10)
+        assert got.metrics is not None and one.metrics is not None
+        for name in ("divergence", "cross_entropy", "rest_mass"):
+            assert got.metrics[name] == pytest.approx(one.metrics[name], rel=1e-6), name
+    weights, others = final(run), final(folder)
+    if bits:
+        assert all(torch.equal(weights[name], others[name]) for name in others)
+    off, name = furthest(weights, others)
+    assert off < 1e-10, name
+
+
+def test_the_run_is_the_plain_loop(folder: Path, golden: tuple[list[StepRecord], Path]) -> None:
+    found, run = golden
+    job = distilling(folder, run)
+    student, teacher = (
+        transformers.AutoModelForCausalLM.from_pretrained(folder / name, attn_implementation="eager").double()
+        for name in ("student", "teacher")
+    )
+
+    def learn(ids_T: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            log_p_TV = teacher(ids_T[None]).logits[0, :-1].log_softmax(-1)
+        log_q_TV = student(ids_T[None]).logits[0, :-1].log_softmax(-1)
+        ids_TK = log_p_TV.topk(K).indices
+        return plain(buckets(log_p_TV, ids_TK), buckets(log_q_TV, ids_TK), 0.0).sum()
+
+    losses = loop(job, student, learn)
+    assert max(abs(got.loss - want) / want for got, want in zip(found, losses, strict=True)) < 1e-6
+
+
+def loop(job: Job, model: transformers.PreTrainedModel, learn: Callable[[torch.Tensor], torch.Tensor]) -> list[float]:
+    """The losses of a loop that anybody would write, over the same rows, as `runs.plain_loop`."""
+    decays = [([p for p in model.parameters() if p.ndim > 1], job.weight_decay)]
+    decays.append(([p for p in model.parameters() if p.ndim < 2], 0.0))
+    groups = [dict(params=params, weight_decay=decay) for params, decay in decays]
+    optimizer = torch.optim.AdamW(groups, lr=job.learning_rate)
+    rates = transformers.get_scheduler(job.lr_scheduler_type, optimizer, job.warmup_steps, job.max_steps)
+    rows = [torch.tensor(json.loads(line)["input_ids"]) for line in Path(job.train_files[0]).read_text().splitlines()]
+    losses = []
+    for step in range(job.max_steps):
+        batch = rows[step * job.global_batch_size : (step + 1) * job.global_batch_size]
+        tokens = sum(len(ids_T) - 1 for ids_T in batch)
+        parts = [learn(ids_T) / tokens for ids_T in batch]
+        torch.stack(parts).sum().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), job.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        rates.step()
+        losses.append(sum(part.item() for part in parts))
+    return losses
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_plan_is_the_run_on_one_rank(
+    plan: str, folder: Path, golden: tuple[list[StepRecord], Path], tmp_path: Path
+) -> None:
+    found = records(train(distilling(folder, tmp_path / "run"), plan))
+    if "servers" in plan:  # they tell what replica 0 sees
+        off, name = furthest(final(tmp_path / "run"), final(golden[1]))
+        assert off < 1e-10, name
+        return
+    is_golden(tmp_path / "run", found, golden)
+
+
+def test_all_tokens_under_a_cut_vocabulary(folder: Path, tmp_path: Path) -> None:
+    keys = {"top_k": 0, "beta": 0.5, "alpha": 0.3, "temperature": 1.5}
+    one = records(train(distilling(folder, tmp_path / "a" / "run", distill=keys), "pp=1"))
+    cut = records(train(distilling(folder, tmp_path / "b" / "run", distill=keys), "tp=3,shares=1:2:1"))
+    is_golden(tmp_path / "b" / "run", cut, (one, tmp_path / "a" / "run"))
+
+
+def elsewhere(folder: Path, run: Path, secret: Path, *servers: TeacherServer) -> Job:
+    keys = {
+        "teacher_model_name_or_path": None,
+        "teachers": tuple(map(address_of, servers)),
+        "teacher_secret": str(secret),
+    }
+    return distilling(folder, run, distill=keys)
+
+
+def test_two_teachers_elsewhere_and_two_replicas(
+    folder: Path, golden: tuple[list[StepRecord], Path], tmp_path: Path
+) -> None:
+    secret, teacher = tmp_path / "key", folder / "teacher"
+    with serving(teacher, secret, "float64") as first, serving(teacher, secret, "float64") as second:
+        found = records(train(elsewhere(folder, tmp_path / "run", secret, first, second), "dp=2"))
+    is_golden(tmp_path / "run", found, golden)
+    for record in found:
+        assert record.metrics is not None
+        # 8 ids, 9 log-probabilities and an id a token asked for, its place; headers and lengths of rows beside them
+        assert 8 * 4 + 9 * 4 + 4 + 4 < record.metrics["teacher_bytes_per_token"] < 110
+
+
+def test_a_teacher_that_is_lost_in_mid_run_changes_nothing(
+    folder: Path, golden: tuple[list[StepRecord], Path], tmp_path: Path
+) -> None:
+    """One of two is lost after the second step, the other after the third, and comes back at its address."""
+    secret, teacher, run = tmp_path / "key", folder / "teacher", tmp_path / "run"
+    with serving(teacher, secret, "float64") as first, serving(teacher, secret, "float64") as second:
+        port, back = second.address[1], threading.Event()
+
+        def again() -> None:
+            with serving(teacher, secret, "float64", port):
+                back.wait(60)
+
+        restarted = threading.Thread(target=again)
+
+        def hurt(trainer: RankTrainer) -> None:
+            following, steps = trainer._feed.next, iter(range(100))
+
+            def next_batch() -> Any:
+                step = next(steps)
+                if step == 2:
+                    first.close()
+                if step == 3:
+                    second.close()
+                    restarted.start()
+                return following()
+
+            trainer._feed.next = next_batch  # type: ignore[method-assign]
+
+        try:
+            found = records(train(elsewhere(folder, run, secret, first, second), "pp=1", damage=hurt))
+        finally:
+            back.set()
+            restarted.join(30)
+    is_golden(run, found, golden, bits=True)
+
+
+def test_a_run_that_was_stopped_goes_on_with_the_same_rows(
+    folder: Path, golden: tuple[list[StepRecord], Path], tmp_path: Path
+) -> None:
+    steps = iter([False, False, True])
+    job = distilling(folder, tmp_path / "run")
+    first = records(train(job, "pp=1", is_stopped=lambda: next(steps)))
+    assert len(first) == 3
+    rest = records(train(replace(job), "dp=2"))
+    is_golden(tmp_path / "run", [*first, *rest], golden)

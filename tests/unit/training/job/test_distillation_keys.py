@@ -1,0 +1,50 @@
+"""The table `[distill]`: what it refuses, each in one line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tllm.core.errors import ConfigError
+from tllm.training.job.job_file import read_job, write_job
+
+JOB: dict[str, Any] = dict(output_dir="run", train_files=["rows.jsonl"], max_steps=3, model_name_or_path="student")
+TABLE: dict[str, Any] = dict(teacher_model_name_or_path="teacher")
+
+
+def test_a_job_with_its_table_is_read_and_written(tmp_path: Any) -> None:
+    resolved = read_job({**JOB, "task": "distill", "distill": TABLE}, ["distill.top_k=8", "distill.beta=0.5"])
+    assert resolved.job.distill is not None and resolved.job.distill.top_k == 8 and resolved.job.distill.beta == 0.5
+    again = tmp_path / "job.toml"
+    again.write_text(write_job(resolved))
+    assert read_job(again).job == resolved.job
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"temperature": 0}, "distill.temperature is 0 and must be more"),
+        ({"temperature": -1}, "distill.temperature is -1.0 and must be 0 or more"),
+        ({"beta": 1.5}, "distill.beta is 1.5 and must be 1 or less"),
+        ({"alpha": -0.1}, "distill.alpha is -0.1 and must be 0 or more"),
+        ({"alpha": float("nan")}, "distill.alpha is nan"),
+        ({"top_k": -1}, "distill.top_k is -1 and must be 0 or more"),
+        ({"teacher_dtype": "int8"}, "distill.teacher_dtype is 'int8'"),
+        ({"teachers": ["here:1"]}, "and both are given"),
+        ({"teacher_model_name_or_path": ""}, "and neither is given"),
+        ({"teacher_model_name_or_path": "", "teachers": ["here"]}, "has 'here', which is not HOST:PORT"),
+        ({"teacher_model_name_or_path": "", "teachers": ["here:70000"]}, "which is not HOST:PORT"),
+        ({"lmbda": 0.5}, "'distill.lmbda' is no key of a job"),
+    ],
+)
+def test_values_that_cannot_work_are_refused(table: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_job({**JOB, "task": "distill", "distill": {**TABLE, **table}})
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(("task", "table"), [("distill", None), ("sft", TABLE)])
+def test_the_task_and_its_table_go_together(task: str, table: dict[str, Any] | None) -> None:
+    with pytest.raises(ConfigError, match="table \\[distill\\]"):
+        read_job({**JOB, "task": task, **({"distill": table} if table else {})})

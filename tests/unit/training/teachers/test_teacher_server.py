@@ -1,0 +1,204 @@
+"""A teacher elsewhere: what it answers, what it refuses, and what a run makes of one that it cannot use."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from tests.support.models.families import save_model
+from tests.support.training.teachers import serving
+from tllm.cluster.tls import data_client
+from tllm.core.errors import AuthError, ClusterError, ConfigError, FrameError, LinkError, TllmError
+from tllm.training.teachers.question_queue import QuestionQueue
+from tllm.training.teachers.teacher_connection import TeacherConnection
+from tllm.training.teachers.teacher_messages import Answer, Lesson, Question, packed, unpacked
+from tllm.training.teachers.teacher_model import TeacherModel, vocabulary_digest
+from tllm.training.teachers.teacher_secret import teacher_identity
+from tllm.training.teachers.teacher_server import TeacherServer
+from tllm.training.teachers.teacher_threads import RemoteTeacher, checked
+
+LESSON = Lesson(top_k=5, temperature=2.0, vocab_size=101, vocabulary="")
+ROW = Question(3, packed(np.array([7, 8, 9, 10, 11])), (2, 3), packed(np.array([0, 3, 4])))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("teacher")
+    save_model("llama", made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def teacher(folder: Path) -> TeacherModel:
+    return TeacherModel.open(str(folder), "float64")
+
+
+def dial(server: TeacherServer, secret: Path) -> TeacherConnection:
+    return TeacherConnection.dial(server.address, data_client(teacher_identity(secret, "student")))
+
+
+def test_each_document_is_taught_by_itself_at_the_temperature(folder: Path, teacher: TeacherModel) -> None:
+    truth = save_model("llama", folder).double()
+    with torch.no_grad():
+        logits_TV = torch.cat([truth(torch.tensor([ids])).logits[0] for ids in ([7, 8], [9, 10, 11])])
+    want_TV, order_TV = (logits_TV / 2).log_softmax(-1)[[0, 3, 4]].sort(-1, descending=True)
+    answer = teacher.answer(ROW, LESSON)
+    log_p = torch.from_numpy(np.frombuffer(answer.log_probs, "<f4").reshape(3, 6).copy())
+    assert unpacked(answer.ids).reshape(3, 5).tolist() == order_TV[:, :5].tolist()
+    torch.testing.assert_close(log_p[:, :5].double(), want_TV[:, :5], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(log_p[:, 5].double(), want_TV[:, 5:].logsumexp(-1), rtol=1e-5, atol=1e-5)
+    whole = teacher.answer(ROW, msgspec.structs.replace(LESSON, top_k=0))
+    assert len(whole.log_probs) == 3 * 101 * 4 and not whole.ids
+
+
+def test_a_teacher_elsewhere_says_the_same(folder: Path, teacher: TeacherModel, tmp_path: Path) -> None:
+    with serving(folder, tmp_path / "key", "float64") as server:
+        assert os.stat(tmp_path / "key").st_mode & 0o777 == 0o600
+        connection = dial(server, tmp_path / "key")
+        assert connection.introduce(LESSON).refused == ""
+        sent = connection.send_question(ROW)
+        answer, received = connection.receive_answer()
+        assert answer == teacher.answer(ROW, LESSON)
+        assert (sent, received) == (64 + len(msgspec.msgpack.encode(ROW)), 64 + len(msgspec.msgpack.encode(answer)))
+        connection.close()
+
+
+def test_the_top_64_of_a_real_vocabulary_take_less_than_a_fiftieth_of_all_its_logits(tmp_path: Path) -> None:
+    save_model("llama", tmp_path / "teacher", vocab_size=151_936, num_hidden_layers=1)
+    counted = {}
+    with serving(tmp_path / "teacher", tmp_path / "key") as server:
+        for top_k in (64, 0):
+            connection = dial(server, tmp_path / "key")
+            assert not connection.introduce(Lesson(top_k, 1.0, 151_936, "")).refused
+            counted[top_k] = connection.send_question(ROW) + connection.receive_answer()[1]
+            connection.close()
+    logits_in_two_bytes = 3 * 151_936 * 2
+    print({f"bytes a token with top_k = {top_k}": nbytes / 3 for top_k, nbytes in counted.items()})
+    assert counted[0] > 3 * 151_936 * 4
+    assert 50 * counted[64] < logits_in_two_bytes
+
+
+BAD_ROWS = {
+    "token 101": Question(1, packed(np.array([101])), (1,), packed(np.array([0]))),
+    "token -1": Question(1, packed(np.array([-1])), (1,), packed(np.array([0]))),
+    "place 2": Question(1, packed(np.array([1, 1])), (2,), packed(np.array([2]))),
+    "documents of": Question(1, packed(np.array([1, 1])), (3,), packed(np.array([0]))),
+    "0 places asked for": Question(1, packed(np.array([1, 1])), (2,), b""),
+    "5 bytes of numbers": Question(1, b"12345", (1,), packed(np.array([0]))),
+}
+
+
+def test_a_row_that_is_none_is_answered_with_the_reason(folder: Path, tmp_path: Path) -> None:
+    with serving(folder, tmp_path / "key") as server:
+        connection = dial(server, tmp_path / "key")
+        connection.introduce(LESSON)
+        for reason, row in BAD_ROWS.items():
+            connection.send_question(row)
+            assert reason in connection.receive_answer()[0].error
+        connection.send_question(ROW)
+        assert not connection.receive_answer()[0].error, "it goes on"
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    ("lesson", "reason"),
+    [
+        (msgspec.structs.replace(LESSON, vocabulary="0123456789abcdef"), "its 101 tokens are not the student's 101"),
+        (msgspec.structs.replace(LESSON, top_k=101), "top_k is 101 and teacher and student share 101 tokens"),
+        (msgspec.structs.replace(LESSON, top_k=0, vocab_size=90), "it has 101 tokens and the student 90"),
+    ],
+)
+def test_a_run_that_cannot_be_taught_ends_with_the_reason(
+    lesson: Lesson, reason: str, folder: Path, tmp_path: Path
+) -> None:
+    with serving(folder, tmp_path / "key") as server:
+        error = failure_of(server.address, tmp_path / "key", lesson)
+    assert isinstance(error, ConfigError) and reason in error.message
+
+
+def test_a_run_with_another_secret_ends_with_one_line(folder: Path, tmp_path: Path) -> None:
+    teacher_identity(tmp_path / "other", "teacher", make=True)
+    with serving(folder, tmp_path / "key") as server:
+        error = failure_of(server.address, tmp_path / "other", LESSON)
+        assert isinstance(error, AuthError) and "do not trust each other" in error.message
+        with contextlib.closing(socket.create_connection(server.address)) as plain:
+            plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            with contextlib.suppress(ConnectionResetError):
+                assert not plain.recv(100).startswith(b"HTTP"), "it says nothing to whom it does not know"
+        connection = dial(server, tmp_path / "key")
+        assert connection.introduce(LESSON).refused == "", "it goes on"
+        connection.close()
+
+
+def failure_of(address: tuple[str, int], secret: Path, lesson: Lesson) -> TllmError:
+    queue = QuestionQueue()
+    asked = queue.ask(ROW)
+    remote = RemoteTeacher(address, data_client(teacher_identity(secret, "student")), lesson, queue)
+    remote.start()
+    try:
+        error = asked.answered.exception(20)
+    finally:
+        queue.close()
+        remote.close()
+    assert isinstance(error, TllmError)
+    return error
+
+
+def test_a_message_that_is_none_ends_the_connection(folder: Path, tmp_path: Path) -> None:
+    with serving(folder, tmp_path / "key") as server:
+        connection = dial(server, tmp_path / "key")
+        connection.questions.send_bytes(b"\xc1 no lesson")
+        with pytest.raises(LinkError):
+            connection.answers.recv_bytes(100)
+        connection.close()
+
+
+def test_answers_to_something_else_are_refused() -> None:
+    queue = QuestionQueue()
+    asked = queue.ask(ROW)
+    good = Answer(3, bytes(3 * 5 * 4), bytes(3 * 6 * 4))
+    assert checked(good, asked, LESSON, "there") is good
+    for bad in (
+        msgspec.structs.replace(good, number=4),
+        msgspec.structs.replace(good, ids=b""),
+        msgspec.structs.replace(good, log_probs=bytes(3 * 5 * 4)),
+    ):
+        with pytest.raises(ClusterError, match="the teacher at there answers row"):
+            checked(bad, asked, LESSON, "there")
+    with pytest.raises(ClusterError, match="cannot answer: out of paper"):
+        checked(Answer(3, error="out of paper"), asked, LESSON, "there")
+
+
+def test_secrets_that_are_none_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(AuthError, match="cannot read the secret"):
+        teacher_identity(tmp_path / "none", "student")
+    short = tmp_path / "short"
+    short.write_text("guess me")
+    short.chmod(0o600)
+    with pytest.raises(AuthError, match="has 8 characters, of at least 32"):
+        teacher_identity(short, "student")
+    short.write_text("0" * 64)
+    short.chmod(0o644)
+    with pytest.raises(AuthError, match="can be read by others"):
+        teacher_identity(short, "student")
+
+
+def test_log_probabilities_that_are_not_finite_are_an_error(folder: Path) -> None:
+    broken = TeacherModel.open(str(folder))
+    with torch.no_grad():
+        next(broken.model.parameters()).fill_(float("nan"))
+    assert "are not finite" in broken.answer(ROW, LESSON).error
+
+
+def test_a_digest_is_of_tokens_and_their_ids() -> None:
+    tiny = Path("models/tiny")
+    assert len(vocabulary_digest(tiny)) == 16 == len(vocabulary_digest(tiny.resolve()))
+    with pytest.raises(FrameError, match="3 bytes of numbers"):
+        unpacked(b"123")
