@@ -47,8 +47,8 @@ SUB_PACKAGES = {
     "recipes": (".", "bench"),
     "server": ("admission", "http", "reply", "openai", "pooling", "anthropic", "ollama", "stored", "live", "page", "."),
     "training": (
-        *("data", "state", "attention", "checkpoint", "gradients", "job", "optim", "step", "measure", "report"),
-        *("sync", "parameter_server", "snapshot", "."),
+        *("data", "state", "attention", "checkpoint", "gradients", "job", "objectives", "optim", "step"),
+        *("evaluation", "measure", "report", "sync", "parameter_server", "snapshot", "."),
     ),
     "spec": ("quantized", "gguf", "lora", "."),
     "weights": (".", "formats", "lora"),

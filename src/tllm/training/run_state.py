@@ -45,10 +45,17 @@ class RunState:
         self._config, self._learning_rate, self._initial_weights = config, learning_rate, initial_weights
         self._beginning, self._batches, self._replicator = initial_model, batches, replicator
         self._saved_step = -1
+        self._is_initial = False
         self.origin: Origin = "start"
         self._closing = ExitStack()
         if replicator is not None:
             self._closing.callback(replicator.close)
+
+    def initialize(self, learner: LearnerState, progress: Progress | None = None) -> None:
+        """Fill the learner with the first weights, whatever memory or saves hold of later steps."""
+        config = self._config
+        learner.initialize(self._initial_weights.filler(config.spec, config.job.seed, config.job.dtype, progress))
+        self._is_initial = True
 
     def restore(self, learner: LearnerState, progress: Progress | None = None) -> int:
         """Fill the learner from the last snapshot, else the last save, else with the first weights; the steps done."""
@@ -72,9 +79,8 @@ class RunState:
             step = self._saved_step = opened.step
             learner.checkpoint_restored(step)
             self._restore_data(opened.facts["data"] if self._batches is not None else {})
-        else:
-            fill = self._initial_weights.filler(config.spec, config.job.seed, config.job.dtype, progress)
-            learner.initialize(fill)
+        elif not self._is_initial:
+            self.initialize(learner, progress)
         if replicator is not None:
             replicator.begin(step, data_position, is_restored=self.origin == "memory")
         return step

@@ -131,7 +131,7 @@ class BatchFeed:
     def _fetch(self, step: int) -> ReplicaBatch:
         """In the thread: read a step's rows and send each rank its part, or receive this rank's from rank 0."""
         if self._batches is None:
-            return _decoded(self._links[0].recv_bytes(LIMIT))
+            return decode_batch(self._links[0].recv_bytes(LIMIT))
         rows = self._batches.step(step)
         next_position = msgspec.msgpack.encode(self._batches.state(step + 1)) if self._with_positions else b""
         parts = split_global_batch(rows, self._plan.dp, self._microbatch_size, next_position)
@@ -196,7 +196,8 @@ def _numbers(part: bytes) -> NDArray[np.int64]:
     return np.frombuffer(part, dtype="<i4").astype(np.int64)
 
 
-def _decoded(content: bytes) -> ReplicaBatch:
+def decode_batch(content: bytes) -> ReplicaBatch:
+    """What rank 0 sent; FrameError where it is no rows."""
     try:
         return msgspec.msgpack.decode(content, type=ReplicaBatch)
     except UNREADABLE as error:

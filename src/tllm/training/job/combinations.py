@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tllm.core.errors import PlanError
+from tllm.core.errors import ConfigError, PlanError
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 from tllm.spec.trainable import check_trainable
@@ -17,6 +17,7 @@ from tllm.training.job.job_parts import learning_rate_schedule
 def check_combination(job: Job, plan: Plan, spec: ModelSpec) -> None:
     """PlanError, or ConfigError of the job alone, for what cannot work."""
     learning_rate_schedule(job)
+    _check_head(job, spec)
     plan.check(spec.num_layers)
     total = microbatches_of(job)
     counts = [len(part) for part in deal(total, plan.dp)]
@@ -24,6 +25,7 @@ def check_combination(job: Job, plan: Plan, spec: ModelSpec) -> None:
     _check_experts(job, spec)
     _check_servers(job, plan, counts)
     _check_communication(job, plan)
+    _check_forward_passes(job, plan)
     if job.deterministic:
         check_deterministic(plan, total, spec.tied)
 
@@ -31,6 +33,34 @@ def check_combination(job: Job, plan: Plan, spec: ModelSpec) -> None:
 def microbatches_of(job: Job) -> int:
     """Of a step, over all replicas."""
     return -(-job.global_batch_size // job.microbatch_size)
+
+
+def _check_head(job: Job, spec: ModelSpec) -> None:
+    """A reward model has a head with one score; all other tasks need one for tokens."""
+    if job.task != "reward" and spec.num_labels:
+        raise ConfigError(
+            f"the model has a classification head of {spec.num_labels} labels, and the task {job.task!r} is for models "
+            "that write",
+            'give the folder of a causal language model, or task = "reward"',
+        )
+    if job.task == "reward" and spec.num_labels != 1:
+        raise ConfigError(
+            f"a reward model gives one score and this model's head has {spec.num_labels} labels",
+            "give the folder of a causal language model, or of one with num_labels 1",
+        )
+
+
+def _check_forward_passes(job: Job, plan: Plan) -> None:
+    """Tasks whose losses, or what goes before them, are only proved where all replicas have the same weights."""
+    if job.task == "sft":
+        return
+    for name, taken in (("servers", plan.servers > 0), ("local_steps", job.local_steps > 1)):
+        if taken:
+            raise PlanError(
+                f"{name} and the task {job.task!r}: its losses and metrics are of all replicas together, which then "
+                "have weights of their own",
+                f"leave out {name}",
+            )
 
 
 def _check_experts(job: Job, spec: ModelSpec) -> None:
