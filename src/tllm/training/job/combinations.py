@@ -51,15 +51,14 @@ def _check_head(job: Job, spec: ModelSpec) -> None:
 
 
 def _check_forward_passes(job: Job, plan: Plan) -> None:
-    """Tasks whose losses, or what goes before them, are only proved where all replicas have the same weights."""
-    if job.task == "sft":
-        return
+    """What is computed of all replicas together needs one model: these tasks' references and metrics, evaluations."""
+    asked = f"the task {job.task!r}" if job.task != "sft" else "eval_files" if job.eval_files else ""
     for name, taken in (("servers", plan.servers > 0), ("local_steps", job.local_steps > 1)):
-        if taken:
+        if asked and taken:
             raise PlanError(
-                f"{name} and the task {job.task!r}: its losses and metrics are of all replicas together, which then "
-                "have weights of their own",
-                f"leave out {name}",
+                f"{name} and {asked}: losses and metrics are of all replicas together, which then have weights of "
+                "their own",
+                f"leave out {name}, or {asked}",
             )
 
 

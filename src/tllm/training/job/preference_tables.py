@@ -8,18 +8,6 @@ from dataclasses import dataclass, fields
 from tllm.core.errors import ConfigError
 from tllm.training.job.key_limits import KeyLimits
 
-LIMITS = KeyLimits(
-    at_least={
-        "label_smoothing": 0,
-        "ld_alpha": 0,
-        "simpo_gamma": 0,
-        "cpo_alpha": 0,
-        "desirable_weight": 0,
-        "undesirable_weight": 0,
-        "center_rewards_coefficient": 0,
-    },
-    below={"label_smoothing": 0.5},
-)
 DPO_LOSSES = (
     "sigmoid",
     "hinge",
@@ -41,6 +29,8 @@ SMOOTHED = ("sigmoid", "robust", "exo_pair")
 class DPOConfig:
     """The keys of `[dpo]` (task "dpo"), by the names of TRL's DPOConfig."""
 
+    LIMITS = KeyLimits({"label_smoothing": 0, "ld_alpha": 0}, {"label_smoothing": 0.5}, {"loss_type": DPO_LOSSES})
+
     beta: float = 0.1
     """How strongly the model is held to the reference; for "ipo" its τ."""
     loss_type: str = "sigmoid"
@@ -55,7 +45,7 @@ class DPOConfig:
     count alike."""
 
     def __post_init__(self) -> None:
-        check_table("dpo", self, {"loss_type": DPO_LOSSES})
+        check_table("dpo", self, self.LIMITS)
         if self.ld_alpha > 1:
             raise ConfigError(f"dpo.ld_alpha is {self.ld_alpha} and must be 1 or less")
         if self.label_smoothing and self.loss_type not in SMOOTHED:
@@ -74,6 +64,10 @@ class DPOConfig:
 class KTOConfig:
     """The keys of `[kto]` (task "kto"), by the names of TRL's KTOConfig."""
 
+    LIMITS = KeyLimits(
+        {"desirable_weight": 0, "undesirable_weight": 0}, choices={"loss_type": ("kto", "apo_zero_unpaired")}
+    )
+
     beta: float = 0.1
     """How strongly the model is held to the reference."""
     loss_type: str = "kto"
@@ -84,23 +78,27 @@ class KTOConfig:
     """Weight of the losses of undesirable replies."""
 
     def __post_init__(self) -> None:
-        check_table("kto", self, {"loss_type": ("kto", "apo_zero_unpaired")})
+        check_table("kto", self, self.LIMITS)
 
 
 @dataclass(frozen=True)
 class ORPOConfig:
     """The keys of `[orpo]` (task "orpo"), by the names of TRL's ORPOConfig."""
 
+    LIMITS = KeyLimits()
+
     beta: float = 0.1
     """Weight of the odds-ratio loss beside the chosen reply's cross-entropy (λ of the paper)."""
 
     def __post_init__(self) -> None:
-        check_table("orpo", self)
+        check_table("orpo", self, self.LIMITS)
 
 
 @dataclass(frozen=True)
 class SimPOConfig:
     """The keys of `[simpo]` (task "simpo"), by the names of TRL's CPOConfig."""
+
+    LIMITS = KeyLimits({"simpo_gamma": 0, "label_smoothing": 0, "cpo_alpha": 0}, {"label_smoothing": 0.5})
 
     beta: float = 2.0
     """Factor on the mean log-probabilities that are compared."""
@@ -112,18 +110,20 @@ class SimPOConfig:
     """Weight of the chosen reply's cross-entropy beside the loss (CPO-SimPO); 0: SimPO alone."""
 
     def __post_init__(self) -> None:
-        check_table("simpo", self)
+        check_table("simpo", self, self.LIMITS)
 
 
 @dataclass(frozen=True)
 class RewardConfig:
     """The keys of `[reward]` (task "reward"), by the names of TRL's RewardConfig."""
 
+    LIMITS = KeyLimits({"center_rewards_coefficient": 0})
+
     center_rewards_coefficient: float = 0.0
     """Weight of the squared sum of a pair's two scores, which holds scores near 0; 0: not held."""
 
     def __post_init__(self) -> None:
-        check_table("reward", self)
+        check_table("reward", self, self.LIMITS)
 
 
 PREFERENCE_TABLES = ("dpo", "kto", "orpo", "simpo", "reward")
@@ -133,10 +133,12 @@ PAIRED = ("dpo", "orpo", "simpo", "reward")
 """Tasks whose rows are pairs of replies."""
 
 
-def check_table(name: str, table: object, choices: Mapping[str, tuple[str, ...]] | None = None) -> None:
+def check_table(
+    name: str, table: DPOConfig | KTOConfig | ORPOConfig | SimPOConfig | RewardConfig, limits: KeyLimits
+) -> None:
     """ConfigError for a key of a table outside its limits."""
-    values = {field.name: getattr(table, field.name) for field in fields(table)}  # type: ignore[arg-type]
-    KeyLimits(LIMITS.at_least, LIMITS.below, choices or {}).check(values, name)
+    values = {field.name: getattr(table, field.name) for field in fields(table)}
+    limits.check(values, name)
     if values.get("beta", 1) <= 0:
         raise ConfigError(
             f"{name}.beta is {values['beta']} and must be more than 0", "0.1 is usual" if name != "simpo" else "try 2"
