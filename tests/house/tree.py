@@ -48,7 +48,7 @@ SUB_PACKAGES = {
     "server": ("admission", "http", "reply", "openai", "pooling", "anthropic", "ollama", "stored", "live", "page", "."),
     "training": (
         *("data", "state", "attention", "checkpoint", "gradients", "job", "objectives", "lora", "optim", "step"),
-        *("teachers", "policy", "measure", "report", "sync", "parameter_server", "snapshot", "."),
+        *("teachers", "evaluation", "policy", "measure", "report", "sync", "parameter_server", "snapshot", "."),
     ),
     "spec": ("quantized", "gguf", "lora", "."),
     "weights": (".", "formats", "lora"),

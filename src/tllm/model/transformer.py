@@ -83,9 +83,9 @@ class Transformer(nn.Module):
         normed_TD: Tensor = self.norm(x_TD)
         return normed_TD
 
-    def scores(self, x_TD: Tensor) -> Tensor:
+    def scores(self, x_TD: Tensor, tokens: int | None = None) -> Tensor:
         """What the classification head of a model that has one (`num_labels`) makes of them, [T, labels]."""
-        scores_TL: Tensor = self.score(self.norm(x_TD))
+        scores_TL: Tensor = self.score(self.seam.enter(self.norm(x_TD), tokens))
         return scores_TL
 
     @property

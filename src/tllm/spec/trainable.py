@@ -13,11 +13,6 @@ from tllm.spec.plan import Plan
 
 def check_trainable(plan: Plan, spec: ModelSpec, counts: Sequence[int]) -> None:
     """PlanError for what cannot work. `counts[r]` are the microbatches of replica r in a step."""
-    if spec.num_labels:
-        raise PlanError(
-            f"the model has a classification head of {spec.num_labels} labels, and training is of models that write",
-            "give the folder of a causal language model",
-        )
     for count in sorted(set(counts) - {0}):
         build(plan.schedule, plan.pp, count, plan.depth, plan.chunks)
     if plan.ep > 1 and not any(layer.moe for layer in spec.layers):

@@ -49,6 +49,7 @@ class RunState:
         self._config, self._learning_rate, self._initial_weights = config, learning_rate, initial_weights
         self._beginning, self._batches, self._replicator = initial_model, batches, replicator
         self._saved_step = -1
+        self._is_initial = False
         self.origin: Origin = "start"
         self._closing = ExitStack()
         if replicator is not None:
@@ -59,6 +60,11 @@ class RunState:
         job = self._config.job
         if job.lora is not None:
             self._initial_weights.fill_frozen(chunks, job.dtype, job.lora.few_bits, progress)
+
+    def initialize(self, learner: LearnerState, progress: Progress | None = None) -> None:
+        """Fill the learner with the first weights, whatever memory or saves hold of later steps."""
+        learner.initialize(self._filler(progress))
+        self._is_initial = True
 
     def restore(self, learner: LearnerState, progress: Progress | None = None) -> int:
         """Fill the learner from the last snapshot, else the last save, else with the first weights; the steps done."""
@@ -82,8 +88,8 @@ class RunState:
             step = self._saved_step = opened.step
             learner.checkpoint_restored(step)
             self._restore_data(opened.facts["data"] if self._batches is not None else {})
-        else:
-            learner.initialize(self._filler(progress))
+        elif not self._is_initial:
+            self.initialize(learner, progress)
         if replicator is not None:
             replicator.begin(step, data_position, is_restored=self.origin == "memory")
         return step

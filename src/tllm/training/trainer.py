@@ -9,6 +9,8 @@ from pathlib import Path
 from tllm.core.errors import ConfigError
 from tllm.spec.plan import Plan
 from tllm.training.checkpoint.commit import SaveResult
+from tllm.training.data.batches import Batches
+from tllm.training.evaluation.forward_work import ForwardWork
 from tllm.training.feeds import policy_feed, rows_feed
 from tllm.training.job.initial_model import InitialModel
 from tllm.training.job.job import Job
@@ -78,10 +80,12 @@ class RankTrainer:
             else policy_feed(config, initial_model, make_rollouts(config, self._model), initial_weights, with_positions)
         )
         self._state = RunState(config, self._learning_rate, initial_weights, initial_model, position, replicator)
+        batches = position if isinstance(position, Batches) else None
+        self._forward = ForwardWork(config, self._model, initial_model, batches)
         self._sinks: list[Sink] = []
         self._step = 0
         self._closing = ExitStack()
-        for part in (self._feed.close, self._model.close, self._state.close):
+        for part in (self._feed.close, self._model.close, self._state.close, self._forward.close):
             self._closing.callback(part)
 
     @property
@@ -95,6 +99,7 @@ class RankTrainer:
         self._state.fill_frozen(self._model.chunks, progress)
         self._learner = learner_class(config.job, config.plan)(config, self._model.trained)
         self._closing.callback(self._learner.close)
+        self._forward.prepare(lambda: self._state.initialize(self._learner, progress))
         self._step = self._state.restore(self._learner, progress)
         peak = matrix_peak(torch_dtype(config.job.dtype), PEAK_SECONDS)
         names, is_frozen = self._model.objective.metric_names, config.job.lora is not None
@@ -140,7 +145,7 @@ class RankTrainer:
         if batch.fault is not None:
             self._fault = batch.fault
             return True
-        microbatches = self._feed.microbatches(batch)
+        microbatches = self._forward.before_passes(self._feed.microbatches(batch))
         loss_scale = self._learner.begin_step(batch, microbatches)
         result = self._model.forward_backward(microbatches, batch.global_microbatches, loss_scale)
         learning_rate = self._learning_rate(self._step)
@@ -149,7 +154,12 @@ class RankTrainer:
         if snapshot_is_due:  # all ranks know by the norm that the snapshot before is complete, and write over its elder
             self._state.flush_snapshot()
         grad_norm = self._learner.apply_gradients(self._step, learning_rate, result.loss_sum)
-        counters = RankCounters(batch, result, grad_norm, learning_rate, start, self._model.load_balance_loss)
+        trained = time.monotonic()
+        evaluated = self._forward.evaluate(self._step)
+        start += time.monotonic() - trained  # an evaluation is not of the step's time
+        counters = RankCounters(
+            batch, result, grad_norm, learning_rate, start, self._model.load_balance_loss, evaluated
+        )
         record, stop = self._record(counters, stopped)
         for sink in self._sinks:  # before a save or snapshot of this step can be whole: none is ahead of its lines
             sink.write(record)

@@ -50,6 +50,20 @@ class Tokens:
         lengths = torch.tensor(self.lengths, device=self.ids_T.device)
         return self._here(torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths))
 
+    def only(self, keep_N: Tensor) -> Tokens:
+        """These documents alone, of a microbatch that is whole."""
+        assert self.spans is None, "documents are chosen before their tokens are cut"
+        keep_T = keep_N[self.document_T]
+        return Tokens(
+            self.ids_T[keep_T],
+            self.labels_T[keep_T],
+            self.positions_T[keep_T],
+            [length for length, keep in zip(self.lengths, keep_N.tolist(), strict=True) if keep],
+            None,
+            {name: x_N[keep_N] for name, x_N in self.of_documents.items()},
+            {name: x_T[keep_T] for name, x_T in self.of_tokens.items()},
+        )
+
     def _here(self, whole_T: Tensor) -> Tensor:
         return whole_T if self.spans is None else picked(whole_T, self.spans)
 

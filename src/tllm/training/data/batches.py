@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -13,9 +13,10 @@ import msgspec
 from tllm.core.errors import ConfigError
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
+from tllm.training.data.choose_encoder import choose_encoder, open_rows
 from tllm.training.data.data_position import RowLedger
-from tllm.training.data.dataset import DataFileFacts, Dataset, Documents, check_same
-from tllm.training.data.encoder import Document, Encoder, OverLong, fit
+from tllm.training.data.dataset import DataFileFacts, Documents, check_same
+from tllm.training.data.encoder import NO_VALUES, Document, OverLong, Values, fit
 from tllm.training.data.packing import OPEN_ROWS, Packed, PackedRow, Packer, deal, put_together
 from tllm.training.data.row_order import order_of
 from tllm.training.data.seeds import DRAWS, draws_of
@@ -33,6 +34,7 @@ class DataConfig:
     `weights` mix the files by rows, in proportion; without them each row comes once an epoch. `epochs=None` goes on for
     ever. `documents` says what a text file is. `add_eos` ends texts and completions with the tokenizer's eos token.
     With `draws` each token has a number of its own, for what is random in a step.
+    `rows` says what each row is (`choose_encoder`).
     """
 
     files: tuple[str, ...]
@@ -47,6 +49,7 @@ class DataConfig:
     add_eos: bool = True
     epochs: int | None = None
     draws: bool = False
+    rows: str = "texts"
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "global_batch_size", "epochs"):
@@ -88,8 +91,10 @@ class Batches:
         encoder: RowEncoder | None = None,
     ) -> None:
         self.config = config
-        self._encoder = encoder or Encoder(tokenizer, template, config.add_eos, vocab_size)
-        self._rows = Dataset(config.files, config.documents)
+        self._encoder = encoder or choose_encoder(config.rows, tokenizer, template, config.add_eos, vocab_size)
+        self._rows = open_rows(config.rows, config.files, config.documents)
+        self.values_of: Callable[[int], Values] = lambda row: NO_VALUES
+        """Further numbers of a row's documents by its number, which are not in the files."""
         self._documents: OrderedDict[int, Document] = OrderedDict()
         self._tokens = 0
         order = order_of(self._rows.counts, config.weights, config.seed, config.shuffle)
@@ -106,8 +111,15 @@ class Batches:
         with self._lock:
             packed = self.plan(step)
             mine = deal(len(packed), shares)[dp_rank]
-            rows = [put_together(place, packed[place], self._document) for place in mine]
+            rows = [put_together(place, packed[place], self.document) for place in mine]
         return [self._with_draws(row, step) for row in rows] if self.config.draws else rows
+
+    def document(self, row: int) -> Document:
+        """A row of the data by its number, with all that is known of it."""
+        with self._lock:
+            found = self._document(row)
+            more = self.values_of(row)
+            return found._replace(values={**found.values, **more}) if more else found
 
     def row(self, number: int) -> dict[str, Any]:
         """A row of the data as it stands in its file."""
@@ -154,6 +166,25 @@ class Batches:
 
     def interrupt(self) -> None:
         """Nobody waits here for more than a disk."""
+
+    def row_numbers(self, steps: int) -> set[int]:
+        """The rows of the data that the first `steps` steps hold something of."""
+        seen: set[int] = set()
+        for step in range(steps):
+            seen.update(piece.row for packed in self.plan(step) for piece in packed)
+            if len(seen) == len(self._rows):
+                break
+        return seen
+
+    @property
+    def row_count(self) -> int:
+        """How many rows the files have."""
+        return len(self._rows)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What decides which row has which number and which tokens: files and choices, as JSON holds them."""
+        return {"files": [facts.sha256 for facts in self._rows.facts], "choices": self._choices()}
 
     def close(self) -> None:
         self._rows.close()

@@ -37,16 +37,20 @@ class ChatEncoder:
         source = TAG.sub(_with_mark, template.source)
         self._marked = ChatTemplate(source, tokenizer.special_tokens) if source != template.source else None
 
-    def encode(self, messages: Messages, tools: Messages | None = None) -> tuple[list[int], list[bool]]:
+    def encode(self, messages: Messages, tools: Messages | None = None, first: int = 0) -> tuple[list[int], list[bool]]:
         """Token ids of the conversation, and for each whether the model says it; `RequestError` where that is unclear.
 
-        A token belongs to where it begins. A turn goes up to its first token that ends a reply, if it has one.
+        A token belongs to where it begins. A turn goes up to its first token that ends a reply, if it has one. Of the
+        messages before number `first` nothing counts as said: they are a prompt.
         """
         text = self._render(messages, tools, prompt=False)
         encoding = self._tokenizer.inner.encode(text, add_special_tokens=False)
         said = [False] * len(encoding.ids)
         marked = self._marked_turns(text, messages, tools)
+        begin = self._start(text, messages[:first], tools) if first else 0
         for turn in self._turns(text, messages, tools) if marked is None else marked:
+            if turn.stop <= begin:
+                continue
             inside = [i for i, (start, _) in enumerate(encoding.offsets) if turn.start <= start < turn.stop]
             ends = [i for i in inside if encoding.ids[i] in self._tokenizer.eos_ids] if marked is None else []
             if not turn.closed and not ends:

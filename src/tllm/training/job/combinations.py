@@ -19,6 +19,7 @@ from tllm.training.job.target_modules import adapted_modules
 def check_combination(job: Job, plan: Plan, spec: ModelSpec) -> None:
     """PlanError, or ConfigError of the job alone, for what cannot work."""
     learning_rate_schedule(job)
+    _check_head(job, spec)
     plan.check(spec.num_layers)
     total = microbatches_of(job)
     counts = [len(part) for part in deal(total, plan.dp)]
@@ -29,6 +30,7 @@ def check_combination(job: Job, plan: Plan, spec: ModelSpec) -> None:
     _check_lora(job, plan, spec)
     check_rollouts(job, plan, spec)
     _check_distillation(job, spec)
+    _check_forward_passes(job, plan)
     if job.deterministic:
         check_deterministic(plan, total, spec.tied)
 
@@ -36,6 +38,33 @@ def check_combination(job: Job, plan: Plan, spec: ModelSpec) -> None:
 def microbatches_of(job: Job) -> int:
     """Of a step, over all replicas."""
     return -(-learned_rows(job) // job.microbatch_size)
+
+
+def _check_head(job: Job, spec: ModelSpec) -> None:
+    """A reward model has a head with one score; all other tasks need one for tokens."""
+    if job.task != "reward" and spec.num_labels:
+        raise ConfigError(
+            f"the model has a classification head of {spec.num_labels} labels, and the task {job.task!r} is for models "
+            "that write",
+            'give the folder of a causal language model, or task = "reward"',
+        )
+    if job.task == "reward" and spec.num_labels != 1:
+        raise ConfigError(
+            f"a reward model gives one score and this model's head has {spec.num_labels} labels",
+            "give the folder of a causal language model, or of one with num_labels 1",
+        )
+
+
+def _check_forward_passes(job: Job, plan: Plan) -> None:
+    """What is computed of all replicas together needs one model: these tasks' references and metrics, evaluations."""
+    asked = f"the task {job.task!r}" if job.task != "sft" else "eval_files" if job.eval_files else ""
+    for name, taken in (("servers", plan.servers > 0), ("local_steps", job.local_steps > 1)):
+        if asked and taken:
+            raise PlanError(
+                f"{name} and {asked}: losses and metrics are of all replicas together, which then have weights of "
+                "their own",
+                f"leave out {name}, or {asked}",
+            )
 
 
 def _check_experts(job: Job, spec: ModelSpec) -> None:

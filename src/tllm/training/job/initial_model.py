@@ -26,12 +26,13 @@ from tllm.spec.hf_config import read_config, text_config
 from tllm.spec.model_spec import ModelSpec
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
-from tllm.training.data.batches import Batches
+from tllm.training.data.batches import Batches, DataConfig
 from tllm.training.data.dataset import Dataset, Documents
 from tllm.training.data.encoder import FORMS
 from tllm.training.data.prompt_batches import PromptBatches, PromptEncoder
 from tllm.training.job.job import Job
-from tllm.training.job.job_parts import data_config, steps_of_one_sampling
+from tllm.training.job.job_parts import data_config, eval_data_config, steps_of_one_sampling
+from tllm.training.job.reward_head import with_reward_head
 
 log = logging.getLogger("tllm.model")
 
@@ -83,21 +84,28 @@ class InitialModel:
 
     def batches(self, job: Job) -> Batches:
         """The rows of the job, in this model's tokens."""
+        return self._batches(data_config(job))
+
+    def eval_batches(self, job: Job) -> Batches | None:
+        """The rows held out, if the job names any."""
+        return self._batches(eval_data_config(job)) if job.eval_files else None
+
+    def _batches(self, config: DataConfig) -> Batches:
         tokenizer = Tokenizer.from_folder(self.folder)
         template = ChatTemplate.from_folder(self.folder, tokenizer)
-        return Batches(data_config(job), tokenizer, template, self.spec.vocab_size)
+        return Batches(config, tokenizer, template, self.spec.vocab_size)
 
 
 def spec_of(job: Job) -> ModelSpec:
     """The model that the job names; nothing is written."""
-    return spec_from_config(_config_of(_named(job)))
+    return spec_from_config(_config_for(job, _named(job)))
 
 
 def open_initial_model(job: Job) -> InitialModel:
     """Read what the job names, or what the run kept of it when it began. Puts nothing half-made into its folder."""
     named = _named(job)
     folder = Path(job.output_dir) / FOLDER
-    config = _config_of(named)
+    config = _config_for(job, named)
     if not folder.is_dir():
         _keep(job, named, config, folder)
     kept = read_config(folder)
@@ -149,9 +157,11 @@ def texts_of(files: tuple[str, ...], documents: Documents) -> Iterator[str]:
 
 
 def _texts(row: dict[str, Any]) -> list[str]:
-    turns = row.get("messages")
-    said = [turn.get("content") for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
-    found = [row.get("text"), row.get("prompt"), row.get("completion"), *said]
+    found = []
+    for name in ("text", "prompt", "completion", "chosen", "rejected", "messages"):
+        value = row.get(name)
+        turns = value if isinstance(value, list) else []
+        found += [value, *(turn.get("content") for turn in turns if isinstance(turn, dict))]
     return [text for text in found if isinstance(text, str)]
 
 
@@ -171,6 +181,12 @@ def _located(text: str, need: Need) -> Path:
     found = locate(text, need)
     log.info("%s", found.said)
     return found.path
+
+
+def _config_for(job: Job, named: Path) -> dict[str, Any]:
+    """The config of the model that is trained: that of what is named, with a head for scores if the task needs one."""
+    config = _config_of(named)
+    return with_reward_head(config) if job.task == "reward" else config
 
 
 def _config_of(named: Path) -> dict[str, Any]:

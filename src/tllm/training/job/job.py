@@ -11,6 +11,15 @@ from tllm.core.errors import ConfigError
 from tllm.training.job.distillation_keys import DistillationKeys
 from tllm.training.job.key_limits import KeyLimits
 from tllm.training.job.lora_job import LoraJob
+from tllm.training.job.preference_tables import (
+    PREFERENCE_TABLES,
+    DPOConfig,
+    KTOConfig,
+    ORPOConfig,
+    RewardConfig,
+    SimPOConfig,
+    check_task_tables,
+)
 from tllm.training.job.rollout_keys import GRPOConfig, RejectionConfig, RolloutConfig
 
 AT_LEAST: dict[str, float] = {
@@ -31,6 +40,7 @@ AT_LEAST: dict[str, float] = {
     "max_grad_norm": 0,
     "seed": 0,
     "save_steps": 1,
+    "eval_steps": 1,
     "save_total_limit": 2,
     "mirror_steps": 0,
     "powersgd_rank": 1,
@@ -50,7 +60,7 @@ BELOW: dict[str, float] = {
     "seed": 2**63,
 }
 CHOICES: dict[str, tuple[str, ...]] = {
-    "task": ("sft", "distill", "grpo", "rejection"),
+    "task": ("sft", "distill", "grpo", "rejection", *PREFERENCE_TABLES),
     "optimizer": ("adamw", "sgd"),
     "dtype": ("float32", "bfloat16", "float64"),
     "over_long": ("split", "truncate", "refuse"),
@@ -77,8 +87,9 @@ class Job:
     max_steps: int
     """Optimizer steps of the whole run."""
     task: str = "sft"
-    """What is learned from the data: "sft" (the next token of texts, completions and conversations), "distill" (what a
-    teacher says of each next token), "grpo" (rewards of sampled completions) or "rejection" (the best of them)."""
+    """What is learned from the data: "sft" (the next token of texts, completions and conversations), "dpo", "kto",
+    "orpo" or "simpo" (to prefer one reply to another), "reward" (to score replies), "distill" (what a teacher says of
+    each next token), "grpo" (rewards of sampled completions) or "rejection" (the best of them)."""
     model_name_or_path: str | None = None
     """Folder of a Hugging Face model, or its name (`ORG/NAME[@REVISION]`), from whose weights and tokenizer the run
     starts."""
@@ -168,6 +179,20 @@ class Job:
     """1: a step's gradients travel while the next step is computed, and are applied one step late; 0: at once."""
     max_staleness: int = 0
     """With `servers` in the plan: steps that a replica may be ahead of the slowest; -1: any number."""
+    eval_files: tuple[str, ...] = ()
+    """Files of rows held out, of the form of `train_files`: their loss and metrics are told every `eval_steps`."""
+    eval_steps: int = 500
+    """Steps between two evaluations of `eval_files`; there is one after the last step too."""
+    dpo: DPOConfig | None = None
+    """Direct preference optimization: keys of the task "dpo"."""
+    kto: KTOConfig | None = None
+    """Kahneman-Tversky optimization: keys of the task "kto"."""
+    orpo: ORPOConfig | None = None
+    """Odds-ratio preference optimization: keys of the task "orpo"."""
+    simpo: SimPOConfig | None = None
+    """Simple preference optimization: keys of the task "simpo"."""
+    reward: RewardConfig | None = None
+    """Reward models: keys of the task "reward"."""
     lora: LoraJob | None = None
     """Train an adapter beside the model, which stays as it is."""
     distill: DistillationKeys | None = None
@@ -182,6 +207,7 @@ class Job:
 
     def __post_init__(self) -> None:
         LIMITS.check({field.name: getattr(self, field.name) for field in fields(self)})
+        check_task_tables(self.task, {name: getattr(self, name) for name in PREFERENCE_TABLES})
         for name in ("output_dir", "train_files"):
             if not getattr(self, name):
                 raise ConfigError(f"{name} is empty", f"give {name}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 from tllm.planner.cost.adapter_parameters import AdapterFacts
@@ -11,6 +12,7 @@ from tllm.training.data.dataset import Documents
 from tllm.training.data.encoder import OverLong
 from tllm.training.job.job import Job
 from tllm.training.job.lr_schedule import LearningRateSchedule
+from tllm.training.job.preference_tables import KTOConfig
 
 STATES = {"adamw": 2, "sgd": 1}
 """Tensors that an optimizer keeps, each as large as the weights."""
@@ -32,7 +34,25 @@ def data_config(job: Job) -> DataConfig:
         documents=cast(Documents, job.documents),
         add_eos=job.add_eos,
         draws=job.lora is not None and job.lora.lora_dropout > 0,
+        rows=row_kind(job),
     )
+
+
+def eval_data_config(job: Job) -> DataConfig:
+    """The rows held out, each once, in the order of the files."""
+    return replace(data_config(job), files=job.eval_files, weights=None, shuffle=False, epochs=1)
+
+
+def row_kind(job: Job) -> str:
+    """What a row of the task's data is, as `choose_encoder` knows it."""
+    match job.task:
+        case "dpo" | "orpo" | "simpo":
+            return "pairs"
+        case "reward":
+            return "scored_pairs"
+        case "kto":
+            return "mismatched" if (job.kto or KTOConfig()).loss_type == "kto" else "unpaired"
+    return "texts"
 
 
 def learning_rate_schedule(job: Job) -> LearningRateSchedule:

@@ -19,11 +19,12 @@ class TokenLosses:
     """(model, hidden_TD, tokens) -> -log p(label) of this rank's tokens whose label is not IGNORED, in their order.
 
     Logits are computed for these tokens alone, unless sequence parallelism has the rows of one token on several ranks:
-    then the result has a place for each token, with 0 where nothing is predicted.
+    then the result has a place for each token, with 0 where nothing is predicted. `precise`: from logits of bfloat16
+    they are computed in float32, as sums over whole replies are to be compared.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.tp = mesh.tp
+    def __init__(self, mesh: Mesh, precise: bool = False) -> None:
+        self.tp, self.precise = mesh.tp, precise
         self.sliced = mesh.sequence and mesh.tp.size > 1
 
     def __call__(self, model: Transformer, x_TD: Tensor, tokens: Tokens) -> Tensor:
@@ -35,7 +36,8 @@ class TokenLosses:
 
     def logits(self, model: Transformer, x_TD: Tensor, tokens: int) -> Tensor:
         """Of these rows, as their probabilities are taken; they may be written to."""
-        return model.logits(x_TD, tokens)
+        logits_TV = model.logits(x_TD, tokens)
+        return logits_TV.float() if self.precise and logits_TV.dtype == torch.bfloat16 else logits_TV
 
     def log_probs(self, model: Transformer, x_TD: Tensor, tokens: Tokens) -> Tensor:
         """log p(label) of each token here, [T]; 0 where nothing is predicted."""
@@ -51,12 +53,15 @@ def document_sums(x_T: Tensor, tokens: Tokens, cp: Group) -> Tensor:
     Every cp rank gets the whole sums and makes the same of them; each gradient then goes to the rank's own tokens.
     """
     sums_N = x_T.new_zeros(len(tokens.lengths)).index_add(0, tokens.document_T, x_T)
-    return sums_N if cp.size == 1 else _SumOverRanks.apply(sums_N, cp)  # type: ignore[no-untyped-call]
+    return sum_over_ranks(sums_N, cp)
+
+
+def sum_over_ranks(x_N: Tensor, group: Group) -> Tensor:
+    """The sum over ranks that all make the same of it, so that the gradient is whole on each."""
+    return x_N if group.size == 1 else _SumOverRanks.apply(x_N, group)  # type: ignore[no-untyped-call]
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum over ranks that all make the same of it, so that the gradient is whole on each."""
-
     @staticmethod
     def forward(ctx: Any, x_N: Tensor, group: Group) -> Tensor:
         return group.all_reduce(x_N.clone())

@@ -43,7 +43,7 @@ def units_of(chunks: Sequence[Transformer]) -> list[Unit]:
             units.append(Unit(model.embed_tokens, model.embed_tokens, looked_up=True))
         units += [Unit(layer, layer) for layer in model.layers.values()]
         if model.is_last:
-            units.append(Unit(model.norm, model.lm_head))
+            units.append(Unit(model.norm, model.score if model.spec.num_labels else model.lm_head))
     return units
 
 

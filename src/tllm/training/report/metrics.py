@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 FILE = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
+NOT_OF_TRAINING = ("step", "metrics", "eval_loss", "eval_metrics")
 TAIL_BYTES = 64 * 1024
 
 
@@ -24,7 +25,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One step, the first being 1. `mfu` is the part of this machine's measured matrix peak that was reached, `bubble`
     the part of the time that ranks waited for the pipeline, `memory` the most bytes on any rank, `bytes_sent` by all.
     `aux_loss` is the experts' load-balance loss, without its coefficient; `metrics` are what the task's objective tells
-    beside the loss, by TRL's names.
+    beside the loss, by TRL's names. After an evaluation `eval_loss` and `eval_metrics` are those of rows held out.
     """
 
     step: int
@@ -40,6 +41,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     bytes_sent: int = 0
     aux_loss: float | None = None
     metrics: dict[str, float] | None = None
+    eval_loss: float | None = None
+    eval_metrics: dict[str, float] | None = None
 
 
 class Sink(Protocol):
@@ -92,10 +95,13 @@ class TensorBoard:
         self._writer = _summary_writer()(str(folder), purge_step=done + 1)
 
     def write(self, record: StepRecord) -> None:
-        numbers = {name: value for name, value in fields(record).items() if name not in ("step", "metrics")}
+        numbers = {name: value for name, value in fields(record).items() if name not in NOT_OF_TRAINING}
         for name, value in {**numbers, **(record.metrics or {})}.items():
             if value is not None:
                 self._writer.add_scalar(f"train/{name}", value, record.step)
+        if record.eval_loss is not None:
+            for name, value in {"loss": record.eval_loss, **(record.eval_metrics or {})}.items():
+                self._writer.add_scalar(f"eval/{name}", value, record.step)
 
     def close(self) -> None:
         self._writer.close()

@@ -13,6 +13,7 @@ from tllm.core.memory import peak_bytes, reset_peak_bytes
 from tllm.planner.cost.flops import training_flops
 from tllm.spec.model_spec import ModelSpec
 from tllm.training.data.batch_feed import ReplicaBatch
+from tllm.training.evaluation.held_out import Evaluated
 from tllm.training.gradients.accumulation_order import exact_sum
 from tllm.training.report.metrics import StepRecord
 from tllm.training.step.pipeline_step import StepResult
@@ -29,6 +30,7 @@ class RankCounters:
     learning_rate: float
     start: float
     load_balance_loss: float | None = None
+    evaluated: Evaluated | None = None
 
 
 class StepReport:
@@ -110,6 +112,8 @@ class StepReport:
                 },
             }
             or None,
+            eval_loss=None if counters.evaluated is None else counters.evaluated.loss,
+            eval_metrics=None if counters.evaluated is None else counters.evaluated.metrics or None,
         )
         return record, stop > 0
 

@@ -24,6 +24,8 @@ from tllm.weights.formats.open_index import open_index
 from tllm.weights.load import Progress, load
 from tllm.weights.manifest import checked
 
+HEAD = "score.weight"
+"""The head of a model with labels."""
 STD = 0.02
 """Where the model's config gives no `initializer_range`."""
 
@@ -42,12 +44,24 @@ class InitialWeights:
     def filler(
         self, spec: ModelSpec, seed: int, dtype: str, progress: Progress | None = None
     ) -> Callable[[nn.Module], object]:
-        """A function that gives a module's parameters their first values."""
+        """A function that gives a module's parameters their first values.
+
+        A head for scores that the checkpoint of a causal language model does not have is drawn at random.
+        """
         if self.source is None:
             return lambda module: fill_randomly(module.parameters(), spec, seed, self.std)
         source = checked(self.source)
         index = open_index(source, self.config)
-        return lambda module: load(module, index, source, torch_dtype(dtype), progress)
+        if not spec.num_labels or HEAD in index:
+            return lambda module: load(module, index, source, torch_dtype(dtype), progress)
+
+        def fill(module: nn.Module) -> None:
+            heads = [one for one in module.parameters() if shard_of(one).pieces[0].name == HEAD]
+            fill_randomly(heads, spec, seed, self.std)
+            rest = [one for one in module.parameters() if shard_of(one).pieces[0].name != HEAD]
+            load(nn.ParameterList(rest), index, source, torch_dtype(dtype), progress)
+
+        return fill
 
     def fill_frozen(
         self, chunks: Sequence[nn.Module], dtype: str, quantize: Quantize | None, progress: Progress | None = None

@@ -121,3 +121,31 @@ def test_replicas_that_wait_for_each_other_have_as_many_microbatches() -> None:
     assert "equal shares" in refused.value.hint
     with pytest.raises(PlanError, match="ep=2 does not divide the 3 replicas"):
         check_lock_step([1, 1, 1], 2)
+
+
+SCORING = dict(LLAMA, architectures=["LlamaForSequenceClassification"], id2label={"0": "LABEL_0"})
+THREE = dict(SCORING, id2label={"0": "a", "1": "b", "2": "c"})
+
+
+@pytest.mark.parametrize(
+    ("plan", "config", "more", "says"),
+    [
+        ("pp=1", SCORING, {"task": "dpo"}, "classification head of 1 labels, and the task 'dpo'"),
+        ("pp=1", SCORING, {}, "classification head of 1 labels, and the task 'sft'"),
+        ("pp=1", THREE, {"task": "reward"}, "this model's head has 3 labels"),
+        ("pp=1", LLAMA, {"task": "reward"}, "this model's head has 0 labels"),
+        ("dp=2,servers=1", LLAMA, {"task": "dpo"}, "servers and the task 'dpo'"),
+        ("dp=2", LLAMA, {"task": "kto", "local_steps": 4}, "local_steps and the task 'kto'"),
+        ("dp=2,servers=1", LLAMA, {"eval_files": ("b.jsonl",)}, "servers and eval_files"),
+        ("dp=2", LLAMA, {"eval_files": ("b.jsonl",), "local_steps": 4}, "local_steps and eval_files"),
+    ],
+)
+def test_what_a_task_cannot_be_combined_with(
+    plan: str, config: dict[str, Any], more: dict[str, Any], says: str
+) -> None:
+    with pytest.raises((ConfigError, PlanError), match=says):
+        check(plan, config, **more)
+
+
+def test_a_reward_model_is_trained_under_plans() -> None:
+    check("dp=2,pp=2,tp=2", SCORING, task="reward")

@@ -187,9 +187,7 @@ def test_what_is_written_is_read_again(values: dict[str, Any], origin: str) -> N
     text = write_job(ResolvedJob(job, dict.fromkeys(TYPES, origin)))
     path = _memory_file(text)
     assert read_job(path).job == job
-    assert text.count(f"  # {origin}\n") == sum("." not in key for key in TYPES), (
-        "tables that are not given are left out"
-    )
+    assert text.count(f"  # {origin}\n") == sum("." not in key for key in TYPES), "no table is given"
 
 
 def _memory_file(text: str) -> Path:

@@ -1,0 +1,69 @@
+"""Work done by forward passes alone: references before the first step, estimates before each, evaluations after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tllm.training.data.batch_tensors import Tokens
+from tllm.training.data.batches import Batches
+from tllm.training.evaluation.divergence_estimate import BeforePasses, DivergenceEstimate, unchanged
+from tllm.training.evaluation.held_out import Evaluated, HeldOut
+from tllm.training.evaluation.reference_pass import ReferencePass, prepare_reference
+from tllm.training.job.initial_model import InitialModel, run_name
+from tllm.training.job.job import Job
+from tllm.training.job.preference_tables import needs_reference
+from tllm.training.objectives.kto_loss import KTOLoss
+from tllm.training.objectives.preference_loss import PreferenceLoss
+from tllm.training.step.rank_groups import RankConfig
+from tllm.training.step.rank_model import RankModel
+
+
+class ForwardWork:
+    """Every rank makes the same calls. `initial_model` and `batches` are rank 0's, who alone reads the data."""
+
+    def __init__(
+        self, config: RankConfig, model: RankModel, initial_model: InitialModel | None, batches: Batches | None
+    ) -> None:
+        self._config, self._model = config, model
+        self._train = batches
+        self._eval = initial_model.eval_batches(config.job) if initial_model is not None else None
+        self._before: BeforePasses = unchanged
+        if isinstance(model.objective, KTOLoss) and (config.job.kto is None or config.job.kto.loss_type == "kto"):
+            self._before = DivergenceEstimate(model, config.groups, model.objective.log_probs)
+        self._held_out: HeldOut | None = None
+
+    def prepare(self, initialize: Callable[[], None]) -> None:
+        """Before the weights are restored: have the references of all rows, if the task compares with any.
+
+        `initialize` gives the model its first weights; it is called where they are needed.
+        """
+        config, objective = self._config, self._model.objective
+        if needs_reference(config.job.task, config.job.dpo):
+            assert isinstance(objective, PreferenceLoss | KTOLoss)
+            found = {"train": self._train, "eval": self._eval}
+            data = {name: batches for name, batches in found.items() if batches is not None}
+            reference = ReferencePass(config, self._model, objective.log_probs)
+            run = run_name(config.job) if data else ""
+            prepare_reference(config, reference, initialize, data or None, run)
+        if config.job.eval_files:
+            self._held_out = HeldOut(config, self._model, self._before, self._eval)
+
+    def before_passes(self, microbatches: Sequence[Tokens]) -> list[Tokens]:
+        """This replica's microbatches of a step, with what must be known of all of them first."""
+        return self._before(microbatches)
+
+    def evaluate(self, step: int) -> Evaluated | None:
+        """The evaluation that is due after a step, the first being 1; None where none is."""
+        if self._held_out is None or not is_evaluation_due(self._config.job, step):
+            return None
+        return self._held_out.evaluate()
+
+    def close(self) -> None:
+        """Close the files of the rows held out."""
+        if self._eval is not None:
+            self._eval.close()
+
+
+def is_evaluation_due(job: Job, step: int) -> bool:
+    """Every `eval_steps`, and after the last step."""
+    return step % job.eval_steps == 0 or step == job.max_steps

@@ -1,0 +1,56 @@
+"""`HeldOut`: rows that are evaluated and not learned, kept by each rank in the form that its passes take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from tllm.training.data.batch_feed import ReplicaBatch
+from tllm.training.data.batches import Batches
+from tllm.training.evaluation.divergence_estimate import BeforePasses
+from tllm.training.evaluation.forward_rows import ForwardFeed
+from tllm.training.objectives.objective import MetricSum
+from tllm.training.step.rank_groups import RankConfig
+from tllm.training.step.rank_model import RankModel
+
+MICROBATCHES = 8
+"""Microbatches of a replica between two meetings of all ranks."""
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The loss of the rows held out, and the objective's metrics by name: means over all of them."""
+
+    loss: float
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class HeldOut:
+    """Every rank makes the same calls. `batches` are rank 0's, who reads the rows and sends each its part, once."""
+
+    def __init__(self, config: RankConfig, model: RankModel, before: BeforePasses, batches: Batches | None) -> None:
+        self._groups, self._model, self._before = config.groups, model, before
+        feed = ForwardFeed(config.plan, config.groups.data, config.job.microbatch_size, MICROBATCHES)
+        self._parts: list[ReplicaBatch] = []
+        if batches is None:
+            self._parts += feed.receive()
+            return
+        step = 0
+        while rows := batches.step(step):
+            size = feed.rows_at_once
+            self._parts += [feed.send(rows[at : at + size]) for at in range(0, len(rows), size)]
+            step += 1
+        feed.end()
+
+    def evaluate(self) -> Evaluated:
+        """The loss and metrics with the weights that the model has now, alike on every rank."""
+        names = self._model.objective.metric_names
+        result = self._model.forward_only(self._before([one for part in self._parts for one in part.unpack()]))
+        speaks = self._groups.tp.rank == 0  # the other ranks of the stage have the same
+        metrics = [result.metrics.get(name, MetricSum(0.0, 0.0)) for name in names]
+        mine = [result.loss_sum, *(number for found in metrics for number in found)]
+        sums = self._groups.world.all_reduce(torch.tensor(mine, dtype=torch.float64) * speaks).tolist()
+        means = [total / count if count else 0.0 for total, count in zip(sums[1::2], sums[2::2], strict=True)]
+        denominator = sum(part.denominator for part in self._parts)
+        return Evaluated(sums[0] / (denominator or 1.0), dict(zip(names, means, strict=True)))
