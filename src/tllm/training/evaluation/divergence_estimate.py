@@ -40,7 +40,8 @@ class DivergenceEstimate:
 
     def __call__(self, microbatches: Sequence[Tokens]) -> list[Tokens]:
         result = self._model.forward_only([_mismatched(tokens) for tokens in microbatches], self._ratios)
-        mine = result.metrics.get(DIVERGENCE, (0.0, 0.0)) if self._groups.tp.rank == 0 else (0.0, 0.0)
+        found = result.metrics.get(DIVERGENCE) if self._groups.tp.rank == 0 else None
+        mine = (0.0, 0.0) if found is None else (found.total, found.count)
         total, count = self._groups.world.all_reduce(torch.tensor(mine, dtype=torch.float64)).tolist()
         kl = max(0.0, total / count) if count else 0.0
         return [_told(tokens.only(tokens.of_documents["role"] != MISMATCHED), kl) for tokens in microbatches]

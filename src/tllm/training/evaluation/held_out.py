@@ -49,7 +49,7 @@ class HeldOut:
         result = self._model.forward_only(self._before([one for part in self._parts for one in part.unpack()]))
         speaks = self._groups.tp.rank == 0  # the other ranks of the stage have the same
         metrics = [result.metrics.get(name, MetricSum(0.0, 0.0)) for name in names]
-        mine = [result.loss_sum, *(number for found in metrics for number in found)]
+        mine = [result.loss_sum, *(number for found in metrics for number in (found.total, found.count))]
         sums = self._groups.world.all_reduce(torch.tensor(mine, dtype=torch.float64) * speaks).tolist()
         means = [total / count if count else 0.0 for total, count in zip(sums[1::2], sums[2::2], strict=True)]
         denominator = sum(part.denominator for part in self._parts)

@@ -12,7 +12,7 @@ from tllm.training.data.packing import deal
 from tllm.training.gradients.accumulation_order import check_deterministic
 from tllm.training.job.job import Job
 from tllm.training.job.job_parts import learning_rate_schedule
-from tllm.training.job.rollout_combinations import check_rollouts, learned_rows
+from tllm.training.job.rollout_combinations import SAMPLING_TASKS, check_rollouts, learned_rows
 from tllm.training.job.target_modules import adapted_modules
 
 
@@ -31,6 +31,7 @@ def check_combination(job: Job, plan: Plan, spec: ModelSpec) -> None:
     check_rollouts(job, plan, spec)
     _check_distillation(job, spec)
     _check_forward_passes(job, plan)
+    _check_eval_files(job)
     if job.deterministic:
         check_deterministic(plan, total, spec.tied)
 
@@ -65,6 +66,15 @@ def _check_forward_passes(job: Job, plan: Plan) -> None:
                 "their own",
                 f"leave out {name}, or {asked}",
             )
+
+
+def _check_eval_files(job: Job) -> None:
+    if job.eval_files and job.task in ("distill", *SAMPLING_TASKS):
+        raise ConfigError(
+            f"eval_files and the task {job.task!r}: rows held out have no "
+            f"{'teacher' if job.task == 'distill' else 'completions'}",
+            "leave eval_files out, and evaluate the finished model",
+        )
 
 
 def _check_experts(job: Job, spec: ModelSpec) -> None:
@@ -104,6 +114,11 @@ def _check_lora(job: Job, plan: Plan, spec: ModelSpec) -> None:
         raise PlanError(
             f"plan {plan} has servers={plan.servers}, which keep a whole model's weights, and [lora] trains an adapter",
             "leave servers out: what replicas sum of an adapter is small",
+        )
+    if job.task == "reward":
+        raise ConfigError(
+            '[lora] and task = "reward": the head that scores is learned whole, and an adapter has none',
+            "leave [lora] out",
         )
     if job.lora.few_bits is not None and spec.quantization is not None:
         raise ConfigError(
