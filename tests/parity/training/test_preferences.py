@@ -1,6 +1,6 @@
 """Runs that learn from preferences: each task against a plain loop over `transformers`, every plan against one process.
 
-The loops are written from the papers. They were once compared with the package trl too: docs/log/post-training.md.
+The loops are written from the papers. They were once compared with the package trl too: docs/log/preferences.md.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import numpy as np
 
 from tllm.comm.links.link import Link
 from tllm.spec.plan import Plan
-from tllm.training.data.batch_feed import LIMIT, ReplicaBatch, decode_batch, split_global_batch
+from tllm.training.data.batch_feed import ReplicaBatch, receive_part, send_parts, split_global_batch
 from tllm.training.data.encoder import IGNORED
 from tllm.training.data.packing import PackedRow
 
@@ -40,8 +40,7 @@ class ForwardFeed:
         parts = split_global_batch(
             filled_up(rows, len(self.plan.dp) * self.microbatch_size), (1,) * len(self.plan.dp), self.microbatch_size
         )
-        for rank, link in self.links.items():
-            link.send_bytes(msgspec.msgpack.encode(parts[self.plan.coordinates(rank).replica]))
+        send_parts(parts, self.plan, self.links)
         return parts[0]
 
     def end(self) -> None:
@@ -51,7 +50,7 @@ class ForwardFeed:
 
     def receive(self) -> Iterator[ReplicaBatch]:
         """On another rank: its replica's part of what is sent, up to the end."""
-        while (batch := decode_batch(self.links[0].recv_bytes(LIMIT))).rows:
+        while (batch := receive_part(self.links)).rows:
             yield batch
 
 
