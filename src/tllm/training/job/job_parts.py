@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from tllm.planner.cost.adapter_parameters import AdapterFacts
+from tllm.planner.cost.rank_bytes import AdapterFacts
 from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.training.data.batches import DataConfig
 from tllm.training.data.dataset import Documents
