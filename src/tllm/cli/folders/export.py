@@ -7,30 +7,10 @@ few bits become plain numbers. One tensor at a time is in memory.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from tllm.cli.arguments.model_argument import add_model_argument, resolve_model
-from tllm.core.errors import ConfigError, WeightsError
-from tllm.core.gguf_files import open_gguf
-from tllm.model.transformer import build
-from tllm.parallel.lora import module_shapes
-from tllm.parallel.mesh import whole
-from tllm.spec.families import spec_from_config
-from tllm.spec.hf_config import read_config
-from tllm.spec.model_spec import ModelSpec
-from tllm.training.job.initial_model import COMPANIONS
-from tllm.training.state.initial_weights import shapes_of
-from tllm.weights.byte_source import LocalFiles
-from tllm.weights.dtypes import COMPUTED, torch_dtype
-from tllm.weights.export import export_tensors
-from tllm.weights.formats.open_index import open_index
-from tllm.weights.lora.adapter_files import read_adapter
-from tllm.weights.lora.merge import AdapterSource, merged_tensors
-from tllm.weights.manifest import checked
+from tllm.planner.cost.rank_bytes import ITEM_BYTES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,46 +20,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--adapter", type=Path, action="append", default=[], metavar="FOLDER", help="merge this adapter; repeatable"
     )
     parser.add_argument(
-        "--dtype", choices=tuple(COMPUTED), help="of the numbers that are written (those of the model's files)"
+        "--dtype", choices=tuple(ITEM_BYTES), help="of the numbers that are written (those of the model's files)"
     )
 
 
 def run(args: argparse.Namespace) -> int:
+    from tllm.training.lora.merged_model import write_merged  # with torch, which `tllm export --help` does without
+
     resolve_model(args, "whole")
     write_merged(Path(args.model), args.out, args.adapter, args.dtype)
     print(args.out)
     return 0
-
-
-def write_merged(folder: Path, out: Path, adapters: Sequence[Path] = (), dtype: str | None = None) -> None:
-    """Write the model of a folder into a new one, `out`, with adapters merged into it.
-
-    ConfigError or WeightsError, before anything is written, for an adapter that is not of this model.
-    """
-    if open_gguf(folder) is not None:
-        raise ConfigError(f"{folder} is a GGUF model", "give the model's Hugging Face folder, in safetensors")
-    config = read_config(folder)
-    spec, source = spec_from_config(config), checked(LocalFiles(folder))
-    found = [_adapter(path, spec) for path in adapters]
-    wanted = None if dtype is None else torch_dtype(dtype)
-    tensors = merged_tensors(shapes_of(spec), open_index(source, config), source, found, wanted)
-    others = [folder / name for name in COMPANIONS if (folder / name).is_file()]
-    export_tensors(out, _with_dtype(config, dtype), tensors, others=others)
-
-
-def _adapter(path: Path, spec: ModelSpec) -> AdapterSource:
-    source = LocalFiles(path)
-    try:
-        adapter = read_adapter(source)
-        adapter.check(module_shapes(build(spec, whole(spec), torch.float32, "meta")))
-    except WeightsError as error:
-        raise WeightsError(f"{path}: {error.message}", error.hint) from error
-    return AdapterSource(adapter, source)
-
-
-def _with_dtype(config: dict[str, Any], dtype: str | None) -> dict[str, Any]:
-    """The config of a model whose numbers have another dtype."""
-    if dtype is None:
-        return config
-    keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
-    return config | dict.fromkeys(keys, dtype)

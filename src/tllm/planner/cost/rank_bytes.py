@@ -6,20 +6,26 @@ Both follow from the model's shape, the cut, and how the config says that weight
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from tllm.core.errors import PlanError
 from tllm.planner.cost.flops import attention_matrices, delta_channels, delta_values
-from tllm.planner.cost.weight_bits import saved_bytes, saved_table_bytes
+from tllm.planner.cost.weight_bits import linears, saved_bytes, saved_table_bytes
 from tllm.spec.cut import Cut, as_layer, cut_stage, projected_width, size
 from tllm.spec.model_spec import DeltaSpec, LayerSpec, ModelSpec
 from tllm.spec.plan import Plan
 from tllm.spec.quantized.cache_form import cached_bytes
+from tllm.spec.quantized.weight_form import Quantize
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one number, by dtype."""
+
+
+ALL = "all-linear"
+"""The target that stands for every linear that can be adapted."""
 
 
 class Parameter(NamedTuple):
@@ -37,6 +43,22 @@ class Parameter(NamedTuple):
         return self.elements * (max(item, 4) if self.wide else item)
 
 
+@dataclass(frozen=True)
+class AdapterFacts:
+    """What of a job's adapter decides what it costs.
+
+    Its rank; the ends of names of linears that it is for; what plain weights of the model beside it are rounded to.
+    """
+
+    rank: int
+    targets: tuple[str, ...] = (ALL,)
+    quantize: Quantize | None = None
+
+    def adapts(self, module: str) -> bool:
+        """Whether a linear has an update."""
+        return ALL in self.targets or any(module == end or module.endswith(f".{end}") for end in self.targets)
+
+
 def layer_parameters(spec: ModelSpec, layer: LayerSpec, cut: Cut, replica: int = 0) -> list[Parameter]:
     """The parameters of one layer. `replica` decides which of the experts spread over replicas are here."""
     norms = [spec.hidden_size] * (4 if spec.norm_order == "both" else 2)
@@ -48,6 +70,17 @@ def layer_parameters(spec: ModelSpec, layer: LayerSpec, cut: Cut, replica: int =
     half = len(norms) // 2
     scale = [Parameter(1)] * spec.layer_scale
     return [*map(Parameter, norms[:half] + attention + norms[half:]), *mlp, *scale]
+
+
+def adapter_parameters(spec: ModelSpec, number: int, cut: Cut, adapter: AdapterFacts) -> list[Parameter]:
+    """The parameters of an adapter in one layer on a rank: A and B of each linear, but those of experts."""
+    outputs, inputs = defaultdict[str, int](int), dict[str, int]()
+    for linear in linears(spec, number, cut):
+        if ".experts." not in linear.module and adapter.adapts(linear.module) and linear.columns:
+            outputs[linear.module] += linear.elements // linear.columns
+            inputs[linear.module] = linear.columns
+    sizes = [adapter.rank * size for name in outputs for size in (inputs[name], outputs[name])]
+    return [Parameter(size) for size in sizes]
 
 
 def end_parameters(spec: ModelSpec, layers: range, cut: Cut) -> tuple[list[Parameter], list[Parameter]]:

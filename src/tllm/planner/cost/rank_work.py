@@ -12,8 +12,7 @@ from itertools import accumulate, chain, pairwise
 
 from tllm.core.errors import PlanError
 from tllm.planner.cost.activations import Microbatch
-from tllm.planner.cost.adapter_parameters import AdapterFacts, adapter_parameters
-from tllm.planner.cost.rank_bytes import ITEM_BYTES, Parameter, run_parameters
+from tllm.planner.cost.rank_bytes import ITEM_BYTES, AdapterFacts, Parameter, adapter_parameters, run_parameters
 from tllm.spec.cut import Cut, cut_stage
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.pipeline_schedule import Depth, Schedule, build

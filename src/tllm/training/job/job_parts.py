@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import cast
 
-from tllm.planner.cost.adapter_parameters import AdapterFacts
+from tllm.planner.cost.rank_bytes import AdapterFacts
 from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.training.data.batches import DataConfig
 from tllm.training.data.dataset import Documents

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from tests.support.models.adapters import peft_adapter, save_adapter
 from tests.support.models.families import save_model
 from tests.support.models.gguf_models import write_gguf
-from tllm.cli.folders.export import write_merged
 from tllm.cli.main import main
 from tllm.core.errors import ConfigError, WeightsError
 from tllm.spec.hf_config import read_config
+from tllm.training.lora.merged_model import write_merged
 
 TARGETS = {
     "llama": ("q_proj", "v_proj", "down_proj"),

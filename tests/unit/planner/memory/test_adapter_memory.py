@@ -68,7 +68,7 @@ def test_the_model_beside_an_adapter_has_no_state(tmp_path: Path) -> None:
     whole = sum(parameter.elements for unit in work.parameters(spec) for parameter in unit)
     assert adapter.gradients == 4 * learned and adapter.optimizer == 8 * learned
     assert adapter.weights == 4 * (whole + learned)
-    assert full.optimizer > 8 * whole > 10 * adapter.optimizer and full.saving > 10 * adapter.saving
+    assert full.optimizer >= 8 * whole > 5 * adapter.optimizer and full.saving > 5 * adapter.saving
     assert few_bits.weights < 0.5 * adapter.weights and few_bits.optimizer == adapter.optimizer
 
 
