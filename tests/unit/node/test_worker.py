@@ -7,14 +7,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import pytest
 
 from tllm.cluster.messages import Assign
 from tllm.cluster.settings import SurveySettings, TrainSettings
+from tllm.core.errors import ConfigError
 from tllm.node.roles.survey_rank import SurveyRank
-from tllm.node.roles.training_rank import TrainingRank
+from tllm.node.roles.training_rank import TrainingRank, check_no_code
 from tllm.node.worker import Worker, WorkerSettings
 from tllm.spec.plan import Plan
 from tllm.training.job.job import Job
+from tllm.training.job.rollout_keys import GRPOConfig
 from tllm.training.snapshot.memory_snapshot import MemorySnapshots
 
 JOB = Job(output_dir="run", train_files=("rows.jsonl",), max_steps=9, config_name="config.json")
@@ -87,3 +90,12 @@ def test_what_a_node_has_of_a_run_outlives_surveys_and_changes_of_the_job_and_no
         now = copies(one, TRAIN)
         assert copies(one, settings_of(**more)) is not now, more
     assert one._before is None, "what a part no longer needs is not kept for it"
+
+
+def test_a_node_that_the_users_own_command_has_not_started_runs_no_code_of_a_job() -> None:
+    table = GRPOConfig(reward_funcs=("rewards.py:correct",))
+    rewarded = assign(settings_of(task="grpo", grpo=table))
+    with pytest.raises(ConfigError, match=r"rank 0 runs the reward functions rewards\.py:correct, and this node runs"):
+        check_no_code(rewarded)
+    check_no_code(msgspec.structs.replace(rewarded, rank=1))
+    check_no_code(assign(TRAIN))

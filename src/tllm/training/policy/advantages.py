@@ -20,14 +20,14 @@ SMALLEST_STD = 1e-4
 def advantages(rewards_PG: Rewards, config: GRPOConfig) -> Rewards:
     """Of the rewards of each prompt's group, [prompts, num_generations]; in the same places."""
     size = rewards_PG.shape[1]
-    over_P1 = rewards_PG.mean(1, keepdims=True)
+    centred_PG: Rewards = rewards_PG - rewards_PG.mean(1, keepdims=True)
     if config.advantage == "rloo":
-        return (rewards_PG - over_P1) * (size / (size - 1))  # r - (sum - r) / (size - 1)
-    centred_PG = rewards_PG - over_P1
-    if config.scale_rewards == "none":
-        return centred_PG
-    std = rewards_PG.std(1, ddof=1, keepdims=True) if config.scale_rewards == "group" else rewards_PG.std(ddof=1)
-    return centred_PG / (std + SMALLEST_STD)
+        centred_PG *= size / (size - 1)  # r - (sum - r) / (size - 1)
+    if config.scale_rewards == "group":
+        centred_PG /= rewards_PG.std(1, ddof=1, keepdims=True) + SMALLEST_STD
+    elif config.scale_rewards == "batch":
+        centred_PG /= rewards_PG.std(ddof=1) + SMALLEST_STD
+    return centred_PG
 
 
 def weighted_sums(rewards_NF: Rewards, weights: tuple[float, ...] | None) -> Rewards:
