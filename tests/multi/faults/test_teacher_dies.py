@@ -69,7 +69,7 @@ def test_killed_teachers_leave_the_weights_of_an_undisturbed_run(folder: Path, t
             command.process.wait()
 
         again: list[Running] = []
-        hurt = {
+        hurt: dict[int, Callable[[], object]] = {
             1: lambda: kill(first),
             3: lambda: kill(second),
             # Not waited for: the coordinator is in this very thread.

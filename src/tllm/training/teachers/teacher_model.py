@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tllm.comm.collectives.group import solo
 from tllm.core.errors import ConfigError, FrameError
@@ -17,7 +18,7 @@ from tllm.model.transformer import Transformer
 from tllm.parallel.mesh import whole
 from tllm.parallel.top_log_probs import top_log_probs
 from tllm.spec.families import spec_from_config
-from tllm.spec.hf_config import read_config, text_config
+from tllm.spec.hf_config import read_config
 from tllm.spec.model_spec import ModelSpec
 from tllm.text.tokenizer import Tokenizer
 from tllm.training.attention.packed_attention import TrainAttend
@@ -51,7 +52,7 @@ class TeacherModel:
         """The model of a folder, or by its name."""
         folder = Path(name) if Path(name).is_dir() else locate(name, "whole").path
         config = read_config(folder)
-        spec = spec_from_config(text_config(dict(config)))
+        spec = spec_from_config(config)
         if spec.num_labels:
             raise ConfigError(
                 f"{name} has a classification head of {spec.num_labels} labels and gives no next token",
@@ -114,7 +115,7 @@ def vocabulary_digest(folder: Path) -> str:
     return hashlib.sha256(msgspec.msgpack.encode(tokens)).hexdigest()[:16]
 
 
-def _check(ids: np.ndarray, places: np.ndarray, lengths: tuple[int, ...], vocab_size: int) -> None:
+def _check(ids: NDArray[np.int64], places: NDArray[np.int64], lengths: tuple[int, ...], vocab_size: int) -> None:
     if not len(places) or not lengths or min(lengths) < 1 or sum(lengths) != len(ids):
         raise FrameError(f"a row of {len(ids)} tokens in documents of {lengths[:8]}, {len(places)} places asked for")
     for name, numbers, limit in (("token", ids, vocab_size), ("place", places, len(ids))):
