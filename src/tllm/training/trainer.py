@@ -71,7 +71,6 @@ class RankTrainer:
     ) -> None:
         self.config = config
         self._model = RankModel(config)
-        self._learning_rates = learning_rate_schedule(config.job)
         self._meet_steps = MEET_STEPS if config.plan.servers and config.job.max_staleness else 1
         with_positions = replicator is not None
         self._feed, position = (
@@ -183,7 +182,7 @@ class RankTrainer:
 
     def _learning_rate(self, step: int) -> float:
         """Of a step, the first being 0."""
-        return self.config.job.learning_rate * self._learning_rates.factor(step)
+        return self.config.job.learning_rate * learning_rate_schedule(self.config.job).factor(step)
 
     def _report_saves(self, results: list[SaveResult], on_event: OnEvent) -> None:
         for result in results:

@@ -78,7 +78,7 @@ class TrainingFacts:
         return self.item_bytes if self.adapter is None else self.full_precision_bytes
 
     @property
-    def master_weights(self) -> bool:
+    def float32_weights(self) -> bool:
         """Whether an optimizer updates float32 copies in the place of 16-bit weights."""
         return self.learned_bytes < self.full_precision_bytes
 

@@ -118,4 +118,4 @@ def _state_bytes(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWo
 
 def _shared_states(facts: TrainingFacts) -> int:
     """How many states of an element are the same in all replicas."""
-    return facts.local + facts.late + facts.master_weights + (0 if facts.local else facts.states)
+    return facts.local + facts.late + facts.float32_weights + (0 if facts.local else facts.states)

@@ -182,7 +182,7 @@ def _buffers(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, 
     over_dp = receive_bytes(ordinary, work.replicas, plan.zero > 0) + receive_bytes(
         spread, work.expert_replicas, plan.zero > 0
     )
-    updated = (facts.states + facts.master_weights) * max(ordinary) if plan.offload == "disk" else 0
+    updated = (facts.states + facts.float32_weights) * max(ordinary) if plan.offload == "disk" else 0
     return received(layer_piece(spec, work), work.tp) + table + over_dp + updated
 
 

@@ -6,14 +6,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from tllm.core.errors import ConfigError
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
-from tllm.training.data.choose_encoder import choose_encoder, open_rows
+from tllm.training.data.choose_encoder import RowEncoder, choose_encoder, open_rows
 from tllm.training.data.data_position import RowLedger
 from tllm.training.data.dataset import DataFileFacts, Documents, check_same
 from tllm.training.data.encoder import NO_VALUES, Document, OverLong, Values, fit
@@ -69,14 +69,6 @@ class DataState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ledger: dict[str, Any]
     files: list[DataFileFacts]
     choices: dict[str, Any]
-
-
-class RowEncoder(Protocol):
-    """Makes a row of a file to ids and targets. `key` changes with whatever changes them."""
-
-    key: str
-
-    def encode(self, row: dict[str, Any], whole: bool = True) -> Document: ...
 
 
 class Batches:
