@@ -193,12 +193,16 @@ def pair_of(row: Mapping[str, Any]) -> tuple[Any, Any, Any]:
         raise ConfigError(
             "chosen and rejected begin differently and no prompt is given", "give the prompt, or begin both with it"
         )
-    if isinstance(prompt, str) and not any(prompt in str(message.get("content")) for message in chosen[:shared]):
+    if isinstance(prompt, str) and not any(prompt in _said(message) for message in chosen[:shared]):
         raise ConfigError(
             f"the prompt {prompt[:40]!r} is in none of the {shared} messages that chosen and rejected begin with",
             "leave the prompt out, or give it as messages",
         )
     return chosen[:shared], chosen[shared:], rejected[shared:]
+
+
+def _said(message: str | Mapping[str, Any]) -> str:
+    return message if isinstance(message, str) else str(message.get("content"))
 
 
 def _part(row: Mapping[str, Any], name: str, forms: str) -> str | Messages:

@@ -22,7 +22,7 @@ class KTOLoss:
     `kl` is the step's (`DivergenceEstimate`); the loss "apo_zero_unpaired" (2408.06266, equation 7) takes 0 for it.
     """
 
-    metric_names = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "kl")
+    metric_names: tuple[str, ...] = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "kl")
 
     def __init__(self, config: KTOConfig, log_probs: ReplyLogProbs) -> None:
         self._config, self.log_probs = config, log_probs
@@ -52,7 +52,7 @@ class KTOLoss:
 class MismatchedRatios:
     """An `Objective` that learns nothing: log p - log p_ref of replies to other prompts, as the metric "kl"."""
 
-    metric_names = ("kl",)
+    metric_names: tuple[str, ...] = ("kl",)
 
     def __init__(self, log_probs: ReplyLogProbs) -> None:
         self._log_probs = log_probs

@@ -22,7 +22,7 @@ class RewardLoss:
     With `center_rewards_coefficient` c also c (s_w + s_l)² (2312.09244). Metrics are means over pairs.
     """
 
-    metric_names = ("accuracy", "margin", "mean_reward")
+    metric_names: tuple[str, ...] = ("accuracy", "margin", "mean_reward")
 
     def __init__(self, config: RewardConfig, mesh: Mesh, cp: Group) -> None:
         self._config, self._tp, self._cp = config, mesh.tp, cp
