@@ -42,16 +42,16 @@ class TeacherServer:
         self._lock = threading.Lock()
         self._firsts: dict[str, tuple[float, str, socket.socket]] = {}
         self._connections: set[TeacherConnection] = set()
-        self._closed = False
+        self._closed = threading.Event()
 
     def serve(self) -> None:
         """Take connections until `close`."""
         with ThreadPoolExecutor(HALF_OPEN, "tllm-teach hello") as pool:
-            while not self._closed:
+            while not self._closed.is_set():
                 try:
                     sock, peer = self._socket.accept()
                 except OSError:
-                    if self._closed:
+                    if self._closed.is_set():
                         return
                     log.exception("accepting a run failed")
                     time.sleep(0.05)  # out of file descriptors: let some close
@@ -60,7 +60,7 @@ class TeacherServer:
 
     def close(self) -> None:
         """End every connection; rows that are under way are asked of another teacher."""
-        self._closed = True
+        self._closed.set()
         shut(self._socket)
         self._socket.close()
         with self._lock:
@@ -94,7 +94,7 @@ class TeacherServer:
             for session in [s for s, (when, _, _) in self._firsts.items() if now - when > HELLO_SECONDS]:
                 self._firsts.pop(session)[2].close()
             first = self._firsts.pop(hello.cluster, None)
-            if first is None and len(self._firsts) < HALF_OPEN and not self._closed:
+            if first is None and len(self._firsts) < HALF_OPEN and not self._closed.is_set():
                 self._firsts[hello.cluster] = now, hello.name, sock
                 return
         if first is None or first[1] == hello.name:
@@ -129,7 +129,7 @@ class TeacherServer:
         except FrameError as error:
             log.warning("the run at %s says what no run says: %s", peer, error.message)
         except LinkError:
-            if not self._closed:
+            if not self._closed.is_set():
                 log.info("the run at %s is gone, after %d rows", peer, rows)
         finally:
             connection.close()
