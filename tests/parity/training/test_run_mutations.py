@@ -50,8 +50,8 @@ def halve_the_scale(trainer: RankTrainer) -> None:
 def forget_a_microbatch(trainer: RankTrainer) -> None:
     following = trainer._feed.next
 
-    def less() -> ReplicaBatch:
-        batch = following()
+    def less(on_wait: Callable[[str], object]) -> ReplicaBatch:
+        batch = following(on_wait)
         return msgspec.structs.replace(batch, rows=batch.rows[1:])
 
     if replica_of(trainer) == 1:

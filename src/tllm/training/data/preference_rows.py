@@ -193,7 +193,7 @@ def pair_of(row: Mapping[str, Any]) -> tuple[Any, Any, Any]:
         raise ConfigError(
             "chosen and rejected begin differently and no prompt is given", "give the prompt, or begin both with it"
         )
-    if isinstance(prompt, str) and not any(prompt in _said(message) for message in chosen[:shared]):
+    if isinstance(prompt, str) and not any(prompt in _said(one) for one in chosen[:shared] if isinstance(one, dict)):
         raise ConfigError(
             f"the prompt {prompt[:40]!r} is in none of the {shared} messages that chosen and rejected begin with",
             "leave the prompt out, or give it as messages",

@@ -39,6 +39,7 @@ class Objective(Protocol):
     Every rank has one, also those that never call it, and knows by it the names of the metrics.
     """
 
-    metric_names: tuple[str, ...]
+    @property
+    def metric_names(self) -> tuple[str, ...]: ...
 
     def __call__(self, model: Transformer, x_TD: Tensor, tokens: Tokens) -> MicrobatchLoss: ...

@@ -47,7 +47,7 @@ class TeacherServer:
     def serve(self) -> None:
         """Take connections until `close`."""
         with ThreadPoolExecutor(HALF_OPEN, "tllm-teach hello") as pool:
-            while not self._closed.is_set():
+            while True:
                 try:
                     sock, peer = self._socket.accept()
                 except OSError:

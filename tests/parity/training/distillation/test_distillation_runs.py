@@ -175,14 +175,14 @@ def test_a_teacher_that_is_lost_in_mid_run_changes_nothing(
         def hurt(trainer: RankTrainer) -> None:
             following, steps = trainer._feed.next, iter(range(100))
 
-            def next_batch() -> Any:
+            def next_batch(on_wait: Callable[[str], object]) -> Any:
                 step = next(steps)
                 if step == 2:
                     first.close()
                 if step == 3:
                     second.close()
                     restarted.start()
-                return following()
+                return following(on_wait)
 
             trainer._feed.next = next_batch  # type: ignore[method-assign]
 
