@@ -10,6 +10,7 @@ from tllm.training.policy.rewarded_rows import RewardedRows
 from tllm.training.policy.rollouts import Rollouts
 from tllm.training.state.initial_weights import InitialWeights
 from tllm.training.step.rank_groups import RankConfig
+from tllm.training.step.rank_model import RankModel
 from tllm.training.teachers.taught_batches import open_batches
 
 FeedAndPosition = tuple[Feed, DataPosition | None]
@@ -30,11 +31,12 @@ def policy_feed(
     initial_model: InitialModel | None,
     rollouts: Rollouts,
     initial_weights: InitialWeights,
+    policy: RankModel,
     with_positions: bool,
 ) -> FeedAndPosition:
-    """Of completions that are sampled for each step."""
+    """Of completions that are sampled for each step. `policy` is the model that learns."""
     if initial_model is None:
-        return PolicyFeed(config, rollouts, None, initial_weights, with_positions), None
+        return PolicyFeed(config, rollouts, None, initial_weights, policy, with_positions), None
     prompts, tokenizer = initial_model.prompts(config.job)
     rewarded = RewardedRows(config.job, prompts, tokenizer)
-    return PolicyFeed(config, rollouts, rewarded, initial_weights, with_positions), prompts
+    return PolicyFeed(config, rollouts, rewarded, initial_weights, policy, with_positions), prompts

@@ -73,10 +73,11 @@ class RankTrainer:
         self._model = RankModel(config)
         self._meet_steps = MEET_STEPS if config.plan.servers and config.job.max_staleness else 1
         with_positions = replicator is not None
+        model, beginning = self._model, initial_model
         self._feed, position = (
-            rows_feed(config, initial_model, self._meet_steps, with_positions)
+            rows_feed(config, beginning, self._meet_steps, with_positions)
             if make_rollouts is None or config.job.rollouts is None
-            else policy_feed(config, initial_model, make_rollouts(config, self._model), initial_weights, with_positions)
+            else policy_feed(config, beginning, make_rollouts(config, model), initial_weights, model, with_positions)
         )
         self._state = RunState(config, self._learning_rate, initial_weights, initial_model, position, replicator)
         batches = position if isinstance(position, Batches) else None

@@ -88,7 +88,7 @@ class AdaptedRows:
         for updates, rows_N in self._groups:
             update = updates.get(linear)
             if update is not None:
-                added_NF = update(x_TD[rows_N])
+                added_NF = update(x_TD[rows_N].to(update.A.dtype))  # one that is trained may be wider than the model
                 is_exact = y_TF.dtype == torch.float64 and x_TD.dtype != torch.float64
                 y_TF.index_add_(0, rows_N, on_grid(added_NF) if is_exact else added_NF.to(y_TF.dtype))
         return y_TF

@@ -1,7 +1,8 @@
 """`ColocatedRollouts`: an engine over the ranks of a replica that trains, with the very weights that are trained.
 
 Trainer and engine share one model: the layers that a rank trains are those that its stage of the engine computes with,
-in the same memory. The engine's messages go over the links of the replica's ranks, which nothing else uses meanwhile.
+in the same memory, and so is an adapter that is trained beside them. The engine's messages go over the links of the
+replica's ranks, which nothing else uses meanwhile.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from tllm.training.policy.rollouts import Completion, PromptGroup
 from tllm.training.step.rank_groups import Groups, RankConfig
 from tllm.training.step.rank_model import RankModel
 
+POLICY = "policy"
+"""What requests call the adapter that is trained, where one is."""
+
 
 def colocated_rollouts(config: RankConfig, model: RankModel) -> ColocatedRollouts:
     """What samples on this rank with the weights of `model`."""
@@ -32,6 +36,8 @@ def colocated_rollouts(config: RankConfig, model: RankModel) -> ColocatedRollout
     mesh = mesh_of(config.spec, plan, config.rank, groups.tp)
     limits = rollout_limits(config)
     stage = make_stage(chunk, mesh, plan, ring_of(plan, mesh.stage, groups), limits, exact=True)
+    for adapter in model.adapters:
+        stage.adapters.add(POLICY, adapter.of_linear)
     return ColocatedRollouts(config, stage, is_first=mesh.stage == 0 and groups.tp.rank == 0)
 
 
@@ -68,6 +74,7 @@ class ColocatedRollouts:
         assert config.job.rollouts is not None
         self._rollouts, self._plan, self._eos_ids = config.job.rollouts, config.plan, config.spec.eos_token_ids
         self._stage, self._is_first, self._is_deterministic = stage, is_first, config.job.deterministic
+        self._lora = POLICY if config.job.lora is not None else ""
 
     def sample(self, groups: Sequence[PromptGroup], stop_ids: Sequence[int]) -> list[Completion]:
         if not self._is_first:
@@ -110,7 +117,7 @@ class ColocatedRollouts:
             stop_token_ids=tuple(stop_ids),
             logprobs=0,
         )
-        return Request(id=f"{place}-{number}", prompt_ids=group.ids, params=params)
+        return Request(id=f"{place}-{number}", prompt_ids=group.ids, params=params, lora=self._lora)
 
 
 def _completion(outputs: Sequence[Output]) -> Completion:

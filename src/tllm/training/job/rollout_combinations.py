@@ -25,11 +25,6 @@ def check_rollouts(job: Job, plan: Plan, spec: ModelSpec) -> None:
             f"the task is {job.task!r} and no function says what a completion is worth",
             f'write [{job.task}] and below it reward_funcs = ["module:function"]',
         )
-    if job.lora is not None:
-        raise ConfigError(
-            f"task={job.task} and [lora]: what samples completions has the model's weights and not the adapter",
-            "leave [lora] out, and merge an adapter that the run is to begin from (tllm export --adapter)",
-        )
     _check_sizes(job, config, spec)
     _check_steps(job)
     _check_plan(job, plan)

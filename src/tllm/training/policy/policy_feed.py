@@ -35,6 +35,7 @@ from tllm.training.policy.rollouts import (
 )
 from tllm.training.state.initial_weights import InitialWeights
 from tllm.training.step.rank_groups import RankConfig
+from tllm.training.step.rank_model import RankModel
 from tllm.weights.dtypes import torch_dtype
 
 
@@ -50,13 +51,14 @@ class PolicyFeed:
         rollouts: Rollouts,
         rewarded: RewardedRows | None,
         initial_weights: InitialWeights,
+        policy: RankModel,
         with_positions: bool = False,
     ) -> None:
         self._config, self._rollouts, self._rewarded = config, rollouts, rewarded
         self._initial_weights, self._with_positions = initial_weights, with_positions
         self._passes = steps_of_one_sampling(config.job)
         grpo = config.job.grpo
-        self._reference = ReferenceModel(config, grpo.temperature) if grpo is not None and grpo.beta else None
+        self._reference = ReferenceModel(config, grpo.temperature, policy) if grpo is not None and grpo.beta else None
         self._step = 0
         self._batch: ReplicaBatch | None = None
         self._microbatches: list[Tokens] = []

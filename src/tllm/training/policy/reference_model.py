@@ -1,4 +1,7 @@
-"""`ReferenceModel`: the model that a run began with, which the policy is kept near."""
+"""`ReferenceModel`: the model that a run began with, which the policy is kept near.
+
+Of a policy that is an adapter beside a model, it is that model. Else it takes the memory of the weights again.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +21,19 @@ from tllm.weights.load import Progress
 
 
 class ReferenceModel:
-    """This rank's part of it, cut as the policy is; it takes the same memory again. Every rank makes the same calls."""
+    """This rank's part of it, cut as the `policy` is. Every rank makes the same calls."""
 
-    def __init__(self, config: RankConfig, temperature: float) -> None:
-        self._model = RankModel(config)
+    def __init__(self, config: RankConfig, temperature: float, policy: RankModel) -> None:
+        self._is_beside = not policy.adapters
+        self._model = RankModel(config) if self._is_beside else policy
         mesh = mesh_of(config.spec, config.plan, config.rank, config.groups.tp)
         self._objective = KeepLogProbs(mesh, temperature)
         self._job, self._spec = config.job, config.spec
 
     def fill(self, weights: InitialWeights, progress: Progress | None = None) -> None:
         """Give it the weights that the run began with, also where the run goes on."""
+        if not self._is_beside:
+            return
         fill = weights.filler(self._spec, self._job.seed, self._job.dtype, progress)
         for chunk in self._model.chunks:
             fill(chunk)
@@ -41,8 +47,10 @@ class ReferenceModel:
                 for tokens, log_probs_T in zip(microbatches, found, strict=True)
             ],
             self._objective,
+            adapted=False,
         )
         return found
 
     def close(self) -> None:
-        self._model.close()
+        if self._is_beside:
+            self._model.close()
