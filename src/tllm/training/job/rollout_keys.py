@@ -38,8 +38,9 @@ class RolloutConfig:
     """How completions of prompts are sampled, and which functions reward them."""
 
     reward_funcs: tuple[str, ...] = ()
-    """Python functions that reward completions, as `module:function`: `rewards:brackets` is the function `brackets` of
-    `rewards.py` in the folder of the job's file. At least one is needed. They are your own code: they run on rank 0."""
+    """What rewards completions. Python functions, as `module:function`: `rewards:brackets` is the function `brackets`
+    of `rewards.py` in the folder of the job's file; they are your own code, and run on rank 0. Or addresses of HTTP
+    servers (`http://HOST:PORT/score` of a reward model, or any that answers with rewards). At least one is needed."""
     reward_weights: tuple[float, ...] | None = None
     """A weight for each of `reward_funcs`; left out, each counts 1. The weighted sum is a completion's reward."""
     reward_timeout: float = 60.0
@@ -73,7 +74,7 @@ class RolloutConfig:
             raise ConfigError(
                 f"{table}.reward_funcs is empty", 'name a function that rewards completions: ["rewards:correct"]'
             )
-        names = [_parts(text, table)[1] for text in self.reward_funcs]
+        names = [text if is_url(text) else _parts(text, table)[1] for text in self.reward_funcs]
         if len(set(names)) < len(names):
             raise ConfigError(
                 f"{table}.reward_funcs has two functions of one name: {', '.join(sorted(names))}",
@@ -168,6 +169,11 @@ class RejectionConfig(RolloutConfig):
             )
 
 
+def is_url(text: str) -> bool:
+    """Whether a reward comes from an HTTP server."""
+    return text.startswith(("http://", "https://"))
+
+
 def function_parts(text: str) -> tuple[Path, str]:
     """The file and the function that a located reward function names."""
     module, name = _parts(text, "the job")
@@ -185,6 +191,8 @@ def _parts(text: str, table: str) -> tuple[str, str]:
 
 
 def _located(text: str, folder: Path) -> str:
+    if is_url(text):
+        return text
     module, name = _parts(text, "the job")
     file = folder / (module if module.endswith(".py") else module.replace(".", "/") + ".py")
     return f"{file.resolve()}:{name}"

@@ -30,10 +30,13 @@ from tllm.training.job.rollout_keys import function_parts
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A function of a file, by its `name`. It may take `seconds` for the completions of one step."""
+    """A function of a file, by its `name`. It may take `seconds` for the completions of one step.
+
+    One without a `file` asks another program, and raises ConfigError itself.
+    """
 
     name: str
-    file: Path
+    file: Path | None
     function: Callable[..., Any]
     seconds: float
 
@@ -69,6 +72,8 @@ class RewardFunction:
         if not result.done():
             raise self._fault(f"has not returned after {self.seconds:g} s", "make it faster, or raise reward_timeout")
         error = result.exception()
+        if isinstance(error, ConfigError) and self.file is None:
+            raise error
         if error is not None:
             said = str(error).splitlines()[0] if str(error) else "without a message"
             raise self._fault(f"raised {type(error).__name__}: {said}", _place(error, self.file)) from error
@@ -88,7 +93,8 @@ class RewardFunction:
         return number
 
     def _fault(self, what: str, hint: str) -> ConfigError:
-        return ConfigError(f"the reward function {self.name} of {self.file.name} {what}", hint)
+        where = f"the reward function {self.name} of {self.file.name}" if self.file else f"the server at {self.name}"
+        return ConfigError(f"{where} {what}", hint)
 
 
 def load_reward_function(text: str, seconds: float) -> RewardFunction:
@@ -115,11 +121,15 @@ def load_reward_function(text: str, seconds: float) -> RewardFunction:
     return RewardFunction(name, file, function, seconds)
 
 
-def _place(error: BaseException, file: Path) -> str:
+def _place(error: BaseException, file: Path | None) -> str:
     """The last line of the user's file that the error came through."""
     trace, line = error.__traceback__, 0
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == str(file):
             line = trace.tb_lineno
         trace = trace.tb_next
-    return f"{file.name}, line {line}" if line else "its parameters: prompts, completions, completion_ids, **columns"
+    return (
+        f"{file.name}, line {line}"
+        if file and line
+        else "its parameters: prompts, completions, completion_ids, **columns"
+    )

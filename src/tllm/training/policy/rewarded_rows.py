@@ -16,10 +16,11 @@ from tllm.training.data.encoder import IGNORED
 from tllm.training.data.packing import PackedRow
 from tllm.training.data.prompt_batches import PromptBatches, PromptRow
 from tllm.training.job.job import Job
-from tllm.training.job.rollout_keys import GRPOConfig, RejectionConfig
+from tllm.training.job.rollout_keys import GRPOConfig, RejectionConfig, is_url
 from tllm.training.objectives.policy_gradient import ADVANTAGE, SAMPLED
 from tllm.training.policy.advantages import Rewards, advantages, weighted_sums
 from tllm.training.policy.completions_file import CompletionRecord, CompletionsFile
+from tllm.training.policy.http_rewards import http_reward
 from tllm.training.policy.reward_functions import load_reward_function
 from tllm.training.policy.rollouts import Completion, PromptGroup, completion_seed
 
@@ -45,7 +46,10 @@ class RewardedRows:
         config = job.rollouts
         assert config is not None, "checked when the run began"
         self.config, self._job, self._prompts, self._tokenizer = config, job, prompts, tokenizer
-        self._functions = [load_reward_function(text, config.reward_timeout) for text in config.reward_funcs]
+        self._functions = [
+            (http_reward if is_url(text) else load_reward_function)(text, config.reward_timeout)
+            for text in config.reward_funcs
+        ]
         self.stop_ids = tokenizer.eos_ids
         self._rows: list[PromptRow] = []
         self._file: CompletionsFile | None = None

@@ -1,0 +1,109 @@
+"""Rewards of HTTP servers: what they are asked, and one clear line for each way in which they fail."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import msgspec
+import pytest
+
+from tllm.core.errors import ConfigError
+from tllm.server.pooling.requests import ScoreRequest
+from tllm.training.policy import http_rewards
+from tllm.training.policy.http_rewards import http_reward
+
+ARGUMENTS = {"prompts": ["1=", "2="], "completions": ["a", "bb"], "completion_ids": [[1], [2, 2]], "count": [1, 2]}
+Answer = Callable[[Any], tuple[int, Any]]
+
+
+class Verifier:
+    """A server in a thread that answers as it is told, and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.keys: list[str | None] = []
+        self.answer: Answer = lambda question: (200, {"rewards": [1.0, None]})
+        verifier = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                question = self.rfile.read(int(self.headers["content-length"]))
+                verifier.asked.append(question)
+                verifier.keys.append(self.headers["authorization"])
+                status, told = verifier.answer(json.loads(question))
+                content = told if isinstance(told, bytes) else json.dumps(told).encode()
+                self.send_response(status)
+                self.send_header("content-length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, *args: Any) -> None: ...
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+@pytest.fixture
+def verifier() -> Iterator[Verifier]:
+    made = Verifier()
+    yield made
+    made.server.shutdown()
+    made.server.server_close()
+
+
+def test_a_verifier_is_asked_as_a_function_is_and_may_say_nothing(
+    verifier: Verifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(http_rewards.KEY_VARIABLE, "secret")
+    said, unsaid = http_reward(f"{verifier.url}/verify", 5)(ARGUMENTS)
+    assert said == 1.0 and math.isnan(unsaid)
+    assert json.loads(verifier.asked[0]) == ARGUMENTS and verifier.keys == ["Bearer secret"]
+
+
+def test_a_reward_model_is_asked_by_its_score_route(verifier: Verifier, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_rewards, "AT_ONCE", 1)
+    verifier.answer = lambda question: (
+        200,
+        {"id": "score-1", "data": [{"index": 0, "score": len(question["text_2"][0])}]},
+    )
+    assert http_reward(f"{verifier.url}/score", 5)(ARGUMENTS) == [1.0, 2.0]
+    requests = [msgspec.json.decode(question, type=ScoreRequest) for question in verifier.asked]
+    assert [request.pairs() for request in requests] == [[("1=", "a")], [("2=", "bb")]], "as our own server reads it"
+    assert all(request.use_activation is False for request in requests) and verifier.keys == [None, None]
+    with pytest.raises(ConfigError, match="scores texts"):
+        http_reward(f"{verifier.url}/score", 5)({**ARGUMENTS, "prompts": [[{"role": "user", "content": "hi"}]] * 2})
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ((200, {"rewards": [1.0]}), "returned 1 rewards for 2 completions"),
+        ((200, {"rewards": ["much", 1.0]}), "answered with something else than rewards"),
+        ((200, {"scores": [1.0, 1.0]}), "answered with something else than rewards"),
+        ((200, b"no JSON"), "answered with something else than rewards"),
+        ((500, b"out of\nmemory"), "answered 500: out of"),
+        ((401, b""), "answered 401: Unauthorized"),
+    ],
+)
+def test_what_is_of_no_use_is_told_in_one_line(answer: tuple[int, Any], words: str, verifier: Verifier) -> None:
+    verifier.answer = lambda question: answer
+    with pytest.raises(ConfigError) as caught:
+        http_reward(f"{verifier.url}/verify", 5)(ARGUMENTS)
+    assert f"the server at {verifier.url}/verify {words}" in caught.value.message and caught.value.hint
+    assert "\n" not in caught.value.message
+
+
+def test_a_server_that_is_not_there_or_hangs_is_named(verifier: Verifier) -> None:
+    held = threading.Event()
+    verifier.answer = lambda question: (held.wait(20), (200, {"rewards": [1.0, 1.0]}))[1]
+    with pytest.raises(ConfigError, match=f"the server at {verifier.url}/verify (cannot be asked|has not returned)"):
+        http_reward(f"{verifier.url}/verify", 0.2)(ARGUMENTS)
+    held.set()
+    with pytest.raises(ConfigError, match=r"cannot be asked: .*refused"):
+        http_reward("http://127.0.0.1:9/verify", 5)(ARGUMENTS)
