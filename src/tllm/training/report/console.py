@@ -6,6 +6,9 @@ from tllm.training.report.metrics import StepRecord
 
 UNITS = ("B", "KB", "MB", "GB", "TB")
 
+TELLING = {"reward": "reward", "rewards/margins": "margin", "accuracy": "accuracy", "divergence": "divergence"}
+"""Of what tasks tell beside their loss, what says whether they learn: GRPO's loss is 0, say, whatever it learns."""
+
 
 def step_line(record: StepRecord, max_steps: int, average_seconds: float | None = None) -> str:
     """`step 30/500  loss 2.3456  norm 1.02  lr 3.00e-04  12,345 tok/s  …`; what was not measured is left out.
@@ -16,6 +19,7 @@ def step_line(record: StepRecord, max_steps: int, average_seconds: float | None 
     parts = [
         f"step {record.step:{width}d}/{max_steps}",
         f"loss {record.loss:8.4f}",
+        *_told(record),
         f"norm {record.grad_norm:8.3f}",
         f"lr {record.learning_rate:.2e}",
         f"{record.tokens_per_second:9,.0f} tok/s",
@@ -31,6 +35,13 @@ def step_line(record: StepRecord, max_steps: int, average_seconds: float | None 
     if average_seconds is not None:
         parts.append(f"left {show_seconds((max_steps - record.step) * average_seconds)}")
     return "  ".join(parts)
+
+
+def _told(record: StepRecord) -> list[str]:
+    """What the task tells, and the loss of rows held out after an evaluation."""
+    metrics = record.metrics or {}
+    told = [f"{name} {metrics[key]:7.3f}" for key, name in TELLING.items() if key in metrics]
+    return told if record.eval_loss is None else [*told, f"eval {record.eval_loss:.4f}"]
 
 
 def show_bytes(count: float) -> str:

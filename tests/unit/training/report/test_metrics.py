@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import msgspec
 import pytest
 
 from tllm.core.errors import ConfigError
@@ -150,5 +151,7 @@ def test_the_line_for_people() -> None:
     )
     bare = StepRecord(step=7, loss=1, grad_norm=2, learning_rate=0.1, tokens=1, seconds=1.0, tokens_per_second=123456.0)
     assert step_line(bare, 9) == "step 7/9  loss   1.0000  norm    2.000  lr 1.00e-01    123,456 tok/s"
+    told = msgspec.structs.replace(bare, metrics={"rewards/margins": 0.25, "logps/chosen": -9.0}, eval_loss=0.6)
+    assert step_line(told, 9).startswith("step 7/9  loss   1.0000  margin   0.250  eval 0.6000  norm    2.000")
     assert [show_bytes(n) for n in (0, 999, 1000, 2.5e15)] == ["0 B", "999 B", "1.0 KB", "2500.0 TB"]
     assert [show_seconds(s) for s in (-1, 59.4, 60, 7500)] == ["0s", "59s", "1m00s", "2h05m"]
