@@ -159,7 +159,9 @@ def test_anchor_and_outer_momentum_are_planned(dtype: torch.dtype, tmp_path: Pat
     layout = Layout(dp=(1, 1))
     ranks = ranks_of(tmp_path, Layout(), dtype)
     name = str(dtype).removeprefix("torch.")
-    job, plain = (Job("out", ("rows",), 4, "model", dtype=name, local_steps=steps) for steps in (4, 1))
+    job, plain = (
+        Job("out", ("rows",), 4, model_name_or_path="model", dtype=name, local_steps=steps) for steps in (4, 1)
+    )
     (planned, _) = training_bytes(spec, plan_of(layout, spec.num_layers), training_facts(job))
     local = DiLoCo(ranks[0].update, GradientGroups(solo()), local_steps=4)
     assert planned.outer == local.nbytes > 0
