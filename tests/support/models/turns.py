@@ -25,6 +25,16 @@ def in_turn(layouts: Sequence[T], case: str, cases: Iterable[str], part: str, co
     return [layout for place, layout in enumerate(layouts) if (place in turns) == (part == SOME)]
 
 
+def pairs_in_turn(cases: Iterable[str], layouts: Sequence[Any], count: int = 2) -> list[Any]:
+    """Every (case, layout) as a test of its own, of which those whose turn it is not are left to `make soak`."""
+    known = list(cases)
+    return [
+        (case, layout) if layout in in_turn(layouts, case, known, SOME, count) else _soaked((case, layout))
+        for case in known
+        for layout in layouts
+    ]
+
+
 def soak_but(kept: Iterable[Any], values: Iterable[Any]) -> list[Any]:
     """The values of a parameter, of which those not in `kept` are left to `make soak`."""
     chosen = list(kept)

@@ -22,6 +22,7 @@ from tests.support.models.families import save_model
 from tests.support.models.layouts import spec_of
 from tests.support.models.reference_gradients import apart, in_float64, packed
 from tests.support.models.slow_load import slices, slow_load
+from tests.support.models.turns import soak_but
 from tests.support.training.runs import job_for, records, train
 from tests.support.training.training_step import furthest
 from tllm.model.transformer import Transformer, build
@@ -151,7 +152,7 @@ def golden(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", soak_but(PLANS[::2], PLANS))
 def test_every_plan_is_the_run_of_one_process(
     plan: str, model: Path, golden: tuple[list[float], Path], tmp_path: Path
 ) -> None:

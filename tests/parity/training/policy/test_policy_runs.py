@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.support.models.families import save_model
+from tests.support.models.turns import pairs_in_turn
 from tests.support.training.policy_task import grpo, policy_job, write_task
 from tests.support.training.runs import final, records, train
 from tests.support.training.sampled_log_probs import sampled_and_trained
@@ -82,8 +83,7 @@ def alone(task: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tol
     return {name: told(job(task, folder / name), "pp=1") for name, job in JOBS.items()}
 
 
-@pytest.mark.parametrize("name", JOBS)
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("name", "plan"), pairs_in_turn(JOBS, PLANS, 4))
 def test_every_plan_is_one_process(plan: str, name: str, task: Path, alone: dict[str, Told], tmp_path: Path) -> None:
     want, tensors, completions = alone[name]
     got, others, same = told(JOBS[name](task, tmp_path / "run"), plan)
