@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ def test_greedy_ids_of_the_text_part(prefix: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("prefix", WHOLE)
 def test_what_is_written_is_a_text_model(prefix: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Loaded and exported as training does it: `transformers` reads a text model with the same logits."""
+    caplog.set_level(logging.INFO, logger="tllm.model")  # which `tllm models` of another test has quietened
     truth = random_model(prefix, tmp_path / "whole", **WHOLE[prefix])
     raw = read_config(tmp_path / "whole")
     assert read_config(tmp_path / "whole") == raw
