@@ -194,25 +194,26 @@ class RemoteStreamStore:
     ) -> AsyncGenerator[Output, None]:
         """All of a stream. A coordinator that takes the place of a lost one has every output that was given here."""
         given, until = 0, None
-        while True:
-            try:
+        try:
+            while True:
                 place = 0
-                async with aclosing(answers):
-                    async for answer in answers:
-                        for output in answer.outputs:
-                            place += 1
-                            if place > given:
-                                given, until = place, None
-                                yield output
-                return
-            except Gone as gone:
-                until = until or time.monotonic() + RESUME_SECONDS
-                await until_another(self._link, gone, until)
-                follower, answers, found = await self._taken_over(stream_id, owner, gone, until)
-                if found.record is None:
-                    raise gone
-            finally:
-                self._link.post(Cancel(follower))
+                try:
+                    async with aclosing(answers):
+                        async for answer in answers:
+                            for output in answer.outputs:
+                                place += 1
+                                if place > given:
+                                    given, until = place, None
+                                    yield output
+                    return
+                except Gone as gone:
+                    until = until or time.monotonic() + RESUME_SECONDS
+                    await until_another(self._link, gone, until)
+                    follower, answers, found = await self._taken_over(stream_id, owner, gone, until)
+                    if found.record is None:
+                        raise gone
+        finally:
+            self._link.post(Cancel(follower))
 
     async def _taken_over(
         self, stream_id: str, owner: str, gone: Gone, until: float

@@ -148,6 +148,32 @@ def test_another_coordinator_goes_on_with_a_reply_from_the_tokens_that_it_has() 
     play(scene)
 
 
+def test_a_follower_reads_on_from_a_coordinator_that_still_computes() -> None:
+    async def scene() -> None:
+        before, after = Coordinator(engine(hold_after=3)).open(), going_on()
+        after.engine.hold_after = 2
+        agreeing = Agreeing(before)
+        node = Node(before, "lab-2")
+        await node.store.open(record(), [asked()], ACCOUNT)
+        taken = await node.store.take_up(NAME, "")
+        assert taken is not None
+        outputs = [await anext(taken.outputs) for _ in range(3)]
+        reading = asyncio.create_task(anext(taken.outputs))
+        await node.lose()
+        node.link.detach()
+        await agreeing.end()
+        after.store.restore(agreeing.kept[NAME], ACCOUNT)
+        after.open()
+        node.link.attach(Node(after, "lab-2").here)
+        outputs += [await reading, await anext(taken.outputs)]
+        await asyncio.sleep(0.1)  # for whatever else is on its way there
+        after.engine.go_on.set()
+        outputs += [output async for output in taken.outputs]
+        assert ids_of(outputs) == IDS
+
+    play(scene)
+
+
 def test_what_had_ended_is_not_run_again() -> None:
     async def scene() -> None:
         after = going_on(max_sequences=1)
