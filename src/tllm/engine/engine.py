@@ -1,7 +1,8 @@
 """`Engine`: a whole model in this process, on one rank or on several as threads; submit, stream, generate.
 
 A request's way: `submit` puts it into the driver's queue and returns a `Stream`. The driver's thread (driver.py) runs
-it through the ranks' stages (stage.py) and hands new tokens to `_deliver`, which puts them into that stream.
+it through the ranks' stages (stage.py) and hands new tokens to `_deliver`, which puts them into that stream. `start` is
+`submit` for who wants the tokens put elsewhere.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ from tllm.weights.formats.open_index import open_index
 from tllm.weights.load import load
 from tllm.weights.manifest import checked
 
+Put = Callable[[Output | ClusterError], None]
+"""put(output) is called for each output of a request, or at last with why the engine has ended. It must not wait."""
+
 
 class Engine:
     """Serves requests in threads of its own: one for each rank of the plan. Close it, or use it in a `with`."""
@@ -57,7 +61,7 @@ class Engine:
         self.plan = plan
         self.limits = limits
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._streams: dict[str, queue.SimpleQueue[Output | ClusterError]] = {}
+        self._puts: dict[str, Put] = {}  # by request
         self._lock = threading.Lock()
         self._failure: ClusterError | None = None
         self._closed = False
@@ -96,23 +100,31 @@ class Engine:
 
     def submit(self, request: Request) -> Stream:
         """Start a request and return its outputs as they come. A sampled request without a seed is given one."""
+        outputs: queue.SimpleQueue[Output | ClusterError] = queue.SimpleQueue()
+        self.start(request, outputs.put)
+        return Stream(request.id, outputs, partial(self.cancel, request.id))
+
+    def start(self, request: Request, put: Put) -> None:
+        """`submit` whose outputs are `put`, from the threads of the ranks, by whoever started the request."""
         if request.params.seed is None:
             params = msgspec.structs.replace(request.params, seed=secrets.randbits(63))
             request = msgspec.structs.replace(request, params=params)
-        outputs: queue.SimpleQueue[Output | ClusterError] = queue.SimpleQueue()
         with self._lock:
             if self._failure is not None or self._closed:
                 raise ClusterError(f"the engine has ended: {self._failure or 'it was closed'}")
-            if request.id in self._streams:
+            if request.id in self._puts:
                 raise RequestError(f"a request with id {request.id!r} is already running", "give each its own id")
-            self._streams[request.id] = outputs
+            self._puts[request.id] = put
             self._inbox.put(request)
-        return Stream(request.id, outputs, lambda: self._inbox.put(CancelRequest(request.id)))
+
+    def cancel(self, request_id: str) -> None:
+        """End a request early, if it has not ended."""
+        self._inbox.put(CancelRequest(request_id))
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[int]]:
         """Continue several prompts together; the new ids of each. Raises RequestError if one cannot be served."""
         names = (f"generate-{n}" for n in itertools.count())
-        free = (name for name in names if name not in self._streams)
+        free = (name for name in names if name not in self._puts)
         requests = [Request(id=next(free), prompt_ids=tuple(prompt), params=params) for prompt in prompts]
         streams = [self.submit(request) for request in requests]
         return [[token for output in stream for token in output.token_ids] for stream in streams]
@@ -141,9 +153,9 @@ class Engine:
         for output in outputs:
             with self._lock:
                 ended = output.finish_reason is not None
-                stream = (self._streams.pop if ended else self._streams.get)(output.request_id)
-            assert stream is not None, f"an output for {output.request_id}, which nobody reads"
-            stream.put(output)
+                put = (self._puts.pop if ended else self._puts.get)(output.request_id)
+            assert put is not None, f"an output for {output.request_id}, which nobody reads"
+            put(output)
 
     def _fail(self, rank: int, error: BaseException) -> None:
         """A rank has failed: end the others, whose links close, and raise the cause wherever a stream is read."""
@@ -152,10 +164,10 @@ class Engine:
         with self._lock:
             # The first tells most: links that close are what follows from it.
             self._failure = self._failure or failure
-            streams, self._streams = list(self._streams.values()), {}
+            puts, self._puts = list(self._puts.values()), {}
         self._ranks.close_links()
-        for stream in streams:
-            stream.put(self._failure)
+        for put in puts:
+            put(self._failure)
 
 
 class Stream:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
-from tllm.core.errors import ClusterError, TllmError
-from tllm.engine.engine import Engine, Stream
+from tllm.core.errors import ClusterError, RequestError
+from tllm.engine.engine import Engine
 from tllm.server.openai.engine_client import Health
 from tllm.spec.request import Output, Request
 
 
 class Embedded:
-    """An `EngineClient` over an `Engine`; one small thread a request carries its outputs to the event loop."""
+    """An `EngineClient` over an `Engine`, whose threads hand outputs to the event loop."""
 
     def __init__(self, engine: Engine, model_name: str) -> None:
         self.model_name = model_name
@@ -27,25 +26,24 @@ class Embedded:
 
     async def submit(self, request: Request) -> AsyncGenerator[Output, None]:
         """The request's outputs as they come; closing this cancels it."""
-        arrived: asyncio.Queue[Output | TllmError] = asyncio.Queue()
-        stream = self._engine.submit(request)
-        pump = threading.Thread(
-            target=self._pump,
-            args=(stream, asyncio.get_running_loop(), arrived),
-            name=f"tllm-{request.id}",
-            daemon=True,
-        )
-        pump.start()
+        loop = asyncio.get_running_loop()
+        arrived: asyncio.Queue[Output | ClusterError] = asyncio.Queue()
+
+        def put(output: Output | ClusterError) -> None:
+            self._last_step = time.monotonic()
+            with contextlib.suppress(RuntimeError):  # the loop was closed before the engine: nobody waits any more
+                loop.call_soon_threadsafe(arrived.put_nowait, output)
+
+        self._engine.start(request, put)
+        ended = False
         try:
-            while True:
+            while not ended:
                 output = await arrived.get()
-                if isinstance(output, TllmError):
-                    raise output
-                yield output
-                if output.finish_reason is not None:
-                    return
+                ended = isinstance(output, ClusterError) or output.finish_reason is not None
+                yield self._checked(output)
         finally:
-            stream.close()
+            if not ended:
+                self._engine.cancel(request.id)
 
     def stats(self) -> Mapping[str, float]:
         return self._engine.stats()
@@ -59,15 +57,11 @@ class Embedded:
         alive = not self._failure
         return Health(alive=alive, ready=alive, running=running, seconds_since_step=silent, reason=self._failure)
 
-    def _pump(
-        self, stream: Stream, loop: asyncio.AbstractEventLoop, arrived: asyncio.Queue[Output | TllmError]
-    ) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop was closed before the engine: nobody waits any more
-            try:
-                for output in stream:
-                    self._last_step = time.monotonic()
-                    loop.call_soon_threadsafe(arrived.put_nowait, output)
-            except TllmError as error:
-                if isinstance(error, ClusterError):
-                    self._failure = error.message
-                loop.call_soon_threadsafe(arrived.put_nowait, error)
+    def _checked(self, output: Output | ClusterError) -> Output:
+        """An output, or the error that it stands for."""
+        if isinstance(output, ClusterError):
+            self._failure = output.message
+            raise output
+        if output.finish_reason == "error":
+            raise RequestError(output.error)
+        return output

@@ -1,16 +1,21 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
-from collections.abc import Iterator
+import weakref
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
+import torch
 
+from tests.support.models.families import save_model
 from tests.support.serving.scripted_engine import out
-from tllm.core.errors import ClusterError, RequestError, TllmError
-from tllm.engine.engine import Engine
+from tllm.core.errors import ClusterError, RequestError
+from tllm.engine.engine import Engine, Put
 from tllm.node.serve.embedded import Embedded
 from tllm.spec.request import Output, Request, SamplingParams
 
@@ -18,33 +23,37 @@ REQUEST = Request(id="r", prompt_ids=(1,), params=SamplingParams())
 
 
 class Scripted:
-    """An engine and its stream in one: gives what it was made with, then waits for `close` if it has not ended."""
+    """An engine that, from a thread of its own, puts what it was made with."""
 
     limits = SimpleNamespace(max_model_len=64)
     plan = "pp=1"
 
-    def __init__(self, *script: Output | TllmError) -> None:
+    def __init__(self, *script: Output | ClusterError) -> None:
         self.script = script
-        self.closed = threading.Event()
+        self.cancelled: list[str] = []
 
-    def submit(self, request: Request) -> Scripted:
-        return self
+    def start(self, request: Request, put: Put) -> None:
+        threading.Thread(target=lambda: [put(one) for one in self.script]).start()
+
+    def cancel(self, request_id: str) -> None:
+        self.cancelled.append(request_id)
 
     def stats(self) -> dict[str, float]:
         return {"running": 1.0}
 
-    def close(self) -> None:
-        self.closed.set()
 
-    def __iter__(self) -> Iterator[Output]:
-        for one in self.script:
-            if isinstance(one, TllmError):
-                raise one
-            yield one
-        self.closed.wait()
+class Held(Scripted):
+    """One that keeps what it was to put outputs with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.puts: list[Put] = []
+
+    def start(self, request: Request, put: Put) -> None:
+        self.puts.append(put)
 
 
-def embedded(engine: Scripted) -> Embedded:
+def embedded(engine: Any) -> Embedded:
     return Embedded(cast(Engine, engine), "m")
 
 
@@ -64,8 +73,10 @@ def play(client: Embedded, most: int = 99) -> list[Output]:
 
 def test_outputs_come_in_order_and_end() -> None:
     script = (out(5), out(6), out(reason="length"))
-    client = embedded(Scripted(*script))
+    engine = Scripted(*script)
+    client = embedded(engine)
     assert play(client) == list(script)
+    assert engine.cancelled == []
     assert client.health().alive
     assert client.health().running == 1
 
@@ -73,12 +84,48 @@ def test_outputs_come_in_order_and_end() -> None:
 def test_closing_early_cancels() -> None:
     engine = Scripted(out(5))
     assert play(embedded(engine), most=1) == [out(5)]
-    assert engine.closed.is_set()
+    assert engine.cancelled == [REQUEST.id]
 
 
-@pytest.mark.parametrize(("error", "alive"), [(RequestError("too long"), True), (ClusterError("a rank failed"), False)])
-def test_a_failure_is_raised_where_the_outputs_are_awaited(error: Any, alive: bool) -> None:
-    client = embedded(Scripted(out(5), error))
-    with pytest.raises(type(error), match=error.message):
+def test_a_request_that_cannot_be_served_raises_and_harms_nothing() -> None:
+    engine = Scripted(out(5), msgspec.structs.replace(out(reason="error"), error="too long"))
+    client = embedded(engine)
+    with pytest.raises(RequestError, match="too long"):
         play(client)
-    assert client.health().alive is alive
+    assert client.health().alive
+    assert engine.cancelled == []
+
+
+def test_an_engine_that_fails_raises_where_the_outputs_are_awaited() -> None:
+    client = embedded(Scripted(out(5), ClusterError("a rank failed")))
+    with pytest.raises(ClusterError, match="a rank failed"):
+        play(client)
+    assert not client.health().alive
+
+
+def test_outputs_for_a_loop_that_was_closed_are_dropped() -> None:
+    engine = Held()
+
+    async def leave() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(embedded(engine).submit(REQUEST)), 0.01)
+
+    asyncio.run(leave())
+    engine.puts[0](out(5))
+
+
+def test_a_program_may_end_as_soon_as_it_has_its_reply(tmp_path: Path) -> None:
+    """Only the engine's own threads, which it joins, may hold its model: tensors that another thread drops while Python
+    ends abort the process ("terminate called without an active exception")."""
+    save_model("llama", tmp_path)
+
+    async def reply() -> weakref.ref[torch.nn.Module]:
+        with Engine.load(tmp_path, "pp=1") as engine:
+            before = threading.active_count()
+            async for _ in embedded(engine).submit(REQUEST):
+                assert threading.active_count() == before
+            return weakref.ref(engine.stages[0].model)
+
+    model = asyncio.run(reply())
+    gc.collect()
+    assert model() is None
