@@ -51,15 +51,13 @@ class TeacherConnection:
     def dial(cls, address: tuple[str, int], context: ssl.SSLContext) -> TeacherConnection:
         """Of the run. LinkClosed where nobody answers, AuthError where the two do not have the same secret."""
         session = secrets.token_hex(16)
-        socks: list[socket.socket] = []
-        try:
-            for direction in ("questions", "answers"):
-                socks.append(_dial(address, context, LinkHello(session, 0, RUN, TEACHER, direction)))
-        except BaseException:
-            for sock in socks:
-                sock.close()
-            raise
-        return cls.over(*socks)
+        with contextlib.ExitStack() as stack:
+            dialled = [
+                stack.enter_context(_dial(address, context, LinkHello(session, 0, RUN, TEACHER, direction)))
+                for direction in ("questions", "answers")
+            ]
+            stack.pop_all()  # both are there: the links close them
+        return cls.over(*dialled)
 
     @classmethod
     def over(cls, questions: socket.socket, answers: socket.socket) -> TeacherConnection:

@@ -41,7 +41,7 @@ class TeacherServer:
         self._computing = threading.Lock()
         self._lock = threading.Lock()
         self._firsts: dict[str, tuple[float, str, socket.socket]] = {}
-        self._connections: set[TeacherConnection] = set()
+        self._runs: dict[TeacherConnection, threading.Thread] = {}
         self._closed = threading.Event()
 
     def serve(self) -> None:
@@ -59,17 +59,19 @@ class TeacherServer:
                 pool.submit(self._shake_hands, sock, f"{peer[0]}:{peer[1]}")
 
     def close(self) -> None:
-        """End every connection; rows that are under way are asked of another teacher."""
+        """End every connection, when the row is done that is computed; others under way are asked of another teacher."""
         self._closed.set()
         shut(self._socket)
         self._socket.close()
         with self._lock:
-            connections = list(self._connections)
+            runs = dict(self._runs)
             firsts = [sock for _, _, sock in self._firsts.values()]
         for sock in firsts:
             sock.close()
-        for connection in connections:
+        for connection in runs:
             connection.close()
+        for thread in runs.values():
+            thread.join()  # torch aborts a process that ends while a thread is in it
 
     def _shake_hands(self, raw: socket.socket, peer: str) -> None:
         sock, until = raw, time.monotonic() + HELLO_SECONDS
@@ -102,11 +104,15 @@ class TeacherServer:
             return
         both = {first[1]: first[2], hello.name: sock}
         connection = TeacherConnection.over(both["questions"], both["answers"])
-        threading.Thread(target=self._answer, args=(connection, peer), name="tllm-teach", daemon=True).start()
+        thread = threading.Thread(target=self._answer, args=(connection, peer), name="tllm-teach", daemon=True)
+        with self._lock:
+            if not self._closed.is_set():
+                self._runs[connection] = thread
+                thread.start()
+                return
+        connection.close()
 
     def _answer(self, connection: TeacherConnection, peer: str) -> None:
-        with self._lock:
-            self._connections.add(connection)
         rows = 0
         try:
             lesson = connection.receive_lesson()
@@ -134,4 +140,4 @@ class TeacherServer:
         finally:
             connection.close()
             with self._lock:
-                self._connections.discard(connection)
+                self._runs.pop(connection, None)
