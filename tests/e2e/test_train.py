@@ -21,7 +21,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.support.cluster.commands import Running, running, tllm
-from tests.support.cluster.processes import descendants, wait_until_gone
+from tests.support.cluster.processes import wait_until_gone, workers_of
 from tests.support.training.small_job import write_job
 from tllm.cli.main import main
 from tllm.recipes.bench.processes import free_row
@@ -45,7 +45,7 @@ def starts(run: Path) -> list[tuple[int, str]]:
 
 def workers(command: Running) -> list[int]:
     """The processes of local-0, local-1 and so on, in the order in which they were started."""
-    return sorted(descendants(command.process.pid))
+    return workers_of(command.process.pid)
 
 
 def step_line(step: int) -> str:

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tests.support.cluster.commands import Running, running, tllm
-from tests.support.cluster.processes import descendants, wait_until_gone
+from tests.support.cluster.processes import wait_until_gone, workers_of
 from tests.support.training.runs import final, train
 from tests.support.training.runs import records as told
 from tests.support.training.small_job import write_job
@@ -111,7 +111,7 @@ def killed(words: list[str], dice: random.Random, folder: Folder) -> bool:
     starts = folder.starts
     with running(*words) as command:
         moment = wait(command, dice, folder, starts)
-        here = [command.process.pid, *descendants(command.process.pid)]
+        here = [command.process.pid, *workers_of(command.process.pid)]
         victim = dice.choice(here)
         if command.process.poll() is not None:
             code, said = command.wait()

@@ -18,7 +18,7 @@ IDS = (1, 17, 100, 5, 66, 42, 8, 9)
 
 DAMAGE = """
 import os, sys
-if "tllm.node.worker" in sys.orig_argv:
+if "tllm.node.fork_server" in sys.orig_argv:
     from tllm.node.roles.verify_rank import VerifyRank
     load = VerifyRank.load
 

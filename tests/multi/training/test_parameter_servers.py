@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster.commands import but_for_late, running, tllm
-from tests.support.cluster.processes import descendants
+from tests.support.cluster.processes import workers_of
 from tests.support.training.runs import final
 from tests.support.training.small_job import write_job
 from tests.support.training.training_step import furthest
@@ -49,7 +49,7 @@ def test_a_rank_that_is_killed_ends_the_run_and_is_named(
     job = write_job(tmp_path, max_steps=100_000, save_steps=5, max_staleness=max_staleness)
     with running("train", str(job), "--plan", "dp=2,servers=1", "--on-loss", "end") as command:
         command.until(r"^step +8/")
-        os.kill(sorted(descendants(command.process.pid))[rank], signal.SIGKILL)
+        os.kill(workers_of(command.process.pid)[rank], signal.SIGKILL)
         code, said = command.wait()
     assert code == 4 and re.search(rf"error: node local-{rank} \({words}\)", said), said
 

@@ -33,6 +33,12 @@ def descendants(root: int | None = None) -> list[int]:
     return found
 
 
+def workers_of(root: int | None = None) -> list[int]:
+    """The workers that a command has started on its machine, local-0 first; without the server that forks them."""
+    forked = [pid for pid in descendants(root) if "tllm.node.fork_server" in command(pid)]
+    return sorted(forked[1:])
+
+
 def command(pid: int) -> str:
     """The command line of a process, or what is known of it when it is gone."""
     with contextlib.suppress(OSError):

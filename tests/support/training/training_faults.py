@@ -20,7 +20,7 @@ from torch import Tensor
 from tests.support.cluster.faulty_cluster import LOOK_SECONDS, Fault
 from tests.support.cluster.history import History
 from tests.support.cluster.hosts import Hosts
-from tests.support.cluster.processes import command, descendants, wait_until_gone
+from tests.support.cluster.processes import descendants, wait_until_gone, workers_of
 from tests.support.serving.serving_faults import Outcome
 from tests.support.training.runs import final, records, train
 from tests.support.training.small_job import write_job
@@ -94,7 +94,7 @@ class TrainRun:
     def pid(self, node: str) -> int:
         if node in self.nodes:
             return self.nodes[node].pid
-        return next(pid for pid in descendants(self.command.pid) if "tllm.node.worker" in command(pid))
+        return workers_of(self.command.pid)[0]
 
     def join(self, host: int) -> None:
         """A node that was killed is not started again: the run goes on with those that are left."""

@@ -5,26 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
-import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-import tllm
 from tllm.cluster.connection import Address
 from tllm.cluster.join_token import JoinToken
-from tllm.core.memory import huge_page_environment
 from tllm.hub.repository import HubWeights
+from tllm.node.sources.worker_forks import TAIL_LINES, WorkerForks, WorkerProcess
 
 log = logging.getLogger("tllm.node")
 
-TAIL_LINES = 20
 END_SECONDS = 5.0
 SOON_SECONDS, AGAIN_SECONDS = 20.0, 5.0
 """A worker that twice in a row ends within the first time is started again after the second, any other at once."""
@@ -37,7 +32,7 @@ class LocalWorker:
     """One worker process. It reads its settings, token included, from stdin, and ends when stdin closes, as it does
     when this process has ended."""
 
-    def __init__(self, node: str, process: asyncio.subprocess.Process, on_end: OnEnd) -> None:
+    def __init__(self, node: str, process: WorkerProcess, on_end: OnEnd) -> None:
         self.node = node
         self.process = process
         self.started = time.monotonic()
@@ -57,18 +52,20 @@ class LocalWorker:
 
     def kill(self) -> None:
         """End it and all that it started, now."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
 
     async def _watch(self) -> None:
-        assert self.process.stderr is not None and self.process.stdin is not None
         async for line in self.process.stderr:
             text = line.decode(errors="replace").rstrip()
             self._tail.append(text)
             log.debug("%s: %s", self.node, text)
-        code = await self.process.wait()
+        code = await self.process.exit_code
         self.process.stdin.close()
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        if code is None:
+            how = "ended, and so had the process that starts workers"
+            self._tail.append(self.process.last_words)
+        else:
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         self._on_end(self.node, how, "\n".join(self._tail))
 
 
@@ -89,13 +86,13 @@ class LocalWorkers:
         hub: HubWeights | None = None,
     ) -> None:
         self._address, self._token, self._threads, self._on_end = address, token, threads, on_end
+        self._forks = WorkerForks(threads)
         self._room: dict[str, Any] = dict(memory=memory, is_shared=True, runs_own_code=True)
         if hub is not None:
             self._room |= dict(weights_cache=hub.cache, weights_cache_bytes=hub.cache_bytes)
         self._workers: dict[str, LocalWorker] = {}
         self._renewing: dict[str, asyncio.Task[None]] = {}
         self._short: set[str] = set()  # workers whose last process ended soon
-        self._at_hand: asyncio.Task[asyncio.subprocess.Process] | None = None
         self._is_renewed = self._is_ending = False
 
     @property
@@ -104,19 +101,15 @@ class LocalWorkers:
 
     async def start(self, node: str) -> None:
         """Start a worker by this name."""
-        process = await self._process()
-        assert process.stdin is not None
+        process = await self._forks.start()
         host, port = self._address
         settings = dict(host=host, port=port, token=str(self._token()), node=node, threads=self._threads)
         process.stdin.write(msgspec.json.encode({**settings, **self._room}) + b"\n")
         self._workers[node] = LocalWorker(node, process, self._ended)
 
-    def renew(self, at_hand: bool = False) -> None:
-        """From now on start a new process for each worker that ends. With `at_hand` one more process is always started
-        in advance, so that it can take over at once."""
+    def renew(self) -> None:
+        """From now on start a new process for each worker that ends."""
         self._is_renewed = True
-        if at_hand:
-            self._at_hand = asyncio.create_task(_start(self._threads), name="worker at hand")
 
     def renew_no_more(self) -> None:
         """Start nothing for workers that end from now on."""
@@ -132,9 +125,11 @@ class LocalWorkers:
         for task in self._renewing.values():
             task.cancel()
         await asyncio.gather(*self._renewing.values(), return_exceptions=True)
-        await asyncio.gather(self._drop(), *(worker.end() for worker in self._workers.values()))
+        await asyncio.gather(*(worker.end() for worker in self._workers.values()))
+        await self._forks.close()
 
     def kill_all(self) -> None:
+        self._forks.kill()
         for worker in self._workers.values():
             worker.kill()
 
@@ -150,22 +145,6 @@ class LocalWorkers:
         await asyncio.sleep(seconds)
         log.info("starts worker %s again", node)
         await self.start(node)
-
-    async def _process(self) -> asyncio.subprocess.Process:
-        """A process without settings yet: the one at hand, which another one then follows, or a new one."""
-        if self._at_hand is None:
-            return await _start(self._threads)
-        process = await asyncio.shield(self._at_hand)  # if we are cancelled, `_drop` still finds it
-        self._at_hand = asyncio.create_task(_start(self._threads), name="worker at hand")
-        return process if process.returncode is None else await _start(self._threads)
-
-    async def _drop(self) -> None:
-        """End the process that is at hand."""
-        if self._at_hand is not None:
-            process = await self._at_hand
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.communicate()
 
 
 @contextlib.asynccontextmanager
@@ -189,20 +168,3 @@ async def local_workers(
         raise
     finally:
         await workers.end()
-
-
-async def _start(threads: int) -> asyncio.subprocess.Process:
-    """A worker's process, which waits for its settings."""
-    source = str(Path(tllm.__file__).parents[1])
-    path = os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "tllm.node.worker",
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-        env={**huge_page_environment(os.environ), "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)},
-        start_new_session=True,  # Ctrl-C is for us; we then end them in order
-        limit=2**20,
-    )

@@ -48,7 +48,7 @@ async def open_training(
         run.must_mirror = work.resolved.origins.get("mirror_steps", DEFAULT) != DEFAULT
     async with forming(run, nodes, reachable(options.address[0]), options):
         if coordinator.local is not None and on_loss != "end":
-            coordinator.local.renew(at_hand=True)
+            coordinator.local.renew()
         yield run
 
 

@@ -59,7 +59,7 @@ class TeacherServer:
                 pool.submit(self._shake_hands, sock, f"{peer[0]}:{peer[1]}")
 
     def close(self) -> None:
-        """End every connection, when the row is done that is computed; others under way are asked of another teacher."""
+        """End every connection, once the row that is computed is done; the others are asked of another teacher."""
         self._closed.set()
         shut(self._socket)
         self._socket.close()

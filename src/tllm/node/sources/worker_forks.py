@@ -1,0 +1,155 @@
+"""`WorkerForks`: processes of workers on this machine, forked by a server that has imported torch for all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections import deque
+from pathlib import Path
+
+import tllm
+from tllm.core.memory import huge_page_environment
+
+log = logging.getLogger("tllm.node")
+
+TAIL_LINES = 20
+LINE_BYTES = 2**20
+
+
+class WorkerProcess:
+    """A worker's process, which may still have to be forked: it has a `pid` when it was.
+
+    `exit_code` is the negative number of the signal that ended it, and None, which says nothing of its end, if the
+    server ended before it; then `last_words` are the server's.
+    """
+
+    def __init__(self, stdin: asyncio.WriteTransport, stderr: asyncio.StreamReader) -> None:
+        self.stdin, self.stderr = stdin, stderr
+        self.pid: int | None = None
+        self.exit_code: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
+        self.last_words = ""
+
+    def kill(self) -> None:
+        """End it and all that it started, now. One that is yet to be forked ends with its stdin."""
+        self.stdin.close()
+        if self.pid is not None and (not self.exit_code.done() or self.exit_code.result() is None):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+
+class WorkerForks:
+    """Starts processes of workers that compute with so many threads each, by one fork server."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._server: _Server | None = None
+
+    async def start(self) -> WorkerProcess:
+        """A process that waits for its settings. It is there as soon as the server is, which this does not wait for."""
+        if self._server is None or self._server.has_ended:
+            self._server = await _Server.start(self._threads)
+        return await self._server.fork()
+
+    def kill(self) -> None:
+        """Fork nothing more. What is forked goes on."""
+        if self._server is not None:
+            self._server.kill()
+
+    async def close(self) -> None:
+        """End the server, once its workers have ended."""
+        if self._server is not None:
+            await self._server.close()
+
+
+class _Server:
+    """One server process (`tllm.node.fork_server`), the workers that it is to fork, and those that it has."""
+
+    def __init__(self, process: asyncio.subprocess.Process, control: socket.socket) -> None:
+        self._process, self._control = process, control
+        self._asked: deque[WorkerProcess] = deque()
+        self._forked: dict[int, WorkerProcess] = {}
+        self._received = b""
+        self.has_ended = False
+        self._watch = asyncio.create_task(self._follow(), name="fork server")
+
+    @classmethod
+    async def start(cls, threads: int) -> _Server:
+        source = str(Path(tllm.__file__).parents[1])
+        path = os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))
+        control, theirs = socket.socketpair()
+        control.setblocking(False)
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "tllm.node.fork_server",
+                str(theirs.fileno()),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
+                env={**huge_page_environment(os.environ), "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is for us; we then end the workers in order
+                limit=LINE_BYTES,
+            )
+        return cls(process, control)
+
+    async def fork(self) -> WorkerProcess:
+        loop = asyncio.get_running_loop()
+        (their_stdin, stdin), (stderr, their_stderr) = os.pipe(), os.pipe()
+        reader = asyncio.StreamReader(LINE_BYTES)
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(stderr, "rb", 0))
+        transport, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, os.fdopen(stdin, "wb", 0))
+        worker = WorkerProcess(transport, reader)
+        self._asked.append(worker)
+        try:
+            socket.send_fds(self._control, [b"w"], [their_stdin, their_stderr])
+        except OSError:  # it has ended, as `_follow` is about to hear
+            log.debug("the fork server has ended")
+        os.close(their_stdin)
+        os.close(their_stderr)
+        return worker
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def close(self) -> None:
+        if not self.has_ended:
+            self._control.shutdown(socket.SHUT_WR)
+        await self._watch
+
+    async def _follow(self) -> None:
+        """Hear of its workers until it ends; then give up those whose end nobody will tell."""
+        loop, tail = asyncio.get_running_loop(), deque[str](maxlen=TAIL_LINES)
+        assert self._process.stderr is not None
+        loop.add_reader(self._control, self._hear)
+        async for line in self._process.stderr:
+            tail.append(line.decode(errors="replace").rstrip())
+            log.debug("fork server: %s", tail[-1])
+        await self._process.wait()
+        loop.remove_reader(self._control)
+        self._hear()
+        self._control.close()
+        self.has_ended = True
+        for worker in (*self._asked, *self._forked.values()):
+            worker.last_words = "\n".join(tail)
+            worker.exit_code.set_result(None)
+
+    def _hear(self) -> None:
+        with contextlib.suppress(BlockingIOError, ConnectionResetError):
+            while received := self._control.recv(4096):
+                self._received += received
+        *lines, self._received = self._received.split(b"\n")
+        for line in lines:
+            pid, what = line.split()
+            if what == b"started":
+                worker = self._forked[int(pid)] = self._asked.popleft()
+                worker.pid = int(pid)
+            else:
+                self._forked.pop(int(pid)).exit_code.set_result(int(what))
