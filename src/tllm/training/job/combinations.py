@@ -12,6 +12,7 @@ from tllm.training.data.packing import deal
 from tllm.training.gradients.accumulation_order import check_deterministic
 from tllm.training.job.job import Job
 from tllm.training.job.job_parts import learning_rate_schedule
+from tllm.training.job.preference_tables import PREFERENCE_TABLES
 from tllm.training.job.rollout_combinations import SAMPLING_TASKS, check_rollouts, learned_rows
 from tllm.training.job.target_modules import adapted_modules
 
@@ -57,8 +58,8 @@ def _check_head(job: Job, spec: ModelSpec) -> None:
 
 
 def _check_forward_passes(job: Job, plan: Plan) -> None:
-    """What is computed of all replicas together needs one model: these tasks' references and metrics, evaluations."""
-    asked = f"the task {job.task!r}" if job.task != "sft" else "eval_files" if job.eval_files else ""
+    """What is computed of all replicas together needs one model: preferences' references and metrics, evaluations."""
+    asked = f"the task {job.task!r}" if job.task in PREFERENCE_TABLES else "eval_files" if job.eval_files else ""
     for name, taken in (("servers", plan.servers > 0), ("local_steps", job.local_steps > 1)):
         if asked and taken:
             raise PlanError(

@@ -9,7 +9,7 @@ import msgspec
 
 from tllm.core.errors import ConfigError
 from tllm.training.job.distillation_keys import DistillationKeys
-from tllm.training.job.key_limits import KeyLimits
+from tllm.training.job.key_limits import KeyLimits, check_task_tables
 from tllm.training.job.lora_job import LoraJob
 from tllm.training.job.preference_tables import (
     PREFERENCE_TABLES,
@@ -18,9 +18,18 @@ from tllm.training.job.preference_tables import (
     ORPOConfig,
     RewardConfig,
     SimPOConfig,
-    check_task_tables,
 )
 from tllm.training.job.rollout_keys import GRPOConfig, RejectionConfig, RolloutConfig
+
+TASK_TABLES = (*PREFERENCE_TABLES, "grpo", "rejection", "distill")
+"""Each table is of the task with its name."""
+
+_REWARDS = 'below it reward_funcs = ["module:function"], which says what a completion is worth'
+NEEDED_LINES = {
+    "grpo": _REWARDS,
+    "rejection": _REWARDS,
+    "distill": "below it teacher_model_name_or_path or teachers, from whom the student learns",
+}
 
 AT_LEAST: dict[str, float] = {
     "max_steps": 1,
@@ -207,7 +216,7 @@ class Job:
 
     def __post_init__(self) -> None:
         LIMITS.check({field.name: getattr(self, field.name) for field in fields(self)})
-        check_task_tables(self.task, {name: getattr(self, name) for name in PREFERENCE_TABLES})
+        check_task_tables(self.task, {name: getattr(self, name) for name in TASK_TABLES}, NEEDED_LINES)
         for name in ("output_dir", "train_files"):
             if not getattr(self, name):
                 raise ConfigError(f"{name} is empty", f"give {name}")
@@ -216,11 +225,6 @@ class Job:
             raise ConfigError(
                 f"a run begins with model_name_or_path or with config_name, and {both}",
                 "give model_name_or_path to go on with a model's weights, config_name to begin with random ones",
-            )
-        if (self.task == "distill") != (self.distill is not None):
-            raise ConfigError(
-                f"task is {self.task!r} and there is {'no' if self.distill is None else 'a'} table [distill]",
-                'task = "distill" and the table [distill] go together',
             )
         if self.tokenizer_name is not None and self.config_name is None:
             raise ConfigError(

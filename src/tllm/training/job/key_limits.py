@@ -9,6 +9,18 @@ from dataclasses import dataclass, field
 from tllm.core.errors import ConfigError, nearest
 
 
+def check_task_tables(task: str, tables: Mapping[str, object], needed: Mapping[str, str]) -> None:
+    """ConfigError for a table of another task, which nobody would read, and for a missing one that the task needs.
+
+    `tables` has the value of each by its task; `needed` has, by task, a line that its table cannot do without.
+    """
+    for name, table in tables.items():
+        if table is not None and name != task:
+            raise ConfigError(f"[{name}] is given and the task is {task!r}", f'give task = "{name}", or leave it out')
+    if task in needed and tables[task] is None:
+        raise ConfigError(f"the task is {task!r} and there is no table [{task}]", f"write [{task}] and {needed[task]}")
+
+
 @dataclass(frozen=True)
 class KeyLimits:
     """By key: the least value, the value that it must stay below, and the texts that it may be."""

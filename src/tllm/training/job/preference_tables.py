@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from tllm.core.errors import ConfigError
@@ -143,13 +142,6 @@ def check_table(
         raise ConfigError(
             f"{name}.beta is {values['beta']} and must be more than 0", "0.1 is usual" if name != "simpo" else "try 2"
         )
-
-
-def check_task_tables(task: str, tables: Mapping[str, object]) -> None:
-    """ConfigError for a table of another task, which nobody would read."""
-    for name, table in tables.items():
-        if table is not None and name != task:
-            raise ConfigError(f"[{name}] is given and the task is {task!r}", f'give task = "{name}", or leave it out')
 
 
 def needs_reference(task: str, dpo: DPOConfig | None) -> bool:

@@ -129,6 +129,13 @@ def test_every_plan_is_the_run_on_one_rank(
     is_golden(tmp_path / "run", found, golden)
 
 
+def test_local_steps_do_not_depend_on_how_a_student_is_cut(folder: Path, tmp_path: Path) -> None:
+    keys = {"local_steps": 2}
+    whole = records(train(distilling(folder, tmp_path / "a" / "run", **keys), "dp=2"))
+    cut = records(train(distilling(folder, tmp_path / "b" / "run", **keys), "dp=2,pp=2"))
+    is_golden(tmp_path / "b" / "run", cut, (whole, tmp_path / "a" / "run"))
+
+
 def test_all_tokens_under_a_cut_vocabulary(folder: Path, tmp_path: Path) -> None:
     keys = {"top_k": 0, "beta": 0.5, "alpha": 0.3, "temperature": 1.5}
     one = records(train(distilling(folder, tmp_path / "a" / "run", distill=keys), "pp=1"))

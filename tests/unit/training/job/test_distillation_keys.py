@@ -46,5 +46,5 @@ def test_values_that_cannot_work_are_refused(table: dict[str, Any], message: str
 
 @pytest.mark.parametrize(("task", "table"), [("distill", None), ("sft", TABLE)])
 def test_the_task_and_its_table_go_together(task: str, table: dict[str, Any] | None) -> None:
-    with pytest.raises(ConfigError, match="table \\[distill\\]"):
+    with pytest.raises(ConfigError, match=r"\[distill\]"):
         read_job({**JOB, "task": task, **({"distill": table} if table else {})})

@@ -207,7 +207,8 @@ def test_every_key_is_read_by_somebody() -> None:
         for node in ast.walk(parse(path))
         if isinstance(node, ast.Attribute) and re.search(r"(^|\.)_?job$", ast.unparse(node.value))
     }
-    keys = {field.name for field in fields(Job)}
+    keys = {field.name for field in fields(Job)} - {"rejection"}  # it is read as `job.rollouts`
+    assert "rollouts" in read
     assert not keys - read, f"nothing reads {sorted(keys - read)}"
     for table in (AT_LEAST, BELOW, CHOICES):
         assert set(table) <= keys
