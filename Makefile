@@ -3,7 +3,7 @@ PYTHON ?= python3
 PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
-PROCESSES := tests/fuzz tests/multi tests/e2e tests/docs
+PROCESSES := tests/e2e tests/docs tests/multi tests/fuzz
 KERNELS := $(wildcard src/tllm/kernels/csrc/*)
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 TORCH := $(shell sed -n 's/^\(torch==.*\)$$/\1/p' requirements.lock)
@@ -26,9 +26,11 @@ test: test-numbers test-processes  ## Run the tests
 test-numbers: $(VENV)/.dev
 	@$(BIN)/python -m pytest -m "not soak" --numprocesses 2 $(PROCESSES:%=--ignore=%) $(PYTEST_ARGS)
 
-# Each file of these starts its processes once, and keeps to one place in the order.
+# Each file of these starts its processes once, so it stays in one place. Files of few and long tests come first: one
+# that began last would keep one core alone.
 test-processes: $(VENV)/.dev
-	@$(BIN)/python -m pytest -m "not soak" --numprocesses 2 --dist loadfile $(PROCESSES) $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m "not soak" --numprocesses 2 --dist loadfile --no-loadscope-reorder \
+		$(PROCESSES) $(PYTEST_ARGS)
 
 # As on a processor without AVX: our kernels and torch's libraries, in child processes too. MASK=avx2 hides AVX-512.
 MASK ?= generic

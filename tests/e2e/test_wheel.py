@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -15,20 +16,27 @@ import pytest
 
 import tllm
 from tests.house.tree import ROOT, SOURCE
-from tllm.kernels.instruction_sets import INSTRUCTION_SETS, supported
+from tllm.kernels.instruction_sets import FOLDER, INSTRUCTION_SETS, supported
+
+KERNELS = SOURCE / "kernels" / FOLDER
 
 pytestmark = pytest.mark.timeout(300)  # the kernels are compiled for four sets of instructions
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy of the tracked files, so that nothing is written into the checkout."""
+    """The wheel, built from a copy of the tracked files, so that nothing is written into the checkout.
+
+    The kernels of the checkout go with it, which `make setup` has compiled by the same function; only those that are
+    older than their sources are compiled again.
+    """
     copy, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     wanted = ["src", "setup.py", "MANIFEST.in", "pyproject.toml", "README.md", "LICENSE"]
     listed = subprocess.run(["git", "ls-files", "-z", *wanted], **HERE)
     for name in listed.stdout.rstrip("\0").split("\0"):
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        (copy / name).write_bytes((ROOT / name).read_bytes())
+        shutil.copy2(ROOT / name, copy / name)
+    shutil.copytree(KERNELS, copy / KERNELS.relative_to(ROOT), dirs_exist_ok=True)
     build = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(out), str(copy)]
     subprocess.run([sys.executable, "-m", "pip", "--disable-pip-version-check", *build], check=True)
     return next(out.glob("*.whl"))
