@@ -1,7 +1,8 @@
 """A conversation as token ids, with a mark on each token that the model says: its turns, and the token that ends each.
 
 The ids are those of the whole conversation's text. What the model says is found in that text: by the template's own
-`{% generation %}` marks where it has them, else from what the template makes of the conversation's beginnings.
+`{% generation %}` marks where it has them, else from what the template makes of the conversation's beginnings. A turn
+of the assistant with `"train": false`, `"training": false` or `"weight": 0` is read and not learned.
 """
 
 from __future__ import annotations
@@ -41,15 +42,26 @@ class ChatEncoder:
         """Token ids of the conversation, and for each whether the model says it; `RequestError` where that is unclear.
 
         A token belongs to where it begins. A turn goes up to its first token that ends a reply, if it has one. Of the
-        messages before number `first` nothing counts as said: they are a prompt.
+        messages before number `first` nothing counts as said: they are a prompt. Nor do turns that are not to be
+        learned.
         """
+        chosen = _chosen(messages)
         text = self._render(messages, tools, prompt=False)
         encoding = self._tokenizer.inner.encode(text, add_special_tokens=False)
         said = [False] * len(encoding.ids)
         marked = self._marked_turns(text, messages, tools)
         begin = self._start(text, messages[:first], tools) if first else 0
-        for turn in self._turns(text, messages, tools) if marked is None else marked:
-            if turn.stop <= begin:
+        turns = self._turns(text, messages, tools) if marked is None else marked
+        if all(chosen):
+            chosen = [True] * len(turns)
+        elif len(turns) != len(chosen):
+            raise RequestError(
+                f"the chat template marks {len(turns)} turns, the conversation has {len(chosen)} of the assistant, and "
+                "not all of them are to be learned",
+                "let the template's {% generation %} mark each turn once",
+            )
+        for turn, is_chosen in zip(turns, chosen, strict=True):
+            if turn.stop <= begin or not is_chosen:
                 continue
             inside = [i for i, (start, _) in enumerate(encoding.offsets) if turn.start <= start < turn.stop]
             ends = [i for i in inside if encoding.ids[i] in self._tokenizer.eos_ids] if marked is None else []
@@ -101,6 +113,27 @@ class ChatEncoder:
 
     def _render(self, messages: Messages, tools: Messages | None, prompt: bool) -> str:
         return self._template.render(messages, tools=tools, add_generation_prompt=prompt)
+
+
+def _chosen(messages: Messages) -> list[bool]:
+    """Of each turn of the assistant, whether it is to be learned. `train` and `training` are what Axolotl and others
+    call it, `weight` is OpenAI's; RequestError for values that they do not have."""
+    chosen = []
+    for number, message in enumerate(messages):
+        wishes = [(key, message[key]) for key in ("train", "training", "weight") if message.get(key) is not None]
+        for key, wish in wishes:
+            if not (isinstance(wish, bool) if key != "weight" else wish in (0, 1)):
+                raise RequestError(
+                    f"{key} of message {number} is {wish!r}", "give 0 or 1" if key == "weight" else "give true or false"
+                )
+        if message.get("role") == "assistant":
+            chosen.append(all(wish for _, wish in wishes))
+        elif any(wish for _, wish in wishes):
+            raise RequestError(
+                f"message {number} of the role {message.get('role')!r} is to be learned",
+                "only the assistant's turns are",
+            )
+    return chosen
 
 
 def _with_mark(tag: re.Match[str]) -> str:

@@ -78,6 +78,11 @@ def said(source: str, messages: list[dict[str, Any]], tokenizer: Tokenizer) -> t
 )
 def test_exactly_the_turns_of_the_assistant(source: str, wanted: list[str]) -> None:
     _, runs = said(source, CHAT, kits.both()["byte-level"])
+    for key, no, yes in (("train", False, True), ("training", False, True), ("weight", 0, 1)):
+        for place in range(2):
+            chat = [dict(message) for message in CHAT]
+            chat[(2, 4)[place]][key], chat[(4, 2)[place]][key] = no, yes
+            assert said(source, chat, kits.both()["byte-level"])[1] == [wanted[1 - place]]
     assert runs == wanted
 
 
@@ -133,3 +138,24 @@ def test_tools_reach_the_template() -> None:
     assert tokenizer.decode(with_tools).startswith("read")
     assert sum(marks) == sum(plain)
     assert len(with_tools) > len(without)
+
+
+@pytest.mark.parametrize(
+    ("number", "more", "says"),
+    [
+        (2, {"train": "no"}, "train of message 2 is 'no'"),
+        (2, {"weight": 0.5}, "weight of message 2 is 0.5"),
+        (1, {"train": True}, "message 1 of the role 'user' is to be learned"),
+    ],
+)
+def test_a_wish_that_cannot_be_met_is_refused(number: int, more: dict[str, Any], says: str) -> None:
+    chat = [message | (more if place == number else {}) for place, message in enumerate(CHAT)]
+    with pytest.raises(RequestError, match=says):
+        said(PLAIN, chat, kits.both()["byte-level"])
+
+
+def test_turns_that_the_template_marks_in_part_cannot_be_chosen_from() -> None:
+    of_last = MARKED.replace("m.role == 'assistant'", "m.role == 'assistant' and loop.last")
+    chat = [message | ({"train": False} if place == 2 else {}) for place, message in enumerate(CHAT)]
+    with pytest.raises(RequestError, match="marks 1 turns, the conversation has 2 of the assistant"):
+        said(of_last, chat, kits.both()["byte-level"])
