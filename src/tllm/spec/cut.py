@@ -85,10 +85,15 @@ def cut_stage(spec: ModelSpec, shares: tuple[int, ...], experts: Experts = "cut"
 
 
 def as_layer(spec: ModelSpec, layer: LayerSpec, cut: Cut) -> tuple[ModelSpec, Cut]:
-    """The model and a rank's cut of it as this layer has its heads, where it has others than the model (gemma4).
+    """The model and a rank's cut of it as this layer has its heads and its MLP, where they are not the model's (gemma4).
 
-    Query heads are as many in every layer, and what a rank holds of them decides which key-value heads it needs.
+    Query heads are as many in every layer, and what a rank holds of them decides which key-value heads it needs. An MLP
+    is some times as wide as the model's, and so is what a rank holds of it.
     """
+    if layer.mlp_width:
+        times = layer.mlp_width // spec.intermediate_size
+        spec = replace(spec, intermediate_size=layer.mlp_width)
+        cut = replace(cut, width=(times * cut.width[0], times * cut.width[1]))
     if not (layer.head_dim or layer.num_kv_heads):
         return spec, cut
     kv_heads = layer.num_kv_heads or spec.num_kv_heads
@@ -102,6 +107,8 @@ def projected_width(spec: ModelSpec, layer: LayerSpec, cut: Cut) -> int:
     """Widths of queries, their gates, keys and values that a rank makes of a token's hidden state."""
     spec, cut = as_layer(spec, layer, cut)
     of_queries, of_keys = 1 + spec.attention_gate, 1 if layer.keys_are_values else 2
+    if layer.shares_keys:
+        of_keys = 0
     return (of_queries * size(cut.heads) + of_keys * size(cut.kv_heads)) * spec.head_dim
 
 

@@ -172,6 +172,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             rms_norm_eps=3e-2,  # or small values would be made large by the router's norm, with their rounding
         ),
     ),
+    "gemma4_e2b": (
+        "Gemma4Text",
+        dict(
+            GEMMA4,
+            attention_k_eq_v=False,
+            num_global_key_value_heads=None,
+            vocab_size_per_layer_input=101,
+            hidden_size_per_layer_input=10,
+            num_kv_shared_layers=2,
+            use_double_wide_mlp=True,
+        ),
+    ),
     "gemma4_unified": ("Gemma4UnifiedText", dict(GEMMA4, attention_k_eq_v=False, num_global_key_value_heads=None)),
     "phi3": ("Phi3", dict(head_dim=6, partial_rotary_factor=1.0)),
     "olmo2": ("Olmo2", dict(head_dim=6)),
