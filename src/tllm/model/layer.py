@@ -78,8 +78,9 @@ class Layer(nn.Module):
         x_TD = self._add(x_TD, self.after_attention(self.attention(h_TD, rope_rotation, attend, adapt)))
         h_TD = self.seam.enter(self.before_mlp(x_TD), tokens)
         x_TD = self._add(x_TD, self.after_mlp(self.mlp(h_TD, adapt)))
-        if self.own_input is not None and p_TP is not None:
-            x_TD = self.own_input(x_TD, p_TP, adapt)
+        if self.own_input is not None:
+            assert p_TP is not None, "such a layer is given its input"
+            x_TD = self.own_input(x_TD, p_TP)
         y_TD: Tensor = self.scale(x_TD)
         return y_TD
 

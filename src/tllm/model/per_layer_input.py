@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tllm.model.mlp import ACTIVATIONS
 from tllm.model.norm import RMSNorm
 from tllm.parallel.embedding import VocabEmbedding
-from tllm.parallel.linear import Adapt, WholeLinear, unadapted
+from tllm.parallel.linear import WholeLinear
 from tllm.parallel.mesh import Mesh
 from tllm.parallel.shard import Shard, ShardPiece, cut_parameter
 from tllm.spec.model_spec import ModelSpec
@@ -53,7 +53,6 @@ class PerLayerInput(nn.Module):
         self.norm = RMSNorm(f"{layer}.post_per_layer_input_norm", D, spec.norm_eps, gradient, spec.norm_offset)
         self.act = ACTIVATIONS[spec.activation]
 
-    def forward(self, x_TD: Tensor, p_TP: Tensor, adapt: Adapt = unadapted) -> Tensor:
-        h_TP = self.act(self.gate(x_TD, adapt)) * p_TP
-        y_TD: Tensor = x_TD + self.norm(self.projection(h_TP, adapt))
+    def forward(self, x_TD: Tensor, p_TP: Tensor) -> Tensor:
+        y_TD: Tensor = x_TD + self.norm(self.projection(self.act(self.gate(x_TD)) * p_TP))
         return y_TD

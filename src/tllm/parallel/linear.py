@@ -105,8 +105,8 @@ class WholeLinear(nn.Module):
         piece = ShardPiece(f"{name}.weight", source=(rows, (0, width)))
         self.weight = cut_parameter((rows[1] - rows[0], width), Shard((piece,), True, gradient))
 
-    def forward(self, x_TD: Tensor, adapt: Adapt = unadapted) -> Tensor:
-        return adapt(self, x_TD, matmul(x_TD, self.weight))
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return matmul(x_TD, self.weight)
 
 
 class RowLinear(nn.Module):

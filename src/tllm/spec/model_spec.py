@@ -261,6 +261,13 @@ class ModelSpec:
         return self.hidden_size * (1 + (self.per_layer_width > 0) + len(self.carried_sources(start)))
 
     @property
+    def widest_hop(self) -> int:
+        """The most numbers of a token that go from a stage to the next, wherever a pipeline is cut."""
+        if not (self.per_layer_width or any(layer.shares_keys for layer in self.layers)):
+            return self.hidden_size
+        return max(self.carried_width(start) for start in range(1, self.num_layers + 1))
+
+    @property
     def into_mlp(self) -> int:
         """Matrices of the MLP before its activation: gate and up, or up alone."""
         return 2 if self.gated else 1
