@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tllm.core.errors import PlanError
-from tllm.spec.model_spec import LayerSpec, ModelSpec
+from tllm.spec.model_spec import DeltaSpec, LayerSpec, ModelSpec
 from tllm.spec.plan import Experts
 
 Range = tuple[int, int]
@@ -78,10 +78,16 @@ def cut_stage(spec: ModelSpec, shares: tuple[int, ...], experts: Experts = "cut"
             shared_width=shared[i],
             vocab=vocab[i],
             value_heads=values[i],
-            key_heads=(values[i][0] // delta.group, -(-values[i][1] // delta.group)) if delta else (0, 0),
+            key_heads=_key_heads(delta, values[i]) if delta else (0, 0),
         )
         for i in range(len(shares))
     )
+
+
+def _key_heads(delta: DeltaSpec, values: Range) -> Range:
+    """The key heads, from the first to the last, that a rank's value heads use."""
+    used = {delta.key_head(head) for head in range(*values)}
+    return min(used), max(used) + 1
 
 
 def as_layer(spec: ModelSpec, layer: LayerSpec, cut: Cut) -> tuple[ModelSpec, Cut]:

@@ -108,7 +108,8 @@ class DeltaSpec:
 
     `value_heads` share `key_heads` evenly, whose queries and keys they use. What goes into the state comes through a
     causal convolution over the last `kernel` tokens. `fused`: the checkpoint has queries, keys, values and gates as one
-    tensor, by key heads (qwen3_next), not a tensor of each kind (qwen3_5).
+    tensor, by key heads (qwen3_next), not a tensor of each kind (qwen3_5); `fused_ba`: so it has the betas and alphas.
+    `tiled`: value head n uses key head n % key_heads (qwen3_5 in GGUF files), and not the n // group-th.
     """
 
     key_heads: int
@@ -117,11 +118,17 @@ class DeltaSpec:
     value_dim: int
     kernel: int
     fused: bool = False
+    fused_ba: bool = False
+    tiled: bool = False
 
     @property
     def group(self) -> int:
         """Value heads that use one key head."""
         return self.value_heads // self.key_heads
+
+    def key_head(self, value_head: int) -> int:
+        """The key head that a value head uses."""
+        return value_head % self.key_heads if self.tiled else value_head // self.group
 
 
 @dataclass(frozen=True)

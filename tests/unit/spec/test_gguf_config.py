@@ -12,7 +12,7 @@ import pytest
 
 from tllm.core.errors import ModelError, TllmError
 from tllm.spec.families import spec_from_config
-from tllm.spec.gguf.gguf_config import decimal
+from tllm.spec.gguf.gguf_keys import decimal
 from tllm.spec.hf_config import read_config
 
 Change = Callable[[gguf.GGUFWriter], None]

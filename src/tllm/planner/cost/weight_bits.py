@@ -86,9 +86,9 @@ def _latent(spec: ModelSpec, of: LatentSpec, attention: str, heads: int) -> Iter
 def _delta(spec: ModelSpec, of: DeltaSpec, name: str, cut: Cut) -> Iterator[Linear]:
     """Those of a gated delta net."""
     D, values, heads = spec.hidden_size, delta_values(of, cut), size(cut.value_heads)
-    parts = {"qkv": delta_channels(of, cut), "z": values, "b": heads, "a": heads}
-    if of.fused:
-        parts = {"qkvz": parts["qkv"] + values, "ba": 2 * heads}
+    qkv = delta_channels(of, cut)
+    parts = {"qkvz": qkv + values} if of.fused else {"qkv": qkv, "z": values}
+    parts |= {"ba": 2 * heads} if of.fused_ba else {"b": heads, "a": heads}
     yield from (Linear(f"{name}.in_proj_{part}", D * width, D) for part, width in parts.items())
     yield Linear(f"{name}.out_proj", D * values, values)
 
