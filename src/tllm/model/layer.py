@@ -37,8 +37,8 @@ NORMS = {
 class Layer(nn.Module):
     """x + after(attention(before(x))), then the same with the MLP, where before and after are norms (or nothing).
 
-    What is added is multiplied by `residual_scale` first. A layer's own input p_TP comes in after the MLP, and what comes
-    out is multiplied by the layer's own scale, where it has those.
+    What is added is multiplied by `residual_scale` first. A layer's own input p_TP comes in after the MLP, and what
+    comes out is multiplied by the layer's own scale, where it has those.
     """
 
     def __init__(self, spec: ModelSpec, mesh: Mesh, layer: int) -> None:

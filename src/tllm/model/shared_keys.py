@@ -1,4 +1,4 @@
-"""Layers that use the keys and values of an earlier layer (gemma4 of E2B and E4B), and what a pipeline carries for them.
+"""Layers that use the keys and values of an earlier layer (gemma4 of E2B and E4B), and what a pipeline carries.
 
 A stage that has such a layer and not its source is given what came into the source, and makes the same keys of it.
 """
@@ -16,7 +16,6 @@ from tllm.parallel.linear import Adapt, ColumnLinear, unadapted
 from tllm.parallel.mesh import Mesh
 from tllm.spec.cut import as_layer, size
 from tllm.spec.model_spec import ModelSpec
-
 
 EMBEDDING = -1
 """Stands among the numbers of layers for the tokens' embeddings."""

@@ -13,7 +13,7 @@ from tllm.model.gated_delta_net import GatedDeltaNet
 from tllm.model.layer import Layer, norm_of
 from tllm.model.per_layer_input import PerLayerInputs
 from tllm.model.recurrence import StateShape
-from tllm.model.rope import rotation
+from tllm.model.rope import Rotation, rotation
 from tllm.model.shared_keys import EMBEDDING, BorrowedKeys, CarriedRows, KeptKeys, SharedKeyAttention
 from tllm.parallel.embedding import VocabEmbedding, VocabLogits, vocab_parameter
 from tllm.parallel.linear import Adapt, ColumnLinear, LinearRows, unadapted
@@ -78,16 +78,17 @@ class Transformer(nn.Module):
         ids_T, tokens = x if self.is_first else ids_T, len(positions_T)
         e_TD = beside.setdefault(EMBEDDING, x_TD)
         inputs_TLP = None if self.layer_inputs is None else self.layer_inputs(ids_T, e_TD)
-        turned = {rope: rotation(rope, positions_T, x_TD.dtype, lengths_T) for rope in self._ropes()}
+        turned: dict[RopeSpec | None, Rotation | None] = {None: None}
+        turned |= {rope: rotation(rope, positions_T, x_TD.dtype, lengths_T) for rope in self._ropes()}
         if self.carried.sources:
             attend = KeptKeys(attend, self.carried.sources)
             for number, keys in self._borrowed().items():
-                attend.kept[number] = keys(beside[number], turned.get(keys.rope), tokens, adapt)
+                attend.kept[number] = keys(beside[number], turned[keys.rope], tokens, adapt)
         for place, (number, layer) in enumerate(self._own_layers().items()):
             if number in self.carried.goes:
                 beside[number] = x_TD
             p_TP = None if inputs_TLP is None else inputs_TLP[:, place]
-            x_TD = layer(x_TD, turned.get(layer.rope), attend, tokens, adapt, p_TP)
+            x_TD = layer(x_TD, turned[layer.rope], attend, tokens, adapt, p_TP)
         return self.carried.given(x_TD, beside)
 
     def logits(self, x_TD: Tensor, tokens: int | None = None) -> Tensor:
@@ -131,8 +132,9 @@ class Transformer(nn.Module):
 
     def _ropes(self) -> set[RopeSpec]:
         """Those of the layers held here, each once."""
-        held = (*self._own_layers().values(), *self._borrowed().values())
-        return {layer.rope for layer in held if layer.rope is not None}
+        ropes = [layer.rope for layer in self._own_layers().values()]
+        ropes += [keys.rope for keys in self._borrowed().values()]
+        return {rope for rope in ropes if rope is not None}
 
     def _own_layers(self) -> dict[int, Layer]:
         return {int(number): cast(Layer, layer) for number, layer in self.layers.items()}

@@ -91,7 +91,7 @@ def _key_heads(delta: DeltaSpec, values: Range) -> Range:
 
 
 def as_layer(spec: ModelSpec, layer: LayerSpec, cut: Cut) -> tuple[ModelSpec, Cut]:
-    """The model and a rank's cut of it as this layer has its heads and its MLP, where they are not the model's (gemma4).
+    """The model and a rank's cut of it as this layer has its heads and its MLP, where they are its own (gemma4).
 
     Query heads are as many in every layer, and what a rank holds of them decides which key-value heads it needs. An MLP
     is some times as wide as the model's, and so is what a rank holds of it.

@@ -239,8 +239,8 @@ class ModelSpec:
         return self.head_dim if self.latent else 2 * self.head_dim
 
     def key_source(self, number: int) -> int:
-        """The layer whose keys and values layer `number` attends to: itself, or where it shares them the last one before
-        it that has its own and sees as far."""
+        """The layer whose keys and values layer `number` attends to: itself, or where it shares them the last one
+        before it that has its own and sees as far."""
         layer = self.layers[number]
         if not layer.shares_keys:
             return number

@@ -21,7 +21,7 @@ from tllm.spec.gguf.gguf_config import ARCHITECTURES as CONFIGS
 from tllm.spec.gguf.gguf_keys import GgufKeys
 from tllm.spec.gguf.gguf_names import ARCHITECTURES
 from tllm.spec.hf_config import read_config
-from tllm.spec.model_spec import LayerSpec, ModelSpec
+from tllm.spec.model_spec import DeltaSpec, LayerSpec, ModelSpec
 from tllm.weights.boxes import whole
 from tllm.weights.byte_source import LocalFiles
 from tllm.weights.formats import gguf_index
@@ -191,6 +191,25 @@ MUTATIONS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
         "mixtral",
         lambda patch: patch.setattr(
             GgufWeight, "plane_boxes", lambda self, box, real=GgufWeight.plane_boxes: real(_next_expert(self), box)
+        ),
+    ),
+    "heads of a delta net in the folder's order": (
+        "qwen35",
+        lambda patch: patch.setattr(DeltaSpec, "key_head", lambda self, head: head // self.group),
+    ),
+    "decays as they are": ("qwen35", lambda patch: patch.setitem(gguf_index.CHANGED, "minus_exp", lambda x: x)),
+    "a delta net's norm without a one": (
+        "qwen3next",
+        lambda patch: patch.setitem(
+            ARCHITECTURES, "qwen3next", replace(ARCHITECTURES["qwen3next"], plain_norms=frozenset())
+        ),
+    ),
+    "gates for ups": (
+        "gemma4_moe",
+        lambda patch: patch.setattr(
+            GgufWeight,
+            "plane_boxes",
+            lambda self, box, real=GgufWeight.plane_boxes: real(replace(self, first_row=0), box),
         ),
     ),
     "factors of rope forgotten": (

@@ -59,9 +59,7 @@ def _shared(keys: GgufKeys) -> dict[str, Any]:
         "model_type": keys.architecture,
         "vocab_size": embedding[0],
         "hidden_size": hidden,
-        "intermediate_size": keys.number(
-            "feed_forward_length", keys.number("expert_feed_forward_length", 0) or None
-        ),
+        "intermediate_size": keys.number("feed_forward_length", keys.number("expert_feed_forward_length", 0) or None),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": keys.count("attention.head_count_kv", heads, heads),

@@ -158,9 +158,7 @@ ARCHITECTURES = {
         plain_norms=frozenset({"ssm_norm"}),
         others=DELTA_OTHERS,
     ),
-    "gemma4": Architecture(
-        GEMMA4, PLAIN_EXPERTS, biases=frozenset(ATTENTION), ends=GEMMA4_ENDS, others=GEMMA4_OTHERS
-    ),
+    "gemma4": Architecture(GEMMA4, PLAIN_EXPERTS, biases=frozenset(ATTENTION), ends=GEMMA4_ENDS, others=GEMMA4_OTHERS),
 }
 
 

@@ -197,7 +197,9 @@ def _check_shape(tensor: GgufTensor, found: GgufName, is_norm: bool) -> None:
     if len(shape) != dims or shape[found.is_stack] % len(found.weights):
         raise WeightsError(f"{tensor.file}: tensor {tensor.name!r} has shape {shape}, which it cannot have")
     if is_vector and tensor.type.name not in NUMBERS:
-        raise WeightsError(f"{tensor.file}: tensor {tensor.name!r} is of type {tensor.type.name}, and plain in any model")
+        raise WeightsError(
+            f"{tensor.file}: tensor {tensor.name!r} is of type {tensor.type.name}, and plain in any model"
+        )
 
 
 def _rows_of_head(

@@ -93,7 +93,7 @@ def test_the_model_is_equal_to_itself(folder: Path, truth: Path) -> None:
 
 
 def test_layers_with_keys_of_others_are_compared_one_by_one(tmp_path: Path) -> None:
-    """The reference makes their keys, and each layer's own input, by products of another shape: equal but to rounding."""
+    """The reference makes their keys, and each layer's own input, by products of another shape: equal to rounding."""
     model, truth = tmp_path / "model", tmp_path / "truth"
     truth.mkdir()
     save_model("gemma4_e2b", model)
