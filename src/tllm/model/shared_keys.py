@@ -5,6 +5,8 @@ A stage that has such a layer and not its source is given what came into the sou
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -19,33 +21,6 @@ from tllm.spec.model_spec import ModelSpec
 
 EMBEDDING = -1
 """Stands among the numbers of layers for the tokens' embeddings."""
-
-
-class CarriedRows:
-    """What goes from stage to stage beside the hidden state, each [T, D]: the embeddings, where layers have inputs of
-    their own, and what came into layers whose keys later ones share. In most models there is nothing.
-
-    `width`: numbers of a token that come to this stage. `sources`: layers whose keys those held here share.
-    """
-
-    def __init__(self, spec: ModelSpec, layers: range) -> None:
-        embedded = (EMBEDDING,) * (spec.per_layer_width > 0)
-        self.comes = (*embedded, *spec.carried_sources(layers.start))
-        is_last = layers.stop == spec.num_layers
-        self.goes = () if is_last else (*embedded, *spec.carried_sources(layers.stop))
-        self.sources = frozenset(spec.key_sources(layers, layers.stop))
-        self.width = spec.carried_width(layers.start)
-
-    def received(self, x: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
-        """The hidden state, and what came beside it."""
-        if not self.comes:
-            return x, {}
-        x_TD, *beside = x.chunk(1 + len(self.comes), dim=-1)
-        return x_TD, dict(zip(self.comes, beside, strict=True))
-
-    def given(self, x_TD: Tensor, beside: dict[int, Tensor]) -> Tensor:
-        """What goes to the next stage; of the last stage the hidden state alone."""
-        return torch.cat([x_TD, *(beside[number] for number in self.goes)], dim=-1) if self.goes else x_TD
 
 
 class KeptKeys:
@@ -116,3 +91,40 @@ class BorrowedKeys(nn.Module):
         heads_TMH = self.kv_proj(h_TD, adapt).unflatten(-1, (-1, self.head_dim))
         k_TKH, v_TKH = heads_TMH[:, : self.kv_heads], heads_TMH[:, -self.kv_heads :]
         return rotate(self.k_norm(k_TKH), rotation), self.v_norm(v_TKH)
+
+
+class CarriedRows(nn.Module):
+    """What goes from stage to stage beside the hidden state, each [T, D]: the embeddings, where layers have inputs of
+    their own, and what came into layers whose keys later ones share. In most models there is nothing.
+
+    `width`: numbers of a token that come to this stage. `sources`: layers whose keys those held here share. `keys`:
+    what makes those of earlier stages.
+    """
+
+    def __init__(self, spec: ModelSpec, mesh: Mesh) -> None:
+        super().__init__()
+        layers = mesh.layers
+        embedded = (EMBEDDING,) * (spec.per_layer_width > 0)
+        self.comes = (*embedded, *spec.carried_sources(layers.start))
+        is_last = layers.stop == spec.num_layers
+        self.goes = () if is_last else (*embedded, *spec.carried_sources(layers.stop))
+        self.sources = frozenset(spec.key_sources(layers, layers.stop))
+        self.width = spec.carried_width(layers.start)
+        borrowed = spec.key_sources(layers, layers.start)
+        self.keys = nn.ModuleDict({str(i): BorrowedKeys(spec, mesh, i) for i in borrowed})
+
+    @property
+    def borrowed(self) -> dict[int, BorrowedKeys]:
+        """`keys` by the layers' numbers."""
+        return {int(number): cast(BorrowedKeys, keys) for number, keys in self.keys.items()}
+
+    def received(self, x: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
+        """The hidden state, and what came beside it."""
+        if not self.comes:
+            return x, {}
+        x_TD, *beside = x.chunk(1 + len(self.comes), dim=-1)
+        return x_TD, dict(zip(self.comes, beside, strict=True))
+
+    def given(self, x_TD: Tensor, beside: dict[int, Tensor]) -> Tensor:
+        """What goes to the next stage; of the last stage the hidden state alone."""
+        return torch.cat([x_TD, *(beside[number] for number in self.goes)], dim=-1) if self.goes else x_TD

@@ -14,7 +14,7 @@ from tllm.model.layer import Layer, norm_of
 from tllm.model.per_layer_input import PerLayerInputs
 from tllm.model.recurrence import StateShape
 from tllm.model.rope import Rotation, rotation
-from tllm.model.shared_keys import EMBEDDING, BorrowedKeys, CarriedRows, KeptKeys, SharedKeyAttention
+from tllm.model.shared_keys import EMBEDDING, CarriedRows, KeptKeys, SharedKeyAttention
 from tllm.parallel.embedding import VocabEmbedding, VocabLogits, vocab_parameter
 from tllm.parallel.linear import Adapt, ColumnLinear, LinearRows, unadapted
 from tllm.parallel.mesh import Mesh
@@ -50,9 +50,7 @@ class Transformer(nn.Module):
             self.embed_tokens = VocabEmbedding(table, self.vocab, mesh.seam, spec.embedding_scale)
         own_inputs = spec.per_layer_width > 0 and len(mesh.layers) > 0
         self.layer_inputs = PerLayerInputs(spec, mesh) if own_inputs else None
-        self.carried = CarriedRows(spec, mesh.layers)
-        borrowed = spec.key_sources(mesh.layers, mesh.layers.start)
-        self.borrowed = nn.ModuleDict({str(i): BorrowedKeys(spec, mesh, i) for i in borrowed})
+        self.carried = CarriedRows(spec, mesh)
         self.layers = nn.ModuleDict({str(i): Layer(spec, mesh, i) for i in mesh.layers})
         if self.is_last:
             self.norm = norm_of(spec, mesh, "model.norm")
@@ -82,7 +80,7 @@ class Transformer(nn.Module):
         turned |= {rope: rotation(rope, positions_T, x_TD.dtype, lengths_T) for rope in self._ropes()}
         if self.carried.sources:
             attend = KeptKeys(attend, self.carried.sources)
-            for number, keys in self._borrowed().items():
+            for number, keys in self.carried.borrowed.items():
                 attend.kept[number] = keys(beside[number], turned[keys.rope], tokens, adapt)
         for place, (number, layer) in enumerate(self._own_layers().items()):
             if number in self.carried.goes:
@@ -117,7 +115,7 @@ class Transformer(nn.Module):
 
     def attention_specs(self) -> dict[int, AttentionSpec]:
         """How each layer whose keys are made here attends, by global layer number."""
-        borrowed = {n: keys.spec for n, keys in self._borrowed().items()}
+        borrowed = {n: keys.spec for n, keys in self.carried.borrowed.items()}
         without = GatedDeltaNet, SharedKeyAttention
         own = self._own_layers().items()
         return borrowed | {n: layer.attention.spec for n, layer in own if not isinstance(layer.attention, without)}
@@ -127,13 +125,10 @@ class Transformer(nn.Module):
         layers = self._own_layers().items()
         return {n: layer.attention.state_shape for n, layer in layers if isinstance(layer.attention, GatedDeltaNet)}
 
-    def _borrowed(self) -> dict[int, BorrowedKeys]:
-        return {int(number): cast(BorrowedKeys, keys) for number, keys in self.borrowed.items()}
-
     def _ropes(self) -> set[RopeSpec]:
         """Those of the layers held here, each once."""
         ropes = [layer.rope for layer in self._own_layers().values()]
-        ropes += [keys.rope for keys in self._borrowed().values()]
+        ropes += [keys.rope for keys in self.carried.borrowed.values()]
         return {rope for rope in ropes if rope is not None}
 
     def _own_layers(self) -> dict[int, Layer]:
