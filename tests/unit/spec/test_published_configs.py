@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from tests.unit.spec.test_families import LLAMA, MLA
-from tllm.core.errors import ModelError
+from tllm.core.errors import ModelError, PlanError
 from tllm.spec.families import spec_from_config
 from tllm.spec.model_spec import ModelSpec, RopeSpec
+from tllm.spec.plan import Plan
+from tllm.spec.trainable import check_trainable
 
 GEMMA3_12B: dict[str, Any] = dict(
     architectures=["Gemma3ForConditionalGeneration"],
@@ -253,7 +255,6 @@ GEMMA4_TEXT: dict[str, Any] = dict(
     vocab_size_per_layer_input=262144,
 )
 
-
 MOE4 = dict(num_experts=128, top_k_experts=8, moe_intermediate_size=704)
 
 
@@ -325,6 +326,8 @@ def test_layers_of_e2b_share_keys_and_have_inputs_of_their_own() -> None:
     assert (spec.layers[14].mlp_width, spec.layers[15].mlp_width) == (0, 2 * spec.intermediate_size)
     assert [spec.carried_width(at) // spec.hidden_size for at in (1, 13, 14, 15, 34, 35)] == [2, 2, 3, 4, 3, 2]
     assert spec.widest_hop == 4 * spec.hidden_size
+    with pytest.raises(PlanError, match="keys of earlier layers, is not trained"):
+        check_trainable(Plan.parse("pp=1", 35), spec, [1])
 
 
 @pytest.mark.parametrize(
