@@ -41,12 +41,22 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen2_moe": dict(hidden_size=32, moe_intermediate_size=32, shared_expert_intermediate_size=32),
     "gemma3": dict(hidden_size=32, intermediate_size=32, layer_types=None),
     "phi3": dict(hidden_size=32, intermediate_size=32, head_dim=4),
-}
+    "qwen3_next_moe": dict(
+        hidden_size=32, moe_intermediate_size=32, shared_expert_intermediate_size=32, mlp_only_layers=[],
+        num_hidden_layers=4, layer_types=None,
+    ),
+    "qwen3_5": dict(hidden_size=32, intermediate_size=32, num_hidden_layers=4, layer_types=None),
+    "gemma4_moe": dict(hidden_size=32, intermediate_size=32, moe_intermediate_size=32, num_hidden_layers=4),
+    "gemma4_e2b": dict(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=4, vocab_size_per_layer_input=len(TOKENS)
+    ),
+}  # fmt: skip
 KEYS = (
     "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "rope.dimension_count",
     "rope.scaling.yarn_beta_fast", "rope.scaling.attn_factor", "rope.scale_linear", "rope.freq_base_swa",
     "expert_weights_norm", "expert_gating_func", "expert_weights_scale", "attention.causal", "attention.sliding_window",
-    "attention.sliding_window_pattern", "final_logit_softcapping",
+    "attention.sliding_window_pattern", "final_logit_softcapping", "nextn_predict_layers", "full_attention_interval",
+    "attention.shared_kv_layers", "embedding_length_per_layer_input", "rope.dimension_sections",
 )  # fmt: skip
 OTHERS = (
     "general.type", "general.alignment", "split.count", "split.no", "split.tensors.count",
@@ -72,14 +82,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write(folder: Path, case: str = "mixtral", change: Callable[[gguf.GGUFWriter], None] = lambda writer: None) -> Path:
-    """A model of one layer, with a tokenizer."""
+    """A model of one layer, or of one of each kind, with a tokenizer."""
 
     def more(writer: gguf.GGUFWriter) -> None:
         for name, value in VOCABULARY.items():
             getattr(writer, f"add_{name}")(value)
         change(writer)
 
-    model = save_model(case, folder / "plain", vocab_size=len(TOKENS), num_hidden_layers=1, **OWN.get(case, {}))
+    own = {"num_hidden_layers": 1, **OWN.get(case, {})}
+    model = save_model(case, folder / "plain", vocab_size=len(TOKENS), **own)
     return write_gguf(model, folder / "m.gguf", lambda name: "Q8_0", more)
 
 

@@ -40,7 +40,11 @@ from tllm.spec.cut import Range
 
 
 class StageModel(Protocol):
-    """What a stage needs of `model.Transformer`. `scales_by_length`: its rope goes by the length of a sequence."""
+    """What a stage needs of `model.Transformer`.
+
+    `received_width`: numbers of a token that come from the stage before. `scales_by_length`: its rope goes by the
+    length of a sequence.
+    """
 
     @property
     def is_first(self) -> bool: ...
@@ -49,7 +53,7 @@ class StageModel(Protocol):
     def is_last(self) -> bool: ...
 
     @property
-    def hidden_size(self) -> int: ...
+    def received_width(self) -> int: ...
 
     @property
     def scales_by_length(self) -> bool: ...
@@ -61,6 +65,7 @@ class StageModel(Protocol):
         attend: Attend,
         lengths_T: Tensor | None = None,
         adapt: Adapt = unadapted,
+        ids_T: Tensor | None = None,
     ) -> Tensor: ...
 
     def logits(self, x_TD: Tensor) -> Tensor: ...
@@ -172,8 +177,8 @@ class PipelineStage:
         return self.tp.broadcast_bytes(payload, limit=self.limits.batch_bytes)
 
     def _receive_hidden(self, batch: Batch) -> Tensor:
-        """The hidden states of the stage before, [tokens, hidden size], on every rank of this one."""
-        shape, dtype = (len(batch.token_ids), self.model.hidden_size), self.cache.dtype
+        """The hidden states of the stage before, [tokens, received width], on every rank of this one."""
+        shape, dtype = (len(batch.token_ids), self.model.received_width), self.cache.dtype
         if self.ring is None:
             return self.tp.broadcast(torch.empty(shape, dtype=dtype))
         return self.tp.broadcast(self.ring.recv(shape, dtype))
@@ -184,11 +189,12 @@ class PipelineStage:
         Gives hidden states, or on the last stage the results, which only its leader has (None on its other ranks).
         """
         self.batches += 1
-        x = torch.tensor(batch.token_ids) if x_TD is None else x_TD
+        ids_T = torch.tensor(batch.token_ids)
+        x = ids_T if x_TD is None else x_TD
         lengths_T = lengths(batch) if self.model.scales_by_length else None
         adapt = self.adapters.of_batch(batch)
         with self.counters.counting(batch):
-            x_TD = self.model(x, positions(batch), PagedAttend(self.cache, batch.entries), lengths_T, adapt)
+            x_TD = self.model(x, positions(batch), PagedAttend(self.cache, batch.entries), lengths_T, adapt, ids_T)
             if self.sampler is None:
                 return x_TD
             results = self.sampler(x_TD, batch)

@@ -101,24 +101,18 @@ class Attention(nn.Module):
         self.head_dim = H = spec.head_dim
         first, last = cut.heads
         self.heads = [last - first, size(cut.kv_heads), size(cut.kv_heads)]
-        rows = _qkv_rows(spec, spec.layers[layer], cut, name)
-        self.qkv_proj = ColumnLinear(spec.hidden_size, rows, spec.attention_bias, replicated=mesh.tp.size > 1)
+        rows = qkv_rows(spec, spec.layers[layer], cut, name)
+        shared = mesh.tp.size > 1 or (mesh.pp > 1 and spec.is_key_source(layer))
+        self.qkv_proj = ColumnLinear(spec.hidden_size, rows, spec.attention_bias, replicated=shared)
         columns = (first * H, last * H)
         self.o_proj = RowLinear(f"{name}.o_proj", columns, spec.hidden_size, mesh.seam, spec.output_bias)
-        self.q_norm, self.k_norm = _qk_norms(spec, cut, mesh, name)
+        self.q_norm, self.k_norm = qk_norms(spec, spec.layers[layer], cut, mesh, name)
         self.v_norm = RootMeanSquare(spec.norm_eps) if spec.value_norm else nn.Identity()
         self.sinks: nn.Parameter | None = None
         if spec.attention_sinks:
             piece = ShardPiece(f"{name}.sinks", source=(cut.heads,))
             self.sinks = cut_parameter((last - first,), Shard((piece,)))
-        self.spec = AttentionSpec(
-            scale=spec.attention_scale,
-            window=spec.layers[layer].window,
-            softcap=spec.attention_softcap,
-            kv_index=kv_index(cut.heads, spec.num_heads, spec.num_kv_heads),
-            sinks=spec.attention_sinks,
-            kv_shape=(size(cut.kv_heads), H),
-        )
+        self.spec = attention_spec(spec, spec.layers[layer], cut)
 
     def forward(self, x_TD: Tensor, rotation: Rotation | None, attend: Attend, adapt: Adapt = unadapted) -> Tensor:
         q_TNH, k_TKH, v_TKH = self.project(x_TD, adapt)
@@ -144,7 +138,19 @@ class SharedProjectionAttention(Attention):
         return q_TNH, k_TKH, k_TKH
 
 
-def _qkv_rows(spec: ModelSpec, layer: LayerSpec, cut: Cut, name: str) -> list[LinearRows]:
+def attention_spec(spec: ModelSpec, layer: LayerSpec, cut: Cut) -> AttentionSpec:
+    """How a layer attends with the heads held here."""
+    return AttentionSpec(
+        scale=spec.attention_scale,
+        window=layer.window,
+        softcap=spec.attention_softcap,
+        kv_index=kv_index(cut.heads, spec.num_heads, spec.num_kv_heads),
+        sinks=spec.attention_sinks,
+        kv_shape=(size(cut.kv_heads), spec.head_dim),
+    )
+
+
+def qkv_rows(spec: ModelSpec, layer: LayerSpec, cut: Cut, name: str) -> list[LinearRows]:
     """Rows of q, k and v; one tensor after another where the checkpoint has them fused. A head's gate follows its q."""
     H, of_query = spec.head_dim, (2 if spec.attention_gate else 1) * spec.head_dim
     names = [f"{name}.qkv_proj"] * 3 if spec.fused_qkv else [f"{name}.{p}_proj" for p in "qkv"]
@@ -154,18 +160,17 @@ def _qkv_rows(spec: ModelSpec, layer: LayerSpec, cut: Cut, name: str) -> list[Li
         LinearRows(part, (offset + first) * width, (offset + last) * width)
         for part, offset, (first, last), width in zip(names, offsets, held, (of_query, H, H), strict=True)
     ]
-    return rows[:2] if layer.keys_are_values else rows
+    return rows[:1] if layer.shares_keys else rows[:2] if layer.keys_are_values else rows
 
 
-def _qk_norms(spec: ModelSpec, cut: Cut, mesh: Mesh, name: str) -> tuple[nn.Module, nn.Module]:
+def qk_norms(spec: ModelSpec, layer: LayerSpec, cut: Cut, mesh: Mesh, name: str) -> tuple[nn.Module, nn.Module]:
+    """The norms of queries and of keys, which do nothing where there are none."""
     H, eps = spec.head_dim, spec.norm_eps
     if spec.qk_norm == "none":
         return nn.Identity(), nn.Identity()
     if spec.qk_norm == "head":
-        offset = spec.norm_offset
-        return RMSNorm(f"{name}.q_norm", H, eps, "partial", offset), RMSNorm(
-            f"{name}.k_norm", H, eps, "partial", offset
-        )
+        of_queries, of_keys = (RMSNorm(f"{name}.{x}_norm", H, eps, "partial", spec.norm_offset) for x in "qk")
+        return of_queries, nn.Identity() if layer.shares_keys else of_keys
     heads, kv_heads = cut.heads, cut.kv_heads
     group = spec.num_heads // spec.num_kv_heads
     counted = (-(-heads[0] // group), kv_heads[1])  # a kv head counts where its first query head is

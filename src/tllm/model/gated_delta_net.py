@@ -22,7 +22,7 @@ from tllm.model.rope import Rotation
 from tllm.parallel.linear import Adapt, ColumnLinear, LinearRows, RowLinear, unadapted
 from tllm.parallel.mesh import Mesh
 from tllm.parallel.shard import Shard, ShardPiece, cut_parameter
-from tllm.spec.cut import kv_index, size
+from tllm.spec.cut import size
 from tllm.spec.model_spec import DeltaSpec, ModelSpec
 
 CHUNK = 64
@@ -56,8 +56,7 @@ class GatedDeltaNet(nn.Module):
         self.norm = cut_parameter((of.value_dim,), Shard((weight,), True, "partial"))
         columns = (values[0] * of.value_dim, values[1] * of.value_dim)
         self.out_proj = RowLinear(f"{name}.out_proj", columns, spec.hidden_size, mesh.seam)
-        index = kv_index(values, of.value_heads, of.key_heads)
-        self.key_of = list(index or (n * G // N for n in range(N)))
+        self.key_of = [of.key_head(head) - keys[0] for head in range(*values)]
         self.eps = spec.norm_eps
 
     @property
@@ -170,7 +169,7 @@ def in_proj_rows(of: DeltaSpec, values: tuple[int, int], keys: tuple[int, int], 
         qkv = [*q_k, (start + values[0] * V, start + values[1] * V)]
         rows = [LinearRows(f"{name}.in_proj_qkv", *span) for span in qkv]
         rows.append(LinearRows(f"{name}.in_proj_z", values[0] * V, values[1] * V))
-        return [*rows, *(LinearRows(f"{name}.in_proj_{part}", *values) for part in "ba")]
+        return [*rows, *_ba_rows(of, values, keys, name)]
     R = of.group
     block = 2 * K + 2 * R * V  # rows of one key head: its query, its key, the values and gates of its value heads
     rows = [
@@ -178,19 +177,30 @@ def in_proj_rows(of: DeltaSpec, values: tuple[int, int], keys: tuple[int, int], 
         for at in (0, K)
         for head in range(*keys)
     ]
-    # Of each key head's R value heads those [first, last) are held here.
-    held = [(head, max(0, values[0] - head * R), min(R, values[1] - head * R)) for head in range(*keys)]
+    held = _held(of, values, keys)
     rows += [
         LinearRows(f"{name}.in_proj_qkvz", head * block + at + first * V, head * block + at + last * V)
         for at in (2 * K, 2 * K + R * V)
         for head, first, last in held
     ]
-    rows += [
+    return [*rows, *_ba_rows(of, values, keys, name)]
+
+
+def _held(of: DeltaSpec, values: tuple[int, int], keys: tuple[int, int]) -> list[tuple[int, int, int]]:
+    """Of each key head's value heads, those [first, last) that are held here."""
+    R = of.group
+    return [(head, max(0, values[0] - head * R), min(R, values[1] - head * R)) for head in range(*keys)]
+
+
+def _ba_rows(of: DeltaSpec, values: tuple[int, int], keys: tuple[int, int], name: str) -> list[LinearRows]:
+    if not of.fused_ba:
+        return [LinearRows(f"{name}.in_proj_{part}", *values) for part in "ba"]
+    R = of.group
+    return [
         LinearRows(f"{name}.in_proj_ba", head * 2 * R + at + first, head * 2 * R + at + last)
         for at in (0, R)
-        for head, first, last in held
+        for head, first, last in _held(of, values, keys)
     ]
-    return rows
 
 
 def _convolution(

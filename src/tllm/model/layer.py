@@ -13,9 +13,12 @@ from tllm.model.layer_scale import LayerScale
 from tllm.model.mlp import Mlp
 from tllm.model.moe import Moe
 from tllm.model.norm import RMSNorm
+from tllm.model.per_layer_input import PerLayerInput
 from tllm.model.rope import Rotation
+from tllm.model.shared_keys import SharedKeyAttention
 from tllm.parallel.linear import Adapt, unadapted
 from tllm.parallel.mesh import Mesh
+from tllm.spec.cut import as_layer
 from tllm.spec.model_spec import LayerSpec, ModelSpec
 
 NORMS = {
@@ -34,7 +37,8 @@ NORMS = {
 class Layer(nn.Module):
     """x + after(attention(before(x))), then the same with the MLP, where before and after are norms (or nothing).
 
-    What is added is multiplied by `residual_scale` first, and what comes out by the layer's own scale, if it has one.
+    What is added is multiplied by `residual_scale` first. A layer's own input p_TP comes in after the MLP, and what
+    comes out is multiplied by the layer's own scale, where it has those.
     """
 
     def __init__(self, spec: ModelSpec, mesh: Mesh, layer: int) -> None:
@@ -51,21 +55,33 @@ class Layer(nn.Module):
         else:
             self.attention = _attention_class(spec, of_layer)(spec, mesh, layer, f"{name}.self_attn")
         if of_layer.moe is None:
-            self.mlp: nn.Module = Mlp(spec, f"{name}.mlp", spec.intermediate_size, mesh.cut.width, mesh.seam)
+            own, cut = as_layer(spec, of_layer, mesh.cut)
+            self.mlp: nn.Module = Mlp(own, f"{name}.mlp", own.intermediate_size, cut.width, mesh.seam)
         elif of_layer.moe.beside_mlp:
             self.mlp, self.before_mlp = ExpertsBesideMlp(spec, mesh, name, of_layer.moe), nn.Identity()
         else:
             self.mlp = Moe(spec, mesh, name, of_layer.moe)
+        self.own_input = PerLayerInput(spec, mesh, name) if spec.per_layer_width else None
         self.scale = LayerScale(f"{name}.layer_scalar") if spec.layer_scale else nn.Identity()
         self.seam, self.residual_scale = mesh.seam, spec.residual_scale
 
     def forward(
-        self, x_TD: Tensor, rope_rotation: Rotation | None, attend: Attend, tokens: int, adapt: Adapt = unadapted
+        self,
+        x_TD: Tensor,
+        rope_rotation: Rotation | None,
+        attend: Attend,
+        tokens: int,
+        adapt: Adapt = unadapted,
+        p_TP: Tensor | None = None,
     ) -> Tensor:
         h_TD = self.seam.enter(self.before_attention(x_TD), tokens)
         x_TD = self._add(x_TD, self.after_attention(self.attention(h_TD, rope_rotation, attend, adapt)))
         h_TD = self.seam.enter(self.before_mlp(x_TD), tokens)
-        y_TD: Tensor = self.scale(self._add(x_TD, self.after_mlp(self.mlp(h_TD, adapt))))
+        x_TD = self._add(x_TD, self.after_mlp(self.mlp(h_TD, adapt)))
+        if self.own_input is not None:
+            assert p_TP is not None, "such a layer is given its input"
+            x_TD = self.own_input(x_TD, p_TP)
+        y_TD: Tensor = self.scale(x_TD)
         return y_TD
 
     def _add(self, x_TD: Tensor, y_TD: Tensor) -> Tensor:
@@ -75,6 +91,8 @@ class Layer(nn.Module):
 def _attention_class(spec: ModelSpec, layer: LayerSpec) -> type[Attention | LatentAttention]:
     if spec.latent:
         return LatentAttention
+    if layer.shares_keys:
+        return SharedKeyAttention
     if layer.keys_are_values:
         return SharedProjectionAttention
     return GatedAttention if spec.attention_gate else Attention

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from tllm.model.attention import Attend, AttentionSpec
 from tllm.model.gated_delta_net import GatedDeltaNet
 from tllm.model.layer import Layer, norm_of
+from tllm.model.per_layer_input import PerLayerInputs
 from tllm.model.recurrence import StateShape
 from tllm.model.rope import Rotation, rotation
+from tllm.model.shared_keys import EMBEDDING, CarriedRows, KeptKeys, SharedKeyAttention
 from tllm.parallel.embedding import VocabEmbedding, VocabLogits, vocab_parameter
 from tllm.parallel.linear import Adapt, ColumnLinear, LinearRows, unadapted
 from tllm.parallel.mesh import Mesh
@@ -29,6 +31,8 @@ class Transformer(nn.Module):
     logits: x_TD (rows of the last stage's result) -> logits_TV for this rank's part of the vocabulary, `vocab`.
     With sequence parallelism x_TD of forward and logits is this rank's slice of the tokens, and `tokens` tells how
     many there are; positions and logits are of all tokens.
+    Of models whose layers have inputs of their own or share keys, more than the hidden state goes from stage to stage,
+    side by side in one x (`ModelSpec.carried_width`), and later stages are given `ids_T` too.
     """
 
     def __init__(self, spec: ModelSpec, mesh: Mesh) -> None:
@@ -44,6 +48,9 @@ class Transformer(nn.Module):
         if self.is_first:
             table = vocab_parameter(name, self.vocab, width, replicated=spread)
             self.embed_tokens = VocabEmbedding(table, self.vocab, mesh.seam, spec.embedding_scale)
+        own_inputs = spec.per_layer_width > 0 and len(mesh.layers) > 0
+        self.layer_inputs = PerLayerInputs(spec, mesh) if own_inputs else None
+        self.carried = CarriedRows(spec, mesh)
         self.layers = nn.ModuleDict({str(i): Layer(spec, mesh, i) for i in mesh.layers})
         if self.is_last:
             self.norm = norm_of(spec, mesh, "model.norm")
@@ -63,16 +70,24 @@ class Transformer(nn.Module):
         attend: Attend,
         lengths_T: Tensor | None = None,
         adapt: Adapt = unadapted,
+        ids_T: Tensor | None = None,
     ) -> Tensor:
-        x_TD = self.embed_tokens(x) if self.is_first else x
-        tokens = len(positions_T)
-        rotations: dict[RopeSpec, Rotation] = {}
-        for layer in self._own_layers().values():
-            rope = layer.rope
-            if rope is not None and rope not in rotations:
-                rotations[rope] = rotation(rope, positions_T, x_TD.dtype, lengths_T)
-            x_TD = layer(x_TD, None if rope is None else rotations[rope], attend, tokens, adapt)
-        return x_TD
+        x_TD, beside = (self.embed_tokens(x), {}) if self.is_first else self.carried.received(x)
+        ids_T, tokens = x if self.is_first else ids_T, len(positions_T)
+        e_TD = beside.setdefault(EMBEDDING, x_TD)
+        inputs_TLP = None if self.layer_inputs is None else self.layer_inputs(ids_T, e_TD)
+        turned: dict[RopeSpec | None, Rotation | None] = {None: None}
+        turned |= {rope: rotation(rope, positions_T, x_TD.dtype, lengths_T) for rope in self._ropes()}
+        if self.carried.sources:
+            attend = KeptKeys(attend, self.carried.sources)
+            for number, keys in self.carried.borrowed.items():
+                attend.kept[number] = keys(beside[number], turned[keys.rope], tokens, adapt)
+        for place, (number, layer) in enumerate(self._own_layers().items()):
+            if number in self.carried.goes:
+                beside[number] = x_TD
+            p_TP = None if inputs_TLP is None else inputs_TLP[:, place]
+            x_TD = layer(x_TD, turned[layer.rope], attend, tokens, adapt, p_TP)
+        return self.carried.given(x_TD, beside)
 
     def logits(self, x_TD: Tensor, tokens: int | None = None) -> Tensor:
         logits_TV: Tensor = self.lm_head(self.seam.enter(self.norm(x_TD), tokens))
@@ -89,9 +104,9 @@ class Transformer(nn.Module):
         return scores_TL
 
     @property
-    def hidden_size(self) -> int:
-        """The model's width D."""
-        return self.spec.hidden_size
+    def received_width(self) -> int:
+        """Numbers of a token that come to this stage from the one before it."""
+        return self.carried.width
 
     @property
     def scales_by_length(self) -> bool:
@@ -99,14 +114,22 @@ class Transformer(nn.Module):
         return self.spec.scales_by_length
 
     def attention_specs(self) -> dict[int, AttentionSpec]:
-        """How each layer held here attends, by global layer number, but for those that have a state."""
-        layers = self._own_layers().items()
-        return {n: layer.attention.spec for n, layer in layers if not isinstance(layer.attention, GatedDeltaNet)}
+        """How each layer whose keys are made here attends, by global layer number."""
+        borrowed = {n: keys.spec for n, keys in self.carried.borrowed.items()}
+        without = GatedDeltaNet, SharedKeyAttention
+        own = self._own_layers().items()
+        return borrowed | {n: layer.attention.spec for n, layer in own if not isinstance(layer.attention, without)}
 
     def state_shapes(self) -> dict[int, StateShape]:
         """The shapes of one sequence's state in each layer held here that has one."""
         layers = self._own_layers().items()
         return {n: layer.attention.state_shape for n, layer in layers if isinstance(layer.attention, GatedDeltaNet)}
+
+    def _ropes(self) -> set[RopeSpec]:
+        """Those of the layers held here, each once."""
+        ropes = [layer.rope for layer in self._own_layers().values()]
+        ropes += [keys.rope for keys in self.carried.borrowed.values()]
+        return {rope for rope in ropes if rope is not None}
 
     def _own_layers(self) -> dict[int, Layer]:
         return {int(number): cast(Layer, layer) for number, layer in self.layers.items()}

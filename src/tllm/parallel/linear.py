@@ -18,7 +18,7 @@ from tllm.kernels.row_operations import takes
 from tllm.kernels.trained_product import trained_matmul
 from tllm.parallel.quantized_weight import QuantizedWeight, quantized
 from tllm.parallel.sequence_parallel import TensorParallelRegion
-from tllm.parallel.shard import Shard, ShardPiece, cut_parameter
+from tllm.parallel.shard import Gradient, Shard, ShardPiece, cut_parameter
 from tllm.spec.cut import Range
 
 
@@ -92,6 +92,21 @@ class RouterLinear(ColumnLinear):
             return super().forward(x_TD)
         y_TE = router_matmul(kernels, x_TD, self.weight)
         return y_TE if self.bias is None else y_TE + self.bias
+
+
+class WholeLinear(nn.Module):
+    """y_TF = x_TD W^T of rows outside of the cut layers, with rows [start, stop) of W whole on every rank.
+
+    `gradient` is that of the region's parameters (`TensorParallelRegion.gradient`).
+    """
+
+    def __init__(self, name: str, rows: Range, width: int, gradient: Gradient) -> None:
+        super().__init__()
+        piece = ShardPiece(f"{name}.weight", source=(rows, (0, width)))
+        self.weight = cut_parameter((rows[1] - rows[0], width), Shard((piece,), True, gradient))
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return matmul(x_TD, self.weight)
 
 
 class RowLinear(nn.Module):

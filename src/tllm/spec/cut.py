@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tllm.core.errors import PlanError
-from tllm.spec.model_spec import LayerSpec, ModelSpec
+from tllm.spec.model_spec import DeltaSpec, LayerSpec, ModelSpec
 from tllm.spec.plan import Experts
 
 Range = tuple[int, int]
@@ -78,17 +78,28 @@ def cut_stage(spec: ModelSpec, shares: tuple[int, ...], experts: Experts = "cut"
             shared_width=shared[i],
             vocab=vocab[i],
             value_heads=values[i],
-            key_heads=(values[i][0] // delta.group, -(-values[i][1] // delta.group)) if delta else (0, 0),
+            key_heads=_key_heads(delta, values[i]) if delta else (0, 0),
         )
         for i in range(len(shares))
     )
 
 
-def as_layer(spec: ModelSpec, layer: LayerSpec, cut: Cut) -> tuple[ModelSpec, Cut]:
-    """The model and a rank's cut of it as this layer has its heads, where it has others than the model (gemma4).
+def _key_heads(delta: DeltaSpec, values: Range) -> Range:
+    """The key heads, from the first to the last, that a rank's value heads use."""
+    used = {delta.key_head(head) for head in range(*values)}
+    return min(used), max(used) + 1
 
-    Query heads are as many in every layer, and what a rank holds of them decides which key-value heads it needs.
+
+def as_layer(spec: ModelSpec, layer: LayerSpec, cut: Cut) -> tuple[ModelSpec, Cut]:
+    """The model and a rank's cut of it as this layer has its heads and its MLP, where they are its own (gemma4).
+
+    Query heads are as many in every layer, and what a rank holds of them decides which key-value heads it needs. An MLP
+    is some times as wide as the model's, and so is what a rank holds of it.
     """
+    if layer.mlp_width:
+        times = layer.mlp_width // spec.intermediate_size
+        spec = replace(spec, intermediate_size=layer.mlp_width)
+        cut = replace(cut, width=(times * cut.width[0], times * cut.width[1]))
     if not (layer.head_dim or layer.num_kv_heads):
         return spec, cut
     kv_heads = layer.num_kv_heads or spec.num_kv_heads
@@ -102,6 +113,8 @@ def projected_width(spec: ModelSpec, layer: LayerSpec, cut: Cut) -> int:
     """Widths of queries, their gates, keys and values that a rank makes of a token's hidden state."""
     spec, cut = as_layer(spec, layer, cut)
     of_queries, of_keys = 1 + spec.attention_gate, 1 if layer.keys_are_values else 2
+    if layer.shares_keys:
+        of_keys = 0
     return (of_queries * size(cut.heads) + of_keys * size(cut.kv_heads)) * spec.head_dim
 
 

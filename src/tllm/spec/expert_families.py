@@ -239,6 +239,7 @@ def _quarter_rope(config: Config) -> RopeSpec:
 
 def _with_delta_nets(config: Config, layers: tuple[LayerSpec, ...], fused: bool, **more: Any) -> ModelSpec:
     """Some of the layers have a gated delta net in attention's place: those that `layer_types` calls so."""
+    apart = config.get("_gguf_heads")  # how a GGUF file has them, which the converter has sorted
     config.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype", "mlp_only_layers")
     delta = DeltaSpec(
         key_heads=config.number("linear_num_key_heads", 16),
@@ -246,7 +247,9 @@ def _with_delta_nets(config: Config, layers: tuple[LayerSpec, ...], fused: bool,
         key_dim=config.number("linear_key_head_dim", 128),
         value_dim=config.number("linear_value_head_dim", 128),
         kernel=config.number("linear_conv_kernel_dim", 4),
-        fused=fused,
+        fused=fused and not apart,
+        fused_ba=fused,
+        tiled=apart == "tiled",
     )
     if delta.value_heads % delta.key_heads:
         raise ModelError(f"{delta.value_heads} value heads cannot share {delta.key_heads} key heads evenly")

@@ -120,7 +120,8 @@ def gemma4(config: Config) -> ModelSpec:
     """Layers with a window, and layers that see all, whose heads are wider and fewer and may have no values of their
     own. Norms of queries, keys and values take the place of a scale of scores.
     """
-    _refuse_of_gemma4(config)
+    if config.get("use_bidirectional_attention") not in (None, False, "vision"):
+        raise ModelError("use_bidirectional_attention='all' is not handled", "only causal language models are served")
     count, window = config.number("num_hidden_layers"), config.number("sliding_window")
     default = ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(count)]
     default[-1:] = ["full_attention"]
@@ -140,12 +141,13 @@ def gemma4(config: Config) -> ModelSpec:
     moe = _experts_of_gemma4(config)
     of_near = LayerSpec(rope=near, window=window, moe=moe)
     of_far = LayerSpec(rope=far, moe=moe, head_dim=far_heads[0], num_kv_heads=far_heads[1], keys_are_values=shared)
-    layers = tuple(of_far if window is None else of_near for window in windows)
+    layers = _sharing_layers(config, tuple(of_far if window is None else of_near for window in windows))
     bias = config.flag("attention_bias")
     return plain_spec(
         config,
         layers,
         tied_default=True,
+        per_layer_width=_per_layer_width(config),
         activation=config.get("hidden_activation", "gelu_pytorch_tanh"),
         attention_scale=1.0,
         attention_bias=bias,
@@ -364,24 +366,33 @@ def _gemma(config: Config, layers: tuple[LayerSpec, ...], **more: Any) -> ModelS
     )
 
 
-def _refuse_of_gemma4(config: Config) -> None:
-    """What some models of the family have and this version does not compute; what only encoders read is passed over."""
-    if config.get("use_bidirectional_attention") not in (None, False, "vision"):
-        raise ModelError("use_bidirectional_attention='all' is not handled", "only causal language models are served")
-    per_layer = config.number("hidden_size_per_layer_input", 256 if config.family == "gemma4_text" else 0)
-    shared = config.number("num_kv_shared_layers", 0)
-    refused = {
-        f"hidden_size_per_layer_input={per_layer} (embeddings of each layer, as in E2B and E4B)": per_layer,
-        f"num_kv_shared_layers={shared} (layers with the keys and values of earlier ones)": shared,
-    }
-    for what, is_there in refused.items():
-        if is_there:
-            raise ModelError(
-                f"{what} of this {config.family} model is not handled",
-                "gemma4 models of 12B, 26B and 31B parameters are; their layers have none of it",
-            )
-    # Of the parts that are refused where they are there, and of MLPs twice as wide on layers with shared keys.
-    config.ignore("vocab_size_per_layer_input", "use_double_wide_mlp")
+def _per_layer_width(config: Config) -> int:
+    """Widths of each layer's own input (E2B, E4B); 0 in models that have none."""
+    width = config.number("hidden_size_per_layer_input", 256 if config.family == "gemma4_text" else 0)
+    rows, tokens = config.number("vocab_size_per_layer_input", 262144), config.number("vocab_size")
+    if width and rows != tokens:
+        raise ModelError(
+            f"vocab_size_per_layer_input={rows} of this {config.family} model is not its vocab_size={tokens}",
+            "in published models they are equal",
+        )
+    return width
+
+
+def _sharing_layers(config: Config, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+    """The same where the last ones use the keys and values of earlier layers, and may have MLPs twice as wide."""
+    shared, wide = config.number("num_kv_shared_layers", 0), config.flag("use_double_wide_mlp")
+    if not shared:
+        return layers
+    own, sharing = layers[: max(0, len(layers) - shared)], layers[-shared:]
+    if {layer.window for layer in sharing} - {layer.window for layer in own}:
+        raise ModelError(
+            f"num_kv_shared_layers={shared} of {len(layers)} layers: none before them has keys of one of their kinds",
+            "copy the file again",
+        )
+    if wide and any(layer.moe for layer in sharing):
+        raise ModelError("use_double_wide_mlp beside experts is not handled", "no published model has both")
+    width = 2 * config.number("intermediate_size") if wide else 0
+    return (*own, *(replace(layer, shares_keys=True, mlp_width=width) for layer in sharing))
 
 
 def _experts_of_gemma4(config: Config) -> MoeSpec | None:

@@ -108,7 +108,8 @@ class DeltaSpec:
 
     `value_heads` share `key_heads` evenly, whose queries and keys they use. What goes into the state comes through a
     causal convolution over the last `kernel` tokens. `fused`: the checkpoint has queries, keys, values and gates as one
-    tensor, by key heads (qwen3_next), not a tensor of each kind (qwen3_5).
+    tensor, by key heads (qwen3_next), not a tensor of each kind (qwen3_5); `fused_ba`: so it has the betas and alphas.
+    `tiled`: value head n uses key head n % key_heads (qwen3_5 in GGUF files), and not the n // group-th.
     """
 
     key_heads: int
@@ -117,11 +118,17 @@ class DeltaSpec:
     value_dim: int
     kernel: int
     fused: bool = False
+    fused_ba: bool = False
+    tiled: bool = False
 
     @property
     def group(self) -> int:
         """Value heads that use one key head."""
         return self.value_heads // self.key_heads
+
+    def key_head(self, value_head: int) -> int:
+        """The key head that a value head uses."""
+        return value_head % self.key_heads if self.tiled else value_head // self.group
 
 
 @dataclass(frozen=True)
@@ -129,7 +136,9 @@ class LayerSpec:
     """One transformer layer: how far it sees (`window` keys, None: all), its rope (None: it has none), its MLP.
 
     With `delta` it has a gated delta net and no attention. `head_dim` and `num_kv_heads` are its own, or 0 where they
-    are the model's. `keys_are_values`: its values are its keys as they were before their norm and rope (gemma4).
+    are the model's, as is `mlp_width`. `keys_are_values`: its values are its keys as they were before their norm and
+    rope. `shares_keys`: it has no keys and values of its own and uses an earlier layer's (both gemma4; which layer's,
+    `ModelSpec.key_source` says).
     """
 
     rope: RopeSpec | None
@@ -139,6 +148,8 @@ class LayerSpec:
     head_dim: int = 0
     num_kv_heads: int = 0
     keys_are_values: bool = False
+    shares_keys: bool = False
+    mlp_width: int = 0
 
     @property
     def hidden_sums(self) -> int:
@@ -165,6 +176,8 @@ class ModelSpec:
     `attention_sinks`: each query head has a score that joins its softmax and has no value (2309.17453, gpt_oss).
     `value_norm`: each head's values are divided by their root mean square. `layer_scale`: what a layer gives is
     multiplied by a number of the checkpoint's, which training leaves as it is (both gemma4).
+    `per_layer_width`: each layer has so wide an input of its own for each token, made of a table of its own and of the
+    token's embedding (gemma4 of E2B and E4B); 0 where layers have none.
     `num_labels`: the model ends in a classification head of so many labels, and has none for tokens; 0 for those that
     write.
     `quantization`: which weights are held in few bits, and how; None where all are held as plain numbers.
@@ -196,6 +209,7 @@ class ModelSpec:
     attention_gate: bool = False
     value_norm: bool = False
     layer_scale: bool = False
+    per_layer_width: int = 0
     latent: LatentSpec | None = None
     final_softcap: float | None = None
     embedding_scale: float = 1.0
@@ -223,6 +237,42 @@ class ModelSpec:
     def cached_width(self) -> int:
         """Numbers of the cache for each token and key-value head."""
         return self.head_dim if self.latent else 2 * self.head_dim
+
+    def key_source(self, number: int) -> int:
+        """The layer whose keys and values layer `number` attends to: itself, or where it shares them the last one
+        before it that has its own and sees as far."""
+        layer = self.layers[number]
+        if not layer.shares_keys:
+            return number
+        before = range(number - 1, -1, -1)
+        return next(n for n in before if not self.layers[n].shares_keys and self.layers[n].window == layer.window)
+
+    def is_key_source(self, number: int) -> bool:
+        """Whether later layers attend to the keys and values of layer `number`."""
+        return number in self.key_sources(range(number + 1, self.num_layers), number + 1)
+
+    def key_sources(self, layers: range, before: int) -> tuple[int, ...]:
+        """The layers before layer `before` whose keys and values some of `layers` attend to."""
+        if not any(self.layers[n].shares_keys for n in layers):
+            return ()
+        return tuple(sorted({source for n in layers if (source := self.key_source(n)) < before}))
+
+    def carried_sources(self, start: int) -> tuple[int, ...]:
+        """The layers before `start` whose keys and values layers from there on attend to. A stage that begins there is
+        given what came into these layers, and makes the same keys and values of it."""
+        return self.key_sources(range(start, self.num_layers), start)
+
+    def carried_width(self, start: int) -> int:
+        """Numbers of a token that go to a stage whose first layer is `start`: the hidden state, with layers' own inputs
+        the embedding, and what came into the layers of `carried_sources`."""
+        return self.hidden_size * (1 + (self.per_layer_width > 0) + len(self.carried_sources(start)))
+
+    @property
+    def widest_hop(self) -> int:
+        """The most numbers of a token that go from a stage to the next, wherever a pipeline is cut."""
+        if not (self.per_layer_width or any(layer.shares_keys for layer in self.layers)):
+            return self.hidden_size
+        return max(self.carried_width(start) for start in range(1, self.num_layers + 1))
 
     @property
     def into_mlp(self) -> int:

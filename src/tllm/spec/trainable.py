@@ -26,6 +26,11 @@ def check_trainable(plan: Plan, spec: ModelSpec, counts: Sequence[int]) -> None:
             "to the next, and with cp the tokens of a document are on several ranks",
             "leave cp out; tp, pp, ep and sequence=true go with such layers",
         )
+    if spec.per_layer_width or any(layer.shares_keys for layer in spec.layers):
+        raise PlanError(
+            f"a {spec.family} model whose layers have inputs of their own, or keys of earlier layers, is not trained",
+            "E2B and E4B are served alone; gemma4 models of 12B, 26B and 31B parameters are trained too",
+        )
     _check_sequence(plan)
     _check_gathered(plan, counts)
     _check_chunks(plan, spec)

@@ -1,8 +1,8 @@
 """The tokenizer that a GGUF file's metadata describes, as the `tokenizers` library has it.
 
 `tokenizer.ggml.model` says of which kind it is: "gpt2" is byte-level BPE, whose text is first split by the expression
-that `tokenizer.ggml.pre` names; "llama" is sentencepiece's BPE, whose merges follow from the scores of its tokens. What
-a file does not say is what llama.cpp takes for it.
+that `tokenizer.ggml.pre` names; "llama" is sentencepiece's BPE, whose merges follow from the scores of its tokens, and
+"gemma4" the same with merges that the file lists. What a file does not say is what llama.cpp takes for it.
 """
 
 from __future__ import annotations
@@ -78,13 +78,13 @@ def gguf_tokenizer(metadata: Mapping[str, Value]) -> tuple[tokenizers.Tokenizer,
     kind, tokens = metadata.get("tokenizer.ggml.model"), texts(metadata, TOKENS)
     if not tokens or kind in (None, "none", "no_vocab"):
         return None
-    if kind not in ("gpt2", "llama"):
-        raise ConfigError(f"the file has a tokenizer of kind {kind!r}, and gpt2 and llama are read", BESIDE)
+    if kind not in ("gpt2", "llama", "gemma4"):
+        raise ConfigError(f"the file has a tokenizer of kind {kind!r}, and gpt2, llama and gemma4 are read", BESIDE)
     pre = metadata.get("tokenizer.ggml.pre")
     try:
         inner = _byte_level(metadata, tokens) if kind == "gpt2" else _sentencepiece(metadata, tokens)
         _add_special_tokens(inner, metadata, tokens)
-        _add_ends(inner, metadata, tokens, kind == "llama" or pre in WHOLE_WORDS)
+        _add_ends(inner, metadata, tokens, kind in ("llama", "gemma4") or pre in WHOLE_WORDS)
     except (ConfigError, WeightsError):
         raise
     except Exception as error:  # the library raises exactly this for every fault in a vocabulary
@@ -117,20 +117,21 @@ def _byte_level(metadata: Mapping[str, Value], tokens: list[str]) -> tokenizers.
 
 def _sentencepiece(metadata: Mapping[str, Value], tokens: list[str]) -> tokenizers.Tokenizer:
     """A space is ▁, one is put before each text, and what the vocabulary lacks is spelled in bytes."""
-    if metadata.get("general.architecture") in GEMMA:
+    listed, scores = metadata.get("tokenizer.ggml.model") == "gemma4", numbers(metadata, "tokenizer.ggml.scores")
+    if not listed and metadata.get("general.architecture") in GEMMA:
         # The converter has spelled runs of spaces as such, and Gemma's scores are no ranks: the order of its tokens is.
         tokens = [SPACE * len(token) if token and not token.strip(" ") else token for token in tokens]
         scores = [-float(i) for i in range(len(tokens))]
-    else:
-        scores = numbers(metadata, "tokenizer.ggml.scores")
-    if len(scores) != len(tokens):
+    if not listed and len(scores) != len(tokens):
         raise ConfigError(f"the file has {len(tokens)} tokens and {len(scores)} scores of them", BESIDE)
-    ids = _ids(tokens)
+    # Gemma 4's vocabulary has a few tokens twice, of which the later counts, as in llama.cpp.
+    ids = {token: number for number, token in enumerate(tokens)} if listed else _ids(tokens)
+    merges = map(_pair, texts(metadata, "tokenizer.ggml.merges")) if listed else _merges(tokens, scores, ids)
     unknown = token_id(metadata, "unknown", len(tokens))
     inner = tokenizers.Tokenizer(
         models.BPE(
             ids,
-            list(_merges(tokens, scores, ids)),
+            list(merges),
             unk_token=None if unknown is None else tokens[unknown],
             fuse_unk=True,
             byte_fallback=True,

@@ -49,7 +49,7 @@ def greedy(model: transformers.PreTrainedModel, prompt: list[int]) -> list[int]:
     return ids[len(prompt) :]
 
 
-@pytest.mark.parametrize("case", ["llama", "mistral", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize("case", ["llama", "mistral", "gemma2", "qwen3_moe", "gemma4_e2b"])
 def test_chats_go_on_as_transformers_would_compute_them_anew(case: str, tmp_path: Path) -> None:
     turns = turns_of(save_model(case, tmp_path))
     ways = [(layout, ROOMY) for layout in ("pp=1", "tp=3,shares=1:2:1", "pp=3,layers=1+2+1")]

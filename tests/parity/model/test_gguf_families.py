@@ -18,9 +18,10 @@ from tests.support.models.gguf_models import write_gguf
 from tests.support.models.layouts import logits_under, spec_of
 from tllm.quantization.blocks import Blocks, dequantize
 from tllm.spec.gguf.gguf_config import ARCHITECTURES as CONFIGS
-from tllm.spec.gguf.gguf_config import GgufKeys
+from tllm.spec.gguf.gguf_keys import GgufKeys
 from tllm.spec.gguf.gguf_names import ARCHITECTURES
 from tllm.spec.hf_config import read_config
+from tllm.spec.model_spec import DeltaSpec, LayerSpec, ModelSpec
 from tllm.weights.boxes import whole
 from tllm.weights.byte_source import LocalFiles
 from tllm.weights.formats import gguf_index
@@ -33,6 +34,13 @@ EXPERTS = dict(WIDE, moe_intermediate_size=64)
 LONG = dict(
     original_max_position_embeddings=64,
     rope_scaling=dict(rope_type="longrope", short_factor=[1.0, 1.5, 2.0, 2.5], long_factor=[2.0, 3.0, 4.0, 5.0]),
+)
+DELTA = dict(
+    linear_num_key_heads=2,
+    linear_num_value_heads=6,
+    linear_key_head_dim=16,
+    linear_value_head_dim=32,
+    layer_types=None,
 )
 CASES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "llama": ("llama", WIDE, True),
@@ -52,6 +60,20 @@ CASES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "phi3_long": ("phi3", dict(WIDE, **LONG, head_dim=8), True),
     "olmo2": ("olmo2", dict(WIDE, head_dim=8), False),
     "smollm3": ("smollm3", dict(WIDE, head_dim=8, no_rope_layer_interval=4), False),
+    "qwen3next": (
+        "qwen3_next_moe",
+        dict(EXPERTS, **DELTA, shared_expert_intermediate_size=32, mlp_only_layers=[]),
+        False,
+    ),
+    "qwen35": ("qwen3_5", dict(WIDE, **DELTA), False),
+    "qwen35moe": (
+        "qwen3_5_moe",
+        dict(EXPERTS, **DELTA, shared_expert_intermediate_size=32, attention_bias=False),
+        False,
+    ),
+    "gemma4": ("gemma4", WIDE, False),
+    "gemma4_moe": ("gemma4_moe", EXPERTS, False),
+    "gemma4_e2b": ("gemma4_e2b", dict(WIDE, hidden_size_per_layer_input=16), False),
 }
 """Our name -> the family's case, what differs from it, and whether transformers reads such files."""
 
@@ -79,7 +101,8 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     path = write_gguf(truth, tmp_path / "model.gguf", mixed)
     if case not in ("llama3", "phi3_long"):  # of which a file has factors that are worked out, and rounded
         plain = replace(spec_of(tmp_path / "plain"), dtype="bfloat16", bos_token_id=None)
-        assert replace(spec_of(path), quantization=None) == plain
+        assert replace(spec_of(path), quantization=None, layers=()) == replace(plain, layers=())
+        assert _of_any_order(spec_of(path)) == _of_any_order(plain)
     ids_T = prompt(40)
     with torch.inference_mode():
         want = truth(ids_T[None]).logits[0]
@@ -88,6 +111,12 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     for layout in (*LAYOUTS, *(["tp=2,experts=spread"] if "moe" in case or case == "mixtral" else [])):
         got = logits_under(path, layout, ids_T, torch.float32, fill=fill)
         torch.testing.assert_close(got, want, rtol=0, atol=2e-5, msg=lambda m, at=layout: f"{case} {at}: {m}")
+
+
+def _of_any_order(spec: ModelSpec) -> list[LayerSpec]:
+    """The layers, whatever order the heads of their delta nets have in the files."""
+    unordered = dict(fused=False, fused_ba=False, tiled=False)
+    return [replace(one, delta=replace(one.delta, **unordered) if one.delta else None) for one in spec.layers]
 
 
 def in_super_blocks(name: str) -> str:
@@ -162,6 +191,25 @@ MUTATIONS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
         "mixtral",
         lambda patch: patch.setattr(
             GgufWeight, "plane_boxes", lambda self, box, real=GgufWeight.plane_boxes: real(_next_expert(self), box)
+        ),
+    ),
+    "heads of a delta net in the folder's order": (
+        "qwen35",
+        lambda patch: patch.setattr(DeltaSpec, "key_head", lambda self, head: head // self.group),
+    ),
+    "decays as they are": ("qwen35", lambda patch: patch.setitem(gguf_index.CHANGED, "minus_exp", lambda x: x)),
+    "a delta net's norm without a one": (
+        "qwen3next",
+        lambda patch: patch.setitem(
+            ARCHITECTURES, "qwen3next", replace(ARCHITECTURES["qwen3next"], plain_norms=frozenset())
+        ),
+    ),
+    "gates for ups": (
+        "gemma4_moe",
+        lambda patch: patch.setattr(
+            GgufWeight,
+            "plane_boxes",
+            lambda self, box, real=GgufWeight.plane_boxes: real(replace(self, first_row=0), box),
         ),
     ),
     "factors of rope forgotten": (

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.models.families import FAMILIES, save_model
+from tests.support.models.families import TRAINABLE, save_model
 from tests.support.models.layouts import in_threads, spec_of
 from tests.support.models.live_tensors import Live
 from tllm.comm.collectives.group import Group, local_groups
@@ -86,7 +86,7 @@ GRID: list[tuple[tuple[int, ...], bool, range, list[int], float]] = [
 ]
 
 
-@pytest.mark.parametrize("case", [case for case in FAMILIES if case not in SAME_BUT_FOR_ANGLES])
+@pytest.mark.parametrize("case", [case for case in TRAINABLE if case not in SAME_BUT_FOR_ANGLES])
 def test_kept_bytes_are_planned_bytes(case: str, tmp_path: Path) -> None:
     save_model(case, tmp_path)
     spec = spec_of(tmp_path)

@@ -190,8 +190,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral3": ("Ministral3", dict(rope_parameters=MINISTRAL)),
     "qwen3_vl": ("Qwen3VL", dict(rope_parameters=MROPE)),
     "smollm3": ("SmolLM3", dict(head_dim=6, no_rope_layer_interval=2)),
+    "gemma4_e2b": (
+        "Gemma4Text",
+        dict(
+            GEMMA4,
+            attention_k_eq_v=False,
+            num_global_key_value_heads=None,
+            vocab_size_per_layer_input=101,
+            hidden_size_per_layer_input=6,
+            rms_norm_eps=3e-2,  # or what small rows of the embedding give would be made large, with its rounding
+            num_kv_shared_layers=2,
+            use_double_wide_mlp=True,
+        ),
+    ),
 }
 """Our name of the case -> transformers' prefix of the classes and what differs from SHAPE."""
+
+SERVED_ONLY = ("gemma4_e2b",)
+TRAINABLE = tuple(case for case in FAMILIES if case not in SERVED_ONLY)
+"""Those that are trained too."""
 
 
 def save_model(case: str, folder: Path, seed: int = 0, **more: Any) -> transformers.PreTrainedModel:

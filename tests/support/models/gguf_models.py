@@ -1,7 +1,8 @@
 """Small models as GGUF files, written with `gguf.GGUFWriter` as llama.cpp's converter does it, and what they hold.
 
 The converter's changes are written here once more, from its own formulas: q and k of NORM-rope architectures with the
-rows of each head in pairs, gemma's norms as 1 + weight, experts in stacks, vectors squeezed.
+rows of each head in pairs, gemma's norms as 1 + weight, experts in stacks, vectors squeezed, heads of gated delta nets
+sorted by what they are.
 """
 
 from __future__ import annotations
@@ -29,10 +30,15 @@ ARCHITECTURES = {
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
+    "qwen3_next": "qwen3next",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
 }
 """What llama.cpp calls a model_type, where it is another word."""
 PAIRED = ("llama", "smollm3")
-NORM_OFFSET = ("gemma2", "gemma3")
+DELTA_NETS = ("qwen3next", "qwen35", "qwen35moe")
+NORM_OFFSET = ("gemma2", "gemma3", *DELTA_NETS)
 
 HALVES = {
     "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,),
@@ -117,6 +123,8 @@ def write_gguf(
     """
     config = model.config
     name = ARCHITECTURES.get(config.model_type, config.model_type)
+    if name == "gemma4":  # heads of the layers with a window, where no layer is named
+        config.allow_global_per_layer_attribute_access = True
     writer = gguf.GGUFWriter(path, name, split_max_tensors=split)
     _describe(writer, config, name)
     metadata(writer)
@@ -128,8 +136,10 @@ def write_gguf(
         array = changed(part.detach().numpy())
         raw, kept = _quantized(array, kind, dice)
         writer.add_tensor(title, raw, raw_dtype=_type(kind))
+        if changed is _decay:
+            continue
         with torch.no_grad():
-            part.copy_(torch.from_numpy(_back(part.detach().numpy().shape, changed, kept)))
+            part.copy_(torch.from_numpy(_back(part.detach().numpy(), changed, kept)))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -146,7 +156,17 @@ def tensors_of(model: Model, name: str) -> Iterator[tuple[str, torch.Tensor, Cal
         if key == "lm_head.weight" and config.tie_word_embeddings:
             continue
         base, _, kind = key.rpartition(".") if key.endswith((".weight", ".bias")) else (key, "", "weight")
-        if base.endswith("experts.gate_up_proj"):
+        if name in DELTA_NETS and "linear_attn." in key:
+            yield from _of_delta_net(key, value, config, name)
+            continue
+        if base.endswith(("router.scale", "router.per_expert_scale")):
+            part = "ffn_gate_inp" if base.endswith("r.scale") else "ffn_down_exps"
+            yield f"blk.{key.split('.')[2]}.{part}.scale", value, np.ascontiguousarray
+            continue
+        if base.endswith("layer_scalar"):
+            yield f"blk.{key.split('.')[2]}.layer_output_scale.weight", value, np.ascontiguousarray
+            continue
+        if base.endswith("experts.gate_up_proj") and name != "gemma4":
             layer, half = key.split(".")[2], value.shape[1] // 2
             yield f"blk.{layer}.ffn_gate_exps.weight", value[:, :half], np.ascontiguousarray
             yield f"blk.{layer}.ffn_up_exps.weight", value[:, half:], np.ascontiguousarray
@@ -164,20 +184,74 @@ def _change(title: str, name: str, config: Any) -> Callable[[Array], Array]:
             return x.reshape(heads, 2, x.shape[0] // heads // 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
 
         return permuted
-    if name in NORM_OFFSET and title.endswith("norm"):
+    if name in NORM_OFFSET and title.endswith("norm") and not title.endswith("ssm_norm"):
         return lambda x: x + np.float32(1)
     return np.squeeze
 
 
-def _back(shape: tuple[int, ...], changed: Callable[[Array], Array], kept: Array) -> Array:
+def _of_delta_net(
+    key: str, value: torch.Tensor, config: Any, name: str
+) -> Iterator[tuple[str, torch.Tensor, Callable[[Array], Array]]]:
+    """qwen3next: queries, keys and values of all heads apart from the gates, in the model's order. qwen35: the value
+    heads of one key head are as many key heads apart."""
+    layer, part = key.split(".")[2], key.split(".linear_attn.")[1].removesuffix(".weight")
+    G, N = config.linear_num_key_heads, config.linear_num_value_heads
+    K, V, R = config.linear_key_head_dim, config.linear_value_head_dim, N // G
+
+    def tiled(x: Array, width: int, start: int = 0) -> Array:
+        heads = x[start:].reshape(G, R, width, *x.shape[1:]).swapaxes(0, 1).reshape(x[start:].shape)
+        return np.concatenate([x[:start], heads])
+
+    def plain(x: Array) -> Array:
+        return x
+
+    def of_heads(width: int, start: int = 0) -> Callable[[Array], Array]:
+        return plain if name == "qwen3next" else lambda x: tiled(x, width, start)
+
+    def queries_keys_values(x: Array) -> Array:
+        heads = x.reshape(G, 2 * K + 2 * R * V, -1)
+        spans = (0, K), (K, 2 * K), (2 * K, 2 * K + R * V)
+        return np.concatenate([heads[:, first:last].reshape(-1, x.shape[1]) for first, last in spans])
+
+    def gates(x: Array) -> Array:
+        return x.reshape(G, 2 * K + 2 * R * V, -1)[:, 2 * K + R * V :].reshape(-1, x.shape[1])
+
+    if part == "in_proj_qkvz":
+        yield f"blk.{layer}.attn_qkv.weight", value, queries_keys_values
+        yield f"blk.{layer}.attn_gate.weight", value, gates
+    elif part == "A_log":
+        order = of_heads(1)
+        with torch.no_grad():  # the same order that `_decay` leaves as it is
+            yield f"blk.{layer}.ssm_a", torch.from_numpy(order(value.numpy()[:, None])[:, 0]), _decay
+    else:
+        title, change = {
+            "in_proj_ba": ("ssm_ba.weight", plain),
+            "in_proj_qkv": ("attn_qkv.weight", of_heads(V, 2 * G * K)),
+            "in_proj_z": ("attn_gate.weight", of_heads(V)),
+            "in_proj_b": ("ssm_beta.weight", of_heads(1)),
+            "in_proj_a": ("ssm_alpha.weight", of_heads(1)),
+            "dt_bias": ("ssm_dt.bias", lambda x: of_heads(1)(x[:, None])[:, 0]),
+            "conv1d": ("ssm_conv1d.weight", lambda x: of_heads(V, 2 * G * K)(x[:, 0])),
+            "norm": ("ssm_norm.weight", plain),
+            "out_proj": ("ssm_out.weight", lambda x: of_heads(V)(x.T).T),
+        }[part]
+        yield f"blk.{layer}.{title}", value, lambda x: np.ascontiguousarray(change(x))
+
+
+def _decay(x: Array) -> Array:
+    """What a file has in the place of A_log."""
+    return -np.exp(x)
+
+
+def _back(before: Array, changed: Callable[[Array], Array], kept: Array) -> Array:
     """What a parameter must be so that its changed form is `kept`: moved elements are followed by their numbers."""
-    places = np.arange(int(np.prod(shape)), dtype=np.int64).reshape(shape)
+    places = np.arange(before.size, dtype=np.int64).reshape(before.shape)
     moved = changed(places)
     if moved.dtype != np.int64:  # not moved but added to
-        return (kept.reshape(shape) - np.float32(1)).astype(np.float32)
-    out = np.empty(places.size, dtype=np.float32)
+        return (kept.reshape(before.shape) - np.float32(1)).astype(np.float32)
+    out = before.astype(np.float32).reshape(-1).copy()
     out[moved.reshape(-1)] = kept.reshape(-1)
-    return out.reshape(shape)
+    return out.reshape(before.shape)
 
 
 def _quantized(array: Array, kind: str, dice: np.random.Generator) -> tuple[Array, Array]:
@@ -213,7 +287,7 @@ def _describe(writer: gguf.GGUFWriter, config: Any, name: str) -> None:
     rope = config.rope_parameters
     far = rope.get("full_attention", rope)
     writer.add_rope_freq_base(far["rope_theta"])
-    if name not in NORM_OFFSET:
+    if name not in NORM_OFFSET or name in DELTA_NETS:
         writer.add_rope_dimension_count(int(head_dim * far.get("partial_rotary_factor", 1.0)))
     writer.add_vocab_size(config.vocab_size)
     if far["rope_type"] == "llama3":
@@ -236,14 +310,50 @@ def _describe(writer: gguf.GGUFWriter, config: Any, name: str) -> None:
     if name == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if name in DELTA_NETS:
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+        writer.add_full_attention_interval(4)
+        if name != "qwen3next":
+            writer.add_rope_dimension_sections([11, 11, 10, 0])
+    if name == "gemma4":
+        _describe_gemma4(writer, config)
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     if experts:
         writer.add_expert_count(experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_used_count(getattr(config, "num_experts_per_tok", None) or config.top_k_experts)
         if name != "llama":
             writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-        if name == "qwen2moe":
+        if name in ("qwen2moe", "qwen3next", "qwen35moe"):
             writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
+def _describe_gemma4(writer: gguf.GGUFWriter, config: Any) -> None:
+    """Over what was said: sizes of each layer, and rope whose last pairs on layers that see all hardly turn."""
+    near = [kind == "sliding_attention" for kind in config.layer_types]
+    of_layers = [config.per_layer_config[layer] for layer in range(config.num_hidden_layers)]
+    far_dim = of_layers[near.index(False)].head_dim
+    far = config.rope_parameters["full_attention"]
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input or 0)
+    writer.add_sliding_window_pattern(near)
+    for add in (writer.add_key_length, writer.add_value_length, writer.add_rope_dimension_count):
+        add(far_dim)
+    for add in (writer.add_key_length_swa, writer.add_value_length_swa, writer.add_rope_dimension_count_swa):
+        add(config.head_dim)
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+    if config.use_double_wide_mlp:
+        own = config.num_hidden_layers - config.num_kv_shared_layers
+        writer.add_feed_forward_length([config.intermediate_size * (1 + (i >= own)) for i in range(len(near))])
+    if config.attention_k_eq_v:
+        writer.add_head_count_kv([one.num_key_value_heads for one in of_layers])
+    writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    turned = int(far_dim * far["partial_rotary_factor"] / 2)
+    factors = [1.0] * turned + [1e30] * (far_dim // 2 - turned)
+    writer.add_tensor("rope_freqs.weight", np.array(factors, dtype=np.float32))
 
 
 def _llama3_factors(rope: dict[str, Any], head_dim: int) -> Array:

@@ -69,7 +69,6 @@ def logits_under(
 
     spec = spec_of(folder)
     plan = Plan.parse(plan_text, spec.num_layers)
-    length = len(ids_T)
     x: Tensor = ids_T
     with torch.inference_mode():
         for stage in range(plan.pp):
@@ -78,7 +77,7 @@ def logits_under(
                 _model(spec, plan, rank, group, dtype, prepare)
                 for rank, group in zip(plan.ranks(stage), groups, strict=True)
             ]
-            outs = in_threads([partial(_forward, model, x, length, shift) for model in models])
+            outs = in_threads([partial(_forward, model, x, ids_T, shift) for model in models])
             for other in outs[1:]:
                 assert torch.equal(outs[0][0], other[0]), "ranks of a stage must agree to the bit"
             x = outs[0][0]
@@ -98,9 +97,10 @@ def _model(
     return model
 
 
-def _forward(model: Transformer, x: Tensor, length: int, shift: int) -> tuple[Tensor, Tensor]:
+def _forward(model: Transformer, x: Tensor, ids_T: Tensor, shift: int) -> tuple[Tensor, Tensor]:
+    length = len(ids_T)
     with torch.inference_mode():
         attend = PackedCausal(model.attention_specs(), [length])
         positions_T = torch.arange(length) + shift
-        out = model(x, positions_T, attend, lengths_T=torch.full((length,), length))
+        out = model(x, positions_T, attend, lengths_T=torch.full((length,), length), ids_T=ids_T)
         return out, model.logits(out) if model.is_last else torch.empty(0)

@@ -30,7 +30,11 @@ def text_tensors_of(folder: Path) -> dict[str, torch.Tensor]:
         tensors.update(load_file(file))
     plain = {re.sub(r"^(model\.)?language_model\.(model\.)?", "model.", name): x for name, x in tensors.items()}
     plain = {name.replace("model.lm_head.", "lm_head."): x for name, x in plain.items()}
-    plain = {name: x for name, x in plain.items() if re.match(r"(model\.(embed_tokens|layers|norm)|lm_head)\.", name)}
+    plain = {
+        name: x
+        for name, x in plain.items()
+        if re.match(r"(model\.(embed_tokens\w*|per_layer_\w+|layers|norm)|lm_head)\.", name)
+    }
     return _with_experts_apart(plain)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tllm.core.errors import ModelError, TllmError
 from tllm.spec.families import spec_from_config
-from tllm.spec.gguf.gguf_config import decimal
+from tllm.spec.gguf.gguf_keys import decimal
 from tllm.spec.hf_config import read_config
 
 Change = Callable[[gguf.GGUFWriter], None]
@@ -129,6 +129,41 @@ def test_mixtral_is_a_llama_with_experts(tmp_path: Path) -> None:
     assert (found["model_type"], found["num_local_experts"], found["num_experts_per_tok"]) == ("mixtral", 8, 2)
 
 
+GEMMA4: tuple[Change, ...] = (
+    lambda w: (
+        w.add_key_length(16)
+        or w.add_key_length_swa(8)
+        or w.add_sliding_window(4)
+        or w.add_sliding_window_pattern([True, False])
+    ),
+    vector("rope_freqs.weight", *[1.0] * 2, *[1e30] * 6),
+)
+NETS: tuple[Change, ...] = (
+    lambda w: w.add_ssm_time_step_rank(4) or w.add_ssm_group_count(2) or w.add_ssm_state_size(8),
+    lambda w: w.add_ssm_conv_kernel(4) or w.add_ssm_inner_size(32) or w.add_key_length(16),
+)
+
+
+def test_layers_of_gemma4(tmp_path: Path) -> None:
+    kv: Change = lambda w: w.add_head_count_kv([2, 1])  # noqa: E731
+    found = config(tmp_path, *GEMMA4, kv, architecture="gemma4")
+    assert (found["head_dim"], found["global_head_dim"]) == (8, 16)
+    assert (found["num_key_value_heads"], found["num_global_key_value_heads"]) == (2, 1)
+    assert found["layer_types"] == ["sliding_attention", "full_attention"]
+    assert found["rope_parameters"]["full_attention"]["partial_rotary_factor"] == 0.25
+    assert found["attention_k_eq_v"] and found["model_type"] == "gemma4_text"
+    value = config(tmp_path, *GEMMA4, kv, matrix("blk.1.attn_v.weight"), architecture="gemma4")
+    assert not value["attention_k_eq_v"] and value["model_type"] == "gemma4_unified_text"
+    wide = config(tmp_path, *GEMMA4, lambda w: w.add_feed_forward_length([96, 192]) or w.add_shared_kv_layers(1),
+                  architecture="gemma4")  # fmt: skip
+    assert wide["use_double_wide_mlp"] and wide["num_kv_shared_layers"] == 1
+
+
+def test_layers_that_predict_further_tokens_are_no_layers(tmp_path: Path) -> None:
+    found = config(tmp_path, *NETS, lambda w: w.add_nextn_predict_layers(1), architecture="qwen35")
+    assert (found["num_hidden_layers"], found["linear_value_head_dim"]) == (1, 8)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], list[Change], str]] = {
     "architecture": ({"architecture": "mamba"}, [], "architecture 'mamba' is not known"),
     "adapter": ({}, [lambda w: w.add_type("adapter")], "holds a adapter and not a model"),
@@ -182,6 +217,44 @@ REFUSED: dict[str, tuple[dict[str, Any], list[Change], str]] = {
         {},
         [lambda w: w.add_expert_count(2**30) or w.add_expert_used_count(2)],
         "expert_count=1073741824, and 1 to 65536",
+    ),
+    "no pattern": (
+        {"architecture": "gemma4"},
+        [lambda w: w.add_key_length_swa(8)],
+        "sliding_window_pattern is of 0 layers, not 2",
+    ),
+    "odd factors": (
+        {"architecture": "gemma4"},
+        [GEMMA4[0], vector("rope_freqs.weight", *[1.0, 2.0] * 4)],
+        "which pairs turn",
+    ),
+    "kv heads of one kind": (
+        {"architecture": "gemma4", "block_count": True},
+        [
+            lambda w: (
+                w.add_block_count(3)
+                or w.add_key_length(16)
+                or w.add_key_length_swa(8)
+                or w.add_head_count_kv([2, 1, 1])
+            ),
+            lambda w: w.add_sliding_window_pattern([True, True, False]),
+        ],
+        "differs among layers of one kind",
+    ),
+    "some wide layers": (
+        {"architecture": "gemma4"},
+        [*GEMMA4, lambda w: w.add_feed_forward_length([192, 96])],
+        "feed_forward_length .* differs otherwise",
+    ),
+    "heads of a delta net": (
+        {"architecture": "qwen35"},
+        [*NETS, lambda w: w.add_ssm_inner_size(33)],
+        "inner_size=33 is not made of 4 heads",
+    ),
+    "nothing but predictions": (
+        {"architecture": "qwen35"},
+        [*NETS, lambda w: w.add_nextn_predict_layers(2)],
+        r"all of its layers \(2\) predict",
     ),
     "eps": ({"layer_norm_rms_eps": True}, [lambda w: w.add_layer_norm_rms_eps(-1.0)], "not a number above 0"),
 }

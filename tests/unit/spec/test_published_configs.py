@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from tests.unit.spec.test_families import LLAMA, MLA
-from tllm.core.errors import ModelError
+from tllm.core.errors import ModelError, PlanError
 from tllm.spec.families import spec_from_config
 from tllm.spec.model_spec import ModelSpec, RopeSpec
+from tllm.spec.plan import Plan
+from tllm.spec.trainable import check_trainable
 
 GEMMA3_12B: dict[str, Any] = dict(
     architectures=["Gemma3ForConditionalGeneration"],
@@ -253,6 +255,8 @@ GEMMA4_TEXT: dict[str, Any] = dict(
     vocab_size_per_layer_input=262144,
 )
 
+MOE4 = dict(num_experts=128, top_k_experts=8, moe_intermediate_size=704)
+
 
 def rope(spec: ModelSpec, layer: int) -> RopeSpec:
     found = spec.layers[layer].rope
@@ -304,20 +308,34 @@ def test_layers_of_gemma4_have_heads_of_their_own() -> None:
 
 
 def test_gemma4_has_experts_beside_its_mlp() -> None:
-    moe = dict(enable_moe_block=True, num_experts=128, top_k_experts=8, moe_intermediate_size=704)
-    spec = spec_from_config({**GEMMA4_TEXT, **moe})
+    spec = spec_from_config({**GEMMA4_TEXT, "enable_moe_block": True, **MOE4})
     for layer in spec.layers:
         assert layer.moe is not None and layer.moe.beside_mlp and layer.hidden_sums == 3
         assert (layer.moe.num_experts, layer.moe.top_k, layer.moe.width) == (128, 8, 704)
         assert layer.moe.shared_width == spec.intermediate_size and not layer.moe.shared_gate
 
 
+def test_layers_of_e2b_share_keys_and_have_inputs_of_their_own() -> None:
+    """35 layers, of which the last 20 use the keys of layers 13 and 14, with MLPs twice as wide."""
+    kinds = [*["sliding_attention"] * 4, "full_attention"] * 7
+    own = dict(num_hidden_layers=35, layer_types=kinds, num_kv_shared_layers=20, hidden_size_per_layer_input=None)
+    spec = spec_from_config({**GEMMA4_TEXT, **own, "attention_k_eq_v": False, "use_double_wide_mlp": True})
+    assert spec.per_layer_width == 256
+    assert [spec.key_source(number) for number in (0, 13, 14, 15, 19, 33, 34)] == [0, 13, 14, 13, 14, 13, 14]
+    assert [number for number in range(35) if spec.is_key_source(number)] == [13, 14]
+    assert (spec.layers[14].mlp_width, spec.layers[15].mlp_width) == (0, 2 * spec.intermediate_size)
+    assert [spec.carried_width(at) // spec.hidden_size for at in (1, 13, 14, 15, 34, 35)] == [2, 2, 3, 4, 3, 2]
+    assert spec.widest_hop == 4 * spec.hidden_size
+    with pytest.raises(PlanError, match="keys of earlier layers, is not trained"):
+        check_trainable(Plan.parse("pp=1", 35), spec, [1])
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (dict(hidden_size_per_layer_input=256), "hidden_size_per_layer_input=256"),
-        (dict(hidden_size_per_layer_input=None), "hidden_size_per_layer_input=256"),
-        (dict(num_kv_shared_layers=20), "num_kv_shared_layers=20"),
+        (dict(hidden_size_per_layer_input=256, vocab_size_per_layer_input=9), "vocab_size_per_layer_input=9"),
+        (dict(num_kv_shared_layers=43), "num_kv_shared_layers=43 of 48 layers"),
+        (dict(num_kv_shared_layers=20, enable_moe_block=True, use_double_wide_mlp=True, **MOE4), "use_double_wide_mlp"),
         (dict(enable_moe_block=True, num_experts=128), "top_k_experts"),
         (dict(use_bidirectional_attention="all"), "use_bidirectional_attention"),
         (dict(num_global_key_value_heads=3), "16 query heads cannot share the 3 kv heads of a layer"),

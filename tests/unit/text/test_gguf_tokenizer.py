@@ -209,6 +209,28 @@ def test_gemmas_runs_of_spaces(tmp_path: Path) -> None:
     assert ids == by_transformers(path).encode("  ", add_special_tokens=False).ids
 
 
+def test_gemma4_lists_its_merges(tmp_path: Path) -> None:
+    """The ids of a tokenizer.json as Gemma's are: ▁ for a space, none before a text, bytes for what is missing."""
+    truth = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    truth.normalizer = normalizers.Replace(" ", "▁")
+    truth.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")  # as words are learned
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<turn|>"]
+    trainer = trainers.BpeTrainer(vocab_size=900, special_tokens=[*special, *BYTES], show_progress=False)
+    truth.train_from_iterator([PAGE.replace("你", ""), *kits.CORPUS], trainer)
+    state = json.loads(truth.to_str())
+    state |= {"pre_tokenizer": None, "added_tokens": state["added_tokens"][: len(special)]}
+    truth = tokenizers.Tokenizer.from_str(json.dumps(state))
+    tokens, merges, kinds = parts_of(truth)
+    more = dict(token_merges=merges, add_space_prefix=False, bos_token_id=2, eos_token_id=1, unk_token_id=3)
+    found = ours(write(tmp_path / "m.gguf", "gemma4", tokens, kinds, more, "gemma4"))
+    for text in (PAGE, " a  b", "a\n\n\nb", "你", "", "x<turn|> y"):
+        assert found.encode(text) == [2, *truth.encode(text).ids], text
+        assert found.decode(found.encode(text)[1:]).replace("<turn|>", "") == text.replace("<turn|>", "")
+    assert "<0xE4>" in [tokens[i] for i in found.encode("你")]
+    twice = ours(write(tmp_path / "twice.gguf", "gemma4", [*tokens, "a"], [*kinds, NORMAL], more, "gemma4"))
+    assert twice.encode("a")[-1] == len(tokens)
+
+
 def test_chat_template_and_ends(tmp_path: Path) -> None:
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|eom|>"]
     kinds = [NORMAL] * 256 + [CONTROL] * 4

@@ -68,7 +68,7 @@ class BenchmarkLayers:
             num_state_slots=max(len(one.entries) for one in batches),
         )
         cache = self._cache(limits)
-        x_TD = torch.ones(len(batch.token_ids), self.spec.hidden_size, dtype=self.dtype)
+        x_TD = torch.ones(len(batch.token_ids), self.model.received_width, dtype=self.dtype)
         return partial(_forward, self.model, cache, batch, x_TD)
 
     def driver_step(self, sequences: int, prompt: int, deliver: Deliver) -> TimedStep:
@@ -83,7 +83,7 @@ class BenchmarkLayers:
         batch = batch_of(sequences, 1, prompt)
         entries = tuple(msgspec.structs.replace(entry, sampling=PLAIN_GREEDY) for entry in batch.entries)
         payload = encode(msgspec.structs.replace(batch, entries=entries))
-        x_TD = torch.ones(sequences, self.spec.hidden_size, dtype=self.dtype)
+        x_TD = torch.ones(sequences, self.model.received_width, dtype=self.dtype)
         stage = self.stage(sequences, prompt, ring, is_first=False)
         return TimedStep(stage, partial(follower_step, stage, ring, payload, x_TD))
 
@@ -116,8 +116,8 @@ class LayersAsModel:
 
     def __init__(self, model: Transformer, is_first: bool, is_last: bool, rows: int, dtype: torch.dtype) -> None:
         self.model, self.is_first, self.is_last = model, is_first, is_last
-        self.hidden_size = model.spec.hidden_size
-        self.hidden_TD = torch.ones(rows, self.hidden_size, dtype=dtype)
+        self.received_width = model.received_width
+        self.hidden_TD = torch.ones(rows, self.received_width, dtype=dtype)
         self.logits_TV = torch.zeros(rows, model.spec.vocab_size)
 
     def __call__(
@@ -127,8 +127,9 @@ class LayersAsModel:
         attend: Attend,
         lengths_T: Tensor | None = None,
         adapt: Adapt = unadapted,
+        ids_T: Tensor | None = None,
     ) -> Tensor:
-        out_TD: Tensor = self.model(self.hidden_TD[: len(x)], positions_T, attend, lengths_T, adapt)
+        out_TD: Tensor = self.model(self.hidden_TD[: len(x)], positions_T, attend, lengths_T, adapt, ids_T)
         return out_TD
 
     def logits(self, x_TD: Tensor) -> Tensor:
@@ -166,7 +167,8 @@ def fill(model: nn.Module, spec: ModelSpec) -> None:
 
 
 def _forward(model: Transformer, cache: KVCache, batch: Batch, x_TD: Tensor) -> Tensor:
-    out_TD: Tensor = model(x_TD, positions(batch), PagedAttend(cache, batch.entries), lengths(batch))
+    ids_T, attend = torch.tensor(batch.token_ids), PagedAttend(cache, batch.entries)
+    out_TD: Tensor = model(x_TD, positions(batch), attend, lengths(batch), ids_T=ids_T)
     return out_TD
 
 

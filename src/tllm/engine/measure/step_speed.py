@@ -30,7 +30,7 @@ class TimedLayers:
 
     def __init__(self, model: StageModel) -> None:
         self.model, self.is_first, self.is_last, self.logits = model, model.is_first, model.is_last, model.logits
-        self.hidden_size, self.scales_by_length = model.hidden_size, model.scales_by_length
+        self.received_width, self.scales_by_length = model.received_width, model.scales_by_length
         self.seconds = list[float]()
 
     def __call__(
@@ -40,9 +40,10 @@ class TimedLayers:
         attend: Attend,
         lengths_T: Tensor | None = None,
         adapt: Adapt = unadapted,
+        ids_T: Tensor | None = None,
     ) -> Tensor:
         begun = time.perf_counter()
-        out_TD = self.model(x, positions_T, attend, lengths_T, adapt)
+        out_TD = self.model(x, positions_T, attend, lengths_T, adapt, ids_T)
         self.seconds.append(time.perf_counter() - begun)
         return out_TD
 

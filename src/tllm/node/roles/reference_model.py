@@ -86,7 +86,8 @@ def write_reference(
 
 def _through(model: Transformer, cache: KVCache, x: torch.Tensor, batch: Batch, spec: ModelSpec) -> torch.Tensor:
     lengths_T = lengths(batch) if spec.scales_by_length else None
-    x_TD: torch.Tensor = model(x, positions(batch), PagedAttend(cache, batch.entries), lengths_T)
+    ids_T, attend = torch.tensor(batch.token_ids), PagedAttend(cache, batch.entries)
+    x_TD: torch.Tensor = model(x, positions(batch), attend, lengths_T, ids_T=ids_T)
     if model.is_last:
         model.logits(x_TD[-1:])  # which the record keeps
     return x_TD

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tllm.core.errors import CapacityError
 from tllm.planner.cost.rank_bytes import ITEM_BYTES, RankBytes, state_bytes
-from tllm.spec.cut import size
+from tllm.spec.cut import as_layer, size
 from tllm.spec.model_spec import ModelSpec
 
 PAGE_SIZE = 16
@@ -35,10 +35,12 @@ def working_bytes(spec: ModelSpec, rank: RankBytes, dtype: str, tokens: int, seq
     """Bytes at most that a batch of `tokens` of so many sequences takes: one layer's activations, and logits at the
     end. The states of these sequences, in layers that have some, are counted here too."""
     item, D = ITEM_BYTES[dtype], spec.hidden_size
-    width = rank.cut.width[1] - rank.cut.width[0]
+    width = max((size(as_layer(spec, spec.layers[n], rank.cut)[1].width) for n in rank.layers), default=0)
     wide = 8 * D if item < 4 else 0  # norms of 16-bit values are worked out in float32
     latents = 3 * size(rank.cut.heads) * spec.head_dim if spec.latent else 0  # queries, and what attention gives
-    layer = tokens * (item * (4 * (D + width) + latents) + wide)
+    inputs = 2 * len(rank.layers) * spec.per_layer_width  # the layers' own, and what they are made of
+    beside = spec.carried_width(rank.layers.stop) - D if rank.layers.stop < spec.num_layers else 0
+    layer = tokens * (item * (4 * (D + width) + latents + inputs + 2 * beside) + wide)
     ends = rank.layers.stop == spec.num_layers
     logits = 2 * 4 * min(sequences, ROWS_AT_ONCE) * (rank.cut.vocab[1] - rank.cut.vocab[0]) if ends else 0
     return layer + logits + sequences * state_bytes(spec, rank.layers, rank.cut, item)

@@ -51,7 +51,10 @@ def layer_flops(spec: ModelSpec, layer: LayerSpec, cut: Cut, lengths: Sequence[i
     """
     tokens = sum(lengths)
     projections = 2 * tokens * sum(matrix.elements for matrix in attention_matrices(spec, layer, cut))
-    return projections + attention_flops(spec, layer, cut, lengths) + tokens * _mlp_flops(spec, layer, cut)
+    own_input = 3 * 2 * spec.hidden_size * spec.per_layer_width  # made of the embedding; its gate and projection
+    own, of_layer = as_layer(spec, layer, cut)
+    each = _mlp_flops(own, layer, of_layer) + own_input
+    return projections + attention_flops(spec, layer, cut, lengths) + tokens * each
 
 
 class AttentionMatrix(NamedTuple):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from tllm.core.errors import PlanError
 from tllm.planner.cost.flops import attention_matrices, delta_channels, delta_values
-from tllm.planner.cost.weight_bits import linears, saved_bytes, saved_table_bytes
+from tllm.planner.cost.weight_bits import linears, saved_bytes, saved_input_bytes, saved_table_bytes
 from tllm.spec.cut import Cut, as_layer, cut_stage, projected_width, size
 from tllm.spec.model_spec import DeltaSpec, LayerSpec, ModelSpec
 from tllm.spec.plan import Plan
@@ -66,10 +66,12 @@ def layer_parameters(spec: ModelSpec, layer: LayerSpec, cut: Cut, replica: int =
         attention = _delta_parameters(spec, layer, layer.delta, cut)
     else:
         attention = _latent_parameters(spec, layer, cut) if spec.latent else _attention_parameters(spec, layer, cut)
-    mlp = _mlp_parameters(spec, layer, cut, replica)
+    mlp = _mlp_parameters(*as_layer(spec, layer, cut), layer, replica)
     half = len(norms) // 2
-    scale = [Parameter(1)] * spec.layer_scale
-    return [*map(Parameter, norms[:half] + attention + norms[half:]), *mlp, *scale]
+    matrix = spec.hidden_size * spec.per_layer_width
+    own_input = [matrix, matrix, spec.hidden_size] if spec.per_layer_width else []
+    scale = [1] * spec.layer_scale
+    return [*map(Parameter, norms[:half] + attention + norms[half:]), *mlp, *map(Parameter, own_input + scale)]
 
 
 def adapter_parameters(spec: ModelSpec, number: int, cut: Cut, adapter: AdapterFacts) -> list[Parameter]:
@@ -85,12 +87,28 @@ def adapter_parameters(spec: ModelSpec, number: int, cut: Cut, adapter: AdapterF
 
 def end_parameters(spec: ModelSpec, layers: range, cut: Cut) -> tuple[list[Parameter], list[Parameter]]:
     """The parameters of the model's two ends: the embedding, if `layers` are the first; the final norm and the output
-    table, if they are the last. A tied table that one rank uses at both ends is counted once, with the embedding."""
+    table, if they are the last. A tied table that one rank uses at both ends is counted once, with the embedding.
+
+    With the embedding counts what makes the layers' own inputs, and the keys that they share with layers of other
+    stages (gemma4).
+    """
     table = Parameter(size(cut.vocab) * spec.hidden_size)
     first, last = layers.start == 0, layers.stop == spec.num_layers
     output = Parameter(spec.num_labels * spec.hidden_size) if spec.num_labels else table
     head = [Parameter(spec.hidden_size), *([] if spec.tied and first else [output])] if last else []
-    return ([table] if first else []), head
+    return [*([table] if first else []), *_before_layers(spec, layers, cut)], head
+
+
+def _before_layers(spec: ModelSpec, layers: range, cut: Cut) -> list[Parameter]:
+    """What a stage has before its layers, beside the embedding."""
+    widths, D = len(layers) * spec.per_layer_width, spec.hidden_size
+    parameters = [size(cut.vocab) * widths, widths * D, spec.per_layer_width] if widths else []
+    for source in spec.key_sources(layers, layers.start):
+        layer = spec.layers[source]
+        own, of_layer = as_layer(spec, layer, cut)
+        rows = (1 if layer.keys_are_values else 2) * size(of_layer.kv_heads) * own.head_dim
+        parameters += [D, rows * D, *([rows] if spec.attention_bias else []), own.head_dim]
+    return [*map(Parameter, parameters)]
 
 
 def run_parameters(spec: ModelSpec, layers: range, cut: Cut, replica: int = 0) -> Iterator[list[Parameter]]:
@@ -112,8 +130,9 @@ def end_bytes(spec: ModelSpec, layers: range, cut: Cut, item: float) -> tuple[fl
     """Bytes of the model's two ends, as far as these `layers` bring them along, when serving."""
     parts = end_parameters(spec, layers, cut)
     first, last = (float(sum(parameter.nbytes(item) for parameter in part)) for part in parts)
-    if parts[0]:
+    if layers.start == 0:
         first -= saved_table_bytes(spec, cut, item, head=False)
+    first -= saved_input_bytes(spec, layers, cut, item)
     if len(parts[1]) > 1 and not spec.num_labels:
         last -= saved_table_bytes(spec, cut, item, head=True)
     return first, last
@@ -134,12 +153,18 @@ class RankBytes:
 
 
 def kv_bytes(spec: ModelSpec, layer: LayerSpec, cut: Cut, item: int, kv_cache_dtype: str) -> int:
-    """Bytes of keys and values that one token takes in a layer; none where it has a state. Numbers of the model's dtype
-    have `item` bytes."""
+    """Bytes of keys and values of one token that a layer attends to; none where it has a state. Numbers of the model's
+    dtype have `item` bytes."""
     if layer.delta:
         return 0
     spec, cut = as_layer(spec, layer, cut)
     return size(cut.kv_heads) * cached_bytes(spec.cached_width, 1 if spec.latent else 2, item, kv_cache_dtype)
+
+
+def cached_layers(spec: ModelSpec, layers: range) -> list[int]:
+    """The layers whose keys and values a stage that holds `layers` has in its cache: theirs, and those that they share
+    with layers before them."""
+    return sorted({spec.key_source(number) for number in layers})
 
 
 def rank_bytes(spec: ModelSpec, plan: Plan, dtype: str, kv_cache_dtype: str = "auto") -> list[RankBytes]:
@@ -156,7 +181,7 @@ def rank_bytes(spec: ModelSpec, plan: Plan, dtype: str, kv_cache_dtype: str = "a
         layers = range(stage.start, stage.stop)
         for place, cut in enumerate(cut_stage(spec, stage.shares, plan.experts)):
             weights = sum(end_bytes(spec, layers, cut, item)) + sum(layer_bytes(spec, n, cut, item) for n in layers)
-            kv = sum(kv_bytes(spec, spec.layers[n], cut, item, kv_cache_dtype) for n in layers)
+            kv = sum(kv_bytes(spec, spec.layers[n], cut, item, kv_cache_dtype) for n in cached_layers(spec, layers))
             ranks.append(RankBytes(plan.ranks(index)[place], index, layers, cut, math.ceil(weights), kv))
     return ranks
 
@@ -178,6 +203,8 @@ def _attention_parameters(spec: ModelSpec, layer: LayerSpec, cut: Cut) -> list[i
     D, H = spec.hidden_size, spec.head_dim
     heads, kv = size(cut.heads) * H, size(cut.kv_heads) * H
     qk_norms = {"none": [], "head": [H, H], "full": [heads, kv]}[spec.qk_norm]
+    if layer.shares_keys:
+        qk_norms = qk_norms[:1]
     qkv = [D * rows, *([rows] if spec.attention_bias else [])]
     out = [heads * D, *([D] if spec.output_bias else [])]
     sinks = [size(cut.heads)] if spec.attention_sinks else []
@@ -199,7 +226,7 @@ def _latent_parameters(spec: ModelSpec, layer: LayerSpec, cut: Cut) -> list[int]
     return [into_latents, queries, keys, values, out, *biases, *norms]
 
 
-def _mlp_parameters(spec: ModelSpec, layer: LayerSpec, cut: Cut, replica: int) -> list[Parameter]:
+def _mlp_parameters(spec: ModelSpec, cut: Cut, layer: LayerSpec, replica: int) -> list[Parameter]:
     D, moe = spec.hidden_size, layer.moe
     if moe is None:
         width = size(cut.width)

@@ -24,10 +24,10 @@ from tllm.planner.cost.message_time import (
     transfer_after_compute,
     transfer_time,
 )
-from tllm.planner.cost.rank_bytes import RankBytes, end_bytes, kv_bytes, layer_bytes, state_elements
+from tllm.planner.cost.rank_bytes import RankBytes, cached_layers, end_bytes, kv_bytes, layer_bytes, state_elements
 from tllm.planner.cost.serving_load import ExpectedBatch, ServingFacts
 from tllm.planner.cost.weight_bits import mean_linear_bytes, saved_table_bytes
-from tllm.spec.cut import Cut, cut_stage, size
+from tllm.spec.cut import Cut, as_layer, cut_stage, size
 from tllm.spec.model_spec import DeltaSpec, LayerSpec, ModelSpec, MoeSpec
 from tllm.spec.plan import Experts, Plan, Stage
 
@@ -38,8 +38,8 @@ attention."""
 TOKEN_ID = 8
 """Bytes of a token's id."""
 
-Kind = tuple[int | None, MoeSpec | None, DeltaSpec | None]
-"""(window, experts, gated delta net): layers of one kind cost the same."""
+Kind = tuple[int | None, MoeSpec | None, DeltaSpec | None, bool]
+"""(window, experts, gated delta net, whether it shares keys): layers of one kind cost the same."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class StageTeam:
         time = TimeBreakdown(operations=driver + following)
         if not others:
             return time
-        hidden = 0.0 if first else batch.tokens * self.spec.hidden_size * self.facts.message_bytes
+        hidden = 0.0 if first else batch.tokens * self.spec.widest_hop * self.facts.message_bytes
         return time.plus(transfer_after_compute(len(others) * hidden, self.link))
 
     def _drafting(self, batch: ExpectedBatch) -> TimeBreakdown:
@@ -200,7 +200,7 @@ class StageTeam:
         spec, facts, cut = self.spec, self.facts, self.cuts[place]
         first, last = end_bytes(self._held, layers, cut, facts.weight_bytes)
         weights = sum(self._layer_bytes(number, place) for number in layers) + first + (last if end else 0)
-        kinds = Counter(spec.layers[number] for number in layers)
+        kinds = Counter(spec.layers[number] for number in cached_layers(spec, layers))
         per_token = sum(
             count * kv_bytes(spec, layer, cut, facts.item_bytes, facts.kv_cache_dtype) for layer, count in kinds.items()
         )
@@ -229,7 +229,7 @@ def all_reduces_per_layer(spec: ModelSpec) -> int:
 
 def kind_of(layer: LayerSpec) -> Kind:
     """What a layer's cost depends on."""
-    return layer.window, layer.moe, layer.delta
+    return layer.window, layer.moe, layer.delta, layer.shares_keys
 
 
 def single_stage_plan(shares: tuple[int, ...], layers: int, experts: Experts) -> Plan:
@@ -246,8 +246,10 @@ def read_elements(spec: ModelSpec, layer: LayerSpec, cut: Cut, tokens: float) ->
     """Expected elements of a layer's weights that a batch reads. Of the experts it reads those that some token chose:
     with k of E experts chosen at random by each of T tokens, the share 1 - (1 - k / E)^T."""
     D, attention = spec.hidden_size, sum(matrix.elements for matrix in attention_matrices(spec, layer, cut))
+    attention += 3 * D * spec.per_layer_width
     if layer.moe is None:
-        return attention + (1 + spec.into_mlp) * D * size(cut.width)
+        _, of_layer = as_layer(spec, layer, cut)
+        return attention + (1 + spec.into_mlp) * D * size(of_layer.width)
     chosen = 1 - math.pow(1 - layer.moe.top_k / layer.moe.num_experts, tokens)
     experts = 3 * D * size(cut.expert_width) * size(cut.experts) * chosen
     return attention + experts + 3 * D * size(cut.shared_width) + D * layer.moe.num_experts

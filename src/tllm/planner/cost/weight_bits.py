@@ -32,8 +32,10 @@ def linears(spec: ModelSpec, number: int, cut: Cut, replica: int = 0) -> Iterato
     heads, kv = size(cut.heads) * spec.head_dim, size(cut.kv_heads) * spec.head_dim
     attention = f"{name}.self_attn"
     rows = {"qkv_proj": heads + 2 * kv} if spec.fused_qkv else {"q_proj": heads, "k_proj": kv, "v_proj": kv}
-    if layer.keys_are_values:
+    if layer.keys_are_values or layer.shares_keys:
         del rows["v_proj"]
+    if layer.shares_keys:
+        del rows["k_proj"]
     if spec.attention_gate:
         rows["q_proj"] *= 2
     if layer.delta:
@@ -43,6 +45,10 @@ def linears(spec: ModelSpec, number: int, cut: Cut, replica: int = 0) -> Iterato
         yield Linear(f"{attention}.o_proj", D * heads, heads)
     else:
         yield from _latent(spec, spec.latent, attention, size(cut.heads))
+    P = spec.per_layer_width
+    if P:
+        yield Linear(f"{name}.per_layer_input_gate", P * D, D)
+        yield Linear(f"{name}.per_layer_projection", D * P, P)
     if moe is None:
         gate_up = ("gate_up_proj",) * 2 if spec.fused_gate_up else ("gate_proj", "up_proj")
         yield from _mlp(f"{name}.mlp", (*(gate_up if spec.gated else gate_up[1:]), "down_proj"), D, size(cut.width), 1)
@@ -80,9 +86,9 @@ def _latent(spec: ModelSpec, of: LatentSpec, attention: str, heads: int) -> Iter
 def _delta(spec: ModelSpec, of: DeltaSpec, name: str, cut: Cut) -> Iterator[Linear]:
     """Those of a gated delta net."""
     D, values, heads = spec.hidden_size, delta_values(of, cut), size(cut.value_heads)
-    parts = {"qkv": delta_channels(of, cut), "z": values, "b": heads, "a": heads}
-    if of.fused:
-        parts = {"qkvz": parts["qkv"] + values, "ba": 2 * heads}
+    qkv = delta_channels(of, cut)
+    parts = {"qkvz": qkv + values} if of.fused else {"qkv": qkv, "z": values}
+    parts |= {"ba": 2 * heads} if of.fused_ba else {"b": heads, "a": heads}
     yield from (Linear(f"{name}.in_proj_{part}", D * width, D) for part, width in parts.items())
     yield Linear(f"{name}.out_proj", D * values, values)
 
@@ -98,6 +104,25 @@ def saved_table_bytes(spec: ModelSpec, cut: Cut, item: float, head: bool) -> flo
     """The same of the embedding, or of the output head."""
     module = "lm_head" if head and not spec.tied else "model.embed_tokens"
     return _saved(spec, Linear(module, size(cut.vocab) * spec.hidden_size, spec.hidden_size), item)
+
+
+def shared_linears(spec: ModelSpec, layers: range, cut: Cut) -> Iterator[Linear]:
+    """Those that make the keys and values which `layers` share with layers of earlier stages."""
+    for source in spec.key_sources(layers, layers.start):
+        found = linears(spec, source, cut)
+        yield from (one for one in found if one.module.endswith(("self_attn.k_proj", "self_attn.v_proj")))
+
+
+def saved_input_bytes(spec: ModelSpec, layers: range, cut: Cut, item: float) -> float:
+    """The same of what makes the own inputs of `layers`, where they have some, and of keys that they share with layers
+    of other stages."""
+    D, widths = spec.hidden_size, len(layers) * spec.per_layer_width
+    held = [
+        Linear("model.embed_tokens_per_layer", size(cut.vocab) * widths, widths),
+        Linear("model.per_layer_model_projection", widths * D, D),
+        *shared_linears(spec, layers, cut),
+    ]
+    return sum(_saved(spec, linear, item) for linear in held)
 
 
 @lru_cache(maxsize=64)

@@ -145,14 +145,14 @@ def hop_time(
     """
     if source == target:
         return TimeBreakdown()
-    size = TOKEN_ID * batch.rows if closes else batch.tokens * spec.hidden_size * item_bytes
+    size = TOKEN_ID * batch.rows if closes else batch.tokens * spec.widest_hop * item_bytes
     link = cluster.link(source, target)
     return transfer_after_compute(size, link.with_sync_overhead(link.hop_overhead))
 
 
 def hop_bytes(spec: ModelSpec, facts: ServingFacts) -> int:
-    """Bytes that one token takes from stage to stage."""
-    return round(spec.hidden_size * facts.message_bytes)
+    """Bytes that one token takes from stage to stage, at most."""
+    return round(spec.widest_hop * facts.message_bytes)
 
 
 def all_reduce_bytes(spec: ModelSpec, stage: Stage, facts: ServingFacts) -> int:

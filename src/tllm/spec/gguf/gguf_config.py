@@ -7,26 +7,22 @@ which layers have windows) is what llama.cpp takes for that architecture.
 
 from __future__ import annotations
 
-import math
-import struct
 from collections.abc import Callable
 from typing import Any
 
 from tllm.core.errors import ModelError
 from tllm.core.gguf_files import GgufFile
-from tllm.core.gguf_header import TEXT, GgufArray, GgufTensor
 from tllm.core.gguf_vocabulary import stop_ids, token_id
 from tllm.spec.gguf.gguf_codings import TYPES
+from tllm.spec.gguf.gguf_delta_nets import qwen3next, qwen35, qwen35moe
+from tllm.spec.gguf.gguf_gemma4 import UNLIKE, gemma4
+from tllm.spec.gguf.gguf_keys import GgufKeys
 from tllm.spec.gguf.gguf_names import ARCHITECTURES as NAMES
 from tllm.spec.gguf.gguf_names import parse_name
-
-HARMLESS = frozenset({"tensor_data_layout", "rope.scaling.finetuned", "vocab_size"})
-"""Keys that do not change what is computed. The vocabulary is as long as the embedding in the file."""
+from tllm.spec.gguf.gguf_parts import MOST, check_softmax, expert_keys, has_bias, rope_keys, window_keys
 
 PLAIN = frozenset({"F32", "F16", "BF16", "F64"})
 """Types of plain numbers."""
-MOST = 65536
-"""Heads or experts of a model; a file that says more is damaged."""
 LAST_GEMMA2, LAST_GEMMA3 = 46, 62
 """Layers of the largest Gemma 2 and 3, whose scores are scaled by width / heads; in the others by the head's width."""
 
@@ -41,100 +37,10 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         raise ModelError(
             f"{file.header.file}: architecture {architecture!r} is not known", "known: " + ", ".join(ARCHITECTURES)
         )
-    keys = GgufKeys(file, architecture)
+    keys = GgufKeys(file, architecture, UNLIKE if architecture == "gemma4" else frozenset())
     config = {**_shared(keys), **ARCHITECTURES[architecture](keys)}
     keys.check_all_read()
     return {**config, TYPES: _types(keys, config["num_hidden_layers"])}
-
-
-class GgufKeys:
-    """Hands out the keys of one architecture; `check_all_read` names one that nobody asked for."""
-
-    def __init__(self, file: GgufFile, architecture: str) -> None:
-        self.file, self.architecture = file, architecture
-        self._read: set[str] = set(HARMLESS)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """A key's value. A list with one value for each layer counts as that value if it is the same for all."""
-        self._read.add(key)
-        value = self.file.metadata.get(f"{self.architecture}.{key}", default)
-        if isinstance(value, GgufArray):
-            items = set(value.values()) if value.count else set()
-            if len(items) != 1:
-                raise ModelError(
-                    f"{self.file.header.file}: {self.architecture}.{key} differs among layers, which is not handled"
-                )
-            value = items.pop()
-        return decimal(value) if isinstance(value, float) else value
-
-    def number(self, key: str, default: int | None = None) -> int:
-        value = self.get(key, default)
-        if value is None:
-            raise ModelError(f"{self.file.header.file} has no {self.architecture}.{key}")
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31:
-            raise ModelError(
-                f"{self.file.header.file}: {self.architecture}.{key}={value!r} is not a whole number of 0 or more"
-            )
-        return value
-
-    def count(self, key: str, most: int, default: int | None = None) -> int:
-        """A number of things, one at least, each of which something is made for."""
-        value = self.number(key, default)
-        if not 1 <= value <= most:
-            raise ModelError(
-                f"{self.file.header.file}: {self.architecture}.{key}={value}, and 1 to {most} are possible here"
-            )
-        return value
-
-    def positive(self, key: str, default: float | None = None) -> float:
-        value = self.get(key, default)
-        if isinstance(value, (bool, str)) or value is None or not 0 < value < math.inf:
-            raise ModelError(f"{self.file.header.file}: {self.architecture}.{key}={value!r} is not a number above 0")
-        return float(value)
-
-    def optional(self, key: str) -> float | None:
-        """A number above 0, or None where there is none or 0."""
-        return self.positive(key) if self.get(key) else None
-
-    def list_of(self, key: str) -> list[Any]:
-        """A list with one value for each layer, empty where the file has none."""
-        self._read.add(key)
-        value = self.file.metadata.get(f"{self.architecture}.{key}")
-        return value.values() if isinstance(value, GgufArray) and value.kind != TEXT else []
-
-    def has(self, tensor: str) -> bool:
-        return tensor in self.file.header.tensors
-
-    def tensor(self, name: str) -> GgufTensor:
-        if name not in self.file.header.tensors:
-            raise ModelError(f"{self.file.header.file} has no tensor {name!r}", "the file is incomplete")
-        return self.file.header.tensors[name]
-
-    def check_all_read(self) -> None:
-        """Raise ModelError naming the first key that was not read. One that is 0, false or empty asks for nothing, and
-        so does a factor of 1."""
-        prefix = f"{self.architecture}."
-        for key, value in sorted(self.file.metadata.items()):
-            is_one = key.endswith(("rope.scaling.attn_factor", "_attn_factor", "_ext_factor")) and value == 1.0
-            if key.startswith(prefix) and key.removeprefix(prefix) not in self._read and value and not is_one:
-                raise ModelError(
-                    f"{self.file.header.file} has a key {key!r} ({str(value)[:60]}) that is not handled",
-                    "it may change the maths",
-                )
-
-
-def decimal(value: float) -> float:
-    """The shortest decimal that this float32 stands for: 1e-05 where a file can only say 9.99999974737875e-06."""
-    try:
-        known = struct.pack("<f", value)
-    except OverflowError:
-        return value
-    if struct.unpack("<f", known)[0] == value:
-        for digits in range(1, 10):
-            short = float(f"{value:.{digits}g}")
-            if struct.pack("<f", short) == known:
-                return short
-    return value
 
 
 def _shared(keys: GgufKeys) -> dict[str, Any]:
@@ -153,7 +59,7 @@ def _shared(keys: GgufKeys) -> dict[str, Any]:
         "model_type": keys.architecture,
         "vocab_size": embedding[0],
         "hidden_size": hidden,
-        "intermediate_size": keys.number("feed_forward_length"),
+        "intermediate_size": keys.number("feed_forward_length", keys.number("expert_feed_forward_length", 0) or None),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": keys.count("attention.head_count_kv", heads, heads),
@@ -173,7 +79,7 @@ def _types(keys: GgufKeys, layers: int) -> dict[str, str]:
     for tensor in keys.file.header.tensors.values():
         name = parse_name(tensor.name, NAMES[keys.architecture], layers)
         if name is not None and tensor.type.name not in PLAIN:
-            found[name.weight.removesuffix(".weight")] = tensor.type.name
+            found |= {weight.removesuffix(".weight"): tensor.type.name for weight in name.weights}
     return found
 
 
@@ -186,61 +92,19 @@ def _dtype(keys: GgufKeys) -> str:
     return "float32" if kinds == {"F32"} else "bfloat16"
 
 
-def _rope(keys: GgufKeys, theta: float = 1e4) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling`, over the whole width of a head."""
-    head_dim = keys.number(
-        "attention.key_length", keys.number("embedding_length") // keys.number("attention.head_count")
-    )
-    turned = keys.number("rope.dimension_count", head_dim)
-    if turned != head_dim:
-        raise ModelError(f"{keys.file.header.file}: rope turns {turned} of a head's {head_dim}, which is not handled")
-    return {"rope_theta": keys.positive("rope.freq_base", theta), "rope_scaling": _rope_scaling(keys)}
-
-
-def _rope_scaling(keys: GgufKeys) -> dict[str, Any] | None:
-    kind = keys.get("rope.scaling.type", "none")
-    factor = keys.positive("rope.scaling.factor", keys.optional("rope.scale_linear") or 1.0)
-    original = keys.number("rope.scaling.original_context_length", 0) or None
-    if keys.has("rope_freqs.weight"):
-        # Llama 3's scaling, worked out for each pair of a head's widths; nothing else is said of it.
-        if kind not in ("none", "llama3"):
-            raise ModelError(f"{keys.file.header.file} has rope_freqs and rope.scaling.type {kind!r} at once")
-        return {"rope_type": "factors", "factors": list(keys.file.floats("rope_freqs.weight"))}
-    if kind == "linear" or (kind == "none" and factor != 1.0):
-        return {"rope_type": "linear", "factor": factor}
-    if kind == "yarn":
-        return {
-            "rope_type": "yarn",
-            "factor": factor,
-            "original_max_position_embeddings": original,
-            "beta_fast": keys.optional("rope.scaling.yarn_beta_fast"),
-            "beta_slow": keys.optional("rope.scaling.yarn_beta_slow"),
-        }
-    if kind != "none":
-        raise ModelError(
-            f"{keys.file.header.file}: rope.scaling.type {kind!r} is not known", "known: none, linear, yarn"
-        )
-    return None
-
-
 def _biases(keys: GgufKeys) -> dict[str, Any]:
     """Whether linears have biases, which only the tensors tell."""
-    return {"attention_bias": _has_bias(keys, "attn"), "mlp_bias": _has_bias(keys, "ffn")}
-
-
-def _has_bias(keys: GgufKeys, half: str) -> bool:
-    """Whether any linear of the attention or the MLP has a bias: the model then asks for all that belong to it."""
-    return any(name.startswith(f"blk.0.{half}_") and name.endswith(".bias") for name in keys.file.header.tensors)
+    return {"attention_bias": has_bias(keys, "attn"), "mlp_bias": has_bias(keys, "ffn")}
 
 
 def _llama(keys: GgufKeys) -> dict[str, Any]:
     """llama, mistral and mixtral: the files call them all llama."""
     if not keys.number("expert_count", 0):
-        return {**_rope(keys), **_biases(keys)}
+        return {**rope_keys(keys), **_biases(keys)}
     experts = keys.count("expert_count", MOST)
-    _check_softmax(keys, renormalised=True)
+    check_softmax(keys, renormalised=True)
     return {
-        **_rope(keys),
+        **rope_keys(keys),
         "model_type": "mixtral",
         "num_local_experts": experts,
         "num_experts_per_tok": keys.count("expert_used_count", experts),
@@ -249,56 +113,32 @@ def _llama(keys: GgufKeys) -> dict[str, Any]:
 
 
 def _qwen2(keys: GgufKeys) -> dict[str, Any]:
-    return _rope(keys)
+    return rope_keys(keys)
 
 
 def _qwen3(keys: GgufKeys) -> dict[str, Any]:
-    return {**_rope(keys), "attention_bias": _has_bias(keys, "attn")}
+    return {**rope_keys(keys), "attention_bias": has_bias(keys, "attn")}
 
 
 def _qwen2moe(keys: GgufKeys) -> dict[str, Any]:
     shared = keys.number("expert_shared_feed_forward_length", 0)
     return {
-        **_rope(keys),
-        **_experts(keys, renormalised=False),
+        **rope_keys(keys),
+        **expert_keys(keys, renormalised=False),
         "model_type": "qwen2_moe",
         "shared_expert_intermediate_size": shared or keys.tensor("blk.0.ffn_up_shexp.weight").shape[0],
-        "qkv_bias": _has_bias(keys, "attn"),
+        "qkv_bias": has_bias(keys, "attn"),
     }
 
 
 def _qwen3moe(keys: GgufKeys) -> dict[str, Any]:
-    more = {"model_type": "qwen3_moe", "attention_bias": _has_bias(keys, "attn")}
-    return {**_rope(keys), **_experts(keys, renormalised=True), **more}
-
-
-def _experts(keys: GgufKeys, renormalised: bool) -> dict[str, Any]:
-    """Qwen's experts, which every layer has."""
-    _check_softmax(keys, renormalised)
-    width = keys.number("expert_feed_forward_length", 0) or keys.tensor("blk.0.ffn_up_exps.weight").shape[-2]
-    experts = keys.count("expert_count", MOST)
-    return {
-        "num_experts": experts,
-        "num_experts_per_tok": keys.count("expert_used_count", experts),
-        "moe_intermediate_size": width,
-        "norm_topk_prob": renormalised,
-    }
-
-
-def _check_softmax(keys: GgufKeys, renormalised: bool) -> None:
-    """The weights of experts are a softmax, and unscaled, in what is handled."""
-    gating, scale = keys.number("expert_gating_func", 1), keys.get("expert_weights_scale", 1.0)
-    norm = bool(keys.get("expert_weights_norm", renormalised))
-    if gating not in (0, 1) or scale not in (0.0, 1.0) or norm != renormalised:
-        raise ModelError(
-            f"{keys.file.header.file}: experts weighted by function {gating}, scale {scale}, norm {norm} "
-            f"are not handled for {keys.architecture}"
-        )
+    more = {"model_type": "qwen3_moe", "attention_bias": has_bias(keys, "attn")}
+    return {**rope_keys(keys), **expert_keys(keys, renormalised=True), **more}
 
 
 def _gemma2(keys: GgufKeys) -> dict[str, Any]:
     return {
-        **_rope(keys),
+        **rope_keys(keys),
         **_gemma_scale(keys, LAST_GEMMA2),
         "attn_logit_softcapping": keys.positive("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": keys.positive("final_logit_softcapping", 30.0),
@@ -308,27 +148,13 @@ def _gemma2(keys: GgufKeys) -> dict[str, Any]:
 
 def _gemma3(keys: GgufKeys) -> dict[str, Any]:
     return {
-        **_rope(keys, theta=1e6),
+        **rope_keys(keys, theta=1e6),
         **_gemma_scale(keys, LAST_GEMMA3),
         "model_type": "gemma3_text",
         "rope_local_base_freq": keys.positive("rope.freq_base_swa", 1e4),
         "final_logit_softcapping": keys.optional("final_logit_softcapping"),
-        **_windows(keys),
+        **window_keys(keys),
     }
-
-
-def _windows(keys: GgufKeys) -> dict[str, Any]:
-    """Which layers have windows: none, every layer but each sixth, or as the file says (a number, or a truth for
-    each layer)."""
-    layers, window = keys.number("block_count"), keys.number("attention.sliding_window", 0)
-    if not window:
-        return {"sliding_window": None, "layer_types": ["full_attention"] * layers}
-    windowed = keys.list_of("attention.sliding_window_pattern")
-    if not windowed:
-        pattern = keys.count("attention.sliding_window_pattern", MOST, 6)
-        return {"sliding_window": window, "sliding_window_pattern": pattern}
-    types = ["sliding_attention" if each else "full_attention" for each in windowed]
-    return {"sliding_window": window, "layer_types": types}
 
 
 def _gemma_scale(keys: GgufKeys, layers_of_largest: int) -> dict[str, Any]:
@@ -366,11 +192,11 @@ def _phi3(keys: GgufKeys) -> dict[str, Any]:
 
 
 def _olmo2(keys: GgufKeys) -> dict[str, Any]:
-    return {**_rope(keys), "attention_bias": _has_bias(keys, "attn")}
+    return {**rope_keys(keys), "attention_bias": has_bias(keys, "attn")}
 
 
 def _smollm3(keys: GgufKeys) -> dict[str, Any]:
-    return {**_rope(keys), **_biases(keys)}
+    return {**rope_keys(keys), **_biases(keys)}
 
 
 ARCHITECTURES: dict[str, Callable[[GgufKeys], dict[str, Any]]] = {
@@ -384,5 +210,9 @@ ARCHITECTURES: dict[str, Callable[[GgufKeys], dict[str, Any]]] = {
     "phi3": _phi3,
     "olmo2": _olmo2,
     "smollm3": _smollm3,
+    "qwen3next": qwen3next,
+    "qwen35": qwen35,
+    "qwen35moe": qwen35moe,
+    "gemma4": gemma4,
 }
 """What each `general.architecture` says, beside what all say."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
@@ -42,7 +42,9 @@ QWEN_EXPERTS = {
 FREQUENCIES = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd\.weight")
 """Tensors that say how rope turns, which the config has read; the last are old files' copies of the plain way."""
 
-NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<part>[a-z_]+)(?:\.(?P<expert>\d+))?\.(?P<kind>weight|bias)")
+NAME = re.compile(
+    r"(?:blk\.(?P<layer>\d+)\.)?(?P<part>[a-z][a-z0-9_]*)(?:\.(?P<expert>\d+))?(?:\.(?P<kind>weight|bias|scale))?"
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,9 @@ class Architecture:
     - `biases`: parts that may have biases.
     - `paired`: whether the rows of each head of q and k lie in pairs that turn together (2i and 2i + 1), as ggml's
       first kind of rope wants them; the model has them as halves (i and i + width / 2).
-    - `norm_offset`: whether norms hold 1 + weight.
+    - `norm_offset`: whether norms hold 1 + weight, but for `plain_norms`.
+    - `ends`: what is of no layer.
+    - `others`: of a layer, names with their ends that are no `.weight` or `.bias` of the model's.
     """
 
     parts: Mapping[str, str]
@@ -61,12 +65,54 @@ class Architecture:
     biases: frozenset[str] = frozenset()
     paired: bool = False
     norm_offset: bool = False
+    plain_norms: frozenset[str] = frozenset()
+    ends: Mapping[str, str] = field(default_factory=lambda: ENDS)
+    others: Mapping[str, str] = field(default_factory=dict)
 
 
 LINEARS = frozenset({*ATTENTION, *MLP})
 QKV = frozenset({"attn_q", "attn_k", "attn_v"})
 DENSE = {**ATTENTION, **MLP, **NORMS_BEFORE}
 QWEN_MOE = {**ATTENTION, **NORMS_BEFORE, "ffn_gate_inp": "mlp.gate"}
+DELTA_NETS = {
+    **ATTENTION,
+    **QK_NORMS,
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+DELTA_OTHERS = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
+APART = {"ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a"}
+SPARSE = {**SHARED_EXPERT, "ffn_gate_inp": "mlp.gate"}
+GEMMA4 = {
+    **ATTENTION,
+    **MLP,
+    **NORMS_AROUND,
+    **QK_NORMS,
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "ffn_gate_inp": "router.proj",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
+GEMMA4_ENDS = {
+    **ENDS,
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
+GEMMA4_OTHERS = {
+    "layer_output_scale.weight": "layer_scalar",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+}
+PLAIN_EXPERTS = {part: name.removeprefix("mlp.") for part, name in QWEN_EXPERTS.items()}
 
 ARCHITECTURES = {
     "llama": Architecture(
@@ -89,35 +135,66 @@ ARCHITECTURES = {
     ),
     "olmo2": Architecture({**ATTENTION, **MLP, **NORMS_AFTER, **QK_NORMS}, biases=frozenset(ATTENTION)),
     "smollm3": Architecture(DENSE, biases=LINEARS, paired=True),
+    "qwen3next": Architecture(
+        {**DELTA_NETS, **SPARSE, "ssm_ba": "linear_attn.in_proj_ba"},
+        QWEN_EXPERTS,
+        biases=frozenset(ATTENTION),
+        norm_offset=True,
+        plain_norms=frozenset({"ssm_norm"}),
+        others=DELTA_OTHERS,
+    ),
+    "qwen35": Architecture(
+        {**DELTA_NETS, **APART, **MLP},
+        biases=frozenset(ATTENTION),
+        norm_offset=True,
+        plain_norms=frozenset({"ssm_norm"}),
+        others=DELTA_OTHERS,
+    ),
+    "qwen35moe": Architecture(
+        {**DELTA_NETS, **APART, **SPARSE},
+        QWEN_EXPERTS,
+        biases=frozenset(ATTENTION),
+        norm_offset=True,
+        plain_norms=frozenset({"ssm_norm"}),
+        others=DELTA_OTHERS,
+    ),
+    "gemma4": Architecture(GEMMA4, PLAIN_EXPERTS, biases=frozenset(ATTENTION), ends=GEMMA4_ENDS, others=GEMMA4_OTHERS),
 }
 
 
 @dataclass(frozen=True)
 class GgufName:
-    """What a tensor of a file is: the model's name of it, with a `{}` where it is a stack of all experts' weights."""
+    """What a tensor of a file is: the model's name of it, with a `{}` where it is a stack of all experts' weights.
 
-    weight: str
+    `weights` are several where their rows lie one below the other. `is_other`: the architecture names it whole.
+    """
+
+    weights: tuple[str, ...]
     part: str
     is_stack: bool = False
+    is_other: bool = False
 
 
 def parse_name(name: str, architecture: Architecture, layers: int) -> GgufName | None:
     """None for a tensor that such a model of so many layers does not have."""
     match = NAME.fullmatch(name)
-    if match is None:
+    if match is None or (match["layer"] is not None and int(match["layer"]) >= layers):
         return None
     part, kind = match["part"], match["kind"]
-    if kind == "bias" and part not in architecture.biases:
+    prefix, experts = f"model.layers.{match['layer']}", architecture.experts or {}
+    other = architecture.others.get(part if kind is None else f"{part}.{kind}")
+    if other is not None and match["layer"] is not None and match["expert"] is None:
+        return GgufName((f"{prefix}.{other}",), part, is_other=True)
+    if kind not in ("weight", "bias") or (kind == "bias" and part not in architecture.biases):
         return None
     if match["layer"] is None:
-        return GgufName(f"{ENDS[part]}.{kind}", part) if part in ENDS and match["expert"] is None else None
-    if int(match["layer"]) >= layers:
-        return None
-    prefix, experts = f"model.layers.{match['layer']}", architecture.experts or {}
+        known = part in architecture.ends and match["expert"] is None
+        return GgufName((f"{architecture.ends[part]}.{kind}",), part) if known else None
     if match["expert"] is not None:
         weight = experts.get(part)
-        return GgufName(f"{prefix}.{weight.format(match['expert'])}.{kind}", part) if weight else None
+        return GgufName((f"{prefix}.{weight.format(match['expert'])}.{kind}",), part) if weight else None
     if part.endswith("_exps"):
-        weight = experts.get(part.removesuffix("_exps"))
-        return GgufName(f"{prefix}.{weight}.{kind}", part, is_stack=True) if weight else None
-    return GgufName(f"{prefix}.{architecture.parts[part]}.{kind}", part) if part in architecture.parts else None
+        parts = ("ffn_gate", "ffn_up") if part == "ffn_gate_up_exps" else (part.removesuffix("_exps"),)
+        weights = tuple(f"{prefix}.{experts[one]}.{kind}" for one in parts if one in experts)
+        return GgufName(weights, part, is_stack=True) if weights else None
+    return GgufName((f"{prefix}.{architecture.parts[part]}.{kind}",), part) if part in architecture.parts else None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,7 +14,7 @@ from tllm.core.errors import ModelError, WeightsError
 from tllm.core.gguf_files import gguf_files, read_gguf
 from tllm.core.gguf_header import GgufArray, GgufHeader, GgufTensor
 from tllm.quantization.blocks import Blocks, Scheme
-from tllm.spec.gguf.gguf_names import ARCHITECTURES, FREQUENCIES, Architecture, parse_name
+from tllm.spec.gguf.gguf_names import ARCHITECTURES, FREQUENCIES, Architecture, GgufName, parse_name
 from tllm.weights.boxes import Box, Shape
 from tllm.weights.byte_source import ByteSource
 from tllm.weights.formats.gguf_blocks import SCHEMES, blocks_of
@@ -23,6 +25,16 @@ NUMBERS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "
 """Types of plain numbers."""
 
 
+Change = Literal["", "plus_one", "minus_exp"]
+CHANGED: dict[str, Callable[[Tensor], Tensor]] = {
+    "plus_one": lambda x: x.float() - 1,
+    "minus_exp": lambda x: (-x.double()).log(),
+}
+"""The weight, of what a file has in its place."""
+
+NORM, BLOCK = re.compile(r".*_norm(_\d)?"), re.compile(r"blk\.(\d{1,9})\.")
+
+
 @dataclass(frozen=True)
 class GgufWeight:
     """One weight of the model, which lies in one tensor of the files, `plane`.
@@ -31,8 +43,9 @@ class GgufWeight:
 
     - `expert`: which of a stack of experts it is.
     - `head_dim`: rows of a head, where they lie in pairs that turn together. 0 where they lie as the model has them.
-    - `less_one`: the file holds 1 + weight.
-    - `is_row`: the model has the file's vector as a matrix of one row.
+    - `first_row`: of the file's tensor, where it holds several weights, their rows one below the other.
+    - `change`: what the file has in the weight's place: 1 + weight ("plus_one"), or -exp(weight) ("minus_exp").
+    - `inserted`: a dim of width 1 that the model has and the file leaves out.
     """
 
     shape: Shape
@@ -42,8 +55,9 @@ class GgufWeight:
     block_bytes: int = 1
     expert: int | None = None
     head_dim: int = 0
-    less_one: bool = False
-    is_row: bool = False
+    first_row: int = 0
+    change: Change = ""
+    inserted: int | None = None
 
     @property
     def scheme(self) -> Scheme | None:
@@ -60,7 +74,9 @@ class GgufWeight:
     def plane_boxes(self, box: Box) -> dict[str, Box]:
         start, stop = box[-1]
         columns = (start // self.block * self.block_bytes, stop // self.block * self.block_bytes)
-        rows = () if self.is_row else box[:-1]
+        rows = tuple(bounds for dim, bounds in enumerate(box[:-1]) if dim != self.inserted)
+        if self.first_row:
+            rows = ((rows[0][0] + self.first_row, rows[0][1] + self.first_row), *rows[1:])
         stack = () if self.expert is None else ((self.expert, self.expert + 1),)
         return {self.plane: (*stack, *rows, columns)}
 
@@ -68,13 +84,13 @@ class GgufWeight:
         data = planes[self.plane]
         if self.expert is not None:
             data = data.squeeze(0)
-        if self.is_row:
-            data = data.unsqueeze(0)
+        if self.inserted is not None:
+            data = data.unsqueeze(self.inserted)
         if self.head_dim:
             data = unpaired(data, self.head_dim)
         if self.kind in SCHEMES:
             return blocks_of(self.kind, data)
-        return data.float() - 1 if self.less_one else data
+        return CHANGED[self.change](data) if self.change else data
 
 
 def unpaired(rows: Tensor, head_dim: int) -> Tensor:
@@ -125,42 +141,80 @@ def _entry(tensor: GgufTensor) -> TensorEntry:
 def _weights(
     tensor: GgufTensor, header: GgufHeader, architecture: Architecture, name: str
 ) -> Iterator[tuple[str, GgufWeight]]:
-    """The weights that a tensor holds, by the model's names: one, or one for each expert."""
-    layers = _number(header, f"{name}.block_count")
+    """The weights that a tensor holds, by the model's names: one, or one for each expert, gates apart from ups."""
+    blocks = _number(header, f"{name}.block_count")
+    key = f"{name}.nextn_predict_layers"
+    layers = blocks - (_number(header, key) if key in header.metadata else 0)
+    block = BLOCK.match(tensor.name)
+    if block is not None and layers <= int(block[1]) < blocks:
+        return  # a layer that predicts further tokens
     found = parse_name(tensor.name, architecture, layers)
     if found is None:
         raise ModelError(
             f"{tensor.file}: a {name} model of {layers} layers has no tensor {tensor.name!r} in what is handled",
             "it may change the maths",
         )
-    kind, shape = tensor.type, tensor.shape
-    is_norm = found.part.endswith("_norm")
-    is_row = found.part == "ffn_gate_inp_shexp" and len(shape) == 1
-    if len(shape) != (1 if is_norm or is_row or tensor.name.endswith(".bias") else 2) + found.is_stack:
+    kind = tensor.type
+    is_norm = NORM.fullmatch(found.part) is not None
+    _check_shape(tensor, found, is_norm)
+    change: Change = "minus_exp" if found.part == "ssm_a" else ""
+    if architecture.norm_offset and is_norm and found.part not in architecture.plain_norms:
+        change = "plus_one"
+    inserted = 1 if found.part == "ssm_conv1d" else 0 if _is_row(tensor, found) else None
+    shape = list(tensor.shape[1:] if found.is_stack else tensor.shape)
+    shape[0] //= len(found.weights)
+    if inserted is not None:
+        shape.insert(inserted, 1)
+    for expert in range(tensor.shape[0]) if found.is_stack else [None]:
+        for place, weight in enumerate(found.weights):
+            yield (
+                weight if expert is None else weight.format(expert),
+                GgufWeight(
+                    shape=tuple(shape),
+                    plane=tensor.name,
+                    kind=kind.name,
+                    block=kind.elements,
+                    block_bytes=1 if kind.name in NUMBERS else kind.nbytes,
+                    expert=expert,
+                    head_dim=_rows_of_head(tensor, header, architecture, found, name),
+                    first_row=place * shape[0],
+                    change=change,
+                    inserted=inserted,
+                ),
+            )
+
+
+def _is_row(tensor: GgufTensor, found: GgufName) -> bool:
+    """Whether a vector of the file is a matrix of one row in the model."""
+    return found.part == "ffn_gate_inp_shexp" and len(tensor.shape) == 1
+
+
+def _check_shape(tensor: GgufTensor, found: GgufName, is_norm: bool) -> None:
+    """Vectors are plain numbers, matrices have two dims, and stacks of matrices three."""
+    shape = tensor.shape
+    is_vector = is_norm or found.is_other or _is_row(tensor, found) or tensor.name.endswith(".bias")
+    dims = (1 if is_vector else 2) + found.is_stack
+    if len(shape) != dims or shape[found.is_stack] % len(found.weights):
         raise WeightsError(f"{tensor.file}: tensor {tensor.name!r} has shape {shape}, which it cannot have")
-    rows_of_head = 0
-    if architecture.paired and found.part in ("attn_q", "attn_k"):
-        heads = _number(header, f"{name}.attention.head_count")
-        if found.part == "attn_k" and f"{name}.attention.head_count_kv" in header.metadata:
-            heads = _number(header, f"{name}.attention.head_count_kv")
-        if not heads or shape[0] % (2 * heads):
-            raise WeightsError(f"{tensor.file}: tensor {tensor.name!r} has {shape[0]} rows and there are {heads} heads")
-        rows_of_head = shape[0] // heads
-    for expert in range(shape[0]) if found.is_stack else [None]:
-        yield (
-            found.weight if expert is None else found.weight.format(expert),
-            GgufWeight(
-                shape=(1, *shape) if is_row else shape if expert is None else shape[1:],
-                plane=tensor.name,
-                kind=kind.name,
-                block=kind.elements,
-                block_bytes=1 if kind.name in NUMBERS else kind.nbytes,
-                expert=expert,
-                head_dim=rows_of_head,
-                less_one=architecture.norm_offset and is_norm,
-                is_row=is_row,
-            ),
+    if is_vector and tensor.type.name not in NUMBERS:
+        raise WeightsError(
+            f"{tensor.file}: tensor {tensor.name!r} is of type {tensor.type.name}, and plain in any model"
         )
+
+
+def _rows_of_head(
+    tensor: GgufTensor, header: GgufHeader, architecture: Architecture, found: GgufName, name: str
+) -> int:
+    """Rows of a head of q or k, where they lie in pairs; else 0."""
+    if not (architecture.paired and found.part in ("attn_q", "attn_k")):
+        return 0
+    heads = _number(header, f"{name}.attention.head_count")
+    if found.part == "attn_k" and f"{name}.attention.head_count_kv" in header.metadata:
+        heads = _number(header, f"{name}.attention.head_count_kv")
+    rows = tensor.shape[0]
+    if not heads or rows % (2 * heads):
+        raise WeightsError(f"{tensor.file}: tensor {tensor.name!r} has {rows} rows and there are {heads} heads")
+    return rows // heads
 
 
 def _number(header: GgufHeader, key: str) -> int:

@@ -92,6 +92,23 @@ def test_the_model_is_equal_to_itself(folder: Path, truth: Path) -> None:
     assert judge(found, None).equal
 
 
+def test_layers_with_keys_of_others_are_compared_one_by_one(tmp_path: Path) -> None:
+    """The reference makes their keys, and each layer's own input, by products of another shape: equal to rounding."""
+    model, truth = tmp_path / "model", tmp_path / "truth"
+    truth.mkdir()
+    save_model("gemma4_e2b", model)
+    spec, limits = spec_of(model), limits_for(spec_of(model), len(IDS))
+    write_reference(model, truth, spec, EXACT, batches_of(IDS, limits), limits)
+    record, made = run_whole(model)
+    differences = compare(record, truth, made.vocab)
+    assert len(differences) == 1 + spec.num_layers + 1
+    assert max(one.relative for one in differences) < ROUNDING_64
+    assert judge(as_pass([Compared(0, differences, fingerprints(made))], model, "float64", spec.num_layers), None).equal
+    spoiled, made = run_whole(model, "model.layers.1.self_attn.v_proj.weight", 1.0)
+    found = as_pass([Compared(0, compare(spoiled, truth, made.vocab), fingerprints(made))], model, "float64", 4)
+    assert judge(found, None).layer == "layer 1"
+
+
 @pytest.mark.parametrize("layer", [0, 2])
 def test_a_damaged_weight_is_named_and_so_is_where_it_shows(folder: Path, truth: Path, layer: int) -> None:
     name = f"model.layers.{layer}.self_attn.v_proj.weight"

@@ -20,7 +20,7 @@ from tllm.planner.cluster.device import Cluster, Device
 from tllm.planner.cost.rank_bytes import rank_bytes
 from tllm.planner.cost.serving_load import ServingFacts
 from tllm.planner.cost.stage_team import StageTeam
-from tllm.planner.cost.weight_bits import linears, mean_linear_bytes
+from tllm.planner.cost.weight_bits import linears, mean_linear_bytes, shared_linears
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 from tllm.spec.quantized.weight_bits import EMBEDDING, HEAD, LAYERS, Coding, Quantization
@@ -57,6 +57,7 @@ def test_the_linears_are_those_of_the_model(case: str, tmp_path: Path) -> None:
             for number in planned.layers:
                 for linear in linears(spec, number, planned.cut):
                     counted[linear.module] += linear.elements
+            counted.update({one.module: one.elements for one in shared_linears(spec, planned.layers, planned.cut)})
             assert counted == of_model(model), (text, planned.rank)
 
 

@@ -150,6 +150,65 @@ def test_a_shared_experts_gate_is_a_row(tmp_path: Path) -> None:
     assert torch.equal(read(index, source, name)[0], maker.numbers("blk.0.ffn_gate_inp_shexp.weight", "F32"))
 
 
+def test_what_a_gated_delta_net_has(tmp_path: Path) -> None:
+    """-exp(A_log), a convolution without its middle dim, and a norm that is no 1 + weight; layers after the last."""
+    maker = GgufMaker(tmp_path / "model.gguf", "qwen35")
+    maker.writer.add_uint32("qwen35.nextn_predict_layers", 1)
+    maker.raw["blk.0.ssm_a"] = -np.exp(np.array([0.5, -2.0, 3.0], dtype=np.float32))
+    maker.writer.add_tensor("blk.0.ssm_a", maker.raw["blk.0.ssm_a"])
+    maker.add("blk.0.ssm_dt.bias", "F32", 3)
+    maker.add("blk.0.ssm_conv1d.weight", "F32", 10, 4)
+    maker.add("blk.0.ssm_norm.weight", "F32", HEAD)
+    maker.add("blk.0.attn_norm.weight", "F32", 16)
+    maker.add("blk.1.nextn.eh_proj.weight", "F32", 4, 4)
+    index, source = maker.opened()
+    name = "model.layers.0.linear_attn"
+    assert not any(key.startswith("model.layers.1.") for key in index.stored)
+    found = read(index, source, f"{name}.A_log", ((1, 3),))
+    torch.testing.assert_close(found, torch.tensor([-2.0, 3.0], dtype=torch.float64), rtol=0, atol=1e-6)
+    assert torch.equal(read(index, source, f"{name}.dt_bias"), maker.numbers("blk.0.ssm_dt.bias", "F32"))
+    kernel = maker.numbers("blk.0.ssm_conv1d.weight", "F32")
+    assert index.shape(f"{name}.conv1d.weight") == (10, 1, 4)
+    assert torch.equal(read(index, source, f"{name}.conv1d.weight", ((2, 7), (0, 1), (0, 4)))[:, 0], kernel[2:7])
+    assert torch.equal(read(index, source, f"{name}.norm.weight"), maker.numbers("blk.0.ssm_norm.weight", "F32"))
+    plus_one = maker.numbers("blk.0.attn_norm.weight", "F32")
+    assert torch.equal(read(index, source, "model.layers.0.input_layernorm.weight"), plus_one - 1)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "F16"])
+def test_gates_and_ups_of_one_stack_are_apart(tmp_path: Path, kind: str) -> None:
+    maker = GgufMaker(tmp_path / "model.gguf", "gemma4")
+    maker.add("blk.1.ffn_gate_up_exps.weight", kind, 3, 12, 64)
+    index, source = maker.opened()
+    stack = maker.numbers("blk.1.ffn_gate_up_exps.weight", kind)
+    for expert in range(3):
+        for start, part_name in ((0, "gate"), (6, "up")):
+            name = f"model.layers.1.experts.{expert}.{part_name}_proj.weight"
+            assert index.shape(name) == (6, 64)
+            found = read(index, source, name, ((1, 5), (20, 50))).float()
+            assert torch.equal(found, stack[expert, start + 1 : start + 5, 20:50])
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "kind", "shape", "why"),
+    [
+        ("gemma4", "blk.0.ffn_gate_up_exps.weight", "F32", (2, 5, 32), r"has shape \(2, 5, 32\)"),
+        ("gemma4", "blk.0.attn_norm.weight", "Q8_0", (32,), "is of type Q8_0, and plain in any model"),
+        ("gemma4", "blk.0.ffn_up.scale", "F32", (4,), "has no tensor"),
+        ("qwen35", "blk.0.ssm_a", "F32", (3, 3), r"has shape \(3, 3\)"),
+        ("qwen35", "blk.0.ssm_in.weight", "F32", (3, 3), "has no tensor"),
+        ("qwen35", "ssm_a", "F32", (3,), "has no tensor"),
+    ],
+)
+def test_what_such_a_model_cannot_have_is_refused(
+    tmp_path: Path, architecture: str, name: str, kind: str, shape: tuple[int, ...], why: str
+) -> None:
+    maker = GgufMaker(tmp_path / "model.gguf", architecture)
+    maker.add(name, kind, *shape)
+    with pytest.raises(TllmError, match=why):
+        maker.opened()
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "shape", "why"),
     [

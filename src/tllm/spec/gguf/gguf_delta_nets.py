@@ -1,0 +1,73 @@
+"""GGUF files of models with gated delta nets: qwen3next, qwen35 and qwen35moe.
+
+Their projections lie as llama.cpp computes with them: queries, keys and values of all heads one after another. In
+qwen35 and qwen35moe value head n uses key head n modulo the number of key heads ("tiled").
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tllm.core.errors import ModelError
+from tllm.spec.gguf.gguf_keys import GgufKeys
+from tllm.spec.gguf.gguf_parts import MOST, expert_keys, has_bias, rope_scaling
+
+
+def qwen3next(keys: GgufKeys) -> dict[str, Any]:
+    return {
+        **_with_delta_nets(keys),
+        **expert_keys(keys, renormalised=True),
+        **_shared_expert(keys),
+        "model_type": "qwen3_next",
+        "_gguf_heads": "apart",
+    }
+
+
+def qwen35(keys: GgufKeys) -> dict[str, Any]:
+    return {**_with_delta_nets(keys), "model_type": "qwen3_5_text", "_gguf_heads": "tiled"}
+
+
+def qwen35moe(keys: GgufKeys) -> dict[str, Any]:
+    experts = expert_keys(keys, renormalised=True)
+    del experts["norm_topk_prob"]  # which no config.json of this family has: they always are
+    return {
+        **_with_delta_nets(keys),
+        **experts,
+        **_shared_expert(keys),
+        "model_type": "qwen3_5_moe_text",
+        "_gguf_heads": "tiled",
+    }
+
+
+def _shared_expert(keys: GgufKeys) -> dict[str, Any]:
+    shared = keys.number("expert_shared_feed_forward_length", 0)
+    return {"shared_expert_intermediate_size": shared or keys.tensor("blk.0.ffn_up_shexp.weight").shape[0]}
+
+
+def _with_delta_nets(keys: GgufKeys) -> dict[str, Any]:
+    """Sizes of the delta nets, which layers have them, and rope over a part of a head.
+
+    `block_count` counts layers that predict further tokens too, which are left unread.
+    """
+    keys.ignore("rope.dimension_sections")  # of which text uses one position
+    predicting = keys.number("nextn_predict_layers", 0)
+    layers = keys.count("block_count", len(keys.file.header.tensors)) - predicting
+    if layers < 1:
+        raise ModelError(f"{keys.file.header.file}: all of its layers ({predicting}) predict further tokens")
+    values, inner = keys.count("ssm.time_step_rank", MOST), keys.number("ssm.inner_size")
+    if not inner or inner % values:
+        raise ModelError(f"{keys.file.header.file}: ssm.inner_size={inner} is not made of {values} heads")
+    head_dim = keys.number("attention.key_length")
+    return {
+        "num_hidden_layers": layers,
+        "linear_num_key_heads": keys.count("ssm.group_count", values),
+        "linear_num_value_heads": values,
+        "linear_key_head_dim": keys.count("ssm.state_size", MOST),
+        "linear_value_head_dim": inner // values,
+        "linear_conv_kernel_dim": keys.count("ssm.conv_kernel", MOST),
+        "full_attention_interval": keys.count("full_attention_interval", MOST, 4),
+        "rope_theta": keys.positive("rope.freq_base", 1e4),
+        "rope_scaling": rope_scaling(keys),
+        "partial_rotary_factor": keys.number("rope.dimension_count", head_dim) / head_dim,
+        "attention_bias": has_bias(keys, "attn"),
+    }
