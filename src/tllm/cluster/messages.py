@@ -45,7 +45,7 @@ from tllm.hub.repository import Repository
 from tllm.spec.plan import Plan
 from tllm.spec.request import Output, Request
 
-PROTOCOL = 9
+PROTOCOL = 10
 """Changes with any change to a message here. Both ends must speak the same; there is no guessing."""
 
 GUEST_BYTES = 16 * 1024
@@ -69,10 +69,15 @@ class Hello(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """The certificate (PEM) of the cluster's authority, to be held against a join token."""
+    """The certificate (PEM) of the cluster's authority, to be held against a join token.
+
+    With a `host`, who answers only knows where the coordinator listens: there.
+    """
 
     protocol: int
     authority: bytes
+    host: str = ""
+    port: int = 0
 
 
 class Join(Message, frozen=True):
