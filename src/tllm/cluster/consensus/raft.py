@@ -1,8 +1,8 @@
 """`Raft`: one replica's part in the consensus. It elects leaders, replicates the log and commits entries.
 
-After Ongaro's thesis, "Consensus: Bridging Theory and Practice" (2014): chapter 3 for elections, the log and leaders that
-hand over (3.10), 4 for changes of who votes, 5 for snapshots, 6.4 for reads by a lease, 9.6 for pre-votes. Nothing here waits, reads a clock or
-opens a socket: time, randomness, sending and the state machine are handed in.
+After Ongaro's thesis, "Consensus: Bridging Theory and Practice" (2014): chapter 3 for elections, the log and (3.10)
+leaders that hand over, 4 for changes of who votes, 5 for snapshots, 6.4 for reads by a lease, 9.6 for pre-votes.
+Nothing here waits, reads a clock or opens a socket: time, randomness, sending and the state machine are handed in.
 """
 
 from __future__ import annotations

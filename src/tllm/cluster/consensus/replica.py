@@ -125,7 +125,7 @@ class Replica:
         await self._committed(self.raft.change(voters, self._clock()), "a change of replicas")
 
     async def hand_over(self, seconds: float) -> bool:
-        """Let another replica lead, and vote on until it does, within so many seconds; whether this one leads no more."""
+        """Let another replica lead, and vote on until it does, for so long at most; whether this one leads no more."""
         term, heirs = self.term, list[ReplicaPlace]()
 
         def handed() -> bool:

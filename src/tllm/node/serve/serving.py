@@ -19,7 +19,7 @@ from tllm.cluster.http_messages import ServedModel
 from tllm.cluster.messages import Message, Outputs, Prepared
 from tllm.cluster.settings import EngineSettings
 from tllm.cluster.state import ClusterState
-from tllm.core.errors import TllmError
+from tllm.core.errors import ClusterError, TllmError
 from tllm.core.model_folders import model_name
 from tllm.node.coordinator.cluster_options import OnProgress
 from tllm.node.coordinator.coordinator import Coordinator
@@ -113,6 +113,19 @@ class Serving:
         if self.coordinator.replication is not None:
             self.coordinator.replication.keep_replies(store.streams)
         self.node_requests.open(model, router, store, adapters)
+
+    @property
+    def can_hand_over(self) -> bool:
+        """Whether another process may go on with the cluster when this one leaves."""
+        return self.coordinator.can_hand_over
+
+    async def hand_over(self) -> bool:
+        """Let another process coordinate: what nodes asked for, and what is kept, goes on there. False where none
+        could, so that the cluster ends with this process."""
+        if not await self.coordinator.hand_over():
+            return False
+        self.fail(ClusterError("another machine coordinates this cluster now"))  # which nobody hears
+        return True
 
     def submit(self, request: Request) -> AsyncGenerator[Output, None]:
         """The request's outputs; closing this cancels it."""
@@ -262,4 +275,4 @@ class Serving:
         if self.fault is not None:
             raise type(self.fault)(self.fault.message, self.fault.hint)
         if self.is_open:
-            self.coordinator.members.channels[self.state.ranks[0].node].post(message)
+            self._post(self.state.ranks[0].node, message)
