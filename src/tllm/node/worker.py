@@ -279,7 +279,8 @@ class Worker:
         if role is None:
             return Heartbeat(rss_bytes=held, peak_bytes=most, stats=refused)
         stats = {**role.stats(), **refused}
-        return Heartbeat(rss_bytes=held, peak_bytes=most, links=role.link_bytes(), stats=stats)
+        spans = role.spans() if isinstance(role, ServingRank) else ()
+        return Heartbeat(rss_bytes=held, peak_bytes=most, links=role.link_bytes(), stats=stats, spans=spans)
 
     def command(self, command: Command) -> None:
         if self._role is not None:

@@ -40,6 +40,7 @@ from tllm.cli.arguments.options import (
 from tllm.cli.arguments.parser import count, port, whole
 from tllm.cli.arguments.server_limits import add_server_limits, server_limits
 from tllm.cli.arguments.survey_settings import serving_facts
+from tllm.cli.arguments.tracing_options import add_tracing, check_tracing, open_tracing
 from tllm.cli.commands.join import REJOIN_SECONDS
 from tllm.cli.display.logs import start_log
 from tllm.cli.display.progress import ShowProgress, loading
@@ -124,6 +125,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     http = parser.add_argument_group("HTTP")
     add_http(http)
     add_replies(http)
+    add_tracing(http)
     add_keep_streams(http)
     add_server_limits(parser)
     parser.add_argument("--quiet", action="store_true", help="only warnings and errors on stderr")
@@ -134,6 +136,7 @@ def run(args: argparse.Namespace) -> int:
     settings.check()
     tasks = _tasks(args)
     is_first = tasks is None or tasks.rank == 0
+    check_tracing(args.otlp_endpoint)
     if is_first:
         bind(settings.host, settings.port).close()  # a busy port shows now, not when the model is fetched or loaded
     if tasks is None and args.nodes and args.cluster_folder and _returned(args, settings):
@@ -194,6 +197,7 @@ async def _serve(
         pooling = options.pooling()
         app = build_app(timed, *text, settings, adapters=served, pooling=pooling)
         _open_to_nodes(client, app, text[1], served, pooling)
+        app.tracing = open_tracing(args.otlp_endpoint, client)
         watch = _watch(chooser, client, timed, args.replan)
         async with watch.looking() if watch else nullcontext():
             await serve_http(
@@ -201,6 +205,8 @@ async def _serve(
                 lambda url: print(f"serving {client.model_name} at {url}/v1", flush=True),
                 leaves=lambda: _can_hand_over(client),
             )
+        if app.tracing is not None:
+            await app.tracing.close()
         if app.router.leaving:
             await _hand_over(client)
         if chooser and (watch is None or watch.is_planned):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -37,6 +37,7 @@ from tllm.planner.search.replan import replan
 from tllm.server.openai.engine_client import Health, RequestRouter
 from tllm.server.openai.lora_adapters import ServedAdapters
 from tllm.server.stored.stream_store import LocalStreamStore
+from tllm.server.tracing.tracing import NodeSpan
 from tllm.spec.families import spec_from_config
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
@@ -140,6 +141,13 @@ class Serving:
         plan.check_serving()
         self.check_room(plan, nodes)
         self.recovery.move.begin(plan, nodes)
+
+    def node_spans(self, traces: Collection[int]) -> list[NodeSpan]:
+        """What the ranks have told of what they did for these traces."""
+        ranks = enumerate(self.state.ranks)
+        return [
+            NodeSpan(one.node, rank, span) for rank, one in ranks for span in one.beat.spans if span.trace in traces
+        ]
 
     def stats(self) -> Mapping[str, float]:
         stats, server = engine_stats(self.state), self.coordinator.control_server

@@ -20,6 +20,7 @@ from tllm.server.http.errors import HttpError, draining, overloaded, queue_timeo
 from tllm.server.http.metrics import Metrics, SequenceTimer
 from tllm.server.http.settings import ServerSettings
 from tllm.server.openai.choice import ChoiceProgress, ReplyChoice
+from tllm.server.tracing.request_trace import traced
 from tllm.spec.request import Output, Request
 
 
@@ -164,7 +165,9 @@ class RequestRouter:
         """What a prompt comes to that is pooled. Cancelling this cancels it; an engine's error is raised."""
         timer = self.open[request.id] = SequenceTimer(self.metrics.sequences, len(request.prompt_ids))
         try:
-            output = await pooled_output(self.client, request, lambda output: self._check_end(output, request))
+            output = await pooled_output(
+                self.client, traced(request, timer), lambda output: self._check_end(output, request)
+            )
             timer.pooled()
             return output
         except TllmError:
@@ -185,7 +188,7 @@ class RequestRouter:
         timer = SequenceTimer(self.metrics.sequences, len(choice.request.prompt_ids))
         self.open[choice.request.id] = timer
         try:
-            async with aclosing(self.client.submit(choice.request)) as outputs:
+            async with aclosing(self.client.submit(traced(choice.request, timer))) as outputs:
                 async for output in outputs:
                     keep(output)
                     self._check_end(output, choice.request)
