@@ -45,7 +45,22 @@ SUB_PACKAGES = {
     ),
     "planner": ("cluster", "cost", "measured", "memory", "simulate", "search"),
     "recipes": (".", "bench"),
-    "server": ("admission", "http", "reply", "openai", "pooling", "anthropic", "ollama", "stored", "live", "page", "."),
+    "server": (
+        *(
+            "admission",
+            "http",
+            "tracing",
+            "reply",
+            "openai",
+            "pooling",
+            "anthropic",
+            "ollama",
+            "stored",
+            "live",
+            "page",
+        ),
+        ".",
+    ),
     "training": (
         *("data", "state", "attention", "checkpoint", "gradients", "job", "objectives", "lora", "optim", "step"),
         *("teachers", "evaluation", "policy", "measure", "report", "sync", "parameter_server", "snapshot", "."),

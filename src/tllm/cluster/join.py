@@ -38,6 +38,12 @@ log = logging.getLogger("tllm.cluster")
 REACH_SECONDS = 10.0
 
 
+async def locate(address: Address) -> Address:
+    """Where the coordinator listens: here, or where who answers here says. It is not trusted: `join` asks for proof."""
+    welcome = await _ask(address, unverified_client(), Hello(PROTOCOL), Welcome)
+    return (welcome.host, welcome.port) if welcome.host else address
+
+
 async def join(address: Address, token: JoinToken, node: str) -> Identity:
     """Get a certificate in the name `node`. The key is made here and stays here."""
     welcome = await _ask(address, unverified_client(), Hello(PROTOCOL), Welcome)

@@ -48,6 +48,12 @@ class JoinToken:
         return cls(own, Authority.of_secret(secret).fingerprint)
 
     @classmethod
+    def of_authority(cls, authority: Authority) -> JoinToken:
+        """The token of who has the authority's private key, as the first machine does that comes back."""
+        own = HKDF(hashes.SHA256(), SECRET_SIZE, None, b"tllm join token of an authority").derive(authority.key_pem)
+        return cls(own, authority.fingerprint)
+
+    @classmethod
     def parse(cls, text: str) -> JoinToken:
         """Read what `str` wrote. AuthError for anything else; the message does not repeat the token."""
         body = text.strip().removeprefix(PREFIX)

@@ -43,9 +43,9 @@ from tllm.cluster.weight_messages import (
 from tllm.cluster.wire_message import Message as Message
 from tllm.hub.repository import Repository
 from tllm.spec.plan import Plan
-from tllm.spec.request import Output, Request
+from tllm.spec.request import Output, Request, StageSpan
 
-PROTOCOL = 9
+PROTOCOL = 10
 """Changes with any change to a message here. Both ends must speak the same; there is no guessing."""
 
 GUEST_BYTES = 16 * 1024
@@ -69,10 +69,15 @@ class Hello(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """The certificate (PEM) of the cluster's authority, to be held against a join token."""
+    """The certificate (PEM) of the cluster's authority, to be held against a join token.
+
+    With a `host`, who answers only knows where the coordinator listens: there.
+    """
 
     protocol: int
     authority: bytes
+    host: str = ""
+    port: int = 0
 
 
 class Join(Message, frozen=True):
@@ -175,7 +180,8 @@ class Attached(Message, frozen=True):
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
-    """Sent by both ends all the time. `links` counts payload bytes over each wire ("0>1"); `stats` are the engine's.
+    """Sent by both ends all the time. `links` counts payload bytes over each wire ("0>1"); `stats` are the engine's,
+    and `spans` what a rank did of late for sequences that are traced.
 
     `rss_bytes` of memory are held by the process now, `peak_bytes` at the most so far.
     """
@@ -184,6 +190,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     peak_bytes: int = 0
     links: dict[str, int] = msgspec.field(default_factory=dict)
     stats: dict[str, float] = msgspec.field(default_factory=dict)
+    spans: tuple[StageSpan, ...] = ()
 
 
 class Failure(Message, frozen=True, kw_only=True):

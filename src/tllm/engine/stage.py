@@ -34,6 +34,7 @@ from tllm.engine.schedule.batch import Batch, ForgetAdapter, Results, RingMessag
 from tllm.engine.schedule.limits import Limits, check_batch, check_results
 from tllm.engine.serving_counters import ReplyCounters
 from tllm.engine.stage_pages import StagePages
+from tllm.engine.traced_work import TracedWork
 from tllm.model.attention import Attend
 from tllm.parallel.linear import Adapt, unadapted
 from tllm.spec.cut import Range
@@ -99,7 +100,7 @@ class PipelineStage:
         self.sampler = Sampler(model.logits, tp, vocab_ranges) if model.is_last else None
         self.pooler: Pooler | None = None
         self.batches = 0
-        self.counters = ReplyCounters(tp)
+        self.counters, self.traced = ReplyCounters(tp), TracedWork()
         self.adapters = RankAdapters()
         self.pages = StagePages(tp, ring, limits, model.is_last)
 
@@ -193,7 +194,7 @@ class PipelineStage:
         x = ids_T if x_TD is None else x_TD
         lengths_T = lengths(batch) if self.model.scales_by_length else None
         adapt = self.adapters.of_batch(batch)
-        with self.counters.counting(batch):
+        with self.counters.counting(batch), self.traced.timing(batch):
             x_TD = self.model(x, positions(batch), PagedAttend(self.cache, batch.entries), lengths_T, adapt, ids_T)
             if self.sampler is None:
                 return x_TD

@@ -20,7 +20,7 @@ import torch
 
 from tllm.cluster.certificates import Identity, node_name
 from tllm.cluster.connection import own_address
-from tllm.cluster.join import join
+from tllm.cluster.join import join, locate
 from tllm.cluster.join_token import JoinToken
 from tllm.cluster.messages import (
     AdapterReady,
@@ -125,7 +125,6 @@ class Worker:
         http: HttpServer | None = None,
         make_replica: MakeReplica | None = None,
     ) -> None:
-        address = (settings.host, settings.port)
         usable_memory(settings.memory)  # too much shows before a token is spent
         self._settings, self._http = settings, http
         if settings.memory is not None:
@@ -133,6 +132,7 @@ class Worker:
         keep_freed_memory()
         if settings.threads:
             torch.set_num_threads(settings.threads)
+        address = asyncio.run(locate((settings.host, settings.port)))
         node = settings.node or node_name(socket.gethostname())
         self._identity = asyncio.run(join(address, JoinToken.parse(settings.token), node))
         self._assign: Assign | None = None
@@ -171,7 +171,7 @@ class Worker:
                 raise self._control.error
             log.info("ends: %s", self._control.reason)
         except KeyboardInterrupt:
-            self._control.report(ClusterError("its operator stopped it"))
+            self._control.leave()
             raise
         except BaseException as error:
             if self._control.error is None:
@@ -279,7 +279,8 @@ class Worker:
         if role is None:
             return Heartbeat(rss_bytes=held, peak_bytes=most, stats=refused)
         stats = {**role.stats(), **refused}
-        return Heartbeat(rss_bytes=held, peak_bytes=most, links=role.link_bytes(), stats=stats)
+        spans = role.spans() if isinstance(role, ServingRank) else ()
+        return Heartbeat(rss_bytes=held, peak_bytes=most, links=role.link_bytes(), stats=stats, spans=spans)
 
     def command(self, command: Command) -> None:
         if self._role is not None:

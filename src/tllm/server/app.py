@@ -44,6 +44,7 @@ from tllm.server.reply.parser_choice import choose_parsers
 from tllm.server.reply.reply_ids import ReplyIds
 from tllm.server.stored.routes import CHAT, COMPLETIONS, RESPONSES, ReplyRoutes
 from tllm.server.stored.stream_store import LocalStreamStore, StreamStore
+from tllm.server.tracing.tracing import Tracing
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
 
@@ -52,7 +53,7 @@ class App:
     """The whole server as one ASGI application. `router` knows the sequences in hand, and refuses while draining.
 
     `recorder` keeps the last minutes for the page and `tllm top`, and `keys` reads its file anew, once somebody runs
-    them. `store` has the replies that may be taken up.
+    them. `store` has the replies that may be taken up. Where there is `tracing`, requests are traced.
     """
 
     def __init__(
@@ -70,10 +71,14 @@ class App:
         self.settings = settings
         self.recorder = recorder
         self.store = store
+        self.tracing: Tracing | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        await self._outer(scope, receive, send)
+        if self.tracing is None:
+            await self._outer(scope, receive, send)
+        else:
+            await self.tracing.answer(self._outer, scope, receive, send)
 
     def stop(self) -> None:
         """Cancel every request in hand."""

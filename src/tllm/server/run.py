@@ -27,8 +27,12 @@ async def serve_http(
     on_ready: Callable[[str], None] | None = None,
     stop: asyncio.Event | None = None,
     signals: bool = True,
+    leaves: Callable[[], bool] = lambda: False,
 ) -> None:
     """Serve until a signal or until `stop` is set, then let requests in hand finish for `drain_seconds`.
+
+    If `leaves` says so on a SIGTERM, another process will go on with what nodes have asked for and with what is kept:
+    that is not waited for (`RequestRouter.leaving`).
 
     `on_ready` gets the URL once connections are taken. A second signal ends it at once. A busy port is a `ConfigError`.
     Used inside another program, `signals=False` leaves signal handlers alone.
@@ -36,7 +40,7 @@ async def serve_http(
     listening = bind(app.settings.host, app.settings.port)
     server = _Server(_config(app, app.settings))
     asked, now = stop or asyncio.Event(), asyncio.Event()
-    with _handlers(asked, now) if signals else contextlib.nullcontext():
+    with _handlers(asked, now, lambda: _leave(app, leaves)) if signals else contextlib.nullcontext():
         serving = asyncio.create_task(server.serve(sockets=[listening]))
         recording = asyncio.create_task(app.recorder.run(), name="recorder")
         recording.add_done_callback(_log_failure)
@@ -50,7 +54,7 @@ async def serve_http(
             await _first(serving, asked.wait())
             app.router.draining = True
             await _first(serving, now.wait(), _idle(app), asyncio.sleep(app.settings.drain_seconds))
-            if app.router.in_hand:
+            if not app.router.is_idle:
                 _log.warning("stopping with %d sequences in hand", app.router.in_hand)
                 app.stop()
                 await _first(serving, _idle(app), asyncio.sleep(_CLOSING_SECONDS))
@@ -124,20 +128,26 @@ def _config(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
 
 
 @contextlib.contextmanager
-def _handlers(asked: asyncio.Event, now: asyncio.Event) -> Iterator[None]:
+def _handlers(asked: asyncio.Event, now: asyncio.Event, on_terminate: Callable[[], None]) -> Iterator[None]:
     loop = asyncio.get_running_loop()
 
-    def on_signal() -> None:
+    def on_signal(kind: signal.Signals) -> None:
+        if kind == signal.SIGTERM and not asked.is_set():
+            on_terminate()
         (now if asked.is_set() else asked).set()
 
     kinds = (signal.SIGTERM, signal.SIGINT)
     for kind in kinds:
-        loop.add_signal_handler(kind, on_signal)
+        loop.add_signal_handler(kind, on_signal, kind)
     try:
         yield
     finally:
         for kind in kinds:
             loop.remove_signal_handler(kind)
+
+
+def _leave(app: App, leaves: Callable[[], bool]) -> None:
+    app.router.leaving = leaves()
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:
@@ -148,7 +158,7 @@ def _log_failure(task: asyncio.Task[None]) -> None:
 
 
 async def _idle(app: App) -> None:
-    while app.router.in_hand or app.router.readers:
+    while not app.router.is_idle:
         await asyncio.sleep(0.02)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -89,12 +89,16 @@ class Scheduling(msgspec.Struct, frozen=True, kw_only=True):
     max_queue_seconds: float | None = None
 
 
+TraceNumber = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+"""By which ranks know a sequence that is traced; 0: it is not."""
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt to continue. `output_ids`: tokens already given out, when a request is resubmitted after a loss.
 
     `lora` is the id of the adapter that it is computed with, "" for none. With `pooling` nothing is sampled, and
     `params` count for nothing: the prompt comes to `Output.pooled`. Only requests with the same `cache_salt` and the
-    same adapter share the keys and values of a common prefix.
+    adapter share the keys and values of a common prefix. Ranks tell what they do for one with a `trace`.
     """
 
     id: str
@@ -105,6 +109,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     lora: str = ""
     scheduling: Scheduling = Scheduling()
+    trace: TraceNumber = 0
 
     @property
     def prefix_salt(self) -> str:
@@ -159,6 +164,18 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     pooled: tuple[float, ...] = ()
     finish_reason: FinishReason | None = None
     error: str = ""
+
+
+class StageSpan(msgspec.Struct, frozen=True, array_like=True):
+    """All turns of the ring in which a rank computed for a sequence: the first `began` and the last `ended` at these
+    Unix seconds of the rank's own clock, `turns` of them with so many `tokens`, which took `seconds` of computing."""
+
+    trace: TraceNumber
+    began: float
+    ended: float
+    turns: int
+    tokens: int
+    seconds: float
 
 
 class KeptReply(msgspec.Struct, frozen=True, kw_only=True):

@@ -218,4 +218,4 @@ def a_node_that_leaves_lets_its_requests_end(stack: ExitStack, server: Running, 
         node.process.send_signal(signal.SIGTERM)
         assert text_of(seen + events_of(lines)) == undisturbed
     code, said = node.wait()
-    assert code == 130 and "Traceback" not in said
+    assert code == 0 and "Traceback" not in said

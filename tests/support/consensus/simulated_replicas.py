@@ -299,7 +299,7 @@ class SimulatedReplicas:
         if self.now > self._lasts:
             return
         ids = list(self.processes)
-        match self.dice.randrange(7):
+        match self.dice.randrange(8):
             case 0 | 1:
                 cut = set(self.dice.sample(ids, self.dice.randrange(1, len(ids)))) if len(ids) > 1 else set()
                 self._cut = {(a, b) for a in ids for b in ids if (a in cut) != (b in cut)}
@@ -312,6 +312,10 @@ class SimulatedReplicas:
                 self._crash()
             case 5:
                 self._weather = self._new_weather()
+            case 6:
+                for one in self.processes.values():
+                    one.raft.hand_over(one.clock(self.now))
+                    self._look(one)
             case _:
                 self._cut = set()
         self._at(self.now + self.dice.uniform(0.3, 5), self._strike, None)

@@ -35,7 +35,7 @@ SPEC = AttentionSpec(scale=0.5, kv_shape=(1, WIDTH))
 class TinyModel:
     """Layers whose queries, keys and values are their input; logits by the rows of a fixed random table."""
 
-    hidden_size, scales_by_length = WIDTH, True
+    received_width, scales_by_length = WIDTH, True
 
     def __init__(self, layers: range, vocab: tuple[int, int], fail_at: int = -1) -> None:
         self.layers, self.is_first, self.is_last = layers, layers.start == 0, layers.stop == LAYERS
@@ -52,6 +52,7 @@ class TinyModel:
         attend: Attend,
         lengths_T: Tensor | None = None,
         adapt: Adapt = unadapted,
+        ids_T: Tensor | None = None,
     ) -> Tensor:
         self.calls += 1
         if self.calls == self.fail_at:

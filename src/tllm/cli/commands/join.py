@@ -4,6 +4,9 @@ It gets its part of the model assigned, reads only the bytes of that part, and c
 that it lacks come from the Hugging Face hub, if the model was given by its name there, else from whichever node has
 them. They are kept in a folder for the next time and for other nodes. If the coordinator's process dies, this node may
 take its place (`--replicas-of-coordinator` of `tllm serve`).
+
+Ctrl-C or SIGTERM: the node takes no new HTTP requests, lets those in hand end, and leaves; the others go on. A second
+one ends it at once.
 """
 
 from __future__ import annotations
@@ -11,9 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import signal
 import sys
-import threading
 
 from tllm.cli.arguments.http_options import add_http, http_settings
 from tllm.cli.arguments.model_argument import CACHE_BYTES, add_weights_cache, size_or_none
@@ -21,7 +22,7 @@ from tllm.cli.arguments.parser import address, count, size, whole
 from tllm.cli.display.logs import start_log
 from tllm.core.cache_folder import cache_folder
 from tllm.core.errors import ConfigError
-from tllm.node.front_end.front_end import FrontEnd
+from tllm.node.front_end.departure import Departure
 from tllm.server.http.settings import ServerSettings
 from tllm.server.run import bind
 
@@ -89,24 +90,22 @@ def run(args: argparse.Namespace) -> int:
         secret = secret_from_environment(os.environ)
         assert secret is not None, "there is one"
         token = str(JoinToken.of_secret(secret))
-    work(
-        WorkerSettings(
-            host=host,
-            port=port,
-            token=token,
-            node=args.name,
-            listen=args.listen,
-            threads=args.threads,
-            rejoin=args.rejoin,
-            weights_cache=args.weights_cache,
-            weights_cache_bytes=args.weights_cache_size,
-            memory=args.memory,
-            cache_dir=args.cache_dir,
-            cache_dir_size=args.cache_dir_size,
-        ),
-        _front_end(http) if http is not None else None,
-        make_replica,
+    settings = WorkerSettings(
+        host=host,
+        port=port,
+        token=token,
+        node=args.name,
+        listen=args.listen,
+        threads=args.threads,
+        rejoin=args.rejoin,
+        weights_cache=args.weights_cache,
+        weights_cache_bytes=args.weights_cache_size,
+        memory=args.memory,
+        cache_dir=args.cache_dir,
+        cache_dir_size=args.cache_dir_size,
     )
+    departure = Departure(http)
+    departure.run(lambda: work(settings, departure.front_end, make_replica))
     return 0
 
 
@@ -120,24 +119,3 @@ def _http(args: argparse.Namespace) -> ServerSettings | None:
     if dataclasses.replace(settings, api_keys=(args.api_key,) if args.api_key else (), version="") != NOTHING_ASKED:
         raise ConfigError("options of an HTTP server are given, and this node is to have none", "add --serve")
     return None
-
-
-def _front_end(settings: ServerSettings) -> FrontEnd:
-    """The HTTP server. The first signal lets its requests in hand end before the node does; the second does not."""
-
-    def end() -> None:
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
-
-    def on_ready(model: str, url: str) -> None:
-        print(f"serving {model} at {url}/v1", flush=True)
-
-    front_end = FrontEnd(settings, on_ready, end)
-
-    def on_signal(number: int, frame: object) -> None:
-        if front_end.is_leaving:
-            raise KeyboardInterrupt
-        front_end.leave()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, on_signal)
-    return front_end

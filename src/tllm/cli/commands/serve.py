@@ -26,7 +26,7 @@ from tllm.api.open_engine import cluster_options, open_nodes
 from tllm.cli.arguments.http_options import add_http, add_keep_streams, add_replies, http_settings
 from tllm.cli.arguments.lora_arguments import add_lora, lora_modules, open_adapters
 from tllm.cli.arguments.model_argument import add_weights_cache, resolve_model
-from tllm.cli.arguments.node_sources import add_on, be_first, joining, launched_here
+from tllm.cli.arguments.node_sources import ANYWHERE, add_on, be_first, joining, launched_here
 from tllm.cli.arguments.options import (
     add_allow_mixed,
     add_engine,
@@ -40,6 +40,8 @@ from tllm.cli.arguments.options import (
 from tllm.cli.arguments.parser import count, port, whole
 from tllm.cli.arguments.server_limits import add_server_limits, server_limits
 from tllm.cli.arguments.survey_settings import serving_facts
+from tllm.cli.arguments.tracing_options import add_tracing, check_tracing, open_tracing
+from tllm.cli.commands.join import REJOIN_SECONDS
 from tllm.cli.display.logs import start_log
 from tllm.cli.display.progress import ShowProgress, loading
 from tllm.cli.planning.best_plans import add_load
@@ -51,6 +53,7 @@ from tllm.cluster.http_messages import ServedModel
 from tllm.core.errors import ConfigError, PlanError
 from tllm.node.coordinator.cluster_options import LOOPBACK
 from tllm.node.machine.launcher_env import Launched
+from tllm.node.replication.known_replicas import REPLICAS_FILE
 from tllm.server.app import App, build_app
 from tllm.server.http.settings import ServerSettings
 from tllm.server.latency import TimedEngine
@@ -88,7 +91,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cluster-folder",
         type=Path,
         metavar="DIR",
-        help="keep the cluster's authority, and what was measured: nodes find it again (no)",
+        help="keep the cluster's authority, what was measured and who else knows its state: the same command finds its "
+        "nodes again, or joins them where another machine coordinates meanwhile (no)",
     )
     where.add_argument(
         "--leave-out",
@@ -108,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=whole,
         metavar="N",
         help="with --nodes: processes that know the cluster's state, so that another takes over if this one dies; 1: "
-        "only this one, and the cluster ends with it (3 from 3 nodes on and without --cluster-folder, else 1)",
+        "only this one, and the cluster ends with it (3 from 3 nodes on, else 1)",
     )
     where.add_argument(
         "--replan",
@@ -121,6 +125,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     http = parser.add_argument_group("HTTP")
     add_http(http)
     add_replies(http)
+    add_tracing(http)
     add_keep_streams(http)
     add_server_limits(parser)
     parser.add_argument("--quiet", action="store_true", help="only warnings and errors on stderr")
@@ -131,8 +136,11 @@ def run(args: argparse.Namespace) -> int:
     settings.check()
     tasks = _tasks(args)
     is_first = tasks is None or tasks.rank == 0
+    check_tracing(args.otlp_endpoint)
     if is_first:
         bind(settings.host, settings.port).close()  # a busy port shows now, not when the model is fetched or loaded
+    if tasks is None and args.nodes and args.cluster_folder and _returned(args, settings):
+        return 0
     resolve_model(args, "ranges" if args.nodes or args.local else "whole")
     options, adapters = _options(args), lora_modules(args)
     options.pooling()  # what is wrong with it shows now
@@ -176,7 +184,7 @@ async def _serve(
         address=address,
         authority=args.cluster_folder,
         spare_nodes=args.spare_nodes,
-        replicas=_replicas(args.replicas_of_coordinator, args.nodes or 1, args.cluster_folder, tasks is not None),
+        replicas=_replicas(args.replicas_of_coordinator, args.nodes or 1, tasks is not None),
     )
 
     def opening(on_progress: ShowProgress) -> AbstractAsyncContextManager[EngineClient]:
@@ -189,12 +197,62 @@ async def _serve(
         pooling = options.pooling()
         app = build_app(timed, *text, settings, adapters=served, pooling=pooling)
         _open_to_nodes(client, app, text[1], served, pooling)
+        app.tracing = open_tracing(args.otlp_endpoint, client)
         watch = _watch(chooser, client, timed, args.replan)
         async with watch.looking() if watch else nullcontext():
-            await serve_http(app, lambda url: print(f"serving {client.model_name} at {url}/v1", flush=True))
+            await serve_http(
+                app,
+                lambda url: print(f"serving {client.model_name} at {url}/v1", flush=True),
+                leaves=lambda: _can_hand_over(client),
+            )
+        if app.tracing is not None:
+            await app.tracing.close()
+        if app.router.leaving:
+            await _hand_over(client)
         if chooser and (watch is None or watch.is_planned):
             conclude_serving(chooser, timed, _most_memory(client.status()))
     return 0
+
+
+def _returned(args: argparse.Namespace, settings: ServerSettings) -> bool:
+    """Be a node of the cluster that this command began before and that another machine coordinates now, to its end;
+    False where there is none."""
+    if not (args.cluster_folder / REPLICAS_FILE).exists():
+        return False
+    start_log(args.debug, args.quiet)
+    from tllm.comm.c10d.secret import secret_from_environment
+    from tllm.node.serve.returning import return_to, running_cluster
+
+    cluster = running_cluster(args.cluster_folder, secret_from_environment(os.environ))
+    if cluster is None:
+        return False
+    here = "" if args.cluster_host == ANYWHERE else args.cluster_host
+    own = dict(
+        listen=here,
+        threads=args.threads or 0,
+        rejoin=REJOIN_SECONDS,
+        memory=args.memory,
+        weights_cache=args.weights_cache,
+        weights_cache_bytes=args.weights_cache_size,
+        cache_dir=args.cache_dir or "",
+        cache_dir_size=args.cache_dir_size,
+    )
+    return_to(cluster, (args.cluster_host, args.cluster_port), settings, own)
+    return True
+
+
+def _can_hand_over(client: EngineClient) -> bool:
+    """Whether other machines may go on without this one."""
+    from tllm.node.serve.serving import Serving
+
+    return isinstance(client, Serving) and client.can_hand_over
+
+
+async def _hand_over(client: EngineClient) -> None:
+    from tllm.node.serve.serving import Serving
+
+    assert isinstance(client, Serving), "others may go on"
+    await client.hand_over()
 
 
 def _open_to_nodes(
@@ -259,19 +317,15 @@ def _meeting_folder(args: argparse.Namespace) -> Path:
     return args.cluster_folder or Path.cwd()
 
 
-def _replicas(asked: int | None, nodes: int, folder: Path | None, of_tasks: bool = False) -> int:
-    """How many processes are to know the coordinator's state. Of two each would be needed, so there is an odd number.
-
-    With a cluster folder none but this one unless it is asked for: whoever keeps a folder means to start the same
-    command again, which would not find nodes that follow another coordinator.
-    """
+def _replicas(asked: int | None, nodes: int, of_tasks: bool = False) -> int:
+    """How many processes are to know the coordinator's state: an odd number, as of two each would be needed."""
     if of_tasks and asked not in (None, 1):
         raise ConfigError(
             f"{asked} replicas of the coordinator's state, and only the first task answers HTTP: none could take over",
             "leave --replicas-of-coordinator out; Slurm can requeue the job",
         )
     if asked is None:
-        return 1 if of_tasks else 3 if nodes >= 3 and folder is None else 1
+        return 1 if of_tasks else 3 if nodes >= 3 else 1
     if asked > REPLICAS or asked % 2 == 0:
         raise ConfigError(
             f"{asked} replicas of the coordinator's state: it takes an odd number up to {REPLICAS}",

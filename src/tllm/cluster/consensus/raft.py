@@ -1,8 +1,8 @@
 """`Raft`: one replica's part in the consensus. It elects leaders, replicates the log and commits entries.
 
-After Ongaro's thesis, "Consensus: Bridging Theory and Practice" (2014): chapter 3 for elections and the log, 4 for
-changes of who votes, 5 for snapshots, 6.4 for reads by a lease, 9.6 for pre-votes. Nothing here waits, reads a clock or
-opens a socket: time, randomness, sending and the state machine are handed in.
+After Ongaro's thesis, "Consensus: Bridging Theory and Practice" (2014): chapter 3 for elections, the log and (3.10)
+leaders that hand over, 4 for changes of who votes, 5 for snapshots, 6.4 for reads by a lease, 9.6 for pre-votes.
+Nothing here waits, reads a clock or opens a socket: time, randomness, sending and the state machine are handed in.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tllm.cluster.consensus.raft_messages import (
     LogEntry,
     RaftMessage,
     RequestVote,
+    TimeoutNow,
     Vote,
 )
 from tllm.cluster.consensus.timing import RaftTiming
@@ -173,6 +174,20 @@ class Raft:
         if self.leadership is not None:
             self._follow("", now)
 
+    def hand_over(self, now: float) -> ReplicaPlace | None:
+        """Let another voter lead, which has every entry and was heard last. This replica leads no more from now on, so
+        that its lease need not end first. None, and nothing has changed, where there is no such voter."""
+        lead = self.leadership
+        if lead is None:
+            return None
+        ready = [place for place in self._others() if _match(lead, place.id) == self.log.last_index]
+        if not ready:
+            return None
+        heir, term = max(ready, key=lambda place: _acked(lead, place.id)), self.ballot.term
+        self._follow("", now)
+        self._send(heir, TimeoutNow(term, self.me))
+        return heir
+
     # --- time and messages
     def tick(self, now: float) -> None:
         """Do what is due by now."""
@@ -193,6 +208,9 @@ class Raft:
         match message:
             case RequestVote():
                 self._on_request_vote(message, now)
+            case TimeoutNow():
+                if message.term == self.ballot.term and self.leadership is None:
+                    self._stand(now, is_pre=False, is_transfer=True)
             case Vote():
                 self._on_vote(message, now)
             case AppendEntries():
@@ -205,7 +223,7 @@ class Raft:
                 self._on_appended(message, now)
 
     # --- elections
-    def _stand(self, now: float, is_pre: bool) -> None:
+    def _stand(self, now: float, is_pre: bool, is_transfer: bool = False) -> None:
         """Ask all voters for a vote, or whether they would give one. Who does not vote itself does not stand."""
         self._await_leader(now)
         if self.me.id not in self._ids():
@@ -216,12 +234,13 @@ class Raft:
         if not is_pre:
             self.ballot.term, self.ballot.vote = self.ballot.term + 1, self.me.id
         term = self.ballot.term + is_pre
-        request = RequestVote(term, self.me, self.log.last_index, self.log.last_term, is_pre)
+        request = RequestVote(term, self.me, self.log.last_index, self.log.last_term, is_pre, is_transfer)
         for place in self._others():
             self._send(place, request)
 
     def _on_request_vote(self, request: RequestVote, now: float) -> None:
-        if self._hears_a_leader(now):  # else a lease would mean nothing (section 6.4.1), and who was cut off disturbs
+        # Else a lease would mean nothing (section 6.4.1), and who was cut off disturbs. One that hands over has none.
+        if self._hears_a_leader(now) and not request.is_transfer:
             return
         if request.term > self.ballot.term and not request.is_pre:
             self._learn_term(request.term, now)

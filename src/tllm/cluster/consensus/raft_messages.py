@@ -54,13 +54,24 @@ class LogSnapshot(msgspec.Struct, frozen=True):
 
 
 class RequestVote(Message, frozen=True):
-    """A candidate asks for a vote in `term`. `is_pre`: it only asks whether it would get one, and no term begins."""
+    """A candidate asks for a vote in `term`. `is_pre`: it only asks whether it would get one, and no term begins.
+
+    `is_transfer`: the leader has handed over to it, so that nobody need wait until that leader is silent.
+    """
 
     term: Index
     sender: ReplicaPlace
     last_index: Index
     last_term: Index
     is_pre: bool
+    is_transfer: bool = False
+
+
+class TimeoutNow(Message, frozen=True):
+    """A leader that leads `term` no more asks its follower to stand at once (section 3.10)."""
+
+    term: Index
+    sender: ReplicaPlace
 
 
 class Vote(Message, frozen=True):
@@ -120,6 +131,6 @@ class CoordinatorFound(Message, frozen=True):
     port: int = 0
 
 
-RaftMessage = RequestVote | Vote | AppendEntries | InstallSnapshot | Appended
+RaftMessage = RequestVote | TimeoutNow | Vote | AppendEntries | InstallSnapshot | Appended
 ToReplica = RaftMessage | FindCoordinator
 FromReplica = CoordinatorFound | Refused

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import secrets
@@ -25,6 +26,7 @@ from tllm.cluster.consensus.raft_messages import (
     InstallSnapshot,
     RaftMessage,
     RequestVote,
+    TimeoutNow,
     ToReplica,
     Vote,
 )
@@ -122,6 +124,22 @@ class Replica:
         """Agree on other voters, one more or one less. Deposed as in `propose`."""
         await self._committed(self.raft.change(voters, self._clock()), "a change of replicas")
 
+    async def hand_over(self, seconds: float) -> bool:
+        """Let another replica lead, and vote on until it does, for so long at most; whether this one leads no more."""
+        term, heirs = self.term, list[ReplicaPlace]()
+
+        def handed() -> bool:
+            if not heirs and (heir := self.raft.hand_over(self._clock())) is not None:
+                heirs.append(heir)
+            return bool(heirs) or self._has_left(term)
+
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.until(handed)
+                # The new leader's first entry: with less it may still need this replica's vote.
+                await self.until(lambda: self.raft.log.term(self.raft.log.commit) > term)
+        return self._has_left(term)
+
     async def until(self, holds: Callable[[], bool]) -> None:
         """Wait until something holds, which is looked at again after each message and each tick."""
         async with self.changed:
@@ -185,7 +203,7 @@ class Replica:
                 return CoordinatorFound(self.term)
             return CoordinatorFound(state.term, *state.coordinator)
 
-        messages = (RequestVote, Vote, AppendEntries, InstallSnapshot, Appended)
+        messages = (RequestVote, TimeoutNow, Vote, AppendEntries, InstallSnapshot, Appended)
         return {FindCoordinator: find, **dict.fromkeys(messages, take)}
 
     async def _notify(self) -> None:

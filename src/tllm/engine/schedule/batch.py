@@ -12,7 +12,7 @@ import msgspec
 
 from tllm.core.errors import UNREADABLE, FrameError
 from tllm.engine.pages.page_messages import PageMessage
-from tllm.spec.request import PoolingParams, TokenLogprobs
+from tllm.spec.request import PoolingParams, TokenLogprobs, TraceNumber
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 AdapterId = Annotated[str, msgspec.Meta(max_length=64)]
@@ -67,7 +67,7 @@ class BatchEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
     `targets` are the prompt tokens that follow each of the first rows, where the request wants the log-probabilities
     of its prompt, each with those of the `prompt_top` likeliest tokens.
 
-    `lora` is the id of the adapter that its rows are computed with, "" for none.
+    `lora` is the id of the adapter that its rows are computed with, "" for none. Ranks tell what they do for a `trace`.
     """
 
     key: Count
@@ -83,6 +83,7 @@ class BatchEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
     masks: tuple[bytes, ...] = ()
     lora: AdapterId = ""
     pooling: PoolingParams | None = None
+    trace: TraceNumber = 0
 
     @property
     def stop(self) -> int:

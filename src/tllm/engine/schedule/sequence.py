@@ -132,6 +132,7 @@ class Sequence:
             masks=self._masks(draft_tokens) if stop == len(self.token_ids) else (),
             lora=self.request.lora,
             pooling=self.prompt.pooling_of(stop),
+            trace=self.request.trace,
         )
 
     def _masks(self, draft_tokens: list[int]) -> tuple[bytes, ...]:

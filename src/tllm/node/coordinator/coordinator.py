@@ -58,6 +58,9 @@ class Replication(Protocol):
     def keep_replies(self, streams: StoredStreams) -> None:
         """Let every later coordinator have these replies, and readers see of them what is agreed on."""
 
+    async def hand_over(self, leaving: Sequence[str]) -> bool:
+        """Let another process coordinate, under which these nodes are not waited for; whether this one does no more."""
+
     async def end(self) -> None:
         """The cluster ends, and nobody is to take over."""
 
@@ -201,6 +204,21 @@ class Coordinator:
         """Go on from another coordinator's latest epoch, with the join tokens that it has given out."""
         self.members.resume(epoch)
         self.tokens.restore(tokens)
+
+    @property
+    def can_hand_over(self) -> bool:
+        """Whether another process may take this one's place."""
+        return self.replication is not None
+
+    async def hand_over(self, leaving: Sequence[str] = ()) -> bool:
+        """Let another process take this one's place, and let go of all nodes, which go to it. Workers of this machine
+        and `leaving` nodes end with this process. False where nobody could, and nothing has changed."""
+        if self.replication is None or not await self.replication.hand_over(leaving):
+            return False
+        self.members.abandon()
+        if self.local is not None:
+            self.local.renew_no_more()
+        return True
 
     async def _agree(self, plan: Plan, nodes: Sequence[str]) -> None:
         """Let the replicas, if there are any, know of the next epoch before anybody has a part in it."""

@@ -47,6 +47,12 @@ AGAIN_SECONDS = 30.0
 
 END_SECONDS = 1.0
 
+HEIR_SECONDS = 10.0
+"""How long a coordinator that is told to leave waits for another node to have the state."""
+
+HAND_OVER_SECONDS = 5.0
+"""How long another replica may take to lead."""
+
 
 class CoordinatorReplication:
     """The coordinator's `Replication`. Its process holds the replica that leads; `run` begins when that leads.
@@ -70,7 +76,7 @@ class CoordinatorReplication:
         self._wanted = wanted
         self._term = replica.term
         self._agreed_work: Workload | None = None
-        self._phase: Literal["begins", "founded", "over"] = "begins"
+        self._phase: Literal["begins", "founded", "hands over", "over"] = "begins"
         self._failed: dict[str, float] = {}  # until when nodes are not asked that did not become replicas
         self._told: dict[str, tuple[int, tuple[ReplicaPlace, ...]]] = {}  # which channel of a node was told what
         self._replies = ReplicatedReplies(self.propose)
@@ -85,7 +91,7 @@ class CoordinatorReplication:
             for task in (keeping, replying):
                 if task.done() and not isinstance(task.exception(), Deposed):
                     await task
-            if self._phase == "over":  # the nodes end, and their replicas with them
+            if self._phase in ("hands over", "over"):  # whoever has begun that does the rest
                 return
             raise Deposed(
                 f"this process coordinates no more: it could not reach most of {self._count()} replicas of its state",
@@ -109,6 +115,24 @@ class CoordinatorReplication:
         """Agree on any entry. Deposed where another coordinates, or may."""
         await self._replica.propose(entry)
 
+    async def hand_over(self, leaving: Sequence[str]) -> bool:
+        """Wait until another process has the state, agree that nobody waits for `leaving` nodes, and let it lead."""
+        if not await self._wait(lambda: self._phase == "founded" and self._has_heir(), HEIR_SECONDS):
+            log.error("no other node could take the coordinator's place within %g s", HEIR_SECONDS)
+            return not self._leads
+        self._coordinator.control_server.own.update(leaving)
+        self._phase = "hands over"
+        with contextlib.suppress(Deposed):
+            await self._keep_known()
+        handed = await self._replica.hand_over(HAND_OVER_SECONDS)
+        if handed:
+            log.info(
+                "hands the coordinator's office over to %s", self._replica.raft.leader.partition("/")[0] or "another"
+            )
+        else:
+            self._phase = "founded"
+        return handed
+
     async def end(self) -> None:
         """The cluster ends on purpose: nobody is to take over."""
         self._phase = "over"
@@ -128,6 +152,11 @@ class CoordinatorReplication:
     @property
     def _leads(self) -> bool:
         return self._replica.raft.leadership is not None and self._replica.term == self._term
+
+    def _has_heir(self) -> bool:
+        """Whether another replica votes, and enough would be left without this one."""
+        raft = self._replica.raft
+        return len(raft.log.configuration) > 2 and not raft.silent(self._replica.now())
 
     def _count(self) -> int:
         return len(self._replica.raft.log.configuration)

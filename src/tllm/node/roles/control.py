@@ -56,6 +56,9 @@ END_SECONDS = 3.0
 """How long the main thread may take to end once it is told."""
 
 REPORT_SECONDS = 2.0
+LEAVE_SECONDS = 20.0
+"""How long a node that coordinates may take to hand that over, when it is told to end."""
+
 REJOIN_EVERY = 0.5
 """Seconds from one attempt to the next, while the coordinator is looked for."""
 
@@ -118,6 +121,12 @@ class ReplicaHost(Protocol):
 
     async def serve(self, election_seconds: float) -> ReplicaPlace:
         """Begin, if it has not begun. It belongs to the loop of the control thread."""
+
+    async def hand_over(self) -> bool:
+        """If this process coordinates, let another do so, which does not wait for this node; whether it did."""
+
+    def known(self, places: tuple[ReplicaPlace, ...]) -> None:
+        """The coordinator says where the replicas are."""
 
     async def close(self) -> None:
         """End."""
@@ -286,6 +295,18 @@ class Control:
         except (TllmError, TimeoutError) as lost:
             log.warning("could not tell the coordinator: %s", lost)
 
+    def leave(self) -> None:
+        """The node ends on purpose: let another coordinate if this process does, and tell the coordinator."""
+        self.reason = "its operator stopped it"  # so that no coordinator is looked for again
+        if self._beside.replica is not None:
+            handing = asyncio.run_coroutine_threadsafe(self._beside.replica.hand_over(), self._loop)
+            try:
+                if handing.result(LEAVE_SECONDS):
+                    return
+            except TimeoutError:
+                log.warning("no other node took the coordinator's place within %g s", LEAVE_SECONDS)
+        self.report(ClusterError(self.reason))
+
     def close(self) -> None:
         """Let what was posted leave, and end the thread. The main thread's last word."""
         self._done.set()
@@ -421,6 +442,8 @@ class Control:
 
     async def _know_replicas(self, message: Replicas) -> None:
         self._finder.replicas = message.places
+        if self._beside.replica is not None:
+            self._beside.replica.known(message.places)
 
     async def _serve_replica(self, message: ServeReplica) -> ReplicaServes:
         if self._beside.replica is None:

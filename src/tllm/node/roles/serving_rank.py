@@ -43,6 +43,7 @@ from tllm.spec.families import spec_from_config
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan, Wire
 from tllm.spec.quantized.weight_form import keeps_few_bits
+from tllm.spec.request import StageSpan
 from tllm.weights.byte_source import Fetch, RemoteFiles
 from tllm.weights.dtypes import torch_dtype
 from tllm.weights.formats.open_index import open_index
@@ -236,6 +237,10 @@ class ServingRank:
         if self._stage is None:
             return {}
         return {"batches": self._stage.batches, **self._stage.counters.stats(), **error}
+
+    def spans(self) -> tuple[StageSpan, ...]:
+        """What this rank did of late for sequences that are traced."""
+        return () if self._stage is None else self._stage.traced.spans()
 
     def link_bytes(self) -> dict[str, int]:
         return bytes_by_wire(self._links.all)

@@ -47,8 +47,8 @@ class NodeRequests:
     """What nodes ask for whose HTTP servers answer requests, from when it is open to them.
 
     `post(node, message)` sends to a node. Their requests count among what the first machine's server has in hand, and
-    are refused when that drains. A node that is lost waits for nothing any more: its requests are cancelled, but for
-    those of replies that may be taken up.
+    are refused when that drains, unless another process takes its place. A node that is lost waits for nothing any
+    more: its requests are cancelled, but for those of replies that may be taken up.
     """
 
     def __init__(self, post: Callable[[str, Message], None]) -> None:
@@ -120,7 +120,7 @@ class NodeRequests:
         await self._until_open()
         router = self._open_router()
         try:
-            with router.admit(1, self._account, *size_of([message.request])) as charge:
+            with router.admit(1, self._account, *size_of([message.request]), lasting=True) as charge:
                 outputs = router.client.submit(message.request)
                 async with aclosing(self._read(node, message.request.id, outputs)) as answers:
                     async for answer in answers:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 from tllm.cluster.certificates import COORDINATOR, Authority
 from tllm.cluster.consensus.replica import Replica
 from tllm.cluster.consensus.timing import RaftTiming
+from tllm.cluster.join_token import JoinToken
 from tllm.cluster.settings import EngineSettings
 from tllm.engine.page_store.page_folder import make_private
 from tllm.engine.page_store.page_model import page_disk
@@ -23,6 +25,7 @@ from tllm.node.coordinator.workload import Workload
 from tllm.node.machine.process_facts import reachable
 from tllm.node.recovery.recovery import Policy
 from tllm.node.replication.coordinator_replication import CoordinatorReplication
+from tllm.node.replication.known_replicas import KnownReplicas
 from tllm.node.serve.serving import Serving
 from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
@@ -78,12 +81,18 @@ async def _replicated(serving: Serving, authority: Authority, options: ClusterOp
     coordinator.replication = CoordinatorReplication(
         replica, coordinator, authority, host, serving.recovery.policy, options.replicas
     )
-    running = asyncio.create_task(replica.run(), name="replica")
+    coordinator.tokens.keep(JoinToken.of_authority(authority), time.time())
+    tasks = [asyncio.create_task(replica.run(), name="replica")]
+    if options.authority is not None:
+        options.authority.mkdir(mode=0o700, parents=True, exist_ok=True)
+        known = KnownReplicas(options.authority, authority)
+        tasks.append(asyncio.create_task(known.follow(replica), name="known replicas"))
     try:
         yield
     finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         replica.close()
 
 

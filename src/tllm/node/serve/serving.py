@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +19,7 @@ from tllm.cluster.http_messages import ServedModel
 from tllm.cluster.messages import Message, Outputs, Prepared
 from tllm.cluster.settings import EngineSettings
 from tllm.cluster.state import ClusterState
-from tllm.core.errors import TllmError
+from tllm.core.errors import ClusterError, TllmError
 from tllm.core.model_folders import model_name
 from tllm.node.coordinator.cluster_options import OnProgress
 from tllm.node.coordinator.coordinator import Coordinator
@@ -37,6 +37,7 @@ from tllm.planner.search.replan import replan
 from tllm.server.openai.engine_client import Health, RequestRouter
 from tllm.server.openai.lora_adapters import ServedAdapters
 from tllm.server.stored.stream_store import LocalStreamStore
+from tllm.server.tracing.tracing import NodeSpan
 from tllm.spec.families import spec_from_config
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
@@ -114,6 +115,19 @@ class Serving:
             self.coordinator.replication.keep_replies(store.streams)
         self.node_requests.open(model, router, store, adapters)
 
+    @property
+    def can_hand_over(self) -> bool:
+        """Whether another process may go on with the cluster when this one leaves."""
+        return self.coordinator.can_hand_over
+
+    async def hand_over(self) -> bool:
+        """Let another process coordinate: what nodes asked for, and what is kept, goes on there. False where none
+        could, so that the cluster ends with this process."""
+        if not await self.coordinator.hand_over():
+            return False
+        self.fail(ClusterError("another machine coordinates this cluster now"))  # which nobody hears
+        return True
+
     def submit(self, request: Request) -> AsyncGenerator[Output, None]:
         """The request's outputs; closing this cancels it."""
         outputs = self.requests.submit(request)
@@ -127,6 +141,13 @@ class Serving:
         plan.check_serving()
         self.check_room(plan, nodes)
         self.recovery.move.begin(plan, nodes)
+
+    def node_spans(self, traces: Collection[int]) -> list[NodeSpan]:
+        """What the ranks have told of what they did for these traces."""
+        ranks = enumerate(self.state.ranks)
+        return [
+            NodeSpan(one.node, rank, span) for rank, one in ranks for span in one.beat.spans if span.trace in traces
+        ]
 
     def stats(self) -> Mapping[str, float]:
         stats, server = engine_stats(self.state), self.coordinator.control_server
@@ -262,4 +283,4 @@ class Serving:
         if self.fault is not None:
             raise type(self.fault)(self.fault.message, self.fault.hint)
         if self.is_open:
-            self.coordinator.members.channels[self.state.ranks[0].node].post(message)
+            self._post(self.state.ranks[0].node, message)

@@ -11,6 +11,7 @@ from tllm.cluster.certificates import Authority
 from tllm.cluster.connection import format_address
 from tllm.cluster.consensus.replica import Deposed, Replica
 from tllm.cluster.consensus.replicated_state import ReplicatedState
+from tllm.node.coordinator.coordinator import Coordinator
 from tllm.node.coordinator.workload import Workload
 from tllm.node.replication.coordinator_replication import CoordinatorReplication
 from tllm.node.serve.node_requests import NODES
@@ -24,6 +25,9 @@ from tllm.server.stored.stream_store import LocalStreamStore
 from tllm.text.tokenizer import Tokenizer
 
 log = logging.getLogger("tllm.node")
+
+OnBegin = Callable[[Coordinator], None]
+"""on_begin(coordinator): called with the coordinator that this process runs from now on"""
 
 OnTakeover = Callable[[Serving, ReplicatedState], Awaitable[None]]
 """on_takeover(serving, state): called with a cluster that was taken over, once its ranks are ready"""
@@ -56,7 +60,9 @@ async def answer_nodes(serving: Serving, state: ReplicatedState) -> None:
     serving.open_to_nodes(model, router, store, None if work.adapters is None else serving.adapters)
 
 
-async def take_over(replica: Replica, work: Workload, host: str, on_takeover: OnTakeover = answer_nodes) -> None:
+async def take_over(
+    replica: Replica, work: Workload, host: str, on_begin: OnBegin, on_takeover: OnTakeover = answer_nodes
+) -> None:
     """Coordinate the cluster whose replica leads, until that leads no more: then Deposed is raised.
 
     `host` is where nodes reach this machine. Nodes that were in the last plan keep their ranks and the weights that
@@ -71,6 +77,7 @@ async def take_over(replica: Replica, work: Workload, host: str, on_takeover: On
     coordinator.replication = CoordinatorReplication(
         replica, coordinator, authority, host, state.work.policy, state.work.replicas
     )
+    on_begin(coordinator)
     where = format_address((host, coordinator.control_server.port))
     log.warning("takes over as coordinator of cluster %s at %s, in term %d", state.cluster, where, replica.term)
     try:

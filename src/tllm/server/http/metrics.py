@@ -152,12 +152,19 @@ class SequenceTimer:
         self.prompt_tokens = prompt_tokens
         self.output_tokens = 0
         self._metrics = metrics
+        self.ended: float | None = None
         self._start = self._first = self._last = time.monotonic()
 
     @property
     def age(self) -> float:
         """Seconds since it began."""
         return time.monotonic() - self._start
+
+    @property
+    def moments(self) -> tuple[float, float, float]:
+        """When it began, when its first token came (or it ended, without one), and its end, by `time.monotonic`."""
+        ended = time.monotonic() if self.ended is None else self.ended
+        return self._start, self._first if self.output_tokens else ended, ended
 
     @property
     def first_token(self) -> float | None:
@@ -187,6 +194,7 @@ class SequenceTimer:
 
     def close(self) -> None:
         """The sequence has ended."""
+        self.ended = time.monotonic()
         metrics = self._metrics
         metrics.finished(self.reason)
         if self.output_tokens:

@@ -20,6 +20,7 @@ from tllm.server.http.errors import HttpError, draining, overloaded, queue_timeo
 from tllm.server.http.metrics import Metrics, SequenceTimer
 from tllm.server.http.settings import ServerSettings
 from tllm.server.openai.choice import ChoiceProgress, ReplyChoice
+from tllm.server.tracing.request_trace import traced
 from tllm.spec.request import Output, Request
 
 
@@ -73,8 +74,10 @@ class RequestRouter:
     """Hands requests to the engine. It refuses those beyond `max_sequences`, those beyond what their key may use, and
     all while it is `draining`.
 
-    `in_hand` are the sequences that run or wait, `readers` those who read replies that are kept. Each sequence is timed
-    for the metrics: `open` has the timers of those that the engine has, by the id of their request.
+    `in_hand` are the sequences that run or wait, `readers` those who read replies that are kept. So many of those in
+    hand are `lasting`: asked for by other nodes, or kept. While this process is `leaving`, and another will go on with
+    them, they are still taken, and not waited for. Each sequence is timed for the metrics: `open` has the timers of
+    those that the engine has, by the id of their request.
     """
 
     def __init__(self, client: EngineClient, metrics: Metrics, settings: ServerSettings, keys: KeyRing) -> None:
@@ -83,9 +86,9 @@ class RequestRouter:
         self.max_sequences = settings.max_sequences
         self.request_seconds = settings.request_seconds
         self.keys = keys
-        self.in_hand = self.readers = 0
+        self.in_hand = self.readers = self.lasting = 0
         self.open: dict[str, SequenceTimer] = {}
-        self.draining = False
+        self.draining = self.leaving = False
         self._drain_rate = DrainRate(time.monotonic)
 
     def check(self, account: Account, prompt_tokens: int = 0, max_tokens: int = 0) -> None:
@@ -96,12 +99,14 @@ class RequestRouter:
             raise rate_limited(refusal)
 
     @contextmanager
-    def admit(self, count: int, account: Account, prompt_tokens: int, max_tokens: int) -> Iterator[Charge]:
+    def admit(
+        self, count: int, account: Account, prompt_tokens: int, max_tokens: int, lasting: bool = False
+    ) -> Iterator[Charge]:
         """Room for `count` sequences on an account, given back at the end; `HttpError` 429 or 503 where there is none.
 
         `max_tokens` is the most that all of them may generate. The block tells the charge what they use.
         """
-        if self.draining:
+        if self.draining and not (lasting and self.leaving):
             raise draining()
         if count > self.max_sequences:
             message = f"the request asks for {count} sequences, at most {self.max_sequences} are taken at once"
@@ -109,7 +114,7 @@ class RequestRouter:
         self._check_room(count, account)
         self.check(account, prompt_tokens, max_tokens)
         self.metrics.keys.admitted(account.key.name)
-        with self.held(count), account.charged(count, prompt_tokens, max_tokens) as charge:
+        with self.held(count, lasting), account.charged(count, prompt_tokens, max_tokens) as charge:
             try:
                 yield charge
             finally:
@@ -117,13 +122,20 @@ class RequestRouter:
                     self.metrics.keys.used(account.key.name, charge.prompt_tokens, charge.cached, charge.generated)
 
     @contextmanager
-    def held(self, count: int) -> Iterator[None]:
+    def held(self, count: int, lasting: bool = True) -> Iterator[None]:
         """So many more sequences are in hand, though there be no room: those that another process had admitted."""
         self.in_hand += count
+        self.lasting += count if lasting else 0
         try:
             yield
         finally:
             self.in_hand -= count
+            self.lasting -= count if lasting else 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is in hand that would end with this process."""
+        return not self.readers and self.in_hand == (self.lasting if self.leaving else 0)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -153,7 +165,9 @@ class RequestRouter:
         """What a prompt comes to that is pooled. Cancelling this cancels it; an engine's error is raised."""
         timer = self.open[request.id] = SequenceTimer(self.metrics.sequences, len(request.prompt_ids))
         try:
-            output = await pooled_output(self.client, request, lambda output: self._check_end(output, request))
+            output = await pooled_output(
+                self.client, traced(request, timer), lambda output: self._check_end(output, request)
+            )
             timer.pooled()
             return output
         except TllmError:
@@ -174,7 +188,7 @@ class RequestRouter:
         timer = SequenceTimer(self.metrics.sequences, len(choice.request.prompt_ids))
         self.open[choice.request.id] = timer
         try:
-            async with aclosing(self.client.submit(choice.request)) as outputs:
+            async with aclosing(self.client.submit(traced(choice.request, timer))) as outputs:
                 async for output in outputs:
                     keep(output)
                     self._check_end(output, choice.request)

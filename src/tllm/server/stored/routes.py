@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from tllm.core.errors import RequestError
 from tllm.server.http.auth import key_of
-from tllm.server.http.errors import MESSAGES, HttpError, overloaded
+from tllm.server.http.errors import MESSAGES, HttpError, draining, overloaded
 from tllm.server.http.query import number_of
 from tllm.server.http.routed import json_reply
 from tllm.server.http.sse import EventStream
@@ -94,6 +94,8 @@ class ReplyRoutes:
             include_stop_str_in_output=options.include_stop_str_in_output,
             skip_special_tokens=options.skip_special_tokens,
         )
+        if job.router.draining:
+            raise draining()
         await self._store.open(record, [choice.request for choice in job.choices], job.account)
         taken = await self._store.take_up(record.id, owner)
         if taken is None:

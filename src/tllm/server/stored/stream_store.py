@@ -79,7 +79,7 @@ class LocalStreamStore:
     async def open(self, record: StreamRecord, requests: Sequence[Request], account: Account) -> None:
         """Begin. It counts among what is in hand until all its requests have ended."""
         with ExitStack() as entered:
-            charge = entered.enter_context(self._router.admit(len(requests), account, *size_of(requests)))
+            charge = entered.enter_context(self._router.admit(len(requests), account, *size_of(requests), lasting=True))
             stream = self.streams.opened(record, [seeded(request) for request in requests])
             admitted = entered.pop_all()
         choices = [self._choice(record, request) for request in stream.requests]

@@ -37,7 +37,8 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             source.start(1, "10.0.0.1:7000", "tllm1-def")
         yield ListedEngine()
 
-    async def serve(app: Any, on_ready: Any) -> None:
+    async def serve(app: Any, on_ready: Any, leaves: Any) -> None:
+        assert not leaves(), "there is no cluster"
         seen.append(app.settings)
         on_ready("http://127.0.0.1:1")
 
@@ -74,8 +75,8 @@ def test_who_takes_part(
         (["--nodes", "2"], 1),
         (["--nodes", "3"], 3),
         (["--nodes", "6"], 3),
-        (["--nodes", "3", "--cluster-folder", "kept"], 1),
-        (["--nodes", "3", "--cluster-folder", "kept", "--replicas-of-coordinator", "3"], 3),
+        (["--nodes", "3", "--cluster-folder", "kept"], 3),
+        (["--nodes", "3", "--cluster-folder", "kept", "--replicas-of-coordinator", "1"], 1),
         (["--nodes", "5", "--replicas-of-coordinator", "5"], 5),
         (["--nodes", "5", "--replicas-of-coordinator", "1"], 1),
     ],

@@ -8,7 +8,7 @@ from tests.support.consensus.delivered_by_hand import LONG, DeliveredByHand, pla
 from tests.support.consensus.simulated_replicas import TIMING
 from tllm.cluster.consensus import raft_log
 from tllm.cluster.consensus.raft import PENDING_ENTRIES, Raft
-from tllm.cluster.consensus.raft_messages import Appended, InstallSnapshot, RequestVote
+from tllm.cluster.consensus.raft_messages import Appended, InstallSnapshot, RequestVote, TimeoutNow
 from tllm.cluster.consensus.timing import RaftTiming, boot_clock
 
 
@@ -62,6 +62,46 @@ def test_nobody_is_voted_for_while_a_leader_is_heard() -> None:
     group.step(1, RequestVote(9, group.places[2], 99, 9, False))
     assert not group.sent
     assert group.replicas[1].ballot.term == 1
+
+
+def test_a_leader_hands_over_at_once_to_a_voter_that_has_every_entry() -> None:
+    """No lease and no election's time is waited for, and at no time do two lead."""
+    group = DeliveredByHand()
+    leader = group.elect(0, range(3))
+    assert leader.propose(b"v", group.now) is not None
+    assert leader.hand_over(group.now) is None, "nobody else has the entry"
+    assert leader.leadership is not None
+    group.deliver((0, 2))
+    assert leader.hand_over(group.now) == group.places[2]
+    assert leader.leadership is None and not leader.is_leased(group.now)
+    group.deliver(range(3))
+    heir = group.replicas[2]
+    assert (heir.is_leased(group.now), heir.ballot.term, value(heir)) == (True, 2, b"v")
+    assert [raft.leader for raft in group.replicas] == [heir.me.id] * 3
+
+
+def test_a_late_word_of_a_leader_that_handed_over_begins_no_term() -> None:
+    group = DeliveredByHand()
+    group.elect(0, range(3))
+    group.deliver(range(3))
+    group.replicas[0].hand_over(group.now)
+    ((_, target, late),) = [letter for letter in group.sent if isinstance(letter[2], TimeoutNow)]
+    group.deliver(range(3))
+    heir = group.replicas[target]
+    assert (heir.ballot.term, heir.leadership is not None) == (2, True)
+    for number in range(3):
+        group.step(number, late)
+    assert not group.sent
+    assert heir.is_leased(group.now)
+
+
+def test_who_was_told_to_lead_and_is_silent_is_followed_by_another() -> None:
+    group = DeliveredByHand()
+    leader = group.elect(0, range(3))
+    group.deliver(range(3))
+    assert leader.hand_over(group.now) is not None
+    group.sent.clear()
+    assert group.elect(0, range(3)).ballot.term > 1
 
 
 def test_a_leader_that_reaches_no_majority_steps_down_before_another_can_be_elected() -> None:

@@ -13,6 +13,7 @@ from tllm.cluster.consensus import raft_log
 from tllm.cluster.consensus.raft import Leadership, Raft
 from tllm.cluster.consensus.raft_messages import RequestVote
 from tllm.cluster.consensus.timing import CLOCK_DRIFT
+from tllm.cluster.messages import ReplicaPlace
 
 SCHEDULES = 1500
 
@@ -87,6 +88,17 @@ class ReadsBeforeItsTerm(Raft):
         return lead is not None and now < self._lease_end(lead, now)
 
 
+class LeadsOnThoughItHandedOver(Raft):
+    """Believes in its lease when another was told to stand without waiting for its end."""
+
+    def hand_over(self, now: float) -> ReplicaPlace | None:
+        lead = self.leadership
+        heir = super().hand_over(now)
+        if heir is not None:
+            self.standing, self.leader, self.leadership = "leader", self.me.id, lead
+        return heir
+
+
 class ForgetfulProcesses(SimulatedReplicas):
     """Processes come back under their old identity, having forgotten their votes and their logs."""
 
@@ -104,6 +116,7 @@ FOUND = {
     LeadsWithoutMajority: 250,
     ChangesAtOnce: 90,
     ReadsBeforeItsTerm: 90,
+    LeadsOnThoughItHandedOver: 350,
 }
 """Each wrong replica, and a schedule shortly before the first one that it breaks, so that the search is short."""
 

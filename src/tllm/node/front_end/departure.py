@@ -1,0 +1,50 @@
+"""`Departure`: how a joined node answers signals: the first lets it leave in order, the second ends it at once."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+
+from tllm.node.front_end.front_end import FrontEnd
+from tllm.server.http.settings import ServerSettings
+
+
+class Departure:
+    """Listens to SIGINT and SIGTERM from when it is made, which must be in the main thread.
+
+    With `http` settings the node has an HTTP server (`front_end`), whose requests in hand end first.
+    """
+
+    def __init__(self, http: ServerSettings | None) -> None:
+        self._asked = 0
+        self._is_drained = False
+        self.front_end = None if http is None else FrontEnd(http, _say_ready, self._drained)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Do this, which signals end by a KeyboardInterrupt. It is raised where a second one was needed."""
+        try:
+            work()
+        except KeyboardInterrupt:
+            if self._asked != 1:
+                raise
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        if self._is_drained:  # our own
+            self._is_drained = False
+            raise KeyboardInterrupt
+        self._asked += 1
+        if self._asked > 1 or self.front_end is None:
+            raise KeyboardInterrupt
+        self.front_end.leave()
+
+    def _drained(self) -> None:
+        """The HTTP server's thread has ended: wake the main thread."""
+        self._is_drained = True
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+
+
+def _say_ready(model: str, url: str) -> None:
+    print(f"serving {model} at {url}/v1", flush=True)

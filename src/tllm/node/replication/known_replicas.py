@@ -1,0 +1,87 @@
+"""`KnownReplicas`: where the replicas of a cluster's state are, kept in a folder, so that a first machine that starts
+again finds who coordinates now."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from pathlib import Path
+
+import msgspec
+
+from tllm.cluster.certificates import COORDINATOR, Authority
+from tllm.cluster.connection import Address
+from tllm.cluster.consensus.replica import Replica, find_coordinator
+from tllm.cluster.messages import ReplicaPlace
+from tllm.core.errors import ClusterError, ConfigError, TllmError
+
+log = logging.getLogger("tllm.node")
+
+REPLICAS_FILE = "replicas.json"
+FIND_SECONDS = 30.0
+"""How long is waited for a leader where replicas answer: an election may be under way."""
+
+LOOK_SECONDS = 0.3
+
+
+class KnownReplicas:
+    """The file in `folder` and, for those that answer, who leads them. `authority` is the cluster's."""
+
+    def __init__(self, folder: Path, authority: Authority) -> None:
+        self._path = folder / REPLICAS_FILE
+        self._identity = authority.identity(COORDINATOR)
+        self._last = self._read()
+
+    @property
+    def has_any(self) -> bool:
+        """Whether a cluster of this folder ever had other replicas."""
+        return bool(self._last)
+
+    def keep(self, places: tuple[ReplicaPlace, ...]) -> None:
+        """These are the replicas from now on. One alone is of no use to whoever looks for another."""
+        if len(places) < 2 or places == self._last:
+            return
+        self._last = places
+        new = self._path.with_suffix(".new")
+        new.write_bytes(msgspec.json.encode(places))
+        os.replace(new, self._path)
+
+    async def follow(self, replica: Replica) -> None:
+        """Keep what changes, as this replica knows it, for ever."""
+        while True:
+            before = replica.raft.log.configuration
+            self.keep(before)
+            await replica.until(lambda: replica.raft.log.configuration != before)  # noqa: B023
+
+    async def coordinator(self, seconds: float = FIND_SECONDS) -> Address | None:
+        """Where the coordinator listens. None where no replica answers: there is no cluster any more. ClusterError
+        where some do, and none leads within so many seconds."""
+        until = time.monotonic() + seconds
+        while True:
+            asked = (find_coordinator(place, self._identity) for place in self._last)
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+            for answer in answers:
+                if isinstance(answer, tuple):
+                    return answer
+                if isinstance(answer, BaseException) and not isinstance(answer, TllmError):
+                    raise answer
+            living = sum(answer is None for answer in answers)
+            if not living:
+                return None
+            if time.monotonic() > until:
+                raise ClusterError(
+                    f"{living} of {len(self._last)} replicas of the cluster's state answer, and none has led for "
+                    f"{seconds:g} s",
+                    f"start the other machines; to begin a new cluster instead, end those and remove {self._path}",
+                )
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def _read(self) -> tuple[ReplicaPlace, ...]:
+        try:
+            return msgspec.json.decode(self._path.read_bytes(), type=tuple[ReplicaPlace, ...])
+        except FileNotFoundError:
+            return ()
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"{self._path} cannot be read: {error}", "remove it to begin a new cluster") from error

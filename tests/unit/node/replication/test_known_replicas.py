@@ -1,0 +1,105 @@
+"""How a first machine that starts again finds who coordinates, and tells it to those that ask at its old address."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tllm.cluster.certificates import COORDINATOR, Authority
+from tllm.cluster.connection import Address
+from tllm.cluster.consensus.replica import Replica
+from tllm.cluster.consensus.replicated_state import CoordinatorBegan
+from tllm.cluster.join import join, locate
+from tllm.cluster.join_token import JoinToken, TokenBook
+from tllm.cluster.messages import ReplicaPlace
+from tllm.core.errors import AuthError, ClusterError, ConfigError
+from tllm.node.replication.coordinator_door import CoordinatorDoor
+from tllm.node.replication.known_replicas import REPLICAS_FILE, KnownReplicas
+
+GONE = ReplicaPlace("gone/" + "0" * 16, "127.0.0.1", 9)
+HERE = "127.0.0.1"
+
+
+@pytest.fixture(scope="module")
+def authority() -> Authority:
+    return Authority.create()
+
+
+@contextlib.asynccontextmanager
+async def leading(authority: Authority) -> AsyncIterator[Replica]:
+    replica = Replica(authority.identity(COORDINATOR), HERE, (HERE, 0), founds=True)
+    running = asyncio.create_task(replica.run())
+    try:
+        yield replica
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+def test_the_coordinator_is_found_by_any_replica_that_is_left(tmp_path: Path, authority: Authority) -> None:
+    async def scene() -> None:
+        async with leading(authority) as replica:
+            KnownReplicas(tmp_path, authority).keep((GONE, replica.place))
+            known = KnownReplicas(tmp_path, authority)
+            with pytest.raises(ClusterError, match="answer, and none has led"):
+                await known.coordinator(0.1)
+            await replica.propose(CoordinatorBegan(replica.term, HERE, 4711))
+            assert await known.coordinator() == (HERE, 4711)
+        assert await known.coordinator() is None, "nobody is left, so a new cluster may begin"
+
+    asyncio.run(scene())
+
+
+def test_another_clusters_replicas_are_not_asked_for_the_way(tmp_path: Path, authority: Authority) -> None:
+    async def scene() -> None:
+        async with leading(Authority.create()) as replica:
+            known = KnownReplicas(tmp_path, authority)
+            known.keep((GONE, replica.place))
+            assert await known.coordinator() is None
+
+    asyncio.run(scene())
+
+
+def test_one_replica_alone_is_not_kept(tmp_path: Path, authority: Authority) -> None:
+    known = KnownReplicas(tmp_path, authority)
+    known.keep((GONE,))
+    assert not known.has_any and not (tmp_path / REPLICAS_FILE).exists()
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, authority: Authority) -> None:
+    (tmp_path / REPLICAS_FILE).write_text('[["no place", "", -1]]')
+    with pytest.raises(ConfigError, match=REPLICAS_FILE):
+        KnownReplicas(tmp_path, authority)
+
+
+def test_a_guest_is_told_where_the_coordinator_is_and_nothing_else(authority: Authority) -> None:
+    places: list[Address | None] = [(HERE, 4711), None]
+
+    async def find() -> Address | None:
+        return places.pop(0)
+
+    async def scene() -> None:
+        door = CoordinatorDoor((HERE, 0), authority, find)
+        running = asyncio.create_task(door.run())
+        assert await locate(door.address) == (HERE, 4711)
+        with pytest.raises(ClusterError, match="not to be found at the moment"):
+            await locate(door.address)
+        places.append((HERE, 4711))
+        with pytest.raises(ClusterError, match="not to be found at the moment"):
+            await join(door.address, JoinToken.of_authority(authority), "node-1")  # a Join gets no certificate here
+        running.cancel()
+
+    asyncio.run(scene())
+
+
+def test_who_has_the_authoritys_key_has_a_token_and_nobody_else(authority: Authority) -> None:
+    book = TokenBook(authority.fingerprint)
+    book.keep(JoinToken.of_authority(authority), now=0.0)
+    again = Authority.restore(authority.pem, authority.key_pem)
+    book.redeem(JoinToken.of_authority(again).secret, now=1.0)
+    with pytest.raises(AuthError):
+        book.redeem(JoinToken.of_authority(Authority.create()).secret, now=1.0)

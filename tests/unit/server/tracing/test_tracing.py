@@ -1,0 +1,160 @@
+"""When a trace is whole, what is in it, and that no collector holds anything up."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from tests.support.serving.otlp_collector import Collector, collecting
+from tests.unit.server.kit import client, say, serve
+from tllm.server.app import App
+from tllm.server.tracing import tracing as tracing_module
+from tllm.server.tracing.otlp import OtlpTraces
+from tllm.server.tracing.request_trace import RequestTrace
+from tllm.server.tracing.tracing import NodeSpan, SpansOf, TraceExporter, Tracing
+from tllm.spec.request import StageSpan
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "a secret"}], "max_tokens": 3}
+
+
+class Kept:
+    """An exporter that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.traces: list[tuple[RequestTrace, list[NodeSpan]]] = []
+
+    def export(self, trace: RequestTrace, spans: Iterable[NodeSpan]) -> None:
+        self.traces.append((trace, list(spans)))
+
+    def close(self) -> None:
+        """There is nothing to send."""
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing_module, "SPANS_SECONDS", 0.01)
+
+
+def ask(
+    app: App, exporter: TraceExporter, spans_of: SpansOf = lambda numbers: (), *paths: str, **body: Any
+) -> list[int]:
+    """The statuses of a request to each path, with tracing until all of it has been given away."""
+
+    async def work() -> list[int]:
+        app.tracing = Tracing(exporter, spans_of)
+        async with client(app) as http:
+            statuses = [(await http.post(path, json={**CHAT, **body})).status_code for path in paths]
+        await app.tracing.close()
+        return statuses
+
+    return asyncio.run(work())
+
+
+def test_each_request_is_a_trace_and_each_choice_a_sequence_with_a_number_of_its_own() -> None:
+    kept, engine = Kept(), say()
+
+    def spans_of(numbers: Any) -> list[NodeSpan]:
+        return [NodeSpan("north", 0, StageSpan(number, 1.0, 2.0, 3, 4, 0.5)) for number in sorted(numbers)]
+
+    assert ask(serve(engine), kept, spans_of, "/v1/chat/completions", n=2) == [200]
+    ((trace, spans),) = kept.traces
+    assert (trace.method, trace.route, trace.status) == ("POST", "/v1/chat/completions", 200)
+    numbers = {sequence.request.trace for sequence in trace.sequences}
+    assert len(numbers) == 2 and 0 not in numbers
+    assert {span.span.trace for span in spans} == numbers
+    assert {request.trace for request in engine.submitted} == numbers, "the engine knows them by the same"
+
+
+def test_without_tracing_no_rank_is_told_to_measure() -> None:
+    engine = say()
+
+    async def work() -> None:
+        async with client(serve(engine)) as http:
+            await http.post("/v1/chat/completions", json=CHAT)
+
+    asyncio.run(work())
+    assert [request.trace for request in engine.submitted] == [0]
+
+
+def test_what_is_refused_or_asks_for_no_work_has_no_sequences() -> None:
+    kept = Kept()
+    app = serve(say())
+    assert ask(app, kept, lambda numbers: (), "/v1/chat/completions", "/tokenize", messages="wrong")[0] == 400
+    assert [(trace.route, trace.status, trace.sequences) for trace, _ in kept.traces] == [
+        ("/v1/chat/completions", 400, [])
+    ]
+
+
+def whole(collector: Collector, count: int, **headers: str) -> Any:
+    """The spans of one chat, by their names."""
+    kept = Kept()
+    ask(
+        serve(say()),
+        kept,
+        lambda numbers: [NodeSpan("north", 1, StageSpan(n, 0.0, 9e9, 3, 7, 0.5)) for n in numbers],
+        "/v1/chat/completions",
+    )
+    ((trace, spans),) = kept.traces
+    trace.parent = headers
+    exporter = OtlpTraces(collector.url, "fake")
+    exporter.export(trace, spans)
+    exporter.close()
+    return {span.name: span for span in collector.wait(count)}
+
+
+def test_a_rank_with_another_clock_stays_within_its_request() -> None:
+    with collecting() as collector:
+        spans = whole(collector, 6)
+        sequence, stage = spans["chat fake"], spans["stage north"]
+        assert (stage.start, stage.end) == (sequence.start, sequence.end)
+        assert stage.attributes["tllm.compute_seconds"] == 0.5
+        assert spans["POST /v1/chat/completions"].parent == "", "nobody called it in a trace of their own"
+        assert {span.service for span in spans.values()} == {"tllm"}
+        assert b"a secret" not in collector.raw
+
+
+def test_a_traceparent_that_is_none_begins_a_trace() -> None:
+    with collecting() as collector:
+        root = whole(collector, 6, traceparent="00-" + "0" * 32 + "-nonsense")["POST /v1/chat/completions"]
+        assert root.parent == "" and int(root.trace, 16) > 0
+
+
+def test_who_samples_nothing_is_followed() -> None:
+    with collecting() as collector:
+        assert not whole(collector, 0, traceparent="00-" + "a" * 32 + "-" + "b" * 16 + "-00")
+
+
+def test_a_collector_that_is_away_is_told_once_and_holds_nobody_up(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+    exporter = OtlpTraces(f"http://127.0.0.1:{port}", "fake")
+    trace = RequestTrace("POST", "/v1/completions", {}, status=200)
+    trace.end()
+    with caplog.at_level(logging.INFO):
+        began = time.monotonic()
+        for _ in range(5):
+            exporter.export(trace, ())
+        assert time.monotonic() - began < 1.0
+        exporter._provider.force_flush(8000)
+        exporter.export(trace, ())
+        exporter.close()
+        assert time.monotonic() - began < 12.0
+    said = [record.getMessage() for record in caplog.records if str(port) in record.getMessage()]
+    assert len(said) == 1 and "takes no traces: they are dropped" in said[0], said
+
+
+def test_closing_waits_for_no_collector_that_says_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        exporter = OtlpTraces(f"http://127.0.0.1:{silent.getsockname()[1]}", "fake")
+        trace = RequestTrace("POST", "/v1/completions", {}, status=200)
+        trace.end()
+        exporter.export(trace, ())
+        began = time.monotonic()
+        exporter.close()
+        assert time.monotonic() - began < 4.0
