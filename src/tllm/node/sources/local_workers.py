@@ -68,8 +68,7 @@ class LocalWorker:
             log.debug("%s: %s", self.node, text)
         code = await self.process.wait()
         self.process.stdin.close()
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        self._on_end(self.node, how, "\n".join(self._tail))
+        self._on_end(self.node, how_it_ended(code), "\n".join(self._tail))
 
 
 class LocalWorkers:
@@ -191,18 +190,28 @@ async def local_workers(
         await workers.end()
 
 
-async def _start(threads: int) -> asyncio.subprocess.Process:
-    """A worker's process, which waits for its settings."""
+def worker_command(threads: int) -> tuple[list[str], dict[str, str]]:
+    """The command of a worker's process, which reads its settings from stdin, and its environment."""
     source = str(Path(tllm.__file__).parents[1])
     path = os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))
+    environment = {**huge_page_environment(os.environ), "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
+    return [sys.executable, "-m", "tllm.node.worker"], environment
+
+
+def how_it_ended(code: int) -> str:
+    """What the code says with which a process has ended, in words that follow its name."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+async def _start(threads: int) -> asyncio.subprocess.Process:
+    """A worker's process, which waits for its settings."""
+    command, environment = worker_command(threads)
     return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "tllm.node.worker",
+        *command,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
-        env={**huge_page_environment(os.environ), "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)},
+        env=environment,
         start_new_session=True,  # Ctrl-C is for us; we then end them in order
         limit=2**20,
     )

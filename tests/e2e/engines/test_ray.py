@@ -1,0 +1,149 @@
+"""A real Ray of several nodes: ids, losses and weights of one machine, though nodes of it die and others come."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import urllib.request
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.cluster.commands import running, tllm
+from tests.support.cluster.ray_cluster import Ray, ray_cluster
+from tests.support.training.small_job import write_job
+from tllm.training.report.metrics import read_records
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(find_spec("ray") is None, reason="the package ray is not installed"),
+]
+
+ON = ("--on", "ray", "--threads", "1")
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[Ray]:
+    """A head that computes nothing, and three nodes of two zones."""
+    with ray_cluster(*(dict(num_cpus=1, resources={"box": 1}, labels={"zone": zone}) for zone in "aab")) as made:
+        yield made
+
+
+def read(url: str, body: dict[str, Any] | None = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    return urllib.request.urlopen(urllib.request.Request(url, data, {"content-type": "application/json"}), timeout=60)
+
+
+def ray_nodes(url: str) -> dict[str, str]:
+    """Ray's own names of the nodes that have a rank."""
+    with read(f"{url}/v1/cluster") as reply:
+        nodes = json.load(reply)["nodes"]
+    assert all(node["labels"]["engine"] == "ray" for node in nodes)
+    return {node["node"]: node["labels"].get("ray_node", "") for node in nodes if node["rank"] is not None}
+
+
+def losses(run: Path) -> dict[int, float]:
+    file = run / "metrics.jsonl"
+    return {record.step: record.loss for record in read_records(file)} if file.exists() else {}
+
+
+def until(holds: Any, seconds: float = 90.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.2)
+
+
+def tokens_shown() -> list[str]:
+    """Join tokens that any process of this machine has on its command line or in its environment."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        for file in ("cmdline", "environ"):
+            try:
+                found += re.findall(rb"tllm1-\S+", (place / file).read_bytes())
+            except OSError:
+                continue
+    return [text.decode(errors="replace") for text in found]
+
+
+def test_a_stream_outlives_a_ray_node_and_another_takes_its_place(ray: Ray, folder: Path) -> None:
+    words = ["--prompt-ids", "1,2,3", "--max-tokens", "200", "--ignore-eos", "--json"]
+    whole = json.loads(tllm("generate", str(folder), *words).stdout)["token_ids"]
+    asked = ["--ray-labels", '{"zone": "a"}', "--ray-resources", '{"CPU": 1, "box": 1}', "--plan", "pp=2"]
+    body = dict(prompt=[1, 2, 3], max_tokens=200, temperature=0, ignore_eos=True, return_token_ids=True, stream=True)
+    before = ray.free()
+    with running("serve", str(folder), *ON, *asked, "--port", "0", env=ray.environment) as command:
+        url = command.until(r"at (http\S+)/v1")[1]
+        placed = ray_nodes(url)
+        assert set(placed.values()) == {ray.ids[0], ray.ids[1]}, "the nodes of zone a, one rank each"
+        assert ray.free().get("box") == 1
+        assert not tokens_shown()
+        ids: list[int] = []
+        with read(f"{url}/v1/completions", body) as stream:
+            for line in stream:
+                if line.startswith(b"data: {"):
+                    ids += json.loads(line[6:])["choices"][0].get("token_ids") or []
+                    if len(ids) >= 20 and ray.is_alive(0):
+                        ray.kill(0)
+        assert ids == whole
+        assert list(ray_nodes(url).values()) == [ray.ids[1]]
+        ray.add(num_cpus=1, resources={"box": 1}, labels={"zone": "a"})
+        until(lambda: set(ray_nodes(url).values()) == {ray.ids[1], ray.ids[-1]})
+        with read(f"{url}/v1/completions", {**body, "stream": False}) as reply:
+            assert json.load(reply)["choices"][0]["token_ids"] == whole
+        code, said = command.interrupt()
+        assert code == 0, said
+    until(lambda: ray.free().get("CPU") == before["CPU"])
+
+
+def test_a_run_is_stopped_and_outlives_a_ray_node_with_the_losses_and_weights_of_one_machine(
+    ray: Ray, tmp_path: Path
+) -> None:
+    job = write_job(tmp_path, plan="dp=2", deterministic=True, max_steps=80, save_steps=1000, learning_rate=1e-3)
+    alone = tllm("train", str(job), "--local", "2", "--set", f"output_dir={tmp_path / 'alone'}", "--quiet")
+    assert alone.returncode == 0, alone.stderr
+    run, words = tmp_path / "run", ["train", str(job), *ON, "--nodes", "2", "--ray-labels", '{"zone": "a"}']
+    with running(*words, env=ray.environment) as command:
+        until(lambda: len(losses(run)) >= 5)
+        code, said = command.interrupt()
+        assert code == 130, said
+    (saved,) = run.glob("step-*")
+    stopped = int(saved.name.removeprefix("step-"))
+    assert 5 <= stopped < 60
+    with running(*words, env=ray.environment) as command:
+        until(lambda: len(losses(run)) >= stopped + 5)
+        ray.kill(1)
+        killed = len(losses(run))
+        assert killed < 75
+        code, said = command.wait()
+        assert code == 0, said
+    assert losses(run) == losses(tmp_path / "alone")
+    for file in (tmp_path / "alone" / "final").glob("*.safetensors"):
+        assert (run / "final" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_too_few_nodes_are_said_with_both_numbers(ray: Ray, folder: Path) -> None:
+    words = ["serve", str(folder), *ON, "--plan", "pp=2", "--ray-labels", '{"zone": "b"}', "--port", "0"]
+    done = tllm(*words, "--nodes", "2", "--ray-seconds", "2", env=ray.environment)
+    assert done.returncode == 4
+    assert re.search(
+        r"error: Ray had no place for 2 nodes with 1 CPU each and zone=b within 2 s: of its \d nodes 1", done.stderr
+    )
+    assert "hint: free or add nodes" in done.stderr
+    done = tllm(*words, "--ray-resources", '{"gpu_box": 2}', env=ray.environment)
+    assert done.returncode == 4
+    assert re.search(r"error: 0 of the \d nodes of the Ray cluster have 1 CPU and 2 gpu_box and zone=b", done.stderr)
+    done = tllm(*words, env=ray.environment)
+    assert done.returncode == 3
+    assert "has 2 ranks and --nodes is 1" in done.stderr
+
+
+def test_a_worker_that_cannot_join_ends_the_command_with_its_words(ray: Ray, folder: Path) -> None:
+    words = ["serve", str(folder), *ON, "--plan", "pp=1", "--nodes", "1", "--port", "0"]
+    done = tllm(*words, "--cluster-host", "127.0.0.2", "--memory", "1MiB", env=ray.environment)
+    assert done.returncode == 2
