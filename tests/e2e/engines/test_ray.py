@@ -6,14 +6,14 @@ import json
 import re
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.cluster.commands import running, tllm
+from tests.support.cluster.commands import Running, running, tllm
 from tests.support.cluster.ray_cluster import Ray, ray_cluster
 from tests.support.training.small_job import write_job
 from tllm.training.report.metrics import read_records
@@ -25,13 +25,24 @@ pytestmark = [
 ]
 
 ON = ("--on", "ray", "--threads", "1")
+ZONE_A: dict[str, Any] = dict(num_cpus=1, resources={"box": 1}, labels={"zone": "a"})
 
 
 @pytest.fixture(scope="module")
 def ray() -> Iterator[Ray]:
-    """A head that computes nothing, and three nodes of two zones."""
-    with ray_cluster(*(dict(num_cpus=1, resources={"box": 1}, labels={"zone": zone}) for zone in "aab")) as made:
+    """A head that computes nothing, and a node of zone b."""
+    with ray_cluster(dict(num_cpus=1, labels={"zone": "b"})) as made:
         yield made
+
+
+@pytest.fixture
+def pair(ray: Ray) -> Iterator[list[int]]:
+    """Two nodes of zone a, to which a test may add others; all are gone after it."""
+    first = len(ray.ids)
+    yield [ray.add(**ZONE_A), ray.add(**ZONE_A)]
+    for number in range(first, len(ray.ids)):
+        if ray.is_alive(number):
+            ray.kill(number)
 
 
 def read(url: str, body: dict[str, Any] | None = None) -> Any:
@@ -52,10 +63,12 @@ def losses(run: Path) -> dict[int, float]:
     return {record.step: record.loss for record in read_records(file)} if file.exists() else {}
 
 
-def until(holds: Any, seconds: float = 90.0) -> None:
+def until(holds: Callable[[], bool], command: Running, seconds: float = 90.0) -> None:
+    """Wait until it holds, unless the command ends or it takes too long."""
     end = time.monotonic() + seconds
     while not holds():
-        assert time.monotonic() < end
+        assert command.process.poll() is None, command.wait()
+        assert time.monotonic() < end, command.interrupt()
         time.sleep(0.2)
 
 
@@ -71,7 +84,7 @@ def tokens_shown() -> list[str]:
     return [text.decode(errors="replace") for text in found]
 
 
-def test_a_stream_outlives_a_ray_node_and_another_takes_its_place(ray: Ray, folder: Path) -> None:
+def test_a_stream_outlives_a_ray_node_and_another_takes_its_place(ray: Ray, pair: list[int], folder: Path) -> None:
     words = ["--prompt-ids", "1,2,3", "--max-tokens", "200", "--ignore-eos", "--json"]
     whole = json.loads(tllm("generate", str(folder), *words).stdout)["token_ids"]
     asked = ["--ray-labels", '{"zone": "a"}', "--ray-resources", '{"CPU": 1, "box": 1}', "--plan", "pp=2"]
@@ -80,44 +93,44 @@ def test_a_stream_outlives_a_ray_node_and_another_takes_its_place(ray: Ray, fold
     with running("serve", str(folder), *ON, *asked, "--port", "0", env=ray.environment) as command:
         url = command.until(r"at (http\S+)/v1")[1]
         placed = ray_nodes(url)
-        assert set(placed.values()) == {ray.ids[0], ray.ids[1]}, "the nodes of zone a, one rank each"
-        assert ray.free().get("box") == 1
+        assert set(placed.values()) == {ray.ids[number] for number in pair}, "the nodes of zone a, one rank each"
+        assert "box" not in ray.free()
         assert not tokens_shown()
         ids: list[int] = []
         with read(f"{url}/v1/completions", body) as stream:
             for line in stream:
                 if line.startswith(b"data: {"):
                     ids += json.loads(line[6:])["choices"][0].get("token_ids") or []
-                    if len(ids) >= 20 and ray.is_alive(0):
-                        ray.kill(0)
+                    if len(ids) >= 20 and ray.is_alive(pair[0]):
+                        ray.kill(pair[0])
         assert ids == whole
-        assert list(ray_nodes(url).values()) == [ray.ids[1]]
-        ray.add(num_cpus=1, resources={"box": 1}, labels={"zone": "a"})
-        until(lambda: set(ray_nodes(url).values()) == {ray.ids[1], ray.ids[-1]})
+        assert list(ray_nodes(url).values()) == [ray.ids[pair[1]]]
+        ray.add(**ZONE_A)
+        until(lambda: set(ray_nodes(url).values()) == {ray.ids[pair[1]], ray.ids[-1]}, command)
         with read(f"{url}/v1/completions", {**body, "stream": False}) as reply:
             assert json.load(reply)["choices"][0]["token_ids"] == whole
         code, said = command.interrupt()
         assert code == 0, said
-    until(lambda: ray.free().get("CPU") == before["CPU"])
+    assert ray.free().get("CPU") == before["CPU"], "all was given back"
 
 
 def test_a_run_is_stopped_and_outlives_a_ray_node_with_the_losses_and_weights_of_one_machine(
-    ray: Ray, tmp_path: Path
+    ray: Ray, pair: list[int], tmp_path: Path
 ) -> None:
     job = write_job(tmp_path, plan="dp=2", deterministic=True, max_steps=80, save_steps=1000, learning_rate=1e-3)
     alone = tllm("train", str(job), "--local", "2", "--set", f"output_dir={tmp_path / 'alone'}", "--quiet")
     assert alone.returncode == 0, alone.stderr
     run, words = tmp_path / "run", ["train", str(job), *ON, "--nodes", "2", "--ray-labels", '{"zone": "a"}']
     with running(*words, env=ray.environment) as command:
-        until(lambda: len(losses(run)) >= 5)
+        until(lambda: len(losses(run)) >= 5, command)
         code, said = command.interrupt()
         assert code == 130, said
     (saved,) = run.glob("step-*")
     stopped = int(saved.name.removeprefix("step-"))
     assert 5 <= stopped < 60
     with running(*words, env=ray.environment) as command:
-        until(lambda: len(losses(run)) >= stopped + 5)
-        ray.kill(1)
+        until(lambda: len(losses(run)) >= stopped + 5, command)
+        ray.kill(pair[1])
         killed = len(losses(run))
         assert killed < 75
         code, said = command.wait()
@@ -143,7 +156,22 @@ def test_too_few_nodes_are_said_with_both_numbers(ray: Ray, folder: Path) -> Non
     assert "has 2 ranks and --nodes is 1" in done.stderr
 
 
-def test_a_worker_that_cannot_join_ends_the_command_with_its_words(ray: Ray, folder: Path) -> None:
-    words = ["serve", str(folder), *ON, "--plan", "pp=1", "--nodes", "1", "--port", "0"]
-    done = tllm(*words, "--cluster-host", "127.0.0.2", "--memory", "1MiB", env=ray.environment)
-    assert done.returncode == 2
+def test_a_worker_that_fails_ends_the_command_with_its_last_words(ray: Ray, folder: Path) -> None:
+    words = ["serve", str(folder), *ON, "--plan", "pp=1", "--port", "0", "--weights-cache", "/dev/null/nowhere"]
+    done = tllm(*words, env=ray.environment)
+    assert done.returncode == 4, done.stderr
+    assert re.search(
+        r"error: the actor of ray-0 on [\d.]+ ended with exit code \d+\nhint: its last words: .*nowhere", done.stderr
+    )
+
+
+def test_an_address_without_a_ray_cluster_is_said(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "ray").mkdir()
+    environment = {"RAY_TMPDIR": str(tmp_path)}
+    for words, said in {
+        ("--ray-address", "127.0.0.1:1"): "error: no Ray cluster answers at 127.0.0.1:1: Connection refused",
+        (): "error: no Ray cluster takes this machine in: Could not find any running Ray instance",
+    }.items():
+        done = tllm("serve", str(folder), *ON, "--port", "0", *words, env=environment)
+        assert done.returncode == 4, done.stderr
+        assert said in done.stderr and "`ray start --head`" in done.stderr

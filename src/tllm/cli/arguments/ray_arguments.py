@@ -115,10 +115,10 @@ def ray_nodes(args: argparse.Namespace, spare: int = 0) -> tuple[RayNodes, bytes
     request = _request(args)
     cluster = RayCluster(args.ray_address)
     if not args.nodes:
-        found = len(cluster.suitable(request))
+        found, alive = len(cluster.suitable(request)), len(cluster.nodes())
         if found <= spare:
             raise ClusterError(
-                f"{found} of the {len(cluster.nodes())} nodes of the Ray cluster have {request}, and {spare} are to be spare",
+                f"{found} of the {alive} nodes of the Ray cluster have {request}, and {spare} are to be spare",
                 "add nodes, ask for less with --ray-resources, or say with --nodes how many Ray's autoscaler is to add",
             )
         args.nodes = found - spare

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -71,6 +71,7 @@ class RayNodes:
         host, port = parse_address(address)
         self._settings = msgspec.structs.replace(self._settings, host=host, port=port, token=self._token or token)
         self._bundle = self._cluster.bundle(self._request, count)
+        self._request = replace(self._request, resources=self._bundle)
         here = len(self._cluster.suitable(self._request))
         if here < count and self._request.strategy == "STRICT_SPREAD":
             log.warning(
@@ -189,10 +190,9 @@ class RayNodes:
         hint = "free or add nodes (`ray status` shows what is taken), or give fewer --nodes"
         if self._request.strategy == "STRICT_SPREAD" and suitable < wanted:
             hint += "; --ray-strategy SPREAD puts several on one"
-        each = " and ".join(f"{amount:g} {name}" for name, amount in self._bundle.items())
         return ClusterError(
-            f"Ray had no place for {wanted} nodes with {each} each within {self._request.seconds:g} s: of its {alive} "
-            f"nodes {suitable} are as large, less what others have taken",
+            f"Ray had no place for {wanted} nodes with {self._request} each within {self._request.seconds:g} s: of its "
+            f"{alive} nodes {suitable} have that, less what others have taken",
             hint,
         )
 
