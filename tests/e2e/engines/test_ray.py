@@ -145,7 +145,7 @@ def test_too_few_nodes_are_said_with_both_numbers(ray: Ray, folder: Path) -> Non
     done = tllm(*words, "--nodes", "2", "--ray-seconds", "2", env=ray.environment)
     assert done.returncode == 4
     assert re.search(
-        r"error: Ray had no place for 2 nodes with 1 CPU each and zone=b within 2 s: of its \d nodes 1", done.stderr
+        r"error: Ray had no place for 2 nodes with 1 CPU and zone=b each within 2 s: of its \d nodes 1", done.stderr
     )
     assert "hint: free or add nodes" in done.stderr
     done = tllm(*words, "--ray-resources", '{"gpu_box": 2}', env=ray.environment)
@@ -154,15 +154,6 @@ def test_too_few_nodes_are_said_with_both_numbers(ray: Ray, folder: Path) -> Non
     done = tllm(*words, env=ray.environment)
     assert done.returncode == 3
     assert "has 2 ranks and --nodes is 1" in done.stderr
-
-
-def test_a_worker_that_fails_ends_the_command_with_its_last_words(ray: Ray, folder: Path) -> None:
-    words = ["serve", str(folder), *ON, "--plan", "pp=1", "--port", "0", "--weights-cache", "/dev/null/nowhere"]
-    done = tllm(*words, env=ray.environment)
-    assert done.returncode == 4, done.stderr
-    assert re.search(
-        r"error: the actor of ray-0 on [\d.]+ ended with exit code \d+\nhint: its last words: .*nowhere", done.stderr
-    )
 
 
 def test_an_address_without_a_ray_cluster_is_said(folder: Path, tmp_path: Path) -> None:
