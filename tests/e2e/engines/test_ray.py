@@ -150,7 +150,7 @@ def test_too_few_nodes_are_said_with_both_numbers(ray: Ray, folder: Path) -> Non
     assert "hint: free or add nodes" in done.stderr
     done = tllm(*words, "--ray-resources", '{"gpu_box": 2}', env=ray.environment)
     assert done.returncode == 4
-    assert re.search(r"error: 0 of the \d nodes of the Ray cluster have 1 CPU and 2 gpu_box and zone=b", done.stderr)
+    assert re.search(r"error: 0 of the \d nodes of the Ray cluster have 2 gpu_box and 1 CPU and zone=b", done.stderr)
     done = tllm(*words, env=ray.environment)
     assert done.returncode == 3
     assert "has 2 ranks and --nodes is 1" in done.stderr

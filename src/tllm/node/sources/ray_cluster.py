@@ -1,7 +1,7 @@
 """`RayCluster`: a Ray cluster that somebody has started, which nodes it has, and which of them have what is asked for.
 
 `ray` is loaded here and nowhere else, when it is asked for. Its own words are kept: addresses, resources, labels with
-their selectors, strategies of placement.
+their selectors, how actors are spread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ AUTO = "auto"
 CLIENT = "ray://"
 REACH_SECONDS = 10.0
 
-Strategy = Literal["STRICT_SPREAD", "SPREAD"]
+Spread = Literal["STRICT_SPREAD", "SPREAD"]
 """One actor on a node, or as few on each as there are nodes for."""
 
 
@@ -38,7 +38,7 @@ class RayRequest:
 
     resources: Mapping[str, float] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
-    strategy: Strategy = "STRICT_SPREAD"
+    spread: Spread = "STRICT_SPREAD"
     seconds: float = 300.0
 
     def suits(self, resources: Mapping[str, float], labels: Mapping[str, str]) -> bool:
@@ -121,7 +121,7 @@ class RayCluster:
             return dict(request.resources)
         nodes = sorted((int(node["Resources"]["CPU"]) for node in self.suitable(request)), reverse=True)
         few = nodes[:count][-1] if nodes else 1
-        on_each = math.ceil(count / len(nodes)) if nodes and request.strategy == "SPREAD" else 1
+        on_each = math.ceil(count / len(nodes)) if nodes and request.spread == "SPREAD" else 1
         return {"CPU": float(max(1, few // on_each)), **request.resources}
 
     def own_host(self) -> str:

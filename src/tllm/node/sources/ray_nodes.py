@@ -73,7 +73,7 @@ class RayNodes:
         self._bundle = self._cluster.bundle(self._request, count)
         self._request = replace(self._request, resources=self._bundle)
         here = len(self._cluster.suitable(self._request))
-        if here < count and self._request.strategy == "STRICT_SPREAD":
+        if here < count and self._request.spread == "STRICT_SPREAD":
             log.warning(
                 "waits %g s at most for %d nodes of Ray with %s each, and there are %d",
                 self._request.seconds, count, self._request, here,
@@ -81,7 +81,7 @@ class RayNodes:
         with _rays_errors(self._cluster):
             self._group = self._cluster.ray.util.placement_group(
                 [self._bundle] * count,
-                strategy=self._request.strategy,
+                strategy=self._request.spread,
                 bundle_label_selector=[dict(self._request.labels)] * count if self._request.labels else None,
             )
             self._seats = [_Seat(number) for number in range(count)]
@@ -111,14 +111,14 @@ class RayNodes:
     def _place(self, seat: _Seat) -> None:
         """A new actor in this seat, which Ray places as soon as it can."""
         others = {name: amount for name, amount in self._bundle.items() if name not in ("CPU", "GPU", "memory")}
-        strategy = self._cluster.scheduling.PlacementGroupSchedulingStrategy
+        in_group = self._cluster.scheduling.PlacementGroupSchedulingStrategy
         actor = self._cluster.ray.remote(RayWorker).options(
             num_cpus=self._bundle["CPU"],
             num_gpus=self._bundle.get("GPU", 0),
             memory=self._bundle.get("memory"),
             resources=others or None,
             max_restarts=0,
-            scheduling_strategy=strategy(self._group, placement_group_bundle_index=seat.number),
+            scheduling_strategy=in_group(self._group, placement_group_bundle_index=seat.number),
         )
         seat.actor, seat.where = actor.remote(), {}
         self._calls[seat.actor.place.remote()] = seat
@@ -188,7 +188,7 @@ class RayNodes:
         wanted, alive = len(self._seats), len(self._cluster.nodes())
         suitable = len(self._cluster.suitable(self._request))
         hint = "free or add nodes (`ray status` shows what is taken), or give fewer --nodes"
-        if self._request.strategy == "STRICT_SPREAD" and suitable < wanted:
+        if self._request.spread == "STRICT_SPREAD" and suitable < wanted:
             hint += "; --ray-strategy SPREAD puts several on one"
         return ClusterError(
             f"Ray had no place for {wanted} nodes with {self._request} each within {self._request.seconds:g} s: of its "

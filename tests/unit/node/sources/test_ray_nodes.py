@@ -120,7 +120,7 @@ def test_each_actor_takes_all_processors_of_the_smallest_node_that_is_needed(mon
     assert cluster.bundle(RayRequest(), 9) == {"CPU": 2}, "nodes that are to come are like the smallest"
     assert cluster.bundle(RayRequest({"box": 1}), 2) == {"CPU": 4, "box": 1}
     assert cluster.bundle(RayRequest({"CPU": 3, "box": 1}), 2) == {"CPU": 3, "box": 1}
-    assert cluster.bundle(RayRequest({"box": 1}, strategy="SPREAD"), 2) == {"CPU": 2, "box": 1}, "two on one node"
+    assert cluster.bundle(RayRequest({"box": 1}, spread="SPREAD"), 2) == {"CPU": 2, "box": 1}, "two on one node"
     assert len(cluster.suitable(RayRequest())) == 3, "a head without processors takes none"
 
 
