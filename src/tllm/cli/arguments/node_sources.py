@@ -1,4 +1,4 @@
-"""Where nodes come from, by a command's options and by what started it: a line to run elsewhere, or tasks of srun."""
+"""Where nodes come from, by a command's options and by what started it: a line to run elsewhere, tasks of srun, Ray."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tllm.cli.arguments.ray_arguments import add_ray, check_ray, ray_nodes
 from tllm.core.errors import ConfigError
 from tllm.node.machine.launcher_env import Launched, check_slurm, launched
 
 if TYPE_CHECKING:
     from tllm.node.sources.node_source import NodeSource
 
-ENGINES = ("slurm",)
+ENGINES = ("slurm", "ray")
 ANYWHERE = "0.0.0.0"
 
 Say = Callable[[str, str], None]
@@ -25,15 +26,23 @@ def add_on(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--on",
         choices=ENGINES,
-        help="where the machines come from: slurm, the tasks that srun has started (found out where srun has)",
+        help="where the machines come from: slurm, the tasks that srun has started (found out where srun has); ray, a "
+        "running Ray cluster",
     )
+    add_ray(group)
 
 
 def launched_here(args: argparse.Namespace) -> Launched | None:
     """The processes of which a launcher has started this one. ConfigError where --on asks for another."""
+    check_ray(args)
     if args.on == "slurm":
         check_slurm(os.environ)
     here = launched(os.environ)
+    if here is not None and args.on == "ray":
+        raise ConfigError(
+            f"a launcher has started {here.world_size} processes, and --on ray takes the machines of a Ray cluster",
+            "leave it out, or start tllm without the launcher",
+        )
     if here is not None and (args.nodes or args.local):
         raise ConfigError(
             f"a launcher has started {here.world_size} processes, and --nodes or --local would start others",
@@ -55,6 +64,23 @@ def be_first(args: argparse.Namespace, tasks: Launched, spare: int = 0) -> None:
     args.threads = args.threads or threads_of(tasks)
     if args.cluster_host == ANYWHERE:
         args.cluster_host = addresses_of(tasks)[0]
+
+
+def from_elsewhere(args: argparse.Namespace) -> int:
+    """How many nodes are to come to this process: all but this machine, or with Ray all."""
+    if args.on == "ray":
+        return int(args.nodes)
+    return args.nodes - 1 if args.nodes else 0
+
+
+def from_ray(args: argparse.Namespace, spare: int = 0) -> dict[str, Any] | None:
+    """Options of a cluster whose nodes come from Ray, None without `--on ray`; fills in `--nodes` and the like."""
+    if args.on != "ray":
+        return None
+    from tllm.node.sources.launched_tasks import MEET_SECONDS
+
+    source, secret = ray_nodes(args, spare)
+    return dict(source=source, secret=secret, join_seconds=args.ray_seconds + MEET_SECONDS)
 
 
 def joining(tasks: Launched | None, folder: Path, say: Say, say_where: Callable[[str], None]) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 --plan alone starts what it needs here. With --nodes N this machine is one of N: it prints the `tllm join` line that
 each other one runs, and waits for them. --local N starts N worker processes here that act as N machines. Without --plan
 the machines that came are measured, and the plan with which they are predicted to serve fastest is taken. Under srun
-the first task is this machine, and the other tasks join it by themselves.
+the first task is this machine, and the other tasks join it by themselves. With --on ray the ranks run on nodes of a Ray
+cluster, and this process only brings them together and answers.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tllm.api.open_engine import cluster_options, open_nodes
 from tllm.cli.arguments.http_options import add_http, add_keep_streams, add_replies, http_settings
 from tllm.cli.arguments.lora_arguments import add_lora, lora_modules, open_adapters
 from tllm.cli.arguments.model_argument import add_weights_cache, resolve_model
-from tllm.cli.arguments.node_sources import ANYWHERE, add_on, be_first, joining, launched_here
+from tllm.cli.arguments.node_sources import add_on, be_first, from_elsewhere, from_ray, joining, launched_here
 from tllm.cli.arguments.options import (
     add_allow_mixed,
     add_engine,
@@ -141,6 +142,7 @@ def run(args: argparse.Namespace) -> int:
         bind(settings.host, settings.port).close()  # a busy port shows now, not when the model is fetched or loaded
     if tasks is None and args.nodes and args.cluster_folder and _returned(args, settings):
         return 0
+    ray = from_ray(args, args.spare_nodes)
     resolve_model(args, "ranges" if args.nodes or args.local else "whole")
     options, adapters = _options(args), lora_modules(args)
     options.pooling()  # what is wrong with it shows now
@@ -150,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     tokenizer = Tokenizer.from_folder(args.model)
     template = _template(args, tokenizer)
-    return asyncio.run(_serve(args, options, settings, (tokenizer, template), adapters, tasks))
+    return asyncio.run(_serve(args, options, settings, (tokenizer, template), adapters, tasks, ray))
 
 
 async def _serve(
@@ -160,8 +162,9 @@ async def _serve(
     text: tuple[Tokenizer | None, ChatTemplate | None],
     adapters: dict[str, str],
     tasks: Launched | None,
+    ray: Mapping[str, Any] | None,
 ) -> int:
-    to_join = args.nodes - 1 if args.nodes else 0
+    to_join = from_elsewhere(args)
     others = to_join + args.spare_nodes
     address = (args.cluster_host, args.cluster_port) if others else LOOPBACK
     counts = chain((others,), repeat(1))  # all others at first, one more after each loss
@@ -180,11 +183,11 @@ async def _serve(
         )
     choice = chooser.choice() if chooser else None
     where = dict(
-        **joining(tasks, _meeting_folder(args), ask, ask_by_secret),
+        **(ray or joining(tasks, _meeting_folder(args), ask, ask_by_secret)),
         address=address,
         authority=args.cluster_folder,
         spare_nodes=args.spare_nodes,
-        replicas=_replicas(args.replicas_of_coordinator, args.nodes or 1, tasks is not None),
+        replicas=_replicas(args.replicas_of_coordinator, args.nodes or 1, bool(tasks or ray)),
     )
 
     def opening(on_progress: ShowProgress) -> AbstractAsyncContextManager[EngineClient]:
@@ -317,15 +320,15 @@ def _meeting_folder(args: argparse.Namespace) -> Path:
     return args.cluster_folder or Path.cwd()
 
 
-def _replicas(asked: int | None, nodes: int, of_tasks: bool = False) -> int:
+def _replicas(asked: int | None, nodes: int, of_engine: bool = False) -> int:
     """How many processes are to know the coordinator's state: an odd number, as of two each would be needed."""
-    if of_tasks and asked not in (None, 1):
+    if of_engine and asked not in (None, 1):
         raise ConfigError(
-            f"{asked} replicas of the coordinator's state, and only the first task answers HTTP: none could take over",
-            "leave --replicas-of-coordinator out; Slurm can requeue the job",
+            f"{asked} replicas of the coordinator's state, and only this process answers HTTP: none could take over",
+            "leave --replicas-of-coordinator out; Slurm and Ray can start the job again",
         )
     if asked is None:
-        return 1 if of_tasks else 3 if nodes >= 3 else 1
+        return 1 if of_engine else 3 if nodes >= 3 else 1
     if asked > REPLICAS or asked % 2 == 0:
         raise ConfigError(
             f"{asked} replicas of the coordinator's state: it takes an odd number up to {REPLICAS}",
@@ -370,7 +373,7 @@ def _options(args: argparse.Namespace) -> EngineOptions:
     wanted = args.nodes or args.local or 1
     options = engine_options(args, args.plan or even_plan(wanted, read_spec(args.model).num_layers))
     ranks = options.plan.world_size
-    if ranks < wanted or (args.local and ranks != wanted):
+    if ranks < wanted or ((args.local or args.on == "ray") and ranks != wanted):
         raise PlanError(
             f"the plan {options.plan} has {ranks} ranks and {'--nodes' if args.nodes else '--local'} is {wanted}",
             "give a plan with a rank for each, or leave --plan out for a stage on each",

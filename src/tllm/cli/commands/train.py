@@ -2,7 +2,8 @@
 
 The job is a TOML file; --set and --plan come after it. On several machines without a plan they are measured, and the
 plan with which they are predicted to be fastest is taken. Ctrl-C saves and leaves; the same command goes on from there,
-and so does one with another plan. Under srun the first task is the first machine, and the others join it.
+and so does one with another plan. Under srun the first task is the first machine, and the others join it; with --on ray
+the ranks run on nodes of a Ray cluster.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tllm.api.trainer import Trainer
-from tllm.cli.arguments.node_sources import add_on, be_first, joining, launched_here
+from tllm.cli.arguments.node_sources import add_on, be_first, from_elsewhere, from_ray, joining, launched_here
 from tllm.cli.arguments.options import (
     add_allow_mixed,
     add_api_key,
@@ -114,6 +115,7 @@ def run(args: argparse.Namespace) -> int:
     _check_machines(args, here)
     if tasks is not None:
         be_first(args, tasks)
+    ray = from_ray(args)
     wiring(args)
     ranks = args.nodes or args.local or (here.world_size if here else None)
     trainer = Trainer(args.job, plan=args.plan, overrides=args.set, ranks=ranks)
@@ -131,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     chooser = _chooser(args, trainer, trainer.config, outlives) if here is None else None
     try:
-        return asyncio.run(_train(args, here, tasks, trainer, chooser))
+        return asyncio.run(_train(args, here, tasks, ray, trainer, chooser))
     except asyncio.CancelledError:  # told a second time
         return INTERRUPTED
 
@@ -159,6 +161,7 @@ async def _train(
     args: argparse.Namespace,
     here: Launched | None,
     tasks: Launched | None,
+    ray: Mapping[str, Any] | None,
     trainer: Trainer,
     chooser: TrainingChooser | None,
 ) -> int:
@@ -166,12 +169,12 @@ async def _train(
     how = "measuring them for a plan" if chooser and not chooser.given else f"plan {plan}"
     print(f"{how}: bringing up {plan.world_size} rank{'s' if plan.world_size > 1 else ''}", flush=True)
 
-    folder, to_join = Path(trainer.resolved.job.output_dir), args.nodes - 1 if args.nodes else 0
+    folder, to_join = Path(trainer.resolved.job.output_dir), from_elsewhere(args)
     say, say_where = partial(invite, to_join), partial(invite_by_secret, to_join)
 
     def opening(on_progress: ShowProgress) -> AbstractAsyncContextManager[TrainingRun]:
         return trainer.open(
-            _cluster_options(args, plan, on_progress, joining(tasks, folder, say, say_where)),
+            _cluster_options(args, plan, on_progress, ray or joining(tasks, folder, say, say_where)),
             choice=chooser.choice() if chooser else None,
             on_loss=args.on_loss or "replan",
             wiring=wiring(args),
@@ -198,7 +201,7 @@ def _cluster_options(
     args: argparse.Namespace, plan: Plan, on_progress: ShowProgress, source: Mapping[str, Any]
 ) -> ClusterOptions:
     """The machines that are asked for; `source` says where those come from that are not here."""
-    to_join = args.nodes - 1 if args.nodes else 0
+    to_join = from_elsewhere(args)
     return ClusterOptions(
         **source,
         local=plan.world_size - to_join,

@@ -69,6 +69,8 @@ async def forming(job: FormableJob, local: list[str], host: str, options: Cluste
     usable_memory(options.memory)  # too much shows before anything is started
     control: Address = (host, coordinator.control_server.port)
     async with contextlib.AsyncExitStack() as stack:
+        if options.source is not None:
+            stack.callback(options.source.stop)
         await stack.enter_async_context(_running(job))
         share = options.threads or max(1, cores() // max(len(local), 1))
         early_end = _EarlyEnd(coordinator)
@@ -81,7 +83,7 @@ async def forming(job: FormableJob, local: list[str], host: str, options: Cluste
             coordinator.tokens.keep(JoinToken.of_secret(options.secret), time.time())
         if (source := options.source) is not None:
             coordinator.invitation = Invitation(source, format_address(control))
-            stack.callback(source.stop)
+            source.watch(early_end.fail)
         if joining := ranks - len(local) + options.spare_nodes:
             coordinator.invite(joining)
         seconds = LOCAL_SECONDS if ranks == len(local) else options.join_seconds
@@ -129,11 +131,12 @@ async def _running(job: FormableJob) -> AsyncIterator[None]:
 
 
 class _EarlyEnd:
-    """Is told of local workers that end, which is enough to give up a cluster that is still forming."""
+    """Is told of nodes that end or cannot come, which is enough to give up a cluster that is still forming."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
-        self._first: asyncio.Future[TllmError] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self._first: asyncio.Future[TllmError] = self._loop.create_future()
 
     def on_end(self, node: str, how: str, tail: str) -> None:
         log.info("worker %s %s", node, how)
@@ -141,11 +144,23 @@ class _EarlyEnd:
             return
         log.warning("worker %s %s; its last words:\n%s", node, how, tail)
         last = tail.rpartition("\n")[2]
+        self._give_up(ClusterError(f"worker {node} {how}", f"its last words: {last}" if last else ""))
+
+    def fail(self, error: TllmError) -> None:
+        """As `on_end`, of nodes that come from elsewhere, and from any thread."""
+        self._loop.call_soon_threadsafe(self._failed, error)
+
+    def _failed(self, error: TllmError) -> None:
+        if not self._coordinator.members.is_ending:
+            log.warning("%s", error.message)
+            self._give_up(error)
+
+    def _give_up(self, error: TllmError) -> None:
         if not self._first.done():
-            self._first.set_result(ClusterError(f"worker {node} {how}", f"its last words: {last}" if last else ""))
+            self._first.set_result(error)
 
     async def unless(self, forming: Coroutine[Any, Any, None]) -> None:
-        """Let the cluster form, unless a local worker ends before it has."""
+        """Let the cluster form, unless a node ends before it has, or cannot come."""
         task = asyncio.create_task(forming)
         try:
             await asyncio.wait((task, self._first), return_when=asyncio.FIRST_COMPLETED)

@@ -28,7 +28,7 @@ from tllm.comm.c10d.secret import secret_from_environment
 from tllm.core.errors import AuthError, ClusterError, ConfigError
 from tllm.node.machine.launcher_env import Launched
 from tllm.node.machine.process_facts import WILDCARDS, cores, reachable
-from tllm.node.sources.node_source import Labels
+from tllm.node.sources.node_source import Labels, OnFailure
 from tllm.node.worker import Worker, WorkerSettings
 
 log = logging.getLogger("tllm.node")
@@ -48,6 +48,9 @@ class LaunchedTasks:
     def __init__(self, launched: Launched, folder: Path) -> None:
         self._launched = launched
         self._file = meeting_file(launched, folder)
+
+    def watch(self, fail: OnFailure) -> None:
+        """Nothing: the launcher ends all when one has failed, or lets the others go on."""
 
     def start(self, count: int, address: str, token: str) -> None:
         """Tell them where the coordinator is, until `stop`."""

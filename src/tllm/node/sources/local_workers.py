@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection
@@ -16,7 +15,7 @@ import msgspec
 from tllm.cluster.connection import Address
 from tllm.cluster.join_token import JoinToken
 from tllm.hub.repository import HubWeights
-from tllm.node.sources.worker_forks import TAIL_LINES, WorkerForks, WorkerProcess
+from tllm.node.sources.worker_forks import TAIL_LINES, WorkerForks, WorkerProcess, how_it_ended
 
 log = logging.getLogger("tllm.node")
 
@@ -62,11 +61,8 @@ class LocalWorker:
         code = await self.process.exit_code
         self.process.stdin.close()
         if code is None:
-            how = "ended, and so had the process that starts workers"
             self._tail.append(self.process.last_words)
-        else:
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        self._on_end(self.node, how, "\n".join(self._tail))
+        self._on_end(self.node, how_it_ended(code), "\n".join(self._tail))
 
 
 class LocalWorkers:

@@ -6,6 +6,7 @@ for nodes when a cluster forms and when one was lost.
 
     `JoinLine`         somebody reads a line and runs it on other machines; so do pods that are told a secret
     `LaunchedTasks`    torchrun or srun has started the processes already, and they only need to be told
+    `RayNodes`         Ray places an actor on a node of its cluster, and the actor starts a worker
 
 Workers of the coordinator's own machine (`LocalWorkers`) are started, listed and ended beside these, and by name: they
 take the first ranks, and one that ends is started again.
@@ -17,15 +18,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from tllm.core.errors import TllmError
+
 Labels = Mapping[str, str]
 """What an engine calls a node, and where it put it: for status, and nothing is decided by it."""
 
 SayLine = Callable[[str, str], None]
 """say(HOST:PORT, token): called with what other machines need to join"""
 
+OnFailure = Callable[[TllmError], None]
+"""fail(error): called from any thread when a node cannot come, or its process has ended"""
+
 
 class NodeSource(Protocol):
     """Brings nodes that are not workers of the coordinator's own machine."""
+
+    def watch(self, fail: OnFailure) -> None:
+        """Tell from now on what becomes known of nodes that do not come: a cluster that still forms is given up."""
 
     def start(self, count: int, address: str, token: str) -> None:
         """Let `count` nodes more join at HOST:PORT by this token, which is good for as many. Returns at once.
@@ -37,7 +46,7 @@ class NodeSource(Protocol):
         """The nodes that it knows by the name under which they join, whether they are here yet or not."""
 
     def stop(self) -> None:
-        """The cluster has ended: give back all that was started."""
+        """The cluster has ended, and has told its nodes: give back all that was started."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,9 @@ class JoinLine:
 
     def __init__(self, say: SayLine) -> None:
         self._say = say
+
+    def watch(self, fail: OnFailure) -> None:
+        """Nothing: who reads the line sees what becomes of it."""
 
     def start(self, count: int, address: str, token: str) -> None:
         self._say(address, token)

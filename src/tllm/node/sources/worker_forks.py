@@ -79,20 +79,16 @@ class _Server:
 
     @classmethod
     async def start(cls, threads: int) -> _Server:
-        source = str(Path(tllm.__file__).parents[1])
-        path = os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))
         control, theirs = socket.socketpair()
         control.setblocking(False)
+        command, environment = worker_command(threads, "tllm.node.fork_server", str(theirs.fileno()))
         with theirs:
             process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "tllm.node.fork_server",
-                str(theirs.fileno()),
+                *command,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.PIPE,
-                env={**huge_page_environment(os.environ), "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)},
+                env=environment,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is for us; we then end the workers in order
                 limit=LINE_BYTES,
@@ -153,3 +149,18 @@ class _Server:
                 worker.pid = int(pid)
             else:
                 self._forked.pop(int(pid)).exit_code.set_result(int(what))
+
+
+def worker_command(threads: int, module: str = "tllm.node.worker", *words: str) -> tuple[list[str], dict[str, str]]:
+    """The command of a worker's process, which reads its settings from stdin, and its environment."""
+    source = str(Path(tllm.__file__).parents[1])
+    path = os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))
+    environment = {**huge_page_environment(os.environ), "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
+    return [sys.executable, "-m", module, *words], environment
+
+
+def how_it_ended(code: int | None) -> str:
+    """What the code says with which a process has ended, None if it is not known, in words that follow its name."""
+    if code is None:
+        return "ended, and so had the process that starts workers"
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
