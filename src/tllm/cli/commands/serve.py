@@ -27,7 +27,15 @@ from tllm.api.open_engine import cluster_options, open_nodes
 from tllm.cli.arguments.http_options import add_http, add_keep_streams, add_replies, http_settings
 from tllm.cli.arguments.lora_arguments import add_lora, lora_modules, open_adapters
 from tllm.cli.arguments.model_argument import add_weights_cache, resolve_model
-from tllm.cli.arguments.node_sources import add_on, be_first, from_elsewhere, from_ray, joining, launched_here
+from tllm.cli.arguments.node_sources import (
+    ANYWHERE,
+    add_on,
+    be_first,
+    from_elsewhere,
+    from_ray,
+    joining,
+    launched_here,
+)
 from tllm.cli.arguments.options import (
     add_allow_mixed,
     add_engine,
