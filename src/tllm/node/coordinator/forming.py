@@ -15,6 +15,7 @@ from tllm.cluster.connection import Address, format_address
 from tllm.cluster.consensus.replica import Deposed
 from tllm.cluster.join_token import JoinToken
 from tllm.core.errors import ClusterError, ConfigError, TllmError
+from tllm.devices.choose import CPU, choose_device
 from tllm.node.coordinator.cluster_options import ClusterOptions, OnProgress
 from tllm.node.coordinator.coordinator import Coordinator
 from tllm.node.coordinator.job import ClusterJob
@@ -66,14 +67,14 @@ async def forming(job: FormableJob, local: list[str], host: str, options: Cluste
     coordinator = job.coordinator
     coordinator.control_server.own.update(local)
     ranks = coordinator.work.plan.world_size
-    usable_memory(options.memory)  # too much shows before anything is started
+    check_local(len(local), options)
     control: Address = (host, coordinator.control_server.port)
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(_running(job))
         share = options.threads or max(1, cores() // max(len(local), 1))
         early_end = _EarlyEnd(coordinator)
         if local:
-            room = options.memory, coordinator.work.hub
+            room = options.memory, coordinator.work.hub, options.device
             workers = local_workers(local, control, coordinator.token, share, early_end.on_end, *room)
             coordinator.local = await stack.enter_async_context(workers)
         stack.enter_context(_ending(coordinator))
@@ -87,6 +88,13 @@ async def forming(job: FormableJob, local: list[str], host: str, options: Cluste
         seconds = LOCAL_SECONDS if ranks == len(local) else options.join_seconds
         await early_end.unless(job.form(seconds, options.on_progress))
         yield
+
+
+def check_local(count: int, options: ClusterOptions) -> None:
+    """ConfigError for devices or memory that this machine does not have, before anything is started."""
+    devices = {choose_device(options.device, place) for place in range(count)}
+    if devices == {CPU} or not devices:
+        usable_memory(options.memory)
 
 
 @contextlib.contextmanager

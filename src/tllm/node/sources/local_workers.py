@@ -75,8 +75,8 @@ class LocalWorker:
 class LocalWorkers:
     """Workers of this machine by name. After `renew`, one that ends is started again under its name.
 
-    All of them together may use `memory` bytes, or all of the machine's if None. Weights of a model on the `hub` are
-    kept where it says.
+    All of them together may use `memory` bytes, or all of the machine's if None; on a `device` that is not the
+    processor, each so much of its own. Weights of a model on the `hub` are kept where it says.
     """
 
     def __init__(
@@ -87,11 +87,13 @@ class LocalWorkers:
         on_end: OnEnd,
         memory: int | None = None,
         hub: HubWeights | None = None,
+        device: str = "cpu",
     ) -> None:
         self._address, self._token, self._threads, self._on_end = address, token, threads, on_end
-        self._room: dict[str, Any] = dict(memory=memory, is_shared=True, runs_own_code=True)
+        self._room: dict[str, Any] = dict(memory=memory, is_shared=True, runs_own_code=True, device=device)
         if hub is not None:
             self._room |= dict(weights_cache=hub.cache, weights_cache_bytes=hub.cache_bytes)
+        self._places: dict[str, int] = {}  # each worker's number among them, which chooses its device
         self._workers: dict[str, LocalWorker] = {}
         self._renewing: dict[str, asyncio.Task[None]] = {}
         self._short: set[str] = set()  # workers whose last process ended soon
@@ -107,7 +109,8 @@ class LocalWorkers:
         process = await self._process()
         assert process.stdin is not None
         host, port = self._address
-        settings = dict(host=host, port=port, token=str(self._token()), node=node, threads=self._threads)
+        place = self._places.setdefault(node, len(self._places))
+        settings = dict(host=host, port=port, token=str(self._token()), node=node, threads=self._threads, place=place)
         process.stdin.write(msgspec.json.encode({**settings, **self._room}) + b"\n")
         self._workers[node] = LocalWorker(node, process, self._ended)
 
@@ -177,9 +180,10 @@ async def local_workers(
     on_end: OnEnd,
     memory: int | None = None,
     hub: HubWeights | None = None,
+    device: str = "cpu",
 ) -> AsyncIterator[LocalWorkers]:
     """Start one worker for each name; on leaving, those that do not end by themselves are killed."""
-    workers = LocalWorkers(address, token, threads, on_end, memory, hub)
+    workers = LocalWorkers(address, token, threads, on_end, memory, hub, device)
     try:
         for node in nodes:
             await workers.start(node)
