@@ -20,7 +20,7 @@ from tllm.node.coordinator.cluster_options import ClusterOptions, OnProgress
 from tllm.node.coordinator.coordinator import Coordinator
 from tllm.node.coordinator.job import ClusterJob
 from tllm.node.machine.process_facts import cores, usable_memory
-from tllm.node.sources.local_workers import local_workers
+from tllm.node.sources.local_workers import LocalWorkers, local_workers
 from tllm.node.sources.node_source import Invitation
 from tllm.spec.plan import Plan
 
@@ -75,8 +75,8 @@ async def forming(job: FormableJob, local: list[str], host: str, options: Cluste
         early_end = _EarlyEnd(coordinator)
         if local:
             room = options.memory, coordinator.work.hub, options.device
-            workers = local_workers(local, control, coordinator.token, share, early_end.on_end, *room)
-            coordinator.local = await stack.enter_async_context(workers)
+            workers = LocalWorkers(control, coordinator.token, share, early_end.on_end, *room)
+            coordinator.local = await stack.enter_async_context(local_workers(local, workers))
         stack.enter_context(_ending(coordinator))
         if options.secret is not None:
             coordinator.tokens.keep(JoinToken.of_secret(options.secret), time.time())

@@ -172,18 +172,8 @@ class LocalWorkers:
 
 
 @contextlib.asynccontextmanager
-async def local_workers(
-    nodes: list[str],
-    address: Address,
-    token: Callable[[], JoinToken],
-    threads: int,
-    on_end: OnEnd,
-    memory: int | None = None,
-    hub: HubWeights | None = None,
-    device: str = "cpu",
-) -> AsyncIterator[LocalWorkers]:
-    """Start one worker for each name; on leaving, those that do not end by themselves are killed."""
-    workers = LocalWorkers(address, token, threads, on_end, memory, hub, device)
+async def local_workers(nodes: list[str], workers: LocalWorkers) -> AsyncIterator[LocalWorkers]:
+    """Start one of the workers for each name; on leaving, those that do not end by themselves are killed."""
     try:
         for node in nodes:
             await workers.start(node)

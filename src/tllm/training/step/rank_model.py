@@ -38,21 +38,20 @@ class RankModel:
 
     def __init__(self, config: RankConfig) -> None:
         plan, groups = config.plan, config.groups
-        self._plan, self._cp = plan, groups.cp
+        self._plan, self._config = plan, config
         self._balance = _load_balance(config)
         mesh = mesh_of(config.spec, plan, config.rank, groups.tp, plan.sequence, groups.ep, self._balance)
-        self._device = config.device
-        has_memory = plan.zero < 3 and (config.job.lora is None or self._device != CPU)
-        device = self._device if has_memory else "meta"
+        has_memory = plan.zero < 3 and (config.job.lora is None or self._config.device != CPU)
+        device = self._config.device if has_memory else "meta"
         self.chunks = build_chunks(config.spec, mesh, plan.runs, torch_dtype(config.job.dtype), device)
         self.adapters = _adapters(config, self.chunks)
         self.trained: Sequence[nn.Module] = self.adapters or self.chunks
         """What is learned: the chunks, or an adapter of each."""
         if plan.zero == 3:
             for model in self.chunks:
-                without_memory(model, self._device)
+                without_memory(model, self._config.device)
         parameters = (parameter for model in self.chunks for parameter in model.parameters())
-        fixed = config.job.deterministic or self._device != CPU  # only the processor has a choice
+        fixed = config.job.deterministic or self._config.device != CPU  # only the processor has a choice
         self.products = choose_trained_products(parameters, torch_dtype(config.job.dtype), fixed)
         """What its products are computed in, in words."""
         self._ring = RingAttention(groups.cp) if plan.cp > 1 else None
@@ -103,7 +102,8 @@ class RankModel:
 
     def _here(self, batch: Sequence[Tokens]) -> list[Tokens]:
         """The tokens of each microbatch that this rank computes, on its device."""
-        return [cut_tokens(tokens, self._cp.rank, self._cp.size).to(self._device) for tokens in batch]
+        cp = self._config.groups.cp
+        return [cut_tokens(tokens, cp.rank, cp.size).to(self._config.device) for tokens in batch]
 
     def _make_adapt(self, learns: bool) -> MakeAdapt:
         """What linears add in a pass, in which something is learned or not."""
