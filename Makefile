@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 TORCH := $(shell sed -n 's/^\(torch==.*\)$$/\1/p' requirements.lock)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-numbers test-processes test-masked check fix docs bench soak tiny-model clean
+.PHONY: help setup demo test test-numbers test-processes test-masked check fix docs bench soak gpu tiny-model clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -60,6 +60,9 @@ docs: $(VENV)/.docs  ## Build the documentation site into docs/_build/html
 
 bench: $(VENV)/.dev  ## Repeat the benchmarks; results go to benchmarks/*/results
 	@$(BIN)/python -m benchmarks
+
+gpu: $(VENV)/.dev  ## The tests of a CUDA device (skipped by name where there is none)
+	@$(BIN)/python -m pytest tests/gpu -rs $(PYTEST_ARGS)
 
 soak: $(VENV)/.dev  ## The tests that run for minutes
 	@$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)

@@ -24,6 +24,7 @@ FLOORS = {
     "parallel": 5,
     "quantization": 4,
     "comm": 3,
+    "devices": 3,
     "kernels": 3,
     "server": 3,
     "planner": 2,

@@ -117,8 +117,8 @@ class NodeFacts(Message, frozen=True, kw_only=True):
     """What a node is. `host` and `port` are the address of its data wire; `lends` is the port of its chunk server on
     the same host, 0 if it has none. `can_succeed`: its process can take the coordinator's place.
 
-    `memory_bytes` is the machine's memory, or what the node was given of it if `is_given`. `is_shared`: nodes of one
-    machine that were given memory share that amount.
+    `memory_bytes` is the machine's memory, or what the node was given of it if `is_given`; that of its device, where it
+    has one in `devices`. `is_shared`: nodes of one machine that were given memory share that amount.
     """
 
     node: str
@@ -137,7 +137,9 @@ class NodeFacts(Message, frozen=True, kw_only=True):
 
     @property
     def room(self) -> tuple[str, int]:
-        """By what name its memory is accounted, the machine's or its own, and how many bytes that is."""
+        """By what name its memory is accounted, the machine's, its device's or its own, and how many bytes that is."""
+        if self.devices:
+            return f"{self.host_name} {self.devices[0].name}", self.memory_bytes
         return self.host_name if self.is_shared else self.node, self.memory_bytes
 
 

@@ -67,6 +67,7 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_
     the others wait for a new part; `mirrored`: each has the other ranks' last steps in memory, as
     `train.snapshot.replication` says.
     `run` names the run as long as its folder is there: what memory holds of another one is of no use.
+    `device` is where a rank computes: each node puts its own in its place.
     """
 
     job: str
@@ -76,6 +77,7 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_
     mirrored: bool = False
     wiring: Wiring = OUR_LINKS
     run: str = ""
+    device: str = "cpu"
 
 
 class DoctorSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):

@@ -25,6 +25,7 @@ from tllm.cluster.join_token import JoinToken
 from tllm.cluster.messages import (
     AdapterReady,
     Assign,
+    DeviceFacts,
     Heartbeat,
     Load,
     LoadAdapter,
@@ -44,9 +45,11 @@ from tllm.cluster.settings import (
 )
 from tllm.cluster.tls import data_server
 from tllm.comm.links.connect import LinkHello, Listener
-from tllm.core.errors import AuthError, ClusterError, FrameError, LinkError, TllmError
-from tllm.core.memory import keep_freed_memory, peak_bytes, rss_bytes
+from tllm.core.errors import AuthError, ClusterError, ConfigError, FrameError, LinkError, TllmError
+from tllm.core.memory import keep_freed_memory
 from tllm.core.stacks import show_stacks_on_signal
+from tllm.devices.choose import CPU, choose_device
+from tllm.devices.memory import device_name, held_memory, peak_memory, usable_device_memory
 from tllm.engine.driver import Command
 from tllm.node.machine.memory_limit import keep_to, out_of_memory
 from tllm.node.machine.process_facts import facts_of, usable_memory
@@ -64,6 +67,13 @@ from tllm.weights.chunk_cache import ChunkCache
 log = logging.getLogger("tllm.node")
 
 PROGRESS_SECONDS = 0.1
+
+ON_PROCESSORS: Mapping[type[Settings], str] = {
+    EngineSettings: "models are served",
+    SurveySettings: "nodes are measured for a plan (give --plan to go without)",
+    VerifySettings: "ranks are compared",
+}
+"""What is not done on another device, in words, by the settings of what is asked for."""
 
 ROLES: Mapping[type[Settings], MakeRole] = {
     EngineSettings: ServingRank,
@@ -83,6 +93,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     on disk, are kept in `cache_dir`, `cache_dir_size` bytes of them, instead of in the coordinator's folder. `memory`:
     bytes that this node may use; `is_shared`: together with the other nodes of this machine that are told the same.
     `runs_own_code`: a command of the user's has started it, so that it may load functions that the user's job names.
+    `device`: what it computes on, which without an index is that of its `place` among the processes of this machine.
     """
 
     host: str
@@ -99,6 +110,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     cache_dir_size: int = 0
     is_shared: bool = False
     runs_own_code: bool = False
+    device: str = "cpu"
+    place: int = 0
 
 
 class HttpServer(HttpDoor, Protocol):
@@ -125,10 +138,9 @@ class Worker:
         http: HttpServer | None = None,
         make_replica: MakeReplica | None = None,
     ) -> None:
-        usable_memory(settings.memory)  # too much shows before a token is spent
-        self._settings, self._http = settings, http
-        if settings.memory is not None:
-            keep_to(settings.memory)
+        device = choose_device(settings.device, settings.place)  # what is not here shows before a token is spent
+        room = room_of(device, settings.memory)
+        self._settings, self._http = msgspec.structs.replace(settings, device=str(device)), http
         keep_freed_memory()
         if settings.threads:
             torch.set_num_threads(settings.threads)
@@ -150,7 +162,7 @@ class Worker:
         versions = {"torch": str(torch.__version__)}
         try:
             facts = facts_of(
-                node, self._listener.address, versions, chunk_server.port, settings.memory, settings.is_shared
+                node, self._listener.address, versions, chunk_server.port, settings.memory, settings.is_shared, room
             )
             facts = msgspec.structs.replace(facts, can_succeed=make_replica is not None)
             replica = None if make_replica is None else make_replica(self._identity, host)
@@ -161,6 +173,10 @@ class Worker:
             self._listener.close()
             chunk_server.close()
             raise
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device(self._settings.device)
 
     def run(self) -> None:
         """Follow orders until there are no more. A failure while computing is reported and raised."""
@@ -224,6 +240,7 @@ class Worker:
         make = self._roles[type(assign.settings)]
         before = self._before if isinstance(self._role, SurveyRank) else self._role
         assign = with_own_folder(assign, (self._settings.cache_dir, self._settings.cache_dir_size))
+        assign = with_own_device(assign, self._device)
         self._role = make(assign, self._identity, self._listener, self._control.fetch, before)
         self._before = before if isinstance(self._role, SurveyRank) else None
         return self._role
@@ -274,8 +291,8 @@ class Worker:
             self._refused_frames + self._chunk_server.refused_frames,
         )
         refused = {"refused_links": float(links), "refused_frames": float(frames)}
-        held = rss_bytes()
-        most = max(held, peak_bytes())  # the system adds up the latter less often
+        held = held_memory(self._device)
+        most = max(held, peak_memory(self._device))  # the system adds up the latter less often
         if role is None:
             return Heartbeat(rss_bytes=held, peak_bytes=most, stats=refused)
         stats = {**role.stats(), **refused}
@@ -309,6 +326,27 @@ def with_own_folder(assign: Assign, pages: tuple[str, int]) -> Assign:
         return assign
     disk = msgspec.structs.replace(settings.page_disk, folder=folder, limit=limit)
     return msgspec.structs.replace(assign, settings=msgspec.structs.replace(settings, page_disk=disk))
+
+
+def room_of(device: torch.device, given: int | None) -> DeviceFacts | None:
+    """Keep to the memory that was given: of the device, whose facts are returned, or for a processor of the machine."""
+    if device != CPU:
+        return DeviceFacts(device_name(device), usable_device_memory(device, given))
+    usable_memory(given)
+    if given is not None:
+        keep_to(given)
+    return None
+
+
+def with_own_device(assign: Assign, device: torch.device) -> Assign:
+    """An assignment to compute on this node's device. ConfigError for what is done on processors alone."""
+    settings = assign.settings
+    if isinstance(settings, TrainSettings):
+        return msgspec.structs.replace(assign, settings=msgspec.structs.replace(settings, device=str(device)))
+    done = ON_PROCESSORS.get(type(settings))
+    if device != CPU and done is not None:
+        raise ConfigError(f"this node computes on {device}, and {done} on processors alone yet", "give it --device cpu")
+    return assign
 
 
 def _over(order: WorkerOrder) -> ClusterError:

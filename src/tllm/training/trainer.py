@@ -33,6 +33,7 @@ from tllm.training.report.step_report import RankCounters, StepReport
 from tllm.training.run_state import RunState
 from tllm.training.snapshot.replication import SnapshotReplicator
 from tllm.training.state.initial_weights import InitialWeights, parameter_count
+from tllm.training.step.device_limits import check_device
 from tllm.training.step.rank_groups import RankConfig
 from tllm.training.step.rank_model import RankModel
 from tllm.training.sync.diloco import DiLoCoLearner
@@ -69,6 +70,7 @@ class RankTrainer:
         replicator: SnapshotReplicator | None = None,
         make_rollouts: MakeRollouts | None = None,
     ) -> None:
+        check_device(config)
         self.config = config
         self._model = RankModel(config)
         self._meet_steps = MEET_STEPS if config.plan.servers and config.job.max_staleness else 1
@@ -101,9 +103,10 @@ class RankTrainer:
         self._closing.callback(self._learner.close)
         self._forward.prepare(lambda: self._state.initialize(self._learner, progress))
         self._step = self._state.restore(self._learner, progress)
-        peak = matrix_peak(torch_dtype(config.job.dtype), PEAK_SECONDS)
+        peak = matrix_peak(torch_dtype(config.job.dtype), PEAK_SECONDS, config.device)
         names, is_frozen = self._model.objective.metric_names, config.job.lora is not None
-        self._report = StepReport(config.groups, config.spec, config.plan.pp > 1, peak, names, is_frozen)
+        is_pipeline = config.plan.pp > 1
+        self._report = StepReport(config.groups, config.spec, is_pipeline, peak, names, is_frozen, config.device)
         return TrainerReady(self._step, self._learner.weight_bytes, self._learner.state_bytes)
 
     def run(self, on_event: OnEvent, is_stopped: IsStopped = lambda: False) -> None:

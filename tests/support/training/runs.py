@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tests.support.models.layouts import in_threads
 from tllm.comm.links.link import Link
+from tllm.devices.choose import CPU
 from tllm.node.roles.colocated_rollouts import colocated_rollouts
 from tllm.spec.plan import Plan, Wire
 from tllm.spec.process_groups import computing
@@ -68,8 +69,12 @@ def train(
     is_stopped: IsStopped = lambda: False,
     folders: Sequence[Path] = (),
     damage: Callable[[RankTrainer], None] = lambda trainer: None,
+    devices: Sequence[torch.device] = (CPU,),
 ) -> list[RunEvent]:
-    """Run the job under a plan; what rank 0 told. `folders` are the nodes' own, rank by rank, if they share no disk."""
+    """Run the job under a plan; what rank 0 told. `folders` are the nodes' own, rank by rank, if they share no disk.
+
+    Ranks have the `devices` in turn.
+    """
     beginning = open_initial_model(job)
     plan = Plan.parse(plan_text, beginning.spec.num_layers)
     links, news = local_links(plan), list[RunEvent]()
@@ -82,7 +87,7 @@ def train(
         trainer: RankTrainer | ParameterServerRun | None = None
         try:
             first, groups = beginning if number == 0 else None, groups_of(plan, number, mine)
-            config = RankConfig(own, plan, beginning.spec, number, groups)
+            config = RankConfig(own, plan, beginning.spec, number, groups, devices[number % len(devices)])
             if number in computing(plan):
                 trainer = RankTrainer(config, InitialWeights(source, std), first, None, colocated_rollouts)
             else:

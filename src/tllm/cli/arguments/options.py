@@ -132,6 +132,15 @@ def add_cache_dir(parser: argparse._ActionsContainer) -> None:
     )
 
 
+def add_device(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--device",
+        default="cpu",
+        metavar="DEVICE",
+        help="to train on: auto, cpu, cuda, cuda:1 or xpu; without a number each process has its own (%(default)s)",
+    )
+
+
 def add_acceptance(parser: argparse._ActionsContainer, goal: str = "") -> None:
     parser.add_argument(
         "--acceptance",

@@ -18,6 +18,7 @@ import sys
 
 from tllm.cli.arguments.http_options import add_http, http_settings
 from tllm.cli.arguments.model_argument import CACHE_BYTES, add_weights_cache, size_or_none
+from tllm.cli.arguments.options import add_device
 from tllm.cli.arguments.parser import address, count, size, whole
 from tllm.cli.display.logs import start_log
 from tllm.core.cache_folder import cache_folder
@@ -53,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory", type=size, metavar="SIZE", help="that the cluster may use of this machine's: 12GiB (all of it)"
     )
+    add_device(parser)
     parser.add_argument(
         "--cache-dir",
         default=str(cache_folder("pages")),
@@ -103,6 +105,7 @@ def run(args: argparse.Namespace) -> int:
         memory=args.memory,
         cache_dir=args.cache_dir,
         cache_dir_size=args.cache_dir_size,
+        device=args.device,
     )
     departure = Departure(http)
     departure.run(lambda: work(settings, departure.front_end, make_replica))

@@ -25,6 +25,7 @@ from tllm.cli.arguments.node_sources import add_on, be_first, from_elsewhere, fr
 from tllm.cli.arguments.options import (
     add_allow_mixed,
     add_api_key,
+    add_device,
     add_link,
     add_lost_after,
     add_memory,
@@ -98,6 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_lost_after(where)
     add_memory(where)
+    add_device(where)
     page = parser.add_argument_group("page")
     page.add_argument("--page", type=port, metavar="PORT", help="show the run on a page there, while it runs (no)")
     page.add_argument("--page-host", default="127.0.0.1", metavar="HOST", help="address of the page (%(default)s)")
@@ -128,7 +130,8 @@ def run(args: argparse.Namespace) -> int:
     if (other := tasks or here) is not None and other.rank:
         from tllm.node.sources.launched_tasks import PLAIN, work_launched
 
-        settings = msgspec.structs.replace(PLAIN, threads=args.threads or 0, memory=args.memory)
+        own = dict(threads=args.threads or 0, memory=args.memory, device=args.device, place=other.local_rank)
+        settings = msgspec.structs.replace(PLAIN, **own)
         work_launched(other, Path(job.output_dir), os.environ, settings)
         return 0
     chooser = _chooser(args, trainer, trainer.config, outlives) if here is None else None
@@ -212,6 +215,7 @@ def _cluster_options(
         on_progress=on_progress,
         lost_after=args.lost_after,
         memory=args.memory,
+        device=args.device,
     )
 
 

@@ -42,6 +42,7 @@ class ClusterOptions:
     lost_after: a node that has sent no heartbeat for so long is lost.
     spare_nodes: how many nodes may join beside those that the plan needs.
     memory: bytes that all local workers together may use; None is all of the machine's memory.
+    device: what local workers compute on, as `--device` has it; without an index each has the next one of its kind.
     replicas: how many processes, this one included, are to know the coordinator's state, so that one of them takes
         over when this process dies: as many as there are, an odd number. 1: only this process knows it, and the cluster
         ends with it. Serving only.
@@ -60,6 +61,7 @@ class ClusterOptions:
     lost_after: float = SILENCE_SECONDS
     spare_nodes: int = 0
     memory: int | None = None
+    device: str = "cpu"
     replicas: int = 1
 
 

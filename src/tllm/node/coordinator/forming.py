@@ -15,11 +15,12 @@ from tllm.cluster.connection import Address, format_address
 from tllm.cluster.consensus.replica import Deposed
 from tllm.cluster.join_token import JoinToken
 from tllm.core.errors import ClusterError, ConfigError, TllmError
+from tllm.devices.choose import CPU, choose_device
 from tllm.node.coordinator.cluster_options import ClusterOptions, OnProgress
 from tllm.node.coordinator.coordinator import Coordinator
 from tllm.node.coordinator.job import ClusterJob
 from tllm.node.machine.process_facts import cores, usable_memory
-from tllm.node.sources.local_workers import local_workers
+from tllm.node.sources.local_workers import LocalWorkers, local_workers
 from tllm.node.sources.node_source import Invitation
 from tllm.spec.plan import Plan
 
@@ -66,7 +67,7 @@ async def forming(job: FormableJob, local: list[str], host: str, options: Cluste
     coordinator = job.coordinator
     coordinator.control_server.own.update(local)
     ranks = coordinator.work.plan.world_size
-    usable_memory(options.memory)  # too much shows before anything is started
+    check_local(len(local), options)
     control: Address = (host, coordinator.control_server.port)
     async with contextlib.AsyncExitStack() as stack:
         if options.source is not None:
@@ -75,9 +76,9 @@ async def forming(job: FormableJob, local: list[str], host: str, options: Cluste
         share = options.threads or max(1, cores() // max(len(local), 1))
         early_end = _EarlyEnd(coordinator)
         if local:
-            room = options.memory, coordinator.work.hub
-            workers = local_workers(local, control, coordinator.token, share, early_end.on_end, *room)
-            coordinator.local = await stack.enter_async_context(workers)
+            room = options.memory, coordinator.work.hub, options.device
+            workers = LocalWorkers(control, coordinator.token, share, early_end.on_end, *room)
+            coordinator.local = await stack.enter_async_context(local_workers(local, workers))
         stack.enter_context(_ending(coordinator))
         if options.secret is not None:
             coordinator.tokens.keep(JoinToken.of_secret(options.secret), time.time())
@@ -89,6 +90,13 @@ async def forming(job: FormableJob, local: list[str], host: str, options: Cluste
         seconds = LOCAL_SECONDS if ranks == len(local) else options.join_seconds
         await early_end.unless(job.form(seconds, options.on_progress))
         yield
+
+
+def check_local(count: int, options: ClusterOptions) -> None:
+    """ConfigError for devices or memory that this machine does not have, before anything is started."""
+    devices = {choose_device(options.device, place) for place in range(count)}
+    if devices == {CPU} or not devices:
+        usable_memory(options.memory)
 
 
 @contextlib.contextmanager

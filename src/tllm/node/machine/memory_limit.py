@@ -17,13 +17,12 @@ import torch
 from tllm.core.errors import CapacityError
 from tllm.core.memory import peak_bytes, rss_bytes
 
+HINT = "give it more memory (--memory), a smaller part of the plan, or a smaller cache (--kv-cache-memory)"
 FAILED = ("can't allocate memory", "can't start new thread", "Cannot allocate memory")
 
 
 def keep_to(given: int) -> None:
-    """Let this process have no more memory from now on. Where it drives a GPU, whose driver maps its own, no limit."""
-    if torch.cuda.is_available():
-        return
+    """Let this process, which computes on the processor, have no more memory from now on."""
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     with contextlib.suppress(ValueError):  # where less is allowed anyway
         resource.setrlimit(resource.RLIMIT_DATA, (given, hard))
@@ -31,11 +30,13 @@ def keep_to(given: int) -> None:
 
 def out_of_memory(error: BaseException, given: int | None) -> CapacityError | None:
     """The error in words if memory was what failed, else None."""
+    if isinstance(error, torch.OutOfMemoryError):  # of a device, whose message says how much of it is held
+        return CapacityError(f"out of memory: {str(error).splitlines()[0]}", HINT)
     lacks = isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(w in str(error) for w in FAILED))
     if not lacks:
         return None
     has = f"{given} bytes that it was given" if given is not None else "machine's memory"
     return CapacityError(
         f"out of memory: it holds {rss_bytes()} bytes ({peak_bytes()} at the most), and more did not fit the {has}",
-        "give it more memory (--memory), a smaller part of the plan, or a smaller cache (--kv-cache-memory)",
+        HINT,
     )

@@ -8,7 +8,7 @@ import socket
 
 from tllm import __version__
 from tllm.cluster.connection import Address, own_address
-from tllm.cluster.messages import NodeFacts
+from tllm.cluster.messages import DeviceFacts, NodeFacts
 from tllm.core.errors import ConfigError
 from tllm.core.program import source_digest
 from tllm.planner.cost.cache_room import RUNTIME_BYTES
@@ -24,17 +24,18 @@ def facts_of(
     lends: int = 0,
     memory: int | None = None,
     is_shared: bool = False,
+    device: DeviceFacts | None = None,
 ) -> NodeFacts:
     """Describe this machine to the coordinator. `data` is the address of the data wire, `lends` the chunk server's
     port.
 
     `memory` is how many bytes the cluster may use, None for all; `is_shared`: all nodes of this machine that were given
-    memory share them.
+    memory share them. A node that computes on a `device` has the memory of that.
     """
     return NodeFacts(
         node=node,
         host_name=socket.gethostname(),
-        memory_bytes=usable_memory(memory),
+        memory_bytes=usable_memory(memory) if device is None else device.memory_bytes,
         is_given=memory is not None,
         is_shared=memory is None or is_shared,
         cores=cores(),
@@ -42,6 +43,7 @@ def facts_of(
         port=data[1],
         lends=lends,
         pid=os.getpid(),
+        devices=() if device is None else (device,),
         versions={**programs(), **versions},
     )
 

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
+
 from tllm.cluster import messages
 from tllm.cluster.certificates import Identity
 from tllm.cluster.messages import Assign, Loaded, Prepared
@@ -17,6 +19,7 @@ from tllm.comm.collectives.group import Group, solo
 from tllm.comm.links.connect import Listener
 from tllm.core.errors import ConfigError, LinkError
 from tllm.core.memory import LARGEST_TRAINED, give_back_memory, keep_freed_memory, rss_bytes
+from tllm.devices.memory import forget_peak
 from tllm.engine.driver import Command
 from tllm.node.roles.colocated_rollouts import colocated_rollouts
 from tllm.node.roles.control import Control
@@ -28,7 +31,6 @@ from tllm.training.job.job import decode_job
 from tllm.training.job.job_parts import states_of
 from tllm.training.parameter_server.server_run import ParameterServerRun
 from tllm.training.report.events import IsStopped, OnEvent, RunEvent, RunStepped, TrainerReady, encode
-from tllm.training.report.step_report import forget_peak
 from tllm.training.snapshot.memory_snapshot import MemorySnapshots
 from tllm.training.snapshot.placement import RESTORE, restore_wires, snapshot_wires
 from tllm.training.snapshot.replication import SnapshotReplicator, snapshot_links
@@ -121,17 +123,18 @@ class TrainingRank:
         start = time.monotonic()
         keep_freed_memory(LARGEST_TRAINED)
         give_back_memory()
-        forget_peak()  # of the part before, in another epoch or a survey
         if self.rank >= len(self._hosts):
             return self._give_snapshots(progress, start)
         assert isinstance(self._assign.settings, TrainSettings)
+        device = torch.device(self._assign.settings.device)
+        forget_peak(device)  # of the part before, in another epoch or a survey
         source = model_source(self._assign, self._fetch) if self._assign.files else None
         plan = self._assign.plan
         groups = tuned(groups_of(plan, self.rank, self._links), plan, self.rank, self._hosts)
         replicator = self._replicator(groups.save) if self._assign.settings.mirrored else None
         model_config = json.loads(self._assign.config)
         job = decode_job(self._assign.settings.job)
-        config = RankConfig(job, plan, spec_from_config(model_config), self.rank, groups)
+        config = RankConfig(job, plan, spec_from_config(model_config), self.rank, groups, device)
         std = model_config.get("initializer_range")
         initial_weights = InitialWeights(source, STD if std is None else float(std), model_config)
         self._trainer = self._make(config, initial_weights, replicator)

@@ -68,8 +68,8 @@ class LocalWorker:
 class LocalWorkers:
     """Workers of this machine by name. After `renew`, one that ends is started again under its name.
 
-    All of them together may use `memory` bytes, or all of the machine's if None. Weights of a model on the `hub` are
-    kept where it says.
+    All of them together may use `memory` bytes, or all of the machine's if None; on a `device` that is not the
+    processor, each so much of its own. Weights of a model on the `hub` are kept where it says.
     """
 
     def __init__(
@@ -80,12 +80,14 @@ class LocalWorkers:
         on_end: OnEnd,
         memory: int | None = None,
         hub: HubWeights | None = None,
+        device: str = "cpu",
     ) -> None:
         self._address, self._token, self._threads, self._on_end = address, token, threads, on_end
         self._forks = WorkerForks(threads)
-        self._room: dict[str, Any] = dict(memory=memory, is_shared=True, runs_own_code=True)
+        self._room: dict[str, Any] = dict(memory=memory, is_shared=True, runs_own_code=True, device=device)
         if hub is not None:
             self._room |= dict(weights_cache=hub.cache, weights_cache_bytes=hub.cache_bytes)
+        self._places: dict[str, int] = {}  # each worker's number among them, which chooses its device
         self._workers: dict[str, LocalWorker] = {}
         self._renewing: dict[str, asyncio.Task[None]] = {}
         self._short: set[str] = set()  # workers whose last process ended soon
@@ -99,7 +101,8 @@ class LocalWorkers:
         """Start a worker by this name."""
         process = await self._forks.start()
         host, port = self._address
-        settings = dict(host=host, port=port, token=str(self._token()), node=node, threads=self._threads)
+        place = self._places.setdefault(node, len(self._places))
+        settings = dict(host=host, port=port, token=str(self._token()), node=node, threads=self._threads, place=place)
         process.stdin.write(msgspec.json.encode({**settings, **self._room}) + b"\n")
         self._workers[node] = LocalWorker(node, process, self._ended)
 
@@ -144,17 +147,8 @@ class LocalWorkers:
 
 
 @contextlib.asynccontextmanager
-async def local_workers(
-    nodes: list[str],
-    address: Address,
-    token: Callable[[], JoinToken],
-    threads: int,
-    on_end: OnEnd,
-    memory: int | None = None,
-    hub: HubWeights | None = None,
-) -> AsyncIterator[LocalWorkers]:
-    """Start one worker for each name; on leaving, those that do not end by themselves are killed."""
-    workers = LocalWorkers(address, token, threads, on_end, memory, hub)
+async def local_workers(nodes: list[str], workers: LocalWorkers) -> AsyncIterator[LocalWorkers]:
+    """Start one of the workers for each name; on leaving, those that do not end by themselves are killed."""
     try:
         for node in nodes:
             await workers.start(node)

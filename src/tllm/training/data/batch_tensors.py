@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,19 @@ class Tokens:
         """For each token here the number of its document in the microbatch."""
         lengths = torch.tensor(self.lengths, device=self.ids_T.device)
         return self._here(torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths))
+
+    def to(self, device: torch.device) -> Tokens:
+        """The same on another device, or itself if it is there."""
+        if self.ids_T.device == device:
+            return self
+        return replace(
+            self,
+            ids_T=self.ids_T.to(device),
+            labels_T=self.labels_T.to(device),
+            positions_T=self.positions_T.to(device),
+            of_documents={name: x_N.to(device) for name, x_N in self.of_documents.items()},
+            of_tokens={name: x_T.to(device) for name, x_T in self.of_tokens.items()},
+        )
 
     def only(self, keep_N: Tensor) -> Tokens:
         """These documents alone, of a microbatch that is whole."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from tllm.devices.choose import CPU
 from tllm.model.transformer import Transformer
 from tllm.parallel.linear import Adapt, unadapted
 from tllm.parallel.lora import LoraModule, LoraUpdate, updates_of
@@ -32,19 +33,25 @@ class TrainedAdapter(nn.Module):
     """The updates of the linears of `model` that are among `modules`, without values; in float32 at least.
 
     The model's own parameters are frozen. Ranks that hold the same elements of an update each compute a part of their
-    gradient.
+    gradient. The model may be on the meta device still: the updates are on `device`.
     """
 
     def __init__(
-        self, model: Transformer, modules: Mapping[str, LoraModule], dtype: torch.dtype, dropout: float = 0.0
+        self,
+        model: Transformer,
+        modules: Mapping[str, LoraModule],
+        dtype: torch.dtype,
+        dropout: float = 0.0,
+        device: torch.device = CPU,
     ) -> None:
         super().__init__()
         model.requires_grad_(False)
-        self.of_linear = updates_of(model, modules)
+        with torch.device(device):
+            self.of_linear = updates_of(model, modules)
         self.updates = nn.ModuleList(self.of_linear.values())
         for parameter in self.parameters():
             wide = torch.promote_types(dtype, torch.float32)
-            parameter.data = torch.empty(parameter.shape, dtype=wide)
+            parameter.data = torch.empty(parameter.shape, dtype=wide, device=device)
             parameter.requires_grad_()
         self.dropout = dropout
 

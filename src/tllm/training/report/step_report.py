@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from tllm.comm.collectives.group import Group, solo
-from tllm.core.memory import peak_bytes, reset_peak_bytes
+from tllm.devices.choose import CPU
+from tllm.devices.memory import peak_memory
 from tllm.planner.cost.flops import training_flops
 from tllm.spec.model_spec import ModelSpec
 from tllm.training.data.batch_feed import ReplicaBatch
@@ -37,7 +38,7 @@ class StepReport:
     """Makes the records of a run's steps. `peak`: the flop/s that all ranks' matrix products reach together.
 
     `metric_names` are those of the run's objective, alike on every rank. `is_frozen`: the model's own weights are not
-    learned.
+    learned. The memory that is told is that of the rank's `device`.
     """
 
     def __init__(
@@ -48,8 +49,9 @@ class StepReport:
         peak: float,
         metric_names: Sequence[str] = (),
         is_frozen: bool = False,
+        device: torch.device = CPU,
     ) -> None:
-        self._metric_names, self._is_frozen = metric_names, is_frozen
+        self._metric_names, self._is_frozen, self._device = metric_names, is_frozen, device
         self._groups, self._spec, self._pipelined = groups, spec, pipelined
         self._counts = groups.tp.rank == 0  # the other ranks of the stage have the same losses
         self._sent = 0
@@ -77,7 +79,7 @@ class StepReport:
         mine = [
             *losses,
             sent - self._sent,
-            peak_memory(),
+            peak_memory(self._device),
             result.waited,
             float(stopped),
             counters.load_balance_loss or 0.0,
@@ -121,21 +123,6 @@ class StepReport:
         """What this rank adds to a metric: nothing where it is not of the last stage, or another rank adds the same."""
         found = result.metrics.get(name) if self._counts else None
         return (0.0, 0.0) if found is None else (found.total, found.count)
-
-
-def forget_peak() -> None:
-    """Let `peak_memory` begin anew from what is held now; where the system has no way to, it goes on from the start."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        reset_peak_bytes()
-
-
-def peak_memory() -> int:
-    """The most bytes that this process has held since `forget_peak`, on its device if it has one."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    return peak_bytes()
 
 
 def seconds_since(start: float) -> float:

@@ -180,7 +180,7 @@ def _executor(
     assert len(microbatches) == schedule.microbatches and len(chunks) == schedule.chunks
     width, dtype = chunks[0].spec.hidden_size, stands_for(next(chunks[0].parameters()))[1]
     shapes = [(_received_rows(chunks[0].seam, len(microbatch.ids_T)), width) for microbatch in microbatches]
-    mail = Mail(schedule, stage.index, stage.wires, shapes, dtype)
+    mail = Mail(schedule, stage.index, stage.wires, shapes, dtype, next(chunks[0].parameters()).device)
     return _ScheduleExecutor(schedule, stage, microbatches, mail, loss_scale)
 
 

@@ -34,13 +34,20 @@ class Mail:
     """What one stage sends and receives while it executes a schedule once.
 
     Each pair of stages shares one wire each way. Tensors arrive on it in the order in which the other stage's list
-    sends them; one that arrives before this stage needs it is buffered. `shapes`: of the activations, by microbatch.
+    sends them; one that arrives before this stage needs it is buffered. `shapes`: of the activations, by microbatch;
+    they are received onto `device`.
     """
 
     def __init__(
-        self, schedule: Schedule, stage: int, wires: Wires, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
+        self,
+        schedule: Schedule,
+        stage: int,
+        wires: Wires,
+        shapes: Sequence[tuple[int, ...]],
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        self._stage, self._wires, self._shapes, self._dtype = stage, wires, shapes, dtype
+        self._stage, self._wires, self._shapes, self._dtype, self._device = stage, wires, shapes, dtype, device
         self._expected: dict[int, deque[StageTransfer]] = {}
         for other in range(schedule.stages):
             hops = (schedule.sends(other, op) for op in schedule.lists[other])
@@ -64,6 +71,7 @@ class Mail:
             assert hop.source.stage != self._stage, f"{hop} is wanted before it is made"
             first = expected.popleft()
             began = time.monotonic()
-            self._buffered[first] = self._wires.recv[hop.source.stage].recv(self._shapes[first.microbatch], self._dtype)
+            came = self._wires.recv[hop.source.stage].recv(self._shapes[first.microbatch], self._dtype)
+            self._buffered[first] = came.to(self._device)
             self.waited += time.monotonic() - began
         return self._buffered.pop(hop)

@@ -7,9 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from tllm.comm.collectives.group import Group, solo
 from tllm.comm.collectives.tuning import tune_between_hosts
 from tllm.comm.links.link import DEADLINE, Link, LocalLink
+from tllm.devices.choose import CPU
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan, Wire
 from tllm.spec.process_groups import DATA, PIPELINE, SERVERS, computing, members, wires
@@ -56,13 +59,17 @@ class Groups:
 
 @dataclass(frozen=True)
 class RankConfig:
-    """What one rank is asked to do: the job, the plan with this rank's number in it, the model, and the links."""
+    """What one rank is asked to do: the job, the plan with this rank's number in it, the model, and the links.
+
+    `device` is where it keeps its part of the model, and computes.
+    """
 
     job: Job
     plan: Plan
     spec: ModelSpec
     rank: int
     groups: Groups
+    device: torch.device = CPU
 
 
 def groups_of(plan: Plan, rank: int, links: Mapping[Wire, Link]) -> Groups:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from tllm.devices.choose import CPU
 from tllm.model.transformer import Transformer
 from tllm.parallel.load_balance import LoadBalance
 from tllm.parallel.mesh import mesh_of
@@ -37,19 +38,21 @@ class RankModel:
 
     def __init__(self, config: RankConfig) -> None:
         plan, groups = config.plan, config.groups
-        self._plan, self._cp = plan, groups.cp
+        self._plan, self._config = plan, config
         self._balance = _load_balance(config)
         mesh = mesh_of(config.spec, plan, config.rank, groups.tp, plan.sequence, groups.ep, self._balance)
-        device = None if plan.zero < 3 and config.job.lora is None else "meta"
+        has_memory = plan.zero < 3 and (config.job.lora is None or self._config.device != CPU)
+        device = self._config.device if has_memory else "meta"
         self.chunks = build_chunks(config.spec, mesh, plan.runs, torch_dtype(config.job.dtype), device)
         self.adapters = _adapters(config, self.chunks)
         self.trained: Sequence[nn.Module] = self.adapters or self.chunks
         """What is learned: the chunks, or an adapter of each."""
         if plan.zero == 3:
             for model in self.chunks:
-                without_memory(model)
+                without_memory(model, self._config.device)
         parameters = (parameter for model in self.chunks for parameter in model.parameters())
-        self.products = choose_trained_products(parameters, torch_dtype(config.job.dtype), config.job.deterministic)
+        fixed = config.job.deterministic or self._config.device != CPU  # only the processor has a choice
+        self.products = choose_trained_products(parameters, torch_dtype(config.job.dtype), fixed)
         """What its products are computed in, in words."""
         self._ring = RingAttention(groups.cp) if plan.cp > 1 else None
         make_attend = recompute(plan.recompute, self.chunks, self._ring or TrainAttend)
@@ -73,7 +76,7 @@ class RankModel:
         """
         if self._balance is not None:
             self._balance.begin(global_microbatches)
-        microbatches = [cut_tokens(tokens, self._cp.rank, self._cp.size) for tokens in batch]
+        microbatches = self._here(batch)
         if not microbatches:
             return StepResult(0.0, 0)
         start = time.monotonic()
@@ -89,13 +92,18 @@ class RankModel:
         If not `adapted`, the model is taken without the adapter that the job trains: as it was when the run began.
         With experts spread over replicas, or ZeRO-3, every replica must be given as many.
         """
-        microbatches = [cut_tokens(tokens, self._cp.rank, self._cp.size) for tokens in batch]
+        microbatches = self._here(batch)
         if not microbatches:
             return StepResult(0.0, 0)
         schedule = forward_only(self._plan.pp, len(microbatches), self._plan.chunks)
         make_adapt = self._make_adapt(learns=False) if adapted else as_it_is
         stage = replace(self._stage, objective=objective or self.objective, make_adapt=make_adapt)
         return run_forward(schedule, stage, microbatches)
+
+    def _here(self, batch: Sequence[Tokens]) -> list[Tokens]:
+        """The tokens of each microbatch that this rank computes, on its device."""
+        cp = self._config.groups.cp
+        return [cut_tokens(tokens, cp.rank, cp.size).to(self._config.device) for tokens in batch]
 
     def _make_adapt(self, learns: bool) -> MakeAdapt:
         """What linears add in a pass, in which something is learned or not."""
@@ -123,7 +131,7 @@ def _adapters(config: RankConfig, chunks: Sequence[Transformer]) -> list[Trained
     if lora is None:
         return []
     modules, dtype = adapted_modules(lora, config.spec), torch_dtype(config.job.dtype)
-    return [TrainedAdapter(model, modules, dtype, lora.lora_dropout) for model in chunks]
+    return [TrainedAdapter(model, modules, dtype, lora.lora_dropout, config.device) for model in chunks]
 
 
 def _load_balance(config: RankConfig) -> LoadBalance | None:

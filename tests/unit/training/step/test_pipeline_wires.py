@@ -3,6 +3,7 @@ from __future__ import annotations
 import torch
 
 from tllm.comm.links.link import LocalLink
+from tllm.devices.choose import CPU
 from tllm.spec.pipeline_schedule import StageChunk, StageTransfer, build
 from tllm.spec.process_groups import source, targets
 from tllm.training.step.pipeline_wires import Mail, Wires
@@ -21,8 +22,8 @@ def test_what_comes_early_is_kept() -> None:
     schedule = build("interleaved", 2, 2, chunks=2)
     there, here = LocalLink(0, 1), LocalLink(1, 0)
     shapes = [(2, 3), (5, 3)]
-    first = Mail(schedule, 0, Wires({1: (there,)}, {1: here}), shapes, torch.float32)
-    second = Mail(schedule, 1, Wires({0: (here,)}, {0: there}), shapes, torch.float32)
+    first = Mail(schedule, 0, Wires({1: (there,)}, {1: here}), shapes, torch.float32, CPU)
+    second = Mail(schedule, 1, Wires({0: (here,)}, {0: there}), shapes, torch.float32, CPU)
     hops = [hop for op in schedule.lists[0] if (hop := schedule.sends(0, op)) is not None]
     assert {hop.kind for hop in hops} == {"forward", "backward"}
     for number, hop in enumerate(hops):
@@ -33,7 +34,7 @@ def test_what_comes_early_is_kept() -> None:
 
 def test_between_chunks_of_one_stage_nothing_is_sent() -> None:
     schedule = build("interleaved", 1, 1, chunks=2)
-    mail = Mail(schedule, 0, Wires(), [(2, 3)], torch.float32)
+    mail = Mail(schedule, 0, Wires(), [(2, 3)], torch.float32, CPU)
     x = torch.rand(2, 3, requires_grad=True)
     hop = StageTransfer("forward", 0, StageChunk(0, 0), StageChunk(0, 1))
     mail.send(hop, x)

@@ -1,0 +1,26 @@
+"""What a rank of a run cannot do on a device that is not the processor, refused by name before it begins."""
+
+from __future__ import annotations
+
+from tllm.core.errors import ConfigError
+from tllm.devices.choose import CPU, check_dtype
+from tllm.training.step.rank_groups import RankConfig
+
+HINT = "leave it out, or train with --device cpu"
+
+
+def check_device(config: RankConfig) -> None:
+    """ConfigError for what the processor alone does."""
+    device, job, plan = config.device, config.job, config.plan
+    if device == CPU:
+        return
+    here = f"and this rank computes on {device}"
+    if device.type == "mps":
+        raise ConfigError(f"gradients are summed up in float64, which Metal has not, {here}", "train with --device cpu")
+    check_dtype(device, job.dtype)
+    if plan.servers:
+        raise ConfigError(f"the plan has servers={plan.servers}, which sum on processors, {here}", HINT)
+    if job.rollouts is not None:
+        raise ConfigError(f"task {job.task} samples from weights on the processor, {here}", HINT)
+    if job.lora is not None and (config.spec.quantization is not None or job.lora.few_bits is not None):
+        raise ConfigError(f"products of an adapter's model in few bits are the processor's own, {here}", HINT)
