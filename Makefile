@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 TORCH := $(shell sed -n 's/^\(torch==.*\)$$/\1/p' requirements.lock)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-numbers test-processes test-masked check fix docs bench soak gpu tiny-model clean
+.PHONY: help setup demo test test-numbers test-devices test-processes test-masked check fix docs bench soak gpu tiny-model clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -20,11 +20,15 @@ setup: $(VENV)/.runtime  ## Make .venv with the tllm command in .venv/bin
 demo: $(VENV)/.runtime  ## Split the tiny model over three processes here and stream a completion
 	@$(BIN)/tllm demo
 
-test: test-numbers test-processes  ## Run the tests
+test: test-numbers test-devices test-processes  ## Run the tests
 
 # Two at a time fill two cores.
 test-numbers: $(VENV)/.dev
-	@$(BIN)/python -m pytest -m "not soak" --numprocesses 2 $(PROCESSES:%=--ignore=%) $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m "not soak" --numprocesses 2 $(PROCESSES:%=--ignore=%) --ignore=tests/devices $(PYTEST_ARGS)
+
+# Apart from all others: who imports these has a second device for the rest of the process.
+test-devices: $(VENV)/.dev
+	@$(BIN)/python -m pytest -m "not soak" --numprocesses 2 tests/devices $(PYTEST_ARGS)
 
 # Each file of these starts its processes once, so it stays in one place. Files of few and long tests come first: one
 # that began last would keep one core alone.
@@ -65,7 +69,7 @@ gpu: $(VENV)/.dev  ## The tests of a CUDA device (skipped by name where there is
 	@$(BIN)/python -m pytest tests/gpu -rs $(PYTEST_ARGS)
 
 soak: $(VENV)/.dev  ## The tests that run for minutes
-	@$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m soak --ignore=tests/devices $(PYTEST_ARGS)
 
 tiny-model: $(VENV)/.dev  ## Train the tiny model again from the standard library's text
 	@$(BIN)/python -m tllm.recipes.tiny_model models/tiny models/tiny

@@ -4,17 +4,20 @@ Their memory cannot be read by the host, an operation on tensors of two devices 
 the bit. Backward passes run in a thread of each device's own, as on GPUs. Import this module where a test file begins:
 autograd starts its threads with the first backward pass of a process, and a device that comes later has none.
 
-It is built once for each torch, in seconds, into `.separate_device` beside the tests.
+It is built by g++ once for each torch, in seconds, into `.separate_device` beside the tests; a test file that imports
+this is skipped where there is none. `make test-devices` runs these files in processes of their own.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import shutil
 import subprocess
 import types
 from pathlib import Path
 
+import pytest
 import torch
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -80,6 +83,8 @@ class _Module(types.ModuleType):
         torch.ops.separate_device.forget_peak()
 
 
+if shutil.which("g++") is None:
+    pytest.skip("there is no g++ to build the second device with", allow_module_level=True)
 torch.ops.load_library(str(_built()))
 torch.utils.rename_privateuse1_backend(NAME)
 torch._register_device_module(NAME, _Module(f"torch.{NAME}"))
