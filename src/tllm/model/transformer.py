@@ -25,7 +25,7 @@ class Transformer(nn.Module):
     classification head in place of that for tokens (`spec.num_labels`) scores.
 
     forward: ids_T (first stage) or x_TD, and positions_T -> x_TD after this stage's layers.
-    `adapt` adds what adapters of some of the rows add to each linear.
+    `adapt` adds what adapters of some of the rows add to each linear, and to the embeddings.
     logits: x_TD (rows of the last stage's result) -> logits_TV for this rank's part of the vocabulary, `vocab`.
     With sequence parallelism x_TD of forward and logits is this rank's slice of the tokens, and `tokens` tells how
     many there are; positions and logits are of all tokens.
@@ -64,7 +64,7 @@ class Transformer(nn.Module):
         lengths_T: Tensor | None = None,
         adapt: Adapt = unadapted,
     ) -> Tensor:
-        x_TD = self.embed_tokens(x) if self.is_first else x
+        x_TD = self.embed_tokens(x, adapt) if self.is_first else x
         tokens = len(positions_T)
         rotations: dict[RopeSpec, Rotation] = {}
         for layer in self._own_layers().values():

@@ -33,7 +33,7 @@ def data_config(job: Job) -> DataConfig:
         over_long=cast(OverLong, job.over_long),
         documents=cast(Documents, job.documents),
         add_eos=job.add_eos,
-        draws=job.lora is not None and job.lora.lora_dropout > 0,
+        draws=job.neftune_noise_alpha > 0 or (job.lora is not None and job.lora.lora_dropout > 0),
         rows=row_kind(job),
     )
 
