@@ -82,7 +82,7 @@ def adapter_parameters(spec: ModelSpec, number: int, cut: Cut, adapter: AdapterF
         if ".experts." not in linear.module and adapter.adapts(linear.module) and linear.columns:
             outputs[linear.module] += linear.elements // linear.columns
             inputs[linear.module] = linear.columns
-    found = []
+    found = list[Parameter]()
     for name, count in outputs.items():
         sizes = (adapter.rank * inputs[name], adapter.rank * count, *([count] if adapter.use_dora else ()))
         found += map(Parameter, sizes)
