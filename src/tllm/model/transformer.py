@@ -27,7 +27,7 @@ class Transformer(nn.Module):
     classification head in place of that for tokens (`spec.num_labels`) scores.
 
     forward: ids_T (first stage) or x_TD, and positions_T -> x_TD after this stage's layers.
-    `adapt` adds what adapters of some of the rows add to each linear.
+    `adapt` adds what adapters of some of the rows add to each linear, and to the embeddings.
     logits: x_TD (rows of the last stage's result) -> logits_TV for this rank's part of the vocabulary, `vocab`.
     With sequence parallelism x_TD of forward and logits is this rank's slice of the tokens, and `tokens` tells how
     many there are; positions and logits are of all tokens.
@@ -72,7 +72,7 @@ class Transformer(nn.Module):
         adapt: Adapt = unadapted,
         ids_T: Tensor | None = None,
     ) -> Tensor:
-        x_TD, beside = (self.embed_tokens(x), {}) if self.is_first else self.carried.received(x)
+        x_TD, beside = (self.embed_tokens(x, adapt), {}) if self.is_first else self.carried.received(x)
         ids_T, tokens = x if self.is_first else ids_T, len(positions_T)
         e_TD = beside.setdefault(EMBEDDING, x_TD)
         inputs_TLP = None if self.layer_inputs is None else self.layer_inputs(ids_T, e_TD)

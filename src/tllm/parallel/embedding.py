@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tllm.parallel.linear import matmul
+from tllm.parallel.linear import Adapt, matmul, unadapted
 from tllm.parallel.quantized_weight import quantized, stands_for
 from tllm.parallel.sequence_parallel import TensorParallelRegion
 from tllm.parallel.shard import Gradient, Shard, ShardPiece, cut_parameter
@@ -21,7 +21,10 @@ def vocab_parameter(name: str, vocab: Range, width: int, replicated: bool = Fals
 
 
 class VocabEmbedding(nn.Module):
-    """x_TD = scale * table[ids_T]: each rank looks up the ids it holds and the sum brings them together."""
+    """x_TD = scale * table[ids_T]: each rank looks up the ids it holds and the sum brings them together.
+
+    `adapt` is called with the ids and with x_TD as it is after the sum.
+    """
 
     def __init__(self, table: nn.Parameter, vocab: Range, seam: TensorParallelRegion, scale: float = 1.0) -> None:
         super().__init__()
@@ -30,7 +33,7 @@ class VocabEmbedding(nn.Module):
         self.seam = seam
         self.scale = scale
 
-    def forward(self, ids_T: Tensor) -> Tensor:
+    def forward(self, ids_T: Tensor, adapt: Adapt = unadapted) -> Tensor:
         start, stop = self.vocab
         here_T = (ids_T >= start) & (ids_T < stop)
         local_T, packed = (ids_T - start).clamp(0, stop - start - 1), quantized(self.weight)
@@ -39,10 +42,9 @@ class VocabEmbedding(nn.Module):
         else:
             x_TD = packed.rows(local_T).to(stands_for(self.weight)[1])
         x_TD = self.seam.leave(x_TD * here_T.unsqueeze(-1))
-        if self.scale == 1.0:
-            return x_TD
-        # In the weights' own dtype, as the models that scale were trained.
-        return x_TD * torch.tensor(self.scale, dtype=x_TD.dtype)
+        if self.scale != 1.0:  # in the weights' own dtype, as the models that scale were trained
+            x_TD = x_TD * torch.tensor(self.scale, dtype=x_TD.dtype)
+        return adapt(self, ids_T, x_TD)
 
 
 class VocabLogits(nn.Module):

@@ -23,10 +23,11 @@ from tllm.spec.cut import Range
 
 
 class LoraModule(NamedTuple):
-    """The rank of one module's update, and what B A x is multiplied by."""
+    """The rank of one module's update, what B A x is multiplied by, and whether it has magnitudes (DoRA)."""
 
     rank: int
     scale: float
+    use_dora: bool = False
 
 
 class _Span(NamedTuple):
@@ -59,7 +60,7 @@ class LoraUpdate(nn.Module):
             self.outputs = max(self.outputs, stop)
             if name not in modules:
                 continue
-            (rank, scale), (name_A, name_B), columns = modules[name], tensor_names(name), pieces[0].source[1]
+            (rank, scale, _), (name_A, name_B), columns = modules[name], tensor_names(name), pieces[0].source[1]
             width = columns[1] - columns[0]
             pieces_A.append(ShardPiece(name_A, ((0, rank), columns), ((at, at + rank), (0, width))))
             rows = [
@@ -110,6 +111,11 @@ def updates_of(model: nn.Module, modules: Mapping[str, LoraModule]) -> dict[nn.M
 def tensor_names(module: str) -> tuple[str, str]:
     """What A and B of a module are called."""
     return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
+
+
+def magnitude_name(module: str) -> str:
+    """What the magnitudes of a module with DoRA are called, [outputs]."""
+    return f"{module}.lora_magnitude_vector"
 
 
 def _by_module(weight: Tensor) -> Iterator[tuple[str, list[ShardPiece]]]:

@@ -31,6 +31,10 @@ class TensorParallelRegion:
         """The sum over ranks of what a cut layer gives; `y_TD` itself may be overwritten by it."""
         return reduce_from(y_TD, self.tp)
 
+    def own(self, x_T: Tensor) -> Tensor:
+        """Of a number for each token, those of the tokens that this rank has outside the cut layers."""
+        return x_T
+
 
 class SequenceParallelRegion(TensorParallelRegion):
     """Outside the cut layers each rank has a slice of the tokens (2205.05198).
@@ -48,6 +52,10 @@ class SequenceParallelRegion(TensorParallelRegion):
     def leave(self, y_TD: Tensor) -> Tensor:
         """This rank's slice of the sum over ranks."""
         return scatter_rows(y_TD, self.tp, slice_counts(len(y_TD), self.tp.size))
+
+    def own(self, x_T: Tensor) -> Tensor:
+        """Those of this rank's slice."""
+        return x_T.split(slice_counts(len(x_T), self.tp.size))[self.tp.rank]
 
 
 def slice_counts(tokens: int, ranks: int) -> list[int]:

@@ -19,12 +19,16 @@ from tllm.training.job.initial_model import InitialModel
 from tllm.training.job.job_parts import is_snapshot_step
 from tllm.training.lora.export_adapter import export_adapter
 from tllm.training.lora.initial_adapter import adapter_filler
+from tllm.training.lora.trained_adapter import TrainedAdapter
 from tllm.training.report.events import Origin
 from tllm.training.snapshot.replication import SnapshotReplicator
 from tllm.training.state.initial_weights import InitialWeights
 from tllm.training.step.rank_groups import RankConfig
 from tllm.training.sync.learner import LearnerState, state_place
 from tllm.weights.load import Progress
+
+Adapters = Sequence[TrainedAdapter]
+"""What is learned of this rank's chunks beside a model that stays as it is; none where the model is learned."""
 
 
 class RunState:
@@ -61,12 +65,12 @@ class RunState:
         if job.lora is not None:
             self._initial_weights.fill_frozen(chunks, job.dtype, job.lora.few_bits, progress)
 
-    def initialize(self, learner: LearnerState, progress: Progress | None = None) -> None:
+    def initialize(self, learner: LearnerState, adapters: Adapters = (), progress: Progress | None = None) -> None:
         """Fill the learner with the first weights, whatever memory or saves hold of later steps."""
-        learner.initialize(self._filler(progress))
+        learner.initialize(self._filler(adapters, progress))
         self._is_initial = True
 
-    def restore(self, learner: LearnerState, progress: Progress | None = None) -> int:
+    def restore(self, learner: LearnerState, adapters: Adapters = (), progress: Progress | None = None) -> int:
         """Fill the learner from the last snapshot, else the last save, else with the first weights; the steps done."""
         config, replicator, self._learner = self._config, self._replicator, learner
         snapshot_step = None if replicator is None else replicator.find(learner.train_state())
@@ -89,7 +93,7 @@ class RunState:
             learner.checkpoint_restored(step)
             self._restore_data(opened.facts["data"] if self._batches is not None else {})
         elif not self._is_initial:
-            self.initialize(learner, progress)
+            self.initialize(learner, adapters, progress)
         if replicator is not None:
             replicator.begin(step, data_position, is_restored=self.origin == "memory")
         return step
@@ -154,11 +158,11 @@ class RunState:
         """End the threads of saves and snapshots."""
         self._closing.close()
 
-    def _filler(self, progress: Progress | None) -> Callable[[nn.Module], object]:
+    def _filler(self, adapters: Adapters, progress: Progress | None) -> Callable[[nn.Module], object]:
         """What gives the parameters that are learned their first values."""
         job, spec = self._config.job, self._config.spec
         if job.lora is not None:
-            return adapter_filler(job.lora, spec, job.seed)
+            return adapter_filler(job.lora, spec, job.seed, adapters)
         return self._initial_weights.filler(spec, job.seed, job.dtype, progress)
 
     def _restore_data(self, position: dict[str, Any]) -> None:

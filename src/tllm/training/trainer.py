@@ -97,12 +97,12 @@ class RankTrainer:
 
     def prepare(self, progress: Progress | None = None) -> TrainerReady:
         """Fill the model from the last step that memory or a save of the run holds, else with the initial weights."""
-        config = self.config
+        config, adapters = self.config, self._model.adapters
         self._state.fill_frozen(self._model.chunks, progress)
         self._learner = learner_class(config.job, config.plan)(config, self._model.trained)
         self._closing.callback(self._learner.close)
-        self._forward.prepare(lambda: self._state.initialize(self._learner, progress))
-        self._step = self._state.restore(self._learner, progress)
+        self._forward.prepare(lambda: self._state.initialize(self._learner, adapters, progress))
+        self._step = self._state.restore(self._learner, adapters, progress)
         peak = matrix_peak(torch_dtype(config.job.dtype), PEAK_SECONDS, config.device)
         names, is_frozen = self._model.objective.metric_names, config.job.lora is not None
         is_pipeline = config.plan.pp > 1

@@ -47,12 +47,14 @@ class Parameter(NamedTuple):
 class AdapterFacts:
     """What of a job's adapter decides what it costs.
 
-    Its rank; the ends of names of linears that it is for; what plain weights of the model beside it are rounded to.
+    Its rank; the ends of names of linears that it is for; what plain weights of the model beside it are rounded to;
+    whether each output has a magnitude of its own (DoRA).
     """
 
     rank: int
     targets: tuple[str, ...] = (ALL,)
     quantize: Quantize | None = None
+    use_dora: bool = False
 
     def adapts(self, module: str) -> bool:
         """Whether a linear has an update."""
@@ -75,14 +77,18 @@ def layer_parameters(spec: ModelSpec, layer: LayerSpec, cut: Cut, replica: int =
 
 
 def adapter_parameters(spec: ModelSpec, number: int, cut: Cut, adapter: AdapterFacts) -> list[Parameter]:
-    """The parameters of an adapter in one layer on a rank: A and B of each linear, but those of experts."""
+    """The parameters of an adapter in one layer on a rank: A and B of each linear, but those of experts,
+    and magnitudes."""
     outputs, inputs = defaultdict[str, int](int), dict[str, int]()
     for linear in linears(spec, number, cut):
         if ".experts." not in linear.module and adapter.adapts(linear.module) and linear.columns:
             outputs[linear.module] += linear.elements // linear.columns
             inputs[linear.module] = linear.columns
-    sizes = [adapter.rank * size for name in outputs for size in (inputs[name], outputs[name])]
-    return [Parameter(size) for size in sizes]
+    found = list[Parameter]()
+    for name, count in outputs.items():
+        sizes = (adapter.rank * inputs[name], adapter.rank * count, *([count] if adapter.use_dora else ()))
+        found += map(Parameter, sizes)
+    return found
 
 
 def end_parameters(spec: ModelSpec, layers: range, cut: Cut) -> tuple[list[Parameter], list[Parameter]]:

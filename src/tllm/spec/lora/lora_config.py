@@ -1,7 +1,8 @@
 """`LoraConfig`: what a LoRA adapter (2106.09685) says of itself, in the keys of PEFT's `adapter_config.json`.
 
 An adapted linear W x becomes W x + scale B A x, where A has r rows and B as many columns, and scale is lora_alpha / r,
-or lora_alpha / sqrt(r) with `use_rslora` (2312.03732).
+or lora_alpha / sqrt(r) with `use_rslora` (2312.03732). With `use_dora` (2402.09353) each output is then multiplied by
+a learned magnitude over the norm of its row of W + scale B A.
 """
 
 from __future__ import annotations
@@ -36,7 +37,6 @@ HARMLESS = frozenset({
 tensors of the file say."""
 
 UNSUPPORTED = {
-    "use_dora": "merge the adapter into the model with PEFT (merge_and_unload) and serve that",
     "modules_to_save": "train without modules_to_save, or merge the adapter into the model with PEFT and serve that",
     "fan_in_fan_out": "no model that runs here keeps its weights transposed",
     "lora_bias": "train without lora_bias, or merge the adapter with PEFT and serve that",
@@ -62,6 +62,7 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
     r: int = 8
     lora_alpha: float = 8.0
     use_rslora: bool = False
+    use_dora: bool = False
     target_modules: tuple[str, ...] | str | None = None
     rank_pattern: dict[str, int] = {}
     alpha_pattern: dict[str, float] = {}

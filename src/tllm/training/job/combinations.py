@@ -33,6 +33,7 @@ def check_combination(job: Job, plan: Plan, spec: ModelSpec) -> None:
     _check_distillation(job, spec)
     _check_forward_passes(job, plan)
     _check_eval_files(job)
+    _check_noise(job)
     if job.deterministic:
         check_deterministic(plan, total, spec.tied)
 
@@ -75,6 +76,16 @@ def _check_eval_files(job: Job) -> None:
             f"eval_files and the task {job.task!r}: rows held out have no "
             f"{'teacher' if job.task == 'distill' else 'completions'}",
             "leave eval_files out, and evaluate the finished model",
+        )
+
+
+def _check_noise(job: Job) -> None:
+    """Noise would part the log-probabilities that are trained from those that completions were sampled with."""
+    if job.neftune_noise_alpha and job.task in SAMPLING_TASKS:
+        raise ConfigError(
+            f"neftune_noise_alpha is {job.neftune_noise_alpha:g} and the task {job.task!r} learns from completions, "
+            "which are sampled without noise",
+            "leave neftune_noise_alpha out",
         )
 
 
@@ -126,6 +137,12 @@ def _check_lora(job: Job, plan: Plan, spec: ModelSpec) -> None:
             f"lora.quantize rounds plain weights to {job.lora.quantize}, and those of this model have few bits already "
             f"({spec.quantization.method})",
             "leave lora.quantize out: they stay as the files have them",
+        )
+    if job.lora.use_dora and spec.quantization is not None:
+        raise ConfigError(
+            "lora.use_dora needs the numbers of the weights, and those of this model have few bits "
+            f"({spec.quantization.method})",
+            "leave lora.use_dora out, or give a model of plain weights",
         )
     adapted_modules(job.lora, spec)
 

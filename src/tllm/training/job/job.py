@@ -59,6 +59,7 @@ AT_LEAST: dict[str, float] = {
     "delay_steps": 0,
     "max_staleness": -1,
     "router_aux_loss_coef": 0,
+    "neftune_noise_alpha": 0,
 }
 BELOW: dict[str, float] = {
     "adam_beta1": 1,
@@ -86,7 +87,7 @@ class Job:
     It starts from the folder `model_name_or_path`, or from random weights: then `config_name` is needed. What each step
     of `lr_scheduler_type` does: see `train.job.lr_schedule`. `plan` and `deterministic` change where and how the work
     is done, not what is learned. `router_aux_loss_coef` and the keys after it change what is learned, and are off
-    unless asked for; all but the first of these send less over slow links.
+    unless asked for; all but the first two of these send less over slow links.
     """
 
     output_dir: str
@@ -172,6 +173,9 @@ class Job:
     """Keep every bit of the result the same under dp, pp, zero and every schedule."""
     router_aux_loss_coef: float = 0.0
     """Coefficient of the load-balance loss of a mixture of experts (as in Switch Transformers)."""
+    neftune_noise_alpha: float = 0.0
+    """NEFTune (2310.05914): noise on the embeddings in training, uniform in ± this over the square root of (tokens of
+    the document x hidden size); 0: none. 5 to 15 is usual."""
     gradient_compression: str = "none"
     """How gradients travel: "none" (exact), "bf16" (2 bytes), "int8" (about 1 byte, error feedback) or "powersgd"
     (low rank)."""

@@ -11,6 +11,7 @@ from tllm.training.data.batches import DataConfig
 from tllm.training.data.dataset import Documents
 from tllm.training.data.encoder import OverLong
 from tllm.training.job.job import Job
+from tllm.training.job.lora_job import LoraJob
 from tllm.training.job.lr_schedule import LearningRateSchedule
 from tllm.training.job.preference_tables import KTOConfig
 
@@ -33,7 +34,7 @@ def data_config(job: Job) -> DataConfig:
         over_long=cast(OverLong, job.over_long),
         documents=cast(Documents, job.documents),
         add_eos=job.add_eos,
-        draws=job.lora is not None and job.lora.lora_dropout > 0,
+        draws=job.neftune_noise_alpha > 0 or (job.lora is not None and job.lora.lora_dropout > 0),
         rows=row_kind(job),
     )
 
@@ -80,7 +81,7 @@ def training_facts(job: Job, mirrored: bool = False) -> TrainingFacts:
         local=job.local_steps > 1,
         residual=job.gradient_compression in LOSSY,
         late=job.delay_steps > 0,
-        adapter=None if job.lora is None else AdapterFacts(job.lora.r, job.lora.target_modules, job.lora.few_bits),
+        adapter=None if job.lora is None else _adapter_facts(job.lora),
     )
 
 
@@ -110,3 +111,7 @@ def is_snapshot_step(job: Job, step: int) -> bool:
     """Whether a snapshot is taken after this step."""
     every = snapshot_steps(job)
     return every > 0 and (step % every == 0 or (step == job.max_steps and step % job.local_steps == 0))
+
+
+def _adapter_facts(lora: LoraJob) -> AdapterFacts:
+    return AdapterFacts(lora.r, lora.target_modules, lora.few_bits, lora.use_dora)

@@ -32,7 +32,7 @@ class LoraJob:
     """Names of the linears to adapt, or ends of them ("q_proj"); "all-linear": every one but those of experts, routers
     and the logits."""
     use_dora: bool = False
-    """Not there yet: magnitudes learned apart from directions (DoRA, 2402.09353)."""
+    """Learn the magnitude of each output apart from its direction, which A and B change (DoRA, 2402.09353)."""
     init_lora_weights: bool | str = True
     """First values of A: true (uniform, as PEFT begins) or "gaussian"; B begins as 0."""
     quantize: str = "none"
@@ -52,8 +52,11 @@ class LoraJob:
             raise ConfigError("lora.target_modules names nothing", f'give names of linears, or "{ALL_LINEAR}"')
         if ALL_LINEAR in self.target_modules and len(self.target_modules) > 1:
             raise ConfigError(f'lora.target_modules has "{ALL_LINEAR}" beside other names', "give one or the other")
-        if self.use_dora:
-            raise ConfigError("lora.use_dora is not supported yet", "leave it out; use_rslora is")
+        if self.use_dora and self.few_bits is not None:
+            raise ConfigError(
+                f"lora.use_dora needs the numbers of the weights, and lora.quantize is {self.quantize!r}",
+                "leave one of them out",
+            )
         if self.init_lora_weights is not True and self.init_lora_weights != "gaussian":
             raise ConfigError(
                 f"lora.init_lora_weights is {self.init_lora_weights!r}",
@@ -69,4 +72,10 @@ class LoraJob:
     def config(self) -> LoraConfig:
         """The same as an adapter says it of itself."""
         targets: tuple[str, ...] | str = ALL_LINEAR if self.target_modules == (ALL_LINEAR,) else self.target_modules
-        return LoraConfig(r=self.r, lora_alpha=self.lora_alpha, use_rslora=self.use_rslora, target_modules=targets)
+        return LoraConfig(
+            r=self.r,
+            lora_alpha=self.lora_alpha,
+            use_rslora=self.use_rslora,
+            use_dora=self.use_dora,
+            target_modules=targets,
+        )

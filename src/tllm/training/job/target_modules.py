@@ -25,13 +25,13 @@ def adapted_modules(lora: LoraJob, spec: ModelSpec) -> dict[str, LoraModule]:
                 f"linears of attention, MLPs and shared experts can be: {_known(target, shapes)}",
             )
     chosen = [name for name in shapes if config.names(name)]
-    return {name: LoraModule(config.rank(name), config.scale(name)) for name in chosen}
+    return {name: LoraModule(config.rank(name), config.scale(name), config.use_dora) for name in chosen}
 
 
 def adapter_shapes(lora: LoraJob, spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    """The shape of every tensor of an adapter of the whole model."""
+    """The shapes of A and B of every module of an adapter of the whole model."""
     of_modules, found = _shapes(spec), dict[str, tuple[int, int]]()
-    for name, (rank, _) in adapted_modules(lora, spec).items():
+    for name, (rank, _, _) in adapted_modules(lora, spec).items():
         outputs, inputs = of_modules[name]
         found |= zip(tensor_names(name), ((rank, inputs), (outputs, rank)), strict=True)
     return found

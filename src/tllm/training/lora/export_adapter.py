@@ -32,6 +32,7 @@ def adapter_config(lora: LoraJob, spec: ModelSpec, base: str) -> dict[str, Any]:
         "r": lora.r,
         "lora_alpha": alpha,
         "use_rslora": lora.use_rslora,
+        "use_dora": lora.use_dora,
         "lora_dropout": lora.lora_dropout,
         "init_lora_weights": lora.init_lora_weights,
         "target_modules": target_names(adapted_modules(lora, spec), spec),

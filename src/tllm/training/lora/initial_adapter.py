@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -12,21 +12,29 @@ from tllm.spec.model_spec import ModelSpec
 from tllm.training.data.seeds import key_for
 from tllm.training.job.lora_job import LoraJob
 from tllm.training.job.target_modules import adapter_shapes
+from tllm.training.lora.trained_adapter import TrainedAdapter
 
 
-def adapter_filler(lora: LoraJob, spec: ModelSpec, seed: int) -> Callable[[nn.Module], None]:
+def adapter_filler(
+    lora: LoraJob, spec: ModelSpec, seed: int, adapters: Iterable[TrainedAdapter] = ()
+) -> Callable[[nn.Module], None]:
     """A function that gives a module's parameters, which are those of updates, their first values.
 
-    A is drawn as PEFT draws it, B is 0, so that the model is at first what it was.
+    A is drawn as PEFT draws it, B is 0, so that the model is at first what it was; DoRA's magnitudes, of
+    this rank's `adapters`, are norms of the model's rows, which must have their values.
 
     A of n inputs is uniform within 1 / sqrt(n) (He et al., 1502.01852, with a of sqrt(5)), or normal of the standard
     deviation 1 / r with "gaussian".
     """
     shapes = adapter_shapes(lora, spec)
+    magnitudes = {m: norm for adapter in adapters for m, norm in adapter.first_magnitudes().items()}
 
     @torch.no_grad()
     def fill(module: nn.Module) -> None:
         for parameter in module.parameters():
+            if parameter in magnitudes:
+                parameter.copy_(magnitudes[parameter])
+                continue
             for piece in shard_of(parameter).pieces:
                 place = parameter[tuple(slice(a, b) for a, b in piece.target)]
                 whole = _drawn(piece.name, shapes[piece.name], lora, seed)

@@ -3,6 +3,8 @@ column, and never on who computes it. So every plan, and a layer that is compute
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -21,12 +23,21 @@ def dropped_out(x_TD: Tensor, draws_T: Tensor, module: str, first_column: int, p
 
     `module` is the linear, `first_column` that of its inputs which x_TD begins with.
     """
-    columns_D = torch.arange(first_column, first_column + x_TD.shape[1], device=x_TD.device) * _signed(GOLDEN)
-    of_token_T = mixed(draws_T.to(x_TD.device) + _signed(key_for("dropout", module)))
-    least = int(part * 2**63)
-    rows = max(1, AT_ONCE // max(1, x_TD.shape[1]))
-    kept = [_logical_shift(mixed(some_T[:, None] + columns_D), 1) >= least for some_T in torch.split(of_token_T, rows)]
+    least, columns = int(part * 2**63), x_TD.shape[1]
+    numbers = counted(draws_T.to(x_TD.device), "dropout", first_column, columns, 63, module)
+    kept = [number_TD >= least for number_TD in numbers]
     return x_TD * torch.cat(kept).to(x_TD.dtype).mul_(1 / (1 - part))
+
+
+def counted(draws_T: Tensor, use: str, first: int, columns: int, bits: int, *names: str) -> Iterator[Tensor]:
+    """A number in [0, 2**bits) for each token and each of `columns` from `first`, int64; some tokens at a time.
+
+    `use` and `names` say what they are for: others get others.
+    """
+    columns_D = torch.arange(first, first + columns, device=draws_T.device) * _signed(GOLDEN)
+    of_token_T = mixed(draws_T + _signed(key_for(use, *names)))
+    for some_T in torch.split(of_token_T, max(1, AT_ONCE // max(1, columns))):
+        yield _logical_shift(mixed(some_T[:, None] + columns_D), 64 - bits)
 
 
 def mixed(x: Tensor) -> Tensor:

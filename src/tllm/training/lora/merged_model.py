@@ -37,6 +37,11 @@ def write_merged(folder: Path, out: Path, adapters: Sequence[Path] = (), dtype: 
     config = read_config(folder)
     spec, source = spec_from_config(config), checked(LocalFiles(folder))
     found = [_adapter(path, spec) for path in adapters]
+    if len(found) > 1 and any(one.adapter.config.use_dora for one in found):
+        raise ConfigError(
+            f"{len(found)} adapters are to be merged, and one has use_dora, whose norms go by the model without others",
+            "merge such an adapter alone",
+        )
     wanted = None if dtype is None else torch_dtype(dtype)
     tensors = merged_tensors(shapes_of(spec), open_index(source, config), source, found, wanted)
     others = [folder / name for name in COMPANIONS if (folder / name).is_file()]

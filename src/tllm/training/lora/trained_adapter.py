@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from tllm.devices.choose import CPU
 from tllm.model.transformer import Transformer
-from tllm.parallel.linear import Adapt, unadapted
+from tllm.parallel.linear import Adapt, matmul, unadapted
 from tllm.parallel.lora import LoraModule, LoraUpdate, updates_of
 from tllm.parallel.shard import shard_of
 from tllm.training.data.batch_tensors import Tokens
 from tllm.training.data.seeds import DRAWS
+from tllm.training.lora.dora import Magnitudes
 from tllm.training.lora.lora_dropout import dropped_out
 
 MakeAdapt = Callable[[int, Tokens], Adapt]
@@ -48,7 +49,14 @@ class TrainedAdapter(nn.Module):
         model.requires_grad_(False)
         with torch.device(device):
             self.of_linear = updates_of(model, modules)
-        self.updates = nn.ModuleList(self.of_linear.values())
+            is_dora = any(module.use_dora for module in modules.values())
+            some = self.of_linear.items() if is_dora else ()
+            self.magnitudes = {linear: Magnitudes(linear, update, model.seam.tp) for linear, update in some}
+        self.learned = nn.ModuleList()  # in the order in which a forward pass needs them
+        for linear, update in self.of_linear.items():
+            self.learned.append(update)
+            if is_dora:
+                self.learned.append(self.magnitudes[linear])
         for parameter in self.parameters():
             wide = torch.promote_types(dtype, torch.float32)
             parameter.data = torch.empty(parameter.shape, dtype=wide, device=device)
@@ -58,8 +66,15 @@ class TrainedAdapter(nn.Module):
     def of_microbatch(self, tokens: Tokens, learns: bool) -> Adapt:
         """What the linears add for a microbatch; where nothing is learned, no input is dropped."""
         if not self.dropout or not learns:
-            return AdaptedMicrobatch(self.of_linear)
-        return AdaptedMicrobatch(self.of_linear, self.dropout, tokens.of_tokens[DRAWS])
+            return AdaptedMicrobatch(self.of_linear, self.magnitudes)
+        return AdaptedMicrobatch(self.of_linear, self.magnitudes, self.dropout, tokens.of_tokens[DRAWS])
+
+    def first_magnitudes(self) -> dict[nn.Parameter, Tensor]:
+        """DoRA's first values, of the model as it was filled. All ranks of a tensor-parallel group call it together."""
+        found = dict[nn.Parameter, Tensor]()
+        for linear, magnitudes in self.magnitudes.items():
+            found |= magnitudes.first_values(_weight(linear), self.of_linear[linear])
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +85,7 @@ class AdaptedMicrobatch:
     """
 
     updates: Mapping[nn.Module, LoraUpdate]
+    magnitudes: Mapping[nn.Module, Magnitudes]
     dropout: float = 0.0
     draws_T: Tensor | None = None
 
@@ -77,9 +93,22 @@ class AdaptedMicrobatch:
         update = self.updates.get(linear)
         if update is None:
             return y_TF
+        base_TF, dtype = y_TF, x_TD.dtype
         x_TD = x_TD.to(update.A.dtype)
+        magnitudes = self.magnitudes.get(linear)
         if self.draws_T is not None:
             first = shard_of(update.A).pieces[0]
             x_TD = dropped_out(x_TD, self.draws_T, first.name, first.source[1][0], self.dropout)
+            if magnitudes is not None:  # as PEFT has it, what magnitudes change goes by the inputs that are left
+                base_TF = matmul(x_TD.to(dtype), _weight(linear))
         added_TF: Tensor = update(x_TD)
+        if magnitudes is not None:
+            factor_F: Tensor = magnitudes(_weight(linear), update)
+            added_TF = factor_F * added_TF + (factor_F - 1) * base_TF
         return y_TF + added_TF.to(y_TF.dtype)
+
+
+def _weight(linear: nn.Module) -> Tensor:
+    weight = linear.weight
+    assert isinstance(weight, Tensor)
+    return weight

@@ -22,6 +22,7 @@ from tllm.training.job.target_modules import adapted_modules
 from tllm.training.lora.trained_adapter import MakeAdapt, TrainedAdapter, as_it_is
 from tllm.training.objectives.choose_objective import choose_objective
 from tllm.training.objectives.objective import Objective
+from tllm.training.step.embedding_noise import with_noise
 from tllm.training.step.model_chunks import build_chunks, without_memory
 from tllm.training.step.pipeline_step import StepResult, TrainStage, run_forward, run_schedule
 from tllm.training.step.rank_groups import RankConfig
@@ -57,9 +58,8 @@ class RankModel:
         self._ring = RingAttention(groups.cp) if plan.cp > 1 else None
         make_attend = recompute(plan.recompute, self.chunks, self._ring or TrainAttend)
         self.objective = choose_objective(config.job, mesh, groups.cp)
-        self._stage = TrainStage(
-            mesh.stage, self.chunks, groups.wires, self.objective, make_attend, self._make_adapt(learns=True)
-        )
+        make_adapt = with_noise(self._make_adapt(learns=True), config.job.neftune_noise_alpha)
+        self._stage = TrainStage(mesh.stage, self.chunks, groups.wires, self.objective, make_attend, make_adapt)
         self._schedules: dict[int, Schedule] = {}
         self.compute_seconds = 0.0
         """Of the last step's passes, without the time in which this stage waited for another."""

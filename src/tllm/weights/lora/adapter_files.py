@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from tllm.core.errors import ConfigError, WeightsError, nearest
-from tllm.parallel.lora import LoraModule, LoraUpdate, tensor_names, updates_of
+from tllm.parallel.lora import LoraModule, LoraUpdate, magnitude_name, tensor_names, updates_of
 from tllm.spec.lora.lora_config import CONFIG_FILE, CONFIG_LIMIT, LoraConfig, read_lora_config
 from tllm.spec.quantized.quantization_config import text_name
+from tllm.weights.boxes import Shape
 from tllm.weights.byte_source import ByteSource
 from tllm.weights.load import load
 from tllm.weights.safetensors_header import TensorEntry, read_header
@@ -22,6 +23,9 @@ ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE)
 
 WRAPPED = "base_model.model."
 """What PEFT puts before the name of a module."""
+
+KINDS = ("A.weight", "B.weight", "magnitude_vector")
+"""Of a module's tensors, what follows `.lora_` in their names."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class Adapter:
 
         `shapes` are outputs and inputs of those of the whole model (`parallel.lora.module_shapes`).
         """
-        for name, (rank, _) in self.modules.items():
+        for name, (rank, _, use_dora) in self.modules.items():
             if name not in shapes:
                 raise WeightsError(
                     f"the adapter adapts {name}, and of this model no such linear can be adapted",
@@ -53,7 +57,9 @@ class Adapter:
                     f"routers, experts, embeddings and lm_head cannot; {nearest(name, shapes)}",
                 )
             outputs, inputs = shapes[name]
-            wanted = dict(zip(tensor_names(name), ((rank, inputs), (outputs, rank)), strict=True))
+            wanted: dict[str, Shape] = dict(zip(tensor_names(name), ((rank, inputs), (outputs, rank)), strict=True))
+            if use_dora:
+                wanted[magnitude_name(name)] = (outputs,)
             for tensor, shape in wanted.items():
                 if self.index.shape(tensor) != shape:
                     raise WeightsError(
@@ -103,10 +109,10 @@ def _plain_names(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
     found: dict[str, TensorEntry] = {}
     for name, entry in entries.items():
         module, _, kind = name.rpartition(".lora_")
-        if not name.startswith(WRAPPED) or not module or kind not in ("A.weight", "B.weight"):
+        if not name.startswith(WRAPPED) or not module or kind not in KINDS:
             raise WeightsError(
-                f"{WEIGHTS_FILE} has a tensor {name[:200]!r}, and lora_A and lora_B of linears are read",
-                "embeddings, biases, DoRA and modules_to_save are not supported: merge the adapter with PEFT",
+                f"{WEIGHTS_FILE} has a tensor {name[:200]!r}, and lora_A, lora_B and magnitudes of linears are read",
+                "embeddings, biases and modules_to_save are not supported: merge the adapter with PEFT",
             )
         plain = f"{text_name(module.removeprefix(WRAPPED))}.lora_{kind}"
         if plain in found:
@@ -116,7 +122,13 @@ def _plain_names(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
 
 
 def _module(name: str, config: LoraConfig, entries: dict[str, TensorEntry]) -> LoraModule:
-    for tensor in tensor_names(name):
+    magnitude = magnitude_name(name)
+    if magnitude in entries and not config.use_dora:
+        raise WeightsError(
+            f"{WEIGHTS_FILE} has {magnitude} and {CONFIG_FILE} does not have use_dora",
+            "the two files are of different adapters",
+        )
+    for tensor in (*tensor_names(name), *([magnitude] if config.use_dora else [])):
         if tensor not in entries:
             raise WeightsError(f"{WEIGHTS_FILE} lacks {tensor}", "copy the adapter again")
     if not config.names(name):
@@ -124,4 +136,4 @@ def _module(name: str, config: LoraConfig, entries: dict[str, TensorEntry]) -> L
             f"{WEIGHTS_FILE} adapts {name} and target_modules of {CONFIG_FILE} does not name it",
             "the two files are of different adapters",
         )
-    return LoraModule(config.rank(name), config.scale(name))
+    return LoraModule(config.rank(name), config.scale(name), config.use_dora)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tllm.parallel.lora import tensor_names
+from tllm.parallel.lora import magnitude_name, tensor_names
 from tllm.weights.boxes import Shape
 from tllm.weights.byte_source import ByteSource
 from tllm.weights.load import read_piece
@@ -23,12 +23,22 @@ class AdapterSource:
     adapter: Adapter
     source: ByteSource
 
-    def update(self, module: str) -> Tensor | None:
-        """scale B A of a module in float64, [outputs, inputs]; None for one that is not adapted."""
+    def merged(self, module: str, weight: Tensor) -> Tensor:
+        """W + scale B A of a module in float64, [outputs, inputs], with DoRA its rows of the learned magnitudes.
+
+        W itself for a module that is not adapted.
+        """
         if module not in self.adapter.modules:
-            return None
-        a, b = (self.adapter.index.slice(self.source, name).double() for name in tensor_names(module))
-        return (b @ a).mul_(self.adapter.modules[module].scale)
+            return weight
+        _, scale, use_dora = self.adapter.modules[module]
+        a, b = (self._read(name) for name in tensor_names(module))
+        whole = (b @ a).mul_(scale).add_(weight.double())
+        if not use_dora:
+            return whole
+        return whole.mul_((self._read(magnitude_name(module)) / whole.norm(dim=1))[:, None])
+
+    def _read(self, name: str) -> Tensor:
+        return self.adapter.index.slice(self.source, name).double()
 
 
 @dataclass(frozen=True)
@@ -45,9 +55,7 @@ class MergedTensor:
     def make(self) -> Tensor:
         plain = read_piece(self.name, (), self.index, self.source)
         for one in self.adapters:
-            update = one.update(self.name.removesuffix(".weight"))
-            if update is not None:
-                plain = plain.double().add_(update)
+            plain = one.merged(self.name.removesuffix(".weight"), plain)
         return plain.to(self.dtype)
 
 

@@ -22,7 +22,6 @@ ALWAYS: Mapping[str, Any] = {
     "fan_in_fan_out": False,
     "inference_mode": True,
     "modules_to_save": None,
-    "use_dora": False,
 }
 """Keys that say what no adapter of ours has."""
 

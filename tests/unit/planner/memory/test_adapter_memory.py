@@ -36,6 +36,9 @@ CASES = {
 }
 
 
+DORA = ("phi3", "qwen3_next_moe")
+
+
 def job_of(lora: LoraJob | None, **more: Any) -> Job:
     return Job(output_dir="run", train_files=("a",), max_steps=1, model_name_or_path="m", lora=lora, **more)
 
@@ -44,7 +47,7 @@ def job_of(lora: LoraJob | None, **more: Any) -> Job:
 @pytest.mark.parametrize("case", CASES)
 def test_an_adapter_has_as_many_numbers_as_are_counted(case: str, plan_text: str, tmp_path: Path) -> None:
     save_model(case, tmp_path)
-    spec, lora = spec_of(tmp_path), LoraJob(r=3, target_modules=CASES[case])
+    spec, lora = spec_of(tmp_path), LoraJob(r=3, target_modules=CASES[case], use_dora=case in DORA)
     plan = Plan.parse(plan_text, spec.num_layers)
     for work in rank_works(spec, plan, training_facts(job_of(lora))):
         _, place = plan.place(work.rank)

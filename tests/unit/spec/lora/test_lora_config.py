@@ -44,7 +44,6 @@ def test_patterns_fit_as_in_peft() -> None:
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        (dict(use_dora=True), "use_dora"),
         (dict(modules_to_save=["lm_head"]), "modules_to_save"),
         (dict(fan_in_fan_out=True), "fan_in_fan_out"),
         (dict(bias="all"), "bias 'all'"),

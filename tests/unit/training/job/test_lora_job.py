@@ -48,7 +48,6 @@ def test_a_table_is_read_changed_and_written(tmp_path: Path) -> None:
         ("lora_dropout", 1.0, "lora.lora_dropout is 1.0 and must be less than 1"),
         ("target_modules", [], "names nothing"),
         ("target_modules", ["all-linear", "q_proj"], "beside other names"),
-        ("use_dora", True, "use_dora is not supported"),
         ("init_lora_weights", "pissa", "'pissa'"),
         ("init_lora_weights", False, "init_lora_weights is False"),
         ("quantize", "nf4", "'nf4'"),

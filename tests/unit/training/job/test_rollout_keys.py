@@ -117,6 +117,7 @@ def test_other_plans_are_not(plan: str, task: Path, tmp_path: Path) -> None:
         ({"max_steps": 4, "save_steps": 3}, {"num_iterations": 2}, "save_steps is 3 and grpo.num_iterations is 2"),
         ({"local_steps": 2}, {}, "task=grpo and local_steps=2"),
         ({"delay_steps": 1}, {}, "task=grpo and delay_steps=1"),
+        ({"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha is 5 and the task 'grpo' learns from completions"),
     ],
 )
 def test_jobs_that_do_not_go_with_sampling_are_refused(

@@ -106,7 +106,7 @@ def _long(folder: Path) -> None:
         (_without("weight"), "has no tensor"),
         (_config(r=2), "needs (2, 8)"),
         (_config(target_modules=["q_proj"]), "does not name it"),
-        (_config(use_dora=True), "use_dora"),
+        (_config(use_dora=True), "lacks model.layers.0.self_attn.q_proj.lora_magnitude_vector"),
         (_torn, "adapter_model.safetensors"),
         (_pickled, "there is no adapter_model.safetensors"),
         (_long, "1048577 bytes"),

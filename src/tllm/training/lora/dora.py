@@ -1,0 +1,66 @@
+"""DoRA (Liu et al., 2402.09353): a magnitude of each output, learned apart from the direction that LoRA changes.
+
+W x becomes m / ‖W + scale B A‖ (W + scale B A) x with the norm of each row, which counts as a constant in the backward
+pass (section 4.3 of the paper), as in PEFT.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tllm.comm.collectives.group import Group
+from tllm.parallel.linear import RowLinear
+from tllm.parallel.lora import LoraUpdate, magnitude_name
+from tllm.parallel.shard import Shard, ShardPiece, cut_parameter, shard_of
+
+B_NAME = ".lora_B.weight"
+
+
+class Magnitudes(nn.Module):
+    """m of the outputs of one linear that `update` adapts, cut as the rows of B are, without values.
+
+    Where the linear's inputs are cut, every rank has m of all outputs, and squares are summed over the ranks `tp`.
+    """
+
+    def __init__(self, linear: nn.Module, update: LoraUpdate, tp: Group) -> None:
+        super().__init__()
+        self.m = nn.ParameterList(_beside(b) for b in update.B)
+        self.tp = tp if isinstance(linear, RowLinear) else None
+
+    def forward(self, weight: Tensor, update: LoraUpdate) -> Tensor:
+        """What each output is multiplied by, [outputs]: 1 for those that are not adapted."""
+        parts, at = list[Tensor](), 0
+        for span, m, norm in zip(update.spans, self.m, self.norms(weight, update), strict=True):
+            parts += [m.new_ones(span.start - at), m / norm]
+            at = span.stop
+        return torch.cat([*parts, self.m[0].new_ones(update.outputs - at)])
+
+    @torch.no_grad()
+    def norms(self, weight: Tensor, update: LoraUpdate) -> list[Tensor]:
+        """‖W + scale B A‖ of each row, module by module."""
+        wholes = list[Tensor]()
+        for span, b in zip(update.spans, update.B, strict=True):
+            added = b @ update.A[span.first : span.last]
+            wholes.append(weight[span.start : span.stop].to(added.dtype).add(added, alpha=span.scale))
+        return self._norms(wholes)
+
+    @torch.no_grad()
+    def first_values(self, weight: Tensor, update: LoraUpdate) -> dict[nn.Parameter, Tensor]:
+        """What each parameter begins with: ‖W‖ of each row, as B is 0 then."""
+        rows = [weight[span.start : span.stop].to(update.A.dtype) for span in update.spans]
+        return dict(zip(self.m, self._norms(rows), strict=True))
+
+    def _norms(self, wholes: list[Tensor]) -> list[Tensor]:
+        squares = torch.cat([whole.square().sum(1) for whole in wholes])
+        if self.tp is not None and self.tp.size > 1:
+            squares = self.tp.all_reduce(squares)
+        return list(squares.sqrt().split([len(whole) for whole in wholes]))
+
+
+def _beside(b: Tensor) -> nn.Parameter:
+    pieces = tuple(
+        ShardPiece(magnitude_name(piece.name.removesuffix(B_NAME)), piece.source[:1], piece.target[:1])
+        for piece in shard_of(b).pieces
+    )
+    return cut_parameter(b.shape[:1], Shard(pieces, True, "partial"))
