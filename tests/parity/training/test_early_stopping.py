@@ -105,4 +105,5 @@ def test_a_metric_that_the_task_does_not_tell_is_refused(model: Path, tmp_path: 
 def test_patience_without_rows_held_out_is_refused(model: Path, tmp_path: Path) -> None:
     job = stopping_job(model, tmp_path / "run", eval_files=())
     with pytest.raises(ConfigError, match="early_stopping_patience is 2 and eval_files is empty"):
-        check_combination(job, Plan(), open_initial_model(job).spec)
+        spec = open_initial_model(job).spec
+        check_combination(job, Plan.parse("pp=1", spec.num_layers), spec)
