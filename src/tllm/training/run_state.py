@@ -15,6 +15,7 @@ from tllm.training.checkpoint.async_saves import AsyncSaves
 from tllm.training.checkpoint.checkpoint import export_checkpoint, write_final
 from tllm.training.checkpoint.commit import SaveResult
 from tllm.training.data.feed import DataPosition
+from tllm.training.evaluation.best_evaluation import BestEvaluation, Standing
 from tllm.training.job.initial_model import InitialModel
 from tllm.training.job.job_parts import is_snapshot_step
 from tllm.training.lora.export_adapter import export_adapter
@@ -29,6 +30,13 @@ from tllm.weights.load import Progress
 
 Adapters = Sequence[TrainedAdapter]
 """What is learned of this rank's chunks beside a model that stays as it is; none where the model is learned."""
+
+
+class _Position(msgspec.Struct, frozen=True):
+    """What a snapshot keeps beside the tensors: where the data goes on, and how evaluations stood."""
+
+    data: bytes
+    evaluations: Standing
 
 
 class RunState:
@@ -70,8 +78,17 @@ class RunState:
         learner.initialize(self._filler(adapters, progress))
         self._is_initial = True
 
-    def restore(self, learner: LearnerState, adapters: Adapters = (), progress: Progress | None = None) -> int:
-        """Fill the learner from the last snapshot, else the last save, else with the first weights; the steps done."""
+    def restore(
+        self,
+        learner: LearnerState,
+        adapters: Adapters,
+        best: BestEvaluation,
+        progress: Progress | None = None,
+    ) -> int:
+        """Fill the learner from the last snapshot, else the last save, else with the first weights; the steps done.
+
+        `best` takes up how evaluations stood then.
+        """
         config, replicator, self._learner = self._config, self._replicator, learner
         snapshot_step = None if replicator is None else replicator.find(learner.train_state())
         root, place = Path(config.job.output_dir), state_place(config)
@@ -83,7 +100,9 @@ class RunState:
         if replicator and snapshot_step is not None and replicator.agree(snapshot_step >= (checkpoint_step or 0)):
             self.origin, step = "memory", snapshot_step
             data_position = replicator.restore(progress)
-            self._restore_data(msgspec.msgpack.decode(data_position))
+            kept = msgspec.msgpack.decode(data_position, type=_Position)
+            best.standing = kept.evaluations
+            self._restore_data(msgspec.msgpack.decode(kept.data))
             learner.snapshot_restored(step, self._learning_rate(step - 1))
             self._saved_step = step if checkpoint_step == step else -1
         elif checkpoint_step is not None:
@@ -91,6 +110,7 @@ class RunState:
             opened = self._saves.restore(learner.checkpoint_blocks(), progress=progress)
             step = self._saved_step = opened.step
             learner.checkpoint_restored(step)
+            best.standing = msgspec.convert(opened.facts.get("evaluations", {}), Standing)
             self._restore_data(opened.facts["data"] if self._batches is not None else {})
         elif not self._is_initial:
             self.initialize(learner, adapters, progress)
@@ -98,12 +118,12 @@ class RunState:
             replicator.begin(step, data_position, is_restored=self.origin == "memory")
         return step
 
-    def complete_restored_step(self, step: int) -> None:
+    def complete_restored_step(self, step: int, evaluations: Standing) -> None:
         """Save the step that a snapshot was restored of, if its save was due and is not whole on every rank."""
         if self.origin == "memory" and self.is_save_due(step):
             # The snapshot is as the learner was before the save, which brings outstanding updates to the weights.
             self._learner.prepare_checkpoint(step, self._learning_rate(step - 1))
-            self.save(step)
+            self.save(step, evaluations)
 
     def is_save_due(self, step: int) -> bool:
         """Whether a checkpoint is made after this step: every `save_steps`, and after the last."""
@@ -114,7 +134,7 @@ class RunState:
         """Whether a snapshot is taken after this step."""
         return self._replicator is not None and is_snapshot_step(self._config.job, step)
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, evaluations: Standing) -> None:
         """Save the present step in the background, unless it is saved already."""
         if step == self._saved_step:
             return
@@ -122,12 +142,14 @@ class RunState:
         self._saved_step = step
         if self._batches is not None:
             facts |= {"data": self._batches.state(step), "plan": str(self._config.plan)}
+            facts |= {"evaluations": msgspec.to_builtins(evaluations)}
         self._saves.save(step, self._learner.checkpoint_blocks(), facts)
 
-    def take_snapshot(self, step: int, data_position: bytes) -> None:
+    def take_snapshot(self, step: int, data_position: bytes, evaluations: Standing) -> None:
         """Copy the state after this step, and let the copy travel while the next step is computed."""
         assert self._replicator is not None
-        self._replicator.take(step, data_position)
+        position = msgspec.msgpack.encode(_Position(data_position, evaluations)) if data_position else b""
+        self._replicator.take(step, position)
 
     def flush_snapshot(self) -> None:
         """Return when the last snapshot is where it belongs: at the end, and before another one takes its place."""

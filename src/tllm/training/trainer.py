@@ -102,7 +102,7 @@ class RankTrainer:
         self._learner = learner_class(config.job, config.plan)(config, self._model.trained)
         self._closing.callback(self._learner.close)
         self._forward.prepare(lambda: self._state.initialize(self._learner, adapters, progress))
-        self._step = self._state.restore(self._learner, adapters, progress)
+        self._step = self._state.restore(self._learner, adapters, self._forward.best, progress)
         peak = matrix_peak(torch_dtype(config.job.dtype), PEAK_SECONDS, config.device)
         names, is_frozen = self._model.objective.metric_names, config.job.lora is not None
         is_pipeline = config.plan.pp > 1
@@ -110,7 +110,7 @@ class RankTrainer:
         return TrainerReady(self._step, self._learner.weight_bytes, self._learner.state_bytes)
 
     def run(self, on_event: OnEvent, is_stopped: IsStopped = lambda: False) -> None:
-        """Take the steps that are left, or end after the one in which any rank is stopped; either way saved.
+        """Take the steps that are left, or end after the one in which any rank is stopped or evaluations end it; saved.
 
         Where rank 0 cannot make a step's batch, the steps before are saved, and every rank raises why: ConfigError.
         """
@@ -122,20 +122,22 @@ class RankTrainer:
         parameters = parameter_count(self.config.spec)
         peak, origin = self._report.peak, self._state.origin
         on_event(RunBegan(self._step, parameters, peak, groups.network, origin, self._model.products))
-        self._state.complete_restored_step(self._step)
-        if self._step < job.max_steps:
+        self._state.complete_restored_step(self._step, self._forward.best.standing)
+        stop = bool(self._forward.best.reason)
+        if self._step < job.max_steps and not stop:
             self._feed.begin(self._step, job.max_steps)
-        stop = False
         while self._step < job.max_steps and not (stop and self._feed.is_between):
             stop = self.train_step(on_event, is_stopped())
         if self._step:
-            self._state.save(self._step)
+            self._state.save(self._step, self._forward.best.standing)
         self._learner.finish()
         self._state.flush_snapshot()
         self._report_saves(self._state.wait_for_saves(), on_event)
         if self._fault is not None:
             raise ConfigError(*self._fault)
-        on_event(RunEnded(self._step, self._state.write_final_model() if self._step == job.max_steps else ""))
+        reason = self._forward.best.reason if self._step < job.max_steps else ""
+        is_done = bool(reason) or self._step == job.max_steps
+        on_event(RunEnded(self._step, self._state.write_final_model() if is_done else "", reason))
 
     def train_step(self, on_event: OnEvent, stopped: bool = False) -> bool:
         """One step: gradients of this rank's microbatches, summed over ranks, move the weights. Whether to stop.
@@ -167,12 +169,12 @@ class RankTrainer:
         for sink in self._sinks:  # before a save or snapshot of this step can be whole: none is ahead of its lines
             sink.write(record)
         if snapshot_is_due:
-            self._state.take_snapshot(self._step, batch.next_position)
+            self._state.take_snapshot(self._step, batch.next_position, self._forward.best.standing)
         on_event(RunStepped(record))
         if self._state.is_save_due(self._step):
-            self._state.save(self._step)
+            self._state.save(self._step, self._forward.best.standing)
         self._report_saves(self._state.finished_saves(), on_event)
-        return stop
+        return stop or bool(self._forward.best.reason)
 
     def close(self) -> None:
         """End the threads of this rank, once its links are closed or the run has ended."""

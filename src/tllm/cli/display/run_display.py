@@ -84,6 +84,8 @@ class RunDisplay:
 
     def ended(self, news: RunEnded, folder: Path) -> None:
         self._stack.close()
+        if news.reason:
+            print(f"ended early: {news.reason}", flush=True)
         if news.final:
             print(f"done after {news.step} steps; the model is in {news.final}", flush=True)
         else:

@@ -66,9 +66,9 @@ class RunPage:
             case RunResumed():
                 self.told(f"goes on after step {event.step} with plan {event.plan}, {event.seconds:.1f} s later")
             case RunEnded():
-                self.told(
-                    f"ended after step {event.step}" + (f"; the model is in {event.final}" if event.final else "")
-                )
+                early = f", {event.reason}" if event.reason else ""
+                model = f"; the model is in {event.final}" if event.final else ""
+                self.told(f"ended after step {event.step}{early}{model}")
 
     def told(self, text: str, severity: Severity = "info") -> None:
         """Somebody who watches the run has something to say."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from tllm.training.data.batch_tensors import Tokens
 from tllm.training.data.batches import Batches
+from tllm.training.evaluation.best_evaluation import BestEvaluation
 from tllm.training.evaluation.divergence_estimate import BeforePasses, DivergenceEstimate, unchanged
 from tllm.training.evaluation.held_out import Evaluated, HeldOut
 from tllm.training.evaluation.reference_pass import ReferencePass, prepare_reference
@@ -31,6 +32,7 @@ class ForwardWork:
         if isinstance(model.objective, KTOLoss) and (config.job.kto is None or config.job.kto.loss_type == "kto"):
             self._before = DivergenceEstimate(model, config.groups, model.objective.log_probs)
         self._held_out: HeldOut | None = None
+        self.best = BestEvaluation(config.job, model.objective.metric_names)
 
     def prepare(self, initialize: Callable[[], None]) -> None:
         """Before the weights are restored: have the references of all rows, if the task compares with any.
@@ -56,7 +58,9 @@ class ForwardWork:
         """The evaluation that is due after a step, the first being 1; None where none is."""
         if self._held_out is None or not is_evaluation_due(self._config.job, step):
             return None
-        return self._held_out.evaluate()
+        evaluated = self._held_out.evaluate()
+        self.best.add(step, evaluated)
+        return evaluated
 
     def close(self) -> None:
         """Close the files of the rows held out."""

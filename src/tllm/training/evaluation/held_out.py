@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -20,10 +21,14 @@ MICROBATCHES = 8
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The loss of the rows held out, and the objective's metrics by name: means over all of them."""
+    """The loss of the rows held out, and the objective's metrics by name: means over all of them.
+
+    `perplexity` is exp(loss), where the loss is a mean of -log p over tokens; inf beyond what a float holds.
+    """
 
     loss: float
     metrics: dict[str, float] = field(default_factory=dict)
+    perplexity: float | None = None
 
 
 class HeldOut:
@@ -31,6 +36,7 @@ class HeldOut:
 
     def __init__(self, config: RankConfig, model: RankModel, before: BeforePasses, batches: Batches | None) -> None:
         self._groups, self._model, self._before = config.groups, model, before
+        self._has_perplexity = config.job.task == "sft"
         feed = ForwardFeed(config.plan, config.groups.data, config.job.microbatch_size, MICROBATCHES)
         self._parts: list[ReplicaBatch] = []
         if batches is None:
@@ -53,4 +59,14 @@ class HeldOut:
         sums = self._groups.world.all_reduce(torch.tensor(mine, dtype=torch.float64) * speaks).tolist()
         means = [total / count if count else 0.0 for total, count in zip(sums[1::2], sums[2::2], strict=True)]
         denominator = sum(part.denominator for part in self._parts)
-        return Evaluated(sums[0] / (denominator or 1.0), dict(zip(names, means, strict=True)))
+        loss = sums[0] / (denominator or 1.0)
+        perplexity = perplexity_of(loss) if self._has_perplexity and denominator else None
+        return Evaluated(loss, dict(zip(names, means, strict=True)), perplexity)
+
+
+def perplexity_of(loss: float) -> float:
+    """exp(loss); inf where no float is so large."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf

@@ -71,6 +71,11 @@ def _check_forward_passes(job: Job, plan: Plan) -> None:
 
 
 def _check_eval_files(job: Job) -> None:
+    if job.early_stopping_patience and not job.eval_files:
+        raise ConfigError(
+            f"early_stopping_patience is {job.early_stopping_patience} and eval_files is empty: nothing is evaluated",
+            "give eval_files, or leave early_stopping_patience out",
+        )
     if job.eval_files and job.task in ("distill", *SAMPLING_TASKS):
         raise ConfigError(
             f"eval_files and the task {job.task!r}: rows held out have no "

@@ -50,6 +50,8 @@ AT_LEAST: dict[str, float] = {
     "seed": 0,
     "save_steps": 1,
     "eval_steps": 1,
+    "early_stopping_patience": 0,
+    "early_stopping_threshold": 0,
     "save_total_limit": 2,
     "mirror_steps": 0,
     "powersgd_rank": 1,
@@ -196,6 +198,14 @@ class Job:
     """Files of rows held out, of the form of `train_files`: their loss and metrics are told every `eval_steps`."""
     eval_steps: int = 500
     """Steps between two evaluations of `eval_files`; there is one after the last step too."""
+    early_stopping_patience: int = 0
+    """Evaluations in a row without a gain after which the run ends; 0: it takes all its steps."""
+    early_stopping_threshold: float = 0.0
+    """What a gain must exceed to count for `early_stopping_patience`."""
+    metric_for_best_model: str = "loss"
+    """What evaluations are compared by: "loss", or a metric of the task ("rewards/accuracies")."""
+    greater_is_better: bool | None = None
+    """Whether a greater `metric_for_best_model` is a gain; left out, it is for all but "loss"."""
     dpo: DPOConfig | None = None
     """Direct preference optimization: keys of the task "dpo"."""
     kto: KTOConfig | None = None

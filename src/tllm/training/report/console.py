@@ -41,7 +41,11 @@ def _told(record: StepRecord) -> list[str]:
     """What the task tells, and the loss of rows held out after an evaluation."""
     metrics = record.metrics or {}
     told = [f"{name} {metrics[key]:7.3f}" for key, name in TELLING.items() if key in metrics]
-    return told if record.eval_loss is None else [*told, f"eval {record.eval_loss:.4f}"]
+    if record.eval_loss is not None:
+        told.append(f"eval {record.eval_loss:.4f}")
+    if record.eval_perplexity is not None:
+        told.append(f"perplexity {record.eval_perplexity:.4g}")
+    return told
 
 
 def show_bytes(count: float) -> str:

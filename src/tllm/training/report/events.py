@@ -45,10 +45,14 @@ class RunSaved(msgspec.Struct, frozen=True, tag=True):
 
 
 class RunEnded(msgspec.Struct, frozen=True, tag=True):
-    """The run has ended after `step` steps. `final` is the model's folder, "" where the steps are not all done."""
+    """The run has ended after `step` steps. `final` is the model's folder, "" where it goes on another time.
+
+    `reason` says why it ended before the last step of the job, if evaluations ended it.
+    """
 
     step: int
     final: str = ""
+    reason: str = ""
 
 
 class RunLostRank(msgspec.Struct, frozen=True, tag=True):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 FILE = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
-NOT_OF_TRAINING = ("step", "metrics", "eval_loss", "eval_metrics")
+NOT_OF_TRAINING = ("step", "metrics", "eval_loss", "eval_metrics", "eval_perplexity")
 TAIL_BYTES = 64 * 1024
 
 
@@ -25,7 +25,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One step, the first being 1. `mfu` is the part of this machine's measured matrix peak that was reached, `bubble`
     the part of the time that ranks waited for the pipeline, `memory` the most bytes on any rank, `bytes_sent` by all.
     `aux_loss` is the experts' load-balance loss, without its coefficient; `metrics` are what the task's objective tells
-    beside the loss, by TRL's names. After an evaluation `eval_loss` and `eval_metrics` are those of rows held out.
+    beside the loss, by TRL's names. After an evaluation `eval_loss` and `eval_metrics` are those of rows held out, and
+    `eval_perplexity` is exp(eval_loss) where the loss is a mean of -log p over tokens.
     """
 
     step: int
@@ -43,6 +44,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float] | None = None
     eval_loss: float | None = None
     eval_metrics: dict[str, float] | None = None
+    eval_perplexity: float | None = None
 
 
 class Sink(Protocol):
@@ -100,7 +102,8 @@ class TensorBoard:
             if value is not None:
                 self._writer.add_scalar(f"train/{name}", value, record.step)
         if record.eval_loss is not None:
-            for name, value in {"loss": record.eval_loss, **(record.eval_metrics or {})}.items():
+            told = {} if record.eval_perplexity is None else {"perplexity": record.eval_perplexity}
+            for name, value in {"loss": record.eval_loss, **told, **(record.eval_metrics or {})}.items():
                 self._writer.add_scalar(f"eval/{name}", value, record.step)
 
     def close(self) -> None:

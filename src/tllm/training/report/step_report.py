@@ -116,6 +116,7 @@ class StepReport:
             or None,
             eval_loss=None if counters.evaluated is None else counters.evaluated.loss,
             eval_metrics=None if counters.evaluated is None else counters.evaluated.metrics or None,
+            eval_perplexity=None if counters.evaluated is None else counters.evaluated.perplexity,
         )
         return record, stop > 0
 

@@ -1,0 +1,67 @@
+"""What counts as a gain, and when patience ends."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+
+from tllm.core.errors import ConfigError
+from tllm.training.evaluation.best_evaluation import BestEvaluation, Standing
+from tllm.training.evaluation.held_out import Evaluated, perplexity_of
+from tllm.training.job.job import Job
+
+
+def best_of(**keys: Any) -> BestEvaluation:
+    job = Job(output_dir="run", train_files=("a",), max_steps=9, config_name="c", eval_files=("b",), **keys)
+    return BestEvaluation(job, ("margins",))
+
+
+def after(losses: list[float], **keys: Any) -> BestEvaluation:
+    best = best_of(early_stopping_patience=2, **keys)
+    for step, loss in enumerate(losses, 1):
+        best.add(step, Evaluated(loss, {"margins": loss}))
+    return best
+
+
+@pytest.mark.parametrize(
+    ("losses", "keys", "standing"),
+    [
+        ([3.0, 2.0, 2.0], {}, Standing(2.0, 2, 1)),
+        ([3.0, 2.0, 2.5, 1.0], {}, Standing(1.0, 4, 0)),
+        ([3.0, 2.9], {"early_stopping_threshold": 0.5}, Standing(2.9, 2, 1)),
+        ([3.0, 4.0], {"greater_is_better": True}, Standing(4.0, 2, 0)),
+        ([3.0, 4.0], {"metric_for_best_model": "eval_margins"}, Standing(4.0, 2, 0)),
+        ([3.0, 4.0], {"metric_for_best_model": "margins", "greater_is_better": False}, Standing(3.0, 1, 1)),
+        ([math.nan, 4.0, math.nan], {}, Standing(4.0, 2, 1)),
+    ],
+)
+def test_what_counts_as_a_gain(losses: list[float], keys: dict[str, Any], standing: Standing) -> None:
+    best = after(losses, **keys)
+    assert best.standing == standing and best.reason == ""
+    assert msgspec.convert(msgspec.to_builtins(standing), Standing) == standing
+
+
+def test_the_reason_names_the_best_and_its_step() -> None:
+    assert after([3.0, 2.0, 2.5, 2.25]).reason == ("2 evaluations without a gain: loss was at its best 2, after step 2")
+    assert "never a number" in after([math.nan, math.nan]).reason
+
+
+def test_without_patience_a_run_does_not_end() -> None:
+    best = best_of()
+    for step in range(1, 9):
+        best.add(step, Evaluated(float(step)))
+    assert best.standing.waited == 7 and best.reason == ""
+
+
+def test_an_unknown_metric_and_a_threshold_below_0_are_refused() -> None:
+    with pytest.raises(ConfigError, match="'accuracy', which the task 'sft' does not tell"):
+        best_of(metric_for_best_model="accuracy")
+    with pytest.raises(ConfigError, match="early_stopping_threshold is -1"):
+        best_of(early_stopping_threshold=-1.0)
+
+
+def test_perplexity_beyond_floats_is_infinite() -> None:
+    assert perplexity_of(0.0) == 1.0 and perplexity_of(1e4) == math.inf
