@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,15 @@ import torch
 
 from tests.support.models.families import save_model
 from tests.support.training.runs import final, job_for, records, rows_file, train
+from tests.support.training.snapshot_epochs import Epochs
 from tests.support.training.training_step import furthest
 from tllm.core.errors import ConfigError
 from tllm.spec.plan import Plan
 from tllm.training.job.combinations import check_combination
 from tllm.training.job.initial_model import open_initial_model
 from tllm.training.job.job import Job
-from tllm.training.report.events import RunEnded, RunEvent
+from tllm.training.report.events import RunBegan, RunEnded, RunEvent
+from tllm.training.trainer import RankTrainer
 
 Ended = tuple[list[RunEvent], dict[str, torch.Tensor]]
 
@@ -96,6 +99,21 @@ def test_patience_goes_on_after_a_resume_under_another_plan(alone: Ended, model:
     assert [one.step for one in records(patient)] == [want.step + 1, want.step + 2]
 
 
+def test_patience_goes_on_from_memory_after_a_lost_rank(alone: Ended, model: Path, tmp_path: Path) -> None:
+    want = end_of(alone[0])
+    run = Epochs(stopping_job(model, tmp_path / "run", save_steps=100))
+
+    def die_late(trainer: RankTrainer, die: Callable[[], None]) -> None:
+        begin = trainer._feed.next
+        trainer._feed.next = lambda wait: die() if trainer._step == want.step - 1 else begin(wait)  # type: ignore
+
+    run.run("dp=2", "ab", {"b": die_late})
+    again = run.run("pp=2", "ac")
+    assert isinstance(again[0], RunBegan) and again[0].origin == "memory"
+    assert again[0].step > want.step - 4  # the best evaluation was before
+    assert (end_of(again).step, end_of(again).reason) == (want.step, want.reason)
+
+
 def test_a_metric_that_the_task_does_not_tell_is_refused(model: Path, tmp_path: Path) -> None:
     job = stopping_job(model, tmp_path / "run", metric_for_best_model="rewards/margins")
     with pytest.raises(ConfigError, match="'rewards/margins', which the task 'sft' does not tell"):
@@ -104,6 +122,6 @@ def test_a_metric_that_the_task_does_not_tell_is_refused(model: Path, tmp_path: 
 
 def test_patience_without_rows_held_out_is_refused(model: Path, tmp_path: Path) -> None:
     job = stopping_job(model, tmp_path / "run", eval_files=())
+    spec = open_initial_model(job).spec
     with pytest.raises(ConfigError, match="early_stopping_patience is 2 and eval_files is empty"):
-        spec = open_initial_model(job).spec
         check_combination(job, Plan.parse("pp=1", spec.num_layers), spec)
