@@ -5,6 +5,7 @@ What is not cut (norms, the residual) every rank computes for all tokens, or wit
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from tllm.comm.collectives.group import Group
@@ -55,7 +56,7 @@ class SequenceParallelRegion(TensorParallelRegion):
 
     def own(self, x_T: Tensor) -> Tensor:
         """Those of this rank's slice."""
-        return x_T.split(slice_counts(len(x_T), self.tp.size))[self.tp.rank]
+        return torch.split(x_T, slice_counts(len(x_T), self.tp.size))[self.tp.rank]
 
 
 def slice_counts(tokens: int, ranks: int) -> list[int]:

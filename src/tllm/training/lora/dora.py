@@ -55,7 +55,7 @@ class Magnitudes(nn.Module):
         squares = torch.cat([whole.square().sum(1) for whole in wholes])
         if self.tp is not None and self.tp.size > 1:
             squares = self.tp.all_reduce(squares)
-        return list(squares.sqrt().split([len(whole) for whole in wholes]))
+        return list(torch.split(squares.sqrt(), [len(whole) for whole in wholes]))
 
 
 def _beside(b: Tensor) -> nn.Parameter:
