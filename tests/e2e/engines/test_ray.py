@@ -114,6 +114,7 @@ def test_a_stream_outlives_a_ray_node_and_another_takes_its_place(ray: Ray, pair
     assert ray.free().get("CPU") == before["CPU"], "all was given back"
 
 
+@pytest.mark.soak
 def test_a_run_is_stopped_and_outlives_a_ray_node_with_the_losses_and_weights_of_one_machine(
     ray: Ray, pair: list[int], tmp_path: Path
 ) -> None:
@@ -158,11 +159,8 @@ def test_too_few_nodes_are_said_with_both_numbers(ray: Ray, folder: Path) -> Non
 
 def test_an_address_without_a_ray_cluster_is_said(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "ray").mkdir()
-    environment = {"RAY_TMPDIR": str(tmp_path)}
-    for words, said in {
-        ("--ray-address", "127.0.0.1:1"): "error: no Ray cluster answers at 127.0.0.1:1: Connection refused",
-        (): "error: no Ray cluster takes this machine in: Could not find any running Ray instance",
-    }.items():
-        done = tllm("serve", str(folder), *ON, "--port", "0", *words, env=environment)
-        assert done.returncode == 4, done.stderr
-        assert said in done.stderr and "`ray start --head`" in done.stderr
+    words = ("--ray-address", "127.0.0.1:1")
+    done = tllm("serve", str(folder), *ON, "--port", "0", *words, env={"RAY_TMPDIR": str(tmp_path)})
+    assert done.returncode == 4, done.stderr
+    assert "error: no Ray cluster answers at 127.0.0.1:1: Connection refused" in done.stderr
+    assert "`ray start --head`" in done.stderr
