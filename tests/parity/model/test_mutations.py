@@ -100,8 +100,8 @@ def test_one_rank_with_shifted_positions_shows(folder: Path) -> None:
         if rank == 1:
             inner = model.forward
             model.forward = (
-                lambda x, positions, attend, lengths_T=None: inner(  # type: ignore[method-assign]
-                    x, torch.cat([positions[:5], positions[5:] + 1]), attend, lengths_T=lengths_T
+                lambda x, positions, attend, **more: inner(  # type: ignore[method-assign]
+                    x, torch.cat([positions[:5], positions[5:] + 1]), attend, **more
                 )
             )
 

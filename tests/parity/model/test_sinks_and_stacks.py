@@ -42,7 +42,7 @@ def swap_gate_and_up(rank: int, model: Transformer) -> None:
 def add_a_bias_on_every_rank(rank: int, model: Transformer) -> None:
     experts = model.layers["2"].mlp.experts
     if experts.down_bias is None:
-        experts.down_bias = nn.Parameter(torch.ones(experts.count, model.hidden_size, dtype=experts.down.dtype))
+        experts.down_bias = nn.Parameter(torch.ones(experts.count, model.spec.hidden_size, dtype=experts.down.dtype))
 
 
 def lose_a_bias(rank: int, model: Transformer) -> None:

@@ -19,6 +19,7 @@ from tllm.planner.cost.activations import Microbatch, logits_bytes, recomputed_b
 from tllm.spec.cut import Cut, cut_stage
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Recompute
+from tllm.training.attention import attention_dtype
 from tllm.training.attention.context_parallel import cut_tokens
 from tllm.training.attention.packed_attention import TrainAttend
 from tllm.training.attention.ring_attention import RingAttention
@@ -72,6 +73,12 @@ def kept(
         measured = live.now
     assert graph is not None
     return measured, run_bytes(spec, layers, cut, batch, how) + (logits_bytes(spec, cut, batch) if model.is_last else 0)
+
+
+@pytest.fixture(autouse=True)
+def attention_in_its_own_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As planned: an earlier test may have trained in 16 bits and found float32 faster, which keeps copies."""
+    monkeypatch.setattr(attention_dtype, "_chosen", {})
 
 
 SAME_BUT_FOR_ANGLES = ("llama_linear", "llama_dynamic", "llama_yarn", "llama3", "qwen2", "qwen3_moe", "qwen3_vl")
