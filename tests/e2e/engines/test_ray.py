@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.cluster.commands import Running, running, tllm
+from tests.support.cluster.processes import descendants
 from tests.support.cluster.ray_cluster import Ray, ray_cluster
 from tests.support.training.small_job import write_job
 from tllm.training.report.metrics import read_records
@@ -73,9 +74,9 @@ def until(holds: Callable[[], bool], command: Running, seconds: float = 90.0) ->
 
 
 def tokens_shown() -> list[str]:
-    """Join tokens that any process of this machine has on its command line or in its environment."""
+    """Join tokens that any process of this test has on its command line or in its environment."""
     found = []
-    for place in Path("/proc").glob("[0-9]*"):
+    for place in (Path(f"/proc/{pid}") for pid in descendants()):
         for file in ("cmdline", "environ"):
             try:
                 found += re.findall(rb"tllm1-\S+", (place / file).read_bytes())
