@@ -8,7 +8,7 @@ import logging
 import random
 import secrets
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from tllm.cluster.certificates import Identity
 from tllm.cluster.channel import Act
@@ -225,6 +225,19 @@ class Silence:
 
     def cancel(self) -> None:
         self._timer.cancel()
+
+
+async def ask_replicas(places: Iterable[ReplicaPlace], identity: Identity) -> tuple[Address | None, int]:
+    """Where the first of these replicas that knows it says that the coordinator listens, and how many answer without
+    knowing. Those that cannot be reached are passed over."""
+    asked = (find_coordinator(place, identity) for place in places)
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, tuple):
+            return answer, answers.count(None)
+        if isinstance(answer, BaseException) and not isinstance(answer, TllmError):
+            raise answer
+    return None, answers.count(None)
 
 
 async def find_coordinator(place: ReplicaPlace, identity: Identity) -> Address | None:

@@ -13,9 +13,9 @@ import msgspec
 
 from tllm.cluster.certificates import COORDINATOR, Authority
 from tllm.cluster.connection import Address
-from tllm.cluster.consensus.replica import Replica, find_coordinator
+from tllm.cluster.consensus.replica import Replica, ask_replicas
 from tllm.cluster.messages import ReplicaPlace
-from tllm.core.errors import ClusterError, ConfigError, TllmError
+from tllm.core.errors import ClusterError, ConfigError
 
 log = logging.getLogger("tllm.node")
 
@@ -60,16 +60,9 @@ class KnownReplicas:
         where some do, and none leads within so many seconds."""
         until = time.monotonic() + seconds
         while True:
-            asked = (find_coordinator(place, self._identity) for place in self._last)
-            answers = await asyncio.gather(*asked, return_exceptions=True)
-            for answer in answers:
-                if isinstance(answer, tuple):
-                    return answer
-                if isinstance(answer, BaseException) and not isinstance(answer, TllmError):
-                    raise answer
-            living = sum(answer is None for answer in answers)
-            if not living:
-                return None
+            found, living = await ask_replicas(self._last, self._identity)
+            if found is not None or not living:
+                return found
             if time.monotonic() > until:
                 raise ClusterError(
                     f"{living} of {len(self._last)} replicas of the cluster's state answer, and none has led for "

@@ -18,7 +18,7 @@ import msgspec
 from tllm.cluster.certificates import Identity
 from tllm.cluster.channel import Act, Channel
 from tllm.cluster.connection import Address, format_address
-from tllm.cluster.consensus.replica import find_coordinator
+from tllm.cluster.consensus.replica import ask_replicas
 from tllm.cluster.join import attach
 from tllm.cluster.messages import (
     AdapterReady,
@@ -205,14 +205,10 @@ class CoordinatorFinder:
         none names it: the one that was lost may have been deposed, and would give no orders that count."""
         if not self.replicas:
             return None
-        asked = (find_coordinator(place, self._identity) for place in self.replicas)
-        answers = await asyncio.gather(*asked, return_exceptions=True)
-        for answer in answers:
-            if isinstance(answer, tuple):
-                return answer
-            if isinstance(answer, BaseException) and not isinstance(answer, TllmError):
-                raise answer
-        raise ClusterError("no replica names a coordinator yet")
+        found, _ = await ask_replicas(self.replicas, self._identity)
+        if found is None:
+            raise ClusterError("no replica names a coordinator yet")
+        return found
 
 
 class HeartbeatExchange:
