@@ -133,6 +133,7 @@ def ray_nodes(args: argparse.Namespace, spare: int = 0) -> tuple[RayNodes, bytes
         weights_cache=getattr(args, "weights_cache", ""),
         weights_cache_bytes=getattr(args, "weights_cache_size", 0),
         runs_own_code=True,
+        device=getattr(args, "device", "cpu"),
     )
     secret = secret_from_environment(os.environ) or secrets.token_bytes(SECRET_SIZE)
     return RayNodes(cluster, request, settings, str(JoinToken.of_secret(secret))), secret

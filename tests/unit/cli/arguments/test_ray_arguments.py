@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from tllm.cli.arguments.node_sources import from_elsewhere, from_ray, launched_here
-from tllm.cli.arguments.ray_arguments import RAY_ONLY, labels, resources
+from tllm.cli.arguments.ray_arguments import RAY_ONLY, labels, ray_nodes, resources
 from tllm.core.errors import ConfigError
+from tllm.node.sources import ray_cluster
 
 
 def asked(**more: object) -> argparse.Namespace:
@@ -51,6 +53,16 @@ def test_options_that_do_not_go_together(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_all_nodes_come_from_ray_and_all_but_one_otherwise() -> None:
     assert [from_elsewhere(asked(on=on, nodes=3)) for on in ("ray", None)] == [3, 2]
     assert from_ray(asked()) is None
+
+
+@pytest.mark.parametrize(("more", "device"), [({"device": "cuda"}, "cuda"), ({}, "cpu")])
+def test_workers_compute_on_the_device_that_is_asked_for(
+    more: dict[str, str], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_cluster, "RayCluster", lambda address: SimpleNamespace(own_host=lambda: "10.0.0.1"))
+    args = asked(on="ray", nodes=2, memory=None, cluster_host="10.0.0.1", **more)
+    source, _ = ray_nodes(args)
+    assert source._settings.device == device
 
 
 def test_ray_is_not_loaded_unless_it_is_asked_for() -> None:
