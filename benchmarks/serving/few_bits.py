@@ -1,7 +1,8 @@
 """Decoding and prompts in few bits beside llama.cpp: `python -m benchmarks.serving.few_bits --llama-python PYTHON`.
 
 Each program has one process, the same random weights in the same number of bits, and the same threads. They are run by
-turns, so that what else the machine does for a while slows both.
+turns, so that what else the machine does for a while slows both. There is a page for each kind of processor, by the
+instruction set of the kernels.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from benchmarks.processes.python_module import environment, module_command
 from benchmarks.report.markdown import table
 from benchmarks.report.results import Page, write
 from benchmarks.serving.throughput import read_rate
+from tllm.kernels.library import compiled
 
 FORMS = ("bfloat16", "int8", "int4")
 THREADS = (1, 2)
@@ -45,16 +47,17 @@ def main() -> None:
     parser.add_argument("--folders", type=Path, default=Path("/tmp/tllm-bench"), help="where model folders are kept")
     parser.add_argument("--llama-python", help="python of an environment that has llama-cpp-python")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
     options = parser.parse_args()
     folder = model_folder(options.size, options.folders)
-    files = {form: gguf_copy(folder, form) for form in FORMS}
+    files = {form: gguf_copy(folder, form) for form in options.forms}
     asked = [str(number) for number in (PROMPT, REPLY, REPEATS)]
     raw: dict[str, list[Figures]] = {}
     limits: dict[str, list[float]] = {str(threads): [] for threads in THREADS}
     for _ in range(options.rounds):
         for threads in THREADS:
             limits[str(threads)].append(read_rate(threads))
-            for form in FORMS:
+            for form in options.forms:
                 own = module_command("serving.one_process", str(folder), form, str(threads), *asked)
                 raw.setdefault(f"tllm {form} {threads}", []).append(run(own, threads))
                 if options.llama_python:
@@ -63,6 +66,7 @@ def main() -> None:
                 print(form, threads, {name: decode(found) for name, found in raw.items()}, flush=True)
     read = {form: weight_bytes(file) for form, file in files.items()}
     found = {"runs": raw, "read_gb_s": limits, "weight_bytes": read, "size": options.size}
+    found["kernels"] = compiled()[0].name
     write(page(found), found)
 
 
@@ -104,7 +108,7 @@ def page(found: Mapping[str, Any]) -> Page:
     runs, limits, read = found["runs"], found["read_gb_s"], found["weight_bytes"]
     lines = [TITLES]
     for threads in THREADS:
-        for form in FORMS:
+        for form in read:
             own, peer = runs[f"tllm {form} {threads}"], runs.get(f"llama.cpp {form} {threads}")
             share = decode(own) * read[form] / 1e9 / max(limits[str(threads)])
             beside = [("", "")] * 2
@@ -121,8 +125,9 @@ def page(found: Mapping[str, Any]) -> Page:
         version=peers[0] if peers else "was not there",
     )
     purpose = PURPOSE.format(parameters=parameters(found["size"]))
-    title = "Serving: few bits, beside llama.cpp"
-    return Page("serving", "few-bits", title, purpose, table(lines, left=1), READING.format(**numbers), LIMITS)
+    kind, reading = found["kernels"], READING.format(**numbers)
+    title = f"Serving: few bits, beside llama.cpp, kernels for {kind}"
+    return Page("serving", f"few-bits-{kind}", title, purpose, table(lines, left=1), reading, LIMITS)
 
 
 if __name__ == "__main__":

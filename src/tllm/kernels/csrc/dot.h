@@ -1,7 +1,10 @@
 /* The one step that processors do in their own ways: sums of four products of 8-bit numbers in each of 16 lanes.
  *
  * `dot(sums, codes, x)`: to lane n add, over j = 0..3, (codes[4 n + j] - CODE_BIAS) * x[j], where codes are 0..255 and
- * x are four signed bytes, -127..127. `dot_small` is for codes of at most 127 and has no bias. All are exact.
+ * x are four signed bytes, -127..127. `dot_small` is for codes of at most 15 and has no bias: it adds to `SmallSums`,
+ * which hold eight such steps and which `of_small` makes sums. All are exact.
+ *
+ * MOST_ROWS: of how many rows the sums stay in registers.
  */
 #ifndef TLLM_DOT_H
 #define TLLM_DOT_H
@@ -12,6 +15,7 @@
 #include <immintrin.h>
 
 #define CODE_BIAS 0
+#define MOST_ROWS 8
 
 INLINE i32x16 dot(i32x16 sums, u8x64 codes, int32_t x) {
     return (i32x16)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)codes, _mm512_set1_epi32(x));
@@ -63,10 +67,28 @@ INLINE i32x16 dot(i32x16 sums, u8x64 codes, int32_t x) {
     return into.sums;
 }
 
-INLINE i32x16 dot_small(i32x16 sums, u8x64 codes, int32_t x) {
-    Halves into = {.sums = sums}, of = {.bytes = codes};
-    for (int i = 0; i < 2; i++) into.half[i] = add_pairs(into.half[i], of.half[i], _mm256_set1_epi32(x));
+/* Sums of two products in 16 bits: eight times 2 * 15 * 127 is less than 2^15. */
+typedef union {
+    i16x32 sums;
+    __m256i half[2];
+} SmallHalves;
+
+typedef i16x32 SmallSums;
+#define SMALL_SUMS
+
+INLINE SmallSums dot_small(SmallSums sums, u8x64 codes, int32_t x) {
+    SmallHalves into = {.sums = sums};
+    Halves of = {.bytes = codes};
+    for (int i = 0; i < 2; i++)
+        into.half[i] = _mm256_add_epi16(into.half[i], _mm256_maddubs_epi16(of.half[i], _mm256_set1_epi32(x)));
     return into.sums;
+}
+
+INLINE i32x16 of_small(SmallSums sums) {
+    SmallHalves of = {.sums = sums};
+    Halves pairs;
+    for (int i = 0; i < 2; i++) pairs.half[i] = _mm256_madd_epi16(of.half[i], _mm256_set1_epi16(1));
+    return pairs.sums;
 }
 
 #endif
@@ -110,6 +132,38 @@ INLINE u8x64 look_up(u8x64 codes, u8x16 table) {
     return of.bytes;
 }
 
+#elif defined(__SSE2__)
+#include <emmintrin.h>
+
+#define CODE_BIAS 0
+
+typedef union {
+    u8x64 bytes;
+    i32x16 sums;
+    __m128i quarter[4];
+} Quarters;
+
+/* Codes with even and with odd numbers, made 16 bits wide, by those of x. */
+INLINE i32x16 dot(i32x16 sums, u8x64 codes, int32_t x) {
+    Quarters into = {.sums = sums}, of = {.bytes = codes};
+    __m128i four = _mm_set1_epi32(x);
+    __m128i x_even = _mm_srai_epi16(_mm_slli_epi16(four, 8), 8), x_odd = _mm_srai_epi16(four, 8);
+    for (int i = 0; i < 4; i++) {
+        __m128i even = _mm_and_si128(of.quarter[i], _mm_set1_epi16(255)), odd = _mm_srli_epi16(of.quarter[i], 8);
+        __m128i pairs = _mm_add_epi32(_mm_madd_epi16(even, x_even), _mm_madd_epi16(odd, x_odd));
+        into.quarter[i] = _mm_add_epi32(into.quarter[i], pairs);
+    }
+    return into.sums;
+}
+
+INLINE i32x16 dot_small(i32x16 sums, u8x64 codes, int32_t x) { return dot(sums, codes, x); }
+
+INLINE u8x64 look_up(u8x64 codes, u8x16 table) {
+    u8x64 values;
+    for (int i = 0; i < 64; i++) values[i] = table[codes[i] & 15];
+    return values;
+}
+
 #else
 
 #define CODE_BIAS 0
@@ -130,6 +184,20 @@ INLINE u8x64 look_up(u8x64 codes, u8x16 table) {
     return values;
 }
 
+#endif
+
+#ifndef SMALL_SUMS
+typedef i32x16 SmallSums;
+
+INLINE i32x16 of_small(SmallSums sums) { return sums; }
+#endif
+
+#ifndef MOST_ROWS
+#ifdef __AVX2__
+#define MOST_ROWS 4
+#else
+#define MOST_ROWS 2
+#endif
 #endif
 
 #endif

@@ -22,7 +22,10 @@
 #include "quantize_rows.h"
 #include "threads.h"
 
-#define AHEAD 4096 /* bytes of codes that are fetched before they are needed */
+#define AHEAD 4096             /* bytes of codes that are fetched before they are needed */
+#define TURN 32                /* rows that share what is read of a weight */
+#define PIECE 512              /* columns of which codes and scales stay near while these rows are multiplied */
+#define MOST_GROUPS (PIECE / 16)
 
 enum { NIBBLES, NIBBLES_BY_TABLE, BYTES, FLOATS };
 
@@ -71,6 +74,8 @@ INLINE f32x16 of_group(const PackedWeight *w, const void *codes, const void *sup
 /* Adds the exact sums over columns [first, last) of a block, of which there are 16 or 32, for some rows of x. */
 INLINE void dots(i32x16 *sums, const uint8_t *codes, const int8_t *x, int64_t pitch, int64_t first, int64_t last,
                  int kind, u8x16 table, int rows) {
+    SmallSums small[8];
+    for (int r = 0; r < rows; r++) small[r] = (SmallSums){};
     for (int64_t k = first; k < last; k += kind == BYTES ? 4 : 8) {
         u8x64 bytes;
         const uint8_t *here = codes + (kind == BYTES ? k * 16 : k * 8);
@@ -82,10 +87,14 @@ INLINE void dots(i32x16 *sums, const uint8_t *codes, const int8_t *x, int64_t pi
             for (int r = 0; r < rows; r++) {
                 int32_t four;
                 memcpy(&four, x + r * pitch + k + 4 * part, 4);
-                sums[r] = kind == NIBBLES ? dot_small(sums[r], some, four) : dot(sums[r], some, four);
+                if (kind == NIBBLES)
+                    small[r] = dot_small(small[r], some, four);
+                else
+                    sums[r] = dot(sums[r], some, four);
             }
         }
     }
+    for (int r = 0; r < rows && kind == NIBBLES; r++) sums[r] += of_small(small[r]);
 }
 
 INLINE u32x16 shifted(u32x16 words, int left) { return left < 0 ? words >> -left : words << left; }
@@ -139,68 +148,130 @@ INLINE f64x16 on_grid(f32x16 x) {
     return (__builtin_convertvector(x, f64x16) + size) - size;
 }
 
-/* Rows [row, row + rows) of y for one block. */
-INLINE void multiply(const Product *p, int64_t block, int64_t row, int rows, int kind, int exact) {
-    const PackedWeight *w = p->weight;
-    const int64_t groups = (w->columns + w->group - 1) / w->group, step = w->group < X_GROUP ? X_HALF : X_GROUP;
-    const uint8_t *codes = w->codes + block * w->padded * (kind >= BYTES ? 16 : 8);
-    const int8_t *x = p->x.codes + row * p->x.padded;
+/* Some groups of a block's columns. Their scales and minima are there where several rows share them. */
+typedef struct {
+    const Product *product;
+    const uint8_t *codes;       /* of the whole block */
+    int64_t block, first, last; /* groups [first, last) of the weight */
+    f32x16 scales[MOST_GROUPS], minima[MOST_GROUPS];
+} Piece;
+
+/* What is known of a row's outputs so far. */
+typedef union {
+    f32x16 rounded;
+    f64x16 exact;
+} Sums;
+
+/* Adds a piece's part to the sums of rows [row, row + rows). `step`: columns of which a sum is exact, those of x's groups
+ * or of the weight's if these are fewer; `is_wide`: a group of the weight has more of them. */
+INLINE void multiply(const Piece *piece, Sums *sums_of_rows, int64_t row, int rows, int kind, int exact, int step,
+                     int is_wide) {
+    const PackedWeight *w = piece->product->weight;
+    const QuantizedRows *x = &piece->product->x;
+    const int64_t pitch = x->groups, width = is_wide ? w->group : step;
+    const int32_t *sums_of_halves = x->sums + 2 * row * pitch;
+    const float *scales_of_x = x->scales + row * pitch;
     f32x16 y[8];
     f64x16 y64[8];
-    for (int r = 0; r < rows; r++) y[r] = (f32x16){}, y64[r] = (f64x16){};
-    for (int64_t group = 0; group < groups; group++) {
-        f32x16 scaled[8], scale = of_group(w, w->scales, w->super_scales, block, group, groups), minimum = {};
+    for (int r = 0; r < rows; r++) y[r] = sums_of_rows[r].rounded, y64[r] = sums_of_rows[r].exact;
+    for (int64_t group = piece->first; group < piece->last; group++) {
+        f32x16 scaled[8], scale, minimum = {};
         float sums_of_x[8];
-        if (w->minima) minimum = of_group(w, w->minima, w->super_minima, block, group, groups);
-        for (int r = 0; r < rows; r++) scaled[r] = (f32x16){}, sums_of_x[r] = 0;
-        int64_t end = (group + 1) * w->group < w->padded ? (group + 1) * w->group : w->padded;
-        for (int64_t at = group * w->group; at < end; at += step) {
+        if (rows == 1) {
+            const int64_t groups = (w->columns + width - 1) / width;
+            scale = of_group(w, w->scales, w->super_scales, piece->block, group, groups);
+            if (w->minima) minimum = of_group(w, w->minima, w->super_minima, piece->block, group, groups);
+        } else {
+            scale = piece->scales[group - piece->first];
+            if (w->minima) minimum = piece->minima[group - piece->first];
+        }
+        for (int r = 0; r < rows && is_wide; r++) scaled[r] = (f32x16){}, sums_of_x[r] = 0;
+        int64_t at = group * width, end = is_wide && at + width > w->padded ? w->padded : at + width;
+        for (; at < end; at += step) {
             f32x16 sums[8];
             int32_t sums_of_codes[8];
             for (int r = 0; r < rows; r++) {
-                int64_t half = 2 * (row + r) * p->x.groups + at / X_HALF;
-                sums_of_codes[r] = p->x.sums[half] + (step == X_HALF ? 0 : p->x.sums[half + 1]);
+                const int32_t *halves = sums_of_halves + 2 * r * pitch + at / X_HALF;
+                sums_of_codes[r] = step == X_HALF ? halves[0] : halves[0] + halves[1];
             }
-            if (step == X_HALF)
-                group_sums(sums, w, codes, x, p->x.padded, at, X_HALF, sums_of_codes, rows, kind);
-            else
-                group_sums(sums, w, codes, x, p->x.padded, at, X_GROUP, sums_of_codes, rows, kind);
+            group_sums(sums, w, piece->codes, x->codes + row * x->padded, x->padded, at, step, sums_of_codes, rows, kind);
             for (int r = 0; r < rows; r++) {
-                float d = p->x.scales[(row + r) * p->x.groups + at / X_GROUP], sum_of_x = (float)sums_of_codes[r] * d;
+                float d = scales_of_x[r * pitch + at / X_GROUP];
                 f32x16 part = sums[r] * d;
                 if (exact) {
                     y64[r] += on_grid(part * scale);
-                    if (w->minima) y64[r] -= on_grid(minimum * sum_of_x);
-                } else {
+                    if (w->minima) y64[r] -= on_grid(minimum * ((float)sums_of_codes[r] * d));
+                } else if (is_wide) {
                     scaled[r] += part;
-                    sums_of_x[r] += sum_of_x;
+                    sums_of_x[r] += (float)sums_of_codes[r] * d;
+                } else {
+                    y[r] += part * scale;
+                    if (w->minima) y[r] -= minimum * ((float)sums_of_codes[r] * d);
                 }
             }
         }
-        for (int r = 0; r < rows && !exact; r++) {
+        for (int r = 0; r < rows && is_wide && !exact; r++) {
             y[r] += scaled[r] * scale;
             if (w->minima) y[r] -= minimum * sums_of_x[r];
         }
     }
-    int64_t count = w->outputs - block * LANES < LANES ? w->outputs - block * LANES : LANES;
-    for (int r = 0; r < rows; r++) {
-        int64_t at = (row + r) * p->stride + p->first_output + block * LANES;
+    for (int r = 0; r < rows; r++)
         if (exact)
-            memcpy((double *)p->y + at, &y64[r], (size_t)count * sizeof(double));
+            sums_of_rows[r].exact = y64[r];
         else
-            store_some(p->y, at, (int)count, p->y_dtype, y[r]);
+            sums_of_rows[r].rounded = y[r];
+}
+
+/* Each way to go through the groups is compiled by itself only where that is faster. */
+INLINE void multiply_some(const Piece *piece, Sums *sums, int64_t row, int rows, int kind, int exact) {
+    const int64_t group = piece->product->weight->group;
+    if (group < X_GROUP)
+        multiply(piece, sums, row, rows, kind, exact, X_HALF, 0);
+    else if (group == X_GROUP && kind != FLOATS && !exact)
+        multiply(piece, sums, row, rows, kind, exact, X_GROUP, 0);
+    else
+        multiply(piece, sums, row, rows, kind, exact, X_GROUP, 1);
+}
+
+/* The next groups after `last`: as many as PIECE columns have, at least one; all of them where there is a single row. */
+INLINE void next_piece(Piece *piece, int64_t block, int64_t groups, int64_t rows) {
+    const PackedWeight *w = piece->product->weight;
+    int64_t count = w->group < PIECE ? PIECE / w->group : 1;
+    piece->first = piece->last;
+    piece->last = rows > 1 && piece->first + count < groups ? piece->first + count : groups;
+    if (rows == 1) return;
+    for (int64_t group = piece->first; group < piece->last; group++) {
+        piece->scales[group - piece->first] = of_group(w, w->scales, w->super_scales, block, group, groups);
+        if (w->minima)
+            piece->minima[group - piece->first] = of_group(w, w->minima, w->super_minima, block, group, groups);
     }
 }
 
-/* Rows [row, last), at most 8. */
+/* Rows [row, last), at most TURN, of y for one block: a piece is read from memory once for all of them. */
 INLINE void multiply_rows(const Product *p, int64_t block, int64_t row, int64_t last, int kind, int exact) {
-    if (row + 8 <= last) {
-        multiply(p, block, row, 8, kind, exact);
-        return;
+    const PackedWeight *w = p->weight;
+    const int64_t groups = (w->columns + w->group - 1) / w->group, rows = last - row;
+    Piece piece;
+    piece.product = p, piece.block = block, piece.last = 0;
+    piece.codes = w->codes + block * w->padded * (kind >= BYTES ? 16 : 8);
+    Sums sums[TURN];
+    for (int64_t r = 0; r < rows; r++) sums[r] = (Sums){.exact = {}};
+    while (piece.last < groups) {
+        next_piece(&piece, block, groups, rows);
+        int64_t r = 0;
+        for (; MOST_ROWS >= 8 && r + 8 <= rows; r += 8) multiply_some(&piece, sums + r, row + r, 8, kind, exact);
+        for (; MOST_ROWS >= 4 && r + 4 <= rows; r += 4) multiply_some(&piece, sums + r, row + r, 4, kind, exact);
+        for (; MOST_ROWS >= 2 && r + 2 <= rows; r += 2) multiply_some(&piece, sums + r, row + r, 2, kind, exact);
+        for (; r < rows; r++) multiply_some(&piece, sums + r, row + r, 1, kind, exact);
     }
-    for (; row + 4 <= last; row += 4) multiply(p, block, row, 4, kind, exact);
-    for (; row + 2 <= last; row += 2) multiply(p, block, row, 2, kind, exact);
-    for (; row < last; row++) multiply(p, block, row, 1, kind, exact);
+    int64_t count = w->outputs - block * LANES < LANES ? w->outputs - block * LANES : LANES;
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t at = (row + r) * p->stride + p->first_output + block * LANES;
+        if (exact)
+            memcpy((double *)p->y + at, &sums[r].exact, (size_t)count * sizeof(double));
+        else
+            store_some(p->y, at, (int)count, p->y_dtype, sums[r].rounded);
+    }
 }
 
 INLINE void multiply_block(const Product *p, int64_t block, int64_t row, int64_t last, int kind) {
@@ -212,12 +283,12 @@ INLINE void multiply_block(const Product *p, int64_t block, int64_t row, int64_t
 
 INLINE int64_t blocks_of(const PackedWeight *w) { return (w->outputs + LANES - 1) / LANES; }
 
-/* How many times 8 rows, the last of them maybe fewer, a part is multiplied with. */
+/* How many times TURN rows, the last of them maybe fewer, a part is multiplied with. */
 INLINE int64_t turns_of(const Products *all, const WeightPart *part) {
-    return (all->first_rows[part->expert + 1] - all->first_rows[part->expert] + 7) / 8;
+    return (all->first_rows[part->expert + 1] - all->first_rows[part->expert] + TURN - 1) / TURN;
 }
 
-/* An item is a block of a part with 8 rows, so that threads have as much to do each, whatever experts are chosen. */
+/* An item is a block of a part with TURN rows, so that threads have as much to do each, whatever experts are chosen. */
 static void multiply_items(void *of, int64_t first, int64_t last, int thread) {
     (void)thread;
     const Products *all = of;
@@ -229,8 +300,8 @@ static void multiply_items(void *of, int64_t first, int64_t last, int thread) {
         p.weight = &part->weight;
         p.first_output = part->first_output;
         for (int64_t item = begin > first ? begin : first; item < end && item < last; item++) {
-            int64_t block = (item - begin) / turns, row = rows + (item - begin) % turns * 8;
-            int64_t stop = row + 8 < last_row ? row + 8 : last_row;
+            int64_t block = (item - begin) / turns, row = rows + (item - begin) % turns * TURN;
+            int64_t stop = row + TURN < last_row ? row + TURN : last_row;
             if (p.weight->kind == NIBBLES)
                 multiply_block(&p, block, row, stop, NIBBLES);
             else if (p.weight->kind == NIBBLES_BY_TABLE)
