@@ -30,7 +30,7 @@ from tllm.training.report.events import (
 )
 from tllm.training.report.metrics import Sink, StepRecord, sinks
 from tllm.training.report.step_report import RankCounters, StepReport
-from tllm.training.run_state import RunState
+from tllm.training.run_state import NO_MODEL, RunState
 from tllm.training.snapshot.replication import SnapshotReplicator
 from tllm.training.state.initial_weights import InitialWeights, parameter_count
 from tllm.training.step.device_limits import check_device
@@ -137,7 +137,8 @@ class RankTrainer:
             raise ConfigError(*self._fault)
         reason = self._forward.best.reason if self._step < job.max_steps else ""
         is_done = bool(reason) or self._step == job.max_steps
-        on_event(RunEnded(self._step, self._state.write_final_model() if is_done else "", reason))
+        final = self._state.write_final_model(self._forward.best) if is_done else NO_MODEL
+        on_event(RunEnded(self._step, final.folder, reason, final.step, final.choice))
 
     def train_step(self, on_event: OnEvent, stopped: bool = False) -> bool:
         """One step: gradients of this rank's microbatches, summed over ranks, move the weights. Whether to stop.
@@ -163,7 +164,14 @@ class RankTrainer:
         evaluated = self._forward.evaluate(self._step)
         start += time.monotonic() - trained  # an evaluation is not of the step's time
         counters = RankCounters(
-            batch, result, grad_norm, learning_rate, start, self._model.load_balance_loss, evaluated
+            batch,
+            result,
+            grad_norm,
+            learning_rate,
+            start,
+            self._model.load_balance_loss,
+            evaluated,
+            self._forward.best.reason if evaluated else "",
         )
         record, stop = self._record(counters, stopped)
         for sink in self._sinks:  # before a save or snapshot of this step can be whole: none is ahead of its lines

@@ -67,7 +67,7 @@ class RunPage:
                 self.told(f"goes on after step {event.step} with plan {event.plan}, {event.seconds:.1f} s later")
             case RunEnded():
                 early = f", {event.reason}" if event.reason else ""
-                model = f"; the model is in {event.final}" if event.final else ""
+                model = f"; the model is in {event.final}{event.of_step}" if event.final else ""
                 self.told(f"ended after step {event.step}{early}{model}")
 
     def told(self, text: str, severity: Severity = "info") -> None:

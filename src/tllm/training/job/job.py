@@ -164,7 +164,7 @@ class Job:
     save_steps: int = 500
     """Steps between two saves on disk."""
     save_total_limit: int = 2
-    """Saves that are kept; older ones are deleted."""
+    """Saves that are kept, the best one among them with `load_best_model_at_end`; older ones are deleted."""
     mirror_steps: int = 1
     """Steps between copies of each rank's state in another rank's memory, for when a node is lost; 0: no copies."""
     report_to: tuple[str, ...] = ()
@@ -202,6 +202,9 @@ class Job:
     """Evaluations in a row without a gain after which the run ends; 0: it takes all its steps."""
     early_stopping_threshold: float = 0.0
     """What a gain must exceed to count for `early_stopping_patience`."""
+    load_best_model_at_end: bool = False
+    """Finish with the weights of the best save that was evaluated, which is one of the `save_total_limit`; false: with
+    those of the last step. `save_steps` must then be a multiple of `eval_steps`."""
     metric_for_best_model: str = "loss"
     """What evaluations are compared by: "loss", or a metric of the task ("rewards/accuracies")."""
     greater_is_better: bool | None = None

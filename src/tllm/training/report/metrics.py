@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 FILE = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
-NOT_OF_TRAINING = ("step", "metrics", "eval_loss", "eval_metrics", "eval_perplexity")
+NOT_OF_TRAINING = ("step", "metrics", "eval_loss", "eval_metrics", "eval_perplexity", "early_stopping")
 TAIL_BYTES = 64 * 1024
 
 
@@ -26,7 +26,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     the part of the time that ranks waited for the pipeline, `memory` the most bytes on any rank, `bytes_sent` by all.
     `aux_loss` is the experts' load-balance loss, without its coefficient; `metrics` are what the task's objective tells
     beside the loss, by TRL's names. After an evaluation `eval_loss` and `eval_metrics` are those of rows held out, and
-    `eval_perplexity` is exp(eval_loss) where the loss is a mean of -log p over tokens.
+    `eval_perplexity` is exp(eval_loss) where the loss is a mean of -log p over tokens. `early_stopping` says why
+    evaluations end the run after this step.
     """
 
     step: int
@@ -45,6 +46,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     eval_loss: float | None = None
     eval_metrics: dict[str, float] | None = None
     eval_perplexity: float | None = None
+    early_stopping: str | None = None
 
 
 class Sink(Protocol):
