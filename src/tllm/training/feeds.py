@@ -1,10 +1,12 @@
-"""The feed of a rank: rows of the data as they are, or completions that the run samples."""
+"""The feed of a rank: rows of the data, or completions that the run samples; and what its evaluations sample."""
 
 from __future__ import annotations
 
 from tllm.training.data.batch_feed import BatchFeed
 from tllm.training.data.feed import DataPosition, Feed
+from tllm.training.evaluation.forward_work import SampledEvaluation
 from tllm.training.job.initial_model import InitialModel
+from tllm.training.policy.held_out_completions import HeldOutCompletions
 from tllm.training.policy.policy_feed import PolicyFeed
 from tllm.training.policy.rewarded_rows import RewardedRows
 from tllm.training.policy.rollouts import Rollouts
@@ -40,3 +42,12 @@ def policy_feed(
     prompts, tokenizer = initial_model.prompts(config.job)
     rewarded = RewardedRows(config.job, prompts, tokenizer)
     return PolicyFeed(config, rollouts, rewarded, initial_weights, policy, with_positions), prompts
+
+
+def sampled_evaluation(
+    config: RankConfig, initial_model: InitialModel | None, rollouts: Rollouts | None
+) -> SampledEvaluation | None:
+    """What evaluations ask of the model's own completions; None where the job wants none."""
+    if rollouts is None or not config.job.eval_num_prompts:
+        return None
+    return HeldOutCompletions(config, rollouts, None if initial_model is None else initial_model.folder)

@@ -11,10 +11,10 @@ from tllm.spec.plan import Plan
 from tllm.training.checkpoint.commit import SaveResult
 from tllm.training.data.batches import Batches
 from tllm.training.evaluation.forward_work import ForwardWork
-from tllm.training.feeds import policy_feed, rows_feed
+from tllm.training.feeds import policy_feed, rows_feed, sampled_evaluation
 from tllm.training.job.initial_model import InitialModel
 from tllm.training.job.job import Job
-from tllm.training.job.job_parts import learning_rate_schedule
+from tllm.training.job.job_parts import is_evaluated_by_completions, is_sampled, learning_rate_schedule
 from tllm.training.measure.peak_flops import matrix_peak
 from tllm.training.parameter_server.learner import ParameterServerLearner
 from tllm.training.policy.rollouts import MakeRollouts
@@ -76,19 +76,22 @@ class RankTrainer:
         self._meet_steps = MEET_STEPS if config.plan.servers and config.job.max_staleness else 1
         with_positions = replicator is not None
         model, beginning = self._model, initial_model
+        rollouts = make_rollouts(config, model) if make_rollouts is not None and is_sampled(config.job) else None
         self._feed, position = (
             rows_feed(config, beginning, self._meet_steps, with_positions)
-            if make_rollouts is None or config.job.rollouts is None
-            else policy_feed(config, beginning, make_rollouts(config, model), initial_weights, model, with_positions)
+            if rollouts is None or config.job.rollouts is None
+            else policy_feed(config, beginning, rollouts, initial_weights, model, with_positions)
         )
         self._state = RunState(config, self._learning_rate, initial_weights, initial_model, position, replicator)
         batches = position if isinstance(position, Batches) else None
-        self._forward = ForwardWork(config, self._model, initial_model, batches)
+        self._forward = ForwardWork(config, model, beginning, batches, sampled_evaluation(config, beginning, rollouts))
         self._sinks: list[Sink] = []
         self._step = 0
         self._closing = ExitStack()
         for part in (self._feed.close, self._model.close, self._state.close, self._forward.close):
             self._closing.callback(part)
+        if rollouts is not None:
+            self._closing.callback(rollouts.close)
 
     @property
     def compute_seconds(self) -> float:
@@ -116,7 +119,7 @@ class RankTrainer:
         """
         job, groups = self.config.job, self.config.groups
         if self.config.rank == 0:
-            self._sinks = sinks(Path(job.output_dir), job.report_to, self._step)
+            self._sinks = sinks(Path(job.output_dir), job.report_to, self._step, is_evaluated_by_completions(job))
             for sink in self._sinks:
                 self._closing.callback(sink.close)
         parameters = parameter_count(self.config.spec)
@@ -174,11 +177,12 @@ class RankTrainer:
             self._forward.best.reason if evaluated else "",
         )
         record, stop = self._record(counters, stopped)
+        completions = evaluated.completions if evaluated is not None else ()
         for sink in self._sinks:  # before a save or snapshot of this step can be whole: none is ahead of its lines
-            sink.write(record)
+            sink.write(record, completions)
         if snapshot_is_due:
             self._state.take_snapshot(self._step, batch.next_position, self._forward.best.standing)
-        on_event(RunStepped(record))
+        on_event(RunStepped(record, completions))
         if self._state.is_save_due(self._step):
             self._state.save(self._step, self._forward.best.standing)
         self._report_saves(self._state.finished_saves(), on_event)

@@ -53,7 +53,7 @@ class RunPage:
                 self._began = event
                 self.told(f"an epoch begins after step {event.step}")
             case RunStepped():
-                self._log.stepped(msgspec.to_builtins(event.record))
+                self._log.stepped(msgspec.to_builtins(event.record), msgspec.to_builtins(event.completions))
             case RunWaits():
                 self.told(f"step {event.step + 1} waits for {event.reason}", "warning")
             case RunLostRank():

@@ -57,8 +57,8 @@ class BestEvaluation:
 
     def add(self, step: int, evaluated: Evaluated) -> None:
         """An evaluation after `step`. A gain above the threshold ends the waiting; a smaller one is the best too."""
-        told = {"loss": evaluated.loss, **evaluated.metrics}
-        value, before = told[self.name], self.standing
+        told = {**({} if evaluated.loss is None else {"loss": evaluated.loss}), **evaluated.metrics}
+        value, before = told.get(self.name, math.nan), self.standing
         values = {name: number for name, number in told.items() if math.isfinite(number)}
         gain = math.inf if before.best is None else self._sign * (value - before.best)
         if math.isnan(value) or gain <= 0:

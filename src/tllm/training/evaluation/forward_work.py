@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
 
 from tllm.training.data.batch_tensors import Tokens
 from tllm.training.data.batches import Batches
@@ -19,11 +21,27 @@ from tllm.training.step.rank_groups import RankConfig
 from tllm.training.step.rank_model import RankModel
 
 
+class SampledEvaluation(Protocol):
+    """What of an evaluation is sampled. Every rank makes the same calls; `batches` are the rows held out, on rank 0."""
+
+    def prepare(self, batches: Batches | None) -> None: ...
+
+    def evaluate(self, step: int) -> Evaluated: ...
+
+
 class ForwardWork:
-    """Every rank makes the same calls. `initial_model` and `batches` are rank 0's, who alone reads the data."""
+    """Every rank makes the same calls. `initial_model` and `batches` are rank 0's, who alone reads the data.
+
+    `sampled` is what evaluations ask of the model's own completions, if the job wants any.
+    """
 
     def __init__(
-        self, config: RankConfig, model: RankModel, initial_model: InitialModel | None, batches: Batches | None
+        self,
+        config: RankConfig,
+        model: RankModel,
+        initial_model: InitialModel | None,
+        batches: Batches | None,
+        sampled: SampledEvaluation | None = None,
     ) -> None:
         self._config, self._model = config, model
         self._train = batches
@@ -32,6 +50,7 @@ class ForwardWork:
         if isinstance(model.objective, KTOLoss) and (config.job.kto is None or config.job.kto.loss_type == "kto"):
             self._before = DivergenceEstimate(model, config.groups, model.objective.log_probs)
         self._held_out: HeldOut | None = None
+        self._sampled = sampled
         self.best = BestEvaluation(config.job, model.objective.metric_names)
 
     def prepare(self, initialize: Callable[[], None]) -> None:
@@ -49,6 +68,8 @@ class ForwardWork:
             prepare_reference(config, reference, initialize, data or None, run)
         if config.job.eval_files:
             self._held_out = HeldOut(config, self._model, self._before, self._eval)
+        if self._sampled is not None:
+            self._sampled.prepare(self._eval)
 
     def before_passes(self, microbatches: Sequence[Tokens]) -> list[Tokens]:
         """This replica's microbatches of a step, with what must be known of all of them first."""
@@ -59,6 +80,8 @@ class ForwardWork:
         if self._held_out is None or not is_evaluation_due(self._config.job, step):
             return None
         evaluated = self._held_out.evaluate()
+        if self._sampled is not None:
+            evaluated = replace(evaluated, completions=self._sampled.evaluate(step).completions)
         self.best.add(step, evaluated)
         return evaluated
 

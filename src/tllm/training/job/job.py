@@ -50,6 +50,8 @@ AT_LEAST: dict[str, float] = {
     "seed": 0,
     "save_steps": 1,
     "eval_steps": 1,
+    "eval_num_prompts": 0,
+    "eval_max_new_tokens": 1,
     "early_stopping_patience": 0,
     "early_stopping_threshold": 0,
     "save_total_limit": 2,
@@ -198,6 +200,11 @@ class Job:
     """Files of rows held out, of the form of `train_files`: their loss and metrics are told every `eval_steps`."""
     eval_steps: int = 500
     """Steps between two evaluations of `eval_files`; there is one after the last step too."""
+    eval_num_prompts: int = 0
+    """Prompts of `eval_files` that each evaluation completes greedily, to be read in `eval_completions.jsonl`,
+    TensorBoard and the page; 0: none."""
+    eval_max_new_tokens: int = 128
+    """Largest number of tokens in such a completion. A prompt may have as many as are left of `seq_len`."""
     early_stopping_patience: int = 0
     """Evaluations in a row without a gain after which the run ends; 0: it takes all its steps."""
     early_stopping_threshold: float = 0.0

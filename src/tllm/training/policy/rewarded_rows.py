@@ -15,11 +15,12 @@ from tllm.text.tokenizer import Tokenizer
 from tllm.training.data.encoder import IGNORED
 from tllm.training.data.packing import PackedRow
 from tllm.training.data.prompt_batches import PromptBatches, PromptRow
+from tllm.training.evaluation.completion_record import CompletionRecord
 from tllm.training.job.job import Job
 from tllm.training.job.rollout_keys import GRPOConfig, RejectionConfig, is_url
 from tllm.training.objectives.policy_gradient import ADVANTAGE, SAMPLED
 from tllm.training.policy.advantages import Rewards, advantages, weighted_sums
-from tllm.training.policy.completions_file import CompletionRecord, CompletionsFile
+from tllm.training.policy.completions_file import CompletionsFile
 from tllm.training.policy.http_rewards import http_reward
 from tllm.training.policy.reward_functions import load_reward_function
 from tllm.training.policy.rollouts import Completion, PromptGroup, completion_seed

@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+from tllm.training.evaluation.completion_record import CompletionRecord
 from tllm.training.report.metrics import StepRecord
 
 Origin = Literal["start", "save", "memory"]
@@ -30,9 +31,10 @@ class RunBegan(msgspec.Struct, frozen=True, tag=True):
 
 
 class RunStepped(msgspec.Struct, frozen=True, tag=True):
-    """A step is done."""
+    """A step is done. After an evaluation `completions` are some of rows held out."""
 
     record: StepRecord
+    completions: tuple[CompletionRecord, ...] = ()
 
 
 class RunSaved(msgspec.Struct, frozen=True, tag=True):

@@ -13,11 +13,12 @@ from tests.support.training.policy_task import grpo, policy_job, write_task
 from tllm.core.errors import ConfigError
 from tllm.training.data.encoder import IGNORED
 from tllm.training.data.prompt_batches import PromptRow
+from tllm.training.evaluation.completion_record import CompletionRecord
 from tllm.training.job.initial_model import open_initial_model
 from tllm.training.job.job import Job
 from tllm.training.job.rollout_keys import RejectionConfig
 from tllm.training.objectives.policy_gradient import ADVANTAGE, SAMPLED
-from tllm.training.policy.completions_file import CompletionRecord, CompletionsFile
+from tllm.training.policy.completions_file import CompletionsFile
 from tllm.training.policy.rewarded_rows import RewardedGroup, RewardedRows, best_rows, completion_row
 from tllm.training.policy.rollouts import Completion, completion_seed
 
