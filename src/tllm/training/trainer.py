@@ -11,7 +11,7 @@ from tllm.spec.plan import Plan
 from tllm.training.checkpoint.commit import SaveResult
 from tllm.training.data.batches import Batches
 from tllm.training.evaluation.forward_work import ForwardWork
-from tllm.training.feeds import policy_feed, rows_feed, sampled_evaluation
+from tllm.training.feeds import completion_source, policy_feed, rows_feed, sampled_evaluation
 from tllm.training.job.initial_model import InitialModel
 from tllm.training.job.job import Job
 from tllm.training.job.job_parts import is_evaluated_by_completions, is_sampled, learning_rate_schedule
@@ -19,6 +19,7 @@ from tllm.training.measure.peak_flops import matrix_peak
 from tllm.training.parameter_server.learner import ParameterServerLearner
 from tllm.training.policy.rollouts import MakeRollouts
 from tllm.training.report.events import (
+    TOLD_COMPLETIONS,
     IsStopped,
     OnEvent,
     RunBegan,
@@ -77,14 +78,15 @@ class RankTrainer:
         with_positions = replicator is not None
         model, beginning = self._model, initial_model
         rollouts = make_rollouts(config, model) if make_rollouts is not None and is_sampled(config.job) else None
+        source = None if rollouts is None else completion_source(config, beginning, rollouts)
         self._feed, position = (
             rows_feed(config, beginning, self._meet_steps, with_positions)
-            if rollouts is None or config.job.rollouts is None
-            else policy_feed(config, beginning, rollouts, initial_weights, model, with_positions)
+            if source is None or config.job.rollouts is None
+            else policy_feed(config, beginning, source, initial_weights, model, with_positions)
         )
         self._state = RunState(config, self._learning_rate, initial_weights, initial_model, position, replicator)
         batches = position if isinstance(position, Batches) else None
-        self._forward = ForwardWork(config, model, beginning, batches, sampled_evaluation(config, beginning, rollouts))
+        self._forward = ForwardWork(config, model, beginning, batches, sampled_evaluation(config, beginning, source))
         self._sinks: list[Sink] = []
         self._step = 0
         self._closing = ExitStack()
@@ -182,11 +184,13 @@ class RankTrainer:
             sink.write(record, completions)
         if snapshot_is_due:
             self._state.take_snapshot(self._step, batch.next_position, self._forward.best.standing)
-        on_event(RunStepped(record, completions))
+        on_event(RunStepped(record, completions[:TOLD_COMPLETIONS]))
         if self._state.is_save_due(self._step):
             self._state.save(self._step, self._forward.best.standing)
         self._report_saves(self._state.finished_saves(), on_event)
-        return stop or bool(self._forward.best.reason)
+        if evaluated is not None:
+            self._fault = self._fault or evaluated.fault
+        return stop or self._fault is not None or bool(self._forward.best.reason)
 
     def close(self) -> None:
         """End the threads of this rank, once its links are closed or the run has ended."""

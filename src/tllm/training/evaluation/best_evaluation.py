@@ -33,17 +33,18 @@ class Standing(msgspec.Struct, frozen=True):
 class BestEvaluation:
     """The rule of Hugging Face's EarlyStoppingCallback. Evaluations are alike on every rank, so all end at one step.
 
-    ConfigError where the job names a metric that its task, of the metrics `known`, does not tell.
+    ConfigError where the job names a metric that its task, of the metrics `known`, does not tell; the first of these is
+    compared where it names none.
     """
 
     def __init__(self, job: Job, known: Sequence[str]) -> None:
         self._job = job
-        self.name = job.metric_for_best_model.removeprefix("eval_")
+        self.name = (job.metric_for_best_model or known[0]).removeprefix("eval_")
         self.standing = Standing()
-        if self.name != "loss" and self.name not in known:
+        if self.name not in known:
             raise ConfigError(
                 f"metric_for_best_model is {job.metric_for_best_model!r}, which the task {job.task!r} does not tell",
-                f"known: {', '.join(('loss', *known))}",
+                f"known: {', '.join(known)}",
             )
 
     @property

@@ -15,6 +15,7 @@ from tllm.training.evaluation.reference_pass import ReferencePass, prepare_refer
 from tllm.training.job.initial_model import InitialModel, run_name
 from tllm.training.job.job import Job
 from tllm.training.job.preference_tables import needs_reference
+from tllm.training.job.rollout_keys import reward_metrics
 from tllm.training.objectives.kto_loss import KTOLoss
 from tllm.training.objectives.preference_loss import PreferenceLoss
 from tllm.training.step.rank_groups import RankConfig
@@ -51,7 +52,9 @@ class ForwardWork:
             self._before = DivergenceEstimate(model, config.groups, model.objective.log_probs)
         self._held_out: HeldOut | None = None
         self._sampled = sampled
-        self.best = BestEvaluation(config.job, model.objective.metric_names)
+        rollouts = config.job.rollouts
+        known = ("loss", *model.objective.metric_names) if rollouts is None else reward_metrics(rollouts)
+        self.best = BestEvaluation(config.job, known)
 
     def prepare(self, initialize: Callable[[], None]) -> None:
         """Before the weights are restored: have the references of all rows, if the task compares with any.
@@ -66,7 +69,7 @@ class ForwardWork:
             reference = ReferencePass(config, self._model, objective.log_probs)
             run = run_name(config.job) if data else ""
             prepare_reference(config, reference, initialize, data or None, run)
-        if config.job.eval_files:
+        if config.job.eval_files and config.job.rollouts is None:
             self._held_out = HeldOut(config, self._model, self._before, self._eval)
         if self._sampled is not None:
             self._sampled.prepare(self._eval)
@@ -77,12 +80,16 @@ class ForwardWork:
 
     def evaluate(self, step: int) -> Evaluated | None:
         """The evaluation that is due after a step, the first being 1; None where none is."""
-        if self._held_out is None or not is_evaluation_due(self._config.job, step):
+        job = self._config.job
+        if not job.eval_files or not is_evaluation_due(job, step):
             return None
-        evaluated = self._held_out.evaluate()
+        evaluated = Evaluated() if self._held_out is None else self._held_out.evaluate()
         if self._sampled is not None:
-            evaluated = replace(evaluated, completions=self._sampled.evaluate(step).completions)
-        self.best.add(step, evaluated)
+            found = self._sampled.evaluate(step)
+            metrics = evaluated.metrics | found.metrics
+            evaluated = replace(evaluated, metrics=metrics, completions=found.completions, fault=found.fault)
+        if evaluated.fault is None:
+            self.best.add(step, evaluated)
         return evaluated
 
     def close(self) -> None:

@@ -25,13 +25,14 @@ class Evaluated:
     """The loss of the rows held out, if the task has one of them, and metrics by name: means over all of them.
 
     `perplexity` is exp(loss), where the loss is a mean of -log p over tokens; inf beyond what a float holds. On rank 0
-    `completions` are some to be read.
+    `completions` are some to be read. A `fault` says, with a hint, why there is nothing.
     """
 
     loss: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     perplexity: float | None = None
     completions: tuple[CompletionRecord, ...] = ()
+    fault: tuple[str, str] | None = None
 
 
 class HeldOut:

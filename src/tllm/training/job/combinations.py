@@ -78,10 +78,9 @@ def _check_eval_files(job: Job) -> None:
         )
     if job.load_best_model_at_end:
         _check_best_model(job)
-    if job.eval_files and job.task in ("distill", *SAMPLING_TASKS):
+    if job.eval_files and job.task == "distill":
         raise ConfigError(
-            f"eval_files and the task {job.task!r}: rows held out have no "
-            f"{'teacher' if job.task == 'distill' else 'completions'}",
+            f"eval_files and the task {job.task!r}: rows held out have no teacher",
             "leave eval_files out, and evaluate the finished model",
         )
 

@@ -197,7 +197,8 @@ class Job:
     max_staleness: int = 0
     """With `servers` in the plan: steps that a replica may be ahead of the slowest; -1: any number."""
     eval_files: tuple[str, ...] = ()
-    """Files of rows held out, of the form of `train_files`: their loss and metrics are told every `eval_steps`."""
+    """Files of rows held out, of the form of `train_files`: their loss and metrics are told every `eval_steps`, or for
+    the tasks that sample completions their rewards."""
     eval_steps: int = 500
     """Steps between two evaluations of `eval_files`; there is one after the last step too."""
     eval_num_prompts: int = 0
@@ -212,8 +213,9 @@ class Job:
     load_best_model_at_end: bool = False
     """Finish with the weights of the best save that was evaluated, which is one of the `save_total_limit`; false: with
     those of the last step. `save_steps` must then be a multiple of `eval_steps`."""
-    metric_for_best_model: str = "loss"
-    """What evaluations are compared by: "loss", or a metric of the task ("rewards/accuracies")."""
+    metric_for_best_model: str | None = None
+    """What evaluations are compared by: "loss", or a metric of the task ("rewards/accuracies"). Left out: "loss", and
+    "reward" for the tasks that sample completions."""
     greater_is_better: bool | None = None
     """Whether a greater `metric_for_best_model` is a gain; left out, it is for all but "loss"."""
     dpo: DPOConfig | None = None

@@ -103,7 +103,7 @@ def steps_of_one_sampling(job: Job) -> int:
 
 def is_evaluated_by_completions(job: Job) -> bool:
     """Whether evaluations sample completions, some of which are to be read."""
-    return job.eval_num_prompts > 0
+    return job.eval_num_prompts > 0 or (job.rollouts is not None and bool(job.eval_files))
 
 
 def is_sampled(job: Job) -> bool:

@@ -91,6 +91,12 @@ def _check_steps(job: Job) -> None:
                 "save, so a run goes on where new ones are sampled",
                 f"make {name} a multiple",
             )
+    if job.early_stopping_patience and job.eval_steps % together:
+        raise ConfigError(
+            f"eval_steps is {job.eval_steps} and grpo.num_iterations is {together}: evaluations can end a run, and it "
+            "ends where new completions are sampled",
+            "make eval_steps a multiple",
+        )
     for name, plain in (("local_steps", 1), ("delay_steps", 0)):
         if getattr(job, name) != plain:
             raise PlanError(

@@ -15,6 +15,10 @@ Origin = Literal["start", "save", "memory"]
 """Where a run's numbers come from when it begins or goes on."""
 
 
+TOLD_COMPLETIONS = 16
+"""Completions of an evaluation that an event has at most, and with it the page: all of them are in their file."""
+
+
 class RunBegan(msgspec.Struct, frozen=True, tag=True):
     """Every rank is ready. `step` steps were done before; `peak` is what all ranks' matrix products reach, flop/s.
 
@@ -31,7 +35,7 @@ class RunBegan(msgspec.Struct, frozen=True, tag=True):
 
 
 class RunStepped(msgspec.Struct, frozen=True, tag=True):
-    """A step is done. After an evaluation `completions` are some of rows held out."""
+    """A step is done. After an evaluation `completions` are the first of rows held out."""
 
     record: StepRecord
     completions: tuple[CompletionRecord, ...] = ()

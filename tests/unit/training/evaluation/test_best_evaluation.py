@@ -16,7 +16,7 @@ from tllm.training.job.job import Job
 
 def best_of(**keys: Any) -> BestEvaluation:
     job = Job(output_dir="run", train_files=("a",), max_steps=9, config_name="c", eval_files=("b",), **keys)
-    return BestEvaluation(job, ("margins",))
+    return BestEvaluation(job, ("loss", "margins"))
 
 
 def after(losses: list[float], **keys: Any) -> BestEvaluation:
