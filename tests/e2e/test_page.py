@@ -133,8 +133,11 @@ def test_the_page_of_a_training_run(tmp_path: Path) -> None:
     """Every save is told, and Ctrl-C ends the run as it does without a page."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"text": f"row {number} of a short text"}) + "\n" for number in range(64)))
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text('{"prompt": "<b>first</b>", "completion": "one"}\n{"prompt": "second", "completion": "two"}\n')
     keys = {"model_name_or_path": "models/tiny", "train_files": [str(rows)], "output_dir": str(tmp_path / "run")}
     more = {"max_steps": 100_000, "seq_len": 32, "global_batch_size": 2, "save_steps": 5, "save_total_limit": 2}
+    more |= {"eval_files": [str(held_out)], "eval_steps": 5, "eval_num_prompts": 2, "eval_max_new_tokens": 8}
     job = tmp_path / "job.toml"
     job.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in (keys | more).items()))
     with running("train", str(job), "--plan", "pp=2", "--page", "0", "--quiet") as run:
@@ -146,5 +149,11 @@ def test_the_page_of_a_training_run(tmp_path: Path) -> None:
             expect(watched.page.locator(".chart").first).to_contain_text(re.compile(r"Loss\d+\.\d{3} between"))
             expect(watched.page.locator("#requests")).to_contain_text("of 100,000")
             expect(watched.page.locator("#events")).to_contain_text("saved step 5", timeout=60_000)
+            expect(watched.page.locator("#completions h2")).to_contain_text(re.compile(r"held out, after step \d+$"))
+            expect(watched.page.locator("#completions tbody tr")).to_have_count(2)
+            expect(watched.page.locator("#completions td").first).to_contain_text("<b>first</b>")
+            expect(watched.page.locator("#completions tbody")).to_contain_text("two")
+            expect(watched.page.locator(".chart").filter(has_text="Held-out loss")).to_have_count(1)
+            expect(watched.page.locator(".chart").filter(has_text="Held-out reward")).to_have_count(0)
             assert watched.overflow <= 0 and watched.faults == []
         assert run.interrupt()[0] == 130

@@ -1,10 +1,17 @@
-"""The feed of a rank: rows of the data as they are, or completions that the run samples."""
+"""The feed of a rank: rows of the data, or completions that the run samples; and what its evaluations sample."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from tllm.training.data.batch_feed import BatchFeed
 from tllm.training.data.feed import DataPosition, Feed
+from tllm.training.evaluation.forward_work import SampledEvaluation
 from tllm.training.job.initial_model import InitialModel
+from tllm.training.job.job_parts import is_evaluated_by_completions
+from tllm.training.policy.completion_rewards import CompletionRewards
+from tllm.training.policy.held_out_completions import HeldOutCompletions
+from tllm.training.policy.held_out_rewards import HeldOutRewards
 from tllm.training.policy.policy_feed import PolicyFeed
 from tllm.training.policy.rewarded_rows import RewardedRows
 from tllm.training.policy.rollouts import Rollouts
@@ -15,6 +22,14 @@ from tllm.training.teachers.taught_batches import open_batches
 
 FeedAndPosition = tuple[Feed, DataPosition | None]
 """A feed, and on rank 0, who alone has an `InitialModel` and reads the data, the place in it."""
+
+
+@dataclass(frozen=True)
+class CompletionSource:
+    """What samples completions on a rank; on rank 0 also what rewards them, where any are rewarded."""
+
+    rollouts: Rollouts
+    rewards: CompletionRewards | None = None
 
 
 def rows_feed(
@@ -29,14 +44,33 @@ def rows_feed(
 def policy_feed(
     config: RankConfig,
     initial_model: InitialModel | None,
-    rollouts: Rollouts,
+    source: CompletionSource,
     initial_weights: InitialWeights,
     policy: RankModel,
     with_positions: bool,
 ) -> FeedAndPosition:
     """Of completions that are sampled for each step. `policy` is the model that learns."""
-    if initial_model is None:
-        return PolicyFeed(config, rollouts, None, initial_weights, policy, with_positions), None
-    prompts, tokenizer = initial_model.prompts(config.job)
-    rewarded = RewardedRows(config.job, prompts, tokenizer)
-    return PolicyFeed(config, rollouts, rewarded, initial_weights, policy, with_positions), prompts
+    prompts, rewarded, job = None, None, config.job
+    if initial_model is not None and source.rewards is not None:
+        prompts = initial_model.prompts(job)
+        rewarded = RewardedRows(job, prompts, source.rewards)
+    return PolicyFeed(config, source.rollouts, rewarded, initial_weights, policy, with_positions), prompts
+
+
+def completion_source(config: RankConfig, initial_model: InitialModel | None, rollouts: Rollouts) -> CompletionSource:
+    """With the job's reward functions, which rank 0 loads, once for steps and evaluations."""
+    if initial_model is None or config.job.rollouts is None:
+        return CompletionSource(rollouts)
+    return CompletionSource(rollouts, CompletionRewards(config.job.rollouts, initial_model.reply_tokenizer()))
+
+
+def sampled_evaluation(
+    config: RankConfig, initial_model: InitialModel | None, source: CompletionSource | None
+) -> SampledEvaluation | None:
+    """What evaluations ask of the model's own completions; None where the job wants none."""
+    if source is None or not is_evaluated_by_completions(config.job):
+        return None
+    if config.job.rollouts is None:
+        return HeldOutCompletions(config, source.rollouts, None if initial_model is None else initial_model.folder)
+    prompts = None if initial_model is None else initial_model.eval_prompts(config.job)
+    return HeldOutRewards(config, source.rollouts, prompts, source.rewards)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from torch import nn
@@ -14,8 +14,9 @@ from torch import nn
 from tllm.training.checkpoint.async_saves import AsyncSaves
 from tllm.training.checkpoint.checkpoint import export_checkpoint, write_final
 from tllm.training.checkpoint.commit import SaveResult
+from tllm.training.checkpoint.retention import unknown
 from tllm.training.data.feed import DataPosition
-from tllm.training.evaluation.best_evaluation import BestEvaluation, Standing
+from tllm.training.evaluation.best_evaluation import FACT, BestEvaluation, Standing
 from tllm.training.job.initial_model import InitialModel
 from tllm.training.job.job_parts import is_snapshot_step
 from tllm.training.lora.export_adapter import export_adapter
@@ -37,6 +38,18 @@ class _Position(msgspec.Struct, frozen=True):
 
     data: bytes
     evaluations: Standing
+
+
+class FinalModel(NamedTuple):
+    """A finished model's folder, "" but on rank 0, and the step whose weights it has; `choice` says why these."""
+
+    folder: str
+    step: int
+    choice: str = ""
+
+
+NO_MODEL = FinalModel("", 0)
+"""Of a run that is not done."""
 
 
 class RunState:
@@ -93,7 +106,8 @@ class RunState:
         snapshot_step = None if replicator is None else replicator.find(learner.train_state())
         root, place = Path(config.job.output_dir), state_place(config)
         is_needed = snapshot_step is None
-        self._saves = AsyncSaves(root, config.groups.save, config.job.save_total_limit, None, is_needed, place)
+        keep, worth = config.job.save_total_limit, best.worth if config.job.load_best_model_at_end else unknown
+        self._saves = AsyncSaves(root, config.groups.save, keep, None, is_needed, place, worth)
         self._closing.callback(self._saves.close)
         step, checkpoint_step, data_position = 0, self._saves.latest, b""
         # Rank 0 decides: from memory where the snapshot is no older than the last save.
@@ -110,7 +124,7 @@ class RunState:
             opened = self._saves.restore(learner.checkpoint_blocks(), progress=progress)
             step = self._saved_step = opened.step
             learner.checkpoint_restored(step)
-            best.standing = msgspec.convert(opened.facts.get("evaluations", {}), Standing)
+            best.standing = msgspec.convert(opened.facts.get(FACT, {}), Standing)
             self._restore_data(opened.facts["data"] if self._batches is not None else {})
         elif not self._is_initial:
             self.initialize(learner, adapters, progress)
@@ -142,7 +156,7 @@ class RunState:
         self._saved_step = step
         if self._batches is not None:
             facts |= {"data": self._batches.state(step), "plan": str(self._config.plan)}
-            facts |= {"evaluations": msgspec.to_builtins(evaluations)}
+            facts |= {FACT: msgspec.to_builtins(evaluations)}
         self._saves.save(step, self._learner.checkpoint_blocks(), facts)
 
     def take_snapshot(self, step: int, data_position: bytes, evaluations: Standing) -> None:
@@ -164,17 +178,18 @@ class RunState:
         """The same, once the save that runs has ended."""
         return self._saves.wait()
 
-    def write_final_model(self) -> str:
-        """The folder of the finished model or adapter, on rank 0, made of the last save. Every rank calls it."""
-        opened = self._saves.open_model(is_here=self._beginning is not None)
+    def write_final_model(self, best: BestEvaluation) -> FinalModel:
+        """Make the finished model or adapter, on rank 0, of the best save or the last. Every rank calls it."""
+        opened = self._saves.open_model(is_here=self._beginning is not None, step=self._saves.best)
         beginning, config = self._beginning, self._config
         if beginning is None:
-            return ""
+            return FinalModel("", opened.step)
         if config.job.lora is None:
             write = partial(export_checkpoint, opened, config=beginning.config, others=beginning.companions)
         else:
             write = partial(export_adapter, opened, beginning, config.job, config.spec)
-        return str(write_final(Path(config.job.output_dir), write))
+        folder = str(write_final(Path(config.job.output_dir), write))
+        return FinalModel(folder, opened.step, best.choice(opened.step, opened.facts))
 
     def close(self) -> None:
         """End the threads of saves and snapshots."""

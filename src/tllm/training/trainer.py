@@ -11,14 +11,15 @@ from tllm.spec.plan import Plan
 from tllm.training.checkpoint.commit import SaveResult
 from tllm.training.data.batches import Batches
 from tllm.training.evaluation.forward_work import ForwardWork
-from tllm.training.feeds import policy_feed, rows_feed
+from tllm.training.feeds import completion_source, policy_feed, rows_feed, sampled_evaluation
 from tllm.training.job.initial_model import InitialModel
 from tllm.training.job.job import Job
-from tllm.training.job.job_parts import learning_rate_schedule
+from tllm.training.job.job_parts import is_evaluated_by_completions, is_sampled, learning_rate_schedule
 from tllm.training.measure.peak_flops import matrix_peak
 from tllm.training.parameter_server.learner import ParameterServerLearner
 from tllm.training.policy.rollouts import MakeRollouts
 from tllm.training.report.events import (
+    TOLD_COMPLETIONS,
     IsStopped,
     OnEvent,
     RunBegan,
@@ -30,7 +31,7 @@ from tllm.training.report.events import (
 )
 from tllm.training.report.metrics import Sink, StepRecord, sinks
 from tllm.training.report.step_report import RankCounters, StepReport
-from tllm.training.run_state import RunState
+from tllm.training.run_state import NO_MODEL, RunState
 from tllm.training.snapshot.replication import SnapshotReplicator
 from tllm.training.state.initial_weights import InitialWeights, parameter_count
 from tllm.training.step.device_limits import check_device
@@ -76,19 +77,23 @@ class RankTrainer:
         self._meet_steps = MEET_STEPS if config.plan.servers and config.job.max_staleness else 1
         with_positions = replicator is not None
         model, beginning = self._model, initial_model
+        rollouts = make_rollouts(config, model) if make_rollouts is not None and is_sampled(config.job) else None
+        source = None if rollouts is None else completion_source(config, beginning, rollouts)
         self._feed, position = (
             rows_feed(config, beginning, self._meet_steps, with_positions)
-            if make_rollouts is None or config.job.rollouts is None
-            else policy_feed(config, beginning, make_rollouts(config, model), initial_weights, model, with_positions)
+            if source is None or config.job.rollouts is None
+            else policy_feed(config, beginning, source, initial_weights, model, with_positions)
         )
         self._state = RunState(config, self._learning_rate, initial_weights, initial_model, position, replicator)
         batches = position if isinstance(position, Batches) else None
-        self._forward = ForwardWork(config, self._model, initial_model, batches)
+        self._forward = ForwardWork(config, model, beginning, batches, sampled_evaluation(config, beginning, source))
         self._sinks: list[Sink] = []
         self._step = 0
         self._closing = ExitStack()
         for part in (self._feed.close, self._model.close, self._state.close, self._forward.close):
             self._closing.callback(part)
+        if rollouts is not None:
+            self._closing.callback(rollouts.close)
 
     @property
     def compute_seconds(self) -> float:
@@ -116,7 +121,7 @@ class RankTrainer:
         """
         job, groups = self.config.job, self.config.groups
         if self.config.rank == 0:
-            self._sinks = sinks(Path(job.output_dir), job.report_to, self._step)
+            self._sinks = sinks(Path(job.output_dir), job.report_to, self._step, is_evaluated_by_completions(job))
             for sink in self._sinks:
                 self._closing.callback(sink.close)
         parameters = parameter_count(self.config.spec)
@@ -137,7 +142,8 @@ class RankTrainer:
             raise ConfigError(*self._fault)
         reason = self._forward.best.reason if self._step < job.max_steps else ""
         is_done = bool(reason) or self._step == job.max_steps
-        on_event(RunEnded(self._step, self._state.write_final_model() if is_done else "", reason))
+        final = self._state.write_final_model(self._forward.best) if is_done else NO_MODEL
+        on_event(RunEnded(self._step, final.folder, reason, final.step, final.choice))
 
     def train_step(self, on_event: OnEvent, stopped: bool = False) -> bool:
         """One step: gradients of this rank's microbatches, summed over ranks, move the weights. Whether to stop.
@@ -163,18 +169,28 @@ class RankTrainer:
         evaluated = self._forward.evaluate(self._step)
         start += time.monotonic() - trained  # an evaluation is not of the step's time
         counters = RankCounters(
-            batch, result, grad_norm, learning_rate, start, self._model.load_balance_loss, evaluated
+            batch,
+            result,
+            grad_norm,
+            learning_rate,
+            start,
+            self._model.load_balance_loss,
+            evaluated,
+            self._forward.best.reason if evaluated else "",
         )
         record, stop = self._record(counters, stopped)
+        completions = evaluated.completions if evaluated is not None else ()
         for sink in self._sinks:  # before a save or snapshot of this step can be whole: none is ahead of its lines
-            sink.write(record)
+            sink.write(record, completions)
         if snapshot_is_due:
             self._state.take_snapshot(self._step, batch.next_position, self._forward.best.standing)
-        on_event(RunStepped(record))
+        on_event(RunStepped(record, completions[:TOLD_COMPLETIONS]))
         if self._state.is_save_due(self._step):
             self._state.save(self._step, self._forward.best.standing)
         self._report_saves(self._state.finished_saves(), on_event)
-        return stop or bool(self._forward.best.reason)
+        if evaluated is not None:
+            self._fault = self._fault or evaluated.fault
+        return stop or self._fault is not None or bool(self._forward.best.reason)
 
     def close(self) -> None:
         """End the threads of this rank, once its links are closed or the run has ended."""

@@ -20,7 +20,7 @@ from tllm.training.data.encoder import IGNORED
 from tllm.training.job.job import Job
 from tllm.training.objectives.policy_gradient import KEPT, SAMPLED, KeepLogProbs
 from tllm.training.policy.rewarded_rows import completion_row
-from tllm.training.policy.rollouts import PromptGroup
+from tllm.training.policy.rollouts import PromptGroup, sampling_of
 from tllm.training.state.initial_weights import InitialWeights
 from tllm.training.step.rank_groups import Groups, RankConfig
 from tllm.training.step.rank_model import RankModel
@@ -52,7 +52,7 @@ def sampled_and_trained(folder: Path, dtype: str, length: int = 24) -> tuple[Ten
     dice = random.Random(5)
     prompts = [[dice.randrange(spec.vocab_size) for _ in range(count)] for count in (5, 19, 34)]
     groups = [PromptGroup(tuple(ids), tuple(range(9 * place, 9 * place + 4))) for place, ids in enumerate(prompts)]
-    completions = colocated_rollouts(config, model).sample(groups, ())
+    completions = colocated_rollouts(config, model).sample(groups, (), sampling_of(job))
     rows = [
         completion_row(prompts[number // 4], completion, advantage=0.0) for number, completion in enumerate(completions)
     ]

@@ -87,7 +87,7 @@ class RunDisplay:
         if news.reason:
             print(f"ended early: {news.reason}", flush=True)
         if news.final:
-            print(f"done after {news.step} steps; the model is in {news.final}", flush=True)
+            print(f"done after {news.step} steps; the model is in {news.final}{news.of_step}", flush=True)
         else:
             print(f"left after step {news.step} of {self._max_steps}; the same command goes on", flush=True)
 

@@ -53,7 +53,7 @@ class RunPage:
                 self._began = event
                 self.told(f"an epoch begins after step {event.step}")
             case RunStepped():
-                self._log.stepped(msgspec.to_builtins(event.record))
+                self._log.stepped(msgspec.to_builtins(event.record), msgspec.to_builtins(event.completions))
             case RunWaits():
                 self.told(f"step {event.step + 1} waits for {event.reason}", "warning")
             case RunLostRank():
@@ -67,7 +67,7 @@ class RunPage:
                 self.told(f"goes on after step {event.step} with plan {event.plan}, {event.seconds:.1f} s later")
             case RunEnded():
                 early = f", {event.reason}" if event.reason else ""
-                model = f"; the model is in {event.final}" if event.final else ""
+                model = f"; the model is in {event.final}{event.of_step}" if event.final else ""
                 self.told(f"ended after step {event.step}{early}{model}")
 
     def told(self, text: str, severity: Severity = "info") -> None:

@@ -21,9 +21,12 @@ from tllm.parallel.mesh import mesh_of
 from tllm.planner.cost.cache_room import MAX_NUM_BATCHED_TOKENS, PAGE_SIZE
 from tllm.spec.plan import Plan
 from tllm.spec.request import Output, Request, SamplingParams
-from tllm.training.policy.rollouts import Completion, PromptGroup
+from tllm.training.policy.rollouts import Completion, CompletionSampling, PromptGroup
 from tllm.training.step.rank_groups import Groups, RankConfig
 from tllm.training.step.rank_model import RankModel
+
+EVAL_PROMPTS_AT_ONCE = 32
+"""Completions to be read after an evaluation that are computed together, where a run samples no others."""
 
 POLICY = "policy"
 """What requests call the adapter that is trained, where one is."""
@@ -44,8 +47,9 @@ def colocated_rollouts(config: RankConfig, model: RankModel) -> ColocatedRollout
 def rollout_limits(config: RankConfig) -> Limits:
     """The sizes of the engine: room for as many whole sequences as are computed at once."""
     job, rollouts = config.job, config.job.rollouts
-    assert rollouts is not None, "checked when the run began"
-    at_once = min(rollouts.max_num_seqs, job.global_batch_size)
+    at_once = min(EVAL_PROMPTS_AT_ONCE, job.eval_num_prompts)
+    if rollouts is not None:
+        at_once = min(rollouts.max_num_seqs, job.global_batch_size)
     pages = -(-job.seq_len // PAGE_SIZE)
     sizes = EngineConfig(
         dtype=job.dtype,
@@ -71,28 +75,36 @@ class ColocatedRollouts:
     the next the weights are others."""
 
     def __init__(self, config: RankConfig, stage: PipelineStage, is_first: bool) -> None:
-        assert config.job.rollouts is not None
-        self._rollouts, self._plan, self._eos_ids = config.job.rollouts, config.plan, config.spec.eos_token_ids
+        self._plan, self._eos_ids = config.plan, config.spec.eos_token_ids
         self._stage, self._is_first, self._is_deterministic = stage, is_first, config.job.deterministic
         self._lora = POLICY if config.job.lora is not None else ""
 
-    def sample(self, groups: Sequence[PromptGroup], stop_ids: Sequence[int]) -> list[Completion]:
+    def sample(
+        self, groups: Sequence[PromptGroup], stop_ids: Sequence[int], sampling: CompletionSampling
+    ) -> list[Completion]:
         if not self._is_first:
             self._stage.serve()
             return []
         if not self._is_deterministic:
-            return self._sampled(groups, stop_ids)
+            return self._sampled(groups, stop_ids, sampling)
         # What is computed together decides how it is rounded: a group alone is the same wherever it is sampled.
-        return [one for group in groups for one in self._sampled([group], stop_ids)]
+        return [one for group in groups for one in self._sampled([group], stop_ids, sampling)]
 
     def close(self) -> None:
         self._stage.pages.close()
 
-    def _sampled(self, groups: Sequence[PromptGroup], stop_ids: Sequence[int]) -> list[Completion]:
+    def _sampled(
+        self, groups: Sequence[PromptGroup], stop_ids: Sequence[int], sampling: CompletionSampling
+    ) -> list[Completion]:
         """The completions of these groups, all computed together."""
         driver = Driver(self._stage, Scheduler(self._stage.limits, self._plan.pp, self._eos_ids))
         requests = [
-            self._request(group, place, number, stop_ids)
+            Request(
+                id=f"{place}-{number}",
+                prompt_ids=group.ids,
+                params=_params(sampling, group.seeds[number], stop_ids),
+                lora=self._lora,
+            )
             for place, group in enumerate(groups)
             for number in range(len(group.seeds))
         ]
@@ -107,17 +119,17 @@ class ColocatedRollouts:
         driver.close()
         return [_completion(told[request.id]) for request in requests]
 
-    def _request(self, group: PromptGroup, place: int, number: int, stop_ids: Sequence[int]) -> Request:
-        params = SamplingParams(
-            max_tokens=self._rollouts.max_completion_length,
-            temperature=self._rollouts.temperature,
-            top_p=self._rollouts.top_p,
-            top_k=self._rollouts.top_k,
-            seed=group.seeds[number],
-            stop_token_ids=tuple(stop_ids),
-            logprobs=0,
-        )
-        return Request(id=f"{place}-{number}", prompt_ids=group.ids, params=params, lora=self._lora)
+
+def _params(sampling: CompletionSampling, seed: int, stop_ids: Sequence[int]) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=seed,
+        stop_token_ids=tuple(stop_ids),
+        logprobs=0,
+    )
 
 
 def _completion(outputs: Sequence[Output]) -> Completion:

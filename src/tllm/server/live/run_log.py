@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -23,6 +23,8 @@ class RunSample(msgspec.Struct, frozen=True):
     """Unix time at which it was done."""
     record: Mapping[str, Any]
     """As a line of metrics.jsonl has it."""
+    completions: Sequence[Mapping[str, Any]] = ()
+    """As lines of eval_completions.jsonl have them, after an evaluation."""
 
 
 class RunReport(msgspec.Struct, frozen=True):
@@ -44,9 +46,9 @@ class RunLog:
         self._samples = NumberedLog[RunSample](KEPT_STEPS)
         self._events = NumberedLog[ClusterEvent](KEPT_EVENTS)
 
-    def stepped(self, record: Mapping[str, Any]) -> None:
-        """A step is done."""
-        self._samples.append(RunSample(self._samples.next_number, time.time(), record))
+    def stepped(self, record: Mapping[str, Any], completions: Sequence[Mapping[str, Any]] = ()) -> None:
+        """A step is done, and these completions of rows held out are to be read."""
+        self._samples.append(RunSample(self._samples.next_number, time.time(), record, completions))
 
     def told(self, severity: Severity, text: str) -> None:
         """Something happened."""

@@ -19,6 +19,8 @@ from tllm.training.checkpoint.checkpoint import Checkpoint, open_folder
 from tllm.training.checkpoint.commit import SaveCommit, SaveResult
 from tllm.training.checkpoint.durable_disk import DurableDisk
 from tllm.training.checkpoint.fetch_files import bring_files, bring_list
+from tllm.training.checkpoint.manifest import decode
+from tllm.training.checkpoint.retention import Retention, Worth, unknown
 from tllm.training.checkpoint.shard_assignment import HeldBox, ShardAssignment, assign_shards, shapes_of
 from tllm.training.checkpoint.shard_writer import ShardSnapshot
 from tllm.training.state.optimizer_offload import OnDevice, StatePlacement
@@ -37,7 +39,8 @@ class AsyncSaves:
     `group` holds every rank of the run and is used for nothing else, as a thread of this object talks over it; give it
     a deadline that a slow disk can meet. Every rank makes the same calls in the same order.
 
-    Unless a save `is_needed`, there may be none that is complete. Copies wait in `place` until they are written.
+    Unless a save `is_needed`, there may be none that is complete. Copies wait in `place` until they are written. Of the
+    saves that are kept the best by their `worth` is one, if that is given.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class AsyncSaves:
         disk: DurableDisk | None = None,
         is_needed: bool = True,
         place: StatePlacement | None = None,
+        worth: Worth = unknown,
     ) -> None:
         if keep < KEEP:
             raise ConfigError(f"{keep} saves are to be kept", f"keep {KEEP} or more: one is there if the other is torn")
@@ -55,7 +59,8 @@ class AsyncSaves:
         self._group = group or solo()
         self._disk = disk or DurableDisk()
         self._place = place or OnDevice()
-        self._saving = SaveCommit(self.root, self._group, self._disk, keep)
+        self._retention = Retention(keep, worth)
+        self._saving = SaveCommit(self.root, self._group, self._disk, self._retention)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
         self._running: Future[SaveResult] | None = None
         self._results: list[SaveResult] = []
@@ -68,6 +73,11 @@ class AsyncSaves:
     def latest(self) -> int | None:
         """The step of the last complete save."""
         return self.complete[-1] if self.complete else None
+
+    @property
+    def best(self) -> int | None:
+        """The step of the best complete save; None where none was compared. Ask when no save runs."""
+        return self._retention.best(self.complete)
 
     def save(self, step: int, blocks: Sequence[TensorBlock], facts: Mapping[str, Any]) -> None:
         """Copy what the blocks hold and write it in the background; an earlier save that still runs is waited for.
@@ -113,9 +123,9 @@ class AsyncSaves:
         bring_list(self._disk, self.root, wanted, self._group)
         return open_folder(folders.folder_of(self.root, wanted))
 
-    def open_model(self, is_here: bool) -> Checkpoint:
-        """The last save, with all files of the model's own tensors brought to those ranks that want it here."""
-        opened = self.open()
+    def open_model(self, is_here: bool, step: int | None = None) -> Checkpoint:
+        """A save, the last if none is named, with all files of the model's own tensors on those ranks that want it."""
+        opened = self.open(step)
         return self._fetched(opened, opened.files_of(opened.model_names) if is_here else set())
 
     def restore(
@@ -162,6 +172,8 @@ class AsyncSaves:
             for text in self._group.all_gather_bytes(msgspec.msgpack.encode(mine))
         ]
         lists = {save.step: texts[save.owner][save.step] for save in chosen}
+        for step, text in lists.items():
+            self._retention.found(step, decode(text).facts)
         self._in_turn(lambda: folders.keep_complete(self._disk, self.root, lists))
         return [save.step for save in chosen]
 

@@ -15,6 +15,7 @@ from tllm.comm.collectives.group import Group
 from tllm.training.checkpoint import save_folders as folders
 from tllm.training.checkpoint.durable_disk import DurableDisk
 from tllm.training.checkpoint.manifest import NAME, VERSION, CheckpointManifest, encode
+from tllm.training.checkpoint.retention import Retention
 from tllm.training.checkpoint.shard_writer import CHUNK_BYTES, ShardSnapshot, Written
 from tllm.weights.boxes import Shape
 from tllm.weights.manifest import Manifest
@@ -44,11 +45,11 @@ class _Report(msgspec.Struct, frozen=True):
 class SaveCommit:
     """Writes saves under `root`, which ranks may share or not. A failing disk is a result, a failing link is raised."""
 
-    def __init__(self, root: Path, group: Group, disk: DurableDisk, keep: int) -> None:
+    def __init__(self, root: Path, group: Group, disk: DurableDisk, retention: Retention) -> None:
         self._root = root
         self._group = group
         self._disk = disk
-        self._keep = keep
+        self._retention = retention
 
     def run(
         self,
@@ -74,7 +75,8 @@ class SaveCommit:
             leads = self._leads(step, reports)
             error, done = self._together(self._finish(step, reports, shapes) if leads else NOTHING)
             if not error:
-                kept = [*complete, step][-self._keep :]
+                self._retention.found(step, reports[0].facts)
+                kept = self._retention.kept([*complete, step])
                 error, _ = self._together(self._prune(kept) if leads else NOTHING)
             elif not done:
                 self._drop(step, snapshot)
@@ -112,10 +114,10 @@ class SaveCommit:
         return DONE
 
     def _prune(self, kept: Sequence[int]) -> str:
-        """Remove what is older than the saves that stay."""
+        """Remove what is older than the last save and does not stay."""
         try:
             for step in folders.steps_here(self._root):
-                if step < kept[0]:
+                if step < kept[-1] and step not in kept:
                     folders.discard(self._disk, self._root, step)
         except OSError as error:
             return self._said(error)

@@ -1,9 +1,10 @@
-"""`BestEvaluation`: a run's best evaluation so far, and how many after it gained nothing (early stopping)."""
+"""`BestEvaluation`: a run's best evaluation so far, how many after it gained nothing, and how good a save is."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -11,29 +12,39 @@ from tllm.core.errors import ConfigError
 from tllm.training.evaluation.held_out import Evaluated
 from tllm.training.job.job import Job
 
+FACT = "evaluations"
+"""What a save calls it."""
+
 
 class Standing(msgspec.Struct, frozen=True):
-    """What a save and a snapshot keep. `waited`: evaluations in a row without a gain; `best` is None before any."""
+    """What a save and a snapshot keep. `waited`: evaluations in a row without a gain; `best` is None before any.
+
+    `values` are the loss and metrics of the last evaluation, after step `evaluated`, by name; what is no number is left
+    out.
+    """
 
     best: float | None = None
     step: int = 0
     waited: int = 0
+    evaluated: int = 0
+    values: dict[str, float] = {}
 
 
 class BestEvaluation:
     """The rule of Hugging Face's EarlyStoppingCallback. Evaluations are alike on every rank, so all end at one step.
 
-    ConfigError where the job names a metric that its task, of the metrics `known`, does not tell.
+    ConfigError where the job names a metric that its task, of the metrics `known`, does not tell; the first of these is
+    compared where it names none.
     """
 
     def __init__(self, job: Job, known: Sequence[str]) -> None:
         self._job = job
-        self.name = job.metric_for_best_model.removeprefix("eval_")
+        self.name = (job.metric_for_best_model or known[0]).removeprefix("eval_")
         self.standing = Standing()
-        if self.name != "loss" and self.name not in known:
+        if self.name not in known:
             raise ConfigError(
                 f"metric_for_best_model is {job.metric_for_best_model!r}, which the task {job.task!r} does not tell",
-                f"known: {', '.join(('loss', *known))}",
+                f"known: {', '.join(known)}",
             )
 
     @property
@@ -47,14 +58,37 @@ class BestEvaluation:
 
     def add(self, step: int, evaluated: Evaluated) -> None:
         """An evaluation after `step`. A gain above the threshold ends the waiting; a smaller one is the best too."""
-        value = evaluated.loss if self.name == "loss" else evaluated.metrics[self.name]
-        before = self.standing
+        told = {**({} if evaluated.loss is None else {"loss": evaluated.loss}), **evaluated.metrics}
+        value, before = told.get(self.name, math.nan), self.standing
+        values = {name: number for name, number in told.items() if math.isfinite(number)}
         gain = math.inf if before.best is None else self._sign * (value - before.best)
         if math.isnan(value) or gain <= 0:
-            self.standing = msgspec.structs.replace(before, waited=before.waited + 1)
+            self.standing = Standing(before.best, before.step, before.waited + 1, step, values)
         else:
             counts = gain > self._job.early_stopping_threshold
-            self.standing = Standing(value, step, 0 if counts else before.waited + 1)
+            self.standing = Standing(value, step, 0 if counts else before.waited + 1, step, values)
+
+    def worth(self, step: int, facts: Mapping[str, Any]) -> float | None:
+        """How good a save is by what it keeps (`Retention`); None unless there was an evaluation after its step."""
+        value = self.value(step, facts)
+        return None if value is None else self._sign * value
+
+    def value(self, step: int, facts: Mapping[str, Any]) -> float | None:
+        """What `metric_for_best_model` was after the step of a save; None unless there was an evaluation."""
+        standing = msgspec.convert(facts.get(FACT, {}), Standing)
+        return standing.values.get(self.name) if standing.evaluated == step else None
+
+    def choice(self, step: int, facts: Mapping[str, Any]) -> str:
+        """Why the finished model is that of a save; "" unless the job asks for the best."""
+        if not self._job.load_best_model_at_end:
+            return ""
+        value, now = self.value(step, facts), self.standing
+        if value is None:
+            return "the last, as no save that was evaluated is whole"
+        said = f"{self.name} {value:.6g}, the best of the saves"
+        if now.best is not None and self._sign * (now.best - value) > 0:
+            said += f"; {now.best:.6g} after step {now.step} has no save"
+        return said
 
     @property
     def _sign(self) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
 
 from tllm.training.data.batch_tensors import Tokens
 from tllm.training.data.batches import Batches
@@ -13,17 +15,34 @@ from tllm.training.evaluation.reference_pass import ReferencePass, prepare_refer
 from tllm.training.job.initial_model import InitialModel, run_name
 from tllm.training.job.job import Job
 from tllm.training.job.preference_tables import needs_reference
+from tllm.training.job.rollout_keys import reward_metrics
 from tllm.training.objectives.kto_loss import KTOLoss
 from tllm.training.objectives.preference_loss import PreferenceLoss
 from tllm.training.step.rank_groups import RankConfig
 from tllm.training.step.rank_model import RankModel
 
 
+class SampledEvaluation(Protocol):
+    """What of an evaluation is sampled. Every rank makes the same calls; `batches` are the rows held out, on rank 0."""
+
+    def prepare(self, batches: Batches | None) -> None: ...
+
+    def evaluate(self, step: int) -> Evaluated: ...
+
+
 class ForwardWork:
-    """Every rank makes the same calls. `initial_model` and `batches` are rank 0's, who alone reads the data."""
+    """Every rank makes the same calls. `initial_model` and `batches` are rank 0's, who alone reads the data.
+
+    `sampled` is what evaluations ask of the model's own completions, if the job wants any.
+    """
 
     def __init__(
-        self, config: RankConfig, model: RankModel, initial_model: InitialModel | None, batches: Batches | None
+        self,
+        config: RankConfig,
+        model: RankModel,
+        initial_model: InitialModel | None,
+        batches: Batches | None,
+        sampled: SampledEvaluation | None = None,
     ) -> None:
         self._config, self._model = config, model
         self._train = batches
@@ -32,7 +51,10 @@ class ForwardWork:
         if isinstance(model.objective, KTOLoss) and (config.job.kto is None or config.job.kto.loss_type == "kto"):
             self._before = DivergenceEstimate(model, config.groups, model.objective.log_probs)
         self._held_out: HeldOut | None = None
-        self.best = BestEvaluation(config.job, model.objective.metric_names)
+        self._sampled = sampled
+        rollouts = config.job.rollouts
+        known = ("loss", *model.objective.metric_names) if rollouts is None else reward_metrics(rollouts)
+        self.best = BestEvaluation(config.job, known)
 
     def prepare(self, initialize: Callable[[], None]) -> None:
         """Before the weights are restored: have the references of all rows, if the task compares with any.
@@ -47,8 +69,10 @@ class ForwardWork:
             reference = ReferencePass(config, self._model, objective.log_probs)
             run = run_name(config.job) if data else ""
             prepare_reference(config, reference, initialize, data or None, run)
-        if config.job.eval_files:
+        if config.job.eval_files and config.job.rollouts is None:
             self._held_out = HeldOut(config, self._model, self._before, self._eval)
+        if self._sampled is not None:
+            self._sampled.prepare(self._eval)
 
     def before_passes(self, microbatches: Sequence[Tokens]) -> list[Tokens]:
         """This replica's microbatches of a step, with what must be known of all of them first."""
@@ -56,10 +80,16 @@ class ForwardWork:
 
     def evaluate(self, step: int) -> Evaluated | None:
         """The evaluation that is due after a step, the first being 1; None where none is."""
-        if self._held_out is None or not is_evaluation_due(self._config.job, step):
+        job = self._config.job
+        if not job.eval_files or not is_evaluation_due(job, step):
             return None
-        evaluated = self._held_out.evaluate()
-        self.best.add(step, evaluated)
+        evaluated = Evaluated() if self._held_out is None else self._held_out.evaluate()
+        if self._sampled is not None:
+            found = self._sampled.evaluate(step)
+            metrics = evaluated.metrics | found.metrics
+            evaluated = replace(evaluated, metrics=metrics, completions=found.completions, fault=found.fault)
+        if evaluated.fault is None:
+            self.best.add(step, evaluated)
         return evaluated
 
     def close(self) -> None:

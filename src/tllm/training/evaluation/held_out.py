@@ -9,6 +9,7 @@ import torch
 
 from tllm.training.data.batch_feed import ReplicaBatch
 from tllm.training.data.batches import Batches
+from tllm.training.evaluation.completion_record import CompletionRecord
 from tllm.training.evaluation.divergence_estimate import BeforePasses
 from tllm.training.evaluation.forward_rows import ForwardFeed
 from tllm.training.objectives.objective import MetricSum
@@ -21,14 +22,17 @@ MICROBATCHES = 8
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The loss of the rows held out, and the objective's metrics by name: means over all of them.
+    """The loss of the rows held out, if the task has one of them, and metrics by name: means over all of them.
 
-    `perplexity` is exp(loss), where the loss is a mean of -log p over tokens; inf beyond what a float holds.
+    `perplexity` is exp(loss), where the loss is a mean of -log p over tokens; inf beyond what a float holds. On rank 0
+    `completions` are some to be read. A `fault` says, with a hint, why there is nothing.
     """
 
-    loss: float
+    loss: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     perplexity: float | None = None
+    completions: tuple[CompletionRecord, ...] = ()
+    fault: tuple[str, str] | None = None
 
 
 class HeldOut:

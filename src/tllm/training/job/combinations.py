@@ -76,11 +76,34 @@ def _check_eval_files(job: Job) -> None:
             f"early_stopping_patience is {job.early_stopping_patience} and eval_files is empty: nothing is evaluated",
             "give eval_files, or leave early_stopping_patience out",
         )
-    if job.eval_files and job.task in ("distill", *SAMPLING_TASKS):
+    if job.load_best_model_at_end:
+        _check_best_model(job)
+    if job.eval_files and job.task == "distill":
         raise ConfigError(
-            f"eval_files and the task {job.task!r}: rows held out have no "
-            f"{'teacher' if job.task == 'distill' else 'completions'}",
+            f"eval_files and the task {job.task!r}: rows held out have no teacher",
             "leave eval_files out, and evaluate the finished model",
+        )
+
+
+def _check_best_model(job: Job) -> None:
+    """The best model is that of a save, so it must have been evaluated as it is saved."""
+    if not job.eval_files:
+        raise ConfigError(
+            "load_best_model_at_end is true and eval_files is empty: nothing says which model is the best",
+            "give eval_files, or leave load_best_model_at_end out",
+        )
+    if job.save_steps % job.eval_steps:
+        raise ConfigError(
+            f"load_best_model_at_end is true, save_steps is {job.save_steps} and eval_steps is {job.eval_steps}: the "
+            "best model is that of a save, and each must have its evaluation",
+            "make save_steps a multiple of eval_steps; the same number for both lets the best of all evaluations be "
+            "taken",
+        )
+    if job.delay_steps:
+        raise ConfigError(
+            f"load_best_model_at_end is true and delay_steps is {job.delay_steps}: a save has the update that was on "
+            "its way when its step was evaluated",
+            "leave one of them out",
         )
 
 

@@ -33,6 +33,7 @@ from tllm.training.data.prompt_batches import PromptBatches, PromptEncoder
 from tllm.training.job.job import Job
 from tllm.training.job.job_parts import data_config, eval_data_config, steps_of_one_sampling
 from tllm.training.job.reward_head import with_reward_head
+from tllm.training.job.rollout_keys import RolloutConfig, completions_evaluated
 
 log = logging.getLogger("tllm.model")
 
@@ -64,10 +65,25 @@ class InitialModel:
         """What a finished model is given along."""
         return [self.folder / name for name in COMPANIONS if (self.folder / name).is_file()]
 
-    def prompts(self, job: Job) -> tuple[PromptBatches, Tokenizer]:
-        """The prompts of a job that samples their completions, and what gives completions their text."""
-        config, tokenizer = job.rollouts, Tokenizer.from_folder(self.folder)
+    def prompts(self, job: Job) -> PromptBatches:
+        """The prompts of a job that samples their completions."""
+        config = job.rollouts
         assert config is not None, "checked when the run began"
+        each = replace(data_config(job), global_batch_size=job.global_batch_size // config.num_generations)
+        return PromptBatches(each, self._prompt_encoder(job, config), steps_of_one_sampling(job))
+
+    def eval_prompts(self, job: Job) -> PromptBatches | None:
+        """The prompts held out, if the job names any: as many at once as the completions of a step are of."""
+        config = job.rollouts
+        if config is None or not job.eval_files:
+            return None
+        at_once = max(1, job.global_batch_size // completions_evaluated(config))
+        each = replace(eval_data_config(job), global_batch_size=at_once)
+        return PromptBatches(each, self._prompt_encoder(job, config))
+
+    def reply_tokenizer(self) -> Tokenizer:
+        """What gives completions their text; ConfigError where there is none, or none of its tokens ends a text."""
+        tokenizer = Tokenizer.from_folder(self.folder)
         if tokenizer is None:
             raise ConfigError(
                 f"{self.folder} has no {TOKENIZER}", "completions are rewarded as texts: give a tokenizer"
@@ -77,18 +93,20 @@ class InitialModel:
                 "the tokenizer names no token that ends a text, so that every completion would be cut off",
                 "give eos_token in tokenizer_config.json",
             )
-        template = ChatTemplate.from_folder(self.folder, tokenizer)
-        encoder = PromptEncoder(tokenizer, template, job.seq_len - config.max_completion_length)
-        each = replace(data_config(job), global_batch_size=job.global_batch_size // config.num_generations)
-        return PromptBatches(each, encoder, steps_of_one_sampling(job)), tokenizer
+        return tokenizer
 
     def batches(self, job: Job) -> Batches:
         """The rows of the job, in this model's tokens."""
         return self._batches(data_config(job))
 
     def eval_batches(self, job: Job) -> Batches | None:
-        """The rows held out, if the job names any."""
-        return self._batches(eval_data_config(job)) if job.eval_files else None
+        """The rows held out, if the job names any that are not prompts."""
+        return self._batches(eval_data_config(job)) if job.eval_files and job.rollouts is None else None
+
+    def _prompt_encoder(self, job: Job, config: RolloutConfig) -> PromptEncoder:
+        tokenizer = self.reply_tokenizer()
+        template = ChatTemplate.from_folder(self.folder, tokenizer)
+        return PromptEncoder(tokenizer, template, job.seq_len - config.max_completion_length)
 
     def _batches(self, config: DataConfig) -> Batches:
         tokenizer = Tokenizer.from_folder(self.folder)

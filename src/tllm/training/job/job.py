@@ -50,6 +50,8 @@ AT_LEAST: dict[str, float] = {
     "seed": 0,
     "save_steps": 1,
     "eval_steps": 1,
+    "eval_num_prompts": 0,
+    "eval_max_new_tokens": 1,
     "early_stopping_patience": 0,
     "early_stopping_threshold": 0,
     "save_total_limit": 2,
@@ -164,7 +166,7 @@ class Job:
     save_steps: int = 500
     """Steps between two saves on disk."""
     save_total_limit: int = 2
-    """Saves that are kept; older ones are deleted."""
+    """Saves that are kept, the best one among them with `load_best_model_at_end`; older ones are deleted."""
     mirror_steps: int = 1
     """Steps between copies of each rank's state in another rank's memory, for when a node is lost; 0: no copies."""
     report_to: tuple[str, ...] = ()
@@ -195,15 +197,25 @@ class Job:
     max_staleness: int = 0
     """With `servers` in the plan: steps that a replica may be ahead of the slowest; -1: any number."""
     eval_files: tuple[str, ...] = ()
-    """Files of rows held out, of the form of `train_files`: their loss and metrics are told every `eval_steps`."""
+    """Files of rows held out, of the form of `train_files`: their loss and metrics are told every `eval_steps`, or for
+    the tasks that sample completions their rewards."""
     eval_steps: int = 500
     """Steps between two evaluations of `eval_files`; there is one after the last step too."""
+    eval_num_prompts: int = 0
+    """Prompts of `eval_files` that each evaluation completes greedily, to be read in `eval_completions.jsonl`,
+    TensorBoard and the page; 0: none."""
+    eval_max_new_tokens: int = 128
+    """Largest number of tokens in such a completion. A prompt may have as many as are left of `seq_len`."""
     early_stopping_patience: int = 0
     """Evaluations in a row without a gain after which the run ends; 0: it takes all its steps."""
     early_stopping_threshold: float = 0.0
     """What a gain must exceed to count for `early_stopping_patience`."""
-    metric_for_best_model: str = "loss"
-    """What evaluations are compared by: "loss", or a metric of the task ("rewards/accuracies")."""
+    load_best_model_at_end: bool = False
+    """Finish with the weights of the best save that was evaluated, which is one of the `save_total_limit`; false: with
+    those of the last step. `save_steps` must then be a multiple of `eval_steps`."""
+    metric_for_best_model: str | None = None
+    """What evaluations are compared by: "loss", or a metric of the task ("rewards/accuracies"). Left out: "loss", and
+    "reward" for the tasks that sample completions."""
     greater_is_better: bool | None = None
     """Whether a greater `metric_for_best_model` is a gain; left out, it is for all but "loss"."""
     dpo: DPOConfig | None = None

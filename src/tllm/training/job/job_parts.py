@@ -101,6 +101,16 @@ def steps_of_one_sampling(job: Job) -> int:
     return job.grpo.num_iterations if job.task == "grpo" and job.grpo is not None else 1
 
 
+def is_evaluated_by_completions(job: Job) -> bool:
+    """Whether evaluations sample completions, some of which are to be read."""
+    return job.eval_num_prompts > 0 or (job.rollouts is not None and bool(job.eval_files))
+
+
+def is_sampled(job: Job) -> bool:
+    """Whether the run samples completions, to learn from or to be read."""
+    return job.rollouts is not None or is_evaluated_by_completions(job)
+
+
 def snapshot_steps(job: Job) -> int:
     """Steps between snapshots, 0 for none. With DiLoCo at outer steps, when replicas have the same weights."""
     together = max(job.local_steps, steps_of_one_sampling(job))

@@ -6,7 +6,7 @@ from tllm.core.errors import ConfigError, PlanError
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 from tllm.training.job.job import Job
-from tllm.training.job.job_parts import steps_of_one_sampling
+from tllm.training.job.job_parts import is_sampled, steps_of_one_sampling
 from tllm.training.job.rollout_keys import RejectionConfig, RolloutConfig, kept_of_each_prompt
 
 SAMPLING_TASKS = ("grpo", "rejection")
@@ -14,12 +14,15 @@ SAMPLING_TASKS = ("grpo", "rejection")
 
 def check_rollouts(job: Job, plan: Plan, spec: ModelSpec) -> None:
     """PlanError or ConfigError for what cannot work."""
+    if job.eval_num_prompts:
+        _check_eval_prompts(job)
+    if is_sampled(job):
+        _check_plan(job, plan)
+        _check_context(job, spec)
     config = job.rollouts
-    if config is None:
-        return
-    _check_sizes(job, config, spec)
-    _check_steps(job)
-    _check_plan(job, plan)
+    if config is not None:
+        _check_sizes(job, config)
+        _check_steps(job)
 
 
 def learned_rows(job: Job) -> int:
@@ -30,7 +33,36 @@ def learned_rows(job: Job) -> int:
     return job.global_batch_size // config.num_generations * kept_of_each_prompt(config)
 
 
-def _check_sizes(job: Job, config: RolloutConfig, spec: ModelSpec) -> None:
+def _check_eval_prompts(job: Job) -> None:
+    """Completions to be read after an evaluation."""
+    asked = f"eval_num_prompts is {job.eval_num_prompts}"
+    if not job.eval_files:
+        raise ConfigError(
+            f"{asked} and eval_files is empty: prompts are those of rows held out",
+            "give eval_files, or leave eval_num_prompts out",
+        )
+    if job.task == "reward":
+        raise ConfigError(f"{asked} and a reward model writes nothing", "leave eval_num_prompts out")
+    if job.task in SAMPLING_TASKS:
+        raise ConfigError(
+            f"{asked} and the evaluations of the task {job.task!r} sample completions of their own",
+            f"leave eval_num_prompts out: {job.task}.num_completions_to_print says how many are written",
+        )
+    if job.eval_max_new_tokens >= job.seq_len:
+        raise ConfigError(
+            f"eval_max_new_tokens is {job.eval_max_new_tokens} and seq_len is {job.seq_len}",
+            "seq_len holds a prompt and its completion: raise it, or ask for fewer tokens",
+        )
+
+
+def _check_context(job: Job, spec: ModelSpec) -> None:
+    if job.seq_len > spec.max_model_len:
+        raise ConfigError(
+            f"seq_len is {job.seq_len} and the model's context {spec.max_model_len} tokens", "lower seq_len"
+        )
+
+
+def _check_sizes(job: Job, config: RolloutConfig) -> None:
     if job.global_batch_size % config.num_generations:
         raise ConfigError(
             f"global_batch_size is {job.global_batch_size} and {job.task}.num_generations is {config.num_generations}",
@@ -40,10 +72,6 @@ def _check_sizes(job: Job, config: RolloutConfig, spec: ModelSpec) -> None:
         raise ConfigError(
             f"{job.task}.max_completion_length is {config.max_completion_length} and seq_len is {job.seq_len}",
             "seq_len holds a prompt and its completion: raise it, or sample fewer tokens",
-        )
-    if job.seq_len > spec.max_model_len:
-        raise ConfigError(
-            f"seq_len is {job.seq_len} and the model's context {spec.max_model_len} tokens", "lower seq_len"
         )
     if job.deterministic and isinstance(config, RejectionConfig) and config.threshold is not None:
         raise ConfigError(
@@ -63,6 +91,12 @@ def _check_steps(job: Job) -> None:
                 "save, so a run goes on where new ones are sampled",
                 f"make {name} a multiple",
             )
+    if job.early_stopping_patience and job.eval_steps % together:
+        raise ConfigError(
+            f"eval_steps is {job.eval_steps} and grpo.num_iterations is {together}: evaluations can end a run, and it "
+            "ends where new completions are sampled",
+            "make eval_steps a multiple",
+        )
     for name, plain in (("local_steps", 1), ("delay_steps", 0)):
         if getattr(job, name) != plain:
             raise PlanError(
@@ -74,7 +108,8 @@ def _check_steps(job: Job) -> None:
 
 def _check_plan(job: Job, plan: Plan) -> None:
     tp = max(stage.tp for stage in plan.stages)
-    if job.deterministic and plan.pp > 1:
+    asked = f"eval_num_prompts={job.eval_num_prompts}" if job.rollouts is None else f"task={job.task}"
+    if job.rollouts is not None and job.deterministic and plan.pp > 1:
         raise PlanError(
             f"task={job.task} with deterministic=true and pp={plan.pp}: stages divide the completions that are "
             "computed together, and products of fewer rows round in another way",
@@ -91,6 +126,6 @@ def _check_plan(job: Job, plan: Plan) -> None:
     for name, (is_asked, reason) in reasons.items():
         if is_asked:
             raise PlanError(
-                f"task={job.task} and {name} in the plan {plan}: {reason}",
+                f"{asked} and {name} in the plan {plan}: {reason}",
                 f"leave {name.split('=')[0]} out: dp, pp, tp, zero of 1 or 2 and any schedule of one chunk go with it",
             )

@@ -29,6 +29,7 @@ AT_LEAST: Mapping[str, float] = MappingProxyType(
         "top_k": 0,
         "max_num_seqs": 1,
         "num_completions_to_print": 0,
+        "num_generations_eval": 1,
     }
 )
 
@@ -62,7 +63,10 @@ class RolloutConfig:
     max_num_seqs: int = 32
     """Completions that one replica computes at once. Its KV cache has room for so many of `seq_len` tokens."""
     num_completions_to_print: int = 4
-    """Completions of each step that are written to `completions.jsonl` in the run's folder, to be read."""
+    """Completions of each step that are written to `completions.jsonl` in the run's folder, to be read; and of each
+    evaluation to `eval_completions.jsonl`."""
+    num_generations_eval: int | None = None
+    """Completions that an evaluation samples of each prompt of `eval_files`; left out: `num_generations`."""
 
     def located(self, folder: Path) -> Self:
         """The same with reward functions by the path of their file; their modules lie in `folder`."""
@@ -172,6 +176,17 @@ class RejectionConfig(RolloutConfig):
 def is_url(text: str) -> bool:
     """Whether a reward comes from an HTTP server."""
     return text.startswith(("http://", "https://"))
+
+
+def reward_metrics(config: RolloutConfig) -> tuple[str, ...]:
+    """The metrics that evaluations can be compared by: the mean of all rewards, and that of each function."""
+    names = (text if is_url(text) else function_parts(text)[1] for text in config.reward_funcs)
+    return ("reward", *(f"rewards/{name}/mean" for name in names))
+
+
+def completions_evaluated(config: RolloutConfig) -> int:
+    """Of each prompt held out."""
+    return config.num_generations if config.num_generations_eval is None else config.num_generations_eval
 
 
 def function_parts(text: str) -> tuple[Path, str]:

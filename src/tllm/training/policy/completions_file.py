@@ -1,39 +1,27 @@
-"""`completions.jsonl` of a run's folder: completions of each step to be read, with their rewards."""
+"""Files of completions to be read in a run's folder: of each step what it learned from, and of each evaluation."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from tllm.core.errors import UNREADABLE, ConfigError
+from tllm.training.evaluation.completion_record import CompletionRecord
 
-COMPLETIONS = "completions.jsonl"
-
-
-class CompletionRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A completion that step `step` learned from, the first being 1. `rewards` are by the function's name."""
-
-    step: int
-    prompt: Any
-    completion: str
-    rewards: dict[str, float | None]
-    reward: float
-    advantage: float | None = None
-    truncated: bool = False
+COMPLETIONS, EVAL_COMPLETIONS = "completions.jsonl", "eval_completions.jsonl"
 
 
 class CompletionsFile:
-    """The file of a run whose first `done` steps are kept: lines of later steps, and a torn one, are cut off.
+    """A file of a run whose first `done` steps are kept: lines of later steps, and a torn one, are cut off.
 
     As with `metrics.jsonl`, a disk that is full does not end the run.
     """
 
-    def __init__(self, folder: Path, done: int) -> None:
-        self.path = folder / COMPLETIONS
+    def __init__(self, folder: Path, done: int, name: str = COMPLETIONS) -> None:
+        self.path = folder / name
         try:
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             self._end = _kept(self.path, done)

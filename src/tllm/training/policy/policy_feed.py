@@ -18,21 +18,14 @@ import torch
 from torch import Tensor
 
 from tllm.core.errors import ConfigError
-from tllm.training.data.batch_feed import LIMIT, ReplicaBatch, receive_part, send_parts, split_global_batch
+from tllm.training.data.batch_feed import ReplicaBatch, receive_part, send_parts, split_global_batch
 from tllm.training.data.batch_tensors import Tokens
-from tllm.training.data.packing import deal
 from tllm.training.job.job_parts import steps_of_one_sampling
 from tllm.training.objectives.policy_gradient import KEPT, OLD, REFERENCE
 from tllm.training.policy.reference_model import ReferenceModel
 from tllm.training.policy.rewarded_rows import RewardedRows
-from tllm.training.policy.rollouts import (
-    Completion,
-    RolloutOrder,
-    Rollouts,
-    decode_completions,
-    decode_order,
-    encode_completions,
-)
+from tllm.training.policy.rollouts import Completion, RolloutOrder, Rollouts, sampling_of
+from tllm.training.policy.sample_together import dealt, sample_together
 from tllm.training.state.initial_weights import InitialWeights
 from tllm.training.step.rank_groups import RankConfig
 from tllm.training.step.rank_model import RankModel
@@ -57,6 +50,7 @@ class PolicyFeed:
         self._config, self._rollouts, self._rewarded = config, rollouts, rewarded
         self._initial_weights, self._with_positions = initial_weights, with_positions
         self._passes = steps_of_one_sampling(config.job)
+        self._sampling = sampling_of(config.job)
         grpo = config.job.grpo
         self._reference = ReferenceModel(config, grpo.temperature, policy) if grpo is not None and grpo.beta else None
         self._step = 0
@@ -98,26 +92,21 @@ class PolicyFeed:
         ]
 
     def close(self) -> None:
-        self._rollouts.close()
         if self._reference is not None:
             self._reference.close()
         if self._rewarded is not None:
             self._rewarded.close()
 
     def _sampled(self) -> ReplicaBatch:
-        world, plan = self._config.groups.world, self._config.plan
-        order = self._ordered() if world.rank == 0 else None
-        payload = None if order is None else msgspec.msgpack.encode(order)
-        order = decode_order(world.broadcast_bytes(payload, limit=LIMIT))
-        if order.fault is not None:
-            return _faulty(order.fault)
-        groups = order.groups[plan.coordinates(self._config.rank).replica]
-        mine = self._rollouts.sample(groups, order.stop_ids)
-        parts = world.all_gather_bytes(encode_completions(mine), limit=LIMIT)
+        config, plan = self._config, self._config.plan
+        order = self._ordered() if config.groups.world.rank == 0 else None
+        asked, completions = sample_together(config, self._rollouts, self._sampling, order)
+        if asked.fault is not None:
+            return _faulty(asked.fault)
         if self._rewarded is None:
-            return receive_part(self._config.groups.data)
-        batches = self._rewarded_batches([one for part in parts for one in decode_completions(part)])
-        send_parts(batches, plan, self._config.groups.data)
+            return receive_part(config.groups.data)
+        batches = self._rewarded_batches(completions)
+        send_parts(batches, plan, config.groups.data)
         return batches[0]
 
     def _ordered(self) -> RolloutOrder:
@@ -127,8 +116,7 @@ class PolicyFeed:
             groups = self._rewarded.groups(self._step)
         except ConfigError as error:
             return RolloutOrder((), (), (error.message, error.hint))
-        parts = deal(len(groups), self._config.plan.dp)
-        return RolloutOrder(tuple(tuple(groups[p.start : p.stop]) for p in parts), tuple(self._rewarded.stop_ids))
+        return dealt(groups, self._rewarded.stop_ids, self._config.plan)
 
     def _rewarded_batches(self, completions: Sequence[Completion]) -> list[ReplicaBatch]:
         """On rank 0: the batch of each replica."""

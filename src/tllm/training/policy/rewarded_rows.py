@@ -5,26 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 
-from tllm.core.errors import ConfigError
-from tllm.text.tokenizer import Tokenizer
 from tllm.training.data.encoder import IGNORED
 from tllm.training.data.packing import PackedRow
 from tllm.training.data.prompt_batches import PromptBatches, PromptRow
+from tllm.training.evaluation.completion_record import CompletionRecord
 from tllm.training.job.job import Job
-from tllm.training.job.rollout_keys import GRPOConfig, RejectionConfig, is_url
+from tllm.training.job.rollout_keys import GRPOConfig, RejectionConfig
 from tllm.training.objectives.policy_gradient import ADVANTAGE, SAMPLED
-from tllm.training.policy.advantages import Rewards, advantages, weighted_sums
-from tllm.training.policy.completions_file import CompletionRecord, CompletionsFile
-from tllm.training.policy.http_rewards import http_reward
-from tllm.training.policy.reward_functions import load_reward_function
+from tllm.training.policy.advantages import Rewards, advantages
+from tllm.training.policy.completion_rewards import CompletionRewards
+from tllm.training.policy.completions_file import CompletionsFile
 from tllm.training.policy.rollouts import Completion, PromptGroup, completion_seed
-
-RESERVED = ("prompts", "completions", "completion_ids")
 
 
 @dataclass(frozen=True)
@@ -42,15 +37,11 @@ class RewardedGroup:
 class RewardedRows:
     """Asks for completions, and makes rows of those that came. `prepare` is called before the first step."""
 
-    def __init__(self, job: Job, prompts: PromptBatches, tokenizer: Tokenizer) -> None:
+    def __init__(self, job: Job, prompts: PromptBatches, rewards: CompletionRewards) -> None:
         config = job.rollouts
         assert config is not None, "checked when the run began"
-        self.config, self._job, self._prompts, self._tokenizer = config, job, prompts, tokenizer
-        self._functions = [
-            (http_reward if is_url(text) else load_reward_function)(text, config.reward_timeout)
-            for text in config.reward_funcs
-        ]
-        self.stop_ids = tokenizer.eos_ids
+        self.config, self._job, self._prompts, self._rewards = config, job, prompts, rewards
+        self.stop_ids = rewards.stop_ids
         self._rows: list[PromptRow] = []
         self._file: CompletionsFile | None = None
 
@@ -71,9 +62,9 @@ class RewardedRows:
         """The rows of the step from what was sampled for `groups`, in order, and metrics. ConfigError for a reward."""
         size = self.config.num_generations
         assert len(completions) == size * len(self._rows), "as many as were asked for"
-        texts = [self._tokenizer.decode(one.ids, skip_special_tokens=True) for one in completions]
-        rewards_NF = self._rewards(completions, texts)
-        reward_PG = weighted_sums(rewards_NF, self.config.reward_weights).reshape(-1, size)
+        texts = self._rewards.texts(completions)
+        rewards_NF = self._rewards.of(self._rows, completions, texts)
+        reward_PG = self._rewards.together(rewards_NF, size)
         advantage_PG = advantages(reward_PG, self.config) if isinstance(self.config, GRPOConfig) else None
         groups = [
             RewardedGroup(
@@ -87,7 +78,7 @@ class RewardedRows:
             for place, row in enumerate(self._rows)
         ]
         self._write(step, groups)
-        metrics = {**_of_lengths(completions), **self._of_rewards(rewards_NF, reward_PG)}
+        metrics = self._rewards.metrics(completions, rewards_NF, reward_PG)
         config = self.config
         if isinstance(config, RejectionConfig):
             rows = [row for group in groups for row in best_rows(group, config)]
@@ -102,31 +93,6 @@ class RewardedRows:
         self._prompts.close()
         if self._file is not None:
             self._file.close()
-
-    def _rewards(self, completions: Sequence[Completion], texts: Sequence[str]) -> Rewards:
-        """What each function says of each completion, NaN for nothing."""
-        size = self.config.num_generations
-        each = [row.columns for row in self._rows for _ in range(size)]
-        prompts = [columns["prompt"] for columns in each]
-        names = {name for columns in each for name in columns} - {"prompt", *RESERVED}
-        arguments: dict[str, list[Any]] = {
-            "prompts": prompts,
-            "completions": [
-                text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-                for prompt, text in zip(prompts, texts, strict=True)
-            ],
-            "completion_ids": [list(one.ids) for one in completions],
-            **{name: [columns.get(name) for columns in each] for name in sorted(names)},
-        }
-        rewards_NF = np.array([function(arguments) for function in self._functions], dtype=np.float64).T
-        unsaid = np.isnan(rewards_NF).all(1)
-        if unsaid.any():
-            raise ConfigError(
-                f"no reward function says anything of completion {int(unsaid.argmax())}: all of "
-                f"{', '.join(function.name for function in self._functions)} returned None",
-                "let one of them return a number",
-            )
-        return rewards_NF
 
     def _policy_rows(self, group: RewardedGroup) -> list[PackedRow]:
         config = self.config
@@ -143,30 +109,17 @@ class RewardedRows:
             for completion, advantage in zip(group.completions, group.advantage_G, strict=True)
         ]
 
-    def _of_rewards(self, rewards_NF: Rewards, reward_PG: Rewards) -> dict[str, float]:
-        metrics: dict[str, float] = {}
-        for function, reward_N in zip(self._functions, rewards_NF.T, strict=True):
-            said_N = reward_N[~np.isnan(reward_N)]
-            if len(said_N):
-                metrics[f"rewards/{function.name}/mean"] = float(said_N.mean())
-                metrics[f"rewards/{function.name}/std"] = float(said_N.std(ddof=1)) if len(said_N) > 1 else 0.0
-        std_P = reward_PG.std(1, ddof=1) if reward_PG.shape[1] > 1 else np.zeros(len(reward_PG))
-        metrics["reward"], metrics["reward_std"] = float(reward_PG.mean()), float(std_P.mean())
-        metrics["frac_reward_zero_std"] = float((std_P == 0).mean())
-        return metrics
-
     def _write(self, step: int, groups: Sequence[RewardedGroup]) -> None:
         """A few completions to be read: the first groups', whole ones as far as they go."""
         records = []
         for group in groups:
             for number, text in enumerate(group.texts):
-                said = zip(self._functions, group.rewards_GF[number].tolist(), strict=True)
                 records.append(
                     CompletionRecord(
                         step=step + 1,
                         prompt=group.prompt.columns["prompt"],
                         completion=text,
-                        rewards={function.name: None if value != value else value for function, value in said},
+                        rewards=self._rewards.by_name(group.rewards_GF[number]),
                         reward=float(group.reward_G[number]),
                         advantage=None if group.advantage_G is None else float(group.advantage_G[number]),
                         truncated=group.completions[number].is_truncated,
@@ -215,15 +168,3 @@ def best_rows(group: RewardedGroup, config: RejectionConfig) -> list[PackedRow]:
         and not (config.mask_truncated_completions and group.completions[number].is_truncated)
     ]
     return [completion_row(group.prompt.ids, group.completions[number]) for number in wanted[: config.keep]]
-
-
-def _of_lengths(completions: Sequence[Completion]) -> dict[str, float]:
-    lengths = [len(one.ids) for one in completions]
-    ended = [len(one.ids) for one in completions if not one.is_truncated]
-    return {
-        "completions/mean_length": float(np.mean(lengths)),
-        "completions/min_length": float(min(lengths)),
-        "completions/max_length": float(max(lengths)),
-        "completions/clipped_ratio": 1 - len(ended) / len(lengths),
-        "completions/mean_terminated_length": float(np.mean(ended)) if ended else 0.0,
-    }

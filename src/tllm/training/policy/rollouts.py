@@ -6,14 +6,24 @@ The engine and the trainer know nothing of each other: whoever starts a rank han
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from tllm.core.errors import UNREADABLE, FrameError
 from tllm.training.data.seeds import key_for
+from tllm.training.job.job import Job
 from tllm.training.step.rank_groups import RankConfig
 from tllm.training.step.rank_model import RankModel
+
+
+class CompletionSampling(NamedTuple):
+    """How tokens are sampled: `max_tokens` at most of each completion; a temperature of 0 takes the likeliest."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
 
 
 class PromptGroup(msgspec.Struct, frozen=True, array_like=True):
@@ -48,7 +58,9 @@ class RolloutOrder(msgspec.Struct, frozen=True):
 class Rollouts(Protocol):
     """Samples with the rank's own weights, as they are at the moment. Every rank of a replica makes the same calls."""
 
-    def sample(self, groups: Sequence[PromptGroup], stop_ids: Sequence[int]) -> list[Completion]:
+    def sample(
+        self, groups: Sequence[PromptGroup], stop_ids: Sequence[int], sampling: CompletionSampling
+    ) -> list[Completion]:
         """The completions of each group in turn, on the replica's first rank; nothing on the others."""
 
     def close(self) -> None:
@@ -57,6 +69,13 @@ class Rollouts(Protocol):
 
 MakeRollouts = Callable[[RankConfig, RankModel], Rollouts]
 """make(what the rank is asked to do, the model whose weights it shares)"""
+
+
+def sampling_of(job: Job) -> CompletionSampling:
+    """How a job that learns from completions samples them."""
+    config = job.rollouts
+    assert config is not None, "checked when the run began"
+    return CompletionSampling(config.max_completion_length, config.temperature, config.top_p, config.top_k)
 
 
 def completion_seed(seed: int, step: int, place: int, number: int) -> int:

@@ -43,6 +43,8 @@ def _told(record: StepRecord) -> list[str]:
     told = [f"{name} {metrics[key]:7.3f}" for key, name in TELLING.items() if key in metrics]
     if record.eval_loss is not None:
         told.append(f"eval {record.eval_loss:.4f}")
+    if "reward" in (record.eval_metrics or {}):
+        told.append(f"eval reward {(record.eval_metrics or {})['reward']:.4f}")
     if record.eval_perplexity is not None:
         told.append(f"perplexity {record.eval_perplexity:.4g}")
     return told

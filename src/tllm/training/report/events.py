@@ -8,10 +8,15 @@ from typing import Literal
 
 import msgspec
 
+from tllm.training.evaluation.completion_record import CompletionRecord
 from tllm.training.report.metrics import StepRecord
 
 Origin = Literal["start", "save", "memory"]
 """Where a run's numbers come from when it begins or goes on."""
+
+
+TOLD_COMPLETIONS = 16
+"""Completions of an evaluation that an event has at most, and with it the page: all of them are in their file."""
 
 
 class RunBegan(msgspec.Struct, frozen=True, tag=True):
@@ -30,9 +35,10 @@ class RunBegan(msgspec.Struct, frozen=True, tag=True):
 
 
 class RunStepped(msgspec.Struct, frozen=True, tag=True):
-    """A step is done."""
+    """A step is done. After an evaluation `completions` are the first of rows held out."""
 
     record: StepRecord
+    completions: tuple[CompletionRecord, ...] = ()
 
 
 class RunSaved(msgspec.Struct, frozen=True, tag=True):
@@ -47,12 +53,20 @@ class RunSaved(msgspec.Struct, frozen=True, tag=True):
 class RunEnded(msgspec.Struct, frozen=True, tag=True):
     """The run has ended after `step` steps. `final` is the model's folder, "" where it goes on another time.
 
-    `reason` says why it ended before the last step of the job, if evaluations ended it.
+    `reason` says why it ended before the last step of the job, if evaluations ended it. The model is that of the step
+    `model_step`; `choice` says why, where the job asks for the best.
     """
 
     step: int
     final: str = ""
     reason: str = ""
+    model_step: int = 0
+    choice: str = ""
+
+    @property
+    def of_step(self) -> str:
+        """`, of step 8 (loss 2.31, the best of the saves)`; nothing of a model that is simply the last."""
+        return f", of step {self.model_step} ({self.choice})" if self.choice else ""
 
 
 class RunLostRank(msgspec.Struct, frozen=True, tag=True):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from tllm.core.errors import ConfigError
+from tllm.training.evaluation.completion_record import CompletionRecord
+from tllm.training.policy.completions_file import EVAL_COMPLETIONS, CompletionsFile
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
 
 FILE = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
-NOT_OF_TRAINING = ("step", "metrics", "eval_loss", "eval_metrics", "eval_perplexity")
+NOT_OF_TRAINING = ("step", "metrics", "eval_loss", "eval_metrics", "eval_perplexity", "early_stopping")
 TAIL_BYTES = 64 * 1024
 
 
@@ -26,7 +29,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     the part of the time that ranks waited for the pipeline, `memory` the most bytes on any rank, `bytes_sent` by all.
     `aux_loss` is the experts' load-balance loss, without its coefficient; `metrics` are what the task's objective tells
     beside the loss, by TRL's names. After an evaluation `eval_loss` and `eval_metrics` are those of rows held out, and
-    `eval_perplexity` is exp(eval_loss) where the loss is a mean of -log p over tokens.
+    `eval_perplexity` is exp(eval_loss) where the loss is a mean of -log p over tokens. `early_stopping` says why
+    evaluations end the run after this step.
     """
 
     step: int
@@ -45,12 +49,13 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     eval_loss: float | None = None
     eval_metrics: dict[str, float] | None = None
     eval_perplexity: float | None = None
+    early_stopping: str | None = None
 
 
 class Sink(Protocol):
-    """Takes each step's record."""
+    """Takes each step's record, and after an evaluation some completions of rows held out."""
 
-    def write(self, record: StepRecord) -> None: ...
+    def write(self, record: StepRecord, completions: Sequence[CompletionRecord] = ()) -> None: ...
 
     def close(self) -> None: ...
 
@@ -73,8 +78,8 @@ class MetricsFile:
         except OSError as error:
             raise ConfigError(f"cannot write {self.path}: {error.strerror}", "give another output_dir") from error
 
-    def write(self, record: StepRecord) -> None:
-        """Add a line; it is with the system when this returns."""
+    def write(self, record: StepRecord, completions: Sequence[CompletionRecord] = ()) -> None:
+        """Add a line; it is with the system when this returns. Completions have a file of their own."""
         line = msgspec.json.encode(record) + b"\n"
         try:
             written = os.pwrite(self._file, line, self._end)
@@ -96,18 +101,36 @@ class TensorBoard:
         # What was written of later steps before a restart is then not shown.
         self._writer = _summary_writer()(str(folder), purge_step=done + 1)
 
-    def write(self, record: StepRecord) -> None:
+    def write(self, record: StepRecord, completions: Sequence[CompletionRecord] = ()) -> None:
         numbers = {name: value for name, value in fields(record).items() if name not in NOT_OF_TRAINING}
         for name, value in {**numbers, **(record.metrics or {})}.items():
             if value is not None:
                 self._writer.add_scalar(f"train/{name}", value, record.step)
-        if record.eval_loss is not None:
-            told = {} if record.eval_perplexity is None else {"perplexity": record.eval_perplexity}
-            for name, value in {"loss": record.eval_loss, **told, **(record.eval_metrics or {})}.items():
+        evaluated = {"loss": record.eval_loss, "perplexity": record.eval_perplexity, **(record.eval_metrics or {})}
+        for name, value in evaluated.items():
+            if value is not None:
                 self._writer.add_scalar(f"eval/{name}", value, record.step)
+        if completions:
+            self._writer.add_text("eval/completions", markdown(completions), record.step)
+        if record.early_stopping is not None:
+            self._writer.add_text("train/early_stopping", record.early_stopping, record.step)
 
     def close(self) -> None:
         self._writer.close()
+
+
+class EvalCompletions:
+    """`eval_completions.jsonl`: completions of rows held out, a line each, cut after the first `done` steps."""
+
+    def __init__(self, folder: Path, done: int = 0) -> None:
+        self._file = CompletionsFile(folder, done, EVAL_COMPLETIONS)
+
+    def write(self, record: StepRecord, completions: Sequence[CompletionRecord] = ()) -> None:
+        if completions:
+            self._file.write(completions)
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def check_sinks(report_to: tuple[str, ...]) -> None:
@@ -119,10 +142,15 @@ def check_sinks(report_to: tuple[str, ...]) -> None:
         _summary_writer()
 
 
-def sinks(folder: Path, report_to: tuple[str, ...] = (), done: int = 0) -> list[Sink]:
-    """The file of a run, and what `report_to` names beside it. `done` steps were taken by the save it goes on from."""
+def sinks(folder: Path, report_to: tuple[str, ...] = (), done: int = 0, with_completions: bool = False) -> list[Sink]:
+    """The files of a run, and what `report_to` names beside it. `done` steps were taken by the save it goes on from.
+
+    `with_completions`: evaluations make some of rows held out.
+    """
     check_sinks(report_to)
     first: list[Sink] = [MetricsFile(folder, done)]
+    if with_completions:
+        first.append(EvalCompletions(folder, done))
     return [*first, *(TensorBoard(folder / TENSORBOARD, done) for _ in report_to[:1])]
 
 
@@ -146,6 +174,21 @@ def last_step(folder: Path) -> int:
 def fields(record: StepRecord) -> dict[str, Any]:
     """The record by name, in order."""
     return {name: getattr(record, name) for name in record.__struct_fields__}
+
+
+def markdown(completions: Sequence[CompletionRecord]) -> str:
+    """Each completion below its prompt, as blocks of code, in which no sign of a text means anything."""
+    return "\n\n".join(
+        f"**{name}**\n\n{_block(text)}"
+        for one in completions
+        for name, text in (("prompt", one.prompt), ("completion", one.completion), ("reference", one.reference))
+        if text is not None
+    )
+
+
+def _block(content: Any) -> str:
+    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+    return "\n".join(f"    {line}" for line in text.splitlines() or [""])
 
 
 def _summary_writer() -> type[SummaryWriter]:

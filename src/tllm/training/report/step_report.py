@@ -23,7 +23,10 @@ from tllm.training.step.rank_groups import Groups
 
 @dataclass(frozen=True)
 class RankCounters:
-    """What one rank knows of a step that is done. `start` is when it began, by the monotonic clock."""
+    """What one rank knows of a step that is done. `start` is when it began, by the monotonic clock.
+
+    `reason` says why evaluations end the run after it, if they do.
+    """
 
     batch: ReplicaBatch
     result: StepResult
@@ -32,6 +35,7 @@ class RankCounters:
     start: float
     load_balance_loss: float | None = None
     evaluated: Evaluated | None = None
+    reason: str = ""
 
 
 class StepReport:
@@ -117,6 +121,7 @@ class StepReport:
             eval_loss=None if counters.evaluated is None else counters.evaluated.loss,
             eval_metrics=None if counters.evaluated is None else counters.evaluated.metrics or None,
             eval_perplexity=None if counters.evaluated is None else counters.evaluated.perplexity,
+            early_stopping=counters.reason or None,
         )
         return record, stop > 0
 

@@ -16,7 +16,7 @@ from tllm.training.job.job import Job
 
 def best_of(**keys: Any) -> BestEvaluation:
     job = Job(output_dir="run", train_files=("a",), max_steps=9, config_name="c", eval_files=("b",), **keys)
-    return BestEvaluation(job, ("margins",))
+    return BestEvaluation(job, ("loss", "margins"))
 
 
 def after(losses: list[float], **keys: Any) -> BestEvaluation:
@@ -40,13 +40,29 @@ def after(losses: list[float], **keys: Any) -> BestEvaluation:
 )
 def test_what_counts_as_a_gain(losses: list[float], keys: dict[str, Any], standing: Standing) -> None:
     best = after(losses, **keys)
-    assert best.standing == standing and best.reason == ""
-    assert msgspec.convert(msgspec.to_builtins(standing), Standing) == standing
+    now = best.standing
+    assert (now.best, now.step, now.waited) == (standing.best, standing.step, standing.waited) and best.reason == ""
+    assert now.evaluated == len(losses)
+    assert now.values == ({} if math.isnan(losses[-1]) else {"loss": losses[-1], "margins": losses[-1]})
+    assert msgspec.convert(msgspec.json.decode(msgspec.json.encode(now)), Standing) == now
 
 
 def test_the_reason_names_the_best_and_its_step() -> None:
     assert after([3.0, 2.0, 2.5, 2.25]).reason == ("2 evaluations without a gain: loss was at its best 2, after step 2")
     assert "never a number" in after([math.nan, math.nan]).reason
+
+
+def test_a_save_is_worth_its_own_evaluation_and_none_without() -> None:
+    best = after([3.0, 2.0], metric_for_best_model="margins", load_best_model_at_end=True)
+    facts = {"evaluations": msgspec.to_builtins(best.standing)}
+    assert best.worth(2, facts) == 2.0 and best.worth(3, facts) is None and best.worth(2, {}) is None
+    smaller = after([3.0, 2.0], load_best_model_at_end=True)
+    assert smaller.worth(2, facts) == -2.0, "of another metric, by the same save"
+    assert smaller.choice(2, facts) == "loss 2, the best of the saves"
+    assert smaller.choice(3, facts) == "the last, as no save that was evaluated is whole"
+    later = after([3.0, 2.0, 1.0], load_best_model_at_end=True)
+    assert later.choice(2, facts) == "loss 2, the best of the saves; 1 after step 3 has no save"
+    assert after([3.0]).choice(1, facts) == ""
 
 
 def test_without_patience_a_run_does_not_end() -> None:

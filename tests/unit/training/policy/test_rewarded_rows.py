@@ -13,11 +13,13 @@ from tests.support.training.policy_task import grpo, policy_job, write_task
 from tllm.core.errors import ConfigError
 from tllm.training.data.encoder import IGNORED
 from tllm.training.data.prompt_batches import PromptRow
+from tllm.training.evaluation.completion_record import CompletionRecord
 from tllm.training.job.initial_model import open_initial_model
 from tllm.training.job.job import Job
 from tllm.training.job.rollout_keys import RejectionConfig
 from tllm.training.objectives.policy_gradient import ADVANTAGE, SAMPLED
-from tllm.training.policy.completions_file import CompletionRecord, CompletionsFile
+from tllm.training.policy.completion_rewards import CompletionRewards
+from tllm.training.policy.completions_file import CompletionsFile
 from tllm.training.policy.rewarded_rows import RewardedGroup, RewardedRows, best_rows, completion_row
 from tllm.training.policy.rollouts import Completion, completion_seed
 
@@ -59,7 +61,9 @@ def test_the_best_completions_are_kept_the_first_of_equals_first(keys: dict[str,
 
 
 def opened(job: Job) -> RewardedRows:
-    rows = RewardedRows(job, *open_initial_model(job).prompts(job))
+    initial = open_initial_model(job)
+    assert job.rollouts is not None
+    rows = RewardedRows(job, initial.prompts(job), CompletionRewards(job.rollouts, initial.reply_tokenizer()))
     rows.prepare(0)
     return rows
 

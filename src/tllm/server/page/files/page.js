@@ -10,7 +10,7 @@ import { drawMachines } from "./machines.js";
 import { runCharts, stepOf } from "./run_charts.js";
 import { NoAnswer, Refusal, get, keepKey } from "./server.js";
 import { SERVING_CHARTS } from "./serving_charts.js";
-import { drawEvents, drawPredicted, drawPredictedStep, drawRun, drawSequences } from "./tables.js";
+import { drawCompletions, drawEvents, drawPredicted, drawPredictedStep, drawRun, drawSequences } from "./tables.js";
 
 const SECONDS = 1;
 const VIEWS = ["cluster", "chat"];
@@ -65,6 +65,7 @@ function drawTraining(status, isRead) {
   find("requests-title").textContent = "The run";
   if (!isRead) drawCharts(find("charts"), runCharts(history.samples), history, status.predicted, stepOf);
   drawRun(find("requests"), status.training, history.samples);
+  drawCompletions(find("completions"), history.samples);
   drawPredictedStep(find("predicted"), status.predicted);
 }
 

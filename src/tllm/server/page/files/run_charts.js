@@ -3,12 +3,25 @@
 import { bytes, count, percent, seconds } from "./amounts.js";
 
 const field = (name) => (samples, at) => samples[at].record[name];
+const evaluated = (name) => (samples, at) => samples[at].record.eval_metrics?.[name] ?? null;
 
 export const RUN_CHARTS = [
   {
     title: "Loss",
     words: (value) => value.toFixed(3),
     lines: [{ name: "of each step, in nats a token", value: field("loss") }],
+    isTight: true,
+  },
+  {
+    title: "Held-out loss",
+    words: (value) => value.toFixed(3),
+    lines: [{ name: "of eval_files", value: field("eval_loss") }],
+    isTight: true,
+  },
+  {
+    title: "Held-out reward",
+    words: (value) => value.toFixed(3),
+    lines: [{ name: "mean over completions of eval_files", value: evaluated("reward") }],
     isTight: true,
   },
   {

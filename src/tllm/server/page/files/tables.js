@@ -72,6 +72,26 @@ export function drawRun(parent, training, samples) {
   replace(parent, table(["", ""], rows));
 }
 
+/** What the model wrote after its last evaluation, below what it was asked, in a section that is shown once it has. */
+export function drawCompletions(section, samples) {
+  const last = samples.findLast((sample) => sample.completions?.length);
+  section.hidden = !last;
+  if (!last || section.dataset.time === String(last.time)) return;
+  section.dataset.time = last.time;
+  section.querySelector("h2").textContent = `Completions of rows held out, after step ${count(last.record.step)}`;
+  const text = (value) => (typeof value === "string" ? value : JSON.stringify(value));
+  const written = (one) => text(one.completion) + (one.truncated ? " …" : "");
+  const isRewarded = last.completions.some((one) => one.reward !== null);
+  const beside = isRewarded ? (one) => one.reward.toPrecision(3) : (one) => text(one.reference ?? "");
+  replace(
+    section.querySelector(".scroll"),
+    table(
+      ["prompt", "completion", isRewarded ? "reward" : "the row's own"],
+      last.completions.map((one) => [text(one.prompt), written(one), beside(one)]),
+    ),
+  );
+}
+
 /** What a step of the present plan is predicted to take, and what it takes. */
 export function drawPredictedStep(parent, predicted) {
   if (!predicted) {

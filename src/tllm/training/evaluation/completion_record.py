@@ -1,0 +1,24 @@
+"""`CompletionRecord`: a completion to be read, as the files of a run, TensorBoard and the page have it. No torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class CompletionRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A completion that step `step` learned from, or that was made after it and not learned; the first step is 1.
+
+    `prompt` is a text or messages. `rewards` are by the function's name, None where it said nothing; `reference` is
+    what the row itself has in the completion's place.
+    """
+
+    step: int
+    prompt: Any
+    completion: str
+    reference: str | None = None
+    rewards: dict[str, float | None] | None = None
+    reward: float | None = None
+    advantage: float | None = None
+    truncated: bool = False

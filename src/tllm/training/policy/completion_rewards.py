@@ -1,0 +1,97 @@
+"""`CompletionRewards`: rank 0's reward functions, loaded once, and what they make of completions of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tllm.core.errors import ConfigError
+from tllm.text.tokenizer import Tokenizer
+from tllm.training.data.prompt_batches import PromptRow
+from tllm.training.job.rollout_keys import RolloutConfig, is_url
+from tllm.training.policy.advantages import Rewards, weighted_sums
+from tllm.training.policy.http_rewards import http_reward
+from tllm.training.policy.reward_functions import load_reward_function
+from tllm.training.policy.rollouts import Completion
+
+RESERVED = ("prompts", "completions", "completion_ids")
+
+
+class CompletionRewards:
+    """Steps and evaluations ask the same functions. Letters: P prompts, G completions of each, N = P G, F functions."""
+
+    def __init__(self, config: RolloutConfig, tokenizer: Tokenizer) -> None:
+        self._config, self._tokenizer = config, tokenizer
+        self._functions = [
+            (http_reward if is_url(text) else load_reward_function)(text, config.reward_timeout)
+            for text in config.reward_funcs
+        ]
+        self.stop_ids = tokenizer.eos_ids
+
+    def texts(self, completions: Sequence[Completion]) -> list[str]:
+        """As functions get them."""
+        return [self._tokenizer.decode(one.ids, skip_special_tokens=True) for one in completions]
+
+    def of(self, rows: Sequence[PromptRow], completions: Sequence[Completion], texts: Sequence[str]) -> Rewards:
+        """What each function says of each completion, [N, F], NaN for nothing; as many of each row's prompt in turn.
+
+        ConfigError, in one line, for a function that fails, or where none says anything of a completion.
+        """
+        size = len(completions) // len(rows)
+        each = [row.columns for row in rows for _ in range(size)]
+        prompts = [columns["prompt"] for columns in each]
+        names = {name for columns in each for name in columns} - {"prompt", *RESERVED}
+        arguments: dict[str, list[Any]] = {
+            "prompts": prompts,
+            "completions": [
+                text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+                for prompt, text in zip(prompts, texts, strict=True)
+            ],
+            "completion_ids": [list(one.ids) for one in completions],
+            **{name: [columns.get(name) for columns in each] for name in sorted(names)},
+        }
+        rewards_NF = np.array([function(arguments) for function in self._functions], dtype=np.float64).T
+        unsaid = np.isnan(rewards_NF).all(1)
+        if unsaid.any():
+            raise ConfigError(
+                f"no reward function says anything of completion {int(unsaid.argmax())}: all of "
+                f"{', '.join(function.name for function in self._functions)} returned None",
+                "let one of them return a number",
+            )
+        return rewards_NF
+
+    def together(self, rewards_NF: Rewards, size: int) -> Rewards:
+        """The reward of each completion of each prompt, [P, G], by the functions' weights."""
+        return weighted_sums(rewards_NF, self._config.reward_weights).reshape(-1, size)
+
+    def by_name(self, reward_F: Rewards) -> dict[str, float | None]:
+        """What the functions say of one completion, None for nothing."""
+        said = zip(self._functions, reward_F.tolist(), strict=True)
+        return {function.name: None if value != value else value for function, value in said}
+
+    def metrics(self, completions: Sequence[Completion], rewards_NF: Rewards, reward_PG: Rewards) -> dict[str, float]:
+        """Of lengths and rewards, by TRL's names."""
+        metrics = _of_lengths(completions)
+        for function, reward_N in zip(self._functions, rewards_NF.T, strict=True):
+            said_N = reward_N[~np.isnan(reward_N)]
+            if len(said_N):
+                metrics[f"rewards/{function.name}/mean"] = float(said_N.mean())
+                metrics[f"rewards/{function.name}/std"] = float(said_N.std(ddof=1)) if len(said_N) > 1 else 0.0
+        std_P = reward_PG.std(1, ddof=1) if reward_PG.shape[1] > 1 else np.zeros(len(reward_PG))
+        metrics["reward"], metrics["reward_std"] = float(reward_PG.mean()), float(std_P.mean())
+        metrics["frac_reward_zero_std"] = float((std_P == 0).mean())
+        return metrics
+
+
+def _of_lengths(completions: Sequence[Completion]) -> dict[str, float]:
+    lengths = [len(one.ids) for one in completions]
+    ended = [len(one.ids) for one in completions if not one.is_truncated]
+    return {
+        "completions/mean_length": float(np.mean(lengths)),
+        "completions/min_length": float(min(lengths)),
+        "completions/max_length": float(max(lengths)),
+        "completions/clipped_ratio": 1 - len(ended) / len(lengths),
+        "completions/mean_terminated_length": float(np.mean(ended)) if ended else 0.0,
+    }

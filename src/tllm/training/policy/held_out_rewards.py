@@ -1,0 +1,142 @@
+"""`HeldOutRewards`: what completions of prompts held out are worth, which nothing is learned from.
+
+They are sampled as those of steps are, at the job's temperature, each with a seed of its own that is the same at every
+evaluation: what changes from one to the next is the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from tllm.core.errors import UNREADABLE, ConfigError, FrameError
+from tllm.training.data.batches import Batches
+from tllm.training.data.prompt_batches import PromptBatches, PromptRow
+from tllm.training.data.seeds import key_for
+from tllm.training.evaluation.completion_record import CompletionRecord
+from tllm.training.evaluation.held_out import Evaluated
+from tllm.training.job.rollout_keys import completions_evaluated
+from tllm.training.policy.advantages import Rewards
+from tllm.training.policy.completion_rewards import CompletionRewards
+from tllm.training.policy.rollouts import Completion, PromptGroup, RolloutOrder, Rollouts, sampling_of
+from tllm.training.policy.sample_together import dealt, sample_together
+from tllm.training.step.rank_groups import RankConfig
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What rank 0 tells of an evaluation: means over all completions, or why there are none."""
+
+    metrics: dict[str, float] = {}
+    fault: tuple[str, str] | None = None
+
+
+class RewardedPrompts(NamedTuple):
+    """Prompts whose completions were sampled together, and what each function says of these, [N, F]."""
+
+    rows: Sequence[PromptRow]
+    completions: Sequence[Completion]
+    texts: Sequence[str]
+    rewards_NF: Rewards
+
+
+class HeldOutRewards:
+    """Every rank makes the same calls. `prompts` and `rewards` are rank 0's, who alone reads prompts and calls code."""
+
+    def __init__(
+        self,
+        config: RankConfig,
+        rollouts: Rollouts,
+        prompts: PromptBatches | None,
+        rewards: CompletionRewards | None,
+    ) -> None:
+        self._config, self._rollouts, self._rewards, self._source = config, rollouts, rewards, prompts
+        assert config.job.rollouts is not None, "checked when the run began"
+        self._sampling, self._size = sampling_of(config.job), completions_evaluated(config.job.rollouts)
+        self._chunks: list[list[PromptRow]] = []
+
+    def prepare(self, batches: Batches | None) -> None:
+        """Read the prompts, on rank 0: ConfigError, with the line, for one that cannot be completed."""
+        if self._source is None:
+            return
+        number = 0
+        while rows := self._source.prompts(number):
+            self._chunks.append(rows)
+            number += 1
+        self._source.close()
+
+    def evaluate(self, step: int) -> Evaluated:
+        """With the weights that the model has now; a reward that goes wrong is its fault, on every rank."""
+        world = self._config.groups.world
+        found: list[RewardedPrompts] = []
+        outcome, number = Outcome(), 0
+        while True:
+            order = None if self._rewards is None else self._order(number if outcome.fault is None else -1)
+            asked, completions = sample_together(self._config, self._rollouts, self._sampling, order)
+            if not any(asked.groups):
+                break
+            if self._rewards is not None:
+                try:
+                    found.append(self._rewarded(number, completions))
+                except ConfigError as error:
+                    outcome = Outcome(fault=(error.message, error.hint))
+            number += 1
+        if found and outcome.fault is None:
+            outcome = Outcome(self._metrics(found))
+        told = None if self._rewards is None else msgspec.msgpack.encode(outcome)
+        agreed = _decoded(world.broadcast_bytes(told))
+        records = () if agreed.fault is not None else self._records(step, found)
+        return Evaluated(metrics=agreed.metrics, completions=records, fault=agreed.fault)
+
+    def _order(self, number: int) -> RolloutOrder:
+        """On rank 0: the prompts of a chunk; none at the end."""
+        assert self._rewards is not None
+        rows = self._chunks[number] if 0 <= number < len(self._chunks) else []
+        first = sum(len(chunk) for chunk in self._chunks[:number])
+        groups = [PromptGroup(row.ids, self._seeds(place)) for place, row in enumerate(rows, first)]
+        return dealt(groups, self._rewards.stop_ids, self._config.plan)
+
+    def _seeds(self, place: int) -> tuple[int, ...]:
+        seed = self._config.job.seed
+        return tuple(key_for("held out", seed, place, number) >> 1 for number in range(self._size))
+
+    def _rewarded(self, number: int, completions: Sequence[Completion]) -> RewardedPrompts:
+        assert self._rewards is not None
+        rows, texts = self._chunks[number], self._rewards.texts(completions)
+        return RewardedPrompts(rows, completions, texts, self._rewards.of(rows, completions, texts))
+
+    def _metrics(self, found: Sequence[RewardedPrompts]) -> dict[str, float]:
+        assert self._rewards is not None
+        rewards_NF = np.concatenate([one.rewards_NF for one in found])
+        completions = [completion for one in found for completion in one.completions]
+        return self._rewards.metrics(completions, rewards_NF, self._rewards.together(rewards_NF, self._size))
+
+    def _records(self, step: int, found: Sequence[RewardedPrompts]) -> tuple[CompletionRecord, ...]:
+        """The first of them, to be read."""
+        config, rewards = self._config.job.rollouts, self._rewards
+        if rewards is None or config is None:
+            return ()
+        records: list[CompletionRecord] = []
+        for one in found:
+            together_N = rewards.together(one.rewards_NF, self._size).flatten()
+            for place in range(min(len(one.texts), config.num_completions_to_print - len(records))):
+                records.append(
+                    CompletionRecord(
+                        step=step,
+                        prompt=one.rows[place // self._size].columns["prompt"],
+                        completion=one.texts[place],
+                        rewards=rewards.by_name(one.rewards_NF[place]),
+                        reward=float(together_N[place]),
+                        truncated=one.completions[place].is_truncated,
+                    )
+                )
+        return tuple(records)
+
+
+def _decoded(content: bytes) -> Outcome:
+    try:
+        return msgspec.msgpack.decode(content, type=Outcome)
+    except UNREADABLE as error:
+        raise FrameError(f"what rank 0 sent is no outcome of an evaluation: {error}") from error

@@ -1,0 +1,45 @@
+"""Completions that all replicas sample of what rank 0 asks for, brought back to rank 0 in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from tllm.spec.plan import Plan
+from tllm.training.data.batch_feed import LIMIT
+from tllm.training.data.packing import deal
+from tllm.training.policy.rollouts import (
+    Completion,
+    CompletionSampling,
+    PromptGroup,
+    RolloutOrder,
+    Rollouts,
+    decode_completions,
+    decode_order,
+    encode_completions,
+)
+from tllm.training.step.rank_groups import RankConfig
+
+
+def dealt(groups: Sequence[PromptGroup], stop_ids: Sequence[int], plan: Plan) -> RolloutOrder:
+    """The groups shared out over the replicas, in order."""
+    parts = deal(len(groups), plan.dp)
+    return RolloutOrder(tuple(tuple(groups[p.start : p.stop]) for p in parts), tuple(stop_ids))
+
+
+def sample_together(
+    config: RankConfig, rollouts: Rollouts, sampling: CompletionSampling, order: RolloutOrder | None
+) -> tuple[RolloutOrder, list[Completion]]:
+    """Every rank calls it, with the `order` on rank 0: the order, and the completions of all its groups, one by one.
+
+    They are the same on every rank; of an order with a fault there are none.
+    """
+    world = config.groups.world
+    payload = None if order is None else msgspec.msgpack.encode(order)
+    asked = decode_order(world.broadcast_bytes(payload, limit=LIMIT))
+    if asked.fault is not None:
+        return asked, []
+    mine = rollouts.sample(asked.groups[config.plan.coordinates(config.rank).replica], asked.stop_ids, sampling)
+    parts = world.all_gather_bytes(encode_completions(mine), limit=LIMIT)
+    return asked, [one for part in parts for one in decode_completions(part)]
