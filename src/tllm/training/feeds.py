@@ -5,13 +5,15 @@ from __future__ import annotations
 from tllm.training.data.batch_feed import BatchFeed
 from tllm.training.data.feed import DataPosition, Feed
 from tllm.training.job.initial_model import InitialModel
-from tllm.training.policy.policy_feed import PolicyFeed
+from tllm.training.policy.on_policy_rows import OnPolicyRows
+from tllm.training.policy.policy_feed import PolicyFeed, SampledRows
 from tllm.training.policy.rewarded_rows import RewardedRows
 from tllm.training.policy.rollouts import Rollouts
 from tllm.training.state.initial_weights import InitialWeights
 from tllm.training.step.rank_groups import RankConfig
 from tllm.training.step.rank_model import RankModel
 from tllm.training.teachers.taught_batches import open_batches
+from tllm.training.teachers.teacher_pool import TeacherPool
 
 FeedAndPosition = tuple[Feed, DataPosition | None]
 """A feed, and on rank 0, who alone has an `InitialModel` and reads the data, the place in it."""
@@ -38,5 +40,10 @@ def policy_feed(
     if initial_model is None:
         return PolicyFeed(config, rollouts, None, initial_weights, policy, with_positions), None
     prompts, tokenizer = initial_model.prompts(config.job)
-    rewarded = RewardedRows(config.job, prompts, tokenizer)
-    return PolicyFeed(config, rollouts, rewarded, initial_weights, policy, with_positions), prompts
+    judged: SampledRows
+    if config.job.distill is None:
+        judged = RewardedRows(config.job, prompts, tokenizer)
+    else:
+        teachers = TeacherPool.open(config.job.distill, initial_model)
+        judged = OnPolicyRows(config.job, prompts, tokenizer.eos_ids, teachers)
+    return PolicyFeed(config, rollouts, judged, initial_weights, policy, with_positions), prompts

@@ -86,12 +86,14 @@ def _check_eval_files(job: Job) -> None:
 
 def _check_noise(job: Job) -> None:
     """Noise would part the log-probabilities that are trained from those that completions were sampled with."""
-    if job.neftune_noise_alpha and job.task in SAMPLING_TASKS:
-        raise ConfigError(
-            f"neftune_noise_alpha is {job.neftune_noise_alpha:g} and the task {job.task!r} learns from completions, "
-            "which are sampled without noise",
-            "leave neftune_noise_alpha out",
-        )
+    dropout = 0.0 if job.lora is None else job.lora.lora_dropout
+    for name, value in (("neftune_noise_alpha", job.neftune_noise_alpha), ("lora.lora_dropout", dropout)):
+        if value and job.rollouts is not None:
+            raise ConfigError(
+                f"{name} is {value:g} and the task {job.task!r} learns from completions, which are sampled without "
+                f"{'noise' if name == 'neftune_noise_alpha' else 'dropout'}",
+                f"leave {name} out",
+            )
 
 
 def _check_experts(job: Job, spec: ModelSpec) -> None:

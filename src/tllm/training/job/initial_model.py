@@ -27,9 +27,10 @@ from tllm.spec.model_spec import ModelSpec
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
 from tllm.training.data.batches import Batches, DataConfig
+from tllm.training.data.choose_encoder import RowEncoder, choose_encoder
 from tllm.training.data.dataset import Dataset, Documents
 from tllm.training.data.encoder import FORMS
-from tllm.training.data.prompt_batches import PromptBatches, PromptEncoder
+from tllm.training.data.prompt_batches import PromptBatches, PromptEncoder, RepliedPromptEncoder
 from tllm.training.job.job import Job
 from tllm.training.job.job_parts import data_config, eval_data_config, steps_of_one_sampling
 from tllm.training.job.reward_head import with_reward_head
@@ -65,12 +66,12 @@ class InitialModel:
         return [self.folder / name for name in COMPANIONS if (self.folder / name).is_file()]
 
     def prompts(self, job: Job) -> tuple[PromptBatches, Tokenizer]:
-        """The prompts of a job that samples their completions, and what gives completions their text."""
+        """The prompts of a job that samples their completions, and what gives completions their text and their end."""
         config, tokenizer = job.rollouts, Tokenizer.from_folder(self.folder)
         assert config is not None, "checked when the run began"
         if tokenizer is None:
             raise ConfigError(
-                f"{self.folder} has no {TOKENIZER}", "completions are rewarded as texts: give a tokenizer"
+                f"{self.folder} has no {TOKENIZER}", "it names the token that ends a completion: give a tokenizer"
             )
         if not tokenizer.eos_ids:
             raise ConfigError(
@@ -78,7 +79,10 @@ class InitialModel:
                 "give eos_token in tokenizer_config.json",
             )
         template = ChatTemplate.from_folder(self.folder, tokenizer)
-        encoder = PromptEncoder(tokenizer, template, job.seq_len - config.max_completion_length)
+        encoder: RowEncoder = PromptEncoder(tokenizer, template, job.seq_len - config.max_completion_length)
+        if job.distill is not None:
+            rows = choose_encoder("texts", tokenizer, template, job.add_eos, self.spec.vocab_size)
+            encoder = RepliedPromptEncoder(encoder, rows, keeps_replies=job.distill.lmbda < 1)
         each = replace(data_config(job), global_batch_size=job.global_batch_size // config.num_generations)
         return PromptBatches(each, encoder, steps_of_one_sampling(job)), tokenizer
 

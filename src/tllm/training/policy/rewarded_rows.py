@@ -87,7 +87,7 @@ class RewardedRows:
             for place, row in enumerate(self._rows)
         ]
         self._write(step, groups)
-        metrics = {**_of_lengths(completions), **self._of_rewards(rewards_NF, reward_PG)}
+        metrics = {**length_metrics(completions), **self._of_rewards(rewards_NF, reward_PG)}
         config = self.config
         if isinstance(config, RejectionConfig):
             rows = [row for group in groups for row in best_rows(group, config)]
@@ -217,7 +217,8 @@ def best_rows(group: RewardedGroup, config: RejectionConfig) -> list[PackedRow]:
     return [completion_row(group.prompt.ids, group.completions[number]) for number in wanted[: config.keep]]
 
 
-def _of_lengths(completions: Sequence[Completion]) -> dict[str, float]:
+def length_metrics(completions: Sequence[Completion]) -> dict[str, float]:
+    """How long the completions of a step are, those that ended and all, by TRL's names."""
     lengths = [len(one.ids) for one in completions]
     ended = [len(one.ids) for one in completions if not one.is_truncated]
     return {
