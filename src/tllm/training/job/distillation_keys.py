@@ -24,6 +24,7 @@ class DistillationKeys:
             "beta": 0,
             "alpha": 0,
             "top_k": 0,
+            "kl_budget": 0,
             "lmbda": 0,
             "max_completion_length": 1,
             "max_num_seqs": 1,
@@ -43,6 +44,10 @@ class DistillationKeys:
     top_k: int = 64
     """Tokens whose probabilities the teacher gives, the most likely ones; all others together are one bucket more. 0:
     every token."""
+    kl_budget: float = 0.0
+    """Send as few tokens of each place, at most `top_k`, as lose no more than this of the teacher's distribution p:
+    KL(p || p') in nats, on average over the tokens of a row, where p' shares the mass of all others out evenly. 0:
+    always `top_k`."""
     beta: float = 0.0
     """The divergence: 0 forward KL, 1 reverse KL, between them the generalised Jensen-Shannon divergence."""
     temperature: float = 1.0
@@ -81,6 +86,12 @@ class DistillationKeys:
         for key in ("beta", "alpha", "lmbda"):
             if getattr(self, key) > 1:
                 raise ConfigError(f"distill.{key} is {getattr(self, key)} and must be 1 or less")
+        if self.kl_budget and not 0 < self.top_k < 2**16:
+            raise ConfigError(
+                f"distill.kl_budget is {self.kl_budget} and distill.top_k is {self.top_k}: a budget chooses how many "
+                "of the top_k tokens are sent",
+                "give top_k the most of a place, 256 say and less than 65536, or leave kl_budget out",
+            )
         if self.alpha and self.lmbda:
             raise ConfigError(
                 f"distill.alpha is {self.alpha} and distill.lmbda is {self.lmbda}: there is no text whose "

@@ -14,7 +14,7 @@ from tllm.training.objectives.distillation import BYTES, IDS, LOG_PROBS
 from tllm.training.teachers import teacher_pool
 from tllm.training.teachers.question_queue import QuestionQueue
 from tllm.training.teachers.taught_batches import TaughtBatches
-from tllm.training.teachers.teacher_messages import Answer, Lesson, packed, unpacked
+from tllm.training.teachers.teacher_messages import Answer, Lesson, unpacked
 from tllm.training.teachers.teacher_pool import TeacherPool
 
 LESSON = Lesson(top_k=2, temperature=1.0, vocab_size=50, vocabulary="")
@@ -68,7 +68,7 @@ class AtOnce:
             asked = ask(question)
             first = unpacked(question.ids)[0]
             log_probs = np.full((2, 3), first, dtype="<f4")
-            queue.answer(asked, Answer(question.number, packed(np.full(4, first)), log_probs.tobytes()), 90)
+            queue.answer(asked, Answer(question.number, np.full(4, first, "<u2").tobytes(), log_probs.tobytes()), 90)
             return asked
 
         queue.ask = answered  # type: ignore[method-assign]
