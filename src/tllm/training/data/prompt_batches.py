@@ -22,7 +22,7 @@ FORM = (
 )
 
 
-Array = TypeVar("Array", bound=NDArray[Any])
+Id = TypeVar("Id", np.int32, np.int64)
 
 
 class PromptRow(NamedTuple):
@@ -94,7 +94,7 @@ class RepliedPromptEncoder:
         return document if self._keeps_replies else prompt
 
 
-def before_the_reply(ids: Array, targets: Array) -> Array:
+def before_the_reply(ids: NDArray[Id], targets: NDArray[Id]) -> NDArray[Id]:
     """The ids before the last reply, which is the last run of places with a target; all of them where there is none."""
     (places,) = np.nonzero(targets != IGNORED)
     if not len(places):

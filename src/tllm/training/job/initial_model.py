@@ -79,10 +79,11 @@ class InitialModel:
                 "give eos_token in tokenizer_config.json",
             )
         template = ChatTemplate.from_folder(self.folder, tokenizer)
-        encoder: RowEncoder = PromptEncoder(tokenizer, template, job.seq_len - config.max_completion_length)
+        encoder: RowEncoder
+        encoder = prompts = PromptEncoder(tokenizer, template, job.seq_len - config.max_completion_length)
         if job.distill is not None:
             rows = choose_encoder("texts", tokenizer, template, job.add_eos, self.spec.vocab_size)
-            encoder = RepliedPromptEncoder(encoder, rows, keeps_replies=job.distill.lmbda < 1)
+            encoder = RepliedPromptEncoder(prompts, rows, keeps_replies=job.distill.lmbda < 1)
         each = replace(data_config(job), global_batch_size=job.global_batch_size // config.num_generations)
         return PromptBatches(each, encoder, steps_of_one_sampling(job)), tokenizer
 

@@ -107,8 +107,8 @@ class TeacherModel:
             return Answer(question.number, error=reason)
         if lost:
             return _within_budget(question.number, torch.cat(found_ids), log_p_PB, torch.cat(lost), lesson)
-        ids = torch.cat(found_ids).numpy().astype(lesson.id_type).tobytes() if found_ids else b""
-        return Answer(question.number, ids, _floats(log_p_PB))
+        sent = torch.cat(found_ids).numpy().astype(lesson.id_type).tobytes() if found_ids else b""
+        return Answer(question.number, sent, _floats(log_p_PB))
 
 
 def vocabulary_digest(folder: Path) -> str:

@@ -20,7 +20,8 @@ HALVINGS = 60
 
 def entropy(logits_PV: Tensor) -> Tensor:
     """Of each place's distribution, in nats, float64 [P]. A logit may be -inf."""
-    return torch.special.entr(logits_PV.softmax(-1)).sum(-1, dtype=torch.float64)
+    terms_PV: Tensor = torch.special.entr(logits_PV.softmax(-1))
+    return terms_PV.sum(-1, dtype=torch.float64)
 
 
 def lost_by_count(log_p_PB: Tensor, rest_entropy_P: Tensor, vocab_size: int) -> Tensor:
@@ -31,11 +32,11 @@ def lost_by_count(log_p_PB: Tensor, rest_entropy_P: Tensor, vocab_size: int) -> 
     """
     log_p_PB = log_p_PB.double()
     p_PB = log_p_PB.exp()
-    terms_PB = torch.special.xlogy(p_PB, p_PB)
+    terms_PB: Tensor = torch.special.xlogy(p_PB, p_PB)
     terms_PB[:, -1] -= p_PB[:, -1] * rest_entropy_P
     mass_PK, terms_PK = (x_PB.flip(-1).cumsum(-1)[:, :-1].flip(-1) for x_PB in (p_PB, terms_PB))  # without the first k
     counts_K = torch.arange(1, log_p_PB.shape[-1], dtype=torch.float64)
-    shared_PK = torch.special.xlogy(mass_PK, mass_PK) - mass_PK * (vocab_size - counts_K).log()
+    shared_PK: Tensor = torch.special.xlogy(mass_PK, mass_PK) - mass_PK * (vocab_size - counts_K).log()
     return (terms_PK - shared_PK).clamp(min=0)
 
 
