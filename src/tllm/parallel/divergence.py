@@ -27,6 +27,9 @@ from tllm.comm.collectives.group import Group
 from tllm.core.errors import ConfigError
 from tllm.spec.cut import Range
 
+NO_TOKEN = -1
+"""The id in a place of the K that has no token, whose log p is -inf: of fewer than K tokens the others are the rest."""
+
 NUMBERS_AT_ONCE = 1 << 20
 """Of a matrix of all logits: so many are in memory a second time."""
 
@@ -45,7 +48,7 @@ def divergence_over_top(
     """The divergence of each token, [T], from this rank's columns [vocab) of the student's logits.
 
     `ids_TK` are the teacher's K tokens and `log_p_TB` the logarithms of their probabilities, the last of B = K + 1
-    that of all other tokens together. ConfigError for an id that no rank has.
+    that of all other tokens together. An id may be NO_TOKEN. ConfigError for another id that no rank has.
     """
     return _OverTop.apply(logits_TV, ids_TK, log_p_TB, vocab, tp, beta)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -108,7 +111,8 @@ class _OverTop(torch.autograd.Function):
         mine = torch.cat((mine_T[:, None], here_TK.sum(-1, keepdim=True).to(rest_TV.dtype), top_TK), -1)
         parts = _gathered(mine, tp)
         _check(ids_TK, parts[..., 1].sum(0))
-        rest_T, top_TK = parts[..., 0].logsumexp(0), parts[..., 2:].sum(0)
+        rest_T = parts[..., 0].logsumexp(0)
+        top_TK = parts[..., 2:].sum(0).masked_fill(ids_TK == NO_TOKEN, -math.inf)
         log_q_TB = torch.cat((top_TK, rest_T[:, None]), -1).log_softmax(-1)
         term_TB, slope_TB = terms(log_p_TB.to(log_q_TB.dtype), log_q_TB, beta)
         gradient_TB = slope_TB - log_q_TB.exp() * slope_TB.sum(-1, keepdim=True)
@@ -143,7 +147,7 @@ def _gathered(mine: Tensor, tp: Group) -> Tensor:
 
 
 def _check(ids_TK: Tensor, known_T: Tensor) -> None:
-    unknown_T = known_T != ids_TK.shape[-1]
+    unknown_T = known_T != (ids_TK != NO_TOKEN).sum(-1)
     if unknown_T.any():
         largest = int(ids_TK[unknown_T].max())
         raise ConfigError(

@@ -6,19 +6,23 @@ from dataclasses import dataclass
 
 from tllm.training.data.batch_feed import BatchFeed
 from tllm.training.data.feed import DataPosition, Feed
+from tllm.training.data.prompt_batches import PromptBatches
 from tllm.training.evaluation.forward_work import SampledEvaluation
 from tllm.training.job.initial_model import InitialModel
+from tllm.training.job.job import Job
 from tllm.training.job.job_parts import is_evaluated_by_completions
 from tllm.training.policy.completion_rewards import CompletionRewards
 from tllm.training.policy.held_out_completions import HeldOutCompletions
 from tllm.training.policy.held_out_rewards import HeldOutRewards
-from tllm.training.policy.policy_feed import PolicyFeed
+from tllm.training.policy.on_policy_rows import OnPolicyRows
+from tllm.training.policy.policy_feed import PolicyFeed, SampledRows
 from tllm.training.policy.rewarded_rows import RewardedRows
 from tllm.training.policy.rollouts import Rollouts
 from tllm.training.state.initial_weights import InitialWeights
 from tllm.training.step.rank_groups import RankConfig
 from tllm.training.step.rank_model import RankModel
 from tllm.training.teachers.taught_batches import open_batches
+from tllm.training.teachers.teacher_pool import TeacherPool
 
 FeedAndPosition = tuple[Feed, DataPosition | None]
 """A feed, and on rank 0, who alone has an `InitialModel` and reads the data, the place in it."""
@@ -50,18 +54,30 @@ def policy_feed(
     with_positions: bool,
 ) -> FeedAndPosition:
     """Of completions that are sampled for each step. `policy` is the model that learns."""
-    prompts, rewarded, job = None, None, config.job
-    if initial_model is not None and source.rewards is not None:
+    prompts, judged, job = None, None, config.job
+    if initial_model is not None:
         prompts = initial_model.prompts(job)
-        rewarded = RewardedRows(job, prompts, source.rewards)
-    return PolicyFeed(config, source.rollouts, rewarded, initial_weights, policy, with_positions), prompts
+        judged = _judged(job, initial_model, prompts, source.rewards)
+    return PolicyFeed(config, source.rollouts, judged, initial_weights, policy, with_positions), prompts
+
+
+def _judged(
+    job: Job, initial_model: InitialModel, prompts: PromptBatches, rewards: CompletionRewards | None
+) -> SampledRows:
+    """What rank 0 makes of completions: rewards judge them, or a teacher."""
+    if job.distill is not None:
+        teachers = TeacherPool.open(job.distill, initial_model)
+        return OnPolicyRows(job, prompts, initial_model.reply_tokenizer().eos_ids, teachers)
+    assert rewards is not None, "rank 0 has them where nothing else judges"
+    return RewardedRows(job, prompts, rewards)
 
 
 def completion_source(config: RankConfig, initial_model: InitialModel | None, rollouts: Rollouts) -> CompletionSource:
     """With the job's reward functions, which rank 0 loads, once for steps and evaluations."""
-    if initial_model is None or config.job.rollouts is None:
+    job = config.job
+    if initial_model is None or job.rollouts is None or job.distill is not None:
         return CompletionSource(rollouts)
-    return CompletionSource(rollouts, CompletionRewards(config.job.rollouts, initial_model.reply_tokenizer()))
+    return CompletionSource(rollouts, CompletionRewards(job.rollouts, initial_model.reply_tokenizer()))
 
 
 def sampled_evaluation(

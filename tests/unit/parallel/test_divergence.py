@@ -12,7 +12,7 @@ from tests.support.comm.ranks import run_ranks
 from tllm.comm.collectives.group import Group, local_groups, solo
 from tllm.core.errors import ConfigError
 from tllm.parallel.cross_entropy import IGNORED, cross_entropy, measured_cross_entropy
-from tllm.parallel.divergence import divergence_over_all, divergence_over_top
+from tllm.parallel.divergence import NO_TOKEN, divergence_over_all, divergence_over_top
 from tllm.spec.cut import proportional
 
 V, T = 101, 24
@@ -129,6 +129,32 @@ def test_what_the_buckets_lack_of_the_forward_kl_is_what_lies_within_the_rest(k:
     mass_T = log_p_TV.exp().masked_fill(inside_TV, 0).sum(-1)
     lacking_T = cut(0.0, 0, (1,))[0] - cut(0.0, k, (1, 1))[0]
     torch.testing.assert_close(lacking_T, mass_T * within_T, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("shares", [(1,), (1, 40, 1)])
+@pytest.mark.parametrize("beta", BETAS)
+def test_places_without_a_token_are_as_if_they_were_not_there(beta: float, shares: tuple[int, ...]) -> None:
+    """Tokens of unlike k in one matrix: each has the divergence and the gradient that it has with its own k alone."""
+    logits_TV, log_p_TV, weight_T = problem()
+    counts_T = torch.arange(T) % 7 + 1
+    ids_TK = log_p_TV.topk(7).indices.masked_fill(torch.arange(7) >= counts_T[:, None], NO_TOKEN)
+    log_p_TB = torch.full((T, 8), -math.inf, dtype=torch.float64)
+    want_T, want_TV = torch.zeros(T, dtype=torch.float64), torch.zeros(T, V, dtype=torch.float64)
+    for k in range(1, 8):
+        of_k = counts_T == k
+        of_buckets_TB = buckets(log_p_TV, log_p_TV.topk(k).indices)[of_k]
+        log_p_TB[of_k, :k], log_p_TB[of_k, -1] = of_buckets_TB[:, :k], of_buckets_TB[:, k]
+        want_T[of_k], want_TV[of_k] = (x[of_k] for x in truth(beta, k))
+    vocabs = proportional(V, shares, "vocabulary")
+
+    def work(tp: Group) -> tuple[Tensor, Tensor]:
+        leaf = logits_TV[:, slice(*vocabs[tp.rank])].clone().requires_grad_()
+        divergence_T = divergence_over_top(leaf * 1.0, ids_TK.int(), log_p_TB, vocabs[tp.rank], tp, beta)
+        return divergence_T.detach(), torch.autograd.grad((divergence_T * weight_T).sum(), leaf)[0]
+
+    results = run_ranks(local_groups(len(shares)), work)
+    torch.testing.assert_close(results[0][0], want_T, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(torch.cat([one for _, one in results], -1), want_TV, rtol=1e-10, atol=1e-12)
 
 
 def test_a_token_that_no_rank_has_is_refused() -> None:

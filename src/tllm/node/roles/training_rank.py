@@ -75,7 +75,7 @@ def check_no_code(assign: Assign) -> None:
     if not isinstance(assign.settings, TrainSettings) or assign.rank != 0:
         return
     rollouts = decode_job(assign.settings.job).rollouts
-    if rollouts is not None:
+    if rollouts is not None and rollouts.reward_funcs:
         raise ConfigError(
             f"rank 0 runs the reward functions {', '.join(rollouts.reward_funcs)}, and this node runs nobody's code",
             "let rank 0 be on the machine where `tllm train` was started",

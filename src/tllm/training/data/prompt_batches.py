@@ -1,22 +1,28 @@
-"""The prompts of each step, whose completions the run samples itself: a row's `prompt`, as text or as messages."""
+"""The prompts of each step, whose completions the run samples itself: of rows with a prompt, or with its reply too."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tllm.core.errors import ConfigError, RequestError
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
 from tllm.training.data.batches import Batches, DataConfig
-from tllm.training.data.encoder import IGNORED, Document
+from tllm.training.data.choose_encoder import RowEncoder
+from tllm.training.data.encoder import IGNORED, Document, Ids, OverLong
+from tllm.training.data.packing import PackedRow
 from tllm.training.data.seeds import key_for
 
 FORM = (
     'a row is {"prompt": "…"} or {"prompt": [{"role": "user", "content": "…"}]}, with columns for the rewards beside it'
 )
+
+
+Id = TypeVar("Id", np.int32, np.int64)
 
 
 class PromptRow(NamedTuple):
@@ -39,14 +45,18 @@ class PromptEncoder:
             ids = self._ids(row)
         except RequestError as error:
             raise ConfigError(error.message, error.hint) from error
-        if not ids:
+        return self.document(np.asarray(ids, dtype=np.int32))
+
+    def document(self, ids: Ids) -> Document:
+        """The same of a prompt's ids; ConfigError where it is empty or too long."""
+        if not len(ids):
             raise ConfigError("the prompt is empty", "leave the row out")
         if len(ids) > self._longest:
             raise ConfigError(
                 f"the prompt has {len(ids)} tokens, and seq_len less max_completion_length leaves {self._longest}",
                 "raise seq_len, or leave the row out",
             )
-        return Document(np.asarray(ids, dtype=np.int32), np.full(len(ids), IGNORED, dtype=np.int32))
+        return Document(ids, np.full(len(ids), IGNORED, dtype=np.int32))
 
     def _ids(self, row: dict[str, Any]) -> list[int]:
         prompt = row.get("prompt")
@@ -60,19 +70,60 @@ class PromptEncoder:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 
+class RepliedPromptEncoder:
+    """Encodes rows to which a student may write the last reply itself: prompts, prompts with completions, messages.
+
+    With `keeps_replies` a row is encoded with its reply, and must have one; else it is cut to what stands before it.
+    """
+
+    def __init__(self, prompts: PromptEncoder, rows: RowEncoder, keeps_replies: bool) -> None:
+        self._prompts, self._rows, self._keeps_replies = prompts, rows, keeps_replies
+        self.key = f"{key_for('reply', prompts.key, rows.key, int(keeps_replies)):016x}"
+
+    def encode(self, row: dict[str, Any], whole: bool = True) -> Document:
+        """The ids, of which the replies are learned. Faults are `ConfigError`, without a place."""
+        if "messages" not in row and not (self._keeps_replies and "completion" in row):
+            if self._keeps_replies and "prompt" in row:
+                raise ConfigError(
+                    f"a row with the keys {sorted(row)} has no reply, and steps of data learn from one",
+                    "write its completion beside it, or give lmbda = 1: then the student writes all replies",
+                )
+            return self._prompts.encode(row, whole)
+        document = self._rows.encode(row, whole)
+        prompt = self._prompts.document(before_the_reply(document.ids, document.targets))
+        return document if self._keeps_replies else prompt
+
+
+def before_the_reply(ids: NDArray[Id], targets: NDArray[Id]) -> NDArray[Id]:
+    """The ids before the last reply, which is the last run of places with a target; all of them where there is none."""
+    (places,) = np.nonzero(targets != IGNORED)
+    if not len(places):
+        return ids
+    gaps = np.flatnonzero(np.diff(places) > 1)
+    first = places[gaps[-1] + 1] if len(gaps) else places[0]
+    return ids[: first + 1]
+
+
 class PromptBatches:
     """The prompts of a job, in one global order. New ones come every `steps_each` steps, counted from 0."""
 
-    def __init__(self, config: DataConfig, encoder: PromptEncoder, steps_each: int = 1) -> None:
-        each_alone = replace(config, packing=False, over_long="refuse")
+    def __init__(self, config: DataConfig, encoder: RowEncoder, steps_each: int = 1) -> None:
+        over_long: OverLong = "truncate" if config.over_long == "truncate" else "refuse"
+        each_alone = replace(config, packing=False, over_long=over_long)
         self._batches = Batches(each_alone, encoder=encoder)
         self._steps_each = steps_each
 
     def prompts(self, step: int) -> list[PromptRow]:
         """Those whose completions step `step` and the next `steps_each - 1` learn from."""
+        return [
+            PromptRow(tuple(before_the_reply(row.input_ids, row.labels).tolist()), self._batches.row(row.pieces[0].row))
+            for row in self.rows(step)
+        ]
+
+    def rows(self, step: int) -> list[PackedRow]:
+        """The same rows as they are, with their replies where the encoder keeps them."""
         assert step % self._steps_each == 0, "the steps between learn from the same"
-        rows = self._batches.step(step // self._steps_each)
-        return [PromptRow(tuple(row.input_ids.tolist()), self._batches.row(row.pieces[0].row)) for row in rows]
+        return self._batches.step(step // self._steps_each)
 
     def state(self, step: int) -> dict[str, Any]:
         """The state from which `step` comes next, as JSON holds it."""

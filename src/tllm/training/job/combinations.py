@@ -13,7 +13,7 @@ from tllm.training.gradients.accumulation_order import check_deterministic
 from tllm.training.job.job import Job
 from tllm.training.job.job_parts import learning_rate_schedule
 from tllm.training.job.preference_tables import PREFERENCE_TABLES
-from tllm.training.job.rollout_combinations import SAMPLING_TASKS, check_rollouts, learned_rows
+from tllm.training.job.rollout_combinations import check_rollouts, learned_rows
 from tllm.training.job.target_modules import adapted_modules
 
 
@@ -109,12 +109,14 @@ def _check_best_model(job: Job) -> None:
 
 def _check_noise(job: Job) -> None:
     """Noise would part the log-probabilities that are trained from those that completions were sampled with."""
-    if job.neftune_noise_alpha and job.task in SAMPLING_TASKS:
-        raise ConfigError(
-            f"neftune_noise_alpha is {job.neftune_noise_alpha:g} and the task {job.task!r} learns from completions, "
-            "which are sampled without noise",
-            "leave neftune_noise_alpha out",
-        )
+    dropout = 0.0 if job.lora is None else job.lora.lora_dropout
+    for name, value in (("neftune_noise_alpha", job.neftune_noise_alpha), ("lora.lora_dropout", dropout)):
+        if value and job.rollouts is not None:
+            raise ConfigError(
+                f"{name} is {value:g} and the task {job.task!r} learns from completions, which are sampled without "
+                f"{'noise' if name == 'neftune_noise_alpha' else 'dropout'}",
+                f"leave {name} out",
+            )
 
 
 def _check_experts(job: Job, spec: ModelSpec) -> None:

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from tllm.core.errors import ConfigError
 from tllm.training.job.key_limits import KeyLimits
+from tllm.training.job.rollout_keys import RolloutConfig
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,18 @@ class DistillationKeys:
     """
 
     LIMITS: ClassVar[KeyLimits] = KeyLimits(
-        {"temperature": 0, "beta": 0, "alpha": 0, "top_k": 0}, {}, {"teacher_dtype": ("float32", "bfloat16", "float64")}
+        {
+            "temperature": 0,
+            "beta": 0,
+            "alpha": 0,
+            "top_k": 0,
+            "kl_budget": 0,
+            "lmbda": 0,
+            "max_completion_length": 1,
+            "max_num_seqs": 1,
+        },
+        {},
+        {"teacher_dtype": ("float32", "bfloat16", "float64")},
     )
 
     teacher_model_name_or_path: str | None = None
@@ -32,20 +44,60 @@ class DistillationKeys:
     top_k: int = 64
     """Tokens whose probabilities the teacher gives, the most likely ones; all others together are one bucket more. 0:
     every token."""
+    kl_budget: float = 0.0
+    """Send as few tokens of each place, at most `top_k`, as lose no more than this of the teacher's distribution p:
+    KL(p || p') in nats, on average over the tokens of a row, where p' shares the mass of all others out evenly. 0:
+    always `top_k`."""
     beta: float = 0.0
     """The divergence: 0 forward KL, 1 reverse KL, between them the generalised Jensen-Shannon divergence."""
     temperature: float = 1.0
-    """Both distributions are of logits divided by it. The cross-entropy is not."""
+    """Both distributions are of logits divided by it, and so are those that the student samples its completions from.
+    The cross-entropy is not."""
     alpha: float = 0.0
     """Weight of the text's own cross-entropy; that of the divergence is 1 - `alpha`."""
+    lmbda: float = 0.0
+    """The share of steps whose completions the student samples itself, for the teacher to judge; the others learn from
+    those of the data. 1: on-policy distillation (2306.13649). Which steps, is drawn from `seed`."""
+    max_completion_length: int = 256
+    """With `lmbda`: largest number of tokens in a completion of the student's, which is cut off there. A prompt may
+    have as many as are left of `seq_len`."""
+    mask_truncated_completions: bool = False
+    """Learn nothing from a completion of the student's that was cut off at `max_completion_length`."""
+    max_num_seqs: int = 32
+    """Completions that one replica samples at once. Its KV cache has room for so many of `seq_len` tokens."""
+
+    @property
+    def rollouts(self) -> RolloutConfig | None:
+        """How the student's own completions are sampled, of which no function says what they are worth."""
+        if not self.lmbda:
+            return None
+        return RolloutConfig(
+            num_generations=1,
+            max_completion_length=self.max_completion_length,
+            temperature=self.temperature,
+            mask_truncated_completions=self.mask_truncated_completions,
+            max_num_seqs=self.max_num_seqs,
+        )
 
     def __post_init__(self) -> None:
         self.LIMITS.check({field.name: getattr(self, field.name) for field in fields(self)}, "distill")
         if self.temperature == 0:
             raise ConfigError("distill.temperature is 0 and must be more", "1 leaves the distributions as they are")
-        for key in ("beta", "alpha"):
+        for key in ("beta", "alpha", "lmbda"):
             if getattr(self, key) > 1:
                 raise ConfigError(f"distill.{key} is {getattr(self, key)} and must be 1 or less")
+        if self.kl_budget and not 0 < self.top_k < 2**16:
+            raise ConfigError(
+                f"distill.kl_budget is {self.kl_budget} and distill.top_k is {self.top_k}: a budget chooses how many "
+                "of the top_k tokens are sent",
+                "give top_k the most of a place, 256 say and less than 65536, or leave kl_budget out",
+            )
+        if self.alpha and self.lmbda:
+            raise ConfigError(
+                f"distill.alpha is {self.alpha} and distill.lmbda is {self.lmbda}: there is no text whose "
+                "cross-entropy could be learned where the student writes the completions",
+                "leave one of them out",
+            )
         if bool(self.teacher_model_name_or_path) == bool(self.teachers):
             both = "both are given" if self.teachers else "neither is given"
             raise ConfigError(

@@ -27,9 +27,10 @@ from tllm.spec.model_spec import ModelSpec
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
 from tllm.training.data.batches import Batches, DataConfig
+from tllm.training.data.choose_encoder import RowEncoder, choose_encoder
 from tllm.training.data.dataset import Dataset, Documents
 from tllm.training.data.encoder import FORMS
-from tllm.training.data.prompt_batches import PromptBatches, PromptEncoder
+from tllm.training.data.prompt_batches import PromptBatches, PromptEncoder, RepliedPromptEncoder
 from tllm.training.job.job import Job
 from tllm.training.job.job_parts import data_config, eval_data_config, steps_of_one_sampling
 from tllm.training.job.reward_head import with_reward_head
@@ -70,7 +71,7 @@ class InitialModel:
         config = job.rollouts
         assert config is not None, "checked when the run began"
         each = replace(data_config(job), global_batch_size=job.global_batch_size // config.num_generations)
-        return PromptBatches(each, self._prompt_encoder(job, config), steps_of_one_sampling(job))
+        return PromptBatches(each, self._row_encoder(job, config), steps_of_one_sampling(job))
 
     def eval_prompts(self, job: Job) -> PromptBatches | None:
         """The prompts held out, if the job names any: as many at once as the completions of a step are of."""
@@ -86,7 +87,7 @@ class InitialModel:
         tokenizer = Tokenizer.from_folder(self.folder)
         if tokenizer is None:
             raise ConfigError(
-                f"{self.folder} has no {TOKENIZER}", "completions are rewarded as texts: give a tokenizer"
+                f"{self.folder} has no {TOKENIZER}", "it names the token that ends a completion: give a tokenizer"
             )
         if not tokenizer.eos_ids:
             raise ConfigError(
@@ -102,6 +103,16 @@ class InitialModel:
     def eval_batches(self, job: Job) -> Batches | None:
         """The rows held out, if the job names any that are not prompts."""
         return self._batches(eval_data_config(job)) if job.eval_files and job.rollouts is None else None
+
+    def _row_encoder(self, job: Job, config: RolloutConfig) -> RowEncoder:
+        """Of prompts; where a teacher judges, of the data's own completions too."""
+        prompts = self._prompt_encoder(job, config)
+        if job.distill is None:
+            return prompts
+        tokenizer = self.reply_tokenizer()
+        template = ChatTemplate.from_folder(self.folder, tokenizer)
+        rows = choose_encoder("texts", tokenizer, template, job.add_eos, self.spec.vocab_size)
+        return RepliedPromptEncoder(prompts, rows, keeps_replies=job.distill.lmbda < 1)
 
     def _prompt_encoder(self, job: Job, config: RolloutConfig) -> PromptEncoder:
         tokenizer = self.reply_tokenizer()

@@ -238,7 +238,8 @@ class Job:
     @property
     def rollouts(self) -> RolloutConfig | None:
         """How completions are sampled, where the task learns from some."""
-        return {"grpo": self.grpo, "rejection": self.rejection}.get(self.task)
+        own = None if self.distill is None else self.distill.rollouts
+        return {"grpo": self.grpo, "rejection": self.rejection, "distill": own}.get(self.task)
 
     def __post_init__(self) -> None:
         LIMITS.check({field.name: getattr(self, field.name) for field in fields(self)})

@@ -7,31 +7,33 @@ from torch import Tensor
 from tllm.comm.collectives.group import Group
 from tllm.model.transformer import Transformer
 from tllm.parallel.cross_entropy import cross_entropy, measured_cross_entropy
-from tllm.parallel.divergence import divergence_over_all, divergence_over_top
+from tllm.parallel.divergence import NO_TOKEN, divergence_over_all, divergence_over_top
 from tllm.parallel.mesh import Mesh
 from tllm.training.data.batch_tensors import Tokens
 from tllm.training.data.encoder import IGNORED
 from tllm.training.job.distillation_keys import DistillationKeys
 from tllm.training.objectives.objective import MetricSum, MicrobatchLoss
 
-IDS, LOG_PROBS, BYTES = "teacher_ids", "teacher_log_probs", "teacher_bytes"
+IDS, LOG_PROBS, BYTES, LOST = "teacher_ids", "teacher_log_probs", "teacher_bytes", "teacher_lost"
 """What rows bring of the teacher. Of each token: its K most likely next tokens, int32 [T, K], and the logarithms of
 their probabilities, float32 [T, K + 1], of which the last is that of all others together; without ids those of all
-tokens, [T, V]. Of each document: the bytes that it took on the way from and to a teacher elsewhere."""
+tokens, [T, V]. Of each document: the bytes that it took on the way from and to a teacher elsewhere; and with a budget
+the nats that are lost of what the teacher knows (`top_k_choice`), where an id may be NO_TOKEN."""
 
 
 class DistillationLoss:
     """An `Objective`: alpha cross-entropy + (1 - alpha) divergence, over the tokens whose label is not IGNORED.
 
     The metrics are means over these tokens: `divergence`, `cross_entropy` of the text, `rest_mass` (the teacher's
-    probability outside the top K), and `teacher_bytes_per_token`. The logits are held twice where alpha is above 0 or
-    the temperature is not 1, else once.
+    probability outside the top K), and `teacher_bytes_per_token`; with a budget `teacher_top_k`, the tokens that were
+    sent, and `teacher_kl`, what is lost by it. The logits are held twice where alpha is above 0 or the temperature is
+    not 1, else once.
     """
-
-    metric_names: tuple[str, ...] = ("divergence", "cross_entropy", "rest_mass", "teacher_bytes_per_token")
 
     def __init__(self, keys: DistillationKeys, mesh: Mesh, cp: Group) -> None:
         self.keys, self.tp, self.cp = keys, mesh.tp, cp
+        of_budget = ("teacher_top_k", "teacher_kl") if keys.kl_budget else ()
+        self.metric_names = ("divergence", "cross_entropy", "rest_mass", "teacher_bytes_per_token", *of_budget)
         self.sliced = mesh.sequence and mesh.tp.size > 1
 
     def __call__(self, model: Transformer, x_TD: Tensor, tokens: Tokens) -> MicrobatchLoss:
@@ -52,7 +54,10 @@ class DistillationLoss:
         divergence_T = self._divergence(softened_TV, ids_TK, log_p_TB, model).where(predicted_T, 0.0)
         loss = (1 - alpha) * divergence_T.sum() + (alpha * entropy_T.sum() if alpha else 0.0)
         rest = 0.0 if ids_TK is None else float((log_p_TB[:, -1].exp() * predicted_T).sum())
-        totals = (float(divergence_T.detach().sum()), float(entropy_T.detach().sum()), rest, self._bytes(tokens))
+        totals = [float(divergence_T.detach().sum()), float(entropy_T.detach().sum()), rest, self._told(tokens, BYTES)]
+        if self.keys.kl_budget:
+            assert ids_TK is not None, "a budget is of top_k tokens"
+            totals += [float(((ids_TK != NO_TOKEN).sum(-1) * predicted_T).sum()), self._told(tokens, LOST)]
         metrics = {name: MetricSum(total, count) for name, total in zip(self.metric_names, totals, strict=True)}
         return MicrobatchLoss(loss, metrics=metrics)
 
@@ -61,7 +66,7 @@ class DistillationLoss:
             return divergence_over_all(logits_TV, log_p_TB[:, slice(*model.vocab)], self.tp, self.keys.beta)
         return divergence_over_top(logits_TV, ids_TK, log_p_TB, model.vocab, self.tp, self.keys.beta)
 
-    def _bytes(self, tokens: Tokens) -> float:
-        """Of the whole microbatch, told by one of the ranks that share it."""
-        of_documents = tokens.of_documents.get(BYTES)
+    def _told(self, tokens: Tokens, name: str) -> float:
+        """The sum over the documents of the whole microbatch, told by one of the ranks that share it."""
+        of_documents = tokens.of_documents.get(name)
         return 0.0 if of_documents is None or self.cp.rank else float(of_documents.sum())

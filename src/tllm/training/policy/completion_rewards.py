@@ -73,7 +73,7 @@ class CompletionRewards:
 
     def metrics(self, completions: Sequence[Completion], rewards_NF: Rewards, reward_PG: Rewards) -> dict[str, float]:
         """Of lengths and rewards, by TRL's names."""
-        metrics = _of_lengths(completions)
+        metrics = length_metrics(completions)
         for function, reward_N in zip(self._functions, rewards_NF.T, strict=True):
             said_N = reward_N[~np.isnan(reward_N)]
             if len(said_N):
@@ -85,7 +85,8 @@ class CompletionRewards:
         return metrics
 
 
-def _of_lengths(completions: Sequence[Completion]) -> dict[str, float]:
+def length_metrics(completions: Sequence[Completion]) -> dict[str, float]:
+    """How long the completions of a step are, those that ended and all, by TRL's names."""
     lengths = [len(one.ids) for one in completions]
     ended = [len(one.ids) for one in completions if not one.is_truncated]
     return {

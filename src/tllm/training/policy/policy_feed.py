@@ -2,9 +2,10 @@
 
 For each step, or where `num_iterations` says so for several:
 
-1. Rank 0 reads prompts and tells every rank which replica samples what (`RewardedRows.groups`).
+1. Rank 0 reads prompts and tells every rank which replica samples what (`SampledRows.groups`).
 2. Each replica samples (`Rollouts`), and sends what came to rank 0.
-3. Rank 0 asks the reward functions, and makes rows of completions and advantages (`RewardedRows.learned`).
+3. Rank 0 has them judged, and makes rows of what is learned of each (`SampledRows.learned`): reward functions give
+   advantages, a teacher the probabilities of all tokens.
 4. The rows are dealt to the replicas like any others, and the reference says what it thinks of them.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import msgspec
 import torch
@@ -20,11 +22,11 @@ from torch import Tensor
 from tllm.core.errors import ConfigError
 from tllm.training.data.batch_feed import ReplicaBatch, receive_part, send_parts, split_global_batch
 from tllm.training.data.batch_tensors import Tokens
+from tllm.training.data.packing import PackedRow
 from tllm.training.job.job_parts import steps_of_one_sampling
 from tllm.training.objectives.policy_gradient import KEPT, OLD, REFERENCE
 from tllm.training.policy.reference_model import ReferenceModel
-from tllm.training.policy.rewarded_rows import RewardedRows
-from tllm.training.policy.rollouts import Completion, RolloutOrder, Rollouts, sampling_of
+from tllm.training.policy.rollouts import Completion, PromptGroup, RolloutOrder, Rollouts, sampling_of
 from tllm.training.policy.sample_together import dealt, sample_together
 from tllm.training.state.initial_weights import InitialWeights
 from tllm.training.step.rank_groups import RankConfig
@@ -32,22 +34,44 @@ from tllm.training.step.rank_model import RankModel
 from tllm.weights.dtypes import torch_dtype
 
 
+class SampledRows(Protocol):
+    """Rank 0's part: what is sampled, and what is learned of it (`RewardedRows`, `OnPolicyRows`)."""
+
+    @property
+    def stop_ids(self) -> Sequence[int]:
+        """Tokens that end a completion."""
+
+    def prepare(self, done: int) -> None:
+        """Go on after `done` steps."""
+
+    def groups(self, step: int) -> list[PromptGroup]:
+        """What is to be sampled for step `step`, the first being 0."""
+
+    def learned(self, step: int, completions: Sequence[Completion]) -> tuple[list[PackedRow], dict[str, float]]:
+        """The rows of the step from what was sampled for `groups`, in order, and metrics. ConfigError for a fault."""
+
+    def position(self, step: int) -> bytes:
+        """Where in the data `step` begins, as snapshots keep it."""
+
+    def close(self) -> None: ...
+
+
 class PolicyFeed:
     """A `Feed` whose rows are sampled when they are asked for, by the weights of that moment.
 
-    `rewarded` is rank 0's. `reference` is kept where the loss has a KL divergence; it gets `initial_weights`.
+    `judged` is rank 0's. `reference` is kept where the loss has a KL divergence; it gets `initial_weights`.
     """
 
     def __init__(
         self,
         config: RankConfig,
         rollouts: Rollouts,
-        rewarded: RewardedRows | None,
+        judged: SampledRows | None,
         initial_weights: InitialWeights,
         policy: RankModel,
         with_positions: bool = False,
     ) -> None:
-        self._config, self._rollouts, self._rewarded = config, rollouts, rewarded
+        self._config, self._rollouts, self._judged = config, rollouts, judged
         self._initial_weights, self._with_positions = initial_weights, with_positions
         self._passes = steps_of_one_sampling(config.job)
         self._sampling = sampling_of(config.job)
@@ -66,8 +90,8 @@ class PolicyFeed:
         """Start with `step`, at which completions are sampled."""
         assert step % self._passes == 0, "saves are made between two samplings"
         self._step = step
-        if self._rewarded is not None:
-            self._rewarded.prepare(step)
+        if self._judged is not None:
+            self._judged.prepare(step)
         if self._reference is not None:
             self._reference.fill(self._initial_weights)
 
@@ -94,8 +118,8 @@ class PolicyFeed:
     def close(self) -> None:
         if self._reference is not None:
             self._reference.close()
-        if self._rewarded is not None:
-            self._rewarded.close()
+        if self._judged is not None:
+            self._judged.close()
 
     def _sampled(self) -> ReplicaBatch:
         config, plan = self._config, self._config.plan
@@ -103,30 +127,30 @@ class PolicyFeed:
         asked, completions = sample_together(config, self._rollouts, self._sampling, order)
         if asked.fault is not None:
             return _faulty(asked.fault)
-        if self._rewarded is None:
+        if self._judged is None:
             return receive_part(config.groups.data)
-        batches = self._rewarded_batches(completions)
+        batches = self._judged_batches(completions)
         send_parts(batches, plan, config.groups.data)
         return batches[0]
 
     def _ordered(self) -> RolloutOrder:
         """On rank 0: what each replica is to sample."""
-        assert self._rewarded is not None
+        assert self._judged is not None
         try:
-            groups = self._rewarded.groups(self._step)
+            groups = self._judged.groups(self._step)
         except ConfigError as error:
             return RolloutOrder((), (), (error.message, error.hint))
-        return dealt(groups, self._rewarded.stop_ids, self._config.plan)
+        return dealt(groups, self._judged.stop_ids, self._config.plan)
 
-    def _rewarded_batches(self, completions: Sequence[Completion]) -> list[ReplicaBatch]:
+    def _judged_batches(self, completions: Sequence[Completion]) -> list[ReplicaBatch]:
         """On rank 0: the batch of each replica."""
-        assert self._rewarded is not None
+        assert self._judged is not None
         plan = self._config.plan
         try:
-            rows, metrics = self._rewarded.learned(self._step, completions)
+            rows, metrics = self._judged.learned(self._step, completions)
         except ConfigError as error:
             return [_faulty((error.message, error.hint))] * plan.replicas
-        position = self._rewarded.position(self._step + self._passes) if self._with_positions else b""
+        position = self._judged.position(self._step + self._passes) if self._with_positions else b""
         batches = split_global_batch(rows, plan.dp, self._config.job.microbatch_size, position)
         return [msgspec.structs.replace(batch, metrics=metrics) for batch in batches]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -17,7 +17,7 @@ ANSWER_LIMIT = 1 << 30
 
 
 class Lesson(msgspec.Struct, frozen=True):
-    """What a run wants of every row. `top_k` of 0 means all tokens.
+    """What a run wants of every row. `top_k` of 0 means all tokens; with a `kl_budget` it is the most of each place.
 
     `vocabulary` is the digest of the student's tokens (`vocabulary_digest`), of which its model has `vocab_size`.
     """
@@ -26,11 +26,17 @@ class Lesson(msgspec.Struct, frozen=True):
     temperature: float
     vocab_size: int
     vocabulary: str
+    kl_budget: float = 0.0
 
     @property
     def width(self) -> int:
-        """Log-probabilities that there are of each token: of the top k and the rest, or of the whole vocabulary."""
+        """Log-probabilities that there are of each token, at most: of the top k and the rest, or of all tokens."""
         return self.top_k + 1 if self.top_k else self.vocab_size
+
+    @property
+    def id_type(self) -> Literal["<u2", "<i4"]:
+        """What ids of answers are: numbers of 2 bytes where the student's tokens all have one, else of 4."""
+        return "<u2" if self.vocab_size <= 2**16 else "<i4"
 
 
 class Greeting(msgspec.Struct, frozen=True):
@@ -50,12 +56,25 @@ class Question(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """Of each place asked for the K tokens, int32 [P, K], and log-probabilities, float32 [P, width]; or an `error`."""
+    """Of each place asked for the K tokens, `id_type` [P, K], and log-probabilities, float32 [P, width]; or an `error`.
+
+    With a budget a place has tokens as `counts` says, uint16 [P], one after another, and one log-probability more than
+    tokens; `lost` is what is lost of all places together (`top_k_choice`), in nats.
+    """
 
     number: int
     ids: bytes = b""
     log_probs: bytes = b""
     error: str = ""
+    counts: bytes = b""
+    lost: float = 0.0
+
+    @property
+    def token_counts(self) -> NDArray[np.int64]:
+        """How many tokens each place has, where there is a budget. FrameError where the bytes are no numbers."""
+        if len(self.counts) % 2:
+            raise FrameError(f"{len(self.counts)} bytes of numbers of 2 bytes each")
+        return np.frombuffer(self.counts, dtype="<u2").astype(np.int64)
 
 
 Message = TypeVar("Message", Lesson, Greeting, Question, Answer)

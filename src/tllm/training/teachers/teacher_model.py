@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from tllm.comm.collectives.group import solo
 from tllm.core.errors import ConfigError, FrameError
@@ -26,7 +27,8 @@ from tllm.training.data.batch_tensors import tokens_of
 from tllm.training.data.encoder import IGNORED
 from tllm.training.data.packing import PackedRow
 from tllm.training.step.model_chunks import build_chunks
-from tllm.training.teachers.teacher_messages import Answer, Lesson, Question, packed, unpacked
+from tllm.training.teachers.teacher_messages import Answer, Lesson, Question, unpacked
+from tllm.training.teachers.top_k_choice import entropy, fewest_within, lost_by_count
 from tllm.weights.byte_source import LocalFiles
 from tllm.weights.dtypes import torch_dtype
 from tllm.weights.formats.open_index import open_index
@@ -88,7 +90,7 @@ class TeacherModel:
         attend = TrainAttend(self.model.attention_specs(), tokens)
         x_TD = self.model(tokens.ids_T, tokens.positions_T, attend, tokens.lengths_T)[torch.from_numpy(places)]
         known = min(lesson.vocab_size, self.spec.vocab_size)
-        found_ids, found = [], []
+        found_ids, found, lost = [], [], []
         for x_PD in x_TD.split(PLACES_AT_ONCE):
             logits_PV = self.model.logits(x_PD)[:, :known] / lesson.temperature
             if not lesson.top_k:
@@ -97,13 +99,16 @@ class TeacherModel:
             ids_PK, log_p_PB = top_log_probs(logits_PV, lesson.top_k, (0, known), solo())
             found_ids.append(ids_PK)
             found.append(log_p_PB)
-        log_p = torch.cat(found).float().numpy()
-        return Answer(
-            question.number,
-            packed(torch.cat(found_ids).numpy()) if found_ids else b"",
-            log_p.astype("<f4").tobytes(),
-            "" if np.isfinite(log_p).all() else f"the teacher {self.name} gives log-probabilities that are not finite",
-        )
+            if lesson.kl_budget:  # the logits of the K are -inf now
+                lost.append(lost_by_count(log_p_PB, entropy(logits_PV), known))
+        log_p_PB = torch.cat(found)
+        if not torch.isfinite(log_p_PB).all():
+            reason = f"the teacher {self.name} gives log-probabilities that are not finite"
+            return Answer(question.number, error=reason)
+        if lost:
+            return _within_budget(question.number, torch.cat(found_ids), log_p_PB, torch.cat(lost), lesson)
+        sent = torch.cat(found_ids).numpy().astype(lesson.id_type).tobytes() if found_ids else b""
+        return Answer(question.number, sent, _floats(log_p_PB))
 
 
 def vocabulary_digest(folder: Path) -> str:
@@ -113,6 +118,22 @@ def vocabulary_digest(folder: Path) -> str:
         return ""
     tokens = sorted((number, token) for token, number in tokenizer.inner.get_vocab(with_added_tokens=True).items())
     return hashlib.sha256(msgspec.msgpack.encode(tokens)).hexdigest()[:16]
+
+
+def _within_budget(number: int, ids_PK: Tensor, log_p_PB: Tensor, lost_PK: Tensor, lesson: Lesson) -> Answer:
+    """The likeliest tokens of each place, as many as the budget wants, and all others together."""
+    counts_P = fewest_within(lost_PK, lesson.kl_budget)
+    columns_B = torch.arange(log_p_PB.shape[-1])
+    is_sent_PB = columns_B < counts_P[:, None]
+    rest_P1 = log_p_PB.masked_fill(is_sent_PB, -torch.inf).logsumexp(-1, keepdim=True)
+    sent_PB = torch.where(is_sent_PB, log_p_PB, rest_P1)[columns_B <= counts_P[:, None]]
+    lost = float(lost_PK.gather(-1, counts_P[:, None] - 1).sum())
+    ids = ids_PK[is_sent_PB[:, :-1]].numpy().astype(lesson.id_type).tobytes()
+    return Answer(number, ids, _floats(sent_PB), counts=counts_P.numpy().astype("<u2").tobytes(), lost=lost)
+
+
+def _floats(x: Tensor) -> bytes:
+    return x.float().numpy().astype("<f4").tobytes()
 
 
 def _check(ids: NDArray[np.int64], places: NDArray[np.int64], lengths: tuple[int, ...], vocab_size: int) -> None:

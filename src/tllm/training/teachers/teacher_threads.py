@@ -8,6 +8,8 @@ import threading
 from collections import deque
 from typing import Protocol
 
+import numpy as np
+
 from tllm.core.errors import AuthError, ClusterError, ConfigError, FrameError, LinkError, TllmError
 from tllm.training.teachers.question_queue import AskedRow, QuestionQueue
 from tllm.training.teachers.teacher_connection import TeacherConnection
@@ -138,7 +140,17 @@ def checked(answer: Answer, asked: AskedRow, lesson: Lesson, name: str) -> Answe
     if answer.error:
         raise ClusterError(f"the teacher at {name} cannot answer: {answer.error}")
     places = len(asked.question.places) // 4
-    want = asked.question.number, 4 * places * lesson.top_k, 4 * places * lesson.width
+    sent = places * lesson.top_k
+    if lesson.kl_budget:
+        counts = answer.token_counts
+        if len(counts) != places or not ((counts > 0) & (counts <= lesson.top_k)).all() or not answer.lost >= 0:
+            raise ClusterError(
+                f"the teacher at {name} says that it sends {counts.tolist()[:8]} tokens of {places} places and loses "
+                f"{answer.lost} nats, and each place has 1 to {lesson.top_k}"
+            )
+        sent = int(counts.sum())
+    each = np.dtype(lesson.id_type).itemsize
+    want = asked.question.number, each * sent, 4 * (sent + places if lesson.top_k else places * lesson.width)
     got = answer.number, len(answer.ids), len(answer.log_probs)
     if got != want:
         raise ClusterError(

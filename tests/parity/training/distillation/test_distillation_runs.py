@@ -143,6 +143,31 @@ def test_all_tokens_under_a_cut_vocabulary(folder: Path, tmp_path: Path) -> None
     is_golden(tmp_path / "b" / "run", cut, (one, tmp_path / "a" / "run"))
 
 
+@pytest.mark.parametrize("plan", ["tp=3,shares=1:2:1", "dp=3:1", "cp=2"])
+def test_tokens_by_a_budget_under_every_cut(plan: str, folder: Path, tmp_path: Path) -> None:
+    keys = {"top_k": 24, "kl_budget": 0.15, "beta": 0.5}
+    one = records(train(distilling(folder, tmp_path / "a" / "run", distill=keys), "pp=1"))
+    cut = records(train(distilling(folder, tmp_path / "b" / "run", distill=keys), plan))
+    is_golden(tmp_path / "b" / "run", cut, (one, tmp_path / "a" / "run"))
+    for got, want in zip(cut, one, strict=True):
+        assert got.metrics is not None and want.metrics is not None
+        assert 1 < want.metrics["teacher_top_k"] < 24 and 0 < want.metrics["teacher_kl"] <= 0.15
+        for name in ("teacher_top_k", "teacher_kl"):
+            assert got.metrics[name] == pytest.approx(want.metrics[name], rel=1e-12)
+
+
+def test_a_budget_that_top_k_cannot_hold_is_told_once(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = {"top_k": 3, "kl_budget": 0.001}
+    found = records(train(distilling(folder, tmp_path / "run", max_steps=2, distill=keys), "pp=1"))
+    assert [(one.metrics or {})["teacher_top_k"] for one in found] == [3, 3]
+    assert all((one.metrics or {})["teacher_kl"] > 0.001 for one in found)
+    assert [one.message for one in caplog.records if "raise distill.top_k to hold it" in one.message] == [
+        caplog.messages[0]
+    ]
+
+
 def elsewhere(folder: Path, run: Path, secret: Path, *servers: TeacherServer) -> Job:
     keys = {
         "teacher_model_name_or_path": None,
@@ -161,8 +186,8 @@ def test_two_teachers_elsewhere_and_two_replicas(
     is_golden(tmp_path / "run", found, golden)
     for record in found:
         assert record.metrics is not None
-        # 8 ids, 9 log-probabilities and an id a token asked for, its place; headers and lengths of rows beside them
-        assert 8 * 4 + 9 * 4 + 4 + 4 < record.metrics["teacher_bytes_per_token"] < 110
+        # 8 ids of two bytes, 9 log-probabilities, the token and its place; headers and lengths of rows beside them
+        assert 8 * 2 + 9 * 4 + 4 + 4 < record.metrics["teacher_bytes_per_token"] < 110
 
 
 def test_a_teacher_that_is_lost_in_mid_run_changes_nothing(

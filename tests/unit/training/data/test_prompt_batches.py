@@ -13,7 +13,8 @@ from tllm.core.errors import ConfigError
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
 from tllm.training.data.batches import DataConfig
-from tllm.training.data.prompt_batches import PromptBatches, PromptEncoder
+from tllm.training.data.encoder import IGNORED, Encoder
+from tllm.training.data.prompt_batches import PromptBatches, PromptEncoder, RepliedPromptEncoder
 
 TEMPLATE = "{% for m in messages %}({{ m['content'] }}){% endfor %}{% if add_generation_prompt %}={% endif %}"
 
@@ -72,3 +73,55 @@ def test_steps_that_share_prompts_count_as_one_place(tmp_path: Path, tokenizer: 
     assert later.prompts(6) == first.prompts(6)
     with pytest.raises(ConfigError, match="num_iterations is 2 now, and the run began with 3"):
         batches(tmp_path, tokenizer, rows, steps_each=2).restore(first.state(6))
+
+
+TALK = [
+    {"role": "user", "content": "1"},
+    {"role": "assistant", "content": "a"},
+    {"role": "user", "content": "2"},
+    {"role": "assistant", "content": "aa"},
+]
+TURNS = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ '=' + m['content'] + '<end>' }}"
+    "{% else %}({{ m['content'] }}){% endif %}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+)
+
+
+def replied(tokenizer: Tokenizer, keeps_replies: bool, longest: int = 12) -> RepliedPromptEncoder:
+    template = ChatTemplate(TURNS)
+    return RepliedPromptEncoder(
+        PromptEncoder(tokenizer, template, longest), Encoder(tokenizer, template), keeps_replies
+    )
+
+
+@pytest.mark.parametrize("keeps_replies", [False, True])
+def test_the_last_reply_of_a_row_may_be_written_anew(keeps_replies: bool, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    file = tmp_path / "rows.jsonl"
+    rows: list[dict[str, Any]] = [{"prompt": "12=", "completion": "ab"}, {"messages": TALK}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = DataConfig((str(file),), seq_len=20, global_batch_size=2, shuffle=False)
+    found = PromptBatches(config, replied(tokenizer, keeps_replies))
+    prompts = [tokenizer.decode(row.ids, skip_special_tokens=False) for row in found.prompts(0)]
+    assert prompts == ["12=", "(1)=a<end>(2)="]
+    texts = [
+        tokenizer.decode([label for label in row.labels.tolist() if label != IGNORED], skip_special_tokens=False)
+        for row in found.rows(0)
+    ]
+    assert texts == (["ab<end>", "a<end>aa<end>"] if keeps_replies else ["", ""])
+
+
+@pytest.mark.parametrize(
+    ("row", "keeps_replies", "words"),
+    [
+        ({"prompt": "1="}, True, "has no reply, and steps of data learn from one"),
+        ({"text": "1=a"}, False, "has no prompt"),
+        ({"text": "1=a"}, True, "has no prompt"),
+        ({"prompt": "1" * 12 + "=", "completion": "a"}, True, "the prompt has 13 tokens.* leaves 12"),
+        ({"messages": TALK}, False, "the prompt has 10 tokens.* leaves 9"),
+    ],
+)
+def test_a_row_without_prompt_or_reply_is_refused(
+    row: dict[str, Any], keeps_replies: bool, words: str, tokenizer: Tokenizer
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        replied(tokenizer, keeps_replies, longest=9 if "messages" in row else 12).encode(row)

@@ -14,6 +14,7 @@ from tllm.spec.trainable import check_lock_step
 from tllm.training.job.combinations import check_combination
 from tllm.training.job.distillation_keys import DistillationKeys
 from tllm.training.job.job import Job
+from tllm.training.job.lora_job import LoraJob
 
 LLAMA = dict(
     SHAPE, model_type="llama", architectures=["LlamaForCausalLM"], rms_norm_eps=1e-6, tie_word_embeddings=False
@@ -86,6 +87,33 @@ def test_it_is_refused(plan: str, config: dict[str, Any], more: dict[str, Any], 
     with pytest.raises(PlanError, match=says) as caught:
         check(plan, config, **more)
     assert caught.value.hint
+
+
+ON_POLICY = {"task": "distill", "distill": DistillationKeys("t", lmbda=0.5, max_completion_length=32), "seq_len": 64}
+
+
+@pytest.mark.parametrize(
+    ("plan", "more", "says"),
+    [
+        ("cp=2", {}, "task=distill and cp in the plan"),
+        ("dp=2,zero=3", {}, "task=distill and zero=3"),
+        ("dp=2,servers=1", {}, "task=distill and servers"),
+        ("pp=2,chunks=2", {}, "task=distill and chunks"),
+        ("dp=2", {"local_steps": 2}, "task=distill and local_steps=2"),
+        ("dp=2", {"seq_len": 32}, "distill.max_completion_length is 32 and seq_len is 32"),
+        ("dp=2", {"neftune_noise_alpha": 5.0}, "which are sampled without noise"),
+        (
+            "dp=2",
+            {"lora": LoraJob(lora_dropout=0.1), "config_name": None, "model_name_or_path": "m"},
+            "lora.lora_dropout is 0.1 and the task 'distill' .* without dropout",
+        ),
+    ],
+)
+def test_completions_of_the_student_are_refused_where_grpo_s_are(plan: str, more: dict[str, Any], says: str) -> None:
+    with pytest.raises((ConfigError, PlanError), match=says):
+        check(plan, LLAMA, **{**ON_POLICY, **more})
+    check("dp=2,pp=2", LLAMA, **ON_POLICY)
+    check("cp=2", LLAMA, task="distill", distill=DistillationKeys("t"))
 
 
 def test_rates_that_cannot_be_are_refused_before_anything_starts() -> None:

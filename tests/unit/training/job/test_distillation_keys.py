@@ -35,7 +35,13 @@ def test_a_job_with_its_table_is_read_and_written(tmp_path: Any) -> None:
         ({"teacher_model_name_or_path": ""}, "and neither is given"),
         ({"teacher_model_name_or_path": "", "teachers": ["here"]}, "has 'here', which is not HOST:PORT"),
         ({"teacher_model_name_or_path": "", "teachers": ["here:70000"]}, "which is not HOST:PORT"),
-        ({"lmbda": 0.5}, "'distill.lmbda' is no key of a job"),
+        ({"kl_budget": -0.1}, "distill.kl_budget is -0.1 and must be 0 or more"),
+        ({"kl_budget": 0.1, "top_k": 0}, "distill.kl_budget is 0.1 and distill.top_k is 0: a budget chooses"),
+        ({"kl_budget": 0.1, "top_k": 65536}, "distill.top_k is 65536"),
+        ({"lmbda": 1.5}, "distill.lmbda is 1.5 and must be 1 or less"),
+        ({"lmbda": 0.5, "alpha": 0.1}, "distill.alpha is 0.1 and distill.lmbda is 0.5: there is no text"),
+        ({"lmbda": 1, "max_completion_length": 0}, "distill.max_completion_length is 0 and must be 1 or more"),
+        ({"lamda": 0.5}, "'distill.lamda' is no key of a job"),
     ],
 )
 def test_values_that_cannot_work_are_refused(table: dict[str, Any], message: str) -> None:

@@ -11,10 +11,11 @@ from tllm.core.errors import ClusterError
 from tllm.training.data.encoder import IGNORED
 from tllm.training.data.packing import PackedRow
 from tllm.training.objectives.distillation import BYTES, IDS, LOG_PROBS
-from tllm.training.teachers import taught_batches
+from tllm.training.teachers import teacher_pool
 from tllm.training.teachers.question_queue import QuestionQueue
 from tllm.training.teachers.taught_batches import TaughtBatches
-from tllm.training.teachers.teacher_messages import Answer, Lesson, packed, unpacked
+from tllm.training.teachers.teacher_messages import Answer, Lesson, unpacked
+from tllm.training.teachers.teacher_pool import TeacherPool
 
 LESSON = Lesson(top_k=2, temperature=1.0, vocab_size=50, vocabulary="")
 
@@ -67,7 +68,7 @@ class AtOnce:
             asked = ask(question)
             first = unpacked(question.ids)[0]
             log_probs = np.full((2, 3), first, dtype="<f4")
-            queue.answer(asked, Answer(question.number, packed(np.full(4, first)), log_probs.tobytes()), 90)
+            queue.answer(asked, Answer(question.number, np.full(4, first, "<u2").tobytes(), log_probs.tobytes()), 90)
             return asked
 
         queue.ask = answered  # type: ignore[method-assign]
@@ -79,7 +80,7 @@ class AtOnce:
 
 def test_answers_stand_at_the_places_that_were_asked_for() -> None:
     rows, queue = TwoRows(), QuestionQueue()
-    taught = TaughtBatches(rows, LESSON, queue, [AtOnce(queue)], max_steps=3)
+    taught = TaughtBatches(rows, TeacherPool(LESSON, queue, [AtOnce(queue)]), max_steps=3)
     assert taught.restore(taught.state(1)) == 1
     first, second = taught.step(1)
     assert rows.read == [1, 2], "the next step's rows are asked ahead"
@@ -93,9 +94,9 @@ def test_answers_stand_at_the_places_that_were_asked_for() -> None:
 
 
 def test_a_run_whose_teachers_are_all_away_ends_with_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(taught_batches, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(taught_batches, "LOST_SECONDS", 0.05)
-    taught = TaughtBatches(TwoRows(), LESSON, QuestionQueue(), [Absent()], max_steps=1)
+    monkeypatch.setattr(teacher_pool, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(teacher_pool, "LOST_SECONDS", 0.05)
+    taught = TaughtBatches(TwoRows(), TeacherPool(LESSON, QuestionQueue(), [Absent()]), max_steps=1)
     with pytest.raises(ClusterError, match=r"step 1 waits for 1 rows of the teachers far:1 \(no route\); none could"):
         taught.step(0)
     taught.close()

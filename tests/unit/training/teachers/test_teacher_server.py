@@ -11,12 +11,13 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from tests.support.models.families import save_model
 from tests.support.training.teachers import serving
 from tllm.cluster.tls import data_client
 from tllm.core.errors import AuthError, ClusterError, ConfigError, FrameError, LinkError, TllmError
-from tllm.training.teachers.question_queue import QuestionQueue
+from tllm.training.teachers.question_queue import AskedRow, QuestionQueue
 from tllm.training.teachers.teacher_connection import TeacherConnection
 from tllm.training.teachers.teacher_messages import Answer, Lesson, Question, packed, unpacked
 from tllm.training.teachers.teacher_model import TeacherModel, vocabulary_digest
@@ -40,6 +41,10 @@ def teacher(folder: Path) -> TeacherModel:
     return TeacherModel.open(str(folder), "float64")
 
 
+def ids_of(answer: Answer) -> NDArray[np.int64]:
+    return np.frombuffer(answer.ids, LESSON.id_type).astype(np.int64)
+
+
 def dial(server: TeacherServer, secret: Path) -> TeacherConnection:
     return TeacherConnection.dial(server.address, data_client(teacher_identity(secret, "student")))
 
@@ -51,7 +56,7 @@ def test_each_document_is_taught_by_itself_at_the_temperature(folder: Path, teac
     want_TV, order_TV = (logits_TV / 2).log_softmax(-1)[[0, 3, 4]].sort(-1, descending=True)
     answer = teacher.answer(ROW, LESSON)
     log_p = torch.from_numpy(np.frombuffer(answer.log_probs, "<f4").reshape(3, 6).copy())
-    assert unpacked(answer.ids).reshape(3, 5).tolist() == order_TV[:, :5].tolist()
+    assert ids_of(answer).reshape(3, 5).tolist() == order_TV[:, :5].tolist()
     torch.testing.assert_close(log_p[:, :5].double(), want_TV[:, :5], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(log_p[:, 5].double(), want_TV[:, 5:].logsumexp(-1), rtol=1e-5, atol=1e-5)
     whole = teacher.answer(ROW, msgspec.structs.replace(LESSON, top_k=0))
@@ -83,6 +88,72 @@ def test_the_top_64_of_a_real_vocabulary_take_less_than_a_fiftieth_of_all_its_lo
     print({f"bytes a token with top_k = {top_k}": nbytes / 3 for top_k, nbytes in counted.items()})
     assert counted[0] > 3 * 151_936 * 4
     assert 50 * counted[64] < logits_in_two_bytes
+
+
+BUDGET = msgspec.structs.replace(LESSON, top_k=40, kl_budget=0.05)
+
+
+def test_a_budget_chooses_how_many_tokens_each_place_has(folder: Path, teacher: TeacherModel, tmp_path: Path) -> None:
+    """What is sent is put together again, and what was lost counted by the definition over all tokens."""
+    whole = teacher.answer(ROW, msgspec.structs.replace(LESSON, top_k=0))
+    p_PV = torch.from_numpy(np.frombuffer(whole.log_probs, "<f4").reshape(3, 101).copy()).double().exp()
+    with serving(folder, tmp_path / "key", "float64") as server:
+        connection = dial(server, tmp_path / "key")
+        assert not connection.introduce(BUDGET).refused
+        connection.send_question(ROW)
+        answer, received = connection.receive_answer()
+        connection.close()
+    assert received < 3 * 8 * 40 and checked(answer, AskedRow(ROW), BUDGET, "there") is answer
+    counts = answer.token_counts.tolist()
+    assert len(set(counts)) > 1, "each place has its own"
+    ids, log_p = ids_of(answer), np.frombuffer(answer.log_probs, "<f4")
+    lost = 0.0
+    for place, k in enumerate(counts):
+        first, begin = sum(counts[:place]), sum(counts[:place]) + place
+        mine, told = torch.from_numpy(ids[first : first + k]), torch.from_numpy(log_p[begin : begin + k + 1].copy())
+        assert mine.tolist() == p_PV[place].topk(k).indices.tolist()
+        told_V = torch.full((101,), float(told[-1].double().exp()) / (101 - k), dtype=torch.float64)
+        told_V[mine] = told[:-1].double().exp()
+        torch.testing.assert_close(told_V[mine], p_PV[place, mine], rtol=1e-5, atol=1e-7)
+        lost += float((p_PV[place] * (p_PV[place] / told_V).log()).sum())
+    assert answer.lost == pytest.approx(lost, abs=1e-5) and answer.lost <= 3 * BUDGET.kl_budget
+
+
+def test_a_budget_is_held_in_a_fiftieth_of_all_logits(tmp_path: Path) -> None:
+    """Of 32,000 tokens whose logits are normal with a deviation of 5. Bytes are the connection's, with all headers."""
+    model = save_model("llama", tmp_path / "teacher", vocab_size=32_000, num_hidden_layers=1)
+    with torch.no_grad():  # a hidden state is as long as the square root of its size
+        model.model.norm.weight.fill_(1.0)
+        model.lm_head.weight.normal_(0, 5 / model.config.hidden_size**0.5)
+    model.save_pretrained(tmp_path / "teacher")
+    places, lesson = 64, Lesson(512, 1.0, 32_000, "", kl_budget=0.1)
+    row = Question(1, packed(np.arange(places) * 321), (places,), packed(np.arange(places)))
+    with serving(tmp_path / "teacher", tmp_path / "key") as server:
+        connection = dial(server, tmp_path / "key")
+        connection.introduce(lesson)
+        sent = connection.send_question(row)
+        answer, received = connection.receive_answer()
+        connection.close()
+    nbytes, lost = (sent + received) / places, answer.lost / places
+    print(f"{nbytes:.0f} bytes a token, {answer.token_counts.mean():.1f} tokens, {lost:.4f} nats")
+    assert 0.09 < lost <= lesson.kl_budget
+    assert 50 * nbytes < 2 * 32_000, "logits in two bytes"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Answer(3, b"", b""),
+        Answer(3, bytes(2 * 3), bytes(4 * 6), counts=bytes(6)),
+        Answer(3, bytes(2 * 123), bytes(4 * 126), counts=b"\x29\0" * 3),
+        Answer(3, bytes(2 * 3), bytes(4 * 6), counts=b"\1\0" * 3, lost=float("nan")),
+        Answer(3, bytes(2 * 4), bytes(4 * 6), counts=b"\1\0" * 3),
+        Answer(3, bytes(2 * 3), bytes(4 * 6), counts=b"\1\0" * 3 + b"\1"),
+    ],
+)
+def test_counts_that_do_not_fit_are_refused(answer: Answer) -> None:
+    with pytest.raises((ClusterError, FrameError)):
+        checked(answer, AskedRow(ROW), BUDGET, "there")
 
 
 BAD_ROWS = {
@@ -163,7 +234,7 @@ def test_a_message_that_is_none_ends_the_connection(folder: Path, tmp_path: Path
 def test_answers_to_something_else_are_refused() -> None:
     queue = QuestionQueue()
     asked = queue.ask(ROW)
-    good = Answer(3, bytes(3 * 5 * 4), bytes(3 * 6 * 4))
+    good = Answer(3, bytes(3 * 5 * 2), bytes(3 * 6 * 4))
     assert checked(good, asked, LESSON, "there") is good
     for bad in (
         msgspec.structs.replace(good, number=4),

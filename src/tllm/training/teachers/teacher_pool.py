@@ -1,0 +1,167 @@
+"""`TeacherPool`: the teachers of a run, who are asked for a row each, and what they answer as numbers of its tokens."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from tllm.cluster.tls import data_client
+from tllm.core.errors import ClusterError
+from tllm.parallel.divergence import NO_TOKEN
+from tllm.text.same_vocabulary import check_same_vocabulary
+from tllm.training.data.encoder import IGNORED
+from tllm.training.data.packing import PackedRow
+from tllm.training.job.distillation_keys import DistillationKeys, address_of
+from tllm.training.job.initial_model import InitialModel
+from tllm.training.objectives.distillation import BYTES, IDS, LOG_PROBS, LOST
+from tllm.training.teachers.question_queue import AskedRow, QuestionQueue
+from tllm.training.teachers.teacher_messages import Answer, Lesson, Question, packed
+from tllm.training.teachers.teacher_model import TeacherModel, vocabulary_digest
+from tllm.training.teachers.teacher_secret import teacher_identity
+from tllm.training.teachers.teacher_threads import LocalTeacher, RemoteTeacher, TeacherThread
+
+LOOK_SECONDS = 5.0
+"""Between two looks whether any teacher can be reached."""
+
+LOST_SECONDS = 500.0
+"""How long the run waits where no teacher can be reached: less than other ranks wait for their rows (`LINK_SECONDS`),
+so that the teacher is named and not the rank."""
+
+
+Numbers = NDArray[Any]
+
+log = logging.getLogger("tllm.train")
+
+
+class TeacherPool:
+    """Whichever teacher is free computes the next row, alone, so that what it finds hangs on the row and on nothing
+    else.
+    """
+
+    def __init__(self, lesson: Lesson, queue: QuestionQueue, teachers: Sequence[TeacherThread]) -> None:
+        self._lesson, self._queue, self._teachers = lesson, queue, list(teachers)
+        self._number = 0
+        self._has_warned = False
+        for teacher in self._teachers:
+            teacher.start()
+
+    @classmethod
+    def open(cls, keys: DistillationKeys, beginning: InitialModel) -> TeacherPool:
+        """Those that a job names. ConfigError where teacher and student do not fit each other."""
+        spec, queue = beginning.spec, QuestionQueue()
+        lesson = Lesson(
+            keys.top_k, keys.temperature, spec.vocab_size, vocabulary_digest(beginning.folder), keys.kl_budget
+        )
+        return cls(lesson, queue, _teachers(keys, lesson, queue, beginning))
+
+    def ask(self, row: PackedRow) -> AskedRow | None:
+        """Let a row wait for a teacher; None where nothing of it is learned."""
+        places = np.flatnonzero(row.labels != IGNORED)
+        if not len(places):
+            return None
+        self._number += 1
+        return self._queue.ask(Question(self._number, packed(row.input_ids), row.lengths, packed(places)))
+
+    def taught(
+        self, row: PackedRow, asked: AskedRow | None, step: int, on_wait: Callable[[str], object] = lambda reason: None
+    ) -> PackedRow:
+        """The row with what a teacher says of each token, once it has; `on_wait` hears now and then for whom it waits.
+
+        ClusterError where no teacher can be reached for LOST_SECONDS.
+        """
+        answer, nbytes = (Answer(0), 0) if asked is None else self._wait_for(asked, step, on_wait)
+        places, tokens = np.flatnonzero(row.labels != IGNORED), len(row.labels)
+        ids, log_probs = _of_places(answer, len(places), self._lesson)
+        of_tokens = {**row.of_tokens, LOG_PROBS: np.zeros((tokens, self._lesson.width), dtype="<f4")}
+        of_tokens[LOG_PROBS][places] = log_probs
+        if self._lesson.top_k:
+            of_tokens[IDS] = np.zeros((tokens, self._lesson.top_k), dtype="<i4")
+            of_tokens[IDS][places] = ids
+        told: dict[str, float] = {BYTES: nbytes}
+        if self._lesson.kl_budget:
+            told[LOST] = answer.lost
+            self._warn(step, answer.lost / max(len(places), 1))
+        documents = len(row.lengths)
+        shares = {name: np.full(documents, number / documents, dtype="<f8") for name, number in told.items()}
+        return replace(row, of_tokens=of_tokens, of_documents={**row.of_documents, **shares})
+
+    def waits_for(self) -> str:
+        """The teachers, with what is the matter with each; "" where nobody waits for them."""
+        if not self._queue.unanswered:
+            return ""
+        each = ", ".join(f"{teacher.name} ({teacher.trouble or 'computing'})" for teacher in self._teachers)
+        return f"{self._queue.unanswered} rows of the teachers {each}"
+
+    def interrupt(self) -> None:
+        """Whoever waits for a teacher gets an error."""
+        self._queue.close()
+
+    def close(self) -> None:
+        """End the threads."""
+        self._queue.close()
+        for teacher in self._teachers:
+            teacher.close()
+
+    def _warn(self, step: int, lost: float) -> None:
+        """Once, where `top_k` tokens of each place lose more than the budget."""
+        if self._has_warned or lost <= self._lesson.kl_budget * (1 + 1e-9):  # a sum is rounded, and so is a mean
+            return
+        self._has_warned = True
+        log.warning(
+            "step %d: %d tokens of each place lose %.4f nats a token of what the teacher says, and kl_budget is %g: "
+            "raise distill.top_k to hold it",
+            *(step + 1, self._lesson.top_k, lost, self._lesson.kl_budget),
+        )
+
+    def _wait_for(self, asked: AskedRow, step: int, on_wait: Callable[[str], object]) -> tuple[Answer, int]:
+        reached = time.monotonic()
+        while True:
+            try:
+                return asked.answered.result(timeout=LOOK_SECONDS)
+            except TimeoutError:
+                now = time.monotonic()
+                if any(not teacher.trouble for teacher in self._teachers):
+                    reached = now
+                if now - reached > LOST_SECONDS:
+                    raise ClusterError(
+                        f"step {step + 1} waits for {self.waits_for()}; none could be reached "
+                        f"for {now - reached:.0f} s",
+                        "start the teachers again: the run goes on from its last save",
+                    ) from None
+                on_wait(self.waits_for())
+
+
+def _of_places(answer: Answer, places: int, lesson: Lesson) -> tuple[Numbers, Numbers]:
+    """The ids and log-probabilities of each place, [places, top_k] and [places, width]: -1 and -inf for tokens that a
+    budget left out."""
+    numbers, log_probs = np.frombuffer(answer.ids, lesson.id_type), np.frombuffer(answer.log_probs, "<f4")
+    if not lesson.kl_budget:
+        return numbers.reshape(places, lesson.top_k), log_probs.reshape(places, lesson.width)
+    is_sent = np.arange(lesson.width) < answer.token_counts[:, None]
+    ids = np.full((places, lesson.top_k), NO_TOKEN, dtype="<i4")
+    ids[is_sent[:, :-1]] = numbers
+    spread = np.full((places, lesson.width), -np.inf, dtype="<f4")
+    is_sent[:, -1] = True  # the rest
+    spread[is_sent] = log_probs
+    return ids, spread
+
+
+def _teachers(
+    keys: DistillationKeys, lesson: Lesson, queue: QuestionQueue, beginning: InitialModel
+) -> list[TeacherThread]:
+    if keys.teacher_model_name_or_path:
+        teacher = TeacherModel.open(keys.teacher_model_name_or_path, keys.teacher_dtype)
+        sizes = beginning.spec.vocab_size, teacher.spec.vocab_size
+        check_same_vocabulary(beginning.folder, teacher.folder, *sizes, "teacher")
+        compared = msgspec.structs.replace(lesson, vocabulary=teacher.vocabulary)  # token by token: padding may differ
+        return [LocalTeacher(teacher, compared, queue)]
+    context = data_client(teacher_identity(Path(keys.teacher_secret), "student"))
+    return [RemoteTeacher(address_of(address), context, lesson, queue) for address in keys.teachers]

@@ -1,0 +1,65 @@
+"""How many of its most likely tokens a teacher sends of each place, so that little of its distribution is lost.
+
+What is sent of a distribution p over V tokens are its k likeliest tokens and the mass R of all others. Who knows no
+more takes the others for equally likely: p'(i) = p(i) of the k, R / (V - k) of each other. What is lost, in nats, is
+
+    KL(p || p') = sum over the others of p(i) log(p(i) (V - k) / R) = R (log(V - k) - H(p given the others))
+
+It is what the forward KL lacks for a student to whom the others are all alike, so that no student is needed to know it.
+As p' is p averaged over the others, it is also H(p') - H(p), which each further token lowers or leaves.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+HALVINGS = 60
+"""Of the price of a token, between none and what the first saves: to the last bits of a float64."""
+
+
+def entropy(logits_PV: Tensor) -> Tensor:
+    """Of each place's distribution, in nats, float64 [P]. A logit may be -inf."""
+    terms_PV: Tensor = torch.special.entr(logits_PV.softmax(-1))
+    return terms_PV.sum(-1, dtype=torch.float64)
+
+
+def lost_by_count(log_p_PB: Tensor, rest_entropy_P: Tensor, vocab_size: int) -> Tensor:
+    """KL(p || p') in nats, float64 [P, K]: at [:, k - 1] of sending k tokens, 1 to K.
+
+    `log_p_PB` are those of the K likeliest, descending, and last of all others together, B = K + 1; `rest_entropy_P`
+    is the entropy of these others given that it is one of them. Sums begin with the least likely.
+    """
+    log_p_PB = log_p_PB.double()
+    p_PB = log_p_PB.exp()
+    terms_PB: Tensor = torch.special.xlogy(p_PB, p_PB)
+    terms_PB[:, -1] -= p_PB[:, -1] * rest_entropy_P
+    mass_PK, terms_PK = (x_PB.flip(-1).cumsum(-1)[:, :-1].flip(-1) for x_PB in (p_PB, terms_PB))  # without the first k
+    counts_K = torch.arange(1, log_p_PB.shape[-1], dtype=torch.float64)
+    shared_PK: Tensor = torch.special.xlogy(mass_PK, mass_PK) - mass_PK * (vocab_size - counts_K).log()
+    return (terms_PK - shared_PK).clamp(min=0)
+
+
+def fewest_within(lost_PK: Tensor, budget: float) -> Tensor:
+    """How many tokens to send of each place, int64 [P], so that the mean of what is lost is within `budget`.
+
+    Each token has one price in nats, the highest with which the budget is held, and a place buys as long as that pays:
+    no other choice of as many tokens loses less (Everett, 1963). Where even K of each place lose more, it is K of each.
+    """
+    counts_K = torch.arange(1, lost_PK.shape[-1] + 1, dtype=torch.float64)
+
+    def bought(price: float) -> Tensor:
+        return (lost_PK + price * counts_K).argmin(-1)
+
+    def lost(at_P: Tensor) -> float:
+        return float(lost_PK.gather(-1, at_P[:, None]).mean())
+
+    low, high = 0.0, float(lost_PK.max()) + 1.0
+    if lost(bought(high)) <= budget:
+        return bought(high) + 1
+    if lost(bought(low)) > budget:
+        return torch.full_like(bought(low), lost_PK.shape[-1])
+    for _ in range(HALVINGS):
+        price = (low + high) / 2
+        low, high = (price, high) if lost(bought(price)) <= budget else (low, price)
+    return bought(low) + 1
