@@ -14,8 +14,10 @@ from tllm.node.coordinator.forming import forming, local_names, open_authority
 from tllm.node.coordinator.plan_selection import PlanChoice
 from tllm.node.machine.launcher_env import Launched
 from tllm.node.machine.process_facts import reachable
+from tllm.node.replication.first_replica import replicated
 from tllm.node.sources.launched_tasks import MEET_SECONDS, LaunchedTasks, addresses_of, threads_of
 from tllm.node.train.elastic_run import ElasticRun
+from tllm.node.train.replicated_steps import keeping_steps
 from tllm.node.train.training_run import TrainingRun
 from tllm.node.train.training_work import TrainingWork
 from tllm.training.job.job_file import DEFAULT
@@ -40,16 +42,24 @@ async def open_training(
     """
     workload = work.workload(options)
     nodes = local_names(work.plan, options.local)
-    made = workload, await open_authority(options.authority, options.secret), options.address, nodes
+    authority = await open_authority(options.authority, options.secret)
+    made = workload, authority, options.address, nodes
     run = TrainingRun(*made) if on_loss == "end" else ElasticRun(*made, on_loss)
     coordinator = run.coordinator
     coordinator.selection.choice = choice
-    if isinstance(run, ElasticRun):
-        run.must_mirror = work.resolved.origins.get("mirror_steps", DEFAULT) != DEFAULT
-    async with forming(run, nodes, reachable(options.address[0]), options):
+    async with contextlib.AsyncExitStack() as stack:
+        if isinstance(run, ElasticRun):
+            run.must_mirror = work.resolved.origins.get("mirror_steps", DEFAULT) != DEFAULT
+            await stack.enter_async_context(replicated(run, authority, options))
+            await stack.enter_async_context(keeping_steps(run, work.resolved.job))
+        await stack.enter_async_context(forming(run, nodes, reachable(options.address[0]), options))
         if coordinator.local is not None and on_loss != "end":
             coordinator.local.renew()
-        yield run
+        try:
+            yield run
+        finally:
+            if coordinator.replication is not None:
+                await coordinator.replication.end()
 
 
 @contextlib.asynccontextmanager
