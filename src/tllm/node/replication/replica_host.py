@@ -73,6 +73,8 @@ class JoinedReplica:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
+        if self._replica is not None:
+            self._replica.close()
 
     async def _run(self, replica: Replica) -> None:
         """Take part, and coordinate whenever this replica leads. What goes wrong with it ends the replica alone."""
