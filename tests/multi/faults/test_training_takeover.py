@@ -27,6 +27,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(360)]  # each starts several
 
 CONFIG = dict(num_hidden_layers=4, initializer_range=0.02)  # as `train` begins a model
 STEPS, SAVE_EVERY = 60, 8
+LONG = dict(max_steps=5000, dtype="float64", lr_scheduler_type="constant", warmup_steps=0)
+"""A run that ends when it is stopped; how long it was to be changes no step."""
 GOES_ON = (
     r"^goes on(?: after [\d.]+ s)? after step (\d+)(?: \((\d+) later ones are done again\))?, from (.*); plan (\S+)"
 )
@@ -71,13 +73,31 @@ def status(page: str) -> dict[str, Any]:
 
 def check(job: Path, run: Path, alone: Path) -> None:
     """Each step once, with the losses and the weights of the run that nothing disturbed."""
-    undisturbed = replace(read_job(job).job, output_dir=str(alone))
-    losses = [one.loss for one in records(train(undisturbed, "pp=1"))]
+    losses = [one.loss for one in records(train(replace(read_job(job).job, output_dir=str(alone)), "pp=1"))]
     found = read_records(run / FILE)
-    assert [one.step for one in found] == list(range(1, undisturbed.max_steps + 1))
+    assert [one.step for one in found] == list(range(1, STEPS + 1))
     assert max(abs(one.loss - loss) / loss for one, loss in zip(found, losses, strict=True)) < 1e-12
     off, name = furthest(final(run), final(alone))
     assert off < 1e-11, name
+
+
+def stopped(heir: JoinedNode) -> int:
+    """Stop the run where it is coordinated, as a user does; after which step it left."""
+    heir.process.send_signal(signal.SIGINT)
+    _, left = who_says([heir], r"^left after step (\d+) of 5000")
+    assert "saving, then ending the run" in heir.said()
+    return int(left[1])
+
+
+def check_stopped(job: Path, steps: int) -> None:
+    """The run was saved after this step, and has each step once with the losses of the undisturbed run."""
+    run = job.parent / "run"
+    assert (run / f"step-{steps}").is_dir()
+    alone = replace(read_job(job).job, output_dir=str(job.parent / "alone"), max_steps=steps)
+    losses = [one.loss for one in records(train(alone, "pp=1"))]
+    found = read_records(run / FILE)
+    assert [one.step for one in found] == list(range(1, steps + 1))
+    assert max(abs(one.loss - loss) / loss for one, loss in zip(found, losses, strict=True)) < 1e-12
 
 
 def test_another_machine_goes_on_with_the_run(tmp_path: Path) -> None:
@@ -170,30 +190,28 @@ def test_killed_while_it_saves(tmp_path: Path) -> None:
 
 def test_two_of_five_are_killed_at_once(tmp_path: Path) -> None:
     """With five replicas any two may be lost. What only these two held is in no memory: the run goes back to a save."""
-    job = write_job(
-        tmp_path, CONFIG | {"num_hidden_layers": 5}, max_steps=3 * STEPS, save_steps=SAVE_EVERY, dtype="float64"
-    )
+    job = write_job(tmp_path, CONFIG | {"num_hidden_layers": 5}, save_steps=SAVE_EVERY, **LONG)
     with ExitStack() as stack:
         first, page, nodes = begun(stack, tmp_path, job, 5, "--plan", "pp=5", "--replicas-of-coordinator", "5")
         await_replicas(first, page, 5)
         (keeper,) = [node["node"] for node in status(page)["nodes"] if node["rank"] == 1]  # of what rank 0 has
-        reach(first, 2 * SAVE_EVERY + 2)
+        first.until(r"^saved step (\d+)")
         kill(first.process, *(node.process for node in nodes if node.name == keeper))
         living = [node for node in nodes if node.name != keeper]
         heir, again = who_says(living, GOES_ON)
-        assert again[3] == SAVE and int(again[1]) == 2 * SAVE_EVERY and again[4].startswith("pp=3")
-        assert (
-            f"no step is whole in memory: goes on after step {2 * SAVE_EVERY}, {again[2]} steps are lost" in heir.said()
-        )
-        assert [node.process.wait(120) for node in living] == [0, 0, 0]
+        step = int(again[1])
+        assert again[3] == SAVE and step % SAVE_EVERY == 0 and step > 0 and again[4].startswith("pp=3")
+        if again[2]:
+            assert f"no step is whole in memory: goes on after step {step}, {again[2]} steps are lost" in heir.said()
+        left = stopped(heir)
+        assert left > step
+        assert [node.process.wait(60) for node in living] == [0, 0, 0]
         assert "Traceback" not in "".join(node.said() for node in living)
-    check(job, tmp_path / "run", tmp_path / "alone")
+    check_stopped(job, left)
 
 
 def test_the_first_machine_comes_back_as_a_node_and_the_run_is_stopped_where_it_is_coordinated(tmp_path: Path) -> None:
-    job = write_job(
-        tmp_path, CONFIG, max_steps=5000, save_steps=1000, dtype="float64", lr_scheduler_type="constant", warmup_steps=0
-    )
+    job = write_job(tmp_path, CONFIG, save_steps=1000, **LONG)
     cluster = ["--cluster-port", str(free_row(1)), "--cluster-folder", str(tmp_path / "cluster"), "--plan", "pp=3"]
     with ExitStack() as stack:
         first, page, nodes = begun(stack, tmp_path, job, 3, *cluster)
@@ -205,17 +223,9 @@ def test_the_first_machine_comes_back_as_a_node_and_the_run_is_stopped_where_it_
         words = ["train", str(job), "--nodes", "3", "--threads", "1", "--cluster-host", "127.0.0.1", *cluster]
         back = stack.enter_context(running(*words))
         who_says([heir], rf"^goes on.* after step \d+, from {MEMORY}; plan pp=3", 90)
-        heir.process.send_signal(signal.SIGINT)
-        _, left = who_says([heir], r"^left after step (\d+) of 5000")
-        assert "saving, then ending the run" in heir.said()
+        left = stopped(heir)
         code, errors = back.wait()
         assert code == 0 and "runs, coordinated at 127.0.0.1:" in errors, errors
         assert [node.process.wait(60) for node in nodes] == [0, 0]
         assert "Traceback" not in errors + "".join(node.said() for node in nodes)
-    steps = int(left[1])
-    assert (tmp_path / "run" / f"step-{steps}").is_dir()
-    alone = replace(read_job(job).job, output_dir=str(tmp_path / "alone"), max_steps=steps)
-    losses = [one.loss for one in records(train(alone, "pp=1"))]
-    found = read_records(tmp_path / "run" / FILE)
-    assert [one.step for one in found] == list(range(1, steps + 1))
-    assert max(abs(one.loss - loss) / loss for one, loss in zip(found, losses, strict=True)) < 1e-12
+    check_stopped(job, left)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from tllm.core.errors import PlanError
+from tllm.core.errors import ConfigError, PlanError
 from tllm.node.coordinator.cluster_options import DEFAULTS, ClusterOptions
 from tllm.node.coordinator.forming import forming, local_names, open_authority
 from tllm.node.coordinator.plan_selection import PlanChoice
@@ -39,7 +39,13 @@ async def open_training(
     """A training run whose ranks are ready to take their first step, ended with the block; `events` is to be followed.
 
     With a `choice` the plan of `work` only says for how many nodes to wait; theirs is chosen when they are here.
+    ConfigError for replicas of a run that ends with the first loss.
     """
+    if on_loss == "end" and options.replicas > 1:
+        raise ConfigError(
+            f"{options.replicas} replicas of the coordinator's state, and on_loss is end: any lost node ends the run",
+            "leave one of them out",
+        )
     workload = work.workload(options)
     nodes = local_names(work.plan, options.local)
     authority = await open_authority(options.authority, options.secret)
@@ -70,7 +76,8 @@ async def open_launched(
 
     It keeps the coordinator, and starts the worker of rank 0 beside itself; the others call
     `launched_tasks.work_launched`, and find it by a file in the job's output folder. So the options `local`,
-    `address`, `authority`, `secret` and `source` are not read, and `join_seconds` is ten minutes unless it is given.
+    `address`, `authority`, `secret`, `source` and `replicas` are not read, and `join_seconds` is ten minutes unless it
+    is given.
     """
     plan = work.plan
     if plan.world_size != launched.world_size:

@@ -24,6 +24,7 @@ from tllm.node.coordinator.cluster_options import LOOPBACK, ClusterOptions
 from tllm.node.replication.replica_host import check_readable
 from tllm.node.replication.replicated_work import replicated_work, workload_of
 from tllm.node.train.elastic_run import ElasticRun
+from tllm.node.train.open_training import open_training
 from tllm.node.train.replicated_steps import keeping_steps
 from tllm.node.train.takeover import open_run_here
 from tllm.node.train.training_run import is_mirrored
@@ -191,6 +192,17 @@ def test_a_run_that_has_saved_does_not_begin_anew_where_the_saves_are_not(make: 
         early.publish(RunBegan(0, 1, 1.0))
         _, again = await told(early, 2)
         assert isinstance(again, RunResumed) and (again.origin, again.again) == ("start", 3)
+
+    asyncio.run(scene())
+
+
+def test_replicas_of_a_run_that_ends_with_any_machine_are_refused(job: Job) -> None:
+    async def scene() -> None:
+        config = Path(job.config_name or "").read_text()
+        work = TrainingWork(ResolvedJob(job, {}), Plan.parse("pp=2", 2), config)
+        with pytest.raises(ConfigError, match="3 replicas of the coordinator's state, and on_loss is end"):
+            async with open_training(work, ClusterOptions(replicas=3), on_loss="end"):
+                raise AssertionError("it has opened")
 
     asyncio.run(scene())
 
