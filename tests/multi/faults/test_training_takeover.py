@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(360)]  # each starts several
 
 CONFIG = dict(num_hidden_layers=4, initializer_range=0.02)  # as `train` begins a model
 STEPS, SAVE_EVERY = 60, 8
-LONG = dict(max_steps=5000, dtype="float64", lr_scheduler_type="constant", warmup_steps=0)
+LONG: dict[str, Any] = dict(max_steps=5000, dtype="float64", lr_scheduler_type="constant", warmup_steps=0)
 """A run that ends when it is stopped; how long it was to be changes no step."""
 GOES_ON = (
     r"^goes on(?: after [\d.]+ s)? after step (\d+)(?: \((\d+) later ones are done again\))?, from (.*); plan (\S+)"
@@ -132,7 +132,7 @@ def test_without_a_shared_folder_it_goes_on_in_one_of_its_own(tmp_path: Path) ->
     places = [tmp_path / name for name in ("first", "host-1", "host-2")]
     for place in places:
         place.mkdir()
-        names = dict(output_dir="run", train_files=["pages.jsonl"], config_name="config.json")
+        names: dict[str, Any] = dict(output_dir="run", train_files=["pages.jsonl"], config_name="config.json")
         job = write_job(place, CONFIG, max_steps=STEPS, save_steps=SAVE_EVERY, dtype="float64", **names)
     words = ["train", "job.toml", "--nodes", "3", "--threads", "1", "--cluster-host", "127.0.0.1", "--page", "0"]
     words += ["--lost-after", "10"]

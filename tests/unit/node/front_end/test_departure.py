@@ -48,8 +48,13 @@ def test_the_first_is_for_the_run_that_the_node_coordinates() -> None:
 
     Departure(None, stop).run(work)
     assert stopped == ["run", "the node goes on until the run has ended"]
+
+    def work_on() -> None:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+
     with pytest.raises(KeyboardInterrupt):
-        Departure(None, stop).run(lambda: [signal.raise_signal(signal.SIGINT) for _ in range(2)] and None)
+        Departure(None, stop).run(work_on)
 
 
 def test_a_second_one_is_an_interruption() -> None:
