@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from tllm.node.coordinator.cluster_options import DEFAULTS, ClusterOptions
 from tllm.spec.plan import Plan
 from tllm.training.job.initial_model import InitialModel, open_initial_model, spec_of
 from tllm.training.job.job_file import DEFAULT, ResolvedJob, read_job
-from tllm.training.job.run_folder import RunStart, commit_here, write_start
+from tllm.training.job.run_folder import start_now, write_start
 from tllm.training.report.events import RunBegan, RunEnded, RunEvent, RunStepped
 from tllm.training.report.metrics import StepRecord, check_sinks
 
@@ -110,11 +109,7 @@ class Trainer:
         resolved = resolved or self.resolved
         async for event in run.events():
             if isinstance(event, RunBegan):
-                plan, now = run.plan, datetime.now(UTC).isoformat(timespec="seconds")
-                start = RunStart(
-                    time=now, step=event.step, plan=str(plan), world_size=plan.world_size, commit=commit_here()
-                )
-                write_start(Path(resolved.job.output_dir), resolved, start)
+                write_start(Path(resolved.job.output_dir), resolved, start_now(event.step, run.plan))
             yield event
 
     def train(

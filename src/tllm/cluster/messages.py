@@ -45,7 +45,7 @@ from tllm.hub.repository import Repository
 from tllm.spec.plan import Plan
 from tllm.spec.request import Output, Request, StageSpan
 
-PROTOCOL = 10
+PROTOCOL = 11
 """Changes with any change to a message here. Both ends must speak the same; there is no guessing."""
 
 GUEST_BYTES = 16 * 1024
@@ -207,10 +207,12 @@ class Failure(Message, frozen=True, kw_only=True):
 class ServeReplica(Message, frozen=True):
     """Asks a node that `can_succeed` to hold a replica of the coordinator's state. The answer is `ReplicaServes`.
 
-    `election_seconds`: a replica that heard no leader for so long may stand for election (`RaftTiming`).
+    `election_seconds`: a replica that heard no leader for so long may stand for election (`RaftTiming`). A node on
+    which one of these `files` cannot be read, as whoever coordinates must, refuses.
     """
 
     election_seconds: Annotated[float, Meta(gt=0, le=3600)]
+    files: Annotated[tuple[str, ...], Meta(max_length=10_000)] = ()
 
 
 class ReplicaServes(Message, frozen=True):

@@ -1,19 +1,17 @@
-"""A training run outlives its command: killed and started again, it goes on from what joined nodes have in memory."""
+"""A training run outlives its command, also where no other machine takes over: killed and started again, it goes on
+from what joined nodes have in memory."""
 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.support.cluster.commands import Running, running
-from tests.support.cluster.processes import descendants, wait_until_gone
+from tests.support.training.joined_nodes import joined, kill
 from tests.support.training.runs import final, records, train
 from tests.support.training.small_job import write_job
 from tests.support.training.training_step import furthest
@@ -28,29 +26,6 @@ GOES_ON = r"^goes on after step (\d+)(?: \((\d+) later ones are done again\))?, 
 SAVE, MEMORY = "the last save", "what the others have in memory"
 
 
-@contextmanager
-def joining(folder: Path, address: str, token: str, name: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A node as a user joins it, killed at the end if it still lives; what it says is in a file by its name."""
-    words = ["join", address, "--token", token, "--name", name, "--threads", "1", "--rejoin", "90"]
-    cache = ["--weights-cache", str(folder / f"{name}-weights")]
-    start = [sys.executable, "-m", "tllm.cli", *words, *cache]
-    with (folder / f"{name}.log").open("wb") as log, subprocess.Popen(start, stderr=log) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def kill(*processes: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
-    """Kill these, and see that none leaves a process behind."""
-    below = [pid for process in processes for pid in descendants(process.pid)]
-    for process in processes:
-        process.kill()
-    for process in processes:
-        process.wait()
-    assert wait_until_gone(below, 15.0) == []
-
-
 def reach(command: Running, step: int) -> None:
     command.until(rf"^step +{step}/")
 
@@ -63,11 +38,11 @@ def test_killed_it_is_taken_up_from_memory_and_where_that_is_not_whole_from_a_sa
     losses = [one.loss for one in records(train(replace(read_job(file).job, output_dir=str(alone)), "pp=1"))]
     port = str(free_row(1))
     words = ["train", str(file), "--nodes", "3", "--plan", "pp=3", "--threads", "1", "--cluster-host", "127.0.0.1"]
-    words += ["--cluster-port", port, "--cluster-folder", str(tmp_path / "cluster")]
+    words += ["--cluster-port", port, "--cluster-folder", str(tmp_path / "cluster"), "--replicas-of-coordinator", "1"]
     with ExitStack() as stack:
         first = stack.enter_context(running(*words))
         line = first.until(r"tllm join (\S+) --token (\S+)")
-        nodes = [stack.enter_context(joining(tmp_path, line[1], line[2], f"host-{i}")) for i in (1, 2)]
+        nodes = [stack.enter_context(joined(tmp_path, *line.groups(), f"host-{i}", "--rejoin", "90")) for i in (1, 2)]
         reach(first, 12)
         kill(first.process)
 
@@ -76,7 +51,7 @@ def test_killed_it_is_taken_up_from_memory_and_where_that_is_not_whole_from_a_sa
         assert again[3] == MEMORY and int(again[1]) >= 11 and int(again[2] or 0) <= 1
         reach(second, 2 * SAVE_EVERY + 4)
         lost, living = nodes
-        kill(second.process, lost)
+        kill(second.process, lost.process)
         told = len(read_records(run / FILE))
 
         third = stack.enter_context(running(*words))
@@ -88,7 +63,7 @@ def test_killed_it_is_taken_up_from_memory_and_where_that_is_not_whole_from_a_sa
         assert code == 0 and "Traceback" not in errors
         assert f"no step is whole in memory: goes on after step {step}, {later} steps are lost" in errors
         assert "goes on with the 2 of 3 nodes that are here" in errors
-        assert living.wait(10) == 0
+        assert living.process.wait(10) == 0
     for node in ("host-1", "host-2"):
         said = (tmp_path / f"{node}.log").read_text()
         assert f"waits 90 s for it, or another of its cluster, to be at 127.0.0.1:{port} again" in said

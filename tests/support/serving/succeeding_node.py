@@ -7,14 +7,17 @@ import asyncio
 import json
 import logging
 import sys
+from functools import partial
 
 import msgspec
 
 from tllm.cluster.certificates import Identity
 from tllm.cluster.consensus.replicated_state import ReplicatedState
+from tllm.cluster.settings import EngineSettings
 from tllm.core.stacks import show_stacks_on_signal
-from tllm.node.serve.replica_host import JoinedReplica
+from tllm.node.replication.replica_host import JoinedReplica
 from tllm.node.serve.serving import Serving
+from tllm.node.serve.takeover import take_over_serving
 from tllm.node.worker import WorkerSettings, work
 from tllm.spec.request import Request
 
@@ -35,7 +38,7 @@ async def ask(serving: Serving, state: ReplicatedState) -> None:
 
 
 def make_replica(identity: Identity, host: str) -> JoinedReplica:
-    return JoinedReplica(identity, host, on_takeover=ask)
+    return JoinedReplica(identity, host, {EngineSettings: partial(take_over_serving, on_takeover=ask)})
 
 
 if __name__ == "__main__":

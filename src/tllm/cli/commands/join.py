@@ -3,7 +3,8 @@
 It gets its part of the model assigned, reads only the bytes of that part, and computes until the cluster ends. Bytes
 that it lacks come from the Hugging Face hub, if the model was given by its name there, else from whichever node has
 them. They are kept in a folder for the next time and for other nodes. If the coordinator's process dies, this node may
-take its place (`--replicas-of-coordinator` of `tllm serve`).
+take its place (`--replicas-of-coordinator` of `tllm serve` and `tllm train`). A training run is then followed from
+here: its lines come on this terminal, with --page PORT on a page too, and the first Ctrl-C saves and ends it.
 
 Ctrl-C or SIGTERM: the node takes no new HTTP requests, lets those in hand end, and leaves; the others go on. A second
 one ends it at once.
@@ -20,7 +21,9 @@ from tllm.cli.arguments.http_options import add_http, http_settings
 from tllm.cli.arguments.model_argument import CACHE_BYTES, add_weights_cache, size_or_none
 from tllm.cli.arguments.options import add_device
 from tllm.cli.arguments.parser import address, count, size, whole
+from tllm.cli.arguments.run_page_options import add_page, page_settings
 from tllm.cli.display.logs import start_log
+from tllm.cli.planning.followed_run import successors
 from tllm.core.cache_folder import cache_folder
 from tllm.core.errors import ConfigError
 from tllm.node.front_end.departure import Departure
@@ -68,24 +71,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     http = parser.add_argument_group("HTTP")
     http.add_argument("--serve", action="store_true", help="answer HTTP requests here too, as the first machine does")
     add_http(http)
-    parser.add_argument("--quiet", action="store_true", help="only warnings and errors on stderr")
+    add_page(parser.add_argument_group("page"), "of a training run, if this node comes to coordinate one,")
+    parser.add_argument(
+        "--quiet", action="store_true", help="only warnings and errors on stderr; no line for each step"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     token = sys.stdin.readline().strip() if args.token == "-" else args.token or os.environ.get(TOKEN_VARIABLE, "")
     if not token and not os.environ.get(SECRET_VARIABLE):
         raise ConfigError("there is no join token", "copy the whole line that the coordinator printed")
-    http = _http(args)
+    http, page = _http(args), page_settings(args)
+    if page is not None:
+        page.check()
+        bind(page.host, page.port).close()
     start_log(args.debug, args.quiet)
     # Loads torch, so it waits until the line is known to make sense.
     from tllm.cluster.certificates import Identity
     from tllm.cluster.join_token import JoinToken
     from tllm.comm.c10d.secret import secret_from_environment
-    from tllm.node.serve.replica_host import JoinedReplica
+    from tllm.node.replication.replica_host import JoinedReplica
     from tllm.node.worker import WorkerSettings, work
 
+    every, training = successors(page, args.quiet)
+
     def make_replica(identity: Identity, host: str) -> JoinedReplica:
-        return JoinedReplica(identity, host, (args.weights_cache, args.weights_cache_size))
+        return JoinedReplica(identity, host, every, (args.weights_cache, args.weights_cache_size))
 
     host, port = args.coordinator
     if not token:
@@ -107,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
         cache_dir_size=args.cache_dir_size,
         device=args.device,
     )
-    departure = Departure(http)
+    departure = Departure(http, training.stop)
     departure.run(lambda: work(settings, departure.front_end, make_replica))
     return 0
 
@@ -119,6 +130,7 @@ def _http(args: argparse.Namespace) -> ServerSettings | None:
         settings.check()
         bind(settings.host, settings.port).close()
         return settings
-    if dataclasses.replace(settings, api_keys=(args.api_key,) if args.api_key else (), version="") != NOTHING_ASKED:
+    key = () if args.page is not None or not args.api_key else (args.api_key,)
+    if dataclasses.replace(settings, api_keys=key, version="") != NOTHING_ASKED:
         raise ConfigError("options of an HTTP server are given, and this node is to have none", "add --serve")
     return None

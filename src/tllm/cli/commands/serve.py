@@ -47,6 +47,7 @@ from tllm.cli.arguments.options import (
     even_plan,
 )
 from tllm.cli.arguments.parser import count, port, whole
+from tllm.cli.arguments.replica_count import add_replicas, replica_count
 from tllm.cli.arguments.server_limits import add_server_limits, server_limits
 from tllm.cli.arguments.survey_settings import serving_facts
 from tllm.cli.arguments.tracing_options import add_tracing, check_tracing, open_tracing
@@ -54,10 +55,10 @@ from tllm.cli.commands.join import REJOIN_SECONDS
 from tllm.cli.display.logs import start_log
 from tllm.cli.display.progress import ShowProgress, loading
 from tllm.cli.planning.best_plans import add_load
+from tllm.cli.planning.followed_run import successors
 from tllm.cli.planning.outcome import conclude_serving
 from tllm.cli.planning.plan_chooser import ServingChooser
 from tllm.cli.planning.serving_watch import ServingWatch
-from tllm.cluster.consensus.raft_messages import REPLICAS
 from tllm.cluster.http_messages import ServedModel
 from tllm.core.errors import ConfigError, PlanError
 from tllm.node.coordinator.cluster_options import LOOPBACK
@@ -72,6 +73,9 @@ from tllm.server.pooling.pooler_config import ModelPooling
 from tllm.server.run import bind, serve_http
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
+
+ALONE = "only this process answers HTTP, and Slurm or Ray ends the nodes with it"
+"""Why no node of theirs could take over."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -116,13 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a node: go on with what is left, or wait for another (%(default)s)",
     )
     add_lost_after(where)
-    where.add_argument(
-        "--replicas-of-coordinator",
-        type=whole,
-        metavar="N",
-        help="with --nodes: processes that know the cluster's state, so that another takes over if this one dies; 1: "
-        "only this one, and the cluster ends with it (3 from 3 nodes on, else 1)",
-    )
+    add_replicas(where, "the cluster")
     where.add_argument(
         "--replan",
         action="store_true",
@@ -195,7 +193,7 @@ async def _serve(
         address=address,
         authority=args.cluster_folder,
         spare_nodes=args.spare_nodes,
-        replicas=_replicas(args.replicas_of_coordinator, args.nodes or 1, bool(tasks or ray)),
+        replicas=replica_count(args.replicas_of_coordinator, args.nodes or 1, ALONE if tasks or ray else ""),
     )
 
     def opening(on_progress: ShowProgress) -> AbstractAsyncContextManager[EngineClient]:
@@ -232,7 +230,8 @@ def _returned(args: argparse.Namespace, settings: ServerSettings) -> bool:
         return False
     start_log(args.debug, args.quiet)
     from tllm.comm.c10d.secret import secret_from_environment
-    from tllm.node.serve.returning import return_to, running_cluster
+    from tllm.node.front_end.departure import Departure
+    from tllm.node.replication.returning import return_to, running_cluster
 
     cluster = running_cluster(args.cluster_folder, secret_from_environment(os.environ))
     if cluster is None:
@@ -248,7 +247,9 @@ def _returned(args: argparse.Namespace, settings: ServerSettings) -> bool:
         cache_dir=args.cache_dir or "",
         cache_dir_size=args.cache_dir_size,
     )
-    return_to(cluster, (args.cluster_host, args.cluster_port), settings, own)
+    every, training = successors(None, args.quiet)
+    departure = Departure(settings, training.stop)
+    return_to(cluster, (args.cluster_host, args.cluster_port), departure, every, own)
     return True
 
 
@@ -326,28 +327,6 @@ def _work(args: argparse.Namespace, tasks: Launched) -> None:
 def _meeting_folder(args: argparse.Namespace) -> Path:
     """Where tasks of srun find the first one."""
     return args.cluster_folder or Path.cwd()
-
-
-def _replicas(asked: int | None, nodes: int, of_engine: bool = False) -> int:
-    """How many processes are to know the coordinator's state: an odd number, as of two each would be needed."""
-    if of_engine and asked not in (None, 1):
-        raise ConfigError(
-            f"{asked} replicas of the coordinator's state, and only this process answers HTTP: none could take over",
-            "leave --replicas-of-coordinator out; Slurm and Ray can start the job again",
-        )
-    if asked is None:
-        return 1 if of_engine else 3 if nodes >= 3 else 1
-    if asked > REPLICAS or asked % 2 == 0:
-        raise ConfigError(
-            f"{asked} replicas of the coordinator's state: it takes an odd number up to {REPLICAS}",
-            "give 3, so that any one of them may be lost, or 5 for any two",
-        )
-    if asked > nodes:
-        raise ConfigError(
-            f"{asked} replicas of the coordinator's state need as many machines, and --nodes is {nodes}",
-            "give more --nodes, or fewer --replicas-of-coordinator",
-        )
-    return asked
 
 
 def _chooser(args: argparse.Namespace, options: EngineOptions) -> ServingChooser | None:

@@ -13,7 +13,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, closing
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tllm.api.trainer import Trainer
-from tllm.cli.arguments.node_sources import add_on, be_first, from_elsewhere, from_ray, joining, launched_here
+from tllm.cli.arguments.node_sources import (
+    ANYWHERE,
+    add_on,
+    be_first,
+    from_elsewhere,
+    from_ray,
+    joining,
+    launched_here,
+)
 from tllm.cli.arguments.options import (
     add_allow_mixed,
     add_api_key,
@@ -29,16 +37,18 @@ from tllm.cli.arguments.options import (
     add_link,
     add_lost_after,
     add_memory,
-    api_key,
     wiring,
 )
 from tllm.cli.arguments.parser import port, whole
+from tllm.cli.arguments.replica_count import add_replicas, replica_count
+from tllm.cli.arguments.run_page_options import add_page, page_settings
+from tllm.cli.commands.join import REJOIN_SECONDS
 from tllm.cli.commands.serve import invite, invite_by_secret
 from tllm.cli.display.logs import start_log
 from tllm.cli.display.progress import ShowProgress, loading
-from tllm.cli.display.run_display import RunDisplay
 from tllm.cli.main import INTERRUPTED
 from tllm.cli.planning.dry_run import dry_run
+from tllm.cli.planning.followed_run import follow_run, successors
 from tllm.cli.planning.plan_chooser import TrainingChooser
 from tllm.cli.planning.run_page import RunPage
 from tllm.cli.planning.run_watch import Watch
@@ -46,12 +56,11 @@ from tllm.cluster.heartbeat import check_lost_after
 from tllm.core.errors import ConfigError
 from tllm.node.coordinator.cluster_options import LOOPBACK, ClusterOptions
 from tllm.node.machine.launcher_env import Launched
+from tllm.node.replication.known_replicas import REPLICAS_FILE
 from tllm.planner.measured.survey import FILE
-from tllm.server.http.settings import ServerSettings
 from tllm.spec.plan import Plan
-from tllm.training.job.job_file import DEFAULT, ResolvedJob
+from tllm.training.job.job_file import DEFAULT
 from tllm.training.job.job_parts import can_mirror
-from tllm.training.report.events import RunBegan, RunEnded, RunLostRank, RunResumed, RunSaved, RunStepped, RunWaits
 
 if TYPE_CHECKING:
     from tllm.node.train.open_training import TrainingRun
@@ -89,9 +98,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cluster-folder",
         type=Path,
         metavar="DIR",
-        help="with --nodes and --cluster-port: keep the cluster's authority, so that nodes find a command again that "
-        "was killed, and go on with what they have in memory (no)",
+        help="with --nodes and --cluster-port: keep the cluster's authority and who else knows its state: the same "
+        "command finds its nodes again, with what they have in memory, or joins them where another machine coordinates "
+        "meanwhile (no)",
     )
+    add_replicas(where, "the run")
     where.add_argument(
         "--on-loss",
         choices=("replan", "wait", "end"),
@@ -101,8 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_memory(where)
     add_device(where)
     page = parser.add_argument_group("page")
-    page.add_argument("--page", type=port, metavar="PORT", help="show the run on a page there, while it runs (no)")
-    page.add_argument("--page-host", default="127.0.0.1", metavar="HOST", help="address of the page (%(default)s)")
+    add_page(page, "of the run, while it runs,")
     add_api_key(page)
     parser.add_argument("--threads", type=whole, metavar="N", help="threads of each worker (cores / workers here)")
     parser.add_argument("--quiet", action="store_true", help="no line for each step")
@@ -118,6 +128,8 @@ def run(args: argparse.Namespace) -> int:
     if tasks is not None:
         be_first(args, tasks)
     ray = from_ray(args)
+    if tasks is None and args.nodes and args.cluster_folder and not args.dry_run and _returned(args):
+        return 0
     wiring(args)
     ranks = args.nodes or args.local or (here.world_size if here else None)
     trainer = Trainer(args.job, plan=args.plan, overrides=args.set, ranks=ranks)
@@ -168,7 +180,8 @@ async def _train(
     trainer: Trainer,
     chooser: TrainingChooser | None,
 ) -> int:
-    plan = trainer.plan
+    plan, alone = trainer.plan, _alone(args, here or tasks or ray, trainer)
+    replicas = replica_count(args.replicas_of_coordinator, args.nodes or 1, alone)
     how = "measuring them for a plan" if chooser and not chooser.given else f"plan {plan}"
     print(f"{how}: bringing up {plan.world_size} rank{'s' if plan.world_size > 1 else ''}", flush=True)
 
@@ -177,7 +190,7 @@ async def _train(
 
     def opening(on_progress: ShowProgress) -> AbstractAsyncContextManager[TrainingRun]:
         return trainer.open(
-            _cluster_options(args, plan, on_progress, ray or joining(tasks, folder, say, say_where)),
+            _cluster_options(args, plan, on_progress, ray or joining(tasks, folder, say, say_where), replicas),
             choice=chooser.choice() if chooser else None,
             on_loss=args.on_loss or "replan",
             wiring=wiring(args),
@@ -186,22 +199,18 @@ async def _train(
 
     page = RunPage(trainer.resolved.job, plan.world_size)
     async with AsyncExitStack() as stack:
-        if args.page is not None:
-            url = await stack.enter_async_context(page.serving(_page_settings(args)))
+        if (settings := page_settings(args)) is not None:
+            url = await stack.enter_async_context(page.serving(settings))
             print(f"the run's page is at {url}", flush=True)
         run = page.run = await stack.enter_async_context(loading(args.quiet, opening))
         _stop_on_signals(run)
         page.watch = Watch(chooser, args.replan) if chooser and chooser.chosen else None
-        return await _follow(trainer, page, chooser.resolved if chooser else trainer.resolved, args.quiet)
-
-
-def _page_settings(args: argparse.Namespace) -> ServerSettings:
-    key = api_key(args)
-    return ServerSettings(host=args.page_host, port=args.page, api_keys=(key,) if key else ())
+        resolved = chooser.resolved if chooser else trainer.resolved
+        return await follow_run(trainer.follow(run, resolved), page, resolved.job, args.quiet)
 
 
 def _cluster_options(
-    args: argparse.Namespace, plan: Plan, on_progress: ShowProgress, source: Mapping[str, Any]
+    args: argparse.Namespace, plan: Plan, on_progress: ShowProgress, source: Mapping[str, Any], replicas: int
 ) -> ClusterOptions:
     """The machines that are asked for; `source` says where those come from that are not here."""
     to_join = from_elsewhere(args)
@@ -216,44 +225,39 @@ def _cluster_options(
         lost_after=args.lost_after,
         memory=args.memory,
         device=args.device,
+        replicas=replicas,
     )
 
 
-async def _follow(trainer: Trainer, page: RunPage, resolved: ResolvedJob, quiet: bool) -> int:
-    """Show what the run tells until it ends; the exit code, 0 only where all steps are done."""
-    code, run, watch = INTERRUPTED, page.run, page.watch
-    assert run is not None, "its ranks are up"
-    job, folder = resolved.job, Path(resolved.job.output_dir)
-    with ExitStack() as stack:
-        display = stack.enter_context(RunDisplay(job.max_steps, quiet))
-        if watch is not None:
-            stack.enter_context(closing(watch))
-        async for event in trainer.follow(run, resolved):
-            page.take(event)
-            match event:
-                case RunBegan():
-                    display.began(event, folder)
-                case RunStepped():
-                    display.stepped(event.record)
-                    if watch is not None and (said := watch.stepped(event.record, run)):
-                        display.told(said)
-                        page.told(said, "warning")
-                case RunSaved():
-                    display.saved(event)
-                case RunWaits():
-                    display.told(f"step {event.step + 1} waits for {event.reason}")
-                case RunLostRank():
-                    display.lost(event)
-                case RunResumed():
-                    display.resumed(event)
-                    if watch is not None:
-                        watch.resumed(event.plan)
-                case RunEnded():
-                    display.ended(event, folder)
-                    code = 0 if event.final else INTERRUPTED
-    if watch is not None:
-        watch.conclude(folder)
-    return code
+def _alone(args: argparse.Namespace, elsewhere: object, trainer: Trainer) -> str:
+    """Why no other machine could go on with the run, where that is so."""
+    if elsewhere:
+        return "Slurm, Ray or a launcher has started the ranks, which end with this process"
+    if args.on_loss == "end":
+        return "--on-loss end ends the run with any machine"
+    if trainer.resolved.job.rollouts is not None:
+        return "rewards are worked out by your own functions, which no other machine runs"
+    return ""
+
+
+def _returned(args: argparse.Namespace) -> bool:
+    """Be a node of the run that this command began before and that another machine coordinates now, to its end; False
+    where there is none."""
+    if not (args.cluster_folder / REPLICAS_FILE).exists():
+        return False
+    from tllm.comm.c10d.secret import secret_from_environment
+    from tllm.node.front_end.departure import Departure
+    from tllm.node.replication.returning import return_to, running_cluster
+
+    cluster = running_cluster(args.cluster_folder, secret_from_environment(os.environ))
+    if cluster is None:
+        return False
+    here = "" if args.cluster_host == ANYWHERE else args.cluster_host
+    own = dict(listen=here, threads=args.threads or 0, rejoin=REJOIN_SECONDS, memory=args.memory, device=args.device)
+    every, training = successors(page_settings(args), args.quiet)
+    departure = Departure(None, training.stop)
+    return_to(cluster, (args.cluster_host, args.cluster_port), departure, every, own)
+    return True
 
 
 def _chooser(args: argparse.Namespace, trainer: Trainer, config: str, outlives: bool) -> TrainingChooser | None:

@@ -78,15 +78,24 @@ class RunPage:
         """The reply of `GET /v1/cluster`: nodes as those of a server, and in `training` what is trained."""
         from tllm.node.coordinator.status_report import report
 
-        known: dict[str, Any] = {"ready": False, "plan": "", "epoch": 0, "nodes": []}
+        known: dict[str, Any] = {"ready": False, "plan": "", "epoch": 0, "nodes": [], "wanted": "", "replicas": None}
+        known["weights"] = {"brought": [], "liars": []}
         if self.run is not None:
-            known = report(self.run.state)
+            coordinator = self.run.coordinator
+            replication = coordinator.replication
+            known = {
+                **report(self.run.state),
+                "wanted": str(coordinator.work.plan),
+                "weights": coordinator.weights.report(),
+                "replicas": None if replication is None else replication.status(),
+            }
         began = self._began
         return {
             **known,
             "model": Path(self._job.output_dir).name,
             "doing": "" if known["ready"] else f"brings up {self._ranks} ranks",
             "fault": self.run.fault.message if self.run is not None and self.run.fault is not None else "",
+            "trouble": "",
             "losses": self._losses,
             "training": {
                 "output_dir": self._job.output_dir,

@@ -38,7 +38,7 @@ class SigningKey(msgspec.Struct, frozen=True):
 class ReplicatedWork(msgspec.Struct, frozen=True, kw_only=True):
     """What the nodes run: as `node.coordinator.workload.Workload` says, what is done about a lost node, and how many
     replicas of this state there are to be. `folder` is where the first machine has the model, `served` what nodes' HTTP
-    servers serve, `adapters` what LoRA adapters are loaded."""
+    servers serve, `adapters` what LoRA adapters are loaded, `reads` the files that whoever coordinates reads."""
 
     folder: str
     config: str
@@ -53,12 +53,26 @@ class ReplicatedWork(msgspec.Struct, frozen=True, kw_only=True):
     hub: Repository | None = None
     served: ServedModel | None = None
     adapters: ServedLoras | None = None
+    reads: tuple[str, ...] = ()
+
+
+class TrainedSteps(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a training run has come: the last step that was told, and the step of the last save, 0 if there is none.
+
+    `written` is where the metrics of these steps are ("HOST:FOLDER"). `beginning` stands for what the run began with
+    beside its job (`training.job.initial_model.digest_of`): a tokenizer that was trained for it, say.
+    """
+
+    step: int = 0
+    saved: int = 0
+    written: Annotated[str, Meta(max_length=8192)] = ""
+    beginning: Annotated[str, Meta(max_length=64)] = ""
 
 
 class ReplicatedState(msgspec.Struct, frozen=True, kw_only=True):
     """`term` and `coordinator`: since which term who coordinates, and where it listens for nodes. `ranks` are the nodes
     of the plan of `epoch`, in order. Members that are the coordinator's `own` processes end with it. `replies` may be
-    taken up by their ids."""
+    taken up by their ids. `trained` is None where nothing is trained, or no step has begun."""
 
     cluster: str = ""
     authority: SigningKey | None = None
@@ -72,6 +86,7 @@ class ReplicatedState(msgspec.Struct, frozen=True, kw_only=True):
     term: int = 0
     coordinator: tuple[str, int] | None = None
     replies: dict[str, KeptReply] = msgspec.field(default_factory=dict)
+    trained: TrainedSteps | None = None
     ended: str | None = None
 
 
@@ -144,6 +159,12 @@ class ReplyForgotten(StateEntry, frozen=True):
     reply_id: str
 
 
+class StepsTrained(StateEntry, frozen=True):
+    """A training run has come so far. One that says less than is known changes nothing."""
+
+    trained: TrainedSteps
+
+
 class ClusterEnded(StateEntry, frozen=True):
     """The cluster was ended, and nobody is to take over."""
 
@@ -160,6 +181,7 @@ AnyEntry = (
     | ReplyOpened
     | ReplyGrown
     | ReplyForgotten
+    | StepsTrained
     | ClusterEnded
 )
 
@@ -194,6 +216,13 @@ def apply_entry(state: ReplicatedState, entry: AnyEntry) -> ReplicatedState:
         case ReplyForgotten():
             left = {name: reply for name, reply in state.replies.items() if name != entry.reply_id}
             return _replace(state, replies=left)
+        case StepsTrained():
+            known = state.trained
+            return (
+                state
+                if known is not None and _reached(entry.trained) < _reached(known)
+                else _replace(state, trained=entry.trained)
+            )
         case ClusterEnded():
             return _replace(state, ended=entry.reason)
 
@@ -207,6 +236,10 @@ def _with_outputs(state: ReplicatedState, entry: ReplyGrown) -> ReplicatedState:
     over, error = reply.is_over or entry.is_over, reply.error or entry.error
     grown = msgspec.structs.replace(reply, outputs=(*reply.outputs, *new), is_over=over, error=error)
     return _replace(state, replies={**state.replies, entry.reply_id: grown})
+
+
+def _reached(trained: TrainedSteps) -> tuple[int, int]:
+    return trained.step, trained.saved
 
 
 class ReplicatedMachine:

@@ -45,7 +45,7 @@ class ClusterOptions:
     device: what local workers compute on, as `--device` has it; without an index each has the next one of its kind.
     replicas: how many processes, this one included, are to know the coordinator's state, so that one of them takes
         over when this process dies: as many as there are, an odd number. 1: only this process knows it, and the cluster
-        ends with it. Serving only.
+        ends with it. To serve, and to train where a lost node does not end the run.
     """
 
     local: int | None = None

@@ -29,6 +29,7 @@ class Workload:
     hub: weights that are not in the folder, and that each node fetches from the hub; None where they are in the folder.
     served: what HTTP servers on other nodes serve; None while none may.
     adapters: LoRA adapters that are loaded; None where none were.
+    reads: files that whoever coordinates reads beside the model, by the paths that its own machine is to have them at.
     """
 
     folder: Path | None
@@ -42,6 +43,7 @@ class Workload:
     hub: HubWeights | None = None
     served: ServedModel | None = None
     adapters: ServedLoras | None = None
+    reads: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_lost_after(self.lost_after)

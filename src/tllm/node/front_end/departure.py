@@ -13,10 +13,13 @@ from tllm.server.http.settings import ServerSettings
 class Departure:
     """Listens to SIGINT and SIGTERM from when it is made, which must be in the main thread.
 
-    With `http` settings the node has an HTTP server (`front_end`), whose requests in hand end first.
+    With `http` settings the node has an HTTP server (`front_end`), whose requests in hand end first. If the node
+    coordinates a training run, the first signal is for the run: `stop_run` lets it save and end, and the cluster with
+    it.
     """
 
-    def __init__(self, http: ServerSettings | None) -> None:
+    def __init__(self, http: ServerSettings | None, stop_run: Callable[[], bool] = lambda: False) -> None:
+        self._stop_run = stop_run
         self._asked = 0
         self._is_drained = False
         self.front_end = None if http is None else FrontEnd(http, _say_ready, self._drained)
@@ -36,6 +39,9 @@ class Departure:
             self._is_drained = False
             raise KeyboardInterrupt
         self._asked += 1
+        if self._asked == 1 and self._stop_run():
+            print("\nsaving, then ending the run; once more leaves at once", flush=True)
+            return
         if self._asked > 1 or self.front_end is None:
             raise KeyboardInterrupt
         self.front_end.leave()

@@ -77,7 +77,7 @@ class CoordinatorReplication:
         self._term = replica.term
         self._agreed_work: Workload | None = None
         self._phase: Literal["begins", "founded", "hands over", "over"] = "begins"
-        self._failed: dict[str, float] = {}  # until when nodes are not asked that did not become replicas
+        self._failed: dict[str, tuple[float, str]] = {}  # no replicas: until when they are not asked again, and why
         self._told: dict[str, tuple[int, tuple[ReplicaPlace, ...]]] = {}  # which channel of a node was told what
         self._replies = ReplicatedReplies(self.propose)
 
@@ -146,7 +146,7 @@ class CoordinatorReplication:
             "term": self._term,
             "wanted": self._wanted,
             "nodes": [place.node for place in places],
-            "eligible": [member.node for member in self._eligible()],
+            "eligible": [member.node for member in self._eligible() if member.node not in self._failed],
         }
 
     @property
@@ -229,7 +229,7 @@ class CoordinatorReplication:
         node, raft = member.node, self._replica.raft
         try:
             answer = await self._coordinator.members.channels[node].ask(
-                ServeReplica(self._replica.timing.election), SERVE_SECONDS
+                ServeReplica(self._replica.timing.election, self._coordinator.work.reads), SERVE_SECONDS
             )
             if not isinstance(answer, ReplicaServes) or answer.place.node != node:
                 raise ClusterError(f"{node} answered with a replica that is not its own")
@@ -242,28 +242,34 @@ class CoordinatorReplication:
             self._fail(node, f"its replica did not get the state within {SERVE_SECONDS:g} s")
             return
         await self._replica.change((*raft.log.configuration, place))
+        self._failed.pop(node, None)
         log.info("%s holds one of %d replicas of the coordinator's state", node, self._count())
 
     def _eligible(self) -> list[Member]:
         """Living nodes that could coordinate, those of machines without a replica first: they are no processes of this
-        one, and have the model's files or get them from the hub."""
+        one, and have the model's files, if it has any, or get them from the hub."""
         coordinator = self._coordinator
         found = [
             member
             for member in coordinator.state.living
             if member.facts.can_succeed and member.node not in coordinator.control_server.own
-            if coordinator.work.hub is not None or coordinator.weights.catalogue.has_files(member.node)
+            if coordinator.work.hub is not None
+            or coordinator.work.folder is None
+            or coordinator.weights.catalogue.has_files(member.node)
         ]
         replicas = {place.node for place in self._replica.raft.log.configuration}
         machines = {member.facts.host_name for member in found if member.node in replicas}
         return sorted(found, key=lambda member: member.facts.host_name in machines)
 
     def _may_ask(self, node: str) -> bool:
-        return node in self._coordinator.members.channels and time.monotonic() > self._failed.get(node, 0.0)
+        until, _ = self._failed.get(node, (0.0, ""))
+        return node in self._coordinator.members.channels and time.monotonic() > until
 
     def _fail(self, node: str, why: str) -> None:
-        log.warning("%s does not hold a replica of the coordinator's state: %s", node, why)
-        self._failed[node] = time.monotonic() + AGAIN_SECONDS
+        _, before = self._failed.get(node, (0.0, ""))
+        if why != before:  # once, and not each time that it is asked
+            log.warning("%s does not hold a replica of the coordinator's state: %s", node, why)
+        self._failed[node] = time.monotonic() + AGAIN_SECONDS, why
 
     def _tell_nodes(self) -> None:
         """Tell each node where another coordinator is to be asked for; nobody, where this one alone knows the state."""

@@ -26,6 +26,7 @@ def replicated_work(work: Workload, policy: Policy, replicas: int) -> Replicated
         hub=None if work.hub is None else work.hub.repository,
         served=work.served,
         adapters=work.adapters,
+        reads=work.reads,
     )
 
 
@@ -43,4 +44,5 @@ def workload_of(work: ReplicatedWork, cache: str, cache_bytes: int) -> Workload:
         hub=None if work.hub is None else HubWeights(work.hub, cache, cache_bytes),
         served=work.served,
         adapters=work.adapters,
+        reads=work.reads,
     )

@@ -119,8 +119,9 @@ class HttpDoor(Protocol):
 class ReplicaHost(Protocol):
     """Holds a replica of the coordinator's state in a node's process, and takes the coordinator's place if it is to."""
 
-    async def serve(self, election_seconds: float) -> ReplicaPlace:
-        """Begin, if it has not begun. It belongs to the loop of the control thread."""
+    async def serve(self, asked: ServeReplica) -> ReplicaPlace:
+        """Begin, if it has not begun. It belongs to the loop of the control thread. ConfigError for files that are not
+        here."""
 
     async def hand_over(self) -> bool:
         """If this process coordinates, let another do so, which does not wait for this node; whether it did."""
@@ -192,7 +193,9 @@ class CoordinatorFinder:
         while time.monotonic() < until:
             try:
                 self.address = await self._named() or self.address
-                return await attach(self.address, self._identity, self._facts, *node.last_place())
+                found = await attach(self.address, self._identity, self._facts, *node.last_place())
+                log.info("found the coordinator at %s", format_address(self.address))
+                return found
             except AuthError as error:
                 lost = error.message
                 break
@@ -444,7 +447,7 @@ class Control:
     async def _serve_replica(self, message: ServeReplica) -> ReplicaServes:
         if self._beside.replica is None:
             raise ClusterError("this node cannot take the coordinator's place")
-        return ReplicaServes(await self._beside.replica.serve(message.election_seconds))
+        return ReplicaServes(await self._beside.replica.serve(message))
 
     async def _shut_down(self, message: Shutdown) -> None:
         if message.reason:

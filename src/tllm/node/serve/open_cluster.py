@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from tllm.cluster.certificates import COORDINATOR, Authority
-from tllm.cluster.consensus.replica import Replica
-from tllm.cluster.consensus.timing import RaftTiming
-from tllm.cluster.join_token import JoinToken
 from tllm.cluster.settings import EngineSettings
 from tllm.engine.page_store.page_folder import make_private
 from tllm.engine.page_store.page_model import page_disk
@@ -24,8 +18,7 @@ from tllm.node.coordinator.plan_selection import PlanChoice
 from tllm.node.coordinator.workload import Workload
 from tllm.node.machine.process_facts import reachable
 from tllm.node.recovery.recovery import Policy
-from tllm.node.replication.coordinator_replication import CoordinatorReplication
-from tllm.node.replication.known_replicas import KnownReplicas
+from tllm.node.replication.first_replica import replicated
 from tllm.node.serve.serving import Serving
 from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
@@ -59,41 +52,17 @@ async def open_cluster(
     serving = Serving(work, authority, options.address, nodes, policy)
     coordinator = serving.coordinator
     coordinator.selection.choice = choice
-    async with contextlib.AsyncExitStack() as stack:
-        if options.replicas > 1:
-            await stack.enter_async_context(_replicated(serving, authority, options))
-        async with forming(serving, nodes, reachable(options.address[0]), options):
-            if coordinator.local is not None:
-                coordinator.local.renew()
-            try:
-                yield serving
-            finally:
-                if coordinator.replication is not None:
-                    await coordinator.replication.end()
-
-
-@contextlib.asynccontextmanager
-async def _replicated(serving: Serving, authority: Authority, options: ClusterOptions) -> AsyncIterator[None]:
-    """Let nodes that join keep what the coordinator knows, so that one of them can take its place."""
-    coordinator, host = serving.coordinator, reachable(options.address[0])
-    timing = RaftTiming(election=options.lost_after / 2)
-    replica = Replica(authority.identity(COORDINATOR), host, (options.address[0], 0), founds=True, timing=timing)
-    coordinator.replication = CoordinatorReplication(
-        replica, coordinator, authority, host, serving.recovery.policy, options.replicas
-    )
-    coordinator.tokens.keep(JoinToken.of_authority(authority), time.time())
-    tasks = [asyncio.create_task(replica.run(), name="replica")]
-    if options.authority is not None:
-        options.authority.mkdir(mode=0o700, parents=True, exist_ok=True)
-        known = KnownReplicas(options.authority, authority)
-        tasks.append(asyncio.create_task(known.follow(replica), name="known replicas"))
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        replica.close()
+    async with (
+        replicated(serving, authority, options),
+        forming(serving, nodes, reachable(options.address[0]), options),
+    ):
+        if coordinator.local is not None:
+            coordinator.local.renew()
+        try:
+            yield serving
+        finally:
+            if coordinator.replication is not None:
+                await coordinator.replication.end()
 
 
 def serving_workload(

@@ -13,6 +13,7 @@ import msgspec
 
 from tllm.cluster.certificates import Authority
 from tllm.cluster.connection import Address
+from tllm.cluster.consensus.replicated_state import TrainedSteps
 from tllm.cluster.settings import TrainSettings
 from tllm.core.errors import CapacityError, ClusterError, PlanError, TllmError
 from tllm.node.coordinator.cluster_options import OnProgress
@@ -25,7 +26,7 @@ from tllm.planner.search.replan import training_plans_on
 from tllm.spec.plan import Plan
 from tllm.training.job.combinations import check_combination
 from tllm.training.job.job_parts import can_mirror
-from tllm.training.report.events import RunBegan, RunEvent, RunLostRank, RunResumed, RunStepped
+from tllm.training.report.events import RunBegan, RunEvent, RunLostRank, RunResumed, RunSaved, RunStepped
 from tllm.training.report.metrics import last_step
 
 log = logging.getLogger("tllm.node")
@@ -41,7 +42,7 @@ class ElasticRun(TrainingRun):
     """The run pauses with a loss and goes on in the next epoch, under the same plan if there are nodes for it.
 
     A node that joins is taken in when a step has ended. A run that fails by itself, on bad data say, ends as any other.
-    So it does with its coordinator: nodes that wait for one of the same authority have their part of the run in memory.
+    Nodes that wait for another coordinator, or for one of the same authority, have their part of the run in memory.
 
     `recovery` begins the epochs; `progress` counts steps and interruptions. `must_mirror`: the run may not go without
     in-memory snapshots of its steps, where there is no room for them.
@@ -109,6 +110,14 @@ class ElasticRun(TrainingRun):
         self.recovery.move.begin(plan, nodes)
         self.progress.pause()
 
+    def take_up(self, trained: TrainedSteps | None, is_mirrored: bool) -> None:
+        """Go on with a run that another coordinator has begun. `is_mirrored`: whether it kept snapshots of steps."""
+        if trained is not None:
+            self.progress.take_up(trained.step, trained.saved)
+        work = self.coordinator.work
+        settings = msgspec.structs.replace(work.settings, mirrored=is_mirrored)
+        self.coordinator.work = replace(work, settings=settings)
+
     def adopt(self, work: Workload) -> Workload:
         return super().adopt(elastic(work))
 
@@ -116,7 +125,10 @@ class ElasticRun(TrainingRun):
         super().publish(event)
         if isinstance(event, RunStepped):
             self._stepped(event.record.step)
+        elif isinstance(event, RunSaved):
+            self.progress.saved = self.progress.saved if event.error else event.step
         elif isinstance(event, RunBegan):
+            self._check_beginning(event)
             if self.progress.is_resumed(event):
                 self._resumed(event)
             self.progress.began(event)
@@ -200,6 +212,19 @@ class ElasticRun(TrainingRun):
         nodes = coordinator.nodes
         log.warning("goes on with the %d of %d nodes that are here", len(nodes), coordinator.work.plan.world_size)
         return nodes
+
+    def _check_beginning(self, began: RunBegan) -> None:
+        """A run that has saved something does not begin anew because the saves are elsewhere."""
+        if began.origin == "save":
+            self.progress.saved = began.step
+        elif began.origin == "start" and self.progress.saved:
+            self.fail(
+                ClusterError(
+                    f"no step is whole in memory, and no file of the save of step {self.progress.saved} is on the "
+                    "machines that are left",
+                    f"bring back the machine that wrote it, or its {self._job.output_dir}, and start the run there",
+                )
+            )
 
     def _stepped(self, step: int) -> None:
         self.progress.stepped(step)

@@ -8,14 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from tllm.core.errors import PlanError
+from tllm.core.errors import ConfigError, PlanError
 from tllm.node.coordinator.cluster_options import DEFAULTS, ClusterOptions
 from tllm.node.coordinator.forming import forming, local_names, open_authority
 from tllm.node.coordinator.plan_selection import PlanChoice
 from tllm.node.machine.launcher_env import Launched
 from tllm.node.machine.process_facts import reachable
+from tllm.node.replication.first_replica import replicated
 from tllm.node.sources.launched_tasks import MEET_SECONDS, LaunchedTasks, addresses_of, threads_of
 from tllm.node.train.elastic_run import ElasticRun
+from tllm.node.train.replicated_steps import keeping_steps
 from tllm.node.train.training_run import TrainingRun
 from tllm.node.train.training_work import TrainingWork
 from tllm.training.job.job_file import DEFAULT
@@ -37,19 +39,33 @@ async def open_training(
     """A training run whose ranks are ready to take their first step, ended with the block; `events` is to be followed.
 
     With a `choice` the plan of `work` only says for how many nodes to wait; theirs is chosen when they are here.
+    ConfigError for replicas of a run that ends with the first loss.
     """
+    if on_loss == "end" and options.replicas > 1:
+        raise ConfigError(
+            f"{options.replicas} replicas of the coordinator's state, and on_loss is end: any lost node ends the run",
+            "leave one of them out",
+        )
     workload = work.workload(options)
     nodes = local_names(work.plan, options.local)
-    made = workload, await open_authority(options.authority, options.secret), options.address, nodes
+    authority = await open_authority(options.authority, options.secret)
+    made = workload, authority, options.address, nodes
     run = TrainingRun(*made) if on_loss == "end" else ElasticRun(*made, on_loss)
     coordinator = run.coordinator
     coordinator.selection.choice = choice
-    if isinstance(run, ElasticRun):
-        run.must_mirror = work.resolved.origins.get("mirror_steps", DEFAULT) != DEFAULT
-    async with forming(run, nodes, reachable(options.address[0]), options):
+    async with contextlib.AsyncExitStack() as stack:
+        if isinstance(run, ElasticRun):
+            run.must_mirror = work.resolved.origins.get("mirror_steps", DEFAULT) != DEFAULT
+            await stack.enter_async_context(replicated(run, authority, options))
+            await stack.enter_async_context(keeping_steps(run, work.resolved.job))
+        await stack.enter_async_context(forming(run, nodes, reachable(options.address[0]), options))
         if coordinator.local is not None and on_loss != "end":
             coordinator.local.renew()
-        yield run
+        try:
+            yield run
+        finally:
+            if coordinator.replication is not None:
+                await coordinator.replication.end()
 
 
 @contextlib.asynccontextmanager
@@ -60,7 +76,8 @@ async def open_launched(
 
     It keeps the coordinator, and starts the worker of rank 0 beside itself; the others call
     `launched_tasks.work_launched`, and find it by a file in the job's output folder. So the options `local`,
-    `address`, `authority`, `secret` and `source` are not read, and `join_seconds` is ten minutes unless it is given.
+    `address`, `authority`, `secret`, `source` and `replicas` are not read, and `join_seconds` is ten minutes unless it
+    is given.
     """
     plan = work.plan
     if plan.world_size != launched.world_size:

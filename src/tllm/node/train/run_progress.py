@@ -14,12 +14,14 @@ IN_VAIN = 4
 class RunProgress:
     """`step`: the last step that was reported; `done` are those that an earlier command of the run did.
 
-    `has_begun`: rank 0 has reported the beginning of an epoch in this process.
+    `has_begun`: rank 0 has reported the beginning of an epoch, to this process or to the coordinator before it.
+    `saved`: the step of the last save that is known, 0 if there is none.
     """
 
     def __init__(self, done: int) -> None:
         self.step = done
         self.has_begun = False
+        self.saved = 0
         self.interruptions = 0  # since the last step that had not been done before
         self._furthest = 0
         self._interrupted = math.nan  # when, by time.monotonic(); nan while the run goes on
@@ -28,6 +30,16 @@ class RunProgress:
     def is_in_vain(self) -> bool:
         """Whether the run is interrupted again and again without a new step."""
         return self.interruptions > IN_VAIN
+
+    @property
+    def furthest(self) -> int:
+        """The last step that was ever reported."""
+        return max(self.step, self._furthest)
+
+    def take_up(self, step: int, saved: int) -> None:
+        """Go on with a run that another coordinator has begun, and that is interrupted now."""
+        self.step, self._furthest, self.saved, self.has_begun = max(self.step, step), step, saved, True
+        self.pause()
 
     def began(self, event: RunBegan) -> None:
         """An epoch has begun after a step."""

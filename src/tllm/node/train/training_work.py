@@ -12,13 +12,17 @@ from tllm.node.coordinator.workload import Workload
 from tllm.spec.families import spec_from_config
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
-from tllm.training.job.initial_model import run_name
+from tllm.training.job.initial_model import files_read, run_name
 from tllm.training.job.job import encode_job
 from tllm.training.job.job_file import ResolvedJob
 
 LINK_SECONDS = 600.0
 """How long a rank that trains waits for a message of another one, unless the options say it: a microbatch of a large
 model on a slow machine takes minutes, and so does a corpus that rank 0 reads for the first time."""
+
+
+MOST_FILES = 10_000
+"""So many of the files are looked for on a node that may take the coordinator's place."""
 
 
 @dataclass(frozen=True)
@@ -64,4 +68,5 @@ class TrainingWork:
             allow_mixed=options.allow_mixed,
             prepare_seconds=link_seconds,
             lost_after=options.lost_after,
+            reads=files_read(job)[:MOST_FILES],
         )

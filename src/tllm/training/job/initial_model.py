@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import secrets
@@ -130,13 +131,16 @@ def spec_of(job: Job) -> ModelSpec:
     return spec_from_config(_config_for(job, _named(job)))
 
 
-def open_initial_model(job: Job) -> InitialModel:
-    """Read what the job names, or what the run kept of it when it began. Puts nothing half-made into its folder."""
+def open_initial_model(job: Job, name: str = "") -> InitialModel:
+    """Read what the job names, or what the run kept of it when it began. Puts nothing half-made into its folder.
+
+    `name` is what the run is called that has begun in another folder, and goes on in this one; "" names a new run.
+    """
     named = _named(job)
     folder = Path(job.output_dir) / FOLDER
     config = _config_for(job, named)
     if not folder.is_dir():
-        _keep(job, named, config, folder)
+        _keep(job, named, config, folder, name or secrets.token_hex(8))
     kept = read_config(folder)
     if kept != config:
         changed = sorted(key for key in kept.keys() | config.keys() if kept.get(key) != config.get(key))
@@ -151,6 +155,24 @@ def run_name(job: Job) -> str:
     """What the run was named when its folder was made, unlike any other; "" where there is none."""
     path = Path(job.output_dir) / FOLDER / NAME
     return path.read_text("utf-8") if path.is_file() else ""
+
+
+def digest_of(folder: Path) -> str:
+    """SHA-256 of what a run keeps in its folder `start`, but for its name: equal where the same texts give the same
+    tokens to the same model."""
+    digest = hashlib.sha256()
+    for name in (CONFIG, *COMPANIONS):
+        path = folder / name
+        content = path.read_bytes() if path.is_file() else b""
+        digest.update(f"{name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
+
+
+def files_read(job: Job) -> tuple[str, ...]:
+    """The files that rank 0 of a run reads beside weights, as far as the job names them by their paths."""
+    distill = job.distill.teacher_model_name_or_path if job.distill is not None else None
+    named = [name for name in (job.model_name_or_path, job.config_name, job.tokenizer_name, distill) if name]
+    return (*job.train_files, *job.eval_files, *(name for name in named if Path(name).exists()))
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Trainable:
@@ -237,14 +259,14 @@ def _config_of(named: Path) -> dict[str, Any]:
     return read_config(named)
 
 
-def _keep(job: Job, named: Path, config: dict[str, Any], folder: Path) -> None:
+def _keep(job: Job, named: Path, config: dict[str, Any], folder: Path, name: str) -> None:
     """Write the folder beside its place and rename it last."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         beside = Path(tempfile.mkdtemp(prefix=f".{FOLDER}.", dir=folder.parent))
         try:
             (beside / CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
-            (beside / NAME).write_text(secrets.token_hex(8), "utf-8")
+            (beside / NAME).write_text(name, "utf-8")
             _keep_tokenizer(job, named, spec_from_config(config), beside)
             beside.chmod(0o755)
             beside.rename(folder)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
 
 import tllm
 from tllm.core.errors import ConfigError
+from tllm.spec.plan import Plan
 from tllm.training.job.job_file import ResolvedJob, write_job
 
 JOB, STARTS = "job.toml", "starts.jsonl"
@@ -27,15 +31,32 @@ class RunStart(msgspec.Struct, frozen=True, kw_only=True):
     version: str = tllm.__version__
 
 
+def start_now(step: int, plan: Plan) -> RunStart:
+    """A start at this moment."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return RunStart(time=now, step=step, plan=str(plan), world_size=plan.world_size, commit=commit_here())
+
+
 def write_start(folder: Path, resolved: ResolvedJob, start: RunStart) -> None:
     """Put the job into the run's folder, in the place of an earlier one, and add the start."""
-    try:
+    with _written(folder):
         folder.mkdir(parents=True, exist_ok=True)
         beside = folder / f"{JOB}.tmp"
         beside.write_text(write_job(resolved), "utf-8")
         beside.replace(folder / JOB)
-        with (folder / STARTS).open("ab") as file:
-            file.write(msgspec.json.encode(start) + b"\n")
+    add_start(folder, start)
+
+
+def add_start(folder: Path, start: RunStart) -> None:
+    """Add a start of the job that the folder has."""
+    with _written(folder), (folder / STARTS).open("ab") as file:
+        file.write(msgspec.json.encode(start) + b"\n")
+
+
+@contextlib.contextmanager
+def _written(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise ConfigError(f"cannot write {folder}: {error.strerror}", "give another output_dir") from error
 

@@ -49,6 +49,40 @@ def test_memory_and_patience(
     assert [(one.memory, one.lost_after) for one in opened] == [(12 << 30, 20.0), (None, 5.0)]
 
 
+@pytest.mark.parametrize(
+    ("options", "replicas"),
+    [
+        ([], 1),
+        (["--nodes", "2"], 1),
+        (["--nodes", "3"], 3),
+        (["--nodes", "3", "--on-loss", "end"], 1),
+        (["--nodes", "3", "--replicas-of-coordinator", "1"], 1),
+        (["--nodes", "5", "--replicas-of-coordinator", "5"], 5),
+    ],
+)
+def test_who_knows_the_state_of_the_run(
+    options: list[str], replicas: int, tmp_path: Path, opened: list[ClusterOptions]
+) -> None:
+    assert main(["train", str(write_job(tmp_path)), *options]) == FarEnough.exit_code
+    assert [one.replicas for one in opened] == [replicas]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--nodes", "3", "--on-loss", "end"], "--on-loss end ends the run with any machine: none could take over"),
+        (["--nodes", "2"], "need as many machines, and --nodes is 2"),
+        (["--local", "3"], "need as many machines"),
+    ],
+)
+def test_replicas_where_nobody_could_take_over_are_refused(
+    options: list[str], words: str, tmp_path: Path, opened: list[ClusterOptions], capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = str(write_job(tmp_path))
+    assert main(["train", job, *options, "--replicas-of-coordinator", "3"]) == ConfigError.exit_code
+    assert words in capsys.readouterr().err and opened == []
+
+
 def test_nobody_is_given_up_before_it_can_be_late(
     tmp_path: Path, opened: list[ClusterOptions], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,7 +18,9 @@ from tllm.cluster.consensus.replicated_state import (
     ReplyGrown,
     ReplyOpened,
     SigningKey,
+    StepsTrained,
     TokensChanged,
+    TrainedSteps,
     WorkChosen,
     encoded,
 )
@@ -50,7 +52,9 @@ WORK = ReplicatedWork(
     lost_after=5,
     policy="replan",
     replicas=3,
+    reads=("rows.jsonl",),
 )
+TRAINED = TrainedSteps(step=12, saved=8, written="box:/run", beginning="0f")
 RECORD = StreamRecord(id="reply", body=b"{}", owner="", created=1)
 
 
@@ -67,6 +71,7 @@ ALL: tuple[AnyEntry, ...] = (
     EpochBegan(1, PLAN, ("a", "b")),
     ReplyOpened(RECORD, (REQUEST,)),
     ReplyGrown("reply", 0, outputs(7, 8), is_over=True, error="lost"),
+    StepsTrained(TRAINED),
     ClusterEnded("because"),
 )
 
@@ -89,6 +94,7 @@ def test_every_entry_is_in_the_state_and_in_its_snapshot() -> None:
     assert (state.epoch, state.plan, state.ranks) == (1, PLAN, ("a", "b"))
     reply = KeptReply(record=RECORD, requests=(REQUEST,), outputs=outputs(7, 8), is_over=True, error="lost")
     assert state.replies == {"reply": reply}
+    assert state.trained == TRAINED
     assert state.ended == "because"
     other = ReplicatedMachine()
     other.restore(machine.snapshot())
@@ -106,7 +112,8 @@ def test_an_entry_changes_nothing_when_it_comes_again(entry: AnyEntry) -> None:
 def test_what_is_late_changes_nothing() -> None:
     machine = after(*ALL, EpochBegan(2, PLAN, ("b", "a")), CoordinatorBegan(5, "new", 1))
     state = machine.state
-    for entry in (EpochBegan(1, PLAN, ("x", "y")), CoordinatorBegan(4, "old", 2)):
+    late = StepsTrained(TrainedSteps(step=11, saved=8)), StepsTrained(TrainedSteps(step=12, saved=0))
+    for entry in (EpochBegan(1, PLAN, ("x", "y")), CoordinatorBegan(4, "old", 2), *late):
         machine.apply(encoded(entry))
     assert machine.state == state
 

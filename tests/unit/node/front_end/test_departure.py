@@ -35,6 +35,28 @@ def test_one_signal_ends_the_work_and_is_no_failure(kind: signal.Signals) -> Non
     assert came == ["interrupted"]
 
 
+def test_the_first_is_for_the_run_that_the_node_coordinates() -> None:
+    stopped = list[str]()
+
+    def stop() -> bool:
+        stopped.append("run")
+        return True
+
+    def work() -> None:
+        signal.raise_signal(signal.SIGINT)
+        stopped.append("the node goes on until the run has ended")
+
+    Departure(None, stop).run(work)
+    assert stopped == ["run", "the node goes on until the run has ended"]
+
+    def work_on() -> None:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        Departure(None, stop).run(work_on)
+
+
 def test_a_second_one_is_an_interruption() -> None:
     def work() -> None:
         try:

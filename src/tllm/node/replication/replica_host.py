@@ -5,20 +5,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+import os
+import socket
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from tllm.cluster.certificates import Identity
 from tllm.cluster.consensus.replica import Deposed, Replica
 from tllm.cluster.consensus.timing import RaftTiming
-from tllm.cluster.messages import ReplicaPlace
-from tllm.core.errors import TllmError
+from tllm.cluster.messages import ReplicaPlace, ServeReplica
+from tllm.cluster.settings import Settings
+from tllm.core.errors import ConfigError, TllmError
 from tllm.node.coordinator.coordinator import Coordinator
-from tllm.node.replication.replicated_work import workload_of
-from tllm.node.serve.takeover import OnTakeover, answer_nodes, take_over
+from tllm.node.replication.succession import Office
 
 log = logging.getLogger("tllm.node")
 
 OnReplicas = Callable[[tuple[ReplicaPlace, ...]], None]
+
+Successor = Callable[[Office], Awaitable[None]]
+"""successor(office): coordinates until the replica leads no more, which raises Deposed, or until the work has ended"""
+
+Successors = Mapping[type[Settings], Successor]
+"""The successor for each kind of work, by the type of its settings."""
 
 
 def _forget(places: tuple[ReplicaPlace, ...]) -> None:
@@ -27,28 +35,29 @@ def _forget(places: tuple[ReplicaPlace, ...]) -> None:
 
 class JoinedReplica:
     """The node's `ReplicaHost`. What it fetches from the hub as coordinator is kept in `weights_cache`, of so many
-    bytes. `on_takeover` is called with the cluster once this process coordinates it, and `on_replicas` with where the
-    replicas are, whenever the coordinator says so."""
+    bytes. One of the `successors` runs the work of a cluster that this process coordinates, and `on_replicas` is called
+    with where the replicas are, whenever the coordinator says so."""
 
     def __init__(
         self,
         identity: Identity,
         host: str,
+        successors: Successors,
         weights_cache: tuple[str, int] = ("", 0),
-        on_takeover: OnTakeover = answer_nodes,
         on_replicas: OnReplicas = _forget,
     ) -> None:
         self._on_replicas = on_replicas
         self._identity, self._host, self._cache = identity, host, weights_cache
-        self._on_takeover = on_takeover
+        self._successors = successors
         self._replica: Replica | None = None
         self._coordinator: Coordinator | None = None
         self._task: asyncio.Task[None] | None = None
 
-    async def serve(self, election_seconds: float) -> ReplicaPlace:
+    async def serve(self, asked: ServeReplica) -> ReplicaPlace:
+        check_readable(asked.files)
         if self._replica is None or self._task is None or self._task.done():
             # One that ended is another replica now: it must not vote again under the name that it had.
-            timing = RaftTiming(election=election_seconds)
+            timing = RaftTiming(election=asked.election_seconds)
             self._replica = Replica(self._identity, self._host, (self._host, 0), timing=timing)
             self._task = asyncio.create_task(self._run(self._replica), name="replica")
         return self._replica.place
@@ -64,6 +73,8 @@ class JoinedReplica:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
+        if self._replica is not None:
+            self._replica.close()
 
     async def _run(self, replica: Replica) -> None:
         """Take part, and coordinate whenever this replica leads. What goes wrong with it ends the replica alone."""
@@ -77,12 +88,13 @@ class JoinedReplica:
     async def _succeed(self, replica: Replica) -> None:
         while True:
             await replica.until(lambda: replica.leads)
-            if replica.state.ended is not None or replica.state.work is None:
+            work = replica.state.work
+            if replica.state.ended is not None or work is None:
                 await replica.until(lambda: not replica.leads)
                 continue
             try:
-                work = workload_of(replica.state.work, *self._cache)
-                await take_over(replica, work, self._host, self._coordinates, self._on_takeover)
+                succeed = self._successors[type(work.settings)]
+                await succeed(Office(replica, self._identity.name, self._host, self._cache, self._coordinates))
             except Deposed as error:
                 log.warning("%s", error.message)
             except TllmError as error:
@@ -93,3 +105,13 @@ class JoinedReplica:
 
     def _coordinates(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
+
+
+def check_readable(files: Sequence[str]) -> None:
+    """ConfigError, by the names of the file and of this machine, where one of these cannot be read here."""
+    for file in files:
+        if not os.access(file, os.R_OK):
+            raise ConfigError(
+                f"{file} cannot be read on {socket.gethostname()}, in {os.getcwd()}, and whoever coordinates reads it",
+                "let it lie there by the same path, or on a disk that the machines share",
+            )

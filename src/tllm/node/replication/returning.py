@@ -17,9 +17,8 @@ from tllm.cluster.join_token import JoinToken
 from tllm.node.front_end.departure import Departure
 from tllm.node.replication.coordinator_door import CoordinatorDoor
 from tllm.node.replication.known_replicas import FIND_SECONDS, REPLICAS_FILE, KnownReplicas
-from tllm.node.serve.replica_host import JoinedReplica
+from tllm.node.replication.replica_host import JoinedReplica, Successors
 from tllm.node.worker import WorkerSettings, work
-from tllm.server.http.settings import ServerSettings
 
 log = logging.getLogger("tllm.node")
 
@@ -45,11 +44,17 @@ def running_cluster(folder: Path, secret: bytes | None) -> RunningCluster | None
     return RunningCluster(address, authority, known)
 
 
-def return_to(cluster: RunningCluster, listen: Address, http: ServerSettings, settings: Mapping[str, Any]) -> None:
-    """Be a node of it, with an HTTP server, until it ends or this one is told to leave.
+def return_to(
+    cluster: RunningCluster,
+    listen: Address,
+    departure: Departure,
+    successors: Successors,
+    settings: Mapping[str, Any],
+) -> None:
+    """Be a node of it until it ends or this one is told to leave, with an HTTP server if `departure` has one.
 
-    `listen` is where nodes come to join: they are sent on from there, unless the port is 0. `settings` are other fields
-    of `WorkerSettings`.
+    `listen` is where nodes come to join: they are sent on from there, unless the port is 0. `successors` run the work
+    if this node coordinates it again. `settings` are other fields of `WorkerSettings`.
     """
     log.warning(
         "cluster %s runs, coordinated at %s: joins it", cluster.authority.cluster, format_address(cluster.address)
@@ -64,7 +69,6 @@ def return_to(cluster: RunningCluster, listen: Address, http: ServerSettings, se
 
     def make_replica(identity: Identity, host: str) -> JoinedReplica:
         cache = worker.weights_cache, worker.weights_cache_bytes
-        return JoinedReplica(identity, host, cache, on_replicas=cluster.known.keep)
+        return JoinedReplica(identity, host, successors, cache, cluster.known.keep)
 
-    departure = Departure(http)
     departure.run(lambda: work(worker, departure.front_end, make_replica))

@@ -1,0 +1,231 @@
+"""The first machine of a training run is killed: another coordinates, and the run goes on to the weights that it would
+have had."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.cluster.commands import Running, running, tllm
+from tests.support.training.joined_nodes import JoinedNode, joined, kill, who_says
+from tests.support.training.runs import final, records, train
+from tests.support.training.small_job import write_job
+from tests.support.training.training_step import furthest
+from tllm.recipes.bench.processes import free_row
+from tllm.training.job.job_file import read_job
+from tllm.training.report.metrics import FILE, read_records
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(360)]  # each starts several processes that load torch
+
+CONFIG = dict(num_hidden_layers=4, initializer_range=0.02)  # as `train` begins a model
+STEPS, SAVE_EVERY = 60, 8
+LONG: dict[str, Any] = dict(max_steps=5000, dtype="float64", lr_scheduler_type="constant", warmup_steps=0)
+"""A run that ends when it is stopped; how long it was to be changes no step."""
+GOES_ON = (
+    r"^goes on(?: after [\d.]+ s)? after step (\d+)(?: \((\d+) later ones are done again\))?, from (.*); plan (\S+)"
+)
+SAVE, MEMORY = "the last save", "what the others have in memory"
+
+
+def reach(command: Running, step: int) -> None:
+    command.until(rf"^step +{step}/")
+
+
+def begun(stack: ExitStack, folder: Path, job: Path, nodes: int, *more: str) -> tuple[Running, str, list[JoinedNode]]:
+    """A run over so many machines, the first with a page at the address that is returned, once its state is replicated
+    on three of them."""
+    words = ["train", str(job), "--nodes", str(nodes), "--threads", "1", "--cluster-host", "127.0.0.1", "--page", "0"]
+    words += [
+        "--lost-after",
+        "10",
+    ]  # as nobody is deposed on a busy machine then, which an election would take for dead
+    first = stack.enter_context(running(*words, *more))
+    page = first.until(r"the run's page is at (\S+)")[1]
+    line = first.until(r"tllm join (\S+) --token (\S+)")
+    others = [
+        stack.enter_context(joined(folder, line[1], line[2], f"host-{number}", "--page", "0"))
+        for number in range(1, nodes)
+    ]
+    return first, page, others
+
+
+def await_replicas(first: Running, page: str, count: int) -> None:
+    until = time.monotonic() + 150
+    while len((status(page)["replicas"] or {"nodes": ()})["nodes"]) < count:
+        assert first.process.poll() is None and time.monotonic() < until
+        time.sleep(0.05)
+
+
+def status(page: str) -> dict[str, Any]:
+    reply = httpx.get(f"{page}/v1/cluster", timeout=30)
+    assert reply.status_code == 200, reply.text
+    found: dict[str, Any] = reply.json()
+    return found
+
+
+def check(job: Path, run: Path, alone: Path) -> None:
+    """Each step once, with the losses and the weights of the run that nothing disturbed."""
+    losses = [one.loss for one in records(train(replace(read_job(job).job, output_dir=str(alone)), "pp=1"))]
+    found = read_records(run / FILE)
+    assert [one.step for one in found] == list(range(1, STEPS + 1))
+    assert max(abs(one.loss - loss) / loss for one, loss in zip(found, losses, strict=True)) < 1e-12
+    off, name = furthest(final(run), final(alone))
+    assert off < 1e-11, name
+
+
+def stopped(heir: JoinedNode) -> int:
+    """Stop the run where it is coordinated, as a user does; after which step it left."""
+    heir.process.send_signal(signal.SIGINT)
+    _, left = who_says([heir], r"^left after step (\d+) of 5000")
+    assert "saving, then ending the run" in heir.said()
+    return int(left[1])
+
+
+def check_stopped(job: Path, steps: int) -> None:
+    """The run was saved after this step, and has each step once with the losses of the undisturbed run."""
+    run = job.parent / "run"
+    assert (run / f"step-{steps}").is_dir()
+    alone = replace(read_job(job).job, output_dir=str(job.parent / "alone"), max_steps=steps)
+    losses = [one.loss for one in records(train(alone, "pp=1"))]
+    found = read_records(run / FILE)
+    assert [one.step for one in found] == list(range(1, steps + 1))
+    assert max(abs(one.loss - loss) / loss for one, loss in zip(found, losses, strict=True)) < 1e-12
+
+
+def test_another_machine_goes_on_with_the_run(tmp_path: Path) -> None:
+    """It is followed where it coordinates now: on its terminal, its page and by `tllm status`."""
+    job = write_job(tmp_path, CONFIG, max_steps=STEPS, save_steps=SAVE_EVERY, dtype="float64")
+    with ExitStack() as stack:
+        first, page, nodes = begun(stack, tmp_path, job, 3, "--plan", "pp=3")
+        await_replicas(first, page, 3)
+        reach(first, 12)
+        began = time.monotonic()
+        kill(first.process)
+        heir, again = who_says(nodes, GOES_ON)
+        print(f"from the kill to the run going on: {time.monotonic() - began:.1f} s")
+        assert again[3] == MEMORY and int(again[1]) >= 11 and int(again[2] or 0) <= 1
+        assert again[4].startswith("pp=2")
+        _, shown = who_says([heir], r"^the run's page is at (http://\S+?:(\d+))$")
+        seen = status(shown[1])
+        assert seen["ready"] and sum(node["rank"] is not None for node in seen["nodes"]) == 2
+        told = tllm("status", "--port", shown[2])
+        assert told.returncode == 0 and "host-1" in told.stdout and "host-2" in told.stdout, told.stderr
+        assert [node.process.wait(120) for node in nodes] == [0, 0]
+        assert "done after 60 steps" in heir.said()
+        assert f"metrics and saves go on in {tmp_path / 'run'}" in heir.said()
+        assert "Traceback" not in "".join(node.said() for node in nodes)
+    check(job, tmp_path / "run", tmp_path / "alone")
+    starts = re.findall(r'"step":(\d+)', (tmp_path / "run" / "starts.jsonl").read_text())
+    assert [int(step) for step in starts] == [0, int(again[1])]
+
+
+def test_without_a_shared_folder_it_goes_on_in_one_of_its_own(tmp_path: Path) -> None:
+    """Its rows are there by the same path. It says where the metrics of the steps before are."""
+    places = [tmp_path / name for name in ("first", "host-1", "host-2")]
+    for place in places:
+        place.mkdir()
+        names: dict[str, Any] = dict(output_dir="run", train_files=["pages.jsonl"], config_name="config.json")
+        job = write_job(place, CONFIG, max_steps=STEPS, save_steps=SAVE_EVERY, dtype="float64", **names)
+    words = ["train", "job.toml", "--nodes", "3", "--threads", "1", "--cluster-host", "127.0.0.1", "--page", "0"]
+    words += ["--lost-after", "10"]
+    with ExitStack() as stack:
+        first = stack.enter_context(running(*words, "--plan", "pp=3", host=("env", "-C", str(places[0]))))
+        page = first.until(r"the run's page is at (\S+)")[1]
+        address, token = first.until(r"tllm join (\S+) --token (\S+)").groups()
+        nodes = [stack.enter_context(joined(tmp_path, address, token, place.name, cwd=place)) for place in places[1:]]
+        await_replicas(first, page, 3)
+        reach(first, 12)
+        kill(first.process)
+        heir, again = who_says(nodes, GOES_ON)
+        assert again[3] == MEMORY
+        assert [node.process.wait(120) for node in nodes] == [0, 0]
+        own = tmp_path / heir.name / "run"
+        told = re.search(
+            rf"metrics and saves go to {own} on \S+ from now on; metrics of steps up to (\d+) are in \S+:(\S+)",
+            heir.said(),
+        )
+        assert told is not None and told[2] == str(places[0] / "run"), heir.said()
+        assert "# the coordinator before" in (own / "job.toml").read_text() and (own / "starts.jsonl").is_file()
+    found = read_records(places[0] / "run" / FILE)[: int(again[1])] + read_records(own / FILE)
+    assert [one.step for one in found] == list(range(1, STEPS + 1))
+    alone = replace(
+        read_job(job).job,
+        output_dir=str(tmp_path / "alone"),
+        train_files=(str(places[0] / "pages.jsonl"),),
+        config_name=str(places[0] / "config.json"),
+    )
+    train(alone, "pp=1")
+    off, name = furthest(final(own), final(tmp_path / "alone"))
+    assert off < 1e-11, name
+
+
+def test_killed_while_it_saves(tmp_path: Path) -> None:
+    """What is left of the save is removed, and the step is saved by those that are left."""
+    job = write_job(tmp_path, CONFIG, max_steps=STEPS, save_steps=SAVE_EVERY, dtype="float64")
+    run = tmp_path / "run"
+    with ExitStack() as stack:
+        first, page, nodes = begun(stack, tmp_path, job, 3, "--plan", "pp=3")
+        await_replicas(first, page, 3)
+        reach(first, 2 * SAVE_EVERY - 1)
+        while not (saving := sorted(run.glob(f"*{2 * SAVE_EVERY}*"))):
+            assert first.process.poll() is None
+        kill(first.process)
+        heir, again = who_says(nodes, GOES_ON)
+        print(f"killed as {', '.join(path.name for path in saving)} was there; goes on after step {again[1]}")
+        assert again[3] == MEMORY and int(again[1]) >= 2 * SAVE_EVERY - 1
+        assert [node.process.wait(120) for node in nodes] == [0, 0]
+        assert "Traceback" not in "".join(node.said() for node in nodes)
+        assert f"saved step {3 * SAVE_EVERY}: " in heir.said()
+    assert not list(run.glob("*tmp*")) and not list(run.glob("*.unfinished"))
+    check(job, run, tmp_path / "alone")
+
+
+def test_two_of_five_are_killed_at_once(tmp_path: Path) -> None:
+    """With five replicas any two may be lost. What only these two held is in no memory: the run goes back to a save."""
+    job = write_job(tmp_path, CONFIG | {"num_hidden_layers": 5}, save_steps=SAVE_EVERY, **LONG)
+    with ExitStack() as stack:
+        first, page, nodes = begun(stack, tmp_path, job, 5, "--plan", "pp=5", "--replicas-of-coordinator", "5")
+        await_replicas(first, page, 5)
+        (keeper,) = [node["node"] for node in status(page)["nodes"] if node["rank"] == 1]  # of what rank 0 has
+        first.until(r"^saved step (\d+)")
+        kill(first.process, *(node.process for node in nodes if node.name == keeper))
+        living = [node for node in nodes if node.name != keeper]
+        heir, again = who_says(living, GOES_ON)
+        step = int(again[1])
+        assert again[3] == SAVE and step % SAVE_EVERY == 0 and step > 0 and again[4].startswith("pp=3")
+        if again[2]:
+            assert f"no step is whole in memory: goes on after step {step}, {again[2]} steps are lost" in heir.said()
+        left = stopped(heir)
+        assert left > step
+        assert [node.process.wait(60) for node in living] == [0, 0, 0]
+        assert "Traceback" not in "".join(node.said() for node in living)
+    check_stopped(job, left)
+
+
+def test_the_first_machine_comes_back_as_a_node_and_the_run_is_stopped_where_it_is_coordinated(tmp_path: Path) -> None:
+    job = write_job(tmp_path, CONFIG, save_steps=1000, **LONG)
+    cluster = ["--cluster-port", str(free_row(1)), "--cluster-folder", str(tmp_path / "cluster"), "--plan", "pp=3"]
+    with ExitStack() as stack:
+        first, page, nodes = begun(stack, tmp_path, job, 3, *cluster)
+        await_replicas(first, page, 3)
+        reach(first, 5)
+        kill(first.process)
+        heir, again = who_says(nodes, GOES_ON)
+        assert again[4].startswith("pp=2")
+        words = ["train", str(job), "--nodes", "3", "--threads", "1", "--cluster-host", "127.0.0.1", *cluster]
+        back = stack.enter_context(running(*words))
+        who_says([heir], rf"^goes on.* after step \d+, from {MEMORY}; plan pp=3", 90)
+        left = stopped(heir)
+        code, errors = back.wait()
+        assert code == 0 and "runs, coordinated at 127.0.0.1:" in errors, errors
+        assert [node.process.wait(60) for node in nodes] == [0, 0]
+        assert "Traceback" not in errors + "".join(node.said() for node in nodes)
+    check_stopped(job, left)
