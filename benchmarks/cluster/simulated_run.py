@@ -11,6 +11,7 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.cluster.simulated_nodes import Machines, SimulatedCluster
 from tllm.cluster.certificates import Authority
@@ -23,7 +24,7 @@ from tllm.spec.plan import Plan
 from tllm.training.job.job import Job
 from tllm.training.job.job_file import ResolvedJob
 
-MODEL = dict(
+MODEL: dict[str, Any] = dict(
     architectures=["LlamaForCausalLM"],
     model_type="llama",
     hidden_size=2048,
