@@ -27,6 +27,7 @@ RUNS = (
     ["planner.planning"],
     ["training.memory"],
     ["serving.drafts"],
+    ["cluster.coordinator_scale"],
 )
 
 

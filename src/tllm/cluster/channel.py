@@ -34,6 +34,12 @@ Act = Callable[[Any], Awaitable[Message | None] | AsyncIterator[Message]]
 _encode = msgspec.msgpack.Encoder().encode
 
 
+def one_way(message: Message) -> bytes:
+    """A message that expects no answer, as it goes over the wire."""
+    body = _encode(message)
+    return HEAD.pack(len(body), ONE_WAY, 0) + body
+
+
 class Frame(NamedTuple):
     """One message as it came, with what it is."""
 
@@ -172,9 +178,12 @@ class Channel:
 
     def post(self, message: Message) -> None:
         """Send without waiting; nothing happens when the channel is closed."""
+        self.post_frame(one_way(message))
+
+    def post_frame(self, frame: bytes) -> None:
+        """As `post`, of a message that was framed for several channels at once."""
         if not self._writer.is_closing():
-            body = _encode(message)
-            self._writer.write(HEAD.pack(len(body), ONE_WAY, 0) + body)
+            self._writer.write(frame)
 
     async def close(self) -> None:
         """Let what is written leave, then close; never waits for longer than a second."""

@@ -245,6 +245,15 @@ class RankAddress(Message, frozen=True):
     lends: int = 0
 
 
+class Places(Message, frozen=True):
+    """Where the ranks of an epoch live, before the `Assign` of that epoch: what has changed `since` an earlier epoch of
+    which the node was told on this connection, or with 0 all of it (`rank_places.pack_places`)."""
+
+    epoch: int
+    since: int
+    packed: bytes
+
+
 class AdapterFiles(msgspec.Struct, frozen=True):
     """An adapter that the coordinator has: its id, the number of its loading, and the bytes of each of its files.
 
@@ -264,7 +273,8 @@ def adapter_file(lora: str, file: str) -> str:
 class Assign(Message, frozen=True, kw_only=True):
     """A node's part in the plan of an epoch: build it and connect the wires. The answer is `Prepared`.
 
-    It ends the part of the epoch before, whatever is under way; weights that both need are kept. `config` is the
+    It ends the part of the epoch before, whatever is under way; weights that both need are kept. `places` are those of
+    the `Places` that came before it, where it has none itself. `config` is the
     model's config as JSON. `folder` and `files` say where the model may lie on this node too; there are no files where
     weights begin at random. Of a model on the `hub` each node fetches what it needs from there. Ranks that serve
     load their parts of the `adapters` with the weights.
@@ -449,7 +459,20 @@ Adapters = LoadAdapter | UnloadAdapter
 OfReplicas = ServeReplica | Replicas
 OfRequests = Submit | Cancel | Adapters
 ToNode = (
-    (Attached | Heartbeat | OfReplicas | Assign | Load | Start | ToWeights | ToHttp | OfRequests | Stop | Probe)
+    (
+        Attached
+        | Heartbeat
+        | OfReplicas
+        | Places
+        | Assign
+        | Load
+        | Start
+        | ToWeights
+        | ToHttp
+        | OfRequests
+        | Stop
+        | Probe
+    )
     | Shutdown
     | Refused
 )

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from tllm.cluster.messages import Heartbeat, Loaded, NodeFacts, Prepared, Progress
+from tllm.core.ordered_trie import OrderedTrie
 from tllm.spec.plan import Plan
 
 Phase = Literal["joined", "assigned", "prepared", "loading", "loaded", "ready", "done", "broken", "lost"]
@@ -41,43 +42,55 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
         return self.phase != "lost"
 
 
+NOBODY = OrderedTrie[Member]()
+
+
 class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
-    """All members in the order in which they joined, and the plan of the latest epoch. Epoch 0: no plan yet."""
+    """All members in the order in which they joined, and the plan of the latest epoch. Epoch 0: no plan yet.
+
+    Of n members, `apply`, `member` and all that is counted take O(log n) at most; each list takes O(n log n).
+
+    living_count: members that are not lost. seated_count: those that have a rank of the plan, lost ones too.
+    ready_count, done_count: of these, those that run or have run to their end; and the latter alone.
+    """
 
     cluster: str
     epoch: int = 0
     plan: Plan | None = None
-    members: tuple[Member, ...] = ()
+    table: OrderedTrie[Member] = NOBODY
+    living_count: int = 0
+    seated_count: int = 0
+    ready_count: int = 0
+    done_count: int = 0
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        return tuple(self.table)
 
     @property
     def living(self) -> tuple[Member, ...]:
-        return tuple(member for member in self.members if member.is_living)
+        return tuple(member for member in self.table if member.is_living)
 
     @property
     def ranks(self) -> tuple[Member, ...]:
         """Members with a rank, in order, lost ones too. Ranks beyond the plan's compute nothing: they
         only hold snapshots of training steps that the others read."""
-        return tuple(sorted((m for m in self.members if m.rank is not None), key=lambda m: m.rank or 0))
+        return tuple(sorted((m for m in self.table if m.rank is not None), key=lambda m: m.rank or 0))
 
     @property
     def seated(self) -> tuple[Member, ...]:
         """Those that have a rank of the plan."""
-        return self.ranks[: self.plan.world_size] if self.plan is not None else ()
+        return self.ranks[: self.seated_count]
 
     @property
     def is_ready(self) -> bool:
         """Whether every rank of the plan runs, or has run to its end."""
-        seated = self.seated
-        return (
-            self.plan is not None
-            and len(seated) == self.plan.world_size
-            and all(member.phase in ("ready", "done") for member in seated)
-        )
+        return self.plan is not None and self.ready_count == self.plan.world_size
 
     @property
     def is_done(self) -> bool:
         """Whether every rank's run has ended."""
-        return bool(self.seated) and all(member.phase == "done" for member in self.seated)
+        return self.seated_count > 0 and self.done_count == self.seated_count
 
     @property
     def lost(self) -> tuple[Member, ...]:
@@ -85,7 +98,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(member for member in self.ranks if not member.is_living)
 
     def member(self, node: str) -> Member | None:
-        return next((member for member in self.members if member.node == node), None)
+        return self.table.get(node)
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -165,22 +178,22 @@ def apply(state: ClusterState, event: Event | Planned) -> ClusterState:
     if isinstance(event, Planned):
         return _plan(state, event)
     if isinstance(event, NodeJoined):
-        others = tuple(member for member in state.members if member.node != event.node)
         new = Member(facts=event.facts, heard=event.at, before=event.rank)
-        return _replace(state, epoch=max(state.epoch, event.epoch), members=(*others, new))
+        before, table = state.member(event.node), state.table.added(event.node, new)
+        return _recounted(state, before, new, epoch=max(state.epoch, event.epoch), table=table)
     member = state.member(event.node)
     if member is None or not member.is_living:
         return state
     changed = _change(member, event)
-    return _replace(state, members=tuple(changed if m is member else m for m in state.members))
+    return _recounted(state, member, changed, table=state.table.replaced(event.node, changed))
 
 
 def _plan(state: ClusterState, event: Planned) -> ClusterState:
     assert len(event.nodes) >= event.plan.world_size, "a plan needs a node for each rank"
     ranks = {node: rank for rank, node in enumerate(event.nodes)}
-    kept = [member for member in state.members if member.is_living]
+    kept = state.living
     assert set(ranks) <= {member.node for member in kept}, "a plan is for living nodes"
-    members = tuple(
+    members = (
         Member(
             facts=member.facts,
             heard=member.heard,
@@ -190,7 +203,35 @@ def _plan(state: ClusterState, event: Planned) -> ClusterState:
         )
         for member in kept
     )
-    return _replace(state, epoch=state.epoch + 1, plan=event.plan, members=members)
+    return ClusterState(
+        cluster=state.cluster,
+        epoch=state.epoch + 1,
+        plan=event.plan,
+        table=OrderedTrie.of((member.node, member) for member in members),
+        living_count=len(kept),
+        seated_count=event.plan.world_size,
+    )
+
+
+def _recounted(state: ClusterState, before: Member | None, after: Member, **changes: object) -> ClusterState:
+    """The state with a member that is other than before, and these changes."""
+    if before is not None and before.phase == after.phase and before.rank == after.rank:
+        return msgspec.structs.replace(state, **changes)
+    old, new = _counts(state, before), _counts(state, after)
+    counts = (state.living_count, state.seated_count, state.ready_count, state.done_count)
+    living, seated, ready, done = (count - was + now for count, was, now in zip(counts, old, new, strict=True))
+    return msgspec.structs.replace(
+        state, living_count=living, seated_count=seated, ready_count=ready, done_count=done, **changes
+    )
+
+
+def _counts(state: ClusterState, member: Member | None) -> tuple[bool, bool, bool, bool]:
+    """For which of the counts a member counts."""
+    if member is None:
+        return False, False, False, False
+    seated = state.plan is not None and member.rank is not None and member.rank < state.plan.world_size
+    phase = member.phase
+    return member.is_living, seated, seated and phase in ("ready", "done"), seated and phase == "done"
 
 
 def _change(member: Member, event: Event) -> Member:
@@ -220,7 +261,3 @@ def _change(member: Member, event: Event) -> Member:
             return msgspec.structs.replace(member, phase="done")
         case _:
             raise AssertionError(f"no rule for {type(event).__name__}")
-
-
-def _replace(state: ClusterState, **changes: object) -> ClusterState:
-    return msgspec.structs.replace(state, **changes)

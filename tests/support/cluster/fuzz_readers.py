@@ -51,6 +51,7 @@ from tllm.core.errors import AuthError, ClusterError, FrameError, LinkClosed, Li
 from tllm.engine.pages import page_messages
 from tllm.engine.schedule import batch
 from tllm.engine.schedule.limits import Limits, check_batch
+from tllm.node.roles.rank_places import pack_places
 from tllm.spec.plan import Plan
 from tllm.spec.request import Output, Request, SamplingParams, StreamRecord
 
@@ -326,6 +327,7 @@ def _examples() -> dict[Target, list[bytes]]:
         ],
         to_node: [
             _messages(assign, kind=QUESTION),
+            _messages(messages.Places(1, 0, pack_places((), assign.places))),
             _messages(messages.Submit(request), messages.Cancel("r"), messages.Shutdown("why")),
             _messages(
                 weight_messages.Bytes(b"data", b"digest"),

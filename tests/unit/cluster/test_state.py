@@ -170,6 +170,26 @@ def test_whatever_happens_names_are_unique_and_the_lost_stay_lost(history: list[
         assert back <= ({event.node} if isinstance(event, NodeJoined) else set())
 
 
+planned = st.builds(Planned, st.just(PLAN), st.permutations(["a", "b", "c"]).map(tuple))
+done = st.builds(RankDone, names)
+
+
+@given(st.lists(st.one_of(events, done, planned), max_size=40))
+def test_what_is_counted_is_what_the_members_say(history: list[Event | Planned]) -> None:
+    """Against counting all members each time."""
+    state = ClusterState(cluster="c")
+    for event in history:
+        if isinstance(event, Planned) and {"a", "b", "c"} - {member.node for member in state.living}:
+            continue
+        state = apply(state, event)
+        seated = [m for m in state.members if state.plan and m.rank is not None and m.rank < state.plan.world_size]
+        assert state.living_count == len(state.living)
+        assert sorted(m.node for m in state.seated) == sorted(m.node for m in seated)
+        is_ready = state.plan is not None and len(seated) == 2 and all(m.phase in ("ready", "done") for m in seated)
+        assert state.is_ready == is_ready
+        assert state.is_done == (bool(seated) and all(m.phase == "done" for m in seated))
+
+
 def test_a_step_is_seen_by_the_batches_that_a_heartbeat_counts() -> None:
     state = joined("a", at=1.0)
     for at, batches, stepped in [(2.0, 5.0, 2.0), (3.0, 5.0, 2.0), (4.0, 6.0, 4.0)]:

@@ -153,11 +153,11 @@ class Coordinator:
         wanted = self.work.plan.world_size
         try:
             async with asyncio.timeout(seconds):
-                await self.members.until(lambda: len(self.state.living) >= wanted)
+                await self.members.until(lambda: self.state.living_count >= wanted)
         except TimeoutError as error:
             came = ", ".join(member.node for member in self.state.living) or "none"
             raise ClusterError(
-                f"{len(self.state.living)} of {wanted} nodes joined within {seconds:g} s ({came})",
+                f"{self.state.living_count} of {wanted} nodes joined within {seconds:g} s ({came})",
                 "run the join line on the others, and see that they reach this machine",
             ) from error
         return self.nodes[:wanted]
@@ -254,6 +254,7 @@ class Coordinator:
         """Assign every rank; what each holds under the plan, once its links to the others are connected."""
         facts = [member.facts for member in self.state.ranks]
         places = tuple(RankAddress(fact.node, fact.host, fact.port, fact.lends) for fact in facts)
+        self.members.places.begin(self.state.epoch, places)
         folder = self.weights.folder
         prepared: dict[int, Prepared] = {}
 
@@ -263,7 +264,7 @@ class Coordinator:
                 epoch=self.state.epoch,
                 rank=rank,
                 plan=plan,
-                places=places,
+                places=(),
                 config=self.work.config,
                 settings=settings,
                 folder=str(folder.path) if folder else "",
@@ -271,6 +272,7 @@ class Coordinator:
                 hub=self.work.hub.repository if self.work.hub else None,
                 adapters=self.weights.adapters.files(),
             )
+            await self.members.places.tell(channel)
             prepared[rank] = await channel.ask(assignment, self.work.prepare_seconds)
             self.members.record(RankPrepared(node, prepared[rank]))
 

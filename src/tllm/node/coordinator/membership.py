@@ -7,10 +7,11 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 import msgspec
 
-from tllm.cluster.channel import ANSWER, REFUSAL, Act, Channel, Gone
+from tllm.cluster.channel import ANSWER, REFUSAL, Act, Channel, Gone, one_way
 from tllm.cluster.connection import Address, format_address
 from tllm.cluster.heartbeat import BEAT_SECONDS, LATE_SECONDS, SILENCE_SECONDS, describe, fullness, overfull, silent
 from tllm.cluster.messages import PROTOCOL, Attach, Attached, Failure, Heartbeat, Refused, Shutdown
@@ -18,6 +19,7 @@ from tllm.cluster.remote_errors import error_of
 from tllm.cluster.state import ClusterState, Event, NodeHeard, NodeJoined, NodeLost, Planned, RankBroken, apply
 from tllm.cluster.weight_messages import OpenChunkConnection
 from tllm.core.errors import ClusterError, TllmError
+from tllm.node.coordinator.place_news import PlaceNews
 
 log = logging.getLogger("tllm.node")
 
@@ -37,13 +39,43 @@ ServeChunks = Callable[[Channel, str], Awaitable[None]]
 """serve_chunks(channel, node): until the channel closes"""
 
 
+async def why_silent(address: Address, seconds: float = PROBE_SECONDS) -> str:
+    """Why a node may be silent, in words, by how its machine answers a connection to the node's data port.
+
+    An operating system takes connections even for a process that is stopped, and refuses them for one that ended.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            _, writer = await asyncio.open_connection(*address)
+    except ConnectionRefusedError:
+        return "its process has ended"
+    except TimeoutError:
+        return f"nothing answers at {format_address(address)}: its machine is cut off, asleep or off"
+    except OSError as error:
+        return f"its machine cannot be reached ({error.strerror})"
+    writer.transport.abort()
+    return "its machine answers and its process does not: it is stopped, or starved of the processor"
+
+
+class Surroundings(NamedTuple):
+    """What a coordinator learns from outside, beside its nodes' messages; a simulation hands in its own.
+
+    `clock` gives seconds that only ever grow; it and the event loop's timers must be of one clock. `why_silent` asks a
+    silent node's machine.
+    """
+
+    clock: Callable[[], float] = time.monotonic
+    why_silent: Callable[[Address], Awaitable[str]] = why_silent
+
+
 class Membership:
     """Keeps `state`, the cluster's one state, and `channels`, the connection to each node that is here.
 
     `acts` says what to do with a node's messages beside those of membership itself. `on_loss` is called for each node
     that is lost, before its connection is closed; `on_break` when a node stays but its rank can compute no more.
     `serve_chunks` is given a second connection that a node opens to read weights on. A node that is silent for more
-    than `lost_after` seconds is lost. `changed` is notified whenever something about the nodes has changed.
+    than `lost_after` seconds is lost. `places` tells nodes where all ranks are. `changed` is notified whenever
+    something about the nodes has changed.
     """
 
     def __init__(
@@ -58,12 +90,17 @@ class Membership:
         self.state = ClusterState(cluster=cluster)
         self.channels: dict[str, Channel] = {}
         self.changed = asyncio.Condition()
-        self._late: set[str] = set()
-        self._overfull: set[str] = set()
+        self.places = PlaceNews()
+        self._warnings = _Warnings()
         self._acts = acts
         self._on_loss, self._on_break, self._serve_chunks = on_loss, on_break, serve_chunks
         self._lost_after = lost_after
+        self.surroundings = Surroundings()
         self.is_ending = False
+
+    def now(self) -> float:
+        """The time, as `Member.heard` has it."""
+        return self.surroundings.clock()
 
     def resume(self, epoch: int) -> None:
         """Go on from another coordinator's latest epoch."""
@@ -92,7 +129,7 @@ class Membership:
             return
         self.channels[node] = channel
         attach = frame.message
-        self.record(NodeJoined(node, attach.facts, time.monotonic(), attach.epoch, attach.rank))
+        self.record(NodeJoined(node, attach.facts, self.now(), attach.epoch, attach.rank))
         attached = Attached(self.state.cluster, BEAT_SECONDS, self._lost_after)
         try:
             with suppress(Gone):
@@ -123,39 +160,25 @@ class Membership:
 
     async def watch(self) -> None:
         """Send heartbeats to every member, and mark those lost that are silent, for ever."""
-        last = time.monotonic()
+        last, beat = self.now(), one_way(Heartbeat())
         while True:
             await asyncio.sleep(BEAT_SECONDS)
-            now = time.monotonic()
+            now = self.now()
             was_late, last = now - last > BEAT_SECONDS + OWN_DELAY_SECONDS, now
             for channel in self.channels.values():
-                channel.post(Heartbeat())
+                channel.post_frame(beat)
             if was_late:  # this process itself was held up: what members sent meanwhile is still to be read
                 continue
-            self._log_late(silent(self.state, now, LATE_SECONDS))
-            self._log_overfull(overfull(self.state))
+            self._warnings.log_late(silent(self.state, now, LATE_SECONDS))
+            self._warnings.log_overfull(overfull(self.state))
             await asyncio.gather(*(self._miss(event) for event in silent(self.state, now, self._lost_after)))
-            last = time.monotonic()
-
-    def _log_late(self, events: Sequence[NodeLost]) -> None:
-        """Log that a node is late as soon as it is, once each time."""
-        for event in events:
-            if event.node not in self._late:
-                log.warning("%s", event.reason)
-        self._late = {event.node for event in events}
-
-    def _log_overfull(self, warnings: Mapping[str, str]) -> None:
-        """Log that a node takes more memory than it was given, only once, as what it holds goes up and down."""
-        for node, words in warnings.items():
-            if node not in self._overfull:
-                log.warning("%s: give it more (--memory), or a smaller part of the plan", words)
-        self._overfull |= warnings.keys()
+            last = self.now()
 
     async def _miss(self, event: NodeLost) -> None:
         """Mark a silent node lost, unless a heartbeat comes while we find out why it is silent."""
         before = self.state.member(event.node)
         assert before is not None, "only members are missed"
-        why = await why_silent((before.facts.host, before.facts.port))
+        why = await self.surroundings.why_silent((before.facts.host, before.facts.port))
         member = self.state.member(event.node)
         if member is not None and member.heard == before.heard:
             await self.mark_lost(event.node, ClusterError(f"{event.reason}: {why}"))
@@ -210,7 +233,7 @@ class Membership:
 
     def _on_heartbeat(self, node: str) -> Act:
         async def record(beat: Heartbeat) -> None:
-            self.record(NodeHeard(node, beat, time.monotonic()))
+            self.record(NodeHeard(node, beat, self.now()))
 
         return record
 
@@ -233,19 +256,23 @@ class Membership:
             self.changed.notify_all()
 
 
-async def why_silent(address: Address, seconds: float = PROBE_SECONDS) -> str:
-    """Why a node may be silent, in words, by how its machine answers a connection to the node's data port.
+class _Warnings:
+    """What of its nodes the operator was warned of already."""
 
-    An operating system takes connections even for a process that is stopped, and refuses them for one that ended.
-    """
-    try:
-        async with asyncio.timeout(seconds):
-            _, writer = await asyncio.open_connection(*address)
-    except ConnectionRefusedError:
-        return "its process has ended"
-    except TimeoutError:
-        return f"nothing answers at {format_address(address)}: its machine is cut off, asleep or off"
-    except OSError as error:
-        return f"its machine cannot be reached ({error.strerror})"
-    writer.transport.abort()
-    return "its machine answers and its process does not: it is stopped, or starved of the processor"
+    def __init__(self) -> None:
+        self._late: set[str] = set()
+        self._overfull: set[str] = set()
+
+    def log_late(self, events: Sequence[NodeLost]) -> None:
+        """Log that a node is late as soon as it is, once each time."""
+        for event in events:
+            if event.node not in self._late:
+                log.warning("%s", event.reason)
+        self._late = {event.node for event in events}
+
+    def log_overfull(self, warnings: Mapping[str, str]) -> None:
+        """Log that a node takes more memory than it was given, only once, as what it holds goes up and down."""
+        for node, words in warnings.items():
+            if node not in self._overfull:
+                log.warning("%s: give it more (--memory), or a smaller part of the plan", words)
+        self._overfull |= warnings.keys()

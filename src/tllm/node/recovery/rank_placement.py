@@ -22,14 +22,15 @@ class RankPlacement:
         `wishes` are the ranks that nodes had under an earlier coordinator, which they get if nobody else has them.
         """
         taken = {rank: node for node in living if (rank := self._kept.get(node)) is not None}
+        placed = set(taken.values())
         for node in living:
             wish = (wishes or {}).get(node, self._ranks)
-            if node not in taken.values() and wish < self._ranks:
-                taken.setdefault(wish, node)
-        for node in living:
-            free = [rank for rank in range(self._ranks) if rank not in taken]
-            if free and node not in taken.values():
-                taken[free[0]] = node
+            if node not in placed and wish < self._ranks and wish not in taken:
+                taken[wish] = node
+                placed.add(node)
+        free = [rank for rank in range(self._ranks) if rank not in taken]
+        late = (node for node in living if node not in placed)
+        taken |= dict(zip(free, late, strict=False))
         absent = {node: rank for node, rank in self._kept.items() if rank not in taken}
         self._kept = absent | {node: rank for rank, node in taken.items()}
         return dict(sorted(taken.items()))

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -99,7 +98,7 @@ class Recovery:
         self.is_open = False
         self._barred: set[str] = set()  # nodes that came later, and could not take part
         self._formed = asyncio.Event()
-        self._opened = 0.0  # when the epoch opened, by time.monotonic()
+        self._opened = 0.0  # when the epoch opened, by `Membership.now`
         self._local_until = 0.0  # until when local workers are waited for
         coordinator.loss_policy = self
 
@@ -157,7 +156,7 @@ class Recovery:
                 log.warning("epoch %d did not begin: %s", coordinator.state.epoch, error.message)
         self.losses.clear()
         self.move.is_pending = False
-        self.is_open, self._opened = True, time.monotonic()
+        self.is_open, self._opened = True, self._coordinator.members.now()
         self._job.resume()
 
     def on_loss(self, node: str, error: TllmError) -> None:
@@ -176,7 +175,7 @@ class Recovery:
             loss = Loss(node, error)
             self.losses.add(loss)
             self.is_open = False
-            self._local_until = time.monotonic() + self.patience.local
+            self._local_until = self._coordinator.members.now() + self.patience.local
             self._job.interrupted(loss)
 
     def on_break(self) -> None:
@@ -192,7 +191,7 @@ class Recovery:
 
         Who is late stands before those that were lost already: it is what the others wait for.
         """
-        for event in silent(self._coordinator.state, time.monotonic(), LATE_SECONDS):
+        for event in silent(self._coordinator.state, self._coordinator.members.now(), LATE_SECONDS):
             return event.node, event.reason
         if (loss := self.losses.first) is not None:
             return loss.node, loss.error.message
@@ -220,7 +219,7 @@ class Recovery:
         local = self._coordinator.local
         coming = sorted(set(local.names) - here) if local is not None else []
         is_short = len(here) < self._coordinator.work.plan.world_size
-        if coming and is_short and time.monotonic() < self._local_until:
+        if coming and is_short and self._coordinator.members.now() < self._local_until:
             return ClusterError(f"{', '.join(coming)} is being started again")
         try:
             self._assign_ranks()
@@ -236,13 +235,13 @@ class Recovery:
         """Whether an epoch should begin although this one goes on: to move, or with more ranks of the plan."""
         if self.move.is_pending:
             return True
-        wanted, seated = self._coordinator.work.plan.world_size, len(self._coordinator.state.seated)
+        wanted, seated = self._coordinator.work.plan.world_size, self._coordinator.state.seated_count
         return self._may_pause() and min(len(self.living()), wanted) > seated and self._most_ranks() > seated
 
     async def until(self, holds: Callable[[], bool], seconds: float = math.inf) -> None:
         """Wait until something holds, which may come with time alone, or for so long."""
-        deadline = time.monotonic() + seconds
-        while not holds() and time.monotonic() < deadline:
+        deadline = self._coordinator.members.now() + seconds
+        while not holds() and self._coordinator.members.now() < deadline:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_SECONDS):
                     await self._coordinator.members.until(holds)
@@ -254,9 +253,9 @@ class Recovery:
 
     async def _wait_for_enough(self) -> None:
         """Wait for nodes that can take over. Where none are to come, or not in time, the work is given up."""
-        deadline = time.monotonic() + self.patience.wait
+        deadline = self._coordinator.members.now() + self.patience.wait
         while (lack := self.lack()) is not None:
-            if self._job.fault is None and (not self._is_patient() or time.monotonic() > deadline):
+            if self._job.fault is None and (not self._is_patient() or self._coordinator.members.now() > deadline):
                 self._give_up(lack)
             await self.until(lambda: self.lack() is None, LOOK_SECONDS)
 
@@ -291,7 +290,7 @@ class Recovery:
 
     def _may_pause(self) -> bool:
         """Whether a node that could be put to use is worth a pause now."""
-        return self._job.is_idle or time.monotonic() - self._opened > self.patience.restore
+        return self._job.is_idle or self._coordinator.members.now() - self._opened > self.patience.restore
 
     def _most_ranks(self) -> int:
         """Ranks of the plan that those who are here can have."""

@@ -31,6 +31,7 @@ from tllm.cluster.messages import (
     Message,
     NodeFacts,
     Outputs,
+    Places,
     Probe,
     Progress,
     ReplicaPlace,
@@ -47,6 +48,7 @@ from tllm.cluster.remote_errors import failure
 from tllm.core.errors import AuthError, ClusterError, LinkError, TllmError
 from tllm.engine.driver import CancelRequest, CloseRing, Command
 from tllm.engine.schedule.batch import ForgetAdapter
+from tllm.node.roles.rank_places import KnownPlaces
 from tllm.node.weights.chunk_fetcher import ChunkFetcher
 from tllm.spec.request import Output
 
@@ -339,13 +341,21 @@ class Control:
         self._channel = channel
         self.inbox.stopped.clear()  # which a coordinator asked for that has ended since
         heartbeats = HeartbeatExchange(channel, attached, self._node, self._finder)
+        places = KnownPlaces()
 
         async def received(_: Heartbeat) -> None:
             heartbeats.received()
 
+        async def take_places(message: Places) -> None:
+            places.take(message)
+
+        async def assign(message: Assign) -> Message:
+            return await self._assign(places.complete(message))
+
         sending = asyncio.create_task(heartbeats.run())
         acts: dict[type, Act] = {
-            Assign: self._assign,
+            Places: take_places,
+            Assign: assign,
             Start: self._order_once,
             Load: self._order,
             Submit: self._submit,

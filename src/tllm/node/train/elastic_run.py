@@ -201,7 +201,8 @@ class ElasticRun(TrainingRun):
     def _memory_holders(self, nodes: Sequence[str]) -> list[str]:
         """Those without a rank now who may have something in memory that nobody else has."""
         had = [member.node for member in self.state.living if member.rank is not None or member.before is not None]
-        return [node for node in had if node not in nodes] if self._is_mirrored else []
+        taken = set(nodes)
+        return [node for node in had if node not in taken] if self._is_mirrored else []
 
     async def _wait_for_returned(self) -> tuple[str, ...]:
         """Those who are here once the first has waited long enough for the others, if they will do."""
@@ -230,8 +231,8 @@ class ElasticRun(TrainingRun):
         self.progress.stepped(step)
         if not self.recovery.move.is_pending:  # else it is a step under the plan before
             self.recovery.move.confirm()
-        seated = len(self.state.seated)
-        self._is_between = len(self.state.living) > seated < self.coordinator.work.plan.world_size
+        seated = self.state.seated_count
+        self._is_between = self.state.living_count > seated < self.coordinator.work.plan.world_size
 
     def _resumed(self, began: RunBegan) -> None:
         again = max(0, self.progress.step - began.step)

@@ -17,7 +17,7 @@ from tllm.node.coordinator.cluster_options import OnProgress
 from tllm.node.coordinator.coordinator import Coordinator
 from tllm.node.coordinator.workload import Workload
 from tllm.planner.cost.cache_room import check_machines
-from tllm.planner.memory.training_memory import training_bytes
+from tllm.planner.memory.training_memory import rank_totals
 from tllm.spec.families import spec_from_config
 from tllm.spec.plan import Plan
 from tllm.training.job.job import Job, decode_job
@@ -84,8 +84,8 @@ class TrainingRun:
         `mirrored`: each rank also keeps in-memory snapshots of another one's steps.
         """
         rooms = {member.node: member.facts.room for member in self.state.living}
-        ranks = training_bytes(self._spec, plan, training_facts(self._job, mirrored))
-        check_machines([rank.total for rank in ranks], [rooms[node] for node in nodes])
+        needs = rank_totals(self._spec, plan, training_facts(self._job, mirrored))
+        check_machines(needs, [rooms[node] for node in nodes])
 
     def stop(self) -> None:
         """Let every rank save after the step that it takes, and end."""

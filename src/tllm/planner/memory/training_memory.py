@@ -24,11 +24,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from tllm.planner.cost.activations import recomputed_bytes
 from tllm.planner.cost.buckets import buckets_of, padded_elements, receive_bytes, received, shares_table
 from tllm.planner.cost.rank_bytes import Parameter, end_bytes, layer_bytes
-from tllm.planner.cost.rank_work import RankWork, TrainingFacts, rank_works
+from tllm.planner.cost.rank_work import RankWork, TrainingFacts, deal_microbatches, rank_works
 from tllm.planner.memory.backward_peak import layer_piece, logits_piece, peak_pass_bytes, workspace_bytes
 from tllm.planner.memory.heap import TRAINER_BYTES, heap_bytes, heap_part, largest_heap_piece, runtime_bytes
 from tllm.planner.memory.live_activations import live_activation_bytes
@@ -92,6 +93,22 @@ def training_bytes(
         for work, copy, saving in zip(works, copies, saved, strict=True)
     ]
     return ranks + _servers(spec, plan, facts, works[0])
+
+
+@lru_cache(8)
+def rank_totals(spec: ModelSpec, plan: Plan, facts: TrainingFacts) -> tuple[int, ...]:
+    """The `total` of every rank of a plan, as `training_bytes` has it, fast for many replicas.
+
+    Replicas with equally many microbatches hold equally much, but for what rank 0 reads: one of each kind is looked at.
+    """
+    counts = deal_microbatches(facts.microbatches, plan.dp)
+    kinds: dict[tuple[int, bool], int] = {}
+    alike = [kinds.setdefault((count, replica == 0), replica) for replica, count in enumerate(counts)]
+    looked_at, size = list(kinds.values()), plan.replica_size
+    totals = [rank.total for rank in training_bytes(spec, plan, facts, looked_at)]
+    of_replica = {replica: totals[at * size : (at + 1) * size] for at, replica in enumerate(looked_at)}
+    servers = totals[len(looked_at) * size :]
+    return tuple(total for replica in alike for total in of_replica[replica]) + tuple(servers)
 
 
 def _computing(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork) -> RankMemory:

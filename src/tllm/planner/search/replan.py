@@ -64,13 +64,17 @@ def _replicas(plan: Plan, left: Sequence[int], count: int) -> tuple[Plan, tuple[
     """The plan with `count` of its replicas, whole ones first; a completed one keeps the share of the replica it
     was."""
     size = plan.replica_size
-    ranks_of = [[rank for rank in left if rank // size == replica] for replica in range(plan.replicas)]
+    ranks_of: list[set[int]] = [set() for _ in range(plan.replicas)]
+    for rank in left:
+        ranks_of[rank // size].add(rank)
     kept = sorted(sorted(range(plan.replicas), key=lambda replica: (-len(ranks_of[replica]), replica))[:count])
-    spare = [rank for replica in range(plan.replicas) if replica not in kept for rank in ranks_of[replica]]
-    taken: list[int] = []
-    for replica in kept:
-        for rank in range(replica * size, (replica + 1) * size):
-            taken.append(rank if rank in ranks_of[replica] else spare.pop(0))
+    whole = set(kept)
+    spare = (rank for rank in left if rank // size not in whole)
+    taken = [
+        rank if rank in ranks_of[replica] else next(spare)
+        for replica in kept
+        for rank in range(replica * size, (replica + 1) * size)
+    ]
     shares = tuple(plan.dp[replica] for replica in kept) if count > 1 else (1,)
     ep = plan.ep if count % plan.ep == 0 else 1
     return msgspec.structs.replace(plan, dp=shares, ep=ep), tuple(taken)

@@ -1,0 +1,1 @@
+"""Benchmarks of clusters as such: what the coordinator of very many nodes takes."""

@@ -1,0 +1,122 @@
+"""The coordinator's own code with simulated nodes in virtual time: that it forms, recovers and grows again, and that
+what it sends grows as its laws say."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks.cluster.coordinator_scale import exponent
+from benchmarks.cluster.simulated_nodes import Machines
+from benchmarks.cluster.simulated_run import Cost, SimulatedRun
+from benchmarks.emulation.virtual_loop import VirtualLoop, run_virtually
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR)
+
+
+def play(scene: Callable[[], Awaitable[None]]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(3600):  # of virtual time
+            await scene()
+
+    run_virtually(VirtualLoop(), limited())
+
+
+def test_an_hour_passes_at_once_and_in_order() -> None:
+    told: list[float] = []
+
+    async def scene() -> None:
+        loop = asyncio.get_running_loop()
+        for seconds in (3000.0, 2.0, 60.0):
+            loop.call_later(seconds, lambda: told.append(loop.time()))
+        await asyncio.sleep(3500)
+        assert loop.time() == pytest.approx(3500)
+
+    began = time.monotonic()
+    play(scene)
+    assert told == pytest.approx([2.0, 60.0, 3000.0])
+    assert time.monotonic() - began < 60
+
+
+def test_where_nothing_is_to_come_nobody_waits_for_ever() -> None:
+    async def scene() -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(RuntimeError, match="after 0 s everything waits"):
+        run_virtually(VirtualLoop(), scene())
+
+
+def test_a_run_forms_loses_nodes_goes_on_with_fewer_and_grows_again(tmp_path: Path) -> None:
+    async def scene() -> None:
+        run = SimulatedRun(48, tmp_path)
+        formed = await run.form(within=5.0)
+        whole, state = run.coordinator.work.plan, run.coordinator.state
+        assert (state.epoch, state.is_ready, state.plan, state.seated_count) == (1, True, whole, 48)
+        assert formed.messages == 48 * (2 + 9) + 1, "two to attach, nine of an epoch, and the run's first news"
+        killed = await run.lose(is_silent=False)
+        assert run.coordinator.state.plan.dp == (1, 1) and killed.seconds < 30  # type: ignore[union-attr]
+        silent = await run.lose(is_silent=True)
+        assert silent.seconds - killed.seconds > 4, "five seconds of silence and a probe come before"
+        await run.restore(2)
+        assert run.coordinator.state.plan == whole and run.coordinator.state.is_ready
+        assert run.run.recovery.lost_ranks == 2
+        steps = run.cluster.step
+        await run.stay(10.0)
+        assert run.cluster.step > steps, "the run takes steps again"
+        await run.end()
+
+    play(scene)
+
+
+def test_messages_of_an_epoch_grow_with_the_nodes_and_their_bytes_after_a_loss_as_well(tmp_path: Path) -> None:
+    rows: list[dict[str, dict[str, float] | float]] = []
+
+    async def scene(ranks: int) -> None:
+        run = SimulatedRun(ranks, tmp_path, Machines(stragglers=0.0))
+        formed, killed = await run.form(within=2.0), await run.lose(is_silent=False)
+        rows.append({"ranks": ranks, "form": vars(formed), "killed": vars(killed)})
+        await run.end()
+
+    for ranks in (96, 192):
+        play(lambda ranks=ranks: scene(ranks))  # type: ignore[misc]
+    assert exponent(rows, "form", "messages", smallest=1) == pytest.approx(1.0, abs=0.01)
+    assert exponent(rows, "killed", "messages", smallest=1) == pytest.approx(1.0, abs=0.02)
+    assert exponent(rows, "killed", "nbytes", smallest=1) == pytest.approx(1.0, abs=0.05)
+    assert exponent(rows, "form", "nbytes", smallest=1) < 1.9, (
+        "tables are packed once, and small beside the settings so far"
+    )
+    assert exponent(rows, "killed", "seconds", smallest=1) < 0.3
+
+
+def test_the_same_seed_is_the_same_run(tmp_path: Path) -> None:
+    seen: list[Cost] = []
+
+    async def scene() -> None:
+        run = SimulatedRun(32, tmp_path, seed=5)
+        await run.form(within=3.0)
+        seen.append(await run.lose(is_silent=True))
+        await run.end()
+
+    for _ in range(2):
+        play(scene)
+    first, second = ((one.seconds, one.messages, one.nbytes, one.beats) for one in seen)
+    assert first == second
+
+
+def test_time_with_deaths_is_counted(tmp_path: Path) -> None:
+    async def scene() -> None:
+        run = SimulatedRun(32, tmp_path)
+        await run.form(within=3.0)
+        churn = await run.churn(120.0, an_hour=3.0, replaced_after=10.0)
+        assert churn.deaths >= 1 and 0 < churn.computing < 1
+        await run.end()
+
+    play(scene)
