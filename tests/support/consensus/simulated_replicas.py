@@ -250,7 +250,9 @@ class SimulatedReplicas:
             return
         voters = raft.log.configuration
         if silent := raft.silent(now):
-            raft.change(tuple(one for one in voters if one != silent[0]), now)
+            left = tuple(one for one in voters if one != silent[0])
+            if raft.reaches(left, now):
+                raft.change(left, now)
         elif len(voters) < self._size:
             for other in self.processes.values():
                 raft.learn(other.place, now)

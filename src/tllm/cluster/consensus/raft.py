@@ -34,6 +34,9 @@ Standing = Literal["follower", "candidate", "leader"]
 PENDING_ENTRIES = 1024
 """A leader takes no more proposals while so many are not committed."""
 
+RECENT_BEATS = 1.5
+"""A voter that answered what was sent so many heartbeats ago, or later, was there a moment ago."""
+
 NEVER = -math.inf
 
 
@@ -168,6 +171,15 @@ class Raft:
             for place in self.log.configuration
             if place.id != self.me.id and max(_acked(lead, place.id), lead.since) < limit
         )
+
+    def reaches(self, configuration: Configuration, now: float) -> bool:
+        """Whether this replica leads, and a majority of these voters has answered what it sent a moment ago. Else a
+        change to them could be one that is never committed: it counts from when it stands in a log."""
+        lead, limit = self.leadership, now - RECENT_BEATS * self._timing.heartbeat
+        if lead is None:
+            return False
+        heard = [place for place in configuration if place.id == self.me.id or _acked(lead, place.id) >= limit]
+        return 2 * len(heard) > len(configuration)
 
     def resign(self, now: float) -> None:
         """Lead no more, if it does, and let others stand first."""

@@ -220,8 +220,12 @@ class CoordinatorReplication:
             await self._take_in(others[0])
 
     async def _leave_out(self, place: ReplicaPlace, why: str) -> None:
-        voters = self._replica.raft.log.configuration
-        await self._replica.change(tuple(one for one in voters if one != place))
+        """At the next look, where too few of those that stay have answered just now."""
+        raft = self._replica.raft
+        left = tuple(one for one in raft.log.configuration if one != place)
+        if not raft.reaches(left, self._replica.now()):
+            return
+        await self._replica.change(left)
         log.info("%s holds no replica of the coordinator's state any more: %s", place.node, why)
 
     async def _take_in(self, member: Member) -> None:

@@ -119,6 +119,24 @@ def test_a_leader_that_reaches_no_majority_steps_down_before_another_can_be_elec
     assert TIMING.lease < TIMING.election
 
 
+def test_voters_that_were_heard_a_moment_ago_are_reached_and_no_others() -> None:
+    """Who leaves one out must know that the rest are there: else what it proposes may be agreed on by nobody."""
+    group = DeliveredByHand()
+    leader, (me, dead, cut_off) = group.elect(0, range(3)), group.places
+    for _ in range(2):  # the third is cut off
+        group.tick(0, TIMING.heartbeat)
+        group.deliver((0, 1))
+    assert leader.reaches((me, dead), group.now)
+    assert not leader.reaches((me, cut_off), group.now)
+    for _ in range(2):  # and the second dies
+        group.tick(0, TIMING.heartbeat)
+        group.deliver((0,))
+    assert leader.is_leased(group.now), "it leads still"
+    assert not leader.reaches((me, dead), group.now)
+    assert leader.reaches((me,), group.now)
+    assert not group.replicas[1].reaches((me, dead), group.now)
+
+
 def test_a_lease_begins_when_what_was_answered_was_sent() -> None:
     group = DeliveredByHand()
     leader = group.elect(0, range(3))
