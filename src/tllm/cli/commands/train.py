@@ -235,7 +235,8 @@ def _alone(args: argparse.Namespace, elsewhere: object, trainer: Trainer) -> str
         return "Slurm, Ray or a launcher has started the ranks, which end with this process"
     if args.on_loss == "end":
         return "--on-loss end ends the run with any machine"
-    if trainer.resolved.job.rollouts is not None:
+    rollouts = trainer.resolved.job.rollouts
+    if rollouts is not None and rollouts.reward_funcs:
         return "rewards are worked out by your own functions, which no other machine runs"
     return ""
 

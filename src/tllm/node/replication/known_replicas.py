@@ -34,11 +34,6 @@ class KnownReplicas:
         self._identity = authority.identity(COORDINATOR)
         self._last = self._read()
 
-    @property
-    def has_any(self) -> bool:
-        """Whether a cluster of this folder ever had other replicas."""
-        return bool(self._last)
-
     def keep(self, places: tuple[ReplicaPlace, ...]) -> None:
         """These are the replicas from now on. One alone is of no use to whoever looks for another."""
         if len(places) < 2 or places == self._last:
