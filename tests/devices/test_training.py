@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.support.device.separate_device import SEPARATE
-from tests.support.training.preferences import preference_job, small_model
+from tests.support.training.post_training.preferences import preference_job, small_model
 from tests.support.training.runs import final, job_for, records, rows_file, train
 from tllm.core.errors import ConfigError
 from tllm.devices.choose import CPU

@@ -14,8 +14,8 @@ import torch
 import transformers
 
 from tests.support.models.families import save_model
+from tests.support.training.post_training.teachers import address_of, serving
 from tests.support.training.runs import final, job_for, records, train
-from tests.support.training.teachers import address_of, serving
 from tests.support.training.training_step import furthest
 from tests.unit.parallel.test_divergence import buckets, plain
 from tllm.training.job.distillation_keys import DistillationKeys

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from tests.support.models.reference_gradients import in_float64
 from tests.support.models.turns import soak_but
-from tests.support.training.distilled_task import K, on_policy_job, write_models
+from tests.support.training.post_training.distilled_task import K, on_policy_job, write_models
+from tests.support.training.post_training.teachers import address_of, serving
 from tests.support.training.runs import final, records, train
-from tests.support.training.teachers import address_of, serving
 from tests.support.training.training_step import furthest
 from tests.unit.parallel.test_divergence import buckets, plain
 from tllm.core.errors import ConfigError

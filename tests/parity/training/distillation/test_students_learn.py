@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.training.letter_languages import (
+from tests.support.training.post_training.letter_languages import (
     ids_of,
     language_job,
     of_one_letter,

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.support.models.reference_gradients import in_float64
-from tests.support.training.policy_task import CONFIG, write_task
+from tests.support.training.post_training.policy_task import CONFIG, write_task
 from tests.support.training.runs import final, records, train
 from tllm.core.errors import ConfigError, PlanError
 from tllm.spec.plan import Plan

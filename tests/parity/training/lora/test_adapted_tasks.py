@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.support.training.preferences import preference_job, small_model
+from tests.support.training.post_training.preferences import preference_job, small_model
 from tests.support.training.runs import records, train
 from tests.support.training.training_step import furthest
 from tllm.training.evaluation.reference_file import FILE

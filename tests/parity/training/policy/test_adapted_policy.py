@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.support.training.policy_task import grpo, policy_job, write_task
+from tests.support.training.post_training.policy_task import grpo, policy_job, write_task
 from tests.support.training.runs import records, train
 from tests.support.training.training_step import furthest
 from tllm.training.job.job import Job

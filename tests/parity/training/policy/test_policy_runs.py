@@ -13,9 +13,9 @@ from torch import Tensor
 
 from tests.support.models.families import save_model
 from tests.support.models.turns import pairs_in_turn
-from tests.support.training.policy_task import grpo, policy_job, write_task
+from tests.support.training.post_training.policy_task import grpo, policy_job, write_task
+from tests.support.training.post_training.sampled_log_probs import sampled_and_trained
 from tests.support.training.runs import final, records, train
-from tests.support.training.sampled_log_probs import sampled_and_trained
 from tests.support.training.training_step import furthest
 from tllm.core.errors import ConfigError
 from tllm.training.job.job import Job

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.training.preferences import preference_job, small_model
+from tests.support.training.post_training.preferences import preference_job, small_model
 from tests.support.training.runs import records, train
 
 SEED = 7

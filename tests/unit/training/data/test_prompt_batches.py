@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.training.policy_task import write_task
+from tests.support.training.post_training.policy_task import write_task
 from tllm.core.errors import ConfigError
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.training.policy_task import grpo, policy_job, write_task
+from tests.support.training.post_training.policy_task import grpo, policy_job, write_task
 from tllm.core.errors import ConfigError, PlanError
 from tllm.spec.plan import Plan
 from tllm.training.job.combinations import check_combination, microbatches_of

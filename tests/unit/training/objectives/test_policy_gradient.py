@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.training.policy_task import grpo, policy_job
+from tests.support.training.post_training.policy_task import grpo, policy_job
 from tllm.comm.collectives.group import solo
 from tllm.parallel.mesh import Mesh
 from tllm.spec.cut import Cut

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.training.policy_task import grpo
+from tests.support.training.post_training.policy_task import grpo
 from tllm.training.policy.advantages import advantages, weighted_sums
 
 REWARDS = [[1.0, 0.0, 0.5, 0.25], [0.0, 0.0, 0.0, 0.0], [3.0, -1.0, 2.0, 2.5]]

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.training.policy_task import write_task
+from tests.support.training.post_training.policy_task import write_task
 from tllm.core.errors import ConfigError
 from tllm.text.tokenizer import Tokenizer
 from tllm.training.data.batches import Batches, DataConfig

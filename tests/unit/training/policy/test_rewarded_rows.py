@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.training.policy_task import grpo, policy_job, write_task
+from tests.support.training.post_training.policy_task import grpo, policy_job, write_task
 from tllm.core.errors import ConfigError
 from tllm.training.data.encoder import IGNORED
 from tllm.training.data.prompt_batches import PromptRow

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from tests.support.models.families import save_model
-from tests.support.training.teachers import serving
+from tests.support.training.post_training.teachers import serving
 from tllm.cluster.tls import data_client
 from tllm.core.errors import AuthError, ClusterError, ConfigError, FrameError, LinkError, TllmError
 from tllm.training.teachers.question_queue import AskedRow, QuestionQueue

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tests.support.training.policy_task import grpo
+from tests.support.training.post_training.policy_task import grpo
 from tllm.node.roles.colocated_rollouts import colocated_rollouts
 from tllm.parallel.mesh import whole
 from tllm.spec.families import spec_from_config

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
-from tests.support.training.policy_task import CHARACTERS, CONFIG, write_tokenizer
+from tests.support.training.post_training.policy_task import CHARACTERS, CONFIG, write_tokenizer
 from tllm.training.job.job import Job
 
 PROMPT, REPLY = 4, 12

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.models.families import save_model
-from tests.support.training.policy_task import CHARACTERS, write_tokenizer
+from tests.support.training.post_training.policy_task import CHARACTERS, write_tokenizer
 from tllm.training.job.distillation_keys import DistillationKeys
 from tllm.training.job.job import Job
 
