@@ -16,9 +16,11 @@ import argparse
 import dataclasses
 import os
 import sys
+from typing import Any
 
 from tllm.cli.arguments.http_options import add_http, http_settings
 from tllm.cli.arguments.model_argument import CACHE_BYTES, add_weights_cache, size_or_none
+from tllm.cli.arguments.node_sources import ANYWHERE
 from tllm.cli.arguments.options import add_device
 from tllm.cli.arguments.parser import address, count, size, whole
 from tllm.cli.arguments.run_page_options import add_page, page_settings
@@ -27,6 +29,7 @@ from tllm.cli.planning.followed_run import successors
 from tllm.core.cache_folder import cache_folder
 from tllm.core.errors import ConfigError
 from tllm.node.front_end.departure import Departure
+from tllm.node.replication.known_replicas import REPLICAS_FILE
 from tllm.server.http.settings import ServerSettings
 from tllm.server.run import bind
 
@@ -121,6 +124,26 @@ def run(args: argparse.Namespace) -> int:
     departure = Departure(http, training.stop)
     departure.run(lambda: work(settings, departure.front_end, make_replica))
     return 0
+
+
+def join_again(args: argparse.Namespace, http: ServerSettings | None, page: ServerSettings | None, **own: Any) -> bool:
+    """Be a node of the cluster that this command (`tllm serve` or `train` with --cluster-folder) began before and that
+    another machine coordinates now, to its end; False where there is none. `own` are fields of `WorkerSettings`."""
+    if not (args.cluster_folder / REPLICAS_FILE).exists():
+        return False
+    start_log(args.debug, args.quiet)
+    from tllm.comm.c10d.secret import secret_from_environment
+    from tllm.node.replication.returning import return_to, running_cluster
+
+    cluster = running_cluster(args.cluster_folder, secret_from_environment(os.environ))
+    if cluster is None:
+        return False
+    here = "" if args.cluster_host == ANYWHERE else args.cluster_host
+    settings = dict(own, listen=here, threads=args.threads or 0, rejoin=REJOIN_SECONDS, memory=args.memory)
+    every, training = successors(page, args.quiet)
+    departure = Departure(http, training.stop)
+    return_to(cluster, (args.cluster_host, args.cluster_port), departure, every, settings)
+    return True
 
 
 def _http(args: argparse.Namespace) -> ServerSettings | None:

@@ -28,7 +28,6 @@ from tllm.cli.arguments.http_options import add_http, add_keep_streams, add_repl
 from tllm.cli.arguments.lora_arguments import add_lora, lora_modules, open_adapters
 from tllm.cli.arguments.model_argument import add_weights_cache, resolve_model
 from tllm.cli.arguments.node_sources import (
-    ANYWHERE,
     add_on,
     be_first,
     from_elsewhere,
@@ -51,11 +50,10 @@ from tllm.cli.arguments.replica_count import add_replicas, replica_count
 from tllm.cli.arguments.server_limits import add_server_limits, server_limits
 from tllm.cli.arguments.survey_settings import serving_facts
 from tllm.cli.arguments.tracing_options import add_tracing, check_tracing, open_tracing
-from tllm.cli.commands.join import REJOIN_SECONDS
+from tllm.cli.commands.join import join_again
 from tllm.cli.display.logs import start_log
 from tllm.cli.display.progress import ShowProgress, loading
 from tllm.cli.planning.best_plans import add_load
-from tllm.cli.planning.followed_run import successors
 from tllm.cli.planning.outcome import conclude_serving
 from tllm.cli.planning.plan_chooser import ServingChooser
 from tllm.cli.planning.serving_watch import ServingWatch
@@ -63,7 +61,6 @@ from tllm.cluster.http_messages import ServedModel
 from tllm.core.errors import ConfigError, PlanError
 from tllm.node.coordinator.cluster_options import LOOPBACK
 from tllm.node.machine.launcher_env import Launched
-from tllm.node.replication.known_replicas import REPLICAS_FILE
 from tllm.server.app import App, build_app
 from tllm.server.http.settings import ServerSettings
 from tllm.server.latency import TimedEngine
@@ -146,7 +143,13 @@ def run(args: argparse.Namespace) -> int:
     check_tracing(args.otlp_endpoint)
     if is_first:
         bind(settings.host, settings.port).close()  # a busy port shows now, not when the model is fetched or loaded
-    if tasks is None and args.nodes and args.cluster_folder and _returned(args, settings):
+    kept = dict(
+        weights_cache=args.weights_cache,
+        weights_cache_bytes=args.weights_cache_size,
+        cache_dir=args.cache_dir or "",
+        cache_dir_size=args.cache_dir_size,
+    )
+    if tasks is None and args.nodes and args.cluster_folder and join_again(args, settings, None, **kept):
         return 0
     ray = from_ray(args, args.spare_nodes)
     resolve_model(args, "ranges" if args.nodes or args.local else "whole")
@@ -221,36 +224,6 @@ async def _serve(
         if chooser and (watch is None or watch.is_planned):
             conclude_serving(chooser, timed, _most_memory(client.status()))
     return 0
-
-
-def _returned(args: argparse.Namespace, settings: ServerSettings) -> bool:
-    """Be a node of the cluster that this command began before and that another machine coordinates now, to its end;
-    False where there is none."""
-    if not (args.cluster_folder / REPLICAS_FILE).exists():
-        return False
-    start_log(args.debug, args.quiet)
-    from tllm.comm.c10d.secret import secret_from_environment
-    from tllm.node.front_end.departure import Departure
-    from tllm.node.replication.returning import return_to, running_cluster
-
-    cluster = running_cluster(args.cluster_folder, secret_from_environment(os.environ))
-    if cluster is None:
-        return False
-    here = "" if args.cluster_host == ANYWHERE else args.cluster_host
-    own = dict(
-        listen=here,
-        threads=args.threads or 0,
-        rejoin=REJOIN_SECONDS,
-        memory=args.memory,
-        weights_cache=args.weights_cache,
-        weights_cache_bytes=args.weights_cache_size,
-        cache_dir=args.cache_dir or "",
-        cache_dir_size=args.cache_dir_size,
-    )
-    every, training = successors(None, args.quiet)
-    departure = Departure(settings, training.stop)
-    return_to(cluster, (args.cluster_host, args.cluster_port), departure, every, own)
-    return True
 
 
 def _can_hand_over(client: EngineClient) -> bool:

@@ -21,15 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tllm.api.trainer import Trainer
-from tllm.cli.arguments.node_sources import (
-    ANYWHERE,
-    add_on,
-    be_first,
-    from_elsewhere,
-    from_ray,
-    joining,
-    launched_here,
-)
+from tllm.cli.arguments.node_sources import add_on, be_first, from_elsewhere, from_ray, joining, launched_here
 from tllm.cli.arguments.options import (
     add_allow_mixed,
     add_api_key,
@@ -42,13 +34,13 @@ from tllm.cli.arguments.options import (
 from tllm.cli.arguments.parser import port, whole
 from tllm.cli.arguments.replica_count import add_replicas, replica_count
 from tllm.cli.arguments.run_page_options import add_page, page_settings
-from tllm.cli.commands.join import REJOIN_SECONDS
+from tllm.cli.commands.join import join_again
 from tllm.cli.commands.serve import invite, invite_by_secret
 from tllm.cli.display.logs import start_log
 from tllm.cli.display.progress import ShowProgress, loading
 from tllm.cli.main import INTERRUPTED
 from tllm.cli.planning.dry_run import dry_run
-from tllm.cli.planning.followed_run import follow_run, successors
+from tllm.cli.planning.followed_run import follow_run
 from tllm.cli.planning.plan_chooser import TrainingChooser
 from tllm.cli.planning.run_page import RunPage
 from tllm.cli.planning.run_watch import Watch
@@ -56,7 +48,6 @@ from tllm.cluster.heartbeat import check_lost_after
 from tllm.core.errors import ConfigError
 from tllm.node.coordinator.cluster_options import LOOPBACK, ClusterOptions
 from tllm.node.machine.launcher_env import Launched
-from tllm.node.replication.known_replicas import REPLICAS_FILE
 from tllm.planner.measured.survey import FILE
 from tllm.spec.plan import Plan
 from tllm.training.job.job_file import DEFAULT
@@ -128,7 +119,8 @@ def run(args: argparse.Namespace) -> int:
     if tasks is not None:
         be_first(args, tasks)
     ray = from_ray(args)
-    if tasks is None and args.nodes and args.cluster_folder and not args.dry_run and _returned(args):
+    may_return = tasks is None and args.nodes and args.cluster_folder and not args.dry_run
+    if may_return and join_again(args, None, page_settings(args), device=args.device):
         return 0
     wiring(args)
     ranks = args.nodes or args.local or (here.world_size if here else None)
@@ -239,26 +231,6 @@ def _alone(args: argparse.Namespace, elsewhere: object, trainer: Trainer) -> str
     if rollouts is not None and rollouts.reward_funcs:
         return "rewards are worked out by your own functions, which no other machine runs"
     return ""
-
-
-def _returned(args: argparse.Namespace) -> bool:
-    """Be a node of the run that this command began before and that another machine coordinates now, to its end; False
-    where there is none."""
-    if not (args.cluster_folder / REPLICAS_FILE).exists():
-        return False
-    from tllm.comm.c10d.secret import secret_from_environment
-    from tllm.node.front_end.departure import Departure
-    from tllm.node.replication.returning import return_to, running_cluster
-
-    cluster = running_cluster(args.cluster_folder, secret_from_environment(os.environ))
-    if cluster is None:
-        return False
-    here = "" if args.cluster_host == ANYWHERE else args.cluster_host
-    own = dict(listen=here, threads=args.threads or 0, rejoin=REJOIN_SECONDS, memory=args.memory, device=args.device)
-    every, training = successors(page_settings(args), args.quiet)
-    departure = Departure(None, training.stop)
-    return_to(cluster, (args.cluster_host, args.cluster_port), departure, every, own)
-    return True
 
 
 def _chooser(args: argparse.Namespace, trainer: Trainer, config: str, outlives: bool) -> TrainingChooser | None:
