@@ -89,7 +89,11 @@ async def forming(job: FormableJob, local: list[str], host: str, options: Cluste
             coordinator.invite(joining)
         seconds = LOCAL_SECONDS if ranks == len(local) else options.join_seconds
         await early_end.unless(job.form(seconds, options.on_progress))
-        yield
+        try:
+            yield
+        finally:
+            if coordinator.replication is not None:  # while nodes are here, so that none takes over
+                await coordinator.replication.end()
 
 
 def check_local(count: int, options: ClusterOptions) -> None:

@@ -58,11 +58,7 @@ async def open_cluster(
     ):
         if coordinator.local is not None:
             coordinator.local.renew()
-        try:
-            yield serving
-        finally:
-            if coordinator.replication is not None:
-                await coordinator.replication.end()
+        yield serving
 
 
 def serving_workload(

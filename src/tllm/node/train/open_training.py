@@ -61,11 +61,7 @@ async def open_training(
         await stack.enter_async_context(forming(run, nodes, reachable(options.address[0]), options))
         if coordinator.local is not None and on_loss != "end":
             coordinator.local.renew()
-        try:
-            yield run
-        finally:
-            if coordinator.replication is not None:
-                await coordinator.replication.end()
+        yield run
 
 
 @contextlib.asynccontextmanager
