@@ -67,7 +67,7 @@ def _judged(
     """What rank 0 makes of completions: rewards judge them, or a teacher."""
     if job.distill is not None:
         teachers = TeacherPool.open(job.distill, initial_model)
-        return OnPolicyRows(job, prompts, initial_model.reply_tokenizer().eos_ids, teachers)
+        return OnPolicyRows(job, prompts, initial_model.reply_tokenizer.eos_ids, teachers)
     assert rewards is not None, "rank 0 has them where nothing else judges"
     return RewardedRows(job, prompts, rewards)
 
@@ -77,7 +77,7 @@ def completion_source(config: RankConfig, initial_model: InitialModel | None, ro
     job = config.job
     if initial_model is None or job.rollouts is None or job.distill is not None:
         return CompletionSource(rollouts)
-    return CompletionSource(rollouts, CompletionRewards(job.rollouts, initial_model.reply_tokenizer()))
+    return CompletionSource(rollouts, CompletionRewards(job.rollouts, initial_model.reply_tokenizer))
 
 
 def sampled_evaluation(

@@ -110,11 +110,12 @@ def _check_best_model(job: Job) -> None:
 def _check_noise(job: Job) -> None:
     """Noise would part the log-probabilities that are trained from those that completions were sampled with."""
     dropout = 0.0 if job.lora is None else job.lora.lora_dropout
-    for name, value in (("neftune_noise_alpha", job.neftune_noise_alpha), ("lora.lora_dropout", dropout)):
+    keys = (("neftune_noise_alpha", job.neftune_noise_alpha, "noise"), ("lora.lora_dropout", dropout, "dropout"))
+    for name, value, what in keys:
         if value and job.rollouts is not None:
             raise ConfigError(
                 f"{name} is {value:g} and the task {job.task!r} learns from completions, which are sampled without "
-                f"{'noise' if name == 'neftune_noise_alpha' else 'dropout'}",
+                f"{what}",
                 f"leave {name} out",
             )
 

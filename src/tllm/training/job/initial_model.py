@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -81,8 +81,9 @@ class InitialModel:
             return None
         at_once = max(1, job.global_batch_size // completions_evaluated(config))
         each = replace(eval_data_config(job), global_batch_size=at_once)
-        return PromptBatches(each, self._prompt_encoder(job, config))
+        return PromptBatches(each, self._row_encoder(job, config))
 
+    @cached_property
     def reply_tokenizer(self) -> Tokenizer:
         """What gives completions their text; ConfigError where there is none, or none of its tokens ends a text."""
         tokenizer = Tokenizer.from_folder(self.folder)
@@ -107,18 +108,13 @@ class InitialModel:
 
     def _row_encoder(self, job: Job, config: RolloutConfig) -> RowEncoder:
         """Of prompts; where a teacher judges, of the data's own completions too."""
-        prompts = self._prompt_encoder(job, config)
+        tokenizer = self.reply_tokenizer
+        template = ChatTemplate.from_folder(self.folder, tokenizer)
+        prompts = PromptEncoder(tokenizer, template, job.seq_len - config.max_completion_length)
         if job.distill is None:
             return prompts
-        tokenizer = self.reply_tokenizer()
-        template = ChatTemplate.from_folder(self.folder, tokenizer)
         rows = choose_encoder("texts", tokenizer, template, job.add_eos, self.spec.vocab_size)
         return RepliedPromptEncoder(prompts, rows, keeps_replies=job.distill.lmbda < 1)
-
-    def _prompt_encoder(self, job: Job, config: RolloutConfig) -> PromptEncoder:
-        tokenizer = self.reply_tokenizer()
-        template = ChatTemplate.from_folder(self.folder, tokenizer)
-        return PromptEncoder(tokenizer, template, job.seq_len - config.max_completion_length)
 
     def _batches(self, config: DataConfig) -> Batches:
         tokenizer = Tokenizer.from_folder(self.folder)

@@ -63,7 +63,7 @@ def test_the_best_completions_are_kept_the_first_of_equals_first(keys: dict[str,
 def opened(job: Job) -> RewardedRows:
     initial = open_initial_model(job)
     assert job.rollouts is not None
-    rows = RewardedRows(job, initial.prompts(job), CompletionRewards(job.rollouts, initial.reply_tokenizer()))
+    rows = RewardedRows(job, initial.prompts(job), CompletionRewards(job.rollouts, initial.reply_tokenizer))
     rows.prepare(0)
     return rows
 
