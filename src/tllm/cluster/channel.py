@@ -11,7 +11,7 @@ import asyncio
 import logging
 import ssl
 import struct
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ HEAD = struct.Struct(">IBI")
 SEND_SECONDS = 30.0  # how long the other end may leave its socket unread
 CLOSE_SECONDS = 1.0
 
-Act = Callable[[Any], Awaitable[Message | None] | AsyncIterator[Message]]
+Act = Callable[[Any], Awaitable[Message | None] | AsyncGenerator[Message, None]]
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -253,9 +253,10 @@ class Channel:
     async def _answer(self, number: int, act: Act, message: Message) -> None:
         result = act(message)
         try:
-            if isinstance(result, AsyncIterator):
-                async for item in result:
-                    await self.write(ITEM, number, item)
+            if isinstance(result, AsyncGenerator):
+                async with aclosing(result):  # also when the other end has gone and takes no item
+                    async for item in result:
+                        await self.write(ITEM, number, item)
                 await self.write(END, number, None)
                 return
             answer = await result

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -82,7 +82,7 @@ def test_a_question_gets_its_own_answer_whatever_the_order() -> None:
 
 
 def test_a_stream_yields_each_item_and_then_ends() -> None:
-    async def load(message: Load) -> AsyncIterator[Progress]:
+    async def load(message: Load) -> AsyncGenerator[Progress, None]:
         for done in range(3):
             yield Progress(done, 3)
 
@@ -94,6 +94,32 @@ def test_a_stream_yields_each_item_and_then_ends() -> None:
         node.abort()
         await asyncio.gather(*runs)
 
+    play(scene)
+
+
+def test_a_stream_that_nobody_takes_any_more_is_closed_before_the_channel_ends() -> None:
+    """Else the event loop closes it at its own end, beside the generators that it reads, and they fail."""
+    closed: list[int] = []
+
+    async def load(message: Load) -> AsyncGenerator[Progress, None]:
+        try:
+            for done in range(3):
+                yield Progress(done, 3)
+                node.abort()  # the second is not taken
+        finally:
+            closed.append(message.epoch)
+
+    async def scene() -> None:
+        nonlocal node
+        coordinator, node, _ = pair()
+        run = asyncio.create_task(coordinator.run({}))
+        await coordinator.write(QUESTION, 1, Load(7))
+        with pytest.raises(Gone):
+            await node.run({Load: load})
+        assert closed == [7]
+        await run
+
+    node: Channel
     play(scene)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -281,13 +282,14 @@ class Coordinator:
 
     async def _load(self, on_progress: OnProgress | None) -> None:
         async def load(node: str, channel: Channel, rank: int) -> None:
-            async for message in channel.stream(Load(self.state.epoch), self.work.load_seconds):
-                if isinstance(message, Progress):
-                    self.members.record(RankLoading(node, message))
-                    if on_progress is not None:
-                        on_progress(f"rank {rank} on {node}", message.done, message.total)
-                elif isinstance(message, Loaded):
-                    self.members.record(RankLoaded(node, message))
+            async with aclosing(channel.stream(Load(self.state.epoch), self.work.load_seconds)) as answers:
+                async for message in answers:
+                    if isinstance(message, Progress):
+                        self.members.record(RankLoading(node, message))
+                        if on_progress is not None:
+                            on_progress(f"rank {rank} on {node}", message.done, message.total)
+                    elif isinstance(message, Loaded):
+                        self.members.record(RankLoaded(node, message))
 
         await self.members.each(load)
 

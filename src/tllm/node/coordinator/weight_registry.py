@@ -7,7 +7,7 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from tllm.cluster.certificates import COORDINATOR
@@ -95,7 +95,7 @@ class WeightRegistry:
             self.catalogue.came(node, message.digest, message.nbytes, message.source, message.kept)
             await self._members.notify()
 
-        def locate(message: LocateChunk) -> AsyncIterator[Message]:
+        def locate(message: LocateChunk) -> AsyncGenerator[Message, None]:
             return self._locate(node, message)
 
         return {ReadBytes: read, HoldsChunks: holds, ChunkReceived: came, LocateChunk: locate}
@@ -110,7 +110,7 @@ class WeightRegistry:
 
         await channel.run({GetChunk: lambda message: chunk_messages(read(message))})
 
-    async def _locate(self, node: str, wanted: LocateChunk) -> AsyncIterator[Message]:
+    async def _locate(self, node: str, wanted: LocateChunk) -> AsyncGenerator[Message, None]:
         chunk = FileChunk(wanted.file, wanted.number)
         async with self._reads:
             # Of a model on the hub the chunk may have to be fetched first, which may take long.

@@ -8,7 +8,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -401,7 +401,7 @@ class Control:
                 os._exit(ClusterError.exit_code)
             await asyncio.sleep(0.02)
 
-    async def _order(self, message: Load | Assign | Start) -> AsyncIterator[Message]:
+    async def _order(self, message: Load | Assign | Start) -> AsyncGenerator[Message, None]:
         """Hand an order to the main thread and yield its answers until the last, which is not a `Progress`."""
         answers: asyncio.Queue[Answer] = asyncio.Queue()
         loop = asyncio.get_running_loop()

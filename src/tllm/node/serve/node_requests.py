@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -86,7 +86,7 @@ class NodeRequests:
             adapters = {name: (self._adapters.id_of(name), path) for name, path in self._adapters.paths.items()}
             return EngineReport(dict(client.stats()), status, health, adapters)
 
-        def submit(message: Submit) -> AsyncIterator[Message]:
+        def submit(message: Submit) -> AsyncGenerator[Message, None]:
             return self._submit(node, message)
 
         async def cancel(message: Cancel) -> None:
@@ -100,7 +100,7 @@ class NodeRequests:
                 raise _busy(error) from error
             return StreamOpened()
 
-        def follow(message: FollowStream) -> AsyncIterator[Message]:
+        def follow(message: FollowStream) -> AsyncGenerator[Message, None]:
             return self._follow(node, message)
 
         async def end(message: EndStream) -> StreamEnded:

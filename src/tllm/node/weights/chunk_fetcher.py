@@ -7,6 +7,7 @@ import concurrent.futures
 import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -232,9 +233,10 @@ class ChunkFetcher:
 
     async def _locate(self, wanted: LocateChunk) -> ChunkFound:
         """Who has a chunk, as the coordinator says."""
-        async for answer in self._channel().stream(wanted, LOCATE_SECONDS):
-            if isinstance(answer, ChunkFound):
-                return answer
+        async with aclosing(self._channel().stream(wanted, LOCATE_SECONDS)) as answers:
+            async for answer in answers:
+                if isinstance(answer, ChunkFound):
+                    return answer
         raise ClusterError(f"the coordinator does not say who has chunk {wanted.number} of {wanted.file}")
 
     async def _fetch(self, found: ChunkFound, wanted: GetChunk, size: int) -> bytes | Why:

@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
 
 from tllm.cluster.certificates import Identity
@@ -35,7 +35,7 @@ READS = 4
 """Chunks in memory at once, whoever asks."""
 
 
-async def chunk_messages(reading: Awaitable[bytes]) -> AsyncIterator[Message]:
+async def chunk_messages(reading: Awaitable[bytes]) -> AsyncGenerator[Message, None]:
     """A chunk in messages, once it is read."""
     data = await reading
     for start in range(0, len(data), MESSAGE_BYTES):

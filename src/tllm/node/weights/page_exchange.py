@@ -6,7 +6,7 @@ A node gives only files of the model that it serves, and only those that its ind
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
@@ -34,7 +34,7 @@ def boxes_of(pages: PageFolder | None, wanted: FindPages) -> PagesFound:
     return PagesFound(tuple(tuple(tuple(box) for box in pages.boxes(name)) for name in wanted.names))  # type: ignore[misc]
 
 
-async def names_of(pages: PageFolder | None, wanted: ListPages) -> AsyncIterator[Message]:
+async def names_of(pages: PageFolder | None, wanted: ListPages) -> AsyncGenerator[Message, None]:
     """The names of all pages."""
     names = pages.names() if pages is not None and pages.folder.name == wanted.model else ()
     for start in range(0, len(names), NAMES_AT_ONCE):
