@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.cluster.commands import Running, running
+from tests.support.cluster.commands import Running, running, tllm
 from tests.support.cluster.hosts import Hosts, why_not
 from tllm.engine.engine import Engine
 from tllm.engine.schedule.limits import EngineConfig
@@ -99,6 +99,5 @@ def cluster(hosts: Hosts, url: str) -> dict[str, Any]:
     """What `tllm status` shows."""
     port = url.split(":")[2].split("/")[0]
     words = ["status", "--json", "--host", hosts.addresses[0], "--port", port, "--api-key", KEY]
-    command = hosts.command(3, sys.executable, "-m", "tllm.cli", *words)
-    found: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    found: dict[str, Any] = json.loads(tllm(*words, host=hosts.command(3)).stdout)
     return found

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.cluster.commands import Running, running, tllm
 from tests.support.cluster.processes import wait_until_gone, workers_of
+from tests.support.commands.forked_command import ForkedCommand
 from tests.support.training.small_job import write_job
 from tllm.cli.main import main
 from tllm.recipes.bench.processes import free_row
@@ -283,7 +284,7 @@ def test_another_model_than_the_run_began_with(whole: Path, tmp_path: Path, caps
 
 
 def launched(*command: str, **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    return ForkedCommand(
         [sys.executable, *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

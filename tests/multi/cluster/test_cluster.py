@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster.processes import descendants, wait_until_gone
+from tests.support.commands.forked_command import ForkedCommand
 from tests.support.models.families import save_model
 from tllm.core.errors import (
     AuthError,
@@ -133,11 +134,10 @@ def test_a_node_without_the_model_gets_its_bytes_from_the_coordinator(
 def joining(address: str, token: str, node: str) -> object:
     host, _, port = address.rpartition(":")
     settings = json.dumps(dict(host=host, port=int(port), token=token, node=node, threads=1))
-    with subprocess.Popen(
+    with ForkedCommand(
         [sys.executable, "-m", "tllm.node.worker"],
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
     ) as process:
         assert process.stdin is not None
         process.stdin.write(settings.encode() + b"\n")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import pytest
 
+from tests.support.cluster.commands import running, tllm
 from tllm.recipes.bench import collectives as bench_collectives
 from tllm.recipes.bench import links as bench_links
 from tllm.recipes.bench.collectives import measure_collectives
@@ -20,7 +19,6 @@ from tllm.recipes.bench.two_machines import PORTS
 
 T = TypeVar("T")
 
-BENCH = [sys.executable, "-m", "tllm.cli", "bench"]
 QUICK = ["--turns", "1", "--seconds", "0.01", "--json"]
 
 
@@ -67,7 +65,7 @@ def test_links_bring_back_what_they_were_given(ways: tuple[str, ...]) -> None:
 @pytest.mark.timeout(180)
 def test_processes_measure_gloo_in_the_same_run() -> None:
     words = ["collectives", "--sizes", "8K", "--ways", "tllm TLS,gloo", "--kinds", "all_reduce"]
-    done = subprocess.run([*BENCH, *words, *QUICK], capture_output=True, text=True)
+    done = tllm("bench", *words, *QUICK)
     assert done.returncode == 0, done.stderr
     ours, gloo = json.loads(done.stdout)["figures"]
     assert (ours["way"], ours["payload"]) == ("tllm TLS", 8192)
@@ -79,16 +77,15 @@ def test_processes_measure_gloo_in_the_same_run() -> None:
 @pytest.mark.timeout(180)
 def test_two_sides_meet_by_a_token_and_stay_encrypted() -> None:
     port = free_row(PORTS)
-    words = [*BENCH, "links", "--sizes", "64,100000", *QUICK]
-    with subprocess.Popen(
-        [*words, "--listen", f"127.0.0.1:{port}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as first:
+    words = ["links", "--sizes", "64,100000", *QUICK]
+    with running("bench", *words, "--listen", f"127.0.0.1:{port}") as command:
+        first = command.process
         assert first.stdout is not None
         line = first.stdout.readline().split()
         assert line[:4] == ["tllm", "bench", "links", "--connect"]
-        refused = subprocess.run([*BENCH, *line[2:6], "tllm1-" + "A" * 86], capture_output=True, text=True, timeout=150)
+        refused = tllm("bench", *line[2:6], "tllm1-" + "A" * 86)
         assert refused.returncode == 5, "a token of another cluster is refused"
-        second = subprocess.run([*BENCH, *line[2:]], capture_output=True, text=True, timeout=150)
+        second = tllm("bench", *line[2:])
         out, said = first.communicate(timeout=150)
     assert (second.returncode, second.stdout, first.returncode) == (0, "", 0), second.stderr + said
     found = json.loads(out)

@@ -19,6 +19,7 @@ import msgspec
 import pytest
 
 from tests.support.cluster.processes import descendants, wait_until_gone
+from tests.support.commands.forked_command import ForkedCommand
 from tests.support.models.families import save_model
 from tests.support.serving.first_coordinator import SIZES
 from tllm.engine.engine import Engine
@@ -39,7 +40,7 @@ class Spoken:
     """A process that prints a line of JSON for each thing that happens to it."""
 
     def __init__(self, *words: str) -> None:
-        self.process = subprocess.Popen(
+        self.process = ForkedCommand(
             [sys.executable, "-m", *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
         self._said: queue.Queue[dict[str, Any]] = queue.Queue()

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster.processes import descendants, wait_until_gone
+from tests.support.commands.forked_command import ForkedCommand
 from tests.support.models.families import save_model
 from tllm.cluster.heartbeat import BEAT_SECONDS, LATE_SECONDS
 from tllm.core.errors import ClusterError
@@ -79,7 +80,7 @@ def joining(
         settings.update(weights_cache=str(kept), weights_cache_bytes=2**30)
     if pages is not None:
         settings.update(cache_dir=str(pages), cache_dir_size=2**30)
-    with subprocess.Popen(
+    with ForkedCommand(
         [sys.executable, "-m", "tllm.node.worker"], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL
     ) as process:
         assert process.stdin is not None

@@ -10,11 +10,18 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
+from tests.support.commands.forked_command import ForkedCommand
 
-def tllm(*words: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, with these variables beside our own."""
-    command = [sys.executable, "-m", "tllm.cli", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **(env or {})})
+
+def tllm(
+    *words: str, host: Sequence[str] = (), env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, with these variables beside our own; `host` are words that run it on another host."""
+    command = [*host, sys.executable, "-m", "tllm.cli", *words]
+    pipe = subprocess.PIPE
+    with ForkedCommand(command, stdout=pipe, stderr=pipe, text=True, env={**os.environ, **(env or {})}) as process:
+        said, errors = process.communicate()
+    return subprocess.CompletedProcess(command, process.returncode, said, errors)
 
 
 def but_for_late(said: str) -> str:
@@ -26,7 +33,7 @@ class Running:
     """A command in the background."""
 
     def __init__(self, *words: str, host: Sequence[str] = (), env: Mapping[str, str] | None = None) -> None:
-        self.process = subprocess.Popen(
+        self.process = ForkedCommand(
             [*host, sys.executable, "-m", "tllm.cli", *words],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -20,7 +20,8 @@ from types import TracebackType
 from typing import Any
 
 from tests.support.cluster.history import History
-from tests.support.cluster.hosts import Hosts, inside
+from tests.support.cluster.hosts import Hosts
+from tests.support.comm.namespaces import inside
 
 KEY = "a-key-of-the-fault-suite"
 PORT = 8000

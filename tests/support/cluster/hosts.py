@@ -7,18 +7,15 @@ packets itself. tc's token bucket keeps to a rate.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import IO
 
-CLONE_NEWNET = 0x40000000
+from tests.support.commands.forked_command import ForkedCommand
+
 NOBODY = "02:00:00:00:00:fe"
 BURST = "32kb"
 """What a link that has rested takes at once: little beside a message, or it would be faster than its rate."""
@@ -76,7 +73,7 @@ class Hosts:
     def start(self, host: int, *words: str, env: dict[str, str] | None = None, log: Path) -> subprocess.Popen[bytes]:
         """Start a process on a host, its output in `log`; it is killed when the hosts go."""
         with log.open("wb") as out:
-            process = subprocess.Popen(
+            process = ForkedCommand(
                 self.command(host, *words), stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})}
             )
         self.processes.append(process)
@@ -144,28 +141,6 @@ class Hosts:
         process = self.relay = subprocess.Popen(relay, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.processes.append(process)
         assert process.stdout is not None and process.stdout.readline() == b"ready\n", "the relay did not start"
-
-
-def enter(namespace: str) -> None:
-    """Move the calling thread to a host, for good: the sockets that it opens are that host's."""
-    with open(f"/run/netns/{namespace}") as handle:
-        _set_network(handle)
-
-
-@contextmanager
-def inside(namespace: str) -> Iterator[None]:
-    """This thread, and those that it starts meanwhile, are on a host."""
-    with open("/proc/thread-self/ns/net") as before:
-        enter(namespace)
-        try:
-            yield
-        finally:
-            _set_network(before)
-
-
-def _set_network(handle: IO[str]) -> None:
-    if ctypes.CDLL(None, use_errno=True).setns(handle.fileno(), CLONE_NEWNET):
-        raise OSError(ctypes.get_errno(), "cannot enter another network namespace")
 
 
 def _ip(*words: str) -> None:

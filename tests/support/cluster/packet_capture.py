@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import NamedTuple
 
-from tests.support.cluster.hosts import enter
+from tests.support.comm.namespaces import enter
 
 ETH_P_ALL, ETH_IPV4, ETH_ARP, ETH_IPV6 = 0x0003, 0x0800, 0x0806, 0x86DD
 ICMP_V6 = 58

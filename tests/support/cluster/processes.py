@@ -14,11 +14,18 @@ PR_SET_CHILD_SUBREAPER = 36
 KEPT_BY_PYTHON = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 """Processes that the standard library keeps for the life of its parent; no test can be blamed for them."""
 
+_kept: set[int] = set()
+
 
 def adopt_orphans() -> None:
     """Make this process the parent of every descendant whose own parent dies (Linux), so that none can hide."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def keep(pid: int) -> None:
+    """A process that the tests themselves keep until they end: no test has left it behind."""
+    _kept.add(pid)
 
 
 def descendants(root: int | None = None) -> list[int]:
@@ -27,7 +34,8 @@ def descendants(root: int | None = None) -> list[int]:
     todo = _children(root or os.getpid())
     while todo:
         pid = todo.pop(0)
-        if _state(pid) not in ("Z", "X", "") and not any(word in command(pid) for word in KEPT_BY_PYTHON):
+        is_kept = pid in _kept or any(word in command(pid) for word in KEPT_BY_PYTHON)
+        if _state(pid) not in ("Z", "X", "") and not is_kept:
             found.append(pid)
         todo += _children(pid)
     return found

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.cluster.processes import descendants, wait_until_gone
+from tests.support.commands.forked_command import ForkedCommand
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ def joined(
     words = ["join", address, "--token", token, "--name", name, "--threads", "1", "--weights-cache", cache, *more]
     with log.open("wb") as file:
         start = [sys.executable, "-u", "-m", "tllm.cli", *words]
-        with subprocess.Popen(start, stdout=file, stderr=subprocess.STDOUT, cwd=cwd) as process:
+        with ForkedCommand(start, stdout=file, stderr=subprocess.STDOUT, cwd=cwd) as process:
             try:
                 yield JoinedNode(name, process, log)
             finally:
