@@ -47,6 +47,7 @@ OWN: dict[str, dict[str, Any]] = {
     ),
     "qwen3_5": dict(hidden_size=32, intermediate_size=32, num_hidden_layers=4, layer_types=None),
     "gemma4_moe": dict(hidden_size=32, intermediate_size=32, moe_intermediate_size=32, num_hidden_layers=4),
+    "gpt_oss_moe": dict(hidden_size=32, intermediate_size=32),
     "gemma4_e2b": dict(
         hidden_size=32, intermediate_size=32, num_hidden_layers=4, vocab_size_per_layer_input=len(TOKENS)
     ),

@@ -20,11 +20,12 @@ from tllm.quantization.blocks import Blocks, dequantize
 from tllm.spec.gguf.gguf_config import ARCHITECTURES as CONFIGS
 from tllm.spec.gguf.gguf_keys import GgufKeys
 from tllm.spec.gguf.gguf_names import ARCHITECTURES
+from tllm.spec.gguf.gguf_parts import rope_scaling
 from tllm.spec.hf_config import read_config
 from tllm.spec.model_spec import DeltaSpec, LayerSpec, ModelSpec
 from tllm.weights.boxes import whole
 from tllm.weights.byte_source import LocalFiles
-from tllm.weights.formats import gguf_index
+from tllm.weights.formats import gguf_index, gguf_joined
 from tllm.weights.formats.gguf_index import GgufWeight
 from tllm.weights.formats.open_index import open_index
 from tllm.weights.load import load, read_stored
@@ -71,6 +72,7 @@ CASES: dict[str, tuple[str, dict[str, Any], bool]] = {
         dict(EXPERTS, **DELTA, shared_expert_intermediate_size=32, attention_bias=False),
         False,
     ),
+    "gpt-oss": ("gpt_oss_moe", dict(WIDE, swiglu_limit=7.0, swiglu_alpha=1.702), False),
     "gemma4": ("gemma4", WIDE, False),
     "gemma4_moe": ("gemma4_moe", EXPERTS, False),
     "gemma4_e2b": ("gemma4_e2b", dict(WIDE, hidden_size_per_layer_input=16), False),
@@ -108,7 +110,7 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
         want = truth(ids_T[None]).logits[0]
     unsplit = logits_under(path, "pp=1", ids_T, torch.float64, fill=fill)
     torch.testing.assert_close(unsplit.float(), want, rtol=0, atol=2e-5)
-    for layout in (*LAYOUTS, *(["tp=2,experts=spread"] if "moe" in case or case == "mixtral" else [])):
+    for layout in (*LAYOUTS, *(["tp=2,experts=spread"] if "moe" in family or family == "mixtral" else [])):
         got = logits_under(path, layout, ids_T, torch.float32, fill=fill)
         torch.testing.assert_close(got, want, rtol=0, atol=2e-5, msg=lambda m, at=layout: f"{case} {at}: {m}")
 
@@ -210,6 +212,16 @@ MUTATIONS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
             GgufWeight,
             "plane_boxes",
             lambda self, box, real=GgufWeight.plane_boxes: real(replace(self, first_row=0), box),
+        ),
+    ),
+    "gates below ups": (
+        "gpt-oss",
+        lambda patch: patch.setattr(gguf_joined, "_by_turns", lambda one, other, dim: torch.cat((one, other), dim)),
+    ),
+    "bounds of YaRN as whole numbers": (
+        "gpt-oss",
+        lambda patch: patch.setitem(
+            CONFIGS, "gpt-oss", lambda keys, real=CONFIGS["gpt-oss"]: real(keys) | {"rope_scaling": rope_scaling(keys)}
         ),
     ),
     "factors of rope forgotten": (

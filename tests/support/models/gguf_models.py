@@ -20,6 +20,8 @@ from gguf.constants import MODEL_ARCH_NAMES, GGMLQuantizationType
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
+from tests.support.models.gguf_expert_models import describe_gpt_oss, is_of_gpt_oss, of_gpt_oss
+
 Array = NDArray[Any]
 Kinds = Callable[[str], str]
 """kinds(name in the file) -> the type to keep a matrix in"""
@@ -34,6 +36,7 @@ ARCHITECTURES = {
     "qwen3_next": "qwen3next",
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
+    "gpt_oss": "gpt-oss",
 }
 """What llama.cpp calls a model_type, where it is another word."""
 PAIRED = ("llama", "smollm3")
@@ -130,10 +133,11 @@ def write_gguf(
     metadata(writer)
     dice = np.random.default_rng(0)
     for title, part, changed in tensors_of(model, name):
-        kind = kinds(title) if part.ndim > 1 and part.numel() > part.shape[-1] else "F32"
-        if part.ndim and part.shape[-1] % gguf.GGML_QUANT_SIZES[_type(kind)][0]:
-            kind = "F16"  # as quantisers do with rows that are no whole number of blocks
+        is_matrix = part.ndim > 1 and part.numel() > part.shape[-1] and not title.endswith(".bias")
+        kind = kinds(title) if is_matrix else "F32"
         array = changed(part.detach().numpy())
+        if part.ndim and array.shape[-1] % gguf.GGML_QUANT_SIZES[_type(kind)][0]:
+            kind = "F16"  # as quantisers do with rows that are no whole number of blocks
         raw, kept = _quantized(array, kind, dice)
         writer.add_tensor(title, raw, raw_dtype=_type(kind))
         if changed is _decay:
@@ -158,6 +162,9 @@ def tensors_of(model: Model, name: str) -> Iterator[tuple[str, torch.Tensor, Cal
         base, _, kind = key.rpartition(".") if key.endswith((".weight", ".bias")) else (key, "", "weight")
         if name in DELTA_NETS and "linear_attn." in key:
             yield from _of_delta_net(key, value, config, name)
+            continue
+        if name == "gpt-oss" and is_of_gpt_oss(key):
+            yield from of_gpt_oss(key, value)
             continue
         if base.endswith(("router.scale", "router.per_expert_scale")):
             part = "ffn_gate_inp" if base.endswith("r.scale") else "ffn_down_exps"
@@ -305,6 +312,9 @@ def _describe(writer: gguf.GGUFWriter, config: Any, name: str) -> None:
         writer.add_rope_scaling_factor(far["factor"])
         if far["rope_type"] == "yarn":
             writer.add_rope_scaling_orig_ctx_len(far["original_max_position_embeddings"])
+            for key in ("beta_fast", "beta_slow", "attn_factor"):
+                if far.get(key) is not None:
+                    getattr(writer, f"add_rope_scaling_yarn_{key}")(far[key])
     if name.startswith("gemma") or name == "phi3":
         writer.add_sliding_window(config.sliding_window or 0)
     if name == "gemma2":
@@ -321,11 +331,13 @@ def _describe(writer: gguf.GGUFWriter, config: Any, name: str) -> None:
             writer.add_rope_dimension_sections([11, 11, 10, 0])
     if name == "gemma4":
         _describe_gemma4(writer, config)
+    if name == "gpt-oss":
+        describe_gpt_oss(writer, config)
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     if experts:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(getattr(config, "num_experts_per_tok", None) or config.top_k_experts)
-        if name != "llama":
+        if name not in ("llama", "gpt-oss"):
             writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         if name in ("qwen2moe", "qwen3next", "qwen35moe"):
             writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)

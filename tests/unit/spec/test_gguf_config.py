@@ -144,6 +144,19 @@ NETS: tuple[Change, ...] = (
 )
 
 
+GPT_OSS: tuple[Change, ...] = (
+    lambda w: w.add_expert_count(4) or w.add_expert_used_count(2) or w.add_expert_feed_forward_length(32),
+    lambda w: w.add_sliding_window(7),
+)
+YARN: Change = lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN) or w.add_rope_scaling_factor(4.0)  # noqa: E731
+
+
+def test_windows_of_gpt_oss(tmp_path: Path) -> None:
+    found = config(tmp_path, *GPT_OSS, YARN, architecture="gpt-oss")
+    assert found["layer_types"] == ["sliding_attention", "full_attention"]
+    assert found["rope_scaling"]["truncate"] is False
+
+
 def test_layers_of_gemma4(tmp_path: Path) -> None:
     kv: Change = lambda w: w.add_head_count_kv([2, 1])  # noqa: E731
     found = config(tmp_path, *GEMMA4, kv, architecture="gemma4")
@@ -255,6 +268,17 @@ REFUSED: dict[str, tuple[dict[str, Any], list[Change], str]] = {
         {"architecture": "qwen35"},
         [*NETS, lambda w: w.add_nextn_predict_layers(2)],
         r"all of its layers \(2\) predict",
+    ),
+    "no YaRN": ({"architecture": "gpt-oss"}, [*GPT_OSS], "a gpt-oss model has YaRN and one rope.freq_base"),
+    "another base": (
+        {"architecture": "gpt-oss"},
+        [*GPT_OSS, YARN, lambda w: w.add_rope_freq_base_swa(5e4)],
+        "a gpt-oss model has YaRN and one rope.freq_base",
+    ),
+    "another gating": (
+        {"architecture": "gpt-oss"},
+        [*GPT_OSS, YARN, lambda w: w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)],
+        "experts weighted by function 2",
     ),
     "eps": ({"layer_norm_rms_eps": True}, [lambda w: w.add_layer_norm_rms_eps(-1.0)], "not a number above 0"),
 }

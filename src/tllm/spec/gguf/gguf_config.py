@@ -15,10 +15,11 @@ from tllm.core.gguf_files import GgufFile
 from tllm.core.gguf_vocabulary import stop_ids, token_id
 from tllm.spec.gguf.gguf_codings import TYPES
 from tllm.spec.gguf.gguf_delta_nets import qwen3next, qwen35, qwen35moe
+from tllm.spec.gguf.gguf_experts import gpt_oss
 from tllm.spec.gguf.gguf_gemma4 import UNLIKE, gemma4
 from tllm.spec.gguf.gguf_keys import GgufKeys
 from tllm.spec.gguf.gguf_names import ARCHITECTURES as NAMES
-from tllm.spec.gguf.gguf_names import parse_name
+from tllm.spec.gguf.gguf_names import parse_name, types_by_turns
 from tllm.spec.gguf.gguf_parts import MOST, check_softmax, expert_keys, has_bias, rope_keys, window_keys
 
 PLAIN = frozenset({"F32", "F16", "BF16", "F64"})
@@ -80,7 +81,7 @@ def _types(keys: GgufKeys, layers: int) -> dict[str, str]:
         name = parse_name(tensor.name, NAMES[keys.architecture], layers)
         if name is not None and tensor.type.name not in PLAIN:
             found |= {weight.removesuffix(".weight"): tensor.type.name for weight in name.weights}
-    return found
+    return types_by_turns(found) if NAMES[keys.architecture].by_turns else found
 
 
 def _dtype(keys: GgufKeys) -> str:
@@ -214,5 +215,6 @@ ARCHITECTURES: dict[str, Callable[[GgufKeys], dict[str, Any]]] = {
     "qwen35": qwen35,
     "qwen35moe": qwen35moe,
     "gemma4": gemma4,
+    "gpt-oss": gpt_oss,
 }
 """What each `general.architecture` says, beside what all say."""

@@ -58,6 +58,7 @@ class Architecture:
     - `norm_offset`: whether norms hold 1 + weight, but for `plain_norms`.
     - `ends`: what is of no layer.
     - `others`: of a layer, names with their ends that are no `.weight` or `.bias` of the model's.
+    - `by_turns`: whether gates and ups of experts, apart in files, are rows by turns of one matrix in the model.
     """
 
     parts: Mapping[str, str]
@@ -68,6 +69,7 @@ class Architecture:
     plain_norms: frozenset[str] = frozenset()
     ends: Mapping[str, str] = field(default_factory=lambda: ENDS)
     others: Mapping[str, str] = field(default_factory=dict)
+    by_turns: bool = False
 
 
 LINEARS = frozenset({*ATTENTION, *MLP})
@@ -111,6 +113,18 @@ GEMMA4_OTHERS = {
     "layer_output_scale.weight": "layer_scalar",
     "ffn_gate_inp.scale": "router.scale",
     "ffn_down_exps.scale": "router.per_expert_scale",
+}
+GPT_OSS = {
+    **ATTENTION,
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.router",
+}
+GPT_OSS_OTHERS = {
+    "attn_sinks.weight": "self_attn.sinks",
+    "ffn_gate_exps.bias": "mlp.experts.gate_proj_bias",
+    "ffn_up_exps.bias": "mlp.experts.up_proj_bias",
+    "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
 }
 PLAIN_EXPERTS = {part: name.removeprefix("mlp.") for part, name in QWEN_EXPERTS.items()}
 
@@ -158,6 +172,13 @@ ARCHITECTURES = {
         plain_norms=frozenset({"ssm_norm"}),
         others=DELTA_OTHERS,
     ),
+    "gpt-oss": Architecture(
+        GPT_OSS,
+        QWEN_EXPERTS,
+        biases=frozenset({*ATTENTION, "ffn_gate_inp"}),
+        others=GPT_OSS_OTHERS,
+        by_turns=True,
+    ),
     "gemma4": Architecture(GEMMA4, PLAIN_EXPERTS, biases=frozenset(ATTENTION), ends=GEMMA4_ENDS, others=GEMMA4_OTHERS),
 }
 
@@ -173,6 +194,20 @@ class GgufName:
     part: str
     is_stack: bool = False
     is_other: bool = False
+
+
+def types_by_turns(types: Mapping[str, str]) -> dict[str, str]:
+    """The types of modules, where a gate and its up are one matrix: in blocks if both are, and the expert's down too.
+
+    An expert is used as a whole, in few bits or in plain numbers.
+    """
+    found = dict(types)
+    for gate in [module for module in types if module.endswith(".experts.{}.gate_proj")]:
+        expert = gate.removesuffix(".gate_proj")
+        kinds = [found.pop(f"{expert}.{part}_proj", "") for part in ("gate", "up", "down")]
+        if kinds[0] == kinds[1] and kinds[2]:
+            found |= {f"{expert}.gate_up_proj": kinds[0], f"{expert}.down_proj": kinds[2]}
+    return found
 
 
 def parse_name(name: str, architecture: Architecture, layers: int) -> GgufName | None:
@@ -191,7 +226,7 @@ def parse_name(name: str, architecture: Architecture, layers: int) -> GgufName |
         known = part in architecture.ends and match["expert"] is None
         return GgufName((f"{architecture.ends[part]}.{kind}",), part) if known else None
     if match["expert"] is not None:
-        weight = experts.get(part)
+        weight = None if architecture.by_turns else experts.get(part)
         return GgufName((f"{prefix}.{weight.format(match['expert'])}.{kind}",), part) if weight else None
     if part.endswith("_exps"):
         parts = ("ffn_gate", "ffn_up") if part == "ffn_gate_up_exps" else (part.removesuffix("_exps"),)

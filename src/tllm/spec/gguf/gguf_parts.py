@@ -40,6 +40,7 @@ def rope_scaling(keys: GgufKeys) -> dict[str, Any] | None:
             "original_max_position_embeddings": original,
             "beta_fast": keys.optional("rope.scaling.yarn_beta_fast"),
             "beta_slow": keys.optional("rope.scaling.yarn_beta_slow"),
+            "attention_factor": keys.optional("rope.scaling.yarn_attn_factor"),
         }
     if kind != "none":
         raise ModelError(
@@ -77,15 +78,15 @@ def check_softmax(keys: GgufKeys, renormalised: bool) -> None:
         )
 
 
-def window_keys(keys: GgufKeys) -> dict[str, Any]:
-    """Which layers have windows: none, every layer but each sixth, or as the file says (a number, or a truth for
-    each layer)."""
+def window_keys(keys: GgufKeys, every: int = 6) -> dict[str, Any]:
+    """Which layers have windows: none, every layer but each sixth (`every`), or as the file says (a number, or a truth
+    for each layer)."""
     layers, window = keys.number("block_count"), keys.number("attention.sliding_window", 0)
     if not window:
         return {"sliding_window": None, "layer_types": ["full_attention"] * layers}
     windowed = keys.list_of("attention.sliding_window_pattern")
     if not windowed:
-        pattern = keys.count("attention.sliding_window_pattern", MOST, 6)
-        return {"sliding_window": window, "sliding_window_pattern": pattern}
+        pattern = keys.count("attention.sliding_window_pattern", MOST, every)
+        windowed = [bool((i + 1) % pattern) for i in range(layers)]
     types = ["sliding_attention" if each else "full_attention" for each in windowed]
     return {"sliding_window": window, "layer_types": types}
