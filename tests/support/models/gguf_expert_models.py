@@ -44,3 +44,49 @@ def is_of_gpt_oss(key: str) -> bool:
 def describe_gpt_oss(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_sliding_window(config.sliding_window)
     writer.add_expert_feed_forward_length(config.intermediate_size)
+
+
+def of_latents(key: str, value: torch.Tensor, config: Any, whole: bool) -> Iterator[Part]:
+    """`kv_b_proj`, in two or `whole`."""
+    layer, width = key.split(".")[2], config.qk_nope_head_dim
+    if whole:
+        yield f"blk.{layer}.attn_kv_b.weight", value, np.ascontiguousarray
+        return
+    heads = value.reshape(config.num_attention_heads, -1, value.shape[-1])
+    yield f"blk.{layer}.attn_k_b.weight", heads[:, :width], turned
+    yield f"blk.{layer}.attn_v_b.weight", heads[:, width:], np.ascontiguousarray
+
+
+def describe_grouped(writer: gguf.GGUFWriter, config: Any, whole: bool) -> None:
+    """The keys of glm4moe, and those of deepseek2, which are other ones in old files (`whole`)."""
+    gating = gguf.ExpertGatingFuncType.SIGMOID if config.model_type != "deepseek_v2" else None
+    if gating is not None:
+        writer.add_expert_gating_func(gating)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_leading_dense_block_count(mlp_kinds(config).index("sparse"))
+    writer.add_expert_group_count(config.n_group)
+    writer.add_expert_group_used_count(config.topk_group)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    if config.norm_topk_prob:
+        writer.add_expert_weights_norm(True)
+    if config.model_type == "glm4_moe":
+        return
+    query_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+    writer.add_rope_dimension_count(config.qk_rope_head_dim)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    if config.q_lora_rank:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_head_count_kv(config.num_attention_heads if whole else 1)
+    writer.add_key_length(query_dim if whole else config.kv_lora_rank + config.qk_rope_head_dim)
+    writer.add_value_length(config.v_head_dim if whole else config.kv_lora_rank)
+    if not whole:
+        writer.add_key_length_mla(query_dim)
+        writer.add_value_length_mla(config.v_head_dim)
+    if config.rope_parameters.get("mscale_all_dim"):
+        writer.add_rope_scaling_yarn_log_mul(0.1 * config.rope_parameters["mscale_all_dim"])
+
+
+def mlp_kinds(config: Any) -> list[str]:
+    kinds: list[str] | None = getattr(config, "mlp_layer_types", None)
+    dense = getattr(config, "first_k_dense_replace", 0)
+    return kinds or ["dense" if layer < dense else "sparse" for layer in range(config.num_hidden_layers)]

@@ -20,7 +20,13 @@ from gguf.constants import MODEL_ARCH_NAMES, GGMLQuantizationType
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
-from tests.support.models.gguf_expert_models import describe_gpt_oss, is_of_gpt_oss, of_gpt_oss
+from tests.support.models.gguf_expert_models import (
+    describe_gpt_oss,
+    describe_grouped,
+    is_of_gpt_oss,
+    of_gpt_oss,
+    of_latents,
+)
 
 Array = NDArray[Any]
 Kinds = Callable[[str], str]
@@ -37,6 +43,10 @@ ARCHITECTURES = {
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
     "gpt_oss": "gpt-oss",
+    "glm4_moe": "glm4moe",
+    "glm4_moe_lite": "deepseek2",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
 }
 """What llama.cpp calls a model_type, where it is another word."""
 PAIRED = ("llama", "smollm3")
@@ -119,20 +129,22 @@ def write_gguf(
     kinds: Kinds = lambda name: "F32",
     metadata: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
     split: int = 0,
+    old: bool = False,
 ) -> Path:
     """Write the model, and give its own parameters the numbers that are then in the file.
 
     `metadata` adds to what is said of the model. `split`: tensors in each file, 0 for all in one.
+    `old`: as files of deepseek2 were before they had keys and values apart.
     """
     config = model.config
     name = ARCHITECTURES.get(config.model_type, config.model_type)
     if name == "gemma4":  # heads of the layers with a window, where no layer is named
         config.allow_global_per_layer_attribute_access = True
     writer = gguf.GGUFWriter(path, name, split_max_tensors=split)
-    _describe(writer, config, name)
+    _describe(writer, config, name, old)
     metadata(writer)
     dice = np.random.default_rng(0)
-    for title, part, changed in tensors_of(model, name):
+    for title, part, changed in tensors_of(model, name, old):
         is_matrix = part.ndim > 1 and part.numel() > part.shape[-1] and not title.endswith(".bias")
         kind = kinds(title) if is_matrix else "F32"
         array = changed(part.detach().numpy())
@@ -151,7 +163,9 @@ def write_gguf(
     return path if not split else path.with_name(f"{path.stem}-00001-of-{len(writer.tensors):05}.gguf")
 
 
-def tensors_of(model: Model, name: str) -> Iterator[tuple[str, torch.Tensor, Callable[[Array], Array]]]:
+def tensors_of(
+    model: Model, name: str, old: bool = False
+) -> Iterator[tuple[str, torch.Tensor, Callable[[Array], Array]]]:
     """(name in the file, view of the model's parameter, how the converter changes it)"""
     config = model.config
     architecture = next(key for key, value in MODEL_ARCH_NAMES.items() if value == name)
@@ -165,6 +179,12 @@ def tensors_of(model: Model, name: str) -> Iterator[tuple[str, torch.Tensor, Cal
             continue
         if name == "gpt-oss" and is_of_gpt_oss(key):
             yield from of_gpt_oss(key, value)
+            continue
+        if base.endswith("kv_b_proj"):
+            yield from of_latents(key, value, config, old)
+            continue
+        if base.endswith("e_score_correction_bias"):
+            yield f"blk.{key.split('.')[2]}.exp_probs_b.bias", value, np.ascontiguousarray
             continue
         if base.endswith(("router.scale", "router.per_expert_scale")):
             part = "ffn_gate_inp" if base.endswith("r.scale") else "ffn_down_exps"
@@ -279,7 +299,7 @@ def _type(kind: str) -> GGMLQuantizationType:
     return GGMLQuantizationType[kind]
 
 
-def _describe(writer: gguf.GGUFWriter, config: Any, name: str) -> None:
+def _describe(writer: gguf.GGUFWriter, config: Any, name: str, old: bool) -> None:
     """The keys that the converter writes for these architectures."""
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -333,7 +353,10 @@ def _describe(writer: gguf.GGUFWriter, config: Any, name: str) -> None:
         _describe_gemma4(writer, config)
     if name == "gpt-oss":
         describe_gpt_oss(writer, config)
-    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    if name in ("glm4moe", "deepseek2"):
+        describe_grouped(writer, config, old)
+    counts = ("num_local_experts", "num_experts", "n_routed_experts")
+    experts = next((count for key in counts if (count := getattr(config, key, None))), None)
     if experts:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(getattr(config, "num_experts_per_tok", None) or config.top_k_experts)

@@ -157,6 +157,44 @@ def test_windows_of_gpt_oss(tmp_path: Path) -> None:
     assert found["rope_scaling"]["truncate"] is False
 
 
+GROUPED: tuple[Change, ...] = (
+    lambda w: w.add_expert_count(4) or w.add_expert_used_count(2) or w.add_expert_feed_forward_length(32),
+    lambda w: w.add_expert_weights_scale(2.5) or w.add_expert_weights_norm(True) or w.add_leading_dense_block_count(1),
+)
+LATENT: tuple[Change, ...] = (
+    lambda w: w.add_key_length(40) or w.add_value_length(32) or w.add_key_length_mla(24) or w.add_value_length_mla(12),
+    lambda w: w.add_kv_lora_rank(32) or w.add_rope_dimension_count(8),
+)
+
+
+def test_experts_of_glm4moe(tmp_path: Path) -> None:
+    more: Change = lambda w: w.add_expert_shared_count(1) or w.add_rope_dimension_count(8)  # noqa: E731
+    found = config(tmp_path, *GROUPED, more, lambda w: w.add_nextn_predict_layers(1), architecture="glm4moe")
+    assert (found["num_hidden_layers"], found["first_k_dense_replace"], found["n_shared_experts"]) == (1, 1, 1)
+    assert (found["routed_scaling_factor"], found["norm_topk_prob"], found["n_group"]) == (2.5, True, 1)
+    assert found["partial_rotary_factor"] == 0.5 and found["use_qk_norm"] is False
+    known = config(tmp_path, *GROUPED, vector("blk.0.attn_q_norm.weight", 1.0), architecture="glm4moe")
+    assert known["use_qk_norm"] is True
+
+
+def test_latents_of_deepseek2(tmp_path: Path) -> None:
+    sigmoid: Change = lambda w: w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)  # noqa: E731
+    found = config(tmp_path, *GROUPED, *LATENT, sigmoid, architecture="deepseek2")
+    assert (found["model_type"], found["q_lora_rank"], found["kv_lora_rank"]) == ("deepseek_v3", None, 32)
+    assert (found["qk_rope_head_dim"], found["qk_nope_head_dim"], found["v_head_dim"]) == (8, 16, 12)
+    old: Change = lambda w: w.add_key_length(24) or w.add_value_length(12)  # noqa: E731
+    assert config(tmp_path, *GROUPED, old, LATENT[1], sigmoid, architecture="deepseek2") == found
+
+
+def test_groups_of_deepseek2_by_softmax(tmp_path: Path) -> None:
+    plain: Change = lambda w: w.add_expert_weights_norm(False)  # noqa: E731
+    groups: Change = lambda w: w.add_expert_group_count(2) or w.add_expert_group_used_count(1)  # noqa: E731
+    found = config(tmp_path, *GROUPED, *LATENT, plain, architecture="deepseek2")
+    assert (found["model_type"], found["topk_method"]) == ("deepseek_v2", "greedy")
+    found = config(tmp_path, *GROUPED, *LATENT, plain, groups, architecture="deepseek2")
+    assert (found["topk_method"], found["n_group"], found["topk_group"]) == ("group_limited_greedy", 2, 1)
+
+
 def test_layers_of_gemma4(tmp_path: Path) -> None:
     kv: Change = lambda w: w.add_head_count_kv([2, 1])  # noqa: E731
     found = config(tmp_path, *GEMMA4, kv, architecture="gemma4")
@@ -269,6 +307,23 @@ REFUSED: dict[str, tuple[dict[str, Any], list[Change], str]] = {
         [*NETS, lambda w: w.add_nextn_predict_layers(2)],
         r"all of its layers \(2\) predict",
     ),
+    "no latents": ({"architecture": "deepseek2"}, [*GROUPED, LATENT[0]], r"has no deepseek2\.rope\.dimension_count"),
+    "all of a head turns": (
+        {"architecture": "deepseek2"},
+        [*GROUPED, *LATENT, lambda w: w.add_rope_dimension_count(24)],
+        "dimension_count=24, and 1 to 23 are possible",
+    ),
+    "YaRN of another kind": (
+        {"architecture": "deepseek2"},
+        [*GROUPED, *LATENT, YARN],
+        "of type 'yarn' and yarn_log_multiplier None are not handled",
+    ),
+    "queries that grow": (
+        {"architecture": "deepseek2"},
+        [*GROUPED, *LATENT, lambda w: w.add_attn_temperature_scale(0.1)],
+        r"key 'deepseek2\.attention\.temperature_scale' \(0\.1",
+    ),
+    "no experts": ({"architecture": "glm4moe"}, [], r"has no glm4moe\.expert_count"),
     "no YaRN": ({"architecture": "gpt-oss"}, [*GPT_OSS], "a gpt-oss model has YaRN and one rope.freq_base"),
     "another base": (
         {"architecture": "gpt-oss"},

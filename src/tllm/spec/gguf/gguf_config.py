@@ -15,7 +15,7 @@ from tllm.core.gguf_files import GgufFile
 from tllm.core.gguf_vocabulary import stop_ids, token_id
 from tllm.spec.gguf.gguf_codings import TYPES
 from tllm.spec.gguf.gguf_delta_nets import qwen3next, qwen35, qwen35moe
-from tllm.spec.gguf.gguf_experts import gpt_oss
+from tllm.spec.gguf.gguf_experts import deepseek2, glm4moe, gpt_oss
 from tllm.spec.gguf.gguf_gemma4 import UNLIKE, gemma4
 from tllm.spec.gguf.gguf_keys import GgufKeys
 from tllm.spec.gguf.gguf_names import ARCHITECTURES as NAMES
@@ -24,6 +24,8 @@ from tllm.spec.gguf.gguf_parts import MOST, check_softmax, expert_keys, has_bias
 
 PLAIN = frozenset({"F32", "F16", "BF16", "F64"})
 """Types of plain numbers."""
+OVER_LATENTS = ("deepseek2",)
+"""Architectures whose keys and values are latents, which have widths of their own."""
 LAST_GEMMA2, LAST_GEMMA3 = 46, 62
 """Layers of the largest Gemma 2 and 3, whose scores are scaled by width / heads; in the others by the head's width."""
 
@@ -51,7 +53,7 @@ def _shared(keys: GgufKeys) -> dict[str, Any]:
     head_dim = keys.number("attention.key_length", hidden // heads)
     if not hidden or not head_dim or head_dim % 2:
         raise ModelError(f"{keys.file.header.file} gives a width of {hidden} and heads of {head_dim}")
-    if keys.number("attention.value_length", head_dim) != head_dim:
+    if keys.number("attention.value_length", head_dim) != head_dim and keys.architecture not in OVER_LATENTS:
         raise ModelError(f"{keys.file.header.file}: values are as wide as keys ({head_dim}) in what is handled")
     if keys.get("attention.causal", True) is not True:
         raise ModelError(f"{keys.file.header.file}: attention is not causal", "only causal language models are served")
@@ -216,5 +218,7 @@ ARCHITECTURES: dict[str, Callable[[GgufKeys], dict[str, Any]]] = {
     "qwen35moe": qwen35moe,
     "gemma4": gemma4,
     "gpt-oss": gpt_oss,
+    "glm4moe": glm4moe,
+    "deepseek2": deepseek2,
 }
 """What each `general.architecture` says, beside what all say."""

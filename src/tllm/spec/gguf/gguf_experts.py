@@ -1,4 +1,5 @@
-"""GGUF files of models with experts whose weights are no plain softmax: gpt-oss."""
+"""GGUF files of models whose experts are not Qwen's or Mixtral's: gpt-oss, glm4moe, and deepseek2, which is DeepSeek's
+V2, V3 and R1, Kimi K2 and GLM 4.7 Flash."""
 
 from __future__ import annotations
 
@@ -6,7 +7,15 @@ from typing import Any
 
 from tllm.core.errors import ModelError
 from tllm.spec.gguf.gguf_keys import GgufKeys
-from tllm.spec.gguf.gguf_parts import MOST, has_bias, rope_keys, window_keys
+from tllm.spec.gguf.gguf_parts import (
+    MOST,
+    has_bias,
+    own_layers,
+    partial_rope_keys,
+    rope_keys,
+    rope_scaling,
+    window_keys,
+)
 
 SOFTMAX, SIGMOID, CHOSEN_SOFTMAX = 1, 2, 3
 """`expert_gating_func`, as llama.cpp counts them."""
@@ -34,10 +43,82 @@ def gpt_oss(keys: GgufKeys) -> dict[str, Any]:
     }
 
 
-def _check_gating(keys: GgufKeys, function: int) -> None:
-    """How experts are chosen, where a file says it."""
+def glm4moe(keys: GgufKeys) -> dict[str, Any]:
+    """Rope turns a part of a head. Its sections, of files of models that also see, have equal positions on text."""
+    keys.ignore("rope.dimension_sections")
+    _check_gating(keys, SIGMOID, scaled=True)
+    return {
+        "model_type": "glm4_moe",
+        **partial_rope_keys(keys),
+        **_grouped_experts(keys),
+        "use_qk_norm": keys.has("blk.0.attn_q_norm.weight"),
+        "attention_bias": has_bias(keys, "attn"),
+    }
+
+
+def deepseek2(keys: GgufKeys) -> dict[str, Any]:
+    """Attention over latents: `key_length` is a latent's with its rotated key, `key_length_mla` a head's own. Old files
+    have the latter alone, under the former's name, and the norm of a latent has its own epsilon in no file.
+
+    A group counts by its best expert where experts are chosen by softmax (DeepSeek-V2); llama.cpp takes the best two.
+    """
+    gating = SIGMOID if keys.number("expert_gating_func", SOFTMAX) == SIGMOID else SOFTMAX
+    _check_gating(keys, gating, scaled=True)
+    moe, heads = _grouped_experts(keys), keys.count("attention.head_count", MOST)
+    query_dim = keys.count("attention.key_length_mla", MOST, keys.number("attention.key_length"))
+    rope_dim = keys.count("rope.dimension_count", query_dim - 1)
+    method = "group_limited_greedy" if moe["n_group"] > 1 else "greedy"
+    return {
+        "model_type": "deepseek_v3" if gating == SIGMOID else "deepseek_v2",
+        "rope_theta": keys.positive("rope.freq_base", 1e4),
+        "rope_scaling": _yarn_of_latents(keys),
+        "num_key_value_heads": heads,
+        "head_dim": rope_dim,
+        "q_lora_rank": keys.number("attention.q_lora_rank", 0) or None,
+        "kv_lora_rank": keys.count("attention.kv_lora_rank", 2**20),
+        "qk_rope_head_dim": rope_dim,
+        "qk_nope_head_dim": query_dim - rope_dim,
+        "v_head_dim": keys.count("attention.value_length_mla", MOST, keys.number("attention.value_length")),
+        **moe,
+        **({} if gating == SIGMOID else {"topk_method": method}),
+    }
+
+
+def _yarn_of_latents(keys: GgufKeys) -> dict[str, Any] | None:
+    """YaRN that sharpens the scores and leaves what is rotated at its length: a tenth of how much is in the file."""
+    scaling, sharper = rope_scaling(keys), keys.optional("rope.scaling.yarn_log_multiplier")
+    if scaling is None:
+        return None
+    if scaling["rope_type"] != "yarn" or sharper is None:
+        raise ModelError(
+            f"{keys.file.header.file}: rope.scaling of type {scaling['rope_type']!r} and yarn_log_multiplier {sharper} "
+            "are not handled for deepseek2"
+        )
+    of_all = round(10 * sharper, 6)
+    return {**scaling, "mscale": of_all, "mscale_all_dim": of_all}
+
+
+def _grouped_experts(keys: GgufKeys) -> dict[str, Any]:
+    """Experts behind the first, dense layers, from the best groups where there are groups, and those that all share."""
+    experts = keys.count("expert_count", MOST)
+    return {
+        "num_hidden_layers": own_layers(keys),
+        "first_k_dense_replace": keys.number("leading_dense_block_count", 0),
+        "n_routed_experts": experts,
+        "num_experts_per_tok": keys.count("expert_used_count", experts),
+        "moe_intermediate_size": keys.count("expert_feed_forward_length", 2**31 - 1),
+        "n_shared_experts": keys.number("expert_shared_count", 0),
+        "n_group": keys.number("expert_group_count", 0) or 1,
+        "topk_group": keys.number("expert_group_used_count", 0) or 1,
+        "routed_scaling_factor": keys.optional("expert_weights_scale") or 1.0,
+        "norm_topk_prob": bool(keys.get("expert_weights_norm", False)),
+    }
+
+
+def _check_gating(keys: GgufKeys, function: int, scaled: bool = False) -> None:
+    """How experts are chosen, where a file says it. `scaled`: whether their weights may be scaled."""
     given, scale = keys.number("expert_gating_func", function), keys.get("expert_weights_scale", 1.0)
-    if given not in (0, function) or scale not in (0.0, 1.0):
+    if given not in (0, function) or (not scaled and scale not in (0.0, 1.0)):
         raise ModelError(
             f"{keys.file.header.file}: experts weighted by function {given} and scale {scale} are not handled for "
             f"{keys.architecture}"

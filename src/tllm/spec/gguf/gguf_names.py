@@ -28,6 +28,11 @@ SHARED_EXPERT = {
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
+SHARED_EXPERTS = {
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
 MIXTRAL_EXPERTS = {
     "ffn_gate": "block_sparse_moe.experts.{}.w1",
     "ffn_up": "block_sparse_moe.experts.{}.w3",
@@ -126,6 +131,30 @@ GPT_OSS_OTHERS = {
     "ffn_up_exps.bias": "mlp.experts.up_proj_bias",
     "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
 }
+CORRECTED = {**MLP, **SHARED_EXPERTS, "ffn_gate_inp": "mlp.gate"}
+CORRECTION = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
+GLM4_MOE = {
+    **ATTENTION,
+    **QK_NORMS,
+    **CORRECTED,
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+}
+LATENTS = {
+    "attn_q": "self_attn.q_proj",
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj",
+    "attn_v_b": "self_attn.v_b_proj",
+    "attn_output": "self_attn.o_proj",
+}
+"""Old files have `attn_kv_b`, as the model has it; the others its rows for keys, turned, and those for values."""
+OF_HEADS = frozenset({"attn_k_b", "attn_v_b"})
+"""Parts with a matrix of each head."""
 PLAIN_EXPERTS = {part: name.removeprefix("mlp.") for part, name in QWEN_EXPERTS.items()}
 
 ARCHITECTURES = {
@@ -179,6 +208,8 @@ ARCHITECTURES = {
         others=GPT_OSS_OTHERS,
         by_turns=True,
     ),
+    "glm4moe": Architecture(GLM4_MOE, QWEN_EXPERTS, biases=frozenset(ATTENTION), others=CORRECTION),
+    "deepseek2": Architecture({**LATENTS, **CORRECTED, **NORMS_BEFORE}, QWEN_EXPERTS, others=CORRECTION),
     "gemma4": Architecture(GEMMA4, PLAIN_EXPERTS, biases=frozenset(ATTENTION), ends=GEMMA4_ENDS, others=GEMMA4_OTHERS),
 }
 

@@ -13,13 +13,36 @@ MOST = 65536
 
 def rope_keys(keys: GgufKeys, theta: float = 1e4) -> dict[str, Any]:
     """`rope_theta` and `rope_scaling`, over the whole width of a head."""
-    head_dim = keys.number(
-        "attention.key_length", keys.number("embedding_length") // keys.number("attention.head_count")
-    )
+    head_dim = _head_dim(keys)
     turned = keys.number("rope.dimension_count", head_dim)
     if turned != head_dim:
         raise ModelError(f"{keys.file.header.file}: rope turns {turned} of a head's {head_dim}, which is not handled")
     return {"rope_theta": keys.positive("rope.freq_base", theta), "rope_scaling": rope_scaling(keys)}
+
+
+def partial_rope_keys(keys: GgufKeys) -> dict[str, Any]:
+    """The same over a part of a head."""
+    head_dim = _head_dim(keys)
+    turned = keys.count("rope.dimension_count", head_dim, head_dim)
+    return {
+        "rope_theta": keys.positive("rope.freq_base", 1e4),
+        "rope_scaling": rope_scaling(keys),
+        "partial_rotary_factor": turned / head_dim,
+    }
+
+
+def _head_dim(keys: GgufKeys) -> int:
+    each = keys.number("embedding_length") // keys.count("attention.head_count", MOST)
+    return keys.number("attention.key_length", each)
+
+
+def own_layers(keys: GgufKeys) -> int:
+    """Layers of the model. `block_count` counts those that predict further tokens too, which are left unread."""
+    predicting = keys.number("nextn_predict_layers", 0)
+    layers = keys.count("block_count", len(keys.file.header.tensors)) - predicting
+    if layers < 1:
+        raise ModelError(f"{keys.file.header.file}: all of its layers ({predicting}) predict further tokens")
+    return layers
 
 
 def rope_scaling(keys: GgufKeys) -> dict[str, Any] | None:

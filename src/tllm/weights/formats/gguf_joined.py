@@ -58,6 +58,56 @@ class ByTurns:
         return tuple((a // 2, -(-b // 2)) if dim == self.dim else (a, b) for dim, (a, b) in enumerate(box))
 
 
+@dataclass(frozen=True)
+class RowsOfHeads:
+    """`kv_b_proj` [heads * (keys + values), latent], of each head its rows for keys and then those for values.
+
+    `keys` [heads, latent, rows], turned, `values` [heads, rows, latent]. Plain numbers, as the model uses no others.
+    """
+
+    keys: StoredTensor
+    values: StoredTensor
+
+    scheme = None
+
+    @property
+    def shape(self) -> Shape:
+        heads, width, _ = self.keys.shape
+        return heads * self._head, width
+
+    @property
+    def _head(self) -> int:
+        return self.keys.shape[2] + self.values.shape[1]
+
+    def aligned(self, box: Box) -> Box:
+        """All keys or all values of a head, or whole heads."""
+        (start, stop), every = box[0], (0, self.keys.shape[1])
+        first, last = start // self._head, -(-stop // self._head)
+        middle = first * self._head + self.keys.shape[2]
+        if last - first == 1 and stop <= middle:
+            return (first * self._head, middle), every
+        if last - first == 1 and start >= middle:
+            return (middle, last * self._head), every
+        return (first * self._head, last * self._head), every
+
+    def plane_boxes(self, box: Box) -> dict[str, Box]:
+        return {name: at for stored, of_heads in self._parts(box) for name, at in stored.plane_boxes(of_heads).items()}
+
+    def decode(self, box: Box, planes: Mapping[str, Tensor]) -> Tensor:
+        parts = []
+        for stored, of_heads in self._parts(box):
+            found = plain(stored.decode(of_heads, planes))
+            parts.append(found.mT if stored is self.keys else found)
+        return torch.cat(parts, 1).flatten(0, 1)
+
+    def _parts(self, box: Box) -> list[tuple[StoredTensor, Box]]:
+        """What of keys and values an aligned box needs."""
+        start, stop = box[0]
+        heads = start // self._head, -(-stop // self._head)
+        wanted = [(self.keys, start % self._head == 0), (self.values, stop % self._head == 0)]
+        return [(one, (heads, *((0, width) for width in one.shape[1:]))) for one, is_there in wanted if is_there]
+
+
 def plain(x: Blocks | Tensor) -> Tensor:
     return dequantize(x) if isinstance(x, Blocks) else x
 
@@ -107,6 +157,25 @@ def experts_by_turns(stored: Mapping[str, StoredTensor], file: str) -> dict[str,
         biases = [_taken(left, f"{stack}.{part}_proj_bias", file) for part in ("gate", "up")]
         joined[f"{stack}.gate_up_proj_bias"] = _same_shape(ByTurns(*biases, dim=1), f"{stack}: biases", file)
     return left | joined
+
+
+def heads_joined(stored: Mapping[str, StoredTensor], file: str) -> dict[str, StoredTensor]:
+    """The weights with `kv_b_proj` in the place of its keys and values."""
+    left = dict(stored)
+    for name in stored:
+        if not name.endswith((".k_b_proj.weight", ".v_b_proj.weight")) or name not in left:
+            continue
+        attention = name[: -len("k_b_proj.weight")]
+        keys, values = (_taken(left, f"{attention}{part}_b_proj.weight", file) for part in "kv")
+        if keys.shape[0] != values.shape[0] or keys.shape[1] != values.shape[2]:
+            raise WeightsError(
+                f"{file}: {attention}k_b_proj has shape {keys.shape} and v_b_proj {values.shape}, and [heads, latent, "
+                "rows] and [heads, rows, latent] are needed"
+            )
+        if f"{attention}kv_b_proj.weight" in left:
+            raise WeightsError(f"{file} has {attention}kv_b_proj whole, and in two parts beside it")
+        left[f"{attention}kv_b_proj.weight"] = RowsOfHeads(keys, values)
+    return left
 
 
 def _taken(left: dict[str, StoredTensor], name: str, file: str) -> StoredTensor:

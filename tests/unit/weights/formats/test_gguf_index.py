@@ -238,6 +238,44 @@ def test_halves_of_experts_that_do_not_belong_together(
         maker.opened()
 
 
+@pytest.mark.parametrize("kind", ["Q8_0", "F16"])
+def test_keys_and_values_of_latents_are_rows_of_one_matrix(tmp_path: Path, kind: str) -> None:
+    """Keys of a head, its values, and several heads; of a head's keys alone no values are read."""
+    maker = GgufMaker(tmp_path / "model.gguf", "deepseek2")
+    maker.add("blk.1.attn_k_b.weight", kind, HEADS, 64, 32)
+    maker.add("blk.1.attn_v_b.weight", kind, HEADS, 20, 64)
+    index, source = maker.opened()
+    name = "model.layers.1.self_attn.kv_b_proj.weight"
+    keys, values = (maker.numbers(f"blk.1.attn_{part_name}_b.weight", kind) for part_name in "kv")
+    want = torch.cat((keys.mT, values), 1).flatten(0, 1)
+    assert index.shape(name) == (HEADS * 52, 64)
+    boxes = {(0, 32): "k", (60, 70): "k", (84, 104): "v", (90, 91): "v", (30, 40): "kv", (0, 156): "kv"}
+    for rows, planes in boxes.items():
+        assert torch.equal(read(index, source, name, (rows, (5, 60))), want[slice(*rows), 5:60]), rows
+        assert set(index.planes(name, (rows, (0, 64)))) == {f"blk.1.attn_{part_name}_b.weight" for part_name in planes}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "why"),
+    [
+        ({"k_b": (3, 64, 32)}, r"no tensor that is .*self_attn\.v_b_proj"),
+        ({"v_b": (3, 20, 64)}, r"no tensor that is .*self_attn\.k_b_proj"),
+        ({"k_b": (3, 64, 32), "v_b": (3, 20, 48)}, r"k_b_proj has shape \(3, 64, 32\) and v_b_proj \(3, 20, 48\)"),
+        ({"k_b": (3, 64, 32), "v_b": (2, 20, 64)}, r"k_b_proj has shape"),
+        ({"k_b": (3, 64, 32), "v_b": (3, 20, 64), "kv_b": (156, 64)}, "whole, and in two parts beside it"),
+        ({"k_b": (64, 32), "v_b": (3, 20, 64)}, r"attn_k_b.weight' has shape \(64, 32\)"),
+    ],
+)
+def test_keys_and_values_that_do_not_belong_together(
+    tmp_path: Path, tensors: dict[str, tuple[int, ...]], why: str
+) -> None:
+    maker = GgufMaker(tmp_path / "model.gguf", "deepseek2")
+    for name, shape in tensors.items():
+        maker.add(f"blk.0.attn_{name}.weight", "F32", *shape)
+    with pytest.raises(WeightsError, match=why):
+        maker.opened()
+
+
 @pytest.mark.parametrize(
     ("architecture", "name", "kind", "shape", "why"),
     [
