@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,16 @@ CASES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "phi3_long": ("phi3", dict(WIDE, **LONG, head_dim=8), True),
     "olmo2": ("olmo2", dict(WIDE, head_dim=8), False),
     "smollm3": ("smollm3", dict(WIDE, head_dim=8, no_rope_layer_interval=4), False),
+    "olmo3": ("olmo3", dict(WIDE, head_dim=8), False),
+    "granite": ("granite", dict(WIDE, head_dim=8), False),
+    "seed_oss": ("seed_oss", WIDE, False),
+    "mistral3": ("ministral3", WIDE, False),
+    "exaone4": ("exaone4", dict(WIDE, head_dim=8), False),
+    "arcee": ("arcee", dict(WIDE, head_dim=8), False),
+    "ernie4_5": ("ernie4_5", WIDE, False),
+    "glm4": ("glm4", WIDE, False),
+    "qwen3vl": ("qwen3_vl", WIDE, False),
+    "minimax-m2": ("minimax_m2_moe", dict(hidden_size=64, intermediate_size=32), False),
     "qwen3next": (
         "qwen3_next_moe",
         dict(EXPERTS, **DELTA, shared_expert_intermediate_size=32, mlp_only_layers=[]),
@@ -256,6 +266,18 @@ MUTATIONS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
             CONFIGS, "glm4moe", lambda keys, real=CONFIGS["glm4moe"]: real(keys) | {"routed_scaling_factor": 1.0}
         ),
     ),
+    "a file's way of rope for a folder's": (
+        "granite",
+        lambda patch: patch.setitem(ARCHITECTURES, "granite", replace(ARCHITECTURES["granite"], paired=False)),
+    ),
+    "norms of the halves exchanged": (
+        "glm4",
+        lambda patch: patch.setitem(
+            ARCHITECTURES,
+            "glm4",
+            replace(ARCHITECTURES["glm4"], parts=_exchanged(ARCHITECTURES["glm4"].parts, "ffn_norm", "post_ffw_norm")),
+        ),
+    ),
     "bounds of YaRN as whole numbers": (
         "gpt-oss",
         lambda patch: patch.setitem(
@@ -267,6 +289,10 @@ MUTATIONS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
         lambda patch: patch.setattr(GgufKeys, "has", lambda self, name: name == "output.weight"),
     ),
 }
+
+
+def _exchanged(parts: Mapping[str, str], one: str, other: str) -> dict[str, str]:
+    return {**parts, one: parts[other], other: parts[one]}
 
 
 def _next_expert(weight: GgufWeight) -> GgufWeight:

@@ -20,7 +20,8 @@ from gguf.constants import MODEL_ARCH_NAMES, GGMLQuantizationType
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
-from tests.support.models.gguf_expert_models import (
+from tests.support.models.gguf_parts import (
+    describe_dense,
     describe_gpt_oss,
     describe_grouped,
     is_of_gpt_oss,
@@ -47,9 +48,13 @@ ARCHITECTURES = {
     "glm4_moe_lite": "deepseek2",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
+    "minimax_m2": "minimax-m2",
+    "olmo3": "olmo2",
+    "ministral3": "mistral3",
+    "qwen3_vl_text": "qwen3vl",
 }
 """What llama.cpp calls a model_type, where it is another word."""
-PAIRED = ("llama", "smollm3")
+PAIRED = ("llama", "smollm3", "granite", "mistral3", "arcee")
 DELTA_NETS = ("qwen3next", "qwen35", "qwen35moe")
 NORM_OFFSET = ("gemma2", "gemma3", *DELTA_NETS)
 
@@ -71,6 +76,18 @@ class Model(Protocol):
     def config(self) -> Any: ...
 
     def state_dict(self) -> dict[str, torch.Tensor]: ...
+
+
+class TextPart:
+    """That of a model which also sees, by the names of a text model."""
+
+    def __init__(self, model: Model) -> None:
+        self.config, self._model = model.config.text_config, model
+        self.config.tie_word_embeddings = model.config.tie_word_embeddings
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        named = self._model.state_dict().items()
+        return {key.replace("language_model.", ""): x for key, x in named if not key.startswith("model.visual.")}
 
 
 class SavedModel:
@@ -136,6 +153,8 @@ def write_gguf(
     `metadata` adds to what is said of the model. `split`: tensors in each file, 0 for all in one.
     `old`: as files of deepseek2 were before they had keys and values apart.
     """
+    if hasattr(model.config, "text_config"):
+        model = TextPart(model)
     config = model.config
     name = ARCHITECTURES.get(config.model_type, config.model_type)
     if name == "gemma4":  # heads of the layers with a window, where no layer is named
@@ -353,6 +372,7 @@ def _describe(writer: gguf.GGUFWriter, config: Any, name: str, old: bool) -> Non
         _describe_gemma4(writer, config)
     if name == "gpt-oss":
         describe_gpt_oss(writer, config)
+    describe_dense(writer, config)
     if name in ("glm4moe", "deepseek2"):
         describe_grouped(writer, config, old)
     counts = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -360,7 +380,7 @@ def _describe(writer: gguf.GGUFWriter, config: Any, name: str, old: bool) -> Non
     if experts:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(getattr(config, "num_experts_per_tok", None) or config.top_k_experts)
-        if name not in ("llama", "gpt-oss"):
+        if name not in ("llama", "gpt-oss", "minimax-m2"):
             writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         if name in ("qwen2moe", "qwen3next", "qwen35moe"):
             writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)

@@ -15,12 +15,24 @@ from tllm.core.gguf_files import GgufFile
 from tllm.core.gguf_vocabulary import stop_ids, token_id
 from tllm.spec.gguf.gguf_codings import TYPES
 from tllm.spec.gguf.gguf_delta_nets import qwen3next, qwen35, qwen35moe
-from tllm.spec.gguf.gguf_experts import deepseek2, glm4moe, gpt_oss
+from tllm.spec.gguf.gguf_dense import (
+    arcee,
+    ernie4_5,
+    exaone4,
+    glm4,
+    granite,
+    mistral3,
+    olmo2,
+    qwen3vl,
+    seed_oss,
+    smollm3,
+)
+from tllm.spec.gguf.gguf_experts import deepseek2, glm4moe, gpt_oss, minimax_m2
 from tllm.spec.gguf.gguf_gemma4 import UNLIKE, gemma4
 from tllm.spec.gguf.gguf_keys import GgufKeys
 from tllm.spec.gguf.gguf_names import ARCHITECTURES as NAMES
 from tllm.spec.gguf.gguf_names import parse_name, types_by_turns
-from tllm.spec.gguf.gguf_parts import MOST, check_softmax, expert_keys, has_bias, rope_keys, window_keys
+from tllm.spec.gguf.gguf_parts import MOST, biases, check_softmax, expert_keys, has_bias, rope_keys, window_keys
 
 PLAIN = frozenset({"F32", "F16", "BF16", "F64"})
 """Types of plain numbers."""
@@ -95,15 +107,10 @@ def _dtype(keys: GgufKeys) -> str:
     return "float32" if kinds == {"F32"} else "bfloat16"
 
 
-def _biases(keys: GgufKeys) -> dict[str, Any]:
-    """Whether linears have biases, which only the tensors tell."""
-    return {"attention_bias": has_bias(keys, "attn"), "mlp_bias": has_bias(keys, "ffn")}
-
-
 def _llama(keys: GgufKeys) -> dict[str, Any]:
     """llama, mistral and mixtral: the files call them all llama."""
     if not keys.number("expert_count", 0):
-        return {**rope_keys(keys), **_biases(keys)}
+        return {**rope_keys(keys), **biases(keys)}
     experts = keys.count("expert_count", MOST)
     check_softmax(keys, renormalised=True)
     return {
@@ -194,14 +201,6 @@ def _phi3(keys: GgufKeys) -> dict[str, Any]:
     }
 
 
-def _olmo2(keys: GgufKeys) -> dict[str, Any]:
-    return {**rope_keys(keys), "attention_bias": has_bias(keys, "attn")}
-
-
-def _smollm3(keys: GgufKeys) -> dict[str, Any]:
-    return {**rope_keys(keys), **_biases(keys)}
-
-
 ARCHITECTURES: dict[str, Callable[[GgufKeys], dict[str, Any]]] = {
     "llama": _llama,
     "qwen2": _qwen2,
@@ -211,8 +210,17 @@ ARCHITECTURES: dict[str, Callable[[GgufKeys], dict[str, Any]]] = {
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "phi3": _phi3,
-    "olmo2": _olmo2,
-    "smollm3": _smollm3,
+    "olmo2": olmo2,
+    "smollm3": smollm3,
+    "granite": granite,
+    "seed_oss": seed_oss,
+    "mistral3": mistral3,
+    "exaone4": exaone4,
+    "arcee": arcee,
+    "ernie4_5": ernie4_5,
+    "glm4": glm4,
+    "qwen3vl": qwen3vl,
+    "minimax-m2": minimax_m2,
     "qwen3next": qwen3next,
     "qwen35": qwen35,
     "qwen35moe": qwen35moe,

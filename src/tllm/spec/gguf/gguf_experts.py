@@ -1,5 +1,5 @@
-"""GGUF files of models whose experts are not Qwen's or Mixtral's: gpt-oss, glm4moe, and deepseek2, which is DeepSeek's
-V2, V3 and R1, Kimi K2 and GLM 4.7 Flash."""
+"""GGUF files of models whose experts are not Qwen's or Mixtral's: gpt-oss, glm4moe, minimax-m2, and deepseek2, which
+is DeepSeek's V2, V3 and R1, Kimi K2 and GLM 4.7 Flash."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from tllm.spec.gguf.gguf_keys import GgufKeys
 from tllm.spec.gguf.gguf_parts import (
     MOST,
     has_bias,
+    head_width,
     own_layers,
     partial_rope_keys,
     rope_keys,
@@ -37,7 +38,7 @@ def gpt_oss(keys: GgufKeys) -> dict[str, Any]:
         "rope_scaling": {**scaling, "truncate": False},
         "num_local_experts": experts,
         "num_experts_per_tok": keys.count("expert_used_count", experts),
-        "intermediate_size": keys.count("expert_feed_forward_length", 2**31),
+        "intermediate_size": keys.count("expert_feed_forward_length", 2**31 - 1),
         "attention_bias": has_bias(keys, "attn"),
         **window_keys(keys, every=2),
     }
@@ -81,6 +82,21 @@ def deepseek2(keys: GgufKeys) -> dict[str, Any]:
         "v_head_dim": keys.count("attention.value_length_mla", MOST, keys.number("attention.value_length")),
         **moe,
         **({} if gating == SIGMOID else {"topk_method": method}),
+    }
+
+
+def minimax_m2(keys: GgufKeys) -> dict[str, Any]:
+    _check_gating(keys, SIGMOID)
+    experts = keys.count("expert_count", MOST)
+    rope, head_dim = partial_rope_keys(keys), head_width(keys)
+    return {
+        "model_type": "minimax_m2",
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": rope["rope_scaling"],
+        "rotary_dim": round(rope["partial_rotary_factor"] * head_dim),
+        "num_local_experts": experts,
+        "num_experts_per_tok": keys.count("expert_used_count", experts),
+        "intermediate_size": keys.count("expert_feed_forward_length", 2**31 - 1),
     }
 
 

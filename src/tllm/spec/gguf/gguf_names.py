@@ -20,6 +20,7 @@ ATTENTION = {
 MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 NORMS_BEFORE = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+NORMS_OF_HALVES = {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
 NORMS_AFTER = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 NORMS_AROUND = {**NORMS_AFTER, "attn_norm": "input_layernorm", "ffn_norm": "pre_feedforward_layernorm"}
 SHARED_EXPERT = {
@@ -84,8 +85,7 @@ QWEN_MOE = {**ATTENTION, **NORMS_BEFORE, "ffn_gate_inp": "mlp.gate"}
 DELTA_NETS = {
     **ATTENTION,
     **QK_NORMS,
-    "attn_norm": "input_layernorm",
-    "post_attention_norm": "post_attention_layernorm",
+    **NORMS_OF_HALVES,
     "attn_qkv": "linear_attn.in_proj_qkv",
     "attn_gate": "linear_attn.in_proj_z",
     "ssm_conv1d": "linear_attn.conv1d",
@@ -119,12 +119,7 @@ GEMMA4_OTHERS = {
     "ffn_gate_inp.scale": "router.scale",
     "ffn_down_exps.scale": "router.per_expert_scale",
 }
-GPT_OSS = {
-    **ATTENTION,
-    "attn_norm": "input_layernorm",
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_gate_inp": "mlp.router",
-}
+GPT_OSS = {**ATTENTION, **NORMS_OF_HALVES, "ffn_gate_inp": "mlp.router"}
 GPT_OSS_OTHERS = {
     "attn_sinks.weight": "self_attn.sinks",
     "ffn_gate_exps.bias": "mlp.experts.gate_proj_bias",
@@ -133,13 +128,7 @@ GPT_OSS_OTHERS = {
 }
 CORRECTED = {**MLP, **SHARED_EXPERTS, "ffn_gate_inp": "mlp.gate"}
 CORRECTION = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
-GLM4_MOE = {
-    **ATTENTION,
-    **QK_NORMS,
-    **CORRECTED,
-    "attn_norm": "input_layernorm",
-    "post_attention_norm": "post_attention_layernorm",
-}
+GLM4_MOE = {**ATTENTION, **QK_NORMS, **CORRECTED, **NORMS_OF_HALVES}
 LATENTS = {
     "attn_q": "self_attn.q_proj",
     "attn_q_a": "self_attn.q_a_proj",
@@ -155,6 +144,16 @@ LATENTS = {
 """Old files have `attn_kv_b`, as the model has it; the others its rows for keys, turned, and those for values."""
 OF_HEADS = frozenset({"attn_k_b", "attn_v_b"})
 """Parts with a matrix of each head."""
+GLM4 = {
+    **ATTENTION,
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_self_attn_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+    "ffn_up": "mlp.gate_up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+MINIMAX = {**ATTENTION, **QK_NORMS, **NORMS_BEFORE, "ffn_gate_inp": "block_sparse_moe.gate"}
 PLAIN_EXPERTS = {part: name.removeprefix("mlp.") for part, name in QWEN_EXPERTS.items()}
 
 ARCHITECTURES = {
@@ -177,6 +176,19 @@ ARCHITECTURES = {
         }
     ),
     "olmo2": Architecture({**ATTENTION, **MLP, **NORMS_AFTER, **QK_NORMS}, biases=frozenset(ATTENTION)),
+    "granite": Architecture(DENSE, biases=LINEARS, paired=True),
+    "seed_oss": Architecture({**ATTENTION, **MLP, **NORMS_OF_HALVES}, biases=LINEARS),
+    "mistral3": Architecture(DENSE, paired=True),
+    "exaone4": Architecture({**ATTENTION, **MLP, **NORMS_AFTER, **QK_NORMS}),
+    "arcee": Architecture(
+        {part: name for part, name in DENSE.items() if part != "ffn_gate"}, biases=LINEARS, paired=True
+    ),
+    "ernie4_5": Architecture(DENSE, biases=LINEARS),
+    "glm4": Architecture(GLM4, biases=QKV),
+    "qwen3vl": Architecture({**DENSE, **QK_NORMS}, biases=frozenset(ATTENTION)),
+    "minimax-m2": Architecture(
+        MINIMAX, MIXTRAL_EXPERTS, others={"exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"}
+    ),
     "smollm3": Architecture(DENSE, biases=LINEARS, paired=True),
     "qwen3next": Architecture(
         {**DELTA_NETS, **SPARSE, "ssm_ba": "linear_attn.in_proj_ba"},

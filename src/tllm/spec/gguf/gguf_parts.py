@@ -13,7 +13,7 @@ MOST = 65536
 
 def rope_keys(keys: GgufKeys, theta: float = 1e4) -> dict[str, Any]:
     """`rope_theta` and `rope_scaling`, over the whole width of a head."""
-    head_dim = _head_dim(keys)
+    head_dim = head_width(keys)
     turned = keys.number("rope.dimension_count", head_dim)
     if turned != head_dim:
         raise ModelError(f"{keys.file.header.file}: rope turns {turned} of a head's {head_dim}, which is not handled")
@@ -22,7 +22,7 @@ def rope_keys(keys: GgufKeys, theta: float = 1e4) -> dict[str, Any]:
 
 def partial_rope_keys(keys: GgufKeys) -> dict[str, Any]:
     """The same over a part of a head."""
-    head_dim = _head_dim(keys)
+    head_dim = head_width(keys)
     turned = keys.count("rope.dimension_count", head_dim, head_dim)
     return {
         "rope_theta": keys.positive("rope.freq_base", 1e4),
@@ -31,7 +31,7 @@ def partial_rope_keys(keys: GgufKeys) -> dict[str, Any]:
     }
 
 
-def _head_dim(keys: GgufKeys) -> int:
+def head_width(keys: GgufKeys) -> int:
     each = keys.number("embedding_length") // keys.count("attention.head_count", MOST)
     return keys.number("attention.key_length", each)
 
@@ -77,6 +77,11 @@ def has_bias(keys: GgufKeys, half: str) -> bool:
     return any(name.startswith(f"blk.0.{half}_") and name.endswith(".bias") for name in keys.file.header.tensors)
 
 
+def biases(keys: GgufKeys) -> dict[str, Any]:
+    """Whether linears have biases, which only the tensors tell."""
+    return {"attention_bias": has_bias(keys, "attn"), "mlp_bias": has_bias(keys, "ffn")}
+
+
 def expert_keys(keys: GgufKeys, renormalised: bool) -> dict[str, Any]:
     """Qwen's experts, which every layer has."""
     check_softmax(keys, renormalised)
@@ -101,10 +106,10 @@ def check_softmax(keys: GgufKeys, renormalised: bool) -> None:
         )
 
 
-def window_keys(keys: GgufKeys, every: int = 6) -> dict[str, Any]:
+def window_keys(keys: GgufKeys, every: int = 6, default: int = 0) -> dict[str, Any]:
     """Which layers have windows: none, every layer but each sixth (`every`), or as the file says (a number, or a truth
-    for each layer)."""
-    layers, window = keys.number("block_count"), keys.number("attention.sliding_window", 0)
+    for each layer). `default`: the width where the file gives none, 0 for no windows."""
+    layers, window = keys.number("block_count"), keys.number("attention.sliding_window", default)
     if not window:
         return {"sliding_window": None, "layer_types": ["full_attention"] * layers}
     windowed = keys.list_of("attention.sliding_window_pattern")

@@ -1,4 +1,4 @@
-"""What llama.cpp's converter makes of models with experts or attention over latents, written from its own formulas.
+"""What llama.cpp's converter makes of families that have something of their own, written from its own formulas.
 
 gpt-oss: gates and ups of all experts in stacks of their own, [experts, outputs, inputs]. deepseek2: `kv_b_proj` in two,
 keys turned; or as older files have it, in one.
@@ -84,6 +84,28 @@ def describe_grouped(writer: gguf.GGUFWriter, config: Any, whole: bool) -> None:
         writer.add_value_length_mla(config.v_head_dim)
     if config.rope_parameters.get("mscale_all_dim"):
         writer.add_rope_scaling_yarn_log_mul(0.1 * config.rope_parameters["mscale_all_dim"])
+
+
+def describe_dense(writer: gguf.GGUFWriter, config: Any) -> None:
+    """Keys of single families, beside what all have."""
+    match config.model_type:
+        case "olmo3" | "exaone4":
+            writer.add_sliding_window(config.sliding_window)
+            writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+        case "granite":
+            writer.add_attention_scale(config.attention_multiplier)
+            writer.add_embedding_scale(config.embedding_multiplier)
+            writer.add_residual_scale(config.residual_multiplier)
+            writer.add_logit_scale(config.logits_scaling)
+        case "ministral3":
+            writer.add_rope_scaling_yarn_log_mul(config.rope_parameters["mscale_all_dim"])
+            writer.add_attn_temperature_scale(config.rope_parameters["llama_4_scaling_beta"])
+        case "minimax_m2":
+            writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+            writer.add_expert_feed_forward_length(config.intermediate_size)
+            writer.add_rope_dimension_count(config.rotary_dim)
+        case "qwen3_vl_text":
+            writer.add_rope_dimension_sections([*config.rope_parameters["mrope_section"], 0])
 
 
 def mlp_kinds(config: Any) -> list[str]:
