@@ -47,6 +47,15 @@ OWN: dict[str, dict[str, Any]] = {
     ),
     "qwen3_5": dict(hidden_size=32, intermediate_size=32, num_hidden_layers=4, layer_types=None),
     "gemma4_moe": dict(hidden_size=32, intermediate_size=32, moe_intermediate_size=32, num_hidden_layers=4),
+    "gpt_oss_moe": dict(hidden_size=32, intermediate_size=32),
+    "glm4_moe": dict(hidden_size=32, intermediate_size=32, moe_intermediate_size=32, num_hidden_layers=2),
+    "deepseek_v3_moe": dict(
+        hidden_size=32, intermediate_size=32, moe_intermediate_size=32, num_hidden_layers=3, attention_bias=False
+    ),
+    "olmo3": dict(hidden_size=32, intermediate_size=32, head_dim=4),
+    "granite": dict(hidden_size=32, intermediate_size=32, head_dim=4),
+    "ministral3": dict(hidden_size=32, intermediate_size=32),
+    "minimax_m2_moe": dict(hidden_size=32, intermediate_size=32),
     "gemma4_e2b": dict(
         hidden_size=32, intermediate_size=32, num_hidden_layers=4, vocab_size_per_layer_input=len(TOKENS)
     ),
@@ -56,6 +65,9 @@ KEYS = (
     "rope.scaling.yarn_beta_fast", "rope.scaling.attn_factor", "rope.scale_linear", "rope.freq_base_swa",
     "expert_weights_norm", "expert_gating_func", "expert_weights_scale", "attention.causal", "attention.sliding_window",
     "attention.sliding_window_pattern", "final_logit_softcapping", "nextn_predict_layers", "full_attention_interval",
+    "expert_group_count", "expert_group_used_count", "leading_dense_block_count", "expert_shared_count",
+    "attention.key_length_mla", "attention.q_lora_rank", "rope.scaling.yarn_log_multiplier",
+    "attention.temperature_scale", "attention.scale", "embedding_scale", "residual_scale", "logit_scale",
     "attention.shared_kv_layers", "embedding_length_per_layer_input", "rope.dimension_sections",
 )  # fmt: skip
 OTHERS = (

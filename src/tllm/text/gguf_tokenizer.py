@@ -36,6 +36,13 @@ GPT4O = (
 )
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 DIGIT = r"\p{N}"
+DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    r"[一-龥぀-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    rf"|{SPACES}",
+)
+"""Numbers by three digits, Chinese and Japanese, and what is left."""
 
 PRE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
@@ -49,6 +56,7 @@ PRE: dict[str, tuple[str, ...]] = {
     ),
     "qwen35": (QWEN35,),
     "seed-coder": (SEED,),
+    "deepseek-v3": DEEPSEEK3,
     "tekken": (TEKKEN,),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), (GPT4O,)),
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4"), (GPT2,)),

@@ -225,6 +225,34 @@ def test_stacked_experts_of_a_gguf_file(tmp_path: Path) -> None:
         assert scored(path, layout, CONFIG) == found, layout
 
 
+WRITTEN = dict(swiglu_limit=7.0, swiglu_alpha=1.702)
+"""What every gpt-oss model has, so that no GGUF file says it."""
+
+
+@pytest.mark.parametrize("up", ["MXFP4", "Q4_0", "F16"])
+def test_gates_and_ups_of_a_gguf_file_become_one_matrix(up: str, tmp_path: Path) -> None:
+    """To the bit under every layout. Of unlike types they are plain numbers, and so is all of an expert; then layouts
+    differ by rounding."""
+
+    def kind(name: str) -> str:
+        return "F32" if "gate_inp" in name else up if "up_exps" in name else "MXFP4" if "_exps" in name else "Q8_0"
+
+    truth = save_model("gpt_oss_moe", tmp_path / "plain", **SIZES, **WRITTEN, vocab_size=128)
+    path = write_gguf(truth, tmp_path / "model.gguf", kind)
+    held, planned = held_bytes(path, read_config(path))
+    assert held == planned
+    found = scored(path, "pp=1", CONFIG)
+    for layout in layouts("gpt_oss_moe"):
+        if up == "MXFP4":
+            assert scored(path, layout, CONFIG) == found, layout
+        else:
+            near = torch.tensor(scored(path, layout, CONFIG)[1][:39]) - torch.tensor(found[1][:39])
+            assert near.abs().median() < 0.03, layout
+    exact = msgspec.structs.replace(CONFIG, dequantize=True, dtype="float64")
+    off = torch.tensor(found[1][:39]) - torch.tensor(scored(path, "pp=1", exact)[1][:39])
+    assert off.abs().median() < 0.03
+
+
 def test_experts_of_gpt_oss_as_they_are_published(tmp_path: Path) -> None:
     """They take the bytes of the files, and answers are near to those of what they stand for.
 

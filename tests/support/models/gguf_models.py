@@ -20,6 +20,15 @@ from gguf.constants import MODEL_ARCH_NAMES, GGMLQuantizationType
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
+from tests.support.models.gguf_parts import (
+    describe_dense,
+    describe_gpt_oss,
+    describe_grouped,
+    is_of_gpt_oss,
+    of_gpt_oss,
+    of_latents,
+)
+
 Array = NDArray[Any]
 Kinds = Callable[[str], str]
 """kinds(name in the file) -> the type to keep a matrix in"""
@@ -34,9 +43,18 @@ ARCHITECTURES = {
     "qwen3_next": "qwen3next",
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
+    "gpt_oss": "gpt-oss",
+    "glm4_moe": "glm4moe",
+    "glm4_moe_lite": "deepseek2",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "minimax_m2": "minimax-m2",
+    "olmo3": "olmo2",
+    "ministral3": "mistral3",
+    "qwen3_vl_text": "qwen3vl",
 }
 """What llama.cpp calls a model_type, where it is another word."""
-PAIRED = ("llama", "smollm3")
+PAIRED = ("llama", "smollm3", "granite", "mistral3", "arcee")
 DELTA_NETS = ("qwen3next", "qwen35", "qwen35moe")
 NORM_OFFSET = ("gemma2", "gemma3", *DELTA_NETS)
 
@@ -58,6 +76,18 @@ class Model(Protocol):
     def config(self) -> Any: ...
 
     def state_dict(self) -> dict[str, torch.Tensor]: ...
+
+
+class TextPart:
+    """That of a model which also sees, by the names of a text model."""
+
+    def __init__(self, model: Model) -> None:
+        self.config, self._model = model.config.text_config, model
+        self.config.tie_word_embeddings = model.config.tie_word_embeddings
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        named = self._model.state_dict().items()
+        return {key.replace("language_model.", ""): x for key, x in named if not key.startswith("model.visual.")}
 
 
 class SavedModel:
@@ -116,24 +146,29 @@ def write_gguf(
     kinds: Kinds = lambda name: "F32",
     metadata: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
     split: int = 0,
+    old: bool = False,
 ) -> Path:
     """Write the model, and give its own parameters the numbers that are then in the file.
 
     `metadata` adds to what is said of the model. `split`: tensors in each file, 0 for all in one.
+    `old`: as files of deepseek2 were before they had keys and values apart.
     """
+    if hasattr(model.config, "text_config"):
+        model = TextPart(model)
     config = model.config
     name = ARCHITECTURES.get(config.model_type, config.model_type)
     if name == "gemma4":  # heads of the layers with a window, where no layer is named
         config.allow_global_per_layer_attribute_access = True
     writer = gguf.GGUFWriter(path, name, split_max_tensors=split)
-    _describe(writer, config, name)
+    _describe(writer, config, name, old)
     metadata(writer)
     dice = np.random.default_rng(0)
-    for title, part, changed in tensors_of(model, name):
-        kind = kinds(title) if part.ndim > 1 and part.numel() > part.shape[-1] else "F32"
-        if part.ndim and part.shape[-1] % gguf.GGML_QUANT_SIZES[_type(kind)][0]:
-            kind = "F16"  # as quantisers do with rows that are no whole number of blocks
+    for title, part, changed in tensors_of(model, name, old):
+        is_matrix = part.ndim > 1 and part.numel() > part.shape[-1] and not title.endswith(".bias")
+        kind = kinds(title) if is_matrix else "F32"
         array = changed(part.detach().numpy())
+        if part.ndim and array.shape[-1] % gguf.GGML_QUANT_SIZES[_type(kind)][0]:
+            kind = "F16"  # as quantisers do with rows that are no whole number of blocks
         raw, kept = _quantized(array, kind, dice)
         writer.add_tensor(title, raw, raw_dtype=_type(kind))
         if changed is _decay:
@@ -147,7 +182,9 @@ def write_gguf(
     return path if not split else path.with_name(f"{path.stem}-00001-of-{len(writer.tensors):05}.gguf")
 
 
-def tensors_of(model: Model, name: str) -> Iterator[tuple[str, torch.Tensor, Callable[[Array], Array]]]:
+def tensors_of(
+    model: Model, name: str, old: bool = False
+) -> Iterator[tuple[str, torch.Tensor, Callable[[Array], Array]]]:
     """(name in the file, view of the model's parameter, how the converter changes it)"""
     config = model.config
     architecture = next(key for key, value in MODEL_ARCH_NAMES.items() if value == name)
@@ -158,6 +195,15 @@ def tensors_of(model: Model, name: str) -> Iterator[tuple[str, torch.Tensor, Cal
         base, _, kind = key.rpartition(".") if key.endswith((".weight", ".bias")) else (key, "", "weight")
         if name in DELTA_NETS and "linear_attn." in key:
             yield from _of_delta_net(key, value, config, name)
+            continue
+        if name == "gpt-oss" and is_of_gpt_oss(key):
+            yield from of_gpt_oss(key, value)
+            continue
+        if base.endswith("kv_b_proj"):
+            yield from of_latents(key, value, config, old)
+            continue
+        if base.endswith("e_score_correction_bias"):
+            yield f"blk.{key.split('.')[2]}.exp_probs_b.bias", value, np.ascontiguousarray
             continue
         if base.endswith(("router.scale", "router.per_expert_scale")):
             part = "ffn_gate_inp" if base.endswith("r.scale") else "ffn_down_exps"
@@ -272,7 +318,7 @@ def _type(kind: str) -> GGMLQuantizationType:
     return GGMLQuantizationType[kind]
 
 
-def _describe(writer: gguf.GGUFWriter, config: Any, name: str) -> None:
+def _describe(writer: gguf.GGUFWriter, config: Any, name: str, old: bool) -> None:
     """The keys that the converter writes for these architectures."""
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -305,6 +351,9 @@ def _describe(writer: gguf.GGUFWriter, config: Any, name: str) -> None:
         writer.add_rope_scaling_factor(far["factor"])
         if far["rope_type"] == "yarn":
             writer.add_rope_scaling_orig_ctx_len(far["original_max_position_embeddings"])
+            for key in ("beta_fast", "beta_slow", "attn_factor"):
+                if far.get(key) is not None:
+                    getattr(writer, f"add_rope_scaling_yarn_{key}")(far[key])
     if name.startswith("gemma") or name == "phi3":
         writer.add_sliding_window(config.sliding_window or 0)
     if name == "gemma2":
@@ -321,11 +370,17 @@ def _describe(writer: gguf.GGUFWriter, config: Any, name: str) -> None:
             writer.add_rope_dimension_sections([11, 11, 10, 0])
     if name == "gemma4":
         _describe_gemma4(writer, config)
-    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    if name == "gpt-oss":
+        describe_gpt_oss(writer, config)
+    describe_dense(writer, config)
+    if name in ("glm4moe", "deepseek2"):
+        describe_grouped(writer, config, old)
+    counts = ("num_local_experts", "num_experts", "n_routed_experts")
+    experts = next((count for key in counts if (count := getattr(config, key, None))), None)
     if experts:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(getattr(config, "num_experts_per_tok", None) or config.top_k_experts)
-        if name != "llama":
+        if name not in ("llama", "gpt-oss", "minimax-m2"):
             writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         if name in ("qwen2moe", "qwen3next", "qwen35moe"):
             writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)

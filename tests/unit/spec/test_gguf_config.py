@@ -144,6 +144,103 @@ NETS: tuple[Change, ...] = (
 )
 
 
+GPT_OSS: tuple[Change, ...] = (
+    lambda w: w.add_expert_count(4) or w.add_expert_used_count(2) or w.add_expert_feed_forward_length(32),
+    lambda w: w.add_sliding_window(7),
+)
+YARN: Change = lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN) or w.add_rope_scaling_factor(4.0)  # noqa: E731
+
+
+def test_windows_of_gpt_oss(tmp_path: Path) -> None:
+    found = config(tmp_path, *GPT_OSS, YARN, architecture="gpt-oss")
+    assert found["layer_types"] == ["sliding_attention", "full_attention"]
+    assert found["rope_scaling"]["truncate"] is False
+
+
+GROUPED: tuple[Change, ...] = (
+    lambda w: w.add_expert_count(4) or w.add_expert_used_count(2) or w.add_expert_feed_forward_length(32),
+    lambda w: w.add_expert_weights_scale(2.5) or w.add_expert_weights_norm(True) or w.add_leading_dense_block_count(1),
+)
+LATENT: tuple[Change, ...] = (
+    lambda w: w.add_key_length(40) or w.add_value_length(32) or w.add_key_length_mla(24) or w.add_value_length_mla(12),
+    lambda w: w.add_kv_lora_rank(32) or w.add_rope_dimension_count(8),
+)
+
+
+def test_experts_of_glm4moe(tmp_path: Path) -> None:
+    more: Change = lambda w: w.add_expert_shared_count(1) or w.add_rope_dimension_count(8)  # noqa: E731
+    found = config(tmp_path, *GROUPED, more, lambda w: w.add_nextn_predict_layers(1), architecture="glm4moe")
+    assert (found["num_hidden_layers"], found["first_k_dense_replace"], found["n_shared_experts"]) == (1, 1, 1)
+    assert (found["routed_scaling_factor"], found["norm_topk_prob"], found["n_group"]) == (2.5, True, 1)
+    assert found["partial_rotary_factor"] == 0.5 and found["use_qk_norm"] is False
+    known = config(tmp_path, *GROUPED, vector("blk.0.attn_q_norm.weight", 1.0), architecture="glm4moe")
+    assert known["use_qk_norm"] is True
+
+
+def test_latents_of_deepseek2(tmp_path: Path) -> None:
+    sigmoid: Change = lambda w: w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)  # noqa: E731
+    found = config(tmp_path, *GROUPED, *LATENT, sigmoid, architecture="deepseek2")
+    assert (found["model_type"], found["q_lora_rank"], found["kv_lora_rank"]) == ("deepseek_v3", None, 32)
+    assert (found["qk_rope_head_dim"], found["qk_nope_head_dim"], found["v_head_dim"]) == (8, 16, 12)
+    old: Change = lambda w: w.add_key_length(24) or w.add_value_length(12)  # noqa: E731
+    assert config(tmp_path, *GROUPED, old, LATENT[1], sigmoid, architecture="deepseek2") == found
+
+
+def test_groups_of_deepseek2_by_softmax(tmp_path: Path) -> None:
+    plain: Change = lambda w: w.add_expert_weights_norm(False)  # noqa: E731
+    groups: Change = lambda w: w.add_expert_group_count(2) or w.add_expert_group_used_count(1)  # noqa: E731
+    found = config(tmp_path, *GROUPED, *LATENT, plain, architecture="deepseek2")
+    assert (found["model_type"], found["topk_method"]) == ("deepseek_v2", "greedy")
+    found = config(tmp_path, *GROUPED, *LATENT, plain, groups, architecture="deepseek2")
+    assert (found["topk_method"], found["n_group"], found["topk_group"]) == ("group_limited_greedy", 2, 1)
+
+
+def test_olmo_3_is_an_olmo2_with_windows(tmp_path: Path) -> None:
+    assert config(tmp_path, YARN, architecture="olmo2")["model_type"] == "olmo2"
+    found = config(tmp_path, YARN, lambda w: w.add_sliding_window(7), architecture="olmo2")
+    near, far = (found["rope_parameters"][kind] for kind in ("sliding_attention", "full_attention"))
+    assert (found["model_type"], near["rope_type"], far["rope_type"]) == ("olmo3", "default", "yarn")
+    assert found["layer_types"] == ["sliding_attention"] * 2, "every fourth layer sees all"
+
+
+def test_multipliers_of_granite(tmp_path: Path) -> None:
+    names = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
+    plain = config(tmp_path, lambda w: w.add_logit_scale(8.0), architecture="granite")
+    assert [plain[name] for name in names] == [0.25, 1.0, 1.0, 8.0]
+    more: Change = lambda w: w.add_attention_scale(0.1) or w.add_embedding_scale(12.0) or w.add_residual_scale(0.2)  # noqa: E731
+    found = config(tmp_path, more, lambda w: w.add_logit_scale(8.0), architecture="granite")
+    assert [found[name] for name in names] == [0.1, 12.0, 0.2, 8.0]
+
+
+def test_biases_of_seed_oss(tmp_path: Path) -> None:
+    found = config(tmp_path, vector("blk.0.attn_q.bias", 1.0), architecture="seed_oss")
+    assert (found["attention_bias"], found["attention_out_bias"], found["mlp_bias"]) == (True, False, False)
+
+
+def test_a_mistral3_is_a_ministral3_where_its_queries_grow(tmp_path: Path) -> None:
+    small = config(tmp_path, architecture="mistral3")
+    assert (small["model_type"], spec_from_config(small).layers[0].window) == ("mistral", None)
+    beta: Change = lambda w: w.add_attn_temperature_scale(0.1) or w.add_rope_scaling_yarn_log_mul(1.0)  # noqa: E731
+    found = config(tmp_path, YARN, beta, architecture="mistral3")
+    rope = spec_from_config(found).layers[0].rope
+    assert found["model_type"] == "ministral3" and rope is not None
+    assert (rope.query_scale_beta, rope.original, rope.attention_factor) == (0.1, 512, 1.0)
+
+
+def test_windows_of_exaone4(tmp_path: Path) -> None:
+    small = spec_from_config(config(tmp_path, architecture="exaone4"))
+    assert [layer.window for layer in small.layers] == [None, None] and small.layers[1].rope is not None
+    large = config(tmp_path, lambda w: w.add_block_count(64), architecture="exaone4", block_count=True)
+    assert [layer.window for layer in spec_from_config(large).layers[:4]] == [4096, 4096, 4096, None]
+    assert spec_from_config(large).layers[3].rope is None
+
+
+def test_parts_of_a_head_that_turn(tmp_path: Path) -> None:
+    half: Change = lambda w: w.add_rope_dimension_count(8)  # noqa: E731
+    assert config(tmp_path, half, architecture="glm4")["partial_rotary_factor"] == 0.5
+    assert config(tmp_path, *GPT_OSS[:1], half, architecture="minimax-m2")["rotary_dim"] == 8
+
+
 def test_layers_of_gemma4(tmp_path: Path) -> None:
     kv: Change = lambda w: w.add_head_count_kv([2, 1])  # noqa: E731
     found = config(tmp_path, *GEMMA4, kv, architecture="gemma4")
@@ -255,6 +352,50 @@ REFUSED: dict[str, tuple[dict[str, Any], list[Change], str]] = {
         {"architecture": "qwen35"},
         [*NETS, lambda w: w.add_nextn_predict_layers(2)],
         r"all of its layers \(2\) predict",
+    ),
+    "no latents": ({"architecture": "deepseek2"}, [*GROUPED, LATENT[0]], r"has no deepseek2\.rope\.dimension_count"),
+    "all of a head turns": (
+        {"architecture": "deepseek2"},
+        [*GROUPED, *LATENT, lambda w: w.add_rope_dimension_count(24)],
+        "dimension_count=24, and 1 to 23 are possible",
+    ),
+    "YaRN of another kind": (
+        {"architecture": "deepseek2"},
+        [*GROUPED, *LATENT, YARN],
+        "of type 'yarn' and yarn_log_multiplier None are not handled",
+    ),
+    "queries that grow": (
+        {"architecture": "deepseek2"},
+        [*GROUPED, *LATENT, lambda w: w.add_attn_temperature_scale(0.1)],
+        r"key 'deepseek2\.attention\.temperature_scale' \(0\.1",
+    ),
+    "no experts": ({"architecture": "glm4moe"}, [], r"has no glm4moe\.expert_count"),
+    "granite without rope": (
+        {"architecture": "granite"},
+        [lambda w: w.add_logit_scale(8.0) or w.add_rope_scaling_finetuned(False)],
+        "a granite model without rope is not handled",
+    ),
+    "granite without a scale": ({"architecture": "granite"}, [], r"granite\.logit_scale=None is not a number above 0"),
+    "queries that grow without YaRN": (
+        {"architecture": "mistral3"},
+        [lambda w: w.add_attn_temperature_scale(0.1)],
+        "queries grow with their position, and there is no YaRN",
+    ),
+    "scaled experts": (
+        {"architecture": "minimax-m2"},
+        [*GPT_OSS[:1], lambda w: w.add_expert_weights_scale(2.0)],
+        "weighted by function 2 and scale 2.0 are not handled for minimax-m2",
+    ),
+    "no YaRN": ({"architecture": "gpt-oss"}, [*GPT_OSS], "a gpt-oss model has YaRN and one rope.freq_base"),
+    "another base": (
+        {"architecture": "gpt-oss"},
+        [*GPT_OSS, YARN, lambda w: w.add_rope_freq_base_swa(5e4)],
+        "a gpt-oss model has YaRN and one rope.freq_base",
+    ),
+    "another gating": (
+        {"architecture": "gpt-oss"},
+        [*GPT_OSS, YARN, lambda w: w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)],
+        "experts weighted by function 2",
     ),
     "eps": ({"layer_norm_rms_eps": True}, [lambda w: w.add_layer_norm_rms_eps(-1.0)], "not a number above 0"),
 }

@@ -100,7 +100,7 @@ def byte_level_of(splits: tuple[str, ...]) -> tokenizers.Tokenizer:
 IN_TRANSFORMERS = ("llama-bpe", "qwen2", "qwen35", "tekken", "gpt-4o", "gpt-2")
 
 
-@pytest.mark.parametrize("pre", [*IN_TRANSFORMERS, "smollm", "seed-coder"])
+@pytest.mark.parametrize("pre", [*IN_TRANSFORMERS, "smollm", "seed-coder", "deepseek-v3"])
 def test_byte_level(pre: str, tmp_path: Path) -> None:
     made = byte_level_of(PRE[pre])
     tokens, merges, kinds = parts_of(made)
@@ -122,11 +122,11 @@ def test_byte_level(pre: str, tmp_path: Path) -> None:
 def test_one_kind_of_split_is_not_like_another() -> None:
     """A mutation: the page tells the ways to split apart."""
     seen = set()
-    for pre in ("llama-bpe", "qwen2", "qwen35", "tekken", "gpt-4o", "gpt-2", "smollm", "seed-coder"):
+    for pre in ("llama-bpe", "qwen2", "qwen35", "tekken", "gpt-4o", "gpt-2", "smollm", "seed-coder", "deepseek-v3"):
         made = byte_level_of(PRE[pre])
         words = made.pre_tokenizer.pre_tokenize_str(PAGE + "日本２ 1½ ä́ x!\n\n a's A'S")
         seen.add(tuple(word for word, _ in words))
-    assert len(seen) == 8
+    assert len(seen) == 9
 
 
 def test_whole_words_come_before_merges(tmp_path: Path) -> None:

@@ -15,14 +15,29 @@ from tllm.core.gguf_files import GgufFile
 from tllm.core.gguf_vocabulary import stop_ids, token_id
 from tllm.spec.gguf.gguf_codings import TYPES
 from tllm.spec.gguf.gguf_delta_nets import qwen3next, qwen35, qwen35moe
+from tllm.spec.gguf.gguf_dense import (
+    arcee,
+    ernie4_5,
+    exaone4,
+    glm4,
+    granite,
+    mistral3,
+    olmo2,
+    qwen3vl,
+    seed_oss,
+    smollm3,
+)
+from tllm.spec.gguf.gguf_experts import deepseek2, glm4moe, gpt_oss, minimax_m2
 from tllm.spec.gguf.gguf_gemma4 import UNLIKE, gemma4
 from tllm.spec.gguf.gguf_keys import GgufKeys
 from tllm.spec.gguf.gguf_names import ARCHITECTURES as NAMES
-from tllm.spec.gguf.gguf_names import parse_name
-from tllm.spec.gguf.gguf_parts import MOST, check_softmax, expert_keys, has_bias, rope_keys, window_keys
+from tllm.spec.gguf.gguf_names import parse_name, types_by_turns
+from tllm.spec.gguf.gguf_parts import MOST, biases, check_softmax, expert_keys, has_bias, rope_keys, window_keys
 
 PLAIN = frozenset({"F32", "F16", "BF16", "F64"})
 """Types of plain numbers."""
+OVER_LATENTS = ("deepseek2",)
+"""Architectures whose keys and values are latents, which have widths of their own."""
 LAST_GEMMA2, LAST_GEMMA3 = 46, 62
 """Layers of the largest Gemma 2 and 3, whose scores are scaled by width / heads; in the others by the head's width."""
 
@@ -50,7 +65,7 @@ def _shared(keys: GgufKeys) -> dict[str, Any]:
     head_dim = keys.number("attention.key_length", hidden // heads)
     if not hidden or not head_dim or head_dim % 2:
         raise ModelError(f"{keys.file.header.file} gives a width of {hidden} and heads of {head_dim}")
-    if keys.number("attention.value_length", head_dim) != head_dim:
+    if keys.number("attention.value_length", head_dim) != head_dim and keys.architecture not in OVER_LATENTS:
         raise ModelError(f"{keys.file.header.file}: values are as wide as keys ({head_dim}) in what is handled")
     if keys.get("attention.causal", True) is not True:
         raise ModelError(f"{keys.file.header.file}: attention is not causal", "only causal language models are served")
@@ -80,7 +95,7 @@ def _types(keys: GgufKeys, layers: int) -> dict[str, str]:
         name = parse_name(tensor.name, NAMES[keys.architecture], layers)
         if name is not None and tensor.type.name not in PLAIN:
             found |= {weight.removesuffix(".weight"): tensor.type.name for weight in name.weights}
-    return found
+    return types_by_turns(found) if NAMES[keys.architecture].by_turns else found
 
 
 def _dtype(keys: GgufKeys) -> str:
@@ -92,15 +107,10 @@ def _dtype(keys: GgufKeys) -> str:
     return "float32" if kinds == {"F32"} else "bfloat16"
 
 
-def _biases(keys: GgufKeys) -> dict[str, Any]:
-    """Whether linears have biases, which only the tensors tell."""
-    return {"attention_bias": has_bias(keys, "attn"), "mlp_bias": has_bias(keys, "ffn")}
-
-
 def _llama(keys: GgufKeys) -> dict[str, Any]:
     """llama, mistral and mixtral: the files call them all llama."""
     if not keys.number("expert_count", 0):
-        return {**rope_keys(keys), **_biases(keys)}
+        return {**rope_keys(keys), **biases(keys)}
     experts = keys.count("expert_count", MOST)
     check_softmax(keys, renormalised=True)
     return {
@@ -191,14 +201,6 @@ def _phi3(keys: GgufKeys) -> dict[str, Any]:
     }
 
 
-def _olmo2(keys: GgufKeys) -> dict[str, Any]:
-    return {**rope_keys(keys), "attention_bias": has_bias(keys, "attn")}
-
-
-def _smollm3(keys: GgufKeys) -> dict[str, Any]:
-    return {**rope_keys(keys), **_biases(keys)}
-
-
 ARCHITECTURES: dict[str, Callable[[GgufKeys], dict[str, Any]]] = {
     "llama": _llama,
     "qwen2": _qwen2,
@@ -208,11 +210,23 @@ ARCHITECTURES: dict[str, Callable[[GgufKeys], dict[str, Any]]] = {
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "phi3": _phi3,
-    "olmo2": _olmo2,
-    "smollm3": _smollm3,
+    "olmo2": olmo2,
+    "smollm3": smollm3,
+    "granite": granite,
+    "seed_oss": seed_oss,
+    "mistral3": mistral3,
+    "exaone4": exaone4,
+    "arcee": arcee,
+    "ernie4_5": ernie4_5,
+    "glm4": glm4,
+    "qwen3vl": qwen3vl,
+    "minimax-m2": minimax_m2,
     "qwen3next": qwen3next,
     "qwen35": qwen35,
     "qwen35moe": qwen35moe,
     "gemma4": gemma4,
+    "gpt-oss": gpt_oss,
+    "glm4moe": glm4moe,
+    "deepseek2": deepseek2,
 }
 """What each `general.architecture` says, beside what all say."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from tllm.core.errors import ModelError
 from tllm.spec.gguf.gguf_keys import GgufKeys
-from tllm.spec.gguf.gguf_parts import MOST, expert_keys, has_bias, rope_scaling
+from tllm.spec.gguf.gguf_parts import MOST, expert_keys, has_bias, own_layers, partial_rope_keys
 
 
 def qwen3next(keys: GgufKeys) -> dict[str, Any]:
@@ -45,29 +45,19 @@ def _shared_expert(keys: GgufKeys) -> dict[str, Any]:
 
 
 def _with_delta_nets(keys: GgufKeys) -> dict[str, Any]:
-    """Sizes of the delta nets, which layers have them, and rope over a part of a head.
-
-    `block_count` counts layers that predict further tokens too, which are left unread.
-    """
+    """Sizes of the delta nets, which layers have them, and rope over a part of a head."""
     keys.ignore("rope.dimension_sections")  # of which text uses one position
-    predicting = keys.number("nextn_predict_layers", 0)
-    layers = keys.count("block_count", len(keys.file.header.tensors)) - predicting
-    if layers < 1:
-        raise ModelError(f"{keys.file.header.file}: all of its layers ({predicting}) predict further tokens")
     values, inner = keys.count("ssm.time_step_rank", MOST), keys.number("ssm.inner_size")
     if not inner or inner % values:
         raise ModelError(f"{keys.file.header.file}: ssm.inner_size={inner} is not made of {values} heads")
-    head_dim = keys.number("attention.key_length")
     return {
-        "num_hidden_layers": layers,
+        "num_hidden_layers": own_layers(keys),
         "linear_num_key_heads": keys.count("ssm.group_count", values),
         "linear_num_value_heads": values,
         "linear_key_head_dim": keys.count("ssm.state_size", MOST),
         "linear_value_head_dim": inner // values,
         "linear_conv_kernel_dim": keys.count("ssm.conv_kernel", MOST),
         "full_attention_interval": keys.count("full_attention_interval", MOST, 4),
-        "rope_theta": keys.positive("rope.freq_base", 1e4),
-        "rope_scaling": rope_scaling(keys),
-        "partial_rotary_factor": keys.number("rope.dimension_count", head_dim) / head_dim,
+        **partial_rope_keys(keys),
         "attention_bias": has_bias(keys, "attn"),
     }

@@ -20,6 +20,7 @@ ATTENTION = {
 MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 NORMS_BEFORE = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+NORMS_OF_HALVES = {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
 NORMS_AFTER = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 NORMS_AROUND = {**NORMS_AFTER, "attn_norm": "input_layernorm", "ffn_norm": "pre_feedforward_layernorm"}
 SHARED_EXPERT = {
@@ -27,6 +28,11 @@ SHARED_EXPERT = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+}
+SHARED_EXPERTS = {
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
 MIXTRAL_EXPERTS = {
     "ffn_gate": "block_sparse_moe.experts.{}.w1",
@@ -58,6 +64,7 @@ class Architecture:
     - `norm_offset`: whether norms hold 1 + weight, but for `plain_norms`.
     - `ends`: what is of no layer.
     - `others`: of a layer, names with their ends that are no `.weight` or `.bias` of the model's.
+    - `by_turns`: whether gates and ups of experts, apart in files, are rows by turns of one matrix in the model.
     """
 
     parts: Mapping[str, str]
@@ -68,6 +75,7 @@ class Architecture:
     plain_norms: frozenset[str] = frozenset()
     ends: Mapping[str, str] = field(default_factory=lambda: ENDS)
     others: Mapping[str, str] = field(default_factory=dict)
+    by_turns: bool = False
 
 
 LINEARS = frozenset({*ATTENTION, *MLP})
@@ -77,8 +85,7 @@ QWEN_MOE = {**ATTENTION, **NORMS_BEFORE, "ffn_gate_inp": "mlp.gate"}
 DELTA_NETS = {
     **ATTENTION,
     **QK_NORMS,
-    "attn_norm": "input_layernorm",
-    "post_attention_norm": "post_attention_layernorm",
+    **NORMS_OF_HALVES,
     "attn_qkv": "linear_attn.in_proj_qkv",
     "attn_gate": "linear_attn.in_proj_z",
     "ssm_conv1d": "linear_attn.conv1d",
@@ -112,6 +119,41 @@ GEMMA4_OTHERS = {
     "ffn_gate_inp.scale": "router.scale",
     "ffn_down_exps.scale": "router.per_expert_scale",
 }
+GPT_OSS = {**ATTENTION, **NORMS_OF_HALVES, "ffn_gate_inp": "mlp.router"}
+GPT_OSS_OTHERS = {
+    "attn_sinks.weight": "self_attn.sinks",
+    "ffn_gate_exps.bias": "mlp.experts.gate_proj_bias",
+    "ffn_up_exps.bias": "mlp.experts.up_proj_bias",
+    "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
+}
+CORRECTED = {**MLP, **SHARED_EXPERTS, "ffn_gate_inp": "mlp.gate"}
+CORRECTION = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
+GLM4_MOE = {**ATTENTION, **QK_NORMS, **CORRECTED, **NORMS_OF_HALVES}
+LATENTS = {
+    "attn_q": "self_attn.q_proj",
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj",
+    "attn_v_b": "self_attn.v_b_proj",
+    "attn_output": "self_attn.o_proj",
+}
+"""Old files have `attn_kv_b`, as the model has it; the others its rows for keys, turned, and those for values."""
+OF_HEADS = frozenset({"attn_k_b", "attn_v_b"})
+"""Parts with a matrix of each head."""
+GLM4 = {
+    **ATTENTION,
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_self_attn_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+    "ffn_up": "mlp.gate_up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+MINIMAX = {**ATTENTION, **QK_NORMS, **NORMS_BEFORE, "ffn_gate_inp": "block_sparse_moe.gate"}
 PLAIN_EXPERTS = {part: name.removeprefix("mlp.") for part, name in QWEN_EXPERTS.items()}
 
 ARCHITECTURES = {
@@ -134,6 +176,19 @@ ARCHITECTURES = {
         }
     ),
     "olmo2": Architecture({**ATTENTION, **MLP, **NORMS_AFTER, **QK_NORMS}, biases=frozenset(ATTENTION)),
+    "granite": Architecture(DENSE, biases=LINEARS, paired=True),
+    "seed_oss": Architecture({**ATTENTION, **MLP, **NORMS_OF_HALVES}, biases=LINEARS),
+    "mistral3": Architecture(DENSE, paired=True),
+    "exaone4": Architecture({**ATTENTION, **MLP, **NORMS_AFTER, **QK_NORMS}),
+    "arcee": Architecture(
+        {part: name for part, name in DENSE.items() if part != "ffn_gate"}, biases=LINEARS, paired=True
+    ),
+    "ernie4_5": Architecture(DENSE, biases=LINEARS),
+    "glm4": Architecture(GLM4, biases=QKV),
+    "qwen3vl": Architecture({**DENSE, **QK_NORMS}, biases=frozenset(ATTENTION)),
+    "minimax-m2": Architecture(
+        MINIMAX, MIXTRAL_EXPERTS, others={"exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"}
+    ),
     "smollm3": Architecture(DENSE, biases=LINEARS, paired=True),
     "qwen3next": Architecture(
         {**DELTA_NETS, **SPARSE, "ssm_ba": "linear_attn.in_proj_ba"},
@@ -158,6 +213,15 @@ ARCHITECTURES = {
         plain_norms=frozenset({"ssm_norm"}),
         others=DELTA_OTHERS,
     ),
+    "gpt-oss": Architecture(
+        GPT_OSS,
+        QWEN_EXPERTS,
+        biases=frozenset({*ATTENTION, "ffn_gate_inp"}),
+        others=GPT_OSS_OTHERS,
+        by_turns=True,
+    ),
+    "glm4moe": Architecture(GLM4_MOE, QWEN_EXPERTS, biases=frozenset(ATTENTION), others=CORRECTION),
+    "deepseek2": Architecture({**LATENTS, **CORRECTED, **NORMS_BEFORE}, QWEN_EXPERTS, others=CORRECTION),
     "gemma4": Architecture(GEMMA4, PLAIN_EXPERTS, biases=frozenset(ATTENTION), ends=GEMMA4_ENDS, others=GEMMA4_OTHERS),
 }
 
@@ -173,6 +237,20 @@ class GgufName:
     part: str
     is_stack: bool = False
     is_other: bool = False
+
+
+def types_by_turns(types: Mapping[str, str]) -> dict[str, str]:
+    """The types of modules, where a gate and its up are one matrix: in blocks if both are, and the expert's down too.
+
+    An expert is used as a whole, in few bits or in plain numbers.
+    """
+    found = dict(types)
+    for gate in [module for module in types if module.endswith(".experts.{}.gate_proj")]:
+        expert = gate.removesuffix(".gate_proj")
+        kinds = [found.pop(f"{expert}.{part}_proj", "") for part in ("gate", "up", "down")]
+        if kinds[0] == kinds[1] and kinds[2]:
+            found |= {f"{expert}.gate_up_proj": kinds[0], f"{expert}.down_proj": kinds[2]}
+    return found
 
 
 def parse_name(name: str, architecture: Architecture, layers: int) -> GgufName | None:
@@ -191,7 +269,7 @@ def parse_name(name: str, architecture: Architecture, layers: int) -> GgufName |
         known = part in architecture.ends and match["expert"] is None
         return GgufName((f"{architecture.ends[part]}.{kind}",), part) if known else None
     if match["expert"] is not None:
-        weight = experts.get(part)
+        weight = None if architecture.by_turns else experts.get(part)
         return GgufName((f"{prefix}.{weight.format(match['expert'])}.{kind}",), part) if weight else None
     if part.endswith("_exps"):
         parts = ("ffn_gate", "ffn_up") if part == "ffn_gate_up_exps" else (part.removesuffix("_exps"),)

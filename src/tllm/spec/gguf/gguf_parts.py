@@ -13,13 +13,36 @@ MOST = 65536
 
 def rope_keys(keys: GgufKeys, theta: float = 1e4) -> dict[str, Any]:
     """`rope_theta` and `rope_scaling`, over the whole width of a head."""
-    head_dim = keys.number(
-        "attention.key_length", keys.number("embedding_length") // keys.number("attention.head_count")
-    )
+    head_dim = head_width(keys)
     turned = keys.number("rope.dimension_count", head_dim)
     if turned != head_dim:
         raise ModelError(f"{keys.file.header.file}: rope turns {turned} of a head's {head_dim}, which is not handled")
     return {"rope_theta": keys.positive("rope.freq_base", theta), "rope_scaling": rope_scaling(keys)}
+
+
+def partial_rope_keys(keys: GgufKeys) -> dict[str, Any]:
+    """The same over a part of a head."""
+    head_dim = head_width(keys)
+    turned = keys.count("rope.dimension_count", head_dim, head_dim)
+    return {
+        "rope_theta": keys.positive("rope.freq_base", 1e4),
+        "rope_scaling": rope_scaling(keys),
+        "partial_rotary_factor": turned / head_dim,
+    }
+
+
+def head_width(keys: GgufKeys) -> int:
+    each = keys.number("embedding_length") // keys.count("attention.head_count", MOST)
+    return keys.number("attention.key_length", each)
+
+
+def own_layers(keys: GgufKeys) -> int:
+    """Layers of the model. `block_count` counts those that predict further tokens too, which are left unread."""
+    predicting = keys.number("nextn_predict_layers", 0)
+    layers = keys.count("block_count", len(keys.file.header.tensors)) - predicting
+    if layers < 1:
+        raise ModelError(f"{keys.file.header.file}: all of its layers ({predicting}) predict further tokens")
+    return layers
 
 
 def rope_scaling(keys: GgufKeys) -> dict[str, Any] | None:
@@ -40,6 +63,7 @@ def rope_scaling(keys: GgufKeys) -> dict[str, Any] | None:
             "original_max_position_embeddings": original,
             "beta_fast": keys.optional("rope.scaling.yarn_beta_fast"),
             "beta_slow": keys.optional("rope.scaling.yarn_beta_slow"),
+            "attention_factor": keys.optional("rope.scaling.yarn_attn_factor"),
         }
     if kind != "none":
         raise ModelError(
@@ -51,6 +75,11 @@ def rope_scaling(keys: GgufKeys) -> dict[str, Any] | None:
 def has_bias(keys: GgufKeys, half: str) -> bool:
     """Whether any linear of the attention or the MLP has a bias: the model then asks for all that belong to it."""
     return any(name.startswith(f"blk.0.{half}_") and name.endswith(".bias") for name in keys.file.header.tensors)
+
+
+def biases(keys: GgufKeys) -> dict[str, Any]:
+    """Whether linears have biases, which only the tensors tell."""
+    return {"attention_bias": has_bias(keys, "attn"), "mlp_bias": has_bias(keys, "ffn")}
 
 
 def expert_keys(keys: GgufKeys, renormalised: bool) -> dict[str, Any]:
@@ -77,15 +106,15 @@ def check_softmax(keys: GgufKeys, renormalised: bool) -> None:
         )
 
 
-def window_keys(keys: GgufKeys) -> dict[str, Any]:
-    """Which layers have windows: none, every layer but each sixth, or as the file says (a number, or a truth for
-    each layer)."""
-    layers, window = keys.number("block_count"), keys.number("attention.sliding_window", 0)
+def window_keys(keys: GgufKeys, every: int = 6, default: int = 0) -> dict[str, Any]:
+    """Which layers have windows: none, every layer but each sixth (`every`), or as the file says (a number, or a truth
+    for each layer). `default`: the width where the file gives none, 0 for no windows."""
+    layers, window = keys.number("block_count"), keys.number("attention.sliding_window", default)
     if not window:
         return {"sliding_window": None, "layer_types": ["full_attention"] * layers}
     windowed = keys.list_of("attention.sliding_window_pattern")
     if not windowed:
-        pattern = keys.count("attention.sliding_window_pattern", MOST, 6)
-        return {"sliding_window": window, "sliding_window_pattern": pattern}
+        pattern = keys.count("attention.sliding_window_pattern", MOST, every)
+        windowed = [bool((i + 1) % pattern) for i in range(layers)]
     types = ["sliding_attention" if each else "full_attention" for each in windowed]
     return {"sliding_window": window, "layer_types": types}

@@ -14,10 +14,11 @@ from tllm.core.errors import ModelError, WeightsError
 from tllm.core.gguf_files import gguf_files, read_gguf
 from tllm.core.gguf_header import GgufArray, GgufHeader, GgufTensor
 from tllm.quantization.blocks import Blocks, Scheme
-from tllm.spec.gguf.gguf_names import ARCHITECTURES, FREQUENCIES, Architecture, GgufName, parse_name
+from tllm.spec.gguf.gguf_names import ARCHITECTURES, FREQUENCIES, OF_HEADS, Architecture, GgufName, parse_name
 from tllm.weights.boxes import Box, Shape
 from tllm.weights.byte_source import ByteSource
 from tllm.weights.formats.gguf_blocks import SCHEMES, blocks_of
+from tllm.weights.formats.gguf_joined import experts_by_turns, heads_joined
 from tllm.weights.safetensors_header import TensorEntry
 from tllm.weights.safetensors_index import Index
 
@@ -121,7 +122,8 @@ def gguf_index(source: ByteSource) -> Index:
             if weight in stored:
                 raise WeightsError(f"{tensor.file}: {tensor.name!r} and {stored[weight].plane!r} are both {weight}")
             stored[weight] = how
-    return Index(entries, stored)
+    join = experts_by_turns if ARCHITECTURES[name].by_turns else heads_joined
+    return Index(entries, join(stored, header.file))
 
 
 def _entry(tensor: GgufTensor) -> TensorEntry:
@@ -190,10 +192,11 @@ def _is_row(tensor: GgufTensor, found: GgufName) -> bool:
 
 
 def _check_shape(tensor: GgufTensor, found: GgufName, is_norm: bool) -> None:
-    """Vectors are plain numbers, matrices have two dims, and stacks of matrices three."""
+    """Vectors are plain numbers, matrices have two dims, and what experts or heads have is stacked."""
     shape = tensor.shape
     is_vector = is_norm or found.is_other or _is_row(tensor, found) or tensor.name.endswith(".bias")
-    dims = (1 if is_vector else 2) + found.is_stack
+    is_stack = found.is_stack or tensor.name.endswith("_exps.bias") or found.part in OF_HEADS
+    dims = (1 if is_vector else 2) + is_stack
     if len(shape) != dims or shape[found.is_stack] % len(found.weights):
         raise WeightsError(f"{tensor.file}: tensor {tensor.name!r} has shape {shape}, which it cannot have")
     if is_vector and tensor.type.name not in NUMBERS:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from tllm.core.errors import WeightsError
 from tllm.core.gguf_files import gguf_files
+from tllm.quantization.blocks import Blocks, dequantize
+from tllm.quantization.stored_tensor import Box, StoredTensor
 from tllm.spec.quantized.quantization_config import read_quantization
-from tllm.spec.quantized.weight_bits import Quantization
+from tllm.spec.quantized.weight_bits import Quantization, has_products
 from tllm.weights.byte_source import ByteSource
 from tllm.weights.formats.awq import read_awq
 from tllm.weights.formats.compressed_tensors import read_compressed_tensors
-from tllm.weights.formats.dequantized_tensor import readable
 from tllm.weights.formats.fp8 import read_fp8
 from tllm.weights.formats.gguf_index import gguf_index
 from tllm.weights.formats.gptq import read_gptq
@@ -67,3 +71,34 @@ def _check_read(index: Index, name: str, entry: TensorEntry) -> None:
             f"{entry.file}: weight {name!r} is in {str(entry.dtype).removeprefix('torch.')} and nothing says its scale",
             "does config.json belong to these weights? It needs a quantization_config",
         )
+
+
+@dataclass(frozen=True)
+class DequantizedTensor:
+    """A weight in groups that no product reads: it is decoded to plain numbers."""
+
+    stored: StoredTensor
+
+    scheme = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape
+
+    def aligned(self, box: Box) -> Box:
+        return self.stored.aligned(box)
+
+    def plane_boxes(self, box: Box) -> dict[str, Box]:
+        return self.stored.plane_boxes(box)
+
+    def decode(self, box: Box, planes: Mapping[str, Tensor]) -> Tensor:
+        found = self.stored.decode(box, planes)
+        return dequantize(found) if isinstance(found, Blocks) else found
+
+
+def readable(stored: StoredTensor) -> StoredTensor:
+    """The weight itself, or as plain numbers where a row has several groups and no product reads them."""
+    scheme = stored.scheme
+    if scheme is None or scheme.group >= stored.shape[-1] or has_products(scheme.group):
+        return stored
+    return DequantizedTensor(stored)

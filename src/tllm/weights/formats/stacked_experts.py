@@ -4,8 +4,8 @@ So qwen3_5_moe and gemma4 are published: `experts.gate_up_proj` [experts, rows, 
 up, `experts.down_proj` its down. An expert's rows lie together in the file, so that each is a tensor there by itself.
 Where other programs read nothing but stacks, `weights.export` writes stacks again.
 
-gpt_oss has stacks [experts, inputs, outputs] of plain numbers. Where an expert's matrix is in few bits, the stack is
-made of such matrices: `MatrixStack`.
+gpt_oss has stacks [experts, inputs, outputs] of plain numbers. Where files have matrices [outputs, inputs] of experts,
+in few bits or turned, the stack is made of these: `MatrixStack`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _experts(block: str, entry: TensorEntry, parts: tuple[str, ...]) -> Iterator
 
 @dataclass(frozen=True)
 class MatrixStack:
-    """[experts, inputs, outputs] in plain numbers, of matrices [outputs, inputs] in few bits.
+    """[experts, inputs, outputs] in plain numbers, of matrices [outputs, inputs].
 
     The planes of all matrices are the same tensors of the files, whose first dim is the expert.
     """
@@ -88,8 +88,7 @@ class MatrixStack:
         for expert in range(first, last):
             of_expert = {name: x[expert - first : expert - first + 1] for name, x in planes.items()}
             found = self.matrices[expert].decode((outputs, inputs), of_expert)
-            assert isinstance(found, Blocks), "these matrices are in few bits"
-            stack.append(dequantize(found).t())
+            stack.append((dequantize(found) if isinstance(found, Blocks) else found).t())
         return torch.stack(stack)
 
 

@@ -189,6 +189,93 @@ def test_gates_and_ups_of_one_stack_are_apart(tmp_path: Path, kind: str) -> None
             assert torch.equal(found, stack[expert, start + 1 : start + 5, 20:50])
 
 
+def experts_of_gpt_oss(maker: GgufMaker, up: str, columns: int, without: tuple[str, ...] = (), more: int = 0) -> None:
+    """Two experts of 40 widths; `more` rows are those that the up has too many."""
+    for half, kind, rows in (("gate", "MXFP4", 40), ("up", up, 40 + more), ("down", "MXFP4", 40)):
+        if half not in without:
+            maker.add(f"blk.0.ffn_{half}_exps.weight", kind, 2, rows, columns)
+        if f"{half} bias" not in without:
+            maker.add(f"blk.0.ffn_{half}_exps.bias", "F32", 2, rows)
+
+
+@pytest.mark.parametrize("up", ["MXFP4", "Q5_0", "Q4_K", "F16"])
+def test_gates_and_ups_are_rows_by_turns(tmp_path: Path, up: str) -> None:
+    columns = 256 if up == "Q4_K" else 64
+    maker = GgufMaker(tmp_path / "model.gguf", "gpt-oss")
+    experts_of_gpt_oss(maker, up, columns)
+    index, source = maker.opened()
+    gate, down = (maker.numbers(f"blk.0.ffn_{half}_exps.weight", "MXFP4") for half in ("gate", "down"))
+    both = torch.stack((gate, maker.numbers("blk.0.ffn_up_exps.weight", up)), 2).flatten(1, 2)
+    name = "model.layers.0.mlp.experts"
+    assert index.shape(f"{name}.gate_up_proj") == (2, columns, 80)
+    assert torch.equal(read(index, source, f"{name}.gate_up_proj"), both.mT)
+    box = ((1, 2), (20, 50), (7, 30))
+    assert torch.equal(read(index, source, f"{name}.gate_up_proj", box), both.mT[1:, 20:50, 7:30])
+    assert torch.equal(read(index, source, f"{name}.down_proj"), down.mT)
+    assert (f"{name}.1.gate_up_proj.weight" in index) == (f"{name}.1.down_proj.weight" in index) == (up == "MXFP4")
+    if up == "MXFP4":
+        assert index.stored[f"{name}.1.gate_up_proj.weight"].scheme is not None
+        assert torch.equal(read(index, source, f"{name}.1.gate_up_proj.weight", ((9, 12), (0, 64))), both[1, 9:12])
+    biases = torch.stack([maker.numbers(f"blk.0.ffn_{half}_exps.bias", "F32") for half in ("gate", "up")], 2)
+    assert torch.equal(read(index, source, f"{name}.gate_up_proj_bias", ((0, 2), (3, 10))), biases.flatten(1)[:, 3:10])
+
+
+@pytest.mark.parametrize(
+    ("without", "more", "why"),
+    [
+        (("up",), 0, r"no tensor that is model\.layers\.0\.mlp\.experts\.0\.up_proj\.weight"),
+        (("down",), 0, r"no tensor that is .*down_proj\.weight"),
+        (("gate bias",), 0, r"no tensor that is .*gate_proj_bias"),
+        ((), 8, r"the gate has shape \(40, 64\) and the up \(48, 64\)"),
+    ],
+)
+def test_halves_of_experts_that_do_not_belong_together(
+    tmp_path: Path, without: tuple[str, ...], more: int, why: str
+) -> None:
+    maker = GgufMaker(tmp_path / "model.gguf", "gpt-oss")
+    experts_of_gpt_oss(maker, "MXFP4", 64, without, more)
+    with pytest.raises(WeightsError, match=why):
+        maker.opened()
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "F16"])
+def test_keys_and_values_of_latents_are_rows_of_one_matrix(tmp_path: Path, kind: str) -> None:
+    """Keys of a head, its values, and several heads; of a head's keys alone no values are read."""
+    maker = GgufMaker(tmp_path / "model.gguf", "deepseek2")
+    maker.add("blk.1.attn_k_b.weight", kind, HEADS, 64, 32)
+    maker.add("blk.1.attn_v_b.weight", kind, HEADS, 20, 64)
+    index, source = maker.opened()
+    name = "model.layers.1.self_attn.kv_b_proj.weight"
+    keys, values = (maker.numbers(f"blk.1.attn_{part_name}_b.weight", kind) for part_name in "kv")
+    want = torch.cat((keys.mT, values), 1).flatten(0, 1)
+    assert index.shape(name) == (HEADS * 52, 64)
+    boxes = {(0, 32): "k", (60, 70): "k", (84, 104): "v", (90, 91): "v", (30, 40): "kv", (0, 156): "kv"}
+    for rows, planes in boxes.items():
+        assert torch.equal(read(index, source, name, (rows, (5, 60))), want[slice(*rows), 5:60]), rows
+        assert set(index.planes(name, (rows, (0, 64)))) == {f"blk.1.attn_{part_name}_b.weight" for part_name in planes}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "why"),
+    [
+        ({"k_b": (3, 64, 32)}, r"no tensor that is .*self_attn\.v_b_proj"),
+        ({"v_b": (3, 20, 64)}, r"no tensor that is .*self_attn\.k_b_proj"),
+        ({"k_b": (3, 64, 32), "v_b": (3, 20, 48)}, r"k_b_proj has shape \(3, 64, 32\) and v_b_proj \(3, 20, 48\)"),
+        ({"k_b": (3, 64, 32), "v_b": (2, 20, 64)}, r"k_b_proj has shape"),
+        ({"k_b": (3, 64, 32), "v_b": (3, 20, 64), "kv_b": (156, 64)}, "whole, and in two parts beside it"),
+        ({"k_b": (64, 32), "v_b": (3, 20, 64)}, r"attn_k_b.weight' has shape \(64, 32\)"),
+    ],
+)
+def test_keys_and_values_that_do_not_belong_together(
+    tmp_path: Path, tensors: dict[str, tuple[int, ...]], why: str
+) -> None:
+    maker = GgufMaker(tmp_path / "model.gguf", "deepseek2")
+    for name, shape in tensors.items():
+        maker.add(f"blk.0.attn_{name}.weight", "F32", *shape)
+    with pytest.raises(WeightsError, match=why):
+        maker.opened()
+
+
 @pytest.mark.parametrize(
     ("architecture", "name", "kind", "shape", "why"),
     [
@@ -198,6 +285,10 @@ def test_gates_and_ups_of_one_stack_are_apart(tmp_path: Path, kind: str) -> None
         ("qwen35", "blk.0.ssm_a", "F32", (3, 3), r"has shape \(3, 3\)"),
         ("qwen35", "blk.0.ssm_in.weight", "F32", (3, 3), "has no tensor"),
         ("qwen35", "ssm_a", "F32", (3,), "has no tensor"),
+        ("gpt-oss", "blk.0.attn_sinks.weight", "F32", (3, 3), r"has shape \(3, 3\)"),
+        ("gpt-oss", "blk.0.ffn_up_exps.bias", "F32", (3,), r"has shape \(3,\)"),
+        ("gpt-oss", "blk.0.ffn_up_exps.bias", "Q8_0", (3, 32), "is of type Q8_0, and plain in any model"),
+        ("gpt-oss", "blk.0.ffn_up.1.weight", "F32", (3, 3), "has no tensor"),
     ],
 )
 def test_what_such_a_model_cannot_have_is_refused(
