@@ -1,9 +1,10 @@
 """`Grid`: one rank's place among the ranks that divide weights and activations both ways, and whom it works with.
 
-Notation, here and beside: rank (l, i, j) of q x q x d ranks; a "block" b of tokens or of a width; w = D of hidden states.
+Notation, here and beside: rank (l, i, j) of d layers of q x q ranks; D_j is block j of the width of hidden states, F_j
+of any other width (heads, MLP, vocabulary).
 
-               hidden states between    attention, MLP width,    weight between width D and a width F
-               the halves of a layer    logits and labels        (heads, MLP width, vocabulary)
+               hidden states            attention, MLP width,    weight between the widths D and F
+                                        logits and labels
     2d, 2.5d   tokens (l, i), D_j       tokens (l, i), F_j       D_i, F_j; alike in each layer l
     3d         tokens (i, j), D_l       tokens (i, l), F_j       part i of D_l, F_j
 """

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isqrt
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
 from tllm.core.errors import PlanError
 
@@ -54,7 +54,7 @@ class GridShape:
         return (layer * self.side + row) * self.side + column
 
     def outer_block(self, at: GridPlace) -> int:
-        """The block of tokens whose hidden states a rank has between the products that begin and end a layer's halves."""
+        """The block of tokens whose hidden states a rank has where a layer adds to them."""
         return at.row * self.side + at.column if self.mode == "3d" else at.layer * self.side + at.row
 
     def inner_block(self, at: GridPlace) -> int:
@@ -80,7 +80,7 @@ def grid_shape(mode: TensorMode, ranks: int) -> GridShape | None:
     for depth in depths:
         side = isqrt(ranks // depth)
         if side > 1 and side * side * depth == ranks and (mode != "3d" or side == depth):
-            return GridShape(cast(GridMode, mode), side, depth)
+            return GridShape(mode, side, depth)
     form, some = {
         "2d": ("square", "4, 9 or 16"),
         "2.5d": ("square times a depth of 2 or more", "8, 12, 16 or 18"),

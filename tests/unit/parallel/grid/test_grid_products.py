@@ -105,7 +105,7 @@ def test_a_sum_that_is_left_out_shows(shape: GridShape, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape.mode}-{shape.ranks}")
 def test_each_block_of_the_embedding_comes_from_all_parts_of_the_vocabulary(shape: GridShape) -> None:
-    """Whoever is to take a block knows by whom it is given, and its columns are covered once by each vocabulary part."""
+    """Who takes a block knows by whom it is given, and each part of the vocabulary covers its columns once."""
     grids = [Grid(shape, group) for group in local_groups(shape.ranks)]
     given = {(giver, taker) for giver, grid in enumerate(grids) for taker in grid.takers()}
     assert given == {(giver, taker) for taker, grid in enumerate(grids) for giver, _ in grid.givers(D)}
