@@ -66,7 +66,8 @@ SUB_PACKAGES = {
         *("data", "state", "attention", "checkpoint", "gradients", "job", "objectives", "lora", "optim", "step"),
         *("teachers", "evaluation", "policy", "measure", "report", "sync", "parameter_server", "snapshot", "."),
     ),
-    "spec": ("quantized", "gguf", "lora", "."),
+    "parallel": (".", "grid"),
+    "spec": ("quantized", "gguf", "lora", "grid", "."),
     "weights": (".", "formats", "lora"),
 }
 """The sub-packages of each package from the ground up: one imports only those before it. "." is its own files."""

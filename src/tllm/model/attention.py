@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tllm.model.norm import CutRMSNorm, RMSNorm, RootMeanSquare
 from tllm.model.recurrence import Advance, recur_afresh
 from tllm.model.rope import Rotation, rotate, rotate_queries
-from tllm.parallel.linear import Adapt, ColumnLinear, LinearRows, RowLinear, unadapted
+from tllm.parallel.linear import Adapt, LinearRows, unadapted
 from tllm.parallel.mesh import Mesh
 from tllm.parallel.shard import Shard, ShardPiece, cut_parameter
 from tllm.spec.cut import Cut, as_layer, kv_index, size
@@ -103,9 +103,9 @@ class Attention(nn.Module):
         self.heads = [last - first, size(cut.kv_heads), size(cut.kv_heads)]
         rows = qkv_rows(spec, spec.layers[layer], cut, name)
         shared = mesh.tp.size > 1 or (mesh.pp > 1 and spec.is_key_source(layer))
-        self.qkv_proj = ColumnLinear(spec.hidden_size, rows, spec.attention_bias, replicated=shared)
+        self.qkv_proj = mesh.cut_layers.column(spec.hidden_size, rows, spec.attention_bias, replicated=shared)
         columns = (first * H, last * H)
-        self.o_proj = RowLinear(f"{name}.o_proj", columns, spec.hidden_size, mesh.seam, spec.output_bias)
+        self.o_proj = mesh.cut_layers.row(f"{name}.o_proj", columns, spec.hidden_size, spec.output_bias)
         self.q_norm, self.k_norm = qk_norms(spec, spec.layers[layer], cut, mesh, name)
         self.v_norm = RootMeanSquare(spec.norm_eps) if spec.value_norm else nn.Identity()
         self.sinks: nn.Parameter | None = None

@@ -10,7 +10,7 @@ from tllm.model.moe import NAMES, ExpertRouter, experts_of, moe_block
 from tllm.model.norm import RMSNorm
 from tllm.parallel.linear import Adapt, unadapted
 from tllm.parallel.load_balance import LoadBalance
-from tllm.parallel.mesh import Mesh
+from tllm.parallel.mesh import CutLayers, Mesh
 from tllm.parallel.shard import Shard, ShardPiece, cut_parameter
 from tllm.spec.model_spec import ModelSpec, MoeSpec
 
@@ -47,7 +47,8 @@ class ExpertsBesideMlp(nn.Module):
             return RMSNorm(f"{layer}.{part}", width, eps, gradient, offset)
 
         self.before_mlp = norm("pre_feedforward_layernorm", is_cut=True)
-        self.mlp = Mlp(spec, f"{name}.{NAMES[moe.style].shared}", moe.shared_width, mesh.cut.shared_width, seam=None)
+        of_mlp = f"{name}.{NAMES[moe.style].shared}"
+        self.mlp = Mlp(spec, of_mlp, moe.shared_width, mesh.cut.shared_width, CutLayers(None))
         self.router = NormedRouter(moe, spec, name, mesh.balance)
         self.before_experts = norm("pre_feedforward_layernorm_2", is_cut=True)
         self.experts = experts_of(spec, mesh, name, moe)

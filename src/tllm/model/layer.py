@@ -12,7 +12,7 @@ from tllm.model.latent_attention import LatentAttention
 from tllm.model.layer_scale import LayerScale
 from tllm.model.mlp import Mlp
 from tllm.model.moe import Moe
-from tllm.model.norm import RMSNorm
+from tllm.model.norm import HiddenRMSNorm, RMSNorm
 from tllm.model.per_layer_input import PerLayerInput
 from tllm.model.rope import Rotation
 from tllm.model.shared_keys import SharedKeyAttention
@@ -56,7 +56,7 @@ class Layer(nn.Module):
             self.attention = _attention_class(spec, of_layer)(spec, mesh, layer, f"{name}.self_attn")
         if of_layer.moe is None:
             own, cut = as_layer(spec, of_layer, mesh.cut)
-            self.mlp: nn.Module = Mlp(own, f"{name}.mlp", own.intermediate_size, cut.width, mesh.seam)
+            self.mlp: nn.Module = Mlp(own, f"{name}.mlp", own.intermediate_size, cut.width, mesh.cut_layers)
         elif of_layer.moe.beside_mlp:
             self.mlp, self.before_mlp = ExpertsBesideMlp(spec, mesh, name, of_layer.moe), nn.Identity()
         else:
@@ -98,6 +98,9 @@ def _attention_class(spec: ModelSpec, layer: LayerSpec) -> type[Attention | Late
     return GatedAttention if spec.attention_gate else Attention
 
 
-def norm_of(spec: ModelSpec, mesh: Mesh, name: str) -> RMSNorm:
-    """A norm of hidden states, which sequence parallelism gives each rank a slice of."""
+def norm_of(spec: ModelSpec, mesh: Mesh, name: str) -> RMSNorm | HiddenRMSNorm:
+    """A norm of hidden states, of which each rank may have a slice of the tokens, or some of the columns."""
+    columns = mesh.hidden(spec.hidden_size)
+    if columns.ranks.size > 1:
+        return HiddenRMSNorm(name, spec.hidden_size, columns, spec.norm_eps, spec.norm_offset)
     return RMSNorm(name, spec.hidden_size, spec.norm_eps, mesh.seam.gradient, spec.norm_offset)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from tllm.kernels.row_operations import ACTIVATIONS as KERNEL_ACTIVATIONS
 from tllm.kernels.row_operations import gated, takes
-from tllm.parallel.linear import Adapt, ColumnLinear, LinearRows, RowLinear, unadapted
+from tllm.parallel.linear import Adapt, LinearRows, unadapted
+from tllm.parallel.mesh import CutLayers
 from tllm.parallel.quantized_weight import quantized
-from tllm.parallel.sequence_parallel import TensorParallelRegion
 from tllm.spec.cut import Range
 from tllm.spec.model_spec import ModelSpec
 
@@ -41,20 +41,18 @@ def gate(gate_up_TF: Tensor, activation: str) -> Tensor:
 class Mlp(nn.Module):
     """x_TD -> down(act(gate(x)) * up(x)), or down(act(up(x))), over the widths [columns) of `width` held here.
 
-    Without a `seam` the result is a partial sum over the ranks (`RowLinear`). A scale for each token is multiplied in
-    before a last product in few bits, whose partial sums then stay exact, and after one of plain numbers.
+    Without a seam of `cut_layers` the result is a partial sum over the ranks (`RowLinear`). A scale for each token is
+    multiplied in before a last product in few bits, whose partial sums then stay exact, and after one of plain numbers.
     """
 
-    def __init__(
-        self, spec: ModelSpec, name: str, width: int, columns: Range, seam: TensorParallelRegion | None
-    ) -> None:
+    def __init__(self, spec: ModelSpec, name: str, width: int, columns: Range, cut_layers: CutLayers) -> None:
         super().__init__()
         start, stop = columns
         names = [f"{name}.gate_up_proj"] * 2 if spec.fused_gate_up else [f"{name}.gate_proj", f"{name}.up_proj"]
         offset = width if spec.fused_gate_up else 0
         rows = [LinearRows(names[0], start, stop), LinearRows(names[1], offset + start, offset + stop)]
-        self.gate_up_proj = ColumnLinear(spec.hidden_size, rows if spec.gated else rows[1:], spec.mlp_bias)
-        self.down_proj = RowLinear(f"{name}.down_proj", columns, spec.hidden_size, seam, spec.mlp_bias)
+        self.gate_up_proj = cut_layers.column(spec.hidden_size, rows if spec.gated else rows[1:], spec.mlp_bias)
+        self.down_proj = cut_layers.row(f"{name}.down_proj", columns, spec.hidden_size, spec.mlp_bias)
         self.act = between(spec)
 
     def forward(self, x_TD: Tensor, adapt: Adapt = unadapted, scale_T1: Tensor | None = None) -> Tensor:

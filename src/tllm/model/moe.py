@@ -15,7 +15,7 @@ from tllm.model.norm import widen
 from tllm.parallel.experts import Act, Experts, ExpertSum, StackedExperts
 from tllm.parallel.linear import Adapt, RouterLinear, unadapted
 from tllm.parallel.load_balance import LoadBalance
-from tllm.parallel.mesh import Mesh
+from tllm.parallel.mesh import CutLayers, Mesh
 from tllm.parallel.shard import Shard, ShardPiece, cut_parameter
 from tllm.spec.model_spec import ModelSpec, MoeSpec
 
@@ -136,7 +136,7 @@ class Moe(nn.Module):
         self.shared: Mlp | None = None
         self.shared_gate: RouterLinear | None = None
         if moe.shared_width:
-            self.shared = Mlp(spec, f"{name}.{words.shared}", moe.shared_width, mesh.cut.shared_width, seam=None)
+            self.shared = Mlp(spec, f"{name}.{words.shared}", moe.shared_width, mesh.cut.shared_width, CutLayers(None))
         if moe.shared_width and moe.shared_gate:
             self.shared_gate = RouterLinear(spec.hidden_size, f"{name}.shared_expert_gate", 1)
         self.seam = mesh.seam

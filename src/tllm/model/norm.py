@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from tllm.comm.collectives.group import Group
 from tllm.kernels.row_operations import rms_norm, takes
 from tllm.parallel.collectives import copy_to, reduce_from
+from tllm.parallel.mesh import HiddenColumns
 from tllm.parallel.shard import Gradient, Shard, ShardPiece, cut_parameter
 from tllm.spec.cut import Range
 
@@ -31,6 +32,27 @@ class RMSNorm(nn.Module):
         if self.offset:
             return (normed * (1.0 + widen(self.weight))).to(x.dtype)
         return normed.to(x.dtype) * self.weight
+
+
+class HiddenRMSNorm(nn.Module):
+    """RMSNorm of hidden states whose columns are cut between ranks: the ranks sum their squares."""
+
+    def __init__(self, name: str, width: int, columns: HiddenColumns, eps: float, offset: bool = False) -> None:
+        super().__init__()
+        first, last = columns.held
+        piece = ShardPiece(f"{name}.weight", source=(columns.held,))
+        self.weight = cut_parameter((last - first,), Shard((piece,), True, "partial"))
+        self.width, self.ranks = width, columns.ranks
+        self.eps = eps
+        self.offset = offset
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        wide = widen(x_TD)
+        squares_T1 = copy_to(reduce_from(wide.square().sum(-1, keepdim=True), self.ranks), self.ranks)
+        normed = wide * torch.rsqrt(squares_T1 / self.width + self.eps)
+        if self.offset:
+            return (normed * (1.0 + widen(self.weight))).to(x_TD.dtype)
+        return normed.to(x_TD.dtype) * self.weight
 
 
 class RootMeanSquare(nn.Module):

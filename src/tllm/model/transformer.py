@@ -15,7 +15,6 @@ from tllm.model.per_layer_input import PerLayerInputs
 from tllm.model.recurrence import StateShape
 from tllm.model.rope import Rotation, rotation
 from tllm.model.shared_keys import EMBEDDING, CarriedRows, KeptKeys, SharedKeyAttention
-from tllm.parallel.embedding import VocabEmbedding, VocabLogits, vocab_parameter
 from tllm.parallel.linear import Adapt, ColumnLinear, LinearRows, unadapted
 from tllm.parallel.mesh import Mesh
 from tllm.parallel.shard import held_dtype
@@ -46,8 +45,8 @@ class Transformer(nn.Module):
         spread = spec.tied and mesh.pp > 1
         # Parameters are made in the order in which a forward pass needs them: training counts on it.
         if self.is_first:
-            table = vocab_parameter(name, self.vocab, width, replicated=spread)
-            self.embed_tokens = VocabEmbedding(table, self.vocab, mesh.seam, spec.embedding_scale)
+            table = mesh.cut_layers.table(name, self.vocab, width, replicated=spread)
+            self.embed_tokens = mesh.cut_layers.embedding(table, self.vocab, spec.embedding_scale)
         own_inputs = spec.per_layer_width > 0 and len(mesh.layers) > 0
         self.layer_inputs = PerLayerInputs(spec, mesh) if own_inputs else None
         self.carried = CarriedRows(spec, mesh)
@@ -60,8 +59,9 @@ class Transformer(nn.Module):
             if spec.tied and self.is_first:
                 head = self.embed_tokens.weight
             else:
-                head = vocab_parameter(name if spec.tied else "lm_head.weight", self.vocab, width, replicated=spread)
-            self.lm_head = VocabLogits(head, self.vocab, spec.final_softcap, spec.logits_scaling)
+                of_head = name if spec.tied else "lm_head.weight"
+                head = mesh.cut_layers.table(of_head, self.vocab, width, replicated=spread)
+            self.lm_head = mesh.cut_layers.logits(head, self.vocab, spec.final_softcap, spec.logits_scaling)
 
     def forward(
         self,

@@ -61,7 +61,11 @@ class VocabLogits(nn.Module):
         self.scaling = scaling
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        logits_TV = matmul(x_TD, self.weight)
+        logits_TV = self.matmul(x_TD)
         logits_TV = logits_TV if logits_TV.dtype == torch.float64 else logits_TV.float()
         logits_TV = logits_TV if self.scaling == 1.0 else logits_TV / self.scaling
         return logits_TV if self.softcap is None else torch.tanh(logits_TV / self.softcap) * self.softcap
+
+    def matmul(self, x_TD: Tensor) -> Tensor:
+        """The product with this rank's part of the table."""
+        return matmul(x_TD, self.weight)

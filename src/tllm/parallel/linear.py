@@ -69,8 +69,8 @@ class ColumnLinear(nn.Module):
     def __init__(self, width: int, rows: list[LinearRows], bias: bool = False, replicated: bool = False) -> None:
         super().__init__()
         size = sum(part.stop - part.start for part in rows)
-        self.weight = cut_parameter((size, width), _stack(rows, "weight", replicated, width))
-        self.bias = cut_parameter((size,), _stack(rows, "bias", replicated)) if bias else None
+        self.weight = cut_parameter((size, width), stacked(rows, "weight", replicated, width))
+        self.bias = cut_parameter((size,), stacked(rows, "bias", replicated)) if bias else None
 
     def forward(self, x_TD: Tensor, adapt: Adapt = unadapted) -> Tensor:
         y_TF = adapt(self, x_TD, matmul(x_TD, self.weight))
@@ -138,7 +138,8 @@ class RowLinear(nn.Module):
         return y_TD if self.bias is None else y_TD + self.bias
 
 
-def _stack(rows: list[LinearRows], kind: str, replicated: bool, width: int | None = None) -> Shard:
+def stacked(rows: list[LinearRows], kind: str, replicated: bool, width: int | None = None) -> Shard:
+    """The shard of a weight of `width` columns, or of a bias, that is made of these rows one after another."""
     pieces, at = [], 0
     for part in rows:
         size = part.stop - part.start

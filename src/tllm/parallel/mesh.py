@@ -1,15 +1,62 @@
-"""`Mesh`: where this rank stands in a plan: its stage, its tensor-parallel group, its part of each cut axis."""
+"""`Mesh`: where this rank stands in a plan: its stage, its tensor-parallel group, its part of each cut axis.
+
+`CutLayers` makes the layers that are cut as they are on the mesh.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from torch import nn
 
 from tllm.comm.collectives.group import Group, solo
+from tllm.parallel.embedding import VocabEmbedding, VocabLogits, vocab_parameter
+from tllm.parallel.linear import ColumnLinear, LinearRows, RowLinear
 from tllm.parallel.load_balance import LoadBalance
 from tllm.parallel.sequence_parallel import SequenceParallelRegion, TensorParallelRegion
-from tllm.spec.cut import Cut, cut_stage
+from tllm.spec.cut import Cut, Range, cut_stage
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
+
+
+class HiddenColumns(NamedTuple):
+    """The columns of hidden states that a rank has, and the ranks that have the others of the same tokens."""
+
+    held: Range
+    ranks: Group
+
+
+class CutLayers:
+    """Makes linears, the embedding and logits: cut one way, which is Megatron-LM's, with hidden states whole.
+
+    Without a `seam` the results of `row` are partial sums (`RowLinear`).
+    """
+
+    def __init__(self, seam: TensorParallelRegion | None) -> None:
+        self.seam = seam
+
+    def column(self, width: int, rows: list[LinearRows], bias: bool = False, replicated: bool = False) -> nn.Module:
+        """x_TD -> x W^T + b, of these rows of W. `replicated`: other ranks may have the same rows."""
+        return ColumnLinear(width, rows, bias, replicated)
+
+    def row(self, name: str, columns: Range, width: int, bias: bool = False) -> nn.Module:
+        """x_TF -> x W^T + b, of these columns of W."""
+        return RowLinear(name, columns, width, self.seam, bias)
+
+    def table(self, name: str, vocab: Range, width: int, replicated: bool = False) -> nn.Parameter:
+        """The rows [vocab) of a table of embeddings."""
+        return vocab_parameter(name, vocab, width, replicated)
+
+    def embedding(self, table: nn.Parameter, vocab: Range, scale: float) -> nn.Module:
+        """ids_T -> x_TD."""
+        assert self.seam is not None, "partial sums of an embedding are not wanted anywhere"
+        return VocabEmbedding(table, vocab, self.seam, scale)
+
+    def logits(self, table: nn.Parameter, vocab: Range, softcap: float | None, scaling: float) -> nn.Module:
+        """x_TD -> logits_TV."""
+        return VocabLogits(table, vocab, softcap, scaling)
 
 
 @dataclass(frozen=True)
@@ -35,6 +82,15 @@ class Mesh:
     def seam(self) -> TensorParallelRegion:
         """How rows enter and leave the layers that are cut between the ranks of `tp`."""
         return SequenceParallelRegion(self.tp) if self.sequence and self.tp.size > 1 else TensorParallelRegion(self.tp)
+
+    @cached_property
+    def cut_layers(self) -> CutLayers:
+        """What makes the layers that are cut between ranks."""
+        return CutLayers(self.seam)
+
+    def hidden(self, width: int) -> HiddenColumns:
+        """Which of the `width` columns of hidden states are here: all of them."""
+        return HiddenColumns((0, width), solo())
 
 
 def mesh_of(

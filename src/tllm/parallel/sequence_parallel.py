@@ -16,10 +16,12 @@ from tllm.parallel.shard import Gradient
 class TensorParallelRegion:
     """Outside the cut layers every rank holds all tokens. The same calls serve a group of one, where they do nothing.
 
-    `gradient`: what a rank computes for a parameter outside the cut layers.
+    `gradient`: what a rank computes for a parameter outside the cut layers. `has_all_rows`: whether a row outside the
+    cut layers is the same token's as that row inside them.
     """
 
     gradient: Gradient = "whole"
+    has_all_rows = True
 
     def __init__(self, tp: Group) -> None:
         self.tp = tp
@@ -44,6 +46,7 @@ class SequenceParallelRegion(TensorParallelRegion):
     """
 
     gradient: Gradient = "partial"
+    has_all_rows = False
 
     def enter(self, x_TD: Tensor, tokens: int | None) -> Tensor:
         """All of the `tokens`, of which `x_TD` is this rank's slice."""

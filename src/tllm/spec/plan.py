@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, cast
 import msgspec
 
 from tllm.core.errors import UNREADABLE, ConfigError, PlanError
+from tllm.spec.grid.grid_shape import GridShape, TensorMode, grid_shape
 from tllm.spec.pipeline_schedule import Depth
 from tllm.spec.plan_text import ONE_REPLICA, TRAINING, read_fields
 
@@ -63,6 +64,9 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True):
     experts: Experts = "cut"
     """How the experts of a mixture of experts are divided inside a stage: each by its width ("cut"), or whole experts
     to different ranks ("spread"). Either way the layer ends in one sum over the stage."""
+    tensor: TensorMode = "1d"
+    """How the ranks of a stage divide its weights: along one side of each ("1d"), or both ways, and activations with
+    them, as a grid of ranks (`grid_shape`): a square ("2d"), several squares ("2.5d") or a cube ("3d")."""
     dp: tuple[int, ...] = ONE_REPLICA
     """Each replica's share of a step's microbatches (data parallelism)."""
     cp: int = 1
@@ -90,6 +94,11 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def pp(self) -> int:
         return len(self.stages) // self.chunks
+
+    @property
+    def grid(self) -> GridShape | None:
+        """The grid that the ranks of each stage form; None where weights are cut one way."""
+        return grid_shape(self.tensor, self.stages[0].tp)
 
     @property
     def replicas(self) -> int:
@@ -162,6 +171,7 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True):
                 f"give layers that add up to {num_layers}",
             )
         self._check_counts()
+        self._check_grid()
 
     def _check_counts(self) -> None:
         for name in ("cp", "ep", "chunks"):
@@ -184,6 +194,35 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True):
                     "all chunks of a stage are cut alike",
                 )
 
+    def _check_grid(self) -> None:
+        """Blocks of a grid are even, and its tokens are cut by the grid itself."""
+        if self.grid is None:
+            return
+        for stage in self.stages:
+            if len(set(stage.shares)) > 1:
+                raise PlanError(
+                    f"tensor={self.tensor} and shares={':'.join(map(str, stage.shares))}: blocks of a grid are even",
+                    "leave shares out, or tensor",
+                )
+        for name, is_set, why in (
+            ("experts", self.experts != "cut", "experts are not cut both ways"),
+            ("ep", self.ep > 1, "experts are not cut both ways"),
+            ("cp", self.cp > 1, "a grid divides the tokens itself, by whole documents"),
+            ("sequence", self.sequence, "a grid divides the tokens itself"),
+            ("zero", self.zero == 3, "a grid's weights are not gathered layer by layer"),
+            ("servers", self.servers > 0, "with servers each replica is one rank"),
+        ):
+            if is_set:
+                raise PlanError(
+                    f"tensor={self.tensor} and {name}={str(getattr(self, name)).lower()}: {why}",
+                    "take zero=1 or zero=2" if name == "zero" else f"leave {name} out, or tensor",
+                )
+        if len(self.stages) > 1:
+            raise PlanError(
+                f"tensor={self.tensor} and {len(self.stages)} runs of layers: a grid has all layers",
+                "leave pp out, and give tp all ranks of a replica",
+            )
+
     def check_serving(self) -> None:
         """Raises PlanError where the plan sets a field that only training has."""
         plain = Plan(self.stages, self.experts)
@@ -205,7 +244,7 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True):
         elif self.depth != 1:
             parts.append(f"depth={self.depth}")
         plain = Plan(self.stages)
-        for name in ("experts", "cp", "ep", "zero", "schedule", "chunks", "recompute", "offload", "servers"):
+        for name in ("experts", "tensor", "cp", "ep", "zero", "schedule", "chunks", "recompute", "offload", "servers"):
             if getattr(self, name) != getattr(plain, name):
                 parts.append(f"{name}={getattr(self, name)}")
         return ",".join([*parts, *(["sequence=true"] if self.sequence else [])])
@@ -222,6 +261,7 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True):
         plan = cls(
             tuple(Stage(*run) for run in fields.runs),
             cast(Experts, fields.experts),
+            tensor=cast(TensorMode, fields.tensor),
             dp=fields.dp,
             cp=fields.cp,
             ep=fields.ep,

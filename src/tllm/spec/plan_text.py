@@ -17,12 +17,17 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from tllm.core.errors import PlanError, nearest
+from tllm.spec.grid.grid_shape import MODES
 from tllm.spec.pipeline_schedule import CHUNKED, ORDERS
 
 SERVING = ("pp", "tp", "layers", "shares", "experts")
-TRAINING = ("dp", "cp", "ep", "zero", "schedule", "depth", "chunks", "sequence", "recompute", "offload", "servers")
+TRAINING = (
+    *("tensor", "dp", "cp", "ep", "zero", "schedule", "depth", "chunks", "sequence", "recompute", "offload"),
+    "servers",
+)
 KEYS = SERVING + TRAINING
 CHOICES = {
+    "tensor": MODES,
     "experts": ("cut", "spread"),
     "zero": ("0", "1", "2", "3"),
     "schedule": tuple(ORDERS),
@@ -50,6 +55,7 @@ class PlanFields(NamedTuple):
 
     runs: tuple[RunFields, ...]
     experts: str
+    tensor: str
     dp: tuple[int, ...]
     cp: int
     ep: int
@@ -82,6 +88,7 @@ def read_fields(text: str, num_layers: int) -> PlanFields:
     return PlanFields(
         runs=runs,
         experts=given.get("experts", "cut"),
+        tensor=given.get("tensor", "1d"),
         dp=_replica_shares(given.get("dp", "1")),
         cp=_number(given.get("cp", "1"), "cp"),
         ep=_number(given.get("ep", "1"), "ep"),

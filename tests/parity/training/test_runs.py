@@ -36,6 +36,10 @@ PLANS = (
     "dp=2,pp=2,tp=2,zero=1",
     "dp=2,pp=2,tp=2,zero=2,sequence=true,schedule=zero_bubble",
     "dp=2,pp=2,cp=2",
+    "tp=8,tensor=3d",
+    "tp=4,tensor=2d",
+    "tp=8,tensor=2.5d",
+    "dp=2,tp=4,tensor=2d,zero=2,recompute=layer",
     "dp=2,servers=1",
     "dp=3:1:1,servers=2",
 )
@@ -84,7 +88,9 @@ def golden(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[
 CHANGES = [
     ("dp=2,pp=2,zero=1", "tp=2"),
     ("dp=2,zero=2", "dp=3,servers=1"),
+    ("tp=4,tensor=2d", "tp=2"),
     ("pp=1", "dp=2,zero=2"),
+    ("pp=2", "tp=8,tensor=3d"),
     ("tp=3", "pp=4"),
     ("cp=2", "dp=3,zero=1"),
     ("dp=2,servers=2", "tp=2"),
@@ -94,7 +100,7 @@ CHANGES = [
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
-    soak_but(CHANGES[:2], CHANGES),
+    soak_but(CHANGES[:3], CHANGES),
 )
 def test_a_run_that_is_stopped_goes_on_under_another_plan(
     before: str, after: str, model: Path, golden: tuple[list[float], Path], tmp_path: Path

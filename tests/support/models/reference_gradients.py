@@ -113,7 +113,7 @@ def gradients_under(
         back = in_threads([partial(rank.backward, x) for rank, x in zip(stage, back, strict=True)])
     groups = local_groups(plan.world_size)
     in_threads([partial(sum_partial, list(r.model.parameters()), g) for r, g in zip(ranks, groups, strict=True)])
-    return sent[0].detach(), _put_together([rank.model for rank in ranks], folder)
+    return sent[0].detach(), put_together([rank.model for rank in ranks], folder)
 
 
 @dataclass
@@ -150,7 +150,7 @@ def _resliced(parts: list[Tensor], ranks: int, tokens: Tokens, sequence: bool) -
     return list(whole.split(slice_counts(len(whole), ranks)))
 
 
-def _put_together(models: list[Transformer], folder: Path) -> Gradients:
+def put_together(models: list[Transformer], folder: Path) -> Gradients:
     shapes = {name: tensor.shape for name, tensor in text_tensors_of(folder).items()}
     whole: Gradients = {}
     for model in models:

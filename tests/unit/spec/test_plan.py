@@ -46,6 +46,18 @@ def test_what_is_left_out_is_even() -> None:
         ("schedule=gpip", "one of gpipe, 1f1b"),
         ("sequence=yes", "sequence=yes is not known"),
         ("pp=2,chunks=2,layers=1+1+2", "layers of 3 runs and chunks=2"),
+        ("tp=4,tensor=4d", "tensor=4d is not known"),
+        ("tensor=2d", "tensor=2d needs tp to be a square, and tp is 1"),
+        ("tp=6,tensor=2d", "needs tp to be a square, and tp is 6"),
+        ("tp=9,tensor=3d", "needs tp to be a cube, and tp is 9"),
+        ("tp=9,tensor=2.5d", "needs tp to be a square times a depth of 2 or more, and tp is 9"),
+        ("tp=4,tensor=2d,shares=1:1:1:2", "shares=1:1:1:2: blocks of a grid are even"),
+        ("tp=4,tensor=2d,pp=2", "2 runs of layers"),
+        ("tp=4,tensor=2d,cp=2", "cp=2: a grid divides the tokens itself"),
+        ("tp=4,tensor=2d,sequence=true", "sequence=true: a grid divides the tokens itself"),
+        ("tp=4,tensor=2d,experts=spread", "experts=spread: experts are not cut both ways"),
+        ("tp=4,tensor=2d,zero=3", "zero=3: a grid's weights are not gathered"),
+        ("tp=4,tensor=2d,servers=1", "servers=1: with servers each replica is one rank"),
     ],
 )
 def test_a_bad_plan_is_refused_in_words(text: str, says: str) -> None:
@@ -77,6 +89,7 @@ def test_layers_are_held_exactly_once(stages: tuple[Stage, ...], says: str) -> N
         "pp=3,layers=1+1+2,schedule=zero_bubble,depth=2+0",
         "dp=4,ep=2,experts=spread,recompute=layer,offload=disk,depth=0",
         "dp=2,servers=3",
+        "dp=2,tp=8,tensor=2.5d,zero=2",
     ],
 )
 def test_what_training_adds_is_read_back(text: str) -> None:

@@ -133,9 +133,14 @@ def rank_works(
 ) -> list[RankWork]:
     """Every rank of a plan that computes, in order, or those of some replicas that stand for all.
 
-    PlanError where the plan does not fit the model.
+    PlanError where the plan does not fit the model, or has a grid.
     """
     plan.check(spec.num_layers)
+    if plan.grid is not None:
+        raise PlanError(
+            f"plan {plan}: the memory and the time of ranks on a grid are not predicted",
+            "train with it without a prediction, or leave tensor out",
+        )
     cuts = [cut_stage(spec, stage.shares, plan.experts, plan.ep) for stage in plan.stages[: plan.pp]]
     shares = deal_microbatches(facts.microbatches, plan.dp)
     ranks = []

@@ -57,7 +57,7 @@ class HeldOut:
         """The loss and metrics with the weights that the model has now, alike on every rank."""
         names = self._model.objective.metric_names
         result = self._model.forward_only(self._before([one for part in self._parts for one in part.unpack()]))
-        speaks = self._groups.tp.rank == 0  # the other ranks of the stage have the same
+        speaks = self._groups.tells_losses
         metrics = [result.metrics.get(name, MetricSum(0.0, 0.0)) for name in names]
         mine = [result.loss_sum, *(number for found in metrics for number in (found.total, found.count))]
         sums = self._groups.world.all_reduce(torch.tensor(mine, dtype=torch.float64) * speaks).tolist()

@@ -29,6 +29,7 @@ def check_combination(job: Job, plan: Plan, spec: ModelSpec) -> None:
     _check_servers(job, plan, counts)
     _check_communication(job, plan)
     _check_lora(job, plan, spec)
+    _check_grid(job, plan)
     check_rollouts(job, plan, spec)
     _check_distillation(job, spec)
     _check_forward_passes(job, plan)
@@ -176,6 +177,22 @@ def _check_lora(job: Job, plan: Plan, spec: ModelSpec) -> None:
             "leave lora.use_dora out, or give a model of plain weights",
         )
     adapted_modules(job.lora, spec)
+
+
+def _check_grid(job: Job, plan: Plan) -> None:
+    """What goes with weights and activations that are cut both ways: pre-training, and fine-tuning of all weights."""
+    if plan.grid is None:
+        return
+    for name, taken in (
+        ("[lora]", job.lora is not None),
+        (f"task = {job.task!r}", job.task != "sft"),
+        (f"neftune_noise_alpha = {job.neftune_noise_alpha:g}", job.neftune_noise_alpha > 0),
+    ):
+        if taken:
+            raise PlanError(
+                f"tensor={plan.tensor} and {name}: on a grid all weights are learned, from next tokens alone",
+                f"leave tensor out, or {name}",
+            )
 
 
 def _check_distillation(job: Job, spec: ModelSpec) -> None:

@@ -34,7 +34,7 @@ class DistillationLoss:
         self.keys, self.tp, self.cp = keys, mesh.tp, cp
         of_budget = ("teacher_top_k", "teacher_kl") if keys.kl_budget else ()
         self.metric_names = ("divergence", "cross_entropy", "rest_mass", "teacher_bytes_per_token", *of_budget)
-        self.sliced = mesh.sequence and mesh.tp.size > 1
+        self.sliced = not mesh.seam.has_all_rows
 
     def __call__(self, model: Transformer, x_TD: Tensor, tokens: Tokens) -> MicrobatchLoss:
         labels_T, log_p_TB, ids_TK = tokens.labels_T, tokens.of_tokens[LOG_PROBS], tokens.of_tokens.get(IDS)

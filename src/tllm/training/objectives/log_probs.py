@@ -25,7 +25,7 @@ class TokenLosses:
 
     def __init__(self, mesh: Mesh, precise: bool = False) -> None:
         self.tp, self.precise = mesh.tp, precise
-        self.sliced = mesh.sequence and mesh.tp.size > 1
+        self.sliced = not mesh.seam.has_all_rows
 
     def __call__(self, model: Transformer, x_TD: Tensor, tokens: Tokens) -> Tensor:
         labels_T = tokens.labels_T

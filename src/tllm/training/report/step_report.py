@@ -57,7 +57,7 @@ class StepReport:
     ) -> None:
         self._metric_names, self._is_frozen, self._device = metric_names, is_frozen, device
         self._groups, self._spec, self._pipelined = groups, spec, pipelined
-        self._counts = groups.tp.rank == 0  # the other ranks of the stage have the same losses
+        self._counts = groups.tells_losses
         self._sent = 0
         self._own_peak = peak
         self.peak = float(_gathered(groups.world, [peak]).sum())

@@ -13,6 +13,7 @@ from tllm.comm.collectives.group import Group, solo
 from tllm.comm.collectives.tuning import tune_between_hosts
 from tllm.comm.links.link import DEADLINE, Link, LocalLink
 from tllm.devices.choose import CPU
+from tllm.spec.grid.grid_shape import GridShape
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan, Wire
 from tllm.spec.process_groups import DATA, PIPELINE, SERVERS, computing, members, wires
@@ -41,12 +42,19 @@ class Groups:
     to: Mapping[int, Link] = field(default_factory=dict)
     back: Mapping[int, Link] = field(default_factory=dict)
     """Links to and from the parameter servers, on a replica; to and from replicas, on a server; by global rank."""
+    grid: GridShape | None = None
+    """That which the ranks of `tp` form, where weights and activations are cut both ways."""
     network: str = ""
     """In words: what was measured of the links between machines, and how sums go over them."""
 
     @property
     def all(self) -> tuple[Group, ...]:
         return (self.tp, self.cp, self.dp, self.ep, self.edp, self.replica, self.world, self.save)
+
+    @property
+    def tells_losses(self) -> bool:
+        """Whether this rank tells the losses of its tokens: of those who have the same, the first does."""
+        return self.tp.rank == 0 if self.grid is None else self.grid.place(self.tp.rank).column == 0
 
     @property
     def bytes_sent(self) -> int:
@@ -80,7 +88,7 @@ def groups_of(plan: Plan, rank: int, links: Mapping[Wire, Link]) -> Groups:
     if rank not in computing(plan):
         return Groups(save=groups["save"], to=to, back=back)
     data = {wire.target if rank == 0 else 0: link for wire, link in links.items() if wire.name == DATA}
-    return Groups(**groups, wires=_wires(plan, rank, links), data=data, to=to, back=back)
+    return Groups(**groups, wires=_wires(plan, rank, links), data=data, to=to, back=back, grid=plan.grid)
 
 
 def tuned(groups: Groups, plan: Plan, rank: int, hosts: Sequence[str]) -> Groups:

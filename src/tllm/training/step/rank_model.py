@@ -10,11 +10,13 @@ from torch import nn
 
 from tllm.devices.choose import CPU
 from tllm.model.transformer import Transformer
+from tllm.parallel.grid.grid_mesh import GridMesh, grid_mesh_of
 from tllm.parallel.load_balance import LoadBalance
 from tllm.parallel.mesh import mesh_of
 from tllm.spec.pipeline_schedule import Schedule, forward_only
 from tllm.spec.pipeline_schedule import build as build_schedule
 from tllm.training.attention.context_parallel import cut_tokens
+from tllm.training.attention.grid_tokens import grid_tokens
 from tllm.training.attention.packed_attention import TrainAttend
 from tllm.training.attention.ring_attention import RingAttention
 from tllm.training.data.batch_tensors import Tokens
@@ -41,7 +43,12 @@ class RankModel:
         plan, groups = config.plan, config.groups
         self._plan, self._config = plan, config
         self._balance = _load_balance(config)
-        mesh = mesh_of(config.spec, plan, config.rank, groups.tp, plan.sequence, groups.ep, self._balance)
+        mesh = (
+            mesh_of(config.spec, plan, config.rank, groups.tp, plan.sequence, groups.ep, self._balance)
+            if plan.grid is None
+            else grid_mesh_of(config.spec, plan, config.rank, groups.tp)
+        )
+        self._grid = mesh.grid if isinstance(mesh, GridMesh) else None
         has_memory = plan.zero < 3 and (config.job.lora is None or self._config.device != CPU)
         device = self._config.device if has_memory else "meta"
         self.chunks = build_chunks(config.spec, mesh, plan.runs, torch_dtype(config.job.dtype), device)
@@ -70,7 +77,7 @@ class RankModel:
         return None if self._balance is None else self._balance.mean
 
     def forward_backward(self, batch: Sequence[Tokens], global_microbatches: int, loss_scale: float) -> StepResult:
-        """The passes over this replica's microbatches of a step, perhaps none; a rank of cp computes its own tokens.
+        """The passes over this replica's microbatches of a step, perhaps none; each rank computes its own tokens.
 
         `global_microbatches` are those of all replicas, whose mean the load-balance loss is.
         """
@@ -102,8 +109,10 @@ class RankModel:
 
     def _here(self, batch: Sequence[Tokens]) -> list[Tokens]:
         """The tokens of each microbatch that this rank computes, on its device."""
-        cp = self._config.groups.cp
-        return [cut_tokens(tokens, cp.rank, cp.size).to(self._config.device) for tokens in batch]
+        cp, device = self._config.groups.cp, self._config.device
+        if self._grid is not None:
+            return [grid_tokens(tokens, self._grid).to(device) for tokens in batch]
+        return [cut_tokens(tokens, cp.rank, cp.size).to(device) for tokens in batch]
 
     def _make_adapt(self, learns: bool) -> MakeAdapt:
         """What linears add in a pass, in which something is learned or not."""

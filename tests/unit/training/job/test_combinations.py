@@ -80,6 +80,24 @@ def check(plan: str, config: dict[str, Any], **more: Any) -> None:
         ("tp=2", LLAMA, {"deterministic": True}, "tp=2"),
         ("dp=3", LLAMA, {"deterministic": True}, "does not divide 8"),
         ("pp=2", TIED, {"deterministic": True}, "tied embeddings"),
+        ("tp=4,tensor=2d", MIXTRAL, {}, "tensor=2d and a mixtral model with experts"),
+        ("tp=8,tensor=3d", DELTA, {}, "tensor=3d and a qwen3_5_text model with gated delta nets"),
+        ("tp=64,tensor=2.5d", dict(LLAMA, hidden_size=32, num_attention_heads=2, head_dim=16), {}, "query heads of 2"),
+        ("tp=4,tensor=2d", dict(LLAMA, vocab_size=1), {}, "vocabulary of 1"),
+        ("tp=4,tensor=2d", LLAMA, {"neftune_noise_alpha": 5.0}, "tensor=2d and neftune_noise_alpha = 5"),
+        ("tp=4,tensor=2d", LLAMA, {"deterministic": True}, "tp=4"),
+        (
+            "tp=4,tensor=2d",
+            LLAMA,
+            {"lora": LoraJob(), "model_name_or_path": "m", "config_name": None},
+            r"tensor=2d and \[lora\]",
+        ),
+        (
+            "tp=4,tensor=2d",
+            LLAMA,
+            {"task": "distill", "distill": DistillationKeys("t")},
+            "tensor=2d and task = 'distill'",
+        ),
         ("dp=2", LLAMA, {"task": "distill", "distill": DistillationKeys("t", top_k=101)}, "the model has 101 tokens"),
     ],
 )
@@ -135,6 +153,8 @@ def test_rates_that_cannot_be_are_refused_before_anything_starts() -> None:
         ("dp=8,zero=2", LLAMA, {"deterministic": True}),
         ("dp=2,zero=3", LLAMA, {"delay_steps": 1}),
         ("dp=9", LLAMA, {}),
+        ("dp=2,tp=4,tensor=2d,zero=2,recompute=layer,offload=host", TIED, {"local_steps": 1}),
+        ("tp=8,tensor=3d", LLAMA, {"gradient_compression": "bf16"}),
     ],
 )
 def test_it_goes_together(plan: str, config: dict[str, Any], more: dict[str, Any]) -> None:
