@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tllm.node.topology.machine_topology import MachineTopology, ProcessorCore
-from tllm.node.topology.system_files import cpu_list
 
 CPU, NODE = "sys/devices/system/cpu", "sys/devices/system/node"
 
@@ -110,5 +109,3 @@ def machine(*nodes: int, threads: int = 1, kinds: str = "", allowed: Sequence[in
             cores.append(ProcessorCore(cpus=cpus, socket=node, node=node, cache=start, kind=kind))  # type: ignore[arg-type]
             first += threads
     return MachineTopology(cores=tuple(cores), allowed=tuple(range(first)) if allowed is None else tuple(allowed))
-
-
