@@ -103,6 +103,7 @@ async def _probe_cluster(args: argparse.Namespace) -> ClusterProbe:
         ClusterOptions(
             local=1 if args.nodes else args.local,
             threads=args.threads,
+            numa_binding="none",  # so that each worker sees the whole machine
             address=where,
             source=JoinLine(lambda *how: print_join_line(joining, *how)),
         ),

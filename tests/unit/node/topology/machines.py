@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tllm.node.topology.machine_topology import MachineTopology, ProcessorCore
+from tllm.node.topology.system_files import cpu_list
 
 CPU, NODE = "sys/devices/system/cpu", "sys/devices/system/node"
 
@@ -109,3 +110,8 @@ def machine(*nodes: int, threads: int = 1, kinds: str = "", allowed: Sequence[in
             cores.append(ProcessorCore(cpus=cpus, socket=node, node=node, cache=start, kind=kind))  # type: ignore[arg-type]
             first += threads
     return MachineTopology(cores=tuple(cores), allowed=tuple(range(first)) if allowed is None else tuple(allowed))
+
+
+def in_words(shares: Sequence[Sequence[int]]) -> list[str]:
+    """As the kernel would list them."""
+    return [cpu_list(share) for share in shares]
