@@ -15,6 +15,7 @@ from tllm.cluster.settings import OUR_LINKS, Narrowing, Wiring
 from tllm.core.errors import ConfigError
 from tllm.hub.locate import locate
 from tllm.hub.repository import HubWeights
+from tllm.node.topology.numa_binding import NumaBinding, check_numa_binding
 from tllm.planner.cost.cache_room import CACHE_DIR_BYTES, MAX_NUM_SEQS, PAGE_SIZE
 from tllm.planner.cost.rank_bytes import ITEM_BYTES
 from tllm.server.pooling.pooler_config import ModelPooling, PoolerConfig, model_pooling, read_pooler_config
@@ -65,6 +66,8 @@ class EngineArgs(TypedDict, total=False):
     """Bytes of pages in that folder, on each machine, at the most."""
     threads: int | None
     """Threads of each worker (cores / workers on this machine)."""
+    numa_binding: NumaBinding
+    """Processors of each worker here: exclusive, node, none, or auto: exclusive where there are several NUMA nodes."""
     memory: int | None
     """Bytes of this machine that its workers may use together (all)."""
     allow_mixed: bool
@@ -111,6 +114,7 @@ class EngineOptions:
     lost_after: float = SILENCE_SECONDS
     wiring: Wiring = OUR_LINKS
     memory: int | None = None
+    numa_binding: NumaBinding = "auto"
     hub: HubWeights | None = None
     pooler_config: PoolerConfig | None = None
 
@@ -137,6 +141,7 @@ def engine_options(model: Path | str, plan: str = "pp=1", **args: Unpack[EngineA
         raise ConfigError(f"the checkpoint's dtype {dtype!r} cannot be computed with", "give --dtype bfloat16")
     kv_cache_dtype = args.get("kv_cache_dtype", "auto")
     check_kv_cache_dtype(kv_cache_dtype)
+    check_numa_binding(args.get("numa_binding", "auto"))
     lost_after = args.get("lost_after", SILENCE_SECONDS)
     check_lost_after(lost_after)
     asked_model_len = args.get("max_model_len")
@@ -165,6 +170,7 @@ def engine_options(model: Path | str, plan: str = "pp=1", **args: Unpack[EngineA
         cache_dir=args.get("cache_dir", ""),
         cache_dir_size=args.get("cache_dir_size", CACHE_DIR_BYTES),
         allow_mixed=args.get("allow_mixed", False),
+        numa_binding=args.get("numa_binding", "auto"),
         narrow_wire=args.get("narrow_wire", "off"),
         lost_after=lost_after,
         wiring=args.get("wiring", OUR_LINKS),

@@ -86,5 +86,6 @@ def cluster_options(options: EngineOptions, joining: int = 0, **more: Any) -> Cl
         allow_mixed=options.allow_mixed,
         lost_after=options.lost_after,
         memory=options.memory,
+        numa_binding=options.numa_binding,
         **more,
     )

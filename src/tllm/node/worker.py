@@ -52,7 +52,7 @@ from tllm.devices.choose import CPU, choose_device
 from tllm.devices.memory import device_name, held_memory, peak_memory, usable_device_memory
 from tllm.engine.driver import Command
 from tllm.node.machine.memory_limit import keep_to, out_of_memory
-from tllm.node.machine.process_facts import facts_of, usable_memory
+from tllm.node.machine.process_facts import cores, facts_of, usable_memory
 from tllm.node.roles.control import Beside, Control, HttpDoor, ReplicaHost, WorkerOrder
 from tllm.node.roles.doctor_rank import DoctorRank
 from tllm.node.roles.role import MakeRole, Role, check_speaker
@@ -60,6 +60,7 @@ from tllm.node.roles.serving_rank import ServingRank
 from tllm.node.roles.survey_rank import SurveyRank
 from tllm.node.roles.training_rank import TrainingRank, check_no_code
 from tllm.node.roles.verify_rank import VerifyRank
+from tllm.node.topology.numa_binding import bind
 from tllm.node.weights.chunk_fetcher import ChunkFetcher
 from tllm.node.weights.chunk_server import ChunkServer
 from tllm.weights.chunk_cache import ChunkCache
@@ -94,6 +95,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     bytes that this node may use; `is_shared`: together with the other nodes of this machine that are told the same.
     `runs_own_code`: a command of the user's has started it, so that it may load functions that the user's job names.
     `device`: what it computes on, which without an index is that of its `place` among the processes of this machine.
+    `processors`: those that it is bound to, none if it may run on any.
     """
 
     host: str
@@ -112,6 +114,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     runs_own_code: bool = False
     device: str = "cpu"
     place: int = 0
+    processors: tuple[int, ...] = ()
 
 
 class HttpServer(HttpDoor, Protocol):
@@ -373,6 +376,8 @@ def main() -> int:
     if not line:
         return 0
     settings = msgspec.json.decode(line, type=WorkerSettings)
+    cores()  # which counts what this machine has, however few this process is then bound to
+    bind(settings.processors)  # before there are threads, as each has its processors from the one that began it
     threading.Thread(target=_end_with_stdin, name="parent", daemon=True).start()
     try:
         work(settings)

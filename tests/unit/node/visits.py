@@ -17,6 +17,7 @@ from tllm.node.machine.machine_facts import (
     PathMeasurement,
     TorchFacts,
 )
+from tllm.node.topology.machine_topology import CacheLevel, MachineTopology, MemoryNode, ProcessorCore
 from tllm.planner.cluster.profile import MemorySpeed, ProductSpeed
 
 MACHINE = MachineFacts(
@@ -39,6 +40,12 @@ MACHINE = MachineFacts(
     firewalls=(),
     listen_fault="",
 )
+TOPOLOGY = MachineTopology(
+    cores=tuple(ProcessorCore(cpus=(cpu,), socket=0, node=0, cache=0) for cpu in range(8)),
+    allowed=tuple(range(8)),
+    nodes=(MemoryNode(number=0, cpus=tuple(range(8)), memory_bytes=2**34, distances=(10,)),),
+    caches=(CacheLevel(3, "Unified", 2**25, 8, 1),),
+)
 MEASURED = PathMeasurement(round_trip=3e-4, jitter=5e-5, offset=2e-4, bandwidth=1.17e8, mtu=1500, resent=0.0)
 
 
@@ -49,6 +56,7 @@ def node(name: str, address: str, rate: float = 1e11, read: float = 2e10, **mach
         address=address,
         versions=dict(tllm="0.1.0", torch="2.13.0", python="3.11.9", source="0" * 64),
         machine=replace(MACHINE, **machine),
+        topology=TOPOLOGY,
         torch=TorchFacts("2.13.0", 8, "AVX2"),
         products=(ProductSpeed("float32", 64, 1024, rate, 9), ProductSpeed("bfloat16", 64, 1024, rate, 9)),
         memory=MemorySpeed(read, 3e10),

@@ -48,6 +48,12 @@ def launched_here(args: argparse.Namespace) -> Launched | None:
             f"a launcher has started {here.world_size} processes, and --nodes or --local would start others",
             "leave them out, or start tllm without the launcher",
         )
+    if here is not None and args.numa_binding not in ("auto", "none"):
+        raise ConfigError(
+            f"--numa-binding {args.numa_binding} is for workers that this command starts, and a launcher has started "
+            f"{here.world_size} processes",
+            "let the launcher bind them: torchrun --numa-binding, srun --cpu-bind",
+        )
     return here
 
 

@@ -15,6 +15,7 @@ from tllm.cli.arguments.parser import count, size, whole
 from tllm.cluster.heartbeat import SILENCE_SECONDS
 from tllm.cluster.settings import OUR_LINKS, LinkKind, Narrowing, Wiring
 from tllm.core.errors import AuthError, PlanError
+from tllm.node.topology.numa_binding import NumaBinding
 from tllm.planner.cost.cache_room import CACHE_DIR_BYTES, MAX_NUM_SEQS, PAGE_SIZE
 from tllm.server.http.settings import is_loopback
 from tllm.spec.quantized.cache_form import KVCacheDtype
@@ -70,6 +71,17 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     add_prefix_caching(parser)
     add_cache_dir(parser)
     parser.add_argument("--threads", type=whole, metavar="N", help="threads of each worker (cores / workers here)")
+    add_numa_binding(parser)
+
+
+def add_numa_binding(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--numa-binding",
+        choices=get_args(NumaBinding),
+        default="auto",
+        help="processors of each worker here: exclusive (cores of its own, on one NUMA node where there is room), node "
+        "(those of its NUMA node), none (any), auto: exclusive on machines of several NUMA nodes (%(default)s)",
+    )
 
 
 def add_speculation(parser: argparse._ActionsContainer) -> None:

@@ -18,6 +18,7 @@ from tllm.cli.arguments.parser import address, port, whole
 from tllm.cli.commands.join import TOKEN_VARIABLE
 from tllm.cli.commands.profile import products_table
 from tllm.cli.display.logs import start_log
+from tllm.cli.display.machine_topology import topologies_text
 from tllm.cli.display.progress import progress
 from tllm.cli.display.tables import amount, table
 from tllm.core.errors import ConfigError
@@ -102,6 +103,7 @@ async def _probe_cluster(args: argparse.Namespace) -> ClusterProbe:
         ClusterOptions(
             local=1 if args.nodes else args.local,
             threads=args.threads,
+            numa_binding="none",  # so that each worker sees the whole machine
             address=where,
             source=JoinLine(lambda *how: print_join_line(joining, *how)),
         ),
@@ -126,8 +128,8 @@ def as_json(probe: ClusterProbe, diagnoses: list[Diagnosis]) -> str:
 
 
 def as_text(probe: ClusterProbe, diagnoses: list[Diagnosis]) -> str:
-    """Tables, and below them the diagnoses in words."""
-    parts = [nodes_table(probe.nodes)]
+    """Tables, what each machine is made of, and below them the diagnoses in words."""
+    parts = [nodes_table(probe.nodes), topologies_text(probe.nodes)]
     if len(probe.nodes) == 1:
         parts.append(products_table(probe.nodes[0].products))
     if probe.ways:

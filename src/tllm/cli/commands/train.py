@@ -29,6 +29,7 @@ from tllm.cli.arguments.options import (
     add_link,
     add_lost_after,
     add_memory,
+    add_numa_binding,
     wiring,
 )
 from tllm.cli.arguments.parser import port, whole
@@ -106,6 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_page(page, "of the run, while it runs,")
     add_api_key(page)
     parser.add_argument("--threads", type=whole, metavar="N", help="threads of each worker (cores / workers here)")
+    add_numa_binding(parser)
     parser.add_argument("--quiet", action="store_true", help="no line for each step")
 
 
@@ -217,6 +219,7 @@ def _cluster_options(
         lost_after=args.lost_after,
         memory=args.memory,
         device=args.device,
+        numa_binding=args.numa_binding,
         replicas=replicas,
     )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from tllm.cluster.connection import Address
 from tllm.cluster.heartbeat import SILENCE_SECONDS
 from tllm.node.sources.node_source import NodeSource
+from tllm.node.topology.numa_binding import NumaBinding
 
 LOOPBACK: Address = ("127.0.0.1", 0)
 """Only this machine, on any free port."""
@@ -43,6 +44,9 @@ class ClusterOptions:
     spare_nodes: how many nodes may join beside those that the plan needs.
     memory: bytes that all local workers together may use; None is all of the machine's memory.
     device: what local workers compute on, as `--device` has it; without an index each has the next one of its kind.
+    numa_binding: which processors each local worker runs on, of those that this process may use. "exclusive": cores of
+        its own, on one NUMA node where there is room; "node": those of that node, with the others there; "none": any.
+        "auto": "exclusive" on a machine of several NUMA nodes where no other run has bound its workers, else "none".
     replicas: how many processes, this one included, are to know the coordinator's state, so that one of them takes
         over when this process dies: as many as there are, an odd number. 1: only this process knows it, and the cluster
         ends with it. To serve, and to train where a lost node does not end the run.
@@ -62,6 +66,7 @@ class ClusterOptions:
     spare_nodes: int = 0
     memory: int | None = None
     device: str = "cpu"
+    numa_binding: NumaBinding = "auto"
     replicas: int = 1
 
 

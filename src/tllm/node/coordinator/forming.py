@@ -20,8 +20,9 @@ from tllm.node.coordinator.cluster_options import ClusterOptions, OnProgress
 from tllm.node.coordinator.coordinator import Coordinator
 from tllm.node.coordinator.job import ClusterJob
 from tllm.node.machine.process_facts import cores, usable_memory
-from tllm.node.sources.local_workers import LocalWorkers, local_workers
+from tllm.node.sources.local_workers import LocalWorkers, WorkersRoom, local_workers
 from tllm.node.sources.node_source import Invitation
+from tllm.node.topology.numa_binding import NumaBinding, binding_of
 from tllm.spec.plan import Plan
 
 log = logging.getLogger("tllm.node")
@@ -76,8 +77,9 @@ async def forming(job: FormableJob, local: list[str], host: str, options: Cluste
         share = options.threads or max(1, cores() // max(len(local), 1))
         early_end = _EarlyEnd(coordinator)
         if local:
-            room = options.memory, coordinator.work.hub, options.device
-            workers = LocalWorkers(control, coordinator.token, share, early_end.on_end, *room)
+            bound = stack.enter_context(binding_of(numa_binding(options), len(local), share))
+            room = WorkersRoom(share, options.memory, coordinator.work.hub, options.device, bound)
+            workers = LocalWorkers(control, coordinator.token, early_end.on_end, room)
             coordinator.local = await stack.enter_async_context(local_workers(local, workers))
         stack.enter_context(_ending(coordinator))
         if options.secret is not None:
@@ -94,6 +96,13 @@ async def forming(job: FormableJob, local: list[str], host: str, options: Cluste
         finally:
             if coordinator.replication is not None:  # while nodes are here, so that none takes over
                 await coordinator.replication.end()
+
+
+def numa_binding(options: ClusterOptions) -> NumaBinding:
+    """How local workers are bound: by themselves only those that compute on processors. Another device has its own
+    NUMA node, which is not looked for."""
+    is_elsewhere = choose_device(options.device) != CPU
+    return "none" if is_elsewhere and options.numa_binding == "auto" else options.numa_binding
 
 
 def check_local(count: int, options: ClusterOptions) -> None:

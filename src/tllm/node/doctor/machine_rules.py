@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Iterator
 
 from tllm.node.doctor.network_rules import of_clocks, of_paths
+from tllm.node.doctor.topology_rules import of_topology
 from tllm.node.machine.machine_facts import ClusterProbe, Diagnosis, MachineFacts, NodeProbe
 
 MIB, GIB = 2**20, 2**30
@@ -32,6 +33,7 @@ def of_node(found: NodeProbe) -> Iterator[Diagnosis]:
     yield from _of_memory(found.node, found.machine)
     yield from _of_system(found.node, found.machine)
     yield from _of_processor(found)
+    yield from of_topology(found)
 
 
 def of_versions(probe: ClusterProbe) -> Iterator[Diagnosis]:

@@ -19,9 +19,10 @@ import msgspec
 
 from tllm.core.processor import processor_name
 from tllm.node.machine.process_facts import cores
+from tllm.node.topology.machine_topology import MachineTopology
+from tllm.node.topology.pci_devices import device_node
+from tllm.node.topology.system_files import SYSTEM, number, read_file
 from tllm.planner.cluster.profile import MemorySpeed, ProductSpeed
-
-SYSTEM = Path("/")
 
 INSTRUCTIONS = (
     *("fma", "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8"),
@@ -34,12 +35,14 @@ IP_MTU, IPV6_MTU = 14, 24  # of Linux, which Python has no names for
 
 
 class Interface(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A network interface that is up. `mbits`: the speed, in Mbit/s, that both ends of its cable have negotiated."""
+    """A network interface that is up. `mbits`: the speed, in Mbit/s, that both ends of its cable have negotiated;
+    `node`: the NUMA node that its card is on."""
 
     name: str
     mtu: int
     mbits: int | None = None
     is_wireless: bool = False
+    node: int | None = None
 
 
 class TorchFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -78,7 +81,8 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class NodeProbe(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """What one node says of itself: its machine, torch, and speeds as `node.machine.measure` gives them.
+    """What one node says of itself: its machine and what that is made of, torch, and speeds as `node.machine.measure`
+    gives them.
 
     `address` is where its tensor links listen.
     """
@@ -88,6 +92,7 @@ class NodeProbe(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unkn
     address: str
     versions: dict[str, str]
     machine: MachineFacts
+    topology: MachineTopology
     torch: TorchFacts
     products: tuple[ProductSpeed, ...]
     memory: MemorySpeed
@@ -159,7 +164,7 @@ def machine_facts(root: Path = SYSTEM) -> MachineFacts:
         disk_free_bytes=shutil.disk_usage(Path.cwd()).free,
         clock=time.time(),
         governors=_governors(root),
-        huge_pages=_chosen(_read(root / "sys/kernel/mm/transparent_hugepage/enabled")),
+        huge_pages=_chosen(read_file(root / "sys/kernel/mm/transparent_hugepage/enabled")),
         interfaces=interfaces(root),
         firewalls=_firewalls(root),
         listen_fault=_listen_fault(),
@@ -168,14 +173,14 @@ def machine_facts(root: Path = SYSTEM) -> MachineFacts:
 
 def instructions(root: Path = SYSTEM) -> tuple[str, ...]:
     """Which of `INSTRUCTIONS` the processor has."""
-    table = _table(_read(root / "proc/cpuinfo"))
+    table = _table(read_file(root / "proc/cpuinfo"))
     has = set((table.get("flags") or table.get("Features") or "").split())
     return tuple(name for name in INSTRUCTIONS if name in has)
 
 
 def memory_table(root: Path = SYSTEM) -> dict[str, int]:
     """/proc/meminfo in bytes."""
-    table = _table(_read(root / "proc/meminfo"))
+    table = _table(read_file(root / "proc/meminfo"))
     return {name: int(value.split()[0]) * KIBIBYTES for name, value in table.items() if value.endswith("kB")}
 
 
@@ -184,16 +189,17 @@ def interfaces(root: Path = SYSTEM) -> tuple[Interface, ...]:
     folder = root / "sys/class/net"
     found = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if not (path / "device").exists() or _read(path / "operstate") != "up":
+        if not (path / "device").exists() or read_file(path / "operstate") != "up":
             continue
-        speed, mtu = _number(_read(path / "speed")), _number(_read(path / "mtu"))
-        found.append(Interface(path.name, mtu or 0, speed, (path / "wireless").exists()))
+        speed, mtu = number(read_file(path / "speed")), number(read_file(path / "mtu"))
+        node = device_node(path / "device")
+        found.append(Interface(path.name, mtu or 0, speed, (path / "wireless").exists(), node))
     return tuple(found)
 
 
 def resent_packets(root: Path = SYSTEM) -> tuple[int, int]:
     """(packets sent, packets sent again) by TCP since the machine began; (0, 0) where the system does not say."""
-    rows = [line.split() for line in _read(root / "proc/net/snmp").splitlines() if line.startswith("Tcp:")]
+    rows = [line.split() for line in read_file(root / "proc/net/snmp").splitlines() if line.startswith("Tcp:")]
     if len(rows) != 2:
         return 0, 0
     table = dict(zip(*rows, strict=True))
@@ -215,22 +221,10 @@ def path_mtu(host: str) -> int | None:
             return None
 
 
-def _read(path: Path) -> str:
-    """The text of a small file of the system; "" where there is none, or where it may not be read."""
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return ""
-
-
 def _table(text: str) -> dict[str, str]:
     """Parse lines of `name : value`; of several lines with one name the first counts."""
     rows = [line.partition(":") for line in text.splitlines()]
     return {name.strip(): value.strip() for name, _, value in reversed(rows)}
-
-
-def _number(text: str) -> int | None:
-    return int(text) if text.isascii() and text.isdigit() else None
 
 
 def _chosen(text: str) -> str:
@@ -240,24 +234,24 @@ def _chosen(text: str) -> str:
 
 def _quota(root: Path) -> float | None:
     """Processors that the control group allows (cgroup v2's cpu.max), None for all."""
-    allowed, _, period = _read(root / "sys/fs/cgroup/cpu.max").partition(" ")
+    allowed, _, period = read_file(root / "sys/fs/cgroup/cpu.max").partition(" ")
     return int(allowed) / int(period) if allowed.isdigit() and period.isdigit() else None
 
 
 def _memory_limit(root: Path) -> tuple[int | None, int]:
     """Bytes of memory that the control group may use, None for all, and that it uses."""
     folder = root / "sys/fs/cgroup"
-    return _number(_read(folder / "memory.max")), _number(_read(folder / "memory.current")) or 0
+    return number(read_file(folder / "memory.max")), number(read_file(folder / "memory.current")) or 0
 
 
 def _governors(root: Path) -> tuple[str, ...]:
     files = (root / "sys/devices/system/cpu").glob("cpu[0-9]*/cpufreq/scaling_governor")
-    return tuple(sorted({_read(file) for file in files} - {""}))
+    return tuple(sorted({read_file(file) for file in files} - {""}))
 
 
 def _firewalls(root: Path) -> tuple[str, ...]:
     found = []
-    if "ENABLED=yes" in _read(root / "etc/ufw/ufw.conf"):
+    if "ENABLED=yes" in read_file(root / "etc/ufw/ufw.conf"):
         found.append("ufw")
     if any((root / place / "firewalld.pid").exists() for place in ("run", "var/run")):
         found.append("firewalld")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import socket
+from functools import cache
 
 from tllm import __version__
 from tllm.cluster.connection import Address, own_address
@@ -65,8 +66,9 @@ def programs() -> dict[str, str]:
     return {"tllm": __version__, "python": platform.python_version(), "source": source_digest()}
 
 
+@cache
 def cores() -> int:
-    """Processors that this process may use."""
+    """Processors that this process was given: those that it could use when it was first asked, before it was bound."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

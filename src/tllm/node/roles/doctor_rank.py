@@ -36,6 +36,7 @@ from tllm.node.machine.measure import Clock, measure
 from tllm.node.machine.process_facts import programs
 from tllm.node.roles.control import Control
 from tllm.node.roles.role import Certificate, Role, bytes_by_wire, check_speaker
+from tllm.node.topology.read_topology import read_topology
 from tllm.spec.plan import Wire
 from tllm.weights.byte_source import Fetch
 from tllm.weights.load import Progress
@@ -148,6 +149,7 @@ def examine(node: str, address: str, seconds: float) -> NodeProbe:
         address=address,
         versions={**programs(), "torch": str(torch.__version__)},
         machine=machine,
+        topology=read_topology(),
         torch=torch_facts(),
         products=speeds.products,
         memory=speeds.memory,

@@ -8,6 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from tllm.cluster.connection import Address
 from tllm.cluster.join_token import JoinToken
 from tllm.hub.repository import HubWeights
 from tllm.node.sources.worker_forks import TAIL_LINES, WorkerForks, WorkerProcess, how_it_ended
+from tllm.node.topology.numa_binding import BoundRanks
 
 log = logging.getLogger("tllm.node")
 
@@ -65,29 +67,33 @@ class LocalWorker:
         self._on_end(self.node, how_it_ended(code), "\n".join(self._tail))
 
 
-class LocalWorkers:
-    """Workers of this machine by name. After `renew`, one that ends is started again under its name.
+@dataclass(frozen=True)
+class WorkersRoom:
+    """What the workers of this machine have of it: so many threads each, and the processors that each is `bound` to.
 
     All of them together may use `memory` bytes, or all of the machine's if None; on a `device` that is not the
     processor, each so much of its own. Weights of a model on the `hub` are kept where it says.
     """
 
-    def __init__(
-        self,
-        address: Address,
-        token: Callable[[], JoinToken],
-        threads: int,
-        on_end: OnEnd,
-        memory: int | None = None,
-        hub: HubWeights | None = None,
-        device: str = "cpu",
-    ) -> None:
-        self._address, self._token, self._threads, self._on_end = address, token, threads, on_end
-        self._forks = WorkerForks(threads)
-        self._room: dict[str, Any] = dict(memory=memory, is_shared=True, runs_own_code=True, device=device)
+    threads: int
+    memory: int | None = None
+    hub: HubWeights | None = None
+    device: str = "cpu"
+    bound: BoundRanks = field(default_factory=BoundRanks)
+
+
+class LocalWorkers:
+    """Workers of this machine by name. After `renew`, one that ends is started again under its name."""
+
+    def __init__(self, address: Address, token: Callable[[], JoinToken], on_end: OnEnd, room: WorkersRoom) -> None:
+        self._address, self._token, self._on_end = address, token, on_end
+        self._forks = WorkerForks(room.threads)
+        self._bound, hub = room.bound, room.hub
+        self._room: dict[str, Any] = dict(memory=room.memory, is_shared=True, runs_own_code=True, device=room.device)
+        self._room |= dict(threads=room.threads)
         if hub is not None:
             self._room |= dict(weights_cache=hub.cache, weights_cache_bytes=hub.cache_bytes)
-        self._places: dict[str, int] = {}  # each worker's number among them, which chooses its device
+        self._places: dict[str, int] = {}  # each worker's number among them: which chooses its device and processors
         self._workers: dict[str, LocalWorker] = {}
         self._renewing: dict[str, asyncio.Task[None]] = {}
         self._short: set[str] = set()  # workers whose last process ended soon
@@ -102,7 +108,8 @@ class LocalWorkers:
         process = await self._forks.start()
         host, port = self._address
         place = self._places.setdefault(node, len(self._places))
-        settings = dict(host=host, port=port, token=str(self._token()), node=node, threads=self._threads, place=place)
+        settings = dict(host=host, port=port, token=str(self._token()), node=node, place=place)
+        settings |= dict(processors=self._bound.of(place))
         process.stdin.write(msgspec.json.encode({**settings, **self._room}) + b"\n")
         self._workers[node] = LocalWorker(node, process, self._ended)
 

@@ -20,7 +20,7 @@ TASKS = Launched(1, 3, 0, 3, "localhost", "7-0", "slurm", 2, {"engine": "slurm",
 
 
 def asked(**more: object) -> argparse.Namespace:
-    given = dict(on=None, nodes=None, local=None, threads=None, cluster_host="0.0.0.0")
+    given = dict(on=None, nodes=None, local=None, threads=None, cluster_host="0.0.0.0", numa_binding="auto")
     return argparse.Namespace(**{**given, **more})
 
 
@@ -38,6 +38,8 @@ def test_tasks_of_srun_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found is not None and (found.world_size, found.run) == (3, "7-0")
     with pytest.raises(ConfigError, match="has started 3 processes, and --nodes or --local would start others"):
         launched_here(asked(nodes=3))
+    with pytest.raises(ConfigError, match="--numa-binding node is for workers that this command starts"):
+        launched_here(asked(numa_binding="node"))
 
 
 def test_the_first_task_is_told_what_an_operator_would_say() -> None:

@@ -32,6 +32,7 @@ def test_nothing_wrong_is_code_0(found: list[ClusterProbe], capsys: pytest.Captu
     assert "\n  tllm doctor 10.0.0.1:7000 --token tllm1-abc\n" in shown.err
     lines = shown.out.splitlines()
     assert lines[-1] == "nothing is wrong"
+    assert "a, b, c: 1 socket, 1 NUMA node, 8 cores" in lines, "three of one host name see the same machine"
     assert sum("0.300 ms" in line and "936 Mbit/s" in line and "+0.2 ms" in line for line in lines) == 6
 
 
@@ -58,6 +59,8 @@ def test_json_holds_everything(found: list[ClusterProbe], capsys: pytest.Capture
     assert main(["doctor", "--nodes", "2", "--json"]) == 1
     said = json.loads(capsys.readouterr().out)
     assert [one["node"] for one in said["nodes"]] == ["a", "b"]
+    topology = said["nodes"][0]["topology"]
+    assert (len(topology["cores"]), topology["nodes"][0]["memory_bytes"]) == (8, 2**34)
     assert said["ways"][0]["measured"]["mtu"] == 1500
     (finding,) = said["findings"]
     assert (finding["about"], finding["wrong"]) == ("a", True)
