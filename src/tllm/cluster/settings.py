@@ -103,7 +103,8 @@ class SurveySettings(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid
     """What every node is told that measures itself with a model, before there is a plan.
 
     To serve: `sequences` with a token each after a prompt of `length` tokens, of which `rows[0]` go through at once. To
-    train (no `sequences`): microbatches of so many `rows`, in documents of `length`, and this `optimizer`.
+    train (no `sequences`): microbatches of so many `rows`, in documents of `length`, and this `optimizer`. Where the
+    run samples completions: `rollouts` of them, with a token each after a prompt of `prompt` tokens.
     """
 
     dtype: str
@@ -111,6 +112,8 @@ class SurveySettings(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid
     rows: tuple[int, ...]
     sequences: tuple[int, ...] = ()
     optimizer: str = "adamw"
+    rollouts: tuple[int, ...] = ()
+    prompt: int = 0
     measure_seconds: float
     way_seconds: float
     threads: int = 0

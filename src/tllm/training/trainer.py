@@ -177,6 +177,7 @@ class RankTrainer:
             self._model.load_balance_loss,
             evaluated,
             self._forward.best.reason if evaluated else "",
+            self._feed.role_seconds,
         )
         record, stop = self._record(counters, stopped)
         completions = evaluated.completions if evaluated is not None else ()

@@ -33,13 +33,16 @@ def serving_settings(facts: ServingFacts, nodes: int, seconds: float = NODE_SECO
 def training_settings(
     facts: TrainingFacts, sizes: Sequence[int], optimizer: str, nodes: int, seconds: float = NODE_SECONDS
 ) -> SurveySettings:
-    """To train: microbatches of these sizes."""
+    """To train: microbatches of these sizes; and completions, as many as a run samples at once."""
+    sampling = facts.sampling
     length = min(facts.seq_len, LONGEST)
     return SurveySettings(
         dtype=facts.dtype,
         length=length,
         rows=tuple(length * size for size in sizes if size == min(sizes) or length * size <= LONGEST),
         optimizer=optimizer,
+        rollouts=() if sampling is None else tuple(sorted({1, sampling.at_once})),
+        prompt=0 if sampling is None else min(sampling.prompt, LONGEST),
         measure_seconds=seconds,
         way_seconds=_way_seconds(nodes),
         link_seconds=LINK_SECONDS,

@@ -2,7 +2,8 @@
 
 Only config.json is read, or a GGUF file's header. --json prints what --plan takes as a file. With --goal the plans for
 the machines of --cluster (or --nodes, which join and are measured) are compared, and the best are shown with what they
-would take; with --plan too, that plan alone.
+would take; with --plan too, that plan alone. A job (JOB.toml) in the place of MODEL is planned with all its
+roles: what it samples, its reference, its teacher.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from tllm.cli.arguments.model_argument import resolve_model
 from tllm.cli.arguments.options import add_cache, add_model, engine_options
 from tllm.cli.display.tables import amount, span, table
 from tllm.cli.planning.best_plans import add_goal, choose
+from tllm.cli.planning.job_plan import is_job, plan_job
 from tllm.core.gguf_files import open_gguf
 from tllm.planner.cost.cache_room import MAX_NUM_BATCHED_TOKENS, RUNTIME_BYTES, cache_pages, working_bytes
 from tllm.planner.cost.draft_bytes import DraftBytes, draft_bytes
@@ -33,6 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if is_job(args.model):
+        return plan_job(args)
     resolve_model(args, "config")
     if args.goal or args.cluster or args.nodes or args.local or args.live:
         return choose(args)

@@ -252,7 +252,7 @@ def _chooser_of(trainer: Trainer, config: str, outlives: bool) -> TrainingChoose
     """
     resolved, plan, spec = trainer.resolved, trainer.plan, trainer.spec
     job = resolved.job
-    if job.local_steps > 1 or job.delay_steps or plan.servers or job.rollouts is not None:
+    if job.local_steps > 1 or job.delay_steps or plan.servers:
         return None
     mirrored = outlives and can_mirror(job, plan.servers)
     if resolved.origins["plan"] == DEFAULT:

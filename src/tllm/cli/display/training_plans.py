@@ -15,16 +15,19 @@ from tllm.cli.display.serving_plans import certainty, given_plan
 from tllm.cli.display.tables import amount, span, table
 from tllm.cli.display.timeline import as_svg, as_text
 from tllm.planner.cluster.device import Cluster, LinkSpeed
+from tllm.planner.cost.flops import BACKWARD
 from tllm.planner.cost.rank_work import TrainingFacts, rank_works
 from tllm.planner.memory.training_memory import RankMemory, training_bytes
 from tllm.planner.search.training_search import TrainingChoice, TrainingSearchResult, best_training
 from tllm.planner.simulate.explain import stage_names, step_timelines, training_bottleneck, training_breakdowns
 from tllm.planner.simulate.placed_plan import PlacedPlan
-from tllm.planner.simulate.training_step import predict_step
+from tllm.planner.simulate.training_step import StepPrediction, predict_step
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
+from tllm.training.job.initial_model import teacher_spec
 from tllm.training.job.job import Job
 from tllm.training.job.job_parts import can_mirror, training_facts
+from tllm.training.job.preference_tables import needs_reference
 
 KINDS = (
     "weights",
@@ -38,6 +41,9 @@ KINDS = (
     "working",
     "heap",
     "buffers",
+    "cache",
+    "reference",
+    "teacher",
     "copies",
     "saving",
     "runtime",
@@ -63,7 +69,7 @@ def show_plan(job: Job, plan: Plan, spec: ModelSpec, lasting: bool = False) -> s
 
 def facts_of(job: Job, lasting: bool = False) -> TrainingFacts:
     """What of a job decides its cost."""
-    return training_facts(job, lasting and can_mirror(job))
+    return training_facts(job, lasting and can_mirror(job), teacher_spec(job))
 
 
 def _rows(spec: ModelSpec, plan: Plan, facts: TrainingFacts, ranks: list[RankMemory]) -> list[list[str]]:
@@ -98,14 +104,32 @@ def show_prediction(job: Job, plan: Plan, spec: ModelSpec, speed: float, threads
             f"{predicted.tokens_per_second:,.0f} tokens/s, bubble {100 * predicted.bubble:.0f} %, {amount(sent)} sent",
             f"if each rank reaches the {speed / 1e9:,.1f} Gflop/s that a layer reaches here on {threads} "
             f"thread{'s' if threads > 1 else ''}, and links are those of one machine",
+            *_policy_alone(job),
         ]
     )
+
+
+def _policy_alone(job: Job) -> list[str]:
+    """That other roles take time too, which only measured machines tell."""
+    facts = facts_of(job)
+    roles = {
+        "sampling": facts.sampling is not None and facts.sampling.share > 0,
+        "the reference": facts.reference,
+        "the teacher": facts.teacher is not None,
+    }
+    named = [name for name, is_there in roles.items() if is_there]
+    return [f"this is the policy's part: {' and '.join(named)} come on top (tllm plan JOB.toml)"] if named else []
 
 
 def show_training(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) -> None:
     """Choose, or take the plan that is given, and print what it comes to."""
     facts = TrainingFacts(args.seq, args.batch, dtype=args.dtype or spec.dtype)
     result = _given(args.plan, spec, cluster, facts) if args.plan else best_training(spec, cluster, facts, args.top)
+    show_choices(args, cluster, result)
+
+
+def show_choices(args: argparse.Namespace, cluster: Cluster, result: TrainingSearchResult) -> None:
+    """Print plans that were found, as text or as JSON."""
     best = result.choices[0]
     names = stage_names(best.placed.plan, cluster, best.placed.devices)
     lines = step_timelines(best.predicted.timeline, names) if best.predicted.timeline else []
@@ -153,10 +177,37 @@ def _as_text(cluster: Cluster, result: TrainingSearchResult, is_given: bool) -> 
         "",
         table(rows),
         "",
+        *seconds_by_role(best.predicted),
+        *not_timed(facts, best.predicted),
         f"the time goes to {training_bottleneck(best.predicted)}",
         *left_out(cluster, best),
         "",
         table(_ranks(cluster, best)),
+    ]
+
+
+def seconds_by_role(predicted: StepPrediction) -> list[str]:
+    """What a step's seconds go to where more than the policy takes some."""
+    if not predicted.roles:
+        return []
+    parts = [*predicted.roles, ("policy", predicted.policy)]
+    return ["seconds of a step by role: " + ", ".join(f"{name} {seconds:.3g}" for name, seconds in parts)]
+
+
+def reference_before(job: Job, predicted: StepPrediction) -> list[str]:
+    """What a reference takes that is computed once, for the rows of all steps (DPO, KTO)."""
+    if not needs_reference(job.task, job.dpo):
+        return []
+    passes = (predicted.compute + predicted.layers + predicted.pipeline) / (1 + BACKWARD)
+    return [f"before the first step: the reference's forward pass, {job.max_steps * passes:.3g} s at most"]
+
+
+def not_timed(facts: TrainingFacts, predicted: StepPrediction) -> list[str]:
+    """What is not in the seconds of a step, as nothing says how fast it is."""
+    if facts.teacher is None or "teacher" in dict(predicted.roles):
+        return []
+    return [
+        f"the teacher's seconds are not counted: it computes in {facts.teacher.dtype}, in which no machine was measured"
     ]
 
 
@@ -217,6 +268,7 @@ def _choice_json(cluster: Cluster, choice: TrainingChoice) -> dict[str, Any]:
         "microbatch_size": placed.facts.microbatch_size,
         "nodes": [cluster.name(device) for device in placed.devices],
         "seconds": predicted.seconds,
+        "roles": dict(predicted.roles) | ({"policy": predicted.policy} if predicted.roles else {}),
         "compute": predicted.compute,
         "layers": predicted.layers,
         "pipeline": predicted.pipeline,

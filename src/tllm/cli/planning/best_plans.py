@@ -34,6 +34,9 @@ def add_goal(parser: argparse.ArgumentParser) -> None:
     )
     add_api_key(group)
     group.add_argument("--keep", type=Path, metavar="DIR", help="keep there what was measured; it counts again (no)")
+    group.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="one key of a job that is planned; repeatable"
+    )
     group.add_argument("--top", type=whole, default=5, metavar="N", help="plans to show (%(default)s)")
     group.add_argument("--explain", action="store_true", help="show where the time of the best plan goes")
     group.add_argument("--svg", type=Path, metavar="FILE", help="draw the best plan's timeline here")

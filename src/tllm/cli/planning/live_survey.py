@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import sys
+from typing import TYPE_CHECKING
 
 from tllm.cli.arguments.options import api_key
 from tllm.cli.arguments.running_cluster import fetch
@@ -18,6 +19,9 @@ from tllm.planner.measured.survey import FILE, Survey, decoded, digest, read_sur
 from tllm.planner.search.training_layouts import MICROBATCHES
 from tllm.spec.hf_config import read_config
 from tllm.spec.model_spec import ModelSpec
+
+if TYPE_CHECKING:
+    from tllm.node.coordinator.survey import SurveyRequest
 
 
 def survey_for(args: argparse.Namespace, spec: ModelSpec) -> Survey:
@@ -48,10 +52,7 @@ def _of_cluster(args: argparse.Namespace, spec: ModelSpec) -> Survey:
 
 
 def _measured(args: argparse.Namespace, spec: ModelSpec) -> Survey:
-    from tllm.node.coordinator.cluster_options import ClusterOptions
     from tllm.node.coordinator.survey import SurveyRequest
-    from tllm.node.coordinator.survey_cluster import survey_nodes
-    from tllm.node.sources.node_source import JoinLine
 
     nodes, dtype = args.nodes or args.local, args.dtype or spec.dtype
     if args.goal == "serve":
@@ -60,13 +61,23 @@ def _measured(args: argparse.Namespace, spec: ModelSpec) -> Survey:
     else:
         sizes = [size for size in MICROBATCHES if size <= args.batch]
         settings = training_settings(TrainingFacts(args.seq, args.batch, dtype=dtype), sizes, "adamw", nodes)
-    path = args.keep / FILE if args.keep else None
+    known = read_survey(args.keep / FILE) if args.keep else None
+    return measured(args, SurveyRequest(spec, args.goal, settings, known), json.dumps(read_config(args.model)))
+
+
+def measured(args: argparse.Namespace, request: SurveyRequest, config: str) -> Survey:
+    """What is asked for, measured by --nodes or --local of them, and kept where --keep says so."""
+    from tllm.node.coordinator.cluster_options import ClusterOptions
+    from tllm.node.coordinator.survey_cluster import survey_nodes
+    from tllm.node.sources.node_source import JoinLine
+
+    nodes = args.nodes or args.local
     joining = args.nodes - 1 if args.nodes else 0
     with progress(False) as tell:
         survey = asyncio.run(
             survey_nodes(
-                SurveyRequest(spec, args.goal, settings, read_survey(path) if path else None),
-                json.dumps(read_config(args.model)),
+                request,
+                config,
                 nodes,
                 ClusterOptions(
                     local=nodes - joining,
@@ -77,8 +88,8 @@ def _measured(args: argparse.Namespace, spec: ModelSpec) -> Survey:
                 ),
             )
         )
-    if path is not None:
-        survey.save(path)
+    if args.keep is not None:
+        survey.save(args.keep / FILE)
     return survey
 
 

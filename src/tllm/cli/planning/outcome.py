@@ -10,6 +10,7 @@ from pathlib import Path
 from tllm.cli.arguments.survey_settings import within
 from tllm.cli.display.tables import amount, table
 from tllm.cli.planning.plan_chooser import ServingChooser, TrainingChooser
+from tllm.cli.planning.role_outcome import as_long_as_measured, mean_seconds, measured_roles, predicted_roles
 from tllm.planner.cost.rank_bytes import rank_bytes
 from tllm.planner.cost.serving_load import ServingFacts
 from tllm.planner.measured.outcome import (
@@ -30,7 +31,7 @@ from tllm.planner.simulate.serving import predict_serving
 from tllm.server.latency import TimedEngine
 from tllm.training.report.metrics import StepRecord
 
-SECONDS = ("seconds", "first_token", "per_token")
+SECONDS = (*("seconds", "first_token", "per_token"), *("sampling", "rewards", "reference", "teacher", "policy"))
 SHARES = ("mfu", "bubble")
 SIZES = ("memory", "bytes_sent")
 
@@ -42,9 +43,10 @@ def training_outcome(chooser: TrainingChooser, records: Sequence[StepRecord]) ->
     """
     if chooser.chosen is None or not records:
         return None
-    placed, predicted = chooser.chosen.placed, chooser.chosen.predicted
+    placed = as_long_as_measured(chooser.chosen.placed, records)
+    predicted = chooser.chosen.predicted if placed is chooser.chosen.placed else placed.predict()
     sent = sum(traffic.total for traffic in predicted.bytes_sent)
-    seconds = median([record.seconds for record in records])
+    seconds = mean_seconds(records) if predicted.roles else median([record.seconds for record in records])
     memory, bytes_sent = (median([getattr(record, name) for record in records]) for name in SIZES)
     mfu = median([record.mfu for record in records])
     assert seconds is not None, "every record has its seconds"
@@ -59,6 +61,7 @@ def training_outcome(chooser: TrainingChooser, records: Sequence[StepRecord]) ->
             bubble=predicted.bubble if placed.plan.pp > 1 else None,
             memory=max(rank.total for rank in chooser.chosen.memory),
             bytes_sent=sent * placed.plan.replicas // len(placed.replicas),
+            **predicted_roles(predicted),
         ),
         measured=StepNumbers(
             seconds=seconds,
@@ -67,6 +70,7 @@ def training_outcome(chooser: TrainingChooser, records: Sequence[StepRecord]) ->
             bubble=median([record.bubble for record in records]),
             memory=None if memory is None else round(memory),
             bytes_sent=None if bytes_sent is None else round(bytes_sent),
+            **measured_roles(records),
         ),
     )
 
@@ -112,7 +116,7 @@ def conclude_training(chooser: TrainingChooser, records: Sequence[StepRecord], f
     outcome = training_outcome(chooser, records)
     if outcome is None or chooser.chosen is None:
         return
-    placed = chooser.chosen.placed
+    placed = as_long_as_measured(chooser.chosen.placed, records)
 
     def seconds(survey: Survey) -> float:
         moved = replace(placed, cluster=cluster_of(survey, chooser.spec))

@@ -13,7 +13,7 @@ from tllm.api.engine_options import EngineOptions
 from tllm.cli.arguments.survey_settings import serving_settings, training_settings, within
 from tllm.cli.display.serving_plans import advice, certainty, drafting
 from tllm.cli.display.tables import amount
-from tllm.cli.display.training_plans import left_out
+from tllm.cli.display.training_plans import left_out, not_timed, reference_before, seconds_by_role
 from tllm.cluster.settings import OUR_LINKS, EngineSettings, SurveySettings
 from tllm.core.errors import CapacityError, PlanError
 from tllm.node.coordinator.cluster_options import DEFAULTS
@@ -30,6 +30,7 @@ from tllm.planner.simulate.placed_plan import PlacedPlan
 from tllm.planner.simulate.serving import predict_serving
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
+from tllm.training.job.initial_model import teacher_spec
 from tllm.training.job.job_file import DEFAULT, ResolvedJob
 from tllm.training.job.job_parts import training_facts
 
@@ -78,6 +79,8 @@ class _Chooser(ABC):
         """The saved survey, if it is of this model and of as many nodes."""
         known, dtype = self.known, self.settings().dtype
         if known is None or (known.model, known.goal, known.dtype) != (digest(self.spec), self.goal, dtype):
+            return None
+        if self.settings().rollouts and not known.has_sampling:
             return None
         return known if len(known.nodes) == self.nodes else None
 
@@ -205,6 +208,7 @@ class TrainingChooser(_Chooser):
         self.resolved, self.config = resolved, config
         self.wiring, self.cluster = OUR_LINKS, DEFAULTS  # as the command line asks for them
         self.chosen: TrainingChoice | None = None
+        self._teacher = teacher_spec(resolved.job)
 
     def settings(self) -> SurveySettings:
         job = self.resolved.job
@@ -221,7 +225,7 @@ class TrainingChooser(_Chooser):
         """Choose by a survey, save it, and print what was chosen and why."""
         self.keep(survey)
         cluster = cluster_of(survey, self.spec)
-        result = self._given(cluster) if self.given else self._best_that_fits(cluster)
+        result = self.predicted(cluster) if self.given else self._best_that_fits(cluster)
         best = self.chosen = result.choices[0]
         placed, predicted = best.placed, best.predicted
         job = dataclasses.replace(self.resolved.job, microbatch_size=placed.facts.microbatch_size)
@@ -232,19 +236,25 @@ class TrainingChooser(_Chooser):
             f"{self.how(result.exact, result.steps)}",
             f"predicted: {predicted.seconds:.3g} s a step, {predicted.tokens_per_second:,.0f} tokens/s, "
             f"{amount(max(rank.total for rank in best.memory))} at most on a rank",
+            *seconds_by_role(predicted),
+            *not_timed(placed.facts, predicted),
+            *reference_before(job, predicted),
             f"the time goes to {training_bottleneck(predicted)}",
             *([] if self.given else left_out(cluster, best)),
         ]
         self.says("\n".join(lines))
         return best
 
-    def best(self, cluster: Cluster, sizes: tuple[int, ...] = ()) -> TrainingSearchResult:
+    def best(
+        self, cluster: Cluster, sizes: tuple[int, ...] = (), top: int = 1, beside: bool = True
+    ) -> TrainingSearchResult:
         """The best of all plans that the job allows, with microbatches of these sizes or of those that it allows.
 
-        Rank 0 is on the machine that has the data.
+        Rank 0 is on the machine that has the data, and with it a teacher that is `beside` the student.
         """
         constraints = TrainingConstraints(sizes or self._sizes(), 0, self._refuse)
-        return best_training(self.spec, cluster, self.facts(), constraints=constraints)
+        facts = self.facts() if beside else dataclasses.replace(self.facts(), teacher=None)
+        return best_training(self.spec, cluster, facts, top, constraints=constraints)
 
     def _best_that_fits(self, cluster: Cluster) -> TrainingSearchResult:
         """The best plan; where none has room for snapshots, one without them, unless the job asks for snapshots."""
@@ -256,7 +266,8 @@ class TrainingChooser(_Chooser):
             self.mirrored = False
             return self.best(cluster)
 
-    def _given(self, cluster: Cluster) -> TrainingSearchResult:
+    def predicted(self, cluster: Cluster) -> TrainingSearchResult:
+        """The plan that is given, on the first devices."""
         assert self.given is not None
         facts, devices = self.facts(), tuple(range(self.given.world_size))
         placed = PlacedPlan(self.spec, self.given, facts, cluster, devices)
@@ -265,7 +276,7 @@ class TrainingChooser(_Chooser):
 
     def facts(self) -> TrainingFacts:
         """What of the job decides its cost."""
-        return training_facts(self.resolved.job, self.mirrored)
+        return training_facts(self.resolved.job, self.mirrored, self._teacher)
 
     def _sizes(self) -> tuple[int, ...]:
         """Sizes of a microbatch: the job's, if it gives one."""

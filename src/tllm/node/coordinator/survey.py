@@ -47,6 +47,8 @@ class SurveyRequest:
         machines = [(node.host_name, node.cores) for node in facts]
         if self.known is None or not self.known.is_of(self.spec, self.goal, self.settings.dtype, machines):
             return None
+        if self.settings.rollouts and not self.known.has_sampling:
+            return None
         return self.known.named([node.node for node in facts])
 
 

@@ -18,15 +18,12 @@ from tllm.engine.schedule.limits import EngineConfig, Limits, limits_of
 from tllm.engine.schedule.scheduler import Scheduler
 from tllm.engine.stage import PipelineStage
 from tllm.parallel.mesh import mesh_of
-from tllm.planner.cost.cache_room import MAX_NUM_BATCHED_TOKENS, PAGE_SIZE
 from tllm.spec.plan import Plan
 from tllm.spec.request import Output, Request, SamplingParams
+from tllm.training.job.job_parts import sampling_facts
 from tllm.training.policy.rollouts import Completion, CompletionSampling, PromptGroup
 from tllm.training.step.rank_groups import Groups, RankConfig
 from tllm.training.step.rank_model import RankModel
-
-EVAL_PROMPTS_AT_ONCE = 32
-"""Completions to be read after an evaluation that are computed together, where a run samples no others."""
 
 POLICY = "policy"
 """What requests call the adapter that is trained, where one is."""
@@ -46,17 +43,14 @@ def colocated_rollouts(config: RankConfig, model: RankModel) -> ColocatedRollout
 
 def rollout_limits(config: RankConfig) -> Limits:
     """The sizes of the engine: room for as many whole sequences as are computed at once."""
-    job, rollouts = config.job, config.job.rollouts
-    at_once = min(EVAL_PROMPTS_AT_ONCE, job.eval_num_prompts)
-    if rollouts is not None:
-        at_once = min(rollouts.max_num_seqs, job.global_batch_size)
-    pages = -(-job.seq_len // PAGE_SIZE)
+    job, sampling = config.job, sampling_facts(config.job)
+    assert sampling is not None, "asked where a run samples"
     sizes = EngineConfig(
         dtype=job.dtype,
         max_model_len=job.seq_len,
-        cache_tokens=at_once * pages * PAGE_SIZE,
-        max_num_seqs=at_once,
-        max_num_batched_tokens=max(MAX_NUM_BATCHED_TOKENS, 2 * at_once),
+        cache_tokens=sampling.cached_tokens,
+        max_num_seqs=sampling.at_once,
+        max_num_batched_tokens=sampling.batch_tokens,
     )
     return limits_of(config.spec, Plan(config.plan.stages, config.plan.experts), sizes)
 

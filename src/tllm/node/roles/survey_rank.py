@@ -27,7 +27,7 @@ from tllm.node.roles.control import Control
 from tllm.node.roles.doctor_rank import ANSWER, DoctorRank
 from tllm.node.roles.role import Role
 from tllm.node.roles.sum_latency import Met, measure_sums
-from tllm.planner.measured.survey import SurveyedNode
+from tllm.planner.measured.survey import SampledPasses, SurveyedNode
 from tllm.spec.families import spec_from_config
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Wire
@@ -94,8 +94,14 @@ def examined(
     else:
         keep_freed_memory(LARGEST_TRAINED)
         optimizer = SGD() if settings.optimizer == "sgd" else AdamW()
-        passes = training_passes(spec, dtype, settings.length, settings.rows, optimizer, seconds)._asdict()
+        share = 2 if settings.rollouts else 1
+        passes = training_passes(spec, dtype, settings.length, settings.rows, optimizer, seconds / share)._asdict()
         rested = 0.0
+        if settings.rollouts:
+            sizes = settings.rollouts, settings.prompt, settings.prompt
+            found = serving_passes(spec, dtype, *sizes, seconds / share, deliver)._asdict()
+            rested = found.pop("rested")
+            passes["sampling"] = SampledPasses(**found)
     return SurveyedNode(
         node=node,
         host_name=socket.gethostname(),

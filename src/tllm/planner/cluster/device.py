@@ -109,11 +109,17 @@ class Device:
     """How many times longer a training pass takes whose backward pass is split in two (zero bubble schedules)."""
     has_spare_core: bool = True
     """Whether it sends while it computes; if not, each waits for the other."""
+    serving: Device | None = None
+    """How fast it is when it serves, where a survey of training measured that apart; None: as here."""
 
     def peak(self, dtype: str) -> float:
         """Peak flop/s, of which MFU is a share: what its maker promises, or the most that was measured."""
         promised = dict(self.peaks).get(dtype)
         return promised if promised is not None else max(rate for _, rate in dict(self.flop_rates)[dtype])
+
+    def knows(self, dtype: str) -> bool:
+        """Whether its speed in a dtype is known."""
+        return dtype in dict(self.flop_rates)
 
     def matrix_rate(self, dtype: str, rows: float) -> float:
         """Flop/s of products with so many rows. Raises ConfigError for a dtype whose speed is not known."""
@@ -187,6 +193,12 @@ class Cluster:
         node = self.node_of[device]
         first = self.node_of.index(node)
         return self.names[node] if self.node_of.count(node) == 1 else f"{self.names[node]}/{device - first}"
+
+    def as_serving(self) -> Cluster:
+        """The same devices as they serve."""
+        if all(device.serving is None for device in self.devices):
+            return self
+        return replace(self, devices=tuple(device.serving or device for device in self.devices))
 
     def link(self, source: int, target: int) -> LinkSpeed:
         """From one device to another. ConfigError where none is given."""

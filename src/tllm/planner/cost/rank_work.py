@@ -13,6 +13,7 @@ from itertools import accumulate, chain, pairwise
 from tllm.core.errors import PlanError
 from tllm.planner.cost.activations import Microbatch
 from tllm.planner.cost.rank_bytes import ITEM_BYTES, AdapterFacts, Parameter, adapter_parameters, run_parameters
+from tllm.planner.cost.serving_load import SamplingFacts
 from tllm.spec.cut import Cut, cut_stage
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.pipeline_schedule import Depth, Schedule, build
@@ -20,6 +21,18 @@ from tllm.spec.plan import Coordinates, Plan
 
 BUCKET_BYTES = 16 * 1024 * 1024
 """Bytes of gradients that are all-reduced in one message."""
+
+
+@dataclass(frozen=True)
+class TeacherFacts:
+    """A teacher that is computed whole, by one device."""
+
+    spec: ModelSpec
+    dtype: str
+    tokens: int
+    """Tokens that it judges in a step."""
+    row: int
+    """Tokens of a row, which it judges at once."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +67,13 @@ class TrainingFacts:
     """Whether gradients are applied one step late, so that their all-reduce overlaps with the next step."""
     adapter: AdapterFacts | None = None
     """The LoRA adapter that is trained; left out, the model itself is."""
+    sampling: SamplingFacts | None = None
+    """What the run samples of its own model, with the ranks that train it."""
+    reference: bool = False
+    """Whether each rank holds its part of a reference model (GRPO's `beta`); one under an adapter is the model beside
+    it, and takes time alone."""
+    teacher: TeacherFacts | None = None
+    """The teacher in the process of rank 0."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:

@@ -77,6 +77,38 @@ class ServingFacts:
 
 
 @dataclass(frozen=True)
+class SamplingFacts:
+    """Completions that the ranks of a training run sample between two steps, with the weights that they train."""
+
+    prompt: int
+    """Tokens of a prompt."""
+    completion: int
+    """Tokens of a completion."""
+    groups: int
+    """Prompts of a step, over all replicas."""
+    num_generations: int
+    """Completions of each prompt, which is computed once for all of them."""
+    at_once: int
+    """Completions that a replica computes at once, for which its KV cache has room."""
+    context: int
+    """Tokens that each of them has room for, its prompt included."""
+    one_by_one: bool = False
+    """Whether the groups of prompts are sampled one after another (`deterministic`)."""
+    share: float = 1.0
+    """Of the steps, those before which completions are sampled; 0 where only evaluations sample some."""
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens whose keys and values a replica has room for, in whole pages."""
+        return self.at_once * -(-self.context // PAGE_SIZE) * PAGE_SIZE
+
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens of a batch at most."""
+        return max(MAX_NUM_BATCHED_TOKENS, 2 * self.at_once)
+
+
+@dataclass(frozen=True)
 class ExpectedBatch:
     """A batch on an average; its numbers need not be whole."""
 

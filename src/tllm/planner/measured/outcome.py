@@ -30,7 +30,8 @@ HALVINGS = 30
 
 
 class StepNumbers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A training step: `memory` in bytes of the fullest rank, `bytes_sent` by all ranks."""
+    """A training step: `memory` in bytes of the fullest rank, `bytes_sent` by all ranks. The last are seconds of each
+    role, where there are several."""
 
     seconds: float
     tokens_per_second: float
@@ -38,6 +39,11 @@ class StepNumbers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     bubble: float | None = None
     memory: int | None = None
     bytes_sent: int | None = None
+    sampling: float | None = None
+    rewards: float | None = None
+    reference: float | None = None
+    teacher: float | None = None
+    policy: float | None = None
 
 
 class ReplyNumbers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

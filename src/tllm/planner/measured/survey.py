@@ -11,7 +11,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -48,6 +48,17 @@ class SurveyedPass(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where above 0, each row is the next token of its own sequence, which has so many tokens before it."""
 
 
+class SampledPasses(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a node that trains was measured to do when it samples completions; fields as those of `SurveyedNode`."""
+
+    layers: tuple[SurveyedPass, ...]
+    logits: tuple[SurveyedPass, ...]
+    turns: tuple[SurveyedPass, ...] = ()
+    follows: tuple[SurveyedPass, ...] = ()
+    cooled: float = 0.0
+    rest: float = 0.0
+
+
 class SurveyedNode(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """What one node was measured to do. A measurement of 0 or () was not made."""
 
@@ -79,6 +90,8 @@ class SurveyedNode(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_u
     """The same in a step before which the stage had nothing to do."""
     split: float = 1.0
     """How many times longer a training pass takes whose backward pass is split in two (zero bubble schedules)."""
+    sampling: SampledPasses | None = None
+    """What it does when it samples, for a run that learns from its own completions."""
 
     @property
     def half_layer(self) -> float | None:
@@ -98,12 +111,17 @@ class SurveyedNode(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_u
 
     def slower(self, factor: float) -> SurveyedNode:
         """The same node if all that is computed took `factor` times as long."""
-        slowed = {
-            name: tuple(msgspec.structs.replace(old, seconds=factor * old.seconds) for old in getattr(self, name))
-            for name in ("layers", "logits", "turns", "follows")
-        }
-        more = {name: factor * getattr(self, name) for name in ("update", "cooled", "rest")}
-        return msgspec.structs.replace(self, **slowed, **more)
+        sampling = None if self.sampling is None else _slower(self.sampling, factor)
+        return msgspec.structs.replace(_slower(self, factor), update=factor * self.update, sampling=sampling)
+
+    @property
+    def as_serving(self) -> SurveyedNode | None:
+        """The same node when it samples, if that was measured."""
+        found = self.sampling
+        if found is None:
+            return None
+        passes = {name: getattr(found, name) for name in found.__struct_fields__}
+        return msgspec.structs.replace(self, **passes, sampling=None)
 
 
 class SurveyedPath(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -145,6 +163,11 @@ class Survey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     dtype: str
     nodes: tuple[SurveyedNode, ...]
     paths: tuple[SurveyedPath, ...] = msgspec.field(default=(), name="ways")
+
+    @property
+    def has_sampling(self) -> bool:
+        """Whether every node was measured when it samples."""
+        return all(node.sampling is not None for node in self.nodes)
 
     def is_of(self, spec: ModelSpec, goal: Goal, dtype: str, machines: Sequence[tuple[str, int]]) -> bool:
         """Whether it is a survey of this model on nodes of these machines, each (host name, cores), in this order."""
@@ -195,7 +218,8 @@ def decoded(raw: object, where: str) -> Survey:
         survey = msgspec.convert(raw, type=Survey)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where} is not a survey: {error}", REMOVE) from error
-    passes = [measured for node in survey.nodes for measured in (*node.layers, *node.logits)]
+    both = [one for node in survey.nodes for one in (node, node.as_serving) if one is not None]
+    passes = [measured for node in both for measured in (*node.layers, *node.logits)]
     speeds = [measured.seconds for measured in passes] + [path.bandwidth for path in survey.paths]
     if survey.version != VERSION or not passes or not all(0 < speed < math.inf for speed in speeds):
         raise ConfigError(f"{where} is not a survey of version {VERSION} with speeds above 0", REMOVE)
@@ -233,6 +257,19 @@ def link_speed(path: SurveyedPath) -> LinkSpeed:
     )
 
 
+Measured = TypeVar("Measured", SurveyedNode, SampledPasses)
+
+
+def _slower(measured: Measured, factor: float) -> Measured:
+    """The same passes, `factor` times as long."""
+    slowed = {
+        name: tuple(msgspec.structs.replace(old, seconds=factor * old.seconds) for old in getattr(measured, name))
+        for name in ("layers", "logits", "turns", "follows")
+    }
+    more = {name: factor * getattr(measured, name) for name in ("cooled", "rest")}
+    return msgspec.structs.replace(measured, **slowed, **more)
+
+
 def _least(passes: Sequence[SurveyedPass]) -> float:
     """Seconds of the pass with the fewest rows; 0 where nothing was measured."""
     return min(passes, key=lambda measured: measured.rows).seconds if passes else 0.0
@@ -245,6 +282,8 @@ def _is_spare(node: SurveyedNode, sharing: int) -> bool:
 
 def _device(node: SurveyedNode, sharing: int, survey: Survey, spec: ModelSpec) -> Device:
     """A node as a device, one of `sharing` on its machine."""
+    serving = node.as_serving
+    as_it_serves = msgspec.structs.replace(survey, goal="serve")
     fixed = _fixed_seconds(node.layers) if survey.goal == "serve" else 0.0
     whole_rates, half_rates = (
         tuple(
@@ -274,6 +313,7 @@ def _device(node: SurveyedNode, sharing: int, survey: Survey, spec: ModelSpec) -
         cold_cache_seconds=node.cooled,
         after_wait_seconds=node.rest,
         has_spare_core=_is_spare(node, sharing),
+        serving=None if serving is None else _device(serving, sharing, as_it_serves, spec),
     )
 
 

@@ -33,6 +33,7 @@ from tllm.planner.cost.rank_work import RankWork, TrainingFacts, deal_microbatch
 from tllm.planner.memory.backward_peak import layer_piece, logits_piece, peak_pass_bytes, workspace_bytes
 from tllm.planner.memory.heap import TRAINER_BYTES, heap_bytes, heap_part, largest_heap_piece, runtime_bytes
 from tllm.planner.memory.live_activations import live_activation_bytes
+from tllm.planner.memory.role_memory import role_memory
 from tllm.planner.memory.snapshots import save_bytes, snapshot_bytes
 from tllm.spec.hf_config import rounded
 from tllm.spec.model_spec import ModelSpec
@@ -70,12 +71,19 @@ class RankMemory:
     """Freed memory that is of no use to what comes next (`planner.memory.heap`)."""
     saving: int = 0
     """What saving a checkpoint copies, to write it while training goes on."""
+    cache: int = 0
+    """Keys and values of completions that the run samples (`planner.memory.role_memory`)."""
+    reference: int = 0
+    """The weights of a reference model."""
+    teacher: int = 0
+    """A teacher beside the student."""
 
     @property
     def total(self) -> int:
         state = self.weights + self.gradients + self.optimizer + self.wide_weights + self.waiting_sums + self.outer
         passes = self.activations + self.logits + self.working + self.heap
-        return state + passes + self.buffers + self.runtime + self.copies + self.saving
+        roles = self.cache + self.reference + self.teacher
+        return state + passes + roles + self.buffers + self.runtime + self.copies + self.saving
 
 
 def training_bytes(
@@ -129,6 +137,7 @@ def _computing(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork
     passing = [logits_piece(spec, work), *gradients]
     in_heap = heap_part(live.activations + workspace, layer_piece(spec, work)) + heap_part(live.logits, passing[0])
     holes = _hole_sizes(spec, plan, facts, work, passing, unit_bytes, in_heap)
+    roles = role_memory(spec, facts, work)
     return RankMemory(
         rank=work.rank,
         weights=(mine * b + peak.gathered if zero == 3 else whole * b) + _frozen_bytes(spec, facts, work),
@@ -137,13 +146,16 @@ def _computing(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork
         wide_weights=0 if on_disk else full_precision_weights,
         activations=peak.activations,
         logits=peak.logits,
-        working=workspace + peak.gradients,
+        working=max(workspace + peak.gradients, roles.sampling - peak.activations - peak.logits),
         buffers=_buffers(spec, plan, facts, work, max(passing)),
         on_disk=(optimizer + full_precision_weights) if on_disk else 0,
         runtime=runtime_bytes(spec, plan, work.rank, work.runs),
         waiting_sums=_waiting_sums(whole, work, facts),
         outer=2 * whole * w if facts.local else 0,
         heap=heap_bytes(in_heap, holes, facts.item_bytes < w) + _recompute_holes(spec, plan, work),
+        cache=roles.cache,
+        reference=roles.reference,
+        teacher=roles.teacher,
     )
 
 

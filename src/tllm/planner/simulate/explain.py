@@ -24,6 +24,12 @@ WORDS = {
     "waiting": "waiting for other stages",
 }
 
+WORDS_OF_ROLES = {
+    "sampling": "sampling completions",
+    "reference": "the reference's forward pass",
+    "teacher": "the teacher beside the student",
+}
+
 
 @dataclass(frozen=True)
 class StageBreakdown:
@@ -120,6 +126,7 @@ def training_bottleneck(predicted: StepPrediction) -> str:
         "sums and exchanges inside layers": predicted.layers,
         "waiting for other stages": predicted.pipeline,
         "sums of gradients and gathers of weights": predicted.gradients,
+        **{WORDS_OF_ROLES[name]: seconds for name, seconds in predicted.roles},
     }
     kind, seconds = max(waits.items(), key=lambda item: item[1])
     if predicted.compute >= 2 * seconds:

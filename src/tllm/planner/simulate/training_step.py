@@ -53,7 +53,7 @@ Links = LinkSpeed | Mapping[str, LinkSpeed] | SimulatedLinks
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """One step. `seconds` is the sum of `compute`, `layers`, `pipeline` and `gradients`."""
+    """One step. `seconds` is the sum of `compute`, `layers`, `pipeline` and `gradients`, and of the `roles`."""
 
     seconds: float
     compute: float
@@ -71,6 +71,13 @@ class StepPrediction:
     """By each rank that was played."""
     timeline: StepTimeline | None
     """Of the slowest replica, if it has a microbatch."""
+    roles: tuple[tuple[str, float], ...] = ()
+    """Seconds of roles beside the policy that learns (`simulate.role_seconds`), by name."""
+
+    @property
+    def policy(self) -> float:
+        """Seconds of what is learned: all but the other roles."""
+        return self.seconds - sum(seconds for _, seconds in self.roles)
 
 
 @dataclass(frozen=True)

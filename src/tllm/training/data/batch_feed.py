@@ -152,6 +152,11 @@ class BatchFeed:
         """Always: each step has rows of its own."""
         return True
 
+    @property
+    def role_seconds(self) -> dict[str, float]:
+        """None: rows are read, and taught, while the step before is computed."""
+        return {}
+
     def microbatches(self, batch: ReplicaBatch) -> list[Tokens]:
         """The batch as tensors."""
         return batch.unpack()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from tllm.training.data.batch_feed import ReplicaBatch
@@ -15,6 +15,10 @@ class Feed(Protocol):
     @property
     def is_between(self) -> bool:
         """Whether the run can be broken off here: nothing at hand is for later steps alone."""
+
+    @property
+    def role_seconds(self) -> Mapping[str, float]:
+        """What roles beside the policy took of this rank's time for the step at hand, by their names."""
 
     def begin(self, step: int, stop: int) -> None:
         """Start with `step`, 0 being the run's first; steps from `stop` on do not come."""

@@ -11,9 +11,9 @@ from tllm.spec.trainable import check_trainable
 from tllm.training.data.packing import deal
 from tllm.training.gradients.accumulation_order import check_deterministic
 from tllm.training.job.job import Job
-from tllm.training.job.job_parts import learning_rate_schedule
+from tllm.training.job.job_parts import learned_rows, learning_rate_schedule
 from tllm.training.job.preference_tables import PREFERENCE_TABLES
-from tllm.training.job.rollout_combinations import check_rollouts, learned_rows
+from tllm.training.job.rollout_combinations import check_rollouts
 from tllm.training.job.target_modules import adapted_modules
 
 

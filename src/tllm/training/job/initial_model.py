@@ -124,7 +124,18 @@ class InitialModel:
 
 def spec_of(job: Job) -> ModelSpec:
     """The model that the job names; nothing is written."""
-    return spec_from_config(_config_for(job, _named(job)))
+    return spec_from_config(config_of(job))
+
+
+def config_of(job: Job) -> dict[str, Any]:
+    """The `config.json` of the model that the job names; nothing is written."""
+    return _config_for(job, _named(job))
+
+
+def teacher_spec(job: Job) -> ModelSpec | None:
+    """The teacher that a student's job names, from its config alone; None where addresses are named, or none learns."""
+    name = None if job.distill is None else job.distill.teacher_model_name_or_path
+    return None if not name else spec_from_config(read_config(locate(name, "config").path))
 
 
 def open_initial_model(job: Job, name: str = "") -> InitialModel:

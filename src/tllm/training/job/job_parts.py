@@ -6,7 +6,9 @@ from dataclasses import replace
 from typing import cast
 
 from tllm.planner.cost.rank_bytes import AdapterFacts
-from tllm.planner.cost.rank_work import TrainingFacts
+from tllm.planner.cost.rank_work import TeacherFacts, TrainingFacts
+from tllm.planner.cost.serving_load import SamplingFacts
+from tllm.spec.model_spec import ModelSpec
 from tllm.training.data.batches import DataConfig
 from tllm.training.data.dataset import Documents
 from tllm.training.data.encoder import OverLong
@@ -14,6 +16,7 @@ from tllm.training.job.job import Job
 from tllm.training.job.lora_job import LoraJob
 from tllm.training.job.lr_schedule import LearningRateSchedule
 from tllm.training.job.preference_tables import KTOConfig
+from tllm.training.job.rollout_keys import kept_of_each_prompt
 
 STATES = {"adamw": 2, "sgd": 1}
 """Tensors that an optimizer keeps, each as large as the weights."""
@@ -68,11 +71,16 @@ def learning_rate_schedule(job: Job) -> LearningRateSchedule:
     )
 
 
-def training_facts(job: Job, mirrored: bool = False) -> TrainingFacts:
-    """What of a job decides its cost. `mirrored`: snapshots of steps are kept in memory."""
+EVAL_PROMPTS_AT_ONCE = 32
+"""Completions to be read after an evaluation that are computed together, where a run samples no others."""
+
+
+def training_facts(job: Job, mirrored: bool = False, teacher: ModelSpec | None = None) -> TrainingFacts:
+    """What of a job decides its cost. `mirrored`: snapshots of steps are kept in memory. `teacher`: the one beside the
+    student, where it is known."""
     return TrainingFacts(
         seq_len=job.seq_len,
-        global_batch_size=job.global_batch_size,
+        global_batch_size=learned_rows(job),
         microbatch_size=job.microbatch_size,
         dtype=job.dtype,
         states=STATES[job.optimizer],
@@ -82,7 +90,45 @@ def training_facts(job: Job, mirrored: bool = False) -> TrainingFacts:
         residual=job.gradient_compression in LOSSY,
         late=job.delay_steps > 0,
         adapter=None if job.lora is None else _adapter_facts(job.lora),
+        sampling=sampling_facts(job),
+        reference=job.task == "grpo" and job.grpo is not None and job.grpo.beta > 0,
+        teacher=None if teacher is None else teacher_facts(job, teacher),
     )
+
+
+def learned_rows(job: Job) -> int:
+    """Rows of a step that are learned, at most."""
+    config = job.rollouts
+    if config is None:
+        return job.global_batch_size
+    return job.global_batch_size // config.num_generations * kept_of_each_prompt(config)
+
+
+def sampling_facts(job: Job) -> SamplingFacts | None:
+    """What the run samples itself: prompts and completions as long as they may be; None where it samples nothing."""
+    if not is_sampled(job):
+        return None
+    config = job.rollouts
+    if config is None:
+        at_once = min(EVAL_PROMPTS_AT_ONCE, job.eval_num_prompts)
+        longest = job.eval_max_new_tokens
+        return SamplingFacts(job.seq_len - longest, longest, job.eval_num_prompts, 1, at_once, job.seq_len, share=0.0)
+    return SamplingFacts(
+        prompt=job.seq_len - config.max_completion_length,
+        completion=config.max_completion_length,
+        groups=job.global_batch_size // config.num_generations,
+        num_generations=config.num_generations,
+        at_once=min(config.max_num_seqs, job.global_batch_size),
+        context=job.seq_len,
+        one_by_one=job.deterministic,
+        share=job.distill.lmbda if job.distill is not None else 1 / steps_of_one_sampling(job),
+    )
+
+
+def teacher_facts(job: Job, teacher: ModelSpec) -> TeacherFacts:
+    """What a step asks of a teacher: every row, each as long as it may be."""
+    assert job.distill is not None, "a student has a teacher"
+    return TeacherFacts(teacher, job.distill.teacher_dtype, job.global_batch_size * job.seq_len, job.seq_len)
 
 
 def can_mirror(job: Job, servers: int = 0) -> bool:

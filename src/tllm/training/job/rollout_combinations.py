@@ -7,7 +7,7 @@ from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 from tllm.training.job.job import Job
 from tllm.training.job.job_parts import is_sampled, steps_of_one_sampling
-from tllm.training.job.rollout_keys import RejectionConfig, RolloutConfig, kept_of_each_prompt
+from tllm.training.job.rollout_keys import RejectionConfig, RolloutConfig
 
 SAMPLING_TASKS = ("grpo", "rejection")
 
@@ -23,14 +23,6 @@ def check_rollouts(job: Job, plan: Plan, spec: ModelSpec) -> None:
     if config is not None:
         _check_sizes(job, config)
         _check_steps(job)
-
-
-def learned_rows(job: Job) -> int:
-    """Rows of a step that are learned, at most."""
-    config = job.rollouts
-    if config is None:
-        return job.global_batch_size
-    return job.global_batch_size // config.num_generations * kept_of_each_prompt(config)
 
 
 def _check_eval_prompts(job: Job) -> None:

@@ -11,7 +11,9 @@ For each step, or where `num_iterations` says so for several:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
 
@@ -80,6 +82,8 @@ class PolicyFeed:
         self._step = 0
         self._batch: ReplicaBatch | None = None
         self._microbatches: list[Tokens] = []
+        self.role_seconds: dict[str, float] = {}
+        self._judge = "teacher" if config.job.distill is not None else "rewards"
 
     @property
     def is_between(self) -> bool:
@@ -97,6 +101,7 @@ class PolicyFeed:
 
     def next(self, on_wait: Callable[[str], object]) -> ReplicaBatch:
         """This replica's batch of the next step, sampled now if its turn has come."""
+        self.role_seconds = {}
         if self.is_between:
             self._batch = self._sampled()
         assert self._batch is not None
@@ -124,12 +129,14 @@ class PolicyFeed:
     def _sampled(self) -> ReplicaBatch:
         config, plan = self._config, self._config.plan
         order = self._ordered() if config.groups.world.rank == 0 else None
-        asked, completions = sample_together(config, self._rollouts, self._sampling, order)
+        with self._timed("sampling"):
+            asked, completions = sample_together(config, self._rollouts, self._sampling, order)
         if asked.fault is not None:
             return _faulty(asked.fault)
         if self._judged is None:
             return receive_part(config.groups.data)
-        batches = self._judged_batches(completions)
+        with self._timed(self._judge):
+            batches = self._judged_batches(completions)
         send_parts(batches, plan, config.groups.data)
         return batches[0]
 
@@ -157,11 +164,18 @@ class PolicyFeed:
     def _with_reference(self, microbatches: list[Tokens]) -> list[Tokens]:
         if self._reference is None:
             return microbatches
-        found = self._reference.log_probs(microbatches, self._dtype)
+        with self._timed("reference"):
+            found = self._reference.log_probs(microbatches, self._dtype)
         return [
             replace(tokens, of_tokens={**tokens.of_tokens, REFERENCE: log_probs_T})
             for tokens, log_probs_T in zip(microbatches, found, strict=True)
         ]
+
+    @contextmanager
+    def _timed(self, role: str) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        self.role_seconds[role] = time.monotonic() - start
 
     def _with_room(self, tokens: Tokens) -> Tokens:
         """With a place for the log-probabilities that the first pass finds, where later passes want them."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 FILE = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
-NOT_OF_TRAINING = ("step", "metrics", "eval_loss", "eval_metrics", "eval_perplexity", "early_stopping")
+NOT_OF_TRAINING = ("step", "metrics", "role_seconds", "eval_loss", "eval_metrics", "eval_perplexity", "early_stopping")
 TAIL_BYTES = 64 * 1024
 
 
@@ -30,7 +30,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     `aux_loss` is the experts' load-balance loss, without its coefficient; `metrics` are what the task's objective tells
     beside the loss, by TRL's names. After an evaluation `eval_loss` and `eval_metrics` are those of rows held out, and
     `eval_perplexity` is exp(eval_loss) where the loss is a mean of -log p over tokens. `early_stopping` says why
-    evaluations end the run after this step.
+    evaluations end the run after this step. `role_seconds` are those parts of `seconds` that rank 0 spent on roles
+    beside the policy: "sampling", "rewards" or "teacher", "reference".
     """
 
     step: int
@@ -50,6 +51,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     eval_metrics: dict[str, float] | None = None
     eval_perplexity: float | None = None
     early_stopping: str | None = None
+    role_seconds: dict[str, float] | None = None
 
 
 class Sink(Protocol):
@@ -103,7 +105,8 @@ class TensorBoard:
 
     def write(self, record: StepRecord, completions: Sequence[CompletionRecord] = ()) -> None:
         numbers = {name: value for name, value in fields(record).items() if name not in NOT_OF_TRAINING}
-        for name, value in {**numbers, **(record.metrics or {})}.items():
+        of_roles = {f"seconds/{name}": value for name, value in (record.role_seconds or {}).items()}
+        for name, value in {**numbers, **(record.metrics or {}), **of_roles}.items():
             if value is not None:
                 self._writer.add_scalar(f"train/{name}", value, record.step)
         evaluated = {"loss": record.eval_loss, "perplexity": record.eval_perplexity, **(record.eval_metrics or {})}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -36,6 +36,7 @@ class RankCounters:
     load_balance_loss: float | None = None
     evaluated: Evaluated | None = None
     reason: str = ""
+    role_seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 class StepReport:
@@ -122,6 +123,7 @@ class StepReport:
             eval_metrics=None if counters.evaluated is None else counters.evaluated.metrics or None,
             eval_perplexity=None if counters.evaluated is None else counters.evaluated.perplexity,
             early_stopping=counters.reason or None,
+            role_seconds=dict(counters.role_seconds) or None,
         )
         return record, stop > 0
 

@@ -1,0 +1,64 @@
+"""`tllm plan JOB.toml`: the best plans for a job on a cluster, with the time and memory of all its roles."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+from tllm.cli.display.training_plans import reference_before, show_choices
+from tllm.cli.planning.live_survey import measured
+from tllm.cli.planning.plan_chooser import TrainingChooser
+from tllm.core.errors import ConfigError
+from tllm.planner.cluster.cluster_file import read_cluster
+from tllm.planner.cluster.device import Cluster
+from tllm.planner.measured.survey import FILE, cluster_of, read_survey
+from tllm.planner.search.training_search import TrainingSearchResult
+from tllm.spec.plan import Plan
+from tllm.training.job.initial_model import config_of, spec_of
+from tllm.training.job.job_file import ResolvedJob, read_job
+from tllm.training.job.job_parts import can_mirror
+
+
+def is_job(name: str) -> bool:
+    """Whether what is to be planned is a job, and no model."""
+    return name.endswith(".toml")
+
+
+def plan_job(args: argparse.Namespace) -> int:
+    """Choose, or take the plan that is given, and print."""
+    resolved = read_job(Path(args.model), args.set)
+    spec = spec_of(resolved.job)
+    given = Plan.parse(args.plan, spec.num_layers) if args.plan else None
+    chooser = TrainingChooser(resolved, "", spec, args.nodes or args.local or 0, given, can_mirror(resolved.job))
+    cluster = _cluster(args, chooser, resolved)
+    if given is not None and given.world_size > len(cluster):
+        raise ConfigError(
+            f"the plan {given} has {given.world_size} ranks and the cluster {len(cluster)} devices",
+            "give a plan with fewer ranks, or leave it out",
+        )
+    result = result_of(chooser, cluster, args.top)
+    show_choices(args, cluster, result)
+    if not args.json:
+        print("\n".join(["", *reference_before(resolved.job, result.choices[0].predicted)]))
+    return 0
+
+
+def result_of(chooser: TrainingChooser, cluster: Cluster, top: int) -> TrainingSearchResult:
+    """The best plans of a job, or the one that is given."""
+    return chooser.predicted(cluster) if chooser.given else chooser.best(cluster, top=top)
+
+
+def _cluster(args: argparse.Namespace, chooser: TrainingChooser, resolved: ResolvedJob) -> Cluster:
+    """The machines of a file, or those that join and are measured for this very job."""
+    if args.cluster:
+        return read_cluster(args.cluster)
+    if not args.nodes and not args.local:
+        raise ConfigError(
+            f"no machines are given for {args.model}",
+            "give --cluster FILE, or --nodes N or --local N, which are then measured",
+        )
+    known = read_survey(args.keep / FILE) if args.keep else None
+    request = dataclasses.replace(chooser.asked(), known=known)
+    return cluster_of(measured(args, request, json.dumps(config_of(resolved.job))), chooser.spec)

@@ -1,0 +1,120 @@
+"""What sampling, a reference and a teacher take of a training rank's memory, beside what really holds it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.models.families import save_model
+from tests.support.models.layouts import spec_of
+from tests.unit.planner.search.test_serving_search import spec_of as small_spec
+from tllm.comm.collectives.group import local_groups
+from tllm.core.errors import CapacityError, PlanError
+from tllm.engine.compute.kv_cache import KVCache
+from tllm.node.roles.colocated_rollouts import rollout_limits
+from tllm.parallel.mesh import mesh_of
+from tllm.planner.cluster.device import Cluster, Device, LinkSpeed
+from tllm.planner.cost.rank_bytes import AdapterFacts
+from tllm.planner.cost.rank_work import TeacherFacts, TrainingFacts, rank_works
+from tllm.planner.cost.serving_load import SamplingFacts
+from tllm.planner.memory.role_memory import role_memory
+from tllm.planner.memory.training_memory import rank_totals, training_bytes
+from tllm.planner.search.training_layouts import TrainingConstraints
+from tllm.planner.search.training_search import best_training
+from tllm.spec.plan import Plan
+from tllm.training.job.job import Job
+from tllm.training.job.job_parts import training_facts
+from tllm.training.job.rollout_keys import GRPOConfig, RejectionConfig
+from tllm.training.step.model_chunks import build_chunks
+
+REWARDS = ("rewards.py:one",)
+
+
+def job_of(**more: Any) -> Job:
+    table = GRPOConfig(REWARDS, num_generations=4, max_completion_length=20, max_num_seqs=6)
+    fields = dict(task="grpo", grpo=table, seq_len=50, global_batch_size=16, microbatch_size=2)
+    return Job(output_dir="run", train_files=("a",), max_steps=1, model_name_or_path="m", **{**fields, **more})
+
+
+@pytest.mark.parametrize("text", ["pp=1", "pp=2", "tp=2", "dp=2,pp=2,tp=1+2"])
+@pytest.mark.parametrize("case", ["llama", "deepseek_v3_moe", "qwen3_next_moe", "gemma4_moe"])
+def test_the_cache_of_a_run_that_samples_is_counted_to_the_byte(case: str, text: str, tmp_path: Path) -> None:
+    save_model(case, tmp_path)
+    spec, job = spec_of(tmp_path), job_of()
+    plan = Plan.parse(text, spec.num_layers)
+    limits = rollout_limits(SimpleNamespace(job=job, spec=spec, plan=plan))  # type: ignore[arg-type]
+    assert limits.num_pages == 6 * 4, "six completions of fifty tokens"
+    for work in rank_works(spec, plan, training_facts(job)):
+        _, place = plan.place(work.rank % plan.replica_size)
+        mesh = mesh_of(spec, plan, work.rank, local_groups(work.tp)[place])
+        (model,) = build_chunks(spec, mesh, plan.runs, torch.float32, "meta")
+        cache = KVCache(model.attention_specs(), limits, torch.float32, model.state_shapes())
+        held = cache.num_bytes + sum(x.nbytes for state in cache.states.layers.values() for x in state)
+        assert role_memory(spec, training_facts(job), work).cache == held
+
+
+def test_a_reference_takes_the_weights_again_but_not_under_an_adapter() -> None:
+    spec, plain = small_spec(4), training_facts(job_of())
+    held = training_facts(job_of(grpo=replace(job_of().grpo or GRPOConfig(REWARDS), beta=0.1)))
+    for text in ("pp=2", "tp=2", "dp=2,zero=2"):
+        plan = Plan.parse(text, 4)
+        for before, after in zip(training_bytes(spec, plan, plain), training_bytes(spec, plan, held), strict=True):
+            assert after.reference == before.weights and after.total == before.total + before.weights
+    beside = replace(held, adapter=AdapterFacts(4))
+    assert [rank.reference for rank in training_bytes(spec, Plan.parse("pp=1", 4), beside)] == [0]
+
+
+def test_a_teacher_is_held_by_rank_0_alone() -> None:
+    spec, teacher, plan = small_spec(2), small_spec(6), Plan.parse("dp=2", 2)
+    facts = TrainingFacts(64, 8, teacher=TeacherFacts(teacher, "bfloat16", 8 * 64, 64))
+    first, second = training_bytes(spec, plan, facts)
+    (whole,) = training_bytes(teacher, Plan.parse("pp=1", 6), TrainingFacts(64, 8, dtype="bfloat16"))
+    assert second.teacher == 0 and first.teacher > whole.weights
+    assert first.teacher < 1.2 * whole.weights, "and one row under way"
+    assert rank_totals(spec, plan, facts) == (first.total, second.total)
+
+
+def test_a_plan_whose_cache_finds_no_room_is_not_chosen() -> None:
+    """Two replicas fit while nothing is sampled; with a cache each must hold less of the model, or none fits."""
+    spec, facts = small_spec(2), TrainingFacts(64, 4)
+    sampled = replace(facts, sampling=SamplingFacts(64, 64, 2, 2, 64, 512))
+
+    def check(plan: Plan, _: TrainingFacts) -> None:
+        if plan.chunks > 1 or plan.cp > 1:
+            raise PlanError("it cannot sample")
+
+    def chosen(asked: TrainingFacts, memory: int) -> Plan:
+        device = Device(memory, (("float32", ((1.0, 1e9), (256.0, 1e10))),), 1e10)
+        cluster = Cluster(("a", "b"), (device,) * 2, (0, 1), (None,) * 2, default=LinkSpeed(1e-4, 1e9))
+        limits = TrainingConstraints((1,), 0, check)
+        return best_training(spec, cluster, asked, steps=200, constraints=limits).choices[0].placed.plan
+
+    room = max(rank.total for rank in training_bytes(spec, Plan.parse("dp=2", 2), facts)) + 2**20
+    assert chosen(facts, room).dp == (1, 1)
+    cache = training_bytes(spec, Plan.parse("pp=1", 2), sampled)[0].cache
+    assert cache == 64 * 512 * 2 * 4 * 2 * 4 * 32, "keys and values of four heads of 32 numbers in two layers"
+    cut = chosen(sampled, room)
+    assert cut.replica_size == 2, "each rank has half of the cache"
+    assert all(rank.total <= room for rank in training_bytes(spec, cut, sampled))
+    with pytest.raises(CapacityError, match="no plan that was looked at fits"):
+        chosen(sampled, room - cache)
+
+
+def test_rejection_learns_only_the_rows_that_it_keeps() -> None:
+    table = RejectionConfig(REWARDS, num_generations=8, max_completion_length=20, keep=2)
+    facts = training_facts(job_of(task="rejection", grpo=None, rejection=table, global_batch_size=32))
+    assert facts.global_batch_size == 8 and facts.sampling is not None
+    assert (facts.sampling.groups, facts.sampling.num_generations, facts.sampling.prompt) == (4, 8, 30)
+
+
+def test_evaluations_that_sample_take_room_and_no_seconds_of_steps() -> None:
+    sampling = training_facts(
+        job_of(task="sft", grpo=None, eval_files=("b",), eval_num_prompts=40, eval_max_new_tokens=10)
+    ).sampling
+    assert sampling is not None and (sampling.at_once, sampling.share) == (32, 0.0)
+    assert training_facts(job_of(task="sft", grpo=None)).sampling is None
