@@ -25,6 +25,8 @@ MAX_CHOICES = 1024
 KEPT_GRAMMARS = 16
 """Compiled grammars that are kept for the next request with the same one, as for the choices of `n`."""
 
+_NO_TEXT = 0xFF
+
 JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON on one line, as most models write it. Free white space would let a reply go on with blanks for ever, and would
 leave nothing between two keys that is sure."""
@@ -114,6 +116,8 @@ class GrammarCompiler:
         self.vocab_size, self.eos_ids = vocab_size, eos_ids
         self.load_tokenizer: Callable[[], Tokenizer | None] = lambda: None
         self._vocabulary: LLTokenizer | None = None
+        self.any_token = 0
+        """The tokens that a grammar can allow, as a set; known once there is a matcher."""
         self._compiled: OrderedDict[GrammarText, LLMatcher] = OrderedDict()
 
     def matcher(self, grammar: GrammarText) -> GrammarMatcher:
@@ -135,7 +139,8 @@ class GrammarCompiler:
             tokenizer = self.load_tokenizer()
             if tokenizer is None:
                 raise RequestError("a grammar needs a tokenizer and this model has none", "leave it out")
-            self._vocabulary = _library_tokens(tokenizer, self.vocab_size, self.eos_ids)
+            self._vocabulary, texts = _library_tokens(tokenizer, self.vocab_size, self.eos_ids)
+            self.any_token = texts.any_token()
         return self._vocabulary
 
 
@@ -152,18 +157,29 @@ class TokenTexts:
         special = (token_id for token_id in range(vocab_size) if tokenizer.is_special(token_id))
         self.special_token_ids = sorted({*special, *eos_ids})
 
+    def any_token(self) -> int:
+        """The tokens that text can have, as a set. The library keeps a byte for itself that no UTF-8 has."""
+        bits = bytearray(-(-len(self.tokens) // 8))
+        for token_id, text in enumerate(self.tokens):
+            if text and _NO_TEXT not in text:
+                bits[token_id // 8] |= 1 << token_id % 8
+        return int.from_bytes(bits, "little")
+
     def __call__(self, text: bytes | str) -> list[int]:
         """Ids of a text without special tokens around it."""
         return self._tokenizer.encode(text if isinstance(text, str) else text.decode(), add_special_tokens=False)
 
 
-def _library_tokens(tokenizer: Tokenizer, vocab_size: int, eos_ids: tuple[int, ...]) -> LLTokenizer:
+def _library_tokens(
+    tokenizer: Tokenizer, vocab_size: int, eos_ids: tuple[int, ...]
+) -> tuple[LLTokenizer, TokenTexts]:
     from llguidance import LLTokenizer, TokenizerWrapper
 
     ends = tuple(dict.fromkeys(i for i in (*eos_ids, *tokenizer.eos_ids) if i < vocab_size))
     if not ends:
         raise RequestError("a grammar needs a token that ends a reply and this model names none", "leave it out")
-    return LLTokenizer(TokenizerWrapper(TokenTexts(tokenizer, vocab_size, ends)), eos_token=list(ends))
+    texts = TokenTexts(tokenizer, vocab_size, ends)
+    return LLTokenizer(TokenizerWrapper(texts), eos_token=list(ends)), texts
 
 
 def _library_form(grammar: GrammarText, param: str) -> str:

@@ -18,8 +18,10 @@ import torch
 from tllm.core.errors import RequestError
 from tllm.engine.compute.grammar_masks import apply_mask
 from tllm.engine.engine import Engine
-from tllm.engine.schedule.grammar_state import pack_mask
+from tllm.engine.schedule.grammar_state import GrammarState, pack_mask
 from tllm.engine.schedule.limits import EngineConfig
+from tllm.server.reply.call_grammars import call_grammar
+from tllm.server.reply.lark_rules import SpecialTokens
 from tllm.spec.request import Grammar, Output, Request, SamplingParams
 from tllm.text.grammar import GrammarCompiler
 from tllm.text.tokenizer import Tokenizer
@@ -170,6 +172,65 @@ def test_forced_text_takes_no_turn_of_the_ring(
     assert plain_ids == ids
     assert without == len(ids)
     assert with_drafts <= len(ids) / 3
+
+
+def calling(tokenizer: Tokenizer) -> SamplingParams:
+    """Greedy, and held where a call is begun."""
+    held = {"get_weather": SCHEMA, "get_time": {"type": "object", "properties": {}, "additionalProperties": False}}
+    text = call_grammar("hermes", SpecialTokens(tokenizer), held, True, ("<think>", "</think>"))
+    return msgspec.structs.replace(GREEDY, max_tokens=100, grammar=Grammar(kind="grammar", text=text))
+
+
+def test_a_call_is_held_once_it_is_begun_and_its_forced_text_takes_few_turns(tokenizer: Tokenizer) -> None:
+    """The model would write none by itself, so its beginning is given, as after the loss of a node."""
+    begun = tokenizer.encode("<think>a</think> so <tool_call>", add_special_tokens=False)
+    request = Request(
+        id="call",
+        prompt_ids=tuple(tokenizer.encode(PROMPTS[0])),
+        params=calling(tokenizer),
+        output_ids=tuple(begun),
+    )
+    made: dict[str, list[int]] = {}
+    for layout, config in (
+        ("pp=1", ROOMY),
+        ("pp=2", msgspec.structs.replace(ROOMY, num_speculative_tokens=4)),
+        ("tp=2", TIGHT),
+    ):
+        with Engine.load(TINY, layout, config) as engine:
+            made[layout] = ids_of(list(engine.submit(request)))
+            turns = engine.stages[0].batches
+        assert made[layout] == made["pp=1"]
+        if config is ROOMY:
+            assert turns < len(made[layout]) * 0.8
+    said = tokenizer.decode(made["pp=1"]).partition("</tool_call>")[0]
+    call = json.loads(said)
+    assert call["name"] in ("get_weather", "get_time")
+    if call["name"] == "get_weather":
+        assert set(call["arguments"]) == set(SCHEMA["properties"])
+
+
+@pytest.mark.parametrize("layout", ["pp=1", "pp=2"])
+def test_where_no_call_is_begun_all_is_as_without_a_grammar(
+    tokenizer: Tokenizer, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens, log-probabilities, and what travels: a mask is sent for none of them."""
+    grammar = calling(tokenizer).grammar
+    kinds = [request.params for request in requests(tokenizer)[:4]]
+    sent: list[bytes] = []
+    with Engine.load(TINY, layout, ROOMY) as engine:
+        masks = GrammarState.masks
+        monkeypatch.setattr(GrammarState, "masks", lambda *given: sent.extend(found := masks(*given)) or found)
+        for place, kind in enumerate(kinds):
+            params = msgspec.structs.replace(kind, grammar=None, max_tokens=40, min_tokens=0)
+            plain = Request(id=f"plain-{place}", prompt_ids=tuple(tokenizer.encode(PROMPTS[place])), params=params)
+            held = msgspec.structs.replace(
+                plain, id=f"held-{place}", params=msgspec.structs.replace(params, grammar=grammar)
+            )
+            got = served(engine, [plain, held])
+            assert ids_of(got[plain.id]) == ids_of(got[held.id])
+            assert [one.logprobs for one in got[plain.id]] == [one.logprobs for one in got[held.id]]
+            assert got[plain.id][-1].finish_reason == got[held.id][-1].finish_reason
+    assert sent and not any(sent)
 
 
 def test_an_end_comes_only_where_the_grammar_may_end(tokenizer: Tokenizer) -> None:

@@ -97,18 +97,19 @@ def test_a_conversation_with_results_of_tools_reaches_the_template() -> None:
 
 
 @pytest.mark.parametrize(
-    ("choice", "is_held"),
+    ("choice", "kind"),
     [
-        ({"type": "any"}, True),
-        ({"type": "tool", "name": "g"}, True),
-        ({"type": "auto"}, False),
-        ({"type": "none"}, False),
+        ({"type": "any"}, "json_schema"),
+        ({"type": "tool", "name": "g"}, "json_schema"),
+        ({"type": "auto"}, "grammar"),
+        ({"type": "none"}, ""),
     ],
 )
-def test_a_choice_of_tools_holds_the_reply(choice: dict[str, Any], is_held: bool) -> None:
+def test_a_choice_of_tools_holds_the_reply(choice: dict[str, Any], kind: str) -> None:
     engine = say(" x")
     post(over(engine), "/v1/messages", {**ASKED, "tools": TOOLS, "tool_choice": choice})
-    assert (engine.submitted[-1].params.grammar is not None) == is_held
+    grammar = engine.submitted[-1].params.grammar
+    assert (grammar.kind if grammar is not None else "") == kind
 
 
 def test_sampling_fields_mean_what_they_say() -> None:

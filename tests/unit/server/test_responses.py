@@ -135,13 +135,20 @@ def test_a_form_is_asked_for_as_the_client_does() -> None:
 
 
 @pytest.mark.parametrize(
-    ("choice", "is_held"), [("required", True), ({"type": "function", "name": "g"}, True), ("auto", False)]
+    ("choice", "kind"),
+    [
+        ("required", "json_schema"),
+        ({"type": "function", "name": "g"}, "json_schema"),
+        ("auto", "grammar"),
+        ("none", ""),
+    ],
 )
-def test_a_choice_of_tools_holds_the_reply(choice: Any, is_held: bool) -> None:
+def test_a_choice_of_tools_holds_the_reply(choice: Any, kind: str) -> None:
     engine = say(" x")
     body = {"input": "hi", "tools": TOOLS, "tool_choice": choice}
     assert post(over(engine), PATH, body).status_code == 200
-    assert (engine.submitted[-1].params.grammar is not None) == is_held
+    grammar = engine.submitted[-1].params.grammar
+    assert (grammar.kind if grammar is not None else "") == kind
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.unit.server.kit import TOKENIZER, chunks, post, refusal, say, serve
+from tllm.server.reply import held_calls
 from tllm.server.reply.parser_choice import choose_parsers
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
@@ -88,7 +89,11 @@ def test_a_choice_of_tools_decides_what_the_model_sees_and_what_holds_it() -> No
         [request] = engine.submitted
         return TOKENIZER.decode(request.prompt_ids), request.params.grammar
 
-    assert asked() == ("<user>hi[f][g]<assistant>", None)
+    prompt, grammar = asked()
+    assert prompt == "<user>hi[f][g]<assistant>"
+    assert (
+        grammar.kind == "grammar" and "<tool_call>" in grammar.text and '"\\"g\\", \\"arguments\\": "' in grammar.text
+    )
     assert asked(tool_choice="none") == ("<user>hi<assistant>", None)
     prompt, grammar = asked(tool_choice="required", parallel_tool_calls=False)
     assert prompt == "<user>hi[f][g]<assistant>"
@@ -98,6 +103,53 @@ def test_a_choice_of_tools_decides_what_the_model_sees_and_what_holds_it() -> No
     assert [one["properties"]["name"] for one in schema["items"]["anyOf"]] == [{"const": "f"}, {"const": "g"}]
     named = {"type": "function", "function": {"name": "g"}}
     assert json.loads(asked(tool_choice=named)[1].text)["required"] == ["a"]
+
+
+def offered(parameters: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters, **more}}
+
+
+def test_strict_asks_for_the_schema_and_else_what_cannot_be_followed_is_any_object() -> None:
+    held, loose = '"a": {"type": "integer"}', '%json {"type": "object", "x-guidance"'
+    odd = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string", "pattern": "(?=x)"}}}
+    large = {"type": "object", "properties": {"a": {"enum": ["x" * 40_000, "y" * 40_000]}}}
+
+    def grammar(*tools: Any) -> str:
+        engine = say("Well.")
+        response = post(serve(engine, template=TEMPLATE), PATH, {**BODY, "tools": tools})
+        assert response.status_code == 200, response.text
+        return str(engine.submitted[0].params.grammar.text)
+
+    for strict in (None, True):
+        assert held in grammar({**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": strict}})
+    assert held not in grammar({**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": False}})
+    for schema in (odd, large):
+        text = grammar(offered(schema), TOOLS[1])
+        assert loose in text and held in text, "the other tool is held all the same"
+
+
+def test_a_strict_tool_whose_schema_cannot_be_followed_is_refused() -> None:
+    odd = {"type": "object", "properties": {"b": {"type": "string", "pattern": "(?=x)"}}}
+    body = {**BODY, "tools": [offered(odd, strict=True)]}
+    error = refusal(post(serve(say(""), template=TEMPLATE), PATH, body), 400)
+    assert error["param"] == "tools" and "the tool f is strict" in error["message"]
+    text = {"type": "object", "properties": {"b": {"type": "string", "pattern": "x+"}}}
+    coder = {**BODY, "tools": [offered(text, strict=True)]}
+    assert post(serve(say("x"), template=TEMPLATE), PATH, coder).status_code == 200
+    error = refusal(post(serve(say("x"), template=TEMPLATE, tool_call_parser="qwen3_coder"), PATH, coder), 400)
+    assert "pattern of the text b" in error["message"]
+    harmony = serve(say("x"), template=TEMPLATE, tool_call_parser="openai")
+    assert "cannot be held" in refusal(post(harmony, PATH, coder), 400)["message"]
+
+
+def test_each_turn_of_a_chat_makes_its_grammar_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, checked = say("Well."), list[str]()
+    monkeypatch.setattr(held_calls, "check_grammar", lambda grammar, param: checked.append(grammar.text))
+    app = serve(engine, template=TEMPLATE)
+    for turn in ("a", "b", "c"):
+        assert post(app, PATH, {**BODY, "messages": [{"role": "user", "content": turn}]}).status_code == 200
+    assert len({request.params.grammar for request in engine.submitted}) == 1
+    assert len(checked) == 3, "each of two tools, and both together"
 
 
 def test_held_replies_are_read_as_calls() -> None:

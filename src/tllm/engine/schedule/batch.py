@@ -60,7 +60,7 @@ class BatchEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
 
     `sampling` is there when a token is to be sampled after the last one of these. The last `num_draft_tokens` of them
     are draft tokens of speculative decoding, which may be wrong; a token is sampled in place of each of them, too.
-    Under a grammar `masks` has the tokens that are allowed for each that is sampled.
+    Under a grammar `masks` has the tokens that are allowed for each that is sampled, and nothing where all are.
 
     With `pooling` these tokens come to numbers instead (`Results.pooled`): all of them, or the last alone.
 

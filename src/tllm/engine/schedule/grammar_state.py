@@ -1,8 +1,9 @@
 """`GrammarState`: where a sequence is in the grammar of its reply, on the first rank. Plain Python, no torch.
 
 The first rank knows every token of a sequence before it schedules the next one, so it alone follows the grammar. What
-travels to the rank that samples is, for each token that is wanted, the set of allowed tokens (`pack_mask`). So no other
-rank has a state that could differ after a preemption, a wrong draft or the loss of a node.
+travels to the rank that samples is, for each token that is wanted, the set of allowed tokens (`pack_mask`), or nothing
+where the grammar leaves it free. So no other rank has a state that could differ after a preemption, a wrong draft or
+the loss of a node.
 
 Where only one text can follow, its tokens are drafted (`with_grammars`) and come in the same turn of the ring. Like any
 draft they count only where they are what is sampled.
@@ -21,10 +22,13 @@ from tllm.text.grammar import GrammarCompiler, GrammarMatcher
 
 
 class GrammarState:
-    """The grammar of one reply. `fault` says why it cannot go on, if something went wrong inside."""
+    """The grammar of one reply. `fault` says why it cannot go on, if something went wrong inside.
 
-    def __init__(self, matcher: GrammarMatcher, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
-        self._matcher = matcher
+    `any_token` are all tokens that text can have: where these are allowed, nothing is held.
+    """
+
+    def __init__(self, matcher: GrammarMatcher, vocab_size: int, eos_ids: tuple[int, ...], any_token: int) -> None:
+        self._matcher, self._any_token = matcher, any_token
         self._num_bytes = -(-vocab_size // 8)
         self._ends = _bits(eos_ids)
 
@@ -39,7 +43,7 @@ class GrammarState:
         )
 
     def masks(self, draft_tokens: Sequence[int], unwanted: Sequence[int], ignore_eos: bool) -> tuple[bytes, ...]:
-        """What may be sampled in place of each of these draft tokens, and after them, packed.
+        """What may be sampled in place of each of these draft tokens, and after them, packed; empty for any token.
 
         `unwanted` are tokens that may not come now, and the model's end tokens with `ignore_eos`; where the grammar
         allows no other, it has its way.
@@ -47,7 +51,9 @@ class GrammarState:
         masks, avoided = list[bytes](), _bits(unwanted) | (self._ends if ignore_eos else 0)
         for place in range(1 + len(draft_tokens)):
             allowed = self._matcher.allowed() or -1  # something went wrong inside: `advance` will say so
-            masks.append(pack_mask(allowed & ~avoided or allowed, self._num_bytes))
+            allowed = allowed & ~avoided or allowed
+            is_free = not self._any_token & ~allowed
+            masks.append(b"" if is_free else pack_mask(allowed, self._num_bytes))
             if place < len(draft_tokens):
                 self._matcher.consume(draft_tokens[place])
         self._matcher.roll_back(len(draft_tokens))
@@ -74,7 +80,8 @@ def begin_grammar(compiler: GrammarCompiler, request: Request) -> GrammarState |
     """
     if request.params.grammar is None:
         return None
-    state = GrammarState(compiler.matcher(request.params.grammar), compiler.vocab_size, compiler.eos_ids)
+    matcher = compiler.matcher(request.params.grammar)
+    state = GrammarState(matcher, compiler.vocab_size, compiler.eos_ids, compiler.any_token)
     for token_id in request.output_ids:
         state.advance(token_id)
     if state.fault:

@@ -30,6 +30,7 @@ from tllm.server.openai.reply_format import ChatFormat, CompletionFormat, ReplyF
 from tllm.server.openai.requests import ChatRequest, CompletionRequest, SamplingFields
 from tllm.server.openai.structured_output import asked_grammar, checked_grammar
 from tllm.server.openai.tools import OfferedTools
+from tllm.server.reply.held_calls import HeldCalls
 from tllm.server.reply.parser_choice import ReplyParser, ReplyParsers, held_to
 from tllm.server.reply.reply_ids import ReplyIds
 from tllm.server.reply.tool_formats import plain_reply
@@ -61,6 +62,9 @@ class Completions:
         self._prompts = prompts
         self._settings = settings
         self.parsers = parsers
+        self._held_calls: HeldCalls | None = None
+        if prompts.tokenizer is not None and parsers.tools:
+            self._held_calls = HeldCalls(prompts.tokenizer, parsers.tools)
         self.adapters: ServedAdapters = NoAdapters()
         self._names = (router.client.model_name, *settings.model_aliases)
 
@@ -127,6 +131,8 @@ class Completions:
         if grammar is not None:
             free = self.parsers.free_part(prompt)
             grammar = await self._checked(held_to(grammar, free), param)
+        elif tools.tools and self._held_calls is not None:
+            grammar = await self._held_calls.grammar(tools.held, tools.is_parallel, self.parsers.free_part(prompt))
         parsers, schemas = self.parsers, tools.schemas
         # A grammar's reply is text as it is, without the channels that some models write.
         reply = tools.reply() or (plain_reply if asked is not None else None)

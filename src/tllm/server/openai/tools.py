@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from tllm.core.errors import RequestError
+from tllm.server.reply.held_calls import HeldTool
 from tllm.server.reply.tool_formats import ToolFormat, named_call, required_calls
 from tllm.spec.request import Grammar
 
@@ -17,7 +18,9 @@ Schema = dict[str, Any]
 
 
 class FunctionTool(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What a tool does and takes. `strict` is taken and changes nothing: what holds arguments is `tool_choice`."""
+    """What a tool does and takes. With `strict` true a request is refused whose arguments cannot be held to the schema;
+    with false they are any JSON object where the model decides whether it calls (`HeldCalls`).
+    """
 
     name: str
     description: str | None = None
@@ -71,13 +74,21 @@ class OfferedTools:
 
     @property
     def is_held(self) -> bool:
-        """Whether a grammar makes the reply a call."""
+        """Whether a grammar makes the whole reply a call."""
         return bool(self.tools) and self.choice != "auto"
 
     @property
     def schemas(self) -> dict[str, Mapping[str, Any]]:
         """Of each tool's arguments."""
         return {tool.function.name: tool.function.parameters or {} for tool in self.tools}
+
+    @property
+    def held(self) -> tuple[HeldTool, ...]:
+        """What holds the tools' calls."""
+        return tuple(
+            HeldTool(tool.function.name, _arguments(tool.function.parameters or {}), tool.function.strict)
+            for tool in self.tools
+        )
 
     def for_template(self) -> list[Schema] | None:
         """As chat templates read them."""
