@@ -154,8 +154,8 @@ def experts_by_turns(stored: Mapping[str, StoredTensor], file: str) -> dict[str,
         if None in (gates_ups[0].scheme, downs[0].scheme):
             made = {name: weight for name, weight in made.items() if isinstance(weight, MatrixStack)}
         joined |= made
-        biases = [_taken(left, f"{stack}.{part}_proj_bias", file) for part in ("gate", "up")]
-        joined[f"{stack}.gate_up_proj_bias"] = _same_shape(ByTurns(*biases, dim=1), f"{stack}: biases", file)
+        gate, up = (_taken(left, f"{stack}.{part}_proj_bias", file) for part in ("gate", "up"))
+        joined[f"{stack}.gate_up_proj_bias"] = _same_shape(ByTurns(gate, up, dim=1), f"{stack}: biases", file)
     return left | joined
 
 
