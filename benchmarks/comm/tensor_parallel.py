@@ -164,16 +164,16 @@ def _row(spec: ModelSpec, mode: TensorMode, ranks: int, counted: LayerSent) -> d
     }
 
 
-PURPOSE = """Bytes and messages that a rank sends for one layer, forward and backward, where the ranks of a layer cut its
-weights one way (1d, Megatron-LM) or both ways, as a square (2d), several squares (2.5d) or a cube (3d). A llama layer
+PURPOSE = """Bytes and messages that a rank sends for one layer, forward and backward, where ranks cut its weights one
+way (1d, Megatron-LM) or both ways, as a square (2d), several squares (2.5d) or a cube (3d). A llama layer
 of width D = 576 in float32, 16 heads, an MLP of 8/3 D; a microbatch of T tokens."""
 READING = """Cells are MB a rank, means over ranks; `step`: gradients of weights that several squares sum, once a step,
 however many microbatches it has. The run counts bytes and messages on its links at T = 4 D, and ends unless both are
 the planner's law (`planner/cost/tensor_parallel/layer_traffic.py`) exactly; other columns are by the law. From some
 multiple of D on a square sends less than 1d, as hidden states go along one of its sides only; with fewer tokens it
 sends more, because weights travel too. A cube sends the wide activations of the MLP as well."""
-LIMITS = """- Nothing is timed. The products of a grid are rounds of messages that wait for each other, more of them than the
-  four all-reduces of 1d: over links that answer slowly this decides, and not bytes.
+LIMITS = """- Nothing is timed. The products of a grid are rounds of messages that wait for each other, more of them
+  than the all-reduces of 1d take: over links that answer slowly this decides, and not bytes.
 - Attention sends nothing on a grid, as each document is whole on a rank. Blocks of tokens are filled to one length,
   which the table does not show.
 - Serving does not know grids: a step that decodes has few tokens, and weights would travel for each."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -57,7 +58,7 @@ class Mlp(nn.Module):
 
     def forward(self, x_TD: Tensor, adapt: Adapt = unadapted, scale_T1: Tensor | None = None) -> Tensor:
         h_TF = self.act(self.gate_up_proj(x_TD, adapt))
-        if scale_T1 is not None and quantized(self.down_proj.weight) is not None:
+        if scale_T1 is not None and quantized(cast(Tensor, self.down_proj.weight)) is not None:
             h_TF, scale_T1 = h_TF * scale_T1, None
         y_TD: Tensor = self.down_proj(h_TF, adapt)
         return y_TD if scale_T1 is None else scale_T1 * y_TD

@@ -57,7 +57,7 @@ class Transformer(nn.Module):
                 self.score = ColumnLinear(width, [LinearRows("score", 0, spec.num_labels)], replicated=True)
                 return
             if spec.tied and self.is_first:
-                head = self.embed_tokens.weight
+                head = cast(nn.Parameter, self.embed_tokens.weight)
             else:
                 of_head = name if spec.tied else "lm_head.weight"
                 head = mesh.cut_layers.table(of_head, self.vocab, width, replicated=spread)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -29,7 +28,7 @@ from tllm.spec.cut import Range
 class Product(Protocol):
     """(x, this rank's part of W, the grid, the width D) -> this rank's part of x W^T."""
 
-    def __call__(self, x: Tensor, weight: Tensor, grid: Grid, width: int) -> Tensor: ...
+    def __call__(self, x: Tensor, weight: Tensor, grid: Grid, width: int, /) -> Tensor: ...
 
 
 class GridRegion(TensorParallelRegion):
@@ -147,8 +146,8 @@ class GridLayers(CutLayers):
         return GridEmbedding(table, vocab, self.width, self.grid, scale)
 
     def logits(self, table: nn.Parameter, vocab: Range, softcap: float | None, scaling: float) -> GridLogits:
-        into = partial(products(self.grid)[0], grid=self.grid, width=self.width)
-        return GridLogits(table, vocab, softcap, scaling, into)
+        into, _ = products(self.grid)
+        return GridLogits(table, vocab, softcap, scaling, lambda x_TD, part: into(x_TD, part, self.grid, self.width))
 
 
 def products(grid: Grid) -> tuple[Product, Product]:
@@ -164,7 +163,7 @@ class _Dealt(torch.autograd.Function):
         takers, givers = grid.takers(), grid.givers(width)
         rows = len(part_TD) // len(takers)
         ctx.grid, ctx.takers, ctx.givers, ctx.part = grid, takers, givers, part_TD.shape
-        sends = dict(zip(takers, part_TD.detach().split(rows), strict=True))
+        sends = dict(zip(takers, torch.split(part_TD.detach(), rows), strict=True))
         came = _exchanged(grid, sends, {giver: (rows, stop - start) for giver, (start, stop) in givers})
         start, stop = grid.hidden_range(width)
         x_TD = part_TD.new_zeros(rows, stop - start)

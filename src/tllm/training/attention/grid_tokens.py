@@ -21,10 +21,10 @@ def grid_tokens(tokens: Tokens, grid: Grid) -> Tokens:
     assert tokens.spans is None, "a microbatch is cut once"
     dealt = dealt_documents(tokens.lengths, grid.shape.token_blocks)
     room = max(sum(tokens.lengths[n] for n in block) for block in dealt)
-    documents = list(tokens.ids_T.split(tokens.lengths))
+    documents = torch.split(tokens.ids_T, tokens.lengths)
     ids = [_filled([documents[n] for n in dealt[block]], room, tokens.ids_T, 0) for block in grid.looked_up()]
     mine = dealt[grid.shape.inner_block(grid.at)]
-    labels, lengths = list(tokens.labels_T.split(tokens.lengths)), [tokens.lengths[n] for n in mine]
+    labels, lengths = torch.split(tokens.labels_T, tokens.lengths), [tokens.lengths[n] for n in mine]
     over = room - sum(lengths)
     lengths += [over] if over else []
     positions = [torch.arange(length, device=tokens.ids_T.device) for length in lengths]
