@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
@@ -171,6 +172,17 @@ class Planned(msgspec.Struct, frozen=True):
 
     plan: Plan
     nodes: tuple[str, ...]
+
+
+def by_machine(members: Iterable[Member]) -> list[Member]:
+    """These members in their order, but those of one machine next to each other, where the first of them stands.
+
+    Ranks that follow each other, as those of a tensor-parallel stage do, then share a machine as far as they can.
+    """
+    machines: dict[str, list[Member]] = {}
+    for member in members:
+        machines.setdefault(member.facts.host_name, []).append(member)
+    return [member for machine in machines.values() for member in machine]
 
 
 def apply(state: ClusterState, event: Event | Planned) -> ClusterState:

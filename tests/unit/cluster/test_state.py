@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tests.unit.cluster.kits import facts, joined
 from tllm.cluster.heartbeat import describe, fullness, holder, silent
@@ -21,6 +22,7 @@ from tllm.cluster.state import (
     RankPrepared,
     RankReady,
     apply,
+    by_machine,
 )
 from tllm.spec.plan import Plan
 
@@ -36,6 +38,18 @@ def run(state: ClusterState, *events: Event | Planned) -> ClusterState:
 
 def test_nodes_keep_the_order_in_which_they_joined() -> None:
     assert [member.node for member in joined("b", "a", "c").living] == ["b", "a", "c"]
+
+
+def test_nodes_of_one_machine_take_ranks_next_to_each_other() -> None:
+    """So that the sums of each tensor-parallel stage stay on a machine, in whichever order the nodes came."""
+    state = ClusterState(cluster="c")
+    for node in ("x1", "y1", "x2", "z1", "y2", "x3"):
+        state = apply(state, NodeJoined(node, replace(facts(node), host_name=node[0]), 0.0))
+    nodes = [member.node for member in by_machine(state.living)]
+    assert nodes == ["x1", "x2", "x3", "y1", "y2", "z1"]
+    assert [member.node for member in by_machine(joined("b", "a", "c").living)] == ["b", "a", "c"]
+    stages = Plan.parse("pp=3,tp=3+2+1", 6)
+    assert [{nodes[rank][0] for rank in stages.ranks(stage)} for stage in range(3)] == [{"x"}, {"y"}, {"z"}]
 
 
 def test_apply_leaves_the_state_that_it_was_given() -> None:

@@ -20,7 +20,7 @@ from tllm.cluster.http_messages import ServesHttp
 from tllm.cluster.join_token import HOUR, JoinToken, TokenBook, TokenRecord
 from tllm.cluster.messages import Assign, Load, Loaded, Prepared, Progress, RankAddress, Start
 from tllm.cluster.settings import Settings, SurveySettings
-from tllm.cluster.state import ClusterState, Planned, RankLoaded, RankLoading, RankPrepared, RankReady
+from tllm.cluster.state import ClusterState, Planned, RankLoaded, RankLoading, RankPrepared, RankReady, by_machine
 from tllm.core.errors import ClusterError, LinkError, TllmError
 from tllm.node.coordinator.cluster_options import OnProgress
 from tllm.node.coordinator.job import ClusterJob
@@ -112,11 +112,10 @@ class Coordinator:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """The nodes that live, those of `first` in their order before the others."""
+        """The nodes that live, those of `first` in their order before the others, which stand by machines."""
         order = {node: place for place, node in enumerate(self.first)}
-        return tuple(
-            sorted((member.node for member in self.state.living), key=lambda node: order.get(node, len(order)))
-        )
+        living = [member.node for member in by_machine(self.state.living)]
+        return tuple(sorted(living, key=lambda node: order.get(node, len(order))))
 
     def token(self, uses: int = 1, seconds: float = HOUR) -> JoinToken:
         """A join token for so many nodes."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from tllm.cluster.heartbeat import LATE_SECONDS, silent
-from tllm.cluster.state import Member
+from tllm.cluster.state import Member, by_machine
 from tllm.core.errors import ClusterError, PlanError, TllmError
 from tllm.node.coordinator.cluster_options import OnProgress
 from tllm.node.coordinator.coordinator import Coordinator
@@ -228,8 +228,9 @@ class Recovery:
         return None
 
     def living(self) -> list[str]:
-        """The nodes that may take a rank, in the order in which they joined."""
-        return [member.node for member in self._coordinator.state.living if member.node not in self._barred]
+        """The nodes that may take a rank, in the order in which they joined, those of one machine together."""
+        living = by_machine(self._coordinator.state.living)
+        return [member.node for member in living if member.node not in self._barred]
 
     def can_grow(self) -> bool:
         """Whether an epoch should begin although this one goes on: to move, or with more ranks of the plan."""

@@ -37,7 +37,7 @@ def _device(path: Path) -> PciDevice | None:
     if not CLASS.fullmatch(text):
         return None
     code, vendor = int(text, 16) >> 8, VENDORS.get(vendor, vendor)
-    kind = "NVMe" if code == NVME else KINDS.get(code >> 8)
+    kind: DeviceKind | None = "NVMe" if code == NVME else KINDS.get(code >> 8)
     if kind is None or (code == WITH_A_SCREEN and vendor not in ("NVIDIA", "AMD", "Intel")):
         return None  # a virtual machine's or a management board's screen computes nothing
     lanes, most = (number(read_file(path / f"{which}_link_width")) for which in ("current", "max"))
