@@ -21,6 +21,7 @@ RUNS = (
     ["training.slow_links"],
     ["fuzz.malformed_frames"],
     ["faults.fault_suite"],
+    ["faults.double_faults"],
     ["planner.published"],
     ["comm.wire_cost"],
     ["faults.lost_ranks"],

@@ -219,7 +219,13 @@ def test_where_no_call_is_begun_all_is_as_without_a_grammar(
     sent: list[bytes] = []
     with Engine.load(TINY, layout, ROOMY) as engine:
         masks = GrammarState.masks
-        monkeypatch.setattr(GrammarState, "masks", lambda *given: sent.extend(found := masks(*given)) or found)
+
+        def seen(state: GrammarState, drafts: list[int], unwanted: list[int], ignore_eos: bool) -> tuple[bytes, ...]:
+            found = masks(state, drafts, unwanted, ignore_eos)
+            sent.extend(found)
+            return found
+
+        monkeypatch.setattr(GrammarState, "masks", seen)
         for place, kind in enumerate(kinds):
             params = msgspec.structs.replace(kind, grammar=None, max_tokens=40, min_tokens=0)
             plain = Request(id=f"plain-{place}", prompt_ids=tuple(tokenizer.encode(PROMPTS[place])), params=params)

@@ -259,7 +259,7 @@ def test_one_call_ends_a_reply_that_may_not_have_more(tool_format: str) -> None:
 def test_reasoning_is_free_and_calls_after_it_are_held(tool_format: str, marks: ReasoningMarks, name: str) -> None:
     call = next(text for known, text, calls in WHOLE if known == tool_format and calls)
     begun = "<tool_call>[" if tool_format == "hermes" else "[TOOL_CALLS]?"
-    for opened, free in ((" " + marks.begin, tuple(marks)), ("", ("", marks.end))):
+    for opened, free in ((" " + marks.begin, (marks.begin, marks.end)), ("", ("", marks.end))):
         whole = f"{opened}I could {begun} or not{marks.end}\n{call}"
         for dice in (None, *map(random.Random, range(8))):
             assert refused_at(matcher(tool_format, reasoning=free), cut(tool_format, whole, dice)) is None
@@ -268,7 +268,7 @@ def test_reasoning_is_free_and_calls_after_it_are_held(tool_format: str, marks: 
         held = matcher(tool_format, reasoning=free)
         assert refused_at(held, cut(tool_format, f"{opened}I think", None)) is None
         assert held.allowed() >> tokenizer(tool_format).eos_ids[0] & 1, "it may break off while it reasons"
-    held = matcher(tool_format, reasoning=tuple(marks))
+    held = matcher(tool_format, reasoning=(marks.begin, marks.end))
     assert refused_at(held, cut(tool_format, f"x {begun}", None)) == len(f"x {begun}") - 1, "a reply may not reason"
     assert read(tool_format, f"{marks.begin}I could {begun}{marks.end}\n{call}", name).reasoning == f"I could {begun}"
 
