@@ -55,7 +55,7 @@ SUB_PACKAGES = {
         *("doctor", "serve", "train"),
         "verify",
     ),
-    "planner": ("cluster", "cost", "measured", "memory", "simulate", "search"),
+    "planner": ("cluster", "cost", "measured", "memory", "simulate", "search", "roles"),
     "recipes": (".", "bench"),
     "server": (
         *(

@@ -41,6 +41,9 @@ class DistillationKeys:
     """With `teachers`: the file of the secret by which they and the run trust each other (`tllm teach --secret`)."""
     teacher_dtype: str = "float32"
     """What a teacher beside the student computes in: "float32", "bfloat16" or "float64"."""
+    teacher_nodes: tuple[str, ...] = ()
+    """Machines that are to teach, by their names in the cluster's file or survey, for `tllm plan JOB.toml`; left out,
+    it says which should."""
     top_k: int = 64
     """Tokens whose probabilities the teacher gives, the most likely ones; all others together are one bucket more. 0:
     every token."""

@@ -83,7 +83,6 @@ class PolicyFeed:
         self._batch: ReplicaBatch | None = None
         self._microbatches: list[Tokens] = []
         self.role_seconds: dict[str, float] = {}
-        self._judge = "teacher" if config.job.distill is not None else "rewards"
 
     @property
     def is_between(self) -> bool:
@@ -135,7 +134,7 @@ class PolicyFeed:
             return _faulty(asked.fault)
         if self._judged is None:
             return receive_part(config.groups.data)
-        with self._timed(self._judge):
+        with self._timed("teacher" if config.job.distill is not None else "rewards"):
             batches = self._judged_batches(completions)
         send_parts(batches, plan, config.groups.data)
         return batches[0]
