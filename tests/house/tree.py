@@ -44,7 +44,7 @@ SUB_PACKAGES = {
         *("doctor", "serve", "train"),
         "verify",
     ),
-    "planner": ("cluster", "cost", "measured", "memory", "simulate", "search"),
+    "planner": ("cluster", "cost", "measured", "memory", "bounds", "simulate", "search"),
     "recipes": (".", "bench"),
     "server": (
         *(
