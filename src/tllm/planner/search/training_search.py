@@ -105,7 +105,7 @@ class _Search:
         for layout in self._promising_first():
             if layout.lower_bound >= self._to_beat():
                 continue
-            if self.steps_left <= 0 and self.best:
+            if self.steps_left <= 0 and (self.best or self._gives_up()):
                 is_cut_short = True
                 break
             self._try(layout)
@@ -113,6 +113,10 @@ class _Search:
             raise self._too_large()
         exact = self.layouts.is_exhaustive and not is_cut_short
         return TrainingSearchResult(tuple(self.best[: self.top]), exact, self.steps - self.steps_left)
+
+    def _gives_up(self) -> bool:
+        """Whether nothing more is looked at although nothing fits: on many devices after four budgets."""
+        return len(self.cluster) > MOST_DEVICES and self.steps_left <= -3 * self.steps
 
     def _promising_first(self) -> list[TrainingLayout]:
         """All layouts. One layout of each choice of axes is timed first, then as many as the budget allows, those with

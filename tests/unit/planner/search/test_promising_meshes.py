@@ -38,7 +38,7 @@ def as_many(monkeypatch: pytest.MonkeyPatch) -> Any:
     return search
 
 
-@pytest.mark.parametrize("seed", some_of(12, 6))
+@pytest.mark.parametrize("seed", some_of(12, 3))
 def test_small_clusters_are_planned_nearly_as_well(seed: int, as_many: Any) -> None:
     draw = random.Random(3000 + seed)
     spec, cluster = spec_of(3), cluster_of(draw, draw.choice([2, 2, 3]), 2)
@@ -65,10 +65,11 @@ def test_meshes_are_of_different_devices_of_the_cluster_and_rank_0_is_where_it_m
     assert len({sized.mesh.axes for sized in meshes}) > 4
 
 
+@pytest.mark.soak
 def test_plans_of_many_unlike_machines_fit_and_are_above_the_bound() -> None:
-    spec, cluster = model(), machines_of(60)
-    facts = TrainingFacts(1024, 16 * 60, dtype="bfloat16")
-    best = best_training(spec, cluster, facts, steps=300).choices[0]
+    spec, cluster = model(), machines_of(24)
+    facts = TrainingFacts(1024, 16 * 24, dtype="bfloat16")
+    best = best_training(spec, cluster, facts, steps=100).choices[0]
     bound = least_step_seconds(spec, cluster, facts, MICROBATCHES)
     assert best.placed.fits(best.placed.memory())
     assert bound <= best.predicted.seconds < 2 * bound
