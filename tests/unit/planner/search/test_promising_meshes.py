@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from benchmarks.planner.many_machines import cluster_of as machines_of
 from benchmarks.planner.many_machines import model
 from tests.unit.planner.search.test_serving_search import cluster_of, some_of, spec_of
 from tllm.core.errors import CapacityError
-from tllm.planner.bounds.training_bound import least_step_seconds
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.search import promising_meshes, training_layouts, training_search
@@ -63,16 +61,3 @@ def test_meshes_are_of_different_devices_of_the_cluster_and_rank_0_is_where_it_m
         assert len(devices) == sized.mesh.axes.dp * sized.mesh.axes.pp * sized.mesh.axes.cp * sized.mesh.axes.tp
         assert sized.sizes and set(sized.sizes) <= set(MICROBATCHES)
     assert len({sized.mesh.axes for sized in meshes}) > 4
-
-
-@pytest.mark.soak
-def test_plans_of_many_unlike_machines_fit_and_are_above_the_bound() -> None:
-    spec, cluster = model(), machines_of(24)
-    facts = TrainingFacts(1024, 16 * 24, dtype="bfloat16")
-    best = best_training(spec, cluster, facts, steps=100).choices[0]
-    bound = least_step_seconds(spec, cluster, facts, MICROBATCHES)
-    assert best.placed.fits(best.placed.memory())
-    assert bound <= best.predicted.seconds < 2 * bound
-    little = replace(cluster, devices=tuple(replace(device, memory=2**28) for device in cluster.devices))
-    with pytest.raises(CapacityError, match="more would be enough"):
-        best_training(spec, little, facts, steps=50)
