@@ -27,7 +27,7 @@ from tllm.planner.cost.serving_load import ServingFacts
 from tllm.planner.measured.survey import Survey, cluster_of
 from tllm.planner.memory.training_memory import training_bytes
 from tllm.planner.search.serving_search import best_serving
-from tllm.planner.search.training_layouts import MICROBATCHES
+from tllm.planner.search.training_constraints import MICROBATCHES
 from tllm.planner.search.training_search import best_training
 from tllm.planner.simulate.placed_plan import PlacedPlan
 from tllm.planner.simulate.serving import predict_serving

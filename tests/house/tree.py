@@ -55,7 +55,7 @@ SUB_PACKAGES = {
         *("doctor", "serve", "train"),
         "verify",
     ),
-    "planner": ("cluster", "cost", "measured", "memory", "simulate", "search", "roles"),
+    "planner": ("cluster", "cost", "measured", "memory", "bounds", "simulate", "search", "roles"),
     "recipes": (".", "bench"),
     "server": (
         *(

@@ -14,10 +14,12 @@ import msgspec
 from tllm.cli.display.serving_plans import certainty, given_plan
 from tllm.cli.display.tables import amount, span, table
 from tllm.cli.display.timeline import as_svg, as_text
+from tllm.planner.bounds.training_bound import least_step_seconds
 from tllm.planner.cluster.device import Cluster, LinkSpeed
 from tllm.planner.cost.flops import BACKWARD
 from tllm.planner.cost.rank_work import TrainingFacts, rank_works
 from tllm.planner.memory.training_memory import RankMemory, training_bytes
+from tllm.planner.search.training_constraints import MICROBATCHES
 from tllm.planner.search.training_search import TrainingChoice, TrainingSearchResult, best_training
 from tllm.planner.simulate.explain import stage_names, step_timelines, training_bottleneck, training_breakdowns
 from tllm.planner.simulate.placed_plan import PlacedPlan
@@ -180,6 +182,7 @@ def _as_text(cluster: Cluster, result: TrainingSearchResult, is_given: bool) -> 
         *seconds_by_role(best.predicted),
         *not_timed(facts, best.predicted),
         f"the time goes to {training_bottleneck(best.predicted)}",
+        _beside_bound(cluster, best),
         *left_out(cluster, best),
         "",
         table(_ranks(cluster, best)),
@@ -215,6 +218,20 @@ def _nodes(choice: TrainingChoice) -> str:
     """The nodes in the order of ranks, many of them by their number."""
     devices, cluster = choice.placed.devices, choice.placed.cluster
     return " ".join(map(cluster.name, devices)) if len(devices) <= 8 else f"{len(devices)} devices"
+
+
+def _least(cluster: Cluster, best: TrainingChoice) -> float:
+    """Seconds that every plan takes at least, with any size of microbatches that is tried or the one that is given."""
+    facts = best.placed.facts
+    return least_step_seconds(best.placed.spec, cluster, facts, sorted({*MICROBATCHES, facts.microbatch_size}))
+
+
+def _beside_bound(cluster: Cluster, best: TrainingChoice) -> str:
+    least, seconds = _least(cluster, best), best.predicted.seconds
+    more = f"{100 * (seconds / least - 1):.0f} % more" if least else "more"
+    return (
+        f"every plan takes {least:.4g} s or more (products alone, on all nodes by their speed); this one takes {more}"
+    )
 
 
 def left_out(cluster: Cluster, best: TrainingChoice) -> list[str]:
@@ -257,6 +274,7 @@ def _as_json(cluster: Cluster, result: TrainingSearchResult) -> dict[str, Any]:
         "goal": "train",
         "exact": result.exact,
         "steps": result.steps,
+        "least_seconds": _least(cluster, result.choices[0]),
         "choices": [_choice_json(cluster, choice) for choice in result.choices],
     }
 

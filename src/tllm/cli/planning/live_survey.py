@@ -16,7 +16,7 @@ from tllm.core.errors import ClusterError, ConfigError
 from tllm.node.coordinator.cluster_options import LOOPBACK
 from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.measured.survey import FILE, Survey, decoded, digest, read_survey
-from tllm.planner.search.training_layouts import MICROBATCHES
+from tllm.planner.search.training_constraints import MICROBATCHES
 from tllm.spec.hf_config import read_config
 from tllm.spec.model_spec import ModelSpec
 

@@ -23,7 +23,7 @@ from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.cost.serving_load import ServingFacts
 from tllm.planner.measured.survey import FILE, Goal, Survey, cluster_of, digest, read_survey
 from tllm.planner.search.serving_search import ServingChoice, ServingSearchResult, best_serving
-from tllm.planner.search.training_layouts import MICROBATCHES, TrainingConstraints
+from tllm.planner.search.training_constraints import MICROBATCHES, TrainingConstraints
 from tllm.planner.search.training_search import TrainingChoice, TrainingSearchResult, best_training
 from tllm.planner.simulate.explain import serving_bottleneck, stage_names, training_bottleneck
 from tllm.planner.simulate.placed_plan import PlacedPlan

@@ -1,8 +1,10 @@
-"""Which devices of a cluster are alike, so that exchanging them changes no plan's cost."""
+"""Which devices of a cluster are alike, so that exchanging them changes no plan's cost; which are near one another,
+and how well connected each is."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import product
 
@@ -59,6 +61,25 @@ def minus(counts: Counts, taken: Counts) -> Counts:
 def contains(counts: Counts, wanted: Counts) -> bool:
     """Whether `wanted` can be taken from `counts`."""
     return all(a >= b for a, b in zip(counts, wanted, strict=True))
+
+
+def sites_of(cluster: Cluster) -> list[tuple[int, ...]]:
+    """For each device its group in each tier, the largest tier first: devices in order of it stand near one another."""
+    return [tuple(tier.group_of[node] for tier in reversed(cluster.tiers)) for node in cluster.node_of]
+
+
+def best_bandwidths(cluster: Cluster) -> list[float]:
+    """For each device the bandwidth in bytes per second of its best link to another node; 0 where there is none."""
+    nodes = range(len(cluster.names))
+    best = [cluster.default.bandwidth if cluster.default is not None and len(nodes) > 1 else 0.0 for _ in nodes]
+    for tier in cluster.tiers:
+        sizes = Counter(tier.group_of)
+        for node, group in enumerate(tier.group_of):
+            if group >= 0 and sizes[group] > 1:
+                best[node] = max(best[node], tier.link.bandwidth)
+    for (source, _), link in cluster.pairs:
+        best[source] = max(best[source], link.bandwidth)
+    return [best[node] for node in cluster.node_of]
 
 
 def _orders(counts: Counts) -> Iterator[Order]:

@@ -223,7 +223,8 @@ class Cluster:
         """A key that is equal for two lists of devices which are, place by place, equally fast and equally far
         apart."""
         nodes = [self.node_of[device] for device in devices]
-        if any(a in nodes and b in nodes for (a, b), _ in self.pairs):
+        pairs = self._pairs
+        if pairs and any((a, b) in pairs for a in set(nodes) for b in set(nodes)):
             links: object = tuple(self.link(a, b) for a in devices for b in devices if a != b)
         else:
             links = tuple(_renamed([tier.group_of[node] for node in nodes]) for tier in self.tiers)

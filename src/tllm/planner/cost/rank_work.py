@@ -6,7 +6,7 @@ All costs of a training step are derived from these two.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, chain, pairwise
 
@@ -132,20 +132,26 @@ class RankWork:
     """Ranks over which those of its experts are, where experts are divided over replicas (`ep`)."""
     adapter: AdapterFacts | None = None
     """What is learned in the model's place."""
+    known: dict[str, list[list[Parameter]]] = field(default_factory=dict, compare=False, repr=False)
+    """Parameters once they were listed; ranks that hold the same share it, as there may be thousands of them."""
 
     def learned(self, spec: ModelSpec) -> list[list[Parameter]]:
         """The parameters that it learns: its own, or those of an adapter, a layer at a time."""
         if self.adapter is None:
             return self.parameters(spec)
-        layers = chain.from_iterable(self.runs)
-        units = (adapter_parameters(spec, number, self.cut, self.adapter) for number in layers)
-        return [unit for unit in units if unit]
+        if "adapter" not in self.known:
+            layers = chain.from_iterable(self.runs)
+            units = (adapter_parameters(spec, number, self.cut, self.adapter) for number in layers)
+            self.known["adapter"] = [unit for unit in units if unit]
+        return list(self.known["adapter"])
 
     def parameters(self, spec: ModelSpec) -> list[list[Parameter]]:
         """Its parameters in units that are used together, such as a layer."""
-        replica = self.at.replica
-        units = chain.from_iterable(run_parameters(spec, run, self.cut, replica) for run in self.runs)
-        return [unit for unit in units if unit]
+        if "all" not in self.known:
+            replica = self.at.replica
+            units = chain.from_iterable(run_parameters(spec, run, self.cut, replica) for run in self.runs)
+            self.known["all"] = [unit for unit in units if unit]
+        return list(self.known["all"])
 
 
 def rank_works(
@@ -163,7 +169,7 @@ def rank_works(
         )
     cuts = [cut_stage(spec, stage.shares, plan.experts, plan.ep) for stage in plan.stages[: plan.pp]]
     shares = deal_microbatches(facts.microbatches, plan.dp)
-    ranks = []
+    ranks, held = [], dict[object, dict[str, list[list[Parameter]]]]()
     some = range(plan.replicas) if replicas is None else replicas
     for rank in (replica * plan.replica_size + place for replica in some for place in range(plan.replica_size)):
         at = plan.coordinates(rank)
@@ -180,6 +186,7 @@ def rank_works(
                 plan.replicas * plan.cp,
                 plan.replicas // plan.ep * plan.cp,
                 facts.adapter,
+                held.setdefault((at.replica % plan.ep, at.stage, at.tp), {}),
             )
         )
     return ranks

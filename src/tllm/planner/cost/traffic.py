@@ -78,7 +78,14 @@ def step_traffic(
     Raises PlanError where the plan does not fit the model.
     """
     cuts = [cut_stage(spec, stage.shares, plan.experts, plan.ep) for stage in plan.stages[: plan.pp]]
-    return [_of_rank(spec, plan, facts, work, cuts[work.at.stage]) for work in rank_works(spec, plan, facts, replicas)]
+    known, every = dict[object, Traffic](), list[Traffic]()
+    for work in rank_works(spec, plan, facts, replicas):
+        # All else that decides what a rank sends is the plan's: ranks alike in this send equally much.
+        key = work.microbatches, work.at._replace(replica=work.at.replica % plan.ep)
+        if key not in known:
+            known[key] = _of_rank(spec, plan, facts, work, cuts[work.at.stage])
+        every.append(known[key])
+    return every
 
 
 def _of_rank(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, cuts: Sequence[Cut]) -> Traffic:

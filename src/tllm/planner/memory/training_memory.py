@@ -91,16 +91,32 @@ def training_bytes(
 ) -> list[RankMemory]:
     """The memory of every rank of a plan, or of those of some replicas; parameter servers last.
 
-    Raises PlanError where the plan does not fit the model.
+    Without spread experts, replicas with equally many microbatches hold equally much, but for what rank 0 reads: one of
+    each kind is looked at. Raises PlanError where the plan does not fit the model.
     """
-    works = rank_works(spec, plan, facts, replicas)
+    some, counts = (
+        range(plan.replicas) if replicas is None else replicas,
+        deal_microbatches(facts.microbatches, plan.dp),
+    )
+    first: dict[tuple[int, bool], int] = {}
+    alike = [
+        first.setdefault((counts[replica], replica == 0), replica) if plan.ep == 1 else replica for replica in some
+    ]
+    works = rank_works(spec, plan, facts, list(dict.fromkeys(alike)))
     copies = snapshot_bytes(spec, plan, facts, works)
     saved = save_bytes(spec, plan, facts, works)
     ranks = [
         replace(_computing(spec, plan, facts, work), copies=copy, saving=saving)
         for work, copy, saving in zip(works, copies, saved, strict=True)
     ]
-    return ranks + _servers(spec, plan, facts, works[0])
+    size = plan.replica_size
+    of_replica = {works[at].at.replica: ranks[at : at + size] for at in range(0, len(ranks), size)}
+    every = [
+        rank if replica == one else replace(rank, rank=rank.rank + (replica - one) * size)
+        for replica, one in zip(some, alike, strict=True)
+        for rank in of_replica[one]
+    ]
+    return every + _servers(spec, plan, facts, works[0])
 
 
 @lru_cache(8)

@@ -8,52 +8,42 @@ the layers of each run, the microbatch size, and each replica's share of the mic
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import combinations, pairwise, product
-from typing import NamedTuple
 
 from tllm.core.errors import PlanError
-from tllm.planner.cluster.alike import Counts, counts_upto, kinds_of
 from tllm.planner.cluster.device import Cluster, Device
-from tllm.planner.cost.flops import BACKWARD, layer_flops, logits_flops
+from tllm.planner.cost.flops import layer_flops, logits_flops
 from tllm.planner.cost.rank_work import TrainingFacts, deal_microbatches
+from tllm.planner.search.device_meshes import DeviceMesh, EveryMesh
 from tllm.planner.search.layer_cuts import balanced_bounds, even_bounds
+from tllm.planner.search.microbatch_deals import (
+    ReplicaBound,
+    StageSeconds,
+    balanced_deal,
+    lowest_terms,
+    replica_bounds,
+    slowest,
+)
+from tllm.planner.search.promising_meshes import promising_meshes
 from tllm.planner.search.stage_options import whole_shares
+from tllm.planner.search.training_constraints import TrainingConstraints
 from tllm.spec.cut import cut_stage
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan, Stage
 
-MOST_ORDERS = 24
-"""Orders of devices that are all tried; of more only the cluster's own and those by speed."""
-
 MOST_CUTS = 40
-"""Cuts of the layers, and deals of the microbatches, that are all tried; of more the even and the balanced one."""
+"""Cuts of the layers, and deals of the microbatches, that are all tried; of more the even and the
+balanced ones."""
 
 MOST_DEVICES = 16
-"""Devices of which some may be left out; of more all are used."""
+"""Devices that are arranged in every way; of more only promising ones are looked at (`promising_meshes`)."""
 
-MICROBATCHES = (1, 2, 4, 8, 16, 32)
 CHUNKS = (1, 2, 4)
 
 StageShares = tuple[tuple[int, ...], ...]
 """For each stage the shares of its ranks."""
-
-
-def accept(plan: Plan, facts: TrainingFacts) -> None:
-    """The check that refuses no plan."""
-
-
-@dataclass(frozen=True)
-class TrainingConstraints:
-    """What the search may not choose."""
-
-    microbatch_sizes: tuple[int, ...] = MICROBATCHES
-    first_device: int | None = None
-    """The device that rank 0 must run on."""
-    check: Callable[[Plan, TrainingFacts], None] = accept
-    """Raises PlanError for a plan that must not be chosen."""
 
 
 @dataclass(frozen=True)
@@ -65,15 +55,13 @@ class TrainingLayout:
     facts: TrainingFacts
     lower_bound: float
     """Seconds that a step takes at least: each stage waits for the first microbatch and then does its own work."""
+    messages: float = 0.0
+    """About how many seconds more it takes for messages, where that was estimated."""
 
-
-class Axes(NamedTuple):
-    """The number of ranks along each axis of the mesh."""
-
-    dp: int
-    pp: int
-    cp: int
-    tp: int
+    @property
+    def estimate(self) -> float:
+        """About how long a step takes."""
+        return self.lower_bound + self.messages
 
 
 class TrainingLayouts:
@@ -83,53 +71,32 @@ class TrainingLayouts:
         self, spec: ModelSpec, cluster: Cluster, facts: TrainingFacts, constraints: TrainingConstraints
     ) -> None:
         self.spec, self.cluster, self.facts, self.constraints = spec, cluster, facts, constraints
-        self.kinds = kinds_of(cluster, range(len(cluster))) if len(cluster) <= MOST_DEVICES else []
         self.is_exhaustive = len(cluster) <= MOST_DEVICES
         """Whether nothing was left out; final once all layouts were made."""
+        numbers: dict[Device, int] = {}
+        self._kinds = [numbers.setdefault(device, len(numbers)) for device in cluster.devices]
+        """For each device a number that equal ones share."""
+        self._stage_seconds: dict[object, StageSeconds] = {}
 
     def __iter__(self) -> Iterator[TrainingLayout]:
-        first = self.constraints.first_device
-        orders = (order for order in self._orders() if first in (None, *order))
-        for devices in dict.fromkeys(_led_by(first, order) for order in orders):
-            for axes in _axes(len(devices)):
-                most_cp = 1 if self.spec.delta else self.facts.seq_len // 2
-                if axes.pp <= self.spec.num_layers and axes.cp <= most_cp:
-                    yield from self._layouts(DeviceMesh(devices, axes))
-
-    def _orders(self) -> Iterator[tuple[int, ...]]:
-        """Choices of devices, in orders that cost differently."""
-        if not self.kinds:
-            everything = range(len(self.cluster))
-            yield from dict.fromkeys([tuple(everything), self._by_speed(everything, -1)])
+        if len(self.cluster) > MOST_DEVICES:
+            for chosen in promising_meshes(self.spec, self.cluster, self.facts, self.constraints):
+                for layout in self._layouts(chosen.mesh, chosen.sizes):
+                    yield replace(layout, messages=chosen.messages)
             return
-        whole = tuple(map(len, self.kinds))
-        for counts in counts_upto(whole, sum(whole)):
-            devices = [device for kind, number in zip(self.kinds, counts, strict=True) for device in kind[:number]]
-            if _permutations(counts) <= MOST_ORDERS:
-                yield from self._permuted(counts, ())
-            else:
-                self.is_exhaustive = False
-                orders = [tuple(sorted(devices)), self._by_speed(devices, -1), self._by_speed(devices, 1)]
-                yield from dict.fromkeys(orders)
+        meshes = EveryMesh(self.cluster, self._rate, self.constraints.first_device)
+        for mesh in meshes:
+            most_cp = 1 if self.spec.delta else self.facts.seq_len // 2
+            if mesh.axes.pp <= self.spec.num_layers and mesh.axes.cp <= most_cp:
+                yield from self._layouts(mesh, self.constraints.microbatch_sizes)
+        self.is_exhaustive = self.is_exhaustive and meshes.is_exhaustive
 
-    def _permuted(self, left: Counts, order: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """Every order of so many devices of each kind that begins with the kinds of `order`."""
-        if not any(left):
-            yield tuple(self.kinds[kind][order[:place].count(kind)] for place, kind in enumerate(order))
-        for kind, count in enumerate(left):
-            if count:
-                yield from self._permuted((*left[:kind], count - 1, *left[kind + 1 :]), (*order, kind))
-
-    def _by_speed(self, devices: Sequence[int], sign: int) -> tuple[int, ...]:
-        """Devices by their rate of products: the fastest first for a `sign` of -1, last for 1."""
-        return tuple(sorted(devices, key=lambda device: sign * self._rate(device)))
-
-    def _layouts(self, mesh: DeviceMesh) -> Iterator[TrainingLayout]:
-        """Layouts of one choice of devices and axes."""
+    def _layouts(self, mesh: DeviceMesh, sizes: Sequence[int]) -> Iterator[TrainingLayout]:
+        """Layouts of one choice of devices and axes, with microbatches of these sizes."""
         dp = mesh.axes.dp
         has_experts = any(layer.moe for layer in self.spec.layers)
         eps = [ep for ep in range(1, dp + 1) if dp % ep == 0] if has_experts else [1]
-        for size in self.constraints.microbatch_sizes:
+        for size in sizes:
             facts = replace(self.facts, microbatch_size=size)
             if facts.microbatches < dp or size > self.facts.global_batch_size:
                 continue
@@ -153,17 +120,17 @@ class TrainingLayouts:
         """Layouts of one choice of shares: every cut of the layers with every deal of the microbatches."""
         axes = mesh.axes
         costs = [
-            [self._stage_cost(mesh, replica, stage, shares[stage], facts) for stage in range(axes.pp)]
+            tuple(self._stage_cost(mesh, replica, stage, shares[stage], facts) for stage in range(axes.pp))
             for replica in range(axes.dp)
         ]
-        slowest = [_slowest([replica[stage] for replica in costs]) for stage in range(axes.pp)]
-        for chunks, runs in self._runs(slowest):
+        for chunks, runs in self._runs([slowest(replica[stage] for replica in costs) for stage in range(axes.pp)]):
             stages = tuple(Stage(run.start, run.stop, shares[i % axes.pp]) for i, run in enumerate(runs))
-            for dp in self._deals(costs, runs, facts, ep):
+            bounds = replica_bounds(costs, runs)
+            for dp in self._deals(bounds, facts, ep):
                 schedule = "interleaved" if chunks > 1 else "1f1b"
                 plan = Plan(stages, dp=dp, cp=axes.cp, ep=ep, chunks=chunks, schedule=schedule)
                 counts = deal_microbatches(facts.microbatches, dp)
-                bound = max(_lower_bound(cost, runs, count) for cost, count in zip(costs, counts, strict=True))
+                bound = max(bound.seconds(count) for bound, count in dict.fromkeys(zip(bounds, counts, strict=True)))
                 yield TrainingLayout(plan, mesh.devices, facts, bound)
 
     def _runs(self, stages: Sequence[StageSeconds]) -> Iterator[tuple[int, list[range]]]:
@@ -180,36 +147,40 @@ class TrainingLayouts:
         if math.comb(layers - 1, runs - 1) <= MOST_CUTS:
             return [(0, *inner, layers) for inner in combinations(range(1, layers), runs - 1)]
         self.is_exhaustive = False
-        balanced = balanced_bounds([stage.layers for stage in stages] * chunks)
-        return list(dict.fromkeys([even_bounds(layers, runs), balanced]))
+        costs = [stage.layers for stage in stages] * chunks
+        with_logits = [*costs[:-1], (*costs[-1][:-1], costs[-1][-1] + stages[-1].logits)]
+        return list(dict.fromkeys([even_bounds(layers, runs), balanced_bounds(costs), balanced_bounds(with_logits)]))
 
-    def _deals(
-        self, costs: Sequence[Sequence[StageSeconds]], runs: Sequence[range], facts: TrainingFacts, ep: int
-    ) -> list[tuple[int, ...]]:
+    def _deals(self, replicas: Sequence[ReplicaBound], facts: TrainingFacts, ep: int) -> list[tuple[int, ...]]:
         """Shares of the replicas in the microbatches: all that there are if these are few; else the even ones, and
         those with which the slowest replica ends as early as possible."""
-        dp, deals = len(costs), [(1,) * len(costs)]
-        if any(replica != costs[0] for replica in costs) and ep == 1:
+        dp, deals = len(replicas), [(1,) * len(replicas)]
+        if any(replica is not replicas[0] for replica in replicas) and ep == 1:
             if math.comb(facts.microbatches - 1, dp - 1) <= MOST_CUTS:
                 cuts = combinations(range(1, facts.microbatches), dp - 1)
-                return [_lowest_terms(b - a for a, b in pairwise((0, *inner, facts.microbatches))) for inner in cuts]
+                return [lowest_terms(b - a for a, b in pairwise((0, *inner, facts.microbatches))) for inner in cuts]
             self.is_exhaustive = False
-            counts = [1] * dp
-            for _ in range(facts.microbatches - dp):
-                bounds = [_lower_bound(cost, runs, count + 1) for cost, count in zip(costs, counts, strict=True)]
-                counts[bounds.index(min(bounds))] += 1
-            deals.append(_lowest_terms(counts))
+            deals.append(lowest_terms(balanced_deal(replicas, facts.microbatches)))
         return list(dict.fromkeys(deals))
 
     def _stage_cost(
         self, mesh: DeviceMesh, replica: int, stage: int, shares: tuple[int, ...], facts: TrainingFacts
     ) -> StageSeconds:
-        """What the slowest rank of a replica's stage takes for a microbatch."""
+        """What the slowest rank of a replica's stage takes for a microbatch; one object for stages that cost the
+        same."""
+        team = mesh.team(replica, stage)
+        key = tuple(self._kinds[device] for device in team), shares, mesh.axes.cp, facts.microbatch_size
+        if key not in self._stage_seconds:
+            self._stage_seconds[key] = self._slowest_rank([self._device(device) for device in team], shares, facts)
+        return self._stage_seconds[key]
+
+    def _slowest_rank(self, team: Sequence[Device], shares: tuple[int, ...], facts: TrainingFacts) -> StageSeconds:
+        """What the slowest rank of a team takes for a microbatch. `team`: its devices, those of a cp rank in a row."""
         of_ranks = []
         cuts = cut_stage(self.spec, shares)
-        tokens, ring = sum(facts.lengths), mesh.axes.cp
-        for cp, tp in product(range(ring), range(mesh.axes.tp)):
-            device, cut = self._device(mesh.at(replica, stage, cp, tp)), cuts[tp]
+        tokens, ring = sum(facts.lengths), len(team) // len(shares)
+        for place, device in enumerate(team):
+            cut = cuts[place % len(shares)]
             rate = device.matrix_rate(facts.dtype, tokens // ring) * ring
             of_kind: dict[object, float] = {}
             for layer in self.spec.layers:
@@ -218,7 +189,7 @@ class TrainingLayouts:
             logits_rate = device.logits_rate(facts.dtype, tokens // ring) * ring
             logits = logits_flops(self.spec, cut, tokens) / logits_rate
             of_ranks.append(StageSeconds(tuple(of_kind[layer] for layer in self.spec.layers), logits))
-        return _slowest(of_ranks)
+        return slowest(of_ranks)
 
     def _device(self, device: int) -> Device:
         return self.cluster.devices[device]
@@ -226,89 +197,3 @@ class TrainingLayouts:
     def _rate(self, device: int) -> float:
         """Flop/s of products with a row's tokens."""
         return self._device(device).matrix_rate(self.facts.dtype, self.facts.seq_len)
-
-
-@dataclass(frozen=True)
-class StageSeconds:
-    """Forward seconds of one microbatch on the devices of one stage: through each layer of the model, and of logits."""
-
-    layers: tuple[float, ...]
-    logits: float
-
-    @cached_property
-    def _before(self) -> tuple[float, ...]:
-        """The sum over the layers before each one."""
-        total = [0.0]
-        for seconds in self.layers:
-            total.append(total[-1] + seconds)
-        return tuple(total)
-
-    def run_seconds(self, layers: range) -> float:
-        """Of one run of layers, and of the logits if it is the last."""
-        is_last = layers.stop == len(self.layers)
-        return self._before[layers.stop] - self._before[layers.start] + (self.logits if is_last else 0.0)
-
-
-@dataclass(frozen=True)
-class DeviceMesh:
-    """Devices in the order of ranks, and the axes along which they are arranged."""
-
-    devices: tuple[int, ...]
-    axes: Axes
-
-    def at(self, replica: int, stage: int, cp: int, tp: int) -> int:
-        """The device at a place of the mesh."""
-        axes = self.axes
-        return self.devices[((replica * axes.pp + stage) * axes.cp + cp) * axes.tp + tp]
-
-    def places(self, stage: int) -> list[list[int]]:
-        """For each place on tp the devices of a stage there, over all replicas and cp ranks."""
-        ranks = list(product(range(self.axes.dp), range(self.axes.cp)))
-        return [[self.at(replica, stage, cp, tp) for replica, cp in ranks] for tp in range(self.axes.tp)]
-
-
-def _lower_bound(stages: Sequence[StageSeconds], runs: Sequence[range], microbatches: int) -> float:
-    """Seconds that a replica's step takes at least."""
-    pp, longest, begun = len(stages), 0.0, 0.0
-    for stage, cost in enumerate(stages):
-        work = sum(cost.run_seconds(run) for run in runs[stage::pp])
-        longest = max(longest, begun + microbatches * (1 + BACKWARD) * work)
-        begun += cost.run_seconds(runs[stage])
-    return longest
-
-
-def _slowest(costs: Sequence[StageSeconds]) -> StageSeconds:
-    """Layer by layer the largest cost."""
-    return StageSeconds(
-        tuple(max(seconds) for seconds in zip(*(cost.layers for cost in costs), strict=True)),
-        max(cost.logits for cost in costs),
-    )
-
-
-def _led_by(first: int | None, devices: tuple[int, ...]) -> tuple[int, ...]:
-    """The same order, but with the device `first` in front, if one is given."""
-    return devices if first is None else (first, *(device for device in devices if device != first))
-
-
-def _lowest_terms(numbers: Iterable[int]) -> tuple[int, ...]:
-    """The same proportion in the smallest whole numbers."""
-    numbers = tuple(numbers)
-    divisor = math.gcd(*numbers)
-    return tuple(number // divisor for number in numbers)
-
-
-def _axes(ranks: int) -> Iterator[Axes]:
-    """Every choice of axes for that many ranks."""
-    for tp in _divisors(ranks):
-        for cp in _divisors(ranks // tp):
-            for pp in _divisors(ranks // tp // cp):
-                yield Axes(ranks // tp // cp // pp, pp, cp, tp)
-
-
-def _divisors(number: int) -> list[int]:
-    return [part for part in range(1, number + 1) if number % part == 0]
-
-
-def _permutations(counts: Counts) -> int:
-    """How many orders there are of so many devices of each kind."""
-    return math.factorial(sum(counts)) // math.prod(map(math.factorial, counts))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -20,18 +20,23 @@ from tllm.core.errors import CapacityError, PlanError
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.cost.rank_work import TrainingFacts, deal_microbatches
 from tllm.planner.memory.training_memory import RankMemory
-from tllm.planner.search.training_layouts import TrainingConstraints, TrainingLayout, TrainingLayouts
+from tllm.planner.search.training_constraints import TrainingConstraints
+from tllm.planner.search.training_layouts import MOST_DEVICES, TrainingLayout, TrainingLayouts
 from tllm.planner.simulate.placed_plan import PlacedPlan
 from tllm.planner.simulate.training_step import StepPrediction
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 from tllm.spec.trainable import check_trainable
 
-STEPS = 1000
-"""The default budget: plans whose time or memory may be predicted before the search is cut short (a few seconds)."""
+STEPS, STEPS_OF_MANY = 1000, 2000
+"""The default budgets: plans whose time or memory may be predicted before the search is cut short; the second for more
+than MOST_DEVICES devices (some seconds, and less than a minute)."""
 
 RANKS_A_STEP = 4
 """A prediction that plays so many ranks counts as one step of the budget."""
+
+MICROBATCHES_A_STEP = 128
+"""A rank with so many microbatches or less counts as one."""
 
 FREE = TrainingConstraints()
 
@@ -63,13 +68,15 @@ def best_training(
     cluster: Cluster,
     facts: TrainingFacts,
     top: int = 1,
-    steps: int = STEPS,
+    steps: int | None = None,
     constraints: TrainingConstraints = FREE,
 ) -> TrainingSearchResult:
     """The best plan of each of the `top` best layouts. `facts.microbatch_size` is chosen too.
 
     Raises CapacityError where the model fits nowhere.
     """
+    if steps is None:
+        steps = STEPS if len(cluster) <= MOST_DEVICES else STEPS_OF_MANY
     return _Search(spec, cluster, facts, top, steps, constraints).run()
 
 
@@ -98,7 +105,7 @@ class _Search:
         for layout in self._promising_first():
             if layout.lower_bound >= self._to_beat():
                 continue
-            if self.steps_left <= 0 and self.best:
+            if self.steps_left <= 0 and (self.best or self._gives_up()):
                 is_cut_short = True
                 break
             self._try(layout)
@@ -107,6 +114,10 @@ class _Search:
         exact = self.layouts.is_exhaustive and not is_cut_short
         return TrainingSearchResult(tuple(self.best[: self.top]), exact, self.steps - self.steps_left)
 
+    def _gives_up(self) -> bool:
+        """Whether nothing more is looked at although nothing fits: on many devices after four budgets."""
+        return len(self.cluster) > MOST_DEVICES and self.steps_left <= -3 * self.steps
+
     def _promising_first(self) -> list[TrainingLayout]:
         """All layouts. One layout of each choice of axes is timed first, then as many as the budget allows, those with
         the fastest axes first."""
@@ -114,8 +125,8 @@ class _Search:
         for layout in self.layouts:
             plan = layout.plan
             by_axes[layout.devices, plan.replicas, plan.pp, plan.cp].append(layout)
-        groups = [sorted(group, key=lambda layout: layout.lower_bound) for group in by_axes.values()]
-        groups.sort(key=lambda group: group[0].lower_bound)
+        groups = [sorted(group, key=lambda layout: layout.estimate) for group in by_axes.values()]
+        groups.sort(key=lambda group: group[0].estimate)
         layouts = [layout for index in self._fastest_first([group[0] for group in groups]) for layout in groups[index]]
         return [layouts[index] for index in self._fastest_first(layouts)]
 
@@ -139,18 +150,35 @@ class _Search:
             return math.inf
 
     def _count(self, placed: PlacedPlan) -> None:
-        """Take from the budget one step for each few ranks that are played."""
-        self.steps_left -= max(1, len(placed.replicas) * placed.plan.replica_size // RANKS_A_STEP)
+        """Take from the budget one step for each few ranks that are played; on many devices more for those that have
+        many microbatches."""
+        ranks = len(placed.replicas) * placed.plan.replica_size
+        if len(self.cluster) > MOST_DEVICES:
+            ranks *= max(1, placed.facts.microbatches // placed.plan.replicas // MICROBATCHES_A_STEP)
+        self.steps_left -= max(1, ranks // RANKS_A_STEP)
 
     def _try(self, layout: TrainingLayout) -> None:
-        """Try all that a layout leaves open, and keep the best plan."""
-        best: TrainingChoice | None = None
-        for plan in self._plans(layout):
-            choice = self._with_least_recompute(layout, plan)
-            if choice is not None and (best is None or choice.predicted.seconds < best.predicted.seconds):
-                best = choice
+        """Try all that a layout leaves open, and keep the best plan. On many devices a schedule is chosen after the
+        rest."""
+        plans = list(self._plans(layout))
+        if not plans:
+            return
+        if len(self.cluster) <= MOST_DEVICES:
+            best = self._best_of(layout, plans)
+        else:
+            default = plans[0].schedule, plans[0].depth
+            best = self._best_of(layout, [plan for plan in plans if (plan.schedule, plan.depth) == default])
+            if best is not None:
+                best = min(
+                    filter(None, (best, self._best_of(layout, _with_other_schedules(best, plans)))), key=_seconds
+                )
         if best is not None:
-            insort(self.best, best, key=lambda choice: choice.predicted.seconds)
+            insort(self.best, best, key=_seconds)
+
+    def _best_of(self, layout: TrainingLayout, plans: Iterable[Plan]) -> TrainingChoice | None:
+        """The fastest of some plans of a layout that fit."""
+        choices = (self._with_least_recompute(layout, plan) for plan in plans)
+        return min(filter(None, choices), key=_seconds, default=None)
 
     def _to_beat(self) -> float:
         """Seconds of the last of the `top` best plans."""
@@ -200,3 +228,14 @@ class _Search:
             f"that has {memory / 2**30:.2f} GiB ({(needed - memory) / 2**30:.2f} GiB more would be enough)",
             "give more or larger nodes, a smaller dtype or shorter rows",
         )
+
+
+def _seconds(choice: TrainingChoice) -> float:
+    return choice.predicted.seconds
+
+
+def _with_other_schedules(choice: TrainingChoice, plans: Sequence[Plan]) -> list[Plan]:
+    """Of a layout's plans those that differ from the chosen one in their schedule alone, recomputation left aside."""
+    one = choice.placed.plan
+    same = (plan for plan in plans if (plan.zero, plan.sequence, plan.offload) == (one.zero, one.sequence, one.offload))
+    return [plan for plan in same if (plan.schedule, plan.depth) != (one.schedule, one.depth)]

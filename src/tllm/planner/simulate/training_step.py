@@ -14,6 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 from tllm.core.errors import PlanError
@@ -24,10 +25,11 @@ from tllm.planner.cost.flops import BACKWARD
 from tllm.planner.cost.layer_time import ComputeTime, ConstantRate
 from tllm.planner.cost.message_time import group_link, sending_seconds, stage_overheads
 from tllm.planner.cost.rank_bytes import Parameter
-from tllm.planner.cost.rank_work import RankWork, TrainingFacts, rank_works, schedule_of
+from tllm.planner.cost.rank_work import RankWork, TrainingFacts, cached_schedule, rank_works
 from tllm.planner.cost.traffic import Traffic, expected_dispatch_share, step_traffic
 from tllm.planner.simulate.pipeline import SchedulePlayer, StageWork, StepTimeline
 from tllm.spec.model_spec import ModelSpec
+from tllm.spec.pipeline_schedule import Depth
 from tllm.spec.plan import Plan
 
 
@@ -143,8 +145,15 @@ def play_step(
     for work, sent, compute_time in zip(works, traffic, compute_times, strict=True):
         of_replica[work.at.replica].append(RankStep(setup, work, sent, compute_time))
     counts = {work.microbatches for work in works} - {0}
-    players = {count: SchedulePlayer(schedule_of(setup.plan, count)) for count in counts}
+    plan = setup.plan
+    players = {count: _player(plan.schedule, plan.pp, count, plan.depth, plan.chunks) for count in counts}
     return [ReplicaStep(setup, index, ranks, players) for index, ranks in of_replica.items()]
+
+
+@lru_cache(32)
+def _player(name: str, stages: int, microbatches: int, depth: Depth, chunks: int) -> SchedulePlayer:
+    """A schedule is laid out once; a search plays it on the clocks of many plans."""
+    return SchedulePlayer(cached_schedule(name, stages, microbatches, depth, chunks))
 
 
 def _compute_times(

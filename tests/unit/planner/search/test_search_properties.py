@@ -13,7 +13,7 @@ from tllm.planner.cluster.device import Cluster, LinkSpeed
 from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.cost.serving_load import ServingFacts
 from tllm.planner.search.serving_search import best_serving
-from tllm.planner.search.training_layouts import TrainingConstraints
+from tllm.planner.search.training_constraints import TrainingConstraints
 from tllm.planner.search.training_search import best_training
 from tllm.planner.simulate.placed_plan import PlacedPlan
 from tllm.spec.model_spec import ModelSpec

@@ -1,0 +1,112 @@
+"""`DeviceMesh`: devices in the order of ranks, arranged along the axes of a training plan; and every mesh that a small
+cluster can make."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+from tllm.planner.cluster.alike import Counts, counts_upto, kinds_of
+from tllm.planner.cluster.device import Cluster
+
+MOST_ORDERS = 24
+"""Orders of devices that are all tried; of more only the cluster's own and those by speed."""
+
+
+class Axes(NamedTuple):
+    """The number of ranks along each axis of the mesh."""
+
+    dp: int
+    pp: int
+    cp: int
+    tp: int
+
+
+@dataclass(frozen=True)
+class DeviceMesh:
+    """Devices in the order of ranks, and the axes along which they are arranged."""
+
+    devices: tuple[int, ...]
+    axes: Axes
+
+    def at(self, replica: int, stage: int, cp: int, tp: int) -> int:
+        """The device at a place of the mesh."""
+        axes = self.axes
+        return self.devices[((replica * axes.pp + stage) * axes.cp + cp) * axes.tp + tp]
+
+    def team(self, replica: int, stage: int) -> tuple[int, ...]:
+        """The devices of one replica's stage, in the order of ranks."""
+        size = self.axes.cp * self.axes.tp
+        start = (replica * self.axes.pp + stage) * size
+        return self.devices[start : start + size]
+
+    def places(self, stage: int) -> list[list[int]]:
+        """For each place on tp the devices of a stage there, over all replicas and cp ranks."""
+        ranks = list(product(range(self.axes.dp), range(self.axes.cp)))
+        return [[self.at(replica, stage, cp, tp) for replica, cp in ranks] for tp in range(self.axes.tp)]
+
+
+class EveryMesh:
+    """Meshes of every choice of devices, in every order that costs differently, with every choice of axes."""
+
+    def __init__(self, cluster: Cluster, rate: Callable[[int], float], first_device: int | None) -> None:
+        self._kinds = kinds_of(cluster, range(len(cluster)))
+        self._rate, self._first = rate, first_device
+        self.is_exhaustive = True
+        """Whether no order was left out; final once all meshes were made."""
+
+    def __iter__(self) -> Iterator[DeviceMesh]:
+        first = self._first
+        orders = (order for order in self._orders() if first in (None, *order))
+        for devices in dict.fromkeys(_led_by(first, order) for order in orders):
+            for axes in axes_of(len(devices)):
+                yield DeviceMesh(devices, axes)
+
+    def _orders(self) -> Iterator[tuple[int, ...]]:
+        """Choices of devices, in orders that cost differently."""
+        whole = tuple(map(len, self._kinds))
+        for counts in counts_upto(whole, sum(whole)):
+            devices = [device for kind, number in zip(self._kinds, counts, strict=True) for device in kind[:number]]
+            if _permutations(counts) <= MOST_ORDERS:
+                yield from self._permuted(counts, ())
+            else:
+                self.is_exhaustive = False
+                orders = [tuple(sorted(devices)), self._by_speed(devices, -1), self._by_speed(devices, 1)]
+                yield from dict.fromkeys(orders)
+
+    def _permuted(self, left: Counts, order: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """Every order of so many devices of each kind that begins with the kinds of `order`."""
+        if not any(left):
+            yield tuple(self._kinds[kind][order[:place].count(kind)] for place, kind in enumerate(order))
+        for kind, count in enumerate(left):
+            if count:
+                yield from self._permuted((*left[:kind], count - 1, *left[kind + 1 :]), (*order, kind))
+
+    def _by_speed(self, devices: Sequence[int], sign: int) -> tuple[int, ...]:
+        """Devices by their rate of products: the fastest first for a `sign` of -1, last for 1."""
+        return tuple(sorted(devices, key=lambda device: sign * self._rate(device)))
+
+
+def axes_of(ranks: int) -> Iterator[Axes]:
+    """Every choice of axes for that many ranks."""
+    for tp in _divisors(ranks):
+        for cp in _divisors(ranks // tp):
+            for pp in _divisors(ranks // tp // cp):
+                yield Axes(ranks // tp // cp // pp, pp, cp, tp)
+
+
+def _led_by(first: int | None, devices: tuple[int, ...]) -> tuple[int, ...]:
+    """The same order, but with the device `first` in front, if one is given."""
+    return devices if first is None else (first, *(device for device in devices if device != first))
+
+
+def _divisors(number: int) -> list[int]:
+    return [part for part in range(1, number + 1) if number % part == 0]
+
+
+def _permutations(counts: Counts) -> int:
+    """How many orders there are of so many devices of each kind."""
+    return math.factorial(sum(counts)) // math.prod(map(math.factorial, counts))
