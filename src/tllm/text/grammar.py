@@ -170,9 +170,7 @@ class TokenTexts:
         return self._tokenizer.encode(text if isinstance(text, str) else text.decode(), add_special_tokens=False)
 
 
-def _library_tokens(
-    tokenizer: Tokenizer, vocab_size: int, eos_ids: tuple[int, ...]
-) -> tuple[LLTokenizer, TokenTexts]:
+def _library_tokens(tokenizer: Tokenizer, vocab_size: int, eos_ids: tuple[int, ...]) -> tuple[LLTokenizer, TokenTexts]:
     from llguidance import LLTokenizer, TokenizerWrapper
 
     ends = tuple(dict.fromkeys(i for i in (*eos_ids, *tokenizer.eos_ids) if i < vocab_size))
