@@ -101,6 +101,6 @@ def _attention_class(spec: ModelSpec, layer: LayerSpec) -> type[Attention | Late
 def norm_of(spec: ModelSpec, mesh: Mesh, name: str) -> RMSNorm | HiddenRMSNorm:
     """A norm of hidden states, of which each rank may have a slice of the tokens, or some of the columns."""
     columns = mesh.hidden(spec.hidden_size)
-    if columns.ranks.size > 1:
+    if columns.group.size > 1:
         return HiddenRMSNorm(name, spec.hidden_size, columns, spec.norm_eps, spec.norm_offset)
     return RMSNorm(name, spec.hidden_size, spec.norm_eps, mesh.seam.gradient, spec.norm_offset)

@@ -42,13 +42,13 @@ class HiddenRMSNorm(nn.Module):
         first, last = columns.held
         piece = ShardPiece(f"{name}.weight", source=(columns.held,))
         self.weight = cut_parameter((last - first,), Shard((piece,), True, "partial"))
-        self.width, self.ranks = width, columns.ranks
+        self.width, self.group = width, columns.group
         self.eps = eps
         self.offset = offset
 
     def forward(self, x_TD: Tensor) -> Tensor:
         wide = widen(x_TD)
-        squares_T1 = copy_to(reduce_from(wide.square().sum(-1, keepdim=True), self.ranks), self.ranks)
+        squares_T1 = copy_to(reduce_from(wide.square().sum(-1, keepdim=True), self.group), self.group)
         normed = wide * torch.rsqrt(squares_T1 / self.width + self.eps)
         if self.offset:
             return (normed * (1.0 + widen(self.weight))).to(x_TD.dtype)

@@ -22,10 +22,10 @@ from tllm.spec.plan import Plan
 
 
 class HiddenColumns(NamedTuple):
-    """The columns of hidden states that a rank has, and the ranks that have the others of the same tokens."""
+    """The columns of hidden states that a rank has, and the group of those who have the others of the same tokens."""
 
     held: Range
-    ranks: Group
+    group: Group
 
 
 class CutLayers:

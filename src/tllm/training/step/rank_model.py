@@ -41,7 +41,7 @@ class RankModel:
 
     def __init__(self, config: RankConfig) -> None:
         plan, groups = config.plan, config.groups
-        self._plan, self._config = plan, config
+        self._config = config
         self._balance = _load_balance(config)
         mesh = (
             mesh_of(config.spec, plan, config.rank, groups.tp, plan.sequence, groups.ep, self._balance)
@@ -102,7 +102,7 @@ class RankModel:
         microbatches = self._here(batch)
         if not microbatches:
             return StepResult(0.0, 0)
-        schedule = forward_only(self._plan.pp, len(microbatches), self._plan.chunks)
+        schedule = forward_only(self._config.plan.pp, len(microbatches), self._config.plan.chunks)
         make_adapt = self._make_adapt(learns=False) if adapted else as_it_is
         stage = replace(self._stage, objective=objective or self.objective, make_adapt=make_adapt)
         return run_forward(schedule, stage, microbatches)
@@ -127,7 +127,7 @@ class RankModel:
 
     def _schedule(self, microbatches: int) -> Schedule:
         if microbatches not in self._schedules:
-            plan = self._plan
+            plan = self._config.plan
             self._schedules[microbatches] = build_schedule(
                 plan.schedule, plan.pp, microbatches, depth=plan.depth, chunks=plan.chunks
             )
