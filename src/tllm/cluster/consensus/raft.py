@@ -172,14 +172,20 @@ class Raft:
             if place.id != self.me.id and max(_acked(lead, place.id), lead.since) < limit
         )
 
-    def reaches(self, configuration: Configuration, now: float) -> bool:
-        """Whether this replica leads, and a majority of these voters has answered what it sent a moment ago. Else a
-        change to them could be one that is never committed: it counts from when it stands in a log."""
+    def answering(self, now: float) -> tuple[ReplicaPlace, ...]:
+        """Where this replica leads: it, and the voters that have answered what it sent a moment ago.
+
+        Others need not be `silent` yet, for which an election's time must pass.
+        """
         lead, limit = self.leadership, now - RECENT_BEATS * self._timing.heartbeat
         if lead is None:
-            return False
-        heard = [place for place in configuration if place.id == self.me.id or _acked(lead, place.id) >= limit]
-        return 2 * len(heard) > len(configuration)
+            return ()
+        return tuple(p for p in self.log.configuration if p.id == self.me.id or _acked(lead, p.id) >= limit)
+
+    def reaches(self, configuration: Configuration, now: float) -> bool:
+        """Whether this replica leads, and a majority of these voters is `answering`. Else a change to them could be one
+        that is never committed: it counts from when it stands in a log."""
+        return 2 * len(set(configuration) & set(self.answering(now))) > len(configuration)
 
     def resign(self, now: float) -> None:
         """Lead no more, if it does, and let others stand first."""

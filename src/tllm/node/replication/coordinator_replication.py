@@ -141,11 +141,11 @@ class CoordinatorReplication:
                 await self.propose(ClusterEnded())
 
     def status(self) -> Mapping[str, Any]:
-        places = self._replica.raft.log.configuration
+        away = self._away()
         return {
             "term": self._term,
             "wanted": self._wanted,
-            "nodes": [place.node for place in places],
+            "nodes": [place.node for place in self._answering() if place not in away],
             "eligible": [member.node for member in self._eligible() if member.node not in self._failed],
         }
 
@@ -154,9 +154,8 @@ class CoordinatorReplication:
         return self._replica.raft.leadership is not None and self._replica.term == self._term
 
     def _has_heir(self) -> bool:
-        """Whether another replica votes, and enough would be left without this one."""
-        raft = self._replica.raft
-        return len(raft.log.configuration) > 2 and not raft.silent(self._replica.now())
+        """Whether enough of the replicas would be left without this one."""
+        return 2 * (len(self._answering()) - 1) > self._count()
 
     def _count(self) -> int:
         return len(self._replica.raft.log.configuration)
@@ -201,23 +200,28 @@ class CoordinatorReplication:
 
     async def _keep_replicas(self) -> None:
         """Take one replica in or leave one out, where there are too few or too many, or one is silent."""
-        raft = self._replica.raft
-        voters = raft.log.configuration
-        lost = {member.node for member in self._coordinator.state.members if not member.is_living}
-        silent = raft.silent(self._replica.now())
-        silent += tuple(place for place in voters if place.node in lost)
+        voters, away = self._replica.raft.log.configuration, self._away()
         eligible = self._eligible()
-        held = {place.node for place in voters if place not in silent}
+        held = {place.node for place in voters if place not in away}
         others = [member for member in eligible if member.node not in held and self._may_ask(member.node)]
         possible = min(self._wanted, len(held) + len(others))
         aim = possible - (possible + 1) % 2
-        if silent:
-            await self._leave_out(silent[0], "it is lost or silent")
+        if away:
+            await self._leave_out(away[0], "it is lost or silent")
         elif len(voters) > aim:
             last = next(place for place in reversed(voters) if place != self._replica.place)
             await self._leave_out(last, "an odd number is kept")
         elif len(voters) < aim:
             await self._take_in(others[0])
+
+    def _answering(self) -> tuple[ReplicaPlace, ...]:
+        return self._replica.raft.answering(self._replica.now())
+
+    def _away(self) -> tuple[ReplicaPlace, ...]:
+        """The replicas that are lost or silent, and still counted."""
+        raft = self._replica.raft
+        lost = {member.node for member in self._coordinator.state.members if not member.is_living}
+        return raft.silent(self._replica.now()) + tuple(place for place in raft.log.configuration if place.node in lost)
 
     async def _leave_out(self, place: ReplicaPlace, why: str) -> None:
         """At the next look, where too few of those that stay have answered just now."""

@@ -119,6 +119,23 @@ def test_a_leader_that_reaches_no_majority_steps_down_before_another_can_be_elec
     assert TIMING.lease < TIMING.election
 
 
+def test_a_voter_that_answers_no_more_is_not_counted_though_it_is_not_silent_yet() -> None:
+    """One that has just left is a voter for some time: who looks must not count it."""
+    group = DeliveredByHand()
+    leader, (me, second, left) = group.elect(0, (0, 1)), group.places
+    group.tick(0, TIMING.heartbeat)
+    group.deliver((0, 1))
+    assert leader.silent(group.now) == ()
+    assert leader.answering(group.now) == (me, second)
+    for _ in range(int(2 * TIMING.election / TIMING.heartbeat) + 2):
+        group.tick(0, TIMING.heartbeat)
+        group.deliver((0, 1))
+    assert leader.silent(group.now) == (left,)
+    assert leader.answering(group.now) == (me, second)
+    leader.resign(group.now)
+    assert leader.answering(group.now) == ()
+
+
 def test_voters_that_were_heard_a_moment_ago_are_reached_and_no_others() -> None:
     """Who leaves one out must know that the rest are there: else what it proposes may be agreed on by nobody."""
     group = DeliveredByHand()
