@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 from tests.support.cluster.history import History, ids_of
-from tests.support.cluster.hosts import inside
+from tests.support.comm.namespaces import inside
 from tests.support.double_faults.equal_hosts import COUNT, HEADERS, PORT, EqualHosts
 from tests.support.serving.serving_faults import SHORT, Question
 

@@ -21,7 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tests.support.cluster.hosts import Hosts, inside
+from tests.support.cluster.hosts import Hosts
+from tests.support.comm.namespaces import inside
 
 COUNT = 5
 KEY = "a-key-of-the-fault-suite"
