@@ -39,7 +39,7 @@ def gather_rows(x: Tensor, tp: Group, counts: Sequence[int]) -> Tensor:
         return x
     if x.requires_grad:
         return _Gather.apply(x, tp, counts)  # type: ignore[no-any-return, no-untyped-call]
-    return _gather(x, tp, counts)
+    return gathered(x, tp, counts)
 
 
 def scatter_rows(x: Tensor, tp: Group, counts: Sequence[int]) -> Tensor:
@@ -48,7 +48,19 @@ def scatter_rows(x: Tensor, tp: Group, counts: Sequence[int]) -> Tensor:
         return x
     if x.requires_grad:
         return _Scatter.apply(x, tp, counts)  # type: ignore[no-any-return, no-untyped-call]
-    return _scatter(x, tp, counts)
+    return scattered(x, tp, counts)
+
+
+def gathered(x: Tensor, group: Group, counts: Sequence[int], dim: int = 0) -> Tensor:
+    """The ranks' parts, `counts[p]` of rank p along `dim`, put together; without a gradient."""
+    shapes = [(*x.shape[:dim], count, *x.shape[dim + 1 :]) for count in counts]
+    return torch.cat(group.all_gather(x.detach().cpu().contiguous(), shapes), dim).to(x.device)
+
+
+def scattered(x: Tensor, group: Group, counts: Sequence[int], dim: int = 0) -> Tensor:
+    """This rank's part, along `dim`, of the sum of what the ranks have; without a gradient."""
+    rows = x.detach().cpu().transpose(0, dim)
+    return group.reduce_scatter(rows, counts).to(x.device).transpose(0, dim)
 
 
 class _Copy(torch.autograd.Function):
@@ -76,32 +88,23 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: Group, counts: Sequence[int]) -> Tensor:
         ctx.tp, ctx.counts = tp, counts
-        return _gather(x, tp, counts)
+        return gathered(x, tp, counts)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _scatter(gradient, ctx.tp, ctx.counts), None, None
+        return scattered(gradient, ctx.tp, ctx.counts), None, None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: Group, counts: Sequence[int]) -> Tensor:
         ctx.tp, ctx.counts = tp, counts
-        return _scatter(x, tp, counts)
+        return scattered(x, tp, counts)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _gather(gradient, ctx.tp, ctx.counts), None, None
+        return gathered(gradient, ctx.tp, ctx.counts), None, None
 
 
 def _fresh(x: Tensor) -> Tensor:
     return x.detach().clone(memory_format=torch.contiguous_format)
-
-
-def _gather(x: Tensor, tp: Group, counts: Sequence[int]) -> Tensor:
-    shapes = [(count, *x.shape[1:]) for count in counts]
-    return torch.cat(tp.all_gather(x.detach().cpu().contiguous(), shapes)).to(x.device)
-
-
-def _scatter(x: Tensor, tp: Group, counts: Sequence[int]) -> Tensor:
-    return tp.reduce_scatter(x.detach().cpu(), counts).to(x.device)

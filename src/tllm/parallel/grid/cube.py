@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tllm.comm.collectives.group import Group
-from tllm.parallel.grid.grid import Grid, gathered, scattered
+from tllm.parallel.collectives import gathered, scattered
+from tllm.parallel.grid.grid import Grid
 
 
 def cube_into(x_TD: Tensor, weight_FD: Tensor, grid: Grid, width: int) -> Tensor:

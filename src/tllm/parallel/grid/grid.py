@@ -15,9 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
-from torch import Tensor
-
 from tllm.comm.collectives.group import Group
 from tllm.spec.cut import Range, proportional
 from tllm.spec.grid.grid_shape import GridPlace, GridShape
@@ -115,16 +112,3 @@ def subgroup(group: Group, ranks: Sequence[int], name: str) -> Group:
 def blocks(width: int, count: int) -> list[Range]:
     """A width cut into so many blocks, as even as can be."""
     return list(proportional(width, (1,) * count, "hidden size"))
-
-
-def gathered(x: Tensor, group: Group, sizes: Sequence[int], dim: int = 0) -> Tensor:
-    """The ranks' parts of a matrix, `sizes[p]` of rank p along `dim`, put together."""
-    shapes = [(size, x.shape[1]) if dim == 0 else (x.shape[0], size) for size in sizes]
-    return torch.cat(group.all_gather(x.detach().cpu().contiguous(), shapes), dim).to(x.device)
-
-
-def scattered(x: Tensor, group: Group, sizes: Sequence[int], dim: int = 0) -> Tensor:
-    """This rank's part, along `dim`, of the sum of the ranks' matrices."""
-    rows = x.detach().cpu() if dim == 0 else x.detach().cpu().t()
-    mine = group.reduce_scatter(rows, sizes).to(x.device)
-    return mine if dim == 0 else mine.t()
