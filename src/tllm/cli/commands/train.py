@@ -69,8 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plan",
         metavar="PLAN",
         help="who computes what: dp=2 (replicas), pp=2, tp=2, cp=2, ep=2, zero=1, schedule=zero_bubble, sequence=true, "
-        "tensor=2d, "
-        "recompute=layer, offload=disk and more, joined by commas; or a JSON file",
+        "tensor=2d, recompute=layer, offload=disk and more, joined by commas; or a JSON file",
     )
     parser.add_argument(
         "--replan", action="store_true", help="move to a plan that is faster when machines or links change in mid-run"

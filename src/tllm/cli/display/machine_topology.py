@@ -22,14 +22,11 @@ GIGABIT = 1000  # Mbit/s
 
 def topologies_text(nodes: Sequence[NodeProbe]) -> str:
     """A paragraph for each machine; processes of one machine that see the same have one together."""
-    machines: dict[str, tuple[NodeProbe, list[str]]] = {}
+    machines: dict[tuple[str, str], list[str]] = {}
     for node in nodes:
-        lines = "\n".join(topology_lines(node.topology, node.machine.interfaces))
-        machines.setdefault(f"{node.host_name} {lines}", (node, []))[1].append(node.node)
-    return "\n".join(
-        f"{', '.join(names)}: " + "\n  ".join(topology_lines(node.topology, node.machine.interfaces))
-        for node, names in machines.values()
-    )
+        text = "\n  ".join(topology_lines(node.topology, node.machine.interfaces))
+        machines.setdefault((node.host_name, text), []).append(node.node)
+    return "\n".join(f"{', '.join(names)}: {text}" for (_, text), names in machines.items())
 
 
 def topology_lines(topology: MachineTopology, interfaces: Sequence[Interface] = ()) -> list[str]:
