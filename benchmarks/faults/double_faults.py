@@ -67,9 +67,8 @@ def run(root: Path, model: Path, truth: list[list[int]], seed: int, histories: P
             history = one.history
             outcome = one()
     except (AssertionError, TimeoutError) as error:
-        faults = [f"{fault.name} of host {host}" for fault, host in drawn.faults]
-        first = any(host == 0 for _, host in drawn.faults)
-        outcome = DoubleOutcome(seed, faults, first, None, None, 0, 0, 0, [f"{type(error).__name__}: {error}"[:2000]])
+        why = f"{type(error).__name__}: {error}"[:2000]
+        outcome = DoubleOutcome(seed, drawn.names, drawn.strikes_first, None, None, 0, 0, 0, [why])
     row: dict[str, Any] = dict(vars(outcome))
     print(json.dumps(row), flush=True)
     if outcome.wrong:

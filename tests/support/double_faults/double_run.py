@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from tests.support.cluster.faulty_cluster import PORT
 from tests.support.cluster.history import History, ids_of
 from tests.support.comm.namespaces import inside
-from tests.support.double_faults.equal_hosts import COUNT, HEADERS, PORT, EqualHosts
+from tests.support.double_faults.equal_hosts import COUNT, HEADERS, EqualHosts
 from tests.support.serving.serving_faults import SHORT, Question
 
 BOUND = 60.0
@@ -82,8 +83,12 @@ class Drawn:
         return cls(seed, tuple((dice.choice(HOST_FAULTS), host) for host in struck), dice.randint(2, 40), dice)
 
     @property
-    def name(self) -> str:
-        return ", ".join(f"{fault.name} of host {host}" for fault, host in self.faults)
+    def names(self) -> list[str]:
+        return [f"{fault.name} of host {host}" for fault, host in self.faults]
+
+    @property
+    def strikes_first(self) -> bool:
+        return any(host == 0 for _, host in self.faults)
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,7 @@ class DoubleRun:
         self._await_tokens()
         for fault, host in self.drawn.faults:
             fault.begin(self.cluster, host, self.drawn.dice)
-        struck = self.history.add("struck", faults=self.drawn.name)
+        struck = self.history.add("struck", faults=", ".join(self.drawn.names))
         end = time.monotonic() + BOUND
         for thread in self.streams.values():
             thread.join(max(end - time.monotonic(), 0))
@@ -136,8 +141,8 @@ class DoubleRun:
         ]
         return DoubleOutcome(
             seed=self.drawn.seed,
-            faults=[f"{fault.name} of host {host}" for fault, host in self.drawn.faults],
-            first=any(host == 0 for _, host in self.drawn.faults),
+            faults=self.drawn.names,
+            first=self.drawn.strikes_first,
             recovered=self._recovered(struck.at),
             answered=None if None in answered else round(max(at for at in answered if at) - struck.at, 2),
             hangs=len(hangs),

@@ -21,12 +21,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tests.support.cluster.faulty_cluster import KEY, PORT
 from tests.support.cluster.hosts import Hosts
+from tests.support.cluster.processes import descendants
 from tests.support.comm.namespaces import inside
 
 COUNT = 5
-KEY = "a-key-of-the-fault-suite"
-PORT = 8000
 DISK_BYTES = 8 * 1024 * 1024
 START_SECONDS = 300.0
 CLOCK = Path(__file__).with_name("moved_clock.c")
@@ -52,7 +52,7 @@ class EqualHosts:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for process in self.processes:
-            for pid in (*children(process.pid), process.pid):
+            for pid in (*descendants(process.pid), process.pid):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             process.wait()
@@ -76,7 +76,7 @@ class EqualHosts:
     def signal(self, host: int, number: int) -> None:
         """A signal to every process of a host."""
         process = self.processes[host]
-        for pid in (process.pid, *children(process.pid)):
+        for pid in (process.pid, *descendants(process.pid)):
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
@@ -152,12 +152,3 @@ class EqualHosts:
 
 
 HEADERS = {"content-type": "application/json", "authorization": f"Bearer {KEY}"}
-
-
-def children(pid: int) -> list[int]:
-    """All processes that a process has started, and theirs."""
-    try:
-        found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return []
-    return [one for child in map(int, found) for one in (child, *children(child))]
