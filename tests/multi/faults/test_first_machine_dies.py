@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.cluster.commands import Running, running
+from tests.support.cluster.commands import EXACT, Running, running
 from tests.support.models.adapters import save_adapter
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]  # starts several processes that load torch
@@ -80,7 +80,7 @@ def test_requests_go_on_when_the_first_machine_is_killed(tmp_path: Path) -> None
     adapters = [f"near={save_adapter(TINY, tmp_path / 'near')}", f"far={save_adapter(TINY, tmp_path / 'far', 2)}"]
     with ExitStack() as stack:
         words = ["--nodes", "3", "--plan", "pp=3", "--threads", "1", "--cluster-host", "127.0.0.1", "--port", "0"]
-        words += ["--enable-lora", "--max-loras", "2", "--lora-modules", *adapters]
+        words += [*EXACT, "--enable-lora", "--max-loras", "2", "--lora-modules", *adapters]
         server = stack.enter_context(running("serve", str(TINY), *words))
         line = server.until(r"tllm join (\S+) --token (\S+)")
         nodes = []

@@ -17,7 +17,7 @@ import httpx
 import openai
 import pytest
 
-from tests.support.cluster.commands import Running, running
+from tests.support.cluster.commands import EXACT, Running, running
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]  # starts four processes that load torch
 
@@ -126,6 +126,7 @@ def test_streams_outlive_the_servers_that_they_were_begun_at() -> None:
             "1",
             "--plan",
             "pp=2",
+            *EXACT,
             "--threads",
             "1",
             "--cluster-host",

@@ -21,7 +21,7 @@ import httpx
 import pytest
 
 from tests.multi.faults.test_first_machine_dies import ids_of, name_of, replicas
-from tests.support.cluster.commands import Running, running
+from tests.support.cluster.commands import EXACT, Running, running
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # starts six processes that load torch, three at a time
 
@@ -73,7 +73,7 @@ class Clients:
                 continue
             self.counts["completed"] += 1
             if ids != self._truth[kind]:
-                self.faults.append(f"kind {kind}: {ids} and not {self._truth[kind]}")
+                self.faults.append(f"kind {kind}: {difference(ids, self._truth[kind])}")
 
     def _completed(self, turn: int, asked: dict[str, Any]) -> list[int]:
         """A reply's tokens, from the first machine that takes the request."""
@@ -93,6 +93,15 @@ class Clients:
                 self.counts["nobody listens"] += 1
                 time.sleep(0.05)
         raise AssertionError("there are always more machines")
+
+
+def difference(ids: list[int], truth: list[int]) -> str:
+    """Where two replies part, in few words: a long list would be cut where it is shown."""
+    place = next((at for at, pair in enumerate(zip(ids, truth, strict=False)) if pair[0] != pair[1]), len(ids))
+    return (
+        f"{len(ids)} tokens of {len(truth)}, which part at {place}: "
+        f"{ids[place : place + 8]} and not {truth[place : place + 8]}"
+    )
 
 
 def holds(what: Callable[[], bool]) -> None:
@@ -139,6 +148,7 @@ def test_all_machines_are_restarted_and_no_request_fails(tmp_path: Path) -> None
         "3",
         "--plan",
         "pp=3",
+        *EXACT,
         "--threads",
         "1",
         "--cluster-host",
