@@ -48,8 +48,8 @@ def prompt_of(length: int, seed: int) -> list[int]:
     return [chance.randrange(10, 32000) for _ in range(length)]
 
 
-async def measure(url: str, repeats: int = 3) -> dict[str, list[float]]:
-    """Tokens per second of decoding one request, of a prompt of 512, and of 8 requests of 128 + 64 tokens at once.
+async def measure(url: str, repeats: int = 3, prompt: int = 128, reply: int = 64) -> dict[str, list[float]]:
+    """Tokens per second of one request, of a prompt of 512, and of 8 requests (`prompt` + `reply` tokens) at once.
 
     Each is repeated, after a request that warms up.
     """
@@ -64,7 +64,7 @@ async def measure(url: str, repeats: int = 3) -> dict[str, list[float]]:
             out["prefill_tok_s"].append(512 / long.first)
             start = time.perf_counter()
             many = await asyncio.gather(
-                *(ask(client, url, model, prompt_of(128, 100 * turn + i), 64) for i in range(8))
+                *(ask(client, url, model, prompt_of(prompt, 100 * turn + i), reply) for i in range(8))
             )
             out["eight_tok_s"].append(sum(reply.tokens for reply in many) / (time.perf_counter() - start))
     return out

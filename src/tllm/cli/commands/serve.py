@@ -351,8 +351,8 @@ def invite(joining: int, address: str, token: str) -> None:
 
 def invite_by_secret(joining: int, address: str) -> None:
     """Tell the operator what to run where the secret is known, and no token."""
-    others = f"{joining} other machines" if joining > 1 else "one other machine"
-    print(f"waits for {others} that know TLLM_SECRET and run:\n\n  tllm join {address}\n", flush=True)
+    others = f"{joining} other machines that know" if joining > 1 else "one other machine that knows"
+    print(f"waits for {others} TLLM_SECRET. Run there:\n\n  tllm join {address}\n", flush=True)
 
 
 def _settings(args: argparse.Namespace) -> ServerSettings:
