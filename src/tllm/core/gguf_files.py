@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import os
 import re
-import struct
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from tllm.core.errors import WeightsError
 from tllm.core.gguf_header import GgufHeader, GgufTensor, Value, read_gguf_header
+from tllm.core.gguf_heads import as_floats, check_floats, rest_of
 
 SUFFIX = ".gguf"
 PIECE = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 PROJECTOR = "mmproj"
 """How the files of vision encoders, which lie beside the model, begin."""
-FLOATS_LIMIT = 65536
-"""Bytes of the small tensors that are read with the header."""
 
 
 def is_gguf(path: Path) -> bool:
@@ -75,10 +73,12 @@ def read_gguf(names: list[str], size: Callable[[str], int], read: Callable[[str,
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A model's header, and the folder that its files lie in."""
+    """A model's header, and the folder that its files lie in. `known`: numbers of tensors that are not in these files,
+    of which only the heads are here."""
 
     folder: Path
     header: GgufHeader
+    known: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     @property
     def metadata(self) -> dict[str, Value]:
@@ -93,14 +93,11 @@ class GgufFile:
 
     def floats(self, name: str) -> tuple[float, ...]:
         """The numbers of a small tensor of float32."""
+        if name in self.known:
+            return self.known[name]
         tensor = self.header.tensors[name]
-        count = tensor.stop - tensor.start
-        if tensor.type.name != "F32" or count > FLOATS_LIMIT:
-            raise WeightsError(
-                f"{tensor.file}: {name} is {tensor.type.name} of {count} bytes; up to {FLOATS_LIMIT} of F32 are read"
-            )
-        data = _read(self.folder / tensor.file, tensor.start, tensor.stop)
-        return struct.unpack(f"<{count // 4}f", data)
+        check_floats(tensor.file, name, tensor.type.name, tensor.stop - tensor.start)
+        return as_floats(read_range(self.folder / tensor.file, tensor.start, tensor.stop))
 
 
 def open_gguf(path: Path) -> GgufFile | None:
@@ -116,14 +113,13 @@ def open_gguf(path: Path) -> GgufFile | None:
     files = gguf_files(names, wanted)
     if not files:
         return None
-    return GgufFile(
-        folder,
-        read_gguf(
-            files,
-            lambda name: (folder / name).stat().st_size,
-            lambda name, start, stop: _read(folder / name, start, stop),
-        ),
+    rests = {name: rest for name in files if (rest := rest_of(folder / name)) is not None}
+    header = read_gguf(
+        files,
+        lambda name: rests[name].size if name in rests else (folder / name).stat().st_size,
+        lambda name, start, stop: read_range(folder / name, start, stop),
     )
+    return GgufFile(folder, header, {name: numbers for rest in rests.values() for name, numbers in rest.floats.items()})
 
 
 def pieces(name: str) -> list[str]:
@@ -135,7 +131,8 @@ def pieces(name: str) -> list[str]:
     return [f"{match['stem']}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
 
 
-def _read(path: Path, start: int, stop: int) -> bytes:
+def read_range(path: Path, start: int, stop: int) -> bytes:
+    """Bytes [start, stop) of a file. WeightsError where it ends before."""
     try:
         with path.open("rb") as file:
             file.seek(start)

@@ -17,6 +17,7 @@ from tllm.hub.folders import (
     snapshot_folder,
     snapshot_listing,
 )
+from tllm.hub.gguf_heads import fetch_heads
 from tllm.hub.hub_client import download, list_repository
 from tllm.hub.hub_errors import HubOffline, hub_host
 from tllm.hub.lm_studio import find_lm_studio
@@ -36,7 +37,7 @@ SAFETENSORS = ".safetensors"
 
 Need = Literal["config", "ranges", "whole"]
 """What of a model must be on this disk: config and tokenizer; these, with weights that each node fetches its own ranges
-of; or all of it. A GGUF file has its config inside, and is always fetched whole."""
+of; or all of it. A GGUF file has config and tokenizer inside: of one that is not all here, its header is kept."""
 
 
 @dataclass(frozen=True)
@@ -105,11 +106,7 @@ def _files(repository: Repository, name: ModelName, need: Need, where: str) -> L
     if not has_safetensors and not any(file.name.endswith(SUFFIX) for file in repository.files):
         raise no_weights(repository)
     if name.tag or not has_safetensors:
-        chosen = gguf_files_of(repository, name.tag)
-        fetched = _fetched(chosen)
-        download(chosen)
-        said = f"{name}: {chosen.files[0].name} at commit {repository.commit[:12]}, {where}; {fetched}"
-        return LocatedModel(folder / chosen.files[0].name, said=said)
+        return _gguf(gguf_files_of(repository, name.tag), name, need, where)
     small = small_files(repository)
     download(small)
     index = folder / INDEX
@@ -125,6 +122,19 @@ def _files(repository: Repository, name: ModelName, need: Need, where: str) -> L
     elif not is_whole:
         said = f"{name}: commit {repository.commit[:12]}, {where}; of its weights nothing is needed"
     return LocatedModel(folder, said=said)
+
+
+def _gguf(chosen: Repository, name: ModelName, need: Need, where: str) -> LocatedModel:
+    said = f"{name}: {chosen.files[0].name} at commit {chosen.commit[:12]}, {where}"
+    if need == "whole" or not missing_files(chosen).files:
+        fetched = _fetched(chosen)
+        download(chosen)
+        path = snapshot_folder(chosen.repo, chosen.commit) / chosen.files[0].name
+        return LocatedModel(path, said=f"{said}; {fetched}")
+    path = fetch_heads(chosen)
+    if need == "config":
+        return LocatedModel(path, said=f"{said}; of its weights nothing is needed")
+    return LocatedModel(path, chosen, f"{said}; {_fetched(chosen)}, each node its own part of them")
 
 
 def _fetched(weights: Repository) -> str:
