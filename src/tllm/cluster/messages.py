@@ -45,7 +45,7 @@ from tllm.hub.repository import Repository
 from tllm.spec.plan import Plan
 from tllm.spec.request import Output, Request, StageSpan
 
-PROTOCOL = 11
+PROTOCOL = 12
 """Changes with any change to a message here. Both ends must speak the same; there is no guessing."""
 
 GUEST_BYTES = 16 * 1024
@@ -98,11 +98,12 @@ class Joined(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """No, and why; the connection or the request ends with it."""
+    """No, and why; the connection or the request ends with it. `peer`: the other rank, of a failure between two."""
 
     reason: str
     hint: str = ""
     kind: Kind = "run"
+    peer: Annotated[int, Meta(ge=0)] | None = None
 
 
 # --- what nodes say about themselves

@@ -1,23 +1,11 @@
 from __future__ import annotations
 
 import os
-import resource
 import ssl
-from collections.abc import Iterator
 
-import pytest
-
+from tests.support.cluster.full_disk import no_room
 from tllm.cluster.certificates import Authority
 from tllm.cluster.tls import data_client, data_server, peer_name
-
-
-@pytest.fixture
-def no_room() -> Iterator[None]:
-    """No byte of a file can be written by this process, as on a disk that is full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def shake_hands(client: ssl.SSLContext, server: ssl.SSLContext) -> tuple[str | None, str | None]:
@@ -36,11 +24,12 @@ def shake_hands(client: ssl.SSLContext, server: ssl.SSLContext) -> tuple[str | N
     return peer_name(ends[0]), peer_name(ends[1])
 
 
-@pytest.mark.usefixtures("no_room")
 def test_links_can_be_made_while_no_disk_takes_a_byte() -> None:
     authority = Authority.create()
     a, b = authority.identity("node-a"), authority.identity("node-b")
-    assert shake_hands(data_client(a), data_server(b)) == ("node-b", "node-a")
+    with no_room():
+        client, server = data_client(a), data_server(b)
+    assert shake_hands(client, server) == ("node-b", "node-a")
 
 
 def test_a_context_leaves_no_descriptor_open() -> None:
