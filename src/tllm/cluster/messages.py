@@ -208,12 +208,15 @@ class Failure(Message, frozen=True, kw_only=True):
 class ServeReplica(Message, frozen=True):
     """Asks a node that `can_succeed` to hold a replica of the coordinator's state. The answer is `ReplicaServes`.
 
-    `election_seconds`: a replica that heard no leader for so long may stand for election (`RaftTiming`). A node on
-    which one of these `files` cannot be read, as whoever coordinates must, refuses.
+    `election_seconds`: a replica that heard no leader for so long may stand for election (`RaftTiming`). A node refuses
+    on which one of these `files` cannot be read, or the `folder` does not hold this `model`, as whoever coordinates
+    must give other nodes of it.
     """
 
     election_seconds: Annotated[float, Meta(gt=0, le=3600)]
     files: Annotated[tuple[str, ...], Meta(max_length=10_000)] = ()
+    folder: str = ""
+    model: tuple[ModelFileFacts, ...] = ()
 
 
 class ReplicaServes(Message, frozen=True):

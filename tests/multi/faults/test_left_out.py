@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,16 +11,15 @@ import msgspec
 import pytest
 
 from tests.multi.faults.test_serving_recovery import SIZES, Streams, Truth, model, play, truth
-from tests.support.cluster.full_disk import no_room
+from tests.support.faults.full_disk import no_room
+from tests.support.faults.thread_nodes import ThreadNodes
 from tllm.cluster.certificates import Authority
 from tllm.core.errors import ClusterError
-from tllm.node.coordinator.cluster_options import ClusterOptions
+from tllm.node.recovery import recovery as recovery_module
 from tllm.node.recovery.left_out import AGAIN_SECONDS
 from tllm.node.roles.serving_rank import ServingRank
 from tllm.node.serve.open_cluster import open_cluster
 from tllm.node.serve.serving import Serving
-from tllm.node.sources.node_source import JoinLine
-from tllm.node.worker import Worker, WorkerSettings
 from tllm.spec.plan import Plan
 
 __all__ = ["model", "truth"]  # fixtures
@@ -31,39 +29,9 @@ pytestmark = pytest.mark.timeout(120)
 SECONDS = 100.0
 
 
-class Nodes:
-    """Workers in threads of this process, by their names; they end with their cluster."""
-
-    def __init__(self, names: str) -> None:
-        self.workers: dict[str, Worker] = {}
-        self._names = names
-        self._threads: list[threading.Thread] = []
-
-    def invite(self, address: str, token: str) -> None:
-        if not self._threads:
-            for name in self._names:
-                thread = threading.Thread(target=self._work, args=(address, token, name), daemon=True)
-                thread.start()
-                self._threads.append(thread)
-
-    def _work(self, address: str, token: str, name: str) -> None:
-        host, _, port = address.rpartition(":")
-        self.workers[name] = Worker(WorkerSettings(host=host, port=int(port), token=token, node=name, threads=1))
-        self.workers[name].run()
-
-    @property
-    def options(self) -> ClusterOptions:
-        return ClusterOptions(local=0, source=JoinLine(self.invite), join_seconds=60)
-
-    def end(self) -> None:
-        for thread in self._threads:
-            thread.join(10)
-            assert not thread.is_alive()
-
-
 @pytest.fixture
-def nodes() -> Iterator[Nodes]:
-    made = Nodes("abc")
+def nodes() -> Iterator[ThreadNodes]:
+    made = ThreadNodes("abc")
     yield made
     made.end()
 
@@ -84,7 +52,7 @@ def let_the_time_pass(cluster: Serving) -> None:
 
 
 def test_a_node_that_trusts_nobody_any_more_is_left_out_until_it_does(
-    model: Path, truth: Truth, nodes: Nodes, caplog: pytest.LogCaptureFixture
+    model: Path, truth: Truth, nodes: ThreadNodes, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As one whose clock is so far ahead that all certificates have expired."""
 
@@ -111,7 +79,7 @@ def test_a_node_that_trusts_nobody_any_more_is_left_out_until_it_does(
 
 
 def test_a_node_whose_system_refuses_it_something_is_left_out_and_stays(
-    model: Path, truth: Truth, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+    model: Path, truth: Truth, nodes: ThreadNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, poor = ServingRank.__init__, set[str]()
 
@@ -121,6 +89,7 @@ def test_a_node_whose_system_refuses_it_something_is_left_out_and_stays(
         made(self, assign, identity, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ServingRank, "__init__", make)
+    monkeypatch.setattr(recovery_module, "RETRY_SECONDS", 0.2)
 
     async def scene() -> None:
         async with open_cluster(model, "pp=3", SIZES, nodes.options) as cluster:
@@ -144,7 +113,9 @@ def test_a_node_whose_system_refuses_it_something_is_left_out_and_stays(
     play(scene, SECONDS)
 
 
-def test_an_epoch_begins_while_no_disk_takes_a_byte(model: Path, truth: Truth, nodes: Nodes, tmp_path: Path) -> None:
+def test_an_epoch_begins_while_no_disk_takes_a_byte(
+    model: Path, truth: Truth, nodes: ThreadNodes, tmp_path: Path
+) -> None:
     sizes = msgspec.structs.replace(SIZES, cache_dir=str(tmp_path / "pages"), cache_dir_size=2**30)
 
     async def scene() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import os
 import ssl
 
-from tests.support.cluster.full_disk import no_room
+from tests.support.faults.full_disk import no_room
 from tllm.cluster.certificates import Authority
 from tllm.cluster.tls import data_client, data_server, peer_name
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cluster.full_disk import no_room
+from tests.support.faults.full_disk import no_room
 from tllm.core.errors import ConfigError
 from tllm.weights.chunk_cache import ChunkCache
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.support.cluster.full_disk import no_room
+from tests.support.faults.full_disk import no_room
 from tllm.cluster.certificates import COORDINATOR, Authority
 from tllm.cluster.connection import Address
 from tllm.cluster.consensus.replica import Replica
