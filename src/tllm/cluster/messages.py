@@ -45,7 +45,7 @@ from tllm.hub.repository import Repository
 from tllm.spec.plan import Plan
 from tllm.spec.request import Output, Request, StageSpan
 
-PROTOCOL = 11
+PROTOCOL = 12
 """Changes with any change to a message here. Both ends must speak the same; there is no guessing."""
 
 GUEST_BYTES = 16 * 1024
@@ -98,11 +98,12 @@ class Joined(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """No, and why; the connection or the request ends with it."""
+    """No, and why; the connection or the request ends with it. `peer`: the other rank, of a failure between two."""
 
     reason: str
     hint: str = ""
     kind: Kind = "run"
+    peer: Annotated[int, Meta(ge=0)] | None = None
 
 
 # --- what nodes say about themselves
@@ -207,12 +208,15 @@ class Failure(Message, frozen=True, kw_only=True):
 class ServeReplica(Message, frozen=True):
     """Asks a node that `can_succeed` to hold a replica of the coordinator's state. The answer is `ReplicaServes`.
 
-    `election_seconds`: a replica that heard no leader for so long may stand for election (`RaftTiming`). A node on
-    which one of these `files` cannot be read, as whoever coordinates must, refuses.
+    `election_seconds`: a replica that heard no leader for so long may stand for election (`RaftTiming`). A node refuses
+    on which one of these `files` cannot be read, or the `folder` does not hold this `model`, as whoever coordinates
+    must give other nodes of it.
     """
 
     election_seconds: Annotated[float, Meta(gt=0, le=3600)]
     files: Annotated[tuple[str, ...], Meta(max_length=10_000)] = ()
+    folder: str = ""
+    model: tuple[ModelFileFacts, ...] = ()
 
 
 class ReplicaServes(Message, frozen=True):

@@ -40,7 +40,7 @@ def kind_of(error: BaseException) -> Kind:
 
 def refused(error: TllmError) -> Refused:
     """An error as an answer."""
-    return Refused(error.message, error.hint, kind_of(error))
+    return Refused(error.message, error.hint, kind_of(error), error.peer)
 
 
 def failure(error: BaseException) -> Failure:
@@ -53,4 +53,6 @@ def failure(error: BaseException) -> Failure:
 def error_of(said: Refused | Failure, speaker: str = "") -> TllmError:
     """The error that was sent, to be raised here; `speaker` goes before its words."""
     words = said.reason if isinstance(said, Refused) else said.message
-    return KINDS[said.kind](f"{speaker}: {words}" if speaker else words, said.hint)
+    error = KINDS[said.kind](f"{speaker}: {words}" if speaker else words, said.hint)
+    error.peer = said.peer if isinstance(said, Refused) else None
+    return error

@@ -11,14 +11,15 @@ from tllm.cluster.messages import Heartbeat, Loaded, NodeFacts, Prepared, Progre
 from tllm.core.ordered_trie import OrderedTrie
 from tllm.spec.plan import Plan
 
-Phase = Literal["joined", "assigned", "prepared", "loading", "loaded", "ready", "done", "broken", "lost"]
+Phase = Literal["joined", "assigned", "prepared", "loading", "loaded", "ready", "done", "refused", "broken", "lost"]
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
     """One node: what it said of itself, its rank in the plan of this epoch, and how far it is.
 
     `heard` is when its last heartbeat came, `stepped` when one last reported a new batch, both by time.monotonic().
-    `before` is the rank that it had under a coordinator that has ended since.
+    `before` is the rank that it had under a coordinator that has ended since. `peer`: the rank that it could not take
+    its part for, if it could not, and this was between the two.
     """
 
     facts: NodeFacts
@@ -33,6 +34,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     loaded: Loaded | None = None
     beat: Heartbeat = Heartbeat()
     reason: str = ""
+    peer: int | None = None
 
     @property
     def node(self) -> str:
@@ -155,6 +157,13 @@ class RankReady(Event, frozen=True):
     """A node runs its part."""
 
 
+class RankRefused(Event, frozen=True):
+    """A node could not take its part, or not for what is between it and the rank `peer`."""
+
+    reason: str
+    peer: int | None = None
+
+
 class RankBroken(Event, frozen=True):
     """A node computes no more, for a wire broke."""
 
@@ -267,6 +276,8 @@ def _change(member: Member, event: Event) -> Member:
         case RankReady():
             # A short run may have ended before the answer to its start is read.
             return member if member.phase == "done" else msgspec.structs.replace(member, phase="ready")
+        case RankRefused():
+            return msgspec.structs.replace(member, phase="refused", reason=event.reason, peer=event.peer)
         case RankBroken():
             return msgspec.structs.replace(member, phase="broken", reason=event.reason)
         case RankDone():

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import ssl
-import tempfile
-from pathlib import Path
+from collections.abc import Iterator
 
 from tllm.cluster.certificates import Identity
 
@@ -79,9 +79,20 @@ def _server(identity: Identity) -> ssl.SSLContext:
 
 
 def _load(context: ssl.SSLContext, identity: Identity) -> None:
-    """The ssl module reads keys from files only, so the key lies for a moment in a folder that only we can enter."""
-    with tempfile.TemporaryDirectory(prefix="tllm-") as folder:
-        path = Path(folder, "identity.pem")
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(identity.key + identity.certificate)
-        context.load_cert_chain(path)
+    """The ssl module reads keys from files only. Pipes are files too: no key touches a disk, and one that is full is in
+    no new link's way."""
+    with _piped(identity.certificate) as certificate, _piped(identity.key) as key:
+        context.load_cert_chain(certificate, key)
+
+
+@contextlib.contextmanager
+def _piped(content: bytes) -> Iterator[str]:
+    """A path at which content that fits into a pipe can be read once, by this process."""
+    end, beginning = os.pipe()
+    try:
+        with open(beginning, "wb", buffering=0) as pipe:
+            os.set_blocking(beginning, False)
+            assert pipe.write(content) == len(content), f"{len(content)} bytes are more than a pipe takes"
+        yield f"/dev/fd/{end}"
+    finally:
+        os.close(end)

@@ -27,9 +27,13 @@ import msgspec
 
 
 class TllmError(Exception):
-    """Base of every error meant for users: `message` says what and why, `hint` what to do."""
+    """Base of every error meant for users: `message` says what and why, `hint` what to do.
+
+    `peer`: of a failure between two ranks, the other one; None where whoever raises it is at fault, or nobody knows.
+    """
 
     exit_code = 1
+    peer: int | None = None
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)

@@ -220,9 +220,10 @@ class Worker:
                     order.answer(self._take_role(order.message).prepared())
                 case Load():
                     order.answer(self._load(order))
-        except TllmError as error:
-            log.error("%s: %s", type(order.message).__name__, error.message)
-            order.answer(error)
+        except (TllmError, OSError) as error:
+            said = error if isinstance(error, TllmError) else _of_this_machine(error)
+            log.error("%s: %s", type(order.message).__name__, said.message)
+            order.answer(said)
         if isinstance(order.message, Start):
             self._compute(order)
 
@@ -350,6 +351,12 @@ def with_own_device(assign: Assign, device: torch.device) -> Assign:
     if device != CPU and done is not None:
         raise ConfigError(f"this node computes on {device}, and {done} on processors alone yet", "give it --device cpu")
     return assign
+
+
+def _of_this_machine(error: OSError) -> ClusterError:
+    """What the system refused this node, which may be well again later: a disk that is full, no descriptor left."""
+    where = f" ({error.filename})" if error.filename else ""
+    return ClusterError(f"{error.strerror or type(error).__name__}{where}", "see what this machine lacks")
 
 
 def _over(order: WorkerOrder) -> ClusterError:

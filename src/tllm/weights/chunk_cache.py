@@ -11,6 +11,7 @@ import secrets
 import threading
 from pathlib import Path
 
+from tllm.core.disk_trouble import DiskTrouble
 from tllm.core.errors import ConfigError
 
 log = logging.getLogger("tllm.weights")
@@ -31,6 +32,7 @@ class ChunkCache:
         self._limit = limit
         self._lock = threading.Lock()
         self._used = 0
+        self._trouble = DiskTrouble(log, f"weights in {folder}")
         if self._folder is None:
             return
         try:
@@ -73,11 +75,13 @@ class ChunkCache:
         if hashlib.sha256(data).digest() == digest:
             return data
         log.warning("%s is damaged, and is thrown away", path)
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a disk that can only be read
+            path.unlink(missing_ok=True)
         return None
 
     def put(self, digest: bytes, data: bytes) -> bool:
-        """Store a chunk whose hash was checked. Returns whether it was stored: a full disk does not end the loading."""
+        """Store a chunk whose hash was checked. Returns whether it was stored: a disk that takes no more does not end
+        the loading, and is told of once."""
         if self._folder is None or len(data) > self._limit:
             return False
         path = self._folder / digest.hex()
@@ -86,9 +90,11 @@ class ChunkCache:
             beside.write_bytes(data)
             beside.replace(path)
         except OSError as error:
-            log.warning("cannot keep weights in %s: %s", self._folder, error.strerror)
-            beside.unlink(missing_ok=True)
+            self._trouble.refused(error)
+            with contextlib.suppress(OSError):
+                beside.unlink(missing_ok=True)
             return False
+        self._trouble.accepted()
         with self._lock:
             self._used += len(data)
             if self._used > self._limit:
@@ -99,7 +105,7 @@ class ChunkCache:
         """Evict the least recently used chunks where there is more than the limit. Returns the bytes that are left."""
         kept = []
         for path in self._chunks():
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):
                 facts = path.stat()
                 kept.append((facts.st_mtime_ns, facts.st_size, path))
         used = sum(size for _, size, _ in kept)
@@ -108,7 +114,8 @@ class ChunkCache:
         for _, size, path in sorted(kept):
             if used <= self._limit * ROOM_LEFT:
                 break
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
             used -= size
         return used
 

@@ -27,3 +27,10 @@ def test_a_fault_of_ours_is_told_by_its_type() -> None:
     came = error_of(failure(RuntimeError("out of luck")))
     assert type(came) is TllmError and came.message == "RuntimeError: out of luck"
     assert KINDS["run"] is TllmError
+
+
+@pytest.mark.parametrize("peer", [None, 3])
+def test_which_other_rank_a_failure_was_with_crosses_the_wire(peer: int | None) -> None:
+    error = LinkError("no link")
+    error.peer = peer
+    assert error_of(refused(error)).peer == peer

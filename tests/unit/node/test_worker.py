@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +13,8 @@ import pytest
 
 from tllm.cluster.messages import Assign
 from tllm.cluster.settings import SurveySettings, TrainSettings
-from tllm.core.errors import ConfigError
+from tllm.core.errors import ClusterError, ConfigError
+from tllm.node.roles.control import WorkerOrder
 from tllm.node.roles.survey_rank import SurveyRank
 from tllm.node.roles.training_rank import TrainingRank, check_no_code
 from tllm.node.worker import Worker, WorkerSettings
@@ -90,6 +93,18 @@ def test_what_a_node_has_of_a_run_outlives_surveys_and_changes_of_the_job_and_no
         now = copies(one, TRAIN)
         assert copies(one, settings_of(**more)) is not now, more
     assert one._before is None, "what a part no longer needs is not kept for it"
+
+
+def test_a_part_that_the_system_refuses_is_answered_and_the_node_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(one: Worker, assign: Assign) -> TrainingRank:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/cache/pages")
+
+    one, answers = worker(), list[Any]()
+    one._control.epoch = 1
+    monkeypatch.setattr(Worker, "_take_role", refuse)
+    one._follow(WorkerOrder(assign(TRAIN), answers.append))
+    (said,) = answers
+    assert isinstance(said, ClusterError) and said.message == "No space left on device (/cache/pages)"
 
 
 def test_a_node_that_the_users_own_command_has_not_started_runs_no_code_of_a_job() -> None:

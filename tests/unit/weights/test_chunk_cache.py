@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.faults.full_disk import no_room
 from tllm.core.errors import ConfigError
 from tllm.weights.chunk_cache import ChunkCache
 
@@ -81,13 +82,17 @@ def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
         ChunkCache(tmp_path / "file" / "below", 1000)
 
 
-def test_a_disk_that_takes_no_more_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_takes_no_more_ends_nothing_and_is_told_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     shelf = ChunkCache(tmp_path, 1000)
-
-    def full(self: Path, data: bytes) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_bytes", full)
-    digest, data = chunk(1)
-    assert not shelf.put(digest, data)
-    assert shelf.take(digest) is None
+    with no_room():
+        for seed in range(3):
+            assert not shelf.put(*chunk(seed))
+    assert shelf.take(chunk(1)[0]) is None and not list(tmp_path.iterdir())
+    put(shelf, 1)
+    put(shelf, 2)
+    assert caplog.messages == [
+        f"weights in {tmp_path} cannot be written: File too large",
+        f"weights in {tmp_path} can be written again",
+    ]

@@ -59,6 +59,7 @@ from tllm.cli.planning.plan_chooser import ServingChooser
 from tllm.cli.planning.serving_watch import ServingWatch
 from tllm.cluster.http_messages import ServedModel
 from tllm.core.errors import ConfigError, PlanError
+from tllm.core.print_line import print_line
 from tllm.node.coordinator.cluster_options import LOOPBACK
 from tllm.node.machine.launcher_env import Launched
 from tllm.server.app import App, build_app
@@ -214,7 +215,7 @@ async def _serve(
         async with watch.looking() if watch else nullcontext():
             await serve_http(
                 app,
-                lambda url: print(f"serving {client.model_name} at {url}/v1", flush=True),
+                lambda url: print_line(f"serving {client.model_name} at {url}/v1"),
                 leaves=lambda: _can_hand_over(client),
             )
         if app.tracing is not None:
@@ -344,15 +345,13 @@ def _options(args: argparse.Namespace) -> EngineOptions:
 def invite(joining: int, address: str, token: str) -> None:
     """Tell the operator what to run on the other machines."""
     others = f"each of {joining} other machines" if joining > 1 else "one other machine"
-    print(
-        f"run this on {others} (the token is good for an hour):\n\n  tllm join {address} --token {token}\n", flush=True
-    )
+    print_line(f"run this on {others} (the token is good for an hour):\n\n  tllm join {address} --token {token}\n")
 
 
 def invite_by_secret(joining: int, address: str) -> None:
     """Tell the operator what to run where the secret is known, and no token."""
     others = f"{joining} other machines that know" if joining > 1 else "one other machine that knows"
-    print(f"waits for {others} TLLM_SECRET. Run there:\n\n  tllm join {address}\n", flush=True)
+    print_line(f"waits for {others} TLLM_SECRET. Run there:\n\n  tllm join {address}\n")
 
 
 def _settings(args: argparse.Namespace) -> ServerSettings:

@@ -57,7 +57,7 @@ def as_text(status: dict[str, Any]) -> str:
     if status.get("advice"):
         lines.append(f"advice: {status['advice']}")
     lines += ["", nodes_table(status)]
-    lines += [f"{node['node']} is lost: {node['reason']}" for node in status["nodes"] if node["reason"]]
+    lines += [f"{node['node']} {_what(node['phase'])}: {node['reason']}" for node in status["nodes"] if node["reason"]]
     lines += ["", links_line(status), *network_lines(status), *prefixes_lines(status), weights_line(status)]
     lines += replicas_lines(status)
     lines += [f"{node} gave wrong bytes of weights, and is asked for none" for node in status["weights"]["liars"]]
@@ -124,6 +124,10 @@ def replicas_lines(status: dict[str, Any]) -> list[str]:
 
 def _eligible(nodes: list[str]) -> str:
     return f"{', '.join(nodes) or 'no node'} could coordinate"
+
+
+def _what(phase: str) -> str:
+    return {"broken": "computes no more", "refused": "could not take its part"}.get(phase, "is lost")
 
 
 def _row(node: dict[str, Any]) -> list[str]:

@@ -12,7 +12,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Protocol
@@ -125,7 +125,7 @@ def open_links(
     """Open this rank's links of the `wires`: dial where it is the source, accept where it is the target.
 
     Every rank of the plan calls this with the same wires. If one link fails, all that are open are closed and the error
-    is raised.
+    is raised; its `peer` is the rank at the other end.
     """
     until = time.monotonic() + options.deadline
     mine = [wire for wire in wires if rank in (wire.source, wire.target)]
@@ -135,13 +135,15 @@ def open_links(
     def dial(wire: Wire) -> None:
         left = max(until - time.monotonic(), 0.0)
         hello = LinkHello(cluster, epoch, *wire)
-        links[wire] = connect(addresses[wire.target], options.context, hello, left, options.authorize, over)
+        with _with_peer(wire.target):
+            links[wire] = connect(addresses[wire.target], options.context, hello, left, options.authorize, over)
 
     try:
         _dial_all([wire for wire in mine if wire.source == rank], dial, over)
         for wire in mine:
             if wire.target == rank:
-                links[wire] = listener.accept(wire, max(until - time.monotonic(), 0.0), over)
+                with _with_peer(wire.source):
+                    links[wire] = listener.accept(wire, max(until - time.monotonic(), 0.0), over)
         if options.transport is not None:
             _replace_all(options.transport, links, LinkHello(cluster, epoch, rank, rank), addresses, until)
     except TllmError:
@@ -151,6 +153,16 @@ def open_links(
                 link.close()
         raise
     return links
+
+
+@contextlib.contextmanager
+def _with_peer(rank: int) -> Iterator[None]:
+    """What fails here is between this rank and the one that is named."""
+    try:
+        yield
+    except TllmError as error:
+        error.peer = rank
+        raise
 
 
 def _replace_all(

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from tllm.core.disk_trouble import DiskTrouble
 from tllm.core.errors import ConfigError
 
 log = logging.getLogger("tllm.engine")
@@ -28,6 +29,9 @@ FILE = re.compile(r"([0-9a-f]{64})\.(\d{1,6})-(\d{1,6})\.(\d{1,6})-(\d{1,6})")
 PART = ".part"
 STALE_SECONDS = 3600
 """A file that nobody has finished for so long is left over from a process that was killed."""
+
+FULL_SECONDS = 60.0
+"""A disk that took no more is tried again after so long."""
 
 ROOM_LEFT = 0.9
 """Share of the limit that is left when files are deleted, so that not every new file deletes another."""
@@ -62,8 +66,8 @@ def covers(boxes: Iterable[Box], wanted: Box) -> bool:
 class PageFolder:
     """The files of one model's pages; `limit` is for the bytes of all models' files in `folder`.
 
-    Least recently used files go first, and of files that were used together those of later pages. With a limit of 0, or
-    after the disk was full, nothing is written. Any thread may call it.
+    Least recently used files go first, and of files that were used together those of later pages. With a limit of 0,
+    or for a minute after the disk took no more, nothing is written. Any thread may call it.
 
     ConfigError where the folder cannot be made, or is open to others than its owner: what lies there is what people
     have written to the model, and what it is made to believe that it has computed.
@@ -72,15 +76,25 @@ class PageFolder:
     def __init__(self, folder: Path, model: str, limit: int) -> None:
         assert re.fullmatch(r"[\w-]+", model), "the model's name is that of a folder"
         self.root, self.folder, self.limit = folder, folder / model, limit
-        self.can_write = limit > 0
+        self._trouble = DiskTrouble(log, f"pages in {folder}")
         self.bytes_written = self.bytes_read = self.num_damaged = 0
         self._lock = threading.Lock()
         self._boxes: dict[bytes, tuple[Box, ...]] = {}
         self._used = self._since_scan = 0
         self._added: list[tuple[bytes, Box]] = []  # since a scan began
-        for path in (self.root, self.folder):
-            make_private(path)
+        make_private(self.root)
+        try:
+            make_private(self.folder)
+        except ConfigError as error:
+            if not isinstance(error.__cause__, OSError):
+                raise
+            self._trouble.refused(error.__cause__)
         self.scan()
+
+    @property
+    def can_write(self) -> bool:
+        """Whether it is of use to try."""
+        return self.limit > 0 and not self._trouble.was_within(FULL_SECONDS)
 
     def __contains__(self, name: bytes) -> bool:
         """Whether there is some file of this page."""
@@ -109,7 +123,7 @@ class PageFolder:
 
     def write(self, name: bytes, box: Box, nbytes: int, fill: Callable[[BinaryIO], None]) -> bool:
         """Write a file by `fill(file)`, unless it is there; whether it is there now. A disk that is full ends all
-        writing, with one warning."""
+        writing for a while, with one warning."""
         if self.has_file(name, box):
             return True
         if not self.can_write or nbytes > self.limit:
@@ -117,15 +131,17 @@ class PageFolder:
         path = self.path(name, box)
         beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PART}")
         try:
-            path.parent.mkdir(mode=0o700, exist_ok=True)
+            for parent in (self.folder, path.parent):
+                parent.mkdir(mode=0o700, exist_ok=True)
             with open(beside, "xb", opener=_open_private) as file:
                 fill(file)
             beside.replace(path)
         except OSError as error:
             with contextlib.suppress(OSError):
                 beside.unlink(missing_ok=True)
-            self._end_writing(error)
+            self._trouble.refused(error)
             return False
+        self._trouble.accepted()
         with self._lock:
             self._boxes[name] = (*self._boxes.get(name, ()), box)
             self._added.append((name, box))
@@ -197,12 +213,8 @@ class PageFolder:
             "page_store_written_bytes": self.bytes_written,
             "page_store_read_bytes": self.bytes_read,
             "page_store_damaged": self.num_damaged,
+            "page_store_refused": self._trouble.count,
         }
-
-    def _end_writing(self, error: OSError) -> None:
-        if self.can_write:
-            self.can_write = False
-            log.warning("no more pages are saved in %s: %s", self.root, error.strerror)
 
 
 def _files(root: Path) -> Iterator[os.DirEntry[str]]:

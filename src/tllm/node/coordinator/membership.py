@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -16,7 +16,17 @@ from tllm.cluster.connection import Address, format_address
 from tllm.cluster.heartbeat import BEAT_SECONDS, LATE_SECONDS, SILENCE_SECONDS, describe, fullness, overfull, silent
 from tllm.cluster.messages import PROTOCOL, Attach, Attached, Failure, Heartbeat, Refused, Shutdown
 from tllm.cluster.remote_errors import error_of
-from tllm.cluster.state import ClusterState, Event, NodeHeard, NodeJoined, NodeLost, Planned, RankBroken, apply
+from tllm.cluster.state import (
+    ClusterState,
+    Event,
+    NodeHeard,
+    NodeJoined,
+    NodeLost,
+    Planned,
+    RankBroken,
+    RankRefused,
+    apply,
+)
 from tllm.cluster.weight_messages import OpenChunkConnection
 from tllm.core.errors import ClusterError, TllmError
 from tllm.node.coordinator.place_news import PlaceNews
@@ -31,6 +41,9 @@ OWN_DELAY_SECONDS = 1.0
 
 PROBE_SECONDS = 1.0
 """How long the machine of a silent node is given to answer a connection."""
+
+ANSWER_SECONDS = 1.0
+"""How long the other ranks' answers are waited for once one could not take its part."""
 
 OnLoss = Callable[[str, TllmError], None]
 """on_loss(node, why)"""
@@ -189,14 +202,20 @@ class Membership:
             await self.changed.wait_for(holds)
 
     async def each(self, work: Callable[[str, Channel, int], Awaitable[None]]) -> None:
-        """Do the same with every rank of the plan at once. The first that fails ends it, with its node's name."""
+        """Do the same with every rank of the plan at once. The first that fails ends it, with its node's name.
+
+        What others answer just after it is recorded too, since a failure between two ranks does not say which of them
+        is at fault.
+        """
 
         async def with_rank(node: str, rank: int) -> None:
             if node not in self.channels:
-                raise ClusterError(f"{describe(self.state, node)} is gone")
+                raise Gone(f"{describe(self.state, node)} is gone")
             try:
                 await work(node, self.channels[node], rank)
             except TllmError as error:
+                if not isinstance(error, Gone):  # of one that went, `admit` hears why
+                    self.record(RankRefused(node, error.message, error.peer))
                 if node in error.message:
                     raise
                 raise type(error)(f"{describe(self.state, node)}: {error.message}", error.hint) from error
@@ -205,6 +224,9 @@ class Membership:
         tasks = [asyncio.create_task(with_rank(node, rank)) for node, rank in ranks]
         try:
             await asyncio.gather(*tasks)
+        except TllmError:
+            await _hear_others(tasks)
+            raise
         finally:
             for task in tasks:
                 task.cancel()
@@ -254,6 +276,17 @@ class Membership:
         """Wake whoever waits in `until`, to see whether it now holds."""
         async with self.changed:
             self.changed.notify_all()
+
+
+async def _hear_others(tasks: Collection[asyncio.Task[None]]) -> None:
+    """Wait for what ranks answer after the first failure; no longer once a node is gone, as that explains it."""
+    waiting, until = set(tasks), time.monotonic() + ANSWER_SECONDS
+    while waiting:
+        done, waiting = await asyncio.wait(
+            waiting, timeout=max(until - time.monotonic(), 0), return_when=asyncio.FIRST_COMPLETED
+        )
+        if not done or any(isinstance(task.exception(), Gone) for task in done):
+            return
 
 
 class _Warnings:

@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Callable
 
+from tllm.core.print_line import print_line
 from tllm.node.front_end.front_end import FrontEnd
 from tllm.server.http.settings import ServerSettings
 
@@ -40,7 +41,7 @@ class Departure:
             raise KeyboardInterrupt
         self._asked += 1
         if self._asked == 1 and self._stop_run():
-            print("\nsaving, then ending the run; once more leaves at once", flush=True)
+            print_line("\nsaving, then ending the run; once more leaves at once")
             return
         if self._asked > 1 or self.front_end is None:
             raise KeyboardInterrupt
@@ -53,4 +54,4 @@ class Departure:
 
 
 def _say_ready(model: str, url: str) -> None:
-    print(f"serving {model} at {url}/v1", flush=True)
+    print_line(f"serving {model} at {url}/v1")

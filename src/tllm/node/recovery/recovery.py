@@ -17,6 +17,7 @@ from tllm.node.coordinator.cluster_options import OnProgress
 from tllm.node.coordinator.coordinator import Coordinator
 from tllm.node.coordinator.job import ClusterJob
 from tllm.node.coordinator.losses import BLAME_SECONDS, Loss, Losses
+from tllm.node.recovery.left_out import LeftOut
 from tllm.node.recovery.plan_move import PlanMove
 from tllm.node.recovery.rank_placement import RankPlacement
 from tllm.spec.plan import Plan
@@ -96,7 +97,7 @@ class Recovery:
         self.move = PlanMove(coordinator)
         self.losses = Losses()
         self.is_open = False
-        self._barred: set[str] = set()  # nodes that came later, and could not take part
+        self.left_out = LeftOut(coordinator.members.now, lambda: [one.node for one in coordinator.state.living])
         self._formed = asyncio.Event()
         self._opened = 0.0  # when the epoch opened, by `Membership.now`
         self._local_until = 0.0  # until when local workers are waited for
@@ -145,14 +146,15 @@ class Recovery:
                 break
             except TllmError as error:
                 await asyncio.sleep(BLAME_SECONDS)
-                if attempt < ATTEMPTS and self.move.take_back(error.message):
+                if attempt < ATTEMPTS and (self.move.take_back(error.message) or self._leave_out()):
                     continue
                 lost = coordinator.state.lost
                 new = set(nodes) - proven if proven and not lost else set()
                 gone = set(nodes) - {member.node for member in coordinator.state.living}
                 if attempt == ATTEMPTS or not (new or lost or gone or self._is_broken()):
                     raise
-                self._barred |= new
+                for node in new:
+                    self.left_out.note((node,), error.message)
                 log.warning("epoch %d did not begin: %s", coordinator.state.epoch, error.message)
         self.losses.clear()
         self.move.is_pending = False
@@ -166,7 +168,7 @@ class Recovery:
         has_rank = self._computes(member)
         if has_rank and not self._job.survives(error):
             return
-        self._barred.discard(node)
+        self.left_out.forget(node)
         if self._coordinator.local is not None and node in self._coordinator.local.names:
             self._coordinator.local.kill(node)
         elif self._formed.is_set():
@@ -189,15 +191,18 @@ class Recovery:
     def trouble(self) -> tuple[str, str]:
         """The node that is at fault now, and what of it; "" where all is well.
 
-        Who is late stands before those that were lost already: it is what the others wait for.
+        Who is late stands before those that were lost already: it is what the others wait for. Who is left out stands
+        last: nobody waits for it.
         """
         for event in silent(self._coordinator.state, self._coordinator.members.now(), LATE_SECONDS):
             return event.node, event.reason
         if (loss := self.losses.first) is not None:
             return loss.node, loss.error.message
         for member in self._coordinator.state.ranks:
-            if member.phase == "broken":
+            if member.phase in ("broken", "refused"):
                 return member.node, member.reason
+        for node, why in self.left_out.nodes().items():
+            return node, f"{node} is left out: {why}"
         return "", ""
 
     def doing(self) -> str:
@@ -229,8 +234,8 @@ class Recovery:
 
     def living(self) -> list[str]:
         """The nodes that may take a rank, in the order in which they joined, those of one machine together."""
-        living = by_machine(self._coordinator.state.living)
-        return [member.node for member in living if member.node not in self._barred]
+        living, out = by_machine(self._coordinator.state.living), self.left_out.nodes()
+        return [member.node for member in living if member.node not in out]
 
     def can_grow(self) -> bool:
         """Whether an epoch should begin although this one goes on: to move, or with more ranks of the plan."""
@@ -266,6 +271,21 @@ class Recovery:
         words = cause.message if cause is lack else f"{cause.message}; nobody can take over: {lack.message}"
         log.error("%s", words)
         self._job.give_up(ClusterError(words, lack.hint))
+
+    def _leave_out(self) -> bool:
+        """Give nodes that could not take their parts none for a while; whether an epoch can begin without them. Those
+        that the first epoch was to begin with are not left out: whoever started them is to hear of it."""
+        if not self._formed.is_set():
+            return False
+        before, faults = set(self.left_out.nodes()), self.left_out.faults
+        self.left_out.add(self._coordinator.state.ranks)
+        out = {node: why for node, why in self.left_out.nodes().items() if node not in before}
+        if not out or self.lack() is not None:
+            self.left_out.faults = faults
+            return False
+        for node, why in out.items():
+            log.warning("leaves %s out of epoch %d: %s", node, self._coordinator.state.epoch + 1, why)
+        return True
 
     def _assign_ranks(self) -> tuple[Plan, tuple[str, ...]]:
         """The plan for those who are here, and who takes its ranks. ClusterError or PlanError if they are too few."""

@@ -7,7 +7,9 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
+
+import msgspec
 
 from tllm.cluster.certificates import Authority
 from tllm.cluster.connection import Address
@@ -43,7 +45,9 @@ SERVE_SECONDS = 5.0
 """How long a node may take to begin a replica, and the replica to get all entries."""
 
 AGAIN_SECONDS = 30.0
-"""A node that did not become a replica is asked again after so long."""
+"""A node that did not become a replica is asked again after so long, and after twice as long each further time."""
+
+MOST_SECONDS = 600.0
 
 END_SECONDS = 1.0
 
@@ -52,6 +56,14 @@ HEIR_SECONDS = 10.0
 
 HAND_OVER_SECONDS = 5.0
 """How long another replica may take to lead."""
+
+
+class NoReplica(NamedTuple):
+    """Why a node did not become a replica, and for how many seconds, until when, it is not asked again."""
+
+    why: str
+    seconds: float
+    until: float
 
 
 class CoordinatorReplication:
@@ -77,7 +89,7 @@ class CoordinatorReplication:
         self._term = replica.term
         self._agreed_work: Workload | None = None
         self._phase: Literal["begins", "founded", "hands over", "over"] = "begins"
-        self._failed: dict[str, tuple[float, str]] = {}  # no replicas: until when they are not asked again, and why
+        self._failed: dict[str, NoReplica] = {}
         self._told: dict[str, tuple[int, tuple[ReplicaPlace, ...]]] = {}  # which channel of a node was told what
         self._replies = ReplicatedReplies(self.propose)
 
@@ -200,6 +212,8 @@ class CoordinatorReplication:
 
     async def _keep_replicas(self) -> None:
         """Take one replica in or leave one out, where there are too few or too many, or one is silent."""
+        for node in self._failed.keys() - self._coordinator.members.channels.keys():
+            del self._failed[node]  # one that comes by its name is asked at once
         voters, away = self._replica.raft.log.configuration, self._away()
         eligible = self._eligible()
         held = {place.node for place in voters if place not in away}
@@ -236,9 +250,7 @@ class CoordinatorReplication:
         """Let a node hold a replica, and vote once it has every entry."""
         node, raft = member.node, self._replica.raft
         try:
-            answer = await self._coordinator.members.channels[node].ask(
-                ServeReplica(self._replica.timing.election, self._coordinator.work.reads), SERVE_SECONDS
-            )
+            answer = await self._coordinator.members.channels[node].ask(self._asked_of(node), SERVE_SECONDS)
             if not isinstance(answer, ReplicaServes) or answer.place.node != node:
                 raise ClusterError(f"{node} answered with a replica that is not its own")
         except TllmError as error:
@@ -253,31 +265,39 @@ class CoordinatorReplication:
         self._failed.pop(node, None)
         log.info("%s holds one of %d replicas of the coordinator's state", node, self._count())
 
+    def _asked_of(self, node: str) -> ServeReplica:
+        """What a node is asked that is to hold a replica: it has the model's files, unless there are none or all get
+        them from the hub. One that had a part in an epoch has said so already."""
+        work, weights = self._coordinator.work, self._coordinator.weights
+        asked, folder = ServeReplica(self._replica.timing.election, work.reads), weights.folder
+        if work.hub is not None or folder is None or weights.catalogue.has_files(node):
+            return asked
+        return msgspec.structs.replace(asked, folder=str(folder.path), model=folder.files)
+
     def _eligible(self) -> list[Member]:
-        """Living nodes that could coordinate, those of machines without a replica first: they are no processes of this
-        one, and have the model's files, if it has any, or get them from the hub."""
+        """Living nodes that could coordinate, as far as is known, those of machines without a replica first: none is a
+        process of this one."""
         coordinator = self._coordinator
         found = [
             member
             for member in coordinator.state.living
             if member.facts.can_succeed and member.node not in coordinator.control_server.own
-            if coordinator.work.hub is not None
-            or coordinator.work.folder is None
-            or coordinator.weights.catalogue.has_files(member.node)
         ]
         replicas = {place.node for place in self._replica.raft.log.configuration}
         machines = {member.facts.host_name for member in found if member.node in replicas}
         return sorted(found, key=lambda member: member.facts.host_name in machines)
 
     def _may_ask(self, node: str) -> bool:
-        until, _ = self._failed.get(node, (0.0, ""))
+        until = self._failed[node].until if node in self._failed else 0.0
         return node in self._coordinator.members.channels and time.monotonic() > until
 
     def _fail(self, node: str, why: str) -> None:
-        _, before = self._failed.get(node, (0.0, ""))
-        if why != before:  # once, and not each time that it is asked
+        before, seconds = self._failed.get(node), AGAIN_SECONDS
+        if before is not None and before.why == why:
+            seconds = min(2 * before.seconds, MOST_SECONDS)
+        else:  # once, and not each time that it is asked
             log.warning("%s does not hold a replica of the coordinator's state: %s", node, why)
-        self._failed[node] = time.monotonic() + AGAIN_SECONDS, why
+        self._failed[node] = NoReplica(why, seconds, time.monotonic() + seconds)
 
     def _tell_nodes(self) -> None:
         """Tell each node where another coordinator is to be asked for; nobody, where this one alone knows the state."""

@@ -4,6 +4,7 @@ again finds who coordinates now."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -15,6 +16,7 @@ from tllm.cluster.certificates import COORDINATOR, Authority
 from tllm.cluster.connection import Address
 from tllm.cluster.consensus.replica import Replica, ask_replicas
 from tllm.cluster.messages import ReplicaPlace
+from tllm.core.disk_trouble import DiskTrouble
 from tllm.core.errors import ClusterError, ConfigError
 
 log = logging.getLogger("tllm.node")
@@ -24,6 +26,7 @@ FIND_SECONDS = 30.0
 """How long is waited for a leader where replicas answer: an election may be under way."""
 
 LOOK_SECONDS = 0.3
+AGAIN_SECONDS = 10.0
 
 
 class KnownReplicas:
@@ -33,22 +36,32 @@ class KnownReplicas:
         self._path = folder / REPLICAS_FILE
         self._identity = authority.identity(COORDINATOR)
         self._last = self._read()
+        self._trouble = DiskTrouble(
+            log, f"{self._path}, without which this machine would not find its cluster if it started again,"
+        )
 
     def keep(self, places: tuple[ReplicaPlace, ...]) -> None:
         """These are the replicas from now on. One alone is of no use to whoever looks for another."""
         if len(places) < 2 or places == self._last:
             return
-        self._last = places
         new = self._path.with_suffix(".new")
-        new.write_bytes(msgspec.json.encode(places))
-        os.replace(new, self._path)
+        try:
+            new.write_bytes(msgspec.json.encode(places))
+            os.replace(new, self._path)
+        except OSError as error:
+            self._trouble.refused(error)
+            return
+        self._trouble.accepted()
+        self._last = places
 
     async def follow(self, replica: Replica) -> None:
-        """Keep what changes, as this replica knows it, for ever."""
+        """Keep what changes, as this replica knows it, for ever; what could not be written, again after a while."""
         while True:
             before = replica.raft.log.configuration
             self.keep(before)
-            await replica.until(lambda: replica.raft.log.configuration != before)  # noqa: B023
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(AGAIN_SECONDS if self._trouble.is_there else None):
+                    await replica.until(lambda: replica.raft.log.configuration != before)  # noqa: B023
 
     async def coordinator(self, seconds: float = FIND_SECONDS) -> Address | None:
         """Where the coordinator listens. None where no replica answers: there is no cluster any more. ClusterError

@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 
 from tllm.cluster.certificates import Identity
 from tllm.cluster.consensus.replica import Deposed, Replica
@@ -17,6 +18,7 @@ from tllm.cluster.settings import Settings
 from tllm.core.errors import ConfigError, TllmError
 from tllm.node.coordinator.coordinator import Coordinator
 from tllm.node.replication.succession import Office
+from tllm.node.weights.model_folder import same_model
 
 log = logging.getLogger("tllm.node")
 
@@ -55,6 +57,7 @@ class JoinedReplica:
 
     async def serve(self, asked: ServeReplica) -> ReplicaPlace:
         check_readable(asked.files)
+        await asyncio.to_thread(check_model, asked)
         if self._replica is None or self._task is None or self._task.done():
             # One that ended is another replica now: it must not vote again under the name that it had.
             timing = RaftTiming(election=asked.election_seconds)
@@ -97,14 +100,25 @@ class JoinedReplica:
                 await succeed(Office(replica, self._identity.name, self._host, self._cache, self._coordinates))
             except Deposed as error:
                 log.warning("%s", error.message)
-            except TllmError as error:
-                log.error("cannot take the coordinator's place: %s", error.message)
+            except (TllmError, OSError) as error:
+                why = error.message if isinstance(error, TllmError) else error
+                log.error("cannot take the coordinator's place: %s", why)
                 replica.raft.resign(replica.now())
             finally:
                 self._coordinator = None
 
     def _coordinates(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
+
+
+def check_model(asked: ServeReplica) -> None:
+    """ConfigError, by the names of the folder and of this machine, where the model is not here."""
+    if asked.model and same_model(Path(asked.folder), asked.model) is None:
+        raise ConfigError(
+            f"{asked.folder} on {socket.gethostname()} does not hold the model's files, and whoever coordinates gives "
+            "other nodes of them",
+            "let the model lie there by the same path, or give its name on the hub",
+        )
 
 
 def check_readable(files: Sequence[str]) -> None:

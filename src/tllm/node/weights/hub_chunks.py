@@ -15,6 +15,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from tllm.core.disk_trouble import DiskTrouble
 from tllm.core.errors import WeightsError
 from tllm.hub.byte_ranges import HubRanges
 from tllm.hub.folders import local_file
@@ -42,6 +43,7 @@ class HubChunks:
         self._files = {file.name: file for file in repository.files}
         self._cache = cache
         self._tables = None if cache.folder is None else cache.folder / TABLES
+        self._trouble = DiskTrouble(log, f"{self._tables}, by which the next start finds what was fetched,")
 
     def size_of(self, chunk: FileChunk) -> int:
         """Its bytes."""
@@ -88,8 +90,9 @@ class HubChunks:
                 path.parent.mkdir(exist_ok=True)
                 with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644), "wb", buffering=0) as table:
                     os.pwrite(table.fileno(), digest, chunk.number * DIGEST_BYTES)
+                self._trouble.accepted()
             except OSError as error:
-                log.warning("cannot write %s, so this chunk is fetched again next time: %s", path, error.strerror)
+                self._trouble.refused(error)
         return digest
 
     def read(self, file: str, start: int, stop: int) -> bytes:

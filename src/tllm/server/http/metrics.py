@@ -44,6 +44,7 @@ _COUNTERS = {
     "page_store_written_bytes": ("tllm_page_store_written_bytes", "Bytes of pages that the driver's rank has written"),
     "page_store_read_bytes": ("tllm_page_store_read_bytes", "Bytes of pages that the driver's rank has read"),
     "page_store_damaged": ("tllm_page_store_damaged", "Files of pages that were not whole, and were deleted"),
+    "page_store_refused": ("tllm_page_store_refused", "Files of pages that the disk did not take"),
     "refused_links": ("tllm_refused_links", "Connections that were shown out, at the control port and at any node's"),
     "refused_frames": ("tllm_refused_frames", "Frames and messages that are not what the plan says, on any wire"),
 }

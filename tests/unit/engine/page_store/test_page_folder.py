@@ -5,13 +5,15 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import time
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pytest
 
 from tllm.core.errors import ConfigError
-from tllm.engine.page_store.page_folder import STALE_SECONDS, Box, PageFolder, covers
+from tllm.engine.page_store import page_folder as page_folder_module
+from tllm.engine.page_store.page_folder import FULL_SECONDS, STALE_SECONDS, Box, PageFolder, covers
 
 BOX = Box(0, 4, 0, 2)
 NAMES = [bytes([n]) * 32 for n in range(20)]
@@ -94,7 +96,11 @@ def test_what_a_killed_process_left_goes_after_a_while_and_other_files_stay(tmp_
     assert not (near / "stale.part").exists()
 
 
-def test_a_full_disk_ends_saving_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_ends_saving_for_a_while_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     pages = folder(tmp_path)
     put(pages, NAMES[0])
 
@@ -107,10 +113,32 @@ def test_a_full_disk_ends_saving_with_one_warning(tmp_path: Path, caplog: pytest
         assert not pages.write(NAMES[2], BOX, 5, full)
         assert not put(pages, NAMES[3])
     assert [record.message for record in caplog.records] == [
-        f"no more pages are saved in {tmp_path / 'pages'}: No space left on device"
+        f"pages in {tmp_path / 'pages'} cannot be written: No space left on device"
     ]
     assert NAMES[0] in pages and put(pages, NAMES[0]), "what is there is there"
     assert [path.name for path in pages.root.rglob("*") if path.is_file()] == [pages.path(NAMES[0], BOX).name]
+    assert pages.stats()["page_store_refused"] == 1
+    now[0] += FULL_SECONDS
+    assert put(pages, NAMES[3]), "somebody has made room"
+    assert caplog.messages[1:] == [f"pages in {tmp_path / 'pages'} can be written again"]
+
+
+def test_a_disk_on_which_no_folder_can_be_made_is_gone_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a node that joins while its disk is full; what was there before is read."""
+    (tmp_path / "pages").mkdir(mode=0o700)
+    mkdir = Path.mkdir
+
+    def full(self: Path, *rest: Any, **more: Any) -> None:
+        if not self.is_dir():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        mkdir(self, *rest, **more)
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    pages = folder(tmp_path)
+    assert not pages.can_write and not pages.names()
+    monkeypatch.undo()
+    monkeypatch.setattr(page_folder_module, "FULL_SECONDS", 0.0)
+    assert put(pages, NAMES[0])
 
 
 def test_a_file_that_is_no_use_is_deleted_and_the_first_is_told(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tests.support.faults.full_disk import no_room
 from tllm.cluster.certificates import COORDINATOR, Authority
 from tllm.cluster.connection import Address
 from tllm.cluster.consensus.replica import Replica
@@ -17,6 +19,7 @@ from tllm.cluster.join import join, locate
 from tllm.cluster.join_token import JoinToken, TokenBook
 from tllm.cluster.messages import ReplicaPlace
 from tllm.core.errors import AuthError, ClusterError, ConfigError
+from tllm.node.replication import known_replicas as known_replicas_module
 from tllm.node.replication.coordinator_door import CoordinatorDoor
 from tllm.node.replication.known_replicas import REPLICAS_FILE, KnownReplicas
 
@@ -68,6 +71,35 @@ def test_one_replica_alone_is_not_kept(tmp_path: Path, authority: Authority) -> 
     known = KnownReplicas(tmp_path, authority)
     known.keep((GONE,))
     assert not (tmp_path / REPLICAS_FILE).exists()
+
+
+def test_a_full_disk_ends_nothing_and_is_written_to_once_it_takes_more(
+    tmp_path: Path, authority: Authority, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(known_replicas_module, "AGAIN_SECONDS", 0.05)
+
+    class Unchanged:
+        raft = SimpleNamespace(log=SimpleNamespace(configuration=(GONE, GONE)))
+
+        async def until(self, holds: Callable[[], bool]) -> None:
+            await asyncio.Event().wait()
+
+    async def scene() -> None:
+        known = KnownReplicas(tmp_path, authority)
+        following = asyncio.create_task(known.follow(Unchanged()))  # type: ignore[arg-type]
+        with no_room():
+            await asyncio.sleep(0.2)
+        assert not (tmp_path / REPLICAS_FILE).exists() and not following.done()
+        while not (tmp_path / REPLICAS_FILE).exists():
+            await asyncio.sleep(0.01)
+        following.cancel()
+
+    asyncio.run(scene())
+    assert [message.partition("replicas.json")[2] for message in caplog.messages] == [
+        ", without which this machine would not find its cluster if it started again, cannot be written: "
+        "File too large",
+        ", without which this machine would not find its cluster if it started again, can be written again",
+    ]
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, authority: Authority) -> None:
