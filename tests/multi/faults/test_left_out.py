@@ -30,8 +30,8 @@ SECONDS = 100.0
 
 
 @pytest.fixture
-def nodes() -> Iterator[ThreadNodes]:
-    made = ThreadNodes("abc")
+def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadNodes]:
+    made = ThreadNodes("abc", monkeypatch)
     yield made
     made.end()
 

@@ -24,8 +24,8 @@ def make_replica(identity: Identity, host: str) -> JoinedReplica:
     return JoinedReplica(identity, host, {})
 
 
-def test_nodes_without_a_part_hold_replicas(model: Path) -> None:
-    nodes = ThreadNodes("abc", make_replica)
+def test_nodes_without_a_part_hold_replicas(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = ThreadNodes("abc", monkeypatch, make_replica)
 
     async def scene() -> None:
         async with open_cluster(model, "pp=1", SIZES, replace(nodes.options, replicas=3, spare_nodes=2)) as cluster:
@@ -41,7 +41,7 @@ def test_a_node_without_the_models_files_is_named_and_holds_none(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """There are none where it looks for them, as on a machine that fetches its part from others."""
-    nodes, folder = ThreadNodes("abc", make_replica), Path(shutil.copytree(model, tmp_path / "model"))
+    nodes, folder = ThreadNodes("abc", monkeypatch, make_replica), Path(shutil.copytree(model, tmp_path / "model"))
 
     async def scene() -> None:
         async with open_cluster(folder, "pp=1", SIZES, replace(nodes.options, replicas=3, spare_nodes=2)) as cluster:

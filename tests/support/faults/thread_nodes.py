@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
 from tllm.node.coordinator.cluster_options import ClusterOptions
+from tllm.node.roles import control as control_module
 from tllm.node.sources.node_source import JoinLine
 from tllm.node.worker import MakeReplica, Worker, WorkerSettings
 
-END_SECONDS = 10.0
+END_SECONDS = 60.0
 
 
 class ThreadNodes:
     """`workers` by their names, each of a letter, once they have joined; they end with their cluster."""
 
-    def __init__(self, names: str, make_replica: MakeReplica | None = None) -> None:
+    def __init__(self, names: str, monkeypatch: pytest.MonkeyPatch, make_replica: MakeReplica | None = None) -> None:
+        monkeypatch.setattr(control_module, "END_SECONDS", END_SECONDS)  # after which a worker ends its process
         self.workers: dict[str, Worker] = {}
         self._names, self._make_replica = names, make_replica
         self._threads: list[threading.Thread] = []
