@@ -1,4 +1,7 @@
-"""Every tutorial does what it says: its blocks are run in order, and what they print is held to the page."""
+"""Every tutorial does what it says: its blocks are run in order, and what they print is held to the page.
+
+Their `tllm` is forked; `test_the_quickstart` executes it, as a reader's shell does.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from tests.docs.page import Block
 from tests.docs.terminals import expected, find, follow
 from tests.house.tree import ROOT
 from tests.support.cluster import hosts
+from tests.support.commands.command_door import CommandDoor
 
 TUTORIALS = ROOT / "docs" / "tutorials"
 OWN_NETWORK = "find-a-slow-machine"
@@ -20,15 +24,16 @@ OWN_NETWORK = "find-a-slow-machine"
 @pytest.mark.timeout(240)  # half a minute where nothing else runs
 @pytest.mark.parametrize("name", sorted(p.stem for p in TUTORIALS.glob("*.md") if p.stem not in ("index", OWN_NETWORK)))
 def test_tutorial(name: str, tmp_path: Path) -> None:
-    assert follow(TUTORIALS / f"{name}.md", tmp_path) > 0
+    with CommandDoor() as door:
+        assert follow(TUTORIALS / f"{name}.md", tmp_path, door=door) > 0
 
 
 @pytest.mark.netns
 @pytest.mark.timeout(240)  # half a minute where nothing else runs
 @pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not() or "possible here")
 def test_tutorial_over_a_network_of_its_own(tmp_path: Path) -> None:
-    with hosts.Hosts(3) as network:
-        assert follow(TUTORIALS / f"{OWN_NETWORK}.md", tmp_path, network) > 0
+    with hosts.Hosts(3) as network, CommandDoor() as door:
+        assert follow(TUTORIALS / f"{OWN_NETWORK}.md", tmp_path, network, door) > 0
 
 
 def test_nothing_in_a_tutorial_is_only_shown() -> None:
