@@ -6,6 +6,7 @@ Their `tllm` is forked; `test_the_quickstart` executes it, as a reader's shell d
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,16 +20,24 @@ from tests.support.commands.command_door import CommandDoor
 TUTORIALS = ROOT / "docs" / "tutorials"
 OWN_NETWORK = "find-a-slow-machine"
 """The tutorial that makes a network slow: its machines are hosts of their own."""
+SOAK = {"plan-before-you-buy"}
+"""Followed by `make soak` alone; `make test` keeps those that serve, train and move a run."""
+
+
+def tutorials() -> list[Any]:
+    names = sorted(path.stem for path in TUTORIALS.glob("*.md") if path.stem not in ("index", OWN_NETWORK))
+    return [pytest.param(name, marks=[pytest.mark.soak] * (name in SOAK)) for name in names]
 
 
 @pytest.mark.timeout(240)  # half a minute where nothing else runs
-@pytest.mark.parametrize("name", sorted(p.stem for p in TUTORIALS.glob("*.md") if p.stem not in ("index", OWN_NETWORK)))
+@pytest.mark.parametrize("name", tutorials())
 def test_tutorial(name: str, tmp_path: Path) -> None:
     with CommandDoor() as door:
         assert follow(TUTORIALS / f"{name}.md", tmp_path, door=door) > 0
 
 
 @pytest.mark.netns
+@pytest.mark.soak  # `test_doctor_hosts` finds a slow port
 @pytest.mark.timeout(240)  # half a minute where nothing else runs
 @pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not() or "possible here")
 def test_tutorial_over_a_network_of_its_own(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def test_told_twice_it_ends_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "words"),
     [
-        ("SIGKILL", "went away"),
+        pytest.param("SIGKILL", "went away", marks=pytest.mark.soak),  # as in `test_train_hosts`
         ("SIGSTOP", r"has been silent for \d\.\d s: its machine answers and its process does not: it is stopped, .*"),
     ],
 )

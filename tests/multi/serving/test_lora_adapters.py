@@ -203,7 +203,7 @@ def test_the_openai_client_loads_uses_and_unloads_adapters(folder: Path, truth: 
             assert (await post("load", lora_name="a", lora_path=str(folder / "b")))[0] == 200
             assert await ids_of("a") == truth["b"]
             # A reply is broken off, and its adapter loaded anew, while batches that name it are under way.
-            for _ in range(10):
+            for _ in range(4):
                 broken = Replies(cluster, ["b", "a", ""])
                 await broken.reach(3)
                 broken.tasks[0].cancel()
