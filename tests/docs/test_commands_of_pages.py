@@ -14,12 +14,12 @@ from tests.house.tree import ROOT
 from tests.support.commands.command_door import CommandDoor
 
 
-@pytest.mark.timeout(240)  # half a minute where nothing else runs
+@pytest.mark.timeout(480)  # half a minute where nothing else runs
 def test_the_quickstart(tmp_path: Path) -> None:
     assert follow(ROOT / "docs" / "quickstart.md", tmp_path) > 0
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(480)
 @pytest.mark.parametrize("path", ["README.md", "docs/guides/python.md"])
 def test_page_with_commands(path: str, tmp_path: Path) -> None:
     with CommandDoor() as door:

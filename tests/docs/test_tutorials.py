@@ -29,7 +29,7 @@ def tutorials() -> list[Any]:
     return [pytest.param(name, marks=[pytest.mark.soak] * (name in SOAK)) for name in names]
 
 
-@pytest.mark.timeout(240)  # half a minute where nothing else runs
+@pytest.mark.timeout(480)  # half a minute at most where nothing else runs
 @pytest.mark.parametrize("name", tutorials())
 def test_tutorial(name: str, tmp_path: Path) -> None:
     with CommandDoor() as door:
@@ -38,7 +38,7 @@ def test_tutorial(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.netns
 @pytest.mark.soak  # `test_doctor_hosts` finds a slow port
-@pytest.mark.timeout(240)  # half a minute where nothing else runs
+@pytest.mark.timeout(480)  # half a minute at most where nothing else runs
 @pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not() or "possible here")
 def test_tutorial_over_a_network_of_its_own(tmp_path: Path) -> None:
     with hosts.Hosts(3) as network, CommandDoor() as door:

@@ -27,7 +27,7 @@ from tests.support.training.runs import final
 from tests.support.training.small_job import write_job
 from tllm.text.tokenizer import Tokenizer
 
-pytestmark = [pytest.mark.netns, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.netns, pytest.mark.timeout(300)]
 
 KEY = "a-key-of-this-test"
 MODEL = ROOT / "models" / "tiny"

@@ -64,7 +64,7 @@ def test_streams_under_faults(runs: Sequence[tuple[str, str]], folder: Path, tmp
 
 
 @pytest.mark.netns
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 @pytest.mark.usefixtures("namespaces")
 def test_training_under_a_fault(tmp_path: Path) -> None:
     truth = undisturbed(tmp_path / "truth")

@@ -20,7 +20,7 @@ def generate(folder: Path, *more: str) -> dict[str, object]:
     return found
 
 
-pytestmark = pytest.mark.timeout(120)  # each starts several processes that load torch
+pytestmark = pytest.mark.timeout(300)  # each starts several processes that load torch
 
 
 @pytest.mark.parametrize("plan", ["pp=2,tp=1+2,layers=1+3", "tp=3,shares=1:2:1"])

@@ -16,7 +16,7 @@ from tllm.engine.engine import Engine
 from tllm.engine.schedule.limits import EngineConfig
 from tllm.spec.request import SamplingParams
 
-pytestmark = [pytest.mark.netns, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.netns, pytest.mark.timeout(300)]
 
 KEY = "a-key-of-this-test"
 COUNT = 3

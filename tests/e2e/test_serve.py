@@ -11,7 +11,7 @@ import pytest
 from tests.support.cluster.commands import running, tllm
 from tllm.recipes.bench.processes import free_row
 
-pytestmark = pytest.mark.timeout(120)  # each starts several processes that load torch
+pytestmark = pytest.mark.timeout(300)  # each starts several processes that load torch
 
 
 def complete(url: str) -> list[int]:

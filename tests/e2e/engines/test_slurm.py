@@ -24,7 +24,7 @@ from tests.support.training.small_job import write_job
 from tllm.recipes.bench.processes import free_row
 from tllm.training.report.metrics import read_records
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.skipif(bool(why_not()), reason=why_not())]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.skipif(bool(why_not()), reason=why_not())]
 
 KEY = "a-key-that-nobody-guesses"
 

@@ -14,7 +14,7 @@ from tllm.core.errors import ClusterError
 from tllm.node.doctor.doctor import open_doctor
 from tllm.node.machine.machine_facts import ClusterProbe
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 LIMIT = 150.0
 """Seconds, on a machine that does much else: each of three processes measures what it can."""
 

@@ -17,7 +17,7 @@ from tllm.node.topology.numa_binding import NumaBinding
 from tllm.node.topology.read_topology import read_processors
 
 pytestmark = [
-    pytest.mark.timeout(150),
+    pytest.mark.timeout(300),
     pytest.mark.skipif(len(read_processors().usable) < 2, reason="two workers are bound where there are two cores"),
 ]
 

@@ -17,7 +17,7 @@ from tests.support.comm.torch_programs import PROGRAMS, everything, last_one_die
 from tests.support.commands.forked_command import ForkedCommand
 from tllm.recipes.bench.processes import free_row
 
-pytestmark = pytest.mark.timeout(180)  # eight processes at a time, on a core that may be busy
+pytestmark = pytest.mark.timeout(300)  # eight processes at a time, on a core that may be busy
 
 
 @cache

@@ -34,7 +34,7 @@ from tllm.node.weights.model_folder import ModelFolder
 from tllm.recipes.bench.processes import free_row
 from tllm.spec.request import Request, SamplingParams
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]  # each starts several processes that load torch
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # each starts several processes that load torch
 
 SIZES = EngineConfig(cache_tokens=2048, max_model_len=256)
 PROMPT = (1, 2, 3, 4)

@@ -27,7 +27,7 @@ from tllm.server.http.settings import ServerSettings
 from tllm.server.run import serving
 from tllm.spec.request import Request, SamplingParams
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]  # each starts several processes that load torch
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # each starts several processes that load torch
 
 PROMPT = (1, 2, 3, 4)
 GREEDY = SamplingParams(max_tokens=120, temperature=0, ignore_eos=True)

@@ -16,7 +16,7 @@ from tests.support.training.small_job import write_job
 from tests.support.training.training_step import furthest
 from tllm.training.report.metrics import read_records
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]  # several processes that load torch, one after the other
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # several processes that load torch, one after the other
 
 STOPPED = 130
 

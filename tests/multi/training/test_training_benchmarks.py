@@ -22,7 +22,7 @@ sys.stdin.readline()
 print(json.dumps({"seconds": int(sys.argv[1]), "losses": [int(sys.argv[1])], "sent": int(sys.argv[1])}))
 """
 
-pytestmark = pytest.mark.timeout(180)  # several processes import torch, one after the other on a busy core
+pytestmark = pytest.mark.timeout(300)  # several processes import torch, one after the other on a busy core
 
 
 @pytest.fixture
