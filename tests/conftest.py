@@ -7,6 +7,7 @@ import os
 import secrets
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -19,6 +20,7 @@ import hypothesis
 import pytest
 
 from tests.support.cluster.processes import adopt_orphans, command, descendants, kill, print_stacks, wait_until_gone
+from tests.support.commands.forked_command import ForkedServer
 from tllm.core.stacks import STACKS_VARIABLE
 
 SECONDS_TO_END = 20
@@ -41,6 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[STACKS_VARIABLE] = str(STACKS)  # a worker's stderr is read by its parent, which may be what hangs
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
     adopt_orphans()
+    subprocess.Popen = ForkedServer  # type: ignore[misc]  # a cluster's workers are there at once
 
 
 def pytest_unconfigure() -> None:

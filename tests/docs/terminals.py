@@ -20,10 +20,12 @@ from types import TracebackType
 from tests.docs.page import Block, Key, read
 from tests.house.tree import ROOT
 from tests.support.cluster.hosts import Hosts
+from tests.support.commands.ask_at_door import HOST
+from tests.support.commands.command_door import CommandDoor
 from tllm.recipes.bench.processes import free_row
 
-SECONDS_FOR_A_LINE = 100
-SECONDS_TO_END = 20
+SECONDS_FOR_A_LINE = 240
+SECONDS_TO_END = 60
 DEFAULT_PORT = 8000
 NUMBER = r"[-+]?\d[\d.,]*(?:e[-+]?\d+)?"
 INVITATION = re.compile(r"tllm (?:join|doctor) (\S+:\d+ --token \S+)")
@@ -35,7 +37,13 @@ COMMAND = """\
 # The tllm of this checkout. The port of the page may be taken here, and this machine may have no network but loopback.
 case "$1" in serve | status) set -- "$@" --port {port} ;; esac
 case " $* " in *" --nodes "*) set -- "$@" --cluster-host {host} ;; esac
-exec {python} -m tllm.cli "$@"
+exec {python} tllm.cli "$@"
+"""
+
+PYTHON = """\
+#!/bin/sh
+case "$1" in *.py) exec {file} "$@" ;; esac
+exec {python} "$@"
 """
 
 COPY = """\
@@ -98,9 +106,12 @@ class Staying:
 
 
 class Terminals:
-    """Machines a, b and c below `folder`. Used in a `with`, which ends every command that still runs."""
+    """Machines a, b and c below `folder`. Used in a `with`, which ends every command that still runs.
 
-    def __init__(self, folder: Path, hosts: Hosts | None = None) -> None:
+    With a `door`, `tllm` and programs in files are forked there; else they are executed, which takes seconds more.
+    """
+
+    def __init__(self, folder: Path, hosts: Hosts | None = None, door: CommandDoor | None = None) -> None:
         self.folder, self.hosts = folder, hosts
         self.port = free_row(1)
         self.staying: dict[str, list[Staying]] = {}
@@ -108,15 +119,17 @@ class Terminals:
         host = "127.0.0.1" if hosts is None else hosts.addresses[0]
         programs = folder / "bin"
         programs.mkdir()
-        (programs / "tllm").write_text(COMMAND.format(port=self.port, host=host, python=sys.executable))
+        python = f"{sys.executable} -m" if door is None else door.words
+        (programs / "tllm").write_text(COMMAND.format(port=self.port, host=host, python=python))
         (programs / "scp").write_text(COPY)
-        (programs / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        file = sys.executable if door is None else door.words
+        (programs / "python").write_text(PYTHON.format(python=sys.executable, file=file))
         for program in programs.iterdir():
             program.chmod(0o755)
         self.environment = {
             **os.environ,
             "PATH": f"{programs}:{os.environ['PATH']}",
-            "PYTHONPATH": str(ROOT / "src"),
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH")))),
             "NO_COLOR": "1",
         }
 
@@ -161,18 +174,19 @@ class Terminals:
 
     def _start(self, block: Block) -> subprocess.Popen[str]:
         script = "set -eo pipefail\n" + self._adapted(block.text)
-        words = ["bash", "-c", script]
+        words, environment = ["bash", "-c", script], self.environment
         if self.hosts is not None:
-            words = self.hosts.command("abc".index(block.machine), *words)
+            host = "abc".index(block.machine)
+            words, environment = self.hosts.command(host, *words), environment | {HOST: self.hosts.names[host]}
         return subprocess.Popen(
             words,
             cwd=self._home(block.machine),
-            env=self.environment,
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            start_new_session=True,
+            process_group=0,
         )
 
     def _compare(self, block: Block) -> None:
@@ -234,10 +248,10 @@ def _part(part: str, exact: bool) -> str:
     return NUMBER if not exact and re.fullmatch(NUMBER, part) else re.escape(part)
 
 
-def follow(path: Path, folder: Path, network: Hosts | None = None) -> int:
+def follow(path: Path, folder: Path, network: Hosts | None = None, door: CommandDoor | None = None) -> int:
     """Follow a page to its end; how many blocks were run."""
     steps = read(path)
-    with Terminals(folder, network) as terminals:
+    with Terminals(folder, network, door) as terminals:
         for step in steps:
             try:
                 terminals.follow(step)

@@ -27,7 +27,7 @@ PORT = 29500
 
 @pytest.mark.netns
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_ranks_of_two_hosts_meet_by_the_secret_and_measure_their_link(tmp_path: Path) -> None:
     if missing := why_not():
         pytest.skip(missing)

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tests.house.tree import ROOT
-from tests.support.cluster.commands import Running, running
+from tests.support.cluster.commands import Running, run_module, running
 from tests.support.cluster.hosts import Hosts, why_not
 from tests.support.cluster.packet_capture import Capture, check_encrypted, others, seen, windows
 from tests.support.cluster.plain_wires import Runs
@@ -27,7 +27,7 @@ from tests.support.training.runs import final
 from tests.support.training.small_job import write_job
 from tllm.text.tokenizer import Tokenizer
 
-pytestmark = [pytest.mark.netns, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.netns, pytest.mark.timeout(300)]
 
 KEY = "a-key-of-this-test"
 MODEL = ROOT / "models" / "tiny"
@@ -69,8 +69,8 @@ def ask(hosts: Hosts, host: int, url: str, prompt: str) -> str:
 def in_clear(hosts: Hosts, *words: str, file: Path) -> tuple[Runs, Capture, str]:
     """A run over plain links on one host: what was sent, what was captured, what it said."""
     with Capture(hosts.names[0]) as capture:
-        command = hosts.command(0, sys.executable, "-m", "tests.support.cluster.plain_wires", *words, str(file))
-        done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
+        done = run_module("tests.support.cluster.plain_wires", *words, str(file), host=hosts.command(0))
+    assert done.returncode == 0, done.stderr
     return msgspec.msgpack.decode(file.read_bytes(), type=Runs), capture, done.stdout
 
 

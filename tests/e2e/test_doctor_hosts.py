@@ -10,7 +10,7 @@ import pytest
 from tests.support.cluster.commands import running
 from tests.support.cluster.hosts import Hosts, why_not
 
-pytestmark = [pytest.mark.netns, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.netns, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,9 @@ from tests.support.serving.serving_faults import Run, golden
 from tests.support.training.training_faults import TrainRun, undisturbed
 
 BY_NAME = {fault.name: fault for fault in FAULTS}
-RUNS = (("SIGKILL", "decode"), ("half-open", "prefill"), ("SIGSTOP", "idle"), ("10 Mbit/s", "decode"))
+RUNS = (("half-open", "prefill"), ("10 Mbit/s", "decode"))
+"""Those that need hosts; `test_serving_recovery` kills and stops processes."""
+MORE_RUNS = (("SIGKILL", "decode"), ("SIGSTOP", "idle"))
 FULL = (list(range(8)), [5, 6, 7])
 
 
@@ -42,12 +44,13 @@ def check_that_strangers_are_counted(cluster: Faulty) -> None:
 @pytest.mark.netns
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("namespaces")
-def test_streams_under_faults(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("runs", [RUNS, pytest.param(MORE_RUNS, marks=pytest.mark.soak)], ids=["hosts", "processes"])
+def test_streams_under_faults(runs: Sequence[tuple[str, str]], folder: Path, tmp_path: Path) -> None:
     """Each ends with the tokens of the undisturbed run; who is at fault is named before it is lost; nothing is left."""
     truth = golden(folder)
     with Hosts(3) as hosts, Faulty(hosts, folder, tmp_path) as cluster:
         check_that_strangers_are_counted(cluster)
-        for name, moment in RUNS:
+        for name, moment in runs:
             outcome = Run(cluster, truth, BY_NAME[name], moment, seed=1)()
             assert not outcome.wrong, (name, moment, outcome.wrong)
             told = outcome.history.of("/health/progress", status=503)
@@ -61,7 +64,7 @@ def test_streams_under_faults(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.netns
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 @pytest.mark.usefixtures("namespaces")
 def test_training_under_a_fault(tmp_path: Path) -> None:
     truth = undisturbed(tmp_path / "truth")

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.cluster.commands import Running, running, tllm
+from tests.support.cluster.commands import Running, run_module, running, tllm
 from tests.support.cluster.hosts import Hosts, why_not
 from tllm.engine.engine import Engine
 from tllm.engine.schedule.limits import EngineConfig
 from tllm.spec.request import SamplingParams
 
-pytestmark = [pytest.mark.netns, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.netns, pytest.mark.timeout(300)]
 
-ASK = str(Path(__file__).parents[1] / "support" / "serving" / "openai_client.py")
 KEY = "a-key-of-this-test"
 COUNT = 3
 
@@ -46,8 +44,7 @@ def join(hosts: Hosts, number: int, line: Any) -> Any:
 
 
 def ask(hosts: Hosts, url: str, key: str = KEY) -> subprocess.CompletedProcess[str]:
-    words = hosts.command(3, sys.executable, ASK, url, key, str(COUNT))
-    return subprocess.run(words, capture_output=True, text=True, check=False)
+    return run_module("tests.support.serving.openai_client", url, key, str(COUNT), host=hosts.command(3))
 
 
 def url_of(server: Running) -> str:
@@ -56,8 +53,10 @@ def url_of(server: Running) -> str:
 
 @pytest.mark.parametrize(
     ("network", "plan"),
-    [(dict(rate="100mbit"), "pp=2,tp=1+2"), (dict(delay_ms=5, loss=0.005), "pp=3")],
-    ids=["100mbit", "5ms-lossy"],
+    [
+        pytest.param(dict(rate="100mbit"), "pp=2,tp=1+2", marks=pytest.mark.soak, id="100mbit"),  # as where a cable is
+        pytest.param(dict(delay_ms=5, loss=0.005), "pp=3", id="5ms-lossy"),
+    ],
 )
 def test_three_hosts_serve_the_official_client(network: dict[str, Any], plan: str, folder: Path) -> None:
     with Hosts(4, **network) as hosts, serve(hosts, folder, "--plan", plan) as server:

@@ -17,7 +17,7 @@ from tests.support.cluster.commands import running, tllm
 from tests.support.hub.fake_hub import FakeHub, fake_hub
 from tests.support.hub.this_machine import environment
 
-pytestmark = pytest.mark.timeout(240)  # each starts several processes that load torch
+pytestmark = pytest.mark.timeout(300)  # each starts several processes that load torch
 
 TINY = ROOT / "models" / "tiny"
 NAME = "org/tiny"

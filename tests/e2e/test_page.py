@@ -17,7 +17,7 @@ from tests.support.cluster.commands import running
 from tests.support.serving.browser import CHROMIUM, Watched, tab
 
 pytestmark = [
-    pytest.mark.timeout(180),
+    pytest.mark.timeout(300),
     pytest.mark.skipif(CHROMIUM is None, reason="this machine has no Chromium: `apt-get install chromium`"),
 ]
 KEY = "a-key-for-the-page"

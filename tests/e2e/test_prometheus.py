@@ -24,7 +24,7 @@ from tllm.server.http.metrics import _COUNTERS, _GAUGES, _LABELS
 from tllm.server.run import bind
 
 pytestmark = [
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(300),
     pytest.mark.skipif(shutil.which("promtool") is None, reason="no Prometheus: `apt-get install prometheus`"),
 ]
 MONITORING = Path("monitoring")

@@ -11,7 +11,7 @@ import pytest
 from tests.support.cluster.commands import running, tllm
 from tllm.recipes.bench.processes import free_row
 
-pytestmark = pytest.mark.timeout(120)  # each starts several processes that load torch
+pytestmark = pytest.mark.timeout(300)  # each starts several processes that load torch
 
 
 def complete(url: str) -> list[int]:
@@ -66,7 +66,7 @@ def test_machines_that_share_a_secret_need_no_token_and_find_a_first_machine_aga
 
 
 def test_a_wrong_token_is_refused_and_harms_nobody(folder: Path) -> None:
-    words = ["--nodes", "2", "--cluster-host", "127.0.0.1", "--port", "0"]
+    words = ["--nodes", "2", "--plan", "pp=2", "--cluster-host", "127.0.0.1", "--port", "0"]
     with running("serve", str(folder), *words) as server:
         line = server.until(r"tllm join (\S+) --token (\S+)")
         wrong = line[2][:10] + ("A" if line[2][10] != "A" else "B") + line[2][11:]

@@ -29,7 +29,7 @@ from tllm.recipes.bench.processes import free_row
 from tllm.training.job.run_folder import commit_here
 from tllm.training.report.metrics import StepRecord, read_records
 
-pytestmark = pytest.mark.timeout(240)  # each starts several processes that load torch, some one after the other
+pytestmark = pytest.mark.timeout(300)  # each starts several processes that load torch, some one after the other
 
 SAVED = 130
 """The exit code of a run that was told to save and leave."""
@@ -148,7 +148,7 @@ def test_told_twice_it_ends_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "words"),
     [
-        ("SIGKILL", "went away"),
+        pytest.param("SIGKILL", "went away", marks=pytest.mark.soak),  # as in `test_train_hosts`
         ("SIGSTOP", r"has been silent for \d\.\d s: its machine answers and its process does not: it is stopped, .*"),
     ],
 )

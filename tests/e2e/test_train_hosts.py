@@ -24,7 +24,7 @@ from tllm.spec.plan import Plan
 from tllm.training.job.job_file import read_job
 from tllm.training.report.metrics import StepRecord, read_records
 
-pytestmark = [pytest.mark.netns, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.netns, pytest.mark.timeout(300)]
 
 HEADERS = 66
 """Bytes of each packet before its TCP payload: Ethernet 14, IPv4 20, TCP 20 and its timestamps 12."""

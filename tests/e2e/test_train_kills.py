@@ -126,7 +126,7 @@ def killed(words: list[str], dice: random.Random, folder: Folder) -> bool:
     return True
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "exact", [pytest.param(False, marks=pytest.mark.soak), True], ids=["any plan", "deterministic"]
 )

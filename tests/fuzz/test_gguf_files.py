@@ -8,11 +8,13 @@ import random
 import struct
 import tracemalloc
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import gguf
 import pytest
+import transformers
 from gguf import GGUFValueType
 from gguf.gguf_writer import GGUFValue
 
@@ -93,6 +95,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("model")
 
 
+@cache
+def saved(case: str, folder: Path) -> transformers.PreTrainedModel:
+    """A small model, made once for all files of it."""
+    own = {"num_hidden_layers": 1, **OWN.get(case, {})}
+    return save_model(case, folder / f"plain-{case}", vocab_size=len(TOKENS), **own)
+
+
 def write(folder: Path, case: str = "mixtral", change: Callable[[gguf.GGUFWriter], None] = lambda writer: None) -> Path:
     """A model of one layer, or of one of each kind, with a tokenizer."""
 
@@ -101,9 +110,7 @@ def write(folder: Path, case: str = "mixtral", change: Callable[[gguf.GGUFWriter
             getattr(writer, f"add_{name}")(value)
         change(writer)
 
-    own = {"num_hidden_layers": 1, **OWN.get(case, {})}
-    model = save_model(case, folder / "plain", vocab_size=len(TOKENS), **own)
-    return write_gguf(model, folder / "m.gguf", lambda name: "Q8_0", more)
+    return write_gguf(saved(case, folder), folder / "m.gguf", lambda name: "Q8_0", more)
 
 
 def opened(path: Path) -> None:

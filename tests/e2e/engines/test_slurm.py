@@ -24,7 +24,7 @@ from tests.support.training.small_job import write_job
 from tllm.recipes.bench.processes import free_row
 from tllm.training.report.metrics import read_records
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.skipif(bool(why_not()), reason=why_not())]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.skipif(bool(why_not()), reason=why_not())]
 
 KEY = "a-key-that-nobody-guesses"
 
@@ -72,6 +72,7 @@ def tasks_of(number: int) -> list[int]:
     return found
 
 
+@pytest.mark.soak  # as for Ray: `test_train` stops ranks that Slurm started, and goes on
 def test_a_run_is_requeued_and_outlives_a_task_with_the_losses_of_one_machine(lab: Slurm, tmp_path: Path) -> None:
     """Told to stop, it saves, is requeued and goes on; then a task is killed, and it goes on with the other."""
     job = write_job(tmp_path, plan="dp=2", deterministic=True, max_steps=80, save_steps=1000, learning_rate=1e-3)

@@ -33,6 +33,7 @@ from tllm.engine.engine import Engine
 from tllm.engine.schedule.limits import EngineConfig
 from tllm.node.coordinator import coordinator as coordinator_module
 from tllm.node.coordinator.cluster_options import ClusterOptions
+from tllm.node.coordinator.forming import LOCAL_SECONDS
 from tllm.node.serve.open_cluster import open_cluster
 from tllm.node.serve.serving import Serving
 from tllm.node.sources.node_source import JoinLine
@@ -61,7 +62,7 @@ def truth(model: Path) -> list[int]:
         return engine.generate([PROMPT], SHORT)[0]
 
 
-def play(scene: Callable[[], Awaitable[None]], seconds: float = 50.0) -> None:
+def play(scene: Callable[[], Awaitable[None]], seconds: float = 140.0) -> None:
     async def limited() -> None:
         async with asyncio.timeout(seconds):
             await scene()
@@ -218,7 +219,7 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_workers_end_with_their_coordinator_however_it_ends(number: signal.Signals, model: Path) -> None:
-    with subprocess.Popen(
+    with ForkedCommand(
         [sys.executable, "-c", COORDINATOR, str(model)],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -304,7 +305,7 @@ def test_a_spoilt_folder_is_an_error_in_words_and_nothing_is_left(
         with pytest.raises(error):
             async with open_cluster(tmp_path, "pp=2", SIZES):
                 pass
-        assert time.monotonic() - start < 20
+        assert time.monotonic() - start < LOCAL_SECONDS / 2, "nobody waits for what cannot come"
 
     play(scene)
     assert wait_until_gone(descendants(), 1.0) == []

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from dataclasses import dataclass
 
 import pytest
 
@@ -15,27 +16,39 @@ from tllm.node.topology.machine_topology import numa_nodes
 from tllm.node.topology.numa_binding import NumaBinding
 from tllm.node.topology.read_topology import read_processors
 
-pytestmark = pytest.mark.skipif(
-    len(read_processors().usable) < 2, reason="two workers are bound where there are two cores"
-)
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(len(read_processors().usable) < 2, reason="two workers are bound where there are two cores"),
+]
 
 SECONDS = 100.0
 
 
-def processors_of(asked: NumaBinding) -> list[tuple[set[int], set[int], int, int]]:
-    """Of each of two workers: its processors, those of all its threads, its cores as it counts them, its own threads'
-    count."""
+@dataclass(frozen=True)
+class Bound:
+    """Processors of a worker and of all its threads; the cores that it counts and the threads that it computes with, if
+    it was asked for what it measures, which takes seconds."""
 
-    async def scene() -> list[tuple[set[int], set[int], int, int]]:
+    processors: set[int]
+    of_threads: set[int]
+    cores: int = 0
+    threads: int = 0
+
+
+def workers_bound(asked: NumaBinding, probed: int) -> list[Bound]:
+    """Two workers, of which so many are asked for what they measure."""
+
+    async def scene() -> list[Bound]:
         options = ClusterOptions(local=2, numa_binding=asked)
         async with asyncio.timeout(SECONDS), open_doctor(2, options, measure_seconds=0.1, way_seconds=0.1) as doctor:
             found = []
             for rank, member in enumerate(doctor.state.ranks):
-                pid = member.facts.pid
-                probe = await doctor.probe_node(rank)
+                pid, counted = member.facts.pid, {}
+                if rank < probed:
+                    probe = await doctor.probe_node(rank)
+                    counted = dict(cores=probe.machine.cores, threads=probe.torch.threads)
                 threads = [os.sched_getaffinity(int(thread)) for thread in os.listdir(f"/proc/{pid}/task")]
-                used = probe.torch.threads
-                found.append((os.sched_getaffinity(pid), set.union(*threads), probe.machine.cores, used))
+                found.append(Bound(os.sched_getaffinity(pid), set.union(*threads), **counted))
             return found
 
     return asyncio.run(scene())
@@ -43,25 +56,25 @@ def processors_of(asked: NumaBinding) -> list[tuple[set[int], set[int], int, int
 
 def test_each_worker_has_cores_of_its_own_and_counts_those_of_the_machine() -> None:
     given = os.sched_getaffinity(0)
-    (one, one_all, cores, threads), (other, other_all, _, other_threads) = processors_of("exclusive")
-    assert one and other and not one & other
-    assert one | other <= given
-    assert (one_all, other_all) == (one, other), "no thread is elsewhere"
-    assert cores == len(given), "what others are told of the machine does not change"
-    assert threads == other_threads == len(given) // 2, "nor what a sum depends on"
+    one, other = workers_bound("exclusive", probed=2)
+    assert one.processors and other.processors and not one.processors & other.processors
+    assert one.processors | other.processors <= given
+    assert all(each.of_threads == each.processors for each in (one, other)), "no thread is elsewhere"
+    assert one.cores == len(given), "what others are told of the machine does not change"
+    assert one.threads == other.threads == len(given) // 2, "nor what a sum depends on"
 
 
 def test_nobody_is_bound_where_it_is_not_asked_for() -> None:
-    (one, *_, threads), (other, *_) = processors_of("none")
-    assert one == other == os.sched_getaffinity(0)
-    assert threads == len(one) // 2
+    one, other = workers_bound("none", probed=1)
+    assert one.processors == other.processors == os.sched_getaffinity(0)
+    assert one.threads == len(one.processors) // 2
 
 
 def test_by_itself_a_machine_of_one_numa_node_is_left_to_its_scheduler() -> None:
     if len(numa_nodes(read_processors().usable)) > 1:
         pytest.skip("this machine has several")
-    (one, *_), (other, *_) = processors_of("auto")
-    assert one == other == os.sched_getaffinity(0)
+    one, other = workers_bound("auto", probed=0)
+    assert one.processors == other.processors == os.sched_getaffinity(0)
 
 
 def test_a_worker_that_takes_anothers_place_takes_its_cores() -> None:

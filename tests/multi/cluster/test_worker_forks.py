@@ -3,13 +3,22 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
 from tests.support.cluster.processes import descendants, wait_until_gone
+from tests.support.commands.forked_command import ForkedServer
 from tllm.node.sources.worker_forks import WorkerForks, WorkerProcess
+
+
+@pytest.fixture(autouse=True)
+def servers_that_are_executed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where there are no tests, which fork their servers to save the imports."""
+    (popen,) = (kind for kind in ForkedServer.mro() if kind.__module__ == "subprocess")
+    monkeypatch.setattr(subprocess, "Popen", popen)
 
 
 def play(scene: Callable[[WorkerForks], Awaitable[None]]) -> None:

@@ -62,7 +62,7 @@ def test_links_bring_back_what_they_were_given(ways: tuple[str, ...]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_processes_measure_gloo_in_the_same_run() -> None:
     words = ["collectives", "--sizes", "8K", "--ways", "tllm TLS,gloo", "--kinds", "all_reduce"]
     done = tllm("bench", *words, *QUICK)
@@ -74,7 +74,7 @@ def test_processes_measure_gloo_in_the_same_run() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_two_sides_meet_by_a_token_and_stay_encrypted() -> None:
     port = free_row(PORTS)
     words = ["links", "--sizes", "64,100000", *QUICK]

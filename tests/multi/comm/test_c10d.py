@@ -14,9 +14,10 @@ import torch
 from tests.house.tree import ROOT
 from tests.support.comm.c10d import run_processes
 from tests.support.comm.torch_programs import PROGRAMS, everything, last_one_dies, last_one_dies_in_backward
+from tests.support.commands.forked_command import ForkedCommand
 from tllm.recipes.bench.processes import free_row
 
-pytestmark = pytest.mark.timeout(180)  # eight processes at a time, on a core that may be busy
+pytestmark = pytest.mark.timeout(300)  # eight processes at a time, on a core that may be busy
 
 
 @cache
@@ -88,7 +89,7 @@ def ended(program: str, size: int, **environment: str) -> tuple[list[int], list[
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(size)}
         settings = {**os.environ, **where, **environment, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
         command, pipe = [sys.executable, "-c", program], subprocess.PIPE
-        processes.append(subprocess.Popen(command, env=settings, stdout=pipe, stderr=subprocess.STDOUT, text=True))
+        processes.append(ForkedCommand(command, env=settings, stdout=pipe, stderr=subprocess.STDOUT, text=True))
     said = [process.communicate()[0] for process in processes]
     return [process.returncode for process in processes], said
 

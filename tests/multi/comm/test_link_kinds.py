@@ -362,7 +362,9 @@ def sum_and_wait(kind: LinkKind, ports: tuple[int, int], identity: Identity) -> 
 def test_a_rank_that_dies_is_named_at_once(kind: LinkKind, authority: Authority) -> None:
     ports = free_row(1), free_row(1)
     arguments = (kind, ports, authority.identity("node-1"))
-    peer = multiprocessing.get_context("spawn").Process(target=sum_and_wait, args=arguments)
+    context = multiprocessing.get_context("forkserver")  # which has imported torch
+    context.set_forkserver_preload([__name__])
+    peer = context.Process(target=sum_and_wait, args=arguments)
     peer.start()
     group = join(kind, 0, ports, authority.identity("node-0"))
     group.set_deadline(600)  # far beyond this test's own
@@ -382,6 +384,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("kind", ["grpc", pytest.param("torch", marks=pytest.mark.soak)], indirect=True)
 def test_two_processes_serve_the_same_words(kind: LinkKind, model: Path) -> None:
     prompt, params = tuple(range(1, 60)), SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
     sizes = EngineConfig(cache_tokens=1024, max_model_len=256, dtype="float32", wiring=Wiring(kind))
@@ -396,6 +399,7 @@ def test_two_processes_serve_the_same_words(kind: LinkKind, model: Path) -> None
     assert asyncio.run(served()) == truth
 
 
+@pytest.mark.parametrize("kind", [pytest.param("grpc", marks=pytest.mark.soak), "torch"], indirect=True)
 def test_two_processes_train_to_the_same_losses(kind: LinkKind, model: Path, tmp_path: Path) -> None:
     runs = [tmp_path / name / "run" for name in ("threads", "processes")]
     for run in runs:

@@ -429,7 +429,9 @@ def test_a_rank_that_dies_or_hangs_is_named_in_time(
 ) -> None:
     listener, port = Listener("127.0.0.1", 0), free_row(1)
     arguments = (listener.address, port, 3)
-    peer = multiprocessing.get_context("spawn").Process(target=sum_and_wait, args=arguments)
+    context = multiprocessing.get_context("forkserver")  # which has imported torch
+    context.set_forkserver_preload([__name__])
+    peer = context.Process(target=sum_and_wait, args=arguments)
     peer.start()
     group = join_group(0, listener, {0: listener.address, 1: ("127.0.0.1", port)}, None, deadline=10)
     for _ in range(3):

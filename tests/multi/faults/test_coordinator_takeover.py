@@ -25,9 +25,10 @@ from tests.support.serving.first_coordinator import SIZES
 from tllm.engine.engine import Engine
 from tllm.spec.request import Request, SamplingParams
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]  # each starts several processes that load torch
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # each starts several processes that load torch
 
-TAKEOVER_SECONDS = 10.0
+TAKEOVER_SECONDS = 25.0
+"""Some five on a quiet machine. A request waits for 30."""
 PROMPT = (1, 2, 3, 4)
 PARAMS = (
     SamplingParams(max_tokens=40, temperature=0, ignore_eos=True),

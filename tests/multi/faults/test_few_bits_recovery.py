@@ -17,7 +17,7 @@ from tllm.node.serve.open_cluster import open_cluster
 from tllm.node.serve.serving import Serving
 from tllm.spec.request import Output, Request, SamplingParams
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]  # each starts two processes that load torch
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # each starts two processes that load torch
 
 SHAPE = dict(hidden_size=256, num_attention_heads=8, num_key_value_heads=4, head_dim=32, intermediate_size=256)
 CONFIG = EngineConfig(

@@ -20,7 +20,7 @@ import pytest
 from tests.support.cluster.commands import EXACT, Running, running
 from tests.support.models.adapters import save_adapter
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]  # starts several processes that load torch
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # starts several processes that load torch
 
 TINY = Path(__file__).parents[3] / "models" / "tiny"
 ASKED = {"prompt": "x = ", "max_tokens": 200, "ignore_eos": True, "return_token_ids": True, "stream": True}

@@ -19,7 +19,7 @@ import pytest
 
 from tests.support.cluster.commands import EXACT, Running, running
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]  # starts four processes that load torch
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # starts four processes that load torch
 
 TINY = Path(__file__).parents[3] / "models" / "tiny"
 KEY = "key-of-this-test"

@@ -30,7 +30,7 @@ KINDS = (
     {"prompt": "x = ", "max_tokens": 120, "ignore_eos": True, "return_token_ids": True, "temperature": 0},
     {"prompt": "def f(", "max_tokens": 90, "ignore_eos": True, "return_token_ids": True, "temperature": 0.8, "seed": 7},
 )
-CLIENTS = 4
+CLIENTS = 2
 WAIT = 90.0
 
 

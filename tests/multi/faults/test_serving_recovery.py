@@ -34,7 +34,7 @@ from tllm.node.weights.model_folder import ModelFolder
 from tllm.recipes.bench.processes import free_row
 from tllm.spec.request import Request, SamplingParams
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]  # each starts several processes that load torch
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # each starts several processes that load torch
 
 SIZES = EngineConfig(cache_tokens=2048, max_model_len=256)
 PROMPT = (1, 2, 3, 4)
@@ -340,7 +340,7 @@ def test_nodes_keep_their_weights_for_a_coordinator_that_is_started_again(
     with contextlib.ExitStack() as stack:
         found, codes = [], []
         for number in range(2):
-            process = stack.enter_context(subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL))
+            process = stack.enter_context(ForkedCommand(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL))
             stack.callback(process.kill)
             assert process.stdout is not None
             start = time.monotonic()
@@ -350,7 +350,7 @@ def test_nodes_keep_their_weights_for_a_coordinator_that_is_started_again(
                 nodes = [stack.enter_context(joining(address, token, name, rejoin=40)) for name in names]
             assert json.loads(process.stdout.readline()) == truth["greedy"]
             if number == 1:
-                assert time.monotonic() - start < 15
+                assert time.monotonic() - start < 28, "they look for it all the time, and would for 40 s"
             found.append(ast.literal_eval(process.stdout.readline().decode()))
             assert ast.literal_eval(process.stdout.readline().decode()) == list(names), "the one left out as well"
             process.kill() if number == 0 else process.send_signal(signal.SIGINT)

@@ -26,7 +26,7 @@ TOKENS = 8192  # many seconds of them, for a heartbeat tells only once a second 
 BODY = {"prompt": [1, 2, 3], "max_tokens": TOKENS - 8, "temperature": 0, "ignore_eos": True, "stream": True}
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_stopped_node_is_named_alike_to_all_who_look(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_model("llama", tmp_path, max_position_embeddings=TOKENS)
 

@@ -27,7 +27,7 @@ from tllm.training.job.job import Job
 from tllm.training.report.events import RunEnded, RunEvent, RunLostRank, RunResumed, RunStepped
 from tllm.training.report.metrics import FILE, read_records
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]  # each starts several processes that load torch
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # each starts several processes that load torch
 
 
 @pytest.fixture(scope="module")

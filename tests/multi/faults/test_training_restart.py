@@ -19,7 +19,7 @@ from tllm.recipes.bench.processes import free_row
 from tllm.training.job.job_file import read_job
 from tllm.training.report.metrics import FILE, read_records
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]  # each starts several processes that load torch
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # each starts several processes that load torch
 
 STEPS, SAVE_EVERY = 60, 8
 GOES_ON = r"^goes on after step (\d+)(?: \((\d+) later ones are done again\))?, from (.*); plan (\S+)"

@@ -71,6 +71,15 @@ def status(page: str) -> dict[str, Any]:
     return found
 
 
+def check_followed(heir: JoinedNode) -> None:
+    """The run is shown where it is coordinated now: by its page and by `tllm status`."""
+    _, shown = who_says([heir], r"^the run's page is at (http://\S+?:(\d+))$")
+    seen = status(shown[1])
+    assert seen["ready"] and sum(node["rank"] is not None for node in seen["nodes"]) == 2
+    told = tllm("status", "--port", shown[2])
+    assert told.returncode == 0 and "host-1" in told.stdout and "host-2" in told.stdout, told.stderr
+
+
 def check(job: Path, run: Path, alone: Path) -> None:
     """Each step once, with the losses and the weights of the run that nothing disturbed."""
     losses = [one.loss for one in records(train(replace(read_job(job).job, output_dir=str(alone)), "pp=1"))]
@@ -100,6 +109,7 @@ def check_stopped(job: Path, steps: int) -> None:
     assert max(abs(one.loss - loss) / loss for one, loss in zip(found, losses, strict=True)) < 1e-12
 
 
+@pytest.mark.soak  # the next has a folder for each machine, the last one folder for all
 def test_another_machine_goes_on_with_the_run(tmp_path: Path) -> None:
     """It is followed where it coordinates now: on its terminal, its page and by `tllm status`."""
     job = write_job(tmp_path, CONFIG, max_steps=STEPS, save_steps=SAVE_EVERY, dtype="float64")
@@ -113,11 +123,7 @@ def test_another_machine_goes_on_with_the_run(tmp_path: Path) -> None:
         print(f"from the kill to the run going on: {time.monotonic() - began:.1f} s")
         assert again[3] == MEMORY and int(again[1]) >= 11 and int(again[2] or 0) <= 1
         assert again[4].startswith("pp=2")
-        _, shown = who_says([heir], r"^the run's page is at (http://\S+?:(\d+))$")
-        seen = status(shown[1])
-        assert seen["ready"] and sum(node["rank"] is not None for node in seen["nodes"]) == 2
-        told = tllm("status", "--port", shown[2])
-        assert told.returncode == 0 and "host-1" in told.stdout and "host-2" in told.stdout, told.stderr
+        check_followed(heir)
         assert [node.process.wait(120) for node in nodes] == [0, 0]
         assert "done after 60 steps" in heir.said()
         assert f"metrics and saves go on in {tmp_path / 'run'}" in heir.said()
@@ -140,12 +146,16 @@ def test_without_a_shared_folder_it_goes_on_in_one_of_its_own(tmp_path: Path) ->
         first = stack.enter_context(running(*words, "--plan", "pp=3", host=("env", "-C", str(places[0]))))
         page = first.until(r"the run's page is at (\S+)")[1]
         address, token = first.until(r"tllm join (\S+) --token (\S+)").groups()
-        nodes = [stack.enter_context(joined(tmp_path, address, token, place.name, cwd=place)) for place in places[1:]]
+        nodes = [
+            stack.enter_context(joined(tmp_path, address, token, place.name, "--page", "0", cwd=place))
+            for place in places[1:]
+        ]
         await_replicas(first, page, 3)
         reach(first, 12)
         kill(first.process)
         heir, again = who_says(nodes, GOES_ON)
         assert again[3] == MEMORY
+        check_followed(heir)
         assert [node.process.wait(120) for node in nodes] == [0, 0]
         own = tmp_path / heir.name / "run"
         told = re.search(
@@ -167,6 +177,7 @@ def test_without_a_shared_folder_it_goes_on_in_one_of_its_own(tmp_path: Path) ->
     assert off < 1e-11, name
 
 
+@pytest.mark.soak  # `test_faults` kills a node while it saves, `test_checkpoint_kill` a process in the midst of it
 def test_killed_while_it_saves(tmp_path: Path) -> None:
     """What is left of the save is removed, and the step is saved by those that are left."""
     job = write_job(tmp_path, CONFIG, max_steps=STEPS, save_steps=SAVE_EVERY, dtype="float64")
@@ -188,6 +199,7 @@ def test_killed_while_it_saves(tmp_path: Path) -> None:
     check(job, run, tmp_path / "alone")
 
 
+@pytest.mark.soak  # `test_training_restart` goes back to a save where no step is whole in memory
 def test_two_of_five_are_killed_at_once(tmp_path: Path) -> None:
     """With five replicas any two may be lost. What only these two held is in no memory: the run goes back to a save."""
     job = write_job(tmp_path, CONFIG | {"num_hidden_layers": 5}, save_steps=SAVE_EVERY, **LONG)

@@ -124,7 +124,7 @@ def in_process(model: transformers.PreTrainedModel, context: list[int], end: lis
     return float(logprobs.sum()), bool((logits_TV.argmax(-1) == torch.tensor(end)).all())
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_an_evaluation_has_the_same_numbers_under_every_plan_as_in_process(tmp_path: Path) -> None:
     model = save_model("llama", tmp_path, vocab_size=TOKENIZER.size)
     text = TOKENIZER.encode(TEXT)

@@ -13,7 +13,7 @@ import pytest
 from tests.support.cluster.commands import running
 from tests.support.models.families import save_model
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(300)
 
 ALICE, BOB, CAROL = "alice-key-1", "bob-key-22", "carol-key-3"
 FILE = f"""

@@ -10,7 +10,7 @@ import pytest
 from tests.support.cluster.commands import running
 from tests.support.serving.otlp_collector import CollectedSpan, collecting
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]  # starts four processes that load torch
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # starts four processes that load torch
 
 TINY = Path(__file__).parents[3] / "models" / "tiny"
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

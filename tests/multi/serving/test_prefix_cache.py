@@ -19,7 +19,7 @@ from tllm.spec.request import Request, SamplingParams
 
 __all__ = ["model"]  # a fixture
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]  # it starts several processes that load torch
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # it starts several processes that load torch
 
 PROMPT = tuple(range(3, 43))
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)

@@ -14,7 +14,7 @@ from tllm.spec.plan import Plan
 
 __all__ = ["model", "truth"]  # fixtures
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]  # each starts several processes that load torch
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # each starts several processes that load torch
 
 
 def test_streams_go_on_through_moves_and_from_a_plan_that_cannot_begin(

@@ -21,7 +21,7 @@ from tllm.spec.request import Request, SamplingParams
 
 __all__ = ["model"]  # a fixture
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]  # it starts several processes that load torch
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # it starts several processes that load torch
 
 GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
 SAID = tuple(range(60, 70))

@@ -19,7 +19,7 @@ from tllm.server.run import serve_http
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]  # it starts several processes that load torch
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # it starts several processes that load torch
 
 TINY = Path(__file__).parents[3] / "models" / "tiny"
 SCHEMA = {

@@ -32,7 +32,7 @@ def write_stale(file: Path) -> None:
     file.write_text(stale())
 
 
-@pytest.mark.timeout(120)  # it starts four processes, in part one after the other
+@pytest.mark.timeout(300)  # it starts four processes, in part one after the other
 def test_torchrun_starts_a_run_and_any_rank_can_end_it(tmp_path: Path) -> None:
     save_model("llama", tmp_path / "model")
     rows, run, port = rows_file(tmp_path / "rows.jsonl"), tmp_path / "run", free_row(1)

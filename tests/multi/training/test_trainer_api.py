@@ -15,7 +15,7 @@ from tllm.core.errors import ConfigError, PlanError
 from tllm.training.report.events import RunBegan, RunEnded, RunEvent, RunSaved, RunStepped
 from tllm.training.report.metrics import FILE, read_records
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]  # each starts processes that load torch
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # each starts processes that load torch
 
 
 def test_a_run_tells_and_returns_what_it_did_and_its_model_serves(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ sys.stdin.readline()
 print(json.dumps({"seconds": int(sys.argv[1]), "losses": [int(sys.argv[1])], "sent": int(sys.argv[1])}))
 """
 
-pytestmark = pytest.mark.timeout(180)  # several processes import torch, one after the other on a busy core
+pytestmark = pytest.mark.timeout(300)  # several processes import torch, one after the other on a busy core
 
 
 @pytest.fixture
@@ -36,7 +36,13 @@ def slow_links() -> ModuleType:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("picked", [("threads: 1",), ("zero=3, TLS", "FSDP2")], ids=["alone", "zero3"])
+@pytest.mark.parametrize(
+    "picked",
+    [
+        pytest.param(("threads: 1",), id="alone"),
+        pytest.param(("zero=3, TLS", "FSDP2"), marks=pytest.mark.soak, id="zero3"),
+    ],
+)
 def test_contenders_learn_the_same_from_the_same_rows(
     training: ModuleType, picked: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -134,15 +140,16 @@ def test_tables_of_slow_links_say_what_was_reported(slow_links: ModuleType) -> N
 @pytest.mark.netns
 @pytest.mark.slow
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "namespaces can be made")
-def test_a_way_that_sends_less_does_so_over_the_link(slow_links: ModuleType, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "least", "most"), [("int8", 0.25, 0.27), pytest.param("exact", 1.0, 1.02, marks=pytest.mark.soak)]
+)
+def test_a_way_sends_over_the_link_what_it_should(
+    slow_links: ModuleType, name: str, least: float, most: float, tmp_path: Path
+) -> None:
+    """In a step, as a part of the gradient in float32."""
     text = tmp_path / "text"
     text.write_text("To be, or not to be, that is the question. " * 50)
     work = slow_links.TextWork("tiny", 32, 2, tmp_path, text, 3)
-    sent = {}
-    for name in ("exact", "int8"):
-        first, second = slow_links.turns(work, name, slow_links.WAYS[name], 1, 2)
-        assert second["losses"][-1] < first["losses"][0]
-        sent[name] = second["sent"] / 2
-    gradient = 4 * 119_104
-    assert gradient < sent["exact"] < 1.02 * gradient
-    assert sent["int8"] < 0.27 * gradient
+    first, second = slow_links.turns(work, name, slow_links.WAYS[name], 1, 2)
+    assert second["losses"][-1] < first["losses"][0]
+    assert least < second["sent"] / 2 / (4 * 119_104) < most

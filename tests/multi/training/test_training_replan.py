@@ -17,7 +17,7 @@ from tllm.training.report.events import RunEnded, RunEvent, RunLostRank, RunResu
 
 __all__ = ["model", "whole"]  # fixtures
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]  # each starts several processes that load torch
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # each starts several processes that load torch
 
 
 def test_a_run_moves_to_other_plans_and_other_ranks(model: Path, whole: Any, tmp_path: Path) -> None:

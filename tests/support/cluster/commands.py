@@ -21,8 +21,14 @@ def tllm(
     *words: str, host: Sequence[str] = (), env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end, with these variables beside our own; `host` are words that run it on another host."""
-    command = [*host, sys.executable, "-m", "tllm.cli", *words]
-    pipe = subprocess.PIPE
+    return run_module("tllm.cli", *words, host=host, env=env)
+
+
+def run_module(
+    name: str, *words: str, host: Sequence[str] = (), env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """As `tllm`, for any module of ours."""
+    command, pipe = [*host, sys.executable, "-m", name, *words], subprocess.PIPE
     with ForkedCommand(command, stdout=pipe, stderr=pipe, text=True, env={**os.environ, **(env or {})}) as process:
         said, errors = process.communicate()
     return subprocess.CompletedProcess(command, process.returncode, said, errors)

@@ -4,6 +4,10 @@ Importing torch takes seconds of a processor, more than most commands that the t
 fork over a socket whose number is the argument here: a line of JSON (`Start`) with the files that are to be its stdin,
 stdout and stderr; the answer is its process number. The fork belongs to the test's process, as what it starts itself
 does: its parent here ends at once, and tests adopt orphans (`adopt_orphans`). It ends when the socket is closed.
+
+A command that starts workers has a fork server of its own, which imports as much again. So each fork begins with a
+spare beside it: a child of its own that waits to become that server (`ForkedServer`), and ends with it. The
+demonstration, which has one cluster after another, begins with three.
 """
 
 from __future__ import annotations
@@ -11,73 +15,73 @@ from __future__ import annotations
 import gc
 import importlib
 import os
-import runpy
 import signal
 import socket
+import subprocess
 import sys
 
-import msgspec
-
-from tests.support.comm.namespaces import enter
+from tests.support.commands.forked_command import ForkedServer, Spares
+from tests.support.commands.start import Start, hear
 from tllm.cli.main import COMMANDS, module_of
-from tllm.core.memory import VARIABLE
 
-MORE_MODULES = ("tllm.api.engine_options", "tllm.node.serve.open_cluster", "tllm.node.worker", "tllm.server.run")
-LINE_BYTES = 2**20
-
-
-class Start(msgspec.Struct, frozen=True):
-    """A module that is to be run as `python -m` does: its words, where, and with which environment."""
-
-    module: str
-    words: list[str]
-    environment: dict[str, str]
-    folder: str
-    namespace: str | None
-    is_unbuffered: bool
+OURS = ("tllm.api.engine_options", "tllm.node.serve.open_cluster", "tllm.node.worker", "tllm.server.run")
+OF_CLIENTS = ("openai",)
+SPARES_OF_DEMO = 3
 
 
 def serve(control: socket.socket) -> Start | None:
     """Fork commands until the socket is closed. Returns None then, and in every fork what it is to run."""
-    while True:
-        line, files, _, _ = socket.recv_fds(control, LINE_BYTES, 3)
-        if not line:
-            return None
-        while not line.endswith(b"\n"):
-            line += control.recv(LINE_BYTES)
+    while (heard := hear(control)) is not None:
+        start, files = heard
         told, tell = os.pipe()
         if not (between := os.fork()):
             if pid := os.fork():
                 os.write(tell, b"%d\n" % pid)
                 os._exit(0)
-            for number, file in enumerate(files):
-                os.dup2(file, number)
-            os.closerange(3, max(*files, told, tell, control.fileno()) + 1)
             control.detach()
-            return msgspec.json.decode(line, type=Start)
+            start.become(files)
+            return start
         os.waitpid(between, 0)  # from now on the test's process is the parent
         control.sendall(os.read(told, 32))
         for file in (*files, told, tell):
             os.close(file)
+    return None
 
 
-def become(start: Start) -> None:
-    """Take on the place and the environment of a command."""
-    if start.namespace is not None:
-        enter(start.namespace)
-    os.chdir(start.folder)
-    tunables = os.environ.get(VARIABLE)  # which the C library has read: the command need not be executed again for it
-    os.environ.clear()
-    os.environ.update(start.environment | ({VARIABLE: tunables} if tunables else {}))
-    sys.argv[1:] = start.words
-    if start.is_unbuffered:
-        for stream in (sys.stdout, sys.stderr):
-            stream.reconfigure(write_through=True)  # type: ignore[union-attr]
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+def leave_spares(count: int) -> Start | None:
+    """Fork processes that wait until this one starts fork servers. Returns None here, and there what it is to run."""
+    spares = Spares()
+    ForkedServer.forks = spares
+    subprocess.Popen = ForkedServer  # type: ignore[misc]
+    for _ in range(count):
+        control, theirs = socket.socketpair()
+        if not (pid := os.fork()):
+            return become_spare(spares, control, theirs)
+        theirs.close()
+        spares.add(pid, control)
+    return None
+
+
+def become_spare(others: Spares, control: socket.socket, theirs: socket.socket) -> Start:
+    """Wait until the command starts a fork server, and become it; or end with the command."""
+    others.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):
+        os.dup2(nowhere, number)
+    control.close()
+    if (heard := hear(theirs)) is None:
+        os._exit(0)
+    start, files = heard
+    start.lead_session()
+    theirs.sendall(b"\n")
+    theirs.detach()
+    start.become(files)
+    return start
 
 
 def main() -> None:
-    for module in (*map(module_of, COMMANDS), *MORE_MODULES):
+    for module in (*map(module_of, COMMANDS), *OURS, *OF_CLIENTS):
         importlib.import_module(module)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests
     gc.collect()
@@ -85,8 +89,8 @@ def main() -> None:
     with socket.socket(fileno=int(sys.argv[1])) as control:
         start = serve(control)
     if start is not None:
-        become(start)
-        runpy.run_module(start.module, run_name="__main__", alter_sys=True)
+        count = SPARES_OF_DEMO if start.words[:1] == ["demo"] else 1
+        (leave_spares(count) or start).run()
 
 
 if __name__ == "__main__":

@@ -7,79 +7,147 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
 
-import msgspec
-
+import tllm
 from tests.support.cluster.processes import keep
-from tests.support.commands import command_server
-from tests.support.commands.command_server import Start
+from tests.support.commands.start import Start
 from tllm.core.memory import huge_page_environment
 
 OURS = ("tllm.", "tests.", "benchmarks.")
+SOURCE = str(Path(tllm.__file__).parents[1])
 
 READ_AT_IMPORT = ("ATEN_", "GLIBC_", "GOMP_", "KMP_", "LD_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TORCH_")
 """Beginnings of the names of variables that are read while modules are imported, or before."""
 
 
+class Forks(Protocol):
+    """Who forks, and those variables of the environment that its imports were made in."""
+
+    environment: dict[str, str]
+
+    def fork(self, start: Start, files: Sequence[int]) -> int | None:
+        """The process number of what was started with these as its stdin, stdout, stderr and what is passed on; None if
+        it forks no more."""
+
+
 class ForkedCommand(subprocess.Popen[Any]):
-    """As Popen. What is no `python -m` with a module of ours, or has an environment that the server's imports were not
-    made in, is executed as ever; `ip netns exec HOST` and `env -C FOLDER` may stand before it."""
+    """As Popen. What is neither `python -c` nor `python -m` with a module of ours, or has an environment that the
+    server's imports were not made in, is executed as ever; `ip netns exec HOST` and `env -C FOLDER` may stand before
+    it."""
+
+    modules: ClassVar[tuple[str, ...]] = OURS
+    """Beginnings of the names of those that are forked."""
+
+    takes_programs: ClassVar[bool] = True
+    """Whether `python -c` is forked."""
+
+    forks: ClassVar[Forks | None] = None
+    """Who forks; None for the command server."""
 
     def _execute_child(self, args: Any, *settings: Any) -> None:
-        cwd, environment = settings[4:6]
         pipes = settings[9:15]  # the child's and our end of stdin, ours and its of stdout, and of stderr
-        start = start_of([args] if isinstance(args, str) else args, cwd, environment)
-        if start is None:
+        start = None if isinstance(args, (str, bytes, os.PathLike)) else self._start_of([*args], *settings)
+        theirs = [number if file == -1 else file for number, file in enumerate((pipes[0], pipes[3], pipes[5]))]
+        pid = None if start is None else self._fork(start, [*theirs, *start.files[3:]])
+        if pid is None:
             super()._execute_child(args, *settings)  # type: ignore[misc]
             return
-        theirs = [pipes[0], pipes[3], pipes[5]]
-        self.pid = _server().fork(start, theirs)
+        self.pid = pid
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
+    def _start_of(self, words: list[str], *settings: Any) -> Start | None:
+        """What is to be forked for a command line; None if it cannot."""
+        passed, folder, given = settings[3:6]
+        namespace, environment = None, dict(os.environ if given is None else given)
+        folder = os.fspath(folder or os.getcwd())
+        if words[:3] == ["ip", "netns", "exec"]:
+            namespace, words = words[3], words[4:]
+        if words[:2] == ["env", "-C"]:
+            folder, words = words[2], words[3:]
+        if is_unbuffered := words[1:2] == ["-u"]:
+            del words[1]
+        is_program = words[:2] == [sys.executable, "-c"] and self.takes_programs
+        if not is_program and (words[:2] != [sys.executable, "-m"] or not words[2].startswith(self.modules)):
+            return None
+        if read_at_import(environment) != (self.forks or command_server()).environment:
+            return None
+        return Start(
+            module="" if is_program else words[2],
+            program=words[2] if is_program else "",
+            words=words[3:],
+            environment=environment,
+            folder=folder,
+            namespace=namespace,
+            is_unbuffered=is_unbuffered,
+            has_own_session=bool(settings[20]),
+            files=[0, 1, 2, *passed],
+        )
 
-def start_of(words: Sequence[str], folder: str | os.PathLike[str] | None, given: dict[str, str] | None) -> Start | None:
-    """What the server is to run for a command line; None if it cannot."""
-    words, namespace, environment = list(words), None, dict(os.environ if given is None else given)
-    folder = os.fspath(folder or os.getcwd())
-    if words[:3] == ["ip", "netns", "exec"]:
-        namespace, words = words[3], words[4:]
-    if words[:2] == ["env", "-C"]:
-        folder, words = words[2], words[3:]
-    if is_unbuffered := words[1:2] == ["-u"]:
-        del words[1]
-    if words[:2] != [sys.executable, "-m"] or not words[2].startswith(OURS):
-        return None
-    if _read_at_import(environment) != _server().environment:
-        return None
-    return Start(words[2], words[3:], environment, folder, namespace, is_unbuffered)
+    def _fork(self, start: Start, files: Sequence[int]) -> int | None:
+        return (self.forks or command_server()).fork(start, files)
+
+
+class ForkedServer(ForkedCommand):
+    """As Popen, but for a fork server of workers. It stands in Popen's place where the program starts one by itself."""
+
+    modules = ("tllm.node.fork_server",)
+    takes_programs = False
+
+
+class Spares:
+    """Processes that a command has beside it from its beginning, and that become the first fork servers it starts."""
+
+    def __init__(self) -> None:
+        self.environment = read_at_import(os.environ)
+        self._waiting: list[tuple[int, socket.socket]] = []
+
+    def add(self, pid: int, control: socket.socket) -> None:
+        self._waiting.append((pid, control))
+
+    def fork(self, start: Start, files: Sequence[int]) -> int | None:
+        if not self._waiting:
+            return None
+        pid, control = self._waiting.pop(0)
+        with control:
+            start.send(control, files)
+            control.recv(1)  # a process that Popen has started leads its session already
+        return pid
+
+    def close(self) -> None:
+        """Forget them, in a process that is one itself."""
+        for _, control in self._waiting:
+            control.close()
+        self._waiting.clear()
 
 
 class _Server:
     """The server's process, which ends with this one."""
 
     def __init__(self) -> None:
-        self.environment = _read_at_import(os.environ)
+        self.environment = read_at_import(os.environ)
         self._control, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", command_server.__name__, str(theirs.fileno())],
+                [sys.executable, "-m", "tests.support.commands.command_server", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env=huge_page_environment(os.environ) | {"PYTHONPATH": os.pathsep.join(sys.path)},
                 pass_fds=[theirs.fileno()],
             )
+        self._one_at_a_time = threading.Lock()
         keep(self._process.pid)
         atexit.register(self.close)
 
     def fork(self, start: Start, files: Sequence[int]) -> int:
-        """The process number of a command that has been started with these as its stdin, stdout and stderr."""
-        own = [number if file == -1 else file for number, file in enumerate(files)]
-        socket.send_fds(self._control, [msgspec.json.encode(start) + b"\n"], own)
-        return int(self._control.recv(32))
+        with self._one_at_a_time:
+            start.send(self._control, files)
+            return int(self._control.recv(32))
 
     def close(self) -> None:
         self._control.close()
@@ -87,9 +155,16 @@ class _Server:
 
 
 @cache
-def _server() -> _Server:
+def command_server() -> _Server:
+    """The one server of this process, which is started when it is first asked for."""
     return _Server()
 
 
-def _read_at_import(environment: Any) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(READ_AT_IMPORT)}
+def read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that are read at import; without where our own modules are and the tunable of huge pages, which
+    the command server has and the program gives to the processes that it starts."""
+    read = {
+        name: value for name, value in huge_page_environment(environment).items() if name.startswith(READ_AT_IMPORT)
+    }
+    path = read.pop("PYTHONPATH", "").removeprefix(SOURCE).removeprefix(os.pathsep)
+    return read | ({"PYTHONPATH": path} if path else {})

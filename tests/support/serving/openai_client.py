@@ -1,6 +1,7 @@
-"""The official client, as a process of its own: `python ask.py URL KEY COUNT` streams COUNT completions at once.
+"""The official client, as a process of its own: `python -m tests.support.serving.openai_client URL KEY COUNT`.
 
-Prints one JSON list of the token ids of each; an error goes to stderr with its type and code, exit code 1.
+It streams COUNT completions at once, and prints one JSON list of the token ids of each; an error goes to stderr with
+its type and code, exit code 1.
 """
 
 from __future__ import annotations

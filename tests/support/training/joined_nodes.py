@@ -43,7 +43,7 @@ def joined(
                 process.kill()
 
 
-def who_says(nodes: Sequence[JoinedNode], pattern: str, seconds: float = 60.0) -> tuple[JoinedNode, re.Match[str]]:
+def who_says(nodes: Sequence[JoinedNode], pattern: str, seconds: float = 150.0) -> tuple[JoinedNode, re.Match[str]]:
     """The first of these nodes that says a line, and the line. AssertionError with all that was said if none does."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:

@@ -1,0 +1,98 @@
+"""Commands that are forked in place of being executed are to a test, and to a shell, what they would be."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.cluster.processes import command
+from tests.support.commands.command_door import CommandDoor
+from tests.support.commands.forked_command import ForkedCommand
+
+WAITS = """
+import os, sys, time
+print(sys.argv[1:], os.getpgrp(), "torch" in sys.modules, flush=True)
+time.sleep(60)
+"""
+STARTS_A_SERVER = """
+import os, socket, subprocess, sys
+mine, theirs = socket.socketpair()
+words = [sys.executable, "-m", "tllm.node.fork_server", str(theirs.fileno())]
+for _ in range(2):
+    server = subprocess.Popen(words, pass_fds=[theirs.fileno()], start_new_session=True, stderr=subprocess.PIPE)
+    parent = open(f"/proc/{server.pid}/stat").read().rpartition(")")[2].split()[1]
+    print(int(parent) == os.getpid(), os.getsid(server.pid) == server.pid, flush=True)
+    server.kill()
+    print(server.wait(), server.stderr.read())
+"""
+
+
+@pytest.fixture
+def door() -> Iterator[CommandDoor]:
+    with CommandDoor() as made:
+        yield made
+
+
+def shell(line: str, **environment: str) -> subprocess.Popen[str]:
+    """A shell with a group of its own, in this session."""
+    return subprocess.Popen(
+        ["bash", "-c", line],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        process_group=0,
+    )
+
+
+def test_it_is_listed_by_its_words_and_a_signal_ends_it() -> None:
+    with ForkedCommand([sys.executable, "-c", WAITS, "one", "two"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == f"['one', 'two'] {os.getpgrp()} True\n"
+        assert command(process.pid) == "python -c one two"
+        process.terminate()
+        assert process.wait() == -signal.SIGTERM
+
+
+def test_a_fork_server_of_its_own_is_its_child_and_leads_a_session() -> None:
+    """The first is the spare that waits beside it, the second is executed."""
+    done = ForkedCommand([sys.executable, "-c", STARTS_A_SERVER], stdout=subprocess.PIPE, text=True)
+    with done as process:
+        said, _ = process.communicate()
+    assert process.returncode == 0
+    assert said.splitlines() == ["True True", f"{-signal.SIGKILL} b''"] * 2
+
+
+@pytest.mark.parametrize(("ends", "code"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 128 + signal.SIGKILL)])
+def test_a_shell_has_its_words_and_its_code(ends: str, code: int, door: CommandDoor, tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(f"import os, sys\nprint(*sys.argv[1:], os.environ['KEY'], os.getcwd(), flush=True)\n{ends}\n")
+    with shell(f"cd {tmp_path}; {door.words} program.py 'a b' | cat; exit ${{PIPESTATUS[0]}}", KEY="value") as process:
+        said, _ = process.communicate()
+    assert said.splitlines()[0] == f"a b value {tmp_path}"
+    assert process.returncode == code
+
+
+def test_a_key_that_is_pressed_reaches_it(door: CommandDoor, tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(WAITS)
+    with shell(f"exec {door.words} {file}") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == f"[] {process.pid} True\n"
+        os.killpg(process.pid, signal.SIGINT)
+        assert "KeyboardInterrupt" in process.stdout.read()
+        assert process.wait() in (1, -signal.SIGINT)
+
+
+def test_what_is_read_at_import_has_it_executed(door: CommandDoor, tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    file.write_text("import sys\nprint(sys.flags.hash_randomization, 'torch' in sys.modules)\n")
+    with shell(f"exec {door.words} {file}", PYTHONHASHSEED="0") as process:
+        said, _ = process.communicate()
+    assert (said, process.returncode) == ("0 False\n", 0)
