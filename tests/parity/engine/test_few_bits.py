@@ -14,7 +14,7 @@ from tests.support.models.few_bits import libraries
 from tests.support.models.gguf_models import write_gguf
 from tests.support.models.layouts import spec_of
 from tests.support.models.quantized_folders import FORMATS, fp8, save_mxfp4, save_quantized
-from tests.support.models.turns import EACH_PART, in_turn
+from tests.support.selection import EACH_PART, in_turn
 from tllm.engine.engine import Engine
 from tllm.engine.schedule.limits import EngineConfig
 from tllm.kernels import row_operations

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from tests.support.models.families import FAMILIES, save_model
-from tests.support.models.turns import EACH_PART, in_turn
+from tests.support.selection import EACH_PART, in_turn
 from tllm.engine.engine import Engine
 from tllm.engine.schedule.limits import EngineConfig
 from tllm.spec.request import SamplingParams

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.support.models.families import FAMILIES, TRAINABLE, save_model
 from tests.support.models.reference_gradients import Mutation, apart, gradients_under, packed, true_gradients
-from tests.support.models.turns import EACH_PART, in_turn
+from tests.support.selection import EACH_PART, in_turn
 from tllm.comm.collectives.group import solo
 from tllm.model.transformer import Transformer
 from tllm.parallel import collectives as collective

@@ -10,7 +10,7 @@ import torch
 
 from tests.parity.training.test_training import narrow_weights
 from tests.support.models.families import save_model
-from tests.support.models.turns import EACH_PART, in_turn
+from tests.support.selection import EACH_PART, in_turn
 from tests.support.training.training_step import Layout, furthest, gradients_under, saved, train_under
 from tllm.training.data.batch_tensors import Tokens
 from tllm.training.optim.optimizer import AdamW

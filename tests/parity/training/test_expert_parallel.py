@@ -17,7 +17,7 @@ from tests.parity.training.test_training import narrow_weights
 from tests.support.models.families import save_model
 from tests.support.models.layouts import in_threads
 from tests.support.models.reference_gradients import apart
-from tests.support.models.turns import EACH_PART, in_turn, soak_but
+from tests.support.selection import EACH_PART, in_turn, soak_but
 from tests.support.training.training_step import (
     Layout,
     close,

@@ -9,7 +9,7 @@ import torch
 
 from tests.support.models.families import TRAINABLE, save_model
 from tests.support.models.reference_gradients import in_float64
-from tests.support.models.turns import EACH_PART, in_turn
+from tests.support.selection import EACH_PART, in_turn
 from tests.support.training.training_step import (
     Layout,
     furthest,

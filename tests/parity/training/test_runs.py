@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.models.families import save_model
-from tests.support.models.turns import soak_but
+from tests.support.selection import soak_but
 from tests.support.training.runs import final, job_for, plain_loop, records, rows_file, train
 from tests.support.training.training_step import furthest, saved
 from tllm.training.report.events import RunEnded, RunSaved

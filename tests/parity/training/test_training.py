@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from tests.support.models.families import TRAINABLE, save_model
-from tests.support.models.turns import EACH_PART, in_turn, soak_but
+from tests.support.selection import EACH_PART, in_turn, soak_but
 from tests.support.training.training_step import (
     Layout,
     Rank,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support.models.families import save_model
-from tests.support.models.turns import soak_but
+from tests.support.selection import soak_but
 from tests.support.training.runs import final, job_for, records, train
 from tests.support.training.training_step import furthest
 from tllm.training.report.metrics import StepRecord

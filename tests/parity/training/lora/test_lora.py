@@ -22,7 +22,7 @@ from tests.support.models.families import save_model
 from tests.support.models.layouts import spec_of
 from tests.support.models.reference_gradients import apart, in_float64, packed
 from tests.support.models.slow_load import slices, slow_load
-from tests.support.models.turns import soak_but
+from tests.support.selection import soak_but
 from tests.support.training.runs import job_for, records, train
 from tests.support.training.training_step import furthest
 from tllm.model.transformer import Transformer, build

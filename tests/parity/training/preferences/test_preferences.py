@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from tests.support.models.reference_gradients import in_float64
-from tests.support.models.turns import pairs_in_turn
+from tests.support.selection import pairs_in_turn
 from tests.support.training.post_training.preferences import (
     Replies,
     ids_of,
