@@ -53,7 +53,7 @@ def test_every_layout_has_the_same_gradients(case: str, part: str, tmp_path: Pat
     _, want_32 = gradients_under(tmp_path, "pp=1", TOKENS, torch.float32)
     rounded = apart(want_32, want_64)
     cuts = [(layout, sequence) for layout in layouts(case) for sequence in (False, True)]
-    for layout, sequence in in_turn(cuts, case, TRAINABLE, part, count=3):
+    for layout, sequence in in_turn(cuts, case, TRAINABLE, part, count=1):
         loss, in_64 = gradients_under(tmp_path, layout, TOKENS, torch.float64, sequence)
         torch.testing.assert_close(loss, loss_64, rtol=1e-13, atol=0)
         for name, distance in apart(in_64, want_64).items():
