@@ -8,6 +8,7 @@ its classes.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -91,11 +92,20 @@ def words_of(name: str) -> list[str]:
 
 def holds(name: str, word: str) -> bool:
     """Whether whole words of a name, written together, are this word or its plural."""
-    parts, plain = words_of(name), re.sub(r"[^a-z0-9]", "", word.lower())
-    joined = {"".join(parts[start:stop]) for start in range(len(parts)) for stop in range(start + 1, len(parts) + 1)}
-    return bool(joined & {plain, f"{plain}s"})
+    plain = re.sub(r"[^a-z0-9]", "", word.lower())
+    return not joined(name).isdisjoint((plain, f"{plain}s"))
 
 
+@functools.cache
+def joined(name: str) -> frozenset[str]:
+    """Every run of the words of a name, written together."""
+    parts = words_of(name)
+    return frozenset(
+        "".join(parts[start:stop]) for start in range(len(parts)) for stop in range(start + 1, len(parts) + 1)
+    )
+
+
+@functools.cache
 def names_of(path: Path) -> list[str]:
     """What a search of names sees of a file: its path, and its classes."""
     classes = [node.name for node in ast.walk(parse(path)) if isinstance(node, ast.ClassDef)]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -14,22 +15,25 @@ FOLDER_FILES = 15
 """Python files in a folder; an `__init__.py` without content is not counted, as there is nothing to read in it."""
 
 
+@functools.cache
 def modules() -> dict[str, Path]:
     """Every source file by its dotted name, but for the `__init__.py` of packages, which say nothing."""
     files = (path for path in sources() if path.name != "__init__.py")
     return {".".join(path.relative_to(SOURCE.parent).with_suffix("").parts): path for path in files}
 
 
-def imported_modules(path: Path, known: Mapping[str, Path]) -> Iterator[str]:
+@functools.cache
+def imported_modules(path: Path) -> tuple[str, ...]:
     """Modules of the package that a file imports, be it `import a.b`, `from a.b import name` or `from a import b`."""
+    known = modules()
     named = {
         f"{node.module}.{alias.name}"
         for node in ast.walk(parse(path))
         if isinstance(node, ast.ImportFrom) and node.module
         for alias in node.names
     }
-    yield from sorted(name for name in named if name in known)
-    yield from (imported.module for imported in imports(path) if imported.module in known)
+    direct = (imported.module for imported in imports(path) if imported.module in known)
+    return (*sorted(name for name in named if name in known), *direct)
 
 
 def circle_in(graph: Mapping[str, set[str]]) -> list[str]:
@@ -52,18 +56,16 @@ def test_folders_are_short_enough_to_tell_a_story() -> None:
 
 
 def test_no_circle_of_modules() -> None:
-    known = modules()
-    graph = {name: set(imported_modules(path, known)) for name, path in known.items()}
+    graph = {name: set(imported_modules(path)) for name, path in modules().items()}
     assert not (circle := circle_in(graph)), " imports ".join(circle)
 
 
 def test_no_circle_of_sub_packages() -> None:
     """A package and its sub-packages count as neighbours: what lies in the package itself is one more room of it."""
-    known = modules()
     graph: dict[str, set[str]] = defaultdict(set)
-    for name, path in known.items():
+    for name, path in modules().items():
         here = name.rpartition(".")[0]
-        graph[here] |= {there for other in imported_modules(path, known) if (there := other.rpartition(".")[0]) != here}
+        graph[here] |= {there for other in imported_modules(path) if (there := other.rpartition(".")[0]) != here}
     assert not (circle := circle_in(graph)), " imports ".join(circle)
 
 

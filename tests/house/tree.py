@@ -117,10 +117,11 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def imports(path: Path) -> list[Import]:
+@functools.cache
+def imports(path: Path) -> tuple[Import, ...]:
     """Every import of a file with the function it stands in; relative ones are written out in full."""
     package = ["tllm", *path.relative_to(SOURCE).parent.parts]
-    return list(_imports(parse(path), package, "", False))
+    return tuple(_imports(parse(path), package, "", False))
 
 
 def _imports(node: ast.AST, package: list[str], inside: str, typing_only: bool) -> Iterator[Import]:
@@ -144,8 +145,9 @@ def _imports(node: ast.AST, package: list[str], inside: str, typing_only: bool) 
             yield from _imports(child, package, inside, typing_only)
 
 
-def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return [n for n in ast.walk(parse(path)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+@functools.cache
+def functions(path: Path) -> tuple[ast.FunctionDef | ast.AsyncFunctionDef, ...]:
+    return tuple(n for n in ast.walk(parse(path)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 @functools.cache

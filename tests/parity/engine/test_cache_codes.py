@@ -14,6 +14,7 @@ import torch
 
 from tests.support.models.families import save_model
 from tests.support.models.rounded_rows import RoundedModel
+from tests.support.selection import EACH_PART, in_turn
 from tllm.core.errors import ConfigError
 from tllm.engine.engine import Engine
 from tllm.engine.schedule.limits import EngineConfig
@@ -42,16 +43,17 @@ def prompts() -> list[list[int]]:
     return [first, second, first[:17] + third]
 
 
+@EACH_PART
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 @pytest.mark.parametrize("case", FAMILIES)
-def test_greedy_ids_are_those_of_the_twin(case: str, kind: str, tmp_path: Path) -> None:
+def test_greedy_ids_are_those_of_the_twin(case: str, kind: str, part: str, tmp_path: Path) -> None:
     save_model(case, tmp_path, **FAMILIES[case])
     twin = RoundedModel(tmp_path, kind)
     truth = [twin.greedy(prompt, REPLY) for prompt in prompts()]
     assert len({tuple(ids) for ids in truth}) == len(truth), "every prompt must lead somewhere of its own"
-    ways = [(layout, ROOMY) for layout in (LAYOUTS if kind == "int8" else LAYOUTS[:1])]
+    ways = [(layout, ROOMY) for layout in LAYOUTS]
     ways += [(LAYOUTS[-1], config) for config in (CHUNKED, DRAFTED, TIGHT)]
-    for layout, config in ways:
+    for layout, config in in_turn(ways, case, FAMILIES, part, count=3 if kind == "int8" else 2):
         with Engine.load(tmp_path, layout, msgspec.structs.replace(config, kv_cache_dtype=kind)) as engine:
             assert engine.generate(prompts(), GREEDY) == truth, f"{layout}, {config}"
             again = [[*prompt, *reply[:-1]] for prompt, reply in zip(prompts(), truth, strict=True)]

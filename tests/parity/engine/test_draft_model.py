@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.support.models.families import save_model
+from tests.support.selection import covering
 from tests.unit.engine.kits import AlwaysDrafting, EveryDraft
 from tllm.engine.draft.draft_model import CachedSequence, DraftModel
 from tllm.engine.engine import Engine
@@ -79,22 +80,26 @@ def accepted_share(engine: Engine) -> float:
     return stats["accepted_tokens"] / stats["draft_tokens"]
 
 
-@pytest.mark.parametrize("case", ["llama", "gemma2"])
-def test_a_draft_equal_to_the_target_is_always_right_and_a_random_one_seldom(case: str, tmp_path: Path) -> None:
+PARAMS = {"greedy": GREEDY, "seeded": SEEDED, "rich": RICH}
+
+
+@pytest.mark.parametrize(("case", "layout", "way"), covering(["llama", "gemma2"], ["pp=1", "pp=2", "tp=2"], PARAMS))
+def test_a_draft_equal_to_the_target_is_always_right_and_a_random_one_seldom(
+    case: str, layout: str, way: str, tmp_path: Path
+) -> None:
+    params = PARAMS[way]
     save_model(case, tmp_path / "target")
     save_model("llama", tmp_path / "other", seed=9, num_hidden_layers=1)
-    for params in (GREEDY, SEEDED, RICH):
-        with Engine.load(tmp_path / "target", "pp=1", ROOMY) as engine:
-            truth = engine.generate(prompts(), params)
-        for layout in ("pp=1", "pp=2", "tp=2"):
-            with drafting(tmp_path / "target", tmp_path / "target", layout) as engine:
-                assert engine.generate(prompts(), params) == truth, f"{layout}, {params}"
-                assert accepted_share(engine) == 1.0
-                assert engine.stats()["drafts"] <= -(-(REPLY - 1) // (1 + TOKENS)) * len(LENGTHS)
-                assert draft_of(engine).pool.num_free == draft_of(engine).pool.num_pages, "all have ended"
-        with drafting(tmp_path / "target", tmp_path / "other", "pp=2") as engine:
-            assert engine.generate(prompts(), params) == truth
-            assert accepted_share(engine) < 0.2
+    with Engine.load(tmp_path / "target", "pp=1", ROOMY) as engine:
+        truth = engine.generate(prompts(), params)
+    with drafting(tmp_path / "target", tmp_path / "target", layout) as engine:
+        assert engine.generate(prompts(), params) == truth
+        assert accepted_share(engine) == 1.0
+        assert engine.stats()["drafts"] <= -(-(REPLY - 1) // (1 + TOKENS)) * len(LENGTHS)
+        assert draft_of(engine).pool.num_free == draft_of(engine).pool.num_pages, "all have ended"
+    with drafting(tmp_path / "target", tmp_path / "other", "pp=2") as engine:
+        assert engine.generate(prompts(), params) == truth
+        assert accepted_share(engine) < 0.2
 
 
 @pytest.mark.parametrize("layout", ["pp=1", "pp=2"])

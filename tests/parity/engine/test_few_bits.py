@@ -14,7 +14,7 @@ from tests.support.models.few_bits import libraries
 from tests.support.models.gguf_models import write_gguf
 from tests.support.models.layouts import spec_of
 from tests.support.models.quantized_folders import FORMATS, fp8, save_mxfp4, save_quantized
-from tests.support.models.turns import EACH_PART, in_turn
+from tests.support.selection import EACH_PART, in_turn
 from tllm.engine.engine import Engine
 from tllm.engine.schedule.limits import EngineConfig
 from tllm.kernels import row_operations
@@ -192,10 +192,11 @@ FOLDERS = {
 }
 
 
+@EACH_PART
 @pytest.mark.parametrize(
     ("family", "form"), [("llama", "fp8"), ("llama", "fp8_row"), *(("qwen3_moe", form) for form in FOLDERS)]
 )
-def test_quantised_folders_are_held_as_they_are(family: str, form: str, tmp_path: Path) -> None:
+def test_quantised_folders_are_held_as_they_are(family: str, form: str, part: str, tmp_path: Path) -> None:
     """Every layout answers alike, to the bit, also where it cuts inside of blocks of 128 columns."""
     save_model(family, tmp_path / "plain", **FAMILIES[family], vocab_size=128)
     folder = tmp_path / form
@@ -204,7 +205,7 @@ def test_quantised_folders_are_held_as_they_are(family: str, form: str, tmp_path
     assert held == planned
     save_quantized(tmp_path / "plain", folder, FOLDERS[form], head=True)
     found = scored(folder, "pp=1", CONFIG)
-    for layout in layouts(family):
+    for layout in in_turn(layouts(family), form, FOLDERS, part):
         assert scored(folder, layout, CONFIG) == found, layout
     exact = msgspec.structs.replace(CONFIG, dequantize=True, dtype="float64")
     off = torch.tensor(found[1][:39]) - torch.tensor(scored(folder, "pp=1", exact)[1][:39])
@@ -229,8 +230,12 @@ WRITTEN = dict(swiglu_limit=7.0, swiglu_alpha=1.702)
 """What every gpt-oss model has, so that no GGUF file says it."""
 
 
-@pytest.mark.parametrize("up", ["MXFP4", "Q4_0", "F16"])
-def test_gates_and_ups_of_a_gguf_file_become_one_matrix(up: str, tmp_path: Path) -> None:
+UPS = ("MXFP4", "Q4_0", "F16")
+
+
+@EACH_PART
+@pytest.mark.parametrize("up", UPS)
+def test_gates_and_ups_of_a_gguf_file_become_one_matrix(up: str, part: str, tmp_path: Path) -> None:
     """To the bit under every layout. Of unlike types they are plain numbers, and so is all of an expert; then layouts
     differ by rounding."""
 
@@ -242,7 +247,7 @@ def test_gates_and_ups_of_a_gguf_file_become_one_matrix(up: str, tmp_path: Path)
     held, planned = held_bytes(path, read_config(path))
     assert held == planned
     found = scored(path, "pp=1", CONFIG)
-    for layout in layouts("gpt_oss_moe"):
+    for layout in in_turn(layouts("gpt_oss_moe"), up, UPS, part):
         if up == "MXFP4":
             assert scored(path, layout, CONFIG) == found, layout
         else:

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from tests.support.models.families import FAMILIES, save_model
-from tests.support.models.turns import EACH_PART, in_turn
+from tests.support.selection import EACH_PART, in_turn
 from tllm.engine.engine import Engine
 from tllm.engine.schedule.limits import EngineConfig
 from tllm.spec.request import SamplingParams
@@ -50,11 +50,13 @@ def greedy_truth(model: transformers.PreTrainedModel) -> list[list[int]]:
 def test_greedy_ids_equal_transformers(case: str, part: str, tmp_path: Path) -> None:
     truth = greedy_truth(save_model(case, tmp_path))
     assert len({tuple(ids) for ids in truth}) == len(LENGTHS), "every prompt must lead somewhere of its own"
-    for layout in in_turn(LAYOUTS, case, FAMILIES, part):
-        with Engine.load(tmp_path, layout, ROOMY) as engine:
-            assert engine.generate(prompts(), GREEDY) == truth, layout
+    roomy = [(layout, ROOMY) for layout in LAYOUTS]
     hard = [(layout, sizes) for layout in ("pp=2,tp=1+2", "pp=1") for sizes in (CHUNKED, DRAFTED, TIGHT)]
-    for layout, sizes in in_turn(hard, case, FAMILIES, part, count=3 if case in ALONE_TOO else 1):
+    if case in ALONE_TOO:
+        turns = [*in_turn(roomy, case, ALONE_TOO, part), *in_turn(hard, case, ALONE_TOO, part, count=3)]
+    else:
+        turns = in_turn([*roomy, *hard], case, FAMILIES, part, count=1)
+    for layout, sizes in turns:
         with Engine.load(tmp_path, layout, sizes) as engine:
             assert engine.generate(prompts(), GREEDY) == truth, f"{layout} with {sizes}"
             if sizes is TIGHT:

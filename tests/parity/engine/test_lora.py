@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.support.models.adapters import peft_adapter, save_adapter
 from tests.support.models.families import save_model
 from tests.support.models.gguf_models import write_gguf
-from tests.support.models.turns import EACH_PART, in_turn, soak_but
+from tests.support.selection import EACH_PART, in_turn, soak_but
 from tllm.core.errors import RequestError
 from tllm.engine.engine import Engine
 from tllm.engine.schedule.batch import ForgetAdapter

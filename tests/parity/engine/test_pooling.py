@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from tests.parity.engine.test_few_bits import SIZES
 from tests.parity.engine.test_generation import CHUNKED, LAYOUTS, ROOMY, TIGHT, prompts
 from tests.support.models.families import SHAPE, save_model
+from tests.support.selection import EACH_PART, in_turn
 from tllm.core.errors import RequestError
 from tllm.engine.compute.pooler import precise_sum
 from tllm.engine.engine import Engine
@@ -53,19 +54,26 @@ def truth(model: transformers.PreTrainedModel, kind: PoolingKind, ids: list[int]
     return of_kind[kind]()
 
 
+WAYS = [
+    (layout, config)
+    for layout in LAYOUTS
+    for config in ((ROOMY, CHUNKED, TIGHT) if layout in ("pp=1", "pp=2,tp=1+2") else (CHUNKED,))
+]
+
+
+@EACH_PART
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.timeout(180)
-def test_every_plan_comes_to_what_transformers_does(case: str, tmp_path: Path) -> None:
+def test_every_plan_comes_to_what_transformers_does(case: str, part: str, tmp_path: Path) -> None:
     """Whole, in chunks, and with so few pages that prompts wait for each other."""
     model = save_model(case, tmp_path)
     wanted = {kind: [truth(model, kind, ids) for ids in prompts()] for kind in KINDS}
-    for layout in LAYOUTS:
-        for config in (ROOMY, CHUNKED, TIGHT) if layout in ("pp=1", "pp=2,tp=1+2") else (CHUNKED,):
-            with Engine.load(tmp_path, layout, config) as engine:
-                for kind in KINDS:
-                    for got, want in zip(pooled(engine, kind, prompts()), wanted[kind], strict=True):
-                        off = (torch.tensor(got, dtype=torch.float64) - want).abs()
-                        assert (off <= 3e-5 + 1e-5 * want.abs()).all(), (layout, config, kind, off.max())
+    for layout, config in in_turn(WAYS, case, CASES, part, count=3):
+        with Engine.load(tmp_path, layout, config) as engine:
+            for kind in KINDS:
+                for got, want in zip(pooled(engine, kind, prompts()), wanted[kind], strict=True):
+                    off = (torch.tensor(got, dtype=torch.float64) - want).abs()
+                    assert (off <= 3e-5 + 1e-5 * want.abs()).all(), (layout, config, kind, off.max())
 
 
 def test_in_float64_it_is_transformers_to_ten_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

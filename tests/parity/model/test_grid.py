@@ -12,7 +12,7 @@ from tests.support.models.families import save_model
 from tests.support.models.grid_gradients import gradients_on_grid, ranks_on_grid
 from tests.support.models.layouts import logits_under
 from tests.support.models.reference_gradients import apart, gradients_under, packed
-from tests.support.models.turns import EACH_PART, in_turn
+from tests.support.selection import EACH_PART, in_turn
 from tllm.parallel.shard import Shard, shard_of
 
 GRIDS = ("tp=4,tensor=2d", "tp=9,tensor=2d", "tp=8,tensor=2.5d", "tp=8,tensor=3d")

@@ -9,7 +9,7 @@ import torch
 
 from tests.support.models.families import FAMILIES, save_model
 from tests.support.models.layouts import logits_under
-from tests.support.models.turns import EACH_PART, in_turn
+from tests.support.selection import EACH_PART, in_turn
 from tllm.spec.families import FAMILIES as KNOWN
 
 LAYOUTS = (

@@ -12,6 +12,7 @@ import torch
 from tests.support.models.families import TRAINABLE, save_model
 from tests.support.models.layouts import in_threads, spec_of
 from tests.support.models.live_tensors import Live
+from tests.support.selection import EACH_PART, in_turn
 from tllm.comm.collectives.group import Group, local_groups
 from tllm.parallel.mesh import Mesh
 from tllm.parallel.sequence_parallel import slice_counts
@@ -93,16 +94,21 @@ GRID: list[tuple[tuple[int, ...], bool, range, list[int], float]] = [
 ]
 
 
-@pytest.mark.parametrize("case", [case for case in TRAINABLE if case not in SAME_BUT_FOR_ANGLES])
-def test_kept_bytes_are_planned_bytes(case: str, tmp_path: Path) -> None:
+CASES = [case for case in TRAINABLE if case not in SAME_BUT_FOR_ANGLES]
+WAYS: tuple[Recompute, ...] = ("none", "selective", "layer")
+
+
+@EACH_PART
+@pytest.mark.parametrize("case", CASES)
+def test_kept_bytes_are_planned_bytes(case: str, part: str, tmp_path: Path) -> None:
     save_model(case, tmp_path)
     spec = spec_of(tmp_path)
     dtypes = (torch.float32, torch.bfloat16, torch.float64)
-    ways: tuple[Recompute, ...] = ("none", "selective", "layer")
     for number, (shares, sequence, layers, lengths, ignored) in enumerate(GRID):
         tokens = documents(lengths, ignored)
-        for shift, how in enumerate(ways):
-            dtype = dtypes[(number + shift) % 3]
+        ways = WAYS[number % 3 :] + WAYS[: number % 3]
+        for how in in_turn(ways, case, CASES, part, count=1):
+            dtype = dtypes[(number + WAYS.index(how)) % 3]
             of_rank = partial(kept, spec, tokens, layers, sequence, how, dtype)
             pairs = zip(local_groups(len(shares)), cut_stage(spec, shares), strict=True)
             for measured, planned in in_threads([partial(of_rank, *pair) for pair in pairs]):

@@ -11,7 +11,7 @@ import torch
 
 from tests.support.models.families import save_model
 from tests.support.models.layouts import in_threads, spec_of
-from tests.support.models.turns import EACH_PART, in_turn
+from tests.support.selection import EACH_PART, in_turn
 from tests.support.training.plans import full_rows, plan_of
 from tests.support.training.training_step import Layout, Rank, close, ranks_of
 from tllm.comm.collectives import all_reduce as algorithms

@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from tests.support.models.families import save_model
-from tests.support.training.runs import final, job_for, records, train
+from tests.support.training.runs import final, records, short_job, train
 from tests.support.training.snapshot_epochs import Epochs, Hurt
 from tests.support.training.training_step import furthest
 from tllm.planner.memory.training_memory import training_bytes
 from tllm.spec.plan import Plan
-from tllm.training import trainer as trainer_module
 from tllm.training.job.initial_model import open_initial_model
 from tllm.training.job.job_parts import training_facts
 from tllm.training.job.lora_job import LoraJob
@@ -105,11 +104,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(autouse=True)
-def short_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer_module, "PEAK_SECONDS", 0.01)
-
-
 def began(news: list[RunEvent]) -> RunBegan:
     return next(one for one in news if isinstance(one, RunBegan))
 
@@ -119,8 +113,8 @@ def check(model: Path, folder: Path, plan: str, moment: Hurt, lost: int, behind:
     nodes = PLANS[plan]
     folder.mkdir(exist_ok=True)
     more = dict(max_steps=STEP + 2, save_steps=STEP if moment is saving else 100) | more
-    want = records(train(job_for(model, folder / "whole", **more), plan))  # without any copies
-    hurt = Epochs(job_for(model, folder / "hurt", **more))
+    want = records(train(short_job(model, folder / "whole", **more), plan))  # without any copies
+    hurt = Epochs(short_job(model, folder / "hurt", **more))
     first = hurt.run(plan, nodes, {nodes[lost]: moment})
     other = "z" if lost else nodes[0]  # rank 0 has the data; another process of it, without memory, takes its place
     second = hurt.run(plan, [other if node == nodes[lost] else node for node in nodes])
@@ -179,7 +173,7 @@ def test_fewer_go_on_and_more_take_over_again(
 
     With one of four lost and a plan for two, something is in the memory of the third that is left alone.
     """
-    job = job_for(model, tmp_path / "run", max_steps=7, save_steps=100, dtype="float64")
+    job = short_job(model, tmp_path / "run", max_steps=7, save_steps=100, dtype="float64")
     run = Epochs(job)
     run.run(plans[0], nodes[0], {nodes[0][1]: computing})
     pause = {nodes[1][0]: lambda trainer, die: at_step(trainer, 5, die)}
@@ -187,7 +181,7 @@ def test_fewer_go_on_and_more_take_over_again(
     last = run.run(plans[2], nodes[2])
     assert [began(news).origin for news in (again, last)] == ["memory"] * 2
     assert began(again).step in (1, 2) and began(last).step == 5
-    whole = Epochs(job_for(model, tmp_path / "whole", max_steps=7, save_steps=100, dtype="float64"))
+    whole = Epochs(short_job(model, tmp_path / "whole", max_steps=7, save_steps=100, dtype="float64"))
     want = records(whole.run("pp=1", "a"))
     found = read_records(tmp_path / "run" / FILE)
     assert [one.step for one in found] == [1, 2, 3, 4, 5, 6, 7]
@@ -204,9 +198,9 @@ def at_step(trainer: RankTrainer, step: int, die: Callable[[], None]) -> None:
 @pytest.mark.parametrize(("lost", "origin"), [("ab", "memory"), ("ac", "save")])
 def test_two_at_once(lost: str, origin: str, model: Path, tmp_path: Path) -> None:
     """A whole replica, of which the other one has all; and the same stage of both, so that only the disk has it."""
-    whole = Epochs(job_for(model, tmp_path / "whole", max_steps=5, save_steps=2))
+    whole = Epochs(short_job(model, tmp_path / "whole", max_steps=5, save_steps=2))
     whole.run("dp=2,pp=2", "abcd")
-    run = Epochs(job_for(model, tmp_path / "run", max_steps=5, save_steps=2))
+    run = Epochs(short_job(model, tmp_path / "run", max_steps=5, save_steps=2))
     run.run("dp=2,pp=2", "abcd", dict.fromkeys(lost, told))
     again = run.run("dp=2,pp=2", "abcd")
     assert began(again).origin == origin
@@ -217,7 +211,7 @@ def test_two_at_once(lost: str, origin: str, model: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize("plan", ["pp=2", "dp=2", "dp=2,zero=1", "dp=2,zero=3"])
 def test_copies_take_what_the_planner_says(plan: str, model: Path, tmp_path: Path) -> None:
     """Each of three float32 numbers of every element twice, of two steps; on all ranks together."""
-    job = job_for(model, tmp_path / "run", max_steps=2)
+    job = short_job(model, tmp_path / "run", max_steps=2)
     run = Epochs(job)
     run.run(plan, "ab")
     found = sum(block.tensor.nbytes for one in run.copies.values() for copy in one.complete() for block in copy.blocks)

@@ -20,11 +20,10 @@ from tests.parity.recovery.test_lost_ranks import (
     model,
     saving,
     sending,
-    short_peak,
     told,
     updating,
 )
-from tests.support.training.runs import final, job_for, records, train
+from tests.support.training.runs import final, records, short_job, train
 from tests.support.training.snapshot_epochs import Epochs, Hurt
 from tests.support.training.training_step import furthest
 from tllm.planner.memory.training_memory import training_bytes
@@ -34,7 +33,7 @@ from tllm.training.job.job_parts import training_facts
 from tllm.training.report.metrics import FILE, read_records
 from tllm.training.trainer import RankTrainer
 
-__all__ = ["model", "short_peak"]  # fixtures
+__all__ = ["model"]  # a fixture
 
 MODES: dict[str, dict[str, Any]] = {
     "int8": {"gradient_compression": "int8"},
@@ -118,7 +117,7 @@ def test_a_copy_of_a_step_that_is_saved_goes_on_as_the_save_does(
     ],
 )
 def test_copies_take_what_the_planner_says(more: dict[str, Any], plan: str, model: Path, tmp_path: Path) -> None:
-    job = job_for(model, tmp_path / "run", max_steps=4, **more)
+    job = short_job(model, tmp_path / "run", max_steps=4, **more)
     run = Epochs(job)
     run.run(plan, "ab")
     found = sum(block.tensor.nbytes for one in run.copies.values() for copy in one.complete() for block in copy.blocks)
@@ -138,7 +137,7 @@ def saved_and_told(trainer: RankTrainer, die: Callable[[], None]) -> None:
 
 
 def test_with_both_keepers_of_a_residual_the_steps_after_the_save_are_lost(model: Path, tmp_path: Path) -> None:
-    job = job_for(model, tmp_path / "run", max_steps=5, save_steps=2, gradient_compression="int8")
+    job = short_job(model, tmp_path / "run", max_steps=5, save_steps=2, gradient_compression="int8")
     want = records(train(replace(job, output_dir=str(tmp_path / "whole")), "dp=4"))
     run = Epochs(job)
     run.run("dp=4", "abcd", dict.fromkeys("ab", saved_and_told))
@@ -158,7 +157,7 @@ def test_one_that_is_left_goes_on_from_memory_as_from_the_save(mode: str, model:
     """And two from its memory: what is dealt out anew is as good as what was settled."""
     for name, every in (("memory", 100), ("save", 4)):
         more = {"max_steps": 8, "save_steps": every, "mirror_steps": 2, "dtype": "float64", **MODES[mode]}
-        run = Epochs(job_for(model, tmp_path / name, **more))
+        run = Epochs(short_job(model, tmp_path / name, **more))
         run.run("dp=2,zero=1", "ab", dict.fromkeys("ab", copying_after_a_save), lives=True)
         if name == "save":
             run.copies.clear()

@@ -10,7 +10,7 @@ import torch
 
 from tests.parity.training.test_training import narrow_weights
 from tests.support.models.families import save_model
-from tests.support.models.turns import EACH_PART, in_turn
+from tests.support.selection import EACH_PART, SOME, in_turn
 from tests.support.training.training_step import Layout, furthest, gradients_under, saved, train_under
 from tllm.training.data.batch_tensors import Tokens
 from tllm.training.optim.optimizer import AdamW
@@ -33,6 +33,8 @@ CASES: dict[str, dict[str, Any]] = {
     ),
 }
 QUICK = ("llama_dynamic", "gemma2")
+IN_FLOAT32_TOO = (*QUICK, "gpt_oss_moe", "deepseek_v3_moe")
+"""Of each kind of attention one: the others round by the same operations."""
 LAYOUTS = (
     Layout(cp=2),
     Layout(cp=3),
@@ -64,11 +66,13 @@ def test_gradients_are_those_of_one_rank(case: str, part: str, tmp_path: Path) -
     narrow_weights(tmp_path, save_model(case, tmp_path, **CASES[case]))
     shapes, microbatches = saved(tmp_path), documents(4)
     loss_1, want = gradients_under(tmp_path, Layout(), microbatches, torch.float64, shapes)
-    for layout in in_turn(LAYOUTS, case, CASES, part):
+    for layout in in_turn(LAYOUTS, case, CASES, part, count=1):
         loss, got = gradients_under(tmp_path, layout, microbatches, torch.float64, shapes)
         assert abs(loss - loss_1) < 1e-12 * loss_1, layout
         off, name = furthest(got, want)
         assert off < 1e-12, f"{layout}: {name} is off by {off}"
+    if part == SOME and case not in IN_FLOAT32_TOO:
+        return
     _, narrow = gradients_under(tmp_path, Layout(), microbatches, torch.float32, shapes)
     _, got = gradients_under(tmp_path, Layout(cp=3), microbatches, torch.float32, shapes)
     # Biases of keys shift all scores of a query alike but for rope: one rank itself is 2e-6 from the truth there.

@@ -11,6 +11,7 @@ import torch
 from tests.parity.recovery.test_resume import part_of_run
 from tests.support.models.families import save_model
 from tests.support.models.layouts import in_threads
+from tests.support.selection import covering
 from tests.support.training.parameter_servers import Replica, Served, served, train_served
 from tests.support.training.training_step import (
     Layout,
@@ -34,37 +35,39 @@ SHAPES = [((1, 1), 2), ((1, 2, 2), 3), ((1,) * 7, 1)]
 STEPS, STOP = 4, 2
 
 
-@pytest.mark.parametrize(
-    ("case", "clip"),
-    [("llama", 0.0), ("llama", 0.5), ("llama_mha_tied_bias", 0.5)],
-    ids=["untied", "untied_clipped", "tied_clipped"],
-)
-def test_synchronous_is_data_parallel(case: str, clip: float, tmp_path: Path) -> None:
+MODELS = {"untied": ("llama", 0.0), "untied_clipped": ("llama", 0.5), "tied_clipped": ("llama_mha_tied_bias", 0.5)}
+
+
+@pytest.mark.parametrize(("shape", "model"), covering(SHAPES, MODELS))
+def test_synchronous_is_data_parallel(shape: tuple[tuple[int, ...], int], model: str, tmp_path: Path) -> None:
+    (shares, servers), (case, clip) = shape, MODELS[model]
     save_model(case, tmp_path)
     shapes, batches = saved(tmp_path), [random_tokens(5, seed) for seed in range(3)]
     options = dict(optimizer=AdamW(), weight_decay=0.1)
-    for shares, servers in SHAPES:
-        layout = Layout(dp=shares)
-        want = train_under(tmp_path, layout, batches, torch.float64, shapes, 1e-2, clip=clip or None, **options)
-        got = train_served(tmp_path, shares, servers, batches, torch.float64, shapes, 1e-2, clip=clip, **options)
-        assert want[1][0] > 1.0, "where there is a limit, it is met"
-        torch.testing.assert_close(got[0], want[0], rtol=1e-12, atol=0)
-        torch.testing.assert_close(got[1], want[1], rtol=1e-12, atol=0)
-        off, name = furthest(got[2], want[2])
-        assert off < 1e-12, f"{shares} over {servers}: {name} is off by {off}"
+    layout = Layout(dp=shares)
+    want = train_under(tmp_path, layout, batches, torch.float64, shapes, 1e-2, clip=clip or None, **options)
+    got = train_served(tmp_path, shares, servers, batches, torch.float64, shapes, 1e-2, clip=clip, **options)
+    assert want[1][0] > 1.0, "where there is a limit, it is met"
+    torch.testing.assert_close(got[0], want[0], rtol=1e-12, atol=0)
+    torch.testing.assert_close(got[1], want[1], rtol=1e-12, atol=0)
+    off, name = furthest(got[2], want[2])
+    assert off < 1e-12, f"{shares} over {servers}: {name} is off by {off}"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_without_a_limit_it_is_data_parallel_to_the_bit(dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("shape", "dtype", "optimizer"),
+    covering(SHAPES[1:], [torch.float32, torch.bfloat16], [AdamW(), SGD(nesterov=True)]),
+)
+def test_without_a_limit_it_is_data_parallel_to_the_bit(
+    shape: tuple[tuple[int, ...], int], dtype: torch.dtype, optimizer: AdamW | SGD, tmp_path: Path
+) -> None:
     save_model("llama", tmp_path)
+    (shares, servers), options = shape, dict(optimizer=optimizer, weight_decay=0.1)
     shapes, batches = saved(tmp_path), [random_tokens(5, seed) for seed in range(3)]
-    for optimizer in (AdamW(), SGD(nesterov=True)):
-        options = dict(optimizer=optimizer, weight_decay=0.1)
-        for shares, servers in SHAPES[1:]:
-            want = train_under(tmp_path, Layout(dp=shares), batches, dtype, shapes, 1e-2, **options)
-            got = train_served(tmp_path, shares, servers, batches, dtype, shapes, 1e-2, **options)
-            assert got[0] == want[0]
-            assert all(torch.equal(got[2][name], want[2][name]) for name in want[2])
+    want = train_under(tmp_path, Layout(dp=shares), batches, dtype, shapes, 1e-2, **options)
+    got = train_served(tmp_path, shares, servers, batches, dtype, shapes, 1e-2, **options)
+    assert got[0] == want[0]
+    assert all(torch.equal(got[2][name], want[2][name]) for name in want[2])
 
 
 def test_float32_with_a_limit_differs_by_the_rounding_of_the_norm(tmp_path: Path) -> None:
@@ -128,8 +131,7 @@ def with_servers(folder: Path, root: Path, steps: range, dtype: torch.dtype) -> 
     return ranks
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("servers_first", [True, False])
+@pytest.mark.parametrize(("servers_first", "dtype"), covering([True, False], [torch.float64, torch.bfloat16]))
 def test_a_save_goes_on_with_servers_and_without(servers_first: bool, dtype: torch.dtype, tmp_path: Path) -> None:
     save_model("llama", tmp_path)
     shapes, root, layout = saved(tmp_path), tmp_path / "run", Layout(dp=(2, 1), zero=1)

@@ -26,7 +26,7 @@ from tllm.training.data.packing import PackedRow
 from tllm.training.job.initial_model import END, open_initial_model, train_tokenizer
 from tllm.training.job.job import Job
 
-VOCABULARY, SEQ_LEN, STEPS = 512, 128, 60
+VOCABULARY, SEQ_LEN, STEPS = 512, 128, 30
 VALIDATION = 20_000
 """Tokens of the last tenth that are looked at, at most."""
 

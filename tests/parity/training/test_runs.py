@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from tests.support.models.families import save_model
-from tests.support.models.turns import soak_but
-from tests.support.training.runs import final, job_for, plain_loop, records, rows_file, train
+from tests.support.selection import soak_but
+from tests.support.training.runs import final, plain_loop, records, rows_file, short_job, train
 from tests.support.training.training_step import furthest, saved
 from tllm.training.report.events import RunEnded, RunSaved
 
+GRIDS = ("tp=8,tensor=3d", "tp=8,tensor=2.5d", "dp=2,tp=4,tensor=2d,zero=2,recompute=layer")
 PLANS = (
     "dp=2",
     "dp=3:1",
@@ -36,14 +37,11 @@ PLANS = (
     "dp=2,pp=2,tp=2,zero=1",
     "dp=2,pp=2,tp=2,zero=2,sequence=true,schedule=zero_bubble",
     "dp=2,pp=2,cp=2",
-    "tp=8,tensor=3d",
-    "tp=4,tensor=2d",
-    "tp=8,tensor=2.5d",
-    "dp=2,tp=4,tensor=2d,zero=2,recompute=layer",
     "dp=2,servers=1",
     "dp=3:1:1,servers=2",
+    *GRIDS,
 )
-SHORT = PLANS[1::2]
+SHORT = [plan for plan in PLANS[1::2] if plan not in GRIDS]
 
 
 @pytest.fixture(scope="module")
@@ -58,21 +56,36 @@ def losses(news: list) -> list[float]:  # type: ignore[type-arg]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["llama", "qwen3_moe", *soak_but([], ["llama_mha_tied_bias", "gemma2"])])
-def test_the_golden_run_is_the_plain_loop(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "steps"),
+    [("llama", 30), ("qwen3_moe", 10), *soak_but([], [("qwen3_moe", 30), ("llama_mha_tied_bias", 30), ("gemma2", 30)])],
+)
+def test_the_golden_run_is_the_plain_loop(case: str, steps: int, tmp_path: Path) -> None:
     truth = save_model(case, tmp_path / "model")
-    job = job_for(tmp_path / "model", tmp_path / "run", max_steps=30)
+    job = short_job(tmp_path / "model", tmp_path / "run", max_steps=steps)
     got = losses(train(job, "pp=1"))
     want = plain_loop(job, truth)
-    assert len(got) == 30 and got[-1] < got[0]
+    assert len(got) == steps and (got[-1] < got[0] or steps < 30)
     assert max(abs(a - b) / b for a, b in zip(got, want, strict=True)) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", GRIDS)
+def test_every_grid_is_the_golden_run(plan: str, model: Path, tmp_path: Path) -> None:
+    """Two steps: each passes hundreds of messages between the ranks of a grid."""
+    more = dict(dtype="float64", max_steps=2, save_steps=2)
+    want = losses(train(short_job(model, tmp_path / "golden", **more), "pp=1"))
+    got = losses(train(short_job(model, tmp_path / "run", **more), plan))
+    assert max(abs(a - b) / b for a, b in zip(got, want, strict=True)) < 1e-12
+    off, name = furthest(final(tmp_path / "run"), final(tmp_path / "golden"))
+    assert off < 1e-11, name
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", soak_but(SHORT, PLANS))
 def test_every_plan_is_the_golden_run(plan: str, model: Path, golden: tuple[list[float], Path], tmp_path: Path) -> None:
     want, folder = golden
-    got = losses(train(job_for(model, tmp_path / "run", dtype="float64"), plan))
+    got = losses(train(short_job(model, tmp_path / "run", dtype="float64"), plan))
     assert max(abs(a - b) / b for a, b in zip(got, want, strict=True)) < 1e-12
     off, name = furthest(final(tmp_path / "run"), final(folder))
     assert off < 1e-11, name
@@ -82,7 +95,7 @@ def test_every_plan_is_the_golden_run(plan: str, model: Path, golden: tuple[list
 def golden(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], Path]:
     """Losses and folder of the run on one rank, in float64."""
     run = tmp_path_factory.mktemp("golden") / "run"
-    return losses(train(job_for(model, run, dtype="float64"), "pp=1")), run
+    return losses(train(short_job(model, run, dtype="float64"), "pp=1")), run
 
 
 CHANGES = [
@@ -106,7 +119,7 @@ def test_a_run_that_is_stopped_goes_on_under_another_plan(
     before: str, after: str, model: Path, golden: tuple[list[float], Path], tmp_path: Path
 ) -> None:
     want, folder = golden
-    job = job_for(model, tmp_path / "run", dtype="float64")
+    job = short_job(model, tmp_path / "run", dtype="float64")
     steps = itertools.count(1)
     first = train(job, before, lambda: next(steps) >= 3)
     assert 1 <= len(losses(first)) < 6 and isinstance(first[-1], RunEnded) and first[-1].final == ""
@@ -122,10 +135,10 @@ def test_a_run_that_is_stopped_goes_on_under_another_plan(
 def test_nodes_need_not_share_a_disk(model: Path, tmp_path: Path) -> None:
     """Three nodes, then two others, one of them new: what a node lacks comes from those that have it."""
     nodes = [tmp_path / f"node{i}" for i in range(4)]
-    job = job_for(model, nodes[0], max_steps=2, dtype="float64")
+    job = short_job(model, nodes[0], max_steps=2, dtype="float64")
     train(job, "pp=3,layers=1+1+2", folders=nodes[:3])
     assert {path.name for path in nodes[1].iterdir()} == {"step-2"}
-    longer = job_for(model, nodes[0], max_steps=4, dtype="float64", lr_scheduler_type="constant")
+    longer = short_job(model, nodes[0], max_steps=4, dtype="float64", lr_scheduler_type="constant")
     news = train(longer, "tp=4", folders=[nodes[0], nodes[3], nodes[1], nodes[2]])
     assert [record.step for record in records(news)] == [3, 4]
     assert set(final(nodes[0])) == set(saved(model))
@@ -134,7 +147,9 @@ def test_nodes_need_not_share_a_disk(model: Path, tmp_path: Path) -> None:
 def test_random_weights_do_not_hang_on_the_layout(model: Path, tmp_path: Path) -> None:
     made = []
     for plan in ("pp=1", "dp=2,pp=2,tp=2"):
-        job = job_for(model, tmp_path / plan, model_name_or_path=None, config_name=str(model), learning_rate=0.0)
+        job = short_job(
+            model, tmp_path / plan, model_name_or_path=None, config_name=str(model), learning_rate=0.0, max_steps=1
+        )
         train(job, plan)
         made.append(final(tmp_path / plan))
     assert all(torch.equal(made[0][name], made[1][name]) for name in made[0])
@@ -144,7 +159,7 @@ def test_random_weights_do_not_hang_on_the_layout(model: Path, tmp_path: Path) -
 
 
 def test_a_finished_run_has_nothing_left_to_do(model: Path, tmp_path: Path) -> None:
-    job = job_for(model, tmp_path / "run", max_steps=2)
+    job = short_job(model, tmp_path / "run", max_steps=2)
     train(job, "pp=1")
     again = train(job, "dp=2")
     assert records(again) == [] and isinstance(again[-1], RunEnded) and again[-1].step == 2
@@ -152,7 +167,7 @@ def test_a_finished_run_has_nothing_left_to_do(model: Path, tmp_path: Path) -> N
 
 
 def test_files_are_read_on_one_rank_alone(model: Path, tmp_path: Path) -> None:
-    job = job_for(model, tmp_path / "run", train_files=(str(rows_file(tmp_path / "other.jsonl", 40)),), max_steps=1)
+    job = short_job(model, tmp_path / "run", train_files=(str(rows_file(tmp_path / "other.jsonl", 40)),), max_steps=1)
     opened = []
     train(job, "dp=2,pp=2", damage=lambda trainer: opened.append(trainer._feed._batches is not None))
     assert sorted(opened) == [False, False, False, True]

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from tests.support.models.families import save_model
-from tests.support.models.turns import soak_but
-from tests.support.training.runs import final, job_for, records, train
+from tests.support.selection import soak_but
+from tests.support.training.runs import final, records, short_job, train
 from tests.support.training.training_step import furthest
 from tllm.training.report.metrics import StepRecord
 
@@ -51,7 +51,9 @@ def exact_run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> ExactRun
     @functools.cache
     def under(plan: str) -> tuple[list[StepRecord], Path]:
         folder = tmp_path_factory.mktemp("exact")
-        return records(train(job_for(model, folder / "run", max_steps=12, save_steps=12), plan)), folder / "run"
+        return records(
+            train(short_job(model, folder / "run", max_steps=12, save_steps=12, global_batch_size=8), plan)
+        ), folder / "run"
 
     return under
 
@@ -64,7 +66,7 @@ def test_a_way_to_send_less_learns_nearly_the_same(
 ) -> None:
     more: dict[str, Any] = WAYS[way]
     exact, of_exact = exact_run(plan)
-    job = job_for(model, tmp_path / "run", max_steps=12, save_steps=6, **more)
+    job = short_job(model, tmp_path / "run", max_steps=12, save_steps=6, global_batch_size=8, **more)
     got = records(train(job, plan))
     assert [record.step for record in got] == list(range(1, 13))
     assert got[-1].loss < got[0].loss
@@ -78,25 +80,27 @@ def test_a_way_to_send_less_learns_nearly_the_same(
 @pytest.mark.parametrize("way", WAYS)
 def test_to_stop_and_go_on_is_not_to_be_seen(way: str, model: Path, tmp_path: Path) -> None:
     """A save brings what is under way to the weights, so a run that was stopped there is the run that was not."""
-    more: dict[str, Any] = dict(WAYS[way], max_steps=6, save_steps=3, dtype="float64", lr_scheduler_type="constant")
-    train(job_for(model, tmp_path / "whole", **more), "dp=2")
-    train(job_for(model, tmp_path / "parts", **dict(more, max_steps=3)), "dp=2")
-    train(job_for(model, tmp_path / "parts", **more), "dp=2")
+    more: dict[str, Any] = dict(WAYS[way], max_steps=4, save_steps=2, dtype="float64", lr_scheduler_type="constant")
+    train(short_job(model, tmp_path / "whole", **more), "dp=2")
+    train(short_job(model, tmp_path / "parts", **dict(more, max_steps=2)), "dp=2")
+    train(short_job(model, tmp_path / "parts", **more), "dp=2")
     off, name = furthest(final(tmp_path / "parts"), final(tmp_path / "whole"))
     assert off < (1e-12 if "powersgd" not in way else 1e-6), name
 
 
 @pytest.mark.slow
 def test_deterministic_runs_end_in_the_same_bits(model: Path, tmp_path: Path) -> None:
-    """10 steps; dp 1, 2, 4, 8 with ZeRO 0 to 3, pp, and a stop at step 5 that goes on under another plan."""
-    more: dict[str, Any] = dict(deterministic=True, max_steps=10, save_steps=5, lr_scheduler_type="constant")
+    """4 steps; dp 1, 2, 4, 8 with ZeRO 0 to 3, pp, and a stop at step 2 that goes on under another plan."""
+    more: dict[str, Any] = dict(
+        deterministic=True, global_batch_size=8, max_steps=4, save_steps=2, lr_scheduler_type="constant"
+    )
     digests = {}
     torch.set_num_threads(1)
     for plan in ("pp=1", "dp=2,zero=1", "dp=4,zero=2", "dp=8,zero=3", "pp=2", "dp=2,pp=2,zero=3,schedule=zero_bubble"):
-        train(job_for(model, tmp_path / plan, **more), plan)
+        train(short_job(model, tmp_path / plan, **more), plan)
         digests[plan] = digest(tmp_path / plan)
-    train(job_for(model, tmp_path / "parts", **dict(more, max_steps=5)), "dp=4,zero=1")
-    train(job_for(model, tmp_path / "parts", **more), "dp=2,pp=4")
+    train(short_job(model, tmp_path / "parts", **dict(more, max_steps=2)), "dp=4,zero=1")
+    train(short_job(model, tmp_path / "parts", **more), "dp=2,pp=4")
     digests["parts"] = digest(tmp_path / "parts")
     assert len(set(digests.values())) == 1, digests
 
@@ -104,13 +108,13 @@ def test_deterministic_runs_end_in_the_same_bits(model: Path, tmp_path: Path) ->
 @pytest.mark.slow
 def test_experts_are_balanced_alike_under_every_plan(tmp_path: Path) -> None:
     save_model("qwen3_moe", tmp_path / "model")
-    more: dict[str, Any] = dict(router_aux_loss_coef=0.1, dtype="float64", max_steps=4)
-    want = records(train(job_for(tmp_path / "model", tmp_path / "one", **more), "pp=1"))
-    plain = records(train(job_for(tmp_path / "model", tmp_path / "plain", dtype="float64", max_steps=4), "pp=1"))
+    more: dict[str, Any] = dict(router_aux_loss_coef=0.1, dtype="float64", max_steps=2)
+    want = records(train(short_job(tmp_path / "model", tmp_path / "one", **more), "pp=1"))
+    plain = records(train(short_job(tmp_path / "model", tmp_path / "plain", dtype="float64", max_steps=2), "pp=1"))
     assert want[-1].aux_loss is not None and plain[-1].aux_loss is None
     assert want[-1].loss != plain[-1].loss
     for plan in ("dp=2,ep=2", "dp=2,pp=2,tp=2,experts=spread", "cp=2", "dp=4,ep=2,zero=2,recompute=layer"):
-        got = records(train(job_for(tmp_path / "model", tmp_path / plan, **more), plan))
+        got = records(train(short_job(tmp_path / "model", tmp_path / plan, **more), plan))
         for a, b in zip(got, want, strict=True):
             assert a.aux_loss is not None and b.aux_loss is not None
             assert abs(a.loss - b.loss) < 1e-12 * b.loss and abs(a.aux_loss - b.aux_loss) < 1e-12 * b.aux_loss, plan

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.support.models.layouts import in_threads
+from tests.support.training.runs import short_peak
 from tllm.comm.links.link import Link, LocalLink
 from tllm.core.errors import LinkError
 from tllm.spec.plan import Plan, Wire
@@ -107,7 +108,8 @@ class Epochs:
             assert memory.complete() == [], "what all ranks have anew is not kept here"
 
         ranks = [partial(rank, number) for number in range(plan.world_size)]
-        in_threads([*ranks, *(partial(lend, number) for number in range(len(nodes), total))])
+        with short_peak():
+            in_threads([*ranks, *(partial(lend, number) for number in range(len(nodes), total))])
         assert bool(dead) == bool(hurt), "somebody was to die"
         for node in hurt or {}:  # also who was woken by another's death before its own
             if not lives:

@@ -14,8 +14,9 @@ import torch
 import transformers
 
 from tests.support.models.families import save_model
+from tests.support.selection import soak_but
 from tests.support.training.post_training.teachers import address_of, serving
-from tests.support.training.runs import final, job_for, records, train
+from tests.support.training.runs import final, records, short_job, train
 from tests.support.training.training_step import furthest
 from tests.unit.parallel.test_divergence import buckets, plain
 from tllm.training.job.distillation_keys import DistillationKeys
@@ -49,7 +50,7 @@ def distilling(folder: Path, run: Path, **more: Any) -> Job:
     keys = {"teacher_model_name_or_path": str(folder / "teacher"), "teacher_dtype": "float64", "top_k": K}
     own = {**keys, **more.pop("distill", {})}
     run.parent.mkdir(exist_ok=True)
-    return job_for(
+    return short_job(
         folder / "student", run, task="distill", distill=DistillationKeys(**own), **{"dtype": "float64", **more}
     )
 
@@ -143,7 +144,7 @@ def test_all_tokens_under_a_cut_vocabulary(folder: Path, tmp_path: Path) -> None
     is_golden(tmp_path / "b" / "run", cut, (one, tmp_path / "a" / "run"))
 
 
-@pytest.mark.parametrize("plan", ["tp=3,shares=1:2:1", "dp=3:1", "cp=2"])
+@pytest.mark.parametrize("plan", soak_but(["tp=3,shares=1:2:1"], ["tp=3,shares=1:2:1", "dp=3:1", "cp=2"]))
 def test_tokens_by_a_budget_under_every_cut(plan: str, folder: Path, tmp_path: Path) -> None:
     keys = {"top_k": 24, "kl_budget": 0.15, "beta": 0.5}
     one = records(train(distilling(folder, tmp_path / "a" / "run", distill=keys), "pp=1"))

@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor
 
 from tests.support.models.reference_gradients import in_float64
-from tests.support.models.turns import soak_but
+from tests.support.selection import soak_but
 from tests.support.training.post_training.distilled_task import K, on_policy_job, write_models
 from tests.support.training.post_training.teachers import address_of, serving
 from tests.support.training.runs import final, records, train

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.support.models.families import save_model
 from tests.support.models.reference_gradients import in_float64
-from tests.support.models.turns import soak_but
+from tests.support.selection import soak_but
 from tests.support.training.runs import final, job_for, plain_loop, records, rows_file, train
 from tests.support.training.training_step import furthest
 from tllm.training.data.seeds import draws_of, key_for

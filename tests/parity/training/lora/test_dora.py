@@ -29,7 +29,7 @@ from tests.support.models.families import save_model
 from tests.support.models.layouts import spec_of
 from tests.support.models.reference_gradients import apart, in_float64
 from tests.support.models.slow_load import slow_load
-from tests.support.models.turns import soak_but
+from tests.support.selection import soak_but
 from tests.support.training.runs import records, train
 from tests.support.training.training_step import furthest
 from tllm.core.errors import ConfigError, WeightsError

@@ -22,8 +22,8 @@ from tests.support.models.families import save_model
 from tests.support.models.layouts import spec_of
 from tests.support.models.reference_gradients import apart, in_float64, packed
 from tests.support.models.slow_load import slices, slow_load
-from tests.support.models.turns import soak_but
-from tests.support.training.runs import job_for, records, train
+from tests.support.selection import soak_but
+from tests.support.training.runs import records, short_job, train
 from tests.support.training.training_step import furthest
 from tllm.model.transformer import Transformer, build
 from tllm.parallel.mesh import whole
@@ -137,7 +137,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def lora_job(model: Path, run: Path, **more: Any) -> Any:
-    return job_for(model, run, **{"dtype": "float64", "lora": LORA, "learning_rate": 1e-2, **more})
+    return short_job(model, run, **{"dtype": "float64", "lora": LORA, "learning_rate": 1e-2, **more})
 
 
 def adapter(run: Path) -> Named:
@@ -164,11 +164,14 @@ def test_every_plan_is_the_run_of_one_process(
     assert off < 1e-11, name
 
 
+SPREAD = ("dp=2,ep=2", "dp=2,tp=2,ep=2,zero=1", "tp=2,experts=spread")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["dp=2,ep=2", "dp=2,tp=2,ep=2,zero=1", "tp=2,experts=spread"])
+@pytest.mark.parametrize("plan", soak_but(SPREAD[1:], SPREAD))
 def test_experts_that_are_spread_stay_as_they_are(plan: str, tmp_path: Path) -> None:
     save_model("qwen2_moe", tmp_path / "model")
-    more: dict[str, Any] = dict(max_steps=3, router_aux_loss_coef=0.01)
+    more: dict[str, Any] = dict(max_steps=2, router_aux_loss_coef=0.01)
     want = records(train(lora_job(tmp_path / "model", tmp_path / "one", **more), "pp=1"))
     got = records(train(lora_job(tmp_path / "model", tmp_path / "run", **more), plan))
     assert all(abs(a.loss - b.loss) < 1e-12 * b.loss for a, b in zip(got, want, strict=True))
@@ -232,7 +235,7 @@ def test_a_finished_run_is_read_by_peft_and_served_beside_the_model(case: str, t
     truth = save_model(case, tmp_path / "base")
     bare = peft_scores(truth)
     lora = LoraJob(r=4, lora_alpha=8.0, use_rslora=True)
-    train(job_for(tmp_path / "base", tmp_path / "run", lora=lora, learning_rate=3e-2, max_steps=4), "dp=2")
+    train(short_job(tmp_path / "base", tmp_path / "run", lora=lora, learning_rate=3e-2, max_steps=4), "dp=2")
     final = tmp_path / "run" / "final"
     config = json.loads((final / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(tmp_path / "base") and config["r"] == 4 and config["use_rslora"]

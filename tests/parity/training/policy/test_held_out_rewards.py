@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.parity.training.policy.test_policy_runs import JOBS, WRONG, Told, grpo_job, rejection_job, told
-from tests.support.models.turns import pairs_in_turn
+from tests.support.selection import pairs_in_turn
 from tests.support.training.post_training.policy_task import grpo, policy_job, write_task
 from tests.support.training.runs import final, records, train
 from tests.support.training.training_step import furthest

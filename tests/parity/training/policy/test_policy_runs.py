@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.support.models.families import save_model
-from tests.support.models.turns import pairs_in_turn
+from tests.support.selection import pairs_in_turn
 from tests.support.training.post_training.policy_task import grpo, policy_job, write_task
 from tests.support.training.post_training.sampled_log_probs import sampled_and_trained
 from tests.support.training.runs import final, records, train

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from tests.support.models.reference_gradients import in_float64
-from tests.support.models.turns import pairs_in_turn
+from tests.support.selection import pairs_in_turn
 from tests.support.training.post_training.preferences import (
     Replies,
     ids_of,
@@ -263,7 +263,7 @@ def alike(got: list[StepRecord], want: list[StepRecord]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("task", "plan"), pairs_in_turn(TABLES, PLANS, 4))
+@pytest.mark.parametrize(("task", "plan"), pairs_in_turn(TABLES, PLANS))
 def test_every_plan_is_one_process(task: str, plan: str, alone: Any, model: Any, tmp_path: Path) -> None:
     want, folder = alone(task)
     assert [record.eval_loss is not None for record in want] == [False, True, True]

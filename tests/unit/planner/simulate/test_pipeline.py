@@ -91,6 +91,7 @@ def test_a_depth_for_the_slow_hop_alone_holds_less() -> None:
     assert timeline.peak_live == (6, 5, 2, 1)
 
 
+@settings(max_examples=40)
 @given(st.integers(2, 7), microbatch_counts, seconds, seconds, st.integers(0, 12))
 def test_the_depth_that_hides_a_hop(p: int, m: int, forward: int, backward: int, hop: int) -> None:
     """1 + 2 hop / (forward + backward), rounded up, makes 1F1B as fast as GPipe; one less does not, if m is large."""
@@ -105,6 +106,7 @@ def test_the_depth_that_hides_a_hop(p: int, m: int, forward: int, backward: int,
         assert shallow > simulate(build("1f1b", p, many, depth), work, link).total
 
 
+@settings(max_examples=30)
 @given(st.lists(st.builds(StageWork, seconds, seconds, seconds), min_size=1, max_size=7), st.integers(1, 12))
 def test_unequal_stages_are_paced_by_the_slowest(works: list[StageWork], m: int) -> None:
     p, rows = len(works), [[work] for work in works]

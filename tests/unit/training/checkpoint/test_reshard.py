@@ -76,9 +76,21 @@ def restored(truth: Truth, cut: Cut, roots: list[Path], step: int = 7) -> None:
     on_ranks(world(truth, cut), work)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.sampled_from(sorted(TRUTHS)), cuts, cuts, st.integers(1, 3))
 def test_any_plan_reads_any_others(case: str, before: Cut, after: Cut, nodes: int) -> None:
+    one_reads_the_other(case, before, after, nodes)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.sampled_from(sorted(TRUTHS)), cuts, cuts, st.integers(1, 3))
+def test_many_plans_read_any_others(case: str, before: Cut, after: Cut, nodes: int) -> None:
+    one_reads_the_other(case, before, after, nodes)
+
+
+def one_reads_the_other(case: str, before: Cut, after: Cut, nodes: int) -> None:
     truth = TRUTHS[case]
     folder = Path(tempfile.mkdtemp())
     try:

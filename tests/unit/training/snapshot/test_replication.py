@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.models.layouts import in_threads
+from tests.support.selection import covering
 from tests.unit.training.saves import Cut, Truth, held, world
 from tllm.comm.collectives.group import local_groups
 from tllm.comm.links.link import LocalLink
@@ -79,8 +80,7 @@ def first_epoch(cut: Cut, steps: int) -> list[Node]:
 CUTS = (Cut("pp=2"), Cut("tp=3"), Cut("pp=1", 2), Cut("pp=1", 3, (0.3, 0.6)), Cut("pp=2", 2, (0.4,)))
 
 
-@pytest.mark.parametrize("after", [None, Cut("pp=1"), Cut("tp=2", 2, (0.7,))])
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(("cut", "after"), covering(CUTS, [None, Cut("pp=1"), Cut("tp=2", 2, (0.7,))]))
 def test_any_rank_may_be_lost_and_any_plan_go_on(cut: Cut, after: Cut | None) -> None:
     for lost in range(world(Truth(), cut)):
         nodes = first_epoch(cut, 3)
