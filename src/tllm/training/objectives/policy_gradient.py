@@ -63,7 +63,8 @@ class InvariantTokenLosses(SampledTokenLosses):
     def _as_engine(self, model: Transformer, x_TD: Tensor, tokens: Tokens) -> Tensor:
         predicted_T = tokens.labels_T != IGNORED
         found_T = x_TD.new_zeros(len(predicted_T), dtype=torch.float32)
-        rows = zip(x_TD[predicted_T].split(ROWS_AT_ONCE), tokens.labels_T[predicted_T].split(ROWS_AT_ONCE), strict=True)
+        parts = (torch.split(x[predicted_T], ROWS_AT_ONCE) for x in (x_TD, tokens.labels_T))
+        rows = zip(*parts, strict=True)
         values = [
             torch.log_softmax(self.logits(model, x_RD, len(x_RD)), -1).gather(-1, labels_R[:, None])[:, 0]
             for x_RD, labels_R in rows
