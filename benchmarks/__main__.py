@@ -27,6 +27,7 @@ RUNS = (
     ["faults.lost_ranks"],
     ["planner.planning"],
     ["training.memory"],
+    ["training.log_prob_mismatch"],
     ["serving.drafts"],
     ["cluster.coordinator_scale"],
 )

@@ -7,6 +7,7 @@ kernels with sums in one order: the same bits on every processor and for any num
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tllm.kernels.library import NUMBERS, Library
@@ -14,6 +15,9 @@ from tllm.kernels.row_operations import takes
 
 SOFTMAX, SIGMOID = 0, 1
 """The kinds of scores, as in csrc/router.c."""
+
+LINEAR = 20.0
+"""Beyond it `softplus` is its argument."""
 
 
 def router_matmul(kernels: Library, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
@@ -43,6 +47,16 @@ def softmax(x: Tensor) -> Tensor:
 def sigmoid(x: Tensor) -> Tensor:
     """Of each number, likewise."""
     return _scores(x, SIGMOID)
+
+
+def silu(x: Tensor) -> Tensor:
+    """x sigmoid(x), likewise."""
+    return F.silu(x) if takes(x) is None else x * sigmoid(x)
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + e^x) of each number, likewise: torch's own has other bits at the end of a tensor than inside it."""
+    return F.softplus(x) if takes(x) is None else torch.where(x > LINEAR, x, x.clamp(max=LINEAR).exp().log1p())
 
 
 def _scores(x: Tensor, kind: int) -> Tensor:

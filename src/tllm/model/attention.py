@@ -5,6 +5,7 @@ The model calls an `Attend`; the engine brings one over its paged cache, the tra
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -40,6 +41,13 @@ class AttentionSpec:
     sinks: bool = False
     values_are_keys: bool = False
     kv_shape: tuple[int, int] = (0, 0)
+
+
+@functools.cache
+def first_heads(spec: AttentionSpec, num_heads: int, kv_heads: int) -> tuple[int, ...]:
+    """The first query head of each kv head, and the number of heads at the end: the same for every batch."""
+    index = spec.kv_index or tuple(head * kv_heads // num_heads for head in range(num_heads))
+    return (*(index.index(kv) for kv in range(kv_heads)), num_heads)
 
 
 class Attend(Protocol):

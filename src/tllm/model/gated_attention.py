@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from tllm.kernels.router import sigmoid
 from tllm.model.attention import Attend, Attention
 from tllm.model.rope import Rotation, rotate, rotate_queries
 from tllm.parallel.linear import Adapt, unadapted
@@ -19,6 +20,6 @@ class GatedAttention(Attention):
         q_TNH, gate_TNH = q_gate_TGH.unflatten(1, (N, 2)).unbind(2)
         q_TNH = rotate_queries(self.q_norm(q_TNH), rotation)
         k_TKH = rotate(self.k_norm(k_TKH), rotation)
-        o_TNH = attend(self.layer, q_TNH, k_TKH, v_TKH, self.sinks) * gate_TNH.sigmoid()
+        o_TNH = attend(self.layer, q_TNH, k_TKH, v_TKH, self.sinks) * sigmoid(gate_TNH)
         y_TD: Tensor = self.o_proj(o_TNH.flatten(1), adapt)
         return y_TD

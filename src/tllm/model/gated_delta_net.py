@@ -11,10 +11,13 @@ heads, C channels of the convolution, L the tokens of one chunk.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tllm.kernels.batch_invariant import is_batch_invariant
+from tllm.kernels.router import sigmoid, silu, softplus
 from tllm.model.attention import Attend
 from tllm.model.norm import widen
 from tllm.model.recurrence import State, StateShape
@@ -27,6 +30,9 @@ from tllm.spec.model_spec import DeltaSpec, ModelSpec
 
 CHUNK = 64
 """Tokens that are worked out together: more make larger products, and more of them."""
+
+Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(S, q, k, v, log alpha, beta) of some tokens -> (o, the next S)"""
 
 UNIT_EPS = 1e-6
 """Added to the square of a query's or key's length, by which it is divided."""
@@ -67,8 +73,8 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x_TD: Tensor, rotation: Rotation | None, attend: Attend, adapt: Adapt = unadapted) -> Tensor:
         mixed_TC, z_TF, b_TN, a_TN = torch.split(self.in_proj(x_TD, adapt), self.widths, dim=-1)
-        beta_TN = widen(b_TN).sigmoid()
-        log_alpha_TN = -widen(self.A_log).exp() * F.softplus(widen(a_TN) + widen(self.dt_bias))
+        beta_TN = sigmoid(widen(b_TN))
+        log_alpha_TN = -widen(self.A_log).exp() * softplus(widen(a_TN) + widen(self.dt_bias))
         o_TNV = attend.recur(self.layer, self.advance, mixed_TC, log_alpha_TN, beta_TN)
         o_TNV = self.gated_norm(o_TNV, z_TF.view(o_TNV.shape))
         y_TD: Tensor = self.out_proj(o_TNV.flatten(1).to(x_TD.dtype), adapt)
@@ -81,19 +87,25 @@ class GatedDeltaNet(nn.Module):
             state = tuple(log_alpha_BTN.new_zeros(len(mixed_BTC), *shape) for shape in self.state_shape)
         last_BWC, S_BNKV = state
         seen_BTC = torch.cat((last_BWC, mixed_BTC.to(last_BWC.dtype)), dim=1)
-        mixed_BTC = F.silu(causal_convolution(seen_BTC, self.conv))
+        mixed_BTC = silu(causal_convolution(seen_BTC, self.conv))
         q_BTC, k_BTC, v_BTC = torch.split(mixed_BTC, self.channels, dim=-1)
         q_BNTK, k_BNTK = (unit(self._key_heads(x_BTC)) for x_BTC in (q_BTC, k_BTC))
         v_BNTV = v_BTC.reshape(*v_BTC.shape[:2], -1, self.of.value_dim).transpose(1, 2)
         of_heads = (x_BTN.transpose(1, 2) for x_BTN in (log_alpha_BTN, beta_BTN))
-        rule = recurrent_rule if mixed_BTC.shape[1] == 1 else chunked_rule
+        rule = self._rule(mixed_BTC.shape[1])
         o_BNTV, S_BNKV = rule(S_BNKV, q_BNTK * self.of.key_dim**-0.5, k_BNTK, v_BNTV, *of_heads)
         return o_BNTV.transpose(1, 2), (seen_BTC[:, mixed_BTC.shape[1] :], S_BNKV)
+
+    def _rule(self, tokens: int) -> Rule:
+        """How so many tokens are gone over."""
+        if is_batch_invariant(self.A_log) and not torch.is_grad_enabled():
+            return token_by_token
+        return recurrent_rule if tokens == 1 else chunked_rule
 
     def gated_norm(self, o_TNV: Tensor, z_TNV: Tensor) -> Tensor:
         """w o / sqrt(mean(o²) + eps), times silu(z), for each head."""
         normed_TNV = o_TNV * torch.rsqrt(o_TNV.square().mean(-1, keepdim=True) + self.eps)
-        return self.norm * normed_TNV * F.silu(widen(z_TNV))
+        return self.norm * normed_TNV * silu(widen(z_TNV))
 
     def _key_heads(self, x_BTC: Tensor) -> Tensor:
         """The query or key of each value head, [B, N, T, K]."""
@@ -129,6 +141,22 @@ def recurrent_rule(
     u_BN1V = beta_BN1[..., None] * (v_BN1V - of_k_BN1V)
     o_BN1V = of_q_BN1V + (q_BN1K * k_BN1K).sum(-1, keepdim=True) * u_BN1V
     return o_BN1V, torch.addcmul(alpha_BN11 * S_BNKV, k_BN1K.transpose(-1, -2), u_BN1V)
+
+
+def token_by_token(
+    S_BNKV: Tensor, q_BNTK: Tensor, k_BNTK: Tensor, v_BNTV: Tensor, log_alpha_BNT: Tensor, beta_BNT: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One token after another, each by sums of its own: the same bits however a sequence is cut."""
+    outs = []
+    alpha_BNT = log_alpha_BNT.exp()
+    for q_BNK, k_BNK, v_BNV, alpha_BN, beta_BN in zip(
+        *(x.unbind(2) for x in (q_BNTK, k_BNTK, v_BNTV, alpha_BNT, beta_BNT)), strict=True
+    ):
+        S_BNKV = alpha_BN[..., None, None] * S_BNKV
+        u_BNV = beta_BN[..., None] * (v_BNV - (k_BNK[..., None] * S_BNKV).sum(-2))
+        S_BNKV = S_BNKV + k_BNK[..., None] * u_BNV[..., None, :]
+        outs.append((q_BNK[..., None] * S_BNKV).sum(-2))
+    return torch.stack(outs, 2), S_BNKV
 
 
 def chunked_rule(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from tllm.kernels.batch_invariant import heads_matmul, is_batch_invariant
 from tllm.model.attention import Attend, AttentionSpec
 from tllm.model.norm import RMSNorm
 from tllm.model.rope import Rotation, rotate
@@ -60,11 +61,15 @@ class LatentAttention(nn.Module):
         a_TR, c_TR, r_TH = self.latent_proj(x_TD, adapt).split([of.q_width, of.width, of.rope_dim], dim=-1)
         q_TNH = self.q_proj(self.q_norm(a_TR) if of.q_width else x_TD, adapt).unflatten(-1, (-1, of.query_dim))
         plain_TNH, turned_TNH = q_TNH.split([of.plain_dim, of.rope_dim], dim=-1)
-        q_TNR = torch.cat((torch.einsum("tnh,nhr->tnr", plain_TNH, self.keys), rotate(turned_TNH, rotation)), dim=-1)
+        q_TNR = torch.cat((self._to_latents(plain_TNH), rotate(turned_TNH, rotation)), dim=-1)
         k_T1R = torch.cat((self.kv_norm(c_TR).unsqueeze(1), rotate(r_TH.unsqueeze(1), rotation)), dim=-1)
         o_TNR = attend(self.layer, q_TNR, k_T1R, k_T1R)[..., : of.width]
-        y_TD: Tensor = self.o_proj(torch.einsum("tnr,nhr->tnh", o_TNR, self.values).flatten(1), adapt)
+        y_TD: Tensor = self.o_proj(heads_matmul(o_TNR, self.values, is_batch_invariant(self.values)).flatten(1), adapt)
         return y_TD
+
+    def _to_latents(self, plain_TNH: Tensor) -> Tensor:
+        """The part of queries that meets latents, in their space, [T, N, latent width]."""
+        return heads_matmul(plain_TNH, self.keys.transpose(1, 2), is_batch_invariant(self.keys))
 
 
 def _rows_of_heads(latent: LatentSpec, heads: Range, name: str, skip: int, count: int) -> nn.Parameter:

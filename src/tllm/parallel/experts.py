@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tllm.comm.collectives.group import Group
+from tllm.kernels.batch_invariant import invariant_matmul, is_batch_invariant
 from tllm.parallel.expert_dispatch import Route, combine, dispatch
 from tllm.parallel.linear import matmul
 from tllm.parallel.quantized_weight import QuantizedStack, QuantizedWeight, expert_weight, quantized_stack
@@ -194,7 +195,11 @@ class StackedExperts(ExpertSum):
         plain = [weight for weight in weights if isinstance(weight, Tensor)]
         assert len(plain) == len(weights), "both stacks of a layer have few bits in the files, or none"
         gate_up, gate_up_bias, down, *down_bias = plain
-        y_TD = self.act(torch.addmm(gate_up_bias, x_TD, gate_up)) @ down
+        if not torch.is_grad_enabled() and is_batch_invariant(gate_up):
+            y_TF = (invariant_matmul(x_TD, gate_up.t()) + gate_up_bias).to(x_TD.dtype)
+            y_TD = invariant_matmul(self.act(y_TF), down.t()).to(x_TD.dtype)
+        else:
+            y_TD = self.act(torch.addmm(gate_up_bias, x_TD, gate_up)) @ down
         return y_TD + down_bias[0] if down_bias else y_TD
 
     def of_packed(self, x_ND: Tensor, rows: ExpertRows, into: QuantizedStack, out: QuantizedStack) -> Tensor:

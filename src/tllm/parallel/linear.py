@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tllm.kernels.batch_invariant import invariant_matmul, is_batch_invariant
 from tllm.kernels.float_product import float_matmul
 from tllm.kernels.router import router_matmul
 from tllm.kernels.row_operations import takes
@@ -46,7 +47,10 @@ def unadapted(linear: nn.Module, x_TD: Tensor, y_TF: Tensor) -> Tensor:
 
 
 def matmul(x_TD: Tensor, weight: Tensor | QuantizedWeight) -> Tensor:
-    """x W^T: with weights of few bits as they are packed, else by the product that is fastest here."""
+    """x W^T: with weights of few bits as they are packed, else by the product that is fastest here.
+
+    Without gradients, that of batch-invariant weights has rows that do not depend on each other.
+    """
     packed = weight if isinstance(weight, QuantizedWeight) else quantized(weight)
     if packed is not None:
         return packed.matmul(x_TD)
@@ -55,6 +59,8 @@ def matmul(x_TD: Tensor, weight: Tensor | QuantizedWeight) -> Tensor:
         return trained_matmul(x_TD, weight)
     if not x_TD.is_cpu:
         return F.linear(x_TD, weight)
+    if is_batch_invariant(weight):
+        return invariant_matmul(x_TD, weight).to(x_TD.dtype)
     return float_matmul(x_TD, weight)
 
 

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tllm.kernels.router import router_matmul
-from tllm.kernels.row_operations import takes
+from tllm.kernels.batch_invariant import invariant_matmul, is_batch_invariant
 from tllm.parallel.linear import ColumnLinear, RouterLinear, RowLinear
 from tllm.parallel.quantized_weight import quantized
 from tllm.parallel.shard import Shard, ShardPiece, cut_parameter, shard_of
@@ -46,12 +45,13 @@ class LoraUpdate(nn.Module):
     `weight` is that of a linear, whose modules may be merged; A of all of them is one matrix. Parameters have the names
     that `tensor_names` gives. Ranks that hold the same elements each compute a part of their gradient.
 
-    Beside a weight in few bits, whose own products are so too, a row has the same bits whatever is computed beside it.
+    Beside a weight in few bits or one that is batch-invariant a row has the same bits whatever is computed beside it.
     """
 
     def __init__(self, weight: Tensor, modules: Mapping[str, LoraModule]) -> None:
         super().__init__()
-        self.matmul = F.linear if quantized(weight) is None else invariant_matmul
+        is_plain = quantized(weight) is None and not is_batch_invariant(weight)
+        self.matmul = F.linear if is_plain else invariant_matmul
         pieces_A: list[ShardPiece] = []
         self.B, self.spans = nn.ParameterList(), list[_Span]()
         self.outputs = at = 0
@@ -132,9 +132,3 @@ def _by_module(weight: Tensor) -> Iterator[tuple[str, list[ShardPiece]]]:
 
 def _behind(rows: Range, start: int) -> Range:
     return rows[0] - start, rows[1] - start
-
-
-def invariant_matmul(x_ND: Tensor, weight_FD: Tensor) -> Tensor:
-    """x W^T in float32, where a kernel makes it: summed in float64 in one order, whatever other rows there are."""
-    kernels = takes(x_ND)
-    return F.linear(x_ND, weight_FD) if kernels is None else router_matmul(kernels, x_ND, weight_FD)

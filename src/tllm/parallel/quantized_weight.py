@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from tllm.kernels.batch_invariant import is_batch_invariant, make_batch_invariant
 from tllm.kernels.library import EXPONENT, NUMBERS, PackedWeightArguments, WeightPartArguments, library
 from tllm.quantization.blocks import Code, Scheme
 from tllm.quantization.packed_layout import PackedTensors, padded_columns, unpack_rows
@@ -281,7 +282,12 @@ def stands_for(parameter: Tensor) -> tuple[torch.Size, torch.dtype]:
 def expert_weight(weight: Tensor | Sequence[Tensor], number: int) -> Tensor | QuantizedWeight:
     """The weight of one expert of a stack."""
     packed: QuantizedStack | None = getattr(weight, "quantized", None)
-    return weight[number] if packed is None else packed.weights[number]
+    if packed is not None:
+        return packed.weights[number]
+    one = weight[number]
+    if isinstance(weight, Tensor) and is_batch_invariant(weight):
+        make_batch_invariant([one])
+    return one
 
 
 def weight_bytes(parameter: Tensor) -> int:

@@ -36,7 +36,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     `seed` None asks the front end to draw one, so that the engine always has a number.
     `logprobs` k returns the chosen token's log-probability and the k likeliest ones (0 to 20);
     `prompt_logprobs` does so for each prompt token but the first. Log-probabilities are those of
-    the model, before temperature, penalties, bias and grammar. A reply with a `grammar` ends where that can only end,
+    the model, before temperature, penalties, bias and grammar; with `tempered_logprobs` those of output tokens are
+    of the model at a `temperature` above 0, before all else. A reply with a `grammar` ends where that can only end,
     even before `min_tokens`; elsewhere an end token comes only where the grammar may end.
     """
 
@@ -54,6 +55,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     min_tokens: int = 0
     logprobs: int | None = None
+    tempered_logprobs: bool = False
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
 

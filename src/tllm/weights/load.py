@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tllm.core.errors import WeightsError
+from tllm.kernels.batch_invariant import is_batch_invariant, make_batch_invariant
 from tllm.parallel.quantized_weight import empty_parameter, is_empty
 from tllm.parallel.shard import ShardPiece, held_dtype, shard_of
 from tllm.quantization.blocks import Blocks, dequantize
@@ -174,6 +175,8 @@ def _with_memory(
             )
         if id(old) in made:
             made[id(old)].shard = shard_of(old)  # type: ignore[attr-defined]
+            if is_batch_invariant(old):
+                make_batch_invariant([made[id(old)]])
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if id(parameter) in made:

@@ -6,7 +6,6 @@ pages to sequences; a batch entry's `page_table` says which. Page p is the slots
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -154,13 +153,6 @@ def slot_runs(entry: BatchEntry, page_size: int, start: int, stop: int) -> list[
                 runs.append(range(a + shift, b + shift))
         at += count * page_size
     return runs
-
-
-@functools.cache
-def first_heads(spec: AttentionSpec, num_heads: int, kv_heads: int) -> tuple[int, ...]:
-    """The first query head of each kv head, and the number of heads at the end: the same for every batch."""
-    index = spec.kv_index or tuple(head * kv_heads // num_heads for head in range(num_heads))
-    return (*(index.index(kv) for kv in range(kv_heads)), num_heads)
 
 
 def _slots(shape: tuple[int, int, int], dtype: torch.dtype, coding: CacheCoding | None) -> tuple[Tensor, Tensor | None]:

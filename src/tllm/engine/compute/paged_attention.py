@@ -15,13 +15,13 @@ from torch import Tensor
 from tllm.engine.compute.attention_choice import AttentionKind, fastest_way
 from tllm.engine.compute.cache_writer import cache_writer
 from tllm.engine.compute.kernel_attention import KernelAttention
-from tllm.engine.compute.kv_cache import KVCache, LayerCache, first_heads
+from tllm.engine.compute.kv_cache import KVCache, LayerCache
 from tllm.engine.compute.recurrent_states import StateRuns
 from tllm.engine.compute.segmented_attention import SegmentedAttention
 from tllm.engine.schedule.batch import BatchEntry
 from tllm.kernels.paged_attention import fits
 from tllm.kernels.row_operations import takes
-from tllm.model.attention import AttentionSpec
+from tllm.model.attention import AttentionSpec, first_heads
 from tllm.model.recurrence import Advance
 
 

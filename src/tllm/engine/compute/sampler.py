@@ -68,7 +68,8 @@ class Sampler:
             if logits_V is not None:
                 token_ids.append(sample_token(logits_V, sampling, position))
                 top = sampling.logprobs
-                logprobs.append(None if top is None else token_logprobs(logits_V, token_ids[-1], top))
+                scores_V = logits_V / sampling.temperature if sampling.tempered_logprobs else logits_V
+                logprobs.append(None if top is None else token_logprobs(scores_V, token_ids[-1], top))
         if self.tp.rank:
             return None
         return tuple(token_ids), tuple(logprobs) if any(logprobs) else ()

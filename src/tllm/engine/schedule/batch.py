@@ -41,6 +41,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     history: tuple[Count, ...] = ()
     prompt_length: Count = 0
     logprobs: Count | None = None
+    tempered_logprobs: bool = False
     mask: bytes = b""
 
     @property

@@ -272,6 +272,8 @@ def sampling_faults(sampling: Sampling, limits: Limits) -> Iterator[str]:
         yield "a penalty or bias is not a finite number"
     if not 0 <= sampling.temperature < math.inf:
         yield f"temperature {sampling.temperature} is not 0 or more"
+    if sampling.tempered_logprobs and sampling.temperature == 0:
+        yield "log-probabilities at a temperature of 0 are asked for"
     if not 0 < sampling.top_p <= 1:
         yield f"top_p {sampling.top_p} is not in (0, 1]"
     if not 0 <= sampling.min_p <= 1:

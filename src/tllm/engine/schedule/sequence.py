@@ -110,6 +110,7 @@ class Sequence:
             history=tuple(self.token_ids) if params.penalised else (),
             prompt_length=self.prompt_length if params.penalised else 0,
             logprobs=params.logprobs,
+            tempered_logprobs=params.tempered_logprobs and params.temperature > 0,
         )
 
     def batch_entry(self, count: int, page_table: tuple[Run, ...], draft_tokens: list[int] | None = None) -> BatchEntry:

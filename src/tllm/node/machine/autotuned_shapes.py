@@ -15,7 +15,7 @@ from torch import Tensor
 from tllm.engine.compute import attention_choice
 from tllm.engine.compute.attention_choice import AttentionKind
 from tllm.engine.compute.kernel_attention import KernelAttention
-from tllm.engine.compute.kv_cache import KVCache, first_heads
+from tllm.engine.compute.kv_cache import KVCache
 from tllm.engine.compute.paged_attention import PagedAttend
 from tllm.engine.compute.segmented_attention import SegmentedAttention
 from tllm.engine.schedule.batch import BatchEntry
@@ -25,7 +25,7 @@ from tllm.kernels.autotune import choice_file, in_words
 from tllm.kernels.fastest import Choice, fastest
 from tllm.kernels.library import library
 from tllm.kernels.trained_product import PASSES, TRAINED_IN_16_BITS, PassKind, choose_pass
-from tllm.model.attention import AttentionSpec
+from tllm.model.attention import AttentionSpec, first_heads
 from tllm.planner.cluster.profile import ShapeChoice
 from tllm.training.attention.attention_dtype import TrainedAttentionKind, choose_attention
 

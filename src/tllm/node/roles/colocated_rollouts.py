@@ -38,7 +38,8 @@ def colocated_rollouts(config: RankConfig, model: RankModel) -> ColocatedRollout
     stage = make_stage(chunk, mesh, plan, ring_of(plan, mesh.stage, groups), limits, exact=True)
     for adapter in model.adapters:
         stage.adapters.add(POLICY, adapter.of_linear)
-    return ColocatedRollouts(config, stage, is_first=mesh.stage == 0 and groups.tp.rank == 0)
+    one_by_one = config.job.deterministic and not model.is_batch_invariant
+    return ColocatedRollouts(config, stage, mesh.stage == 0 and groups.tp.rank == 0, one_by_one)
 
 
 def rollout_limits(config: RankConfig) -> Limits:
@@ -66,11 +67,11 @@ def ring_of(plan: Plan, stage: int, groups: Groups) -> RingLinks | None:
 
 class ColocatedRollouts:
     """One rank's part in sampling. A driver, and with it what is known of prompts in the cache, lives for one call: in
-    the next the weights are others."""
+    the next the weights are others. `one_by_one`: no group of completions is computed beside another."""
 
-    def __init__(self, config: RankConfig, stage: PipelineStage, is_first: bool) -> None:
+    def __init__(self, config: RankConfig, stage: PipelineStage, is_first: bool, one_by_one: bool) -> None:
         self._plan, self._eos_ids = config.plan, config.spec.eos_token_ids
-        self._stage, self._is_first, self._is_deterministic = stage, is_first, config.job.deterministic
+        self._stage, self._is_first, self._one_by_one = stage, is_first, one_by_one
         self._lora = POLICY if config.job.lora is not None else ""
 
     def sample(
@@ -79,9 +80,9 @@ class ColocatedRollouts:
         if not self._is_first:
             self._stage.serve()
             return []
-        if not self._is_deterministic:
+        if not self._one_by_one:
             return self._sampled(groups, stop_ids, sampling)
-        # What is computed together decides how it is rounded: a group alone is the same wherever it is sampled.
+        # Products are not batch-invariant: a group that is alone is rounded alike wherever it is sampled.
         return [one for group in groups for one in self._sampled([group], stop_ids, sampling)]
 
     def close(self) -> None:
@@ -123,6 +124,7 @@ def _params(sampling: CompletionSampling, seed: int, stop_ids: Sequence[int]) ->
         seed=seed,
         stop_token_ids=tuple(stop_ids),
         logprobs=0,
+        tempered_logprobs=True,
     )
 
 

@@ -16,6 +16,9 @@ from tllm.training.data.packing import PackedRow
 
 Span = tuple[int, int]
 
+PROMPT_LENGTH = "prompt_length"
+"""Of a document: how many of its tokens were computed together before the others came one by one."""
+
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
@@ -40,7 +43,13 @@ class Tokens:
 
     @property
     def lengths_T(self) -> Tensor:
-        """For each token here the length of its document, wherever the rest of it is."""
+        """For each token here the length of its document when it was computed, wherever the rest of it is.
+
+        That is the whole length, but of a completion's token its place + 1.
+        """
+        if PROMPT_LENGTH in self.of_documents:
+            prompt_T = self.of_documents[PROMPT_LENGTH][self.document_T]
+            return torch.maximum(prompt_T.to(self.positions_T.dtype), self.positions_T + 1)
         lengths = torch.tensor(self.lengths, device=self.ids_T.device)
         return self._here(torch.repeat_interleave(lengths, lengths))
 

@@ -120,7 +120,7 @@ def sampling_facts(job: Job) -> SamplingFacts | None:
         num_generations=config.num_generations,
         at_once=min(config.max_num_seqs, job.global_batch_size),
         context=job.seq_len,
-        one_by_one=job.deterministic,
+        one_by_one=job.deterministic and (job.grpo is None or job.dtype == "float64"),
         share=job.distill.lmbda if job.distill is not None else 1 / steps_of_one_sampling(job),
     )
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from tllm.core.errors import ConfigError, PlanError
-from tllm.spec.model_spec import ModelSpec
+from tllm.kernels.library import library
+from tllm.kernels.paged_attention import fits
+from tllm.spec.model_spec import LayerSpec, ModelSpec
 from tllm.spec.plan import Plan
 from tllm.training.job.job import Job
 from tllm.training.job.job_parts import is_sampled, steps_of_one_sampling
@@ -17,12 +19,28 @@ def check_rollouts(job: Job, plan: Plan, spec: ModelSpec) -> None:
     if job.eval_num_prompts:
         _check_eval_prompts(job)
     if is_sampled(job):
-        _check_plan(job, plan)
+        _check_plan(job, plan, spec)
         _check_context(job, spec)
     config = job.rollouts
     if config is not None:
         _check_sizes(job, config)
         _check_steps(job)
+
+
+def wants_batch_invariance(job: Job, spec: ModelSpec) -> bool:
+    """Whether a token's numbers are to be the same whatever is computed beside it, where processors compute.
+
+    That is what `deterministic` asks of a run that compares them (`grpo`), and what the kernels can do: not in float64,
+    nor for heads whose width the kernel of attention does not take.
+    """
+    asks = job.deterministic and job.grpo is not None and job.dtype != "float64"
+    return asks and library() is not None and all(_fits(spec, layer) for layer in spec.layers)
+
+
+def _fits(spec: ModelSpec, layer: LayerSpec) -> bool:
+    kv_heads = 1 if spec.latent else layer.num_kv_heads or spec.num_kv_heads
+    shared = -(-spec.num_heads // kv_heads)
+    return layer.delta is not None or fits(layer.head_dim or spec.head_dim, (0, shared))
 
 
 def _check_eval_prompts(job: Job) -> None:
@@ -98,10 +116,10 @@ def _check_steps(job: Job) -> None:
             )
 
 
-def _check_plan(job: Job, plan: Plan) -> None:
+def _check_plan(job: Job, plan: Plan, spec: ModelSpec) -> None:
     tp = max(stage.tp for stage in plan.stages)
     asked = f"eval_num_prompts={job.eval_num_prompts}" if job.rollouts is None else f"task={job.task}"
-    if job.rollouts is not None and job.deterministic and plan.pp > 1:
+    if job.rollouts is not None and job.deterministic and plan.pp > 1 and not wants_batch_invariance(job, spec):
         raise PlanError(
             f"task={job.task} with deterministic=true and pp={plan.pp}: stages divide the completions that are "
             "computed together, and products of fewer rows round in another way",

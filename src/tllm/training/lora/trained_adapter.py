@@ -16,6 +16,7 @@ from tllm.model.transformer import Transformer
 from tllm.parallel.linear import Adapt, matmul, unadapted
 from tllm.parallel.lora import LoraModule, LoraUpdate, updates_of
 from tllm.parallel.shard import shard_of
+from tllm.quantization.reference_matmul import on_grid
 from tllm.training.data.batch_tensors import Tokens
 from tllm.training.data.seeds import DRAWS
 from tllm.training.lora.dora import Magnitudes
@@ -105,6 +106,8 @@ class AdaptedMicrobatch:
         if magnitudes is not None:
             factor_F: Tensor = magnitudes(_weight(linear), update)
             added_TF = factor_F * added_TF + (factor_F - 1) * base_TF
+        if y_TF.dtype == torch.float64 != dtype and not torch.is_grad_enabled():
+            added_TF = on_grid(added_TF)  # beside exact partial sums, as the engine has it
         return y_TF + added_TF.to(y_TF.dtype)
 
 

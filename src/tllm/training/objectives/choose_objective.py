@@ -17,13 +17,16 @@ from tllm.training.objectives.reply_log_probs import ReplyLogProbs
 from tllm.training.objectives.reward_loss import RewardLoss
 
 
-def choose_objective(job: Job, mesh: Mesh, cp: Group) -> Objective:
-    """What the ranks of a replica's last stage compute with. `cp`: those that share the tokens of a microbatch."""
+def choose_objective(job: Job, mesh: Mesh, cp: Group, batch_invariant: bool = False) -> Objective:
+    """What the ranks of a replica's last stage compute with. `cp`: those that share the tokens of a microbatch.
+
+    `batch_invariant`: so are the model's products.
+    """
     match job.task:
         case "sft" | "rejection":
             return NextTokenLoss(mesh)
         case "grpo":
-            return PolicyGradientLoss(job, mesh, cp)
+            return PolicyGradientLoss(job, mesh, cp, batch_invariant)
         case "distill" if job.distill is not None:
             return DistillationLoss(job.distill, mesh, cp)
         case "dpo":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -18,6 +18,19 @@ class MetricSum:
 
     total: float
     count: float
+
+
+LARGEST, SMALLEST = "/max", "/min"
+"""What the names of metrics end with that are not means, but the largest or smallest: the `total`, with a count of 1
+where there is one."""
+
+
+def joined(name: str, parts: Sequence[MetricSum]) -> MetricSum:
+    """A metric of several microbatches, or of several ranks."""
+    totals = [part.total for part in parts if part.count]
+    if totals and name.endswith((LARGEST, SMALLEST)):
+        return MetricSum(max(totals) if name.endswith(LARGEST) else min(totals), 1.0)
+    return MetricSum(sum(part.total for part in parts), sum(part.count for part in parts))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from tllm.comm.collectives.group import Group
+from tllm.kernels.batch_invariant import with_value
 from tllm.model.transformer import Transformer
+from tllm.parallel.cross_entropy import ROWS_AT_ONCE
 from tllm.parallel.mesh import Mesh
 from tllm.training.data.batch_tensors import Tokens
 from tllm.training.data.encoder import IGNORED
@@ -31,7 +33,9 @@ SAMPLED, OLD, KEPT, REFERENCE = "sampled_log_probs", "old_log_probs", "kept_log_
 it finds, and as the reference has it."""
 
 CLIP_METRICS = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
-DIFFERENCE = "sampling/sampling_logp_difference/mean"
+DIFFERENCE, RATIO = "sampling/sampling_logp_difference", "sampling/importance_sampling_ratio"
+MISMATCH_METRICS = (f"{DIFFERENCE}/mean", f"{DIFFERENCE}/max", f"{RATIO}/min", f"{RATIO}/mean", f"{RATIO}/max")
+"""How far the engine's log-probabilities are from those of the first pass, and the ratios that come of it."""
 
 
 class SampledTokenLosses(TokenLosses):
@@ -48,13 +52,38 @@ class SampledTokenLosses(TokenLosses):
         return logits_TV if self.temperature == 1 else logits_TV / self.temperature
 
 
+class InvariantTokenLosses(SampledTokenLosses):
+    """The same of a batch-invariant model, whose log-probabilities are worked out as the engine does, to the bit."""
+
+    def log_probs(self, model: Transformer, x_TD: Tensor, tokens: Tokens) -> Tensor:
+        with torch.no_grad():
+            value_T = self._as_engine(model, x_TD, tokens)
+        return with_value(super().log_probs(model, x_TD, tokens), value_T) if torch.is_grad_enabled() else value_T
+
+    def _as_engine(self, model: Transformer, x_TD: Tensor, tokens: Tokens) -> Tensor:
+        predicted_T = tokens.labels_T != IGNORED
+        found_T = x_TD.new_zeros(len(predicted_T), dtype=torch.float32)
+        parts = (torch.split(x[predicted_T], ROWS_AT_ONCE) for x in (x_TD, tokens.labels_T))
+        rows = zip(*parts, strict=True)
+        values = [
+            torch.log_softmax(self.logits(model, x_RD, len(x_RD)), -1).gather(-1, labels_R[:, None])[:, 0]
+            for x_RD, labels_R in rows
+        ]
+        return found_T.masked_scatter(predicted_T, torch.cat(values))
+
+
+def sampled_token_losses(mesh: Mesh, temperature: float, batch_invariant: bool) -> SampledTokenLosses:
+    """Those of a model that is batch-invariant or not."""
+    return (InvariantTokenLosses if batch_invariant else SampledTokenLosses)(mesh, temperature)
+
+
 class KeepLogProbs:
     """An `Objective` without a loss: writes each token's log-probability to the microbatch's `KEPT`."""
 
     metric_names: tuple[str, ...] = ()
 
-    def __init__(self, mesh: Mesh, temperature: float) -> None:
-        self.losses = SampledTokenLosses(mesh, temperature)
+    def __init__(self, mesh: Mesh, temperature: float, batch_invariant: bool) -> None:
+        self.losses = sampled_token_losses(mesh, temperature, batch_invariant)
 
     def __call__(self, model: Transformer, x_TD: Tensor, tokens: Tokens) -> MicrobatchLoss:
         log_probs_T = self.losses.log_probs(model, x_TD, tokens)
@@ -68,16 +97,15 @@ class PolicyGradientLoss:
     Where there are no `OLD` log-probabilities the pass is the first with these completions: every ratio is 1, exactly.
     """
 
-    def __init__(self, job: Job, mesh: Mesh, cp: Group) -> None:
+    def __init__(self, job: Job, mesh: Mesh, cp: Group, batch_invariant: bool = False) -> None:
         assert job.grpo is not None, "checked when the run began"
         self.config, self.cp = job.grpo, cp
-        self.losses = SampledTokenLosses(mesh, job.grpo.temperature)
-        self.compares_sampled = job.grpo.temperature == 1
+        self.losses = sampled_token_losses(mesh, job.grpo.temperature, batch_invariant)
         self.metric_names: tuple[str, ...] = (
             "entropy",
             *CLIP_METRICS,
             *(("kl",) if job.grpo.beta else ()),
-            *((DIFFERENCE,) if self.compares_sampled else ()),
+            *MISMATCH_METRICS,
         )
 
     def __call__(self, model: Transformer, x_TD: Tensor, tokens: Tokens) -> MicrobatchLoss:
@@ -85,7 +113,8 @@ class PolicyGradientLoss:
         now_T = log_probs_T.detach()
         if KEPT in tokens.of_tokens:
             tokens.of_tokens[KEPT].copy_(now_T)
-        learned_T = (tokens.labels_T != IGNORED).to(now_T.dtype)
+        learned = tokens.labels_T != IGNORED
+        learned_T = learned.to(now_T.dtype)
         lengths_N = document_sums(learned_T, tokens, self.cp).clamp(min=1)
         advantage_T = tokens.of_documents[ADVANTAGE].to(now_T.dtype)[tokens.document_T]
         old_T = tokens.of_tokens.get(OLD, now_T)
@@ -105,10 +134,9 @@ class PolicyGradientLoss:
         told["entropy"] = -now_T  # of a token that was sampled, -log p is an estimate of the entropy without bias
         if kl_T is not None:
             told["kl"] = kl_T.detach()
-        if self.compares_sampled:
-            told[DIFFERENCE] = (old_T - tokens.of_tokens[SAMPLED].to(now_T.dtype)).abs()
         count = float(learned_T.sum())
         sums = {name: MetricSum(float((x_T * learned_T).sum()), count) for name, x_T in told.items()}
+        sums |= mismatch(old_T[learned], tokens.of_tokens[SAMPLED][learned].to(now_T.dtype))
         return MicrobatchLoss(loss_T.sum(), metrics=sums)
 
     def _ratios(self, log_ratio_T: Tensor, lengths_N: Tensor, tokens: Tokens) -> Tensor:
@@ -116,6 +144,21 @@ class PolicyGradientLoss:
         if self.config.importance_sampling_level == "token":
             return log_ratio_T.exp()
         return (document_sums(log_ratio_T, tokens, self.cp) / lengths_N).exp()[tokens.document_T]
+
+
+def mismatch(old_L: Tensor, sampled_L: Tensor) -> dict[str, MetricSum]:
+    """`MISMATCH_METRICS` of the tokens that are learned, from both sides' log-probabilities."""
+    if not len(old_L):
+        return dict.fromkeys(MISMATCH_METRICS, MetricSum(0.0, 0.0))
+    off_L, ratio_L, count = (old_L - sampled_L).abs(), (old_L - sampled_L).exp(), float(len(old_L))
+    sums = (
+        MetricSum(float(off_L.sum()), count),
+        MetricSum(float(off_L.max()), 1.0),
+        MetricSum(float(ratio_L.min()), 1.0),
+        MetricSum(float(ratio_L.sum()), count),
+        MetricSum(float(ratio_L.max()), 1.0),
+    )
+    return dict(zip(MISMATCH_METRICS, sums, strict=True))
 
 
 def kl_estimate(log_probs_T: Tensor, reference_T: Tensor, estimator: str) -> Tensor:

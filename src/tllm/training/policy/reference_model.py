@@ -27,7 +27,7 @@ class ReferenceModel:
         self._is_beside = not policy.adapters
         self._model = RankModel(config) if self._is_beside else policy
         mesh = mesh_of(config.spec, config.plan, config.rank, config.groups.tp)
-        self._objective = KeepLogProbs(mesh, temperature)
+        self._objective = KeepLogProbs(mesh, temperature, policy.is_batch_invariant)
         self._job, self._spec = config.job, config.spec
 
     def fill(self, weights: InitialWeights, progress: Progress | None = None) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from tllm.training.data.encoder import IGNORED
+from tllm.training.data.batch_tensors import PROMPT_LENGTH
+from tllm.training.data.encoder import IGNORED, Values
 from tllm.training.data.packing import PackedRow
 from tllm.training.data.prompt_batches import PromptBatches, PromptRow
 from tllm.training.evaluation.completion_record import CompletionRecord
@@ -144,7 +145,6 @@ def completion_row(
     sampled[predicted] = completion.log_probs
     if is_learned:
         labels[predicted] = completion.ids
-    of_policy = advantage is not None
     return PackedRow(
         0,
         ids,
@@ -152,10 +152,17 @@ def completion_row(
         np.arange(len(ids), dtype=np.int64),
         (len(ids),),
         (),
-        {ADVANTAGE: np.array([advantage], dtype=np.float64)} if of_policy else {},
-        {SAMPLED: sampled} if of_policy else {},
+        _of_document(len(prompt_ids), advantage),
+        {SAMPLED: sampled} if advantage is not None else {},
         weight,
     )
+
+
+def _of_document(prompt_length: int, advantage: float | None) -> Values:
+    """What a policy's loss asks of a completion."""
+    if advantage is None:
+        return {}
+    return {ADVANTAGE: np.array([advantage], dtype=np.float64), PROMPT_LENGTH: np.array([prompt_length])}
 
 
 def best_rows(group: RewardedGroup, config: RejectionConfig) -> list[PackedRow]:

@@ -34,7 +34,7 @@ class PromptGroup(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Completion(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens that were sampled, each with its log-probability before temperature, top-k and top-p.
+    """Tokens that were sampled, each with its log-probability at the temperature, before top-k and top-p.
 
     The last is one that ends a reply, unless the completion `is_truncated`.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,9 +16,13 @@ from tllm.spec.model_spec import ModelSpec
 from tllm.training.data.batch_feed import ReplicaBatch
 from tllm.training.evaluation.held_out import Evaluated
 from tllm.training.gradients.accumulation_order import exact_sum
+from tllm.training.objectives.objective import MetricSum, joined
 from tllm.training.report.metrics import StepRecord
 from tllm.training.step.pipeline_step import StepResult
 from tllm.training.step.rank_groups import Groups
+
+FIRST_METRIC = 7
+"""Of the numbers that a rank tells of a step, the first of its objective's metrics: two of each."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ class StepReport:
         self._sent = sent
         each = _gathered(ranks, mine)
         loss_sum, _ = exact_sum(each[:, :2].flatten().tolist())
-        bytes_sent, _, waited, stop, balance, *metrics = each[:, 2:].sum(0).tolist()
+        bytes_sent, _, waited, stop, balance = each[:, 2:FIRST_METRIC].sum(0).tolist()
         seconds = seconds_since(counters.start)
         flops = training_flops(self._spec, batch.lengths, batch.predicted, self._is_frozen)
         record = StepRecord(
@@ -114,8 +118,8 @@ class StepReport:
             metrics={
                 **batch.metrics,
                 **{
-                    name: total / count if count else 0.0
-                    for name, total, count in zip(self._metric_names, metrics[::2], metrics[1::2], strict=True)
+                    name: whole.total / whole.count if whole.count else 0.0
+                    for name, whole in zip(self._metric_names, self._joined(each), strict=True)
                 },
             }
             or None,
@@ -126,6 +130,12 @@ class StepReport:
             role_seconds=dict(counters.role_seconds) or None,
         )
         return record, stop > 0
+
+    def _joined(self, each: torch.Tensor) -> Iterator[MetricSum]:
+        """Every metric over all ranks, from their numbers."""
+        for place, name in enumerate(self._metric_names):
+            at = FIRST_METRIC + 2 * place
+            yield joined(name, [MetricSum(*pair) for pair in each[:, at : at + 2].tolist()])
 
     def _metric(self, name: str, result: StepResult) -> tuple[float, float]:
         """What this rank adds to a metric: nothing where it is not of the last stage, or another rank adds the same."""

@@ -17,7 +17,7 @@ from tllm.training.attention.packed_attention import MakeAttend, TrainAttend
 from tllm.training.data.batch_tensors import Tokens
 from tllm.training.gradients.accumulation_order import exact_sum
 from tllm.training.lora.trained_adapter import MakeAdapt, as_it_is
-from tllm.training.objectives.objective import MetricSum, MicrobatchLoss, Objective
+from tllm.training.objectives.objective import MetricSum, MicrobatchLoss, Objective, joined
 from tllm.training.step.pipeline_wires import Mail, Wires
 from tllm.training.step.split_backward import input_half
 
@@ -188,10 +188,7 @@ def _result(executor: _ScheduleExecutor) -> StepResult:
     tokens = sum(microbatch.predicted for microbatch in executor.microbatches)
     loss_sum, rest = exact_sum([float(found.reported) for found in executor.losses if found.reported is not None])
     of_each = [found.metrics for found in executor.losses]
-    metrics = {
-        name: MetricSum(sum(one[name].total for one in of_each), sum(one[name].count for one in of_each))
-        for name in (of_each[0] if of_each else ())
-    }
+    metrics = {name: joined(name, [one[name] for one in of_each]) for name in (of_each[0] if of_each else ())}
     return StepResult(loss_sum, tokens, executor.mail.waited, rest, metrics)
 
 

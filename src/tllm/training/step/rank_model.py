@@ -9,6 +9,7 @@ from dataclasses import replace
 from torch import nn
 
 from tllm.devices.choose import CPU
+from tllm.kernels.batch_invariant import is_batch_invariant
 from tllm.model.transformer import Transformer
 from tllm.parallel.grid.grid_mesh import GridMesh, grid_mesh_of
 from tllm.parallel.load_balance import LoadBalance
@@ -17,14 +18,17 @@ from tllm.spec.pipeline_schedule import Schedule, forward_only
 from tllm.spec.pipeline_schedule import build as build_schedule
 from tllm.training.attention.context_parallel import cut_tokens
 from tllm.training.attention.grid_tokens import grid_tokens
-from tllm.training.attention.packed_attention import TrainAttend
+from tllm.training.attention.invariant_attention import InvariantAttend
+from tllm.training.attention.packed_attention import MakeAttend, TrainAttend
 from tllm.training.attention.ring_attention import RingAttention
 from tllm.training.data.batch_tensors import Tokens
+from tllm.training.job.rollout_combinations import wants_batch_invariance
 from tllm.training.job.target_modules import adapted_modules
 from tllm.training.lora.trained_adapter import MakeAdapt, TrainedAdapter, as_it_is
 from tllm.training.objectives.choose_objective import choose_objective
 from tllm.training.objectives.objective import Objective
 from tllm.training.step.embedding_noise import with_noise
+from tllm.training.step.invariant_layers import make_layers_invariant
 from tllm.training.step.model_chunks import build_chunks, without_memory
 from tllm.training.step.pipeline_step import StepResult, TrainStage, run_forward, run_schedule
 from tllm.training.step.rank_groups import RankConfig
@@ -52,6 +56,9 @@ class RankModel:
         has_memory = plan.zero < 3 and (config.job.lora is None or self._config.device != CPU)
         device = self._config.device if has_memory else "meta"
         self.chunks = build_chunks(config.spec, mesh, plan.runs, torch_dtype(config.job.dtype), device)
+        invariant = wants_batch_invariance(config.job, config.spec) and config.device == CPU
+        if invariant:
+            make_layers_invariant(self.chunks)
         self.adapters = _adapters(config, self.chunks)
         self.trained: Sequence[nn.Module] = self.adapters or self.chunks
         """What is learned: the chunks, or an adapter of each."""
@@ -63,13 +70,19 @@ class RankModel:
         self.products = choose_trained_products(parameters, torch_dtype(config.job.dtype), fixed)
         """What its products are computed in, in words."""
         self._ring = RingAttention(groups.cp) if plan.cp > 1 else None
-        make_attend = recompute(plan.recompute, self.chunks, self._ring or TrainAttend)
-        self.objective = choose_objective(config.job, mesh, groups.cp)
+        of_whole: MakeAttend = InvariantAttend if invariant else TrainAttend
+        make_attend = recompute(plan.recompute, self.chunks, self._ring or of_whole)
+        self.objective = choose_objective(config.job, mesh, groups.cp, invariant)
         make_adapt = with_noise(self._make_adapt(learns=True), config.job.neftune_noise_alpha)
         self._stage = TrainStage(mesh.stage, self.chunks, groups.wires, self.objective, make_attend, make_adapt)
         self._schedules: dict[int, Schedule] = {}
         self.compute_seconds = 0.0
         """Of the last step's passes, without the time in which this stage waited for another."""
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether a token's numbers do not depend on what is computed beside it, and are the engine's to the bit."""
+        return any(is_batch_invariant(parameter) for parameter in self.chunks[0].parameters())
 
     @property
     def load_balance_loss(self) -> float | None:

@@ -59,7 +59,7 @@ def sampled_and_trained(folder: Path, dtype: str, length: int = 24) -> tuple[Ten
     tokens = tokens_of(rows)
     alone_T, passed_T = torch.zeros(2, len(tokens.ids_T), dtype=torch.float64)
     alone, passed = (replace(tokens, of_tokens={**tokens.of_tokens, KEPT: room_T}) for room_T in (alone_T, passed_T))
-    model.forward_only([alone], KeepLogProbs(whole(spec), 1.0))
+    model.forward_only([alone], KeepLogProbs(whole(spec), 1.0, model.is_batch_invariant))
     result = model.forward_backward([passed], 1, 1.0)
     assert result.metrics["clip_ratio/region_mean"].total == 0
     learned_T = tokens.labels_T != IGNORED
