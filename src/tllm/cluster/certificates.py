@@ -26,8 +26,10 @@ SKEW = datetime.timedelta(days=3650)
 """How far a node's clock may be behind the coordinator's: far, as on a board that kept no time while it was off. It
 costs nothing, as whoever has a node's key also has that node's clock.
 """
-NODE_VALIDITY = datetime.timedelta(days=30)
-AUTHORITY_VALIDITY = datetime.timedelta(days=3650)
+VALIDITY = datetime.timedelta(days=3650)
+"""Of the authority and of a node. A node's key never leaves the memory of its process, and the next one that joins by
+its name has another, so an early end would protect little. It would end clusters: no certificate is renewed.
+"""
 P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # FIPS 186-5
 KEY_FILE, CERTIFICATE_FILE = "authority.key", "authority.pem"
 
@@ -68,7 +70,7 @@ class Authority:
     def _of(cls, key: ec.EllipticCurvePrivateKey, common_name: str) -> Authority:
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
         certificate = (
-            _builder(name, name, key.public_key(), AUTHORITY_VALIDITY, _now())
+            _builder(name, name, key.public_key(), _now())
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .add_extension(_usage(authority=True), critical=True)
             .sign(key, hashes.SHA256())
@@ -143,7 +145,7 @@ class Authority:
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
         certificate = (
-            _builder(subject, self._certificate.subject, key, NODE_VALIDITY, now or _now())
+            _builder(subject, self._certificate.subject, key, now or _now())
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_usage(authority=False), critical=True)
             .add_extension(both, critical=False)
@@ -200,7 +202,6 @@ def _builder(
     subject: x509.Name,
     issuer: x509.Name,
     key: ec.EllipticCurvePublicKey,
-    validity: datetime.timedelta,
     now: datetime.datetime,
 ) -> x509.CertificateBuilder:
     return (
@@ -210,7 +211,7 @@ def _builder(
         .public_key(key)
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - SKEW)
-        .not_valid_after(now + validity)
+        .not_valid_after(now + VALIDITY)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
     )
 
