@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-PANEL, HEIGHT, MARGIN = 270, 190, 48
+PANEL, HEIGHT, MARGIN, LINE = 270, 190, 48, 16
 COLOURS = ("#c1272d", "#0000a7", "#008176", "#eecc16", "#6f4fa0")
 
 Points = Sequence[tuple[float, float]]
@@ -26,7 +26,7 @@ def svg(panels: Mapping[str, Mapping[str, Points]], axes: Axes) -> str:
     """A picture of panels by their titles, each with curves by their names, which have one colour in all of them."""
     names = list(dict.fromkeys(name for curves in panels.values() for name in curves))
     colour = {name: COLOURS[place % len(COLOURS)] for place, name in enumerate(names)}
-    width, height = len(panels) * (PANEL + MARGIN) + MARGIN, HEIGHT + 2 * MARGIN + 16 * len(names)
+    width, height = len(panels) * (PANEL + MARGIN) + MARGIN, HEIGHT + 2 * MARGIN + LINE * (len(names) + 1)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
         f'font-size="11"><rect width="{width}" height="{height}" fill="white"/>'
@@ -38,7 +38,7 @@ def svg(panels: Mapping[str, Mapping[str, Points]], axes: Axes) -> str:
             path = " ".join(f"{_x(x, left, axes):.1f},{_y(y, axes):.1f}" for x, y in points)
             parts.append(f'<polyline points="{path}" fill="none" stroke="{colour[name]}" stroke-width="1.8"/>')
     for place, name in enumerate(names):
-        y = HEIGHT + 2 * MARGIN + 16 * place - 4
+        y = HEIGHT + 2 * MARGIN + LINE * (place + 1)
         parts.append(f'<rect x="{MARGIN}" y="{y - 8}" width="18" height="3" fill="{colour[name]}"/>')
         parts.append(f'<text x="{MARGIN + 26}" y="{y - 2}">{name}</text>')
     return "\n".join((*parts, "</svg>")) + "\n"
