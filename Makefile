@@ -31,7 +31,7 @@ test-devices: $(VENV)/.dev
 	@$(BIN)/python -m pytest -m "not soak" --numprocesses 2 tests/devices $(PYTEST_ARGS)
 
 # Each file of these starts its processes once, so it stays in one place. Files of few and long tests come first: one
-# that began last would keep one core alone. Twelve minutes or so: variants of what is proved here are in `make soak`.
+# that began last would keep one core alone. Sixteen minutes or so: variants of what is proved here are in `make soak`.
 test-processes: $(VENV)/.dev
 	@$(BIN)/python -m pytest -m "not soak" --numprocesses 2 --dist loadfile --no-loadscope-reorder \
 		$(PROCESSES) $(PYTEST_ARGS)

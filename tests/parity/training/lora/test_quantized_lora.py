@@ -146,7 +146,7 @@ def test_every_plan_rounds_the_model_alike(model: Path, tmp_path: Path) -> None:
     more: dict[str, Any] = dict(lora=LoraJob(r=4, quantize="int4"), max_steps=3)
     want = records(train(lora_job(model, tmp_path / "one", **more), "pp=1"))
     plain = records(train(lora_job(model, tmp_path / "plain", max_steps=3, lora=LoraJob(r=4)), "pp=1"))
-    assert abs(plain[0].loss - want[0].loss) > 1e-3, "rounding to 4 bits is seen"
+    assert abs(plain[0].loss - want[0].loss) > 1e-4, "rounding to 4 bits is seen"
     for number, plan in enumerate(("tp=3,shares=1:2:1", "dp=2,pp=2,zero=1")):
         got = records(train(lora_job(model, tmp_path / f"run{number}", **more), plan))
         assert all(abs(a.loss - b.loss) < 1e-12 * b.loss for a, b in zip(got, want, strict=True))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.models.turns import pairs_in_turn
+from tests.support.selection import pairs_in_turn
 from tests.support.training.post_training.policy_task import grpo, policy_job, write_task
 from tests.support.training.runs import final, records, train
 from tllm.node.roles import colocated_rollouts as role

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.models.families import TRAINABLE, save_model
-from tests.support.models.turns import soak_but
+from tests.support.selection import soak_but
 from tests.support.training.post_training.unlike_plans import (
     ToldScheduler,
     job_of,
