@@ -29,6 +29,7 @@ RUNS = (
     ["training.memory"],
     ["training.log_prob_mismatch"],
     ["serving.drafts"],
+    ["serving.two_machines"],
     ["cluster.coordinator_scale"],
 )
 
