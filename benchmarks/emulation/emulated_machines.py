@@ -75,8 +75,7 @@ class EmulatedMachines:
 
     def __enter__(self) -> EmulatedMachines:
         self.hosts.__enter__()
-        if (relay := self.hosts.relay) is not None:  # a real link does not wait for a processor
-            os.sched_setscheduler(relay.pid, os.SCHED_FIFO, os.sched_param(2))
+        self.hosts.put_relay_first()
         return self
 
     def __exit__(

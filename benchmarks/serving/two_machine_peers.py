@@ -23,11 +23,16 @@ SECONDS = 300.0
 Figures = dict[str, Any]
 
 
+def on(host: int, *words: str) -> list[str]:
+    """Words that run a command on the processor of a host."""
+    return ["taskset", "--cpu-list", str(host), *words]
+
+
 @contextmanager
 def _worker(hosts: Hosts, words: Sequence[str], env: dict[str, str]) -> Iterator[None]:
     """The peer's worker on the second host, once it listens."""
     with tempfile.TemporaryDirectory() as logs:
-        process = hosts.start(1, "taskset", "--cpu-list", "1", *words, env=env, log=Path(logs) / "worker")
+        process = hosts.start(1, *on(1, *words), env=env, log=Path(logs) / "worker")
         try:
             _wait_for_port(hosts)
             yield
@@ -49,7 +54,7 @@ def _wait_for_port(hosts: Hosts) -> None:
 
 def _said(hosts: Hosts, words: Sequence[str], env: dict[str, str]) -> str:
     """What a program of the first host prints."""
-    command = hosts.command(0, "taskset", "--cpu-list", "0", *words)
+    command = hosts.command(0, *on(0, *words))
     done = subprocess.run(
         command, env={**os.environ, **env}, capture_output=True, text=True, timeout=SECONDS, check=False
     )

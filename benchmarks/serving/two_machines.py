@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import statistics
 import sys
 import tempfile
@@ -27,7 +26,7 @@ from benchmarks.processes.python_module import environment
 from benchmarks.report.markdown import table
 from benchmarks.report.results import BENCHMARKS, Page, raw_of, write
 from benchmarks.serving.openai_client import measure, wait_until_ready
-from benchmarks.serving.two_machine_peers import distributed_llama, llama_cpp
+from benchmarks.serving.two_machine_peers import distributed_llama, llama_cpp, on
 from tests.support.cluster.hosts import Hosts, why_not
 from tests.support.comm.namespaces import inside
 
@@ -48,14 +47,8 @@ Figures = dict[str, Any]
 def joined_hosts(link: str) -> Iterator[Hosts]:
     rate, delay_ms = LINKS[link]
     with Hosts(2, rate=rate, delay_ms=delay_ms) as hosts:
-        if hosts.relay is not None:  # a real link does not wait for a processor
-            os.sched_setscheduler(hosts.relay.pid, os.SCHED_FIFO, os.sched_param(2))
+        hosts.put_relay_first()
         yield hosts
-
-
-def on(host: int, *words: str) -> list[str]:
-    """Words that run a command on the processor of a host."""
-    return ["taskset", "--cpu-list", str(host), *words]
 
 
 def tllm(hosts: Hosts, folder: Path, form: str, plan: str, repeats: int) -> Figures:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from tests.house.tree import ROOT
 from tests.support.cluster.commands import running, tllm
 from tests.support.hub.fake_hub import FakeHub, fake_hub
 from tests.support.hub.this_machine import environment
+from tests.support.serving.completions import completed
 
 pytestmark = pytest.mark.timeout(300)  # each starts several processes that load torch
 
@@ -47,14 +47,6 @@ def both_ends() -> int:
         return int(file.get_tensor("model.embed_tokens.weight").nbytes)
 
 
-def complete(url: str) -> list[int]:
-    body = json.dumps({"prompt": PROMPT, "max_tokens": 24, "temperature": 0, "return_token_ids": True}).encode()
-    asked = urllib.request.Request(f"{url}/completions", body, {"content-type": "application/json"})
-    with urllib.request.urlopen(asked) as reply:
-        ids: list[int] = json.load(reply)["choices"][0]["token_ids"]
-        return ids
-
-
 @contextmanager
 def two_nodes(first: dict[str, str], second: dict[str, str]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """A server and a node that joined it: the URL, and what they say of both."""
@@ -74,7 +66,7 @@ def test_each_node_fetches_its_own_part_and_keeps_it(hub: FakeHub, truth: list[i
     homes = [tmp_path / name for name in ("first", "second")]
     online = [environment(home, hub, home.name) for home in homes]
     with two_nodes(*online) as (url, nodes):
-        assert complete(url) == truth
+        assert completed(url, PROMPT, 24) == truth
         fetched = sum(node["bytes_fetched"] for node in nodes)
         assert 0 <= hub.weights_sent() - fetched <= 2 * CHUNK, "beside the chunks with the header"
     parts = [hub.weights_sent(home.name) for home in homes]
@@ -84,7 +76,7 @@ def test_each_node_fetches_its_own_part_and_keeps_it(hub: FakeHub, truth: list[i
 
     gone = [{**one, "HF_ENDPOINT": "http://127.0.0.1:9"} for one in online]
     with two_nodes(*gone) as (url, nodes):
-        assert complete(url) == truth
+        assert completed(url, PROMPT, 24) == truth
         assert [node["bytes_fetched"] for node in nodes] == [0, 0]
     assert not hub.sent
 
@@ -92,7 +84,7 @@ def test_each_node_fetches_its_own_part_and_keeps_it(hub: FakeHub, truth: list[i
 def test_a_node_without_the_hub_is_given_its_part(hub: FakeHub, truth: list[int], tmp_path: Path) -> None:
     first, second = environment(tmp_path / "first", hub, "first"), environment(tmp_path / "second", None)
     with two_nodes(first, second) as (url, nodes):
-        assert complete(url) == truth
+        assert completed(url, PROMPT, 24) == truth
         fetched = {node["node"]: node["bytes_fetched"] for node in nodes}
     assert SIZE <= hub.weights_sent("first") <= SIZE + 4 * CHUNK, "what both need is fetched once"
     assert 0.35 * SIZE < fetched["second"] < 0.65 * SIZE

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import json
-import urllib.request
 from pathlib import Path
 
 import pytest
 
 from tests.support.cluster.commands import running, tllm
+from tests.support.serving.completions import completed
 from tllm.recipes.bench.processes import free_row
 
 pytestmark = pytest.mark.timeout(300)  # each starts several processes that load torch
-
-
-def complete(url: str) -> list[int]:
-    body = json.dumps({"prompt": [1, 2, 3], "max_tokens": 16, "temperature": 0, "return_token_ids": True}).encode()
-    asked = urllib.request.Request(f"{url}/completions", body, {"content-type": "application/json"})
-    with urllib.request.urlopen(asked) as reply:
-        ids: list[int] = json.load(reply)["choices"][0]["token_ids"]
-        return ids
 
 
 def test_another_machine_joins_by_the_printed_line(folder: Path) -> None:
@@ -29,8 +21,8 @@ def test_another_machine_joins_by_the_printed_line(folder: Path) -> None:
         line = server.until(r"tllm join (\S+) --token (\S+)")
         with running("join", line[1], "--token", line[2], "--name", "lab-2", "--serve", "--port", "0") as node:
             url = server.until(r"serving .* at (\S+)")[1]
-            assert complete(url) == whole["token_ids"]
-            assert complete(node.until(r"serving .* at (\S+)")[1]) == whole["token_ids"]
+            assert completed(url, (1, 2, 3), 16) == whole["token_ids"]
+            assert completed(node.until(r"serving .* at (\S+)")[1], (1, 2, 3), 16) == whole["token_ids"]
             status = tllm("status", "--json", "--port", url.split(":")[2].split("/")[0])
             nodes = json.loads(status.stdout)["nodes"]
             assert sorted((one["rank"], one["node"]) for one in nodes)[2] == (2, "lab-2")
@@ -53,11 +45,11 @@ def test_machines_that_share_a_secret_need_no_token_and_find_a_first_machine_aga
         stranger = tllm("join", where, env={"TLLM_SECRET": "t" * 32})
         assert (stranger.returncode, "not the one that the join token" in stranger.stderr) == (5, True)
         with running("join", where, "--rejoin", "60", env=env) as node:
-            assert complete(server.until(r"serving .* at (\S+)")[1]) == whole["token_ids"]
+            assert completed(server.until(r"serving .* at (\S+)")[1], (1, 2, 3), 16) == whole["token_ids"]
             server.process.kill()
             server.process.wait()
             with running(*words, env=env) as again:
-                assert complete(again.until(r"serving .* at (\S+)")[1]) == whole["token_ids"]
+                assert completed(again.until(r"serving .* at (\S+)")[1], (1, 2, 3), 16) == whole["token_ids"]
                 assert again.interrupt()[0] == 0
             assert node.wait()[0] == 0
     assert "tllm1-" not in "".join([*server.lines, *again.lines])
@@ -74,7 +66,7 @@ def test_a_wrong_token_is_refused_and_harms_nobody(folder: Path) -> None:
         assert refused.returncode == 5
         assert "join token is not one of this cluster" in refused.stderr
         with running("join", line[1], "--token", line[2], "--name", "lab-2"):
-            assert len(complete(server.until(r"serving .* at (\S+)")[1])) == 16
+            assert len(completed(server.until(r"serving .* at (\S+)")[1], (1, 2, 3), 16)) == 16
             code, said = server.interrupt()
     assert code == 0
     assert "was refused" in said

@@ -6,15 +6,16 @@ of. Whoever reads weights there meets a file that ends too early, which is an er
 
 from __future__ import annotations
 
-import secrets
 import struct
 from pathlib import Path
 
 import msgspec
 
-from tllm.core.errors import UNREADABLE, ConfigError, WeightsError
+from tllm.core.cache_folder import write_whole
+from tllm.core.errors import UNREADABLE, WeightsError
 from tllm.core.gguf_header import Read, read_gguf_header
 
+HOME = "XDG_CACHE_HOME"
 REST = ".rest"
 SCALES = "rope_"
 """How the names of the tensors begin that say how positions are scaled: vectors of float32."""
@@ -46,8 +47,8 @@ def keep_head(path: Path, size: int, read: Read) -> None:
     for tensor in scales:
         check_floats(tensor.file, tensor.name, tensor.type.name, tensor.stop - tensor.start)
     floats = {tensor.name: as_floats(read(tensor.start, tensor.stop)) for tensor in scales}
-    _write(_rest_path(path), msgspec.json.encode(GgufRest(size, floats)))
-    _write(path, bytes(head))
+    write_whole(_rest_path(path), msgspec.json.encode(GgufRest(size, floats)), HOME)
+    write_whole(path, bytes(head), HOME)
 
 
 def rest_of(path: Path) -> GgufRest | None:
@@ -73,14 +74,3 @@ def check_floats(file: str, name: str, kind: str, nbytes: int) -> None:
 
 def _rest_path(path: Path) -> Path:
     return path.with_name(f"{path.name}{REST}")
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Put a file in its place whole."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
-        beside.write_bytes(content)
-        beside.replace(path)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}", "free some space, or set XDG_CACHE_HOME") from error

@@ -15,6 +15,11 @@ def model_name(path: Path) -> str:
     return repo_of(path) or path.resolve().name
 
 
+def folder_of_repo(repo: str) -> str:
+    """The name of the folder of `org/name` in the Hugging Face cache."""
+    return f"models--{repo.replace('/', '--')}"
+
+
 def repo_of(snapshot: Path) -> str:
     """`org/name` of a folder `models--org--name/snapshots/COMMIT`; "" of any other folder."""
     folder = snapshot.parent.parent.name

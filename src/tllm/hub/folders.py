@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
-from tllm.core.cache_folder import cache_folder
-from tllm.core.errors import UNREADABLE, ConfigError
-from tllm.core.model_folders import repo_of
+from tllm.core.cache_folder import cache_folder, write_whole
+from tllm.core.errors import UNREADABLE
+from tllm.core.model_folders import folder_of_repo, repo_of
 from tllm.hub.model_name import is_commit
 from tllm.hub.repository import HubFile, Repository, usable_files
+
+HOME = "HF_HOME"
 
 
 def hub_cache() -> Path:
@@ -41,7 +42,7 @@ def commit_of(repo: str, revision: str) -> str:
 def keep_reference(repo: str, revision: str, commit: str) -> None:
     """Write down which commit a revision stands for now, as the Hugging Face library does."""
     if not is_commit(revision):
-        _write(_repo_folder(repo) / "refs" / (revision or "main"), commit.encode())
+        write_whole(_repo_folder(repo) / "refs" / (revision or "main"), commit.encode(), HOME)
 
 
 def kept_listing(repo: str, commit: str) -> Repository | None:
@@ -64,7 +65,7 @@ def keep_repository(repository: Repository) -> None:
     """Keep a listing, so that a start without the hub knows which bytes there are."""
     path = _listing(repository.repo, repository.commit)
     if not path.is_file():
-        _write(path, msgspec.json.encode(repository))
+        write_whole(path, msgspec.json.encode(repository), HOME)
 
 
 def local_file(repository: Repository, file: HubFile) -> Path | None:
@@ -95,12 +96,12 @@ def cached_repositories() -> Iterator[tuple[str, str, Path]]:
 
 
 def _repo_folder(repo: str) -> Path:
-    return hub_cache() / f"models--{repo.replace('/', '--')}"
+    return hub_cache() / folder_of_repo(repo)
 
 
 def _listing(repo: str, commit: str) -> Path:
     assert is_commit(commit)
-    return cache_folder("hub") / f"models--{repo.replace('/', '--')}" / f"{commit}.json"
+    return cache_folder("hub") / folder_of_repo(repo) / f"{commit}.json"
 
 
 def _snapshot_files(snapshot: Path) -> Iterator[HubFile]:
@@ -108,14 +109,3 @@ def _snapshot_files(snapshot: Path) -> Iterator[HubFile]:
     for path in snapshot.rglob("*"):
         if path.is_symlink() and path.is_file():
             yield HubFile(str(path.relative_to(snapshot)), path.stat().st_size, path.resolve().name)
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Put a small file in its place whole."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
-        beside.write_bytes(content)
-        beside.replace(path)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}", "free some space, or set HF_HOME") from error

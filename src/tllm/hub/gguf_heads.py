@@ -9,6 +9,7 @@ from tllm.core.cache_folder import cache_folder
 from tllm.core.gguf_files import read_range
 from tllm.core.gguf_header import Read
 from tllm.core.gguf_heads import keep_head
+from tllm.core.model_folders import folder_of_repo
 from tllm.hub.byte_ranges import HubRanges
 from tllm.hub.folders import local_file
 from tllm.hub.repository import HubFile, Repository
@@ -19,7 +20,7 @@ def fetch_heads(chosen: Repository) -> Path:
 
     Their folder is of the commit, which pins what is in them. Raises what `HubRanges` raises.
     """
-    folder = cache_folder("gguf-heads") / f"models--{chosen.repo.replace('/', '--')}" / chosen.commit
+    folder = cache_folder("gguf-heads") / folder_of_repo(chosen.repo) / chosen.commit
     ranges = HubRanges(chosen)
     paths = [folder / file.name for file in chosen.files]
     for path, file in zip(paths, chosen.files, strict=True):

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from tllm.core.errors import CapacityError, WeightsError
+from tllm.core.model_folders import folder_of_repo
 from tllm.hub.folders import hub_cache, local_file, missing_files
 from tllm.hub.hub_errors import HubUnreachable, endpoint, hub_errors
 from tllm.hub.repository import HubFile, Repository, usable_files
@@ -68,7 +69,7 @@ def check_room(folder: Path, wanted: int, what: str) -> None:
 
 def partial_bytes(repository: Repository, file: HubFile) -> int:
     """How much of a file has come so far."""
-    blobs = hub_cache() / f"models--{repository.repo.replace('/', '--')}" / "blobs"
+    blobs = hub_cache() / folder_of_repo(repository.repo) / "blobs"
     return max((path.stat().st_size for path in blobs.glob(f"{file.etag}*.incomplete")), default=0)
 
 

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.house.tree import ROOT
@@ -14,6 +13,7 @@ from tests.support.cluster.commands import EXACT, running, tllm
 from tests.support.hub.fake_hub import FakeHub, fake_hub
 from tests.support.hub.this_machine import environment, use_hub
 from tests.support.models.gguf_models import SavedModel, with_tokenizer, write_gguf
+from tests.support.serving.completions import completed
 from tllm.core.gguf_header import STEP
 from tllm.hub.locate import locate
 from tllm.spec.hf_config import read_config
@@ -39,14 +39,6 @@ def hub(model: Path) -> Iterator[FakeHub]:
     with fake_hub() as running_hub:
         running_hub.add(NAME.partition(":")[0], model.parent.parent)
         yield running_hub
-
-
-def completed(url: str) -> list[int]:
-    asked = {"prompt": [1, 2, 3, 4, 5], "max_tokens": 24, "temperature": 0, "return_token_ids": True}
-    reply = httpx.post(f"{url}/v1/completions", json=asked, timeout=60)
-    assert reply.status_code == 200, reply.text
-    ids: list[int] = reply.json()["choices"][0]["token_ids"]
-    return ids
 
 
 def sizes(model: Path) -> list[int]:
@@ -78,8 +70,8 @@ def test_each_node_fetches_its_own_part(hub: FakeHub, model: Path, tmp_path: Pat
     with running("serve", NAME, *words, env=first) as server:
         line = server.until(r"tllm join (\S+) --token (\S+)")
         with running("join", line[1], "--token", line[2], "--name", "second", env=second) as node:
-            url = server.until(r"serving \S+ at (\S+)/v1")[1]
-            assert completed(url) == truth
+            url = server.until(r"serving \S+ at (\S+)")[1]
+            assert completed(url, (1, 2, 3, 4, 5), 24) == truth
             assert server.interrupt()[0] == 0
             node.wait()
     parts = [hub.weights_sent(home.name) for home in homes]
