@@ -12,7 +12,7 @@ import pytest
 from safetensors import safe_open
 
 from tests.house.tree import ROOT
-from tests.support.cluster.commands import running, tllm
+from tests.support.cluster.commands import EXACT, running, tllm
 from tests.support.hub.fake_hub import FakeHub, fake_hub
 from tests.support.hub.this_machine import environment
 from tests.support.serving.completions import completed
@@ -30,7 +30,7 @@ CHUNK = 64 * 1024
 def truth() -> list[int]:
     """What the model in a local folder replies."""
     words = ["generate", str(TINY), "--prompt-ids", ",".join(map(str, PROMPT)), "--max-tokens", "24", "--json"]
-    ids: list[int] = json.loads(tllm(*words).stdout)["token_ids"]
+    ids: list[int] = json.loads(tllm(*words, *EXACT).stdout)["token_ids"]
     return ids
 
 
@@ -51,7 +51,7 @@ def both_ends() -> int:
 def two_nodes(first: dict[str, str], second: dict[str, str]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """A server and a node that joined it: the URL, and what they say of both."""
     words = ["--nodes", "2", "--plan", "pp=2", "--cluster-host", "127.0.0.1", "--port", "0"]
-    with running("serve", NAME, *words, env=first) as server:
+    with running("serve", NAME, *words, *EXACT, env=first) as server:
         line = server.until(r"tllm join (\S+) --token (\S+)")
         with running("join", line[1], "--token", line[2], "--name", "second", env=second) as node:
             found = server.until(r"serving (\S+) at (\S+)")
@@ -89,3 +89,12 @@ def test_a_node_without_the_hub_is_given_its_part(hub: FakeHub, truth: list[int]
     assert SIZE <= hub.weights_sent("first") <= SIZE + 4 * CHUNK, "what both need is fetched once"
     assert 0.35 * SIZE < fetched["second"] < 0.65 * SIZE
     assert hub.weights_sent() == hub.weights_sent("first")
+
+
+def test_what_two_ranks_of_a_machine_need_of_the_same_chunks_comes_once(
+    hub: FakeHub, truth: list[int], tmp_path: Path
+) -> None:
+    words = ["--prompt-ids", ",".join(map(str, PROMPT)), "--max-tokens", "24", "--json", "--plan", "tp=2"]
+    made = tllm("generate", NAME, *words, *EXACT, env=environment(tmp_path, hub, "one"))
+    assert json.loads(made.stdout)["token_ids"] == truth
+    assert SIZE <= hub.weights_sent() <= SIZE + 4 * CHUNK

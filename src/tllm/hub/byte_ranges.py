@@ -46,8 +46,7 @@ class HubRanges:
         out = bytearray()
         attempt = 0
         while len(out) < stop - start:
-            if self.is_stopped:
-                raise HubStopped(f"{file.name} of {self._repository} is wanted no more")
+            self.check_wanted()
             try:
                 self._go_on(file, start, stop, out)
             except HubUnreachable as error:
@@ -62,6 +61,11 @@ class HubRanges:
                     ) from error
                 time.sleep(self._pause * 2 ** (attempt - 1))
         return bytes(out)
+
+    def check_wanted(self) -> None:
+        """HubStopped once nobody waits for bytes any more."""
+        if self.is_stopped:
+            raise HubStopped(f"{self._repository} is wanted no more")
 
     def _go_on(self, file: HubFile, start: int, stop: int, out: bytearray) -> None:
         """Fetch what is missing in `out`, which grows by whatever comes."""
@@ -87,8 +91,7 @@ class HubRanges:
                 )
             self._check_unchanged(file, response.headers.get("ETag", ""))
             for piece in response.iter_raw():  # as it comes: what waits for a piece to be full is lost with a break
-                if self.is_stopped:
-                    raise HubStopped(f"{file.name} of {self._repository} is wanted no more")
+                self.check_wanted()
                 out += piece
                 self.fetched += len(piece)
                 if len(out) > stop - start:

@@ -5,7 +5,7 @@ All chunks of a model have the same length, which follows from its largest file,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from tllm.weights.byte_spans import Spans
@@ -43,3 +43,15 @@ def touched(spans: Spans, chunk: int) -> Iterator[int]:
         start = spans.start + i * spans.pitch
         first, last = max(start // chunk, last + 1), max((start + spans.width - 1) // chunk, last)
         yield from range(first, last + 1)
+
+
+def runs(chunks: Sequence[FileChunk], longest: int) -> Iterator[list[FileChunk]]:
+    """Chunks in the order in which they are used, cut where the next one does not follow in the same file."""
+    run: list[FileChunk] = []
+    for chunk in chunks:
+        if run and (len(run) == longest or chunk != FileChunk(run[-1].file, run[-1].number + 1)):
+            yield run
+            run = []
+        run.append(chunk)
+    if run:
+        yield run

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,14 +15,15 @@ from tests.support.hub.fake_hub import FakeHub, fake_hub
 from tests.support.hub.this_machine import use_hub
 from tllm.cluster.weight_messages import ReadBytes
 from tllm.core.errors import ClusterError, WeightsError
+from tllm.hub.byte_ranges import HubStopped
 from tllm.hub.hub_client import download, list_repository
 from tllm.hub.repository import HubFile, Repository
 from tllm.node.weights.hub_chunks import HubChunks
-from tllm.node.weights.hub_fetch import HubFetch, runs
+from tllm.node.weights.hub_fetch import HubFetch
 from tllm.node.weights.hub_folder import HubFolder
 from tllm.weights.byte_spans import one_span
 from tllm.weights.chunk_cache import ChunkCache
-from tllm.weights.file_chunks import CHUNK_MIN, FileChunk
+from tllm.weights.file_chunks import CHUNK_MIN, FileChunk, runs
 from tllm.weights.remote_files import FetchedFiles
 
 FILE = "model.safetensors"
@@ -167,6 +170,38 @@ def test_a_file_of_the_hugging_face_cache_is_read_there(
     hub.sent.clear()
     assert read(files_of(repository, tmp_path / "kept", Others(content)), (5, SIZE)) == [content[5:]]
     assert not hub.sent and not list((tmp_path / "kept").iterdir())
+
+
+def test_what_two_programs_of_a_machine_want_at_once_comes_once(
+    hub: FakeHub, repository: Repository, content: bytes, tmp_path: Path
+) -> None:
+    wanted = [[FileChunk(FILE, number) for number in numbers] for numbers in (range(10), range(5, 15), range(3, 4))]
+    two = [HubChunks(repository, ChunkCache(tmp_path / "kept", ROOM)) for _ in wanted]
+    hub.stall = 0.2
+    with ThreadPoolExecutor(len(two)) as pool:
+        found = [
+            found.result() for found in [pool.submit(one.fetch, run) for one, run in zip(two, wanted, strict=True)]
+        ]
+    for pieces, run in zip(found, wanted, strict=True):
+        assert [piece.data for piece in pieces] == [content[one.number * CHUNK_MIN :][:CHUNK_MIN] for one in run]
+    came = [piece.digest for pieces in found for piece in pieces if piece.came]
+    assert len(came) == len(set(came)) == 15 and hub.weights_sent() == 15 * CHUNK_MIN
+
+
+def test_who_waits_for_what_another_program_fetches_may_want_it_no_more(
+    hub: FakeHub, repository: Repository, tmp_path: Path
+) -> None:
+    first, second = (HubChunks(repository, ChunkCache(tmp_path / "kept", ROOM)) for _ in range(2))
+    hub.stall = 1.0
+    with ThreadPoolExecutor(2) as pool:
+        fetching = pool.submit(first.fetch, [FileChunk(FILE, 0)])
+        while not any(request.startswith("HEAD") for request in hub.requests):
+            time.sleep(0.01)
+        waiting = pool.submit(second.fetch, [FileChunk(FILE, 0)])
+        second.ranges.is_stopped = True
+        with pytest.raises(HubStopped, match="wanted no more"):
+            waiting.result(10)
+        assert fetching.result(10)[0].came
 
 
 def test_without_a_cache_nothing_is_kept(

@@ -12,21 +12,32 @@ import contextlib
 import hashlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from tllm.core.disk_trouble import DiskTrouble
 from tllm.core.errors import WeightsError
 from tllm.hub.byte_ranges import HubRanges
 from tllm.hub.folders import local_file
 from tllm.hub.repository import HubFile, Repository, check_repository
+from tllm.node.weights.range_claim import claimed
 from tllm.weights.chunk_cache import ChunkCache
-from tllm.weights.file_chunks import FileChunk, bounds, chunk_bytes
+from tllm.weights.file_chunks import FileChunk, bounds, chunk_bytes, runs
 
 log = logging.getLogger("tllm.weights")
 
 TABLES = "hub"
 DIGEST_BYTES = 32
+
+
+class FetchedChunk(NamedTuple):
+    """`came`: from the hub, and with its SHA-256; else it was here, with a hash that was checked, and `digest` is
+    empty."""
+
+    data: bytes
+    digest: bytes
+    came: bool
 
 
 class HubChunks:
@@ -66,20 +77,46 @@ class HubChunks:
         data = None if digest is None else self._cache.take(digest)
         return data if data is not None and len(data) == self.size_of(chunk) else None
 
-    def fetch(self, chunks: Sequence[FileChunk]) -> list[tuple[bytes, bytes]]:
-        """Chunks of one file that follow each other, in one range from the hub, and kept: each with its SHA-256.
+    def fetch(self, chunks: Sequence[FileChunk]) -> list[FetchedChunk]:
+        """Chunks of one file that follow each other, from the hub, and kept. What another program of this machine has
+        fetched since, or fetches at the moment, is taken from the disk.
 
         Raises what `HubRanges` raises.
         """
         file = self._files[chunks[0].file]
         assert [chunk.number for chunk in chunks] == list(range(chunks[0].number, chunks[0].number + len(chunks)))
-        start, stop = chunks[0].number * self.chunk_bytes, bounds(chunks[-1].number, self.chunk_bytes, file.size)[1]
+        with self._claimed(file, chunks):
+            kept = {chunk: self.kept(chunk) for chunk in chunks}
+            found = {chunk: FetchedChunk(data, b"", False) for chunk, data in kept.items() if data is not None}
+            for run in runs([chunk for chunk in chunks if chunk not in found], len(chunks)):
+                found |= self._fetch(file, run)
+        return [found[chunk] for chunk in chunks]
+
+    def _fetch(self, file: HubFile, run: Sequence[FileChunk]) -> dict[FileChunk, FetchedChunk]:
+        """Chunks that follow each other, in one range from the hub, and kept."""
+        start, stop = run[0].number * self.chunk_bytes, bounds(run[-1].number, self.chunk_bytes, file.size)[1]
         data = self.ranges.read(file, start, stop)
-        pieces = [data[at : at + self.chunk_bytes] for at in range(0, len(data), self.chunk_bytes)]
-        found = [(piece, self.note(chunk, piece)) for chunk, piece in zip(chunks, pieces, strict=True)]
-        for piece, digest in found:
-            self._cache.put(digest, piece)
+        found = {}
+        for number, chunk in enumerate(run):
+            piece = data[number * self.chunk_bytes : (number + 1) * self.chunk_bytes]
+            found[chunk] = FetchedChunk(piece, self.note(chunk, piece), True)
+            self._cache.put(found[chunk].digest, piece)
         return found
+
+    @contextlib.contextmanager
+    def _claimed(self, file: HubFile, chunks: Sequence[FileChunk]) -> Iterator[None]:
+        """Let nobody else of this machine fetch these chunks meanwhile; where nothing can be kept, anybody may."""
+        if self._tables is None:
+            yield
+            return
+        with contextlib.ExitStack() as claim:
+            try:
+                self._tables.mkdir(exist_ok=True)
+                places = (number * DIGEST_BYTES for number in (chunks[0].number, chunks[-1].number + 1))
+                claim.enter_context(claimed(self._table(file), *places, self.ranges.check_wanted))
+            except OSError as error:
+                self._trouble.refused(error)
+            yield
 
     def note(self, chunk: FileChunk, data: bytes) -> bytes:
         """Write down which hash a chunk has, for the next start. Returns the hash."""
@@ -107,7 +144,7 @@ class HubChunks:
     def chunk(self, chunk: FileChunk) -> bytes:
         """A chunk, from here or from the hub."""
         found = self.kept(chunk)
-        return found if found is not None else self.fetch([chunk])[0][0]
+        return found if found is not None else self.fetch([chunk])[0].data
 
     def warn_of_room(self, chunks: Sequence[FileChunk]) -> None:
         """Say so where the cache is too small to keep these chunks for the next start."""

@@ -4,7 +4,7 @@ and what it cannot get there from the other nodes. No torch."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Protocol
@@ -13,7 +13,7 @@ from tllm.core.errors import AuthError, ClusterError, WeightsError
 from tllm.hub.hub_errors import hub_host
 from tllm.node.weights.hub_chunks import HubChunks
 from tllm.weights.byte_source import Fetch
-from tllm.weights.file_chunks import FileChunk
+from tllm.weights.file_chunks import FileChunk, runs
 
 log = logging.getLogger("tllm.node")
 
@@ -48,7 +48,7 @@ class HubFetch:
         self._is_reachable = True
         self._runs: list[list[FileChunk]] = []
         self._run_of: dict[FileChunk, int] = {}
-        self._under_way: dict[int, Future[list[bytes]]] = {}
+        self._under_way: dict[int, Future[list[tuple[bytes, str]]]] = {}
         self._pool = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="hub")
 
     def __call__(self, file: str, start: int, stop: int) -> bytes:
@@ -77,7 +77,7 @@ class HubFetch:
             return kept, ""
         if self._is_reachable:
             try:
-                return self._from_hub(chunk), hub_host()
+                return self._from_hub(chunk)
             except (WeightsError, AuthError) as error:
                 self._give_up(error)
         data, source = self._others.chunk(chunk)
@@ -87,7 +87,7 @@ class HubFetch:
     def found(self, folder: Path) -> None:
         self._others.found(folder)
 
-    def _from_hub(self, chunk: FileChunk) -> bytes:
+    def _from_hub(self, chunk: FileChunk) -> tuple[bytes, str]:
         number = self._run_of.get(chunk)
         if number is None:  # it was here, and is damaged or gone
             return self._fetched([chunk])[0]
@@ -101,7 +101,7 @@ class HubFetch:
             del self._under_way[number]
         return data
 
-    def _result(self, run: Future[list[bytes]]) -> list[bytes]:
+    def _result(self, run: Future[list[tuple[bytes, str]]]) -> list[tuple[bytes, str]]:
         """What a run brought, unless it is wanted no more before it is here."""
         try:
             while not wait((run,), timeout=LOOK_SECONDS).done:
@@ -112,11 +112,13 @@ class HubFetch:
             self._chunks.ranges.is_stopped = True  # the program may end now, and would wait for its threads
             raise
 
-    def _fetched(self, run: list[FileChunk]) -> list[bytes]:
+    def _fetched(self, run: list[FileChunk]) -> list[tuple[bytes, str]]:
+        """Each chunk and who gave it: nobody, where another program of this machine has just fetched it."""
         found = self._chunks.fetch(run)
-        for data, digest in found:
-            self._others.came(digest, len(data), hub_host())
-        return [data for data, _ in found]
+        for piece in found:
+            if piece.came:
+                self._others.came(piece.digest, len(piece.data), hub_host())
+        return [(piece.data, hub_host() if piece.came else "") for piece in found]
 
     def _give_up(self, error: WeightsError | AuthError) -> None:
         log.warning("weights come from other nodes from now on, and not from the hub: %s", error.message)
@@ -128,15 +130,3 @@ class HubFetch:
             run.cancel()
         self._under_way.clear()
         self._run_of.clear()
-
-
-def runs(chunks: Sequence[FileChunk], longest: int) -> Iterator[list[FileChunk]]:
-    """Chunks in the order in which they are used, cut where the next one does not follow in the same file."""
-    run: list[FileChunk] = []
-    for chunk in chunks:
-        if run and (len(run) == longest or chunk != FileChunk(run[-1].file, run[-1].number + 1)):
-            yield run
-            run = []
-        run.append(chunk)
-    if run:
-        yield run
