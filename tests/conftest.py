@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import secrets
 import shutil
@@ -35,7 +36,7 @@ _backstops: dict[str, threading.Timer] = {}
 def pytest_configure(config: pytest.Config) -> None:
     # How long an example takes says more of what else runs here than of the code; tests have a limit of their own.
     hypothesis.settings.register_profile(
-        "tests", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+        "tests", max_examples=50, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
     )
     hypothesis.settings.load_profile("tests")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # several ranks on few cores: more threads are only slower
@@ -44,6 +45,11 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
     adopt_orphans()
     subprocess.Popen = ForkedServer  # type: ignore[misc]  # a cluster's workers are there at once
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # half a million objects of libraries, which each full collection would look at again: 3 % of the tests
 
 
 def pytest_unconfigure() -> None:

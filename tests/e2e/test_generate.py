@@ -49,6 +49,7 @@ def test_output_that_nobody_reads(folder: Path) -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.soak  # the demonstration of a wheel is run by `test_wheel`
 def test_demonstration(folder: Path, tmp_path: Path) -> None:
     """On another model, since the one that ships need not be here; with a tokenizer of two hundred bytes."""
     for file in folder.iterdir():

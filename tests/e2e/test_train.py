@@ -293,6 +293,7 @@ def launched(*command: str, **environment: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.soak  # `test_launched_training` starts a run by torchrun and ends it
 def test_torchrun_starts_each_rank(tmp_path: Path) -> None:
     job = write_job(tmp_path, max_steps=5)
     words = ("--nproc-per-node", "2", "--master-port", str(free_row(1)), "-m", "tllm.cli", "train", str(job))

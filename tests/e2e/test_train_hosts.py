@@ -81,6 +81,7 @@ def records(folder: Path, run: str = "run") -> list[StepRecord]:
     return read_records(folder / run / "metrics.jsonl")
 
 
+@pytest.mark.soak  # `test_faults` loses a node over hosts, `test_training_recovery` has one replaced
 def test_a_run_over_far_hosts_goes_on_after_one_was_replaced(folders: list[Path]) -> None:
     """Another host gets the disk of the one that was lost. Nobody but the first has the data, or the finished model."""
     job = write_job(

@@ -6,7 +6,7 @@ import ast
 import re
 from pathlib import Path
 
-from tests.house.tree import ROOT, SOURCE, name_of, parse, project_files, sources
+from tests.house.tree import ROOT, SOURCE, name_of, nodes, project_files, sources
 
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "torch.save", "yaml.load", "yaml.unsafe_load", "os.system"}
@@ -23,7 +23,7 @@ ONE_MACHINE = re.compile(
 def test_nothing_unsafe() -> None:
     faults = []
     for path in sources():
-        for node in ast.walk(parse(path)):
+        for node in nodes(path):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
                 faults += [f"{name_of(path)}:{node.lineno}: {n}" for n in names if n.split(".")[0] in UNSAFE_MODULES]
@@ -37,7 +37,7 @@ def test_nothing_unsafe() -> None:
 def test_no_broad_except() -> None:
     faults = []
     for path in sources():
-        for node in ast.walk(parse(path)):
+        for node in nodes(path):
             if isinstance(node, ast.ExceptHandler):
                 caught = "everything" if node.type is None else ast.unparse(node.type)
                 if re.search(r"\b(everything|Exception|BaseException)\b", caught) and not _raises_again(node):
@@ -75,7 +75,7 @@ def test_model_knows_no_parallelism() -> None:
     """Rule 1: the model never learns where it runs. `x.device` of a tensor it was given is no knowledge; "cuda" is."""
     faults = []
     for path in sorted((SOURCE / "model").glob("*.py")):
-        for node in ast.walk(parse(path)):
+        for node in nodes(path):
             word = _identifier(node)
             if PARALLEL_WORDS.search(word) or DEVICE_NAMES.search(word):
                 faults.append(f"{name_of(path)}:{getattr(node, 'lineno', 0)}: {word}")

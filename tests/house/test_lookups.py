@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.tree import SOURCE, parse, sources
+from tests.house.tree import SOURCE, nodes, sources
 
 LOOK_UPS = {
     # Serving: Orca (Yu et al. 2022), vLLM (Kwon et al. 2023), SARATHI (Agrawal et al. 2024).
@@ -108,7 +108,7 @@ def joined(name: str) -> frozenset[str]:
 @functools.cache
 def names_of(path: Path) -> list[str]:
     """What a search of names sees of a file: its path, and its classes."""
-    classes = [node.name for node in ast.walk(parse(path)) if isinstance(node, ast.ClassDef)]
+    classes = [node.name for node in nodes(path) if isinstance(node, ast.ClassDef)]
     return [str(path.relative_to(SOURCE).with_suffix("")), *classes]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from tests.house.tree import functions, name_of, parse, sources
+from tests.house.tree import functions, name_of, nodes, parse, sources
 
 FILE_LINES = 500
 FUNCTION_LINES = 80
@@ -46,7 +46,7 @@ def test_objects_hold_few_attributes() -> None:
     """A class that assigns more on `self` hides another object. Records are not counted: they only hold values."""
     faults = []
     for path in sources():
-        for node in ast.walk(parse(path)):
+        for node in nodes(path):
             if not isinstance(node, ast.ClassDef) or _is_record(node):
                 continue
             held = {

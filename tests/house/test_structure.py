@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-from tests.house.tree import FLOORS, ROOT, SOURCE, SUB_PACKAGES, imports, name_of, parse, sources
+from tests.house.tree import FLOORS, ROOT, SOURCE, SUB_PACKAGES, imports, name_of, nodes, parse, sources
 
 FOLDER_FILES = 15
 """Python files in a folder; an `__init__.py` without content is not counted, as there is nothing to read in it."""
@@ -28,7 +28,7 @@ def imported_modules(path: Path) -> tuple[str, ...]:
     known = modules()
     named = {
         f"{node.module}.{alias.name}"
-        for node in ast.walk(parse(path))
+        for node in nodes(path)
         if isinstance(node, ast.ImportFrom) and node.module
         for alias in node.names
     }

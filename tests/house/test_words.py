@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
-from tests.house.tree import ROOT, functions, name_of, parse, sources
+from tests.house.tree import ROOT, functions, name_of, nodes, sources
 
 INSTEAD = {
     "master": "coordinator",
@@ -27,10 +27,10 @@ ALLOWED = {"partition", "rpartition"}
 def test_no_banned_word_in_a_name() -> None:
     faults = []
     for path in sources():
-        nouns = {(c.name, c.lineno) for c in ast.walk(parse(path)) if isinstance(c, ast.ClassDef)} | {(path.stem, 1)}
+        nouns = {(c.name, c.lineno) for c in nodes(path) if isinstance(c, ast.ClassDef)} | {(path.stem, 1)}
         names = {(f.name, f.lineno) for f in functions(path)}
-        names |= {(a.arg, a.lineno) for a in ast.walk(parse(path)) if isinstance(a, ast.arg)}
-        names |= {(n.id, n.lineno) for n in ast.walk(parse(path)) if isinstance(n, ast.Name)}
+        names |= {(a.arg, a.lineno) for a in nodes(path) if isinstance(a, ast.arg)}
+        names |= {(n.id, n.lineno) for n in nodes(path) if isinstance(n, ast.Name)}
         for table, found in ((INSTEAD, names | nouns), (IN_CLASSES_AND_FILES, nouns)):
             for name, line in sorted(found, key=lambda pair: pair[1]):
                 for word in _words(name) & set(table) if name not in ALLOWED else ():

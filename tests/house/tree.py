@@ -146,8 +146,14 @@ def _imports(node: ast.AST, package: list[str], inside: str, typing_only: bool) 
 
 
 @functools.cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """Every node of a file's tree, once for all who look for some kind of them."""
+    return tuple(ast.walk(parse(path)))
+
+
+@functools.cache
 def functions(path: Path) -> tuple[ast.FunctionDef | ast.AsyncFunctionDef, ...]:
-    return tuple(n for n in ast.walk(parse(path)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+    return tuple(n for n in nodes(path) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 @functools.cache

@@ -50,6 +50,7 @@ def test_a_node_that_is_killed_ends_the_visit_by_its_name() -> None:
     assert wait_until_gone(descendants(), 1.0) == []
 
 
+@pytest.mark.soak  # `test_every_node_and_every_way` measures all links
 def test_a_profile_has_a_link() -> None:
     found, _ = measured(1.0, None)
     assert found.wire is not None

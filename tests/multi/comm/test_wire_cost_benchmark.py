@@ -11,8 +11,9 @@ from benchmarks.comm import wire_cost as bench
 from benchmarks.models import random_llama as shapes
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("plan", ["tp=2", pytest.param("pp=2", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2"])
 def test_guarded_and_bare_ranks_have_the_same_tokens(plan: str, tmp_path: Path) -> None:
     found = bench.compare(shapes.model_folder("tiny", tmp_path), plan, argparse.Namespace(tokens=8, turns=2))
     assert {way: len(rates) for way, rates in found.items()} == {bench.GUARDED: 2, bench.BARE: 2}

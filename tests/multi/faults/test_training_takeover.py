@@ -222,6 +222,7 @@ def test_two_of_five_are_killed_at_once(tmp_path: Path) -> None:
     check_stopped(job, left)
 
 
+@pytest.mark.soak  # `test_first_machine_dies` has it come back while it serves
 def test_the_first_machine_comes_back_as_a_node_and_the_run_is_stopped_where_it_is_coordinated(tmp_path: Path) -> None:
     job = write_job(tmp_path, CONFIG, save_steps=1000, **LONG)
     cluster = ["--cluster-port", str(free_row(1)), "--cluster-folder", str(tmp_path / "cluster"), "--plan", "pp=3"]

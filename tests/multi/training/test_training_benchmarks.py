@@ -140,9 +140,8 @@ def test_tables_of_slow_links_say_what_was_reported(slow_links: ModuleType) -> N
 @pytest.mark.netns
 @pytest.mark.slow
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "namespaces can be made")
-@pytest.mark.parametrize(
-    ("name", "least", "most"), [("int8", 0.25, 0.27), pytest.param("exact", 1.0, 1.02, marks=pytest.mark.soak)]
-)
+@pytest.mark.soak  # `test_the_wires_carry_what_the_formulas_say` counts bytes of a link in `make test`
+@pytest.mark.parametrize(("name", "least", "most"), [("int8", 0.25, 0.27), ("exact", 1.0, 1.02)])
 def test_a_way_sends_over_the_link_what_it_should(
     slow_links: ModuleType, name: str, least: float, most: float, tmp_path: Path
 ) -> None:

@@ -24,10 +24,9 @@ CASES = [
     *(("llama", form) for form in FORMATS),
     *(
         (family, form)
-        for family in ("phi3", "qwen3_moe")
+        for family in ("phi3", "qwen3_moe", *KEPT)
         for form in ("awq", "gptq_desc_act", "int4_asymmetric", "fp8")
     ),
-    *((family, form) for family in KEPT for form in ("awq", "gptq_desc_act", "int4_asymmetric", "fp8")),
 ]
 WIDTHS = dict(intermediate_size=96, head_dim=6, num_key_value_heads=4)
 """Of whole words, and of whole groups where a format's own reader asks for them."""

@@ -95,7 +95,7 @@ def planned(folder: Path, layout: Layout, dtype: torch.dtype) -> list[Traffic]:
 def test_a_step_sends_what_is_planned(case: str, part: str, tmp_path: Path) -> None:
     save_model(case, tmp_path)
     dtype, layouts = CASES[case]
-    for layout in in_turn(layouts, case, CASES, part, count=8 if layouts is LAYOUTS else 1):
+    for layout in in_turn(layouts, case, CASES, part, count=5 if layouts is LAYOUTS else 1):
         for counted, expected in zip(
             sent_in_a_step(tmp_path, layout, dtype), planned(tmp_path, layout, dtype), strict=True
         ):

@@ -23,6 +23,7 @@ from tests.parity.recovery.test_lost_ranks import (
     told,
     updating,
 )
+from tests.support.selection import soak_but
 from tests.support.training.runs import final, records, short_job, train
 from tests.support.training.snapshot_epochs import Epochs, Hurt
 from tests.support.training.training_step import furthest
@@ -47,38 +48,38 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("mode", "plan", "moment", "lost"),
-    [
-        ("int8", "dp=2", computing, 1),
-        ("int8", "dp=2,zero=1", saving, 0),
-        ("int8", "dp=2,pp=2,zero=1", sending, 2),
-        ("powersgd", "dp=2", updating, 0),
-        ("powersgd", "dp=2,pp=2,zero=1", told, 3),
-        ("powersgd", "dp=2", saving, 1),
-        ("late", "dp=2", computing, 0),
-        ("late", "dp=2,zero=1", sending, 1),
-        ("late", "dp=2", saving, 1),
-        ("late int8", "dp=2", updating, 1),
-        ("late powersgd", "dp=2", sending, 0),
-    ],
-)
+KEPT = [
+    ("int8", "dp=2,zero=1", saving, 0),
+    ("int8", "dp=2,pp=2,zero=1", sending, 2),
+    ("powersgd", "dp=2", updating, 0),
+    ("late", "dp=2", computing, 0),
+    ("late", "dp=2", saving, 1),
+    ("late int8", "dp=2", updating, 1),
+]
+MORE = [
+    ("int8", "dp=2", computing, 1),
+    ("powersgd", "dp=2,pp=2,zero=1", told, 3),
+    ("powersgd", "dp=2", saving, 1),
+    ("late", "dp=2,zero=1", sending, 1),
+    ("late powersgd", "dp=2", sending, 0),
+]
+LOCAL = [
+    ("local", "dp=2", saving, 0),
+    ("local", "dp=2,pp=2", updating, 2),
+    ("local int8", "dp=2", told, 0),
+    ("local", "dp=2", computing, 1),
+    ("local powersgd", "dp=2", told, 1),
+]
+
+
+@pytest.mark.parametrize(("mode", "plan", "moment", "lost"), soak_but(KEPT, [*KEPT, *MORE]))
 def test_the_same_plan_goes_on_to_the_bit(
     mode: str, plan: str, moment: Hurt, lost: int, model: Path, tmp_path: Path
 ) -> None:
     check(model, tmp_path, plan, moment, lost, **MODES[mode])
 
 
-@pytest.mark.parametrize(
-    ("mode", "plan", "moment", "lost"),
-    [
-        ("local", "dp=2", computing, 1),
-        ("local", "dp=2", saving, 0),
-        ("local", "dp=2,pp=2", updating, 2),
-        ("local int8", "dp=2", told, 0),
-        ("local powersgd", "dp=2", told, 1),
-    ],
-)
+@pytest.mark.parametrize(("mode", "plan", "moment", "lost"), soak_but(LOCAL[:3], LOCAL))
 def test_local_steps_go_on_from_an_outer_step(
     mode: str, plan: str, moment: Hurt, lost: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,7 +98,7 @@ def copying_after_a_save(trainer: RankTrainer, die: Callable[[], None]) -> None:
     at(trainer._state._replicator, "take", lambda: trainer._step == 6, wait_and_die)
 
 
-@pytest.mark.parametrize("mode", ["int8", "powersgd", "late", "local", "local int8"])
+@pytest.mark.parametrize("mode", soak_but(["late", "local int8"], ["int8", "powersgd", "late", "local", "local int8"]))
 def test_a_copy_of_a_step_that_is_saved_goes_on_as_the_save_does(
     mode: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,7 +153,7 @@ def taking_turns(trainer: RankTrainer, die: Callable[[], None]) -> None:
     at(trainer._feed, "next", lambda: trainer._step == 7, die)
 
 
-@pytest.mark.parametrize("mode", ["int8", "late", "late int8"])
+@pytest.mark.parametrize("mode", soak_but(["late int8"], ["int8", "late", "late int8"]))
 def test_one_that_is_left_goes_on_from_memory_as_from_the_save(mode: str, model: Path, tmp_path: Path) -> None:
     """And two from its memory: what is dealt out anew is as good as what was settled."""
     for name, every in (("memory", 100), ("save", 4)):

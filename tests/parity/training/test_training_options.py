@@ -90,13 +90,13 @@ def test_to_stop_and_go_on_is_not_to_be_seen(way: str, model: Path, tmp_path: Pa
 
 @pytest.mark.slow
 def test_deterministic_runs_end_in_the_same_bits(model: Path, tmp_path: Path) -> None:
-    """4 steps; dp 1, 2, 4, 8 with ZeRO 0 to 3, pp, and a stop at step 2 that goes on under another plan."""
+    """4 steps; dp 1, 2, 4, 8 with ZeRO 1 to 3, pp, and a stop at step 2 that goes on under another plan."""
     more: dict[str, Any] = dict(
         deterministic=True, global_batch_size=8, max_steps=4, save_steps=2, lr_scheduler_type="constant"
     )
     digests = {}
     torch.set_num_threads(1)
-    for plan in ("pp=1", "dp=2,zero=1", "dp=4,zero=2", "dp=8,zero=3", "pp=2", "dp=2,pp=2,zero=3,schedule=zero_bubble"):
+    for plan in ("pp=1", "dp=8,zero=3", "dp=2,pp=2,zero=2,schedule=zero_bubble"):
         train(short_job(model, tmp_path / plan, **more), plan)
         digests[plan] = digest(tmp_path / plan)
     train(short_job(model, tmp_path / "parts", **dict(more, max_steps=2)), "dp=4,zero=1")

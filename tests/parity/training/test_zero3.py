@@ -45,11 +45,12 @@ def learned(
 @pytest.mark.parametrize(
     ("case", "dtype", "ranks", "steps"),
     [
-        ("llama", torch.float32, 2, 30),
+        ("llama", torch.float32, 2, 10),
         ("llama_mha_tied_bias", torch.bfloat16, 4, 8),
         *soak_but(
             [],
             [
+                ("llama", torch.float32, 2, 30),
                 ("llama_mha_tied_bias", torch.bfloat16, 4, 30),
                 ("llama_mha_tied_bias", torch.float32, 4, 30),
                 ("qwen3_moe", torch.float32, 2, 30),
@@ -83,10 +84,13 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_every_layout_goes_with_it(layout: Layout, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", soak_but([name for name in LAYOUTS if name not in ("sequence", "zero bubble")], LAYOUTS)
+)
+def test_every_layout_goes_with_it(name: str, tmp_path: Path) -> None:
     """SGD follows each gradient as it is, where AdamW would hide its size."""
     save_model("llama_mha_tied_bias", tmp_path)
+    layout = LAYOUTS[name]
     _, want = learned(tmp_path, layout, torch.float32, 3, SGD())
     _, got = learned(tmp_path, replace(layout, zero=3), torch.float32, 3, SGD())
     assert [name for name in want if not torch.equal(got[name], want[name])] == []
@@ -135,7 +139,7 @@ def run_of(folder: Path, root: Path, parts: list[tuple[Layout, range]], dtype: t
     return {name: opened.whole(name) for name in opened.shapes}
 
 
-@pytest.mark.parametrize(("before", "after"), CHANGES)
+@pytest.mark.parametrize(("before", "after"), soak_but(CHANGES[:2], CHANGES))
 def test_another_layout_goes_on_where_one_stopped(before: Layout, after: Layout, tmp_path: Path) -> None:
     save_model("llama_mha_tied_bias", tmp_path)
     want = run_of(tmp_path, tmp_path / "whole", [(Layout(), range(STEPS))], torch.float64)

@@ -59,7 +59,7 @@ def alone(task: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tup
     }
 
 
-@pytest.mark.parametrize(("name", "plan"), pairs_in_turn(JOBS, PLANS, 4))
+@pytest.mark.parametrize(("name", "plan"), pairs_in_turn(JOBS, PLANS, 2))
 def test_every_plan_is_one_process(
     plan: str, name: str, task: Path, alone: dict[str, tuple[Told, Path]], tmp_path: Path
 ) -> None:

@@ -83,7 +83,7 @@ def alone(task: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tol
     return {name: told(job(task, folder / name), "pp=1") for name, job in JOBS.items()}
 
 
-@pytest.mark.parametrize(("name", "plan"), pairs_in_turn(JOBS, PLANS, 4))
+@pytest.mark.parametrize(("name", "plan"), pairs_in_turn(JOBS, PLANS, 3))
 def test_every_plan_is_one_process(plan: str, name: str, task: Path, alone: dict[str, Told], tmp_path: Path) -> None:
     want, tensors, completions = alone[name]
     got, others, same = told(JOBS[name](task, tmp_path / "run"), plan)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.selection import soak_but
 from tests.support.training.post_training.preferences import preference_job, small_model
 from tests.support.training.runs import records, train
 
@@ -36,7 +37,7 @@ def tasteful_rows(path: Path, count: int, seed: int, paired: bool) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["dpo", "kto", "orpo", "simpo", "reward"])
+@pytest.mark.parametrize("task", soak_but(["dpo", "reward"], ["dpo", "kto", "orpo", "simpo", "reward"]))
 def test_rows_held_out_are_judged_right(task: str, tmp_path: Path) -> None:
     print("seed", SEED)
     small_model("llama", tmp_path / "model", num_hidden_layers=2)

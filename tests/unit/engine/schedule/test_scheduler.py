@@ -174,7 +174,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert [one.logprob for one in came[0][1:] if one] == [-float(i) for i in range(len(asked.prompt_ids) - 1)]
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
+SchedulerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 TestScheduler = SchedulerMachine.TestCase
 
 

@@ -91,7 +91,7 @@ def test_a_depth_for_the_slow_hop_alone_holds_less() -> None:
     assert timeline.peak_live == (6, 5, 2, 1)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.integers(2, 7), microbatch_counts, seconds, seconds, st.integers(0, 12))
 def test_the_depth_that_hides_a_hop(p: int, m: int, forward: int, backward: int, hop: int) -> None:
     """1 + 2 hop / (forward + backward), rounded up, makes 1F1B as fast as GPipe; one less does not, if m is large."""
@@ -106,7 +106,7 @@ def test_the_depth_that_hides_a_hop(p: int, m: int, forward: int, backward: int,
         assert shallow > simulate(build("1f1b", p, many, depth), work, link).total
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(st.lists(st.builds(StageWork, seconds, seconds, seconds), min_size=1, max_size=7), st.integers(1, 12))
 def test_unequal_stages_are_paced_by_the_slowest(works: list[StageWork], m: int) -> None:
     p, rows = len(works), [[work] for work in works]
@@ -162,13 +162,13 @@ def pace(name: str, works: list[StageWork], hops: list[tuple[int, int]]) -> floa
     return (more - some) / 60
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(stages_and_hops)
 def test_1f1b_over_unequal_stages_and_hops(given_: tuple[list[StageWork], list[tuple[int, int]]]) -> None:
     assert pace("1f1b", *given_) == pytest.approx(around(*given_, last=True), rel=1e-12)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(stages_and_hops)
 def test_zero_bubble_over_unequal_stages_and_hops(given_: tuple[list[StageWork], list[tuple[int, int]]]) -> None:
     """Weight gradients are off the way back, so that hops cost it less than 1F1B, whose every stage is as busy."""

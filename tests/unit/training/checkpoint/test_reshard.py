@@ -76,7 +76,7 @@ def restored(truth: Truth, cut: Cut, roots: list[Path], step: int = 7) -> None:
     on_ranks(world(truth, cut), work)
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.sampled_from(sorted(TRUTHS)), cuts, cuts, st.integers(1, 3))
 def test_any_plan_reads_any_others(case: str, before: Cut, after: Cut, nodes: int) -> None:
     one_reads_the_other(case, before, after, nodes)
