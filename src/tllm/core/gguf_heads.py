@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from tllm.core.cache_folder import write_whole
+from tllm.core.disk import write_whole
 from tllm.core.errors import UNREADABLE, WeightsError
 from tllm.core.gguf_header import Read, read_gguf_header
 

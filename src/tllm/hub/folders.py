@@ -7,7 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from tllm.core.cache_folder import cache_folder, write_whole
+from tllm.core.cache_folder import cache_folder
+from tllm.core.disk import write_whole
 from tllm.core.errors import UNREADABLE
 from tllm.core.model_folders import folder_of_repo, repo_of
 from tllm.hub.model_name import is_commit

@@ -12,7 +12,6 @@ import fcntl
 import hashlib
 import logging
 import os
-import secrets
 import stat
 import threading
 import time
@@ -22,6 +21,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
+from tllm.core.disk import PART, whole_file
 from tllm.core.errors import UNREADABLE
 from tllm.kernels.fastest import Choice
 
@@ -171,18 +171,11 @@ class ChoiceFile:
             longest = max(self._known.values(), key=len)
             del longest[next(iter(longest))]
         content = msgspec.json.encode(MachineChoices(VERSION, self.machine, self._known))
-        beside = self.path.with_suffix(f".{secrets.token_hex(4)}.part")
-        try:
-            with open(beside, "xb", opener=_open_own) as file:
-                file.write(msgspec.json.format(content, indent=1))
-                file.flush()
-                facts = os.fstat(file.fileno())
-                self._facts = FileFacts(facts.st_ino, facts.st_size, facts.st_mtime_ns)
-            beside.replace(self.path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                beside.unlink(missing_ok=True)
-            raise
+        with whole_file(self.path, 0o600) as file:
+            file.write(msgspec.json.format(content, indent=1))
+            file.flush()
+            facts = os.fstat(file.fileno())
+            self._facts = FileFacts(facts.st_ino, facts.st_size, facts.st_mtime_ns)
         for path in self._files()[MOST_FILES:]:
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -192,7 +185,7 @@ class ChoiceFile:
         found = []
         with contextlib.suppress(OSError):
             for path in self.folder.iterdir():
-                if path.suffix in (".json", ".part"):
+                if path.suffix in (".json", PART):
                     found.append((path.stat(follow_symlinks=False).st_mtime_ns, path))
         return [path for _, path in sorted(found, reverse=True)]
 
@@ -216,8 +209,8 @@ def _fault_of(facts: os.stat_result) -> str:
 
 
 def _open_own(path: str, flags: int) -> int:
-    """Follow no link and wait for no pipe; what is made is this user's alone."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    """Follow no link and wait for no pipe."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 @contextlib.contextmanager

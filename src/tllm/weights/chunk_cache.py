@@ -7,11 +7,10 @@ import contextlib
 import hashlib
 import logging
 import os
-import secrets
 import threading
 from pathlib import Path
 
-from tllm.core.disk_trouble import DiskTrouble
+from tllm.core.disk import DiskTrouble, whole_file
 from tllm.core.errors import ConfigError
 
 log = logging.getLogger("tllm.weights")
@@ -84,15 +83,11 @@ class ChunkCache:
         the loading, and is told of once."""
         if self._folder is None or len(data) > self._limit:
             return False
-        path = self._folder / digest.hex()
-        beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
         try:
-            beside.write_bytes(data)
-            beside.replace(path)
+            with whole_file(self._folder / digest.hex()) as file:
+                file.write(data)
         except OSError as error:
             self._trouble.refused(error)
-            with contextlib.suppress(OSError):
-                beside.unlink(missing_ok=True)
             return False
         self._trouble.accepted()
         with self._lock:

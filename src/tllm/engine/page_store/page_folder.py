@@ -12,7 +12,6 @@ import contextlib
 import logging
 import os
 import re
-import secrets
 import stat
 import threading
 import time
@@ -20,13 +19,12 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from tllm.core.disk_trouble import DiskTrouble
+from tllm.core.disk import PART, DiskTrouble, whole_file
 from tllm.core.errors import ConfigError
 
 log = logging.getLogger("tllm.engine")
 
 FILE = re.compile(r"([0-9a-f]{64})\.(\d{1,6})-(\d{1,6})\.(\d{1,6})-(\d{1,6})")
-PART = ".part"
 STALE_SECONDS = 3600
 """A file that nobody has finished for so long is left over from a process that was killed."""
 
@@ -129,16 +127,12 @@ class PageFolder:
         if not self.can_write or nbytes > self.limit:
             return False
         path = self.path(name, box)
-        beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PART}")
         try:
             for parent in (self.folder, path.parent):
                 parent.mkdir(mode=0o700, exist_ok=True)
-            with open(beside, "xb", opener=_open_private) as file:
+            with whole_file(path, 0o600) as file:
                 fill(file)
-            beside.replace(path)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                beside.unlink(missing_ok=True)
             self._trouble.refused(error)
             return False
         self._trouble.accepted()
@@ -245,7 +239,3 @@ def make_private(folder: Path) -> None:
             f"model, so they are kept where only user {os.geteuid()} can read and write (0700)",
             f"chmod 700 {folder}, or give another --cache-dir",
         )
-
-
-def _open_private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import time
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from tllm.cluster.certificates import COORDINATOR, Authority
 from tllm.cluster.connection import Address
 from tllm.cluster.consensus.replica import Replica, ask_replicas
 from tllm.cluster.messages import ReplicaPlace
-from tllm.core.disk_trouble import DiskTrouble
+from tllm.core.disk import DiskTrouble, whole_file
 from tllm.core.errors import ClusterError, ConfigError
 
 log = logging.getLogger("tllm.node")
@@ -44,10 +43,9 @@ class KnownReplicas:
         """These are the replicas from now on. One alone is of no use to whoever looks for another."""
         if len(places) < 2 or places == self._last:
             return
-        new = self._path.with_suffix(".new")
         try:
-            new.write_bytes(msgspec.json.encode(places))
-            os.replace(new, self._path)
+            with whole_file(self._path) as file:
+                file.write(msgspec.json.encode(places))
         except OSError as error:
             self._trouble.refused(error)
             return

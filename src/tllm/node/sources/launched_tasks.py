@@ -25,6 +25,7 @@ import msgspec
 from tllm.cluster.connection import parse_address
 from tllm.cluster.join_token import JoinToken
 from tllm.comm.c10d.secret import secret_from_environment
+from tllm.core.disk import whole_file
 from tllm.core.errors import AuthError, ClusterError, ConfigError
 from tllm.node.machine.launcher_env import Launched
 from tllm.node.machine.process_facts import WILDCARDS, cores, reachable
@@ -54,13 +55,10 @@ class LaunchedTasks:
 
     def start(self, count: int, address: str, token: str) -> None:
         """Tell them where the coordinator is, until `stop`."""
-        beside = self._file.with_name(f"{self._file.name}.tmp")
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            beside.unlink(missing_ok=True)
-            with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as out:
-                out.write(f"{address} {token}\n")
-            beside.replace(self._file)
+            with whole_file(self._file, 0o600) as file:
+                file.write(f"{address} {token}\n".encode())
         except OSError as error:
             raise ConfigError(
                 f"cannot write {self._file}: {error.strerror}", "give another output_dir, or --cluster-folder"

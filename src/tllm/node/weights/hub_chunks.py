@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tllm.core.disk_trouble import DiskTrouble
+from tllm.core.disk import DiskTrouble
 from tllm.core.errors import WeightsError
 from tllm.hub.byte_ranges import HubRanges
 from tllm.hub.folders import local_file

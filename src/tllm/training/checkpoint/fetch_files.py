@@ -11,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from tllm.comm.collectives.group import Group
+from tllm.core.disk import whole_file
 from tllm.core.errors import WeightsError
 from tllm.training.checkpoint import save_folders as folders
 from tllm.training.checkpoint.durable_disk import DurableDisk
@@ -93,12 +94,10 @@ def _send(path: Path, size: int, group: Group, target: int) -> None:
 
 def _receive(path: Path, size: int, group: Group, source: int) -> None:
     """Beside its place first: a half-brought file is not taken for a whole one. Its hashes are checked when read."""
-    beside = path.with_name(f"{path.name}.{group.rank}.part")
     try:
-        with beside.open("wb") as file:
+        with whole_file(path) as file:
             for _ in range(0, size, CHUNK_BYTES):
                 file.write(group.recv[source].recv_bytes(CHUNK_BYTES))
-        beside.replace(path)
     except OSError as error:
         raise WeightsError(f"cannot write {path}: {error.strerror or error}", "see that the disk has room") from error
 

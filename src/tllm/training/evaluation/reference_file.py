@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tllm.core.disk import whole_file
 from tllm.core.errors import ConfigError, WeightsError
 from tllm.training.data.encoder import Values
 from tllm.training.objectives.reply_log_probs import REFERENCE
@@ -54,13 +55,11 @@ class ReferenceFile:
         """Put the file into the run's folder, in the place of an earlier one."""
         arrays = self._arrays()
         arrays[DIGEST] = _digest(arrays)
-        beside = folder / f"{FILE}.tmp"
         try:
-            with beside.open("wb") as file:
+            with whole_file(folder / FILE) as file:
                 file.write(make_header((name, torch.from_numpy(x).dtype, x.shape) for name, x in arrays.items()))
                 for array in arrays.values():
                     file.write(np.ascontiguousarray(array).tobytes())
-            beside.replace(folder / FILE)
         except OSError as error:
             raise ConfigError(
                 f"cannot write {folder / FILE}: {error.strerror or error}", "see that the disk has room"

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 import tllm
+from tllm.core.disk import whole_file
 from tllm.core.errors import ConfigError
 from tllm.spec.plan import Plan
 from tllm.training.job.job_file import ResolvedJob, write_job
@@ -41,9 +42,8 @@ def write_start(folder: Path, resolved: ResolvedJob, start: RunStart) -> None:
     """Put the job into the run's folder, in the place of an earlier one, and add the start."""
     with _written(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        beside = folder / f"{JOB}.tmp"
-        beside.write_text(write_job(resolved), "utf-8")
-        beside.replace(folder / JOB)
+        with whole_file(folder / JOB) as file:
+            file.write(write_job(resolved).encode())
     add_start(folder, start)
 
 

@@ -27,7 +27,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert found.tables["train"].of(4)["reference_log_probs"].tolist() == [-3.0, -4.0]
     assert found.tables["train"].log_probs.dtype == np.float64
     assert read_reference(tmp_path / "elsewhere") is None
-    assert not list(tmp_path.glob("*.tmp"))
+    assert not list(tmp_path.glob("*.part"))
 
 
 @pytest.mark.parametrize("at", [9, 60, -1, -40])

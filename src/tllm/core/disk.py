@@ -1,0 +1,82 @@
+"""Files that are there whole or not at all, and what is said of a disk that takes no more."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from tllm.core.errors import ConfigError
+
+PART = ".part"
+"""What the name of a file ends with that is still written, or was when its program died."""
+
+
+@contextlib.contextmanager
+def whole_file(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
+    """A new file that takes the place of `path` when the block has ended well; else nothing is left of it.
+
+    `mode` is of the new file. What the block or the disk raises goes on.
+    """
+    beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PART}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with open(os.open(beside, flags, mode), "wb") as file:
+            yield file
+        beside.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise
+
+
+def write_whole(path: Path, content: bytes, variable: str) -> None:
+    """Put a small file in its place. ConfigError where that fails; `variable` says where the folder lies."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(path) as file:
+            file.write(content)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}", f"free some space, or set {variable}") from error
+
+
+class DiskTrouble:
+    """For what is gone without where it cannot be written. `what` goes before "cannot be written" in the log.
+
+    `is_there`: whether the last write was refused. `count`: how many were. Any thread may call it.
+    """
+
+    def __init__(self, log: logging.Logger, what: str) -> None:
+        self.is_there, self.count = False, 0
+        self._log, self._what = log, what
+        self._last = -math.inf
+        self._lock = threading.Lock()
+
+    def refused(self, error: OSError) -> None:
+        """A write was refused."""
+        with self._lock:
+            is_new, self.is_there = not self.is_there, True
+            self.count += 1
+            self._last = time.monotonic()
+        if is_new:
+            self._log.warning("%s cannot be written: %s", self._what, error.strerror or error)
+
+    def was_within(self, seconds: float) -> bool:
+        """Whether a write was refused so short a time ago that another one is not worth a try."""
+        return self.is_there and time.monotonic() - self._last < seconds
+
+    def accepted(self) -> None:
+        """A write went well."""
+        if not self.is_there:
+            return
+        with self._lock:
+            was_there, self.is_there = self.is_there, False
+        if was_there:
+            self._log.warning("%s can be written again", self._what)

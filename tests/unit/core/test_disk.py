@@ -1,0 +1,46 @@
+"""A file is there whole or not at all, with the rights that were asked for, whatever ends its writing."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from tllm.core.disk import whole_file, write_whole
+from tllm.core.errors import ConfigError
+
+
+def test_it_takes_the_place_of_the_old_one_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "facts"
+    path.write_bytes(b"old")
+    with whole_file(path, 0o600) as file:
+        file.write(b"ne")
+        file.flush()
+        assert path.read_bytes() == b"old"
+        file.write(b"w")
+    assert path.read_bytes() == b"new" and stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert os.listdir(tmp_path) == ["facts"]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "no space"), KeyboardInterrupt(), ValueError("no number")])
+def test_what_was_begun_goes_when_it_fails(error: BaseException, tmp_path: Path) -> None:
+    path = tmp_path / "facts"
+    path.write_bytes(b"old")
+
+    def write() -> None:
+        with whole_file(path) as file:
+            file.write(b"half")
+            raise error
+
+    with pytest.raises(type(error)):
+        write()
+    assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["facts"]
+
+
+def test_a_folder_that_takes_nothing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"cannot write .*/file/facts: Not a directory|File exists") as found:
+        write_whole(tmp_path / "file" / "facts", b"1", "HF_HOME")
+    assert "HF_HOME" in found.value.hint
