@@ -181,6 +181,8 @@ class RankStep:
         self.passes = [compute_time.pass_seconds(run) for run in work.runs]
         if work.adapter is not None:  # the model's weights take no gradient, and those of an adapter are little work
             self.passes = [seconds._replace(backward_weight=0.0) for seconds in self.passes]
+        if setup.facts.value_pass:
+            self.passes = [seconds.with_value_pass(setup.plan.recompute) for seconds in self.passes]
         waits = self._waits() / work.microbatches if work.microbatches else 0.0
         layers = sum(map(len, work.runs))
         self.waits = [waits * len(run) / layers for run in work.runs]

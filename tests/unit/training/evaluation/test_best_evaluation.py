@@ -58,7 +58,7 @@ def test_another_metric_begins_with_a_best_of_its_own() -> None:
     before = after([3.0, 1.0, 2.0])
     assert (before.standing.best, before.standing.waited) == (1.0, 1)
     best = went_on(before, metric_for_best_model="margins")
-    assert (best.standing.best, best.standing.step, best.standing.waited) == (2.0, 3, 0), "of margins, greater is better"
+    assert (best.standing.best, best.standing.step, best.standing.waited) == (2.0, 3, 0), "greater is better"
     best.add(4, Evaluated(9.0, {"margins": 1.5}))
     best.add(5, Evaluated(9.0, {"margins": 1.25}))
     assert best.reason == "2 evaluations without a gain: margins was at its best 2, after step 3"
