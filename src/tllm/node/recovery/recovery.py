@@ -37,8 +37,9 @@ GATHER_SECONDS = 2e-5
 """For each node: news that come within so long are looked at together. A look at n nodes takes about as long as n of
 them, so that it never takes more than half of the coordinator's time, however many nodes come or go at once."""
 
-ATTEMPTS = 6
-"""Epochs that are begun after one loss, each after another failed, before the work is given up."""
+ATTEMPTS, MOST_ATTEMPTS = 6, 40
+"""Epochs that are begun after one loss, each after another failed, before the work is given up: without those that end
+with the loss of another node, and with them. Of 16,384 nodes one may well die while each of six in a row begins."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,24 @@ class RecoverableJob(ClusterJob, Protocol):
 
     def interrupted(self, loss: Loss | None) -> None:
         """The work pauses, by a loss or, with None, as the links of a rank broke."""
+
+
+class _Attempts:
+    """Epochs that did not begin after one loss, and the nodes that were lost with them."""
+
+    def __init__(self) -> None:
+        self._all = self._unexplained = 0
+        self._lost: set[str] = set()
+
+    def failed(self, lost: set[str]) -> None:
+        """One more did not begin; these nodes of it are lost, or have come back anew."""
+        self._all += 1
+        self._unexplained += lost <= self._lost
+        self._lost |= lost
+
+    @property
+    def are_over(self) -> bool:
+        return self._unexplained >= ATTEMPTS or self._all >= MOST_ATTEMPTS
 
 
 class Recovery:
@@ -142,7 +161,8 @@ class Recovery:
         """Begin an epoch with those who are here, again if some are lost meanwhile, and let the work go on in it."""
         coordinator = self._coordinator
         proven = {member.node for member in coordinator.state.ranks}
-        for attempt in range(1, ATTEMPTS + 1):
+        attempts = _Attempts()
+        while True:
             plan, nodes = self._assign_ranks()
             before = coordinator.state.epoch
             try:
@@ -151,12 +171,12 @@ class Recovery:
                 break
             except TllmError as error:
                 await asyncio.sleep(BLAME_SECONDS)
-                if attempt < ATTEMPTS and (self.move.take_back(error.message) or self._leave_out()):
+                lost, gone = {member.node for member in coordinator.state.lost}, self._gone(nodes, before)
+                attempts.failed(lost | gone)
+                if not attempts.are_over and (self.move.take_back(error.message) or self._leave_out()):
                     continue
-                lost = coordinator.state.lost
                 new = set(nodes) - proven if proven and not lost else set()
-                gone = self._gone(nodes, before)
-                if attempt == ATTEMPTS or not (new or lost or gone or self._is_broken()):
+                if attempts.are_over or not (new or lost or gone or self._is_broken()):
                     raise
                 for node in new:
                     self.left_out.note((node,), error.message)

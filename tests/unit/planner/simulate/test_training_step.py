@@ -114,6 +114,9 @@ def test_sums_over_dp_are_hidden_by_the_last_backward_pass() -> None:
     # Gradients as before, and half of the weights to the other, which nothing hides.
     cut = predict("dp=2,zero=1", slow)
     assert cut.gradients == pytest.approx(1.5 * backward + 1.5 * backward, rel=0.01)
+    # Each use of a layer's weights is gathered, and hidden. Gradients are summed once, after the last microbatch.
+    sharded = predict("dp=2,zero=3", fast)
+    assert sharded.gradients == pytest.approx(0.9 * backward / 2, rel=0.01)
 
 
 def test_sums_over_tp_are_waited_for() -> None:
