@@ -34,7 +34,7 @@ STAY_SECONDS = 9.0
 DEATHS_EVERY = 36.0
 """Seconds from one death to the next, on an average: of 10,000 nodes 1 % die in an hour."""
 
-CHURN_SECONDS = 360.0
+CHURN_SECONDS = 180.0
 BACK_AFTER = 20.0
 FITTED = 1024
 """Exponents are fitted to this size and all above: below, what does not depend on the size counts too."""
