@@ -26,9 +26,12 @@ from benchmarks.processes.python_module import environment, module_command
 from benchmarks.report.markdown import percent, table
 from benchmarks.report.results import Page, write
 from tllm.cluster.heartbeat import BEAT_SECONDS, NODES_AT_ONCE, SILENCE_SECONDS, HeartbeatInterval
-from tllm.core.memory import peak_bytes, rss_bytes
+from tllm.core.memory import rss_bytes
 
 SIZES = (256, 1024, 3008, 10_000, 16_384)
+CHURNED = (1024, 3008, 10_000)
+"""Sizes of which nodes then die again and again."""
+
 JOIN_SECONDS = 10.0
 STAY_SECONDS = 9.0
 DEATHS_EVERY = 36.0
@@ -80,9 +83,9 @@ def measured(ranks: int) -> dict[str, Any]:
             row["killed"] = asdict(await run.lose(is_silent=False))
             row["silent"] = asdict(await run.lose(is_silent=True))
             row["restored"] = asdict(await run.restore(2))
-            row["churn"] = asdict(await run.churn(CHURN_SECONDS, DEATHS_EVERY, BACK_AFTER))
-            row["recovery"] = of_recoveries(row["churn"]["recoveries"])
-            row["largest"] = peak_bytes() - before
+            if ranks in CHURNED:
+                row["churn"] = asdict(await run.churn(CHURN_SECONDS, DEATHS_EVERY, BACK_AFTER))
+                row["recovery"] = of_recoveries(row["churn"]["recoveries"])
             row["traffic"] = vars(run.cluster.traffic)
             await run.end()
 
@@ -96,7 +99,7 @@ def of_recoveries(seconds: Sequence[float]) -> dict[str, float]:
 
 def exponent(rows: Sequence[dict[str, Any]], *path: str, smallest: int = FITTED) -> float:
     """The slope of log(figure) over log(ranks), by least squares over the sizes from the `smallest` on."""
-    points = [(row["ranks"], _at(row, *path)) for row in rows if row["ranks"] >= smallest]
+    points = [(row["ranks"], _at(row, *path)) for row in rows if row["ranks"] >= smallest and path[0] in row]
     slope, _ = statistics.linear_regression([math.log(x) for x, _ in points], [math.log(y) for _, y in points])
     return slope
 
@@ -121,7 +124,6 @@ FIGURES = (
     (f"heartbeats in {STAY_SECONDS:g} s, both ways", ("stay", "beats"), 1.0, "{:,.0f}", f"O(n), O(1) from {MANY}"),
     (f"processor s of {STAY_SECONDS:g} s", ("stay", "processor"), 1.0, "{:.2f}", f"O(n), O(log n) from {MANY}"),
     ("MiB of memory, formed", ("memory",), 2**-20, "{:,.0f}", "O(n)"),
-    ("MiB at the most", ("largest",), 2**-20, "{:,.0f}", "O(n)"),
     ("with deaths: median s until all compute", ("recovery", "median"), 1.0, "{:.0f}", LAW_OF_SILENCE),
     ("with deaths: worst", ("recovery", "worst"), 1.0, "{:.0f}", LAW_OF_SILENCE),
     ("with deaths: messages", ("churn", "cost", "messages"), 1.0, "{:,.0f}", "O(n) an epoch"),
@@ -131,7 +133,7 @@ FIGURES = (
 def as_table(rows: Sequence[dict[str, Any]]) -> str:
     lines = [["ranks", *(f"{row['ranks']:,}" for row in rows), "law", "measured"]]
     for name, path, scale, words, law in FIGURES:
-        values = [words.format(scale * _at(row, *path)) for row in rows]
+        values = [words.format(scale * _at(row, *path)) if path[0] in row else "" for row in rows]
         lines.append([name, *values, law, f"n^{exponent(rows, *path):.2f}"])
     return table(lines)
 
@@ -149,9 +151,9 @@ def page(rows: list[dict[str, Any]]) -> Page:
         "recovery by replanning; nodes, machines and network are simulated, on a virtual clock. All nodes join within "
         f"{JOIN_SECONDS:g} s; every hundredth takes five times as long as others to prepare (0.2 to 1 s) and to load "
         "(0.5 to 3 s). Then a node is killed and all others see their links break, a second one falls silent, and both "
-        f"are replaced. Then for {CHURN_SECONDS:g} s a node dies every {DEATHS_EVERY:g} s on an average, as of 10,000 "
-        "nodes of which 1 % die in an hour, every other one silently, and all come back by their old names: after "
-        f"{BACK_AFTER:g} s, the silent ones after 1 s, when nobody has missed them yet, so that they are turned away "
+        f"are replaced. Then, of some sizes, for {CHURN_SECONDS:g} s a node dies every {DEATHS_EVERY:g} s on an "
+        "average, as of 10,000 nodes of which 1 % die in an hour, every other one silently, and all come back by their "
+        f"old names: after {BACK_AFTER:g} s, the silent ones after 1 s, when nobody has missed them yet, so that they are turned away "
         "and knock again.",
         as_table(rows),
         "- Seconds, messages and bytes are exact: of the virtual clock, and of the frames that were sent. Seconds are "
@@ -165,7 +167,7 @@ def page(rows: list[dict[str, Any]]) -> Page:
         "- Messages are as many as their law says: about ten for each node and epoch.\n"
         "- To form, every node is told of every rank: n tables of n places. Packed, and once for all, a place takes "
         f"{largest['traffic']['bytes_to_nodes']['Places'] / largest['ranks'] ** 2:.1f} bytes or less. Later epochs "
-        "send what has changed, and are O(n).\n" + "\n".join(map(_churned, rows)),
+        "send what has changed, and are O(n).\n" + "\n".join(_churned(row) for row in rows if "churn" in row),
         "Processor seconds are of a machine that others used too, with the simulated nodes' own part, and only show "
         "how they grow. Not simulated: TLS, joining by token (three handshakes for each node), weights that nodes "
         "fetch from each other, replicas of the coordinator, and the ranks themselves, which open links to all others "

@@ -43,8 +43,8 @@ from tllm.training.report.metrics import StepRecord
 KNOCK_SECONDS = 2.0
 """A node that is refused, as the coordinator takes it for alive, comes again after up to so long."""
 
-LOOKS = 64
-"""One node of so many reads where all ranks are, as every true node does; the others let it pass."""
+LOOK = 16
+"""So many nodes read where all ranks are, as every true node does; the others let it pass."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(ToNode).decode
@@ -236,7 +236,7 @@ class SimulatedNode:
             self.later(self.cluster.random.uniform(0, self.beat), self._beat)
             return
         if name == "Places":
-            if self.number % LOOKS == 0:
+            if self.number < LOOK:
                 self._look(_decode(body))
             return
         if kind == REFUSAL:
@@ -267,7 +267,7 @@ class SimulatedNode:
     def _take_part(self, number: int, body: memoryview) -> None:
         part = _Part(body)
         self.epoch, self.rank, self.is_running = part.epoch, part.rank, False
-        if self.number % LOOKS == 0:
+        if self.number < LOOK:
             place = self.places.complete(_decode(body)).places[self.rank]
             assert place.node == self.name, f"rank {self.rank} is {self.name}, and was told that it is {place.node}"
         epoch = self.epoch
