@@ -153,8 +153,8 @@ def page(rows: list[dict[str, Any]]) -> Page:
         "(0.5 to 3 s). Then a node is killed and all others see their links break, a second one falls silent, and both "
         f"are replaced. Then, of some sizes, for {CHURN_SECONDS:g} s a node dies every {DEATHS_EVERY:g} s on an "
         "average, as of 10,000 nodes of which 1 % die in an hour, every other one silently, and all come back by their "
-        f"old names: after {BACK_AFTER:g} s, the silent ones after 1 s, when nobody has missed them yet, so that they are turned away "
-        "and knock again.",
+        f"old names: after {BACK_AFTER:g} s, the silent ones after 1 s, when nobody has missed them yet, so that they "
+        "are turned away and knock again.",
         as_table(rows),
         "- Seconds, messages and bytes are exact: of the virtual clock, and of the frames that were sent. Seconds are "
         "what nodes, network and limits take, without the coordinator's own work. After a loss it is about as long as "
