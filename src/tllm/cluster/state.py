@@ -238,11 +238,16 @@ def _plan(state: ClusterState, event: Planned) -> ClusterState:
 
 def _recounted(state: ClusterState, before: Member | None, after: Member, **changes: object) -> ClusterState:
     """The state with a member that is other than before, and these changes."""
-    if before is not None and before.phase == after.phase and before.rank == after.rank:
+    if before is not None and _counted(before) == _counted(after):
         return msgspec.structs.replace(state, **changes)
     old, new = _counts(state, before), _counts(state, after)
     changed = {name: getattr(state, name) - was + now for name, was, now in zip(COUNTS, old, new, strict=True)}
     return msgspec.structs.replace(state, **changed, **changes)
+
+
+def _counted(member: Member) -> tuple[object, ...]:
+    """What decides for which of the counts a member counts."""
+    return member.phase, member.rank, member.before
 
 
 COUNTS = ("living_count", "seated_count", "ready_count", "done_count", "returned_count")
