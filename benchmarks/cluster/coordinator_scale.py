@@ -125,8 +125,8 @@ FIGURES = (
     (f"processor s of {STAY_SECONDS:g} s", ("stay", "processor"), 1.0, "{:.2f}", f"O(n), O(log n) from {MANY}"),
     ("MiB of memory, formed", ("memory",), 2**-20, "{:,.0f}", "O(n)"),
     ("with deaths: median s until all compute", ("recovery", "median"), 1.0, "{:.0f}", LAW_OF_SILENCE),
-    ("with deaths: worst", ("recovery", "worst"), 1.0, "{:.0f}", LAW_OF_SILENCE),
-    ("with deaths: messages", ("churn", "cost", "messages"), 1.0, "{:,.0f}", "O(n) an epoch"),
+    ("with deaths: worst", ("recovery", "worst"), 1.0, "{:.0f}", "the same, for each that dies meanwhile"),
+    ("with deaths: messages", ("churn", "cost", "messages"), 1.0, "{:,.0f}", "O(n) for each epoch"),
 )
 
 
@@ -134,7 +134,8 @@ def as_table(rows: Sequence[dict[str, Any]]) -> str:
     lines = [["ranks", *(f"{row['ranks']:,}" for row in rows), "law", "measured"]]
     for name, path, scale, words, law in FIGURES:
         values = [words.format(scale * _at(row, *path)) if path[0] in row else "" for row in rows]
-        lines.append([name, *values, law, f"n^{exponent(rows, *path):.2f}"])
+        fitted = sum(row["ranks"] >= FITTED and path[0] in row for row in rows) > 1
+        lines.append([name, *values, law, f"n^{exponent(rows, *path):.2f}" if fitted else ""])
     return table(lines)
 
 
