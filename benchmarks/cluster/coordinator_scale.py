@@ -25,19 +25,25 @@ from benchmarks.emulation.virtual_loop import VirtualLoop, run_virtually
 from benchmarks.processes.python_module import environment, module_command
 from benchmarks.report.markdown import percent, table
 from benchmarks.report.results import Page, write
+from tllm.cluster.heartbeat import BEAT_SECONDS, NODES_AT_ONCE, SILENCE_SECONDS, HeartbeatInterval
 from tllm.core.memory import rss_bytes
 
-SIZES = (16, 64, 256, 1024, 4096, 10_000, 16_384)
-CHURNED = 10_000
-JOIN_SECONDS = 10.0
-STAY_SECONDS = 5.0
-CHURN_SECONDS = 90.0
-DEATHS = 0.01
-"""Part of the nodes that dies in an hour."""
+SIZES = (256, 1024, 3008, 10_000, 16_384)
+CHURNED = (1024, 3008, 10_000)
+"""Sizes of which nodes then die again and again."""
 
-REPLACED_AFTER = 20.0
-FITTED = 256
+JOIN_SECONDS = 10.0
+STAY_SECONDS = 9.0
+DEATHS_EVERY = 36.0
+"""Seconds from one death to the next, on an average: of 10,000 nodes 1 % die in an hour."""
+
+CHURN_SECONDS = 180.0
+BACK_AFTER = 20.0
+FITTED = 1024
 """Exponents are fitted to this size and all above: below, what does not depend on the size counts too."""
+
+MANY = f"{NODES_AT_ONCE:,}"
+LAW_OF_SILENCE = f"O(1), O(n) from {MANY}"
 
 
 def main() -> None:
@@ -77,8 +83,9 @@ def measured(ranks: int) -> dict[str, Any]:
             row["killed"] = asdict(await run.lose(is_silent=False))
             row["silent"] = asdict(await run.lose(is_silent=True))
             row["restored"] = asdict(await run.restore(2))
-            if ranks == CHURNED:
-                row["churn"] = asdict(await run.churn(CHURN_SECONDS, DEATHS, REPLACED_AFTER))
+            if ranks in CHURNED:
+                row["churn"] = asdict(await run.churn(CHURN_SECONDS, DEATHS_EVERY, BACK_AFTER))
+                row["recovery"] = of_recoveries(row["churn"]["recoveries"])
             row["traffic"] = vars(run.cluster.traffic)
             await run.end()
 
@@ -86,9 +93,13 @@ def measured(ranks: int) -> dict[str, Any]:
     return row
 
 
+def of_recoveries(seconds: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(seconds), "worst": max(seconds)}
+
+
 def exponent(rows: Sequence[dict[str, Any]], *path: str, smallest: int = FITTED) -> float:
     """The slope of log(figure) over log(ranks), by least squares over the sizes from the `smallest` on."""
-    points = [(row["ranks"], _at(row, *path)) for row in rows if row["ranks"] >= smallest]
+    points = [(row["ranks"], _at(row, *path)) for row in rows if row["ranks"] >= smallest and path[0] in row]
     slope, _ = statistics.linear_regression([math.log(x) for x, _ in points], [math.log(y) for _, y in points])
     return slope
 
@@ -103,30 +114,36 @@ def _at(row: dict[str, Any], *path: str) -> float:
 FIGURES = (
     ("seconds to form", ("form", "seconds"), 1.0, "{:.0f}", "O(1)"),
     ("messages to form", ("form", "messages"), 1.0, "{:,.0f}", "O(n)"),
-    ("MB to form", ("form", "nbytes"), 1e-6, "{:,.2f}", "O(n^2)"),
+    ("MB to form", ("form", "nbytes"), 1e-6, "{:,.1f}", "O(n^2)"),
     ("processor s to form", ("form", "processor"), 1.0, "{:.1f}", "O(n log n)"),
     ("seconds after a kill", ("killed", "seconds"), 1.0, "{:.0f}", "O(1)"),
-    ("seconds after silence", ("silent", "seconds"), 1.0, "{:.0f}", "O(1)"),
+    ("seconds after silence", ("silent", "seconds"), 1.0, "{:.0f}", LAW_OF_SILENCE),
     ("messages after a kill", ("killed", "messages"), 1.0, "{:,.0f}", "O(n)"),
     ("MB after a kill", ("killed", "nbytes"), 1e-6, "{:,.2f}", "O(n)"),
     ("processor s after a kill", ("killed", "processor"), 1.0, "{:.1f}", "O(n log n)"),
-    (f"heartbeats in {STAY_SECONDS:g} s", ("stay", "beats"), 1.0, "{:,.0f}", "O(n)"),
-    (f"processor s of {STAY_SECONDS:g} s", ("stay", "processor"), 1.0, "{:.2f}", "O(n log n)"),
-    ("MiB of memory", ("memory",), 2**-20, "{:,.0f}", "O(n)"),
+    (f"heartbeats in {STAY_SECONDS:g} s, both ways", ("stay", "beats"), 1.0, "{:,.0f}", f"O(n), O(1) from {MANY}"),
+    (f"processor s of {STAY_SECONDS:g} s", ("stay", "processor"), 1.0, "{:.2f}", f"O(n), O(log n) from {MANY}"),
+    ("MiB of memory, formed", ("memory",), 2**-20, "{:,.0f}", "O(n)"),
+    ("with deaths: median s until all compute", ("recovery", "median"), 1.0, "{:.0f}", LAW_OF_SILENCE),
+    ("with deaths: worst", ("recovery", "worst"), 1.0, "{:.0f}", "the same, for each that dies meanwhile"),
+    ("with deaths: messages", ("churn", "cost", "messages"), 1.0, "{:,.0f}", "O(n) for each epoch"),
 )
 
 
 def as_table(rows: Sequence[dict[str, Any]]) -> str:
     lines = [["ranks", *(f"{row['ranks']:,}" for row in rows), "law", "measured"]]
     for name, path, scale, words, law in FIGURES:
-        values = [words.format(scale * _at(row, *path)) for row in rows]
-        lines.append([name, *values, law, f"n^{exponent(rows, *path):.2f}"])
+        values = [words.format(scale * _at(row, *path)) if path[0] in row else "" for row in rows]
+        fitted = sum(row["ranks"] >= FITTED and path[0] in row for row in rows) > 1
+        lines.append([name, *values, law, f"n^{exponent(rows, *path):.2f}" if fitted else ""])
     return table(lines)
 
 
 def page(rows: list[dict[str, Any]]) -> Page:
     largest = rows[-1]
-    core = largest["stay"]["processor"] / STAY_SECONDS
+    share = largest["stay"]["processor"] / STAY_SECONDS
+    longest = HeartbeatInterval()
+    longest.grow(largest["ranks"])
     return Page(
         "cluster",
         "coordinator-scale",
@@ -135,21 +152,28 @@ def page(rows: list[dict[str, Any]]) -> Page:
         "recovery by replanning; nodes, machines and network are simulated, on a virtual clock. All nodes join within "
         f"{JOIN_SECONDS:g} s; every hundredth takes five times as long as others to prepare (0.2 to 1 s) and to load "
         "(0.5 to 3 s). Then a node is killed and all others see their links break, a second one falls silent, and both "
-        "are replaced.",
+        f"are replaced. Then, of some sizes, for {CHURN_SECONDS:g} s a node dies every {DEATHS_EVERY:g} s on an "
+        "average, as of 10,000 nodes of which 1 % die in an hour, every other one silently, and all come back by their "
+        f"old names: after {BACK_AFTER:g} s, the silent ones after 1 s, when nobody has missed them yet, so that they "
+        "are turned away and knock again.",
         as_table(rows),
-        f"- Seconds are virtual: what nodes, network and limits take, without the coordinator's own work. They do not "
-        "grow but for the slowest of more nodes: after a loss about as long as the slowest node prepares and loads, "
-        "after silence five seconds and a probe more.\n"
+        "- Seconds, messages and bytes are exact: of the virtual clock, and of the frames that were sent. Seconds are "
+        "what nodes, network and limits take, without the coordinator's own work. After a loss it is about as long as "
+        "the slowest node prepares and loads.\n"
+        f"- A node beats every {BEAT_SECONDS:g} s, with more than {MANY} nodes less often, so that the coordinator "
+        f"reads and sends 4,000 a second at the most: of {largest['ranks']:,} nodes each beats every "
+        f"{longest.seconds:g} s and is lost after {longest.lost_after:g} s of silence, where {SILENCE_SECONDS:g} s was "
+        f"asked for. That is why it takes longer to go on after silence. Heartbeats took {percent(share)} of a "
+        "processor.\n"
         "- Messages are as many as their law says: about ten for each node and epoch.\n"
         "- To form, every node is told of every rank: n tables of n places. Packed, and once for all, a place takes "
         f"{largest['traffic']['bytes_to_nodes']['Places'] / largest['ranks'] ** 2:.1f} bytes or less. Later epochs "
-        "send what has changed, and are O(n)." + _churned(rows),
-        f"Processor seconds are of a shared machine, with the simulated nodes' own part, and only show how they grow. "
-        f"At {largest['ranks']:,} nodes heartbeats alone took {core:.1f} seconds of processor a second: one "
-        "coordinator, which is one thread, does not keep up with so many on such a machine, and TLS comes on top. "
-        "Not simulated: TLS, joining by token (three handshakes for each node), weights that nodes fetch from each "
-        "other, replicas of the coordinator, and the ranks themselves, which open links to all others of their "
-        f"groups. Laws are for the sizes from {FITTED} on." + _left_out(rows),
+        "send what has changed, and are O(n).\n" + "\n".join(_churned(row) for row in rows if "churn" in row),
+        "Processor seconds are of a machine that others used too, with the simulated nodes' own part, and only show "
+        "how they grow. Not simulated: TLS, joining by token (three handshakes for each node), weights that nodes "
+        "fetch from each other, replicas of the coordinator, and the ranks themselves, which open links to all others "
+        f"of their groups. Laws are for the sizes from {FITTED:,} on; `measured` is fitted over them."
+        + _left_out(rows),
     )
 
 
@@ -159,14 +183,13 @@ def _left_out(rows: Sequence[dict[str, Any]]) -> str:
     return f" Not played in this run: {' and '.join(missing)} nodes." if missing else ""
 
 
-def _churned(rows: Sequence[dict[str, Any]]) -> str:
-    """What a time with deaths was like, where it was played."""
-    return "".join(
-        f"\n- With {row['ranks']:,} nodes of which {percent(DEATHS)} die in an hour, {row['churn']['deaths']} died in "
-        f"{CHURN_SECONDS:g} s, each was replaced after {REPLACED_AFTER:g} s, and the run computed for "
-        f"{percent(row['churn']['computing'])} of the time: a loss stops all ranks until the slowest has loaded again."
-        for row in rows
-        if "churn" in row
+def _churned(row: dict[str, Any]) -> str:
+    """What a time with deaths was like."""
+    churn = row["churn"]
+    return (
+        f"- {row['ranks']:,} nodes: {churn['deaths']} died, {churn['returned']} were back at the end, after "
+        f"{churn['refused']} refusals; {churn['epochs']} epochs began, and the ranks computed for "
+        f"{percent(churn['computing'])} of the time."
     )
 
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 import msgspec
 
 from tllm.cluster.channel import ANSWER, END, HEAD, ITEM, ONE_WAY, QUESTION, REFUSAL, Channel, one_way
-from tllm.cluster.heartbeat import BEAT_SECONDS
 from tllm.cluster.messages import (
     MEMBER_BYTES,
     PROTOCOL,
     Attach,
+    Attached,
     Failure,
     FromNode,
     Heartbeat,
@@ -40,11 +40,15 @@ from tllm.node.roles.rank_places import KnownPlaces
 from tllm.training.report.events import RunBegan, RunStepped, encode
 from tllm.training.report.metrics import StepRecord
 
-LOOKS = 64
-"""One node of so many reads where all ranks are, as every true node does; the others let it pass."""
+KNOCK_SECONDS = 2.0
+"""A node that is refused, as the coordinator takes it for alive, comes again after up to so long."""
+
+LOOK = 16
+"""So many nodes read where all ranks are, as every true node does; the others let it pass."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(ToNode).decode
+_attached = msgspec.msgpack.Decoder(Attached).decode
 
 
 class _Tag(msgspec.Struct):
@@ -110,7 +114,7 @@ class Traffic:
 class SimulatedCluster:
     """All nodes that there are, and the connections by which the coordinator's `members` has them.
 
-    `step` counts the steps that rank 0 has reported.
+    `step` counts the steps that rank 0 has reported, `refused` the nodes that were turned away.
     """
 
     def __init__(self, members: Membership, machines: Machines, seed: int) -> None:
@@ -119,7 +123,7 @@ class SimulatedCluster:
         self.traffic = Traffic()
         self.nodes: dict[str, SimulatedNode] = {}
         self.loop = asyncio.get_running_loop()
-        self.step = 0
+        self.step = self.refused = 0
         self.tasks: set[asyncio.Task[None]] = set()
         self._made = 0
 
@@ -129,6 +133,10 @@ class SimulatedCluster:
             node = SimulatedNode(self, f"node-{self._made:05d}", self._made)
             self._made += 1
             self.loop.call_later(self.random.uniform(0, within), node.attach)
+
+    def come_back(self, dead: SimulatedNode) -> None:
+        """The machine of a node that died has started again, and knocks by its old name."""
+        SimulatedNode(self, dead.name, dead.number).attach()
 
     def kill(self, node: SimulatedNode, is_silent: bool) -> None:
         """A node dies. Its connections are cut, or where `is_silent`, as of a machine without power, stay open.
@@ -152,6 +160,7 @@ class SimulatedNode:
         self.prepare, self.load = slow * draw.uniform(*machines.prepare), slow * draw.uniform(*machines.load)
         self.epoch, self.rank, self.is_running = 0, -1, False
         self.is_here = True
+        self.beat = 0.0  # until it is taken in
         self.places = KnownPlaces()
         self._reader: asyncio.StreamReader | None = None
 
@@ -176,14 +185,21 @@ class SimulatedNode:
             versions={"torch": "2.13.0", "tllm": "0.1.0", "python": "3.11.9"},
         )
         self.send(QUESTION, 1, Attach(PROTOCOL, facts))
-        self.later(cluster.random.uniform(0, BEAT_SECONDS), self._beat)
 
     def die(self, is_silent: bool) -> None:
         """Say nothing any more."""
         self.is_here = self.is_running = False
-        self.cluster.nodes.pop(self.name, None)
+        if self.cluster.nodes.get(self.name) is self:
+            del self.cluster.nodes[self.name]
         if not is_silent and self._reader is not None:
             self.cluster.loop.call_later(self.latency, self._reader.feed_eof)
+
+    def _turned_away(self) -> None:
+        """The coordinator has not missed the machine that had this name: come again."""
+        cluster = self.cluster
+        self.die(is_silent=True)
+        cluster.refused += 1
+        cluster.loop.call_later(cluster.random.uniform(0.5, 1) * KNOCK_SECONDS, cluster.come_back, self)
 
     def link_broke(self) -> None:
         """A link to another rank broke: this node's part ends, and the coordinator is told."""
@@ -210,10 +226,17 @@ class SimulatedNode:
         body = memoryview(frame)[HEAD.size :]
         name = _tag(body).type if len(body) else "end"
         self.cluster.traffic.sent(name, len(frame))
-        if not self.is_here or name in ("Heartbeat", "Attached", "Shutdown", "Stop"):
+        if not self.is_here or name in ("Heartbeat", "Shutdown", "Stop"):
+            return
+        if kind == REFUSAL and self.beat == 0:
+            self._turned_away()
+            return
+        if name == "Attached":
+            self.beat = _attached(body).beat_seconds
+            self.later(self.cluster.random.uniform(0, self.beat), self._beat)
             return
         if name == "Places":
-            if self.number % LOOKS == 0:
+            if self.number < LOOK:
                 self._look(_decode(body))
             return
         if kind == REFUSAL:
@@ -244,7 +267,7 @@ class SimulatedNode:
     def _take_part(self, number: int, body: memoryview) -> None:
         part = _Part(body)
         self.epoch, self.rank, self.is_running = part.epoch, part.rank, False
-        if self.number % LOOKS == 0:
+        if self.number < LOOK:
             place = self.places.complete(_decode(body)).places[self.rank]
             assert place.node == self.name, f"rank {self.rank} is {self.name}, and was told that it is {place.node}"
         epoch = self.epoch
@@ -277,7 +300,7 @@ class SimulatedNode:
 
     def _beat(self) -> None:
         self._feed("Heartbeat", BEAT)
-        self.cluster.loop.call_later(BEAT_SECONDS, self._unless_gone, self._beat)
+        self.cluster.loop.call_later(self.beat, self._unless_gone, self._beat)
 
     def _feed(self, name: str, frame: bytes) -> None:
         assert self._reader is not None

@@ -11,9 +11,9 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks.cluster.simulated_nodes import Machines, SimulatedCluster
+from benchmarks.cluster.simulated_nodes import Machines, SimulatedCluster, SimulatedNode
 from tllm.cluster.certificates import Authority
 from tllm.cluster.connection import Address
 from tllm.node.coordinator.cluster_options import LOOPBACK
@@ -63,11 +63,25 @@ class Cost:
 
 @dataclass(frozen=True)
 class Churn:
-    """What a time with deaths took, how many there were, and the part of the time in which the ranks computed."""
+    """A time with deaths.
+
+    computing: the part of it in which the ranks computed. recoveries: of each death, how many seconds after it the
+    ranks computed again without that node. returned: nodes that came back by their names, and were taken in. refused:
+    how often one was turned away before, as it was not missed yet. epochs: that began.
+    """
 
     cost: Cost
     deaths: int
     computing: float
+    recoveries: list[float]
+    returned: int
+    refused: int
+    epochs: int
+
+
+class _Death(NamedTuple):
+    at: float
+    epoch: int
 
 
 class SimulatedRun:
@@ -117,22 +131,38 @@ class SimulatedRun:
             await asyncio.sleep(LOOK_SECONDS)
         return self._since(mark)
 
-    async def churn(self, seconds: float, an_hour: float, replaced_after: float) -> Churn:
-        """For so long let nodes die, a part of them `an_hour`, each replaced some seconds later; every other one falls
-        silent. What it took, and the part of the time in which the ranks computed."""
+    async def churn(self, seconds: float, every: float, back_after: float) -> Churn:
+        """For so long let a node die `every` so many seconds on an average. Every other one falls silent. All come back
+        by their names, the others after `back_after` seconds and silent ones after a second, while nobody has missed
+        them; then wait until all that died are done without."""
         draw, mark, until = self.cluster.random, self._mark(), self._loop.time() + seconds
-        next_death = self._loop.time() + draw.expovariate(an_hour * self.ranks / 3600)
-        deaths, computed, looks = 0, 0, 0
-        while self._loop.time() < until:
+        state, refused = self.coordinator.state, self.cluster.refused
+        next_death, open_deaths = self._loop.time() + draw.expovariate(1 / every), list[_Death]()
+        dead, recoveries, computed, looks = list[str](), list[float](), 0, 0
+        while self._loop.time() < until or open_deaths:
             await asyncio.sleep(LOOK_SECONDS)
+            self._check()
             looks, computed = looks + 1, computed + self.run.is_open
-            if self._loop.time() >= next_death:
-                self.cluster.kill(draw.choice(list(self.cluster.nodes.values())), is_silent=deaths % 2 == 1)
-                self._loop.call_later(replaced_after, self.cluster.arrive, 1, 1.0)
-                deaths += 1
-                next_death += draw.expovariate(an_hour * self.ranks / 3600)
-        self._check()
-        return Churn(self._since(mark), deaths, computed / looks)
+            if self.run.is_open:
+                epoch = self.coordinator.state.epoch
+                recoveries += [self._loop.time() - death.at for death in open_deaths if epoch > death.epoch]
+                open_deaths = [death for death in open_deaths if epoch <= death.epoch]
+            if next_death <= self._loop.time() < until:
+                node, is_silent = self._with_rank(), len(dead) % 2 == 1
+                self.cluster.kill(node, is_silent)
+                self._loop.call_later(1.0 if is_silent else back_after, self.cluster.come_back, node)
+                open_deaths.append(_Death(self._loop.time(), self.coordinator.state.epoch))
+                dead.append(node.name)
+                next_death += draw.expovariate(1 / every)
+        back = sum(name in self.cluster.nodes for name in dead)
+        epochs = self.coordinator.state.epoch - state.epoch
+        turned_away = self.cluster.refused - refused
+        return Churn(self._since(mark), len(dead), computed / looks, recoveries, back, turned_away, epochs)
+
+    def _with_rank(self) -> SimulatedNode:
+        """Any node that has a rank of the plan, and is alive."""
+        seated = [member.node for member in self.coordinator.state.seated if member.node in self.cluster.nodes]
+        return self.cluster.nodes[self.cluster.random.choice(seated)]
 
     def _check(self) -> None:
         """Raise what the coordinator, or what follows the run, has failed with."""

@@ -166,8 +166,7 @@ def page(rows: Sequence[dict[str, Any]]) -> Page:
         "Predictions alone: no step was run. The bound knows nothing of messages, so that it is not reached where "
         "gradients take long beside products (fewer rows for each machine). Within 3 % of the bound: "
         f"{sum(gap <= 0.03 for gap in gaps)} of {len(gaps)} searches. The search is not exact: it looks at the "
-        "promising arrangements alone. Plans to serve are still searched among the 16 machines with the fastest "
-        "memory.",
+        "promising arrangements alone. The processor was shared with other work.",
     )
 
 

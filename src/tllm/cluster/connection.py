@@ -87,7 +87,7 @@ async def connect_tls(
     address: Address, context: ssl.SSLContext, name: str, accepts: Any, limit: int, seconds: float
 ) -> Channel:
     """Connect as a client; `name` must be on the server's certificate. AuthError if it is not, ClusterError if nobody
-    answers."""
+    answers, TurnedAway if who listens hangs up."""
     where = f"{name} at {format_address(address)}"
     try:
         async with asyncio.timeout(seconds):
@@ -103,8 +103,17 @@ async def connect_tls(
     return Channel(reader, writer, where, accepts, limit)
 
 
+class TurnedAway(ClusterError):
+    """Who listens there closed the connection before it was secure, as a coordinator does that has too many guests."""
+
+
 def failure(where: str, error: OSError) -> TllmError:
     """What a client's failed connection means."""
+    if isinstance(error, ConnectionResetError | BrokenPipeError):
+        return TurnedAway(
+            f"{where} closed the connection before it was secure",
+            "it has too many guests, or is no coordinator: see its log",
+        )
     if isinstance(error, ssl.SSLCertVerificationError):
         return AuthError(
             f"the certificate of {where} was refused: {error.verify_message}",

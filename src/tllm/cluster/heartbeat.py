@@ -20,6 +20,13 @@ LATE_SECONDS = 2.0
 SILENCE_SECONDS = 5.0
 """A node that has sent no heartbeat for so long is lost, unless another limit was asked for."""
 
+NODES_AT_ONCE = 2000
+"""Up to so many nodes beat every BEAT_SECONDS; with more of them each beats less often, so that the coordinator, which
+is one thread, reads and sends 4,000 heartbeats a second at the most."""
+
+LATE_BEATS, SILENT_BEATS = 3, 4
+"""A node is never late or lost before so many of its heartbeats are missing."""
+
 FULL = 0.9
 """The part of a machine's memory at which it counts as nearly full."""
 
@@ -32,6 +39,38 @@ def check_lost_after(seconds: float) -> None:
             f"and is late after {LATE_SECONDS:g} s",
             f"give --lost-after of {LATE_SECONDS:g} or more",
         )
+
+
+class HeartbeatInterval:
+    """How often each node of a cluster is to beat, and after what silence it is late, or lost.
+
+    `lost_after` was asked for. `expected` nodes are to come. `beats` is by how much the interval is longer than
+    BEAT_SECONDS; it never shrinks, since nodes that are here were told of it.
+    """
+
+    def __init__(self, lost_after: float = SILENCE_SECONDS) -> None:
+        self.beats = 1
+        self.expected = 0
+        self._lost_after = lost_after
+
+    def grow(self, nodes: int) -> None:
+        """So many nodes are here."""
+        self.beats = max(self.beats, -(-max(nodes, self.expected) // NODES_AT_ONCE))
+
+    @property
+    def seconds(self) -> float:
+        """From one heartbeat of a node to the next."""
+        return self.beats * BEAT_SECONDS
+
+    @property
+    def late_after(self) -> float:
+        """Seconds of silence after which a node is named as late."""
+        return max(LATE_SECONDS, LATE_BEATS * self.seconds)
+
+    @property
+    def lost_after(self) -> float:
+        """Seconds of silence after which it is lost."""
+        return max(self._lost_after, SILENT_BEATS * self.seconds)
 
 
 def silent(state: ClusterState, now: float, limit: float) -> tuple[NodeLost, ...]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
+import random
 import ssl
+import time
 from typing import Any
 
 from tllm import __version__
 from tllm.cluster.certificates import COORDINATOR, Identity, fingerprint_of, make_request
 from tllm.cluster.channel import QUESTION, Channel
-from tllm.cluster.connection import Address, connect_tls
+from tllm.cluster.connection import Address, TurnedAway, connect_tls
 from tllm.cluster.join_token import JoinToken
 from tllm.cluster.messages import (
     GUEST_BYTES,
@@ -36,6 +39,12 @@ from tllm.core.program import source_digest
 log = logging.getLogger("tllm.cluster")
 
 REACH_SECONDS = 10.0
+
+KNOCK_SECONDS = 60.0
+"""A node that is turned away at the door knocks again for so long: where thousands come at once, only some get in."""
+
+FIRST_KNOCK, LONGEST_KNOCK = 0.2, 4.0
+"""Seconds from one knock to the next, doubled each time up to the longest, each drawn from its half up to it."""
 
 
 async def locate(address: Address) -> Address:
@@ -74,7 +83,7 @@ async def attach(
 
     `epoch` and `rank` are the last that this node had.
     """
-    channel = await connect_tls(address, member_client(identity), COORDINATOR, ToNode, MEMBER_BYTES, REACH_SECONDS)
+    channel = await _knock(address, member_client(identity), ToNode, MEMBER_BYTES)
     try:
         return channel, await _question(channel, Attach(PROTOCOL, facts, epoch, rank), Attached)
     except BaseException:
@@ -83,11 +92,27 @@ async def attach(
 
 
 async def _ask(address: Address, context: ssl.SSLContext, message: Message, wanted: type[Any]) -> Any:
-    channel = await connect_tls(address, context, COORDINATOR, ToGuest, GUEST_BYTES, REACH_SECONDS)
+    channel = await _knock(address, context, ToGuest, GUEST_BYTES)
     try:
         return await _question(channel, message, wanted)
     finally:
         await channel.close()
+
+
+async def _knock(address: Address, context: ssl.SSLContext, accepts: Any, limit: int) -> Channel:
+    """Connect, again and again while the coordinator turns everybody away who comes. TurnedAway if it does for long."""
+    until, wait = time.monotonic() + KNOCK_SECONDS, FIRST_KNOCK
+    while True:
+        try:
+            return await connect_tls(address, context, COORDINATOR, accepts, limit, REACH_SECONDS)
+        except TurnedAway as error:
+            pause = random.uniform(wait / 2, wait)
+            if time.monotonic() + pause > until:
+                raise
+            if wait == FIRST_KNOCK:
+                log.warning("%s; knocks again for up to %g s", error.message, KNOCK_SECONDS)
+        await asyncio.sleep(pause)
+        wait = min(2 * wait, LONGEST_KNOCK)
 
 
 async def _question(channel: Channel, message: Message, wanted: type[Any]) -> Any:

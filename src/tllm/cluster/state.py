@@ -55,6 +55,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
 
     living_count: members that are not lost. seated_count: those that have a rank of the plan, lost ones too.
     ready_count, done_count: of these, those that run or have run to their end; and the latter alone.
+    returned_count: living members that had a rank under a coordinator that has ended since.
     """
 
     cluster: str
@@ -65,6 +66,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     seated_count: int = 0
     ready_count: int = 0
     done_count: int = 0
+    returned_count: int = 0
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -236,23 +238,29 @@ def _plan(state: ClusterState, event: Planned) -> ClusterState:
 
 def _recounted(state: ClusterState, before: Member | None, after: Member, **changes: object) -> ClusterState:
     """The state with a member that is other than before, and these changes."""
-    if before is not None and before.phase == after.phase and before.rank == after.rank:
+    if before is not None and _counted(before) == _counted(after):
         return msgspec.structs.replace(state, **changes)
     old, new = _counts(state, before), _counts(state, after)
-    counts = (state.living_count, state.seated_count, state.ready_count, state.done_count)
-    living, seated, ready, done = (count - was + now for count, was, now in zip(counts, old, new, strict=True))
-    return msgspec.structs.replace(
-        state, living_count=living, seated_count=seated, ready_count=ready, done_count=done, **changes
-    )
+    changed = {name: getattr(state, name) - was + now for name, was, now in zip(COUNTS, old, new, strict=True)}
+    return msgspec.structs.replace(state, **changed, **changes)
 
 
-def _counts(state: ClusterState, member: Member | None) -> tuple[bool, bool, bool, bool]:
-    """For which of the counts a member counts."""
+def _counted(member: Member) -> tuple[object, ...]:
+    """What decides for which of the counts a member counts."""
+    return member.phase, member.rank, member.before
+
+
+COUNTS = ("living_count", "seated_count", "ready_count", "done_count", "returned_count")
+
+
+def _counts(state: ClusterState, member: Member | None) -> tuple[bool, bool, bool, bool, bool]:
+    """For which of `COUNTS` a member counts."""
     if member is None:
-        return False, False, False, False
+        return False, False, False, False, False
+    has_returned = member.is_living and member.before is not None
     seated = state.plan is not None and member.rank is not None and member.rank < state.plan.world_size
     phase = member.phase
-    return member.is_living, seated, seated and phase in ("ready", "done"), seated and phase == "done"
+    return member.is_living, seated, seated and phase in ("ready", "done"), seated and phase == "done", has_returned
 
 
 def _change(member: Member, event: Event) -> Member:

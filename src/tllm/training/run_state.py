@@ -115,7 +115,7 @@ class RunState:
             self.origin, step = "memory", snapshot_step
             data_position = replicator.restore(progress)
             kept = msgspec.msgpack.decode(data_position, type=_Position)
-            best.standing = kept.evaluations
+            best.take_up(kept.evaluations)
             self._restore_data(msgspec.msgpack.decode(kept.data))
             learner.snapshot_restored(step, self._learning_rate(step - 1))
             self._saved_step = step if checkpoint_step == step else -1
@@ -124,7 +124,7 @@ class RunState:
             opened = self._saves.restore(learner.checkpoint_blocks(), progress=progress)
             step = self._saved_step = opened.step
             learner.checkpoint_restored(step)
-            best.standing = msgspec.convert(opened.facts.get(FACT, {}), Standing)
+            best.take_up(msgspec.convert(opened.facts.get(FACT, {}), Standing))
             self._restore_data(opened.facts["data"] if self._batches is not None else {})
         elif not self._is_initial:
             self.initialize(learner, adapters, progress)

@@ -399,7 +399,48 @@ def test_many_silent_connections_do_not_keep_a_node_out(monkeypatch: pytest.Monk
         async with contextlib.AsyncExitStack() as stack:
             for _ in range(door_module.MAX_GUESTS + 20):
                 await stack.enter_async_context(raw(opened.address, None))
-            await until(lambda: opened.door.refused == door_module.MAX_GUESTS + 20, 5.0)
+            joining = asyncio.create_task(join(opened.address, opened.token(), "node-1"))
+            await until(lambda: opened.door.refused >= door_module.MAX_GUESTS + 20, 5.0)
+            assert (await asyncio.wait_for(joining, 10.0)).name == "node-1", "it was turned away, and knocked again"
+
+    play(scene)
+
+
+def test_nodes_that_come_at_once_all_get_in_through_a_narrow_door(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door_module, "MAX_GUESTS", 2)
+    monkeypatch.setattr(join_module, "LONGEST_KNOCK", 0.4)
+
+    async def enter(opened: Gate, node: str) -> Channel:
+        identity = await join(opened.address, opened.token(), node)
+        channel, _ = await attach(opened.address, identity, facts(node))
+        return channel
+
+    async def scene(opened: Gate) -> None:
+        nodes = [f"node-{number}" for number in range(24)]
+        channels = await asyncio.gather(*(enter(opened, node) for node in nodes))
+        await until(lambda: opened.living == set(nodes))
+        assert opened.door.refused > 0, "not all found room at first"
+        for channel in channels:
+            await channel.close()
+
+    play(scene)
+
+
+def test_who_hangs_up_again_and_again_is_no_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(join_module, "KNOCK_SECONDS", 0.5)
+    knocks: list[str] = []
+
+    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        knocks.append("")
+        writer.transport.abort()
+
+    async def scene(opened: Gate) -> None:
+        server = await asyncio.start_server(hang_up, HERE, 0)
+        port = int(server.sockets[0].getsockname()[1])
+        with pytest.raises(ClusterError, match=f"127.0.0.1:{port} closed the connection before it was secure") as found:
+            await join((HERE, port), opened.token(), "node-1")
+        assert 2 <= len(knocks) <= 5 and "too many guests" in (found.value.hint or "")
+        server.close()
 
     play(scene)
 

@@ -15,6 +15,7 @@ from benchmarks.cluster.coordinator_scale import exponent
 from benchmarks.cluster.simulated_nodes import Machines
 from benchmarks.cluster.simulated_run import Cost, SimulatedRun
 from benchmarks.emulation.virtual_loop import VirtualLoop, run_virtually
+from tllm.cluster import heartbeat
 
 
 @pytest.fixture(autouse=True)
@@ -111,12 +112,54 @@ def test_the_same_seed_is_the_same_run(tmp_path: Path) -> None:
     assert first == second
 
 
-def test_time_with_deaths_is_counted(tmp_path: Path) -> None:
+def test_200_nodes_of_which_some_die_and_knock_again_compute_on(tmp_path: Path) -> None:
     async def scene() -> None:
-        run = SimulatedRun(32, tmp_path)
-        await run.form(within=3.0)
-        churn = await run.churn(120.0, an_hour=3.0, replaced_after=10.0)
-        assert churn.deaths >= 1 and 0 < churn.computing < 1
+        run = SimulatedRun(208, tmp_path)
+        await run.form(within=5.0)
+        churn = await run.churn(240.0, every=40.0, back_after=20.0)
+        assert churn.deaths == len(churn.recoveries) >= 4 and churn.returned == churn.deaths
+        assert churn.refused >= 1, "a silent node came back before it was missed"
+        assert 0.1 < churn.computing < 1 and max(churn.recoveries) < 60
+        assert churn.cost.messages < 12 * 208 * (churn.epochs + 1)
+        await run.stay(60.0)
+        assert run.coordinator.state.plan == run.coordinator.work.plan and run.coordinator.state.is_ready
+        assert run.coordinator.state.living_count == 208, "all are back"
+        await run.end()
+
+    play(scene)
+
+
+def test_nodes_beyond_those_at_once_beat_less_often_and_are_missed_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "NODES_AT_ONCE", 8)
+    beats: dict[int, int] = {}
+
+    async def scene(ranks: int) -> None:
+        run = SimulatedRun(ranks, tmp_path, Machines(stragglers=0.0))
+        await run.form(within=2.0)
+        beats[ranks] = (await run.stay(60.0)).beats
+        silent = await run.lose(is_silent=True)
+        lost_after = run.coordinator.members.interval.lost_after
+        assert lost_after == {16: 5.0, 48: 12.0}[ranks]
+        assert lost_after - 3.0 < silent.seconds < lost_after + 3.0 + 10.0
+        await run.end()
+
+    for ranks in (16, 48):
+        play(lambda ranks=ranks: scene(ranks))  # type: ignore[misc]
+    assert beats[48] == pytest.approx(beats[16], rel=0.05), "as many heartbeats, of three times as many nodes"
+
+
+@pytest.mark.soak
+def test_10_000_nodes_form_and_go_on_after_a_loss_with_ten_messages_a_node(tmp_path: Path) -> None:
+    async def scene() -> None:
+        run = SimulatedRun(10_000, tmp_path)
+        formed = await run.form(within=10.0)
+        assert formed.messages == 10_000 * 11 + 1 and formed.seconds < 60
+        for is_silent in (False, True):
+            lost = await run.lose(is_silent=is_silent)
+            assert lost.seconds < 60 and lost.messages < 11 * 10_000
+            assert lost.processor < 300, "not quadratic: some ten seconds on an idle processor"
         await run.end()
 
     play(scene)

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tllm.cluster.heartbeat import BEAT_SECONDS, LATE_SECONDS, check_lost_after, describe, overfull, silent
+from tllm.cluster.heartbeat import (
+    BEAT_SECONDS,
+    LATE_SECONDS,
+    HeartbeatInterval,
+    check_lost_after,
+    describe,
+    overfull,
+    silent,
+)
 from tllm.cluster.messages import Heartbeat, NodeFacts
 from tllm.cluster.state import ClusterState, NodeHeard, NodeJoined, Planned, apply
 from tllm.core.errors import ConfigError
@@ -79,3 +87,23 @@ def test_nodes_that_take_more_than_they_were_given_are_named_with_both_numbers()
         "n1": "node n1 holds 41 bytes of memory, all nodes there 101, and was given 100",
     }
     assert holding(False, True, 1000) == {}, "it was given nothing to keep to"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "seconds", "late", "lost"), [(1, 0.5, 2, 5), (2000, 0.5, 2, 5), (2001, 1, 3, 5), (10_000, 2.5, 7.5, 10)]
+)
+def test_with_very_many_nodes_each_beats_less_often(nodes: int, seconds: float, late: float, lost: float) -> None:
+    interval = HeartbeatInterval()
+    interval.grow(nodes)
+    assert (interval.seconds, interval.late_after, interval.lost_after) == (seconds, late, lost)
+    assert nodes / interval.seconds <= 4000
+
+
+def test_nodes_that_are_to_come_count_and_an_interval_never_shrinks() -> None:
+    interval = HeartbeatInterval(lost_after=60.0)
+    interval.expected = 4000
+    interval.grow(1)
+    assert (interval.seconds, interval.lost_after) == (1.0, 60.0)
+    interval.expected = 0
+    interval.grow(10)
+    assert interval.seconds == 1.0

@@ -186,9 +186,12 @@ def test_whatever_happens_names_are_unique_and_the_lost_stay_lost(history: list[
 
 planned = st.builds(Planned, st.just(PLAN), st.permutations(["a", "b", "c"]).map(tuple))
 done = st.builds(RankDone, names)
+returned = st.builds(
+    lambda node, rank: NodeJoined(node, facts(node), 0.0, 3, rank), names, st.none() | st.integers(0, 2)
+)
 
 
-@given(st.lists(st.one_of(events, done, planned), max_size=40))
+@given(st.lists(st.one_of(events, done, planned, returned), max_size=40))
 def test_what_is_counted_is_what_the_members_say(history: list[Event | Planned]) -> None:
     """Against counting all members each time."""
     state = ClusterState(cluster="c")
@@ -198,6 +201,7 @@ def test_what_is_counted_is_what_the_members_say(history: list[Event | Planned])
         state = apply(state, event)
         seated = [m for m in state.members if state.plan and m.rank is not None and m.rank < state.plan.world_size]
         assert state.living_count == len(state.living)
+        assert state.returned_count == sum(member.before is not None for member in state.living)
         assert sorted(m.node for m in state.seated) == sorted(m.node for m in seated)
         is_ready = state.plan is not None and len(seated) == 2 and all(m.phase in ("ready", "done") for m in seated)
         assert state.is_ready == is_ready

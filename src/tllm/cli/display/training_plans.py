@@ -58,7 +58,7 @@ LOOPBACK = LinkSpeed(latency=40e-6, bandwidth=0.8e9)
 
 def show_plan(job: Job, plan: Plan, spec: ModelSpec, lasting: bool = False) -> str:
     """The plan, rank by rank, and the memory that each takes; with copies of steps in a `lasting` run."""
-    facts = facts_of(job, lasting)
+    facts = facts_of(job, spec, lasting)
     ranks = training_bytes(spec, plan, facts)
     head = [
         f"{spec.family}: {spec.num_layers} layers, width {spec.hidden_size}, vocabulary {spec.vocab_size}, {job.dtype}",
@@ -69,9 +69,20 @@ def show_plan(job: Job, plan: Plan, spec: ModelSpec, lasting: bool = False) -> s
     return "\n".join([*head, table(_rows(spec, plan, facts, ranks))])
 
 
-def facts_of(job: Job, lasting: bool = False) -> TrainingFacts:
-    """What of a job decides its cost."""
-    return training_facts(job, lasting and can_mirror(job), teacher_spec(job))
+def facts_of(job: Job, spec: ModelSpec, lasting: bool = False) -> TrainingFacts:
+    """What of a job decides its cost, where processors compute."""
+    return training_facts(job, lasting and can_mirror(job), teacher_spec(job), has_value_pass(job, spec))
+
+
+def has_value_pass(job: Job, spec: ModelSpec, device: str = "cpu") -> bool:
+    """Whether what is learned from is also computed as the engine does it, to the bit. All nodes are taken to have the
+    kernels that this one has, and a device of this kind."""
+    if not job.deterministic or not device.startswith(("cpu", "auto")):
+        return False
+    from tllm.devices.choose import CPU, choose_device
+    from tllm.training.job.rollout_combinations import wants_batch_invariance
+
+    return wants_batch_invariance(job, spec) and choose_device(device) == CPU
 
 
 def _rows(spec: ModelSpec, plan: Plan, facts: TrainingFacts, ranks: list[RankMemory]) -> list[list[str]]:
@@ -96,7 +107,7 @@ def _rows(spec: ModelSpec, plan: Plan, facts: TrainingFacts, ranks: list[RankMem
 
 def show_prediction(job: Job, plan: Plan, spec: ModelSpec, speed: float, threads: int) -> str:
     """What a step takes if every rank computes at `speed`, in flop/s, as this machine does with so many threads."""
-    predicted = predict_step(spec, plan, facts_of(job), speed, LOOPBACK)
+    predicted = predict_step(spec, plan, facts_of(job, spec), speed, LOOPBACK)
     sent = sum(traffic.total for traffic in predicted.bytes_sent)
     parts = {"layers' sums": predicted.layers, "pipeline": predicted.pipeline, "gradients": predicted.gradients}
     waits = "".join(f", {name} {seconds:.3g}" for name, seconds in parts.items() if seconds > 0)
@@ -106,14 +117,14 @@ def show_prediction(job: Job, plan: Plan, spec: ModelSpec, speed: float, threads
             f"{predicted.tokens_per_second:,.0f} tokens/s, bubble {100 * predicted.bubble:.0f} %, {amount(sent)} sent",
             f"if each rank reaches the {speed / 1e9:,.1f} Gflop/s that a layer reaches here on {threads} "
             f"thread{'s' if threads > 1 else ''}, and links are those of one machine",
-            *_policy_alone(job),
+            *_policy_alone(job, spec),
         ]
     )
 
 
-def _policy_alone(job: Job) -> list[str]:
+def _policy_alone(job: Job, spec: ModelSpec) -> list[str]:
     """That other roles take time too, which only measured machines tell."""
-    facts = facts_of(job)
+    facts = facts_of(job, spec)
     roles = {
         "sampling": facts.sampling is not None and facts.sampling.share > 0,
         "the reference": facts.reference,

@@ -13,7 +13,7 @@ from tllm.api.engine_options import EngineOptions
 from tllm.cli.arguments.survey_settings import serving_settings, training_settings, within
 from tllm.cli.display.serving_plans import advice, certainty, drafting
 from tllm.cli.display.tables import amount
-from tllm.cli.display.training_plans import left_out, not_timed, reference_before, seconds_by_role
+from tllm.cli.display.training_plans import has_value_pass, left_out, not_timed, reference_before, seconds_by_role
 from tllm.cluster.settings import OUR_LINKS, EngineSettings, SurveySettings
 from tllm.core.errors import CapacityError, PlanError
 from tllm.node.coordinator.cluster_options import DEFAULTS
@@ -276,7 +276,8 @@ class TrainingChooser(_Chooser):
 
     def facts(self) -> TrainingFacts:
         """What of the job decides its cost."""
-        return training_facts(self.resolved.job, self.mirrored, self._teacher)
+        job = self.resolved.job
+        return training_facts(job, self.mirrored, self._teacher, has_value_pass(job, self.spec, self.cluster.device))
 
     def _sizes(self) -> tuple[int, ...]:
         """Sizes of a microbatch: the job's, if it gives one."""

@@ -100,6 +100,7 @@ class Coordinator:
         self.tokens = TokenBook(authority.fingerprint)
         callbacks = self._acts, self._on_loss, self._on_break, self._serve_chunks
         self.members = Membership(authority.cluster, *callbacks, work.lost_after)
+        self.members.interval.expected = work.plan.world_size
         self.loss_policy: LossPolicy = EndOnLoss(job, self.members)
         self.control_server = ControlServer(authority, self.tokens, self.members.admit, self.members.is_here, address)
         self.control_server.allow_mixed = work.allow_mixed

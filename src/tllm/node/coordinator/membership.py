@@ -7,13 +7,22 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import NamedTuple
 
 import msgspec
 
 from tllm.cluster.channel import ANSWER, REFUSAL, Act, Channel, Gone, one_way
 from tllm.cluster.connection import Address, format_address
-from tllm.cluster.heartbeat import BEAT_SECONDS, LATE_SECONDS, SILENCE_SECONDS, describe, fullness, overfull, silent
+from tllm.cluster.heartbeat import (
+    BEAT_SECONDS,
+    SILENCE_SECONDS,
+    HeartbeatInterval,
+    describe,
+    fullness,
+    overfull,
+    silent,
+)
 from tllm.cluster.messages import PROTOCOL, Attach, Attached, Failure, Heartbeat, Refused, Shutdown
 from tllm.cluster.remote_errors import error_of
 from tllm.cluster.state import (
@@ -87,8 +96,8 @@ class Membership:
     `acts` says what to do with a node's messages beside those of membership itself. `on_loss` is called for each node
     that is lost, before its connection is closed; `on_break` when a node stays but its rank can compute no more.
     `serve_chunks` is given a second connection that a node opens to read weights on. A node that is silent for more
-    than `lost_after` seconds is lost. `places` tells nodes where all ranks are. `changed` is notified whenever
-    something about the nodes has changed.
+    than `lost_after` seconds, or longer where `interval` says so, is lost. `places` tells nodes where all ranks are.
+    `changed` is notified whenever something about the nodes has changed.
     """
 
     def __init__(
@@ -107,7 +116,7 @@ class Membership:
         self._warnings = _Warnings()
         self._acts = acts
         self._on_loss, self._on_break, self._serve_chunks = on_loss, on_break, serve_chunks
-        self._lost_after = lost_after
+        self.interval = HeartbeatInterval(lost_after)
         self.surroundings = Surroundings()
         self.is_ending = False
 
@@ -143,7 +152,8 @@ class Membership:
         self.channels[node] = channel
         attach = frame.message
         self.record(NodeJoined(node, attach.facts, self.now(), attach.epoch, attach.rank))
-        attached = Attached(self.state.cluster, BEAT_SECONDS, self._lost_after)
+        self.interval.grow(self.state.living_count)
+        attached = Attached(self.state.cluster, self.interval.seconds, self.interval.lost_after)
         try:
             with suppress(Gone):
                 await channel.write(ANSWER, frame.number, attached)
@@ -172,20 +182,27 @@ class Membership:
             self.channels[node].abort()
 
     async def watch(self) -> None:
-        """Send heartbeats to every member, and mark those lost that are silent, for ever."""
-        last, beat = self.now(), one_way(Heartbeat())
+        """Send heartbeats to every member, and mark those lost that are silent, for ever. Where these are very many,
+        some are sent their heartbeat each time, and the silent ones are looked for once all have."""
+        last, beat, turn = self.now(), one_way(Heartbeat()), 0
         while True:
             await asyncio.sleep(BEAT_SECONDS)
-            now = self.now()
-            was_late, last = now - last > BEAT_SECONDS + OWN_DELAY_SECONDS, now
-            for channel in self.channels.values():
+            now, turns = self.now(), self.interval.beats
+            was_late, last, turn = now - last > BEAT_SECONDS + OWN_DELAY_SECONDS, now, (turn + 1) % turns
+            for channel in islice(self.channels.values(), turn, None, turns):
                 channel.post_frame(beat)
             if was_late:  # this process itself was held up: what members sent meanwhile is still to be read
                 continue
-            self._warnings.log_late(silent(self.state, now, LATE_SECONDS))
-            self._warnings.log_overfull(overfull(self.state))
-            await asyncio.gather(*(self._miss(event) for event in silent(self.state, now, self._lost_after)))
-            last = self.now()
+            if turn == 0:
+                await self._look(now)
+                last = self.now()
+
+    async def _look(self, now: float) -> None:
+        """Warn of nodes that are late or overfull, and mark those lost that are silent."""
+        self._warnings.log_late(silent(self.state, now, self.interval.late_after))
+        self._warnings.log_overfull(overfull(self.state))
+        missing = silent(self.state, now, self.interval.lost_after)
+        await asyncio.gather(*(self._miss(event) for event in missing))
 
     async def _miss(self, event: NodeLost) -> None:
         """Mark a silent node lost, unless a heartbeat comes while we find out why it is silent."""
@@ -200,6 +217,11 @@ class Membership:
         """Wait until a condition on the members holds. It is looked at again whenever `notify` is called."""
         async with self.changed:
             await self.changed.wait_for(holds)
+
+    async def news(self) -> None:
+        """Wait until `notify` is called."""
+        async with self.changed:
+            await self.changed.wait()
 
     async def each(self, work: Callable[[str, Channel, int], Awaitable[None]]) -> None:
         """Do the same with every rank of the plan at once. The first that fails ends it, with its node's name.

@@ -40,13 +40,14 @@ class LeftOut:
         """These are the ranks of an epoch that did not begin. What a node says of one that failed by itself, or is
         lost, is a consequence."""
         refused = [member for member in ranks if member.phase == "refused"]
+        by_rank = {member.rank: member for member in ranks}  # one that has come anew since has no rank
         own = {member.node for member in refused if member.peer is None}
         own |= {member.node for member in ranks if not member.is_living}
         for member in refused:
             if member.peer is None:
                 self.note((member.node,), member.reason)
-            elif member.peer < len(ranks) and not own & {member.node, ranks[member.peer].node}:
-                self.note((member.node, ranks[member.peer].node), member.reason)
+            elif (peer := by_rank.get(member.peer)) is not None and not own & {member.node, peer.node}:
+                self.note((member.node, peer.node), member.reason)
 
     def note(self, nodes: Iterable[str], why: str) -> None:
         """A node failed by itself, or two of them between each other."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from tllm.cluster.heartbeat import LATE_SECONDS, silent
+from tllm.cluster.heartbeat import silent
 from tllm.cluster.state import Member, by_machine
 from tllm.core.errors import ClusterError, PlanError, TllmError
 from tllm.node.coordinator.cluster_options import OnProgress
@@ -33,8 +33,13 @@ RETRY_SECONDS = 10.0
 """An epoch that could not begin is tried again after so long, or as soon as nodes go or come."""
 
 LOOK_SECONDS = 0.5
-ATTEMPTS = 6
-"""Epochs that are begun after one loss, each after another failed, before the work is given up."""
+GATHER_SECONDS = 2e-5
+"""For each node: news that come within so long are looked at together. A look at n nodes takes about as long as n of
+them, so that it never takes more than half of the coordinator's time, however many nodes come or go at once."""
+
+ATTEMPTS, MOST_ATTEMPTS = 6, 40
+"""Epochs that are begun after one loss, each after another failed, before the work is given up: without those that end
+with the loss of another node, and with them. Of 16,384 nodes one may well die while each of six in a row begins."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,24 @@ class RecoverableJob(ClusterJob, Protocol):
 
     def interrupted(self, loss: Loss | None) -> None:
         """The work pauses, by a loss or, with None, as the links of a rank broke."""
+
+
+class _Attempts:
+    """Epochs that did not begin after one loss, and the nodes that were lost with them."""
+
+    def __init__(self) -> None:
+        self._all = self._unexplained = 0
+        self._lost: set[str] = set()
+
+    def failed(self, lost: set[str]) -> None:
+        """One more did not begin; these nodes of it are lost, or have come back anew."""
+        self._all += 1
+        self._unexplained += lost <= self._lost
+        self._lost |= lost
+
+    @property
+    def are_over(self) -> bool:
+        return self._unexplained >= ATTEMPTS or self._all >= MOST_ATTEMPTS
 
 
 class Recovery:
@@ -138,20 +161,22 @@ class Recovery:
         """Begin an epoch with those who are here, again if some are lost meanwhile, and let the work go on in it."""
         coordinator = self._coordinator
         proven = {member.node for member in coordinator.state.ranks}
-        for attempt in range(1, ATTEMPTS + 1):
+        attempts = _Attempts()
+        while True:
             plan, nodes = self._assign_ranks()
+            before = coordinator.state.epoch
             try:
                 self._job.before_epoch(plan, nodes)
                 await coordinator.bring_up(plan, nodes, on_progress)
                 break
             except TllmError as error:
                 await asyncio.sleep(BLAME_SECONDS)
-                if attempt < ATTEMPTS and (self.move.take_back(error.message) or self._leave_out()):
+                lost, gone = {member.node for member in coordinator.state.lost}, self._gone(nodes, before)
+                attempts.failed(lost | gone)
+                if not attempts.are_over and (self.move.take_back(error.message) or self._leave_out()):
                     continue
-                lost = coordinator.state.lost
                 new = set(nodes) - proven if proven and not lost else set()
-                gone = set(nodes) - {member.node for member in coordinator.state.living}
-                if attempt == ATTEMPTS or not (new or lost or gone or self._is_broken()):
+                if attempts.are_over or not (new or lost or gone or self._is_broken()):
                     raise
                 for node in new:
                     self.left_out.note((node,), error.message)
@@ -194,7 +219,8 @@ class Recovery:
         Who is late stands before those that were lost already: it is what the others wait for. Who is left out stands
         last: nobody waits for it.
         """
-        for event in silent(self._coordinator.state, self._coordinator.members.now(), LATE_SECONDS):
+        members = self._coordinator.members
+        for event in silent(self._coordinator.state, members.now(), members.interval.late_after):
             return event.node, event.reason
         if (loss := self.losses.first) is not None:
             return loss.node, loss.error.message
@@ -246,11 +272,13 @@ class Recovery:
 
     async def until(self, holds: Callable[[], bool], seconds: float = math.inf) -> None:
         """Wait until something holds, which may come with time alone, or for so long."""
-        deadline = self._coordinator.members.now() + seconds
-        while not holds() and self._coordinator.members.now() < deadline:
+        members = self._coordinator.members
+        deadline = members.now() + seconds
+        while not holds() and members.now() < deadline:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_SECONDS):
-                    await self._coordinator.members.until(holds)
+                    await members.news()
+            await asyncio.sleep(GATHER_SECONDS * members.state.living_count)
 
     async def _wait_for_change(self) -> None:
         """Wait for nodes to go or come, or long enough to try again."""
@@ -300,6 +328,13 @@ class Recovery:
         """Whether the work waits for this node: not if it has no rank of the plan, and only lent its memory."""
         plan = self._coordinator.state.plan
         return member.rank is not None and plan is not None and member.rank < plan.world_size
+
+    def _gone(self, nodes: Sequence[str], before: int) -> set[str]:
+        """Of the nodes that were to begin the epoch after this one those that are lost, or have come anew by the same
+        name since it began."""
+        state = self._coordinator.state
+        has_begun = state.epoch > before
+        return set(nodes) - {member.node for member in state.living if member.rank is not None or not has_begun}
 
     def _is_broken(self) -> bool:
         return any(member.phase == "broken" for member in self._coordinator.state.ranks)

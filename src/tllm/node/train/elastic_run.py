@@ -207,7 +207,7 @@ class ElasticRun(TrainingRun):
     async def _wait_for_returned(self) -> tuple[str, ...]:
         """Those who are here once the first has waited long enough for the others, if they will do."""
         coordinator, recovery = self.coordinator, self.recovery
-        await recovery.until(lambda: any(member.before is not None for member in self.state.living))
+        await recovery.until(lambda: self.state.returned_count > 0)
         await asyncio.sleep(BACK_SECONDS)
         await recovery.until(lambda: set(coordinator.first) <= set(recovery.living()) and recovery.lack() is None)
         nodes = coordinator.nodes

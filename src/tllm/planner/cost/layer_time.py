@@ -55,6 +55,12 @@ class PassSeconds(NamedTuple):
         """All four passes."""
         return self.forward + self.backward_input + self.backward_weight + self.recompute
 
+    def with_value_pass(self, recompute: str) -> PassSeconds:
+        """The same where what has gradients is computed once more without them: the forward pass, or where layers are
+        computed again in the backward pass, and only then with gradients, that and the logits."""
+        again = self.recompute if recompute == "layer" else 0.0
+        return self._replace(forward=2 * self.forward - again, recompute=self.recompute + again)
+
 
 class ComputeTime(Protocol):
     """How long a rank computes."""

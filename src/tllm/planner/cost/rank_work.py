@@ -74,6 +74,9 @@ class TrainingFacts:
     it, and takes time alone."""
     teacher: TeacherFacts | None = None
     """The teacher in the process of rank 0."""
+    value_pass: bool = False
+    """Whether a pass forward that is to be learned from is computed a second time, without gradients, for the engine's
+    bits (`training.step.invariant_layers`)."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:

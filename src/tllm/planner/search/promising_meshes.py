@@ -234,4 +234,4 @@ class StepEstimate:
         scattered = sending_seconds(elements * facts.full_precision_bytes, group.widest)
         gathered = sending_seconds(elements * facts.learned_bytes, group.widest)
         after = work + scattered + gathered
-        return min(after, max(work, scattered + 2 * gathered)) if axes.pp == 1 else after
+        return min(after, max(work, 2 * gathered) + scattered) if axes.pp == 1 else after

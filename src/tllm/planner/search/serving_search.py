@@ -3,21 +3,27 @@
 The best plan of each number of stages and of devices is searched for by branch and bound (`branch_and_bound`). The
 answer is exact unless the allowed number of steps runs out, or the devices are too many and too different to try every
 team and order; then it is the best of those that were tried.
+
+Of a larger cluster the `MOST_DEVICES` with the fastest memory are looked at; where the model has no room on these,
+those with the most memory; and where it has none there, pipelines of as many as it takes (`_Pipelines`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
-from tllm.core.errors import CapacityError
+from tllm.core.errors import CapacityError, PlanError
 from tllm.planner.cluster.alike import kinds_of
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.cost.serving_load import ServingFacts, ServingLoad, loads
 from tllm.planner.cost.stage_team import StageTeam, single_stage_plan
 from tllm.planner.search.branch_and_bound import BranchAndBound, SearchSpace
-from tllm.planner.search.stage_options import options_of
+from tllm.planner.search.stage_options import StageOption, options_of
 from tllm.planner.simulate.serving import ServingPrediction, predict_serving
+from tllm.spec.cut import cut_stage
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Experts, Plan, Stage
 
@@ -25,7 +31,13 @@ STEPS = 400_000
 """Stages that are tried before the search is cut short: a few seconds."""
 
 MOST_DEVICES = 16
-"""Of a larger cluster, those with the highest memory bandwidth are used."""
+"""Of a larger cluster only so many are searched through, as long as these are enough."""
+
+WIDTHS = (1, 2, 4, 8)
+"""Devices of a stage that are tried where more are needed."""
+
+LONGER = (1.0, 1.25, 1.5, 2.0)
+"""Pipelines so many times as long as the shortest that has room are tried."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +62,20 @@ class ServingSearchResult:
 
 def best_serving(spec: ModelSpec, cluster: Cluster, facts: ServingFacts, steps: int = STEPS) -> ServingSearchResult:
     """The best plans by predicted seconds for all requests. Raises CapacityError where the model fits nowhere."""
-    devices = _candidates(cluster)
+    for devices in _candidates(cluster):
+        if (found := _best_on(spec, cluster, facts, steps, devices)) is not None:
+            return found
+    everything = range(len(cluster))
+    choices = _Pipelines(spec, cluster, facts).choices() if len(cluster) > MOST_DEVICES else []
+    if not choices:
+        raise _too_large(spec, cluster, facts, everything)
+    return ServingSearchResult(tuple(sorted(choices, key=_seconds)), False, 0)
+
+
+def _best_on(
+    spec: ModelSpec, cluster: Cluster, facts: ServingFacts, steps: int, devices: Sequence[int]
+) -> ServingSearchResult | None:
+    """The best plans on some devices; None where the model has no room there."""
     kinds = kinds_of(cluster, devices)
     searches, exact = list[BranchAndBound](), len(devices) == len(cluster)
     for experts in _experts(spec):
@@ -68,7 +93,7 @@ def best_serving(spec: ModelSpec, cluster: Cluster, facts: ServingFacts, steps: 
         search.run(steps // (2 * len(unfinished)), min(other.best for other in searches))
     successful = sorted((search for search in searches if search.chosen), key=lambda search: search.best)
     if not successful:
-        raise _too_large(spec, cluster, facts, devices)
+        return None
     return ServingSearchResult(
         tuple(_choice(search) for search in _best_of_each_space(successful)),
         exact and all(search.is_complete or search.root_bound >= successful[0].best for search in searches),
@@ -76,10 +101,19 @@ def best_serving(spec: ModelSpec, cluster: Cluster, facts: ServingFacts, steps: 
     )
 
 
-def _candidates(cluster: Cluster) -> list[int]:
-    """The devices that may be used, in the cluster's order."""
-    devices = sorted(range(len(cluster)), key=lambda device: -cluster.devices[device].memory_bandwidth)
-    return sorted(devices[:MOST_DEVICES])
+def _candidates(cluster: Cluster) -> list[list[int]]:
+    """Sets of devices to search through, in the cluster's order: those with the fastest memory, then the most of it."""
+    devices = cluster.devices
+    by_speed = sorted(range(len(cluster)), key=lambda device: -devices[device].memory_bandwidth)
+    by_room = sorted(
+        range(len(cluster)), key=lambda device: (-devices[device].memory, -devices[device].memory_bandwidth)
+    )
+    sets = [sorted(order[:MOST_DEVICES]) for order in (by_speed, by_room)]
+    return sets[:1] if sets[0] == sets[1] else sets
+
+
+def _seconds(choice: ServingChoice) -> float:
+    return choice.predicted.seconds
 
 
 def _loads(facts: ServingFacts, most_stages: int) -> list[ServingLoad]:
@@ -111,6 +145,104 @@ def _choice(search: BranchAndBound) -> ServingChoice:
     plan = Plan(tuple(stages), space.experts)
     predicted = predict_serving(space.spec, plan, space.cluster, devices, space.load.facts)
     return ServingChoice(plan, tuple(devices), predicted)
+
+
+class _Pipelines:
+    """Plans for more than `MOST_DEVICES` devices: each stage is one device, or as many of like memory as share one
+    evenly, those with the most memory first; the second of these ends the model, as the logits take room. The layers
+    are cut so that the slowest stage of a step is the fastest, or so that all stages together are."""
+
+    def __init__(self, spec: ModelSpec, cluster: Cluster, facts: ServingFacts) -> None:
+        self.spec, self.cluster, self.facts = spec, cluster, facts
+        devices = cluster.devices
+        self.order = sorted(
+            range(len(cluster)), key=lambda device: (-devices[device].memory, -devices[device].memory_bandwidth)
+        )
+        self.known: dict[object, StageOption | None] = {}
+
+    def choices(self) -> list[ServingChoice]:
+        """The best plan of each width, number of stages and way to divide experts, where it fits."""
+        found = list[ServingChoice]()
+        for width in (width for width in WIDTHS if width * 2 <= len(self.order)):
+            for experts in _experts(self.spec) if width > 1 else ("cut",):
+                teams = self._teams(width, experts)
+                for count in self._lengths(teams):
+                    plans = [
+                        self._cut(_ended(teams[:count]), experts, load, by)
+                        for load in loads(count, self.facts)
+                        for by in (max, sum)
+                    ]
+                    found += sorted(filter(None, plans), key=_seconds)[:1]
+        return found
+
+    def _teams(self, width: int, experts: Experts) -> list[StageOption]:
+        """As many as there are, up to the first in which no layer has room."""
+        teams = list[StageOption]()
+        for at in range(0, len(self.order) - width + 1, width):
+            option = self._option(tuple(self.order[at : at + width]), experts)
+            if option is None:
+                break
+            teams.append(option)
+        return teams[: self.spec.num_layers]
+
+    def _option(self, devices: tuple[int, ...], experts: Experts) -> StageOption | None:
+        key = experts, self.cluster.pattern(devices)
+        if key not in self.known:
+            shares = (1,) * len(devices)
+            try:
+                cut_stage(self.spec, shares, experts)
+            except PlanError:
+                return None
+            plan = single_stage_plan(shares, self.spec.num_layers, experts)
+            team = StageTeam(self.spec, self.cluster, devices, plan, 0, self.facts)
+            option = StageOption((len(devices),), devices, shares, team)
+            self.known[key] = option if option.max_layers else None
+        known = self.known[key]
+        return None if known is None else replace(known, order=devices)
+
+    def _lengths(self, teams: Sequence[StageOption]) -> list[int]:
+        """How many stages to try: the fewest that have room for all layers, and some more."""
+        stop, count = 0, 0
+        for option in teams:
+            if stop == self.spec.num_layers:
+                break
+            stop, count = option.max_stop(stop), count + 1
+        if stop < self.spec.num_layers:
+            return []
+        lengths = {math.ceil(count * longer) for longer in LONGER} | {count + 1}
+        return sorted(length for length in lengths if length <= len(teams))
+
+    def _cut(
+        self, teams: Sequence[StageOption], experts: Experts, load: ServingLoad, by: Callable[[Iterable[float]], float]
+    ) -> ServingChoice | None:
+        """The cut of the layers with the least decode step, by its slowest stage or by all of them."""
+        layers, timed = self.spec.num_layers, [option.timed(load) for option in teams]
+        best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+        for stage, option in enumerate(timed):
+            is_last = stage == len(timed) - 1
+            reached = dict[int, tuple[float, tuple[int, ...]]]()
+            for start, (cost, stops) in best.items():
+                for stop in (
+                    [layers] if is_last else range(start + 1, min(option.option.max_stop(start), layers - 1) + 1)
+                ):
+                    if is_last and not option.option.team.fits(range(start, layers)):
+                        continue
+                    seconds = option.decode[stop] - option.decode[start] + option.ends[start == 0, is_last][1]
+                    total = by((cost, seconds))
+                    if stop not in reached or total < reached[stop][0]:
+                        reached[stop] = (total, (*stops, stop))
+            best = reached
+        if layers not in best:
+            return None
+        stops = (0, *best[layers][1])
+        stages = tuple(Stage(a, b, option.shares) for (a, b), option in zip(pairwise(stops), teams, strict=True))
+        plan, devices = Plan(stages, experts), tuple(device for option in teams for device in option.order)
+        return ServingChoice(plan, devices, predict_serving(self.spec, plan, self.cluster, devices, load.facts))
+
+
+def _ended(teams: list[StageOption]) -> list[StageOption]:
+    """The second one last."""
+    return [*teams[:1], *teams[2:], *teams[1:2]]
 
 
 def _too_large(spec: ModelSpec, cluster: Cluster, facts: ServingFacts, devices: Sequence[int]) -> CapacityError:

@@ -40,6 +40,9 @@ balanced ones."""
 MOST_DEVICES = 16
 """Devices that are arranged in every way; of more only promising ones are looked at (`promising_meshes`)."""
 
+MOST_LAYOUTS = 30_000
+"""Of so many devices too, if they are unlike: six of which none is like another have some millions of layouts."""
+
 CHUNKS = (1, 2, 4)
 
 StageShares = tuple[tuple[int, ...], ...]
@@ -73,22 +76,37 @@ class TrainingLayouts:
         self.spec, self.cluster, self.facts, self.constraints = spec, cluster, facts, constraints
         self.is_exhaustive = len(cluster) <= MOST_DEVICES
         """Whether nothing was left out; final once all layouts were made."""
+        self.are_many = not self.is_exhaustive
+        """Whether there are so many that only promising ones are looked at."""
         numbers: dict[Device, int] = {}
         self._kinds = [numbers.setdefault(device, len(numbers)) for device in cluster.devices]
         """For each device a number that equal ones share."""
         self._stage_seconds: dict[object, StageSeconds] = {}
 
     def __iter__(self) -> Iterator[TrainingLayout]:
-        if len(self.cluster) > MOST_DEVICES:
-            for chosen in promising_meshes(self.spec, self.cluster, self.facts, self.constraints):
+        seen, made = set[DeviceMesh](), 0
+        if self.is_exhaustive:
+            for mesh, layout in self._of_every_mesh():
+                made += 1
+                if made > MOST_LAYOUTS:
+                    self.is_exhaustive, self.are_many = False, True
+                    break
+                seen.add(mesh)
+                yield layout
+            else:
+                return
+        for chosen in promising_meshes(self.spec, self.cluster, self.facts, self.constraints):
+            if chosen.mesh not in seen:
                 for layout in self._layouts(chosen.mesh, chosen.sizes):
                     yield replace(layout, messages=chosen.messages)
-            return
+
+    def _of_every_mesh(self) -> Iterator[tuple[DeviceMesh, TrainingLayout]]:
         meshes = EveryMesh(self.cluster, self._rate, self.constraints.first_device)
         for mesh in meshes:
             most_cp = 1 if self.spec.delta else self.facts.seq_len // 2
             if mesh.axes.pp <= self.spec.num_layers and mesh.axes.cp <= most_cp:
-                yield from self._layouts(mesh, self.constraints.microbatch_sizes)
+                for layout in self._layouts(mesh, self.constraints.microbatch_sizes):
+                    yield mesh, layout
         self.is_exhaustive = self.is_exhaustive and meshes.is_exhaustive
 
     def _layouts(self, mesh: DeviceMesh, sizes: Sequence[int]) -> Iterator[TrainingLayout]:

@@ -116,7 +116,7 @@ class _Search:
 
     def _gives_up(self) -> bool:
         """Whether nothing more is looked at although nothing fits: on many devices after four budgets."""
-        return len(self.cluster) > MOST_DEVICES and self.steps_left <= -3 * self.steps
+        return self.layouts.are_many and self.steps_left <= -3 * self.steps
 
     def _promising_first(self) -> list[TrainingLayout]:
         """All layouts. One layout of each choice of axes is timed first, then as many as the budget allows, those with
@@ -153,7 +153,7 @@ class _Search:
         """Take from the budget one step for each few ranks that are played; on many devices more for those that have
         many microbatches."""
         ranks = len(placed.replicas) * placed.plan.replica_size
-        if len(self.cluster) > MOST_DEVICES:
+        if self.layouts.are_many:
             ranks *= max(1, placed.facts.microbatches // placed.plan.replicas // MICROBATCHES_A_STEP)
         self.steps_left -= max(1, ranks // RANKS_A_STEP)
 
@@ -163,7 +163,7 @@ class _Search:
         plans = list(self._plans(layout))
         if not plans:
             return
-        if len(self.cluster) <= MOST_DEVICES:
+        if not self.layouts.are_many:
             best = self._best_of(layout, plans)
         else:
             default = plans[0].schedule, plans[0].depth

@@ -39,7 +39,7 @@ def role_seconds(
         found["sampling"] = sampling.share * sampling_seconds(spec, plan, facts, serving, devices)
     if facts.reference:
         share = 1.0 if sampling is None else sampling.share
-        again = 1 if plan.recompute == "layer" else 0
+        again = (plan.recompute == "layer") + facts.value_pass
         found["reference"] = share * passes / (1 + BACKWARD + again)
     if facts.teacher is not None and serving.devices[devices[0]].knows(facts.teacher.dtype):
         found["teacher"] = teacher_seconds(facts.teacher, serving, devices[0])

@@ -4,7 +4,8 @@ The model is simple. Each rank's passes take the seconds that its `ComputeTime` 
 all-to-all of experts are waited for; of a context-parallel ring only what takes longer than the attention that hides it
 is. Gradients are all-reduced bucket by bucket as a stage's last backward pass fills them, and only what outlasts that
 pass is exposed; so is a gather of new weights (ZeRO 1 and 2). With ZeRO 3 gathers are hidden by the stage's work, as
-far as it lasts. The update of the weights and the reading of rows take no time here (`placed_plan` adds the update).
+far as it lasts, and gradients are exposed as ever: they are summed once, when the last microbatch has added its part.
+The update of the weights and the reading of rows take no time here (`placed_plan` adds the update).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Protocol
 from tllm.core.errors import PlanError
 from tllm.planner.cluster.device import TLLM, Execution, LinkSpeed
 from tllm.planner.cost.buckets import exposed_seconds, fill_order, padded_elements
-from tllm.planner.cost.collective_bytes import all_gather
+from tllm.planner.cost.collective_bytes import all_gather, reduce_scatter
 from tllm.planner.cost.flops import BACKWARD
 from tllm.planner.cost.layer_time import ComputeTime, ConstantRate
 from tllm.planner.cost.message_time import group_link, sending_seconds, stage_overheads
@@ -181,6 +182,8 @@ class RankStep:
         self.passes = [compute_time.pass_seconds(run) for run in work.runs]
         if work.adapter is not None:  # the model's weights take no gradient, and those of an adapter are little work
             self.passes = [seconds._replace(backward_weight=0.0) for seconds in self.passes]
+        if setup.facts.value_pass:
+            self.passes = [seconds.with_value_pass(setup.plan.recompute) for seconds in self.passes]
         waits = self._waits() / work.microbatches if work.microbatches else 0.0
         layers = sum(map(len, work.runs))
         self.waits = [waits * len(run) / layers for run in work.runs]
@@ -233,10 +236,14 @@ class RankStep:
         """Seconds that a step still waits for when the last backward pass is done."""
         plan, execution = self.setup.plan, self.setup.execution
         others = self._seconds("edp") + self._seconds("replica") + 2 * self._seconds("servers")
-        if plan.zero == 3:
-            return others + max(0.0, execution.overlap_excess(self._seconds("dp"), self.compute))
-        gather = self._new_weights() if plan.zero else 0
         link = self._link("dp")
+        if plan.zero == 3:
+            # Those that others' trainers send beside products travel with the gathers.
+            scattered = 0 if "dp" in dict(execution.overlap) else min(self._scattered(), self.traffic.dp)
+            gathers = sending_seconds(self.traffic.dp - scattered, link)
+            exposed = self._exposed_all_reduces(sending_seconds(scattered, link))
+            return others + exposed + max(0.0, execution.overlap_excess(gathers, self.compute))
+        gather = self._new_weights() if plan.zero else 0
         exposed = self._exposed_all_reduces(sending_seconds(self.traffic.dp - gather, link))
         return others + exposed + execution.exposed_seconds("dp", sending_seconds(gather, link), self.compute)
 
@@ -249,6 +256,11 @@ class RankStep:
         last = self.works[0]
         buckets = fill_order(sizes, facts.bucket_bytes)
         return exposed_seconds(buckets, all_reduces, last.backward_input + last.backward_weight)
+
+    def _scattered(self) -> int:
+        """Bytes that the rank sends of its gradients, which are reduce-scattered (ZeRO 1 to 3)."""
+        whole = sum(padded_elements(parameter) for parameter in self._parameters() if not parameter.spread)
+        return reduce_scatter(whole, whole // self.work.replicas) * self.setup.facts.full_precision_bytes
 
     def _new_weights(self) -> int:
         """Bytes that the rank sends when new weights are gathered after an update."""

@@ -20,7 +20,7 @@ class Standing(msgspec.Struct, frozen=True):
     """What a save and a snapshot keep. `waited`: evaluations in a row without a gain; `best` is None before any.
 
     `values` are the loss and metrics of the last evaluation, after step `evaluated`, by name; what is no number is left
-    out.
+    out. `rule` is what was compared, and how; "" in a save of a program that did not tell.
     """
 
     best: float | None = None
@@ -28,6 +28,7 @@ class Standing(msgspec.Struct, frozen=True):
     waited: int = 0
     evaluated: int = 0
     values: dict[str, float] = {}
+    rule: str = ""
 
 
 class BestEvaluation:
@@ -40,12 +41,30 @@ class BestEvaluation:
     def __init__(self, job: Job, known: Sequence[str]) -> None:
         self._job = job
         self.name = (job.metric_for_best_model or known[0]).removeprefix("eval_")
-        self.standing = Standing()
+        self.standing = Standing(rule=self.rule)
         if self.name not in known:
             raise ConfigError(
                 f"metric_for_best_model is {job.metric_for_best_model!r}, which the task {job.task!r} does not tell",
                 f"known: {', '.join(known)}",
             )
+
+    @property
+    def rule(self) -> str:
+        """What a gain is, in words."""
+        return f"{'greater' if self._sign > 0 else 'smaller'} {self.name}"
+
+    def take_up(self, standing: Standing) -> None:
+        """Go on from how evaluations stood in a save or a snapshot.
+
+        Where another metric was compared, or the other way round, its best is no best of this one, and none has waited
+        for a gain of it. The last evaluation is then the best so far, if it told this metric.
+        """
+        if standing.rule in ("", self.rule):
+            self.standing = msgspec.structs.replace(standing, rule=self.rule)
+            return
+        value = standing.values.get(self.name)
+        step = 0 if value is None else standing.evaluated
+        self.standing = Standing(value, step, 0, standing.evaluated, standing.values, self.rule)
 
     @property
     def reason(self) -> str:
@@ -63,10 +82,10 @@ class BestEvaluation:
         values = {name: number for name, number in told.items() if math.isfinite(number)}
         gain = math.inf if before.best is None else self._sign * (value - before.best)
         if math.isnan(value) or gain <= 0:
-            self.standing = Standing(before.best, before.step, before.waited + 1, step, values)
+            self.standing = Standing(before.best, before.step, before.waited + 1, step, values, self.rule)
         else:
-            counts = gain > self._job.early_stopping_threshold
-            self.standing = Standing(value, step, 0 if counts else before.waited + 1, step, values)
+            waited = 0 if gain > self._job.early_stopping_threshold else before.waited + 1
+            self.standing = Standing(value, step, waited, step, values, self.rule)
 
     def worth(self, step: int, facts: Mapping[str, Any]) -> float | None:
         """How good a save is by what it keeps (`Retention`); None unless there was an evaluation after its step."""

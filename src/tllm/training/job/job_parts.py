@@ -75,9 +75,11 @@ EVAL_PROMPTS_AT_ONCE = 32
 """Completions to be read after an evaluation that are computed together, where a run samples no others."""
 
 
-def training_facts(job: Job, mirrored: bool = False, teacher: ModelSpec | None = None) -> TrainingFacts:
+def training_facts(
+    job: Job, mirrored: bool = False, teacher: ModelSpec | None = None, value_pass: bool = False
+) -> TrainingFacts:
     """What of a job decides its cost. `mirrored`: snapshots of steps are kept in memory. `teacher`: the one beside the
-    student, where it is known."""
+    student, where it is known. `value_pass`: whether the run is batch-invariant (`wants_batch_invariance`)."""
     return TrainingFacts(
         seq_len=job.seq_len,
         global_batch_size=learned_rows(job),
@@ -93,6 +95,7 @@ def training_facts(job: Job, mirrored: bool = False, teacher: ModelSpec | None =
         sampling=sampling_facts(job),
         reference=job.task == "grpo" and job.grpo is not None and job.grpo.beta > 0,
         teacher=None if teacher is None else teacher_facts(job, teacher),
+        value_pass=value_pass,
     )
 
 

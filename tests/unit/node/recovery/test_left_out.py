@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.unit.cluster.kits import joined
-from tllm.cluster.state import ClusterState, NodeLost, Planned, RankRefused, apply
+from tllm.cluster.state import ClusterState, NodeJoined, NodeLost, Planned, RankRefused, apply
 from tllm.node.recovery.left_out import AGAIN_SECONDS, MOST_SECONDS, LeftOut
 from tllm.spec.plan import Plan
 
@@ -48,6 +48,17 @@ def test_a_rank_that_is_not_there_is_nobodys_fault() -> None:
     made = LeftOut(lambda: 0.0, lambda: "ab")
     made.add(state.ranks)
     assert not made.nodes()
+
+
+def test_a_node_that_has_come_anew_has_no_rank_and_shifts_nobodys() -> None:
+    """b refused c, and a came back by its name before that was looked at."""
+    state = epoch("abcd", {"b": "c"})
+    member = state.member("a")
+    assert member is not None
+    state = apply(apply(state, NodeLost("a", "gone")), NodeJoined("a", member.facts, 1.0))
+    made = LeftOut(lambda: 0.0, lambda: "abcd")
+    made.add(state.ranks)
+    assert list(made.nodes()) == ["c"]
 
 
 def test_a_wrong_guess_is_put_right_by_the_next_epoch() -> None:

@@ -11,7 +11,8 @@ from benchmarks.planner.many_machines import cluster_of as machines_of
 from benchmarks.planner.many_machines import model
 from tests.unit.planner.search.test_serving_search import cluster_of, some_of, spec_of
 from tllm.core.errors import CapacityError
-from tllm.planner.cluster.device import Cluster
+from tllm.planner.bounds.training_bound import least_step_seconds
+from tllm.planner.cluster.device import Cluster, Device, LinkSpeed, Tier
 from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.search import promising_meshes, training_layouts, training_search
 from tllm.planner.search.training_constraints import MICROBATCHES, TrainingConstraints
@@ -61,3 +62,51 @@ def test_meshes_are_of_different_devices_of_the_cluster_and_rank_0_is_where_it_m
         assert len(devices) == sized.mesh.axes.dp * sized.mesh.axes.pp * sized.mesh.axes.cp * sized.mesh.axes.tp
         assert sized.sizes and set(sized.sizes) <= set(MICROBATCHES)
     assert len({sized.mesh.axes for sized in meshes}) > 4
+
+
+def unlike_machines(count: int) -> Cluster:
+    """None is as fast as another, or has as much memory, at two sites."""
+    draw = random.Random(count)
+    speeds, memories = ([low + (high - low) * draw.random() for _ in range(count)] for low, high in ((4, 10), (16, 40)))
+    devices = tuple(
+        Device(int(memory * 2**30), (("bfloat16", ((1.0, speed * 5e10), (1024.0, speed * 1e12))),), speed * 25e9)
+        for speed, memory in zip(speeds, memories, strict=True)
+    )
+    places = [draw.randrange(2) for _ in range(count)]
+    links = (LinkSpeed(1e-4, 1.25e9), LinkSpeed(2e-4, 6e8))
+    return Cluster(
+        names=tuple(f"n{i}" for i in range(count)),
+        devices=devices,
+        node_of=tuple(range(count)),
+        inside=(None,) * count,
+        default=LinkSpeed(1e-3, 3e8),
+        tiers=tuple(
+            Tier(f"site{site}", tuple(0 if there == site else -1 for there in places), link)
+            for site, link in enumerate(links)
+        ),
+    )
+
+
+def test_machines_none_of_which_is_like_another_get_a_plan_that_uses_nearly_all() -> None:
+    cluster, facts = unlike_machines(18), TrainingFacts(1024, 576, dtype="bfloat16")
+    found = best_training(model(), cluster, facts, steps=40)
+    best = found.choices[0]
+    assert not found.exact and best.placed.fits(best.placed.memory()) and len(best.placed.devices) >= 16
+    bound = least_step_seconds(model(), cluster, facts, MICROBATCHES)
+    assert bound <= best.predicted.seconds <= 1.25 * bound
+
+
+@pytest.mark.parametrize("seed", some_of(12, 3))
+def test_few_unlike_machines_with_too_many_layouts_are_planned_nearly_as_well(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = random.Random(4000 + seed)
+    spec, cluster, facts = spec_of(3), cluster_of(draw, 3, 3), TrainingFacts(64, 6)
+    try:
+        best = best_training(spec, cluster, facts).choices[0].predicted.seconds
+    except CapacityError:
+        return
+    monkeypatch.setattr(training_layouts, "MOST_LAYOUTS", 40)
+    found = best_training(spec, cluster, facts)
+    assert not found.exact
+    assert best * (1 - 1e-12) <= found.choices[0].predicted.seconds <= 1.25 * best

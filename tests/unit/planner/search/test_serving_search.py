@@ -14,6 +14,7 @@ from tllm.core.errors import CapacityError, PlanError
 from tllm.planner.cluster.device import Cluster, Device, LinkSpeed
 from tllm.planner.cost.cache_room import RUNTIME_BYTES
 from tllm.planner.cost.serving_load import ServingFacts
+from tllm.planner.search import serving_search
 from tllm.planner.search.serving_search import best_serving
 from tllm.planner.search.stage_options import shares_of
 from tllm.planner.simulate.serving import ServingPrediction, predict_serving
@@ -176,3 +177,72 @@ def test_stages_stand_in_the_best_order_for_unequal_links(seed: int) -> None:
         return
     found = best_serving(spec, cluster, facts)
     assert found.exact and found.choices[0].predicted.seconds == pytest.approx(least, rel=1e-12)
+
+
+def many(devices: Sequence[Device]) -> Cluster:
+    names = tuple(f"n{i}" for i in range(len(devices)))
+    link = LinkSpeed(1e-4, 1e8)
+    return Cluster(names, tuple(devices), tuple(range(len(devices))), (None,) * len(devices), default=link)
+
+
+def device_of(mib: int, bandwidth: float = 3e9, rate: float = 1e10) -> Device:
+    return Device(RUNTIME_BYTES + mib * MIB, (("float32", ((1.0, rate),)),), bandwidth)
+
+
+FACTS = ServingFacts("float32", 8, 40, 2)
+
+
+def test_the_model_goes_to_those_with_the_most_memory_where_the_fastest_have_too_little() -> None:
+    cluster = many([*[device_of(6, 1e10)] * 20, *[device_of(60)] * 3])
+    found = best_serving(spec_of(12, heads=1), cluster, FACTS)
+    best = found.choices[0]
+    assert not found.exact and fits(best.predicted, cluster, best.devices)
+    assert {20, 21, 22} & set(best.devices)
+
+
+@pytest.mark.parametrize("heads", [1, 8])
+def test_more_and_smaller_machines_hold_a_model_together(heads: int) -> None:
+    """Most devices have room for one or two layers."""
+    cluster = many([*[device_of(8)] * 37, *[device_of(13)] * 3])
+    spec = spec_of(24 * min(2, heads), heads=heads)
+    best = best_serving(spec, cluster, FACTS).choices[0]
+    assert len(best.devices) > 16 and len(set(best.devices)) == len(best.devices)
+    assert fits(best.predicted, cluster, best.devices)
+    assert [stage.start for stage in best.plan.stages[1:]] == [stage.stop for stage in best.plan.stages[:-1]]
+    assert best.plan.stages[-1].stop == spec.num_layers
+
+
+def test_layers_that_fit_on_no_machine_alone_are_shared() -> None:
+    cluster = many([device_of(4)] * 48)
+    best = best_serving(spec_of(12), cluster, FACTS).choices[0]
+    assert {len(stage.shares) for stage in best.plan.stages} <= {2, 4, 8} and fits(
+        best.predicted, cluster, best.devices
+    )
+
+
+def test_faster_machines_are_given_more_layers_in_a_long_pipeline() -> None:
+    fast, slow = device_of(22, 1e10), device_of(22, 1e9)
+    spec, cluster = spec_of(84, heads=1), many([fast if i % 2 else slow for i in range(24)])
+    best = best_serving(spec, cluster, replace(FACTS, concurrency=4)).choices[0]
+    layers = {device: stage.stop - stage.start for device, stage in zip(best.devices, best.plan.stages, strict=True)}
+    each = [[n for device, n in layers.items() if device % 2 == odd] for odd in (0, 1)]
+    assert len(layers) > 16 and len(each[1]) == 12
+    assert sum(each[1]) / len(each[1]) > sum(each[0]) / len(each[0])
+
+
+def test_a_model_that_all_machines_together_cannot_hold_is_refused() -> None:
+    with pytest.raises(CapacityError, match="and 24 nodes have"):
+        best_serving(spec_of(200, heads=1), many([device_of(8)] * 24), FACTS)
+
+
+@pytest.mark.parametrize("seed", some_of(40, 10))
+def test_long_pipelines_are_no_faster_than_the_best_plan_and_fit(seed: int) -> None:
+    draw = random.Random(seed)
+    spec, cluster = spec_of(draw.randint(2, 5)), cluster_of(draw, 3)
+    least = least_seconds(spec, cluster, FACTS)
+    choices = serving_search._Pipelines(spec, cluster, FACTS).choices()
+    assert all(fits(one.predicted, cluster, one.devices) for one in choices)
+    if least is None:
+        assert not choices
+    for one in choices:
+        assert one.predicted.seconds >= least * (1 - 1e-12)  # type: ignore[operator]

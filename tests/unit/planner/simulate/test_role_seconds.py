@@ -102,6 +102,10 @@ def test_roles_are_added_to_the_policys_step() -> None:
     assert step.policy == pytest.approx(alone.seconds) and set(roles) == {"sampling", "reference"}
     assert roles["sampling"] == pytest.approx(sampled(some, "dp=2", (1.0, 1.0)))
     assert roles["reference"] == pytest.approx(alone.compute / (1 + BACKWARD))
+    twice = replace(plain, sampling=some, reference=True, value_pass=True)
+    again = replace(placed, facts=twice).predict()
+    assert again.policy > step.policy
+    assert dict(again.roles) == pytest.approx(roles), "neither samples nor a reference has a gradient"
     assert step.tokens_per_second == pytest.approx(alone.tokens_per_second * alone.seconds / step.seconds)
     halves = replace(placed, facts=replace(plain, sampling=replace(some, share=0.5))).predict()
     assert dict(halves.roles)["sampling"] == pytest.approx(roles["sampling"] / 2)

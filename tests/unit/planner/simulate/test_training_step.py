@@ -56,6 +56,24 @@ def test_layers_that_run_again_take_a_third_more() -> None:
     assert WHOLE < predict("pp=1,recompute=selective").seconds < predict("pp=1,recompute=layer").seconds
 
 
+@pytest.mark.parametrize("recompute", ["none", "selective", "layer"])
+@pytest.mark.parametrize("text", ["pp=1", "dp=2", "pp=2"])
+def test_the_second_forward_pass_of_a_deterministic_run_is_one_of_layers_and_logits(text: str, recompute: str) -> None:
+    plan, forward = f"{text},recompute={recompute}", forward_flops(SPEC, [64]) / SPEED
+    twice = replace(FACTS, value_pass=True)
+    once, both = (predict_step(SPEC, Plan.parse(plan, SPEC.num_layers), facts, SPEED, FREE) for facts in (FACTS, twice))
+    ranks = Plan.parse(plan, SPEC.num_layers).world_size
+    if text == "pp=2":  # the last stage has the logits too, and a bubble of its own
+        assert both.compute - once.compute == pytest.approx(12 * (forward + logits_forward()) / 2)
+        assert both.seconds - once.seconds > both.compute - once.compute
+    else:
+        assert both.seconds - once.seconds == pytest.approx(12 * forward / ranks)
+
+
+def logits_forward() -> float:
+    return (forward_flops(SPEC, [64]) - forward_flops(SPEC, [64], 0)) / SPEED
+
+
 @pytest.mark.parametrize("text", ["dp=3", "tp=2", "cp=2", "dp=2,tp=2,zero=3"])
 def test_ranks_share_the_work_where_links_are_free(text: str) -> None:
     """Each cp rank does its part of attention on an average."""
@@ -96,6 +114,9 @@ def test_sums_over_dp_are_hidden_by_the_last_backward_pass() -> None:
     # Gradients as before, and half of the weights to the other, which nothing hides.
     cut = predict("dp=2,zero=1", slow)
     assert cut.gradients == pytest.approx(1.5 * backward + 1.5 * backward, rel=0.01)
+    # Each use of a layer's weights is gathered, and hidden. Gradients are summed once, after the last microbatch.
+    sharded = predict("dp=2,zero=3", fast)
+    assert sharded.gradients == pytest.approx(0.9 * backward / 2, rel=0.01)
 
 
 def test_sums_over_tp_are_waited_for() -> None:

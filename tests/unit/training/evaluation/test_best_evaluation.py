@@ -47,6 +47,43 @@ def test_what_counts_as_a_gain(losses: list[float], keys: dict[str, Any], standi
     assert msgspec.convert(msgspec.json.decode(msgspec.json.encode(now)), Standing) == now
 
 
+def went_on(before: BestEvaluation, **keys: Any) -> BestEvaluation:
+    """The same run from its save, with another job."""
+    best = best_of(early_stopping_patience=2, **keys)
+    best.take_up(msgspec.convert(msgspec.to_builtins(before.standing), Standing))
+    return best
+
+
+def test_another_metric_begins_with_a_best_of_its_own() -> None:
+    before = after([3.0, 1.0, 2.0])
+    assert (before.standing.best, before.standing.waited) == (1.0, 1)
+    best = went_on(before, metric_for_best_model="margins")
+    assert (best.standing.best, best.standing.step, best.standing.waited) == (2.0, 3, 0), "greater is better"
+    best.add(4, Evaluated(9.0, {"margins": 1.5}))
+    best.add(5, Evaluated(9.0, {"margins": 1.25}))
+    assert best.reason == "2 evaluations without a gain: margins was at its best 2, after step 3"
+    turned = went_on(before, greater_is_better=True)
+    assert (turned.standing.best, turned.standing.step, turned.standing.waited) == (2.0, 3, 0)
+
+
+def test_a_metric_that_was_not_told_before_has_no_best_yet() -> None:
+    before = best_of(early_stopping_patience=2)
+    before.add(1, Evaluated(3.0))
+    best = went_on(before, metric_for_best_model="margins")
+    assert (best.standing.best, best.standing.evaluated, best.standing.values) == (None, 1, {"loss": 3.0})
+    best.add(2, Evaluated(3.0, {"margins": -4.0}))
+    assert (best.standing.best, best.standing.step, best.reason) == (-4.0, 2, "")
+
+
+def test_the_same_rule_goes_on_also_from_a_save_that_does_not_tell_it() -> None:
+    before = after([1.0, 2.0])
+    assert went_on(before).standing == before.standing
+    silent = msgspec.structs.replace(before.standing, rule="")
+    best = best_of()
+    best.take_up(silent)
+    assert best.standing == before.standing
+
+
 def test_the_reason_names_the_best_and_its_step() -> None:
     assert after([3.0, 2.0, 2.5, 2.25]).reason == ("2 evaluations without a gain: loss was at its best 2, after step 2")
     assert "never a number" in after([math.nan, math.nan]).reason
