@@ -90,17 +90,18 @@ def _failure(text: str) -> ToolResult:
 
 def _text(tool: UserFunction, value: Any) -> str:
     """A result as text: itself, or what Python writes for a value that JSON has, as in TRL."""
-    if isinstance(value, str):
-        return value
     try:
-        json.dumps(value)
+        if not isinstance(value, str):
+            json.dumps(value)
+        text = str(value)
+        text.encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise _fault(
             tool,
             f"returned a {type(value).__name__}, which is neither a text nor JSON",
             "return a text, a number, or lists and dicts of them",
         ) from error
-    return str(value)
+    return text
 
 
 def _fault(tool: UserFunction, what: str, hint: str) -> ConfigError:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tllm.core.errors import ConfigError
+from tllm.core.errors import UNREADABLE, ConfigError
 from tllm.server.reply.events import MergedCall, merged
 from tllm.server.reply.parser_choice import AUTO, ReplyParsers, choose_parsers
 from tllm.text.tokenizer import Tokenizer
@@ -59,10 +59,14 @@ class ToolReplies:
 
 
 def _call(call: MergedCall, number: int) -> FunctionCall:
-    """With an id of nine letters and digits, as the templates of Mistral's models want it."""
+    """With an id of nine letters and digits, as the templates of Mistral's models want it.
+
+    Arguments that could not be written down again stay text: those with numbers beyond 64 bits.
+    """
     try:
         arguments = msgspec.json.decode(call.arguments or "{}")
-    except msgspec.DecodeError:
+        msgspec.msgpack.encode(arguments)
+    except (*UNREADABLE, OverflowError):
         arguments = call.arguments
     return FunctionCall(f"call{number:05}", call.name, arguments)
 

@@ -36,6 +36,7 @@ def give(what: str) -> object:
         "table": {"a": [1, True]},
         "set": {1},
         "self": give,
+        "half": "\\ud800",
     }[what]
 
 
@@ -88,6 +89,7 @@ def test_the_model_is_told_of_errors(folder: Path) -> None:
         ("hang", r"the tool give of tools\.py has not returned: the calls of one turn have 0\.05 s"),
         ("exit", r"the tool give of tools\.py raised SystemExit: enough"),
         ("set", r"the tool give of tools\.py returned a set, which is neither a text nor JSON"),
+        ("half", r"the tool give of tools\.py returned a str, which is neither a text nor JSON"),
         ("self", r"the tool give of tools\.py returned a function, which is neither a text nor JSON"),
     ],
 )

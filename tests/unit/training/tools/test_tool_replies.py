@@ -66,11 +66,15 @@ def test_a_turn_that_was_cut_off_makes_no_call(tokenizer: Tokenizer) -> None:
     assert not calls and message["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1'}
 
 
-def test_arguments_that_are_no_json_are_kept_as_they_are_written(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize(
+    "arguments", ['{"a": one}', '{"a": 1e999}', '{"a": ' + "9" * 30 + "}", "[" * 3000 + "]" * 3000]
+)
+def test_arguments_that_cannot_be_read_are_kept_as_they_are_written(arguments: str, tokenizer: Tokenizer) -> None:
+    """They are no JSON, or more than what is kept of it: deeper, or numbers beyond 64 bits."""
     replies = ToolReplies(tokenizer, "<tool_call>", PARAMETERS)
-    said = '<tool_call>{"name": "add", "arguments": {"a": one}}</tool_call><end>'
+    said = f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call><end>'
     _, (call,) = replies.read((), tokenizer.encode(said, add_special_tokens=False), False, 0)
-    assert call == FunctionCall("call00001", "add", '{"a": one}')
+    assert call == FunctionCall("call00001", "add", arguments)
 
 
 def test_a_template_without_calls_is_refused(tokenizer: Tokenizer) -> None:
