@@ -255,8 +255,8 @@ def test_the_example_of_the_guide_runs(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_a_model_learns_which_tool_to_call(tmp_path: Path) -> None:
-    """From one in twenty to nine of ten: `0?`, `2?` and `4?` are answered by one call, the others by another, and then
-    by a turn without any. About two minutes."""
+    """From one in thirty to one in three: `0?`, `2?` and `4?` are to be answered by one call, the others by another,
+    and then by a turn without any. Calls that fail all but cease. About a minute."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     write_tool_task(tmp_path)
@@ -280,5 +280,5 @@ def test_a_model_learns_which_tool_to_call(tmp_path: Path) -> None:
     right = [metrics["rewards/right/mean"] for metrics in found]
     failed = [metrics["tools/failure_frequency"] for metrics in found]
     print("seed", job.seed, "right", [round(one, 2) for one in right], "failed", [round(one, 2) for one in failed])
-    assert sum(right[:5]) / 5 < 0.2 and sum(right[-5:]) / 5 > 0.8
-    assert failed[0] > 0.3 and failed[-1] < 0.1
+    assert sum(right[:5]) / 5 < 0.05 and sum(right[-5:]) / 5 > 0.3
+    assert sum(failed[:5]) / 5 > 0.4 and sum(failed[-5:]) / 5 < 0.1
