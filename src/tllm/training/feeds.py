@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tllm.text.chat_template import ChatTemplate
 from tllm.training.data.batch_feed import BatchFeed
 from tllm.training.data.feed import DataPosition, Feed
 from tllm.training.data.prompt_batches import PromptBatches
@@ -17,12 +19,15 @@ from tllm.training.policy.held_out_rewards import HeldOutRewards
 from tllm.training.policy.on_policy_rows import OnPolicyRows
 from tllm.training.policy.policy_feed import PolicyFeed, SampledRows
 from tllm.training.policy.rewarded_rows import RewardedRows
-from tllm.training.policy.rollouts import Rollouts
+from tllm.training.policy.rollouts import Rollouts, sampling_of
+from tllm.training.policy.sample_together import CompletionSampler
+from tllm.training.policy.tool_turns import Tools, make_sampler
 from tllm.training.state.initial_weights import InitialWeights
 from tllm.training.step.rank_groups import RankConfig
 from tllm.training.step.rank_model import RankModel
 from tllm.training.teachers.taught_batches import open_batches
 from tllm.training.teachers.teacher_pool import TeacherPool
+from tllm.training.tools.tool_schema import Schema
 
 FeedAndPosition = tuple[Feed, DataPosition | None]
 """A feed, and on rank 0, who alone has an `InitialModel` and reads the data, the place in it."""
@@ -30,10 +35,21 @@ FeedAndPosition = tuple[Feed, DataPosition | None]
 
 @dataclass(frozen=True)
 class CompletionSource:
-    """What samples completions on a rank; on rank 0 also what rewards them, where any are rewarded."""
+    """What samples completions on a rank; on rank 0 also what rewards them, where any are rewarded, and the tools that
+    the model may call."""
 
     rollouts: Rollouts
     rewards: CompletionRewards | None = None
+    tools: Tools | None = None
+
+    def sampler(self, config: RankConfig) -> CompletionSampler:
+        """What samples for steps, or for evaluations as for steps."""
+        return make_sampler(config, self.rollouts, sampling_of(config.job), self.tools)
+
+    @property
+    def schemas(self) -> Sequence[Schema]:
+        """Of the tools, as prompts show them."""
+        return () if self.tools is None else self.tools.functions.schemas
 
 
 def rows_feed(
@@ -56,9 +72,10 @@ def policy_feed(
     """Of completions that are sampled for each step. `policy` is the model that learns."""
     prompts, judged, job = None, None, config.job
     if initial_model is not None:
-        prompts = initial_model.prompts(job)
+        prompts = initial_model.prompts(job, source.schemas)
         judged = _judged(job, initial_model, prompts, source.rewards)
-    return PolicyFeed(config, source.rollouts, judged, initial_weights, policy, with_positions), prompts
+    sampler = source.sampler(config)
+    return PolicyFeed(config, sampler, judged, initial_weights, policy, with_positions), prompts
 
 
 def _judged(
@@ -73,11 +90,14 @@ def _judged(
 
 
 def completion_source(config: RankConfig, initial_model: InitialModel | None, rollouts: Rollouts) -> CompletionSource:
-    """With the job's reward functions, which rank 0 loads, once for steps and evaluations."""
+    """With the job's reward functions and tools, which rank 0 loads, once for steps and evaluations."""
     job = config.job
     if initial_model is None or job.rollouts is None or job.distill is not None:
         return CompletionSource(rollouts)
-    return CompletionSource(rollouts, CompletionRewards(job.rollouts, initial_model.reply_tokenizer))
+    tokenizer, tools = initial_model.reply_tokenizer, None
+    if job.rollouts.tools:
+        tools = Tools(job.rollouts, tokenizer, ChatTemplate.from_folder(initial_model.folder, tokenizer))
+    return CompletionSource(rollouts, CompletionRewards(job.rollouts, tokenizer), tools)
 
 
 def sampled_evaluation(
@@ -88,5 +108,5 @@ def sampled_evaluation(
         return None
     if config.job.rollouts is None:
         return HeldOutCompletions(config, source.rollouts, None if initial_model is None else initial_model.folder)
-    prompts = None if initial_model is None else initial_model.eval_prompts(config.job)
-    return HeldOutRewards(config, source.rollouts, prompts, source.rewards)
+    prompts = None if initial_model is None else initial_model.eval_prompts(config.job, source.schemas)
+    return HeldOutRewards(config, source.sampler(config), prompts, source.rewards)

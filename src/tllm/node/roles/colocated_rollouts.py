@@ -66,13 +66,15 @@ def ring_of(plan: Plan, stage: int, groups: Groups) -> RingLinks | None:
 
 
 class ColocatedRollouts:
-    """One rank's part in sampling. A driver, and with it what is known of prompts in the cache, lives for one call: in
-    the next the weights are others. `one_by_one`: no group of completions is computed beside another."""
+    """One rank's part in sampling. What is known of prompts in the cache is the scheduler's, which lives for one call
+    and those that go on after it: then the weights are others. `one_by_one`: no group of completions is computed beside
+    another, nor after what others have left in the cache."""
 
     def __init__(self, config: RankConfig, stage: PipelineStage, is_first: bool, one_by_one: bool) -> None:
         self._plan, self._eos_ids = config.plan, config.spec.eos_token_ids
         self._stage, self._is_first, self._one_by_one = stage, is_first, one_by_one
         self._lora = POLICY if config.job.lora is not None else ""
+        self._scheduler = self._new_scheduler()
 
     def sample(
         self, groups: Sequence[PromptGroup], stop_ids: Sequence[int], sampling: CompletionSampling
@@ -81,23 +83,30 @@ class ColocatedRollouts:
             self._stage.serve()
             return []
         if not self._one_by_one:
-            return self._sampled(groups, stop_ids, sampling)
+            if not sampling.goes_on:
+                self._scheduler = self._new_scheduler()
+            return self._sampled(self._scheduler, groups, stop_ids, sampling)
         # Products are not batch-invariant: a group that is alone is rounded alike wherever it is sampled.
-        return [one for group in groups for one in self._sampled([group], stop_ids, sampling)]
+        each = (self._sampled(self._new_scheduler(), [group], stop_ids, sampling) for group in groups)
+        return [one for completions in each for one in completions]
 
     def close(self) -> None:
         self._stage.pages.close()
 
+    def _new_scheduler(self) -> Scheduler:
+        """One that knows of nothing in the cache."""
+        return Scheduler(self._stage.limits, self._plan.pp, self._eos_ids)
+
     def _sampled(
-        self, groups: Sequence[PromptGroup], stop_ids: Sequence[int], sampling: CompletionSampling
+        self, scheduler: Scheduler, groups: Sequence[PromptGroup], stop_ids: Sequence[int], sampling: CompletionSampling
     ) -> list[Completion]:
         """The completions of these groups, all computed together."""
-        driver = Driver(self._stage, Scheduler(self._stage.limits, self._plan.pp, self._eos_ids))
+        driver = Driver(self._stage, scheduler)
         requests = [
             Request(
                 id=f"{place}-{number}",
                 prompt_ids=group.ids,
-                params=_params(sampling, group.seeds[number], stop_ids),
+                params=_params(sampling, group, number, stop_ids),
                 lora=self._lora,
             )
             for place, group in enumerate(groups)
@@ -115,13 +124,13 @@ class ColocatedRollouts:
         return [_completion(told[request.id]) for request in requests]
 
 
-def _params(sampling: CompletionSampling, seed: int, stop_ids: Sequence[int]) -> SamplingParams:
+def _params(sampling: CompletionSampling, group: PromptGroup, number: int, stop_ids: Sequence[int]) -> SamplingParams:
     return SamplingParams(
-        max_tokens=sampling.max_tokens,
+        max_tokens=sampling.max_tokens if group.max_tokens is None else group.max_tokens,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
-        seed=seed,
+        seed=group.seeds[number],
         stop_token_ids=tuple(stop_ids),
         logprobs=0,
         tempered_logprobs=True,

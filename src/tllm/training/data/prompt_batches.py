@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -33,11 +35,22 @@ class PromptRow(NamedTuple):
 
 
 class PromptEncoder:
-    """Encodes the prompts of rows, each of at most `longest` tokens. Faults are `ConfigError`, without a place."""
+    """Encodes the prompts of rows, each of at most `longest` tokens. Faults are `ConfigError`, without a place.
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, longest: int) -> None:
-        self._tokenizer, self._template, self._longest = tokenizer, template, longest
-        self.key = f"{key_for('prompt', tokenizer.inner.to_str(), template.source if template else ''):016x}"
+    `tools`: what the model may call in every completion; prompts are then messages, and the template shows the tools.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        longest: int,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        self._tokenizer, self._template, self._longest, self._tools = tokenizer, template, longest, tools
+        shown = (msgspec.json.encode(tools).decode(),) if tools else ()
+        source = template.source if template else ""
+        self.key = f"{key_for('prompt', tokenizer.inner.to_str(), source, *shown):016x}"
 
     def encode(self, row: dict[str, Any], whole: bool = True) -> Document:
         """A prompt's ids, of which nothing is learned."""
@@ -60,13 +73,23 @@ class PromptEncoder:
 
     def _ids(self, row: dict[str, Any]) -> list[int]:
         prompt = row.get("prompt")
+        if self._tools and isinstance(prompt, str):
+            raise ConfigError(
+                "the prompt is a text and the job has tools, which the chat template shows",
+                'write it as messages: {"prompt": [{"role": "user", "content": "…"}]}',
+            )
+        if self._tools and row.get("tools"):
+            raise ConfigError(
+                "the row has tools of its own and the job has others, which are called", "leave out one of them"
+            )
         if isinstance(prompt, str):
             return self._tokenizer.encode(prompt)
         if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
             raise ConfigError(f"a row with the keys {sorted(row)} has no prompt", FORM)
         if self._template is None:
             raise ConfigError("the prompt is of messages and the model has no chat template", "write it as text")
-        text = self._template.render(prompt, tools=row.get("tools"), add_generation_prompt=True)
+        tools = self._tools or row.get("tools")
+        text = self._template.render(prompt, tools=tools, add_generation_prompt=True)
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 

@@ -10,13 +10,14 @@ import msgspec
 class CompletionRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A completion that step `step` learned from, or that was made after it and not learned; the first step is 1.
 
-    `prompt` is a text or messages. `rewards` are by the function's name, None where it said nothing; `reference` is
-    what the row itself has in the completion's place.
+    `prompt` is a text or messages, as is `completion`, whose messages are its turns where tools may be called.
+    `rewards` are by the function's name, None where it said nothing; `reference` is what the row itself has in the
+    completion's place.
     """
 
     step: int
     prompt: Any
-    completion: str
+    completion: Any
     reference: str | None = None
     rewards: dict[str, float | None] | None = None
     reward: float | None = None

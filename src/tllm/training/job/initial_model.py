@@ -8,7 +8,7 @@ import logging
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain
@@ -67,21 +67,21 @@ class InitialModel:
         """What a finished model is given along."""
         return [self.folder / name for name in COMPANIONS if (self.folder / name).is_file()]
 
-    def prompts(self, job: Job) -> PromptBatches:
-        """The prompts of a job that samples their completions."""
+    def prompts(self, job: Job, tools: Sequence[Mapping[str, Any]] = ()) -> PromptBatches:
+        """The prompts of a job that samples their completions, in which these tools are shown."""
         config = job.rollouts
         assert config is not None, "checked when the run began"
         each = replace(data_config(job), global_batch_size=job.global_batch_size // config.num_generations)
-        return PromptBatches(each, self._row_encoder(job, config), steps_of_one_sampling(job))
+        return PromptBatches(each, self._row_encoder(job, config, tools), steps_of_one_sampling(job))
 
-    def eval_prompts(self, job: Job) -> PromptBatches | None:
+    def eval_prompts(self, job: Job, tools: Sequence[Mapping[str, Any]] = ()) -> PromptBatches | None:
         """The prompts held out, if the job names any: as many at once as the completions of a step are of."""
         config = job.rollouts
         if config is None or not job.eval_files:
             return None
         at_once = max(1, job.global_batch_size // completions_evaluated(config))
         each = replace(eval_data_config(job), global_batch_size=at_once)
-        return PromptBatches(each, self._row_encoder(job, config))
+        return PromptBatches(each, self._row_encoder(job, config, tools))
 
     @cached_property
     def reply_tokenizer(self) -> Tokenizer:
@@ -106,11 +106,11 @@ class InitialModel:
         """The rows held out, if the job names any that are not prompts."""
         return self._batches(eval_data_config(job)) if job.eval_files and job.rollouts is None else None
 
-    def _row_encoder(self, job: Job, config: RolloutConfig) -> RowEncoder:
+    def _row_encoder(self, job: Job, config: RolloutConfig, tools: Sequence[Mapping[str, Any]]) -> RowEncoder:
         """Of prompts; where a teacher judges, of the data's own completions too."""
         tokenizer = self.reply_tokenizer
         template = ChatTemplate.from_folder(self.folder, tokenizer)
-        prompts = PromptEncoder(tokenizer, template, job.seq_len - config.max_completion_length)
+        prompts = PromptEncoder(tokenizer, template, job.seq_len - config.max_completion_length, tools)
         if job.distill is None:
             return prompts
         rows = choose_encoder("texts", tokenizer, template, job.add_eos, self.spec.vocab_size)

@@ -25,6 +25,7 @@ def check_rollouts(job: Job, plan: Plan, spec: ModelSpec) -> None:
     if config is not None:
         _check_sizes(job, config)
         _check_steps(job)
+        _check_turns(job, config, spec)
 
 
 def wants_batch_invariance(job: Job, spec: ModelSpec) -> bool:
@@ -88,6 +89,21 @@ def _check_sizes(job: Job, config: RolloutConfig) -> None:
             "deterministic=true and rejection.threshold: how many rows a step has, and with them the order of its "
             "sums, would hang on rewards",
             "leave one of them out",
+        )
+
+
+def _check_turns(job: Job, config: RolloutConfig, spec: ModelSpec) -> None:
+    """Tokens of an earlier turn are computed again with a later one, which must come to the same."""
+    grown = [
+        layer.rope.original
+        for layer in spec.layers
+        if layer.rope is not None and layer.rope.kind == "dynamic" and layer.rope.original < job.seq_len
+    ]
+    if config.tools and grown:
+        raise ConfigError(
+            f"{job.task}.tools, and seq_len is {job.seq_len}: this model's dynamic rope turns a token by the length of "
+            f"its sequence beyond {min(grown)} tokens, which grows with each turn",
+            f"give a seq_len of at most {min(grown)}, or leave the tools out",
         )
 
 

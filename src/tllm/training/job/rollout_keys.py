@@ -15,7 +15,7 @@ from typing import Self
 from tllm.core.errors import ConfigError
 from tllm.training.job.key_limits import KeyLimits
 
-REWARD_FUNCTION = re.compile(r"(?P<module>.*\.py|\w+(\.\w+)*):(?P<function>[A-Za-z_]\w*)")
+FUNCTION = re.compile(r"(?P<module>.*\.py|\w+(\.\w+)*):(?P<function>[A-Za-z_]\w*)")
 """`module:function`, and `PATH.py:function`, as a job has it once its folder is known."""
 
 REWARD_SECONDS = 600.0
@@ -30,6 +30,7 @@ AT_LEAST: Mapping[str, float] = MappingProxyType(
         "max_num_seqs": 1,
         "num_completions_to_print": 0,
         "num_generations_eval": 1,
+        "max_tool_calling_iterations": 1,
     }
 )
 
@@ -45,7 +46,8 @@ class RolloutConfig:
     reward_weights: tuple[float, ...] | None = None
     """A weight for each of `reward_funcs`; left out, each counts 1. The weighted sum is a completion's reward."""
     reward_timeout: float = 60.0
-    """Seconds that a reward function may take for the completions of one step; then the run saves and ends."""
+    """Seconds that a reward function may take for the completions of one step, and tools for all calls of one turn of
+    them; then the run saves and ends."""
     num_generations: int = 8
     """Completions that are sampled of each prompt: its group. `global_batch_size` counts completions, and is a
     multiple."""
@@ -67,10 +69,18 @@ class RolloutConfig:
     evaluation to `eval_completions.jsonl`."""
     num_generations_eval: int | None = None
     """Completions that an evaluation samples of each prompt of `eval_files`; left out: `num_generations`."""
+    tools: tuple[str, ...] = ()
+    """Python functions that the model may call while it writes a completion, as `module:function`: `tools:calculator`
+    is the function `calculator` of `tools.py` in the folder of the job's file. They have type hints and a docstring in
+    Google's style, are your own code, and run on rank 0. Prompts are messages then."""
+    max_tool_calling_iterations: int | None = None
+    """Turns of a completion whose calls are made, at most; left out: as many as `max_completion_length` has room for.
+    What tools return counts in that length and is not learned."""
 
     def located(self, folder: Path) -> Self:
-        """The same with reward functions by the path of their file; their modules lie in `folder`."""
-        return replace(self, reward_funcs=tuple(_located(text, folder) for text in self.reward_funcs))
+        """The same with reward functions and tools by the path of their file; their modules lie in `folder`."""
+        rewards = tuple(text if is_url(text) else _located(text, folder) for text in self.reward_funcs)
+        return replace(self, reward_funcs=rewards, tools=tuple(_located(text, folder, "tools") for text in self.tools))
 
     def _check(self, table: str, limits: KeyLimits) -> None:
         limits.check({field.name: getattr(self, field.name) for field in fields(self)}, table)
@@ -79,11 +89,15 @@ class RolloutConfig:
                 f"{table}.reward_funcs is empty", 'name a function that rewards completions: ["rewards:correct"]'
             )
         names = [text if is_url(text) else _parts(text, table)[1] for text in self.reward_funcs]
-        if len(set(names)) < len(names):
-            raise ConfigError(
-                f"{table}.reward_funcs has two functions of one name: {', '.join(sorted(names))}",
-                "metrics are told by the function's name: rename one",
-            )
+        called = [_parts(text, table, "tools")[1] for text in self.tools]
+        for key, each, reason in (
+            ("reward_funcs", names, "metrics are told by the function's name"),
+            ("tools", called, "the model calls functions by their names"),
+        ):
+            if len(set(each)) < len(each):
+                raise ConfigError(
+                    f"{table}.{key} has two functions of one name: {', '.join(sorted(each))}", f"{reason}: rename one"
+                )
         if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_funcs):
             raise ConfigError(
                 f"{table} has {len(self.reward_weights)} reward_weights and {len(self.reward_funcs)} reward_funcs",
@@ -190,25 +204,23 @@ def completions_evaluated(config: RolloutConfig) -> int:
 
 
 def function_parts(text: str) -> tuple[Path, str]:
-    """The file and the function that a located reward function names."""
+    """The file and the function that a located reward function or tool names."""
     module, name = _parts(text, "the job")
     return Path(module), name
 
 
-def _parts(text: str, table: str) -> tuple[str, str]:
-    match = REWARD_FUNCTION.fullmatch(text)
+def _parts(text: str, table: str, key: str = "reward_funcs") -> tuple[str, str]:
+    match = FUNCTION.fullmatch(text)
     if match is None:
         raise ConfigError(
-            f"{table}: reward_funcs names {text!r}",
+            f"{table}: {key} names {text!r}",
             "write module:function, as rewards:correct for the function correct of rewards.py beside the job's file",
         )
     return match["module"], match["function"]
 
 
-def _located(text: str, folder: Path) -> str:
-    if is_url(text):
-        return text
-    module, name = _parts(text, "the job")
+def _located(text: str, folder: Path, key: str = "reward_funcs") -> str:
+    module, name = _parts(text, "the job", key)
     file = folder / (module if module.endswith(".py") else module.replace(".", "/") + ".py")
     return f"{file.resolve()}:{name}"
 

@@ -18,6 +18,9 @@ from tllm.training.policy.rollouts import Completion
 
 RESERVED = ("prompts", "completions", "completion_ids")
 
+Written = str | list[dict[str, Any]]
+"""A completion's text; where a job has tools, the messages of its turns."""
+
 
 class CompletionRewards:
     """Steps and evaluations ask the same functions. Letters: P prompts, G completions of each, N = P G, F functions."""
@@ -30,11 +33,16 @@ class CompletionRewards:
         ]
         self.stop_ids = tokenizer.eos_ids
 
-    def texts(self, completions: Sequence[Completion]) -> list[str]:
-        """As functions get them."""
-        return [self._tokenizer.decode(one.ids, skip_special_tokens=True) for one in completions]
+    def texts(self, completions: Sequence[Completion]) -> list[Written]:
+        """As functions get them and people read them."""
+        return [self._written(one) for one in completions]
 
-    def of(self, rows: Sequence[PromptRow], completions: Sequence[Completion], texts: Sequence[str]) -> Rewards:
+    def _written(self, completion: Completion) -> Written:
+        if completion.turns is not None:
+            return [dict(message) for message in completion.turns.messages]
+        return self._tokenizer.decode(completion.ids, skip_special_tokens=True)
+
+    def of(self, rows: Sequence[PromptRow], completions: Sequence[Completion], texts: Sequence[Written]) -> Rewards:
         """What each function says of each completion, [N, F], NaN for nothing; as many of each row's prompt in turn.
 
         ConfigError, in one line, for a function that fails, or where none says anything of a completion.
@@ -46,7 +54,9 @@ class CompletionRewards:
         arguments: dict[str, list[Any]] = {
             "prompts": prompts,
             "completions": [
-                text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+                [{"role": "assistant", "content": text}]
+                if isinstance(text, str) and not isinstance(prompt, str)
+                else text
                 for prompt, text in zip(prompts, texts, strict=True)
             ],
             "completion_ids": [list(one.ids) for one in completions],
@@ -73,7 +83,7 @@ class CompletionRewards:
 
     def metrics(self, completions: Sequence[Completion], rewards_NF: Rewards, reward_PG: Rewards) -> dict[str, float]:
         """Of lengths and rewards, by TRL's names."""
-        metrics = length_metrics(completions)
+        metrics = length_metrics(completions) | tool_metrics(completions)
         for function, reward_N in zip(self._functions, rewards_NF.T, strict=True):
             said_N = reward_N[~np.isnan(reward_N)]
             if len(said_N):
@@ -86,9 +96,9 @@ class CompletionRewards:
 
 
 def length_metrics(completions: Sequence[Completion]) -> dict[str, float]:
-    """How long the completions of a step are, those that ended and all, by TRL's names."""
-    lengths = [len(one.ids) for one in completions]
-    ended = [len(one.ids) for one in completions if not one.is_truncated]
+    """How long the completions of a step are, those that ended and all, by TRL's names; without what tools wrote."""
+    lengths = [one.num_sampled for one in completions]
+    ended = [one.num_sampled for one in completions if not one.is_truncated]
     return {
         "completions/mean_length": float(np.mean(lengths)),
         "completions/min_length": float(min(lengths)),
@@ -96,3 +106,12 @@ def length_metrics(completions: Sequence[Completion]) -> dict[str, float]:
         "completions/clipped_ratio": 1 - len(ended) / len(lengths),
         "completions/mean_terminated_length": float(np.mean(ended)) if ended else 0.0,
     }
+
+
+def tool_metrics(completions: Sequence[Completion]) -> dict[str, float]:
+    """How often tools were called for each completion, and the part of calls that failed; nothing without tools."""
+    turns = [one.turns for one in completions if one.turns is not None]
+    if not turns:
+        return {}
+    calls, failures = sum(one.num_calls for one in turns), sum(one.num_failures for one in turns)
+    return {"tools/call_frequency": calls / len(turns), "tools/failure_frequency": failures / calls if calls else 0.0}

@@ -20,9 +20,9 @@ from tllm.training.evaluation.completion_record import CompletionRecord
 from tllm.training.evaluation.held_out import Evaluated
 from tllm.training.job.rollout_keys import completions_evaluated
 from tllm.training.policy.advantages import Rewards
-from tllm.training.policy.completion_rewards import CompletionRewards
-from tllm.training.policy.rollouts import Completion, PromptGroup, RolloutOrder, Rollouts, sampling_of
-from tllm.training.policy.sample_together import dealt, sample_together
+from tllm.training.policy.completion_rewards import CompletionRewards, Written
+from tllm.training.policy.rollouts import Completion, PromptGroup, RolloutOrder
+from tllm.training.policy.sample_together import CompletionSampler, dealt
 from tllm.training.step.rank_groups import RankConfig
 
 
@@ -38,7 +38,7 @@ class RewardedPrompts(NamedTuple):
 
     rows: Sequence[PromptRow]
     completions: Sequence[Completion]
-    texts: Sequence[str]
+    texts: Sequence[Written]
     rewards_NF: Rewards
 
 
@@ -48,13 +48,13 @@ class HeldOutRewards:
     def __init__(
         self,
         config: RankConfig,
-        rollouts: Rollouts,
+        sampler: CompletionSampler,
         prompts: PromptBatches | None,
         rewards: CompletionRewards | None,
     ) -> None:
-        self._config, self._rollouts, self._rewards, self._source = config, rollouts, rewards, prompts
+        self._config, self._sampler, self._rewards, self._source = config, sampler, rewards, prompts
         assert config.job.rollouts is not None, "checked when the run began"
-        self._sampling, self._size = sampling_of(config.job), completions_evaluated(config.job.rollouts)
+        self._size = completions_evaluated(config.job.rollouts)
         self._chunks: list[list[PromptRow]] = []
 
     def prepare(self, batches: Batches | None) -> None:
@@ -74,7 +74,9 @@ class HeldOutRewards:
         outcome, number = Outcome(), 0
         while True:
             order = None if self._rewards is None else self._order(number if outcome.fault is None else -1)
-            asked, completions = sample_together(self._config, self._rollouts, self._sampling, order)
+            asked, completions = self._sampler(order)
+            if asked.fault is not None:
+                outcome = Outcome(fault=asked.fault)
             if not any(asked.groups):
                 break
             if self._rewards is not None:

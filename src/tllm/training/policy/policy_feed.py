@@ -3,7 +3,7 @@
 For each step, or where `num_iterations` says so for several:
 
 1. Rank 0 reads prompts and tells every rank which replica samples what (`SampledRows.groups`).
-2. Each replica samples (`Rollouts`), and sends what came to rank 0.
+2. Each replica samples (`CompletionSampler`), and sends what came to rank 0; where tools are called, several times.
 3. Rank 0 has them judged, and makes rows of what is learned of each (`SampledRows.learned`): reward functions give
    advantages, a teacher the probabilities of all tokens.
 4. The rows are dealt to the replicas like any others, and the reference says what it thinks of them.
@@ -28,8 +28,8 @@ from tllm.training.data.packing import PackedRow
 from tllm.training.job.job_parts import steps_of_one_sampling
 from tllm.training.objectives.policy_gradient import KEPT, OLD, REFERENCE
 from tllm.training.policy.reference_model import ReferenceModel
-from tllm.training.policy.rollouts import Completion, PromptGroup, RolloutOrder, Rollouts, sampling_of
-from tllm.training.policy.sample_together import dealt, sample_together
+from tllm.training.policy.rollouts import Completion, PromptGroup, RolloutOrder
+from tllm.training.policy.sample_together import CompletionSampler, dealt
 from tllm.training.state.initial_weights import InitialWeights
 from tllm.training.step.rank_groups import RankConfig
 from tllm.training.step.rank_model import RankModel
@@ -67,16 +67,15 @@ class PolicyFeed:
     def __init__(
         self,
         config: RankConfig,
-        rollouts: Rollouts,
+        sampler: CompletionSampler,
         judged: SampledRows | None,
         initial_weights: InitialWeights,
         policy: RankModel,
         with_positions: bool = False,
     ) -> None:
-        self._config, self._rollouts, self._judged = config, rollouts, judged
+        self._config, self._sampler, self._judged = config, sampler, judged
         self._initial_weights, self._with_positions = initial_weights, with_positions
         self._passes = steps_of_one_sampling(config.job)
-        self._sampling = sampling_of(config.job)
         grpo = config.job.grpo
         self._reference = ReferenceModel(config, grpo.temperature, policy) if grpo is not None and grpo.beta else None
         self._step = 0
@@ -129,7 +128,10 @@ class PolicyFeed:
         config, plan = self._config, self._config.plan
         order = self._ordered() if config.groups.world.rank == 0 else None
         with self._timed("sampling"):
-            asked, completions = sample_together(config, self._rollouts, self._sampling, order)
+            asked, completions = self._sampler(order)
+        if self._sampler.tool_seconds:
+            self.role_seconds["tools"] = self._sampler.tool_seconds
+            self.role_seconds["sampling"] -= self._sampler.tool_seconds
         if asked.fault is not None:
             return _faulty(asked.fault)
         if self._judged is None:

@@ -18,7 +18,7 @@ from tllm.training.job.job import Job
 from tllm.training.job.rollout_keys import GRPOConfig, RejectionConfig
 from tllm.training.objectives.policy_gradient import ADVANTAGE, SAMPLED
 from tllm.training.policy.advantages import Rewards, advantages
-from tllm.training.policy.completion_rewards import CompletionRewards
+from tllm.training.policy.completion_rewards import CompletionRewards, Written
 from tllm.training.policy.completions_file import CompletionsFile
 from tllm.training.policy.rollouts import Completion, PromptGroup, completion_seed
 
@@ -29,7 +29,7 @@ class RewardedGroup:
 
     prompt: PromptRow
     completions: Sequence[Completion]
-    texts: Sequence[str]
+    texts: Sequence[Written]
     rewards_GF: Rewards
     reward_G: Rewards
     advantage_G: Rewards | None
@@ -137,7 +137,8 @@ def completion_row(
     advantage: float | None = None,
     weight: float | None = None,
 ) -> PackedRow:
-    """A row of a prompt and its completion, whose tokens are predicted; of one that is not learned, none."""
+    """A row of a prompt and its completion, whose tokens are predicted, but those that tools wrote; of one that is not
+    learned, none."""
     ids = np.array([*prompt_ids, *completion.ids], dtype=np.int64)
     labels = np.full(len(ids), IGNORED, dtype=np.int64)
     sampled = np.zeros(len(ids), dtype=np.float64)
@@ -145,6 +146,8 @@ def completion_row(
     sampled[predicted] = completion.log_probs
     if is_learned:
         labels[predicted] = completion.ids
+        if completion.turns is not None:
+            labels[predicted][np.array(completion.turns.tool_mask) == 0] = IGNORED
     return PackedRow(
         0,
         ids,

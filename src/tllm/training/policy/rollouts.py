@@ -6,7 +6,7 @@ The engine and the trainer know nothing of each other: whoever starts a rank han
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -18,30 +18,58 @@ from tllm.training.step.rank_model import RankModel
 
 
 class CompletionSampling(NamedTuple):
-    """How tokens are sampled: `max_tokens` at most of each completion; a temperature of 0 takes the likeliest."""
+    """How tokens are sampled: `max_tokens` at most of each completion; a temperature of 0 takes the likeliest.
+
+    `goes_on`: the weights are those of the call before, and what is known from it of prompts may be used again.
+    """
 
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    goes_on: bool = False
 
 
 class PromptGroup(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt, and the seed of each completion that is wanted of it."""
+    """A prompt, and the seed of each completion that is wanted of it.
+
+    `max_tokens`: the most that each may have, where that is less than the sampling allows.
+    """
 
     ids: tuple[int, ...]
     seeds: tuple[int, ...]
+    max_tokens: int | None = None
+
+
+class Turns(msgspec.Struct, frozen=True, array_like=True):
+    """What rank 0 knows of a completion in which tools were called, or could have been.
+
+    `tool_mask` is 1 for each token that the model wrote and 0 for those that tools did, as in TRL; `messages` are the
+    assistant's and the tools' in turn.
+    """
+
+    tool_mask: tuple[int, ...]
+    messages: tuple[dict[str, Any], ...]
+    num_calls: int
+    num_failures: int
 
 
 class Completion(msgspec.Struct, frozen=True, array_like=True):
     """Tokens that were sampled, each with its log-probability at the temperature, before top-k and top-p.
 
-    The last is one that ends a reply, unless the completion `is_truncated`.
+    The last is one that ends a reply, unless the completion `is_truncated`. Where a job has tools, rank 0 adds what
+    they wrote, with a log-probability of 0, and the `turns` tell whose each token is.
     """
 
     ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     is_truncated: bool
+    turns: Turns | None = None
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the model wrote."""
+        return len(self.ids) if self.turns is None else sum(self.turns.tool_mask)
 
 
 class RolloutOrder(msgspec.Struct, frozen=True):

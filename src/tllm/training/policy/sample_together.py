@@ -33,13 +33,27 @@ def sample_together(
 ) -> tuple[RolloutOrder, list[Completion]]:
     """Every rank calls it, with the `order` on rank 0: the order, and the completions of all its groups, one by one.
 
-    They are the same on every rank; of an order with a fault there are none.
+    They are the same on every rank; of an order with a fault, or without groups, there are none.
     """
     world = config.groups.world
     payload = None if order is None else msgspec.msgpack.encode(order)
     asked = decode_order(world.broadcast_bytes(payload, limit=LIMIT))
-    if asked.fault is not None:
+    if asked.fault is not None or not any(asked.groups):
         return asked, []
     mine = rollouts.sample(asked.groups[config.plan.coordinates(config.rank).replica], asked.stop_ids, sampling)
     parts = world.all_gather_bytes(encode_completions(mine), limit=LIMIT)
     return asked, [one for part in parts for one in decode_completions(part)]
+
+
+class CompletionSampler:
+    """Samples what rank 0 asks for, one turn of each completion. Every rank makes the same calls."""
+
+    tool_seconds = 0.0
+    """What tools took in the last call."""
+
+    def __init__(self, config: RankConfig, rollouts: Rollouts, sampling: CompletionSampling) -> None:
+        self.config, self.rollouts, self.sampling = config, rollouts, sampling
+
+    def __call__(self, order: RolloutOrder | None) -> tuple[RolloutOrder, list[Completion]]:
+        """The `order`, which rank 0 gives, and the completions of all its groups, one by one; of a fault none."""
+        return sample_together(self.config, self.rollouts, self.sampling, order)

@@ -63,6 +63,23 @@ def test_messages_need_a_template(tokenizer: Tokenizer) -> None:
         PromptEncoder(tokenizer, None, 9).encode({"prompt": [{"role": "user", "content": "7"}]})
 
 
+def test_tools_are_shown_in_every_prompt_and_change_what_is_kept_of_them(tokenizer: Tokenizer) -> None:
+    source = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}" + TEMPLATE
+    row = {"prompt": [{"role": "user", "content": "7"}]}
+    encoders = [
+        PromptEncoder(tokenizer, ChatTemplate(source), 9, [{"function": {"name": name}} for name in names])
+        for names in ((), ("a",), ("a", "b"))
+    ]
+    texts = [tokenizer.decode(encoder.encode(row).ids.tolist()) for encoder in encoders]
+    assert texts == ["(7)=", "a(7)=", "ab(7)="] and len({encoder.key for encoder in encoders}) == 3
+    for wrong, words in (
+        ({"prompt": "7="}, "the prompt is a text and the job has tools"),
+        ({**row, "tools": [{"function": {"name": "b"}}]}, "the row has tools of its own and the job has others"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            encoders[1].encode(wrong)
+
+
 def test_steps_that_share_prompts_count_as_one_place(tmp_path: Path, tokenizer: Tokenizer) -> None:
     rows = [{"prompt": f"{number}="} for number in range(8)]
     first = batches(tmp_path, tokenizer, rows, steps_each=3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ max_steps = 6
 [grpo]
 reward_funcs = ["rewards:correct", "deeper.rewards:other"]
 epsilon_high = 0.28
+tools = ["tools:calculator"]
 """
 
 
@@ -41,6 +44,7 @@ def test_functions_are_named_from_the_folder_of_the_jobs_file(tmp_path: Path) ->
         (tmp_path / "rewards.py", "correct"),
         (tmp_path / "deeper" / "rewards.py", "other"),
     ]
+    assert [function_parts(text) for text in table.tools] == [(tmp_path / "tools.py", "calculator")]
     assert table.clip_range == (0.8, 1.28) and resolved.origins["grpo.beta"] == "--set"
     again = tmp_path / "elsewhere" / "job.toml"
     again.parent.mkdir()
@@ -66,6 +70,13 @@ def test_functions_are_named_from_the_folder_of_the_jobs_file(tmp_path: Path) ->
         (GRPOConfig, {**FUNCTIONS, "reward_timeout": 600.0}, "must be less than 600"),
         (GRPOConfig, {**FUNCTIONS, "advantage": "rloo"}, "RLOO divides by nothing"),
         (RejectionConfig, {**FUNCTIONS, "keep": 9}, "rejection.keep is 9 and rejection.num_generations is 8"),
+        (GRPOConfig, {**FUNCTIONS, "tools": ("calculator",)}, "grpo: tools names 'calculator'"),
+        (
+            RejectionConfig,
+            {**FUNCTIONS, "tools": ("a:f", "b:f")},
+            "rejection.tools has two functions of one name: f, f",
+        ),
+        (GRPOConfig, {**FUNCTIONS, "max_tool_calling_iterations": 0}, "max_tool_calling_iterations is 0 and must be 1"),
     ],
 )
 def test_what_cannot_be_is_refused_by_the_key(kind: type, keys: dict[str, Any], words: str) -> None:
@@ -127,6 +138,20 @@ def test_jobs_that_do_not_go_with_sampling_are_refused(
     job = policy_job(task, tmp_path / "run", grpo(task, **keys), **more)
     with pytest.raises((ConfigError, PlanError), match=words):
         check_combination(job, Plan.parse("pp=1", 2), spec_of(job))
+
+
+def test_turns_do_not_go_with_a_rope_that_grows_with_them(tmp_path: Path) -> None:
+    write_task(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    scaling = {"rope_type": "dynamic", "factor": 2.0}
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config, "rope_scaling": scaling, "max_position_embeddings": 12})
+    )
+    words = "grpo.tools, and seq_len is 16: this model's dynamic rope .* beyond 12 tokens"
+    for tools in ((), ("tools.py:add",)):
+        job = policy_job(tmp_path, tmp_path / "run", grpo(tmp_path, tools=tools))
+        with pytest.raises(ConfigError, match=words) if tools else nullcontext():
+            check_combination(job, Plan.parse("pp=1", 2), spec_of(job))
 
 
 def test_a_task_and_its_table_come_together(task: Path, tmp_path: Path) -> None:

@@ -72,6 +72,17 @@ export function drawRun(parent, training, samples) {
   replace(parent, table(["", ""], rows));
 }
 
+const isTurns = (value) => Array.isArray(value) && value.every((one) => typeof one.role === "string");
+
+/** Messages with a line for each turn, and for each call in it. */
+const turns = (messages) =>
+  messages
+    .flatMap((one) => [
+      `${one.name ?? one.role}: ${one.content ?? ""}`,
+      ...(one.tool_calls ?? []).map((call) => `→ ${call.function.name}(${JSON.stringify(call.function.arguments)})`),
+    ])
+    .join("\n");
+
 /** What the model wrote after its last evaluation, below what it was asked, in a section that is shown once it has. */
 export function drawCompletions(section, samples) {
   const last = samples.findLast((sample) => sample.completions?.length);
@@ -79,7 +90,7 @@ export function drawCompletions(section, samples) {
   if (!last || section.dataset.time === String(last.time)) return;
   section.dataset.time = last.time;
   section.querySelector("h2").textContent = `Completions of rows held out, after step ${count(last.record.step)}`;
-  const text = (value) => (typeof value === "string" ? value : JSON.stringify(value));
+  const text = (value) => (typeof value === "string" ? value : isTurns(value) ? turns(value) : JSON.stringify(value));
   const written = (one) => text(one.completion) + (one.truncated ? " …" : "");
   const isRewarded = last.completions.some((one) => one.reward !== null);
   const beside = isRewarded ? (one) => one.reward.toPrecision(3) : (one) => text(one.reference ?? "");
