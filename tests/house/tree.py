@@ -75,7 +75,8 @@ SUB_PACKAGES = {
     ),
     "training": (
         *("data", "state", "attention", "checkpoint", "gradients", "job", "objectives", "lora", "optim", "step"),
-        *("teachers", "evaluation", "policy", "measure", "report", "sync", "parameter_server", "snapshot", "."),
+        *("questions", "teachers", "evaluation", "policy", "measure", "report", "sync"),
+        *("parameter_server", "snapshot", "."),
     ),
     "parallel": (".", "grid"),
     "spec": ("quantized", "gguf", "lora", "grid", "."),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from tllm.core.errors import ConfigError
-from tllm.training.job.key_limits import KeyLimits
+from tllm.training.job.key_limits import KeyLimits, address_of
 from tllm.training.job.rollout_keys import RolloutConfig
 
 
@@ -108,12 +108,4 @@ class DistillationKeys:
                 "name a model to compute beside the student, or the addresses where `tllm teach` serves it",
             )
         for address in self.teachers:
-            address_of(address)
-
-
-def address_of(text: str) -> tuple[str, int]:
-    """The host and port of "HOST:PORT"."""
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise ConfigError(f"distill.teachers has {text!r}, which is not HOST:PORT", "for example 10.0.0.7:7070")
-    return host.strip("[]"), int(port)
+            address_of(address, "distill.teachers")
