@@ -75,7 +75,7 @@ SUB_PACKAGES = {
     ),
     "training": (
         *("data", "state", "attention", "checkpoint", "gradients", "job", "objectives", "lora", "optim", "step"),
-        *("questions", "teachers", "evaluation", "policy", "measure", "report", "sync"),
+        *("questions", "teachers", "evaluation", "policy", "rollout_servers", "measure", "report", "sync"),
         *("parameter_server", "snapshot", "."),
     ),
     "parallel": (".", "grid"),

@@ -90,7 +90,7 @@ def training_facts(job: Job, mirrored: bool = False, teacher: ModelSpec | None =
         residual=job.gradient_compression in LOSSY,
         late=job.delay_steps > 0,
         adapter=None if job.lora is None else _adapter_facts(job.lora),
-        sampling=sampling_facts(job),
+        sampling=None if is_sampled_apart(job) else sampling_facts(job),
         reference=job.task == "grpo" and job.grpo is not None and job.grpo.beta > 0,
         teacher=None if teacher is None else teacher_facts(job, teacher),
     )
@@ -155,6 +155,11 @@ def is_evaluated_by_completions(job: Job) -> bool:
 def is_sampled(job: Job) -> bool:
     """Whether the run samples completions, to learn from or to be read."""
     return job.rollouts is not None or is_evaluated_by_completions(job)
+
+
+def is_sampled_apart(job: Job) -> bool:
+    """Whether completions are sampled by servers elsewhere."""
+    return job.rollouts is not None and bool(job.rollouts.rollout_servers)
 
 
 def snapshot_steps(job: Job) -> int:

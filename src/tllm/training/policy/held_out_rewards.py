@@ -75,6 +75,8 @@ class HeldOutRewards:
         while True:
             order = None if self._rewards is None else self._order(number if outcome.fault is None else -1)
             asked, completions = sample_together(self._config, self._rollouts, self._sampling, order)
+            if asked.fault is not None:
+                outcome = Outcome(fault=asked.fault)
             if not any(asked.groups):
                 break
             if self._rewards is not None:
