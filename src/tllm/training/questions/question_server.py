@@ -174,9 +174,9 @@ class QuestionServer(Generic[Intro, Q, A]):
                 session = self._answerer.open_session(introduction)
         except FrameError:
             raise
-        except TllmError as error:
-            log.warning("cannot serve the run at %s: %s", peer, error.message)
-            connection.send_answer(Greeting(self._answerer.name, error.message))
+        except (TllmError, RuntimeError) as error:
+            log.warning("cannot serve the run at %s: %s", peer, _reason(error))
+            connection.send_answer(Greeting(self._answerer.name, _reason(error)))
             return None
         try:
             connection.send_answer(Greeting(self._answerer.name))
@@ -195,11 +195,14 @@ class QuestionServer(Generic[Intro, Q, A]):
                 try:
                     with self._computing:
                         answer = session.answer(question)
-                except TllmError as error:
-                    answer = session.failed(question, error.message)
-                except RuntimeError as error:  # torch's, out of memory say: the run is to end with it, not to ask again
-                    answer = session.failed(question, f"it failed: {str(error).splitlines()[0]}")
+                except (TllmError, RuntimeError) as error:
+                    answer = session.failed(question, _reason(error))
                 connection.send_answer(answer)
                 answers += 1
         finally:
             log.info("%d questions of the run at %s were answered", answers, peer)
+
+
+def _reason(error: TllmError | RuntimeError) -> str:
+    """In one line. A RuntimeError is torch's, out of memory say: the run is to end with it, and not to ask again."""
+    return error.message if isinstance(error, TllmError) else f"it failed: {error}".splitlines()[0]

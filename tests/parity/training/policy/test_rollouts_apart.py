@@ -223,7 +223,7 @@ def test_servers_that_are_lost_for_good_cost_no_step(
                     stop.pop()()
                 return found
 
-            trainer.train_step = train_step  # type: ignore[method-assign]
+            monkeypatch.setattr(trainer, "train_step", train_step)
 
         with pytest.raises(ConfigError, match=rf"rollout servers {address_of(one)} \(.*none could be reached"):
             train(job, "dp=2", damage=lose)
@@ -235,7 +235,8 @@ def test_servers_that_are_lost_for_good_cost_no_step(
 
 
 def test_evaluations_are_sampled_apart_too(task: Path, tmp_path: Path) -> None:
-    secret, more = tmp_path / "key", {"eval_files": (str(task / "prompts.jsonl"),), "eval_steps": 2}
+    secret = tmp_path / "key"
+    more: dict[str, Any] = {"eval_files": (str(task / "prompts.jsonl"),), "eval_steps": 2}
     want = records(train(job_of(task, tmp_path / "alone", dtype="float64", **more), "pp=1"))
     with sampling(task, secret) as one:
         job = job_of(task, tmp_path / "run", [address_of(one)], secret, dtype="float64", **more)
