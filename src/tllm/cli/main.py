@@ -20,6 +20,7 @@ COMMANDS = {
     "serve": "serve a model over HTTP, on this machine or over several",
     "train": "train a model: here, on several machines, or under torchrun or Slurm",
     "teach": "let a model teach students that are trained elsewhere",
+    "rollout": "let a machine sample completions for runs elsewhere, with their weights",
     "join": "give this machine to a cluster",
     "status": "show a running cluster: nodes, layers, memory, links",
     "top": "watch a running cluster: machines, tokens over time, what happens",
@@ -33,10 +34,15 @@ COMMANDS = {
     "bench": "measure links and collectives beside what others use",
     "demo": "split the model that ships with the project over three processes here",
 }
-PLACES = {"models": "folders", "export": "folders", "teach": "commands.post_training"}
+PLACES = {
+    "models": "folders",
+    "export": "folders",
+    "teach": "commands.post_training",
+    "rollout": "commands.post_training",
+}
 """Where the modules of commands are that are not in `tllm.cli.commands`."""
 
-COMPUTE = {"generate", "chat", "serve", "train", "teach", "join", "verify", "profile"}
+COMPUTE = {"generate", "chat", "serve", "train", "teach", "rollout", "join", "verify", "profile"}
 """Commands whose own process may run a model."""
 
 INTERRUPTED = 130

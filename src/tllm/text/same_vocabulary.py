@@ -1,9 +1,12 @@
-"""Whether two models have the same tokens, so that one can draft for the other, or teach it."""
+"""Whether two models have the same tokens, so that one can draft for the other, teach it, or sample for it."""
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Literal
+
+import msgspec
 
 from tllm.core.errors import ConfigError
 from tllm.text.tokenizer import Tokenizer
@@ -67,3 +70,12 @@ def _compare(ours: Tokenizer, theirs: Tokenizer, target: Path, draft: Path, othe
 
 def _tokens(tokenizer: Tokenizer) -> dict[int, str]:
     return {token_id: token for token, token_id in tokenizer.inner.get_vocab(with_added_tokens=True).items()}
+
+
+def vocabulary_digest(folder: Path) -> str:
+    """The tokens of a folder's tokenizer and their ids, as 16 hexadecimal digits; "" without a tokenizer."""
+    tokenizer = Tokenizer.from_folder(folder)
+    if tokenizer is None:
+        return ""
+    tokens = sorted((number, token) for token, number in tokenizer.inner.get_vocab(with_added_tokens=True).items())
+    return hashlib.sha256(msgspec.msgpack.encode(tokens)).hexdigest()[:16]

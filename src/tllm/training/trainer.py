@@ -14,10 +14,15 @@ from tllm.training.evaluation.forward_work import ForwardWork
 from tllm.training.feeds import completion_source, policy_feed, rows_feed, sampled_evaluation
 from tllm.training.job.initial_model import InitialModel
 from tllm.training.job.job import Job
-from tllm.training.job.job_parts import is_evaluated_by_completions, is_sampled, learning_rate_schedule
+from tllm.training.job.job_parts import (
+    is_evaluated_by_completions,
+    is_sampled,
+    is_sampled_apart,
+    learning_rate_schedule,
+)
 from tllm.training.measure.peak_flops import matrix_peak
 from tllm.training.parameter_server.learner import ParameterServerLearner
-from tllm.training.policy.rollouts import MakeRollouts
+from tllm.training.policy.rollouts import MakeRollouts, Rollouts
 from tllm.training.report.events import (
     TOLD_COMPLETIONS,
     IsStopped,
@@ -31,6 +36,7 @@ from tllm.training.report.events import (
 )
 from tllm.training.report.metrics import Sink, StepRecord, sinks
 from tllm.training.report.step_report import RankCounters, StepReport
+from tllm.training.rollout_servers.rollouts_apart import RolloutsApart
 from tllm.training.run_state import NO_MODEL, RunState
 from tllm.training.snapshot.replication import SnapshotReplicator
 from tllm.training.state.initial_weights import InitialWeights, parameter_count
@@ -77,7 +83,11 @@ class RankTrainer:
         self._meet_steps = MEET_STEPS if config.plan.servers and config.job.max_staleness else 1
         with_positions = replicator is not None
         model, beginning = self._model, initial_model
-        rollouts = make_rollouts(config, model) if make_rollouts is not None and is_sampled(config.job) else None
+        rollouts: Rollouts | None = None
+        if is_sampled_apart(config.job):
+            rollouts = RolloutsApart(config, model, beginning)
+        elif make_rollouts is not None and is_sampled(config.job):
+            rollouts = make_rollouts(config, model)
         source = None if rollouts is None else completion_source(config, beginning, rollouts)
         self._feed, position = (
             rows_feed(config, beginning, self._meet_steps, with_positions)

@@ -21,7 +21,7 @@ from tllm.parallel.mesh import mesh_of
 from tllm.spec.plan import Plan
 from tllm.spec.request import Output, Request, SamplingParams
 from tllm.training.job.job_parts import sampling_facts
-from tllm.training.policy.rollouts import Completion, CompletionSampling, PromptGroup
+from tllm.training.policy.rollouts import Completion, CompletionSampling, PromptGroup, RolloutOrder
 from tllm.training.step.rank_groups import Groups, RankConfig
 from tllm.training.step.rank_model import RankModel
 
@@ -72,9 +72,18 @@ class ColocatedRollouts:
 
     def __init__(self, config: RankConfig, stage: PipelineStage, is_first: bool, one_by_one: bool) -> None:
         self._plan, self._eos_ids = config.plan, config.spec.eos_token_ids
+        self._replica = config.plan.coordinates(config.rank).replica
         self._stage, self._is_first, self._one_by_one = stage, is_first, one_by_one
         self._lora = POLICY if config.job.lora is not None else ""
         self._scheduler = self._new_scheduler()
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Nothing that others do not tell."""
+        return {}
+
+    def share(self, order: RolloutOrder) -> Sequence[PromptGroup]:
+        return order.groups[self._replica]
 
     def sample(
         self, groups: Sequence[PromptGroup], stop_ids: Sequence[int], sampling: CompletionSampling
@@ -126,7 +135,7 @@ class ColocatedRollouts:
 
 def _params(sampling: CompletionSampling, group: PromptGroup, number: int, stop_ids: Sequence[int]) -> SamplingParams:
     return SamplingParams(
-        max_tokens=sampling.max_tokens if group.max_tokens is None else group.max_tokens,
+        max_tokens=group.most_tokens(sampling),
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,

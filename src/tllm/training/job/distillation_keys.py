@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from tllm.core.errors import ConfigError
-from tllm.training.job.key_limits import KeyLimits
+from tllm.training.job.key_limits import KeyLimits, check_addresses
 from tllm.training.job.rollout_keys import RolloutConfig
 
 
@@ -68,6 +68,12 @@ class DistillationKeys:
     """Learn nothing from a completion of the student's that was cut off at `max_completion_length`."""
     max_num_seqs: int = 32
     """Completions that one replica samples at once. Its KV cache has room for so many of `seq_len` tokens."""
+    rollout_servers: tuple[str, ...] = ()
+    """With `lmbda`: addresses (`HOST:PORT`) where `tllm rollout` samples the student's completions, each a share; left
+    out, the ranks that train sample them."""
+    rollout_secret: str = "rollout.key"
+    """With `rollout_servers`: the file of the secret by which they and the run trust each other (`tllm rollout
+    --secret`)."""
 
     @property
     def rollouts(self) -> RolloutConfig | None:
@@ -80,6 +86,8 @@ class DistillationKeys:
             temperature=self.temperature,
             mask_truncated_completions=self.mask_truncated_completions,
             max_num_seqs=self.max_num_seqs,
+            rollout_servers=self.rollout_servers,
+            rollout_secret=self.rollout_secret,
         )
 
     def __post_init__(self) -> None:
@@ -107,13 +115,10 @@ class DistillationKeys:
                 f"a student learns from distill.teacher_model_name_or_path or from distill.teachers, and {both}",
                 "name a model to compute beside the student, or the addresses where `tllm teach` serves it",
             )
-        for address in self.teachers:
-            address_of(address)
-
-
-def address_of(text: str) -> tuple[str, int]:
-    """The host and port of "HOST:PORT"."""
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise ConfigError(f"distill.teachers has {text!r}, which is not HOST:PORT", "for example 10.0.0.7:7070")
-    return host.strip("[]"), int(port)
+        for key in ("teachers", "rollout_servers"):
+            check_addresses(getattr(self, key), f"distill.{key}")
+        if self.rollout_servers and not self.lmbda:
+            raise ConfigError(
+                "distill.rollout_servers is given and distill.lmbda is 0: the student writes nothing",
+                "leave it out, or give lmbda, the share of steps in which it does",
+            )

@@ -179,7 +179,9 @@ def files_read(job: Job) -> tuple[str, ...]:
     """The files that rank 0 of a run reads beside weights, as far as the job names them by their paths."""
     keys = job.distill
     teacher = None if keys is None else keys.teacher_secret if keys.teachers else keys.teacher_model_name_or_path
-    named = [name for name in (job.model_name_or_path, job.config_name, job.tokenizer_name, teacher) if name]
+    rollouts = job.rollouts
+    secret = rollouts.rollout_secret if rollouts is not None and rollouts.rollout_servers else None
+    named = [name for name in (job.model_name_or_path, job.config_name, job.tokenizer_name, teacher, secret) if name]
     return (*job.train_files, *job.eval_files, *(name for name in named if Path(name).exists()))
 
 

@@ -92,7 +92,7 @@ def training_facts(
         residual=job.gradient_compression in LOSSY,
         late=job.delay_steps > 0,
         adapter=None if job.lora is None else _adapter_facts(job.lora),
-        sampling=sampling_facts(job),
+        sampling=None if is_sampled_apart(job) else sampling_facts(job),
         reference=job.task == "grpo" and job.grpo is not None and job.grpo.beta > 0,
         teacher=None if teacher is None else teacher_facts(job, teacher),
         value_pass=value_pass,
@@ -158,6 +158,11 @@ def is_evaluated_by_completions(job: Job) -> bool:
 def is_sampled(job: Job) -> bool:
     """Whether the run samples completions, to learn from or to be read."""
     return job.rollouts is not None or is_evaluated_by_completions(job)
+
+
+def is_sampled_apart(job: Job) -> bool:
+    """Whether completions are sampled by servers elsewhere."""
+    return job.rollouts is not None and bool(job.rollouts.rollout_servers)
 
 
 def snapshot_steps(job: Job) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tllm.core.errors import ConfigError, nearest
@@ -42,3 +42,19 @@ class KeyLimits:
                     raise ConfigError(f"{name} is {value} and must be less than {self.below[key]}")
             if key in self.choices and value not in self.choices[key]:
                 raise ConfigError(f"{name} is {value!r}", nearest(str(value), self.choices[key]))
+
+
+def address_of(text: str, key: str) -> tuple[str, int]:
+    """The host and port of "HOST:PORT"; ConfigError, which names the key, for anything else."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ConfigError(f"{key} has {text!r}, which is not HOST:PORT", "for example 10.0.0.7:7070")
+    return host.strip("[]"), int(port)
+
+
+def check_addresses(texts: Sequence[str], key: str) -> None:
+    """ConfigError for a text that is no address, and for an address that is named twice."""
+    for at, text in enumerate(texts):
+        address_of(text, key)
+        if text in texts[:at]:
+            raise ConfigError(f"{key} names {text} twice", "name each server once")

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Self
 
 from tllm.core.errors import ConfigError
-from tllm.training.job.key_limits import KeyLimits
+from tllm.training.job.key_limits import KeyLimits, check_addresses
 
 FUNCTION = re.compile(r"(?P<module>.*\.py|\w+(\.\w+)*):(?P<function>[A-Za-z_]\w*)")
 """`module:function`, and `PATH.py:function`, as a job has it once its folder is known."""
@@ -67,6 +67,12 @@ class RolloutConfig:
     num_completions_to_print: int = 4
     """Completions of each step that are written to `completions.jsonl` in the run's folder, to be read; and of each
     evaluation to `eval_completions.jsonl`."""
+    rollout_servers: tuple[str, ...] = ()
+    """Addresses (`HOST:PORT`) where `tllm rollout` samples the completions, each with a share of the prompts; left out,
+    the ranks that train sample them."""
+    rollout_secret: str = "rollout.key"
+    """With `rollout_servers`: the file of the secret by which they and the run trust each other (`tllm rollout
+    --secret`)."""
     num_generations_eval: int | None = None
     """Completions that an evaluation samples of each prompt of `eval_files`; left out: `num_generations`."""
     tools: tuple[str, ...] = ()
@@ -84,6 +90,7 @@ class RolloutConfig:
 
     def _check(self, table: str, limits: KeyLimits) -> None:
         limits.check({field.name: getattr(self, field.name) for field in fields(self)}, table)
+        check_addresses(self.rollout_servers, f"{table}.rollout_servers")
         if not self.reward_funcs:
             raise ConfigError(
                 f"{table}.reward_funcs is empty", 'name a function that rewards completions: ["rewards:correct"]'

@@ -61,9 +61,9 @@ class HeldOutCompletions:
         if self._tokenizer is not None:
             groups = [PromptGroup(prompt.ids, (0,)) for prompt in self._prompts]
             order = dealt(groups, self._tokenizer.eos_ids, self._config.plan)
-        _, completions = sample_together(self._config, self._rollouts, self._sampling, order)
-        if self._tokenizer is None:
-            return Evaluated()
+        asked, completions = sample_together(self._config, self._rollouts, self._sampling, order)
+        if self._tokenizer is None or asked.fault is not None:
+            return Evaluated(fault=asked.fault)
         pairs = zip(self._prompts, completions, strict=True)
         return Evaluated(completions=tuple(self._record(step, *pair) for pair in pairs))
 

@@ -21,8 +21,8 @@ from tllm.training.job.job import Job
 from tllm.training.policy.completion_rewards import length_metrics
 from tllm.training.policy.rewarded_rows import completion_row
 from tllm.training.policy.rollouts import Completion, PromptGroup, completion_seed
-from tllm.training.teachers.question_queue import AskedRow
 from tllm.training.teachers.teacher_pool import TeacherPool
+from tllm.training.teachers.teacher_threads import AskedRow
 
 log = logging.getLogger("tllm.train")
 

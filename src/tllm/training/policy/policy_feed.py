@@ -160,6 +160,7 @@ class PolicyFeed:
             return [_faulty((error.message, error.hint))] * plan.replicas
         position = self._judged.position(self._step + self._passes) if self._with_positions else b""
         batches = split_global_batch(rows, plan.dp, self._config.job.microbatch_size, position)
+        metrics = {**metrics, **self._sampler.rollouts.metrics}
         return [msgspec.structs.replace(batch, metrics=metrics) for batch in batches]
 
     def _with_reference(self, microbatches: list[Tokens]) -> list[Tokens]:

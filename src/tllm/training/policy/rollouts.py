@@ -5,7 +5,7 @@ The engine and the trainer know nothing of each other: whoever starts a rank han
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -39,6 +39,10 @@ class PromptGroup(msgspec.Struct, frozen=True, array_like=True):
     ids: tuple[int, ...]
     seeds: tuple[int, ...]
     max_tokens: int | None = None
+
+    def most_tokens(self, sampling: CompletionSampling) -> int:
+        """The most that each completion may have."""
+        return sampling.max_tokens if self.max_tokens is None else self.max_tokens
 
 
 class Turns(msgspec.Struct, frozen=True, array_like=True):
@@ -84,12 +88,24 @@ class RolloutOrder(msgspec.Struct, frozen=True):
 
 
 class Rollouts(Protocol):
-    """Samples with the rank's own weights, as they are at the moment. Every rank of a replica makes the same calls."""
+    """Samples with the weights that are trained, as they are at the moment: here, or on other machines.
+
+    Every rank of a replica makes the same calls. `metrics` are of the last call, on rank 0.
+    """
+
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
+
+    def share(self, order: RolloutOrder) -> Sequence[PromptGroup]:
+        """What of an order the rank's replica is to sample."""
 
     def sample(
         self, groups: Sequence[PromptGroup], stop_ids: Sequence[int], sampling: CompletionSampling
     ) -> list[Completion]:
-        """The completions of each group in turn, on the replica's first rank; nothing on the others."""
+        """The completions of each group in turn, on the replica's first rank; nothing on the others.
+
+        ConfigError, on the first rank of all, where that cannot be done and the run is to end.
+        """
 
     def close(self) -> None:
         """Let go of the cache."""
@@ -111,15 +127,17 @@ def completion_seed(seed: int, step: int, place: int, number: int) -> int:
     return key_for("completion", seed, step, place, number) >> 1
 
 
-def encode_completions(completions: Sequence[Completion]) -> bytes:
-    """As they travel to rank 0."""
-    return msgspec.msgpack.encode(completions)
+class SampledPart(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank sampled, as it travels to the others; or a `fault`, with a hint."""
+
+    completions: tuple[Completion, ...] = ()
+    fault: tuple[str, str] | None = None
 
 
-def decode_completions(content: bytes) -> list[Completion]:
-    """What `encode_completions` made; FrameError for anything else."""
+def decode_part(content: bytes) -> SampledPart:
+    """FrameError for anything else."""
     try:
-        return msgspec.msgpack.decode(content, type=list[Completion])
+        return msgspec.msgpack.decode(content, type=SampledPart)
     except UNREADABLE as error:
         raise FrameError(f"what a replica sent are no completions: {error}") from error
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from tllm.core.errors import ConfigError
 from tllm.spec.plan import Plan
 from tllm.training.data.batch_feed import LIMIT
 from tllm.training.data.packing import deal
@@ -15,9 +16,9 @@ from tllm.training.policy.rollouts import (
     PromptGroup,
     RolloutOrder,
     Rollouts,
-    decode_completions,
+    SampledPart,
     decode_order,
-    encode_completions,
+    decode_part,
 )
 from tllm.training.step.rank_groups import RankConfig
 
@@ -33,16 +34,23 @@ def sample_together(
 ) -> tuple[RolloutOrder, list[Completion]]:
     """Every rank calls it, with the `order` on rank 0: the order, and the completions of all its groups, one by one.
 
-    They are the same on every rank; of an order with a fault, or without groups, there are none.
+    They are the same on every rank. Of an order without groups there are none, nor of one with a fault, which sampling
+    may bring too.
     """
     world = config.groups.world
     payload = None if order is None else msgspec.msgpack.encode(order)
     asked = decode_order(world.broadcast_bytes(payload, limit=LIMIT))
     if asked.fault is not None or not any(asked.groups):
         return asked, []
-    mine = rollouts.sample(asked.groups[config.plan.coordinates(config.rank).replica], asked.stop_ids, sampling)
-    parts = world.all_gather_bytes(encode_completions(mine), limit=LIMIT)
-    return asked, [one for part in parts for one in decode_completions(part)]
+    try:
+        mine = SampledPart(tuple(rollouts.sample(rollouts.share(asked), asked.stop_ids, sampling)))
+    except ConfigError as error:
+        mine = SampledPart(fault=(error.message, error.hint))
+    parts = [decode_part(part) for part in world.all_gather_bytes(msgspec.msgpack.encode(mine), limit=LIMIT)]
+    fault = next((part.fault for part in parts if part.fault is not None), None)
+    if fault is not None:
+        return RolloutOrder((), (), fault), []
+    return asked, [one for part in parts for one in part.completions]
 
 
 class CompletionSampler:

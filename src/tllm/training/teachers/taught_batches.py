@@ -8,8 +8,8 @@ from tllm.training.data.batch_feed import StepRows
 from tllm.training.data.packing import PackedRow
 from tllm.training.job.initial_model import InitialModel
 from tllm.training.job.job import Job
-from tllm.training.teachers.question_queue import AskedRow
 from tllm.training.teachers.teacher_pool import TeacherPool
+from tllm.training.teachers.teacher_threads import AskedRow
 
 STEPS_AHEAD = 1
 """Steps whose rows are with the teachers while rank 0 waits for those of an earlier one, and the feed holds another."""

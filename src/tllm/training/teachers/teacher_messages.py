@@ -1,19 +1,15 @@
-"""What a run and a teacher elsewhere say to each other: msgpack in frames of bounded length."""
+"""What a run and a teacher elsewhere say to each other."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tllm.core.errors import UNREADABLE, FrameError
-
-GREETING_LIMIT = 4096
-QUESTION_LIMIT = 1 << 26
-ANSWER_LIMIT = 1 << 30
-"""Bytes of one message, at most."""
+from tllm.core.errors import FrameError
+from tllm.training.questions.run_connection import Conversation
 
 
 class Lesson(msgspec.Struct, frozen=True):
@@ -37,13 +33,6 @@ class Lesson(msgspec.Struct, frozen=True):
     def id_type(self) -> Literal["<u2", "<i4"]:
         """What ids of answers are: numbers of 2 bytes where the student's tokens all have one, else of 4."""
         return "<u2" if self.vocab_size <= 2**16 else "<i4"
-
-
-class Greeting(msgspec.Struct, frozen=True):
-    """The teacher's answer to a lesson: which model it is, and why it cannot teach this, "" where it can."""
-
-    model: str
-    refused: str = ""
 
 
 class Question(msgspec.Struct, frozen=True, array_like=True):
@@ -77,15 +66,12 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
         return np.frombuffer(self.counts, dtype="<u2").astype(np.int64)
 
 
-Message = TypeVar("Message", Lesson, Greeting, Question, Answer)
-
-
-def decoded(content: bytes, kind: type[Message]) -> Message:
-    """FrameError for anything else."""
-    try:
-        return msgspec.msgpack.decode(content, type=kind)
-    except UNREADABLE as error:
-        raise FrameError(f"not a {kind.__name__}: {error}") from error
+TEACHING = Conversation(
+    "teacher",
+    introductions=msgspec.msgpack.Decoder(Lesson),
+    questions=msgspec.msgpack.Decoder(Question),
+    answers=msgspec.msgpack.Decoder(Answer),
+)
 
 
 def packed(numbers: NDArray[Any]) -> bytes:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -21,7 +19,7 @@ from tllm.parallel.top_log_probs import top_log_probs
 from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
 from tllm.spec.model_spec import ModelSpec
-from tllm.text.tokenizer import Tokenizer
+from tllm.text.same_vocabulary import vocabulary_digest
 from tllm.training.attention.packed_attention import TrainAttend
 from tllm.training.data.batch_tensors import tokens_of
 from tllm.training.data.encoder import IGNORED
@@ -79,6 +77,12 @@ class TeacherModel:
             return f"top_k is {lesson.top_k} and teacher and student share {min(lesson.vocab_size, ours)} tokens"
         return ""
 
+    def open_session(self, lesson: Lesson) -> TeacherSession:
+        """What answers one run. ConfigError for a student that this model cannot teach."""
+        if reason := self.refusal(lesson):
+            raise ConfigError(reason)
+        return TeacherSession(self, lesson)
+
     @torch.inference_mode()
     def answer(self, question: Question, lesson: Lesson) -> Answer:
         """The log-probabilities that are asked for. FrameError for a question that is not one."""
@@ -111,13 +115,21 @@ class TeacherModel:
         return Answer(question.number, sent, _floats(log_p_PB))
 
 
-def vocabulary_digest(folder: Path) -> str:
-    """The tokens of a folder's tokenizer and their ids, as 16 hexadecimal digits; "" without a tokenizer."""
-    tokenizer = Tokenizer.from_folder(folder)
-    if tokenizer is None:
-        return ""
-    tokens = sorted((number, token) for token, number in tokenizer.inner.get_vocab(with_added_tokens=True).items())
-    return hashlib.sha256(msgspec.msgpack.encode(tokens)).hexdigest()[:16]
+@dataclass(frozen=True)
+class TeacherSession:
+    """A teacher and what one run wants of it."""
+
+    teacher: TeacherModel
+    lesson: Lesson
+
+    def answer(self, question: Question) -> Answer:
+        return self.teacher.answer(question, self.lesson)
+
+    def failed(self, question: Question, reason: str) -> Answer:
+        return Answer(question.number, error=reason)
+
+    def close(self) -> None:
+        """Nothing is held for one run."""
 
 
 def _within_budget(number: int, ids_PK: Tensor, log_p_PB: Tensor, lost_PK: Tensor, lesson: Lesson) -> Answer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,27 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tllm.cluster.tls import data_client
-from tllm.core.errors import ClusterError
 from tllm.parallel.divergence import NO_TOKEN
-from tllm.text.same_vocabulary import check_same_vocabulary
+from tllm.text.same_vocabulary import check_same_vocabulary, vocabulary_digest
 from tllm.training.data.encoder import IGNORED
 from tllm.training.data.packing import PackedRow
-from tllm.training.job.distillation_keys import DistillationKeys, address_of
+from tllm.training.job.distillation_keys import DistillationKeys
 from tllm.training.job.initial_model import InitialModel
+from tllm.training.job.key_limits import address_of
 from tllm.training.objectives.distillation import BYTES, IDS, LOG_PROBS, LOST
-from tllm.training.teachers.question_queue import AskedRow, QuestionQueue
+from tllm.training.questions.remote_answerer import AnsweringThread, wait_for
+from tllm.training.questions.shared_secret import shared_identity
 from tllm.training.teachers.teacher_messages import Answer, Lesson, Question, packed
-from tllm.training.teachers.teacher_model import TeacherModel, vocabulary_digest
-from tllm.training.teachers.teacher_secret import teacher_identity
-from tllm.training.teachers.teacher_threads import LocalTeacher, RemoteTeacher, TeacherThread
-
-LOOK_SECONDS = 5.0
-"""Between two looks whether any teacher can be reached."""
-
-LOST_SECONDS = 500.0
-"""How long the run waits where no teacher can be reached: less than other ranks wait for their rows (`LINK_SECONDS`),
-so that the teacher is named and not the rank."""
-
+from tllm.training.teachers.teacher_model import TeacherModel
+from tllm.training.teachers.teacher_threads import AskedRow, LocalTeacher, TeacherQueue, remote_teacher
 
 Numbers = NDArray[Any]
 
@@ -46,7 +37,7 @@ class TeacherPool:
     else.
     """
 
-    def __init__(self, lesson: Lesson, queue: QuestionQueue, teachers: Sequence[TeacherThread]) -> None:
+    def __init__(self, lesson: Lesson, queue: TeacherQueue, teachers: Sequence[AnsweringThread]) -> None:
         self._lesson, self._queue, self._teachers = lesson, queue, list(teachers)
         self._number = 0
         self._has_warned = False
@@ -56,7 +47,7 @@ class TeacherPool:
     @classmethod
     def open(cls, keys: DistillationKeys, beginning: InitialModel) -> TeacherPool:
         """Those that a job names. ConfigError where teacher and student do not fit each other."""
-        spec, queue = beginning.spec, QuestionQueue()
+        spec, queue = beginning.spec, TeacherQueue("teacher")
         lesson = Lesson(
             keys.top_k, keys.temperature, spec.vocab_size, vocabulary_digest(beginning.folder), keys.kl_budget
         )
@@ -75,7 +66,7 @@ class TeacherPool:
     ) -> PackedRow:
         """The row with what a teacher says of each token, once it has; `on_wait` hears now and then for whom it waits.
 
-        ClusterError where no teacher can be reached for LOST_SECONDS.
+        ClusterError where no teacher can be reached for long (`wait_for`).
         """
         answer, nbytes = (Answer(0), 0) if asked is None else self._wait_for(asked, step, on_wait)
         places, tokens = np.flatnonzero(row.labels != IGNORED), len(row.labels)
@@ -122,21 +113,7 @@ class TeacherPool:
         )
 
     def _wait_for(self, asked: AskedRow, step: int, on_wait: Callable[[str], object]) -> tuple[Answer, int]:
-        reached = time.monotonic()
-        while True:
-            try:
-                return asked.answered.result(timeout=LOOK_SECONDS)
-            except TimeoutError:
-                now = time.monotonic()
-                if any(not teacher.trouble for teacher in self._teachers):
-                    reached = now
-                if now - reached > LOST_SECONDS:
-                    raise ClusterError(
-                        f"step {step + 1} waits for {self.waits_for()}; none could be reached "
-                        f"for {now - reached:.0f} s",
-                        "start the teachers again: the run goes on from its last save",
-                    ) from None
-                on_wait(self.waits_for())
+        return wait_for(asked, self._teachers, f"step {step + 1}", self.waits_for, on_wait)
 
 
 def _of_places(answer: Answer, places: int, lesson: Lesson) -> tuple[Numbers, Numbers]:
@@ -155,13 +132,14 @@ def _of_places(answer: Answer, places: int, lesson: Lesson) -> tuple[Numbers, Nu
 
 
 def _teachers(
-    keys: DistillationKeys, lesson: Lesson, queue: QuestionQueue, beginning: InitialModel
-) -> list[TeacherThread]:
+    keys: DistillationKeys, lesson: Lesson, queue: TeacherQueue, beginning: InitialModel
+) -> list[AnsweringThread]:
     if keys.teacher_model_name_or_path:
         teacher = TeacherModel.open(keys.teacher_model_name_or_path, keys.teacher_dtype)
         sizes = beginning.spec.vocab_size, teacher.spec.vocab_size
         check_same_vocabulary(beginning.folder, teacher.folder, *sizes, "teacher")
         compared = msgspec.structs.replace(lesson, vocabulary=teacher.vocabulary)  # token by token: padding may differ
         return [LocalTeacher(teacher, compared, queue)]
-    context = data_client(teacher_identity(Path(keys.teacher_secret), "student"))
-    return [RemoteTeacher(address_of(address), context, lesson, queue) for address in keys.teachers]
+    context = data_client(shared_identity(Path(keys.teacher_secret), "student", "tllm teach"))
+    addresses = [address_of(text, "distill.teachers") for text in keys.teachers]
+    return [remote_teacher(address, context, lesson, queue) for address in addresses]

@@ -2,43 +2,31 @@
 
 from __future__ import annotations
 
-import logging
 import ssl
 import threading
-from collections import deque
-from typing import Protocol
+from dataclasses import dataclass
 
 import numpy as np
 
-from tllm.core.errors import AuthError, ClusterError, ConfigError, FrameError, LinkError, TllmError
-from tllm.training.teachers.question_queue import AskedRow, QuestionQueue
-from tllm.training.teachers.teacher_connection import TeacherConnection
-from tllm.training.teachers.teacher_messages import Answer, Lesson
+from tllm.core.errors import ClusterError, ConfigError, TllmError
+from tllm.training.questions.question_queue import Asked, QuestionQueue
+from tllm.training.questions.remote_answerer import RemoteAnswerer
+from tllm.training.questions.run_connection import RunConnection
+from tllm.training.teachers.teacher_messages import TEACHING, Answer, Lesson, Question
 from tllm.training.teachers.teacher_model import TeacherModel
 
 IN_FLIGHT = 4
 """Rows that a teacher elsewhere has been asked and has not answered: it computes one while others travel."""
 
-RETRY_SECONDS = 0.5
-
-log = logging.getLogger("tllm.train")
-
-
-class TeacherThread(Protocol):
-    """Takes questions until the queue is over. `trouble`: why it cannot, in words; "" where it can."""
-
-    name: str
-    trouble: str
-
-    def start(self) -> None: ...
-
-    def close(self) -> None: ...
+AskedRow = Asked[Question, Answer]
+TeacherQueue = QuestionQueue[Question, Answer]
+TeacherConnection = RunConnection[Lesson, Question, Answer]
 
 
 class LocalTeacher:
-    """A `TeacherThread` that computes in this process."""
+    """An `AnsweringThread` that computes in this process."""
 
-    def __init__(self, teacher: TeacherModel, lesson: Lesson, queue: QuestionQueue) -> None:
+    def __init__(self, teacher: TeacherModel, lesson: Lesson, queue: TeacherQueue) -> None:
         if reason := teacher.refusal(lesson):
             raise ConfigError(f"{teacher.name} cannot teach this student: {reason}", _HINT)
         self.name, self.trouble = teacher.name, ""
@@ -55,91 +43,48 @@ class LocalTeacher:
     def _run(self) -> None:
         try:
             while (asked := self._queue.take()) is not None:
-                answer = checked(self._teacher.answer(asked.question, self._lesson), asked, self._lesson, self.name)
-                self._queue.answer(asked, answer, 0)
+                answer = self._teacher.answer(asked.question, self._lesson)
+                self._queue.answer(asked, checked(answer, asked.question, self._lesson, self.name), 0)
         except TllmError as error:
             self._queue.fail(error)
         except RuntimeError as error:  # torch's, out of memory say: the run is to end with it, and not to wait
             self._queue.fail(ClusterError(f"the teacher {self.name} failed: {error}"))
 
 
-class RemoteTeacher:
-    """A `TeacherThread` that asks a teacher elsewhere, and dials it again for as long as it is lost.
+@dataclass(frozen=True)
+class TeacherInquirer:
+    """What a run says to each of its teachers elsewhere."""
 
-    What a lost teacher was asked goes back to the queue, where it is the next that any teacher takes.
-    """
+    lesson: Lesson
+    conversation = TEACHING
+    in_flight = IN_FLIGHT
 
-    def __init__(self, address: tuple[str, int], context: ssl.SSLContext, lesson: Lesson, queue: QuestionQueue) -> None:
-        self.name, self.trouble = f"{address[0]}:{address[1]}", "not reached yet"
-        self._address, self._context, self._lesson, self._queue = address, context, lesson, queue
-        self._connection: TeacherConnection | None = None
-        self._thread = threading.Thread(target=self._run, name=f"tllm-teacher {self.name}", daemon=True)
+    @property
+    def introduction(self) -> Lesson:
+        return self.lesson
 
-    def start(self) -> None:
-        self._thread.start()
+    def send(self, connection: TeacherConnection, question: Question, name: str) -> int:
+        return connection.send_question(question)
 
-    def close(self) -> None:
-        """Once the queue is over."""
-        if (connection := self._connection) is not None:
-            connection.close()
-        self._thread.join()
+    def checked(self, answer: Answer, question: Question, name: str) -> Answer:
+        return checked(answer, question, self.lesson, name)
 
-    def _run(self) -> None:
-        while not self._queue.is_over:
-            try:
-                self._connection = TeacherConnection.dial(self._address, self._context)
-            except LinkError as error:
-                self.trouble = error.message
-            except AuthError as error:
-                self._queue.fail(error)
-            else:
-                self._teach_until_lost(self._connection)
-            self._queue.pause(RETRY_SECONDS)
-
-    def _teach_until_lost(self, connection: TeacherConnection) -> None:
-        try:
-            self._teach(connection)
-        except FrameError as error:  # not what a teacher of this release says: dialling again would not help
-            self._queue.fail(ClusterError(f"the teacher at {self.name}: {error.message}"))
-        except LinkError:
-            self.trouble = "the connection ended"
-            if not self._queue.is_over:
-                log.warning("the teacher at %s is lost; its rows are asked again", self.name)
-        except (ConfigError, ClusterError) as error:
-            self._queue.fail(error)
-        finally:
-            connection.close()
-
-    def _teach(self, connection: TeacherConnection) -> None:
-        greeting = connection.introduce(self._lesson)
-        if greeting.refused:
-            raise ConfigError(
-                f"the teacher {greeting.model} at {self.name} cannot teach this student: {greeting.refused}", _HINT
-            )
-        log.info("the teacher at %s is %s", self.name, greeting.model)
-        self.trouble = ""
-        asked: deque[AskedRow] = deque()
-        sent: deque[int] = deque()
-        try:
-            while True:
-                while len(asked) < IN_FLIGHT and (row := self._queue.take(wait=not asked)) is not None:
-                    asked.append(row)
-                    sent.append(connection.send_question(row.question))
-                if not asked:
-                    return
-                answer, received = connection.receive_answer()
-                self._queue.answer(asked[0], checked(answer, asked[0], self._lesson, self.name), received + sent[0])
-                asked.popleft()
-                sent.popleft()
-        finally:
-            self._queue.give_back(asked)
+    def refused(self, model: str, name: str, reason: str) -> ConfigError:
+        return ConfigError(f"the teacher {model} at {name} cannot teach this student: {reason}", _HINT)
 
 
-def checked(answer: Answer, asked: AskedRow, lesson: Lesson, name: str) -> Answer:
+def remote_teacher(
+    address: tuple[str, int], context: ssl.SSLContext, lesson: Lesson, queue: TeacherQueue
+) -> RemoteAnswerer[Lesson, Question, Answer]:
+    """A thread that asks the teacher at an address."""
+    return RemoteAnswerer(address, context, TeacherInquirer(lesson), queue)
+
+
+def checked(answer: Answer, question: Question, lesson: Lesson, name: str) -> Answer:
     """The answer, if it is one to what was asked; ClusterError otherwise."""
     if answer.error:
         raise ClusterError(f"the teacher at {name} cannot answer: {answer.error}")
-    places = len(asked.question.places) // 4
+    places = len(question.places) // 4
     sent = places * lesson.top_k
     if lesson.kl_budget:
         counts = answer.token_counts
@@ -150,7 +95,7 @@ def checked(answer: Answer, asked: AskedRow, lesson: Lesson, name: str) -> Answe
             )
         sent = int(counts.sum())
     each = np.dtype(lesson.id_type).itemsize
-    want = asked.question.number, each * sent, 4 * (sent + places if lesson.top_k else places * lesson.width)
+    want = question.number, each * sent, 4 * (sent + places if lesson.top_k else places * lesson.width)
     got = answer.number, len(answer.ids), len(answer.log_probs)
     if got != want:
         raise ClusterError(

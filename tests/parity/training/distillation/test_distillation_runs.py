@@ -15,14 +15,13 @@ import transformers
 
 from tests.support.models.families import save_model
 from tests.support.selection import soak_but
-from tests.support.training.post_training.teachers import address_of, serving
+from tests.support.training.post_training.teachers import TeacherServer, address_of, serving
 from tests.support.training.runs import final, records, short_job, train
 from tests.support.training.training_step import furthest
 from tests.unit.parallel.test_divergence import buckets, plain
 from tllm.training.job.distillation_keys import DistillationKeys
 from tllm.training.job.job import Job
 from tllm.training.report.metrics import StepRecord
-from tllm.training.teachers.teacher_server import TeacherServer
 from tllm.training.trainer import RankTrainer
 
 PLANS = (

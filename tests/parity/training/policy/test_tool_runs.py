@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from tests.support.training.post_training.plain_tools import (
     plain_steps,
     watch,
 )
+from tests.support.training.post_training.rollout_servers import sampling
+from tests.support.training.post_training.teachers import address_of
 from tests.support.training.post_training.tool_task import tool_grpo, tool_job, tool_keys, write_tool_task
 from tests.support.training.runs import final, records, train
 from tests.support.training.training_step import furthest
@@ -134,6 +137,23 @@ def test_every_plan_is_one_process(plan: str, name: str, task: Path, alone: dict
         assert abs(one.loss - other.loss) < 1e-12 and one.metrics is not None and other.metrics is not None
         assert max(abs(one.metrics[key] - other.metrics[key]) for key in other.metrics) < 1e-12
     off, where = furthest(others, tensors)
+    assert off < 1e-11, where
+
+
+def test_servers_elsewhere_sample_every_turn(task: Path, alone: dict[str, Told], tmp_path: Path) -> None:
+    """Also a server that has its first question of a step in a later turn."""
+    secret = tmp_path / "rollout.key"
+    with ExitStack() as stack:
+        servers = [stack.enter_context(sampling(task, secret)) for _ in range(3)]
+        elsewhere = dict(rollout_servers=tuple(map(address_of, servers)), rollout_secret=str(secret))
+        rollouts = tool_grpo(task, beta=0.1, num_iterations=2, **elsewhere)
+        got, tensors, completions = told(tool_job(task, tmp_path / "run", rollouts), "dp=2")
+    want, others, same = alone["grpo"]
+    assert completions == same and '"role":"tool"' in completions
+    for one, other in zip(got, want, strict=True):
+        assert abs(one.loss - other.loss) < 1e-12 and one.metrics is not None
+        assert one.metrics["rollout/weight_bytes"] > 0 and one.metrics["rollout/questions_asked_again"] == 0
+    off, where = furthest(tensors, others)
     assert off < 1e-11, where
 
 

@@ -11,11 +11,11 @@ from tllm.core.errors import ClusterError
 from tllm.training.data.encoder import IGNORED
 from tllm.training.data.packing import PackedRow
 from tllm.training.objectives.distillation import BYTES, IDS, LOG_PROBS
-from tllm.training.teachers import teacher_pool
-from tllm.training.teachers.question_queue import QuestionQueue
+from tllm.training.questions import remote_answerer
 from tllm.training.teachers.taught_batches import TaughtBatches
 from tllm.training.teachers.teacher_messages import Answer, Lesson, unpacked
 from tllm.training.teachers.teacher_pool import TeacherPool
+from tllm.training.teachers.teacher_threads import TeacherQueue
 
 LESSON = Lesson(top_k=2, temperature=1.0, vocab_size=50, vocabulary="")
 
@@ -61,7 +61,7 @@ class AtOnce:
 
     name, trouble = "here:1", ""
 
-    def __init__(self, queue: QuestionQueue) -> None:
+    def __init__(self, queue: TeacherQueue) -> None:
         ask = queue.ask
 
         def answered(question: Any) -> Any:
@@ -79,7 +79,7 @@ class AtOnce:
 
 
 def test_answers_stand_at_the_places_that_were_asked_for() -> None:
-    rows, queue = TwoRows(), QuestionQueue()
+    rows, queue = TwoRows(), TeacherQueue("teacher")
     taught = TaughtBatches(rows, TeacherPool(LESSON, queue, [AtOnce(queue)]), max_steps=3)
     assert taught.restore(taught.state(1)) == 1
     first, second = taught.step(1)
@@ -94,9 +94,9 @@ def test_answers_stand_at_the_places_that_were_asked_for() -> None:
 
 
 def test_a_run_whose_teachers_are_all_away_ends_with_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(teacher_pool, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(teacher_pool, "LOST_SECONDS", 0.05)
-    taught = TaughtBatches(TwoRows(), TeacherPool(LESSON, QuestionQueue(), [Absent()]), max_steps=1)
+    monkeypatch.setattr(remote_answerer, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(remote_answerer, "LOST_SECONDS", 0.05)
+    taught = TaughtBatches(TwoRows(), TeacherPool(LESSON, TeacherQueue("teacher"), [Absent()]), max_steps=1)
     with pytest.raises(ClusterError, match=r"step 1 waits for 1 rows of the teachers far:1 \(no route\); none could"):
         taught.step(0)
     taught.close()

@@ -14,16 +14,16 @@ import torch
 from numpy.typing import NDArray
 
 from tests.support.models.families import save_model
-from tests.support.training.post_training.teachers import serving
+from tests.support.training.post_training.teachers import TeacherServer, serving
+from tllm.cluster.certificates import Identity
 from tllm.cluster.tls import data_client
 from tllm.core.errors import AuthError, ClusterError, ConfigError, FrameError, LinkError, TllmError
-from tllm.training.teachers.question_queue import AskedRow, QuestionQueue
-from tllm.training.teachers.teacher_connection import TeacherConnection
-from tllm.training.teachers.teacher_messages import Answer, Lesson, Question, packed, unpacked
-from tllm.training.teachers.teacher_model import TeacherModel, vocabulary_digest
-from tllm.training.teachers.teacher_secret import teacher_identity
-from tllm.training.teachers.teacher_server import TeacherServer
-from tllm.training.teachers.teacher_threads import RemoteTeacher, checked
+from tllm.text.same_vocabulary import vocabulary_digest
+from tllm.training.questions.run_connection import RunConnection
+from tllm.training.questions.shared_secret import shared_identity
+from tllm.training.teachers.teacher_messages import TEACHING, Answer, Lesson, Question, packed, unpacked
+from tllm.training.teachers.teacher_model import TeacherModel
+from tllm.training.teachers.teacher_threads import TeacherConnection, TeacherQueue, checked, remote_teacher
 
 LESSON = Lesson(top_k=5, temperature=2.0, vocab_size=101, vocabulary="")
 ROW = Question(3, packed(np.array([7, 8, 9, 10, 11])), (2, 3), packed(np.array([0, 3, 4])))
@@ -45,8 +45,12 @@ def ids_of(answer: Answer) -> NDArray[np.int64]:
     return np.frombuffer(answer.ids, LESSON.id_type).astype(np.int64)
 
 
+def identity(secret: Path, make: bool = False) -> Identity:
+    return shared_identity(secret, "student", "tllm teach", make)
+
+
 def dial(server: TeacherServer, secret: Path) -> TeacherConnection:
-    return TeacherConnection.dial(server.address, data_client(teacher_identity(secret, "student")))
+    return RunConnection.dial(TEACHING, server.address, data_client(identity(secret)))
 
 
 def test_each_document_is_taught_by_itself_at_the_temperature(folder: Path, teacher: TeacherModel) -> None:
@@ -103,7 +107,7 @@ def test_a_budget_chooses_how_many_tokens_each_place_has(folder: Path, teacher: 
         connection.send_question(ROW)
         answer, received = connection.receive_answer()
         connection.close()
-    assert received < 3 * 8 * 40 and checked(answer, AskedRow(ROW), BUDGET, "there") is answer
+    assert received < 3 * 8 * 40 and checked(answer, ROW, BUDGET, "there") is answer
     counts = answer.token_counts.tolist()
     assert len(set(counts)) > 1, "each place has its own"
     ids, log_p = ids_of(answer), np.frombuffer(answer.log_probs, "<f4")
@@ -153,7 +157,7 @@ def test_a_budget_is_held_in_a_fiftieth_of_all_logits(tmp_path: Path) -> None:
 )
 def test_counts_that_do_not_fit_are_refused(answer: Answer) -> None:
     with pytest.raises((ClusterError, FrameError)):
-        checked(answer, AskedRow(ROW), BUDGET, "there")
+        checked(answer, ROW, BUDGET, "there")
 
 
 BAD_ROWS = {
@@ -195,7 +199,7 @@ def test_a_run_that_cannot_be_taught_ends_with_the_reason(
 
 
 def test_a_run_with_another_secret_ends_with_one_line(folder: Path, tmp_path: Path) -> None:
-    teacher_identity(tmp_path / "other", "teacher", make=True)
+    identity(tmp_path / "other", make=True)
     with serving(folder, tmp_path / "key") as server:
         error = failure_of(server.address, tmp_path / "other", LESSON)
         assert isinstance(error, AuthError) and "do not trust each other" in error.message
@@ -209,9 +213,9 @@ def test_a_run_with_another_secret_ends_with_one_line(folder: Path, tmp_path: Pa
 
 
 def failure_of(address: tuple[str, int], secret: Path, lesson: Lesson) -> TllmError:
-    queue = QuestionQueue()
+    queue = TeacherQueue("teacher")
     asked = queue.ask(ROW)
-    remote = RemoteTeacher(address, data_client(teacher_identity(secret, "student")), lesson, queue)
+    remote = remote_teacher(address, data_client(identity(secret)), lesson, queue)
     remote.start()
     try:
         error = asked.answered.exception(20)
@@ -232,33 +236,31 @@ def test_a_message_that_is_none_ends_the_connection(folder: Path, tmp_path: Path
 
 
 def test_answers_to_something_else_are_refused() -> None:
-    queue = QuestionQueue()
-    asked = queue.ask(ROW)
     good = Answer(3, bytes(3 * 5 * 2), bytes(3 * 6 * 4))
-    assert checked(good, asked, LESSON, "there") is good
+    assert checked(good, ROW, LESSON, "there") is good
     for bad in (
         msgspec.structs.replace(good, number=4),
         msgspec.structs.replace(good, ids=b""),
         msgspec.structs.replace(good, log_probs=bytes(3 * 5 * 4)),
     ):
         with pytest.raises(ClusterError, match="the teacher at there answers row"):
-            checked(bad, asked, LESSON, "there")
+            checked(bad, ROW, LESSON, "there")
     with pytest.raises(ClusterError, match="cannot answer: out of paper"):
-        checked(Answer(3, error="out of paper"), asked, LESSON, "there")
+        checked(Answer(3, error="out of paper"), ROW, LESSON, "there")
 
 
 def test_secrets_that_are_none_are_refused(tmp_path: Path) -> None:
     with pytest.raises(AuthError, match="cannot read the secret"):
-        teacher_identity(tmp_path / "none", "student")
+        identity(tmp_path / "none")
     short = tmp_path / "short"
     short.write_text("guess me")
     short.chmod(0o600)
     with pytest.raises(AuthError, match="has 8 characters, of at least 32"):
-        teacher_identity(short, "student")
+        identity(short)
     short.write_text("0" * 64)
     short.chmod(0o644)
     with pytest.raises(AuthError, match="can be read by others"):
-        teacher_identity(short, "student")
+        identity(short)
 
 
 def test_log_probabilities_that_are_not_finite_are_an_error(folder: Path) -> None:

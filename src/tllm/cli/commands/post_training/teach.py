@@ -39,16 +39,17 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from tllm.cluster.tls import data_server
+    from tllm.training.questions.question_server import QuestionServer
+    from tllm.training.questions.shared_secret import shared_identity
     from tllm.training.state.initial_weights import parameter_count
+    from tllm.training.teachers.teacher_messages import TEACHING
     from tllm.training.teachers.teacher_model import TeacherModel
-    from tllm.training.teachers.teacher_secret import teacher_identity
-    from tllm.training.teachers.teacher_server import TeacherServer
 
     if args.threads:
         torch.set_num_threads(args.threads)
-    context = data_server(teacher_identity(args.secret, "teacher", make=True))
+    context = data_server(shared_identity(args.secret, "teacher", "tllm teach", make=True))
     teacher = TeacherModel.open(args.model, args.dtype)
-    server = TeacherServer(teacher, args.host, args.port, context)
+    server = QuestionServer(teacher, TEACHING, (args.host, args.port), context)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: server.close())
     host = socket.gethostname() if server.address[0] in ("0.0.0.0", "::") else server.address[0]

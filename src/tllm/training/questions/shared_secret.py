@@ -1,4 +1,4 @@
-"""The secret by which a run and its teachers trust each other: a file that both have."""
+"""The secret by which a run and programs elsewhere trust each other: a file that both have."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tllm.core.errors import AuthError
 SECRET_LENGTH = 32
 
 
-def teacher_identity(file: Path, name: str, make: bool = False) -> Identity:
+def shared_identity(file: Path, name: str, command: str, make: bool = False) -> Identity:
     """A certificate of the authority that the secret makes; AuthError where the file is no secret.
 
-    With `make` a file that is not there is written, readable by its owner only.
+    With `make` a file that is not there is written, readable by its owner only. `command` does that for users.
     """
     if make and not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -27,11 +27,11 @@ def teacher_identity(file: Path, name: str, make: bool = False) -> Identity:
         secret = file.read_bytes().strip()
     except OSError as error:
         raise AuthError(
-            f"cannot read the secret of the teachers {file}: {error.strerror}",
-            "`tllm teach` writes it: copy the file from there, and keep it from others",
+            f"cannot read the secret {file}: {error.strerror}",
+            f"`{command}` writes it: copy the file from there, and keep it from others",
         ) from error
     if len(secret) < SECRET_LENGTH:
         raise AuthError(
-            f"{file} has {len(secret)} characters, of at least {SECRET_LENGTH}", "let `tllm teach` write a new one"
+            f"{file} has {len(secret)} characters, of at least {SECRET_LENGTH}", f"let `{command}` write a new one"
         )
     return Authority.of_secret(secret).identity(name)

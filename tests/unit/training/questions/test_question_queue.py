@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from tllm.core.errors import ClusterError
-from tllm.training.teachers.question_queue import QuestionQueue
 from tllm.training.teachers.teacher_messages import Answer, Question
+from tllm.training.teachers.teacher_threads import TeacherQueue
 
 
 def question(number: int) -> Question:
@@ -16,18 +16,18 @@ def question(number: int) -> Question:
 
 
 def test_rows_of_a_lost_teacher_are_the_next_in_their_order() -> None:
-    queue = QuestionQueue()
+    queue = TeacherQueue("teacher")
     for number in range(5):
         queue.ask(question(number))
     lost = [queue.take(), queue.take()]
     queue.give_back([row for row in lost if row])
     taken = [queue.take() for _ in range(5)]
     assert [row.question.number for row in taken if row] == [0, 1, 2, 3, 4]
-    assert queue.take(wait=False) is None and queue.unanswered == 5
+    assert queue.take(wait=False) is None and queue.unanswered == 5 and queue.given_back == 2
 
 
 def test_the_second_answer_to_a_row_is_dropped() -> None:
-    queue = QuestionQueue()
+    queue = TeacherQueue("teacher")
     asked = queue.ask(question(1))
     queue.answer(asked, Answer(1, b"a"), 10)
     queue.answer(asked, Answer(1, b"b"), 20)
@@ -35,7 +35,7 @@ def test_the_second_answer_to_a_row_is_dropped() -> None:
 
 
 def test_who_waits_gets_the_first_error_and_so_does_who_asks_later() -> None:
-    queue, taken = QuestionQueue(), []
+    queue, taken = TeacherQueue("teacher"), []
     asked = queue.ask(question(1))
     queue.take()
     waiting = threading.Thread(target=lambda: taken.append(queue.take()))

@@ -1,4 +1,4 @@
-"""`QuestionQueue`: rows that wait for a teacher, of whom several take them in turn. No row is ever lost."""
+"""`QuestionQueue`: questions that several programs answer, each the next that it is free for. None is lost."""
 
 from __future__ import annotations
 
@@ -6,28 +6,36 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from tllm.core.errors import ClusterError, TllmError
-from tllm.training.teachers.teacher_messages import Answer, Question
+
+Q = TypeVar("Q")
+A = TypeVar("A")
 
 
-@dataclass(frozen=True, eq=False)
-class AskedRow:
+class Asked(Generic[Q, A]):
     """A question, and where its answer and the bytes on the wire that it took will be."""
 
-    question: Question
-    answered: Future[tuple[Answer, int]] = field(default_factory=Future)
+    def __init__(self, question: Q) -> None:
+        self.question = question
+        self.answered: Future[tuple[A, int]] = Future()
 
 
-class QuestionQueue:
-    """Questions in order, each answered by whichever teacher takes it. All methods may be called from any thread."""
+class QuestionQueue(Generic[Q, A]):
+    """Questions in order, each answered by whoever takes it. All methods may be called from any thread.
 
-    def __init__(self) -> None:
+    `whom`: whom a run waits for, as messages call it.
+    """
+
+    def __init__(self, whom: str) -> None:
+        self._whom = whom
         self._changed = threading.Condition()
-        self._waiting: deque[AskedRow] = deque()
-        self._unanswered: set[AskedRow] = set()
+        self._waiting: deque[Asked[Q, A]] = deque()
+        self._unanswered: set[Asked[Q, A]] = set()
         self._error: TllmError | None = None
+        self.given_back = 0
+        """Questions that somebody took and was lost with, so far."""
 
     @property
     def is_over(self) -> bool:
@@ -36,12 +44,12 @@ class QuestionQueue:
 
     @property
     def unanswered(self) -> int:
-        """Rows that were asked and are not answered, taken by a teacher or not."""
+        """Questions that were asked and are not answered, taken or not."""
         return len(self._unanswered)
 
-    def ask(self, question: Question) -> AskedRow:
-        """Let it wait for the next teacher that is free."""
-        asked = AskedRow(question)
+    def ask(self, question: Q) -> Asked[Q, A]:
+        """Let it wait for the next who is free."""
+        asked = Asked[Q, A](question)
         with self._changed:
             if self._error is not None:
                 asked.answered.set_exception(self._error)
@@ -51,21 +59,22 @@ class QuestionQueue:
             self._changed.notify_all()
         return asked
 
-    def take(self, wait: bool = True) -> AskedRow | None:
+    def take(self, wait: bool = True) -> Asked[Q, A] | None:
         """The next question; None when there is none and nobody is to `wait`, or the queue is over."""
         with self._changed:
             if wait:
                 self._changed.wait_for(lambda: self._waiting or self.is_over)
             return self._waiting.popleft() if self._waiting and not self.is_over else None
 
-    def give_back(self, rows: Sequence[AskedRow]) -> None:
-        """A teacher that took them was lost: they are the next again."""
+    def give_back(self, questions: Sequence[Asked[Q, A]]) -> None:
+        """Who took them was lost: they are the next again."""
         with self._changed:
-            self._waiting.extendleft(reversed(rows))
+            self._waiting.extendleft(reversed(questions))
+            self.given_back += len(questions)
             self._changed.notify_all()
 
-    def answer(self, asked: AskedRow, answer: Answer, nbytes: int) -> None:
-        """What a teacher found; nothing where the queue is over meanwhile."""
+    def answer(self, asked: Asked[Q, A], answer: A, nbytes: int) -> None:
+        """What somebody found; nothing where the queue is over meanwhile."""
         with self._changed:
             if asked in self._unanswered:
                 self._unanswered.remove(asked)
@@ -83,7 +92,7 @@ class QuestionQueue:
 
     def close(self) -> None:
         """Nobody waits any more."""
-        self.fail(ClusterError("the run ended while it waited for a teacher"))
+        self.fail(ClusterError(f"the run ended while it waited for a {self._whom}"))
 
     def pause(self, seconds: float) -> None:
         """Wait, or return early when the queue is over."""

@@ -1,0 +1,208 @@
+"""`QuestionServer`: answers the questions of runs on other machines, any number of them at a time."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import ssl
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Generic, Protocol, TypeVar
+
+from tllm.comm.links.handshake import LinkHello, LinkWelcome, receive_message, send_message
+from tllm.comm.links.send_buffer import shut
+from tllm.comm.links.tcp_link import set_socket_options
+from tllm.core.errors import ClusterError, FrameError, LinkError, TllmError
+from tllm.training.questions.run_connection import ANSWERER, RUN, Conversation, Greeting, RunConnection
+
+HELLO_SECONDS = 5.0
+"""For the handshake of one connection, and for the second of a run's two to follow the first."""
+HALF_OPEN = 32
+"""Connections in their handshake at a time, and first ones that wait for their second."""
+
+log = logging.getLogger("tllm.answers")
+
+Introduced = TypeVar("Introduced", contravariant=True)
+Questioned = TypeVar("Questioned", contravariant=True)
+Answered = TypeVar("Answered", covariant=True)
+Intro = TypeVar("Intro")
+Q = TypeVar("Q")
+A = TypeVar("A")
+
+
+class Session(Protocol[Questioned, Answered]):
+    """What answers one run. `answer` is called by one thread at a time."""
+
+    def answer(self, question: Questioned) -> Answered:
+        """An error, FrameError for a question that is none, is told to the run by `failed`."""
+
+    def failed(self, question: Questioned, reason: str) -> Answered:
+        """An answer that tells why there is none."""
+
+    def close(self) -> None: ...
+
+
+class Answerer(Protocol[Introduced, Questioned, Answered]):
+    """A model that answers runs, each in a session of its own. `name` is how it was asked for."""
+
+    @property
+    def name(self) -> str: ...
+
+    def open_session(self, introduction: Introduced) -> Session[Questioned, Answered]:
+        """ConfigError, whose message is told to the run, where this cannot be done."""
+
+
+class QuestionServer(Generic[Intro, Q, A]):
+    """Listens from when it is made; `serve` returns when it is closed. Runs take turns, a question at a time."""
+
+    def __init__(
+        self,
+        answerer: Answerer[Intro, Q, A],
+        conversation: Conversation[Intro, Q, A],
+        address: tuple[str, int],
+        context: ssl.SSLContext,
+    ) -> None:
+        self._answerer, self._conversation, self._context = answerer, conversation, context
+        host, port = address
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._socket = socket.create_server((host, port), family=family, backlog=HALF_OPEN)
+        except OSError as error:
+            raise ClusterError(
+                f"cannot listen on {host}:{port} for runs: {error.strerror}", "give another port, or 0 for any free one"
+            ) from error
+        self.address: tuple[str, int] = self._socket.getsockname()[:2]
+        self._computing = threading.Lock()
+        self._lock = threading.Lock()
+        self._firsts: dict[str, tuple[float, str, socket.socket]] = {}
+        self._runs: dict[RunConnection[Intro, Q, A], threading.Thread] = {}
+        self._closed = threading.Event()
+
+    def serve(self) -> None:
+        """Take connections until `close`."""
+        with ThreadPoolExecutor(HALF_OPEN, "tllm hello") as pool:
+            while True:
+                try:
+                    sock, peer = self._socket.accept()
+                except OSError:
+                    if self._closed.is_set():
+                        return
+                    log.exception("accepting a run failed")
+                    time.sleep(0.05)  # out of file descriptors: let some close
+                    continue
+                pool.submit(self._shake_hands, sock, f"{peer[0]}:{peer[1]}")
+
+    def close(self) -> None:
+        """End every connection, once the question at hand is answered; the others are asked of somebody else."""
+        self._closed.set()
+        shut(self._socket)
+        self._socket.close()
+        with self._lock:
+            runs = dict(self._runs)
+            firsts = [sock for _, _, sock in self._firsts.values()]
+        for sock in firsts:
+            sock.close()
+        for connection in runs:
+            connection.close()
+        for thread in runs.values():
+            thread.join()  # torch aborts a process that ends while a thread is in it
+
+    def _shake_hands(self, raw: socket.socket, peer: str) -> None:
+        sock, until = raw, time.monotonic() + HELLO_SECONDS
+        try:
+            set_socket_options(sock)
+            sock.settimeout(HELLO_SECONDS)
+            sock = self._context.wrap_socket(sock, server_side=True)
+            hello = receive_message(sock, LinkHello, until)
+            if hello.name not in ("questions", "answers") or (hello.source, hello.target) != (RUN, ANSWERER):
+                raise FrameError(f"a {hello.name[:20]!r} link, which no {self._conversation.answerer} has")
+            send_message(sock, LinkWelcome(), until)
+        except (OSError, FrameError) as error:  # ssl.SSLError and TimeoutError are OSErrors
+            log.warning("refused a connection from %s: %s", peer, error)
+            sock.close()
+            return
+        self._pair(hello, sock, peer)
+
+    def _pair(self, hello: LinkHello, sock: socket.socket, peer: str) -> None:
+        """Keep the first of a run's two connections until the second is here, and then answer it."""
+        now = time.monotonic()
+        with self._lock:
+            for session in [s for s, (when, _, _) in self._firsts.items() if now - when > HELLO_SECONDS]:
+                self._firsts.pop(session)[2].close()
+            first = self._firsts.pop(hello.cluster, None)
+            if first is None and len(self._firsts) < HALF_OPEN and not self._closed.is_set():
+                self._firsts[hello.cluster] = now, hello.name, sock
+                return
+        if first is None or first[1] == hello.name:
+            sock.close()
+            return
+        both = {first[1]: first[2], hello.name: sock}
+        connection = RunConnection.over(self._conversation, both["questions"], both["answers"])
+        thread = threading.Thread(target=self._serve_run, args=(connection, peer), name="tllm run", daemon=True)
+        with self._lock:
+            if not self._closed.is_set():
+                self._runs[connection] = thread
+                thread.start()
+                return
+        connection.close()
+
+    def _serve_run(self, connection: RunConnection[Intro, Q, A], peer: str) -> None:
+        try:
+            session = self._opened(connection, peer)
+            if session is None:
+                return
+            try:
+                self._answer(connection, session, peer)
+            finally:
+                session.close()
+        except FrameError as error:
+            log.warning("the run at %s says what no run says: %s", peer, error.message)
+        except LinkError:
+            if not self._closed.is_set():
+                log.info("the run at %s is gone", peer)
+        finally:
+            connection.close()
+            with self._lock:
+                self._runs.pop(connection, None)
+
+    def _opened(self, connection: RunConnection[Intro, Q, A], peer: str) -> Session[Q, A] | None:
+        """Greet the run; None for one that cannot be served, which is told why."""
+        introduction = connection.receive_introduction()
+        try:
+            with self._computing:
+                session = self._answerer.open_session(introduction)
+        except FrameError:
+            raise
+        except (TllmError, RuntimeError) as error:
+            log.warning("cannot serve the run at %s: %s", peer, _reason(error))
+            connection.send_answer(Greeting(self._answerer.name, _reason(error)))
+            return None
+        try:
+            connection.send_answer(Greeting(self._answerer.name))
+        except LinkError:
+            session.close()
+            raise
+        log.info("serving the run at %s", peer)
+        return session
+
+    def _answer(self, connection: RunConnection[Intro, Q, A], session: Session[Q, A], peer: str) -> None:
+        connection.questions.set_deadline(float("inf"))  # its steps may take long
+        answers = 0
+        try:
+            while True:
+                question = connection.receive_question()
+                try:
+                    with self._computing:
+                        answer = session.answer(question)
+                except (TllmError, RuntimeError) as error:
+                    answer = session.failed(question, _reason(error))
+                connection.send_answer(answer)
+                answers += 1
+        finally:
+            log.info("%d questions of the run at %s were answered", answers, peer)
+
+
+def _reason(error: TllmError | RuntimeError) -> str:
+    """In one line. A RuntimeError is torch's, out of memory say: the run is to end with it, and not to ask again."""
+    return error.message if isinstance(error, TllmError) else f"it failed: {error}".splitlines()[0]

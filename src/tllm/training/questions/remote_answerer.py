@@ -1,0 +1,166 @@
+"""`RemoteAnswerer`: a thread that asks a program elsewhere what waits in a queue, and dials it while it is lost."""
+
+from __future__ import annotations
+
+import logging
+import ssl
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+from tllm.core.errors import AuthError, ClusterError, ConfigError, FrameError, LinkError
+from tllm.training.questions.question_queue import Asked, QuestionQueue
+from tllm.training.questions.run_connection import Conversation, RunConnection
+
+RETRY_SECONDS = 0.5
+
+LOOK_SECONDS = 5.0
+"""Between two looks whether anybody can be reached."""
+
+LOST_SECONDS = 500.0
+"""How long the run waits where nobody can be reached: less than other ranks wait for their rows (`LINK_SECONDS`),
+so that who is missing is named and not the rank."""
+
+log = logging.getLogger("tllm.train")
+
+Intro = TypeVar("Intro")
+Q = TypeVar("Q")
+A = TypeVar("A")
+
+
+class AnsweringThread(Protocol):
+    """Takes questions until the queue is over. `trouble`: why it cannot, in words; "" where it can."""
+
+    name: str
+    trouble: str
+
+    def start(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Inquirer(Protocol[Intro, Q, A]):
+    """What a run has to say to each of its answerers. `in_flight`: questions that one has and has not answered."""
+
+    @property
+    def conversation(self) -> Conversation[Intro, Q, A]: ...
+
+    @property
+    def introduction(self) -> Intro: ...
+
+    @property
+    def in_flight(self) -> int: ...
+
+    def send(self, connection: RunConnection[Intro, Q, A], question: Q, name: str) -> int:
+        """Send a question, and before it whatever it needs; the bytes that the question took."""
+
+    def checked(self, answer: A, question: Q, name: str) -> A:
+        """The answer, if it is one to what was asked; ClusterError otherwise."""
+
+    def refused(self, model: str, name: str, reason: str) -> ConfigError:
+        """The error of a run that an answerer does not serve."""
+
+
+class RemoteAnswerer(Generic[Intro, Q, A]):
+    """An `AnsweringThread`. What a lost answerer was asked goes back to the queue, where it is the next that any
+    other takes."""
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        context: ssl.SSLContext,
+        inquirer: Inquirer[Intro, Q, A],
+        queue: QuestionQueue[Q, A],
+    ) -> None:
+        self.name, self.trouble = f"{address[0]}:{address[1]}", "not reached yet"
+        self._address, self._context, self._inquirer, self._queue = address, context, inquirer, queue
+        self._whom = inquirer.conversation.answerer
+        self._connection: RunConnection[Intro, Q, A] | None = None
+        self._thread = threading.Thread(target=self._run, name=f"tllm {self._whom} {self.name}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Once the queue is over."""
+        if (connection := self._connection) is not None:
+            connection.close()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._queue.is_over:
+            try:
+                self._connection = RunConnection.dial(self._inquirer.conversation, self._address, self._context)
+            except LinkError as error:
+                self.trouble = error.message
+            except AuthError as error:
+                self._queue.fail(error)
+            else:
+                self._ask_until_lost(self._connection)
+            self._queue.pause(RETRY_SECONDS)
+
+    def _ask_until_lost(self, connection: RunConnection[Intro, Q, A]) -> None:
+        try:
+            self._ask(connection)
+        except FrameError as error:  # not what an answerer of this release says: dialling again would not help
+            self._queue.fail(ClusterError(f"the {self._whom} at {self.name}: {error.message}"))
+        except LinkError:
+            self.trouble = "the connection ended"
+            if not self._queue.is_over:
+                log.warning("the %s at %s is lost; what it was asked is asked again", self._whom, self.name)
+        except (ConfigError, ClusterError) as error:
+            self._queue.fail(error)
+        finally:
+            connection.close()
+
+    def _ask(self, connection: RunConnection[Intro, Q, A]) -> None:
+        inquirer = self._inquirer
+        greeting = connection.introduce(inquirer.introduction)
+        if greeting.refused:
+            raise inquirer.refused(greeting.model, self.name, greeting.refused)
+        log.info("the %s at %s is %s", self._whom, self.name, greeting.model)
+        self.trouble = ""
+        asked: deque[Asked[Q, A]] = deque()
+        sent: deque[int] = deque()
+        try:
+            while True:
+                while len(asked) < inquirer.in_flight and (one := self._queue.take(wait=not asked)) is not None:
+                    asked.append(one)
+                    sent.append(inquirer.send(connection, one.question, self.name))
+                if not asked:
+                    return
+                answer, received = connection.receive_answer()
+                self._queue.answer(asked[0], inquirer.checked(answer, asked[0].question, self.name), received + sent[0])
+                asked.popleft()
+                sent.popleft()
+        finally:
+            self._queue.give_back(asked)
+
+
+def wait_for(
+    asked: Asked[Any, A],
+    threads: Sequence[AnsweringThread],
+    step: str,
+    waits_for: Callable[[], str],
+    on_wait: Callable[[str], object],
+) -> tuple[A, int]:
+    """The answer and the bytes that it took; `on_wait` hears now and then for whom `step` waits.
+
+    ClusterError where none of the `threads` can reach anybody for LOST_SECONDS.
+    """
+    reached = time.monotonic()
+    while True:
+        try:
+            return asked.answered.result(timeout=LOOK_SECONDS)
+        except TimeoutError:
+            now = time.monotonic()
+            if any(not thread.trouble for thread in threads):
+                reached = now
+            if now - reached > LOST_SECONDS:
+                raise ClusterError(
+                    f"{step} waits for {waits_for()}; none could be reached for {now - reached:.0f} s",
+                    "start them again: the run goes on from its last save",
+                ) from None
+            on_wait(waits_for())

@@ -1,0 +1,167 @@
+"""`RunConnection`: two links over TLS between a run and a program elsewhere, one for questions and one for answers.
+
+Both are dialled by the run, which may be where nobody can dial it. What is said is msgpack in frames of bounded length;
+a `Conversation` says which messages there are: those of teachers, say, or of rollout servers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import ssl
+import time
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
+
+import msgspec
+
+from tllm.comm.links import frame
+from tllm.comm.links.handshake import LinkHello, LinkWelcome, receive_message, send_message
+from tllm.comm.links.tcp_link import TcpLink, set_socket_options
+from tllm.core.errors import UNREADABLE, AuthError, FrameError, LinkClosed, LinkError
+
+RUN, ANSWERER = 0, 1
+"""The two ends of a connection, as a link numbers them."""
+
+DIAL_SECONDS = 5.0
+SILENCE_SECONDS = 300.0
+"""How long an answer may take before who was asked is taken for lost: several long rows on a slow machine."""
+
+GREETING_LIMIT = 1 << 20
+QUESTION_LIMIT = 1 << 26
+ANSWER_LIMIT = 1 << 30
+"""Bytes of one message, at most."""
+
+Direction = Literal["questions", "answers"]
+
+Intro = TypeVar("Intro")
+Q = TypeVar("Q")
+A = TypeVar("A")
+T = TypeVar("T")
+
+
+class Greeting(msgspec.Struct, frozen=True):
+    """The answer to an introduction: which model it is, and why it cannot do this, "" where it can."""
+
+    model: str
+    refused: str = ""
+
+
+@dataclass(frozen=True)
+class Conversation(Generic[Intro, Q, A]):
+    """What a run and an `answerer`, as messages call it, say to each other: one introduction, then questions."""
+
+    answerer: str
+    introductions: msgspec.msgpack.Decoder[Intro]
+    questions: msgspec.msgpack.Decoder[Q]
+    answers: msgspec.msgpack.Decoder[A]
+
+
+_GREETINGS = msgspec.msgpack.Decoder(Greeting)
+
+
+@dataclass(frozen=True, eq=False)
+class RunConnection(Generic[Intro, Q, A]):
+    """One end of the two links. `close` may be called from any thread, and wakes whoever waits."""
+
+    conversation: Conversation[Intro, Q, A]
+    questions: TcpLink
+    answers: TcpLink
+
+    @classmethod
+    def dial(
+        cls, conversation: Conversation[Intro, Q, A], address: tuple[str, int], context: ssl.SSLContext
+    ) -> RunConnection[Intro, Q, A]:
+        """Of the run. LinkClosed where nobody answers, AuthError where the two do not have the same secret."""
+        session = secrets.token_hex(16)
+        directions: tuple[Direction, ...] = ("questions", "answers")
+        with contextlib.ExitStack() as stack:
+            dialled = [
+                stack.enter_context(
+                    _dial(address, context, LinkHello(session, 0, RUN, ANSWERER, direction), conversation.answerer)
+                )
+                for direction in directions
+            ]
+            stack.pop_all()  # both are there: the links close them
+        return cls.over(conversation, *dialled)
+
+    @classmethod
+    def over(
+        cls, conversation: Conversation[Intro, Q, A], questions: socket.socket, answers: socket.socket
+    ) -> RunConnection[Intro, Q, A]:
+        """Over two sockets whose handshakes are done."""
+        return cls(
+            conversation,
+            TcpLink(questions, RUN, ANSWERER, deadline=SILENCE_SECONDS),
+            TcpLink(answers, ANSWERER, RUN, deadline=SILENCE_SECONDS),
+        )
+
+    def introduce(self, introduction: Intro) -> Greeting:
+        """Of the run: say what is wanted."""
+        _sent(self.questions, introduction)
+        return decoded(self.answers.recv_bytes(GREETING_LIMIT), _GREETINGS)
+
+    def send_question(self, question: Q) -> int:
+        """The bytes that it takes on the wire, but for what TLS adds."""
+        return _sent(self.questions, question)
+
+    def receive_answer(self) -> tuple[A, int]:
+        content = self.answers.recv_bytes(ANSWER_LIMIT)
+        return decoded(content, self.conversation.answers), len(content) + frame.HEADER_SIZE
+
+    def receive_introduction(self) -> Intro:
+        return decoded(self.questions.recv_bytes(GREETING_LIMIT), self.conversation.introductions)
+
+    def receive_question(self) -> Q:
+        return decoded(self.questions.recv_bytes(QUESTION_LIMIT), self.conversation.questions)
+
+    def send_answer(self, answer: A | Greeting) -> None:
+        _sent(self.answers, answer)
+
+    def close(self) -> None:
+        for link in (self.questions, self.answers):
+            link.interrupt()
+            with contextlib.suppress(LinkError):  # what was under way is asked again
+                link.close()
+
+
+def decoded(content: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
+    """FrameError for anything else."""
+    try:
+        return decoder.decode(content)
+    except UNREADABLE as error:
+        name = getattr(decoder.type, "__name__", str(decoder.type))
+        raise FrameError(f"not a {name}: {error}") from error
+
+
+def _sent(link: TcpLink, message: Any) -> int:
+    content = msgspec.msgpack.encode(message)
+    link.send_bytes(content)
+    return len(content) + frame.HEADER_SIZE
+
+
+def _dial(address: tuple[str, int], context: ssl.SSLContext, hello: LinkHello, answerer: str) -> socket.socket:
+    until = time.monotonic() + DIAL_SECONDS
+    sock = None
+    try:
+        sock = socket.create_connection(address, timeout=DIAL_SECONDS)
+        set_socket_options(sock)
+        sock = context.wrap_socket(sock, server_hostname=address[0])
+        send_message(sock, hello, until)
+        refused = receive_message(sock, LinkWelcome, until).refused
+        if not refused:
+            return sock
+        error: Exception = LinkClosed(refused)
+    except (ssl.SSLEOFError, ssl.SSLZeroReturnError):  # a process that ended in the middle, and no matter of trust
+        error = LinkClosed("it hung up in the handshake")
+    except ssl.SSLError as failure:
+        error = AuthError(
+            f"the {answerer} at {address[0]}:{address[1]} and this run do not trust each other: {failure.reason}",
+            "both need the same file of the secret, and clocks that agree to an hour",
+        )
+    except (OSError, FrameError) as failure:
+        error = LinkClosed(getattr(failure, "strerror", None) or str(failure))
+    if sock is not None:
+        sock.close()
+    raise error
