@@ -72,7 +72,7 @@ class Rows:
         return {"prompt": words(dice, self.prompt, vocab), **row}
 
 
-ROWS = {"sft": Rows(0, 256, 4), "dpo": Rows(64, 128, 4), "grpo": Rows(64, 128, 16, generations=8)}
+ROWS = {"sft": Rows(0, 256, 4), "dpo": Rows(64, 128, 4), "grpo": Rows(64, 64, 8, generations=8)}
 
 
 def our_job(task: str, dtype: str, rows: Rows) -> dict[str, Any]:
@@ -124,6 +124,7 @@ def main() -> None:
     folder = add_word_tokenizer(model_folder(options.size, made(options.folders), torch.float32))
     old = BENCHMARKS / "training" / "results" / "post-training.md"
     found = raw_of(old) if options.more else {"size": options.size, "runs": {}}
+    found["versions"] = versions(options.peer_python)
     with tempfile.TemporaryDirectory(prefix="post-training-", dir=options.folders) as root:
         faults: list[str] = []
         for task in options.tasks:
@@ -138,8 +139,7 @@ def main() -> None:
                     faults += found_unlike
                 else:
                     found["runs"].setdefault(task, {})[dtype] = raw
-    found["versions"] = versions(options.peer_python)
-    write(page(found), found)
+                    write(page(found), found)  # each time: a run that is stopped keeps what it has
     if faults:  # what does not do the same work is not on the page
         sys.exit("\n".join(faults))
 
