@@ -43,6 +43,9 @@ SAME = {
 difference of sums: 128 log-probabilities come to some -1,150, which float32 rounds by up to 6e-5, and bfloat16 rounds
 the logits that they are made of."""
 
+SAME_TASKS = ("sft", "dpo")
+"""Tasks whose losses hang on no chance."""
+
 OURS, PEER, ONCE = "tllm", "TRL", "TRL, reference once"
 
 
@@ -189,12 +192,15 @@ prompt of {dpo.prompt} and replies of {dpo.reply}. GRPO: {grpo.batch} completion
 {grpo.generations} of each prompt of {grpo.prompt}; nothing ends one before, and the same function rewards them."""
 READING = """A sample is a text, a pair or a completion. Contenders take turns of steps, so all meet the same noise of
 the machine; medians over {rounds} rounds, a ratio is the median of the ratios of each round. That both do the same work
-is checked in the run: the losses of each step of SFT and DPO differ by {off32} at most in float32 and by {off16} in
-bfloat16 (relative), and all completions of GRPO have the same length; rewards of GRPO were {rewards} on average. `TRL`
-computes the reference of DPO anew in each step, as is its default; `reference once` is its `precompute_ref_log_probs`,
-which is how tllm has it. Gradient checkpointing, TRL's default, is off, as it is in tllm. In bfloat16 TRL has autocast
-(and its default of float32 weights), tllm 16-bit weights beside float32 ones. {said}"""
-LIMITS = """- The aims are 1.0 times TRL's rate for SFT and DPO, and 3 times for GRPO.{missed}
+is checked in the run: the losses of each step of SFT and DPO differ by {off} at most (relative), and all completions of
+GRPO have the same length; rewards of GRPO were {rewards} on average. `TRL` computes the reference of DPO anew in each
+step, as is its default; `reference once` is its `precompute_ref_log_probs`, which is how tllm has it, and whose seconds
+before the first step are counted for neither. Gradient checkpointing, TRL's default, is off, as it is in tllm. In
+bfloat16 TRL has autocast (and its default of float32 weights), tllm 16-bit weights beside float32 ones.
+
+{said}"""
+LIMITS = """- The aims are 1.0 times TRL's rate for SFT and DPO, and 3 times for GRPO.{missed}{bound}
+- Not run: {unrun}.
 - No row is shorter than another, so nothing is gained by packing, which tllm has for all of these tasks.
 - A small model, one process, no GPU, no vLLM beside TRL."""
 
@@ -209,17 +215,46 @@ def page(found: dict[str, Any]) -> Page:
                 lines.append([task.upper(), dtype, name, *cells(task, reports), ""])
                 lines[-1][4:] = ["" if name == OURS else f"{times:.2f}", sampling(reports)]
                 if name != OURS:
-                    said.append(f"{task.upper()} in {dtype} {times:.2f} times {name}")
+                    said.append(f"- {task.upper()} in {dtype}: {times:.2f} times {name}, {spread(raw[OURS], reports)}")
                 if name != OURS and times < AIMS[task]:
                     missed.append(f"{task.upper()} in {dtype} has {times:.2f} ({name})")
     runs = found["runs"]
     rounds = max(len(reports) - 1 for dtypes in runs.values() for raw in dtypes.values() for reports in raw.values())
     purpose = PURPOSE.format(versions=found["versions"], parameters=parameters(found["size"]), threads=THREADS, **ROWS)
-    off = {f"off{dtype[-2:]}": f"{furthest(runs, dtype):.1g}" for dtype in DTYPES}
-    reading = READING.format(rounds=rounds, **off, rewards=rewards(runs), said=f"tllm's rate: {'; '.join(said)}.")
-    limits = LIMITS.format(missed=f" Short of them: {'; '.join(missed)}." if missed else " All are reached.")
+    off = " and ".join(
+        f"{furthest(runs, dtype):.1g} in {dtype}"
+        for dtype in DTYPES
+        if any(dtype in runs.get(task, {}) for task in SAME_TASKS)
+    )
+    reading = READING.format(rounds=rounds, off=off, rewards=rewards(runs), said="\n".join(said))
+    unrun = [f"{task.upper()} in {dtype}" for task in TASKS for dtype in DTYPES if dtype not in runs.get(task, {})]
+    limits = LIMITS.format(
+        missed=f" Short of them: {'; '.join(missed)}." if missed else " All that was run reaches them.",
+        bound=bound(runs.get("grpo", {})),
+        unrun=", ".join(unrun) or "nothing that was planned",
+    )
     title = f"Post-training a model of {parameters(found['size'])}, beside TRL"
     return Page("training", "post-training", title, purpose, table(lines, left=3), reading, limits)
+
+
+def spread(mine: Sequence[Report], theirs: Sequence[Report]) -> str:
+    """The ratios of single rounds, from the smallest to the largest."""
+    found = [a / b for a, b in zip(rates(mine, 1), rates(theirs, 1), strict=True)]
+    return f"{min(found):.2f} to {max(found):.2f} in single rounds"
+
+
+def bound(grpo: dict[str, Raw]) -> str:
+    """What GRPO could reach here: learning alone takes a part of the step that no engine shortens."""
+    return "".join(
+        f" Would sampling take no time, GRPO in {dtype} would reach {statistics.median(free):.1f} times."
+        for dtype, raw in grpo.items()
+        for free in [
+            [
+                theirs["seconds"] / (mine["seconds"] - mine["sampling"])
+                for mine, theirs in zip(raw[OURS][1:], raw[PEER][1:], strict=True)
+            ]
+        ]
+    )
 
 
 def cells(task: str, reports: Sequence[Report]) -> list[str]:
