@@ -142,6 +142,7 @@ READING = """tok/s: all new tokens over the time from the first request to the e
 token: from the request to its first chunk; between tokens: from each chunk of a reply to the next one; medians and 95th
 percentiles over all replies of all rounds. {said}"""
 LIMITS = """- The aims are 2 times llama.cpp's server in 4 and 8 bits, and 0.9 times vLLM in bfloat16.{missed}
+- Not run: {unrun}.
 - Prompts and replies are short, no two prompts begin alike, and all come at once: nothing is gained by a prefix cache.
 - Client and server share this machine's two cores.
 - Random weights: speed does not depend on what they are."""
@@ -162,7 +163,8 @@ def page(found: Mapping[str, Any]) -> Page:
                         missed.append(f"{form} with {count} at {times / aim:.0%}".replace("%", " %"))
     rounds = max(len(some) for runs in found["runs"].values() for some in runs["tllm"].values())
     reading = READING.format(rounds=rounds, said=f"In tok/s tllm is: {'; '.join(said)}." if said else "")
-    limits = LIMITS.format(missed=f" Short of them: {', '.join(missed)} of the aim." if missed else "")
+    unrun = ", ".join(form for form in FORMS if form not in found["runs"]) or "nothing that was planned"
+    limits = LIMITS.format(missed=f" Short of them: {', '.join(missed)} of the aim." if missed else "", unrun=unrun)
     size = parameters(found["size"])
     purpose = PURPOSE.format(parameters=size, threads=THREADS, prompt=PROMPT, reply=REPLY)
     title = f"Serving several requests at once, kernels for {found['kernels']}"

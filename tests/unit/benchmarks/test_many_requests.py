@@ -60,6 +60,7 @@ def test_the_page_compares_rounds_and_says_which_aims_are_missed() -> None:
     assert cells["int4", "llama.cpp"][:2] == ["20.0", "2.50"]
     assert cells["bfloat16", "vLLM"][1] == "0.80"
     assert "bfloat16 with 8 at 89 % of the aim" in made.limits and "int4 with" not in made.limits
+    assert "Not run: int8." in made.limits
 
 
 def test_the_file_that_servers_read_names_every_token(tmp_path: Path) -> None:
