@@ -86,9 +86,10 @@ def test_the_page_has_the_ratio_of_each_round_and_names_aims_that_are_missed() -
     assert cells["DPO", PEER] == ["1.50", "2.00", ""]
     assert cells["DPO", ONCE] == ["6.00", "0.50", ""]
     assert cells["GRPO", PEER] == ["2.00", "4.00", "6.2 %"]
-    assert (
-        "DPO in float32 has 0.50 (TRL, reference once)" in made.limits and "GRPO" not in made.limits.split("Short")[1]
-    )
+    assert "DPO in float32 has 0.50 (TRL, reference once)" in made.limits and "GRPO in float32 has" not in made.limits
+    assert "GRPO in float32 would reach 5.3 times." in made.limits, "4 s beside 0.75 s of learning"
+    assert "Not run: SFT in float32, SFT in bfloat16, DPO in bfloat16, GRPO in bfloat16." in made.limits
+    assert "2.00 times TRL, 2.00 to 2.00 in single rounds" in made.meaning and "in bfloat16 at" not in made.meaning
 
 
 def test_nothing_ends_a_completion_of_the_benchmark() -> None:
