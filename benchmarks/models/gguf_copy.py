@@ -66,7 +66,18 @@ def _describe(writer: Any, config: dict[str, Any]) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("no_vocab")
+    _name_tokens(writer, config["vocab_size"])
+
+
+def _name_tokens(writer: Any, count: int) -> None:
+    """A vocabulary of made-up words, as a server must write what it generates."""
+    kinds = importlib.import_module("gguf").TokenType
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["<unk>", "<s>", "</s>", *(f"\u2581w{number}" for number in range(3, count))])
+    writer.add_token_scores([0.0] * count)
+    writer.add_token_types([kinds.UNKNOWN, kinds.CONTROL, kinds.CONTROL, *[kinds.NORMAL] * (count - 3)])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
 
 
 def _name(name: str) -> str:

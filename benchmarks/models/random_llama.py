@@ -20,6 +20,7 @@ SHAPES = {
     "tiny": dict(zip(SIZES, (64, 2, 4, 2, 160, 256), strict=True)),
     "1m": dict(zip(SIZES, (128, 4, 4, 4, 344, 256), strict=True)),
     "30m": dict(zip(SIZES, (512, 8, 8, 4, 1408, 8192), strict=True)),
+    "60m": dict(zip(SIZES, (640, 11, 10, 5, 1728, 8192), strict=True)),
     "0.3b": dict(zip(SIZES, (1024, 24, 16, 8, 2816, 32000), strict=True)),
     "1.1b": dict(zip(SIZES, (2048, 22, 32, 4, 5632, 32000), strict=True)),
 }

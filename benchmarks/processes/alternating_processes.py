@@ -1,6 +1,7 @@
 """Processes that take turns: each contender waits in processes of its own until it is told to take some steps.
 
-This way all contenders meet the same noise of the machine, and one that waits takes no time from another.
+This way all contenders meet the same noise of the machine, and one that waits takes no time from another. A contender's
+own side is `Turns`.
 """
 
 from __future__ import annotations
@@ -10,40 +11,13 @@ import json
 import os
 import statistics
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.processes.python_module import environment
 
 Report = dict[str, Any]
-
-
-class Turns:
-    """A contender's side. Call it without a loss before the first step, and with the loss after every step."""
-
-    def __init__(self, **facts: Callable[[], float]) -> None:
-        """`facts` are counters; the report of a turn says how much each has grown in it."""
-        self._facts, self._left, self._start = facts, 0, 0.0
-        self._losses: list[float] = []
-        self._before: dict[str, float] = {}
-
-    def __call__(self, loss: float | None = None) -> None:
-        if loss is not None:
-            self._losses.append(loss)
-        if self._left == 0:
-            self._report()
-        self._left -= 1
-
-    def _report(self) -> None:
-        seconds, now = time.perf_counter() - self._start, {name: count() for name, count in self._facts.items()}
-        grown = {name: count - self._before.get(name, 0) for name, count in now.items()}
-        print(json.dumps({"seconds": seconds, "losses": self._losses, **grown}), flush=True)
-        self._losses, self._before = [], now
-        self._left = int(sys.stdin.readline())  # the driver kills this process when it is done
-        self._start = time.perf_counter()
 
 
 class Contender:

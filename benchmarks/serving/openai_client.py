@@ -1,4 +1,4 @@
-"""A client that measures any OpenAI-compatible server: tokens per second of one request and of eight at once."""
+"""A client that measures any OpenAI-compatible server: tokens per second of one request and of several at once."""
 
 from __future__ import annotations
 
@@ -8,17 +8,31 @@ import random
 import subprocess
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 
 import httpx
 
 
 @dataclass(frozen=True)
 class Reply:
-    """One streamed reply: seconds from the request to its first and its last token, and its tokens."""
+    """One streamed reply: the seconds from the request to each of its chunks, and its tokens."""
 
-    first: float
-    last: float
+    arrivals: tuple[float, ...]
     tokens: int
+
+    @property
+    def first(self) -> float:
+        """Seconds to the first token."""
+        return self.arrivals[0]
+
+    @property
+    def last(self) -> float:
+        return self.arrivals[-1]
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds from each chunk to the next one."""
+        return [after - before for before, after in pairwise(self.arrivals)]
 
 
 async def ask(client: httpx.AsyncClient, url: str, model: str, prompt: list[int], max_tokens: int) -> Reply:
@@ -26,7 +40,7 @@ async def ask(client: httpx.AsyncClient, url: str, model: str, prompt: list[int]
         "model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0,
         "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
-    start, first, last, tokens = time.perf_counter(), 0.0, 0.0, 0
+    start, arrivals, tokens = time.perf_counter(), list[float](), 0
     async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
         response.raise_for_status()
         async for line in response.aiter_lines():
@@ -35,17 +49,23 @@ async def ask(client: httpx.AsyncClient, url: str, model: str, prompt: list[int]
             chunk = json.loads(line[6:])
             if "error" in chunk:
                 raise RuntimeError(chunk["error"])
-            now = time.perf_counter() - start
             if chunk["choices"]:
-                first, last = first or now, now
+                arrivals.append(time.perf_counter() - start)
             if chunk.get("usage"):
                 tokens = chunk["usage"]["completion_tokens"]
-    return Reply(first, last, tokens)
+    return Reply(tuple(arrivals), tokens)
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
     chance = random.Random(seed)
     return [chance.randrange(10, 32000) for _ in range(length)]
+
+
+async def model_of(client: httpx.AsyncClient, url: str) -> str:
+    """The name of the model that a server has, once it has answered a request that warms it up."""
+    model = str((await client.get(f"{url}/v1/models")).json()["data"][0]["id"])
+    await ask(client, url, model, prompt_of(64, 1000), 8)  # no prompt begins as another does
+    return model
 
 
 async def measure(url: str, repeats: int = 3, prompt: int = 128, reply: int = 64) -> dict[str, list[float]]:
@@ -54,8 +74,7 @@ async def measure(url: str, repeats: int = 3, prompt: int = 128, reply: int = 64
     Each is repeated, after a request that warms up.
     """
     async with httpx.AsyncClient(timeout=600) as client:
-        model = (await client.get(f"{url}/v1/models")).json()["data"][0]["id"]
-        await ask(client, url, model, prompt_of(64, 1000), 8)  # no prompt begins as another does
+        model = await model_of(client, url)
         out: dict[str, list[float]] = {"decode_tok_s": [], "prefill_tok_s": [], "eight_tok_s": []}
         for turn in range(repeats):
             one = await ask(client, url, model, prompt_of(128, 10 + turn), 64)

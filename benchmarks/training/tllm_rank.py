@@ -8,18 +8,21 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import torch
 
-from benchmarks.processes.alternating_processes import Turns
+from benchmarks.processes.turns import Sampled, Turns
 from tllm.cluster.certificates import Identity
 from tllm.cluster.tls import data_client, data_server
 from tllm.comm.links.connect import LinkOptions, Listener, open_links
 from tllm.comm.links.link import Link
 from tllm.core.memory import LARGEST_TRAINED, keep_freed_memory, reexecute_with_huge_pages
 from tllm.model.transformer import build
+from tllm.node.roles.colocated_rollouts import colocated_rollouts
 from tllm.parallel.mesh import whole
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan, Wire
@@ -27,9 +30,11 @@ from tllm.spec.process_groups import wires
 from tllm.training.gradients.bucket_layout import lay_out
 from tllm.training.job.initial_model import open_initial_model
 from tllm.training.job.job import Job
+from tllm.training.policy.rollouts import Completion, CompletionSampling, PromptGroup, Rollouts
 from tllm.training.report.events import RunBegan, RunEvent, RunStepped
 from tllm.training.state.initial_weights import InitialWeights
 from tllm.training.step.rank_groups import Groups, RankConfig, groups_of
+from tllm.training.step.rank_model import RankModel
 from tllm.training.trainer import RankTrainer
 from tllm.weights.byte_source import LocalFiles
 
@@ -61,9 +66,11 @@ def main() -> None:
         repeat_sums(groups, beginning.spec)
     config = RankConfig(job, plan, beginning.spec, options.rank, groups)
     weights = InitialWeights(LocalFiles(options.folder))
-    trainer = RankTrainer(config, weights, None if options.rank else beginning)
+    trainer = RankTrainer(config, weights, None if options.rank else beginning, make_rollouts=endless_rollouts)
     trainer.prepare()
-    trainer.run(ReportToTurns(Turns(cpu=time.process_time, sent=lambda: groups.bytes_sent)))
+    sampled = Sampled()
+    counters = dict(cpu=time.process_time, sent=lambda: groups.bytes_sent, **sampled.counters)
+    trainer.run(ReportToTurns(Turns(**counters), sampled))
 
 
 def job_of(options: argparse.Namespace) -> Job:
@@ -81,7 +88,7 @@ def job_of(options: argparse.Namespace) -> Job:
         shuffle=False,
         packing=False,
     )
-    return Job(**{**fields, **json.loads(options.job)})
+    return msgspec.convert({**fields, **json.loads(options.job)}, Job)
 
 
 def open_all(plan: Plan, options: argparse.Namespace) -> dict[Wire, Link]:
@@ -112,14 +119,33 @@ def repeat_sums(groups: Groups, spec: ModelSpec) -> None:
 class ReportToTurns:
     """Tells the turns when the run begins and when it has done a step."""
 
-    def __init__(self, turns: Turns) -> None:
-        self._turns = turns
+    def __init__(self, turns: Turns, sampled: Sampled) -> None:
+        self._turns, self._sampled = turns, sampled
 
     def __call__(self, event: RunEvent) -> None:
         if isinstance(event, RunBegan):
             self._turns()
         elif isinstance(event, RunStepped):
-            self._turns(event.record.loss)
+            record = event.record
+            self._sampled.add(record.metrics or {}, (record.role_seconds or {}).get("sampling", 0.0))
+            self._turns(record.loss)
+
+
+def endless_rollouts(config: RankConfig, model: RankModel) -> EndlessRollouts:
+    """What samples completions of the greatest length, as nothing ends them before."""
+    return EndlessRollouts(colocated_rollouts(replace(config, spec=replace(config.spec, eos_token_ids=())), model))
+
+
+class EndlessRollouts:
+    """Rollouts without tokens that end a completion."""
+
+    def __init__(self, rollouts: Rollouts) -> None:
+        self._rollouts, self.close = rollouts, rollouts.close
+
+    def sample(
+        self, groups: Sequence[PromptGroup], stop_ids: Sequence[int], sampling: CompletionSampling
+    ) -> list[Completion]:
+        return self._rollouts.sample(groups, (), sampling)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from benchmarks.processes.alternating_processes import Turns
+from benchmarks.processes.turns import Turns
 from benchmarks.training.plain_llama import PlainLayer, PlainModel, plain_model
 
 RATE, DECAY, CLIP = 3e-4, 0.1, 1.0
