@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -140,7 +140,11 @@ class EndlessRollouts:
     """Rollouts without tokens that end a completion."""
 
     def __init__(self, rollouts: Rollouts) -> None:
-        self._rollouts, self.close = rollouts, rollouts.close
+        self._rollouts, self.close, self.share = rollouts, rollouts.close, rollouts.share
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        return self._rollouts.metrics
 
     def sample(
         self, groups: Sequence[PromptGroup], stop_ids: Sequence[int], sampling: CompletionSampling

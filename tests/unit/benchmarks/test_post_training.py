@@ -18,7 +18,7 @@ from benchmarks.training.throughput import Raw
 from benchmarks.training.tllm_rank import EndlessRollouts
 from tllm.text.tokenizer import Tokenizer
 from tllm.training.job.job import Job
-from tllm.training.policy.rollouts import Completion, CompletionSampling, PromptGroup
+from tllm.training.policy.rollouts import Completion, CompletionSampling, PromptGroup, RolloutOrder
 
 
 def reports(*seconds: float, loss: float = 2.0, length: float = 0.0) -> list[dict[str, object]]:
@@ -96,6 +96,9 @@ def test_nothing_ends_a_completion_of_the_benchmark() -> None:
     asked = []
 
     class Sampler:
+        def share(self, order: RolloutOrder) -> list[PromptGroup]:
+            raise AssertionError("not asked")
+
         def sample(
             self, groups: list[PromptGroup], stop_ids: tuple[int, ...], sampling: CompletionSampling
         ) -> list[Completion]:

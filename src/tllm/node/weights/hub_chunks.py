@@ -112,8 +112,8 @@ class HubChunks:
         with contextlib.ExitStack() as claim:
             try:
                 self._tables.mkdir(exist_ok=True)
-                places = (number * DIGEST_BYTES for number in (chunks[0].number, chunks[-1].number + 1))
-                claim.enter_context(claimed(self._table(file), *places, self.ranges.check_wanted))
+                start, stop = chunks[0].number * DIGEST_BYTES, (chunks[-1].number + 1) * DIGEST_BYTES
+                claim.enter_context(claimed(self._table(file), start, stop, self.ranges.check_wanted))
             except OSError as error:
                 self._trouble.refused(error)
             yield

@@ -49,7 +49,7 @@ class Tools:
 
 
 @dataclass
-class Conversation:
+class GrowingCompletion:
     """A completion as far as it has come. `replica` samples it; `calls` are those of its last turn, yet to be made."""
 
     prompt_ids: tuple[int, ...]
@@ -131,8 +131,8 @@ class TurnSampler(CompletionSampler):
         return asked, completions if self._tools is None else [one.completion() for one in whole]
 
     def _next_turn(
-        self, going: Sequence[Conversation], asked: RolloutOrder, iteration: int
-    ) -> tuple[RolloutOrder, list[Conversation]]:
+        self, going: Sequence[GrowingCompletion], asked: RolloutOrder, iteration: int
+    ) -> tuple[RolloutOrder, list[GrowingCompletion]]:
         """On rank 0: make the calls; the order for those completions that the model is to go on with, and these."""
         tools, longest = self._tools, self.sampling.max_tokens
         assert tools is not None, "rank 0 has them"
@@ -151,10 +151,10 @@ class TurnSampler(CompletionSampler):
         return RolloutOrder(tuple(map(tuple, groups)), asked.stop_ids), going
 
 
-def _begun(asked: RolloutOrder, completions: Sequence[Completion], tools: Tools) -> list[Conversation]:
+def _begun(asked: RolloutOrder, completions: Sequence[Completion], tools: Tools) -> list[GrowingCompletion]:
     """The completions of an order after their first turn, in order."""
     begun = [
-        Conversation(group.ids, seed, replica)
+        GrowingCompletion(group.ids, seed, replica)
         for replica, groups in enumerate(asked.groups)
         for group in groups
         for seed in group.seeds

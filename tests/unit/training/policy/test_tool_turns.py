@@ -33,6 +33,10 @@ class ScriptedRollouts:
     def __init__(self, tokenizer: Tokenizer, script: Script) -> None:
         self.tokenizer, self.script = tokenizer, {seed: list(turns) for seed, turns in script.items()}
         self.asked: list[tuple[list[PromptGroup], bool]] = []
+        self.metrics: dict[str, float] = {}
+
+    def share(self, order: RolloutOrder) -> Sequence[PromptGroup]:
+        return order.groups[0]
 
     def sample(
         self, groups: Sequence[PromptGroup], stop_ids: Sequence[int], sampling: CompletionSampling
