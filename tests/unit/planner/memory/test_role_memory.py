@@ -90,7 +90,7 @@ def test_a_plan_whose_cache_finds_no_room_is_not_chosen() -> None:
 
     def chosen(asked: TrainingFacts, memory: int) -> Plan:
         device = Device(memory, (("float32", ((1.0, 1e9), (256.0, 1e10))),), 1e10)
-        cluster = Cluster(("a", "b"), (device,) * 2, (0, 1), (None,) * 2, default=LinkSpeed(1e-4, 1e9))
+        cluster = Cluster(("a", "b"), (device,) * 2, (0, 1), (None,) * 2, default=LinkSpeed(1e-4, 1e10))
         limits = TrainingConstraints((1,), 0, check)
         return best_training(spec, cluster, asked, steps=200, constraints=limits).choices[0].placed.plan
 
