@@ -128,7 +128,7 @@ def check_metrics(metrics: list[dict[str, float]], made: list[PlainCompletion]) 
         assert step["completions/max_length"] == max(lengths)
 
 
-@pytest.mark.parametrize(("name", "plan"), pairs_in_turn(JOBS, PLANS, 3))
+@pytest.mark.parametrize(("name", "plan"), pairs_in_turn(JOBS, PLANS, 2))
 def test_every_plan_is_one_process(plan: str, name: str, task: Path, alone: dict[str, Told], tmp_path: Path) -> None:
     want, tensors, completions = alone[name]
     got, others, same = told(JOBS[name](task, tmp_path / "run"), plan)

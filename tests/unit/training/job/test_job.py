@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import re
 import subprocess
 from dataclasses import fields
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.house.tree import SOURCE, imports, parse, sources
+from tests.house.tree import SOURCE, imports, nodes, sources
 from tllm.core.errors import ConfigError
 from tllm.training.job.job import AT_LEAST, BELOW, CHOICES, Job
 from tllm.training.job.job_file import ELSEWHERE, TYPES, ResolvedJob, read_job, write_job
@@ -204,8 +203,8 @@ def test_every_key_is_read_by_somebody() -> None:
         node.attr
         for path in sources()
         if any(imported.module.startswith(JOB_MODULES) for imported in imports(path))
-        for node in ast.walk(parse(path))
-        if isinstance(node, ast.Attribute) and re.search(r"(^|\.)_?job$", ast.unparse(node.value))
+        for node in nodes(path)
+        if isinstance(node, ast.Attribute) and _last_name(node.value) in ("job", "_job")
     }
     keys = {field.name for field in fields(Job)} - {"rejection"}  # it is read as `job.rollouts`
     assert "rollouts" in read
@@ -281,3 +280,8 @@ def test_the_commit_is_the_repositorys(tmp_path: Path) -> None:
     assert commit_of(tmp_path) == "c" * 40
     (git / "HEAD").write_text("d" * 40 + "\n")
     assert commit_of(tmp_path) == "d" * 40
+
+
+def _last_name(node: ast.expr) -> str:
+    """`job` of `job` and of `config.job`."""
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
