@@ -20,10 +20,10 @@ PART = ".part"
 
 
 @contextlib.contextmanager
-def whole_file(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
+def whole_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     """A new file that takes the place of `path` when the block has ended well; else nothing is left of it.
 
-    `mode` is of the new file. What the block or the disk raises goes on.
+    `mode` is of the new file, less what this user's umask takes. What the block or the disk raises goes on.
     """
     beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PART}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -31,7 +31,7 @@ def whole_file(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
         with open(os.open(beside, flags, mode), "wb") as file:
             yield file
         beside.replace(path)
-    except BaseException:
+    except BaseException:  # an interrupt too leaves nothing behind
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)
         raise

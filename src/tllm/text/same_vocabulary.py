@@ -77,5 +77,4 @@ def vocabulary_digest(folder: Path) -> str:
     tokenizer = Tokenizer.from_folder(folder)
     if tokenizer is None:
         return ""
-    tokens = sorted((number, token) for token, number in tokenizer.inner.get_vocab(with_added_tokens=True).items())
-    return hashlib.sha256(msgspec.msgpack.encode(tokens)).hexdigest()[:16]
+    return hashlib.sha256(msgspec.msgpack.encode(sorted(_tokens(tokenizer).items()))).hexdigest()[:16]

@@ -13,15 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from tllm.core.errors import UNREADABLE, ConfigError, FrameError
-from tllm.hub.locate import locate
 from tllm.node.roles.colocated_rollouts import ColocatedRollouts, colocated_rollouts
 from tllm.spec.families import spec_from_config
-from tllm.spec.hf_config import read_config
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 from tllm.text.same_vocabulary import vocabulary_digest
 from tllm.training.job.job import Job, decode_job
 from tllm.training.policy.rollouts import PromptGroup
+from tllm.training.questions.causal_model import CausalModel
 from tllm.training.rollout_servers.base_digest import base_digest, has_weights
 from tllm.training.rollout_servers.held_weights import HeldWeights
 from tllm.training.rollout_servers.rollout_messages import (
@@ -51,15 +50,9 @@ class RolloutModel:
     @classmethod
     def open(cls, name: str) -> RolloutModel:
         """The model of a folder, or by its name. ConfigError for one that writes nothing."""
-        folder = Path(name) if Path(name).is_dir() else locate(name, "whole").path
-        config = read_config(folder)
-        spec = spec_from_config(config)
-        if spec.num_labels:
-            raise ConfigError(
-                f"{name} has a classification head of {spec.num_labels} labels and writes nothing",
-                "take the causal language model that the run trains",
-            )
-        return cls(name, folder, config, spec)
+        return cls(
+            name, *CausalModel.find(name, "writes nothing", "take the causal language model that the run trains")
+        )
 
     def open_session(self, run: RolloutRun) -> RolloutSession:
         """A model and an engine of this run's own. ConfigError where this model is not the one that it trains."""

@@ -105,11 +105,14 @@ def _candidates(cluster: Cluster) -> list[list[int]]:
     """Sets of devices to search through, in the cluster's order: those with the fastest memory, then the most of it."""
     devices = cluster.devices
     by_speed = sorted(range(len(cluster)), key=lambda device: -devices[device].memory_bandwidth)
-    by_room = sorted(
-        range(len(cluster)), key=lambda device: (-devices[device].memory, -devices[device].memory_bandwidth)
-    )
-    sets = [sorted(order[:MOST_DEVICES]) for order in (by_speed, by_room)]
+    sets = [sorted(order[:MOST_DEVICES]) for order in (by_speed, _by_room(cluster))]
     return sets[:1] if sets[0] == sets[1] else sets
+
+
+def _by_room(cluster: Cluster) -> list[int]:
+    """All devices, those with the most memory first, and of equal ones those with the fastest."""
+    devices = cluster.devices
+    return sorted(range(len(cluster)), key=lambda device: (-devices[device].memory, -devices[device].memory_bandwidth))
 
 
 def _seconds(choice: ServingChoice) -> float:
@@ -154,10 +157,7 @@ class _Pipelines:
 
     def __init__(self, spec: ModelSpec, cluster: Cluster, facts: ServingFacts) -> None:
         self.spec, self.cluster, self.facts = spec, cluster, facts
-        devices = cluster.devices
-        self.order = sorted(
-            range(len(cluster)), key=lambda device: (-devices[device].memory, -devices[device].memory_bandwidth)
-        )
+        self.order = _by_room(cluster)
         self.known: dict[object, StageOption | None] = {}
 
     def choices(self) -> list[ServingChoice]:

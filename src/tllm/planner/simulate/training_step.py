@@ -261,13 +261,18 @@ class RankStep:
 
     def _scattered(self) -> int:
         """Bytes that the rank sends of its gradients, which are reduce-scattered (ZeRO 1 to 3)."""
-        whole = sum(padded_elements(parameter) for parameter in self._parameters() if not parameter.spread)
+        whole = self._shared_elements()
         return reduce_scatter(whole, whole // self.work.replicas) * self.setup.facts.full_precision_bytes
 
     def _new_weights(self) -> int:
         """Bytes that the rank sends when new weights are gathered after an update."""
-        whole = sum(padded_elements(parameter) for parameter in self._parameters() if not parameter.spread)
-        return all_gather(whole // self.work.replicas * self.setup.facts.learned_bytes, self.work.replicas)
+        return all_gather(
+            self._shared_elements() // self.work.replicas * self.setup.facts.learned_bytes, self.work.replicas
+        )
+
+    def _shared_elements(self) -> int:
+        """Of the parameters that all replicas hold."""
+        return sum(padded_elements(parameter) for parameter in self._parameters() if not parameter.spread)
 
     def _parameters(self) -> list[Parameter]:
         return [parameter for unit in self.work.learned(self.setup.spec) for parameter in unit]

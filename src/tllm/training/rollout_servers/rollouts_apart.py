@@ -105,10 +105,10 @@ class RolloutServers:
             self.metrics = dict.fromkeys(METRICS, 0.0)
             self.metrics["rollout/changed_weight_ratio"] = self._weights.changed_bytes / max(self._weights.nbytes, 1)
         sent, given_back = self._weights.sent_bytes, self._queue.given_back
-        asked = []
+        asked, root = [], self._weights.root
         for portion in portions(groups, len(self._threads), self._at_once):
             self._number += 1
-            question = PromptGroups(self._number, self._weights.root, portion, tuple(stop_ids), sampling)
+            question = PromptGroups(self._number, root, portion, tuple(stop_ids), sampling)
             asked.append(self._queue.ask(question))
         try:
             found = [wait_for(one, self._threads, "the run", self.waits_for, self._tell) for one in asked]

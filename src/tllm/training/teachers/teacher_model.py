@@ -12,18 +12,16 @@ from torch import Tensor
 
 from tllm.comm.collectives.group import solo
 from tllm.core.errors import ConfigError, FrameError
-from tllm.hub.locate import locate
 from tllm.model.transformer import Transformer
 from tllm.parallel.mesh import whole
 from tllm.parallel.top_log_probs import top_log_probs
-from tllm.spec.families import spec_from_config
-from tllm.spec.hf_config import read_config
 from tllm.spec.model_spec import ModelSpec
 from tllm.text.same_vocabulary import vocabulary_digest
 from tllm.training.attention.packed_attention import TrainAttend
 from tllm.training.data.batch_tensors import tokens_of
 from tllm.training.data.encoder import IGNORED
 from tllm.training.data.packing import PackedRow
+from tllm.training.questions.causal_model import CausalModel
 from tllm.training.step.model_chunks import build_chunks
 from tllm.training.teachers.teacher_messages import Answer, Lesson, Question, unpacked
 from tllm.training.teachers.top_k_choice import entropy, fewest_within, lost_by_count
@@ -50,14 +48,8 @@ class TeacherModel:
     @classmethod
     def open(cls, name: str, dtype: str = "float32") -> TeacherModel:
         """The model of a folder, or by its name."""
-        folder = Path(name) if Path(name).is_dir() else locate(name, "whole").path
-        config = read_config(folder)
-        spec = spec_from_config(config)
-        if spec.num_labels:
-            raise ConfigError(
-                f"{name} has a classification head of {spec.num_labels} labels and gives no next token",
-                "take a causal language model as the teacher",
-            )
+        hint = "take a causal language model as the teacher"
+        folder, config, spec = CausalModel.find(name, "gives no next token", hint)
         (model,) = build_chunks(spec, whole(spec), [range(spec.num_layers)], torch_dtype(dtype))
         source = checked(LocalFiles(folder))
         load(model, open_index(source, config), source, torch_dtype(dtype))

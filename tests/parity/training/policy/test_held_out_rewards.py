@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parity.training.policy.test_policy_runs import JOBS, WRONG, Told, grpo_job, rejection_job, told
+from tests.parity.training.policy.test_policy_runs import JOBS, WRONG, grpo_job, rejection_job
 from tests.support.selection import pairs_in_turn
 from tests.support.training.post_training.policy_task import grpo, policy_job, write_task
+from tests.support.training.post_training.told_runs import Told, told
 from tests.support.training.runs import final, records, train
 from tests.support.training.training_step import furthest
 from tllm.core.errors import ConfigError

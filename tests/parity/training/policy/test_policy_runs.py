@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.support.models.families import save_model
 from tests.support.selection import pairs_in_turn
 from tests.support.training.post_training.policy_task import grpo, policy_job, write_task
 from tests.support.training.post_training.sampled_log_probs import sampled_and_trained
+from tests.support.training.post_training.told_runs import Told, check_same_run, told
 from tests.support.training.runs import final, records, train
 from tests.support.training.training_step import furthest
 from tllm.core.errors import ConfigError
@@ -22,7 +22,7 @@ from tllm.training.job.job import Job
 from tllm.training.job.rollout_keys import RejectionConfig
 from tllm.training.policy.completions_file import COMPLETIONS
 from tllm.training.report.events import RunEnded
-from tllm.training.report.metrics import StepRecord, read_records
+from tllm.training.report.metrics import read_records
 
 PLANS = (
     "dp=2",
@@ -47,7 +47,6 @@ def closeness(**columns):
         raise ValueError("no verdict")
     return right(**columns)
 """
-Told = tuple[list[StepRecord], dict[str, Tensor], str]
 
 
 @pytest.fixture(scope="module")
@@ -71,11 +70,6 @@ def rejection_job(task: Path, run: Path, **more: Any) -> Job:
 JOBS = {"grpo": grpo_job, "rejection": rejection_job}
 
 
-def told(job: Job, plan: str) -> Told:
-    run = Path(job.output_dir)
-    return records(train(job, plan)), final(run), (run / COMPLETIONS).read_text()
-
-
 @pytest.fixture(scope="module")
 def alone(task: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Told]:
     """Each task's run in one process."""
@@ -85,14 +79,8 @@ def alone(task: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tol
 
 @pytest.mark.parametrize(("name", "plan"), pairs_in_turn(JOBS, PLANS, 3))
 def test_every_plan_is_one_process(plan: str, name: str, task: Path, alone: dict[str, Told], tmp_path: Path) -> None:
-    want, tensors, completions = alone[name]
-    got, others, same = told(JOBS[name](task, tmp_path / "run"), plan)
-    assert same == completions and completions.count("\n") == (8 if name == "grpo" else 16)
-    for one, other in zip(got, want, strict=True):
-        assert abs(one.loss - other.loss) < 1e-12 and one.metrics is not None and other.metrics is not None
-        assert max(abs(one.metrics[key] - other.metrics[key]) for key in other.metrics) < 1e-12
-    off, where = furthest(others, tensors)
-    assert off < 1e-11, where
+    check_same_run(told(JOBS[name](task, tmp_path / "run"), plan), alone[name])
+    assert alone[name][2].count("\n") == (8 if name == "grpo" else 16)
 
 
 def test_the_steps_learn_from_what_was_sampled(alone: dict[str, Told]) -> None:

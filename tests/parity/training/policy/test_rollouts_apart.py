@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from tests.support.training.post_training.policy_task import grpo, policy_job, write_task
 from tests.support.training.post_training.rollout_servers import RolloutServer, sampling
 from tests.support.training.post_training.teachers import address_of
+from tests.support.training.post_training.told_runs import Told, check_same_run, told
 from tests.support.training.runs import final, records, train
 from tests.support.training.training_step import furthest
 from tllm.core.errors import ConfigError
@@ -29,7 +29,6 @@ from tllm.training.rollout_servers.rollout_messages import PromptGroups, Rollout
 from tllm.training.trainer import RankTrainer
 
 PLANS = ("pp=1", "dp=2,zero=2", "pp=2,tp=1+2", "tp=2,schedule=1f1b")
-Told = tuple[list[StepRecord], dict[str, Tensor], str]
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +42,6 @@ def job_of(task: Path, run: Path, servers: Sequence[str] = (), secret: Path | No
     """With a reference and two steps on the same completions; sampled here, or by servers."""
     elsewhere = {"rollout_servers": tuple(servers), "rollout_secret": str(secret)} if servers else {}
     return policy_job(task, run, grpo(task, beta=0.1, num_iterations=2, **elsewhere), **more)
-
-
-def told(job: Job, plan: str) -> Told:
-    run = Path(job.output_dir)
-    return records(train(job, plan)), final(run), (run / COMPLETIONS).read_text()
 
 
 @pytest.fixture(scope="module")
@@ -97,22 +91,13 @@ def hang_up(server: RolloutServer) -> None:
         connection.close()
 
 
-def check(got: Told, want: Told) -> None:
-    assert got[2] == want[2], "the same completions"
-    for one, other in zip(got[0], want[0], strict=True):
-        assert abs(one.loss - other.loss) < 1e-12 and one.metrics is not None and other.metrics is not None
-        assert max(abs(one.metrics[key] - other.metrics[key]) for key in other.metrics) < 1e-12
-    off, where = furthest(got[1], want[1])
-    assert off < 1e-11, where
-
-
 @pytest.mark.parametrize("plan", PLANS)
 def test_servers_sample_what_every_plan_would(plan: str, task: Path, alone: Told, tmp_path: Path) -> None:
     secret = tmp_path / "key"
     with sampling(task, secret) as one, sampling(task, secret) as two:
         job = job_of(task, tmp_path / "run", [address_of(one), address_of(two)], secret, dtype="float64")
         got = told(job, plan)
-    check(got, alone)
+    check_same_run(got, alone)
     parameters = sum(tensor.nbytes for tensor in alone[1].values())
     first, _, third, _ = (record.metrics or {} for record in got[0])
     # Random weights travel once to each server that is asked: one may be done before the other is reached.
@@ -128,7 +113,7 @@ def test_what_a_lost_server_was_asked_others_sample(plan: str, task: Path, alone
         dying.servers.append(two)
         job = job_of(task, tmp_path / "run", [address_of(one), address_of(two)], secret, dtype="float64")
         got = told(job, plan)
-    check(got, alone)
+    check_same_run(got, alone)
     again = [(record.metrics or {})["rollout/questions_asked_again"] for record in got[0]]
     assert len(dying.asked) >= 2 and sum(again) >= 1, "it was lost while it sampled"
 
