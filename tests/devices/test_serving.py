@@ -68,7 +68,7 @@ def test_plans_over_devices_and_processors(case: str, tmp_path: Path) -> None:
     ]:
         with Engine.load(tmp_path, plan, sizes, devices=devices) as engine:
             assert_alike(written(engine, GREEDY), want[0])
-            pass  # SAMPLED
+            # SAMPLED
             if sizes is TIGHT:
                 assert engine.stats()["preemptions"] > 0, "the cache was meant to be too small"
 
@@ -81,7 +81,12 @@ def test_a_cache_of_codes_and_pages_on_disk(coding: str, tmp_path: Path) -> None
     for devices in ((CPU,), SEPARATE):
         folder = tmp_path / devices[0].type
         sizes = EngineConfig(
-            dtype="float64", cache_tokens=96, page_size=4, kv_cache_dtype=coding, cache_dir=str(folder), cache_dir_size=1 << 24
+            dtype="float64",
+            cache_tokens=96,
+            page_size=4,
+            kv_cache_dtype=coding,
+            cache_dir=str(folder),
+            cache_dir_size=1 << 24,
         )
         with Engine.load(tmp_path / "model", "pp=1", sizes, devices=devices) as engine:
             first = written(engine, GREEDY)

@@ -20,6 +20,7 @@ pytest.importorskip("triton")
 from tllm.engine.compute.cache_codes import FP8, INT8, numbers_of, rounded  # noqa: E402
 from tllm.kernels.gpu.paged_attention import GpuAttention, LayerSlots, TokenTiles  # noqa: E402
 from tllm.kernels.gpu.row_operations import GpuRowOperations, write_slots  # noqa: E402
+from tllm.kernels.gpu.skinny_matmul import skinny_matmul  # noqa: E402
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 DTYPES = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -139,3 +140,12 @@ def test_attention(dtype: torch.dtype, kind: str, parts: int, codes: str) -> Non
             want = attended(part, keys[kv, places], values[kv, places], start, of_heads, spec)
             check(out[row : row + count, first:last], want, dtype, 4)
         row += count
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 20])
+def test_products_of_few_rows(dtype: torch.dtype, rows: int) -> None:
+    if INTERPRETED and dtype == torch.bfloat16 and rows > 1:
+        pytest.skip("the interpreter has no products in bfloat16")
+    x, w = numbers(rows, 700, dtype=dtype), numbers(50, 700, dtype=dtype) / 26
+    check(skinny_matmul(x, w), x.float() @ w.float().T, dtype, 4)
