@@ -125,7 +125,7 @@ def main() -> None:
         table = stage.model.embed_tokens.weight  # type: ignore[attr-defined]
         held = sum(x.nbytes for x in stage.model.parameters())  # type: ignore[attr-defined]
         read = held - table.nbytes
-        flops = 2 * read / 2
+        flops = read  # of a token: two for each weight, which has two bytes
         graphs = "recorded steps" if stage.graphs is not None else "no recorded steps"
         opened = time.perf_counter() - begun
         print(f"{args.shape}: {held / 1e9:.2f} GB of weights, made with {graphs} in {opened:.1f} s", flush=True)

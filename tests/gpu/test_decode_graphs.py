@@ -1,4 +1,4 @@
-"""Recorded layers over batches of replies give what the layers give: on a CUDA device, or without a graph interpreted."""
+"""Recorded layers give what layers give, over batches of replies: on a CUDA device, or interpreted without a graph."""
 
 from __future__ import annotations
 
