@@ -1,6 +1,7 @@
-"""Training on one device: `python -m benchmarks.devices.training [--shape 1b --length 4096 --rows 4] [--peer eager]`.
+"""Training on one device: `python -m benchmarks.devices.training [--shape 1b --length 4096 --rows 4] [--loop eager]`.
 
-The real `RankTrainer` on random weights and rows, and in the same run a plain loop over `transformers`' Llama.
+The real `RankTrainer` on random weights and rows; with `--loop` a plain loop over `transformers`' Llama in its place.
+Each step is told when it is done, so that a run which is cut off has told what it found.
 
     MFU = 6 N + attention flops a token, times tokens a second, over the device's peak
 
@@ -14,15 +15,14 @@ import argparse
 import json
 import tempfile
 import time
-from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.devices.training_peer import peer_run
-from benchmarks.devices.training_profile import waits, watched
+from benchmarks.devices.training_profile import told_kernels, told_waits
 from benchmarks.devices.training_work import SHAPES, WeightsOfDevice, Work
 from tllm.devices.choose import choose_device
 from tllm.devices.memory import device_name, forget_peak, peak_memory, wait_for
@@ -45,60 +45,59 @@ class Enough(Exception):
 
 
 class Stopwatch:
-    """Ends a run after its steps, which it times as a whole; then watches one of them more if asked to."""
+    """Tells each step, times those after the warm-up as a whole, and then has one watched more, if asked to."""
 
     def __init__(self, device: torch.device, warm_up: int, steps: int, profiled: bool) -> None:
         self.device, self.warm_up, self.steps, self.profiled = device, warm_up, steps, profiled
         self.losses: list[float] = []
         self.seconds, self.peak = 0.0, 0
-        self.waits = Counter[str]()
-        self.told = ""
-        self._began = 0.0
+        self._before = self._began = time.perf_counter()
         self._watching = ExitStack()
 
     def __call__(self, event: RunEvent) -> None:
         if not isinstance(event, RunStepped):
             return
         self.losses.append(event.record.loss)
-        done = len(self.losses)
+        done, last = len(self.losses), self.warm_up + self.steps
+        if done in (self.warm_up, last):
+            wait_for(self.device)
+        now = time.perf_counter()
+        print(f"step {done}: {(now - self._before) * 1e3:.1f} ms, loss {event.record.loss:.3f}", flush=True)
+        self._before = now
         if done == self.warm_up:
-            wait_for(self.device)
             forget_peak(self.device)
-            self._began = time.perf_counter()
-        elif done == self.warm_up + self.steps:
-            wait_for(self.device)
-            self.seconds, self.peak = (time.perf_counter() - self._began) / self.steps, peak_memory(self.device)
+            self._began = now
+        elif done == last:
+            self.seconds, self.peak = (now - self._began) / self.steps, peak_memory(self.device)
             if not self.profiled:
                 raise Enough
-            self._watching.enter_context(waits(self.waits))
-        elif done == self.warm_up + self.steps + 1:
+            self._watching.enter_context(told_waits())
+            self._watching.enter_context(told_kernels())
+        elif done > last:
             self._watching.close()
-            self._found = self._watching.enter_context(watched())
-        elif done > self.warm_up + self.steps + 1:
-            self._watching.close()
-            self.told = self._found.text()
             raise Enough
 
 
-def our_figures(work: Work, device: torch.device, warm_up: int, steps: int, profiled: bool, plan: str) -> Figures:
+def our_figures(work: Work, device: torch.device, options: argparse.Namespace) -> Figures:
     """The trainer's."""
+    began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="tllm-") as folder:
         job = work.job(Path(folder))
         beginning = open_initial_model(job)
-        config = RankConfig(job, Plan.parse(plan, beginning.spec.num_layers), beginning.spec, 0, Groups(), device)
-        trainer, watch = RankTrainer(config, WeightsOfDevice(), beginning), Stopwatch(device, warm_up, steps, profiled)
+        config = RankConfig(
+            job, Plan.parse(options.plan, beginning.spec.num_layers), beginning.spec, 0, Groups(), device
+        )
+        trainer = RankTrainer(config, WeightsOfDevice(), beginning)
+        print(f"built in {time.perf_counter() - began:.1f} s", flush=True)
         try:
             trainer.prepare()
-            trainer.run(watch)
-        except Enough:
-            pass
+            print(f"prepared in {time.perf_counter() - began:.1f} s", flush=True)
+            watch = Stopwatch(device, options.warm_up, options.steps, options.profile)
+            with suppress(Enough):
+                trainer.run(watch)
         finally:
             trainer.close()
-    found = figures(work, device, watch.seconds, watch.peak)
-    if profiled:
-        print(watch.told, flush=True)
-        print("the host waits at", *(f"  {count} x {place}" for place, count in watch.waits.most_common()), sep="\n")
-    return found | {"losses": watch.losses, "waits": dict(watch.waits)}
+    return figures(work, device, watch.seconds, watch.peak) | {"losses": watch.losses}
 
 
 def figures(work: Work, device: torch.device, seconds: float, memory: int) -> Figures:
@@ -139,27 +138,23 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--profile", action="store_true", help="kernels, gaps and waits of one step more")
-    parser.add_argument("--peer", nargs="*", default=[], choices=("eager", "compiled"))
-    parser.add_argument("--out", type=Path, help="append the figures to this file, a line of JSON each")
+    parser.add_argument("--loop", default="tllm", choices=("tllm", "eager", "compiled"), help="the others: the peer's")
+    parser.add_argument("--out", type=Path, help="append the figures to this file, a line of JSON")
     options = parser.parse_args()
     device = choose_device(options.device)
     work = Work(options.shape, options.length, options.rows, options.microbatches, options.dtype, options.packed)
     print(device_name(device), torch.__version__, work, flush=True)
-    raw: dict[str, Figures] = {}
-    raw["tllm"] = our_figures(work, device, options.warm_up, options.steps, options.profile, options.plan)
-    print(line("tllm", raw["tllm"]), flush=True)
-    for way in options.peer:
-        wait_for(device)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        name = f"transformers, {way}"
-        seconds, memory, loss = peer_run(work, device, options.warm_up, options.steps, way == "compiled")
-        raw[name] = figures(work, device, seconds, memory) | {"losses": [loss]}
-        print(line(name, raw[name]), flush=True)
+    if options.loop == "tllm":
+        name, found = "tllm", our_figures(work, device, options)
+    else:
+        name = f"transformers, {options.loop}"
+        run = peer_run(work, device, options.warm_up, options.steps, options.loop == "compiled")
+        found = figures(work, device, run.seconds, run.memory) | {"losses": run.losses}
+    print(line(name, found), flush=True)
     if options.out is not None:
         given = {key: str(value) for key, value in vars(options).items()}
         with options.out.open("a") as file:
-            file.write(json.dumps({"device": device_name(device), "given": given, "figures": raw}) + "\n")
+            file.write(json.dumps({"device": device_name(device), "given": given, "figures": {name: found}}) + "\n")
 
 
 if __name__ == "__main__":

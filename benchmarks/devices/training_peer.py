@@ -17,10 +17,16 @@ from tllm.weights.dtypes import torch_dtype
 RATE, DECAY, CLIP = 1e-4, 0.1, 1.0
 
 
-def peer_seconds(
-    work: Work, device: torch.device, warm_up: int, steps: int, compiled: bool
-) -> tuple[float, int, float]:
-    """Seconds of a step, the peak of memory, and the last loss. Weights and AdamW's states are in the work's dtype."""
+class PeerRun(NamedTuple):
+    """Seconds of a step, the most bytes that the device held, and the losses."""
+
+    seconds: float
+    memory: int
+    losses: list[float]
+
+
+def peer_run(work: Work, device: torch.device, warm_up: int, steps: int, compiled: bool) -> PeerRun:
+    """Weights and AdamW's states are in the work's dtype: less work than with float32 weights beside narrow ones."""
     from transformers import LlamaConfig, LlamaForCausalLM  # not at the top: a run without a peer needs no long import
 
     config = LlamaConfig(**{**work.config, "attn_implementation": "sdpa"})
@@ -31,6 +37,7 @@ def peer_seconds(
             model = LlamaForCausalLM(config).train()
     finally:
         torch.set_default_dtype(default)
+    print("built", flush=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY, fused=True)
     forward: Callable[..., object] = torch.compile(model) if compiled else model
     dice, vocab = random.Random(0), SHAPES[work.shape]["vocab_size"]
@@ -47,14 +54,16 @@ def peer_seconds(
         optimizer.zero_grad()
         return loss.detach()
 
-    loss = torch.zeros(())
-    for _ in range(warm_up):
-        loss = step()
-    wait_for(device)
-    forget_peak(device)
-    began = time.perf_counter()
-    for _ in range(steps):
-        loss = step()
-        loss.item()
-    wait_for(device)
-    return PeerRun((time.perf_counter() - began) / steps, peak_memory(device), float(loss))
+    losses: list[float] = []
+    before = began = time.perf_counter()
+    for number in range(1, warm_up + steps + 1):
+        losses.append(step().item())
+        if number in (warm_up, warm_up + steps):
+            wait_for(device)
+        now = time.perf_counter()
+        print(f"step {number}: {(now - before) * 1e3:.1f} ms, loss {losses[-1]:.3f}", flush=True)
+        before = now
+        if number == warm_up:
+            forget_peak(device)
+            began = now
+    return PeerRun((before - began) / steps, peak_memory(device), losses)

@@ -24,7 +24,7 @@ NAME = 110
 
 
 class Watched:
-    """Filled when `watched` is left: `kernels` by name with calls and microseconds, `gaps` by the kernels around."""
+    """What a device did: `kernels` by name with calls and microseconds, `gaps` by the kernels around."""
 
     def __init__(self) -> None:
         self.kernels: list[tuple[str, int, float]] = []
@@ -40,11 +40,11 @@ class Watched:
 
 
 @contextmanager
-def watched() -> Iterator[Watched]:
-    """Profile the device meanwhile."""
+def told_kernels() -> Iterator[None]:
+    """Profile the device meanwhile, without what the host does, and print what it did."""
     found = Watched()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        yield found
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        yield
         torch.cuda.synchronize()
     spans = sorted(
         (event.time_range.start, event.time_range.end, event.name)
@@ -64,12 +64,13 @@ def watched() -> Iterator[Watched]:
     found.kernels = [(name, calls[name], taken) for name, taken in micros.most_common()]
     found.gaps = [(name, waited[name], taken) for name, taken in waits.most_common()]
     found.busy, found.span = float(sum(micros.values())), float(ended - spans[0][0])
+    print(found.text(), flush=True)
 
 
 @contextmanager
-def waits(found: Counter[str]) -> Iterator[None]:
-    """Count where in the code the host waits for the device."""
-    root = Path(__file__).resolve().parents[2]
+def told_waits() -> Iterator[None]:
+    """Print where in the code the host waits for the device meanwhile."""
+    root, found = Path(__file__).resolve().parents[2], Counter[str]()
 
     def told(message: Any, category: Any, filename: str, lineno: int, *_: Any) -> None:
         path = Path(filename)
@@ -83,3 +84,4 @@ def waits(found: Counter[str]) -> Iterator[None]:
             yield
         finally:
             torch.cuda.set_sync_debug_mode("default")
+    print("the host waits at", *(f"  {count} x {place}" for place, count in found.most_common()), sep="\n", flush=True)

@@ -29,9 +29,8 @@ class TokenLosses:
 
     def __call__(self, model: Transformer, x_TD: Tensor, tokens: Tokens) -> Tensor:
         labels_T = tokens.labels_T
-        predicted_T = labels_T != IGNORED
-        if not self.sliced and not bool(predicted_T.all()):
-            x_TD, labels_T = x_TD[predicted_T], labels_T[predicted_T]
+        if not self.sliced and (learned_T := tokens.learned_T) is not None:
+            x_TD, labels_T = x_TD.index_select(0, learned_T), labels_T.index_select(0, learned_T)
         return cross_entropy(self.logits(model, x_TD, len(labels_T)), labels_T, model.vocab, self.tp)
 
     def logits(self, model: Transformer, x_TD: Tensor, tokens: int) -> Tensor:
