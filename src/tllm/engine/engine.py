@@ -21,6 +21,7 @@ import torch
 
 from tllm.cluster.settings import PageDisk
 from tllm.core.errors import ClusterError, RequestError
+from tllm.devices.choose import CPU
 from tllm.engine.assembly import LoadWeights, LocalRanks, make_driver
 from tllm.engine.draft.load_draft import DraftLoader, draft_loader
 from tllm.engine.driver import CancelRequest, CloseRing, Command
@@ -77,8 +78,12 @@ class Engine:
         plan: Plan | str = "pp=1",
         config: EngineConfig | None = None,
         progress: Callable[[int, int, int], None] | None = None,
+        devices: Sequence[torch.device] = (),
     ) -> Engine:
-        """An engine for a Hugging Face folder. Loading calls `progress(rank, bytes done, bytes in all)`."""
+        """An engine for a Hugging Face folder. Loading calls `progress(rank, bytes done, bytes in all)`.
+
+        The ranks compute on `devices`, one for each, or on the processor.
+        """
         config = config or EngineConfig()
         raw = with_weight_form(read_config(Path(folder)), config.quantize, config.dequantize)
         spec = spec_from_config(raw)
@@ -89,7 +94,8 @@ class Engine:
 
         def load_weights(rank: int, model: Transformer) -> None:
             source = checked(LocalFiles(folder))
-            load(model, index, source, dtype, progress and partial(progress, rank), packed=keeps_few_bits(raw))
+            told, device = progress and partial(progress, rank), devices[rank] if devices else CPU
+            load(model, index, source, dtype, told, packed=keeps_few_bits(raw), device=device)
             if rank == 0 and draft is not None:
                 draft.load()
 

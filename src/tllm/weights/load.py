@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tllm.core.errors import WeightsError
+from tllm.devices.choose import CPU
 from tllm.kernels.batch_invariant import is_batch_invariant, make_batch_invariant
 from tllm.parallel.quantized_weight import empty_parameter, is_empty
 from tllm.parallel.shard import ShardPiece, held_dtype, shard_of
@@ -61,11 +62,12 @@ def load(
     progress: Progress | None = None,
     kept: Kept | None = None,
     packed: bool = False,
+    device: torch.device = CPU,
 ) -> LoadReport:
     """Fill every parameter of `model`, converted to `dtype` (to its own if None); what is `kept` is not read again.
 
     Weights that the files keep in few bits stay so in memory if they are to be `packed`, for products only. A parameter
-    on the meta device is given memory first. Everything is checked before the first byte is read, so a
+    on the meta device is given memory on `device` first. Everything is checked before the first byte is read, so a
     WeightsError about names or shapes leaves the model as it was.
     """
     before = source.bytes_read
@@ -73,7 +75,7 @@ def load(
     for parameter in parameters:
         _check(parameter, index)
     few_bits = {id(parameter) for parameter in parameters if packed and is_packed(parameter, index)}
-    unread = _with_memory(model, parameters, dtype, kept or {}, few_bits)
+    unread = _with_memory(model, parameters, dtype, kept or {}, few_bits, device)
     to_pack = [(parameter, packed_tasks(parameter, index)) for parameter in unread if is_empty(parameter)]
     jobs: list[ReadTask | PackedTask] = [task for _, tasks in to_pack for task in tasks]
     jobs += [job for parameter in unread if not is_empty(parameter) for job in _jobs(parameter, index)]
@@ -81,7 +83,7 @@ def load(
     wanted = [found for job in jobs for found in job_spans(job, index)]
     total = sum(spans.nbytes for _, spans in wanted)
     source.expect(wanted)
-    done, staging = 0, torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+    done, staging = 0, torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
     with torch.no_grad():
         for job in jobs:
             reads = job.fill(index, source) if isinstance(job, PackedTask) else fill(job, index, source, staging)
@@ -153,7 +155,12 @@ def _unlike(piece: ShardPiece, shape: tuple[int, ...], wanted: str) -> WeightsEr
 
 
 def _with_memory(
-    model: nn.Module, parameters: list[nn.Parameter], dtype: torch.dtype | None, kept: Kept, few_bits: set[int]
+    model: nn.Module,
+    parameters: list[nn.Parameter],
+    dtype: torch.dtype | None,
+    kept: Kept,
+    few_bits: set[int],
+    device: torch.device,
 ) -> list[nn.Parameter]:
     """Put kept weights in their places. Returns the other parameters, with memory of their dtype, which are to be read.
 
@@ -169,9 +176,9 @@ def _with_memory(
         elif id(old) in few_bits:
             made[id(old)] = empty_parameter(old.shape, wanted)
         elif old.is_meta or old.dtype != wanted:
-            device = "cpu" if old.is_meta else old.device
+            where = device if old.is_meta else old.device
             made[id(old)] = nn.Parameter(
-                torch.empty(old.shape, dtype=wanted, device=device), requires_grad=old.requires_grad
+                torch.empty(old.shape, dtype=wanted, device=where), requires_grad=old.requires_grad
             )
         if id(old) in made:
             made[id(old)].shard = shard_of(old)  # type: ignore[attr-defined]

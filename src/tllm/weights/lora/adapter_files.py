@@ -70,7 +70,7 @@ class Adapter:
     def load(self, model: nn.Module, source: ByteSource, dtype: torch.dtype) -> dict[nn.Module, LoraUpdate]:
         """The updates of a rank's linears, read from the adapter's files: this rank's parts and no other bytes."""
         updates = updates_of(model, self.modules)
-        load(nn.ModuleList(updates.values()), self.index, source, dtype)
+        load(nn.ModuleList(updates.values()), self.index, source, dtype, device=next(model.parameters()).device)
         return updates
 
 
