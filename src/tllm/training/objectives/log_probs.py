@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tllm.comm.collectives.group import Group
+from tllm.kernels.gpu_kernels import gpu_kernels
 from tllm.model.transformer import Transformer
 from tllm.parallel.cross_entropy import cross_entropy
 from tllm.parallel.mesh import Mesh
@@ -23,6 +24,9 @@ class TokenLosses:
     they are computed in float32, as sums over whole replies are to be compared.
     """
 
+    fuses = True
+    """Whether a GPU may make the losses of the head's products in one step: they are of these logits as they are."""
+
     def __init__(self, mesh: Mesh, precise: bool = False) -> None:
         self.tp, self.precise = mesh.tp, precise
         self.sliced = not mesh.seam.has_all_rows
@@ -31,6 +35,9 @@ class TokenLosses:
         labels_T = tokens.labels_T
         if not self.sliced and (learned_T := tokens.learned_T) is not None:
             x_TD, labels_T = x_TD.index_select(0, learned_T), labels_T.index_select(0, learned_T)
+        gpu = gpu_kernels(x_TD.device.type) if self.fuses and self.tp.size == 1 else None
+        if gpu is not None and x_TD.dtype != torch.float64 and model.lm_head.is_product:
+            return gpu.loss.cross_entropy(model.lm_head.matmul(model.normed(x_TD)), labels_T, IGNORED)  # type: ignore[no-any-return]
         return cross_entropy(self.logits(model, x_TD, len(labels_T)), labels_T, model.vocab, self.tp)
 
     def logits(self, model: Transformer, x_TD: Tensor, tokens: int) -> Tensor:
