@@ -37,7 +37,7 @@ def test_a_run_on_cuda_is_the_run_on_the_processor(family: str, tmp_path: Path) 
     (losses, weights), (want, kept) = made["cuda"], made["cpu"]
     assert len(want) == 6 and max(abs(a - b) / b for a, b in zip(losses, want, strict=True)) < 1e-12
     assert max(float((weights[name] - x).abs().max()) for name, x in kept.items()) < 1e-10
-    assert max(abs(a - b) / b for a, b in zip(made["narrow"][0], want, strict=True)) < 1e-2
+    assert max(abs(a - b) / b for a, b in zip(made["narrow"][0], want, strict=True)) < 2e-2
 
 
 @pytest.mark.parametrize("window", [None, 5, 300])

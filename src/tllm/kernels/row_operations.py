@@ -51,7 +51,8 @@ def row_operations(x: Tensor) -> RowOperations | None:
         gpu = gpu_kernels(x.device.type)
         if gpu is None or x.dtype not in DTYPES:
             return None
-        return gpu.trained_rows if torch.is_grad_enabled() else gpu.row_operations
+        fused: RowOperations = gpu.trained_rows if torch.is_grad_enabled() else gpu.row_operations
+        return fused
     kernels = takes(x)
     return None if kernels is None else ProcessorRowOperations(kernels)
 

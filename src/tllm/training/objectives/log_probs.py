@@ -11,6 +11,7 @@ from tllm.comm.collectives.group import Group
 from tllm.kernels.gpu_kernels import gpu_kernels
 from tllm.model.transformer import Transformer
 from tllm.parallel.cross_entropy import cross_entropy
+from tllm.parallel.embedding import VocabLogits
 from tllm.parallel.mesh import Mesh
 from tllm.training.data.batch_tensors import Tokens
 from tllm.training.data.encoder import IGNORED
@@ -35,9 +36,11 @@ class TokenLosses:
         labels_T = tokens.labels_T
         if not self.sliced and (learned_T := tokens.learned_T) is not None:
             x_TD, labels_T = x_TD.index_select(0, learned_T), labels_T.index_select(0, learned_T)
-        gpu = gpu_kernels(x_TD.device.type) if self.fuses and self.tp.size == 1 else None
-        if gpu is not None and x_TD.dtype != torch.float64 and model.lm_head.is_product:
-            return gpu.loss.cross_entropy(model.lm_head.matmul(model.normed(x_TD)), labels_T, IGNORED)  # type: ignore[no-any-return]
+        gpu, head = gpu_kernels(x_TD.device.type), model.lm_head
+        is_whole = self.fuses and self.tp.size == 1 and x_TD.dtype != torch.float64
+        if gpu is not None and is_whole and isinstance(head, VocabLogits) and head.is_product:
+            losses: Tensor = gpu.loss.cross_entropy(head.matmul(model.normed(x_TD)), labels_T, IGNORED)
+            return losses
         return cross_entropy(self.logits(model, x_TD, len(labels_T)), labels_T, model.vocab, self.tp)
 
     def logits(self, model: Transformer, x_TD: Tensor, tokens: int) -> Tensor:
