@@ -36,11 +36,12 @@ class TokenLosses:
         labels_T = tokens.labels_T
         if not self.sliced and (learned_T := tokens.learned_T) is not None:
             x_TD, labels_T = x_TD.index_select(0, learned_T), labels_T.index_select(0, learned_T)
-        gpu, head = gpu_kernels(x_TD.device.type), model.lm_head
         is_whole = self.fuses and self.tp.size == 1 and x_TD.dtype != torch.float64
-        if gpu is not None and is_whole and isinstance(head, VocabLogits) and head.is_product:
-            losses: Tensor = gpu.loss.cross_entropy(head.matmul(model.normed(x_TD)), labels_T, IGNORED)
-            return losses
+        if is_whole and (gpu := gpu_kernels(x_TD.device.type)) is not None:
+            head = model.lm_head
+            if isinstance(head, VocabLogits) and head.is_product:
+                losses: Tensor = gpu.loss.cross_entropy(head.matmul(model.normed(x_TD)), labels_T, IGNORED)
+                return losses
         return cross_entropy(self.logits(model, x_TD, len(labels_T)), labels_T, model.vocab, self.tp)
 
     def logits(self, model: Transformer, x_TD: Tensor, tokens: int) -> Tensor:
