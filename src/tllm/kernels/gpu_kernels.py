@@ -15,9 +15,12 @@ DEVICES = ("cuda", "xpu")
 
 
 class GpuKernels(NamedTuple):
-    """`row_operations` are the small operations of a layer; `attention` and `rows` the modules of `kernels/gpu`."""
+    """`row_operations` are the small operations of a layer, `trained_rows` the same with gradients; `loss`,
+    `attention` and `rows` the modules of `kernels/gpu`."""
 
     row_operations: Any
+    trained_rows: Any
+    loss: Any
     attention: Any
     rows: Any
 
@@ -34,4 +37,6 @@ def _loaded() -> GpuKernels | None:
         return None
     attention = importlib.import_module("tllm.kernels.gpu.paged_attention")
     rows = importlib.import_module("tllm.kernels.gpu.row_operations")
-    return GpuKernels(rows.GpuRowOperations(), attention, rows)
+    trained = importlib.import_module("tllm.kernels.gpu.trained_rows")
+    loss = importlib.import_module("tllm.kernels.gpu.trained_loss")
+    return GpuKernels(rows.GpuRowOperations(), trained.TrainedRowOperations(), loss, attention, rows)

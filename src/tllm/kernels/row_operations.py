@@ -1,7 +1,7 @@
 """The small operations of a layer in one pass over memory each, where torch would take several.
 
-`row_operations(x)` has them for where x lies, if they can be used: without gradients, in float32, bfloat16 or float16.
-Each is equal to torch's steps within rounding; on processors they have the same bits on every one.
+`row_operations(x)` has them for where x lies, if they can be used: in float32, bfloat16 or float16, with gradients on
+GPUs alone. Each is equal to torch's steps within rounding; on processors they have the same bits on every one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ def row_operations(x: Tensor) -> RowOperations | None:
     """What there is for x and where it lies; None: torch's own steps."""
     if not x.is_cpu:
         gpu = gpu_kernels(x.device.type)
-        return None if gpu is None or torch.is_grad_enabled() or x.dtype not in DTYPES else gpu.row_operations
+        if gpu is None or x.dtype not in DTYPES:
+            return None
+        fused: RowOperations = gpu.trained_rows if torch.is_grad_enabled() else gpu.row_operations
+        return fused
     kernels = takes(x)
     return None if kernels is None else ProcessorRowOperations(kernels)
 
