@@ -49,7 +49,7 @@ def graph_seconds(way: object, x: torch.Tensor, weights: list[torch.Tensor]) -> 
 def main() -> None:
     device = choose_device("cuda:0")
     print(f"{device_name(device)}, torch {torch.__version__}: reads {read_rate(device) / 1e12:.2f} TB/s", flush=True)
-    for rows in (1, 2, 8, 16, 64):
+    for rows in (1, 8, 64):
         for name, (outputs, columns) in SHAPES.items():
             one = outputs * columns * 2
             weights = [
