@@ -21,6 +21,7 @@ from tllm.devices.choose import choose_device
 from tllm.devices.memory import device_name, held_memory, peak_memory, wait_for
 from tllm.engine.engine import Engine
 from tllm.engine.schedule.limits import EngineConfig, limits_of
+from tllm.engine.stage import PipelineStage
 from tllm.model.transformer import Transformer
 from tllm.spec.families import spec_from_config
 from tllm.spec.plan import Plan
@@ -106,6 +107,13 @@ def measure(engine: Engine, sequences: int, prompt: int, tokens: int) -> tuple[f
     return min(prompts), (min(wholes) - statistics.median(prompts)) / tokens
 
 
+def layers_seconds(stage: PipelineStage, sequences: int, device: torch.device) -> float:
+    """Of the recorded layers of the last batch alone, without the host; 0 where nothing is recorded."""
+    if stage.graphs is None:
+        return 0.0
+    return seconds(stage.graphs.recorded[sequences].graph.replay, device)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="auto")
@@ -131,6 +139,7 @@ def main() -> None:
         print(f"{args.shape}: {held / 1e9:.2f} GB of weights, made with {graphs} in {opened:.1f} s", flush=True)
         for sequences in map(int, args.sequences.split(",")):
             first, token = measure(engine, sequences, args.prompt, args.tokens)
+            layers = layers_seconds(stage, sequences, device)
             keys = sequences * (args.prompt + args.tokens / 2)
             width = 2 * 2 * sum(k.kv_shape[0] * k.kv_shape[1] for k in stage.model.attention_specs().values())  # type: ignore[attr-defined]
             limit = (read + keys * width) / rate
@@ -148,13 +157,15 @@ def main() -> None:
                 tokens_per_second=sequences / token,
                 limit_seconds=limit,
                 of_limit=limit / token,
+                layers_seconds=layers,
                 held=held_memory(device),
                 peak=peak_memory(device),
             )
             print(
                 f"{sequences:3} sequences: prompts {first * 1e3:8.1f} ms, {found['prompt_flops'] / 1e12:5.0f} Tflop/s; "
                 f"a token {token * 1e3:6.2f} ms, {sequences / token:7.0f} tokens/s, "
-                f"{100 * limit / token:3.0f} % of the memory's limit ({limit * 1e3:.2f} ms)",
+                f"{100 * limit / token:3.0f} % of the memory's limit ({limit * 1e3:.2f} ms); "
+                f"the recorded layers alone {layers * 1e3:.2f} ms",
                 flush=True,
             )
             if args.out is not None:

@@ -16,8 +16,8 @@ if not torch.cuda.is_available() and not INTERPRETED:
 pytest.importorskip("triton")
 
 from tests.support.models.families import save_model  # noqa: E402
-from tllm.engine.compute import decode_graphs  # noqa: E402
-from tllm.engine.compute.decode_graphs import DecodeGraphs, RecordedBatch  # noqa: E402
+from tllm.engine import decode_graphs  # noqa: E402
+from tllm.engine.decode_graphs import DecodeGraphs, RecordedBatch  # noqa: E402
 from tllm.engine.compute.kv_cache import KVCache  # noqa: E402
 from tllm.engine.compute.paged_attention import PagedAttend  # noqa: E402
 from tllm.engine.compute.positions import positions  # noqa: E402

@@ -20,7 +20,6 @@ pytest.importorskip("triton")
 from tllm.engine.compute.cache_codes import FP8, INT8, numbers_of, rounded  # noqa: E402
 from tllm.kernels.gpu.paged_attention import GpuAttention, LayerSlots, TokenTiles  # noqa: E402
 from tllm.kernels.gpu.row_operations import GpuRowOperations, write_slots  # noqa: E402
-from tllm.kernels.gpu.skinny_matmul import skinny_matmul  # noqa: E402
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 DTYPES = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -46,6 +45,11 @@ def test_norm(dtype: torch.dtype, adds_one: bool) -> None:
         w = numbers(x.shape[-1], dtype=dtype)
         want = F.rms_norm(x.float(), (x.shape[-1],), None, 1e-5) * (w.float() + adds_one)
         check(rows.rms_norm(x, w, 1e-5, adds_one), want, dtype, 2)
+        if x.dim() == 2:
+            y = numbers(*x.shape, dtype=dtype).flip(1)
+            total, normed = rows.add_and_norm(x, y, w, 1e-5, adds_one)
+            check(total, x.float() + y.float(), dtype)
+            assert torch.equal(normed, rows.rms_norm(total, w, 1e-5, adds_one))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -66,16 +70,21 @@ def test_rotation_of_all_or_some_of_a_head(dtype: torch.dtype, turned: int) -> N
     wide = x.float()[..., :turned]
     want = x.float().clone()
     want[..., :turned] = wide * cos.float() + wide.roll(turned // 2, -1) * sin.float()
-    check(GpuRowOperations().rotate_in_place(x.clone(), cos, sin), want, dtype, 2)
+    rows = GpuRowOperations()
+    check(rows.rotate_in_place(x.clone(), cos, sin), want, dtype, 2)
+    first, second = rows.rotate_both(x[:, :3].clone(), x[:, 3:].clone(), cos, sin)
+    assert torch.equal(torch.cat((first, second), 1), rows.rotate_in_place(x.clone(), cos, sin))
 
 
 def test_rows_come_to_their_slots() -> None:
-    x, cache = numbers(3, 8, 20)[:, 2:6], torch.zeros(4, 50, 20, device=DEVICE)
+    k, v = numbers(3, 8, 20)[:, 2:6], numbers(3, 4, 20)
     places = torch.tensor([7, 49, 0], dtype=torch.int32, device=DEVICE)
-    write_slots(x, places, cache)
-    want = torch.zeros(4, 50, 20, device=DEVICE)
-    want[:, places.long()] = x.transpose(0, 1)
-    assert torch.equal(cache, want)
+    keys, values = torch.zeros(2, 4, 50, 20, device=DEVICE)
+    write_slots(k, v, places, keys, values)
+    for cache, x in ((keys, k), (values, v)):
+        want = torch.zeros(4, 50, 20, device=DEVICE)
+        want[:, places.long()] = x.transpose(0, 1)
+        assert torch.equal(cache, want)
 
 
 def attended(q_THD: Tensor, k_SD: Tensor, v_SD: Tensor, start: int, sinks: Tensor | None, spec: dict) -> Tensor:  # type: ignore[type-arg]
@@ -140,12 +149,3 @@ def test_attention(dtype: torch.dtype, kind: str, parts: int, codes: str) -> Non
             want = attended(part, keys[kv, places], values[kv, places], start, of_heads, spec)
             check(out[row : row + count, first:last], want, dtype, 4)
         row += count
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [1, 3, 20])
-def test_products_of_few_rows(dtype: torch.dtype, rows: int) -> None:
-    if INTERPRETED and dtype == torch.bfloat16 and rows > 1:
-        pytest.skip("the interpreter has no products in bfloat16")
-    x, w = numbers(rows, 700, dtype=dtype), numbers(50, 700, dtype=dtype) / 26
-    check(skinny_matmul(x, w), x.float() @ w.float().T, dtype, 4)

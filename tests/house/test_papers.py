@@ -13,8 +13,12 @@ import tllm
 from tests.house.tree import ROOT, imports, name_of, project_files, sources
 
 IMPORT_NAMES = {"prometheus-client": "prometheus_client", "huggingface-hub": "huggingface_hub"}
-EXTRAS = {"src/tllm/server/tracing/otlp.py": "opentelemetry"}
-"""Modules that import what only an extra brings: who imports them answers for it if it is not there."""
+EXTRAS = {"src/tllm/server/tracing/otlp.py": "opentelemetry"} | {
+    f"src/tllm/kernels/gpu/{name}.py": "triton"
+    for name in ("paged_attention", "row_operations", "trained_loss", "trained_rows")
+}
+"""Modules that import what only an extra brings, or torch's build for GPUs: who imports them answers for it if it is
+not there."""
 
 NOT_IMPORTED = {"h11": "uvicorn's HTTP parser, asked for by name"}
 NAMED_FILE = re.compile(r"(?<![\w/])(?:docs|benchmarks|tests)/[\w/-]+\.(?:md|py|toml)\b")

@@ -23,7 +23,7 @@ from torch import Tensor
 from tllm.comm.collectives.group import Group
 from tllm.core.errors import FrameError
 from tllm.engine.compute.adapted_rows import RankAdapters
-from tllm.engine.compute.decode_graphs import DecodeGraphs
+from tllm.engine.decode_graphs import DecodeGraphs
 from tllm.engine.compute.kv_cache import KVCache
 from tllm.engine.compute.paged_attention import PagedAttend
 from tllm.engine.compute.pooler import Pooler

@@ -28,6 +28,9 @@ class RowOperations(Protocol):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, adds_one: bool) -> Tensor:
         """w x / sqrt(mean(x^2) + eps) over the last dim; (1 + w) in w's place if it `adds_one`."""
 
+    def add_and_norm(self, x: Tensor, y: Tensor, weight: Tensor, eps: float, adds_one: bool) -> tuple[Tensor, Tensor]:
+        """x + y, and what `rms_norm` makes of that."""
+
     def gated(self, gate_up_TF: Tensor, activation: str) -> Tensor:
         """act(gate) * up, for gate and up side by side in rows [T, 2 F]."""
 
@@ -43,6 +46,9 @@ class RowOperations(Protocol):
         cos and sin [T, 1, dim] in x's dtype, the first half of sin negative. Where the heads of a token do not follow
         one another, it happens in a copy.
         """
+
+    def rotate_both(self, q_TNH: Tensor, k_TKH: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """`rotate_in_place` of queries and keys of the same tokens."""
 
 
 def row_operations(x: Tensor) -> RowOperations | None:
@@ -86,6 +92,10 @@ class ProcessorRowOperations:
             torch.get_num_threads(),
         )
         return y
+
+    def add_and_norm(self, x: Tensor, y: Tensor, weight: Tensor, eps: float, adds_one: bool) -> tuple[Tensor, Tensor]:
+        x = x + y
+        return x, self.rms_norm(x, weight, eps, adds_one)
 
     def gated(self, gate_up_TF: Tensor, activation: str) -> Tensor:
         gate_up_TF = gate_up_TF.contiguous()
@@ -134,6 +144,9 @@ class ProcessorRowOperations:
             sin.data_ptr(),
         )
         return x_TNH
+
+    def rotate_both(self, q_TNH: Tensor, k_TKH: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return self.rotate_in_place(q_TNH, cos, sin), self.rotate_in_place(k_TKH, cos, sin)
 
 
 def write_codes(kernels: Library, x_TKH: Tensor, places_T: Tensor, codes_KSH: Tensor, scales_KS1: Tensor) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tllm.model.norm import CutRMSNorm, RMSNorm, RootMeanSquare
 from tllm.model.recurrence import Advance, recur_afresh
-from tllm.model.rope import Rotation, rotate, rotate_queries
+from tllm.model.rope import Rotation, rotate_both
 from tllm.parallel.linear import Adapt, LinearRows, unadapted
 from tllm.parallel.mesh import Mesh
 from tllm.parallel.shard import Shard, ShardPiece, cut_parameter
@@ -124,9 +124,8 @@ class Attention(nn.Module):
 
     def forward(self, x_TD: Tensor, rotation: Rotation | None, attend: Attend, adapt: Adapt = unadapted) -> Tensor:
         q_TNH, k_TKH, v_TKH = self.project(x_TD, adapt)
-        q_TNH = rotate_queries(self.q_norm(q_TNH), rotation)
-        k_TKH, v_TKH = rotate(self.k_norm(k_TKH), rotation), self.v_norm(v_TKH)
-        o_TNH = attend(self.layer, q_TNH, k_TKH, v_TKH, self.sinks)
+        q_TNH, k_TKH = rotate_both(self.q_norm(q_TNH), self.k_norm(k_TKH), rotation)
+        o_TNH = attend(self.layer, q_TNH, k_TKH, self.v_norm(v_TKH), self.sinks)
         y_TD: Tensor = self.o_proj(o_TNH.flatten(1), adapt)
         return y_TD
 

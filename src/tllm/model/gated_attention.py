@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tllm.kernels.router import sigmoid
 from tllm.model.attention import Attend, Attention
-from tllm.model.rope import Rotation, rotate, rotate_queries
+from tllm.model.rope import Rotation, rotate_both
 from tllm.parallel.linear import Adapt, unadapted
 
 
@@ -18,8 +18,7 @@ class GatedAttention(Attention):
         heads_TMH = self.qkv_proj(x_TD, adapt).unflatten(-1, (-1, self.head_dim))
         q_gate_TGH, k_TKH, v_TKH = heads_TMH.split([2 * N, K, K], dim=1)
         q_TNH, gate_TNH = q_gate_TGH.unflatten(1, (N, 2)).unbind(2)
-        q_TNH = rotate_queries(self.q_norm(q_TNH), rotation)
-        k_TKH = rotate(self.k_norm(k_TKH), rotation)
+        q_TNH, k_TKH = rotate_both(self.q_norm(q_TNH), self.k_norm(k_TKH), rotation)
         o_TNH = attend(self.layer, q_TNH, k_TKH, v_TKH, self.sinks) * sigmoid(gate_TNH)
         y_TD: Tensor = self.o_proj(o_TNH.flatten(1), adapt)
         return y_TD

@@ -12,7 +12,7 @@ from tllm.model.latent_attention import LatentAttention
 from tllm.model.layer_scale import LayerScale
 from tllm.model.mlp import Mlp
 from tllm.model.moe import Moe
-from tllm.model.norm import HiddenRMSNorm, RMSNorm
+from tllm.model.norm import HiddenRMSNorm, RMSNorm, add_and_norm
 from tllm.model.per_layer_input import PerLayerInput
 from tllm.model.rope import Rotation
 from tllm.model.shared_keys import SharedKeyAttention
@@ -75,17 +75,17 @@ class Layer(nn.Module):
         p_TP: Tensor | None = None,
     ) -> Tensor:
         h_TD = self.seam.enter(self.before_attention(x_TD), tokens)
-        x_TD = self._add(x_TD, self.after_attention(self.attention(h_TD, rope_rotation, attend, adapt)))
-        h_TD = self.seam.enter(self.before_mlp(x_TD), tokens)
-        x_TD = self._add(x_TD, self.after_mlp(self.mlp(h_TD, adapt)))
+        y_TD = self._scaled(self.after_attention(self.attention(h_TD, rope_rotation, attend, adapt)))
+        x_TD, h_TD = add_and_norm(self.before_mlp, x_TD, y_TD)
+        x_TD = x_TD + self._scaled(self.after_mlp(self.mlp(self.seam.enter(h_TD, tokens), adapt)))
         if self.own_input is not None:
             assert p_TP is not None, "such a layer is given its input"
             x_TD = self.own_input(x_TD, p_TP)
-        y_TD: Tensor = self.scale(x_TD)
-        return y_TD
+        scaled_TD: Tensor = self.scale(x_TD)
+        return scaled_TD
 
-    def _add(self, x_TD: Tensor, y_TD: Tensor) -> Tensor:
-        return x_TD + (y_TD if self.residual_scale == 1.0 else y_TD * self.residual_scale)
+    def _scaled(self, y_TD: Tensor) -> Tensor:
+        return y_TD if self.residual_scale == 1.0 else y_TD * self.residual_scale
 
 
 def _attention_class(spec: ModelSpec, layer: LayerSpec) -> type[Attention | LatentAttention]:

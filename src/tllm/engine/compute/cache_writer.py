@@ -56,15 +56,15 @@ class ScatteredWriter:
         self._kernels, self.places_T = kernels, places_T
 
     def __call__(self, layer_cache: LayerCache, k_TKH: Tensor, v_TKH: Tensor) -> None:
-        self._write(layer_cache.keys, k_TKH)
-        if layer_cache.values is not layer_cache.keys:
-            self._write(layer_cache.values, v_TKH)
-
-    def _write(self, cache_KSH: Tensor, new_TKH: Tensor) -> None:
-        if self._kernels is None:
-            cache_KSH.index_copy_(1, self.places_T, new_TKH.transpose(0, 1))
-        else:
-            self._kernels.rows.write_slots(new_TKH, self.places_T, cache_KSH)
+        keys, values = layer_cache.keys, layer_cache.values
+        if self._kernels is not None:
+            # Where values are the keys, they are written once more.
+            new_TKH = k_TKH if values is keys else v_TKH
+            self._kernels.rows.write_slots(k_TKH, new_TKH, self.places_T, keys, values)
+            return
+        keys.index_copy_(1, self.places_T, k_TKH.transpose(0, 1))
+        if values is not keys:
+            values.index_copy_(1, self.places_T, v_TKH.transpose(0, 1))
 
 
 class CodeWriter:

@@ -7,6 +7,7 @@ a tile are divided among several programs, and a second kernel puts their parts 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -25,8 +26,8 @@ MOST_WIDTH = 256
 TILE_ROWS = 64
 """Rows of a tile of a prompt: its tokens times the query heads of a kv head."""
 
-LEAST_ROWS = 16
-"""Rows of the smallest matrix product."""
+LEAST_ROWS = LEAST_WIDTH = 16
+"""Of the smallest matrix product: rows, and what is summed over."""
 
 KEYS = 64
 """Keys of a block."""
@@ -103,7 +104,7 @@ class GpuAttention:
         device: torch.device,
     ) -> None:
         self._kv_heads, self._heads, self._shared = len(first_heads) - 1, first_heads[-1], most_shared(first_heads)
-        self._first_heads = torch.tensor(first_heads, dtype=torch.int32).to(device)
+        self._first_heads = _on_device(tuple(first_heads), device)
         self._scale, self._softcap, self._window, self._page_size = scale, softcap or 0.0, window or 0, page_size
 
     def __call__(
@@ -125,7 +126,7 @@ class GpuAttention:
         if parts > 1:
             made = torch.empty(tokens * heads, parts, width, dtype=torch.float32, device=q_TNH.device)
             sums = torch.empty(tokens * heads, parts, dtype=torch.float32, device=q_TNH.device)
-        padded, sinks = triton.next_power_of_2(width), q_TNH if sinks_N is None else sinks_N
+        padded, sinks = max(LEAST_WIDTH, triton.next_power_of_2(width)), q_TNH if sinks_N is None else sinks_N
         _attend[(len(tiles.tiles), self._kv_heads, parts)](
             q_TNH,
             slots.keys,
@@ -170,6 +171,13 @@ class GpuAttention:
                 PARTS=triton.next_power_of_2(parts),
                 SINKS=sinks_N is not None,
             )
+
+
+@functools.cache
+@torch.inference_mode(False)
+def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Copied once: while a graph is recorded nothing comes from the host."""
+    return torch.tensor(numbers, dtype=torch.int32).to(device)
 
 
 @triton.jit

@@ -18,13 +18,25 @@ class GpuRowOperations:
     """`kernels.row_operations.RowOperations` for rows that lie on a GPU."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, adds_one: bool) -> Tensor:
+        return self._norm(x, None, weight, eps, adds_one)[1]
+
+    def add_and_norm(self, x: Tensor, y: Tensor, weight: Tensor, eps: float, adds_one: bool) -> tuple[Tensor, Tensor]:
+        return self._norm(x, y.contiguous(), weight, eps, adds_one)
+
+    def _norm(
+        self, x: Tensor, added: Tensor | None, weight: Tensor, eps: float, adds_one: bool
+    ) -> tuple[Tensor, Tensor]:
+        """x, or the sum with what is `added`, and its norm."""
         heads, width = (x.shape[1] if x.dim() == 3 else 1), x.shape[-1]
         x = x if x.stride(-1) == 1 and x.dim() in (2, 3) and width <= MOST_WIDTH else x.contiguous()
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        whole = x if added is None else torch.empty_like(y)
         block = triton.next_power_of_2(width)
         _rms_norm[(x.numel() // width,)](
             x,
+            x if added is None else added,
             weight,
+            whole,
             y,
             x.stride(0),
             x.stride(1) if x.dim() == 3 else 0,
@@ -33,9 +45,10 @@ class GpuRowOperations:
             WIDTH=width,
             BLOCK=block,
             ADDS_ONE=adds_one,
+            ADDS=added is not None,
             num_warps=max(1, min(16, block // 256)),
         )
-        return y
+        return whole, y
 
     def gated(self, gate_up_TF: Tensor, activation: str) -> Tensor:
         gate_up_TF = gate_up_TF.contiguous()
@@ -56,21 +69,33 @@ class GpuRowOperations:
         if x_TNH.stride()[1:] != (width, 1):
             x_TNH = x_TNH.contiguous()
         half = cos.shape[-1] // 2
-        _rotate[(rows, heads)](x_TNH, cos, sin, x_TNH.stride(0), width, HALF=half, BLOCK=triton.next_power_of_2(half))
+        block, stride = triton.next_power_of_2(half), x_TNH.stride(0)
+        _rotate[(rows, heads)](x_TNH, x_TNH, cos, sin, stride, stride, heads, width, HALF=half, BLOCK=block)
         return x_TNH
 
+    def rotate_both(self, q_TNH: Tensor, k_TKH: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        rows, heads, width = q_TNH.shape
+        if not all(x.stride()[1:] == (width, 1) for x in (q_TNH, k_TKH)):
+            return self.rotate_in_place(q_TNH, cos, sin), self.rotate_in_place(k_TKH, cos, sin)
+        half, strides = cos.shape[-1] // 2, (q_TNH.stride(0), k_TKH.stride(0))
+        grid, block = (rows, heads + k_TKH.shape[1]), triton.next_power_of_2(half)
+        _rotate[grid](q_TNH, k_TKH, cos, sin, *strides, heads, width, HALF=half, BLOCK=block)
+        return q_TNH, k_TKH
 
-def write_slots(x_TKH: Tensor, places_T: Tensor, cache_KSH: Tensor) -> None:
-    """Write the rows of x to their slots in a layer's keys, or values."""
-    _, heads, width = x_TKH.shape
-    if x_TKH.stride()[1:] != (width, 1):
-        x_TKH = x_TKH.contiguous()
+
+def write_slots(k_TKH: Tensor, v_TKH: Tensor, places_T: Tensor, keys_KSH: Tensor, values_KSH: Tensor) -> None:
+    """Write the rows of k and v, of one width, to their slots in a layer's keys and values."""
+    _, heads, width = k_TKH.shape
+    k_TKH, v_TKH = (x if x.stride()[1:] == (width, 1) else x.contiguous() for x in (k_TKH, v_TKH))
     _write_slots[(len(places_T), heads)](
-        x_TKH,
+        k_TKH,
+        v_TKH,
         places_T,
-        cache_KSH,
-        x_TKH.stride(0),
-        cache_KSH.shape[1],
+        keys_KSH,
+        values_KSH,
+        k_TKH.stride(0),
+        v_TKH.stride(0),
+        keys_KSH.shape[1],
         WIDTH=width,
         BLOCK=triton.next_power_of_2(width),
     )
@@ -79,7 +104,9 @@ def write_slots(x_TKH: Tensor, places_T: Tensor, cache_KSH: Tensor) -> None:
 @triton.jit
 def _rms_norm(
     x,
+    added,
     weight,
+    whole,
     y,
     stride,
     head_stride,
@@ -88,12 +115,17 @@ def _rms_norm(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ADDS_ONE: tl.constexpr,
+    ADDS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     is_here = at < WIDTH
     numbers = tl.load(x + (row // HEADS) * stride + (row % HEADS) * head_stride + at, mask=is_here, other=0.0)
     wide = numbers.to(tl.float32)
+    if ADDS:
+        wide += tl.load(added + row * WIDTH + at, mask=is_here, other=0.0).to(tl.float32)
+        tl.store(whole + row * WIDTH + at, wide.to(numbers.dtype), mask=is_here)
+        wide = wide.to(numbers.dtype).to(tl.float32)  # what is normed is the sum as it is kept
     wide = wide / tl.sqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
     w = tl.load(weight + at, mask=is_here, other=0.0).to(tl.float32)
     if ADDS_ONE:
@@ -141,11 +173,14 @@ def _clamped_swiglu(gate_up, y, width, limit, alpha, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _rotate(x, cos, sin, stride, width, HALF: tl.constexpr, BLOCK: tl.constexpr):
+def _rotate(q, k, cos, sin, q_stride, k_stride, q_heads, width, HALF: tl.constexpr, BLOCK: tl.constexpr):
+    """One head of one token: those of q, then those of k."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, BLOCK)
     is_here = at < HALF
-    first = x + token * stride + head * width + at
+    first = q + token * q_stride + head * width + at
+    if head >= q_heads:
+        first = k + token * k_stride + (head - q_heads) * width + at
     turn = token * 2 * HALF + at
     a = tl.load(first, mask=is_here, other=0.0)
     b = tl.load(first + HALF, mask=is_here, other=0.0)
@@ -159,10 +194,11 @@ def _rotate(x, cos, sin, stride, width, HALF: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def _write_slots(x, places, cache, stride, slots, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _write_slots(k, v, places, keys, values, k_stride, v_stride, slots, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     at = tl.arange(0, BLOCK)
     is_here = at < WIDTH
     place = tl.load(places + row).to(tl.int64)
-    numbers = tl.load(x + row * stride + head * WIDTH + at, mask=is_here)
-    tl.store(cache + (head * slots + place) * WIDTH + at, numbers, mask=is_here)
+    slot = (head * slots + place) * WIDTH + at
+    tl.store(keys + slot, tl.load(k + row * k_stride + head * WIDTH + at, mask=is_here), mask=is_here)
+    tl.store(values + slot, tl.load(v + row * v_stride + head * WIDTH + at, mask=is_here), mask=is_here)

@@ -29,6 +29,11 @@ class TrainedRowOperations:
             return F.rms_norm(x.float(), weight.shape, 1.0 + weight.float(), eps).to(x.dtype)
         return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
 
+    def add_and_norm(self, x: Tensor, y: Tensor, weight: Tensor, eps: float, adds_one: bool) -> tuple[Tensor, Tensor]:
+        """In two steps."""
+        x = x + y
+        return x, self.rms_norm(x, weight, eps, adds_one)
+
     def gated(self, gate_up_TF: Tensor, activation: str) -> Tensor:
         return _Gated.apply(gate_up_TF, activation == "silu")  # type: ignore[no-any-return, no-untyped-call]
 
@@ -40,6 +45,10 @@ class TrainedRowOperations:
     def rotate_in_place(self, x_TNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Not in place: what is multiplied on the way back must stay."""
         return _Rotated.apply(x_TNH, cos, sin)  # type: ignore[no-any-return, no-untyped-call]
+
+    def rotate_both(self, q_TNH: Tensor, k_TKH: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """One after the other."""
+        return self.rotate_in_place(q_TNH, cos, sin), self.rotate_in_place(k_TKH, cos, sin)
 
 
 class _Gated(torch.autograd.Function):

@@ -72,11 +72,11 @@ class DecodeGraphs:
         self._fill_up(0, most)
         for ours, theirs in zip(self._host, self._device, strict=True):
             theirs.copy_(ours)
-        self._recorded: dict[int, RecordedBatch] = {}
+        self.recorded: dict[int, RecordedBatch] = {}
         pool = None
         for size in reversed(self._sizes):  # the largest first: the others find room in its memory
-            self._recorded[size] = self._record(size, pool)
-            pool = self._recorded[size].graph.pool()
+            self.recorded[size] = self._record(size, pool)
+            pool = self.recorded[size].graph.pool()
 
     def takes(self, batch: Batch) -> bool:
         """Whether a batch is one of replies alone, a token of each, without adapters."""
@@ -96,7 +96,7 @@ class DecodeGraphs:
             theirs[:size].copy_(ours[:size], non_blocking=True)
         if x_TD is not None:
             self._received_TD[:rows].copy_(x_TD)
-        recorded = self._recorded[size]
+        recorded = self.recorded[size]
         recorded.graph.replay()
         return recorded.x_TD[:rows]
 
