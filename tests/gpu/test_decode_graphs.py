@@ -17,10 +17,10 @@ pytest.importorskip("triton")
 
 from tests.support.models.families import save_model  # noqa: E402
 from tllm.engine import decode_graphs  # noqa: E402
-from tllm.engine.decode_graphs import DecodeGraphs, RecordedBatch  # noqa: E402
 from tllm.engine.compute.kv_cache import KVCache  # noqa: E402
 from tllm.engine.compute.paged_attention import PagedAttend  # noqa: E402
 from tllm.engine.compute.positions import positions  # noqa: E402
+from tllm.engine.decode_graphs import DecodeGraphs, RecordedBatch  # noqa: E402
 from tllm.engine.schedule.batch import Batch, BatchEntry  # noqa: E402
 from tllm.engine.schedule.limits import Limits  # noqa: E402
 from tllm.kernels.gpu_kernels import gpu_kernels  # noqa: E402

@@ -18,9 +18,9 @@ import torch
 from tllm.cluster.settings import PageDisk
 from tllm.comm.collectives.group import local_groups
 from tllm.comm.links.link import Link, LocalLink
-from tllm.engine.decode_graphs import decode_graphs
 from tllm.engine.compute.kv_cache import KVCache
 from tllm.engine.compute.pooler import Pooler
+from tllm.engine.decode_graphs import decode_graphs
 from tllm.engine.driver import Driver
 from tllm.engine.page_store.open_store import open_store
 from tllm.engine.ring_links import RingLinks

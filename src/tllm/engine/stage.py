@@ -23,12 +23,12 @@ from torch import Tensor
 from tllm.comm.collectives.group import Group
 from tllm.core.errors import FrameError
 from tllm.engine.compute.adapted_rows import RankAdapters
-from tllm.engine.decode_graphs import DecodeGraphs
 from tllm.engine.compute.kv_cache import KVCache
 from tllm.engine.compute.paged_attention import PagedAttend
 from tllm.engine.compute.pooler import Pooler
 from tllm.engine.compute.positions import lengths, positions
 from tllm.engine.compute.sampler import Sampler
+from tllm.engine.decode_graphs import DecodeGraphs
 from tllm.engine.pages.page_messages import PageMessage
 from tllm.engine.ring_links import RingLinks
 from tllm.engine.schedule.batch import Batch, ForgetAdapter, Results, RingMessage, StopRing, decode, encode
