@@ -15,6 +15,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from tllm.engine.compute.logprobs import take_rows
 from tllm.engine.schedule.batch import Sampling
 from tllm.engine.schedule.grammar_state import unpack_mask
 from tllm.kernels.gumbel_max import Draws
@@ -107,7 +108,7 @@ def _least_of_top_k(logits_RV: Tensor, temperatures_R1: Tensor, samplings: Seque
         return None
     top_k = [samplings[row].top_k for row in asking]
     rows_N, places_N = _moved((asking, [k - 1 for k in top_k]), logits_RV.device)
-    likeliest_NK = logits_RV[rows_N].topk(max(top_k)).values
+    likeliest_NK = take_rows(logits_RV, asking).topk(max(top_k)).values
     last_N1 = likeliest_NK.gather(1, places_N[:, None]) - likeliest_NK[:, :1]
     scores_N1 = last_N1 / temperatures_R1[rows_N].to(logits_RV.dtype)
     return torch.full_like(temperatures_R1, -math.inf).index_copy_(0, rows_N, scores_N1.double())

@@ -72,7 +72,7 @@ class Sequence:
     @property
     def num_output(self) -> int:
         """Tokens given out."""
-        return len(self.token_ids) - self.prompt_length
+        return len(self.token_ids) - len(self.request.prompt_ids)
 
     @property
     def max_cached_tokens(self) -> int:
@@ -92,7 +92,8 @@ class Sequence:
     def sampling(self) -> Sampling:
         """How its next token is sampled."""
         params = self.request.params
-        banned = self.stop_ids if self.num_output < params.min_tokens and self.grammar is None else ()
+        is_early = params.min_tokens > 0 and self.num_output < params.min_tokens
+        banned = self.stop_ids if is_early and self.grammar is None else ()
         is_altered = params.penalised or bool(params.logit_bias) or bool(banned)
         if params.temperature == 0 and not is_altered and params.logprobs is None:
             return PLAIN_GREEDY
@@ -149,9 +150,10 @@ class Sequence:
         self.token_ids.append(token_id)
         if self.grammar is not None and self.grammar.advance(token_id):
             return "error" if self.grammar.fault else "stop"
-        if token_id in self.stop_ids and self.num_output > self.request.params.min_tokens:
+        count, params = self.num_output, self.request.params
+        if token_id in self.stop_ids and count > params.min_tokens:
             return "stop"
-        return "length" if self.num_output >= self.request.params.max_tokens else None
+        return "length" if count >= params.max_tokens else None
 
     @property
     def num_sound_tokens(self) -> int:
