@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,8 @@ from tllm.weights.weight_reuse import Kept, key_of
 CHUNK_BYTES = 4 * 1024 * 1024
 """Bytes read at once at most: all the memory that loading takes besides the parameters, and the step of progress."""
 
+CPU = torch.device("cpu")
+
 Progress = Callable[[int, int], None]
 """progress(bytes done, bytes in all)"""
 
@@ -44,6 +47,15 @@ class LoadReport:
     unused: tuple[str, ...]
 
 
+class HeldAs(TypedDict, total=False):
+    """How and where parameters are held that have no memory yet."""
+
+    packed: bool
+    """Weights that the files keep in few bits stay so, for products only (no)."""
+    device: torch.device
+    """Where they are made (the processor)."""
+
+
 @dataclass(frozen=True)
 class ReadTask:
     """Reads one box of a tensor from the files into a tensor of the box's shape, such as a view of a parameter."""
@@ -60,20 +72,21 @@ def load(
     dtype: torch.dtype | None = None,
     progress: Progress | None = None,
     kept: Kept | None = None,
-    packed: bool = False,
+    **held_as: Unpack[HeldAs],
 ) -> LoadReport:
     """Fill every parameter of `model`, converted to `dtype` (to its own if None); what is `kept` is not read again.
 
-    Weights that the files keep in few bits stay so in memory if they are to be `packed`, for products only. A parameter
-    on the meta device is given memory first. Everything is checked before the first byte is read, so a
-    WeightsError about names or shapes leaves the model as it was.
+    A parameter on the meta device is given memory first, of the device and in the form that `HeldAs` says. Everything
+    is checked before the first byte is read, so a WeightsError about names or shapes leaves the model as it was.
     """
     before = source.bytes_read
     parameters = list(model.parameters())
     for parameter in parameters:
         _check(parameter, index)
-    few_bits = {id(parameter) for parameter in parameters if packed and is_packed(parameter, index)}
-    unread = _with_memory(model, parameters, dtype, kept or {}, few_bits)
+    packed = [one for one in parameters if held_as.get("packed", False) and is_packed(one, index)]
+    few_bits = {id(parameter) for parameter in packed}
+    made = _memory_for(parameters, dtype, kept or {}, few_bits, held_as.get("device", CPU))
+    unread = _with_memory(model, parameters, made, kept or {})
     to_pack = [(parameter, packed_tasks(parameter, index)) for parameter in unread if is_empty(parameter)]
     jobs: list[ReadTask | PackedTask] = [task for _, tasks in to_pack for task in tasks]
     jobs += [job for parameter in unread if not is_empty(parameter) for job in _jobs(parameter, index)]
@@ -152,13 +165,13 @@ def _unlike(piece: ShardPiece, shape: tuple[int, ...], wanted: str) -> WeightsEr
     )
 
 
-def _with_memory(
-    model: nn.Module, parameters: list[nn.Parameter], dtype: torch.dtype | None, kept: Kept, few_bits: set[int]
-) -> list[nn.Parameter]:
-    """Put kept weights in their places. Returns the other parameters, with memory of their dtype, which are to be read.
+def _memory_for(
+    parameters: list[nn.Parameter], dtype: torch.dtype | None, kept: Kept, few_bits: set[int], device: torch.device
+) -> dict[int, nn.Parameter]:
+    """What takes the place of parameters, by their `id`: kept weights, or memory of their dtype.
 
-    Those of `few_bits`, by their `id`, are empty until what they stand for has been read. Modules that shared one share
-    it still.
+    Those of `few_bits`, by their `id`, are empty until what they stand for has been read. Those that were on the meta
+    device are on `device`.
     """
     made: dict[int, nn.Parameter] = {}
     for old in parameters:
@@ -169,14 +182,19 @@ def _with_memory(
         elif id(old) in few_bits:
             made[id(old)] = empty_parameter(old.shape, wanted)
         elif old.is_meta or old.dtype != wanted:
-            device = "cpu" if old.is_meta else old.device
-            made[id(old)] = nn.Parameter(
-                torch.empty(old.shape, dtype=wanted, device=device), requires_grad=old.requires_grad
-            )
+            memory = torch.empty(old.shape, dtype=wanted, device=device if old.is_meta else old.device)
+            made[id(old)] = nn.Parameter(memory, requires_grad=old.requires_grad)
         if id(old) in made:
             made[id(old)].shard = shard_of(old)  # type: ignore[attr-defined]
             if is_batch_invariant(old):
                 make_batch_invariant([made[id(old)]])
+    return made
+
+
+def _with_memory(
+    model: nn.Module, parameters: list[nn.Parameter], made: dict[int, nn.Parameter], kept: Kept
+) -> list[nn.Parameter]:
+    """Put what was made in its places; modules that shared one share it still. Returns those that are to be read."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if id(parameter) in made:
