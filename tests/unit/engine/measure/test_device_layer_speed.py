@@ -14,7 +14,6 @@ from tllm.devices.choose import CPU
 from tllm.engine import stage
 from tllm.engine.measure.device_layer_speed import device_serving_passes, num_measured_layers
 from tllm.engine.measure.layer_speed import ServingSizes
-from tllm.engine.schedule.batch import Batch
 from tllm.model.layer import Layer
 from tllm.spec.request import Output
 
@@ -27,9 +26,9 @@ def test_layers_and_what_a_step_takes_beside_them_are_told_apart(monkeypatch: py
         time.sleep(LAYER)
         return layer(self, *values)
 
-    def slow_step(batch: Batch) -> Tensor:
+    def slow_step(*values: Any) -> Tensor:
         time.sleep(STEP)
-        return positions(batch)
+        return positions(*values)
 
     layer, positions, given = Layer.forward, stage.positions, list[Output]()
     monkeypatch.setattr(Layer, "forward", slow_layer)
