@@ -1,4 +1,5 @@
-"""What `tllm verify` compares of a rank on a device: each part of the model, and the digests of its weights."""
+"""Weights and adapters are read onto a device as onto the processor, and each part of a model gives there what `tllm
+verify` compares it with."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.device.separate_device import SEPARATE
+from tests.support.models.adapters import save_adapter
 from tests.support.models.families import save_model
 from tests.support.models.layouts import spec_of
 from tllm.comm.collectives.group import solo
@@ -21,10 +23,11 @@ from tllm.parallel.mesh import mesh_of
 from tllm.spec.plan import Plan
 from tllm.weights.byte_source import LocalFiles
 from tllm.weights.load import load
+from tllm.weights.lora.adapter_files import read_adapter
 from tllm.weights.safetensors_index import Index
 
-IDS = (1, 17, 100, 5, 66, 42, 8, 9, 77, 2, 3, 55)
 EXACT = torch.float64
+IDS = (1, 17, 100, 5, 66, 42, 8, 9, 77, 2, 3, 55)
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +48,17 @@ def test_weights_on_a_device_are_those_of_the_files(folder: Path) -> None:
     there = loaded(folder, SEPARATE[1])
     assert {parameter.device for parameter in there.parameters()} == {SEPARATE[1]}
     assert fingerprints(there) == fingerprints(loaded(folder, CPU))
+
+
+def test_an_adapter_is_where_its_model_is(folder: Path, tmp_path: Path) -> None:
+    source = LocalFiles(save_adapter(folder, tmp_path))
+    here, there = (
+        list(read_adapter(source).load(loaded(folder, device), source, EXACT).values()) for device in (CPU, SEPARATE[1])
+    )
+    assert here and len(here) == len(there)
+    for ours, theirs in zip(here, there, strict=True):
+        for x, y in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert y.device == SEPARATE[1] and torch.equal(x, y.cpu())
 
 
 @pytest.mark.skip(reason="the engine's compute on a device is merged after this")
