@@ -61,7 +61,6 @@ def test_an_adapter_is_where_its_model_is(folder: Path, tmp_path: Path) -> None:
             assert y.device == SEPARATE[1] and torch.equal(x, y.cpu())
 
 
-@pytest.mark.skip(reason="the engine's compute on a device is merged after this")
 def test_each_part_on_a_device_gives_what_the_undivided_model_gives(folder: Path, tmp_path: Path) -> None:
     spec = spec_of(folder)
     limits, plan = limits_for(spec, len(IDS)), Plan.parse("pp=1", spec.num_layers)

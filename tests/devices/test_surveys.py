@@ -36,7 +36,6 @@ def test_training_is_measured_on_the_device_and_within_its_memory() -> None:
     assert all(one.seconds > 0 for one in (*found.layers, *found.logits)) and found.update > 0
 
 
-@pytest.mark.skip(reason="the engine's compute on a device is merged after this")
 def test_serving_is_measured_on_the_device() -> None:
     settings = msgspec.structs.replace(SETTINGS, rows=(16,), sequences=(1, 2))
     found = examined("a", spec_of(4), settings)

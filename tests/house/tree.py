@@ -55,6 +55,7 @@ SUB_PACKAGES = {
         *("doctor", "serve", "train"),
         "verify",
     ),
+    "kernels": (".", "gpu"),
     "planner": ("cluster", "cost", "measured", "memory", "bounds", "simulate", "search", "roles"),
     "recipes": (".", "bench"),
     "server": (

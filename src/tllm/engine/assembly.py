@@ -18,6 +18,7 @@ import torch
 from tllm.cluster.settings import PageDisk
 from tllm.comm.collectives.group import local_groups
 from tllm.comm.links.link import Link, LocalLink
+from tllm.engine.compute.decode_graphs import decode_graphs
 from tllm.engine.compute.kv_cache import KVCache
 from tllm.engine.compute.pooler import Pooler
 from tllm.engine.driver import Driver
@@ -41,6 +42,7 @@ OnFailure = Callable[[int, BaseException], None]
 """on_failure(rank, error) is called from the thread of a rank that has failed."""
 
 
+@torch.inference_mode()
 def make_stage(
     model: Transformer,
     mesh: Mesh,
@@ -50,15 +52,21 @@ def make_stage(
     disk: PageDisk | None = None,
     exact: bool = False,
 ) -> PipelineStage:
-    """One rank's stage with its cache, from a model that has its weights. Its pages are kept on `disk` too.
+    """One rank's stage with its cache, from a model that has its weights, on whose device it computes.
+
+    Its pages are kept on `disk` too.
 
     `exact`: attention gives the same bits however prompts are cut and batched, and is not measured for the fastest way.
     """
-    dtype = stands_for(next(model.parameters()))[1]
+    first = next(model.parameters())
+    dtype = stands_for(first)[1]
     few_bits = any(is_empty(parameter) for parameter in model.parameters())
-    cache = KVCache(model.attention_specs(), limits, dtype, model.state_shapes(), exact=exact or few_bits)
+    is_exact = exact or few_bits
+    cache = KVCache(model.attention_specs(), limits, dtype, model.state_shapes(), is_exact, first.device)
     cuts = cut_stage(model.spec, plan.stages[mesh.stage].shares, plan.experts)
     stage = PipelineStage(model, cache, mesh.tp, ring, limits, [cut.vocab for cut in cuts])
+    if mesh.tp.size == 1:
+        stage.graphs = decode_graphs(model, cache, limits)
     if stage.sampler is not None:
         stage.pooler = Pooler(model.normed, model.scores, stage.sampler)
     if disk is not None and limits.enable_prefix_caching:

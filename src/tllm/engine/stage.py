@@ -23,6 +23,7 @@ from torch import Tensor
 from tllm.comm.collectives.group import Group
 from tllm.core.errors import FrameError
 from tllm.engine.compute.adapted_rows import RankAdapters
+from tllm.engine.compute.decode_graphs import DecodeGraphs
 from tllm.engine.compute.kv_cache import KVCache
 from tllm.engine.compute.paged_attention import PagedAttend
 from tllm.engine.compute.pooler import Pooler
@@ -77,7 +78,7 @@ class PipelineStage:
 
     `tp` are the ranks of this stage. `ring` is None but on the stage's leader, and where there is one stage.
     `vocab_ranges` are the parts of the vocabulary of this stage's ranks. The last stage of a model that is served has a
-    `pooler` too.
+    `pooler` too, and a stage on a CUDA device `graphs` of its layers.
 
     Every wait on a link has that link's deadline; heartbeats (see driver.py) keep an idle ring within it. Whatever
     fails, here or in a link, leaves as an exception; links name the rank at fault.
@@ -96,13 +97,18 @@ class PipelineStage:
         self.cache = cache
         self.tp = tp
         self.ring = ring
-        self.limits = limits
         self.sampler = Sampler(model.logits, tp, vocab_ranges) if model.is_last else None
         self.pooler: Pooler | None = None
+        self.graphs: DecodeGraphs | None = None
         self.batches = 0
         self.counters, self.traced = ReplyCounters(tp), TracedWork()
         self.adapters = RankAdapters()
         self.pages = StagePages(tp, ring, limits, model.is_last)
+
+    @property
+    def limits(self) -> Limits:
+        """The sizes that all ranks agree on."""
+        return self.pages.limits
 
     @torch.inference_mode()
     def start(self, batch: Batch) -> Results | None:
@@ -178,7 +184,7 @@ class PipelineStage:
         return self.tp.broadcast_bytes(payload, limit=self.limits.batch_bytes)
 
     def _receive_hidden(self, batch: Batch) -> Tensor:
-        """The hidden states of the stage before, [tokens, received width], on every rank of this one."""
+        """The hidden states of the stage before, [tokens, received width], on every rank of this one: on the host."""
         shape, dtype = (len(batch.token_ids), self.model.received_width), self.cache.dtype
         if self.ring is None:
             return self.tp.broadcast(torch.empty(shape, dtype=dtype))
@@ -190,13 +196,21 @@ class PipelineStage:
         Gives hidden states, or on the last stage the results, which only its leader has (None on its other ranks).
         """
         self.batches += 1
-        ids_T = torch.tensor(batch.token_ids)
-        x = ids_T if x_TD is None else x_TD
-        lengths_T = lengths(batch) if self.model.scales_by_length else None
-        adapt = self.adapters.of_batch(batch)
         with self.counters.counting(batch), self.traced.timing(batch):
-            x_TD = self.model(x, positions(batch), PagedAttend(self.cache, batch.entries), lengths_T, adapt, ids_T)
+            if self.graphs is not None and self.graphs.takes(batch):
+                x_TD = self.graphs(batch, x_TD)
+            else:
+                x_TD = self._layers(batch, x_TD)
             if self.sampler is None:
                 return x_TD
             results = self.sampler(x_TD, batch)
             return results if self.pooler is None else self.pooler(x_TD, batch, results)
+
+    def _layers(self, batch: Batch, x_TD: Tensor | None) -> Tensor:
+        """The layers over any batch."""
+        device = self.cache.device
+        ids_T = torch.tensor(batch.token_ids).to(device)
+        x = ids_T if x_TD is None else x_TD.to(device)
+        lengths_T = lengths(batch, device) if self.model.scales_by_length else None
+        attend, adapt = PagedAttend(self.cache, batch.entries), self.adapters.of_batch(batch, device)
+        return self.model(x, positions(batch, device), attend, lengths_T, adapt, ids_T)

@@ -25,12 +25,13 @@ class StagePages:
 
     def __init__(self, tp: Group, ring: RingLinks | None, limits: Limits, is_last: bool) -> None:
         self.store: RankPages | None = None
-        self._tp, self._ring, self._limits, self._is_last = tp, ring, limits, is_last
+        self.limits = limits
+        self._tp, self._ring, self._is_last = tp, ring, is_last
 
     @property
     def most_pages(self) -> int:
         """Pages of one message, at most."""
-        return most_pages(self._limits)
+        return most_pages(self.limits)
 
     def serve(self, message: PageMessage) -> None:
         """On a rank that does not drive: do what a message asks for, and pass it on."""
@@ -47,7 +48,7 @@ class StagePages:
         """On the driver's rank: do its part, and send a message on its way. If it is back, since there is one stage, it
         is returned."""
         if self._tp.size > 1:
-            self._tp.broadcast_bytes(encode(message), limit=self._limits.batch_bytes)
+            self._tp.broadcast_bytes(encode(message), limit=self.limits.batch_bytes)
         done = self._do(message)
         if self._ring is not None:
             self._ring.next.send_bytes(encode(done))
@@ -69,7 +70,7 @@ class StagePages:
 
     def _do(self, message: PageMessage) -> PageMessage:
         """This rank's part; of a message that counts, what all ranks of the stage could do."""
-        check_pages(message, self._limits)
+        check_pages(message, self.limits)
         match message:
             case SavePages():
                 if self.store is not None:

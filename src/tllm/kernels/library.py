@@ -62,6 +62,7 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "tllm_rotate": (None, [c_void_p, c_int, *[c_int64] * 5, c_void_p, c_void_p]),
     "tllm_paged_attention": (None, [c_void_p, c_int]),
     "tllm_write_codes": (None, [c_void_p, c_int]),
+    "tllm_gumbel_max": (None, [c_void_p, c_int]),
 }
 
 
@@ -103,6 +104,16 @@ class CacheRowsArguments(ctypes.Structure):
         *((name, c_void_p) for name in ("x", "places", "codes", "scales")),
         *((name, c_int64) for name in ("rows", "stride", "heads", "width", "slots")),
         *((name, ctypes.c_int32) for name in ("dtype", "coding")),
+    )
+
+
+class DrawArguments(ctypes.Structure):
+    """`Draws` of csrc/gumbel_max.c."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("logits", "temperatures", "least", "top_p", "seeds", "positions")),
+        *((name, c_void_p) for name in ("scratch", "ids")),
+        *((name, c_int64) for name in ("rows", "width", "stride")),
     )
 
 
@@ -150,6 +161,7 @@ class Library:
         self.gated = functions.tllm_gated
         self.rotate = functions.tllm_rotate
         self.cache = CacheFunctions(functions.tllm_paged_attention, functions.tllm_write_codes)
+        self.gumbel_max = functions.tllm_gumbel_max
         self.scratch_bytes = functions.tllm_scratch_bytes
         self.shares_threads = _share_threads(functions)
 

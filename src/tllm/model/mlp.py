@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tllm.kernels.row_operations import ACTIVATIONS as KERNEL_ACTIVATIONS
-from tllm.kernels.row_operations import gated, takes
+from tllm.kernels.row_operations import row_operations
 from tllm.parallel.linear import Adapt, LinearRows, unadapted
 from tllm.parallel.mesh import CutLayers
 from tllm.parallel.quantized_weight import quantized
@@ -33,8 +33,8 @@ def between(spec: ModelSpec) -> Callable[[Tensor], Tensor]:
 
 def gate(gate_up_TF: Tensor, activation: str) -> Tensor:
     """act(gate) * up, for gate and up side by side."""
-    if activation in KERNEL_ACTIVATIONS and (kernels := takes(gate_up_TF)):
-        return gated(kernels, gate_up_TF, activation)
+    if activation in KERNEL_ACTIVATIONS and (fused := row_operations(gate_up_TF)):
+        return fused.gated(gate_up_TF, activation)
     gate_TF, up_TF = gate_up_TF.chunk(2, dim=-1)
     return ACTIVATIONS[activation](gate_TF) * up_TF
 

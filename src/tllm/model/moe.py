@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tllm.kernels import row_operations
 from tllm.kernels.router import sigmoid, softmax
+from tllm.kernels.row_operations import row_operations
 from tllm.model.mlp import Mlp, between
 from tllm.model.norm import widen
 from tllm.parallel.experts import Act, Experts, ExpertSum, StackedExperts
@@ -55,8 +55,8 @@ def clamped_swiglu(limit: float, alpha: float) -> Act:
     """gate sigmoid(alpha gate) (up + 1) of gates and ups by turns, the gate at most `limit` and up within it."""
 
     def act(gate_up_TF: Tensor) -> Tensor:
-        if kernels := row_operations.takes(gate_up_TF):
-            return row_operations.clamped_swiglu(kernels, gate_up_TF, limit, alpha)
+        if fused := row_operations(gate_up_TF):
+            return fused.clamped_swiglu(gate_up_TF, limit, alpha)
         gate_TF = gate_up_TF[:, 0::2].clamp(max=limit)
         up_TF = gate_up_TF[:, 1::2].clamp(-limit, limit)
         return gate_TF * torch.sigmoid(gate_TF * alpha) * (up_TF + 1)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tllm.comm.collectives.group import Group
-from tllm.kernels.row_operations import rms_norm, takes
+from tllm.kernels.row_operations import row_operations
 from tllm.parallel.collectives import copy_to, reduce_from
 from tllm.parallel.mesh import HiddenColumns
 from tllm.parallel.shard import Gradient, Shard, ShardPiece, cut_parameter
@@ -25,8 +25,8 @@ class RMSNorm(nn.Module):
         self.offset = offset
 
     def forward(self, x: Tensor) -> Tensor:
-        if kernels := takes(x):
-            return rms_norm(kernels, x, self.weight, self.eps, self.offset)
+        if fused := row_operations(x):
+            return fused.rms_norm(x, self.weight, self.eps, self.offset)
         wide = widen(x)
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         if self.offset:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tllm.kernels.row_operations import rotate_in_place, takes
+from tllm.kernels.row_operations import row_operations
 from tllm.spec.model_spec import RopeSpec
 
 
@@ -46,6 +47,13 @@ def frequencies(rope: RopeSpec) -> Tensor:
             return plain
 
 
+@functools.cache
+@torch.inference_mode(False)
+def _frequencies_on(rope: RopeSpec, device: torch.device) -> Tensor:
+    """The same on a device, to which they are copied once."""
+    return frequencies(rope).to(device)
+
+
 def rotation(rope: RopeSpec, positions_T: Tensor, dtype: torch.dtype, lengths_T: Tensor | None = None) -> Rotation:
     """The cosines and sines that rotate the heads of tokens at these positions.
 
@@ -54,7 +62,7 @@ def rotation(rope: RopeSpec, positions_T: Tensor, dtype: torch.dtype, lengths_T:
     if rope.kind == "dynamic" and lengths_T is not None:
         angles = positions_T[:, None].float() * _dynamic(rope, lengths_T)
     else:
-        angles = positions_T[:, None].float() * frequencies(rope).to(positions_T.device)
+        angles = positions_T[:, None].float() * _frequencies_on(rope, positions_T.device)
     cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
     if rope.interleaved:
         cos_TH, sin_TH = cos.repeat_interleave(2, dim=-1), torch.stack((-sin, sin), dim=-1).flatten(1)
@@ -72,8 +80,8 @@ def rotate(x_TNH: Tensor, rotation: Rotation | None) -> Tensor:
     if rotation is None:
         return x_TNH
     cos, sin = rotation.cos, rotation.sin
-    if not rotation.interleaved and (kernels := takes(x_TNH)):
-        return rotate_in_place(kernels, x_TNH, cos, sin)
+    if not rotation.interleaved and (fused := row_operations(x_TNH)):
+        return fused.rotate_in_place(x_TNH, cos, sin)
     dim = cos.shape[-1]
     x = x_TNH if dim == x_TNH.shape[-1] else x_TNH[..., :dim]
     swapped = (

@@ -38,8 +38,7 @@ def measured_cross_entropy(logits_TV: Tensor, labels_T: Tensor, vocab: Range, tp
     some = logits_TV.split(ROWS_AT_ONCE)  # type: ignore[no-untyped-call]
     total_T = torch.cat([rows_TV.logsumexp(-1) for rows_TV in some])
     mine = torch.stack((total_T, asked_T, here_T.to(logits_TV.dtype)))
-    parts = tp.all_gather(mine.cpu(), [tuple(mine.shape)] * tp.size)
-    total_PT, asked_PT, here_PT = torch.stack(parts).to(logits_TV.device).unbind(1)
+    total_PT, asked_PT, here_PT = gathered(mine, tp).unbind(1)
     _check(labels_T, here_PT.sum(0) == 1)
     return torch.where(labels_T == IGNORED, 0.0, total_PT.logsumexp(0) - asked_PT.sum(0))
 
@@ -55,8 +54,7 @@ class _CrossEntropy(torch.autograd.Function):
         shrunk_TV = logits_TV.detach().sub_(largest_T.unsqueeze(-1)).exp_()
         mine = torch.stack((largest_T, shrunk_TV.sum(-1), asked_T, here_T.to(logits_TV.dtype)))
         # One message for the maximum, the sum, and the logit asked for with the rank that has it.
-        parts = tp.all_gather(mine.cpu(), [tuple(mine.shape)] * tp.size)
-        largest_PT, sum_PT, asked_PT, here_PT = torch.stack(parts).to(logits_TV.device).unbind(1)
+        largest_PT, sum_PT, asked_PT, here_PT = gathered(mine, tp).unbind(1)
         _check(labels_T, here_PT.sum(0) == 1)
         top_T = largest_PT.amax(0)
         total_T = (sum_PT * (largest_PT - top_T).exp()).sum(0)
@@ -74,8 +72,25 @@ class _CrossEntropy(torch.autograd.Function):
         return gradient_TV, None, None, None
 
 
+def gathered(mine: Tensor, tp: Group) -> Tensor:
+    """Every rank's numbers, [ranks, ...]; those of a rank alone stay where they are."""
+    if tp.size == 1:
+        return mine.unsqueeze(0)
+    return torch.stack(tp.all_gather(mine.cpu(), [tuple(mine.shape)] * tp.size)).to(mine.device)
+
+
+def check_labels(labels_T: Tensor, size: int) -> None:
+    """ConfigError for a label of the host's that a vocabulary of so many has not."""
+    _check(labels_T, (labels_T >= 0) & (labels_T < size))
+
+
 def _check(labels_T: Tensor, known_T: Tensor) -> None:
-    """A label that no rank has would otherwise be learned as nothing at all."""
+    """A label that no rank has would otherwise be learned as nothing at all.
+
+    Of those on a GPU `check_labels` was asked at the host: to ask here would be to wait for all that the GPU does.
+    """
+    if labels_T.is_cuda:
+        return
     unknown_T = ~known_T & (labels_T != IGNORED)
     if unknown_T.any():
         raise ConfigError(

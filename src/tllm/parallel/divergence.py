@@ -25,6 +25,7 @@ from torch import Tensor
 
 from tllm.comm.collectives.group import Group
 from tllm.core.errors import ConfigError
+from tllm.parallel.cross_entropy import gathered
 from tllm.spec.cut import Range
 
 NO_TOKEN = -1
@@ -73,12 +74,12 @@ class _OverAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, log_p_TV: Tensor, tp: Group, beta: float) -> Tensor:
         mine_T = torch.cat([logits_TV[rows].logsumexp(-1) for rows in _some_rows(logits_TV)])
-        total_T1 = _gathered(mine_T, tp).logsumexp(0).unsqueeze(-1)
+        total_T1 = gathered(mine_T, tp).logsumexp(0).unsqueeze(-1)
         z_TV, sums = logits_TV.detach(), []
         for rows in _some_rows(z_TV):
             term_TV, slope_TV = terms(log_p_TV[rows].to(z_TV.dtype), z_TV[rows].sub_(total_T1[rows]), beta)
             sums.append(torch.stack((term_TV.sum(-1), slope_TV.sum(-1))))
-        divergence_T, slopes_T = _gathered(torch.cat(sums, -1), tp).sum(0).unbind()
+        divergence_T, slopes_T = gathered(torch.cat(sums, -1), tp).sum(0).unbind()
         for rows in _some_rows(z_TV):
             log_q_TV = z_TV[rows]
             _, slope_TV = terms(log_p_TV[rows].to(z_TV.dtype), log_q_TV, beta)
@@ -109,7 +110,7 @@ class _OverTop(torch.autograd.Function):
         mine_T = largest_T + rest_TV.sum(-1).log()
         # One message for the sum of the rest, the logits of the K tokens, and how many of these the rank has.
         mine = torch.cat((mine_T[:, None], here_TK.sum(-1, keepdim=True).to(rest_TV.dtype), top_TK), -1)
-        parts = _gathered(mine, tp)
+        parts = gathered(mine, tp)
         _check(ids_TK, parts[..., 1].sum(0))
         rest_T = parts[..., 0].logsumexp(0)
         top_TK = parts[..., 2:].sum(0).masked_fill(ids_TK == NO_TOKEN, -math.inf)
@@ -139,11 +140,6 @@ def _some_rows(x_TV: Tensor) -> Iterator[slice]:
     rows, width = x_TV.shape
     step = max(1, NUMBERS_AT_ONCE // max(width, 1))
     yield from (slice(at, min(at + step, rows)) for at in range(0, max(rows, 1), step))
-
-
-def _gathered(mine: Tensor, tp: Group) -> Tensor:
-    """Every rank's numbers, [ranks, ...]."""
-    return torch.stack(tp.all_gather(mine.cpu(), [tuple(mine.shape)] * tp.size)).to(mine.device)
 
 
 def _check(ids_TK: Tensor, known_T: Tensor) -> None:

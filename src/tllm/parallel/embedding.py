@@ -66,6 +66,11 @@ class VocabLogits(nn.Module):
         logits_TV = logits_TV if self.scaling == 1.0 else logits_TV / self.scaling
         return logits_TV if self.softcap is None else torch.tanh(logits_TV / self.softcap) * self.softcap
 
+    @property
+    def is_product(self) -> bool:
+        """Whether logits are the product and nothing else."""
+        return self.softcap is None and self.scaling == 1.0
+
     def matmul(self, x_TD: Tensor) -> Tensor:
         """The product with this rank's part of the table."""
         return matmul(x_TD, self.weight)

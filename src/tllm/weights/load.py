@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tllm.core.errors import WeightsError
+from tllm.devices.choose import CPU
 from tllm.kernels.batch_invariant import is_batch_invariant, make_batch_invariant
 from tllm.parallel.quantized_weight import empty_parameter, is_empty
 from tllm.parallel.shard import ShardPiece, held_dtype, shard_of
@@ -26,8 +27,6 @@ from tllm.weights.weight_reuse import Kept, key_of
 
 CHUNK_BYTES = 4 * 1024 * 1024
 """Bytes read at once at most: all the memory that loading takes besides the parameters, and the step of progress."""
-
-CPU = torch.device("cpu")
 
 Progress = Callable[[int, int], None]
 """progress(bytes done, bytes in all)"""
@@ -83,9 +82,9 @@ def load(
     parameters = list(model.parameters())
     for parameter in parameters:
         _check(parameter, index)
-    packed = [one for one in parameters if held_as.get("packed", False) and is_packed(one, index)]
-    few_bits = {id(parameter) for parameter in packed}
-    made = _memory_for(parameters, dtype, kept or {}, few_bits, held_as.get("device", CPU))
+    packed, device = held_as.get("packed", False), held_as.get("device", CPU)
+    few_bits = {id(parameter) for parameter in parameters if packed and is_packed(parameter, index)}
+    made = _memory_for(parameters, dtype, kept or {}, few_bits, device)
     unread = _with_memory(model, parameters, made, kept or {})
     to_pack = [(parameter, packed_tasks(parameter, index)) for parameter in unread if is_empty(parameter)]
     jobs: list[ReadTask | PackedTask] = [task for _, tasks in to_pack for task in tasks]
@@ -94,7 +93,7 @@ def load(
     wanted = [found for job in jobs for found in job_spans(job, index)]
     total = sum(spans.nbytes for _, spans in wanted)
     source.expect(wanted)
-    done, staging = 0, torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+    done, staging = 0, torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
     with torch.no_grad():
         for job in jobs:
             reads = job.fill(index, source) if isinstance(job, PackedTask) else fill(job, index, source, staging)

@@ -13,12 +13,10 @@ from pathlib import Path
 import llguidance
 import msgspec
 import pytest
-import torch
 
 from tllm.core.errors import RequestError
-from tllm.engine.compute.grammar_masks import apply_mask
 from tllm.engine.engine import Engine
-from tllm.engine.schedule.grammar_state import GrammarState, pack_mask
+from tllm.engine.schedule.grammar_state import GrammarState
 from tllm.engine.schedule.limits import EngineConfig
 from tllm.server.reply.call_grammars import call_grammar
 from tllm.server.reply.lark_rules import SpecialTokens
@@ -258,13 +256,6 @@ def test_an_end_comes_only_where_the_grammar_may_end(tokenizer: Tokenizer) -> No
         for more in ({}, {"ignore_eos": True}, {"min_tokens": 10}, {"stop_token_ids": (5,)}):
             ids, reason = reply("xyz", **more)
             assert (tokenizer.decode(ids), reason) == ("xyz", "stop"), "it ends with its last token, and no other"
-
-
-def test_a_mask_takes_out_what_it_does_not_allow() -> None:
-    scores = torch.arange(21.0)
-    masked = apply_mask(scores, pack_mask(1 << 3 | 1 << 20, 3))
-    assert masked.isfinite().nonzero().flatten().tolist() == [3, 20]
-    assert masked[3] == 3 and masked[20] == 20
 
 
 def test_grammars_that_cannot_be_followed_end_only_their_request(tokenizer: Tokenizer) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.support.models.few_bits import libraries
 from tllm.kernels.library import Library
-from tllm.kernels.row_operations import clamped_swiglu, gated, rms_norm, rotate_in_place
+from tllm.kernels.row_operations import ProcessorRowOperations
 
 DTYPES = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
@@ -31,7 +31,7 @@ def test_norm(dtype: torch.dtype, rows: int, width: int, adds_one: bool) -> None
     torch.manual_seed(0)
     x, w = torch.randn(rows, width).to(dtype), torch.randn(width).to(dtype)
     want = F.rms_norm(x.float(), (width,), None, 1e-5) * (w.float() + adds_one)
-    check(lambda library: rms_norm(library, x, w, 1e-5, adds_one), want, dtype)
+    check(lambda library: ProcessorRowOperations(library).rms_norm(x, w, 1e-5, adds_one), want, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -40,8 +40,12 @@ def test_gated_activations(dtype: torch.dtype, rows: int, width: int) -> None:
     torch.manual_seed(0)
     x = torch.randn(rows, 2 * width).to(dtype) * 4
     gate, up = x.float().chunk(2, -1)
-    check(lambda library: gated(library, x, "silu"), F.silu(gate) * up, dtype)
-    check(lambda library: gated(library, x, "gelu_pytorch_tanh"), F.gelu(gate, approximate="tanh") * up, dtype)
+    check(lambda library: ProcessorRowOperations(library).gated(x, "silu"), F.silu(gate) * up, dtype)
+    check(
+        lambda library: ProcessorRowOperations(library).gated(x, "gelu_pytorch_tanh"),
+        F.gelu(gate, approximate="tanh") * up,
+        dtype,
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -51,21 +55,21 @@ def test_clamped_activations_of_gates_and_ups_by_turns(dtype: torch.dtype, rows:
     x = torch.randn(rows, 2 * width).to(dtype) * 4
     gate, up = x.float()[:, 0::2].clamp(max=3.0), x.float()[:, 1::2].clamp(-3.0, 3.0)
     want = gate * torch.sigmoid(1.7 * gate) * (up + 1)
-    check(lambda library: clamped_swiglu(library, x, 3.0, 1.7), want, dtype)
+    check(lambda library: ProcessorRowOperations(library).clamped_swiglu(x, 3.0, 1.7), want, dtype)
     wrong = torch.tensor([[float("nan"), 1.0, 1.0, float("nan"), float("inf"), 0.5]])
-    found = clamped_swiglu(libraries()[0], wrong, 3.0, 1.7)
+    found = ProcessorRowOperations(libraries()[0]).clamped_swiglu(wrong, 3.0, 1.7)
     assert found[0, :2].isnan().all() and found[0, 2].isfinite()
 
 
 def test_the_exponential_is_right_over_all_of_float32() -> None:
     """Through silu, whose sigmoid has it, against float64."""
     x = torch.cat((torch.linspace(-87, 88, 200_001), torch.tensor([-1e30, -200.0, 100.0, 1e30, 0.0])))[None]
-    found = gated(libraries()[0], torch.cat((x, torch.ones_like(x)), 1), "silu").double()
+    found = ProcessorRowOperations(libraries()[0]).gated(torch.cat((x, torch.ones_like(x)), 1), "silu").double()
     want = F.silu(x.double())
     near = x.abs() < 87
     assert ((found - want).abs() / want.abs().clamp_min(1e-300))[near].max() < 5e-7
     assert (found - want).abs()[~near & (x < 1e20)].max() < 1e-4 and found.isfinite().all()
-    wrong = gated(libraries()[0], torch.tensor([[float("nan"), 1.0]]), "silu")
+    wrong = ProcessorRowOperations(libraries()[0]).gated(torch.tensor([[float("nan"), 1.0]]), "silu")
     assert wrong.isnan().all()
 
 
@@ -81,7 +85,7 @@ def test_rotation_of_part_of_each_head(dtype: torch.dtype, dim: int) -> None:
 
     def rotated(library: Library) -> Tensor:
         x = wide.clone()
-        rotate_in_place(library, x[:, :5], cos, sin)
+        ProcessorRowOperations(library).rotate_in_place(x[:, :5], cos, sin)
         return x
 
     check(rotated, want, dtype)

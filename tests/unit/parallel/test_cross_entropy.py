@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.support.comm.ranks import run_ranks
 from tllm.comm.collectives.group import Group, local_groups, solo
 from tllm.core.errors import ConfigError
-from tllm.parallel.cross_entropy import IGNORED, cross_entropy
+from tllm.parallel.cross_entropy import IGNORED, check_labels, cross_entropy
 from tllm.spec.cut import proportional
 
 V = 101
@@ -83,6 +83,12 @@ def test_nobody_learns_a_label_outside_the_vocabulary() -> None:
         cut(logits_TV, labels_T, weight_T, (1, 1))
     with pytest.raises(ConfigError, match="label 101 is outside"):
         cross_entropy(logits_TV, labels_T, (0, V), solo())
+
+
+def test_labels_that_are_asked_at_the_host() -> None:
+    check_labels(torch.tensor([IGNORED, 0, 9]), 10)
+    with pytest.raises(ConfigError, match="label 10 is outside"):
+        check_labels(torch.tensor([3, 10]), 10)
 
 
 def test_one_rank_equals_torch() -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tllm.core.errors import FrameError, RequestError
+from tllm.devices.choose import CPU
 from tllm.engine.schedule.batch import Batch, ForgetAdapter
 from tllm.parallel.linear import Adapt, unadapted
 from tllm.parallel.lora import LoraUpdate
@@ -54,8 +55,8 @@ class RankAdapters:
         if request.lora and request.lora not in self._loaded:
             raise RequestError(f"the adapter of request {request.id} is not loaded", "load it again")
 
-    def of_batch(self, batch: Batch) -> Adapt:
-        """What is to be added to the linears of a batch. FrameError where it names an adapter that is not here."""
+    def of_batch(self, batch: Batch, device: torch.device = CPU) -> Adapt:
+        """What is to be added to the linears of a batch on `device`. FrameError for an adapter that is not here."""
         rows, at = defaultdict[str, list[int]](list), 0
         for entry in batch.entries:
             if entry.lora:
@@ -65,7 +66,7 @@ class RankAdapters:
             return unadapted
         if missing := rows.keys() - self._loaded.keys():
             raise FrameError(f"batch {batch.number} names the adapter {min(missing)}, which is not loaded here")
-        return AdaptedRows([_Group(self._loaded[lora], torch.tensor(some)) for lora, some in rows.items()])
+        return AdaptedRows([_Group(self._loaded[lora], torch.tensor(some).to(device)) for lora, some in rows.items()])
 
 
 class _Group(NamedTuple):

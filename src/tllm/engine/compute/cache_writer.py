@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
+from tllm.devices.choose import CPU
 from tllm.engine.compute.cache_codes import CacheCoding, rounded
 from tllm.engine.compute.kv_cache import KVCache, LayerCache, cache_writes, slot_runs
 from tllm.engine.schedule.batch import BatchEntry
+from tllm.kernels.gpu_kernels import GpuKernels, gpu_kernels
 from tllm.kernels.row_operations import takes, write_codes
 
 
-def cache_writer(cache: KVCache, entries: tuple[BatchEntry, ...]) -> PlainWriter | CodeWriter:
+class CacheWriter(Protocol):
+    """Writes a batch's new keys and values to their slots in a layer's cache."""
+
+    def __call__(self, layer_cache: LayerCache, k_TKH: Tensor, v_TKH: Tensor) -> None: ...
+
+
+def cache_writer(cache: KVCache, entries: tuple[BatchEntry, ...]) -> CacheWriter:
     """What writes a batch's rows, worked out once for all layers."""
-    if cache.coding is None:
+    if cache.coding is not None:
+        return CodeWriter(cache.coding, places_of(cache, entries))
+    if cache.device == CPU:
         return PlainWriter(cache.page_size, entries)
-    return CodeWriter(cache.coding, cache.page_size, entries)
+    return ScatteredWriter(gpu_kernels(cache.device.type), places_of(cache, entries))
+
+
+def places_of(cache: KVCache, entries: tuple[BatchEntry, ...]) -> Tensor:
+    """The slot of each row of a batch, [T]."""
+    runs = [run for entry in entries for run in slot_runs(entry, cache.page_size, entry.start, entry.stop)]
+    return torch.tensor([slot for run in runs for slot in run]).to(cache.device)
 
 
 class PlainWriter:
@@ -31,13 +49,29 @@ class PlainWriter:
                 write(layer_cache.values, v_TKH)
 
 
+class ScatteredWriter:
+    """Copies rows to their slots, all at once: what is best on a device, where each copy has to be started."""
+
+    def __init__(self, kernels: GpuKernels | None, places_T: Tensor) -> None:
+        self._kernels, self.places_T = kernels, places_T
+
+    def __call__(self, layer_cache: LayerCache, k_TKH: Tensor, v_TKH: Tensor) -> None:
+        self._write(layer_cache.keys, k_TKH)
+        if layer_cache.values is not layer_cache.keys:
+            self._write(layer_cache.values, v_TKH)
+
+    def _write(self, cache_KSH: Tensor, new_TKH: Tensor) -> None:
+        if self._kernels is None:
+            cache_KSH.index_copy_(1, self.places_T, new_TKH.transpose(0, 1))
+        else:
+            self._kernels.rows.write_slots(new_TKH, self.places_T, cache_KSH)
+
+
 class CodeWriter:
     """Rounds rows, and writes their codes and scales to their slots: by a kernel, or by torch with the same bits."""
 
-    def __init__(self, coding: CacheCoding, page_size: int, entries: tuple[BatchEntry, ...]) -> None:
-        self.coding = coding
-        runs = [run for entry in entries for run in slot_runs(entry, page_size, entry.start, entry.stop)]
-        self.places_T = torch.tensor([slot for run in runs for slot in run])
+    def __init__(self, coding: CacheCoding, places_T: Tensor) -> None:
+        self.coding, self.places_T = coding, places_T
 
     def __call__(self, layer_cache: LayerCache, k_TKH: Tensor, v_TKH: Tensor) -> None:
         assert layer_cache.key_scales is not None and layer_cache.value_scales is not None, "made with the codes"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tllm.core.errors import CapacityError
+from tllm.devices.choose import CPU
 from tllm.engine.compute.cache_codes import CacheCoding, coding_of
 from tllm.engine.compute.recurrent_states import RecurrentStates
 from tllm.engine.schedule.batch import BatchEntry
@@ -63,8 +64,9 @@ class KVCache:
     a cache of codes, and where asked for, as with weights of few bits, whose products have that property.
     Layers with a state in place of keys and values have theirs in `states`, a slot for each running sequence.
 
-    All of it is written once when made, so that a lack of memory shows now and not while serving: it raises
-    `CapacityError`.
+    All of it lies on `device`, and is written once when made, so that a lack of memory shows now and not while serving:
+    it raises `CapacityError`. Other devices than the processor have one more page, `spare_page`, which no sequence is
+    given: rows that only fill up a batch have theirs there (`decode_graphs`).
     """
 
     def __init__(
@@ -74,22 +76,26 @@ class KVCache:
         dtype: torch.dtype,
         state_shapes: Mapping[int, StateShape] = NO_STATES,
         exact: bool = False,
+        device: torch.device = CPU,
     ) -> None:
-        self.page_size = limits.page_size
+        self.page_size, self.spare_page, self.device = limits.page_size, limits.num_pages, device
         self.dtype = dtype
         self.coding = coding_of(limits.kv_cache_dtype)
         self.is_exact = exact or self.coding is not None
-        self.num_slots = limits.num_pages * limits.page_size
+        self.num_slots = (limits.num_pages + (device != CPU)) * limits.page_size
         self.kinds = list(dict.fromkeys(specs.values()))
         self.layers: dict[int, LayerCache] = {}
         for layer, spec in specs.items():
             kv_heads, head_dim = spec.kv_shape
             shape = (kv_heads, self.num_slots, head_dim)
-            keys, key_scales = _slots(shape, dtype, self.coding)
-            values, value_scales = (keys, key_scales) if spec.values_are_keys else _slots(shape, dtype, self.coding)
+            keys, key_scales = _slots(shape, dtype, self.coding, device)
+            values, value_scales = keys, key_scales
+            if not spec.values_are_keys:
+                values, value_scales = _slots(shape, dtype, self.coding, device)
             self.layers[layer] = LayerCache(keys, values, self.kinds.index(spec), key_scales, value_scales)
-        self.states = RecurrentStates(state_shapes, limits.num_state_slots, dtype)
-        self.groups = {spec.kv_index: _head_groups(spec.kv_index) for spec in self.kinds if spec.kv_index is not None}
+        self.states = RecurrentStates(state_shapes, limits.num_state_slots, dtype, device)
+        uneven = [spec.kv_index for spec in self.kinds if spec.kv_index is not None]
+        self.groups = {index: _head_groups(index, device) for index in uneven}
 
     @property
     def num_bytes(self) -> int:
@@ -155,17 +161,19 @@ def slot_runs(entry: BatchEntry, page_size: int, start: int, stop: int) -> list[
     return runs
 
 
-def _slots(shape: tuple[int, int, int], dtype: torch.dtype, coding: CacheCoding | None) -> tuple[Tensor, Tensor | None]:
+def _slots(
+    shape: tuple[int, int, int], dtype: torch.dtype, coding: CacheCoding | None, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
     """Room for keys, or for values: numbers of `dtype`, or codes and their scales."""
     if coding is None:
-        return _zeros(shape, dtype), None
-    return _zeros(shape, coding.dtype), _zeros((*shape[:2], 1), torch.float32)
+        return _zeros(shape, dtype, device), None
+    return _zeros(shape, coding.dtype, device), _zeros((*shape[:2], 1), torch.float32, device)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     try:
         # torch.zeros would leave the memory to be found later, page by page.
-        return torch.empty(shape, dtype=dtype).zero_()
+        return torch.empty(shape, dtype=dtype, device=device).zero_()
     except RuntimeError as error:
         wanted = shape[0] * shape[1] * shape[2] * dtype.itemsize
         raise CapacityError(
@@ -174,9 +182,10 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         ) from error
 
 
-def _head_groups(kv_index: tuple[int, ...]) -> HeadGroups:
+def _head_groups(kv_index: tuple[int, ...], device: torch.device) -> HeadGroups:
     """Even groups for `kv_index`, which names each query head's kv head."""
     groups = [[head for head, kv in enumerate(kv_index) if kv == wanted] for wanted in range(max(kv_index) + 1)]
     size = max(map(len, groups))
     padded = [group[min(place, len(group) - 1)] for group in groups for place in range(size)]
-    return HeadGroups(size, torch.tensor(padded), torch.tensor([padded.index(head) for head in range(len(kv_index))]))
+    real = [padded.index(head) for head in range(len(kv_index))]
+    return HeadGroups(size, torch.tensor(padded).to(device), torch.tensor(real).to(device))

@@ -1,111 +1,129 @@
-"""What sampling does to one token's logits: penalties and bias, then min-p, top-k and top-p, and the noise of a draw.
+"""What requests ask of logits before a token is drawn, for all rows of a batch at once: penalties, bias, bans, and what
+a grammar allows; then temperature, min-p, top-k and top-p as the `Draws` that `gumbel_max` takes.
 
-All work on the logits of one row over the whole vocabulary, [V].
+Rows are over the whole vocabulary, [R, V], and one that asks for nothing stays as it is. What the host knows of all
+rows becomes a few tensors, which are moved to the device of the logits once.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Collection, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from tllm.engine.schedule.batch import Sampling
-
-GUMBEL_SPREAD = 21.0
-"""Gumbel noise of 24-bit uniform numbers lies between -2.86 and 17.33: a token whose score is this much below the best
-one's cannot be drawn."""
-
-NUCLEUS_DEPTHS = (4.0, 10.0, math.inf)
-"""How far below the best score top-p sorts tokens: it tries one after the other, until it has enough tokens."""
-
-GOLDEN_GAMMA = 0x9E3779B97F4A7C15
-"""The increment of splitmix64."""
+from tllm.engine.schedule.grammar_state import unpack_mask
+from tllm.kernels.gumbel_max import Draws
 
 
-def apply_penalties(logits_V: Tensor, sampling: Sampling) -> Tensor:
-    """Logits after penalties, bias and bans; the same tensor where there are none."""
-    if not (sampling.history or sampling.logit_bias or sampling.banned):
-        return logits_V
-    scores_V = logits_V.clone()
-    if sampling.history:
-        _penalise(scores_V, sampling)
-    if sampling.logit_bias:
-        bias = torch.tensor(list(sampling.logit_bias.values()), dtype=scores_V.dtype)
-        scores_V[torch.tensor(list(sampling.logit_bias))] += bias
-    if sampling.banned:
-        scores_V[torch.tensor(sampling.banned)] = -math.inf
-    return scores_V
+def processed(logits_RV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+    """Logits after penalties, bias, bans and masks; the same tensor where no row has any.
 
-
-def _penalise(scores_V: Tensor, sampling: Sampling) -> None:
-    """Repetition over prompt and output (1909.05858); frequency and presence over the output, as OpenAI has them."""
-    history = torch.tensor(sampling.history)
-    if sampling.repetition_penalty != 1.0:
-        ids = torch.unique(history)
-        scores = scores_V[ids]
-        factor = sampling.repetition_penalty
-        scores_V[ids] = torch.where(scores > 0, scores / factor, scores * factor)
-    ids, counts = torch.unique(history[sampling.prompt_length :], return_counts=True)
-    if len(ids):
-        scores_V[ids] -= sampling.frequency_penalty * counts.to(scores_V.dtype) + sampling.presence_penalty
-
-
-def candidates(scores_V: Tensor, sampling: Sampling) -> Tensor:
-    """Ids that min-p, then top-k, then top-p leave, in order; ids as likely as the last one left stay too.
-
-    `scores_V` are logits divided by the temperature, with 0 for the most likely token. Ids that no noise could make
-    the winner (`GUMBEL_SPREAD`) are left out as well.
+    FrameError for a mask that is not one of this vocabulary.
     """
-    floor = -GUMBEL_SPREAD
-    if sampling.min_p > 0:
-        floor = max(floor, math.log(sampling.min_p))
-    if 0 < sampling.top_k < scores_V.shape[0]:
-        floor = max(floor, float(scores_V.topk(sampling.top_k).values[-1]))
-    if sampling.top_p < 1:
-        # top_p is a part of all tokens' probability, but for those that min-p and top-k have excluded.
-        is_narrowed = sampling.min_p > 0 or sampling.top_k > 0
-        remaining = scores_V[scores_V >= floor] if is_narrowed else scores_V
-        floor = max(floor, _nucleus_floor(remaining, sampling.top_p))
-    return (scores_V >= floor).nonzero().squeeze(1)
+    if not any(one.history or one.logit_bias or one.banned or one.mask for one in samplings):
+        return logits_RV
+    scores_RV = logits_RV.clone()
+    penalise(scores_RV, samplings)
+    _add_bias(scores_RV, samplings)
+    _ban(scores_RV, samplings)
+    apply_masks(scores_RV, [one.mask for one in samplings])
+    return scores_RV
 
 
-def _nucleus_floor(scores_V: Tensor, top_p: float) -> float:
-    """The score of the last of the likeliest tokens that together have the probability `top_p` (1904.09751)."""
-    total = torch.logsumexp(scores_V, 0)
-    for depth in NUCLEUS_DEPTHS:
-        best = scores_V[scores_V >= -depth].sort(descending=True).values
-        cumulated = (best - total).exp().cumsum(0)
-        too_few = int((cumulated < top_p).sum())  # so many tokens do not have it together yet
-        if too_few < len(best):
-            return float(best[too_few])
-    return -math.inf
+def penalise(scores_RV: Tensor, samplings: Sequence[Sampling]) -> None:
+    """Repetition over prompt and output (1909.05858); frequency and presence over the output, as OpenAI has them."""
+    penalised = [(row, one) for row, one in enumerate(samplings) if one.history]
+    if not penalised:
+        return
+    seen = [(row, set(one.history)) for row, one in penalised if one.repetition_penalty != 1.0]
+    written = [(row, Counter(one.history[one.prompt_length :])) for row, one in penalised]
+    lists = (*_places(seen), *_places(written), [n for _, counts in written for n in counts.values()])
+    seen_rows, seen_ids, rows_N, ids_N, counts_N = _moved(lists, scores_RV.device)
+    factors = [[one.repetition_penalty, one.frequency_penalty, one.presence_penalty] for one in samplings]
+    repetition_R, frequency_R, presence_R = _numbers(factors, scores_RV).unbind(1)
+    if len(seen_ids):
+        scores, factor = scores_RV[seen_rows, seen_ids], repetition_R[seen_rows]
+        scores_RV[seen_rows, seen_ids] = torch.where(scores > 0, scores / factor, scores * factor)
+    scores_RV[rows_N, ids_N] -= frequency_R[rows_N] * counts_N.to(scores_RV.dtype) + presence_R[rows_N]
 
 
-def gumbel_noise(ids_C: Tensor, seed: int, position: int) -> Tensor:
-    """A standard Gumbel number for each token, from 24 bits of splitmix64 over (seed, position, token) as a uniform."""
-    start = _signed(_splitmix(_splitmix(seed % 2**64) ^ position))
-    x = ids_C * _signed(GOLDEN_GAMMA) + start
-    x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shift_right(x, 27)) * _signed(0x94D049BB133111EB)
-    x = x ^ _shift_right(x, 31)
-    uniform_C = (_shift_right(x, 40).double() + 0.5) / 2**24
-    return -torch.log(-torch.log(uniform_C))
+def _add_bias(scores_RV: Tensor, samplings: Sequence[Sampling]) -> None:
+    biased = [(row, one.logit_bias) for row, one in enumerate(samplings) if one.logit_bias]
+    if biased:
+        rows_N, ids_N = _moved(_places(biased), scores_RV.device)
+        scores_RV[rows_N, ids_N] += _numbers([value for _, bias in biased for value in bias.values()], scores_RV)
 
 
-def _splitmix(x: int) -> int:
-    """One step of splitmix64 (Steele, Lea, Flood 2014); `gumbel_noise` takes the same step for many tokens at once."""
-    x = (x + GOLDEN_GAMMA) % 2**64
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
-    return x ^ (x >> 31)
+def _ban(scores_RV: Tensor, samplings: Sequence[Sampling]) -> None:
+    banned = [(row, one.banned) for row, one in enumerate(samplings) if one.banned]
+    if banned:
+        rows_N, ids_N = _moved(_places(banned), scores_RV.device)
+        scores_RV[rows_N, ids_N] = -math.inf
 
 
-def _signed(x: int) -> int:
-    """The same 64 bits as torch's signed integers hold them; their products wrap around alike."""
-    return x - 2**64 if x >= 2**63 else x
+def apply_masks(scores_RV: Tensor, masks: Sequence[bytes]) -> None:
+    """Minus infinity for each token that the packed mask of its row does not allow; a row without a mask has b""."""
+    held, vocab_size, device = [row for row, mask in enumerate(masks) if mask], scores_RV.shape[1], scores_RV.device
+    if not held:
+        return
+    bits = bytearray(b"".join(unpack_mask(masks[row], vocab_size) for row in held))
+    bytes_MN = torch.frombuffer(bits, dtype=torch.uint8).view(len(held), -1).to(device)
+    allowed_MV = (bytes_MN[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=device) & 1).flatten(1)
+    rows_M = torch.tensor(held).to(device)
+    scores_RV[rows_M] = scores_RV[rows_M].masked_fill_(allowed_MV[:, :vocab_size] == 0, -math.inf)
 
 
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Shifted right with zeros coming in, where torch would repeat the sign."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+def draws_of(logits_RV: Tensor, wanted: Sequence[tuple[Sampling, int]]) -> Draws:
+    """How a token of each row is drawn, for its `Sampling`, of a temperature above 0, and its position."""
+    samplings = [one for one, _ in wanted]
+    least = [math.log(one.min_p) if one.min_p > 0 else -math.inf for one in samplings]
+    numbers = [[one.temperature for one in samplings], least, [one.top_p for one in samplings]]
+    temperatures_R1, least_R1, top_p_R1 = torch.tensor(numbers, dtype=torch.float64).to(logits_RV.device)[..., None]
+    seeds = [(one.seed + 2**63) % 2**64 - 2**63 for one in samplings]  # the same 64 bits with a sign
+    seeds_R1, positions_R1 = torch.tensor([seeds, [at for _, at in wanted]]).to(logits_RV.device)[..., None]
+    of_top_k = _least_of_top_k(logits_RV, temperatures_R1, samplings)
+    if of_top_k is not None:
+        least_R1 = torch.maximum(least_R1, of_top_k)
+    is_narrowed = of_top_k is not None or any(one.min_p > 0 for one in samplings)
+    has_top_p = any(one.top_p < 1 for one in samplings)
+    return Draws(
+        temperatures_R1,
+        seeds_R1,
+        positions_R1,
+        least_R1 if is_narrowed else None,
+        top_p_R1 if has_top_p else None,
+    )
+
+
+def _least_of_top_k(logits_RV: Tensor, temperatures_R1: Tensor, samplings: Sequence[Sampling]) -> Tensor | None:
+    """The score of the last token that top-k leaves in each row, [R, 1]; None where no row asks for it."""
+    asking = [row for row, one in enumerate(samplings) if 0 < one.top_k < logits_RV.shape[1]]
+    if not asking:
+        return None
+    top_k = [samplings[row].top_k for row in asking]
+    rows_N, places_N = _moved((asking, [k - 1 for k in top_k]), logits_RV.device)
+    likeliest_NK = logits_RV[rows_N].topk(max(top_k)).values
+    last_N1 = likeliest_NK.gather(1, places_N[:, None]) - likeliest_NK[:, :1]
+    scores_N1 = last_N1 / temperatures_R1[rows_N].to(logits_RV.dtype)
+    return torch.full_like(temperatures_R1, -math.inf).index_copy_(0, rows_N, scores_N1.double())
+
+
+def _places(of_rows: Sequence[tuple[int, Collection[int]]]) -> tuple[list[int], list[int]]:
+    """The row and the id of each token that is named, row after row."""
+    rows = [row for row, ids in of_rows for _ in range(len(ids))]
+    return rows, list(chain.from_iterable(ids for _, ids in of_rows))
+
+
+def _moved(lists: Sequence[list[int]], device: torch.device) -> tuple[Tensor, ...]:
+    """Each list as a tensor on the device, all in one transfer."""
+    whole = torch.tensor(list(chain.from_iterable(lists)), dtype=torch.int64).to(device)
+    return torch.split(whole, [len(one) for one in lists])
+
+
+def _numbers(values: Sequence[float] | Sequence[Sequence[float]], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=like.dtype).to(like.device)

@@ -12,6 +12,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from tllm.engine.compute.logprobs import on_host
 from tllm.engine.compute.sampler import Sampler
 from tllm.engine.schedule.batch import Batch, Results
 
@@ -30,30 +31,30 @@ class Pooler:
 
     def __call__(self, x_TD: Tensor, batch: Batch, results: Results | None) -> Results | None:
         """The sampler's results with `pooled`; None on a rank that does not lead."""
-        pooled, stop = list[tuple[float, ...]](), 0
+        pooled, stop = list[Tensor](), 0
         for entry in batch.entries:
             start, stop = stop, stop + entry.count
             if entry.pooling is None:
                 continue
             if entry.pooling.kind == "logprobs":  # the ranks have a part of the vocabulary each
-                pooled.append(self._logprobs(x_TD, stop - 1, entry.pooling.token_ids))
+                pooled += self._logprobs(x_TD, stop - 1, entry.pooling.token_ids)
             elif results is not None:
                 pooled.append(self._values(x_TD[start:stop], entry.pooling.kind))
-        return msgspec.structs.replace(results, pooled=tuple(pooled)) if results is not None and pooled else results
+        if results is None or not pooled:
+            return results
+        return msgspec.structs.replace(results, pooled=tuple(tuple(values.tolist()) for values in on_host(pooled)))
 
-    def _values(self, x_TD: Tensor, kind: str) -> tuple[float, ...]:
+    def _values(self, x_TD: Tensor, kind: str) -> Tensor:
         if kind == "score":
-            return tuple(self.scores(x_TD[-1:])[0].double().tolist())
+            return self.scores(x_TD[-1:])[0].double()
         if kind == "last":
-            return tuple(self.normed(x_TD[-1:])[0].double().tolist())
-        return tuple(precise_sum(self.normed(x_TD)).flatten().tolist())
+            return self.normed(x_TD[-1:])[0].double()
+        return precise_sum(self.normed(x_TD)).flatten()
 
-    def _logprobs(self, x_TD: Tensor, row: int, token_ids: tuple[int, ...]) -> tuple[float, ...]:
+    def _logprobs(self, x_TD: Tensor, row: int, token_ids: tuple[int, ...]) -> list[Tensor]:
         """Log-probabilities of tokens after a row; none of them but on the leader."""
-        [logits_V] = self.sampler.whole_logits(x_TD, [row])
-        if logits_V is None:
-            return ()
-        return tuple(torch.log_softmax(logits_V.double(), -1)[list(token_ids)].tolist())
+        whole = self.sampler.whole_logits(x_TD, [row])
+        return [torch.log_softmax(x.double(), -1)[0, torch.tensor(token_ids).to(x.device)] for x in whole]
 
 
 def precise_sum(x_TD: Tensor) -> Tensor:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tllm.devices.choose import CPU
 from tllm.engine.schedule.batch import Batch
 
 
-def positions(batch: Batch) -> Tensor:
+def positions(batch: Batch, device: torch.device = CPU) -> Tensor:
     """Each token's place in its sequence, [T]."""
-    return torch.tensor([p for entry in batch.entries for p in range(entry.start, entry.stop)])
+    return torch.tensor([p for entry in batch.entries for p in range(entry.start, entry.stop)]).to(device)
 
 
-def lengths(batch: Batch) -> Tensor:
+def lengths(batch: Batch, device: torch.device = CPU) -> Tensor:
     """How long each token's sequence was when it was first computed, [T]: what rope that scales by length goes by.
 
     That is the prompt's length for a prompt token and its own place + 1 for a later one, however batches are cut.
     """
-    return torch.tensor([max(p + 1, e.prompt_length) for e in batch.entries for p in range(e.start, e.stop)])
+    found = [max(p + 1, e.prompt_length) for e in batch.entries for p in range(e.start, e.stop)]
+    return torch.tensor(found).to(device)

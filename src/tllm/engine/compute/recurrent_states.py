@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from tllm.core.errors import CapacityError
+from tllm.devices.choose import CPU
 from tllm.engine.schedule.batch import BatchEntry
 from tllm.model.recurrence import Advance, State, StateShape, of_run
 
@@ -24,10 +26,15 @@ from tllm.model.recurrence import Advance, State, StateShape, of_run
 class RecurrentStates:
     """Tensors [slots, ...] for each layer here that has a state, float32 at least. CapacityError without memory."""
 
-    def __init__(self, shapes: Mapping[int, StateShape], slots: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, shapes: Mapping[int, StateShape], slots: int, dtype: torch.dtype, device: torch.device = CPU
+    ) -> None:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         assert slots or not shapes, "each running sequence needs a slot for its state"
-        self.layers = {n: tuple(_zeros((slots, *shape), wide) for shape in of_layer) for n, of_layer in shapes.items()}
+        self.device = device
+        self.layers = {
+            n: tuple(_zeros((slots, *shape), wide, device) for shape in of_layer) for n, of_layer in shapes.items()
+        }
 
         self.drafted_at: dict[int, int] = {}
         """The position of the first row that is kept for a slot."""
@@ -45,11 +52,13 @@ class StateRuns:
 
     def __init__(self, states: RecurrentStates, entries: tuple[BatchEntry, ...]) -> None:
         self.states = states
-        self.begins = torch.tensor([entry.state_slot for entry in entries if entry.start == 0], dtype=torch.int64)
+        begins = [entry.state_slot for entry in entries if entry.start == 0]
+        self.begins = torch.tensor(begins, dtype=torch.int64).to(states.device)
         self.accepted = _accepted(states, entries)
         singles = next((i for i, entry in enumerate(entries) if entry.count > 1), len(entries))
-        self.runs = [_SlotRun(entries[:singles], 1)] if singles else []
-        self.runs += [_SlotRun((entry,), entry.count, entry.num_draft_tokens > 0) for entry in entries[singles:]]
+        of = partial(_SlotRun, states.device)
+        self.runs = [of(entries[:singles], 1)] if singles else []
+        self.runs += [of((entry,), entry.count, entry.num_draft_tokens > 0) for entry in entries[singles:]]
         self.sizes = [run.slots.numel() * run.count for run in self.runs]
 
     def recur(self, layer: int, advance: Advance, *rows: Tensor) -> Tensor:
@@ -75,8 +84,10 @@ class StateRuns:
 class _SlotRun:
     """The slots of some sequences that have `count` rows each."""
 
-    def __init__(self, entries: Sequence[BatchEntry], count: int, has_drafts: bool = False) -> None:
-        self.slots = torch.tensor([entry.state_slot for entry in entries])
+    def __init__(
+        self, device: torch.device, entries: Sequence[BatchEntry], count: int, has_drafts: bool = False
+    ) -> None:
+        self.slots = torch.tensor([entry.state_slot for entry in entries]).to(device)
         self.count, self.has_drafts = count, has_drafts
 
     def read(self, held: State) -> State:
@@ -97,13 +108,13 @@ def _accepted(states: RecurrentStates, entries: tuple[BatchEntry, ...]) -> list[
             by_count.setdefault(entry.start - at, []).append(entry)
         if entry.num_draft_tokens:
             states.drafted_at[entry.state_slot] = entry.start
-    return [_SlotRun(same, count) for count, same in by_count.items()]
+    return [_SlotRun(states.device, same, count) for count, same in by_count.items()]
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     try:
         # torch.zeros would leave the memory to be found later, page by page.
-        return torch.empty(shape, dtype=dtype).zero_()
+        return torch.empty(shape, dtype=dtype, device=device).zero_()
     except RuntimeError as error:
         wanted = math.prod(shape) * dtype.itemsize
         raise CapacityError(

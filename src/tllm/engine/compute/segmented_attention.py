@@ -164,16 +164,21 @@ def _segment(cache: KVCache, entry: BatchEntry, row: int, spec: AttentionSpec) -
         is_fresh=is_fresh,
         first_slot=runs[0].start,
         length=entry.stop - first_key,
-        scattered=None if is_fresh or len(runs) == 1 else torch.cat([torch.arange(r.start, r.stop) for r in runs]),
-        mask=_mask(entry, first_key, spec, cache.dtype),
+        scattered=None if is_fresh or len(runs) == 1 else _slots_of(runs).to(cache.device),
+        mask=_mask(entry, first_key, spec, cache),
     )
 
 
-def _mask(entry: BatchEntry, first_key: int, spec: AttentionSpec, dtype: torch.dtype) -> Tensor | None:
+def _slots_of(runs: list[range]) -> Tensor:
+    return torch.cat([torch.arange(run.start, run.stop) for run in runs])
+
+
+def _mask(entry: BatchEntry, first_key: int, spec: AttentionSpec, cache: KVCache) -> Tensor | None:
     """0 where a row sees a key, -inf where not; None where it sees them all or plain causal attention says the same."""
     is_windowed = spec.window is not None and entry.count > spec.window
     if entry.count == 1 or (entry.start == 0 and not is_windowed and not is_written_out(spec)):
         return None
-    distance = torch.arange(entry.start, entry.stop)[:, None] - torch.arange(first_key, entry.stop)[None, :]
+    keys = torch.arange(first_key, entry.stop, device=cache.device)
+    distance = torch.arange(entry.start, entry.stop, device=cache.device)[:, None] - keys[None, :]
     hidden = distance < 0 if spec.window is None else (distance < 0) | (distance >= spec.window)
-    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+    return torch.zeros(hidden.shape, dtype=cache.dtype, device=cache.device).masked_fill_(hidden, float("-inf"))

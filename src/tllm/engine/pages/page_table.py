@@ -64,11 +64,14 @@ class PagePool:
 
     def num_held(self, owner: int) -> int:
         """How many pages an owner has."""
-        return sum(count for _, count in self._held.get(owner, ()))
+        held = 0
+        for _, count in self._held.get(owner, ()):
+            held += count
+        return held
 
     def page_table(self, owner: int) -> tuple[Run, ...]:
         """An owner's pages in the order of its tokens."""
-        return tuple((first, count) for first, count in self._held[owner])
+        return tuple([(first, count) for first, count in self._held[owner]])
 
     def begin(self, owner: int, shared: list[int], tokens: int, max_tokens: int = 0) -> bool:
         """Give a new owner the pages `shared`, held or cached ones, and others after them, as `cover` does."""
@@ -94,6 +97,8 @@ class PagePool:
         `max_tokens` is how many tokens the owner may come to have; it only guides the choice of place.
         """
         missing = self.pages_for(tokens) - self.num_held(owner)
+        if missing <= 0 and owner in self._held:
+            return True
         if missing > self.num_free:
             return False
         runs = self._held.setdefault(owner, [])

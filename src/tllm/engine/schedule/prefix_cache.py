@@ -80,15 +80,19 @@ class PrefixCache:
                 self.queries += len(sequence.token_ids)
                 self.hits += max(0, record.found - record.from_disk)
 
+    def lacks_page(self, sequence: Sequence, coming: int = 0) -> bool:
+        """Whether `add` would let a page of the sequence be found that it has filled since."""
+        return (sequence.num_sound_tokens + coming) // self.page_size > sequence.prefix.num_added
+
     def add(self, sequence: Sequence, page_table: tuple[Run, ...], coming: int = 0) -> None:
         """Let the full pages of a sequence be found. None of their tokens may be a draft token (`num_sound_tokens`).
 
         Those that it will have filled with `coming` tokens of its prompt count as well.
         Of two pages with the same content the first remains; the other is free once it is let go.
         """
-        start, stop = sequence.prefix.num_added, (sequence.num_sound_tokens + coming) // self.page_size
-        if stop <= start:
+        if not self.lacks_page(sequence, coming):
             return
+        start, stop = sequence.prefix.num_added, (sequence.num_sound_tokens + coming) // self.page_size
         pages = [first + i for first, count in page_table for i in range(count)]
         self.add_pages(sequence, start, pages[start:stop])
         sequence.prefix.num_added = stop

@@ -132,20 +132,19 @@ class Scheduler:
 
     def accept(self, step: ScheduledStep, results: Results) -> list[Output]:
         """Take the results of the oldest batch under way: new tokens, ends, and pages given back."""
-        token_ids, logprobs = iter(results.token_ids), iter(results.logprobs)
         prompt_logprobs, pooled = iter(results.prompt_logprobs), iter(results.pooled)
         outputs = []
         self.in_flight -= 1
-        stop = 0  # of the entry's tokens in the batch
+        stop = last = 0  # of the entry's tokens in the batch, and of those that were sampled for it
         for entry, sequence in zip(step.batch.entries, step.sequences, strict=True):
-            stop += entry.count
-            sampled = list(islice(token_ids, entry.num_sampled))
-            sampled_logprobs = list(islice(logprobs, entry.num_sampled))
+            stop, first, last = stop + entry.count, last, last + entry.num_sampled
+            sampled, sampled_logprobs = results.token_ids[first:last], results.logprobs[first:last]
             of_prompt = next(prompt_logprobs) if entry.targets else ()
             values = next(pooled) if entry.pooling else ()
-            draft_tokens = step.batch.token_ids[stop - entry.num_draft_tokens : stop]
             # What follows a wrong draft token was sampled for another text; its row is computed anew.
-            num_rejected = entry.num_draft_tokens - num_accepted_tokens(draft_tokens, sampled)
+            num_rejected = entry.num_draft_tokens
+            if num_rejected:
+                num_rejected -= num_accepted_tokens(step.batch.token_ids[stop - num_rejected : stop], sampled)
             sequence.in_flight -= 1
             if sequence.state is SequenceState.DONE:
                 continue
@@ -188,8 +187,10 @@ class Scheduler:
             proposed = self.speculation.propose(decodes, self.limits.max_num_batched_tokens)
         chunks = []
         for sequence, draft_tokens in zip(decodes, with_grammars(decodes, proposed, self.limits), strict=True):
-            tokens = sequence.scheduled + 1 + len(draft_tokens)
-            chunks.append(ScheduledChunk(sequence, 1, draft_tokens if self.pages.cover(sequence, tokens) else []))
+            # Of its next token each is sure.
+            if draft_tokens and not self.pages.cover(sequence, sequence.scheduled + 1 + len(draft_tokens)):
+                draft_tokens = []
+            chunks.append(ScheduledChunk(sequence, 1, draft_tokens))
         return chunks
 
     def _prompt_tokens_for_batch(self) -> int:
@@ -261,7 +262,9 @@ class Scheduler:
         drafting = self.speculation.draft_seconds if self.speculation else 0.0
         return ScheduledStep(batch, tuple(chunk.sequence for chunk in chunks), drafting)
 
-    def _give_out(self, sequence: Sequence, accepted: list[int], logprobs: list[TokenLogprobs | None]) -> Output:
+    def _give_out(
+        self, sequence: Sequence, accepted: tuple[int, ...], logprobs: tuple[TokenLogprobs | None, ...]
+    ) -> Output:
         """Add the new tokens to a sequence, up to one that ends it."""
         prompt: tuple[TokenLogprobs | None, ...] = ()
         if sequence.prompt.logprobs is not None:
@@ -277,8 +280,8 @@ class Scheduler:
         self.waiting.count_output(sequence, count)
         return Output(
             request_id=sequence.request.id,
-            token_ids=tuple(accepted[:count]),
-            logprobs=tuple(score for score in logprobs[:count] if score is not None),
+            token_ids=accepted[:count],
+            logprobs=tuple([score for score in logprobs[:count] if score is not None]),
             prompt_logprobs=prompt,
             cached_tokens=0 if before else sequence.prefix.found or 0,
             finish_reason=reason,

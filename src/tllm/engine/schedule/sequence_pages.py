@@ -62,7 +62,7 @@ class SequencePages:
 
     def add_full(self, sequence: Sequence, coming: int = 0) -> None:
         """Let others find the pages that it has filled, or will have with `coming` tokens of the next batch."""
-        if self.prefix_cache is not None:
+        if self.prefix_cache is not None and self.prefix_cache.lacks_page(sequence, coming):
             self.prefix_cache.add(sequence, self.table(sequence), coming)
 
     def release(self, sequence: Sequence) -> None:

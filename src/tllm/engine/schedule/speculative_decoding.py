@@ -85,7 +85,7 @@ class Speculation:
         if self.model is not None:
             self.model.prepare(sequences)
 
-    def record_acceptance(self, key: int, num_draft_tokens: int, accepted: list[int]) -> None:
+    def record_acceptance(self, key: int, num_draft_tokens: int, accepted: Sequence[int]) -> None:
         """Take in the tokens that the sequence `key` got in a step; all but the last were draft tokens."""
         draft = self._proposed.pop(key, None)
         if self.model is not None:

@@ -25,7 +25,8 @@ class Tokens:
     """One microbatch, or what a cp rank has of it: `spans`, tokens [start, stop) of the whole; None for all of them.
 
     `lengths` are the documents' tokens of the whole microbatch, in order, those of filling included. `of_documents` are
-    numbers of each of these documents, `of_tokens` of each token here, by name: 0 for filling.
+    numbers of each of these documents, `of_tokens` of each token here, by name: 0 for filling. `at_host` is the same
+    on the processor, of what was copied to a device: to ask the copy would be to wait for all that the device does.
     """
 
     ids_T: Tensor
@@ -35,11 +36,24 @@ class Tokens:
     spans: tuple[Span, ...] | None = None
     of_documents: Mapping[str, Tensor] = field(default_factory=dict)
     of_tokens: Mapping[str, Tensor] = field(default_factory=dict)
+    at_host: Tokens | None = None
 
     @property
     def predicted(self) -> int:
         """How many tokens are learned: what a mean over the global batch is divided by, summed over the ranks."""
-        return int((self.labels_T != IGNORED).sum())
+        return int((self._labels_at_host != IGNORED).sum())
+
+    @property
+    def learned_T(self) -> Tensor | None:
+        """The places of the tokens that are learned; None if all are."""
+        learned_T = self._labels_at_host != IGNORED
+        if bool(learned_T.all()):
+            return None
+        return copied(learned_T.nonzero().flatten(), self.ids_T.device)
+
+    @property
+    def _labels_at_host(self) -> Tensor:
+        return self.labels_T if self.at_host is None else self.at_host.labels_T
 
     @property
     def lengths_T(self) -> Tensor:
@@ -65,11 +79,12 @@ class Tokens:
             return self
         return replace(
             self,
-            ids_T=self.ids_T.to(device),
-            labels_T=self.labels_T.to(device),
-            positions_T=self.positions_T.to(device),
-            of_documents={name: x_N.to(device) for name, x_N in self.of_documents.items()},
-            of_tokens={name: x_T.to(device) for name, x_T in self.of_tokens.items()},
+            ids_T=copied(self.ids_T, device),
+            labels_T=copied(self.labels_T, device),
+            positions_T=copied(self.positions_T, device),
+            of_documents={name: copied(x_N, device) for name, x_N in self.of_documents.items()},
+            of_tokens={name: copied(x_T, device) for name, x_T in self.of_tokens.items()},
+            at_host=self if self.ids_T.is_cpu else None,
         )
 
     def only(self, keep_N: Tensor) -> Tokens:
@@ -117,6 +132,11 @@ def tokens_of(rows: Sequence[PackedRow], width: int | None = None, device: torch
         of_documents={name: _joined(parts, device) for name, parts in of_documents.items()},
         of_tokens={name: _joined(parts, device) for name, parts in of_tokens.items()},
     )
+
+
+def copied(x: Tensor, device: torch.device) -> Tensor:
+    """x of the processor on a device, in its turn: the host does not wait where CUDA can copy by itself."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and x.is_cpu else x.to(device)
 
 
 def picked(x: Tensor, spans: Sequence[Span], dim: int = 0) -> Tensor:

@@ -15,6 +15,7 @@ from tllm.training.gradients.reduction import GradientGroups
 from tllm.training.state.tensor_blocks import update_dtype
 
 BUCKET_BYTES = 16 * 1024 * 1024
+BUCKET_BYTES_OF_GPU = 16 * BUCKET_BYTES
 
 LINE = 16
 """Elements, 64 bytes of float32: parameters begin and ranges are cut at multiples of it.

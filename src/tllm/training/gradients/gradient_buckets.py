@@ -245,9 +245,10 @@ class GradientBuckets:
 def add_low_precision(sums: Tensor, gradient: Tensor) -> None:
     """Add a gradient of the same shape, which may have fewer bits than the sums; then it is added in groups of rows.
 
-    torch would first convert all of it: 2 GiB for a table of 128,000 words of 4,096 numbers.
+    On the processor torch would first convert all of it: 2 GiB for a table of 128,000 words of 4,096 numbers.
     """
-    rows = max(1, PIECE * len(sums) // sums.numel()) if sums.dtype != gradient.dtype else len(sums)
+    is_converted = sums.dtype != gradient.dtype and not sums.is_cuda
+    rows = max(1, PIECE * len(sums) // sums.numel()) if is_converted else len(sums)
     for mine, more in zip(torch.split(sums, rows), torch.split(gradient, rows), strict=True):
         mine.add_(more)
 

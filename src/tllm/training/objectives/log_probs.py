@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from tllm.comm.collectives.group import Group
+from tllm.kernels.gpu_kernels import gpu_kernels
 from tllm.model.transformer import Transformer
 from tllm.parallel.cross_entropy import cross_entropy
+from tllm.parallel.embedding import VocabLogits
 from tllm.parallel.mesh import Mesh
 from tllm.training.data.batch_tensors import Tokens
 from tllm.training.data.encoder import IGNORED
@@ -23,15 +25,23 @@ class TokenLosses:
     they are computed in float32, as sums over whole replies are to be compared.
     """
 
+    fuses = True
+    """Whether a GPU may make the losses of the head's products in one step: they are of these logits as they are."""
+
     def __init__(self, mesh: Mesh, precise: bool = False) -> None:
         self.tp, self.precise = mesh.tp, precise
         self.sliced = not mesh.seam.has_all_rows
 
     def __call__(self, model: Transformer, x_TD: Tensor, tokens: Tokens) -> Tensor:
         labels_T = tokens.labels_T
-        predicted_T = labels_T != IGNORED
-        if not self.sliced and not bool(predicted_T.all()):
-            x_TD, labels_T = x_TD[predicted_T], labels_T[predicted_T]
+        if not self.sliced and (learned_T := tokens.learned_T) is not None:
+            x_TD, labels_T = x_TD.index_select(0, learned_T), labels_T.index_select(0, learned_T)
+        is_whole = self.fuses and self.tp.size == 1 and x_TD.dtype != torch.float64
+        if is_whole and (gpu := gpu_kernels(x_TD.device.type)) is not None:
+            head = model.lm_head
+            if isinstance(head, VocabLogits) and head.is_product:
+                losses: Tensor = gpu.loss.cross_entropy(head.matmul(model.normed(x_TD)), labels_T, IGNORED)
+                return losses
         return cross_entropy(self.logits(model, x_TD, len(labels_T)), labels_T, model.vocab, self.tp)
 
     def logits(self, model: Transformer, x_TD: Tensor, tokens: int) -> Tensor:

@@ -41,6 +41,8 @@ MISMATCH_METRICS = (f"{DIFFERENCE}/mean", f"{DIFFERENCE}/max", f"{RATIO}/min", f
 class SampledTokenLosses(TokenLosses):
     """`TokenLosses` of the distribution that tokens are sampled from: at its temperature, and in float32 at least."""
 
+    fuses = False
+
     def __init__(self, mesh: Mesh, temperature: float) -> None:
         super().__init__(mesh)
         self.temperature = temperature

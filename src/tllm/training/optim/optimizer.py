@@ -54,7 +54,7 @@ class AdamW:
             [state["exp_avg"]],
             [state["exp_avg_sq"]],
             [],
-            [torch.tensor(float(step - 1), device=weights.device)],  # counted up before it is used
+            [torch.full((), float(step - 1), device=weights.device)],  # counted up before it is used
             fused=True,
             amsgrad=False,
             beta1=self.beta1,

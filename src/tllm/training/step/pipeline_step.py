@@ -96,7 +96,7 @@ class _ScheduleExecutor:
         x = tokens.ids_T if incoming is None else self.mail.receive(incoming).requires_grad_()
         attend = self.stage.make_attend(model.attention_specs(), tokens)
         adapt = self.stage.make_adapt(op.chunk, tokens)
-        out = model(x, tokens.positions_T, attend, tokens.lengths_T, adapt)
+        out = model(x, tokens.positions_T, attend, tokens.lengths_T if model.scales_by_length else None, adapt)
         outgoing = self.schedule.sends(self.stage.index, op)
         if outgoing is not None:
             self.mail.send(outgoing, out)

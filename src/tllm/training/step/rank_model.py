@@ -11,6 +11,7 @@ from torch import nn
 from tllm.devices.choose import CPU
 from tllm.kernels.batch_invariant import is_batch_invariant
 from tllm.model.transformer import Transformer
+from tllm.parallel.cross_entropy import check_labels
 from tllm.parallel.grid.grid_mesh import GridMesh, grid_mesh_of
 from tllm.parallel.load_balance import LoadBalance
 from tllm.parallel.mesh import mesh_of
@@ -21,6 +22,7 @@ from tllm.training.attention.grid_tokens import grid_tokens
 from tllm.training.attention.invariant_attention import InvariantAttend
 from tllm.training.attention.packed_attention import MakeAttend, TrainAttend
 from tllm.training.attention.ring_attention import RingAttention
+from tllm.training.attention.varlen_attention import VarlenAttend, has_varlen
 from tllm.training.data.batch_tensors import Tokens
 from tllm.training.job.rollout_combinations import wants_batch_invariance
 from tllm.training.job.target_modules import adapted_modules
@@ -70,7 +72,8 @@ class RankModel:
         self.products = choose_trained_products(parameters, torch_dtype(config.job.dtype), fixed)
         """What its products are computed in, in words."""
         self._ring = RingAttention(groups.cp) if plan.cp > 1 else None
-        of_whole: MakeAttend = InvariantAttend if invariant else TrainAttend
+        of_whole: MakeAttend = VarlenAttend if has_varlen(self._config.device) else TrainAttend
+        of_whole = InvariantAttend if invariant else of_whole
         make_attend = recompute(plan.recompute, self.chunks, self._ring or of_whole)
         self.objective = choose_objective(config.job, mesh, groups.cp, invariant)
         make_adapt = with_noise(self._make_adapt(learns=True), config.job.neftune_noise_alpha)
@@ -123,6 +126,9 @@ class RankModel:
     def _here(self, batch: Sequence[Tokens]) -> list[Tokens]:
         """The tokens of each microbatch that this rank computes, on its device."""
         cp, device = self._config.groups.cp, self._config.device
+        if device != CPU:
+            for tokens in batch:
+                check_labels(tokens.labels_T, self._config.spec.vocab_size)
         if self._grid is not None:
             return [grid_tokens(tokens, self._grid).to(device) for tokens in batch]
         return [cut_tokens(tokens, cp.rank, cp.size).to(device) for tokens in batch]

@@ -12,7 +12,7 @@ from tllm.model.transformer import Transformer
 from tllm.parallel.replicated import ReplicatedParameters
 from tllm.training.data.batch_feed import ReplicaBatch
 from tllm.training.data.batch_tensors import Tokens
-from tllm.training.gradients.bucket_layout import BucketLayout
+from tllm.training.gradients.bucket_layout import BUCKET_BYTES, BUCKET_BYTES_OF_GPU, BucketLayout
 from tllm.training.gradients.compressed_reduction import Bf16Reduction, Int8Reduction
 from tllm.training.gradients.delayed_reduction import DelayedReduction
 from tllm.training.gradients.gradient_buckets import GradientBuckets
@@ -99,6 +99,7 @@ class SynchronousLearner:
             parameters,
             GradientGroups(groups.dp) if job.delay_steps else GradientGroups(groups.dp, groups.edp, groups.ep),
             plan.zero,
+            bucket_bytes(config),
             units=unit_numbers(units, parameters) if plan.zero == 3 else None,
         )
         replicas = ReplicatedParameters(parameters, groups.replica)
@@ -189,6 +190,12 @@ class SynchronousLearner:
         norm = self._norm.clip(self._max_grad_norm, loss_sum)
         self._norm.check(step, norm, loss_sum, self._update.flat.blocks)
         return norm
+
+
+def bucket_bytes(config: RankConfig) -> int:
+    """Bytes of a bucket. A rank alone on a GPU sends none, and each is some launches for it."""
+    is_alone = config.groups.dp.size == 1 and config.plan.offload == "none"
+    return BUCKET_BYTES_OF_GPU if is_alone and config.device.type == "cuda" else BUCKET_BYTES
 
 
 def reduction_of(job: Job, buckets: GradientBuckets, groups: GradientGroups | None = None) -> Reduction:

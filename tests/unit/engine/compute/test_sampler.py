@@ -1,59 +1,110 @@
-"""Sampled tokens against everything that a choice must not depend on."""
+"""Tokens sampled of many rows together, against a slow twin that samples row by row, and what a choice depends on."""
 
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 import torch
 
-from tests.unit.engine.compute.test_logits_processing import softmax
-from tllm.engine.compute.sampler import sample_token, token_logprobs
+from tests.support.serving import row_sampler
+from tllm.core.errors import NonFiniteError
+from tllm.engine.compute.logprobs import token_logprobs
+from tllm.engine.compute.sampler import sample_tokens
 from tllm.engine.schedule.batch import Sampling
+from tllm.engine.schedule.grammar_state import pack_mask
+
+Wanted = list[tuple[Sampling, int]]
 
 
-def test_draws_follow_the_chances() -> None:
-    logits_V = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5])
-    draws = 20000
-    counts = [0] * 5
-    for position in range(draws):
-        counts[sample_token(logits_V, Sampling(temperature=0.7, seed=5), position)] += 1
-    for count, chance in zip(counts, softmax([x / 0.7 for x in logits_V.tolist()]), strict=True):
-        assert abs(count - draws * chance) < 5 * math.sqrt(draws * chance * (1 - chance))
+def random_sampling(dice: random.Random, vocab: int) -> Sampling:
+    history = tuple(dice.randrange(vocab) for _ in range(dice.choice([0, 0, 5, 60])))
+    temperature = dice.choice([0.0, 1e-5, 0.3, 1.0, 1.7])
+    return Sampling(
+        temperature=temperature,
+        seed=dice.randrange(-(2**63), 2**64),
+        top_p=dice.choice([1.0, 1.0, 0.95, 0.5, 1e-6, dice.uniform(0.01, 1)]),
+        top_k=dice.choice([0, 0, 1, 40, vocab, dice.randrange(vocab)]),
+        min_p=dice.choice([0.0, 0.0, 0.05, 1.0]),
+        history=history,
+        prompt_length=dice.randrange(len(history) + 1),
+        repetition_penalty=dice.choice([1.0, 1.3, 0.8]),
+        presence_penalty=dice.choice([0.0, 0.5, -1.0]),
+        frequency_penalty=dice.choice([0.0, 0.37]),
+        logit_bias={dice.randrange(vocab): dice.uniform(-5, 5) for _ in range(dice.choice([0, 3]))},
+        banned=tuple(dice.randrange(vocab) for _ in range(dice.choice([0, 2]))),
+        mask=pack_mask(dice.getrandbits(vocab) | 1, -(-vocab // 8)) if dice.random() < 0.2 else b"",
+        logprobs=dice.choice([None, 0, 5, 20]),
+        tempered_logprobs=temperature > 0 and dice.random() < 0.5,
+    )
+
+
+@pytest.mark.parametrize("by_kernel", [True, False], ids=["kernel", "torch"])
+@pytest.mark.parametrize(("vocab", "scale"), [(7, 2.0), (257, 0.5), (1000, 6.0), (3000, 1.0)])
+def test_rows_together_are_the_rows_of_the_slow_twin(by_kernel: bool, vocab: int, scale: float) -> None:
+    dice = random.Random(vocab)
+    torch.manual_seed(vocab)
+    for rows in (1, 16, 48):
+        logits_RV = torch.randn(rows, vocab) * scale
+        if rows == 16:
+            logits_RV = logits_RV.bfloat16().float()  # many are equal
+        wanted = [(random_sampling(dice, vocab), dice.randrange(2**20)) for _ in range(rows)]
+        before = logits_RV.clone()
+        with torch.inference_mode(by_kernel):  # where there could be gradients, torch draws
+            ids_R = sample_tokens(logits_RV, wanted)
+            tempered = [one.temperature if one.tempered_logprobs else 1.0 for one, _ in wanted]
+            token_ids, logprobs = token_logprobs(logits_RV, ids_R, [one.logprobs for one, _ in wanted], tempered)
+        assert torch.equal(logits_RV, before)
+        for row, (sampling, position) in enumerate(wanted):
+            want = row_sampler.sample_token(logits_RV[row], sampling, position)
+            assert token_ids[row] == want, (sampling, position)
+            scores_V = logits_RV[row] / tempered[row]
+            top = sampling.logprobs
+            assert logprobs[row] == (None if top is None else row_sampler.token_logprobs(scores_V, want, top))
 
 
 def test_a_draw_depends_on_seed_and_position_alone() -> None:
     torch.manual_seed(0)
     rows = torch.randn(40, 300)
     asked = [Sampling(temperature=1.0, seed=seed, top_p=0.95) for seed in range(40)]
-    there = [sample_token(rows[i], asked[i], 100 + i) for i in range(40)]
+    wanted: Wanted = [(sampling, 100 + seed) for seed, sampling in enumerate(asked)]
     torch.manual_seed(99)
-    back = [sample_token(rows[i], asked[i], 100 + i) for i in reversed(range(40))]
-    assert there == back[::-1]
-    assert there != [sample_token(rows[i], asked[i], 101 + i) for i in range(40)]
-    assert there != [sample_token(rows[i], asked[(i + 1) % 40], 100 + i) for i in range(40)]
+    there = sample_tokens(rows, wanted).tolist()
+    assert sample_tokens(rows.flip(0), wanted[::-1]).tolist() == there[::-1]
+    assert there != sample_tokens(rows, [(one, at + 1) for one, at in wanted]).tolist()
+    assert there != sample_tokens(rows, [(asked[(n + 1) % 40], 100 + n) for n in range(40)]).tolist()
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-5, 1e4])
 def test_extreme_temperatures_choose_something_allowed(temperature: float) -> None:
-    logits_V = torch.tensor([3.0, 900.0, -900.0, 899.0])
-    token = sample_token(logits_V, Sampling(temperature=temperature, seed=1, banned=(0,)), 0)
+    logits_RV = torch.tensor([[3.0, 900.0, -900.0, 899.0]])
+    token = int(sample_tokens(logits_RV, [(Sampling(temperature=temperature, seed=1, banned=(0,)), 0)]))
     assert token != 0
     if temperature < 1:
         assert token == 1
 
 
 def test_greedy_takes_the_lowest_of_equals() -> None:
-    assert sample_token(torch.tensor([1.0, 5.0, 5.0]), Sampling(), 0) == 1
+    assert sample_tokens(torch.tensor([[1.0, 5.0, 5.0]]), [(Sampling(), 0)]).tolist() == [1]
 
 
 def test_the_chosen_value_is_the_one_in_the_list() -> None:
     torch.manual_seed(3)
-    logits_V = torch.randn(1000) * 5
-    token = int(logits_V.argmax())
-    found = token_logprobs(logits_V, token, 5)
-    assert found.top[0] == (token, found.logprob)
-    want = torch.log_softmax(logits_V.double(), 0)
-    assert found.logprob == pytest.approx(float(want[token]), abs=1e-5)
-    assert [t for t, _ in found.top] == want.topk(5).indices.tolist()
-    assert token_logprobs(logits_V, 3, 0).top == ()
+    logits_RV = torch.randn(2, 1000) * 5
+    token = int(logits_RV[0].argmax())
+    [first, second] = token_logprobs(logits_RV, torch.tensor([token, 3]), [5, 0])[1]
+    assert first is not None and second is not None
+    assert first.top[0] == (token, first.logprob)
+    want = torch.log_softmax(logits_RV.double(), -1)
+    assert first.logprob == pytest.approx(float(want[0, token]), abs=1e-5)
+    assert [t for t, _ in first.top] == want[0].topk(5).indices.tolist()
+    assert second.token_id == 3 and second.top == ()
+
+
+def test_logits_that_are_no_numbers_are_said() -> None:
+    logits_RV = torch.tensor([[0.0, math.nan], [0.0, 1.0]])
+    for logprobs in (None, 1):
+        ids_R = sample_tokens(logits_RV, [(Sampling(temperature=1.0), 0)] * 2)
+        with pytest.raises(NonFiniteError, match="no numbers"):
+            token_logprobs(logits_RV, ids_R, [logprobs] * 2)

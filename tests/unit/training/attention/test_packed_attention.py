@@ -8,7 +8,9 @@ from torch import Tensor
 
 from tllm.model.attention import Attend, AttentionSpec, PackedCausal
 from tllm.training.attention import packed_attention as module
+from tllm.training.attention import varlen_attention
 from tllm.training.attention.packed_attention import TrainAttend
+from tllm.training.attention.varlen_attention import VarlenAttend
 from tllm.training.data.batch_tensors import Tokens
 
 SPECS = {
@@ -66,3 +68,36 @@ def test_documents_do_not_see_each_other() -> None:
     k[:4] += 100
     v[:4] -= 100
     assert torch.equal(attend(0, q, k, v)[4:], before[4:])
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths", "dtype", "in_one"),
+    [
+        ("plain", [9, 30], torch.bfloat16, True),
+        ("plain", [9, 9], torch.bfloat16, False),
+        ("window", [9, 9], torch.bfloat16, True),
+        ("window", [4, 4], torch.bfloat16, False),
+        ("uneven heads", [9, 30], torch.bfloat16, True),
+        ("capped", [9, 30], torch.bfloat16, False),
+        ("plain", [9, 30], torch.float32, False),
+    ],
+)
+def test_what_is_one_call_on_a_gpu(
+    name: str, lengths: list[int], dtype: torch.dtype, in_one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the plain attention in the kernel's place, which is told where documents start and how wide a window is."""
+    calls = []
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *others: object, **options: object) -> list[Tensor]:
+        calls.append(others)
+        assert others[1:3] == (max(lengths),) * 2
+        assert options["window_size_left"] == (4 if name == "window" else None)
+        plain = AttentionSpec(scale=0.3, window=SPECS[name].window)
+        return [PackedCausal({0: plain}, starts.diff().tolist())(0, q.float(), k.float(), v.float()).to(q.dtype)]
+
+    monkeypatch.setattr(varlen_attention, "flash_attention", kernel)
+    q, k, v = (torch.randn(sum(lengths), n, 8).to(dtype) for n in (4, 2, 2))
+    got = VarlenAttend({0: SPECS[name]}, documents(lengths))(0, q, k, v)
+    assert bool(calls) == in_one
+    want = PackedCausal({0: SPECS[name]}, lengths)(0, q.float(), k.float(), v.float())
+    torch.testing.assert_close(got.float(), want, rtol=0, atol=0.03)

@@ -22,7 +22,7 @@ def test_rows_in_one_line() -> None:
     assert found.labels_T.tolist() == [2, 3, 4, 2, 3, 4]
     assert found.positions_T.tolist() == [0, 1, 0, 0, 1, 2]
     assert found.lengths == [2, 1, 3]
-    assert found.predicted == 6
+    assert found.predicted == 6 and found.learned_T is None
     assert found.ids_T.dtype == found.labels_T.dtype == found.positions_T.dtype == torch.int64
 
 
@@ -44,3 +44,12 @@ def test_no_row_is_no_token() -> None:
 def test_a_row_wider_than_the_width_is_our_mistake() -> None:
     with pytest.raises(AssertionError, match="3 tokens is wider than 2"):
         tokens_of([row(3)], width=2)
+
+
+def test_a_copy_is_not_asked_what_the_host_knows() -> None:
+    """The device of the copy, "meta", has no numbers at all."""
+    held = tokens_of([row(2, 1), row(3)], width=4)
+    learned_T, there = held.learned_T, held.to(torch.device("meta"))
+    assert learned_T is not None and learned_T.tolist() == [0, 1, 2, 4, 5, 6]
+    assert there.predicted == held.predicted == 6
+    assert there.learned_T is not None and there.learned_T.shape == (6,)

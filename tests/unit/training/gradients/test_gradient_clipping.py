@@ -19,7 +19,7 @@ from tllm.parallel.shard import Shard, ShardPiece, cut_parameter
 from tllm.spec.plan import Zero
 from tllm.training.gradients.bucket_layout import BucketLayout
 from tllm.training.gradients.gradient_buckets import GradientBuckets
-from tllm.training.gradients.gradient_clipping import GradientNorm
+from tllm.training.gradients.gradient_clipping import GradientNorm, of_norms
 from tllm.training.gradients.reduction import GradientGroups
 from tllm.training.state.tensor_blocks import blocks_of
 
@@ -116,6 +116,11 @@ def test_gradients_of_any_size_have_a_norm(scale: float) -> None:
     learn(buckets, [torch.full((4, 3), scale, dtype=torch.float64) for _ in parameters])
     norm = GradientNorm(buckets, deterministic=True).norm()
     assert norm == pytest.approx(scale * math.sqrt(24), rel=1e-4 if scale == 1e-320 else 1e-15, nan_ok=True)
+
+
+def test_gpus_add_up_what_the_processor_does() -> None:
+    runs = [wild(count, torch.float32) for count in (1, 1000, 70_000)]
+    assert math.sqrt(of_norms(runs)) == pytest.approx(true_norm(runs), rel=1e-5)
 
 
 def test_one_large_element_hides_no_small_ones() -> None:

@@ -1,0 +1,166 @@
+"""One engine on one device: prompts and replies of a model with random weights, beside what the memory can read.
+
+`python -m benchmarks.devices.serving [--shape 8b] [--sequences 1,8,64] [--prompt 512] [--tokens 128]`
+
+A token of a reply reads every weight once, whatever else it does, so no engine is faster than weights / memory rate.
+The rate is measured beside it. Each line is printed as soon as it is known; `--out` appends them as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from tllm.devices.choose import choose_device
+from tllm.devices.memory import device_name, held_memory, peak_memory, wait_for
+from tllm.engine.engine import Engine
+from tllm.engine.schedule.limits import EngineConfig, limits_of
+from tllm.model.transformer import Transformer
+from tllm.spec.families import spec_from_config
+from tllm.spec.plan import Plan
+from tllm.spec.request import SamplingParams
+
+KEYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+SHAPES = {
+    "tiny": (dict(zip(KEYS, (256, 2, 8, 4, 512), strict=True)), 1000),
+    "1b": (dict(zip(KEYS, (2048, 16, 32, 8, 8192), strict=True)), 128256),
+    "8b": (dict(zip(KEYS, (4096, 32, 32, 8, 14336), strict=True)), 128256),
+}
+"""Llama 3's widths, layers, heads, kv heads and MLPs, and the vocabulary."""
+
+STD = 0.02
+REPEATS = 3
+
+
+def config_of(shape: str) -> dict[str, object]:
+    """A `config.json`."""
+    widths, vocab = SHAPES[shape]
+    return dict(
+        widths,
+        architectures=["LlamaForCausalLM"],
+        model_type="llama",
+        vocab_size=vocab,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        tie_word_embeddings=False,
+        hidden_act="silu",
+        torch_dtype="bfloat16",
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+
+
+def read_rate(device: torch.device) -> float:
+    """Bytes a second that a sum over 4 GiB reads: what a product of one row can reach."""
+    x = torch.ones(1 << 30, dtype=torch.float32, device=device)
+    return x.nbytes / seconds(lambda: x.sum(), device)
+
+
+def seconds(work: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
+    """Of one run of some work, at its best."""
+    work()
+    best = []
+    for _ in range(repeats):
+        wait_for(device)
+        begun = time.perf_counter()
+        work()
+        wait_for(device)
+        best.append(time.perf_counter() - begun)
+    return min(best)
+
+
+def random_engine(shape: str, device: torch.device, config: EngineConfig) -> Engine:
+    """An engine whose weights are drawn on the device."""
+    spec = spec_from_config(config_of(shape))
+    plan = Plan.parse("pp=1", spec.num_layers)
+
+    def draw(_: int, model: Transformer) -> None:
+        model.to_empty(device=device)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(std=STD)
+
+    return Engine(spec, plan, limits_of(spec, plan, config), torch.bfloat16, draw)
+
+
+def measure(engine: Engine, sequences: int, prompt: int, tokens: int) -> tuple[float, float]:
+    """Seconds of `sequences` prompts together, and of each token after them, at the best of some runs."""
+    chance = torch.Generator().manual_seed(sequences)
+
+    def taken(new: int) -> float:
+        ids = torch.randint(3, 900, (sequences, prompt), generator=chance).tolist()
+        begun = time.perf_counter()
+        engine.generate(ids, SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True))
+        return time.perf_counter() - begun
+
+    taken(3)
+    prompts = [taken(1) for _ in range(REPEATS)]
+    wholes = [taken(tokens + 1) for _ in range(REPEATS)]
+    return min(prompts), (min(wholes) - statistics.median(prompts)) / tokens
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--sequences", default="1,8,64")
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--out", type=Path, help="append lines of JSON to this file")
+    args = parser.parse_args()
+    device = choose_device(args.device)
+    rate = read_rate(device)
+    print(f"{device_name(device)}, torch {torch.__version__}: reads {rate / 1e12:.2f} TB/s", flush=True)
+    begun = time.perf_counter()
+    config = EngineConfig(dtype="bfloat16", cache_tokens=65536, max_num_seqs=64, max_num_batched_tokens=4096)
+    with random_engine(args.shape, device, config) as engine:
+        [stage] = engine.stages
+        table = stage.model.embed_tokens.weight  # type: ignore[attr-defined]
+        held = sum(x.nbytes for x in stage.model.parameters())  # type: ignore[attr-defined]
+        read = held - table.nbytes
+        flops = read  # of a token: two for each weight, which has two bytes
+        graphs = "recorded steps" if stage.graphs is not None else "no recorded steps"
+        opened = time.perf_counter() - begun
+        print(f"{args.shape}: {held / 1e9:.2f} GB of weights, made with {graphs} in {opened:.1f} s", flush=True)
+        for sequences in map(int, args.sequences.split(",")):
+            first, token = measure(engine, sequences, args.prompt, args.tokens)
+            keys = sequences * (args.prompt + args.tokens / 2)
+            width = 2 * 2 * sum(k.kv_shape[0] * k.kv_shape[1] for k in stage.model.attention_specs().values())  # type: ignore[attr-defined]
+            limit = (read + keys * width) / rate
+            found = dict(
+                device=device_name(device),
+                torch=str(torch.__version__),
+                shape=args.shape,
+                sequences=sequences,
+                prompt=args.prompt,
+                tokens=args.tokens,
+                read_rate=rate,
+                prompt_seconds=first,
+                prompt_flops=sequences * args.prompt * flops / first,
+                token_seconds=token,
+                tokens_per_second=sequences / token,
+                limit_seconds=limit,
+                of_limit=limit / token,
+                held=held_memory(device),
+                peak=peak_memory(device),
+            )
+            print(
+                f"{sequences:3} sequences: prompts {first * 1e3:8.1f} ms, {found['prompt_flops'] / 1e12:5.0f} Tflop/s; "
+                f"a token {token * 1e3:6.2f} ms, {sequences / token:7.0f} tokens/s, "
+                f"{100 * limit / token:3.0f} % of the memory's limit ({limit * 1e3:.2f} ms)",
+                flush=True,
+            )
+            if args.out is not None:
+                with args.out.open("a") as out:
+                    out.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""The same prompts and replies by `transformers`' own `generate`, on the same device with the same shape.
+
+`python -m benchmarks.devices.serving_peer [--shape 8b] [--sequences 1,8,64] [--prompt 512] [--tokens 128]`
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import torch
+import transformers
+
+from benchmarks.devices.serving import SHAPES, STD, config_of
+from tllm.devices.choose import choose_device
+from tllm.devices.memory import device_name, wait_for
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--sequences", default="1,8,64")
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=64)
+    args = parser.parse_args()
+    device = choose_device(args.device)
+    config = transformers.LlamaConfig(**config_of(args.shape), attn_implementation="sdpa")
+    with torch.device(device):
+        torch.set_default_dtype(torch.bfloat16)
+        model = transformers.LlamaForCausalLM(config).eval()
+        for parameter in model.parameters():
+            parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(std=STD)
+    print(f"transformers {transformers.__version__} on {device_name(device)}, torch {torch.__version__}", flush=True)
+
+    def taken(ids: torch.Tensor, new: int) -> float:
+        wait_for(device)
+        begun = time.perf_counter()
+        model.generate(ids, min_new_tokens=new, max_new_tokens=new, do_sample=False, pad_token_id=0)
+        wait_for(device)
+        return time.perf_counter() - begun
+
+    for sequences in map(int, args.sequences.split(",")):
+        ids = torch.randint(3, 900, (sequences, args.prompt), device=device)
+        taken(ids, 3)
+        first, whole = min(taken(ids, 1) for _ in range(2)), min(taken(ids, args.tokens + 1) for _ in range(2))
+        token = (whole - first) / args.tokens
+        print(
+            f"{sequences:3} sequences: prompts {first * 1e3:8.1f} ms; a token {token * 1e3:6.2f} ms, "
+            f"{sequences / token:7.0f} tokens/s",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

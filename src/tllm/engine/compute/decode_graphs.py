@@ -1,0 +1,192 @@
+"""`DecodeGraphs`: a stage's layers over a batch of replies, recorded once as CUDA graphs and played for every token.
+
+A token of a reply costs a GPU little, and hundreds of small kernels in each step cost the host more to start than the
+GPU to compute. A graph starts them all at once. It reads and writes the same memory each time, so a batch's numbers are
+copied to where the graph finds them. There is a graph for each of some sizes of batches; a batch between two of them is
+filled up with rows whose keys go to the cache's spare page and whose results nobody reads.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tllm.devices.choose import CPU
+from tllm.engine.compute.cache_writer import CacheWriter, CodeWriter, ScatteredWriter
+from tllm.engine.compute.gpu_attention import KernelOnGpu, TileGroup, pages_of
+from tllm.engine.compute.kv_cache import KVCache
+from tllm.engine.schedule.batch import Batch
+from tllm.engine.schedule.limits import Limits
+from tllm.kernels.gpu_kernels import GpuKernels, gpu_kernels
+from tllm.model.attention import first_heads
+from tllm.model.recurrence import Advance
+from tllm.model.transformer import Transformer
+
+WARM_UPS = 2
+"""Runs before recording, in which kernels are compiled and libraries take their rooms."""
+
+
+class RowNumbers(NamedTuple):
+    """What tells a graph of each row, on the host or the device: int32 [most rows, ...].
+
+    `ids` and `positions` of tokens, the `places` of their keys, their `tiles` (each row is one, of its own sequence),
+    and the pages of their sequences, `tables`.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    places: Tensor
+    tiles: Tensor
+    tables: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, pages: int, device: torch.device) -> RowNumbers:
+        """On a device, or on the host in memory that a device reads by itself."""
+        shapes = (rows,), (rows,), (rows,), (rows, 4), (rows, pages)
+        pinned = device == CPU and torch.cuda.is_available()
+        return cls(*(torch.zeros(shape, dtype=torch.int32, device=device, pin_memory=pinned) for shape in shapes))
+
+
+class RecordedBatch(NamedTuple):
+    """The graph of one size, and the hidden states that it makes, [size, width]."""
+
+    graph: torch.cuda.CUDAGraph
+    x_TD: Tensor
+
+
+class DecodeGraphs:
+    """The graphs of one stage, recorded when this is made: at once, as the first request must not wait for it."""
+
+    def __init__(self, model: Transformer, cache: KVCache, limits: Limits, kernels: GpuKernels) -> None:
+        self._model, self._cache, self._kernels = model, cache, kernels
+        self._most_keys, most = limits.max_model_len, limits.max_num_seqs
+        self._sizes = sizes_up_to(most)
+        pages = -(-limits.max_model_len // limits.page_size)
+        self._host, self._device = RowNumbers.empty(most, pages, CPU), RowNumbers.empty(most, pages, cache.device)
+        self._numbers = RowNumbers(*(x.numpy() for x in self._host))  # the same memory, quicker to write to
+        self._received_TD = torch.zeros(most, model.received_width, dtype=cache.dtype, device=cache.device)
+        self._numbers.tiles[:, 0] = self._numbers.tiles[:, 3] = range(most)
+        self._numbers.tiles[:, 1] = 1
+        self._fill_up(0, most)
+        for ours, theirs in zip(self._host, self._device, strict=True):
+            theirs.copy_(ours)
+        self._recorded: dict[int, RecordedBatch] = {}
+        pool = None
+        for size in reversed(self._sizes):  # the largest first: the others find room in its memory
+            self._recorded[size] = self._record(size, pool)
+            pool = self._recorded[size].graph.pool()
+
+    def takes(self, batch: Batch) -> bool:
+        """Whether a batch is one of replies alone, a token of each, without adapters."""
+        return len(batch.entries) == len(batch.token_ids) and not any(entry.lora for entry in batch.entries)
+
+    def __call__(self, batch: Batch, x_TD: Tensor | None) -> Tensor:
+        """The hidden states after the stage's layers; those before them are `x_TD`, of a stage that is not the first.
+
+        They are overwritten by the next call. The batch before must have come to its results: the device may still be
+        reading the host's numbers until then.
+        """
+        rows = len(batch.entries)
+        size = next(size for size in self._sizes if size >= rows)
+        self._write(batch)
+        self._fill_up(rows, size)
+        for ours, theirs in zip(self._host, self._device, strict=True):
+            theirs[:size].copy_(ours[:size], non_blocking=True)
+        if x_TD is not None:
+            self._received_TD[:rows].copy_(x_TD)
+        recorded = self._recorded[size]
+        recorded.graph.replay()
+        return recorded.x_TD[:rows]
+
+    def _write(self, batch: Batch) -> None:
+        """Write a batch's numbers on the host."""
+        page_size, numbers, rows = self._cache.page_size, self._numbers, len(batch.entries)
+        numbers.ids[:rows] = batch.token_ids
+        numbers.positions[:rows] = numbers.tiles[:rows, 2] = [entry.start for entry in batch.entries]
+        for row, entry in enumerate(batch.entries):
+            pages = pages_of(entry)
+            numbers.tables[row, : len(pages)] = pages
+            numbers.places[row] = pages[entry.start // page_size] * page_size + entry.start % page_size
+
+    def _fill_up(self, rows: int, size: int) -> None:
+        """Let the rows [rows, size) be of a sequence of one token in the spare page."""
+        numbers, spare = self._numbers, self._cache.spare_page
+        numbers.ids[rows:size] = numbers.positions[rows:size] = numbers.tiles[rows:size, 2] = 0
+        numbers.places[rows:size] = spare * self._cache.page_size
+        numbers.tables[rows:size, 0] = spare
+
+    def _record(self, size: int, pool: tuple[int, int] | None) -> RecordedBatch:
+        stream = torch.cuda.Stream(self._cache.device)
+        stream.wait_stream(torch.cuda.current_stream(self._cache.device))
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UPS):
+                self._compute(size)
+        torch.cuda.current_stream(self._cache.device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other ranks may be threads of this process and use the device as they like.
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            x_TD = self._compute(size)
+        return RecordedBatch(graph, x_TD)
+
+    def _compute(self, size: int) -> Tensor:
+        ids, positions, places, tiles, tables = (x[:size] for x in self._device)
+        x = ids if self._model.is_first else self._received_TD[:size]
+        attend = RecordedAttend(self._kernels, self._cache, places, tiles, tables, self._most_keys)
+        return self._model(x, positions, attend, ids_T=ids)
+
+
+class RecordedAttend:
+    """The model's `Attend` for a batch whose numbers lie where a graph finds them."""
+
+    def __init__(
+        self, kernels: GpuKernels, cache: KVCache, places: Tensor, tiles: Tensor, tables: Tensor, most_keys: int
+    ) -> None:
+        self._kernels, self._cache, self._most_keys = kernels, cache, most_keys
+        self._tiles = kernels.attention.TokenTiles(tiles, tables, 1)
+        self._write: CacheWriter = ScatteredWriter(kernels, places)
+        if cache.coding is not None:
+            self._write = CodeWriter(cache.coding, places.long())
+        self._readers: dict[int, KernelOnGpu] = {}
+
+    def __call__(
+        self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, sinks_N: Tensor | None = None
+    ) -> Tensor:
+        layer_cache = self._cache.layers[layer]
+        self._write(layer_cache, k_TKH, v_TKH)
+        reader = self._readers.get(layer_cache.kind)
+        if reader is None:
+            reader = self._readers[layer_cache.kind] = self._reader(layer_cache.kind, q_TNH.shape[1])
+        return reader(layer_cache, q_TNH, k_TKH, v_TKH, sinks_N)
+
+    def recur(self, layer: int, advance: Advance, *rows: Tensor) -> Tensor:
+        raise AssertionError("models with states in place of keys are not recorded")
+
+    def _reader(self, kind: int, heads: int) -> KernelOnGpu:
+        spec, size = self._cache.kinds[kind], len(self._tiles.tiles)
+        firsts = first_heads(spec, heads, spec.kv_shape[0])
+        parts = self._kernels.attention.parts_of(size, len(firsts) - 1, self._most_keys)
+        return KernelOnGpu(self._kernels, self._cache, spec, firsts, [TileGroup(0, size, self._tiles, parts)])
+
+
+def sizes_up_to(most: int) -> list[int]:
+    """Sizes of batches that have graphs: powers of two to 16, then multiples of 16, and the most."""
+    sizes = [1, 2, 4, 8, *range(16, most, 16)]
+    return [*(size for size in sizes if size < most), most]
+
+
+def decode_graphs(model: Transformer, cache: KVCache, limits: Limits) -> DecodeGraphs | None:
+    """The graphs of a stage that is not cut among ranks; None where its layers cannot be recorded.
+
+    That is so beside CUDA and without our kernels for it; with experts, whose rows the host counts; with states in
+    place of keys; and where rope goes by the length of a sequence.
+    """
+    kernels = gpu_kernels(cache.device.type) if cache.device.type == "cuda" else None
+    if kernels is None or cache.states.layers or model.scales_by_length:
+        return None
+    if any(layer.moe is not None for layer in model.spec.layers):
+        return None
+    if not all(kernels.attention.fits(spec.kv_shape[1], cache.dtype) for spec in cache.kinds):
+        return None
+    return DecodeGraphs(model, cache, limits, kernels)

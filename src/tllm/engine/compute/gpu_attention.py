@@ -1,0 +1,91 @@
+"""Attention of a batch's entries over the paged cache of a GPU, by our kernel there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tllm.engine.compute.kv_cache import KVCache, LayerCache
+from tllm.engine.schedule.batch import BatchEntry
+from tllm.kernels.gpu_kernels import GpuKernels
+from tllm.model.attention import AttentionSpec
+
+
+class TileGroup(NamedTuple):
+    """Rows [start, stop) of a batch, their tiles (`TokenTiles`), and in how many parts the keys of each are read."""
+
+    start: int
+    stop: int
+    tiles: Any
+    parts: int
+
+
+class BatchPages(NamedTuple):
+    """The pages of each sequence of a batch, [sequences, pages] on the device, whatever layer reads them."""
+
+    tables: Tensor
+
+    @classmethod
+    def of(cls, cache: KVCache, entries: tuple[BatchEntry, ...]) -> BatchPages:
+        pages = [pages_of(entry) for entry in entries]
+        width = max(map(len, pages))
+        tables = torch.tensor([row + [0] * (width - len(row)) for row in pages], dtype=torch.int32)
+        return cls(tables.to(cache.device))
+
+
+def pages_of(entry: BatchEntry) -> list[int]:
+    """A sequence's pages, in order."""
+    return [page for first, count in entry.page_table for page in range(first, first + count)]
+
+
+class KernelOnGpu:
+    """Attention of one kind for the rows of `groups`, which are all rows of a batch."""
+
+    def __init__(
+        self,
+        kernels: GpuKernels,
+        cache: KVCache,
+        spec: AttentionSpec,
+        first_heads: tuple[int, ...],
+        groups: Sequence[TileGroup],
+    ) -> None:
+        self._slots, self._groups = kernels.attention.LayerSlots, groups
+        self._attend = kernels.attention.GpuAttention(
+            first_heads, spec.scale, spec.softcap, spec.window, cache.page_size, cache.device
+        )
+
+    def __call__(
+        self, layer_cache: LayerCache, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, sinks_N: Tensor | None = None
+    ) -> Tensor:
+        if q_TNH.stride()[1:] != (q_TNH.shape[2], 1):
+            q_TNH = q_TNH.contiguous()
+        slots = self._slots(layer_cache.keys, layer_cache.values, layer_cache.key_scales, layer_cache.value_scales)
+        out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+        for start, stop, tiles, parts in self._groups:
+            self._attend(tiles, q_TNH[start:stop], slots, sinks_N, parts, out_TNH[start:stop])
+        return out_TNH
+
+
+def tile_groups(
+    kernels: GpuKernels, pages: BatchPages, entries: tuple[BatchEntry, ...], first_heads: tuple[int, ...]
+) -> list[TileGroup]:
+    """The replies of a batch, which come first, and its prompts: these have larger tiles."""
+    singles = next((at for at, entry in enumerate(entries) if entry.count > 1), len(entries))
+    whole = kernels.attention.tokens_of_tile(first_heads)
+    groups, start = [], 0
+    for first, some, tokens in ((0, entries[:singles], 1), (singles, entries[singles:], whole)):
+        if not some:
+            continue
+        made, row = list[tuple[int, int, int, int]](), 0
+        for number, entry in enumerate(some, first):
+            for at in range(0, entry.count, tokens):
+                made.append((row + at, min(tokens, entry.count - at), entry.start + at, number))
+            row += entry.count
+        tiles = torch.tensor(made, dtype=torch.int32).to(pages.tables.device)
+        parts = kernels.attention.parts_of(len(made), len(first_heads) - 1, max(entry.stop for entry in some))
+        groups.append(TileGroup(start, start + row, kernels.attention.TokenTiles(tiles, pages.tables, tokens), parts))
+        start += row
+    return groups
