@@ -69,7 +69,9 @@ class EngineArgs(TypedDict, total=False):
     numa_binding: NumaBinding
     """Processors of each worker here: exclusive, node, none, or auto: exclusive where there are several NUMA nodes."""
     memory: int | None
-    """Bytes of this machine that its workers may use together (all)."""
+    """Bytes of this machine, or on a device of each worker's, that its workers may use together (all)."""
+    device: str
+    """What to compute on here: auto, cpu, cuda, cuda:1 or xpu; without a number each worker has its own (cpu)."""
     allow_mixed: bool
     """Let nodes join that run another version of this program."""
     narrow_wire: Narrowing
@@ -115,6 +117,7 @@ class EngineOptions:
     wiring: Wiring = OUR_LINKS
     memory: int | None = None
     numa_binding: NumaBinding = "auto"
+    device: str = "cpu"
     hub: HubWeights | None = None
     pooler_config: PoolerConfig | None = None
 
@@ -175,8 +178,18 @@ def engine_options(model: Path | str, plan: str = "pp=1", **args: Unpack[EngineA
         lost_after=lost_after,
         wiring=args.get("wiring", OUR_LINKS),
         memory=args.get("memory"),
+        device=args.get("device", "cpu"),
         pooler_config=read_pooler_config(args.get("pooler_config")),
     )
+
+
+def check_device(device: str, place: int = 0) -> None:
+    """ConfigError for a `device` that is not here for the process at this place, before a model is fetched for it."""
+    if device == "cpu":
+        return
+    from tllm.devices.choose import choose_device
+
+    choose_device(device, place)
 
 
 def draft_options(

@@ -14,7 +14,7 @@ from typing import Unpack
 
 import msgspec
 
-from tllm.api.engine_options import EngineArgs, engine_options
+from tllm.api.engine_options import EngineArgs, check_device, engine_options
 from tllm.api.engine_thread import EngineThread
 from tllm.api.open_engine import open_engine
 from tllm.api.streamed_reply import StreamedReply
@@ -79,6 +79,7 @@ class LLM:
         **args: Unpack[EngineArgs],
     ) -> None:
         """Load the model. Raises ConfigError, PlanError, CapacityError or WeightsError where that cannot be done."""
+        check_device(args.get("device", "cpu"))
         self.options = engine_options(model, plan, **args)
         self.tokenizer = Tokenizer.from_folder(self.options.folder)
         self.chat_template = ChatTemplate.from_folder(self.options.folder, self.tokenizer)

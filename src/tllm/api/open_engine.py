@@ -29,9 +29,11 @@ async def open_engine(options: EngineOptions, on_progress: OnProgress | None = N
     import torch
 
     from tllm.core.memory import keep_freed_memory
+    from tllm.devices.choose import choose_device
     from tllm.engine.engine import Engine
     from tllm.node.serve.embedded import Embedded
 
+    device = choose_device(options.device)
     keep_freed_memory()
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -41,6 +43,7 @@ async def open_engine(options: EngineOptions, on_progress: OnProgress | None = N
         options.plan,
         engine_config(options),
         lambda rank, done, total: tell(f"rank {rank}", done, total),
+        devices=(device,),
     )
     with engine:
         yield Embedded(engine, model_name(options.folder))
@@ -87,5 +90,6 @@ def cluster_options(options: EngineOptions, joining: int = 0, **more: Any) -> Cl
         lost_after=options.lost_after,
         memory=options.memory,
         numa_binding=options.numa_binding,
+        device=options.device,
         **more,
     )

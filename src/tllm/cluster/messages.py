@@ -45,7 +45,7 @@ from tllm.hub.repository import Repository
 from tllm.spec.plan import Plan
 from tllm.spec.request import Output, Request, StageSpan
 
-PROTOCOL = 12
+PROTOCOL = 13
 """Changes with any change to a message here. Both ends must speak the same; there is no guessing."""
 
 GUEST_BYTES = 16 * 1024
@@ -137,10 +137,15 @@ class NodeFacts(Message, frozen=True, kw_only=True):
     versions: dict[str, str] = msgspec.field(default_factory=dict)
 
     @property
+    def device(self) -> str:
+        """What it computes on, if that is not its machine's processors."""
+        return self.devices[0].name if self.devices else ""
+
+    @property
     def room(self) -> tuple[str, int]:
         """By what name its memory is accounted, the machine's, its device's or its own, and how many bytes that is."""
         if self.devices:
-            return f"{self.host_name} {self.devices[0].name}", self.memory_bytes
+            return f"{self.host_name} {self.device}", self.memory_bytes
         return self.host_name if self.is_shared else self.node, self.memory_bytes
 
 

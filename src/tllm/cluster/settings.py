@@ -41,6 +41,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid
 
     `narrow_wire`: how hidden states travel between stages, `auto` only where it saves time
     (`comm.collectives.compressed_hop`). `speculative_config` names the draft model of the first rank, if there is one.
+    `device` is where a rank computes: each node puts its own in its place, as in the settings of other work.
     """
 
     dtype: str
@@ -58,6 +59,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid
     link_seconds: float
     narrow_wire: Narrowing = "off"
     wiring: Wiring = OUR_LINKS
+    device: str = "cpu"
 
 
 class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -118,6 +120,7 @@ class SurveySettings(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid
     way_seconds: float
     threads: int = 0
     link_seconds: float
+    device: str = "cpu"
 
 
 Settings = EngineSettings | TrainSettings | DoctorSettings | VerifySettings | SurveySettings

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from tllm.core.errors import ConfigError
+from tllm.spec.quantized.weight_bits import Quantization
 
 CPU = torch.device("cpu")
 
@@ -69,10 +70,31 @@ def count_of(kind: str) -> int:
     return module.device_count() if module.is_available() else 0
 
 
+def compute_on(device: torch.device) -> None:
+    """Let this thread's kernels run on the device, where a library or a compiler asks for no tensor's own."""
+    if device.type in ("cuda", "xpu"):
+        torch.get_device_module(device).set_device(device)
+
+
 def check_dtype(device: torch.device, dtype: str) -> None:
     """ConfigError for a dtype, by its name, that the device has no numbers of."""
     if device.type == "mps" and dtype == "float64":
         raise ConfigError("Metal has no float64, and --device mps was to compute in it", "give --dtype float32")
+    if device.type == "xpu" and dtype == "float64" and not torch.xpu.get_device_properties(device).has_fp64:
+        raise ConfigError(f"{device} has no float64, which it was to compute in", "give --dtype float32")
+
+
+def check_products(device: torch.device, dtype: str, quantization: Quantization | None) -> None:
+    """ConfigError for weights that the device has no products of: in a dtype that it lacks, or in few bits."""
+    if device == CPU:
+        return
+    check_dtype(device, dtype)
+    if quantization is not None:
+        raise ConfigError(
+            f"weights in few bits ({quantization.method}) have products on processors alone yet, and this rank is on "
+            f"{device}",
+            "give --dequantize, which holds them as plain numbers, leave out --quantize, or give --device cpu",
+        )
 
 
 def _none(wanted: str, kind: str) -> ConfigError:

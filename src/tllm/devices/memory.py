@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from tllm.core.errors import ConfigError
@@ -33,6 +36,19 @@ def free_memory(device: torch.device) -> int:
     if device.type == "mps":
         return int(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
     return int(torch.get_device_module(device).mem_get_info(device)[0])
+
+
+def available_memory(device: torch.device) -> int:
+    """Of these, what this process may come to hold, with what it has taken already."""
+    if device.type == "mps":
+        return total_memory(device)
+    return free_memory(device) + int(torch.get_device_module(device).memory_reserved(device))
+
+
+def give_back_device_memory(device: torch.device) -> None:
+    """Let others of this device have what this process has taken and holds nothing in."""
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
 
 
 def usable_device_memory(device: torch.device, given: int | None) -> int:
@@ -88,3 +104,13 @@ def wait_for(device: torch.device) -> None:
     """Return when all that the device was told to do is done: what is timed must wait for it."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize()
+
+
+def completed(work: Callable[[], object], device: torch.device) -> Callable[[], None]:
+    """The work as what is timed: it returns when the device has done it."""
+    return partial(_complete, work, device)
+
+
+def _complete(work: Callable[[], object], device: torch.device) -> None:
+    work()
+    wait_for(device)

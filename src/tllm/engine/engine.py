@@ -21,7 +21,7 @@ import torch
 
 from tllm.cluster.settings import PageDisk
 from tllm.core.errors import ClusterError, RequestError
-from tllm.devices.choose import CPU
+from tllm.devices.choose import CPU, check_products, compute_on
 from tllm.engine.assembly import LoadWeights, LocalRanks, make_driver
 from tllm.engine.draft.load_draft import DraftLoader, draft_loader
 from tllm.engine.driver import CancelRequest, CloseRing, Command
@@ -82,7 +82,8 @@ class Engine:
     ) -> Engine:
         """An engine for a Hugging Face folder. Loading calls `progress(rank, bytes done, bytes in all)`.
 
-        The ranks compute on `devices`, one for each, or on the processor.
+        `devices` are those of the ranks, in order; without any all of them compute on the processor. ConfigError for
+        weights that a device has no products of.
         """
         config = config or EngineConfig()
         raw = with_weight_form(read_config(Path(folder)), config.quantize, config.dequantize)
@@ -91,10 +92,13 @@ class Engine:
         index = open_index(LocalFiles(folder), raw)
         dtype, limits = torch_dtype(config.dtype or spec.dtype), limits_of(spec, plan, config)
         draft = draft_loader(config.speculative_config, limits, config.dtype)
+        for device in devices:
+            check_products(device, config.dtype or spec.dtype, spec.quantization)
 
         def load_weights(rank: int, model: Transformer) -> None:
             source = checked(LocalFiles(folder))
             told, device = progress and partial(progress, rank), devices[rank] if devices else CPU
+            compute_on(device)  # this is the rank's thread
             load(model, index, source, dtype, told, packed=keeps_few_bits(raw), device=device)
             if rank == 0 and draft is not None:
                 draft.load()

@@ -45,10 +45,10 @@ from tllm.cluster.settings import (
 )
 from tllm.cluster.tls import data_server
 from tllm.comm.links.connect import LinkHello, Listener
-from tllm.core.errors import AuthError, ClusterError, ConfigError, FrameError, LinkError, TllmError
+from tllm.core.errors import AuthError, ClusterError, FrameError, LinkError, TllmError
 from tllm.core.memory import keep_freed_memory
 from tllm.core.stacks import show_stacks_on_signal
-from tllm.devices.choose import CPU, choose_device
+from tllm.devices.choose import CPU, choose_device, compute_on
 from tllm.devices.memory import device_name, held_memory, peak_memory, usable_device_memory
 from tllm.engine.driver import Command
 from tllm.node.machine.memory_limit import keep_to, out_of_memory
@@ -68,13 +68,6 @@ from tllm.weights.chunk_cache import ChunkCache
 log = logging.getLogger("tllm.node")
 
 PROGRESS_SECONDS = 0.1
-
-ON_PROCESSORS: Mapping[type[Settings], str] = {
-    EngineSettings: "models are served",
-    SurveySettings: "nodes are measured for a plan (give --plan to go without)",
-    VerifySettings: "ranks are compared",
-}
-"""What is not done on another device, in words, by the settings of what is asked for."""
 
 ROLES: Mapping[type[Settings], MakeRole] = {
     EngineSettings: ServingRank,
@@ -142,6 +135,7 @@ class Worker:
         make_replica: MakeReplica | None = None,
     ) -> None:
         device = choose_device(settings.device, settings.place)  # what is not here shows before a token is spent
+        compute_on(device)
         room = room_of(device, settings.memory)
         self._settings, self._http = msgspec.structs.replace(settings, device=str(device)), http
         keep_freed_memory()
@@ -343,14 +337,16 @@ def room_of(device: torch.device, given: int | None) -> DeviceFacts | None:
 
 
 def with_own_device(assign: Assign, device: torch.device) -> Assign:
-    """An assignment to compute on this node's device. ConfigError for what is done on processors alone."""
-    settings = assign.settings
-    if isinstance(settings, TrainSettings):
-        return msgspec.structs.replace(assign, settings=msgspec.structs.replace(settings, device=str(device)))
-    done = ON_PROCESSORS.get(type(settings))
-    if device != CPU and done is not None:
-        raise ConfigError(f"this node computes on {device}, and {done} on processors alone yet", "give it --device cpu")
-    return assign
+    """An assignment to compute on this node's device. An examination is of the machine, whatever computes there."""
+    settings, own = assign.settings, str(device)
+    match settings:
+        case EngineSettings() | TrainSettings() | SurveySettings():
+            settings = msgspec.structs.replace(settings, device=own)
+        case VerifySettings():
+            settings = msgspec.structs.replace(settings, engine=msgspec.structs.replace(settings.engine, device=own))
+        case DoctorSettings():
+            return assign
+    return msgspec.structs.replace(assign, settings=settings)
 
 
 def _of_this_machine(error: OSError) -> ClusterError:

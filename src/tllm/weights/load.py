@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +46,15 @@ class LoadReport:
     unused: tuple[str, ...]
 
 
+class HeldAs(TypedDict, total=False):
+    """How and where parameters are held that have no memory yet."""
+
+    packed: bool
+    """Weights that the files keep in few bits stay so, for products only (no)."""
+    device: torch.device
+    """Where they are made (the processor)."""
+
+
 @dataclass(frozen=True)
 class ReadTask:
     """Reads one box of a tensor from the files into a tensor of the box's shape, such as a view of a parameter."""
@@ -61,21 +71,21 @@ def load(
     dtype: torch.dtype | None = None,
     progress: Progress | None = None,
     kept: Kept | None = None,
-    packed: bool = False,
-    device: torch.device = CPU,
+    **held_as: Unpack[HeldAs],
 ) -> LoadReport:
     """Fill every parameter of `model`, converted to `dtype` (to its own if None); what is `kept` is not read again.
 
-    Weights that the files keep in few bits stay so in memory if they are to be `packed`, for products only. A parameter
-    on the meta device is given memory on `device` first. Everything is checked before the first byte is read, so a
-    WeightsError about names or shapes leaves the model as it was.
+    A parameter on the meta device is given memory first, of the device and in the form that `HeldAs` says. Everything
+    is checked before the first byte is read, so a WeightsError about names or shapes leaves the model as it was.
     """
     before = source.bytes_read
     parameters = list(model.parameters())
     for parameter in parameters:
         _check(parameter, index)
+    packed, device = held_as.get("packed", False), held_as.get("device", CPU)
     few_bits = {id(parameter) for parameter in parameters if packed and is_packed(parameter, index)}
-    unread = _with_memory(model, parameters, dtype, kept or {}, few_bits, device)
+    made = _memory_for(parameters, dtype, kept or {}, few_bits, device)
+    unread = _with_memory(model, parameters, made, kept or {})
     to_pack = [(parameter, packed_tasks(parameter, index)) for parameter in unread if is_empty(parameter)]
     jobs: list[ReadTask | PackedTask] = [task for _, tasks in to_pack for task in tasks]
     jobs += [job for parameter in unread if not is_empty(parameter) for job in _jobs(parameter, index)]
@@ -154,18 +164,13 @@ def _unlike(piece: ShardPiece, shape: tuple[int, ...], wanted: str) -> WeightsEr
     )
 
 
-def _with_memory(
-    model: nn.Module,
-    parameters: list[nn.Parameter],
-    dtype: torch.dtype | None,
-    kept: Kept,
-    few_bits: set[int],
-    device: torch.device,
-) -> list[nn.Parameter]:
-    """Put kept weights in their places. Returns the other parameters, with memory of their dtype, which are to be read.
+def _memory_for(
+    parameters: list[nn.Parameter], dtype: torch.dtype | None, kept: Kept, few_bits: set[int], device: torch.device
+) -> dict[int, nn.Parameter]:
+    """What takes the place of parameters, by their `id`: kept weights, or memory of their dtype.
 
-    Those of `few_bits`, by their `id`, are empty until what they stand for has been read. Modules that shared one share
-    it still.
+    Those of `few_bits`, by their `id`, are empty until what they stand for has been read. Those that were on the meta
+    device are on `device`.
     """
     made: dict[int, nn.Parameter] = {}
     for old in parameters:
@@ -176,14 +181,19 @@ def _with_memory(
         elif id(old) in few_bits:
             made[id(old)] = empty_parameter(old.shape, wanted)
         elif old.is_meta or old.dtype != wanted:
-            where = device if old.is_meta else old.device
-            made[id(old)] = nn.Parameter(
-                torch.empty(old.shape, dtype=wanted, device=where), requires_grad=old.requires_grad
-            )
+            memory = torch.empty(old.shape, dtype=wanted, device=device if old.is_meta else old.device)
+            made[id(old)] = nn.Parameter(memory, requires_grad=old.requires_grad)
         if id(old) in made:
             made[id(old)].shard = shard_of(old)  # type: ignore[attr-defined]
             if is_batch_invariant(old):
                 make_batch_invariant([made[id(old)]])
+    return made
+
+
+def _with_memory(
+    model: nn.Module, parameters: list[nn.Parameter], made: dict[int, nn.Parameter], kept: Kept
+) -> list[nn.Parameter]:
+    """Put what was made in its places; modules that shared one share it still. Returns those that are to be read."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if id(parameter) in made:

@@ -24,6 +24,7 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 BUILT = Path(__file__).parents[2] / ".separate_device"
 NAME = "separate"
 DEVICES = 8
+MEMORY = 2**30
 OPTIONS = ("-O1", "-std=c++20", "-fPIC", "-shared")
 
 
@@ -69,6 +70,23 @@ class _Module(types.ModuleType):
     @staticmethod
     def synchronize() -> None:
         """Nothing: all that was told is done."""
+
+    @staticmethod
+    def get_device_name(device: object = None) -> str:
+        return "Separate"
+
+    @staticmethod
+    def mem_get_info(device: object = None) -> tuple[int, int]:
+        """What is free, and all there is."""
+        return MEMORY - int(torch.ops.separate_device.held()), MEMORY
+
+    @staticmethod
+    def memory_reserved(device: object = None) -> int:
+        return int(torch.ops.separate_device.held())
+
+    @staticmethod
+    def empty_cache() -> None:
+        """Nothing: what is let go of is given back at once."""
 
     @staticmethod
     def memory_allocated(device: object = None) -> int:

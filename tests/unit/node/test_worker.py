@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 
+from tests.support.models.families import save_model
 from tllm.cluster.messages import Assign
-from tllm.cluster.settings import SurveySettings, TrainSettings
+from tllm.cluster.settings import DoctorSettings, EngineSettings, SurveySettings, TrainSettings, VerifySettings
 from tllm.core.errors import ClusterError, ConfigError
 from tllm.node.roles.control import WorkerOrder
+from tllm.node.roles.serving_rank import ServingRank
 from tllm.node.roles.survey_rank import SurveyRank
 from tllm.node.roles.training_rank import TrainingRank, check_no_code
-from tllm.node.worker import Worker, WorkerSettings
+from tllm.node.worker import Worker, WorkerSettings, with_own_device
 from tllm.spec.plan import Plan
 from tllm.training.job.job import Job
 from tllm.training.job.rollout_keys import GRPOConfig
@@ -29,6 +34,11 @@ JOB = Job(output_dir="run", train_files=("rows.jsonl",), max_steps=9, config_nam
 def settings_of(run: str = "a run", mirrored: bool = True, **more: Any) -> TrainSettings:
     job = msgspec.json.encode(replace(JOB, **more)).decode()
     return TrainSettings(job=job, threads=0, link_seconds=1.0, outlives=True, mirrored=mirrored, run=run)
+
+
+def engine_settings(**more: Any) -> EngineSettings:
+    sizes = dict(num_pages=1, page_size=16, max_model_len=16, max_num_seqs=1, max_num_batched_tokens=16)
+    return EngineSettings(**{**sizes, "dtype": "float32", "threads": 0, "link_seconds": 1.0, **more})
 
 
 TRAIN = settings_of()
@@ -105,6 +115,33 @@ def test_a_part_that_the_system_refuses_is_answered_and_the_node_goes_on(monkeyp
     one._follow(WorkerOrder(assign(TRAIN), answers.append))
     (said,) = answers
     assert isinstance(said, ClusterError) and said.message == "No space left on device (/cache/pages)"
+
+
+def test_each_node_puts_its_own_device_in_the_place_of_what_it_is_told() -> None:
+    engine = engine_settings()
+    verify = VerifySettings(engine=engine, token_ids=(1,), truth="", threads=0, link_seconds=1.0)
+    doctor = DoctorSettings(measure_seconds=0.1, way_seconds=0.1, threads=0, link_seconds=1.0)
+    told = [with_own_device(assign(one), torch.device("cuda", 1)).settings for one in (engine, TRAIN, SURVEY, verify)]
+    own = [one.engine if isinstance(one, VerifySettings) else one for one in told]
+    assert [getattr(one, "device", "") for one in own] == ["cuda:1"] * 4
+    assert with_own_device(assign(doctor), torch.device("cuda", 1)).settings == doctor, "of the machine"
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "said"),
+    [
+        ({"_quantize": "int8"}, "float32", r"weights in few bits \(int8\) .* this rank is on mps:0"),
+        ({}, "float64", "Metal has no float64"),
+    ],
+)
+def test_weights_without_products_on_the_device_are_refused_before_a_wire_is_connected(
+    config: dict[str, str], dtype: str, said: str, tmp_path: Path
+) -> None:
+    save_model("llama", tmp_path)
+    text = json.dumps(json.loads((tmp_path / "config.json").read_text()) | config)
+    engine = engine_settings(dtype=dtype, device="mps:0")
+    with pytest.raises(ConfigError, match=said):
+        ServingRank(msgspec.structs.replace(assign(engine), config=text), None, None, None)  # type: ignore[arg-type]
 
 
 def test_a_node_that_the_users_own_command_has_not_started_runs_no_code_of_a_job() -> None:

@@ -71,6 +71,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     add_prefix_caching(parser)
     add_cache_dir(parser)
     parser.add_argument("--threads", type=whole, metavar="N", help="threads of each worker (cores / workers here)")
+    add_device(parser)
     add_numa_binding(parser)
 
 
@@ -149,7 +150,8 @@ def add_device(parser: argparse._ActionsContainer) -> None:
         "--device",
         default="cpu",
         metavar="DEVICE",
-        help="to train on: auto, cpu, cuda, cuda:1 or xpu; without a number each process has its own (%(default)s)",
+        help="to compute on here: auto, cpu, cuda, cuda:1 or xpu; without a number each process has its own "
+        "(%(default)s)",
     )
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tllm.api.engine_options import EngineOptions
+from tllm.api.engine_options import EngineOptions, check_device
 from tllm.api.open_engine import open_engine
 from tllm.api.streamed_reply import StreamedReply
 from tllm.cli.arguments.model_argument import resolve_model
@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    check_device(args.device)
     resolve_model(args, "whole")
     options = engine_options(args)
     tokenizer = Tokenizer.from_folder(args.model)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tllm.api.engine_options import EngineOptions
+from tllm.api.engine_options import EngineOptions, check_device
 from tllm.api.open_engine import cluster_options, open_engine, open_nodes
 from tllm.api.streamed_reply import StreamedReply
 from tllm.cli.arguments.model_argument import resolve_model
@@ -56,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    check_device(args.device)
     resolve_model(args, "whole")
     options = engine_options(args)
     tokenizer = Tokenizer.from_folder(args.model)
@@ -162,7 +163,7 @@ async def _open(options: EngineOptions, quiet: bool, chooser: ServingChooser | N
     if chooser is not None:
         from tllm.node.coordinator.survey_cluster import survey_here
 
-        chooser.decide(survey_here(chooser.asked(), options.threads or 0))
+        chooser.decide(survey_here(chooser.asked(), options.threads or 0, options.device))
     async with loading(quiet, partial(open_engine, options)) as client:
         yield client
 

@@ -1,5 +1,7 @@
 """Measure this machine: products, memory, one operation, one link with TLS, and which ways to compute are the fastest.
 
+With --device all but the link is of that device, and no ways are compared, as it has one for each product.
+
 Prints tables; --out writes the file that plans are made from. Let the machine be idle meanwhile. It takes about a
 minute. Which ways are the fastest is kept for commands that serve and train, and measured only once.
 """
@@ -14,13 +16,18 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from tllm import __version__
+from tllm.cli.arguments.options import add_device
 from tllm.cli.arguments.parser import whole
 from tllm.cli.display.logs import start_log
 from tllm.cli.display.tables import amount, table
 from tllm.planner.cluster.profile import Hardware, LoopbackWire, ProductSpeed, Profile, ShapeChoice
 
 if TYPE_CHECKING:
+    import torch
+
     from tllm.node.machine.machine_facts import NodeProbe
 
 
@@ -34,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the profile here, as JSON")
     parser.add_argument("--seconds", type=whole, default=60, metavar="S", help="at most about so long (%(default)s)")
     parser.add_argument("--threads", type=whole, metavar="N", help="to compute with (all cores)")
+    add_device(parser)
     parser.add_argument(
         "--measure-again", action="store_true", help="which ways are the fastest too, though it is known from before"
     )
@@ -49,25 +57,38 @@ def run(args: argparse.Namespace) -> int:
         from tllm.kernels.autotune import VARIABLE
 
         os.environ[VARIABLE] = "again"
-    profile, kept = measured(args.seconds, args.threads)
+    profile, kept = measured(args.seconds, args.threads, args.device)
     if args.out is not None:
         profile.save(args.out)
     print(profile.text() if args.json else as_text(profile, kept), end="")
     return 0
 
 
-def measured(seconds: float, threads: int | None) -> tuple[Profile, str]:
-    """Measure this machine in about `seconds`. With where choices are kept."""
+def measured(seconds: float, threads: int | None, asked: str = "cpu") -> tuple[Profile, str]:
+    """Measure this machine in about `seconds`, on the device that is asked for. With where choices are kept."""
     import torch
 
+    from tllm.devices.choose import CPU, choose_device
     from tllm.node.machine.autotuned_shapes import autotuned_shapes, kept_in
     from tllm.node.roles.doctor_rank import examine
 
+    device = choose_device(asked)
     if threads:
         torch.set_num_threads(threads)
     wire = asyncio.run(_wire(seconds))
-    probe = examine("here", "", COMPUTING * seconds)
-    return profile_of(probe, wire, autotuned_shapes()), kept_in()
+    probe = examine("here", "", COMPUTING * seconds, device)
+    if device == CPU:
+        return profile_of(probe, wire, autotuned_shapes()), kept_in()
+    return of_device(profile_of(probe, wire), device), ""
+
+
+def of_device(profile: Profile, device: torch.device) -> Profile:
+    """The profile with the name and the memory of the device that was measured."""
+    from tllm.devices.memory import available_memory, device_name, total_memory
+
+    memory = dict(memory_bytes=total_memory(device), memory_free_bytes=available_memory(device))
+    hardware = msgspec.structs.replace(profile.hardware, device=device_name(device), **memory)
+    return msgspec.structs.replace(profile, hardware=hardware)
 
 
 def profile_of(probe: NodeProbe, wire: LoopbackWire | None, choices: tuple[ShapeChoice, ...] = ()) -> Profile:
@@ -100,6 +121,7 @@ def as_text(profile: Profile, kept: str = "") -> str:
     hardware, memory, wire = profile.hardware, profile.memory, profile.wire
     lines = [
         f"{hardware.processor}: {hardware.cores} cores, {hardware.threads} threads used",
+        *([f"measured on {hardware.device}"] if hardware.device else []),
         f"instructions: {' '.join(hardware.instructions) or 'none that we look for'}",
         f"memory: {amount(hardware.memory_bytes)}, {amount(hardware.memory_free_bytes)} free; "
         f"read at {memory.read / 1e9:.1f} GB/s, copied at {memory.copy / 1e9:.1f} GB/s",

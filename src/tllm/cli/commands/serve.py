@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from tllm.api.engine_options import EngineOptions, read_spec
+from tllm.api.engine_options import EngineOptions, check_device, read_spec
 from tllm.api.open_engine import cluster_options, open_nodes
 from tllm.cli.arguments.http_options import add_http, add_keep_streams, add_replies, http_settings
 from tllm.cli.arguments.lora_arguments import add_lora, lora_modules, open_adapters
@@ -142,6 +142,8 @@ def run(args: argparse.Namespace) -> int:
     tasks = _tasks(args)
     is_first = tasks is None or tasks.rank == 0
     check_tracing(args.otlp_endpoint)
+    if args.on != "ray":  # whose machines compute, and not this one
+        check_device(args.device, tasks.local_rank if tasks is not None else 0)
     if is_first:
         bind(settings.host, settings.port).close()  # a busy port shows now, not when the model is fetched or loaded
     kept = dict(
@@ -149,6 +151,7 @@ def run(args: argparse.Namespace) -> int:
         weights_cache_bytes=args.weights_cache_size,
         cache_dir=args.cache_dir or "",
         cache_dir_size=args.cache_dir_size,
+        device=args.device,
     )
     if tasks is None and args.nodes and args.cluster_folder and join_again(args, settings, None, **kept):
         return 0
@@ -294,6 +297,8 @@ def _work(args: argparse.Namespace, tasks: Launched) -> None:
         memory=args.memory,
         weights_cache=args.weights_cache,
         weights_cache_bytes=args.weights_cache_size,
+        device=args.device,
+        place=tasks.local_rank,
     )
     work_launched(tasks, _meeting_folder(args), os.environ, settings, on_signal=compute_on)
 

@@ -58,6 +58,7 @@ def as_text(status: dict[str, Any]) -> str:
         lines.append(f"advice: {status['advice']}")
     lines += ["", nodes_table(status)]
     lines += [f"{node['node']} {_what(node['phase'])}: {node['reason']}" for node in status["nodes"] if node["reason"]]
+    lines += [f"{node['node']} computes on {node['device']}" for node in status["nodes"] if node.get("device")]
     lines += ["", links_line(status), *network_lines(status), *prefixes_lines(status), weights_line(status)]
     lines += replicas_lines(status)
     lines += [f"{node} gave wrong bytes of weights, and is asked for none" for node in status["weights"]["liars"]]

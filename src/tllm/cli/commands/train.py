@@ -40,7 +40,7 @@ from tllm.cli.commands.serve import invite, invite_by_secret
 from tllm.cli.display.logs import start_log
 from tllm.cli.display.progress import ShowProgress, loading
 from tllm.cli.main import INTERRUPTED
-from tllm.cli.planning.dry_run import dry_run
+from tllm.cli.planning.dry_run import Computing, dry_run
 from tllm.cli.planning.followed_run import follow_run
 from tllm.cli.planning.plan_chooser import TrainingChooser
 from tllm.cli.planning.run_page import RunPage
@@ -131,7 +131,8 @@ def run(args: argparse.Namespace) -> int:
     outlives = here is None and args.on_loss != "end"
     if args.dry_run:
         chooser = _chooser(args, trainer, "", outlives) if here is None else None
-        dry_run(job, trainer.plan, trainer.spec, args.threads, outlives, chooser)
+        place = here.local_rank if here is not None else 0
+        dry_run(job, trainer.plan, trainer.spec, Computing(args.threads, args.device, place), outlives, chooser)
         return 0
     if (other := tasks or here) is not None and other.rank:
         from tllm.node.sources.launched_tasks import PLAIN, work_launched
@@ -241,7 +242,7 @@ def _chooser(args: argparse.Namespace, trainer: Trainer, config: str, outlives: 
     chooser = _chooser_of(trainer, config, outlives)
     if chooser is not None:
         chooser.wiring = wiring(args)
-        chooser.cluster = ClusterOptions(allow_mixed=args.allow_mixed, lost_after=args.lost_after)
+        chooser.cluster = ClusterOptions(allow_mixed=args.allow_mixed, lost_after=args.lost_after, device=args.device)
     return chooser
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+from typing import Any
 
 import msgspec
 
-from tllm.api.engine_options import EngineOptions
+from tllm.api.engine_options import EngineOptions, check_device
 from tllm.cli.arguments.model_argument import resolve_model
-from tllm.cli.arguments.options import add_model, engine_options
+from tllm.cli.arguments.options import add_device, add_model, engine_options
 from tllm.cli.arguments.parser import token_ids, whole
 from tllm.cli.display.logs import start_log
 from tllm.cli.display.progress import ShowProgress, progress
@@ -38,12 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument("--prompt", metavar="TEXT", help="text to compute (some tokens of the whole vocabulary)")
     prompt.add_argument("--prompt-ids", type=token_ids, metavar="IDS", help="token ids to compute: 1,2,3")
     parser.add_argument("--threads", type=whole, default=0, metavar="N", help="of each process (cores / processes)")
+    add_device(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
     parser.set_defaults(page_size=PAGE_SIZE, kv_cache_memory=None, max_model_len=None, max_num_seqs=1)
 
 
 def run(args: argparse.Namespace) -> int:
+    check_device(args.device)
     resolve_model(args, "whole")
     options = engine_options(args)
     options.plan.check_serving()
@@ -87,6 +90,17 @@ def has_room(options: EngineOptions, free: int) -> bool:
     return weights + options.plan.world_size * RUNTIME_BYTES < free
 
 
+def free_bytes(options: EngineOptions) -> int:
+    """Bytes of free memory where the ranks compute: the machine's, or those of their devices together."""
+    if options.device == "cpu":
+        return machine_facts().memory_free_bytes
+    from tllm.devices.choose import CPU, choose_device
+    from tllm.devices.memory import free_memory
+
+    devices = {choose_device(options.device, place) for place in range(options.plan.world_size)}
+    return machine_facts().memory_free_bytes if CPU in devices else sum(map(free_memory, devices))
+
+
 def as_text(verdict: Verdict, options: EngineOptions, count: int) -> str:
     """The verdict for people."""
     return "\n".join([f"plan {options.plan} in {options.dtype}, {count} tokens", *verdict.words])
@@ -102,13 +116,10 @@ async def _passes(options: EngineOptions, ids: tuple[int, ...], on_progress: Sho
     """A pass in the dtype of the options, and one in float64 if the first differs and memory suffices."""
     from tllm.node.verify.verify import verify
 
-    first = await verify(
-        options.folder, options.plan, options.dtype, ids, threads=options.threads or 0, on_progress=on_progress
-    )
+    how: dict[str, Any] = dict(threads=options.threads or 0, device=options.device, on_progress=on_progress)
+    first = await verify(options.folder, options.plan, options.dtype, ids, **how)
     if first.damaged or not first.differs or options.dtype == EXACT:
         return first, first if options.dtype == EXACT else None
-    if not has_room(options, machine_facts().memory_free_bytes):
+    if not has_room(options, free_bytes(options)):
         return first, None
-    return first, await verify(
-        options.folder, options.plan, EXACT, ids, threads=options.threads or 0, on_progress=on_progress
-    )
+    return first, await verify(options.folder, options.plan, EXACT, ids, **how)

@@ -105,8 +105,8 @@ def _rows(spec: ModelSpec, plan: Plan, facts: TrainingFacts, ranks: list[RankMem
     return rows
 
 
-def show_prediction(job: Job, plan: Plan, spec: ModelSpec, speed: float, threads: int) -> str:
-    """What a step takes if every rank computes at `speed`, in flop/s, as this machine does with so many threads."""
+def show_prediction(job: Job, plan: Plan, spec: ModelSpec, speed: float, where: str) -> str:
+    """What a step takes if every rank computes at `speed`, in flop/s, as this machine does on what `where` names."""
     predicted = predict_step(spec, plan, facts_of(job, spec), speed, LOOPBACK)
     sent = sum(traffic.total for traffic in predicted.bytes_sent)
     parts = {"layers' sums": predicted.layers, "pipeline": predicted.pipeline, "gradients": predicted.gradients}
@@ -115,8 +115,8 @@ def show_prediction(job: Job, plan: Plan, spec: ModelSpec, speed: float, threads
         [
             f"predicted: {predicted.seconds:.3g} s a step (compute {predicted.compute:.3g}{waits}), "
             f"{predicted.tokens_per_second:,.0f} tokens/s, bubble {100 * predicted.bubble:.0f} %, {amount(sent)} sent",
-            f"if each rank reaches the {speed / 1e9:,.1f} Gflop/s that a layer reaches here on {threads} "
-            f"thread{'s' if threads > 1 else ''}, and links are those of one machine",
+            f"if each rank reaches the {speed / 1e9:,.1f} Gflop/s that a layer reaches here on {where}, and links are "
+            "those of one machine",
             *_policy_alone(job, spec),
         ]
     )

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from tllm.api.engine_options import draft_options, read_spec
-from tllm.cli.arguments.options import add_acceptance, add_api_key, add_speculation
+from tllm.cli.arguments.options import add_acceptance, add_api_key, add_device, add_speculation
 from tllm.cli.arguments.parser import port, whole
 from tllm.cli.display.serving_plans import show_serving
 from tllm.cli.display.training_plans import show_training
@@ -28,6 +28,7 @@ def add_goal(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--cluster-host", default="0.0.0.0", metavar="HOST", help="with --nodes: that the others reach")
     group.add_argument("--cluster-port", type=port, default=0, metavar="PORT", help="with --nodes (any free one)")
     group.add_argument("--threads", type=whole, metavar="N", help="with --nodes or --local: of each worker here")
+    add_device(group)
     group.add_argument("--host", default="127.0.0.1", metavar="HOST", help="with --live: of the server (%(default)s)")
     group.add_argument(
         "--port", type=port, default=8000, metavar="PORT", help="with --live: of the server (%(default)s)"

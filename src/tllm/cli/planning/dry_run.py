@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from tllm.cli.display.training_plans import show_plan, show_prediction
 from tllm.cli.planning.plan_chooser import TrainingChooser
 from tllm.node.machine.process_facts import cores
@@ -10,8 +12,16 @@ from tllm.spec.plan import Plan
 from tllm.training.job.job import Job
 
 
+class Computing(NamedTuple):
+    """What a worker here would compute with: threads, or what `--device` names for the process at this place."""
+
+    threads: int | None
+    device: str = "cpu"
+    place: int = 0
+
+
 def dry_run(
-    job: Job, plan: Plan, spec: ModelSpec, threads: int | None, lasting: bool, chooser: TrainingChooser | None
+    job: Job, plan: Plan, spec: ModelSpec, computing: Computing, lasting: bool, chooser: TrainingChooser | None
 ) -> None:
     """Print what a run would do. A plan that is still to be chosen is chosen by a saved survey; without one, `plan`
     stands in for it."""
@@ -24,7 +34,7 @@ def dry_run(
     if chooser is not None and chooser.given is None:
         print(_unknown(job, plan, chooser), flush=True)
     print(show_plan(job, plan, spec, lasting), flush=True)
-    print("\n" + _predicted_here(job, plan, spec, threads), flush=True)
+    print("\n" + _predicted_here(job, plan, spec, computing), flush=True)
 
 
 def _unknown(job: Job, plan: Plan, chooser: TrainingChooser) -> str:
@@ -39,13 +49,17 @@ def _unknown(job: Job, plan: Plan, chooser: TrainingChooser) -> str:
     )
 
 
-def _predicted_here(job: Job, plan: Plan, spec: ModelSpec, threads: int | None) -> str:
+def _predicted_here(job: Job, plan: Plan, spec: ModelSpec, computing: Computing) -> str:
     import torch
 
+    from tllm.devices.choose import CPU, choose_device
+    from tllm.devices.memory import device_name
     from tllm.training.measure.pass_speed import layer_speed
     from tllm.weights.dtypes import torch_dtype
 
-    threads = threads or max(1, cores() // plan.world_size)
+    device = choose_device(computing.device, computing.place)
+    threads = computing.threads or max(1, cores() // plan.world_size)
     torch.set_num_threads(threads)
-    speed = layer_speed(spec, torch_dtype(job.dtype), job.seq_len, job.microbatch_size)
-    return show_prediction(job, plan, spec, speed, threads)
+    speed = layer_speed(spec, torch_dtype(job.dtype), job.seq_len, job.microbatch_size, device)
+    where = f"{threads} thread{'s' if threads > 1 else ''}" if device == CPU else device_name(device)
+    return show_prediction(job, plan, spec, speed, where)

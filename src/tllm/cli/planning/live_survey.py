@@ -82,6 +82,7 @@ def measured(args: argparse.Namespace, request: SurveyRequest, config: str) -> S
                 ClusterOptions(
                     local=nodes - joining,
                     threads=args.threads or 0,
+                    device=args.device,
                     address=(args.cluster_host, args.cluster_port) if joining else LOOPBACK,
                     source=JoinLine(lambda *how: _invite(joining, *how)),
                     on_progress=tell,

@@ -18,7 +18,8 @@ from tllm.cluster.settings import OUR_LINKS, EngineSettings, SurveySettings
 from tllm.core.errors import CapacityError, PlanError
 from tllm.node.coordinator.cluster_options import DEFAULTS
 from tllm.planner.cluster.device import Cluster
-from tllm.planner.cost.cache_room import DEFAULT_CACHE_BYTES
+from tllm.planner.cost.cache_room import DEFAULT_CACHE_BYTES, MAX_NUM_BATCHED_TOKENS, working_bytes
+from tllm.planner.cost.rank_bytes import rank_bytes
 from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.cost.serving_load import ServingFacts
 from tllm.planner.measured.survey import FILE, Goal, Survey, cluster_of, digest, read_survey
@@ -124,11 +125,15 @@ class ServingChooser(_Chooser):
 
         best = self.decide(survey)
         cluster = cluster_of(survey, self.spec)
-        room = min(
-            int(cluster.devices[device].memory - memory.total) + memory.cache
-            for device, memory in zip(best.devices, best.predicted.memory, strict=True)
-        )
         options = self.options
+        rows = options.max_num_seqs * (1 + options.num_speculative_tokens)
+        room = min(
+            int(cluster.devices[device].memory - memory.weights - memory.runtime)
+            - working_bytes(self.spec, rank, options.dtype, MAX_NUM_BATCHED_TOKENS, rows)
+            for device, memory, rank in zip(
+                best.devices, best.predicted.memory, rank_bytes(self.spec, best.plan, options.dtype), strict=True
+            )
+        )
         if self.given is None and options.kv_cache_memory is None and room < DEFAULT_CACHE_BYTES:
             options = dataclasses.replace(options, kv_cache_memory=room)
         work = serving_workload(

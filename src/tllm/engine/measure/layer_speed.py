@@ -12,6 +12,7 @@ import torch
 
 from tllm.comm.collectives.group import solo
 from tllm.core.timing import mean_seconds_each
+from tllm.devices.choose import CPU
 from tllm.engine.driver import Deliver
 from tllm.engine.measure.benchmark_layers import (
     BenchmarkLayers,
@@ -41,6 +42,15 @@ LEAST_SECONDS = 1e-6
 """Of an overhead that noise would make none."""
 
 Passes = tuple[SurveyedPass, ...]
+
+
+class ServingSizes(NamedTuple):
+    """What is measured: decoding with each number of `sequences`, whose prompts have `prompt` tokens, and a prompt of
+    `chunk` tokens at once."""
+
+    sequences: tuple[int, ...]
+    prompt: int
+    chunk: int
 
 
 class ServingPasses(NamedTuple):
@@ -82,12 +92,12 @@ def serving_passes(
     layers_of_rank = [BenchmarkLayers(spec, dtype, ranks) for ranks in ((1, 2) if spec.num_heads > 1 else (1,))]
     pairs = [(layers, batch) for layers in layers_of_rank for batch in batches]
     works = [layers.forward_pass(batch, batches) for layers, batch in pairs]
-    heads = _output_heads(spec, dtype)
-    works += [_logits_pass(heads, count) for count in sequences]
+    heads = output_heads(spec, dtype)
+    works += [logits_pass(heads, count) for count in sequences]
     whole = layers_of_rank[0]
     driver_steps = [whole.driver_step(count, prompt, deliver) for count in sequences]
     follower_steps = [whole.follower_step(count, prompt) for count in sequences]
-    after_rest = _AfterRest(works[0])
+    after_rest = AfterRest(works[0])
     measured = iter(mean_seconds_each([*works, *driver_steps, *follower_steps, after_rest], seconds))
     of_layers = tuple(_layer_pass(layers, batch, next(measured)) for layers, batch in pairs)
     of_logits = tuple(SurveyedPass(count, count, 1, next(measured)) for count in sequences)
@@ -115,21 +125,23 @@ def _layer_pass(layers: BenchmarkLayers, batch: Batch, seconds: float) -> Survey
     return SurveyedPass(len(batch.token_ids), first.count, layers.ranks, seconds / layers.num_layers, first.start)
 
 
-def _output_heads(spec: ModelSpec, dtype: torch.dtype) -> list[Transformer]:
+def output_heads(spec: ModelSpec, dtype: torch.dtype, device: torch.device = CPU) -> list[Transformer]:
     """The model's end several times. One alone would stay in a cache in which the layers before it leave nothing."""
     last, cut = spec.num_layers, cut_stage(spec, (1,))[0]
     elements = sum(parameter.elements for parameter in end_parameters(spec, range(last, last), cut)[1])
     between = num_streamed_layers(spec, dtype, 1) * largest_layer(spec, cut)
-    heads = [build(spec, Mesh(2, 3, range(last, last), solo(), cut), dtype) for _ in range(1 + between // elements)]
+    heads = [
+        build(spec, Mesh(2, 3, range(last, last), solo(), cut), dtype, device) for _ in range(1 + between // elements)
+    ]
     for head in heads:
         fill(head, spec)
     return heads
 
 
-def _logits_pass(heads: list[Transformer], rows: int) -> Work:
+def logits_pass(heads: list[Transformer], rows: int) -> Work:
     """Logits of so many rows, and the choice of the likeliest; each call takes the next of the heads."""
     first, in_turn = next(heads[0].parameters()), cycle(heads)
-    x_TD = torch.ones(rows, heads[0].spec.hidden_size, dtype=stands_for(first)[1])
+    x_TD = torch.ones(rows, heads[0].spec.hidden_size, dtype=stands_for(first)[1], device=first.device)
     return partial(_argmax_of_next, in_turn, x_TD)
 
 
@@ -137,7 +149,7 @@ def _argmax_of_next(heads: cycle[Transformer], x_TD: torch.Tensor) -> torch.Tens
     return next(heads).logits(x_TD).argmax(-1)
 
 
-class _AfterRest:
+class AfterRest:
     """Work after a rest, and at once again: `extra_seconds`, by which the first takes longer, is the median of pairs.
 
     Means over different moments would also differ by what a machine's speed has changed by in between.

@@ -58,6 +58,7 @@ def _node(member: Member, plan: Plan | None) -> dict[str, Any]:
         "cores": facts.cores,
         "memory_bytes": facts.memory_bytes,
         "memory_given": facts.is_given,
+        "device": facts.device,
         "versions": facts.versions,
         "phase": member.phase,
         "reason": member.reason,

@@ -44,7 +44,7 @@ class SurveyRequest:
 
     def recalled(self, facts: Sequence[NodeFacts]) -> Survey | None:
         """The survey that was kept, if these are its nodes; by the names that they have now."""
-        machines = [(node.host_name, node.cores) for node in facts]
+        machines = [(node.host_name, node.cores, node.device) for node in facts]
         if self.known is None or not self.known.is_of(self.spec, self.goal, self.settings.dtype, machines):
             return None
         if self.settings.rollouts and not self.known.has_sampling:

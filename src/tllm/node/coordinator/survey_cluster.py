@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping, Sequence
 
+import msgspec
 import torch
 
 from tllm.cluster.certificates import Authority
@@ -12,6 +13,8 @@ from tllm.cluster.channel import Act
 from tllm.cluster.connection import Address
 from tllm.cluster.messages import Prepared
 from tllm.core.errors import TllmError
+from tllm.devices.choose import CPU, choose_device, compute_on
+from tllm.devices.memory import device_name
 from tllm.node.coordinator.cluster_options import DEFAULTS, ClusterOptions, OnProgress
 from tllm.node.coordinator.coordinator import Coordinator
 from tllm.node.coordinator.forming import forming, local_names, open_authority
@@ -68,12 +71,14 @@ async def survey_nodes(
         return job.survey
 
 
-def survey_here(asked: SurveyRequest, threads: int = 0) -> Survey:
+def survey_here(asked: SurveyRequest, threads: int = 0, device: str = "cpu") -> Survey:
     """This process alone: as it was kept, else as it measures itself now, on so many threads (0: as it is)."""
-    machine, dtype = (socket.gethostname(), cores()), asked.settings.dtype
+    own, dtype = choose_device(device), asked.settings.dtype
+    machine = socket.gethostname(), cores(), "" if own == CPU else device_name(own)
     if asked.known is not None and asked.known.is_of(asked.spec, asked.goal, dtype, [machine]):
         return asked.known
     if threads:
         torch.set_num_threads(threads)
-    node = examined("here", asked.spec, asked.settings)
+    compute_on(own)
+    node = examined("here", asked.spec, msgspec.structs.replace(asked.settings, device=str(own)))
     return Survey(model=digest(asked.spec), goal=asked.goal, dtype=dtype, nodes=(node,))

@@ -73,7 +73,7 @@ class Record:
 
     def _watch(self, what: str, module: nn.Module) -> None:
         def keep(_: nn.Module, __: object, rows: Tensor) -> None:
-            self._seen.setdefault(what, []).append(rows.detach().clone())
+            self._seen.setdefault(what, []).append(rows.detach().to("cpu", copy=True))
 
         module.register_forward_hook(keep)
 
@@ -113,7 +113,7 @@ def fingerprints(model: nn.Module) -> tuple[Fingerprint, ...]:
 
 def digest(values: Tensor) -> str:
     """SHA-256, in hex, of a tensor's elements, row by row."""
-    kept = values.contiguous()  # by this name, for as long as its memory is read
+    kept = values.cpu().contiguous()  # by this name, for as long as its memory is read
     return hashlib.sha256(memory(kept)).hexdigest()
 
 

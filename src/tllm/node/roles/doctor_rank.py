@@ -22,6 +22,8 @@ from tllm.comm.links.connect import LinkHello, Listener, connect
 from tllm.comm.links.link import Link
 from tllm.core.errors import AuthError, LinkError
 from tllm.core.memory import rss_bytes
+from tllm.devices.choose import CPU
+from tllm.devices.memory import available_memory
 from tllm.engine.driver import Command
 from tllm.node.machine.machine_facts import (
     NetworkPath,
@@ -139,10 +141,11 @@ class DoctorRank:
             answer(ask, back)
 
 
-def examine(node: str, address: str, seconds: float) -> NodeProbe:
-    """The machine of this process, measured for about so many seconds."""
+def examine(node: str, address: str, seconds: float, device: torch.device = CPU) -> NodeProbe:
+    """The machine of this process, measured for about so many seconds; its speeds are those of the `device`."""
     machine = machine_facts()  # before our own work shows in its load
-    speeds = measure(seconds, machine.memory_free_bytes)
+    free = machine.memory_free_bytes if device == CPU else available_memory(device)
+    speeds = measure(seconds, free, device=device)
     return NodeProbe(
         node=node,
         host_name=socket.gethostname(),

@@ -20,7 +20,9 @@ from tllm.comm.collectives.tuning import tune_between_hosts
 from tllm.comm.links.connect import Listener
 from tllm.comm.links.link import Link
 from tllm.core.errors import ClusterError, ConfigError, LinkError
-from tllm.core.memory import give_back_memory, reset_peak_bytes, rss_bytes
+from tllm.core.memory import give_back_memory
+from tllm.devices.choose import check_products
+from tllm.devices.memory import forget_peak, held_memory
 from tllm.engine.assembly import make_driver, make_stage
 from tllm.engine.draft.draft_model import DraftModel
 from tllm.engine.draft.load_draft import draft_loader
@@ -47,7 +49,7 @@ from tllm.spec.request import StageSpan
 from tllm.weights.byte_source import Fetch, RemoteFiles
 from tllm.weights.dtypes import torch_dtype
 from tllm.weights.formats.open_index import open_index
-from tllm.weights.load import Progress, held_of, load
+from tllm.weights.load import HeldAs, Progress, held_of, load
 from tllm.weights.lora.adapter_files import read_adapter
 from tllm.weights.manifest import checked
 from tllm.weights.remote_files import FetchedFiles
@@ -108,6 +110,8 @@ class RankWeights:
         else:
             self.files, self.source, self.index = earlier.files, earlier.source, earlier.index
         self._packed = keeps_few_bits(config)
+        assert isinstance(assign.settings, EngineSettings)
+        self._device = torch.device(assign.settings.device)
         self._loaded: Kept = {} if earlier is None else earlier._loaded
 
     def keep_what(self, model: Transformer) -> None:
@@ -117,7 +121,8 @@ class RankWeights:
     def load(self, model: Transformer, dtype: torch.dtype, progress: Progress) -> tuple[int, int]:
         """Fill the model; bytes that were read for it, and of these the bytes that came from other nodes."""
         read, came = self.source.bytes_read, fetched(self.files)
-        load(model, self.index, self.source, dtype, progress, self._loaded, self._packed)
+        held_as = HeldAs(packed=self._packed, device=self._device)
+        load(model, self.index, self.source, dtype, progress, self._loaded, **held_as)
         self._loaded = weights_of(model)
         if isinstance(self.files, FetchedFiles):
             log.info("weights came %s", self.files.told())
@@ -140,6 +145,7 @@ class ServingRank:
         self._assign, self._settings = assign, assign.settings
         self.rank = assign.rank
         self.spec = spec_from_config(json.loads(assign.config))
+        check_products(self._device, self._settings.dtype, self.spec.quantization)
         earlier = before._weights if isinstance(before, ServingRank) and before.is_of(assign) else None
         self._fetch = fetch
         self._weights: RankWeights = RankWeights(assign, fetch, earlier)
@@ -150,6 +156,10 @@ class ServingRank:
         self._weights.keep_what(self._model)
         self._stage: PipelineStage | None = None
         self._driver: Driver | None = None
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device(self._settings.device)
 
     def is_of(self, assign: Assign) -> bool:
         """Whether another assignment is of the same files."""
@@ -173,7 +183,7 @@ class ServingRank:
         """Read this rank's weights, and make its cache."""
         start = time.monotonic()
         give_back_memory()
-        reset_peak_bytes()  # of the role before, in another epoch or a survey
+        forget_peak(self._device)  # of the role before, in another epoch or a survey
         read, came = self._weights.load(self._model, torch_dtype(self._settings.dtype), progress)
         limits, plan = _limits(self._settings, self.spec), self._assign.plan
         disk = _usable(self._settings.page_disk)
@@ -189,7 +199,7 @@ class ServingRank:
             bytes_read=read,
             fetched=came,
             seconds=time.monotonic() - start,
-            rss_bytes=rss_bytes(),
+            rss_bytes=held_memory(self._device),
             network=self._links.network,
         )
 

@@ -18,6 +18,8 @@ import torch
 from tllm.comm.collectives.group import Group
 from tllm.comm.collectives.tuning import max_over_ranks
 from tllm.core.timing import mean_seconds
+from tllm.devices.choose import CPU
+from tllm.devices.memory import completed
 from tllm.planner.cluster.device import SHORT_MESSAGE_BYTES
 from tllm.planner.cost.rank_work import BUCKET_BYTES
 
@@ -74,13 +76,14 @@ class Met(msgspec.Struct, frozen=True, tag=True):
     ring: float | None = None
 
 
-def measure_sums(group: Group, seconds: float, rests: bool = False) -> Met:
+def measure_sums(group: Group, seconds: float, rests: bool = False, device: torch.device = CPU) -> Met:
     """Both ranks of a group call this, and sum numbers for about so many seconds, half of them short sums.
 
+    Numbers and work of a rank are on its `device`, so that copies to the host and back are a part of its sums.
     With `rests` long sums are measured after a rest, as sums of gradients come, if there is time for one.
     """
-    work, short, turn = _short(group, seconds / 2)
-    numbers = _long(group, seconds / 6)
+    work, short, turn = _short(group, seconds / 2, device)
+    numbers = _long(group, seconds / 6, device)
     half = numbers[: len(numbers) // 2]
     brief, long = _by_turns(group, [half, numbers], seconds / 3)
     brief_rate, rate = half.nbytes / max(brief - short, 1e-9), numbers.nbytes / max(long - short, 1e-9)
@@ -89,7 +92,7 @@ def measure_sums(group: Group, seconds: float, rests: bool = False) -> Met:
     ):  # on a slow network the first bytes after a rest leave at once, and count for less in a longer message
         brief_rate = rate = half.nbytes / max(long - brief, 1e-9)
     if rests and seconds > REST:
-        rate = _rate_after_rest(group, _as_long_as(group, seconds, len(numbers), long), short)
+        rate = _rate_after_rest(group, numbers.new_ones(_as_long_as(group, seconds, len(numbers), long)), short)
     return Met(work, short, turn, rate, _effort(group, numbers, seconds / 6), brief_rate)
 
 
@@ -98,18 +101,19 @@ def _effort(group: Group, numbers: torch.Tensor, seconds: float) -> float:
 
     That is not the processor time of sums alone: a thread that only waits is woken for every packet of a slow network.
     """
-    x = torch.ones(PRODUCT, PRODUCT)
+    x = torch.ones(PRODUCT, PRODUCT, device=numbers.device)
+    product = completed(lambda: x @ x, x.device)
     share, lost, sums = seconds / (2 * EFFORTS), 0.0, 0
     beside = share
     for _ in range(EFFORTS):
-        alone = mean_seconds(lambda: x @ x, beside)
+        alone = mean_seconds(product, beside)
         first, goes_on = time.perf_counter(), True
         while goes_on:
             numbers.fill_(1.0)
             numbers[0] = float(time.perf_counter() < first + share)
             begun, products, handle = time.perf_counter(), 0, group.start.all_reduce(numbers)
             while not handle.done:
-                x @ x
+                product()
                 products += 1
             lost += time.perf_counter() - begun - products * alone
             sums += 1
@@ -121,25 +125,25 @@ def _effort(group: Group, numbers: torch.Tensor, seconds: float) -> float:
     return max(0.0, lost) / (sums * numbers.nbytes)
 
 
-def _long(group: Group, seconds: float) -> torch.Tensor:
+def _long(group: Group, seconds: float, device: torch.device) -> torch.Tensor:
     """As many numbers as take so many seconds. The sums grow to that, and with them the connection's rate."""
     count = FEW
     while True:
-        slowest = max_over_ranks(group, _sums(group, torch.ones(count), 0.0).sum)
+        slowest = max_over_ranks(group, _sums(group, torch.ones(count, device=device), 0.0).sum)
         if count == MANY or slowest > seconds:
-            return torch.ones(count)
+            return torch.ones(count, device=device)
         count *= 2
 
 
-def _rate_after_rest(group: Group, count: int, short: float) -> float:
-    """Bytes per second of a sum of so many numbers, as gradients have after a backward pass.
+def _rate_after_rest(group: Group, numbers: torch.Tensor, short: float) -> float:
+    """Bytes per second of a sum of these numbers, as gradients have after a backward pass.
 
     A connection that was idle begins with slow start, and then sends more than the network carries until packets are
     lost (RFC 5681): 16 MiB over 100 Mbit/s take 5 to 20 % longer than 32 times half a MiB. In every other round one
     rank arrives later than the other. A sum has begun when the later rank has, and has ended when a `short` one after
     it has; the seconds of the latter are taken off.
     """
-    numbers, one, taken = torch.ones(count), torch.ones(1), list[float]()
+    one, taken = numbers.new_ones(1), list[float]()
     for number in range(RESTS):
         time.sleep(REST * (1 + number % 2 * group.rank))
         begun = time.perf_counter()
@@ -162,18 +166,19 @@ def _by_turns(group: Group, sums: list[torch.Tensor], seconds: float) -> list[fl
     return [statistics.fmean(one) for one in zip(*found, strict=True)]
 
 
-def _short(group: Group, seconds: float) -> tuple[float, float, float]:
+def _short(group: Group, seconds: float, device: torch.device) -> tuple[float, float, float]:
     """Seconds of (this rank's work in a turn, a sum alone, a turn of both), each the median over the rounds.
 
     The work is timed within turns: timed apart, it would be of other moments, and any change of the machine's speed in
     between would look like a cost of the sum. The median leaves out what held a machine up only once.
     """
-    weight, x = torch.full((ROWS, WIDTH), 0.01), torch.ones(WIDTH)
+    weight, x = torch.full((ROWS, WIDTH), 0.01, device=device), torch.ones(WIDTH, device=device)
+    read = completed(lambda: torch.mv(weight, x), device)
     share = seconds / ROUNDS
     works, sums, turns = list[float](), list[float](), list[float]()
     for _ in range(ROUNDS):
-        sums.append(_sums(group, torch.ones(WIDTH), ALONE * share).sum)
-        found = _sums(group, torch.ones(WIDTH), (1 - ALONE) * share, lambda: torch.mv(weight, x))
+        sums.append(_sums(group, torch.ones(WIDTH, device=device), ALONE * share).sum)
+        found = _sums(group, torch.ones(WIDTH, device=device), (1 - ALONE) * share, read)
         works.append(found.work)
         turns.append(found.work + found.sum)
     return statistics.median(works), statistics.median(sums), statistics.median(turns)

@@ -6,6 +6,7 @@ import json
 import socket
 import time
 from functools import partial
+from typing import Any
 
 import msgspec
 import torch
@@ -14,10 +15,14 @@ from tllm.cluster.certificates import Identity
 from tllm.cluster.messages import Assign, Findings
 from tllm.cluster.settings import SurveySettings
 from tllm.comm.collectives.group import Group
+from tllm.comm.collectives.tuning import max_over_ranks
 from tllm.comm.links.connect import Listener
 from tllm.core.memory import LARGEST_TRAINED, keep_freed_memory, rss_bytes
+from tllm.devices.choose import CPU, check_products
+from tllm.devices.memory import available_memory, device_name, give_back_device_memory
 from tllm.engine.driver import Deliver
-from tllm.engine.measure.layer_speed import serving_passes
+from tllm.engine.measure.device_layer_speed import device_serving_passes
+from tllm.engine.measure.layer_speed import ServingSizes, serving_passes
 from tllm.engine.measure.ring_speed import ring_step_overhead
 from tllm.engine.measure.shared_layer_speed import shared_layer_seconds
 from tllm.engine.ring_links import RingLinks
@@ -68,11 +73,15 @@ class SurveyRank(DoctorRank):
 
     def _measure_sums(self, group: Group, ring: RingLinks) -> Met:
         """How long sums with another rank take. To serve, also a turn round a ring of both, and a layer that both
-        share, if it can be divided."""
+        share, if it can be divided.
+
+        The latter two only where both compute on processors: layers on a device cannot be timed within a step.
+        """
         assert isinstance(self.settings, SurveySettings), "a survey"
         serves, seconds = bool(self.settings.sequences), self.settings.way_seconds
-        met = measure_sums(group, seconds, rests=not serves)
-        if not serves:
+        device = torch.device(self.settings.device)
+        met = measure_sums(group, seconds, not serves, device)
+        if not serves or max_over_ranks(group, float(device != CPU)):
             return met
         dtype, prompt = torch_dtype(self.settings.dtype), self.settings.length
         turn = ring_step_overhead(self._spec, dtype, ring, group.rank, seconds, self._deliver)
@@ -83,25 +92,35 @@ class SurveyRank(DoctorRank):
 def examined(
     node: str, spec: ModelSpec, settings: SurveySettings, deliver: Deliver = lambda outputs: None
 ) -> SurveyedNode:
-    """The process of this node, measured for about as long as the settings say; tokens that it makes are delivered."""
-    dtype, seconds = torch_dtype(settings.dtype), settings.measure_seconds
-    free = machine_facts().memory_free_bytes + rss_bytes()
+    """The process of this node, measured for about as long as the settings say; tokens that it makes are delivered.
+
+    ConfigError for weights that its device has no products of.
+    """
+    dtype, seconds, device = torch_dtype(settings.dtype), settings.measure_seconds, torch.device(settings.device)
+    check_products(device, settings.dtype, spec.quantization)
+    free = machine_facts().memory_free_bytes + rss_bytes() if device == CPU else available_memory(device)
+
+    def serving(sizes: ServingSizes, seconds: float) -> dict[str, Any]:
+        if device == CPU:
+            return serving_passes(spec, dtype, *sizes, seconds, deliver)._asdict()
+        return device_serving_passes(spec, dtype, sizes, device, free, seconds, deliver)._asdict()
+
     begun, used = time.perf_counter(), time.process_time()
     if settings.sequences:
-        sizes = settings.sequences, settings.length, settings.rows[0]
-        passes = serving_passes(spec, dtype, *sizes, seconds, deliver)._asdict()
+        passes = serving(ServingSizes(settings.sequences, settings.length, settings.rows[0]), seconds)
         rested = passes.pop("rested")
     else:
         keep_freed_memory(LARGEST_TRAINED)
         optimizer = SGD() if settings.optimizer == "sgd" else AdamW()
         share = 2 if settings.rollouts else 1
-        passes = training_passes(spec, dtype, settings.length, settings.rows, optimizer, seconds / share)._asdict()
+        through = settings.length, settings.rows
+        passes = training_passes(spec, dtype, *through, optimizer, seconds / share, device)._asdict()
         rested = 0.0
         if settings.rollouts:
-            sizes = settings.rollouts, settings.prompt, settings.prompt
-            found = serving_passes(spec, dtype, *sizes, seconds / share, deliver)._asdict()
+            found = serving(ServingSizes(settings.rollouts, settings.prompt, settings.prompt), seconds / share)
             rested = found.pop("rested")
             passes["sampling"] = SampledPasses(**found)
+    give_back_device_memory(device)
     return SurveyedNode(
         node=node,
         host_name=socket.gethostname(),
@@ -109,5 +128,6 @@ def examined(
         threads=torch.get_num_threads(),
         busy=(time.process_time() - used) / (time.perf_counter() - begun - rested),
         memory_bytes=free,
+        device="" if device == CPU else device_name(device),
         **passes,
     )

@@ -19,7 +19,7 @@ from tllm.comm.collectives.group import Group, solo
 from tllm.comm.links.connect import Listener
 from tllm.core.errors import ConfigError, LinkError
 from tllm.core.memory import LARGEST_TRAINED, give_back_memory, keep_freed_memory, rss_bytes
-from tllm.devices.memory import forget_peak
+from tllm.devices.memory import forget_peak, held_memory
 from tllm.engine.driver import Command
 from tllm.node.roles.colocated_rollouts import colocated_rollouts
 from tllm.node.roles.control import Control
@@ -146,7 +146,7 @@ class TrainingRank:
             bytes_read=read,
             fetched=fetched(source) if source else 0,
             seconds=time.monotonic() - start,
-            rss_bytes=rss_bytes(),
+            rss_bytes=held_memory(device),
             step=ready.step,
             network=groups.network,
             parameter_bytes=ready.parameter_bytes,

@@ -39,6 +39,8 @@ class VerifyRank(ServingRank):
     def load(self, progress: Progress) -> Loaded:
         """Read this rank's weights; from then on what each part of the model gives is recorded."""
         loaded = super().load(progress)
+        assert self._stage is not None, "it was made"
+        self._stage.graphs = None  # a part of a model does not see the steps that are replayed
         self._record = Record(self._model)
         return loaded
 

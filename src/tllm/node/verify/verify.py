@@ -98,9 +98,11 @@ async def verify(
     token_ids: tuple[int, ...],
     *,
     threads: int = 0,
+    device: str = "cpu",
     on_progress: OnProgress | None = None,
 ) -> Pass:
-    """Compare in one dtype. The undivided model is run first, layer by layer, then the ranks as processes."""
+    """Compare in one dtype. The undivided model is run first, layer by layer and on the processor, then the ranks as
+    processes, each on its `device`."""
     raw = with_weight_form(read_config(folder), None, dequantize=True)
     spec = spec_from_config(raw)
     plan.check(spec.num_layers)
@@ -111,7 +113,8 @@ async def verify(
         settings = settings_for(limits, dtype, token_ids, reference)
         nodes = local_names(plan, None)
         job = VerifyJob(Workload(folder, json.dumps(raw), plan, settings), Authority.create(), LOOPBACK, nodes)
-        async with forming(job, nodes, LOOPBACK[0], ClusterOptions(threads=threads, on_progress=on_progress)):
+        options = ClusterOptions(threads=threads, device=device, on_progress=on_progress)
+        async with forming(job, nodes, LOOPBACK[0], options):
             results = await job.compared()
     return await asyncio.to_thread(as_pass, results, folder, dtype, spec.num_layers)
 

@@ -63,7 +63,8 @@ class ShapeChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The machine in words and counts. `cores` are those that this process may use, `threads` those that it used.
 
-    `load`: how much other work there was, in processors; with more than a little the speeds are too low.
+    `load`: how much other work there was, in processors; with more than a little the speeds are too low. `device`: what
+    was measured, whose memory this is, if that is not the machine's processors.
     """
 
     processor: str
@@ -74,6 +75,7 @@ class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory_bytes: int
     memory_free_bytes: int
     system: str
+    device: str = ""
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -32,6 +32,9 @@ ALL = 0.95
 
 Goal = Literal["serve", "train"]
 
+Machine = tuple[str, int, str]
+"""(host name, processors, what it computes on if not on these)"""
+
 
 class SurveyedPass(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The mean time of one pass: forward to serve, forward and backward to train."""
@@ -92,6 +95,8 @@ class SurveyedNode(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_u
     """How many times longer a training pass takes whose backward pass is split in two (zero bubble schedules)."""
     sampling: SampledPasses | None = None
     """What it does when it samples, for a run that learns from its own completions."""
+    device: str = ""
+    """What it computes on, whose memory it has, if that is not its machine's processors."""
 
     @property
     def half_layer(self) -> float | None:
@@ -169,9 +174,9 @@ class Survey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """Whether every node was measured when it samples."""
         return all(node.sampling is not None for node in self.nodes)
 
-    def is_of(self, spec: ModelSpec, goal: Goal, dtype: str, machines: Sequence[tuple[str, int]]) -> bool:
-        """Whether it is a survey of this model on nodes of these machines, each (host name, cores), in this order."""
-        mine = [(node.host_name, node.cores) for node in self.nodes]
+    def is_of(self, spec: ModelSpec, goal: Goal, dtype: str, machines: Sequence[Machine]) -> bool:
+        """Whether it is a survey of this model on nodes of these machines, in this order."""
+        mine = [(node.host_name, node.cores, node.device) for node in self.nodes]
         return (self.model, self.goal, self.dtype, mine) == (digest(spec), goal, dtype, list(machines))
 
     def named(self, names: Sequence[str]) -> Survey:
@@ -232,12 +237,12 @@ def digest(spec: ModelSpec) -> str:
 
 
 def cluster_of(survey: Survey, spec: ModelSpec) -> Cluster:
-    """The surveyed nodes as the devices of a cluster. Nodes of one machine share its memory."""
-    hosts = [node.host_name for node in survey.nodes]
+    """The surveyed nodes as the devices of a cluster. Nodes of one machine share its memory, or that of a device."""
+    hosts = [(node.host_name, node.device) for node in survey.nodes]
     count = len(survey.nodes)
     return Cluster(
         names=tuple(node.node for node in survey.nodes),
-        devices=tuple(_device(node, hosts.count(node.host_name), survey, spec) for node in survey.nodes),
+        devices=tuple(_device(node, hosts.count((node.host_name, node.device)), survey, spec) for node in survey.nodes),
         node_of=tuple(range(count)),
         inside=(None,) * count,
         pairs=tuple(((path.source, path.target), link_speed(path)) for path in survey.paths),
@@ -276,12 +281,15 @@ def _least(passes: Sequence[SurveyedPass]) -> float:
 
 
 def _is_spare(node: SurveyedNode, sharing: int) -> bool:
-    """Whether a node of a machine that so many nodes share can send while it computes."""
+    """Whether a node of a machine, or of a device, that so many nodes share can send while it computes. The host of a
+    device computes nothing beside it."""
+    if node.device:
+        return sharing < node.cores
     return sharing * node.threads < node.cores and node.busy > ALL * node.threads
 
 
 def _device(node: SurveyedNode, sharing: int, survey: Survey, spec: ModelSpec) -> Device:
-    """A node as a device, one of `sharing` on its machine."""
+    """A node as a device, one of `sharing` on its machine or its device."""
     serving = node.as_serving
     as_it_serves = msgspec.structs.replace(survey, goal="serve")
     fixed = _fixed_seconds(node.layers) if survey.goal == "serve" else 0.0

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from tllm.comm.collectives.group import solo
 from tllm.core.timing import mean_seconds_each
+from tllm.devices.choose import CPU
+from tllm.devices.memory import completed, wait_for
 from tllm.model.transformer import Transformer, build
 from tllm.parallel.mesh import Mesh, whole
 from tllm.planner.cost.flops import BACKWARD, layer_flops
@@ -49,29 +51,36 @@ class TrainingPasses(NamedTuple):
 
 
 def training_passes(
-    spec: ModelSpec, dtype: torch.dtype, length: int, rows: tuple[int, ...], optimizer: Optimizer, seconds: float
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    length: int,
+    rows: tuple[int, ...],
+    optimizer: Optimizer,
+    seconds: float,
+    device: torch.device = CPU,
 ) -> TrainingPasses:
-    """In about `seconds`, by turns. `rows`: tokens of a microbatch, in documents of `length`."""
+    """In about `seconds`, by turns, on this process's `device`. `rows`: tokens of a microbatch, in documents of
+    `length`."""
     middle = dataclasses.replace(spec, layers=(spec.layers[0], *_some(spec), spec.layers[-1]))
-    models = {ranks: _middle(middle, ranks, dtype) for ranks in ((1, 2) if spec.num_heads > 1 else (1,))}
+    models = {ranks: _middle(middle, ranks, dtype, device) for ranks in ((1, 2) if spec.num_heads > 1 else (1,))}
     last = spec.num_layers
     mesh = Mesh(2, 3, range(last, last), solo(), cut_stage(spec, (1,))[0])
-    end, loss = _filled(spec, mesh, dtype), NextTokenLoss(mesh)
+    end, loss = _filled(spec, mesh, dtype, device), NextTokenLoss(mesh)
     through = [(ranks, count) for ranks in models for count in rows]
     works: list[Work] = [_Through(models[ranks], dtype, count, length).whole for ranks, count in through]
-    works += [partial(_through_logits, end, loss, *_ends(spec, dtype, count, length)) for count in rows]
-    works += [_Through(models[1], dtype, rows[0], length).halves, _update(optimizer, dtype)]
-    taken = iter(mean_seconds_each(works, seconds))
+    works += [partial(_through_logits, end, loss, *_ends(spec, dtype, count, length, device)) for count in rows]
+    works += [_Through(models[1], dtype, rows[0], length).halves, _update(optimizer, dtype, device)]
+    taken = iter(mean_seconds_each([completed(work, device) for work in works], seconds))
     layers = tuple(SurveyedPass(count, length, ranks, next(taken) / LAYERS) for ranks, count in through)
     logits = tuple(SurveyedPass(count, length, 1, next(taken)) for count in rows)
     split = next(taken) / LAYERS / layers[0].seconds
     return TrainingPasses(layers, logits, next(taken) / ELEMENTS, max(split, 1.0))
 
 
-def _middle(spec: ModelSpec, ranks: int, dtype: torch.dtype) -> Transformer:
+def _middle(spec: ModelSpec, ranks: int, dtype: torch.dtype, device: torch.device) -> Transformer:
     """What one of so many ranks has of the layers."""
     cut = cut_stage(spec, (1,) * ranks)[0]
-    return _filled(spec, Mesh(1, 3, range(1, 1 + LAYERS), solo(), cut), dtype)
+    return _filled(spec, Mesh(1, 3, range(1, 1 + LAYERS), solo(), cut), dtype, device)
 
 
 def _some(spec: ModelSpec) -> tuple[LayerSpec, ...]:
@@ -79,12 +88,13 @@ def _some(spec: ModelSpec) -> tuple[LayerSpec, ...]:
     return tuple(spec.layers[(2 * i + 1) * spec.num_layers // (2 * LAYERS)] for i in range(LAYERS))
 
 
-def _filled(spec: ModelSpec, mesh: Mesh, dtype: torch.dtype) -> Transformer:
-    model = build(spec, mesh, dtype).requires_grad_()
+def _filled(spec: ModelSpec, mesh: Mesh, dtype: torch.dtype, device: torch.device) -> Transformer:
+    model = build(spec, mesh, dtype, device).requires_grad_()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=STD)
-    choose_trained_products(model.parameters(), dtype)
+    if device == CPU:  # only the processor has a choice
+        choose_trained_products(model.parameters(), dtype)
     return model
 
 
@@ -92,8 +102,9 @@ class _Through:
     """So many rows through layers and back: at once, or the weights' gradients after that of the rows."""
 
     def __init__(self, model: Transformer, dtype: torch.dtype, rows: int, length: int) -> None:
-        self.model, self.tokens = model, _tokens(rows, length)
-        self.x_TD = torch.randn(rows, model.spec.hidden_size, dtype=dtype, requires_grad=True)
+        device = next(model.parameters()).device
+        self.model, self.tokens = model, _tokens(rows, length, device)
+        self.x_TD = torch.randn(rows, model.spec.hidden_size, dtype=dtype, device=device, requires_grad=True)
 
     def whole(self) -> None:
         torch.autograd.backward(self._forward().sum())
@@ -109,8 +120,9 @@ class _Through:
         return out_TD
 
 
-def _ends(spec: ModelSpec, dtype: torch.dtype, rows: int, length: int) -> tuple[Tensor, Tokens]:
-    return torch.randn(rows, spec.hidden_size, dtype=dtype, requires_grad=True), _tokens(rows, length)
+def _ends(spec: ModelSpec, dtype: torch.dtype, rows: int, length: int, device: torch.device) -> tuple[Tensor, Tokens]:
+    x_TD = torch.randn(rows, spec.hidden_size, dtype=dtype, device=device, requires_grad=True)
+    return x_TD, _tokens(rows, length, device)
 
 
 def _through_logits(model: Transformer, loss: NextTokenLoss, x_TD: Tensor, tokens: Tokens) -> None:
@@ -118,12 +130,12 @@ def _through_logits(model: Transformer, loss: NextTokenLoss, x_TD: Tensor, token
     _forget(model, x_TD)
 
 
-def _update(optimizer: Optimizer, dtype: torch.dtype) -> Work:
+def _update(optimizer: Optimizer, dtype: torch.dtype, device: torch.device) -> Work:
     """What a step does to `ELEMENTS`: the gradient's norm, the update, and the narrow weights of 16-bit ones."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    weights, gradient = torch.full((ELEMENTS,), STD, dtype=wide), torch.full((ELEMENTS,), STD, dtype=wide)
-    state = {name: torch.zeros(ELEMENTS, dtype=wide) for name in optimizer.states}
-    narrow = torch.empty(ELEMENTS, dtype=dtype)
+    weights, gradient = (torch.full((ELEMENTS,), STD, dtype=wide, device=device) for _ in range(2))
+    state = {name: torch.zeros(ELEMENTS, dtype=wide, device=device) for name in optimizer.states}
+    narrow = torch.empty(ELEMENTS, dtype=dtype, device=device)
 
     @torch.no_grad()
     def update() -> None:
@@ -135,10 +147,10 @@ def _update(optimizer: Optimizer, dtype: torch.dtype) -> Work:
     return update
 
 
-def _tokens(rows: int, length: int) -> Tokens:
+def _tokens(rows: int, length: int, device: torch.device) -> Tokens:
     each = list(documents(rows, length))
     places_T = torch.cat([torch.arange(count) for count in each])
-    return Tokens(torch.zeros_like(places_T), torch.zeros_like(places_T), places_T, each)
+    return Tokens(torch.zeros_like(places_T), torch.zeros_like(places_T), places_T, each).to(device)
 
 
 def _forget(model: nn.Module, x_TD: Tensor) -> None:
@@ -152,25 +164,28 @@ TOKENS = 2048
 SECONDS = 1.0
 
 
-def layer_speed(spec: ModelSpec, dtype: torch.dtype, seq_len: int, microbatch_size: int) -> float:
-    """Floating-point operations per second of forward and backward passes through a layer, on this process's threads.
+def layer_speed(
+    spec: ModelSpec, dtype: torch.dtype, seq_len: int, microbatch_size: int, device: torch.device = CPU
+) -> float:
+    """Floating-point operations per second of forward and backward passes through a layer, on this process's `device`.
 
     The middle layer, uncut, over rows of one document each: the best of some passes in about a second.
     """
     middle, uncut = spec.num_layers // 2, whole(spec)
-    model = build(spec, Mesh(1, 3, range(middle, middle + 1), uncut.tp, uncut.cut), dtype).requires_grad_()
+    model = build(spec, Mesh(1, 3, range(middle, middle + 1), uncut.tp, uncut.cut), dtype, device).requires_grad_()
     fill_randomly(model.parameters(), spec, 0)
     length = min(seq_len, TOKENS)
     lengths = [length] * max(1, min(microbatch_size, TOKENS // length))
     tokens = sum(lengths)
     positions_T = torch.cat([torch.arange(length) for length in lengths])
-    batch = Tokens(positions_T, positions_T, positions_T, lengths)
-    x_TD = torch.randn(tokens, spec.hidden_size, dtype=dtype, requires_grad=True)
+    batch = Tokens(positions_T, positions_T, positions_T, lengths).to(device)
+    x_TD = torch.randn(tokens, spec.hidden_size, dtype=dtype, device=device, requires_grad=True)
     work = (1 + BACKWARD) * layer_flops(spec, spec.layers[middle], uncut.cut, lengths)
     best, until = 0.0, time.perf_counter() + SECONDS
     while not best or time.perf_counter() < until:
         begun = time.perf_counter()
         attend = TrainAttend(model.attention_specs(), batch)
-        model(x_TD, positions_T, attend, batch.lengths_T).sum().backward()
+        model(x_TD, batch.positions_T, attend, batch.lengths_T).sum().backward()
+        wait_for(device)
         best = max(best, work / (time.perf_counter() - begun))
     return best

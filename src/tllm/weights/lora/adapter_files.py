@@ -68,9 +68,13 @@ class Adapter:
                     )
 
     def load(self, model: nn.Module, source: ByteSource, dtype: torch.dtype) -> dict[nn.Module, LoraUpdate]:
-        """The updates of a rank's linears, read from the adapter's files: this rank's parts and no other bytes."""
-        updates = updates_of(model, self.modules)
-        load(nn.ModuleList(updates.values()), self.index, source, dtype, device=next(model.parameters()).device)
+        """The updates of a rank's linears, read from the adapter's files: this rank's parts and no other bytes.
+
+        They are on the device of the model, which has its weights.
+        """
+        with next(model.parameters()).device:
+            updates = updates_of(model, self.modules)
+        load(nn.ModuleList(updates.values()), self.index, source, dtype)
         return updates
 
 

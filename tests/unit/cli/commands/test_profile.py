@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.unit.node.visits import node
 from tllm.cli.commands import profile
@@ -21,7 +22,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Profile]:
         ShapeChoice("attention of a token", "rows=1 keys=512", "kernel", {"torch": 1e-4, "kernel": 2e-4}),
     )
     profiles = [profile.profile_of(node("here", ""), LoopbackWire(2e-5, 1e-6, 1.5e9), choices)]
-    monkeypatch.setattr(profile, "measured", lambda seconds, threads: (profiles[0], "3 choices are kept in a file"))
+    monkeypatch.setattr(
+        profile, "measured", lambda seconds, threads, device: (profiles[0], "3 choices are kept in a file")
+    )
     return profiles
 
 
@@ -38,6 +41,19 @@ def test_what_is_shown(made: list[Profile], capsys: pytest.CaptureFixture[str]) 
     assert ["rows=2", "outputs=8", "linear", "2.50", "4.00"] in lines, "of one row alone is torch.mv"
     assert ["rows=1", "keys=512", "kernel", "0.10", "0.20"] in lines, "taken, though torch is faster"
     assert "3 choices are kept in a file" in shown
+
+
+def test_the_device_that_was_measured_is_named(
+    made: list[Profile], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its memory is the profile's, from which plans are made."""
+    monkeypatch.setattr("tllm.devices.memory.device_name", lambda device: "cuda:0 Some GPU")
+    monkeypatch.setattr("tllm.devices.memory.total_memory", lambda device: 80 * 2**30)
+    monkeypatch.setattr("tllm.devices.memory.available_memory", lambda device: 79 * 2**30)
+    made[0] = profile.of_device(made[0], torch.device("cuda", 0))
+    assert main(["profile", "--quiet", "--device", "cuda:0"]) == 0
+    shown = capsys.readouterr().out
+    assert "measured on cuda:0 Some GPU" in shown and "memory: 80.00 GiB, 79.00 GiB free" in shown
 
 
 def test_measured_again(made: list[Profile], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.support.serving.scripted_engine import ListedEngine
-from tllm.api.engine_options import EngineOptions
+from tllm.api.engine_options import EngineOptions, engine_options
+from tllm.api.open_engine import cluster_options
 from tllm.cli.main import main
 from tllm.core.errors import ConfigError
 from tllm.node.coordinator.cluster_options import ClusterOptions
@@ -126,6 +127,7 @@ def test_the_key_of_the_command_line_comes_first(
         (["--local", "2", "--nodes", "2"], 2, "not allowed with argument"),
         (["--host", "0.0.0.0"], 2, "no API key is set"),
         (["--port", "70000"], 2, "is not a port"),
+        (["--device", "gpu"], 2, "'gpu' is no device"),
         (["--chat-template", "x.jinja"], 2, "--chat-template needs a tokenizer"),
     ],
 )
@@ -148,3 +150,8 @@ def test_memory_is_for_the_workers_here(opened: list[Any], folder: Path, monkeyp
     words = ["serve", str(folder), "--port", "0", "--memory", "12GiB"]
     monkeypatch.setattr("sys.argv", words)
     assert main(words) == 0 and len(opened) == 3
+
+
+def test_the_device_is_that_of_the_workers_here(folder: Path) -> None:
+    assert cluster_options(engine_options(folder, "pp=2", device="cuda")).device == "cuda"
+    assert cluster_options(engine_options(folder, "pp=2")).device == "cpu"

@@ -31,6 +31,7 @@ NODE = {
     "peak_bytes": 210 << 20,
     "memory_bytes": 1 << 30,
     "memory_given": True,
+    "device": "cuda:0 Some GPU",
     "links": {"1>0": 2048, "0>1": 4096},
 }
 SERVES: dict[str, Any] = {
@@ -73,6 +74,7 @@ def test_a_row_for_each_node(answer: list[Any], capsys: pytest.CaptureFixture[st
     assert main(["status", "--port", "9", "--api-key", "secret-key"]) == 0
     shown = capsys.readouterr().out
     assert "m: ready, plan pp=2" in shown
+    assert "lab-2 computes on cuda:0 Some GPU" in shown
     assert "lab-2  ready      1  [2, 6)   75 %  5.0 MiB  1.0 MiB  200.0 MiB  210.0 MiB  1.00 GiB  5.0 MiB" in shown
     assert "links: 0>1 4.0 KiB, 1>0 2.0 KiB" in shown
     assert answer[1].full_url == "http://127.0.0.1:9/v1/cluster"

@@ -13,9 +13,18 @@ import pytest
 from tllm.api.engine_options import EngineOptions, engine_options, read_spec
 from tllm.cli.main import main
 from tllm.cli.planning.plan_chooser import ServingChooser
+from tllm.cluster.settings import EngineSettings
 from tllm.node.coordinator.cluster_options import ClusterOptions
 from tllm.node.coordinator.survey import SurveyRequest
 from tllm.planner.cluster.cluster_file import parse_cluster
+from tllm.planner.cost.cache_room import (
+    MAX_NUM_BATCHED_TOKENS,
+    MAX_NUM_SEQS,
+    PAGE_SIZE,
+    RUNTIME_BYTES,
+    working_bytes,
+)
+from tllm.planner.cost.rank_bytes import rank_bytes
 from tllm.planner.cost.serving_load import ServingFacts
 from tllm.planner.measured.survey import Goal, Survey, SurveyedNode, SurveyedPass, SurveyedPath, digest
 from tllm.spec.plan import Plan
@@ -163,6 +172,18 @@ def test_a_chosen_serving_plan_waits_as_long_as_was_asked_for(folder: Path) -> N
     options = engine_options(folder, "pp=2", dtype="bfloat16", lost_after=40.0, allow_mixed=True)
     work, _ = ServingChooser(options, ServingFacts("bfloat16", 64, 16, 1), None, 2)(survey_of_two(folder))
     assert (work.settings.link_seconds, work.lost_after, work.allow_mixed) == (80.0, 40.0, True)
+
+
+def test_a_chosen_plan_has_room_for_what_the_engine_computes_with(folder: Path) -> None:
+    """Its batches are larger than those that the plan was chosen for."""
+    options = engine_options(folder, "pp=2", dtype="bfloat16")
+    (whole,) = rank_bytes(options.spec, Plan.parse("pp=1", options.spec.num_layers), "bfloat16")
+    working = working_bytes(options.spec, whole, "bfloat16", MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS)
+    memory = RUNTIME_BYTES + whole.weights + working + 8 * PAGE_SIZE * whole.kv_per_token
+    survey = survey_of_two(folder).within({"box": memory, "pi": memory})
+    work, _ = ServingChooser(options, ServingFacts("bfloat16", 64, 16, 1), None, 2)(survey)
+    assert isinstance(work.settings, EngineSettings) and work.plan.world_size == 1
+    assert (work.settings.num_pages, work.settings.max_num_seqs) == (8, MAX_NUM_SEQS)
 
 
 def test_memory_that_was_given_bounds_what_was_measured(folder: Path) -> None:

@@ -13,7 +13,6 @@ from tests.unit.planner.search.test_serving_search import spec_of
 from tllm.engine import stage
 from tllm.engine.measure.benchmark_layers import LayersAsModel
 from tllm.engine.measure.layer_speed import serving_passes
-from tllm.engine.schedule.batch import Batch
 from tllm.spec.request import Output
 
 SLOW = 0.05
@@ -53,9 +52,9 @@ def test_layers_that_are_slow_in_a_step_make_it_cool_and_not_long(monkeypatch: p
 
 
 def test_all_else_that_is_slow_makes_a_step_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    def late(batch: Batch) -> Tensor:
+    def late(*values: Any) -> Tensor:
         time.sleep(SLOW)
-        return plain(batch)
+        return plain(*values)
 
     plain = stage.positions
     monkeypatch.setattr(stage, "positions", late)

@@ -36,4 +36,4 @@ def test_memory_is_told_of_each_node_that_is_here() -> None:
     rendered = metrics.render(engine_stats(apply(state, NodeLost("b", "gone")))).decode()
     assert 'tllm_rss_bytes{engine="0",model_name="m",node="a"} 5.0' in rendered and 'node="b"' not in rendered
     (one, _) = report(state)["nodes"]
-    assert (one["rss_bytes"], one["peak_bytes"], one["memory_given"]) == (5, 6, False)
+    assert (one["rss_bytes"], one["peak_bytes"], one["memory_given"], one["device"]) == (5, 6, False, "")

@@ -6,9 +6,11 @@ import time
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from tests.support.comm.ranks import run_ranks
 from tllm.comm.collectives.group import Group, local_groups
+from tllm.devices.choose import CPU
 from tllm.node.roles.sum_latency import (
     FEW,
     LONGEST,
@@ -38,7 +40,7 @@ def test_both_end_together_though_one_has_less_time() -> None:
 
 def test_a_long_sum_is_as_long_as_its_time_allows_and_alike_on_both() -> None:
     def numbers(group: Group) -> list[int]:
-        return [len(_long(group, seconds)) for seconds in (0.0, 1e3)]
+        return [len(_long(group, seconds, CPU)) for seconds in (0.0, 1e3)]
 
     assert run_ranks(local_groups(2, deadline=20.0), numbers) == [[FEW, MANY]] * 2
 
@@ -60,5 +62,5 @@ def test_neither_a_rest_nor_waiting_for_who_is_late_is_counted(monkeypatch: pyte
         really(seconds)
 
     monkeypatch.setattr("tllm.node.roles.sum_latency.time.sleep", sleep)
-    found = run_ranks(local_groups(2, deadline=20.0), lambda group: _rate_after_rest(group, 1000, 0.0))
+    found = run_ranks(local_groups(2, deadline=20.0), lambda group: _rate_after_rest(group, torch.ones(1000), 0.0))
     assert len(rests) == 2 * RESTS and found[0] == found[1] > 4000 / 0.2

@@ -281,13 +281,23 @@ def test_a_survey_is_kept_and_known_again(tmp_path: Path) -> None:
     assert read_survey(path) is None
     survey.save(path)
     assert read_survey(path) == survey
-    machines = [("a", 2), ("b", 2)]
+    machines = [("a", 2, ""), ("b", 2, "")]
     assert survey.is_of(SPEC, "serve", "float32", machines)
     assert not survey.is_of(SPEC, "train", "float32", machines)
     assert not survey.is_of(SPEC, "serve", "bfloat16", machines)
     assert not survey.is_of(spec_of(5), "serve", "float32", machines)
     assert not survey.is_of(SPEC, "serve", "float32", machines[::-1])
-    assert not survey.is_of(SPEC, "serve", "float32", [("a", 2), ("b", 4)])
+    assert not survey.is_of(SPEC, "serve", "float32", [("a", 2, ""), ("b", 4, "")])
+    assert not survey.is_of(SPEC, "serve", "float32", [("a", 2, ""), ("b", 2, "cuda:0 Some GPU")])
+
+
+def test_nodes_share_the_memory_of_their_machine_and_of_no_device_but_their_own() -> None:
+    """Two on the processors of a box, two on one of its devices and one on another."""
+    names = ("", "", "cuda:0 Some GPU", "cuda:0 Some GPU", "cuda:1 Some GPU")
+    nodes = [msgspec.structs.replace(serving_node(str(i), host="box"), device=name) for i, name in enumerate(names)]
+    devices = cluster_of(survey_of("serve", *nodes), SPEC).devices
+    assert [2**32 // one.memory for one in devices] == [2, 2, 2, 2, 1]
+    assert [one.has_spare_core for one in devices] == [False, False, False, False, True], "of two cores"
 
 
 @pytest.mark.parametrize(

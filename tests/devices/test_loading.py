@@ -1,0 +1,73 @@
+"""Weights and adapters are read onto a device as onto the processor, and each part of a model gives there what `tllm
+verify` compares it with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.device.separate_device import SEPARATE
+from tests.support.models.adapters import save_adapter
+from tests.support.models.families import save_model
+from tests.support.models.layouts import spec_of
+from tllm.comm.collectives.group import solo
+from tllm.devices.choose import CPU
+from tllm.engine.assembly import make_stage
+from tllm.model.transformer import Transformer, build
+from tllm.node.roles.comparison_record import Record, compare, fingerprints
+from tllm.node.roles.reference_model import batches_of, limits_for, write_reference
+from tllm.node.roles.verify_rank import play
+from tllm.parallel.mesh import mesh_of
+from tllm.spec.plan import Plan
+from tllm.weights.byte_source import LocalFiles
+from tllm.weights.load import load
+from tllm.weights.lora.adapter_files import read_adapter
+from tllm.weights.safetensors_index import Index
+
+EXACT = torch.float64
+IDS = (1, 17, 100, 5, 66, 42, 8, 9, 77, 2, 3, 55)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model")
+    save_model("llama", made)
+    return made
+
+
+def loaded(folder: Path, device: torch.device) -> Transformer:
+    spec, source = spec_of(folder), LocalFiles(folder)
+    model = build(spec, mesh_of(spec, Plan.parse("pp=1", spec.num_layers), 0, solo()), EXACT, "meta")
+    load(model, Index.read(source), source, EXACT, device=device)
+    return model
+
+
+def test_weights_on_a_device_are_those_of_the_files(folder: Path) -> None:
+    there = loaded(folder, SEPARATE[1])
+    assert {parameter.device for parameter in there.parameters()} == {SEPARATE[1]}
+    assert fingerprints(there) == fingerprints(loaded(folder, CPU))
+
+
+def test_an_adapter_is_where_its_model_is(folder: Path, tmp_path: Path) -> None:
+    source = LocalFiles(save_adapter(folder, tmp_path))
+    here, there = (
+        list(read_adapter(source).load(loaded(folder, device), source, EXACT).values()) for device in (CPU, SEPARATE[1])
+    )
+    assert here and len(here) == len(there)
+    for ours, theirs in zip(here, there, strict=True):
+        for x, y in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert y.device == SEPARATE[1] and torch.equal(x, y.cpu())
+
+
+def test_each_part_on_a_device_gives_what_the_undivided_model_gives(folder: Path, tmp_path: Path) -> None:
+    spec = spec_of(folder)
+    limits, plan = limits_for(spec, len(IDS)), Plan.parse("pp=1", spec.num_layers)
+    batches = batches_of(IDS, limits)
+    write_reference(folder, tmp_path, spec, EXACT, batches, limits)
+    model = loaded(folder, SEPARATE[1])
+    record = Record(model)
+    play(make_stage(model, mesh_of(spec, plan, 0, solo()), plan, None, limits), batches)
+    found = compare(record, tmp_path, model.vocab)
+    assert len(found) == spec.num_layers + 2 and max(one.relative for one in found) < 1e-12
