@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 
 from tllm.engine.compute.cache_codes import FP8, INT8, numbers_of, rounded  # noqa: E402
 from tllm.kernels.gpu.paged_attention import GpuAttention, LayerSlots, TokenTiles  # noqa: E402
+from tllm.kernels.gpu.products import GpuProducts, skinny_matmul  # noqa: E402
 from tllm.kernels.gpu.row_operations import GpuRowOperations, write_slots  # noqa: E402
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -149,3 +150,15 @@ def test_attention(dtype: torch.dtype, kind: str, parts: int, codes: str) -> Non
             want = attended(part, keys[kv, places], values[kv, places], start, of_heads, spec)
             check(out[row : row + count, first:last], want, dtype, 4)
         row += count
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_products_of_few_rows(dtype: torch.dtype, rows: int) -> None:
+    x, w = numbers(rows, 700, dtype=dtype), numbers(50, 700, dtype=dtype) / 26
+    check(skinny_matmul(x, w), x.float() @ w.float().T, dtype, 4)
+    if not INTERPRETED:
+        wide = numbers(4096, 4096, dtype=dtype) / 64
+        x, products = numbers(rows, 4096, dtype=dtype), GpuProducts()
+        check(products.matmul(x, wide), x.float() @ wide.float().T, dtype, 8)
+        assert len(products.known) == 1

@@ -15,9 +15,10 @@ DEVICES = ("cuda", "xpu")
 
 
 class GpuKernels(NamedTuple):
-    """`row_operations` are the small operations of a layer, `trained_rows` the same with gradients; `loss`,
-    `attention` and `rows` the modules of `kernels/gpu`."""
+    """`products` of few rows; `row_operations` are the small operations of a layer, `trained_rows` the same with
+    gradients; `loss`, `attention` and `rows` the modules of `kernels/gpu`."""
 
+    products: Any
     row_operations: Any
     trained_rows: Any
     loss: Any
@@ -39,4 +40,5 @@ def _loaded() -> GpuKernels | None:
     rows = importlib.import_module("tllm.kernels.gpu.row_operations")
     trained = importlib.import_module("tllm.kernels.gpu.trained_rows")
     loss = importlib.import_module("tllm.kernels.gpu.trained_loss")
-    return GpuKernels(rows.GpuRowOperations(), trained.TrainedRowOperations(), loss, attention, rows)
+    products = importlib.import_module("tllm.kernels.gpu.products").GpuProducts()
+    return GpuKernels(products, rows.GpuRowOperations(), trained.TrainedRowOperations(), loss, attention, rows)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tllm.kernels.batch_invariant import invariant_matmul, is_batch_invariant
 from tllm.kernels.float_product import float_matmul
+from tllm.kernels.gpu_kernels import gpu_kernels
 from tllm.kernels.router import router_matmul
 from tllm.kernels.row_operations import takes
 from tllm.kernels.trained_product import trained_matmul
@@ -58,7 +59,8 @@ def matmul(x_TD: Tensor, weight: Tensor | QuantizedWeight) -> Tensor:
     if torch.is_grad_enabled():
         return trained_matmul(x_TD, weight)
     if not x_TD.is_cpu:
-        return F.linear(x_TD, weight)
+        gpu = gpu_kernels(x_TD.device.type)
+        return F.linear(x_TD, weight) if gpu is None else gpu.products.matmul(x_TD, weight)
     if is_batch_invariant(weight):
         return invariant_matmul(x_TD, weight).to(x_TD.dtype)
     return float_matmul(x_TD, weight)

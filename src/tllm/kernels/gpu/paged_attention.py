@@ -32,10 +32,12 @@ LEAST_ROWS = LEAST_WIDTH = 16
 KEYS = 64
 """Keys of a block."""
 
-PROGRAMS = 512
-"""Keys are divided until there are about so many programs, several for each multiprocessor of a large GPU."""
+PROGRAMS = 256
+"""Keys are divided until there are about so many programs, two for each multiprocessor of a large GPU."""
 
-MOST_PARTS = 64
+MOST_PARTS = 16
+"""More take longer to put together than they save."""
+
 NO_CODES, INT8, FP8 = 0, 1, 2
 
 
@@ -288,6 +290,7 @@ def _attend(
         of_part = tl.where(total == 0.0, float("-inf"), largest + tl.log(tl.where(total == 0.0, 1.0, total)))
         tl.store(sums + row * parts + part, of_part, mask=is_row)
         row = row * parts + part
+        is_row = is_row & (low + 0 * r < high)  # of a part without keys nothing is read
     place = row[:, None] * WIDTH + d[None, :]
     tl.store(made + place, out.to(made.dtype.element_ty), mask=is_row[:, None] & (d < WIDTH)[None, :])
 
@@ -317,7 +320,7 @@ def _join(
     total = tl.sum(weights, 0)
     if SINKS:
         total += tl.exp(sink - largest)
-    is_place = (p < parts)[:, None] & (d < WIDTH)[None, :]
+    is_place = (weights > 0.0)[:, None] & (d < WIDTH)[None, :]
     x = tl.load(made + (row * parts + p)[:, None] * WIDTH + d[None, :], mask=is_place, other=0.0)
     y = tl.sum(x * weights[:, None], 0) / total
     tl.store(out + row * WIDTH + d, y.to(out.dtype.element_ty), mask=d < WIDTH)
