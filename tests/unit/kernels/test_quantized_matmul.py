@@ -8,23 +8,20 @@ import math
 import pytest
 import torch
 
-from tests.support.models.few_bits import KINDS, libraries
+from tests.support.models.few_bits import KINDS, libraries, name_of, take, ways
 from tllm.kernels.library import Library
-from tllm.parallel import quantized_weight
 from tllm.parallel.quantized_weight import PackedRows, QuantizedWeight
 from tllm.quantization.blocks import Blocks, dequantize
 from tllm.quantization.packed_layout import pack, unpack_rows
 from tllm.quantization.reference_matmul import reference_matmul, round_rows
 
 SHAPES = [(16, 256), (37, 512), (100, 320), (5, 48)]
-ROWS = [1, 2, 3, 4, 8, 13]
+ROWS = [1, 2, 3, 4, 8, 13, 70]
 
 
-@pytest.fixture(params=libraries(), ids=lambda library: library.instruction_set.name)
+@pytest.fixture(params=ways(), ids=name_of)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Library:
-    library: Library = request.param
-    monkeypatch.setattr(quantized_weight, "library", lambda: library)
-    return library
+    return take(request.param, monkeypatch)
 
 
 def weight_of(blocks: Blocks) -> QuantizedWeight:
