@@ -25,8 +25,9 @@
 
 #define AHEAD 4096             /* bytes of codes that are fetched before they are needed */
 #define TURN 32                /* rows that share what is read of a weight */
-#define TILES_AHEAD 3           /* products by tiles that are begun before they are needed */
 #define TILES_TURN 64          /* the same of products by tiles */
+#define NEAR 8                 /* blocks that stay in a cache while all turns, one after another, are multiplied by them */
+#define TILES_AHEAD 3          /* of which so many are begun before they are needed */
 #define PIECE 512              /* columns of which codes and scales stay near while these rows are multiplied */
 #define MOST_GROUPS (PIECE / 16)
 #define UNROLLED _Pragma("clang loop unroll(full)")
@@ -179,11 +180,7 @@ INLINE void take_up(Row *rows, const Sums *sums, int count) {
 }
 
 INLINE void put_down(Sums *sums, const Row *rows, int count, int exact) {
-    UNROLLED for (int r = 0; r < count; r++)
-        if (exact)
-            sums[r].exact = rows[r].y64;
-        else
-            sums[r].rounded = rows[r].y;
+    UNROLLED for (int r = 0; r < count; r++) sums[r] = exact ? (Sums){.exact = rows[r].y64} : (Sums){.rounded = rows[r].y};
 }
 
 /* What is the same for all rows of a group of the weight. */
@@ -192,7 +189,7 @@ typedef struct {
     int has_minimum, is_wide, exact;
 } Group;
 
-/* To a row, what one of x's groups adds: `sums` are those of code * x_code, `sum_of_x` is s * d. */
+/* To a row, what one of x's groups adds: `sums` are those of codes by x's codes, `sum_of_x` is s * d. */
 INLINE void add_sums(Row *row, const Group *group, f32x16 sums, float d, float sum_of_x) {
     f32x16 part = sums * d;
     if (group->exact) {
@@ -280,8 +277,7 @@ INLINE void multiply_tiles(const Piece *piece, Sums *sums_of_rows, int64_t row, 
     for (int64_t at = first; at < last && at < first + TILES_AHEAD * step; at += step)
         sums_at(found, piece, &x, row, at, first, step);
     for (int64_t number = piece->first; number < piece->last; number++) {
-        Group group = {.scale = piece->scales[number - piece->first], .is_wide = is_wide, .exact = exact};
-        group.has_minimum = has_minimum;
+        Group group = {piece->scales[number - piece->first], {}, has_minimum, is_wide, exact};
         if (has_minimum) group.minimum = piece->minima[number - piece->first];
         begin_group(row_of, rows);
         int64_t at = number * width, end = at + width < last ? at + width : last;
@@ -337,14 +333,12 @@ MULTIPLY_TILE(exact_tile_with_minima, TILE_ROWS, 1, 1)
 MULTIPLY_TILE(half_tile, TILE_ROWS / 2, 0, 0)
 MULTIPLY_TILE(half_tile_with_minima, TILE_ROWS / 2, 0, 1)
 
-/* Signed codes of a piece, [columns / 4, 16 outputs, 4], whatever the packed ones are like: codes less `bias`. Whether
- * all of them have a place in 8 bits. */
+/* Codes of a piece less `bias`, [columns / 4, 16 outputs, 4]. Whether 8 bits with a sign hold all of them. */
 INLINE int unpack(Piece *piece, int64_t first, int64_t columns, int kind, int bias) {
     const uint8_t *codes = piece->codes + first * (kind == BYTES ? 16 : 8);
     u8x16 table;
     memcpy(&table, piece->product->weight->table, sizeof table);
-    u8x64 largest = {}, least = {};
-    least -= 1;
+    u8x64 largest = {}, least = ~largest;
     for (int64_t k = 0; k < columns; k += kind == BYTES ? 4 : 8, codes += 64) {
         u8x64 bytes;
         memcpy(&bytes, codes, sizeof bytes);
@@ -375,10 +369,10 @@ INLINE void multiply_by_tiles(Piece *piece, Sums *sums, int64_t row, int64_t row
         if (r == 0 || here < TILE_ROWS) configure_tiles(here, w->group < X_GROUP ? X_HALF : X_GROUP);
         if (exact)
             (w->minima ? exact_tile_with_minima : exact_tile)(piece, sums + r, row + r, rest);
-        else if (here > TILE_ROWS / 2)
-            (w->minima ? tile_with_minima : tile)(piece, sums + r, row + r, rest);
-        else
+        else if (here <= TILE_ROWS / 2)
             (w->minima ? half_tile_with_minima : half_tile)(piece, sums + r, row + r, rest);
+        else
+            (w->minima ? tile_with_minima : tile)(piece, sums + r, row + r, rest);
     }
 }
 
@@ -431,14 +425,11 @@ INLINE void multiply_rows(const Product *p, int64_t block, int64_t row, int64_t 
 INLINE int fits_tiles(const PackedWeight *w) { return HAS_TILES && w->kind != FLOATS && w->group <= PIECE; }
 
 INLINE void multiply_block(const Product *p, int64_t block, int64_t row, int64_t last, int kind, int by_tiles) {
-    if (HAS_TILES && by_tiles && p->y_dtype == FLOAT64)
-        multiply_rows(p, block, row, last, kind, 1, 1);
-    else if (HAS_TILES && by_tiles)
-        multiply_rows(p, block, row, last, kind, 0, 1);
-    else if (p->y_dtype == FLOAT64)
-        multiply_rows(p, block, row, last, kind, 1, 0);
+    const int exact = p->y_dtype == FLOAT64;
+    if (HAS_TILES && by_tiles)
+        exact ? multiply_rows(p, block, row, last, kind, 1, 1) : multiply_rows(p, block, row, last, kind, 0, 1);
     else
-        multiply_rows(p, block, row, last, kind, 0, 0);
+        exact ? multiply_rows(p, block, row, last, kind, 1, 0) : multiply_rows(p, block, row, last, kind, 0, 0);
 }
 
 INLINE int64_t blocks_of(const PackedWeight *w) { return (w->outputs + LANES - 1) / LANES; }
@@ -454,28 +445,27 @@ INLINE int64_t turns_of(const Products *all, const WeightPart *part) {
     return (all->first_rows[part->expert + 1] - all->first_rows[part->expert] + turn - 1) / turn;
 }
 
-/* An item is a block of a part with a turn of rows, so that threads have as much to do each, whatever experts are
- * chosen. */
+/* An item is a block of a part with a turn of rows: threads have as much to do each, whatever experts are chosen. */
 static void multiply_items(void *of, int64_t first, int64_t last, int thread) {
     (void)thread;
     const Products *all = of;
     for (int64_t i = 0, begin = 0; i < all->count && begin < last; i++) {
         const WeightPart *part = all->parts + i;
-        const int64_t turn = turn_of(all, part), turns = turns_of(all, part), end = begin + turns * blocks_of(&part->weight);
+        const int64_t blocks = blocks_of(&part->weight), turn = turn_of(all, part), turns = turns_of(all, part);
+        const int64_t end = begin + turns * blocks;
         const int64_t rows = all->first_rows[part->expert], last_row = all->first_rows[part->expert + 1];
-        const int by_tiles = all->by_tiles && fits_tiles(&part->weight);
         Product p = all->product;
-        p.weight = &part->weight;
-        p.first_output = part->first_output;
+        p.weight = &part->weight, p.first_output = part->first_output;
         for (int64_t item = begin > first ? begin : first; item < end && item < last; item++) {
-            int64_t block = (item - begin) / turns, row = rows + (item - begin) % turns * turn;
-            int64_t stop = row + turn < last_row ? row + turn : last_row;
+            const int64_t near = (item - begin) / (NEAR * turns) * NEAR, here = (item - begin) % (NEAR * turns);
+            const int64_t count = blocks - near < NEAR ? blocks - near : NEAR, block = near + here % count;
+            const int64_t row = rows + here / count * turn, stop = row + turn < last_row ? row + turn : last_row;
             if (p.weight->kind == NIBBLES)
-                multiply_block(&p, block, row, stop, NIBBLES, by_tiles);
+                multiply_block(&p, block, row, stop, NIBBLES, turn == TILES_TURN);
             else if (p.weight->kind == NIBBLES_BY_TABLE)
-                multiply_block(&p, block, row, stop, NIBBLES_BY_TABLE, by_tiles);
+                multiply_block(&p, block, row, stop, NIBBLES_BY_TABLE, turn == TILES_TURN);
             else if (p.weight->kind == BYTES)
-                multiply_block(&p, block, row, stop, BYTES, by_tiles);
+                multiply_block(&p, block, row, stop, BYTES, turn == TILES_TURN);
             else
                 multiply_block(&p, block, row, stop, FLOATS, 0);
         }
