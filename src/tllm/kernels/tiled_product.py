@@ -32,20 +32,25 @@ class PackedProductKind(NamedTuple):
     columns: int
     codes: int
     group: int
+    exact: bool
     threads: int
 
 
 choices = Autotuned[PackedProductKind]("product of few bits")
 
 
-def multiply(kernels: Library, rows: int, outputs: int, weight: PackedWeightArguments, product: Product) -> None:
-    """Make a product in the way that is the faster, of `rows` rows for each weight; all weights are like this one."""
-    product(kernels.has_tiles and rows > 1 and _tiles_are_faster(rows, outputs, weight, product))
-
-
-def _tiles_are_faster(rows: int, outputs: int, weight: PackedWeightArguments, product: Product) -> bool:
+def kind_of(rows: int, outputs: int, weight: PackedWeightArguments, exact: bool) -> PackedProductKind:
+    """Of `rows` rows for each weight, where all weights are like this one."""
     alike = min(next_power_of_two(rows), MANY_ROWS)
-    kind = PackedProductKind(alike, outputs, weight.columns, weight.kind, weight.group, torch.get_num_threads())
+    return PackedProductKind(alike, outputs, weight.columns, weight.kind, weight.group, exact, torch.get_num_threads())
+
+
+def multiply(kernels: Library, kind: PackedProductKind, product: Product) -> None:
+    """Make a product in the way that is the faster. A single row is not measured: a tile has place for sixteen."""
+    product(kernels.has_tiles and kind.rows > 1 and _tiles_are_faster(kind, product))
+
+
+def _tiles_are_faster(kind: PackedProductKind, product: Product) -> bool:
     choice = choices.known.get(kind)
     if choice is None:
         ways = {"vectors": partial(product, False), "tiles": partial(product, True)}

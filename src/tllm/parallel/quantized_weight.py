@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from tllm.kernels.batch_invariant import is_batch_invariant, make_batch_invariant
 from tllm.kernels.library import EXPONENT, NUMBERS, Library, PackedWeightArguments, WeightPartArguments, library
-from tllm.kernels.tiled_product import multiply
+from tllm.kernels.tiled_product import kind_of, multiply
 from tllm.quantization.blocks import Code, Scheme
 from tllm.quantization.packed_layout import PackedTensors, padded_columns, unpack_rows
 from tllm.quantization.reference_matmul import reference_matmul
@@ -135,13 +135,9 @@ class WeightParts:
                     y_NF[here, at : at + part.outputs] = y
                 continue
             scratch = torch.empty(kernels.scratch_bytes(len(wide), arguments[0].weight.padded), dtype=torch.uint8)
-            multiply(
-                kernels,
-                len(wide) // (len(first_rows) - 1),
-                sum(part.outputs for _, _, part in parts),
-                arguments[0].weight,
-                partial(_multiply, kernels, arguments, first_rows, wide, y_NF, scratch),
-            )
+            outputs = sum(part.outputs for _, _, part in parts)
+            kind = kind_of(len(wide) // (len(first_rows) - 1), outputs, arguments[0].weight, exact)
+            multiply(kernels, kind, partial(_multiply, kernels, arguments, first_rows, wide, y_NF, scratch))
         return y_NF
 
 

@@ -11,7 +11,7 @@ import pytest
 from tllm.kernels import instruction_sets
 from tllm.kernels.instruction_sets import AMX, VNNI, may_use, supported
 from tllm.kernels.library import PackedWeightArguments
-from tllm.kernels.tiled_product import choices, multiply
+from tllm.kernels.tiled_product import choices, kind_of, multiply
 
 KERNELS = SimpleNamespace(has_tiles=True)
 WEIGHT = PackedWeightArguments(columns=64, kind=0, group=32)
@@ -37,21 +37,21 @@ def slow_by(made: list[bool], slow: bool) -> Callable[[bool], None]:
 @pytest.mark.parametrize("faster", [False, True])
 def test_the_faster_way_is_taken_for_products_that_are_alike(made: list[bool], faster: bool) -> None:
     product = slow_by(made, slow=not faster)
-    multiply(KERNELS, 20, 48, WEIGHT, product)  # type: ignore[arg-type]
+    multiply(KERNELS, kind_of(20, 48, WEIGHT, False), product)  # type: ignore[arg-type]
     assert set(made) == {False, True} and made[-1] is faster
     made.clear()
-    multiply(KERNELS, 32, 48, WEIGHT, product)  # type: ignore[arg-type]
+    multiply(KERNELS, kind_of(32, 48, WEIGHT, False), product)  # type: ignore[arg-type]
     assert made == [faster]
     assert [(kind.rows, kind.outputs, kind.columns, kind.codes, kind.group) for kind in choices.known] == [
         (32, 48, 64, 0, 32)
     ]
-    multiply(KERNELS, 5000, 48, WEIGHT, product)  # type: ignore[arg-type]
-    assert {kind.rows for kind in choices.known} == {32, 512}
+    multiply(KERNELS, kind_of(5000, 48, WEIGHT, True), product)  # type: ignore[arg-type]
+    assert {(kind.rows, kind.exact) for kind in choices.known} == {(32, False), (512, True)}
 
 
 @pytest.mark.parametrize(("has_tiles", "rows"), [(False, 512), (True, 1)])
 def test_nothing_is_measured_without_tiles_or_for_one_row(made: list[bool], has_tiles: bool, rows: int) -> None:
-    multiply(SimpleNamespace(has_tiles=has_tiles), rows, 48, WEIGHT, made.append)  # type: ignore[arg-type]
+    multiply(SimpleNamespace(has_tiles=has_tiles), kind_of(rows, 48, WEIGHT, False), made.append)  # type: ignore[arg-type]
     assert made == [False] and not choices.known
 
 
