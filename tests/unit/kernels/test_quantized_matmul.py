@@ -11,7 +11,7 @@ import torch
 from tests.support.models.few_bits import KINDS, libraries, name_of, take, ways
 from tllm.kernels.library import Library
 from tllm.parallel.quantized_weight import PackedRows, QuantizedWeight
-from tllm.quantization.blocks import Blocks, dequantize
+from tllm.quantization.blocks import Blocks, Scheme, dequantize
 from tllm.quantization.packed_layout import pack, unpack_rows
 from tllm.quantization.reference_matmul import reference_matmul, round_rows
 
@@ -149,3 +149,14 @@ def test_columns_before_the_cut_meet_zeros(kernels: Library) -> None:
     weight = QuantizedWeight([PackedRows(pack(packed), packed.scheme, 16, lead + 100, lead)], 100)
     wide = torch.cat((torch.zeros(3, lead), x), 1)
     assert torch.equal(weight.matmul(x), weight_of(packed).matmul(wide))
+
+
+def test_codes_that_eight_bits_with_a_sign_do_not_hold(kernels: Library) -> None:
+    """As GPTQ of 8 bits with zeros: tiles take 128 from each and the rest from the sums."""
+    torch.manual_seed(7)
+    codes, zeros = torch.randint(0, 256, (2, 20, 256), dtype=torch.uint8)
+    blocks = Blocks(Scheme(8, 64), codes, torch.rand(20, 4).half(), zeros=zeros[:, ::64])
+    x = torch.randn(21, 256)
+    for exact in (False, True):
+        want = reference_matmul(x, pack(blocks), blocks.scheme, 20, exact)
+        assert torch.equal(weight_of(blocks).matmul(x, exact), want)
