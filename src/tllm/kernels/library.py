@@ -36,10 +36,11 @@ EXPONENT = 7
 
 SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "tllm_set_threads": (None, [c_void_p] * 3),
+    "tllm_has_tiles": (c_int, []),
     "tllm_scratch_bytes": (c_int64, [c_int64] * 2),
     "tllm_quantized_matmul": (
         None,
-        [c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int, c_void_p, c_int64, c_int, c_void_p, c_int],
+        [c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int, c_void_p, c_int64, c_int, c_void_p, c_int, c_int],
     ),
     "tllm_float_matmul": (
         None,
@@ -149,6 +150,7 @@ class Library:
         for name, (result, arguments) in SIGNATURES.items():
             function = getattr(functions, name)
             function.restype, function.argtypes = result, arguments
+        self.has_tiles = bool(functions.tllm_has_tiles())
         self.quantized_matmul = functions.tllm_quantized_matmul
         self.float_matmul = functions.tllm_float_matmul
         self.loading = LoadingFunctions(

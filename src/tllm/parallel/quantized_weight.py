@@ -6,6 +6,7 @@ import ctypes
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from tllm.kernels.batch_invariant import is_batch_invariant, make_batch_invariant
-from tllm.kernels.library import EXPONENT, NUMBERS, PackedWeightArguments, WeightPartArguments, library
+from tllm.kernels.library import EXPONENT, NUMBERS, Library, PackedWeightArguments, WeightPartArguments, library
+from tllm.kernels.tiled_product import kind_of, multiply
 from tllm.quantization.blocks import Code, Scheme
 from tllm.quantization.packed_layout import PackedTensors, padded_columns, unpack_rows
 from tllm.quantization.reference_matmul import reference_matmul
@@ -133,19 +135,9 @@ class WeightParts:
                     y_NF[here, at : at + part.outputs] = y
                 continue
             scratch = torch.empty(kernels.scratch_bytes(len(wide), arguments[0].weight.padded), dtype=torch.uint8)
-            kernels.quantized_matmul(
-                arguments,
-                len(parts),
-                first_rows.data_ptr(),
-                len(first_rows) - 1,
-                wide.data_ptr(),
-                NUMBERS[wide.dtype],
-                y_NF.data_ptr(),
-                self.outputs,
-                NUMBERS[y_NF.dtype],
-                scratch.data_ptr(),
-                torch.get_num_threads(),
-            )
+            outputs = sum(part.outputs for _, _, part in parts)
+            kind = kind_of(len(wide) // (len(first_rows) - 1), outputs, arguments[0].weight, exact)
+            multiply(kernels, kind, partial(_multiply, kernels, arguments, first_rows, wide, y_NF, scratch))
         return y_NF
 
 
@@ -178,6 +170,32 @@ def _arguments(parts: Sequence[tuple[int, int, PackedRows]]) -> ctypes.Array[Wei
     """What the kernel takes of parts that have the same columns."""
     found = [WeightPartArguments(part.arguments(), expert, at) for expert, at, part in parts]
     return (WeightPartArguments * len(found))(*found)
+
+
+def _multiply(
+    kernels: Library,
+    parts: ctypes.Array[WeightPartArguments],
+    first_rows: Tensor,
+    x_ND: Tensor,
+    y_NF: Tensor,
+    scratch: Tensor,
+    by_tiles: bool,
+) -> None:
+    """Write x W^T of each part to its place in y."""
+    kernels.quantized_matmul(
+        parts,
+        len(parts),
+        first_rows.data_ptr(),
+        len(first_rows) - 1,
+        x_ND.data_ptr(),
+        NUMBERS[x_ND.dtype],
+        y_NF.data_ptr(),
+        y_NF.shape[1],
+        NUMBERS[y_NF.dtype],
+        scratch.data_ptr(),
+        by_tiles,
+        torch.get_num_threads(),
+    )
 
 
 class QuantizedWeight:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import Tensor
 
 from tllm.kernels.library import Library, compiled, path_of
+from tllm.parallel import quantized_weight
 from tllm.quantization.blocks import Blocks, Scheme
 from tllm.quantization.round_weights import round_weights
 
@@ -104,3 +106,20 @@ KINDS: dict[str, Callable[[int, int], Blocks]] = {
 def libraries() -> list[Library]:
     """The kernels of each instruction set that this processor has."""
     return [Library(one, path_of(one)) for one in compiled()]
+
+
+def ways() -> list[tuple[Library, bool]]:
+    """The ways to make a product: the kernels of each instruction set, and of those with tiles by tiles too."""
+    return [(one, by_tiles) for one in libraries() for by_tiles in (False, True)[: 1 + one.has_tiles]]
+
+
+def take(way: tuple[Library, bool], monkeypatch: pytest.MonkeyPatch) -> Library:
+    """Let all products be made so."""
+    kernels, by_tiles = way
+    monkeypatch.setattr(quantized_weight, "library", lambda: kernels)
+    monkeypatch.setattr(quantized_weight, "multiply", lambda *arguments: arguments[-1](by_tiles))
+    return kernels
+
+
+def name_of(way: tuple[Library, bool]) -> str:
+    return way[0].instruction_set.name + " tiles" * way[1]

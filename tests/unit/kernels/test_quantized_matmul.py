@@ -8,23 +8,20 @@ import math
 import pytest
 import torch
 
-from tests.support.models.few_bits import KINDS, libraries
+from tests.support.models.few_bits import KINDS, libraries, name_of, take, ways
 from tllm.kernels.library import Library
-from tllm.parallel import quantized_weight
 from tllm.parallel.quantized_weight import PackedRows, QuantizedWeight
-from tllm.quantization.blocks import Blocks, dequantize
+from tllm.quantization.blocks import Blocks, Scheme, dequantize
 from tllm.quantization.packed_layout import pack, unpack_rows
 from tllm.quantization.reference_matmul import reference_matmul, round_rows
 
 SHAPES = [(16, 256), (37, 512), (100, 320), (5, 48)]
-ROWS = [1, 2, 3, 4, 8, 13]
+ROWS = [1, 2, 3, 4, 8, 13, 70]
 
 
-@pytest.fixture(params=libraries(), ids=lambda library: library.instruction_set.name)
+@pytest.fixture(params=ways(), ids=name_of)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Library:
-    library: Library = request.param
-    monkeypatch.setattr(quantized_weight, "library", lambda: library)
-    return library
+    return take(request.param, monkeypatch)
 
 
 def weight_of(blocks: Blocks) -> QuantizedWeight:
@@ -152,3 +149,14 @@ def test_columns_before_the_cut_meet_zeros(kernels: Library) -> None:
     weight = QuantizedWeight([PackedRows(pack(packed), packed.scheme, 16, lead + 100, lead)], 100)
     wide = torch.cat((torch.zeros(3, lead), x), 1)
     assert torch.equal(weight.matmul(x), weight_of(packed).matmul(wide))
+
+
+def test_codes_that_eight_bits_with_a_sign_do_not_hold(kernels: Library) -> None:
+    """As GPTQ of 8 bits with zeros: tiles take 128 from each and the rest from the sums."""
+    torch.manual_seed(7)
+    codes, zeros = torch.randint(0, 256, (2, 20, 256), dtype=torch.uint8)
+    blocks = Blocks(Scheme(8, 64), codes, torch.rand(20, 4).half(), zeros=zeros[:, ::64])
+    x = torch.randn(21, 256)
+    for exact in (False, True):
+        want = reference_matmul(x, pack(blocks), blocks.scheme, 20, exact)
+        assert torch.equal(weight_of(blocks).matmul(x, exact), want)

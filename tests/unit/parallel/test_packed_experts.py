@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.models.few_bits import KINDS, libraries
+from tests.support.models.few_bits import KINDS, name_of, take, ways
 from tllm.comm.collectives.group import solo
 from tllm.kernels.library import Library
 from tllm.model.mlp import gate
@@ -36,11 +36,9 @@ from tllm.spec.cut import Range
 COUNT, HIDDEN, WIDTH, CHOICES = 5, 96, 128, 2
 
 
-@pytest.fixture(params=libraries(), ids=lambda library: library.instruction_set.name)
+@pytest.fixture(params=ways(), ids=name_of)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Library:
-    library: Library = request.param
-    monkeypatch.setattr(quantized_weight, "library", lambda: library)
-    return library
+    return take(request.param, monkeypatch)
 
 
 def weight_of(blocks: Blocks) -> QuantizedWeight:

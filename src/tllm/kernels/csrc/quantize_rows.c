@@ -11,26 +11,31 @@ typedef struct {
     int dtype;
 } Job;
 
-static void quantize_group(int8_t *codes, float *scale, int32_t *sums, const float *x) {
-    float largest = 0, wrong = 0;
-    for (int i = 0; i < X_GROUP; i++) {
-        float size = x[i] < 0 ? -x[i] : x[i];
-        largest = size > largest ? size : largest;
-        wrong += x[i] * 0;
-    }
-    int is_finite = wrong == 0;
-    float inverse = largest > 0 && is_finite ? 127 / largest : 0;
+INLINE f32x16 size_of(f32x16 x) { return (f32x16)((u32x16)x & 0x7fffffffu); }
+
+/* To the nearest whole number, ties to even, by the bits of a sum whose last one counts as 1. |x| is small. */
+INLINE i32x16 nearest(f32x16 x) {
+    const float one_in_last_bit = 12582912.0f; /* 1.5 * 2^23 */
+    return (i32x16)(x + one_in_last_bit) - (i32x16)splat(one_in_last_bit);
+}
+
+/* The codes of 32 numbers, and the sums of each half of them, `pitch` apart. */
+INLINE void quantize_group(int8_t *codes, float *scale, int32_t *sums, int64_t pitch, const f32x16 *x) {
+    f32x16 sizes[2] = {size_of(x[0]), size_of(x[1])};
+    /* As whole numbers the bits of sizes have the same order, and what is not finite is above all. */
+    u32x16 largest_bits = __builtin_elementwise_max((u32x16)sizes[0], (u32x16)sizes[1]);
+    uint32_t bits = __builtin_reduce_max(largest_bits);
+    float largest;
+    memcpy(&largest, &bits, sizeof largest);
+    int is_finite = bits < 0x7f800000u;
+    float inverse = bits && is_finite ? 127 / largest : 0;
     if (inverse > 3.4e38f) inverse = 0; /* of a group too small to have an inverse: it counts as zeros */
     *scale = is_finite ? (inverse > 0 ? largest / 127 : 0) : NAN;
     for (int half = 0; half < 2; half++) {
-        int32_t sum = 0;
-        for (int i = 0; i < X_HALF; i++) {
-            float scaled = is_finite ? x[half * X_HALF + i] * inverse : 0;
-            int32_t code = (int32_t)__builtin_rintf(scaled);
-            codes[half * X_HALF + i] = (int8_t)code;
-            sum += code;
-        }
-        sums[half] = sum;
+        i32x16 some = is_finite ? nearest(x[half] * inverse) : (i32x16){};
+        i8x16 narrow = __builtin_convertvector(some, i8x16);
+        memcpy(codes + half * X_HALF, &narrow, sizeof narrow);
+        sums[half * pitch] = __builtin_reduce_add(some);
     }
 }
 
@@ -41,18 +46,19 @@ static void quantize_some(void *of, int64_t first, int64_t last, int thread) {
     for (int64_t item = first; item < last; item++) {
         int64_t row = item / into->groups, group = item % into->groups;
         int64_t column = group * X_GROUP, left = job->columns - column;
-        float x[X_GROUP];
+        f32x16 x[2];
         for (int half = 0; half < 2; half++) {
             int64_t at = row * job->columns + column + half * X_HALF;
-            f32x16 some = load_up_to(job->x, at, left - half * X_HALF, job->dtype);
-            memcpy(x + half * X_HALF, &some, sizeof some);
+            x[half] = load_up_to(job->x, at, left - half * X_HALF, job->dtype);
         }
-        quantize_group(into->codes + row * into->padded + column, into->scales + item, into->sums + 2 * item, x);
+        int64_t to = group * into->rows + row;
+        int32_t *sums = into->sums + 2 * group * into->rows + row;
+        quantize_group(into->codes + to * X_GROUP, into->scales + to, sums, into->rows, x);
     }
 }
 
-void quantize_rows(QuantizedRows into, const void *x, int64_t rows, int64_t columns, int dtype, int threads) {
+void quantize_rows(QuantizedRows into, const void *x, int64_t columns, int dtype, int threads) {
     Job job = {into, x, columns, dtype};
-    int64_t items = rows * into.groups;
+    int64_t items = into.rows * into.groups;
     run_parallel(quantize_some, &job, items, 64, items < 1024 ? 1 : threads);
 }

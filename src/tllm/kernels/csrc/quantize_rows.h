@@ -7,17 +7,18 @@
 #define X_GROUP 32
 #define X_HALF 16
 
-/* Rows of `columns` padded to whole groups: codes [rows, padded], scales [rows, groups], and the sums of the codes of
- * each half group, [rows, 2 groups]. */
+/* Rows of columns padded to whole groups, of which each group lies as one: codes [groups, rows, 32], scales
+ * [groups, rows], and the sums of the codes of each half group, [2 groups, rows]. So some rows of a group lie together,
+ * whichever are the first and the last. */
 typedef struct {
     int8_t *codes;
     float *scales;
     int32_t *sums;
-    int64_t padded, groups;
+    int64_t rows, groups;
 } QuantizedRows;
 
 /* x [rows, columns] of a dtype. scale = largest / 127, code = x * (127 / largest) to the nearest, ties to even. A group
  * with a number that is not finite has the scale NaN, so that its products are NaN. */
-void quantize_rows(QuantizedRows into, const void *x, int64_t rows, int64_t columns, int dtype, int threads);
+void quantize_rows(QuantizedRows into, const void *x, int64_t columns, int dtype, int threads);
 
 #endif
