@@ -152,7 +152,7 @@ def golden(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", soak_but(PLANS[4::2], PLANS))
+@pytest.mark.parametrize("plan", soak_but([PLANS[6], PLANS[10], PLANS[12]], PLANS))
 def test_every_plan_is_the_run_of_one_process(
     plan: str, model: Path, golden: tuple[list[float], Path], tmp_path: Path
 ) -> None:
@@ -217,8 +217,8 @@ def test_a_save_holds_the_adapter_and_its_states_alone(golden: tuple[list[float]
 @pytest.mark.slow
 def test_ways_to_send_less_and_local_steps_train_adapters_too(model: Path, tmp_path: Path) -> None:
     for number, way in enumerate((dict(local_steps=2), dict(delay_steps=1), dict(gradient_compression="int8"))):
-        got = records(train(lora_job(model, tmp_path / f"run{number}", dtype="float32", **way), "dp=2"))
-        assert len(got) == 6 and adapter(tmp_path / f"run{number}")
+        got = records(train(lora_job(model, tmp_path / f"run{number}", dtype="float32", max_steps=3, **way), "dp=2"))
+        assert len(got) == 3 and adapter(tmp_path / f"run{number}")
 
 
 @pytest.mark.slow
