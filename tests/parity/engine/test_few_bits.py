@@ -14,7 +14,7 @@ from tests.support.models.few_bits import libraries
 from tests.support.models.gguf_models import write_gguf
 from tests.support.models.layouts import spec_of
 from tests.support.models.quantized_folders import FORMATS, fp8, save_mxfp4, save_quantized
-from tests.support.selection import EACH_PART, covering, in_turn
+from tests.support.selection import EACH_PART, covering, in_turn, soak_but
 from tllm.engine.engine import Engine
 from tllm.engine.schedule.limits import EngineConfig
 from tllm.kernels import row_operations
@@ -224,7 +224,7 @@ def test_stacked_experts_of_a_gguf_file(tmp_path: Path) -> None:
     truth = save_model("qwen3_moe", tmp_path / "plain", **EXPERTS, decoder_sparse_step=1)
     path = write_gguf(truth, tmp_path / "model.gguf", kind)
     found = scored(path, "pp=1", CONFIG)
-    for layout in layouts("qwen3_moe"):
+    for layout in layouts("qwen3_moe")[2::3]:
         assert scored(path, layout, CONFIG) == found, layout
 
 
@@ -236,7 +236,7 @@ UPS = ("MXFP4", "Q4_0", "F16")
 
 
 @EACH_PART
-@pytest.mark.parametrize("up", UPS)
+@pytest.mark.parametrize("up", soak_but(UPS[:2], UPS))
 def test_gates_and_ups_of_a_gguf_file_become_one_matrix(up: str, part: str, tmp_path: Path) -> None:
     """To the bit under every layout. Of unlike types they are plain numbers, and so is all of an expert; then layouts
     differ by rounding."""

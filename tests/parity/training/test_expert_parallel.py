@@ -136,8 +136,6 @@ def test_a_save_goes_on_with_other_experts_on_each_rank(turned: bool, tmp_path: 
 
 
 BALANCED = (
-    Layout(dp=(3, 1)),
-    Layout(shares=TP2),
     Layout(shares=TP2, sequence=True),
     Layout(2, "zero_bubble", recompute="layer"),
     Layout(cp=3),

@@ -85,7 +85,8 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(
-    "name", soak_but([name for name in LAYOUTS if name not in ("sequence", "zero bubble")], LAYOUTS)
+    "name",
+    soak_but([name for name in LAYOUTS if name not in ("gpipe", "sequence", "zero bubble", "layers again")], LAYOUTS),
 )
 def test_every_layout_goes_with_it(name: str, tmp_path: Path) -> None:
     """SGD follows each gradient as it is, where AdamW would hide its size."""
@@ -139,7 +140,7 @@ def run_of(folder: Path, root: Path, parts: list[tuple[Layout, range]], dtype: t
     return {name: opened.whole(name) for name in opened.shapes}
 
 
-@pytest.mark.parametrize(("before", "after"), soak_but(CHANGES[:2], CHANGES))
+@pytest.mark.parametrize(("before", "after"), soak_but(CHANGES[1:2], CHANGES))
 def test_another_layout_goes_on_where_one_stopped(before: Layout, after: Layout, tmp_path: Path) -> None:
     save_model("llama_mha_tied_bias", tmp_path)
     want = run_of(tmp_path, tmp_path / "whole", [(Layout(), range(STEPS))], torch.float64)

@@ -181,7 +181,7 @@ def exact_run(task: Path, run: Path, plan: str) -> None:
         assert metrics[f"{RATIO}/min"] == metrics[f"{RATIO}/max"] == 1
 
 
-@pytest.mark.parametrize("plan", ["pp=2", "dp=2,zero=1"])
+@pytest.mark.parametrize("plan", soak_but(["dp=2,zero=1"], ["pp=2", "dp=2,zero=1"]))
 def test_ratios_are_one_in_later_turns_too(plan: str, exact: Path, tmp_path: Path) -> None:
     """With `deterministic = true`, though a later turn's prompt is computed otherwise than it was written."""
     exact_run(exact / "task", tmp_path / "run", plan)
