@@ -3,10 +3,13 @@ PYTHON ?= python3
 PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
-PROCESSES := tests/e2e tests/docs tests/multi tests/fuzz
+PROCESSES := tests/e2e tests/multi/faults tests/docs tests/multi tests/fuzz
 KERNELS := $(wildcard src/tllm/kernels/csrc/*)
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 TORCH := $(shell sed -n 's/^\(torch==.*\)$$/\1/p' requirements.lock)
+
+# What one process of a test has compiled is there for the next, whatever the caller's shell says of it.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-numbers test-devices test-processes test-masked check fix docs bench soak gpu tiny-model clean
@@ -31,7 +34,7 @@ test-devices: $(VENV)/.dev
 	@$(BIN)/python -m pytest -m "not soak" --numprocesses 2 tests/devices $(PYTEST_ARGS)
 
 # Each file of these starts its processes once, so it stays in one place. Files of few and long tests come first: one
-# that began last would keep one core alone. Sixteen minutes or so: variants of what is proved here are in `make soak`.
+# that began last would keep one core alone. Variants of what is proved here are in `make soak`.
 test-processes: $(VENV)/.dev
 	@$(BIN)/python -m pytest -m "not soak" --numprocesses 2 --dist loadfile --no-loadscope-reorder \
 		$(PROCESSES) $(PYTEST_ARGS)

@@ -11,6 +11,9 @@ import pytest
 import tokenizers
 
 from tests.support.cluster.commands import tllm
+from tests.support.selection import soak_but
+
+PLANS = ("pp=2,tp=1+2,layers=1+3", "tp=3,shares=1:2:1")
 
 
 def generate(folder: Path, *more: str) -> dict[str, object]:
@@ -23,7 +26,7 @@ def generate(folder: Path, *more: str) -> dict[str, object]:
 pytestmark = pytest.mark.timeout(300)  # each starts several processes that load torch
 
 
-@pytest.mark.parametrize("plan", ["pp=2,tp=1+2,layers=1+3", "tp=3,shares=1:2:1"])
+@pytest.mark.parametrize("plan", soak_but(PLANS[:1], PLANS))
 def test_a_cut_model_gives_the_ids_of_the_whole_one(folder: Path, plan: str) -> None:
     whole, cut = generate(folder), generate(folder, "--plan", plan)
     assert len(whole["token_ids"]) == 16  # type: ignore[arg-type]

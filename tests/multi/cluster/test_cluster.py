@@ -19,6 +19,7 @@ import pytest
 from tests.support.cluster.processes import descendants, wait_until_gone
 from tests.support.commands.forked_command import ForkedCommand
 from tests.support.models.families import save_model
+from tests.support.selection import soak_but
 from tllm.core.errors import (
     AuthError,
     CapacityError,
@@ -79,7 +80,10 @@ def pid_of(cluster: Serving, rank: int) -> int:
     return cluster.state.ranks[rank].facts.pid
 
 
-@pytest.mark.parametrize("plan", ["pp=2", "pp=2,tp=1+2", "tp=3,shares=1:2:1"])
+PLANS = ("pp=2", "pp=2,tp=1+2", "tp=3,shares=1:2:1")
+
+
+@pytest.mark.parametrize("plan", soak_but(PLANS[1:], PLANS))
 def test_a_cluster_computes_what_one_process_does_and_reads_each_byte_once(
     plan: str, model: Path, truth: list[int]
 ) -> None:

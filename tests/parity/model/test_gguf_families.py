@@ -16,6 +16,7 @@ from tests.parity.model.test_layouts import prompt
 from tests.support.models.families import YARN, save_model
 from tests.support.models.gguf_models import write_gguf
 from tests.support.models.layouts import logits_under, spec_of
+from tests.support.selection import EACH_PART, in_turn
 from tllm.quantization.blocks import Blocks, dequantize
 from tllm.spec.gguf.gguf_config import ARCHITECTURES as CONFIGS
 from tllm.spec.gguf.gguf_keys import GgufKeys
@@ -104,7 +105,7 @@ CASES: dict[str, tuple[str, dict[str, Any], bool]] = {
 UNTOLD = {"glm4_moe_lite": "deepseek_v3"}
 """Families that no file tells from others, which are the same."""
 
-LAYOUTS = ("pp=1", "tp=3,shares=1:2:1", "pp=2,tp=1+2")
+LAYOUTS = ("tp=3,shares=1:2:1", "pp=2,tp=1+2")
 
 
 def mixed(name: str) -> str:
@@ -121,8 +122,9 @@ def fill(model: nn.Module, path: Path) -> None:
     load(model, open_index(source, read_config(path)), source)
 
 
+@EACH_PART
 @pytest.mark.parametrize("case", CASES)
-def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+def test_logits_are_those_of_transformers(case: str, part: str, tmp_path: Path) -> None:
     family, own, _ = CASES[case]
     truth = save_model(family, tmp_path / "plain", **own)
     path = write_gguf(truth, tmp_path / "model.gguf", mixed, old=case.endswith("_old"))
@@ -136,7 +138,8 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
         want = truth(ids_T[None]).logits[0]
     unsplit = logits_under(path, "pp=1", ids_T, torch.float64, fill=fill)
     torch.testing.assert_close(unsplit.float(), want, rtol=0, atol=2e-5)
-    for layout in (*LAYOUTS, *(["tp=2,experts=spread"] if "moe" in family or family == "mixtral" else [])):
+    spread = ["tp=2,experts=spread"] if "moe" in family or family == "mixtral" else []
+    for layout in in_turn([*LAYOUTS, *spread], case, CASES, part, count=1):
         got = logits_under(path, layout, ids_T, torch.float32, fill=fill)
         torch.testing.assert_close(got, want, rtol=0, atol=2e-5, msg=lambda m, at=layout: f"{case} {at}: {m}")
 

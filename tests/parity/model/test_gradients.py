@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.models.families import FAMILIES, TRAINABLE, save_model
+from tests.support.models.families import FAMILIES, TRAINABLE, UNLIKE, save_model
 from tests.support.models.reference_gradients import Mutation, apart, gradients_under, packed, true_gradients
-from tests.support.selection import EACH_PART, in_turn
+from tests.support.selection import EACH_PART, in_turn, soak_but
 from tllm.comm.collectives.group import solo
 from tllm.model.transformer import Transformer
 from tllm.parallel import collectives as collective
@@ -46,14 +46,14 @@ def test_one_process_equals_transformers(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @EACH_PART
-@pytest.mark.parametrize("case", TRAINABLE)
+@pytest.mark.parametrize("case", soak_but(UNLIKE, TRAINABLE))
 def test_every_layout_has_the_same_gradients(case: str, part: str, tmp_path: Path) -> None:
     save_model(case, tmp_path)
     loss_64, want_64 = gradients_under(tmp_path, "pp=1", TOKENS, torch.float64)
     _, want_32 = gradients_under(tmp_path, "pp=1", TOKENS, torch.float32)
     rounded = apart(want_32, want_64)
     cuts = [(layout, sequence) for layout in layouts(case) for sequence in (False, True)]
-    for layout, sequence in in_turn(cuts, case, TRAINABLE, part, count=1):
+    for layout, sequence in in_turn(cuts, case, [*UNLIKE, *TRAINABLE], part, count=1):
         loss, in_64 = gradients_under(tmp_path, layout, TOKENS, torch.float64, sequence)
         torch.testing.assert_close(loss, loss_64, rtol=1e-13, atol=0)
         for name, distance in apart(in_64, want_64).items():
@@ -61,11 +61,11 @@ def test_every_layout_has_the_same_gradients(case: str, part: str, tmp_path: Pat
         _, in_32 = gradients_under(tmp_path, layout, TOKENS, torch.float32, sequence)
         for name, distance in apart(in_32, want_32).items():
             # Some of these gradients are small differences of large numbers: float32 itself rounds them by more.
-            limit = max(1e-6, 3 * rounded[name])
+            limit = max(2e-6, 3 * rounded[name])
             assert distance < limit, f"{case} {layout} {name}: {distance:.1e} over {limit:.1e} in float32"
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", soak_but(range(6), range(12)))
 def test_odd_shapes_have_the_same_gradients(seed: int, tmp_path: Path) -> None:
     """Any number of heads, kv heads, experts, shares and tokens: fewer tokens than ranks, kv heads held three times."""
     chance = random.Random(seed)

@@ -12,7 +12,7 @@ from tests.support.models.families import save_model
 from tests.support.models.grid_gradients import gradients_on_grid, ranks_on_grid
 from tests.support.models.layouts import logits_under
 from tests.support.models.reference_gradients import apart, gradients_under, packed
-from tests.support.selection import EACH_PART, in_turn, soak_but
+from tests.support.selection import EACH_PART, covering, in_turn, soak_but
 from tllm.parallel.shard import Shard, shard_of
 
 GRIDS = ("tp=4,tensor=2d", "tp=9,tensor=2d", "tp=8,tensor=2.5d", "tp=8,tensor=3d")
@@ -23,6 +23,9 @@ FAMILIES = (
 )
 """Tied and untied tables, biases, fused projections, norms of heads and of all heads, windows, caps, scaled embeddings:
 what dense models have."""
+
+WITH_PARTS_OF_THEIR_OWN = ("llama_mqa", "qwen3", "phi3", "gemma2", "olmo2")
+"""Beside the two that every grid or another meets whole."""
 
 TOKENS = packed([1, 7, 7, 18, 40])  # fewer documents than some grids have blocks, so that some are filling alone
 
@@ -38,8 +41,7 @@ def distances(folder: Path, grid: str, dtype: torch.dtype = torch.float64) -> di
     return found
 
 
-@pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("case", ["llama", "llama_mha_tied_bias"])
+@pytest.mark.parametrize(("case", "grid"), covering(["llama", "llama_mha_tied_bias"], GRIDS))
 def test_a_model_on_a_grid_is_that_of_one_process(case: str, grid: str, tmp_path: Path) -> None:
     """8 query heads on 2, 3 or 4 columns; 2 key-value heads, which several columns then share."""
     save_model(case, tmp_path)
@@ -55,10 +57,10 @@ def test_sixteen_ranks_do_too(grid: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @EACH_PART
-@pytest.mark.parametrize("case", FAMILIES)
+@pytest.mark.parametrize("case", soak_but(WITH_PARTS_OF_THEIR_OWN, FAMILIES))
 def test_every_dense_family_has_the_same_gradients(case: str, part: str, tmp_path: Path) -> None:
     save_model(case, tmp_path)
-    for grid in in_turn([*GRIDS], case, FAMILIES, part, count=1):
+    for grid in in_turn([*GRIDS], case, [*WITH_PARTS_OF_THEIR_OWN, *FAMILIES], part, count=1):
         for name, distance in distances(tmp_path, grid).items():
             assert distance < 1e-13, f"{case} {grid} {name}: {distance:.1e}"
 

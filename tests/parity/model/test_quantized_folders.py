@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tests.support.models.families import FAMILIES, random_model, save_model
 from tests.support.models.layouts import logits_under
 from tests.support.models.quantized_folders import FORMATS, save_mxfp4, save_quantized
 from tests.support.models.quantized_read import fast_load
+from tests.support.selection import EACH_PART, in_turn, pairs_in_turn
 from tllm.weights.formats import awq, gptq, matrix_planes
 from tllm.weights.formats.matrix_planes import Plane, unpacked
 
@@ -22,11 +24,7 @@ KEPT = {"qwen3_next_moe": r"linear_attn\.in_proj_ba", "qwen3_5": r"linear_attn\.
 """Families with gated delta nets -> the linears that their quantised folders leave plain: they are few and narrow."""
 CASES = [
     *(("llama", form) for form in FORMATS),
-    *(
-        (family, form)
-        for family in ("phi3", "qwen3_moe", *KEPT)
-        for form in ("awq", "gptq_desc_act", "int4_asymmetric", "fp8")
-    ),
+    *pairs_in_turn(("phi3", "qwen3_moe", *KEPT), ("awq", "gptq_desc_act", "int4_asymmetric", "fp8")),
 ]
 WIDTHS = dict(intermediate_size=96, head_dim=6, num_key_value_heads=4)
 """Of whole words, and of whole groups where a format's own reader asks for them."""
@@ -41,7 +39,7 @@ def folders(family: str, form: str, tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / form, save_quantized(tmp_path / "plain", tmp_path / form, FORMATS[form], KEPT.get(family, ""))
 
 
-def difference(folder: Path, slow: Path, layouts: tuple[str, ...]) -> float:
+def difference(folder: Path, slow: Path, layouts: Sequence[str]) -> float:
     """The largest difference of a logit."""
     (reader,) = json.loads((slow / "config.json").read_text())["architectures"]
     truth = getattr(transformers, reader).from_pretrained(slow, dtype=torch.float32, attn_implementation="eager")
@@ -52,9 +50,11 @@ def difference(folder: Path, slow: Path, layouts: tuple[str, ...]) -> float:
     return max(float((got - want).abs().max()) for got in found)
 
 
+@EACH_PART
 @pytest.mark.parametrize(("family", "form"), CASES)
-def test_logits_equal_transformers_on_the_dequantised_model(family: str, form: str, tmp_path: Path) -> None:
-    assert difference(*folders(family, form, tmp_path), LAYOUTS) < 2e-5
+def test_logits_equal_transformers_on_the_dequantised_model(family: str, form: str, part: str, tmp_path: Path) -> None:
+    layouts = in_turn(LAYOUTS, form, FORMATS, part, count=1)
+    assert difference(*folders(family, form, tmp_path), layouts) < 2e-5
 
 
 @pytest.mark.parametrize("form", ["awq", "int4_asymmetric", "fp8"])

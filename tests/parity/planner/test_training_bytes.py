@@ -14,6 +14,7 @@ import torch
 from tests.support.models.families import save_model
 from tests.support.models.layouts import in_threads, spec_of
 from tests.support.models.live_tensors import Live
+from tests.support.selection import EACH_PART, in_turn
 from tests.support.training.plans import full_rows, plan_of
 from tests.support.training.training_step import Layout, Rank, close, ranks_of
 from tllm.comm.collectives.group import solo
@@ -97,19 +98,21 @@ def saved(ranks: Sequence[Rank]) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("case", "dtype", "layouts"),
-    [
-        ("llama", torch.float32, LAYOUTS),
-        ("gemma2", torch.bfloat16, LAYOUTS[:5:2]),
-        ("olmo2", torch.float64, LAYOUTS[1::4]),
-        ("qwen2_moe", torch.bfloat16, LAYOUTS[::4]),
-    ],
-)
-def test_a_rank_takes_what_is_planned(case: str, dtype: torch.dtype, layouts: Sequence[Layout], tmp_path: Path) -> None:
+CASES: dict[str, tuple[torch.dtype, tuple[Layout, ...]]] = {
+    "llama": (torch.float32, LAYOUTS),
+    "gemma2": (torch.bfloat16, LAYOUTS[:5:2]),
+    "olmo2": (torch.float64, LAYOUTS[1::4]),
+    "qwen2_moe": (torch.bfloat16, LAYOUTS[::4]),
+}
+
+
+@EACH_PART
+@pytest.mark.parametrize("case", CASES)
+def test_a_rank_takes_what_is_planned(case: str, part: str, tmp_path: Path) -> None:
     save_model(case, tmp_path)
     spec = spec_of(tmp_path)
-    for layout in layouts:
+    dtype, layouts = CASES[case]
+    for layout in in_turn(layouts, case, CASES, part, count=len(LAYOUTS) if case == "llama" else 1):
         plan, optimizer = plan_of(layout, spec.num_layers), SGD() if layout.zero == 1 else AdamW()
         name, states = str(dtype).removeprefix("torch."), len(optimizer.states)
         facts = TrainingFacts(TOKENS, COUNT, dtype=name, states=states, bucket_bytes=4096)

@@ -144,7 +144,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("plan", "moment", "lost"), soak_but(CASES[:1] + CASES[3:6] + CASES[7:], CASES))
+@pytest.mark.parametrize(("plan", "moment", "lost"), soak_but(CASES[3:6] + CASES[7:9], CASES))
 def test_the_same_plan_goes_on_to_the_bit(plan: str, moment: Hurt, lost: int, model: Path, tmp_path: Path) -> None:
     check(model, tmp_path, plan, moment, lost)
 
@@ -162,14 +162,14 @@ def test_an_adapter_goes_on_to_the_bit_beside_a_model_that_is_read_again(
     check(model, tmp_path, plan, moment, lost, lora=LoraJob(r=4, lora_dropout=0.1))
 
 
-@pytest.mark.parametrize(
-    ("plans", "nodes", "lenders"),
-    [
-        (("pp=2", "pp=1", "pp=2"), ("ab", "a", "az"), ""),
-        (("dp=2,pp=2,zero=1", "pp=2", "dp=2,pp=2,zero=1"), ("abcd", "ac", "azcy"), "d"),
-        (("tp=2", "pp=1", "dp=2,zero=3"), ("ab", "a", "az"), ""),
-    ],
-)
+CHANGES = [
+    (("pp=2", "pp=1", "pp=2"), ("ab", "a", "az"), ""),
+    (("dp=2,pp=2,zero=1", "pp=2", "dp=2,pp=2,zero=1"), ("abcd", "ac", "azcy"), "d"),
+    (("tp=2", "pp=1", "dp=2,zero=3"), ("ab", "a", "az"), ""),
+]
+
+
+@pytest.mark.parametrize(("plans", "nodes", "lenders"), soak_but(CHANGES[1:], CHANGES))
 def test_fewer_go_on_and_more_take_over_again(
     plans: tuple[str, ...], nodes: tuple[str, ...], lenders: str, model: Path, tmp_path: Path
 ) -> None:
@@ -212,7 +212,7 @@ def test_two_at_once(lost: str, origin: str, model: Path, tmp_path: Path) -> Non
     assert all(torch.equal(got[name], x) for name, x in final(tmp_path / "whole").items())
 
 
-@pytest.mark.parametrize("plan", ["pp=2", "dp=2", "dp=2,zero=1", "dp=2,zero=3"])
+@pytest.mark.parametrize("plan", soak_but(["pp=2", "dp=2,zero=1"], ["pp=2", "dp=2", "dp=2,zero=1", "dp=2,zero=3"]))
 def test_copies_take_what_the_planner_says(plan: str, model: Path, tmp_path: Path) -> None:
     """Each of three float32 numbers of every element twice, of two steps; on all ranks together."""
     job = short_job(model, tmp_path / "run", max_steps=2)

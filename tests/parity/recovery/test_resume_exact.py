@@ -10,6 +10,7 @@ import torch
 
 from tests.support.models.families import save_model
 from tests.support.models.layouts import in_threads
+from tests.support.selection import soak_but
 from tests.support.training.training_step import Layout, Named, Rank, close, random_tokens, ranks_of
 from tllm.comm.collectives.group import Group, local_groups
 from tllm.training.checkpoint.async_saves import AsyncSaves
@@ -22,7 +23,7 @@ LAYOUTS = {
     "tensor": Layout(shares=((1, 2, 1),), dp=(1, 1), zero=1),
     "stages unlike": Layout(stages=2, order="1f1b", shares=((1, 1), (1,))),
 }
-STEPS, STOP = 4, 2
+STEPS, STOP = 3, 1
 
 
 def blocks_of(rank: Rank) -> list[TensorBlock]:
@@ -56,8 +57,9 @@ def trained(folder: Path, layout: Layout, root: Path, stops: tuple[int, ...]) ->
     return {name: opened.whole(name) for name in opened.shapes}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_the_same_layout_goes_on_to_the_bit(tmp_path: Path, layout: Layout) -> None:
+@pytest.mark.parametrize("name", soak_but([*LAYOUTS][1:], LAYOUTS))
+def test_the_same_layout_goes_on_to_the_bit(name: str, tmp_path: Path) -> None:
+    layout = LAYOUTS[name]
     save_model("llama", tmp_path / "model")
     found = trained(tmp_path / "model", layout, tmp_path / "stopped", (STOP, STEPS))
     want = trained(tmp_path / "model", layout, tmp_path / "whole", (STEPS,))

@@ -10,7 +10,7 @@ import torch
 
 from tests.parity.training.test_training import narrow_weights
 from tests.support.models.families import save_model
-from tests.support.selection import EACH_PART, SOME, in_turn
+from tests.support.selection import EACH_PART, SOME, in_turn, soak_but
 from tests.support.training.training_step import Layout, furthest, gradients_under, saved, train_under
 from tllm.training.data.batch_tensors import Tokens
 from tllm.training.optim.optimizer import AdamW
@@ -32,9 +32,11 @@ CASES: dict[str, dict[str, Any]] = {
         original_max_position_embeddings=128,
     ),
 }
-QUICK = ("llama_dynamic", "gemma2")
-IN_FLOAT32_TOO = (*QUICK, "gpt_oss_moe", "deepseek_v3_moe")
-"""Of each kind of attention one: the others round by the same operations."""
+UNLIKE = ("llama_dynamic", "gemma2", "gpt_oss_moe", "deepseek_v3_moe", "phi3")
+"""Of each kind of attention and of angles one."""
+
+IN_FLOAT32_TOO = ("gemma2", "deepseek_v3_moe")
+"""The others round by the same operations."""
 LAYOUTS = (
     Layout(cp=2),
     Layout(cp=3),
@@ -61,12 +63,12 @@ def documents(count: int, seed: int = 3) -> list[Tokens]:
 
 
 @EACH_PART
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in QUICK else [pytest.mark.slow]) for c in CASES])
+@pytest.mark.parametrize("case", soak_but(UNLIKE, CASES))
 def test_gradients_are_those_of_one_rank(case: str, part: str, tmp_path: Path) -> None:
     narrow_weights(tmp_path, save_model(case, tmp_path, **CASES[case]))
     shapes, microbatches = saved(tmp_path), documents(4)
     loss_1, want = gradients_under(tmp_path, Layout(), microbatches, torch.float64, shapes)
-    for layout in in_turn(LAYOUTS, case, CASES, part, count=1):
+    for layout in in_turn(LAYOUTS, case, [*UNLIKE, *CASES], part):
         loss, got = gradients_under(tmp_path, layout, microbatches, torch.float64, shapes)
         assert abs(loss - loss_1) < 1e-12 * loss_1, layout
         off, name = furthest(got, want)
@@ -90,11 +92,14 @@ def test_experts_spread_over_replicas_whose_tokens_are_spread(tmp_path: Path) ->
     assert furthest(got[2], want[2])[0] < 1e-11  # AdamW's first step divides each gradient by its own size
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [Layout(cp=3, zero=1), Layout(cp=2, dp=(2, 1), zero=2), Layout(2, "1f1b", cp=2, shares=TP2, sequence=True, zero=2)],
-    ids=str,
-)
+STEPPED = [
+    Layout(cp=2, dp=(2, 1), zero=2),
+    Layout(2, "1f1b", cp=2, shares=TP2, sequence=True, zero=2),
+    Layout(cp=3, zero=1),
+]
+
+
+@pytest.mark.parametrize("layout", soak_but(STEPPED[:2], STEPPED), ids=str)
 def test_weights_after_some_steps_are_those_of_one_rank(layout: Layout, tmp_path: Path) -> None:
     """Ranges of weights are cut over the cp ranks too, and the norm counts each element once."""
     save_model("llama", tmp_path)

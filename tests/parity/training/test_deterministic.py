@@ -102,8 +102,10 @@ def digest_of(
 def test_every_plan_ends_with_the_same_bits(tmp_path: Path) -> None:
     save_model("llama", tmp_path / "model")
     want = digest_of(tmp_path, "one", [(ONE, 2)])
-    for name, layout in EVERY.items():
-        assert digest_of(tmp_path, name, [(layout, 2)]) == want, name
+    for name in EVERY:
+        if name in ("dp 2, zero 1", "dp 8, zero 3"):  # the one is below, the other the first of these halves
+            continue
+        assert digest_of(tmp_path, name, [(EVERY[name], 2)]) == want, name
     assert digest_of(tmp_path, "halves", [(EVERY["dp 8, zero 3"], 1), (EVERY["chunks"], 2)]) == want
 
 
@@ -116,25 +118,25 @@ def test_thirty_steps_do_too(parts: dict[str, int], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "dtype", "count", "rule"),
+    ("case", "dtype", "count", "rule", "name"),
     [
-        ("qwen3_moe", torch.float32, 8, AdamW()),
-        ("gemma2", torch.float64, 8, SGD(nesterov=True)),
-        ("llama", torch.bfloat16, 8, AdamW()),
-        ("llama", torch.float32, 12, SGD()),
+        ("qwen3_moe", torch.float32, 8, AdamW(), "unlike stages, zero bubble"),
+        ("gemma2", torch.float64, 8, SGD(nesterov=True), "dp 4, zero 2"),
+        ("llama", torch.bfloat16, 8, AdamW(), "unlike stages, zero bubble"),
+        ("llama", torch.float32, 12, SGD(), "dp 4, zero 2"),
     ],
 )
-def test_every_kind_of_model_does(case: str, dtype: torch.dtype, count: int, rule: Optimizer, tmp_path: Path) -> None:
+def test_every_kind_of_model_does(
+    case: str, dtype: torch.dtype, count: int, rule: Optimizer, name: str, tmp_path: Path
+) -> None:
     save_model(case, tmp_path / "model", tie_word_embeddings=False)
     want = digest_of(tmp_path, "one", [(ONE, 2)], count, dtype, rule)
-    for name in ("dp 4, zero 2", "unlike stages, zero bubble"):
-        assert digest_of(tmp_path, name, [(EVERY[name], 2)], count, dtype, rule) == want, name
+    assert digest_of(tmp_path, name, [(EVERY[name], 2)], count, dtype, rule) == want
 
 
 def test_tied_tables_do_on_one_stage(tmp_path: Path) -> None:
     save_model("llama_mha_tied_bias", tmp_path / "model")
-    digests = {digest_of(tmp_path, name, [(EVERY[name], 2)]) for name in ("dp 2, zero 1", "dp 8, zero 3")}
-    assert digests == {digest_of(tmp_path, "one", [(ONE, 2)])}
+    assert digest_of(tmp_path, "two", [(EVERY["dp 2, zero 1"], 2)]) == digest_of(tmp_path, "one", [(ONE, 2)])
 
 
 def test_the_ordinary_mode_does_not(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_every_layout_gives_the_same_gradients(case: str, part: str, tmp_path: P
 
 @pytest.mark.slow
 @EACH_PART
-@pytest.mark.parametrize("case", FAMILIES)
+@pytest.mark.parametrize("case", soak_but(FAMILIES[1::2], FAMILIES))
 def test_narrow_weights_agree_closely_in_float32(case: str, part: str, tmp_path: Path) -> None:
     save_model(case, tmp_path)
     narrow_weights(tmp_path)
@@ -95,7 +95,9 @@ def test_narrow_weights_agree_closely_in_float32(case: str, part: str, tmp_path:
     _, exact = gradients_under(tmp_path, Layout(), microbatches, torch.float64, shapes)
     _, want = gradients_under(tmp_path, Layout(), microbatches, torch.float32, shapes)
     rounded = apart(want, exact)
-    for layout in in_turn([one for one in LAYOUTS if 4 % sum(one.dp) == 0], case, FAMILIES, part, count=1):
+    for layout in in_turn(
+        [one for one in LAYOUTS if 4 % sum(one.dp) == 0], case, [*FAMILIES[1::2], *FAMILIES], part, count=1
+    ):
         _, got = gradients_under(tmp_path, layout, microbatches, torch.float32, shapes)
         for name, off in apart(got, want).items():
             # That of a key's bias is nothing but a small difference, which float32 itself rounds by more.
@@ -134,8 +136,6 @@ def test_a_save_goes_on_with_other_experts_on_each_rank(turned: bool, tmp_path: 
 
 
 BALANCED = (
-    Layout(dp=(3, 1)),
-    Layout(shares=TP2),
     Layout(shares=TP2, sequence=True),
     Layout(2, "zero_bubble", recompute="layer"),
     Layout(cp=3),

@@ -80,7 +80,7 @@ HELD = {
 def test_what_several_ranks_hold_stays_alike(held: str, way: str, tmp_path: Path) -> None:
     case, layout = HELD[held]
     save_model(case, tmp_path)
-    shapes, batches = saved(tmp_path), [random_tokens(4, seed) for seed in range(3)]
+    shapes, batches = saved(tmp_path), [random_tokens(4, seed) for seed in range(2)]
     ranks = ranks_of(tmp_path, layout, torch.float32, clip=1.0)
     for rank in ranks:
         rank.buckets.reduction = WAYS[way](rank.buckets)
@@ -95,7 +95,7 @@ def test_what_several_ranks_hold_stays_alike(held: str, way: str, tmp_path: Path
 @pytest.mark.parametrize("way", WAYS)
 def test_zero_gives_the_same_bits(way: str, tmp_path: Path) -> None:
     save_model("llama", tmp_path)
-    shapes, batches = saved(tmp_path), [random_tokens(3, seed) for seed in range(3)]
+    shapes, batches = saved(tmp_path), [random_tokens(3, seed) for seed in range(2)]
 
     def lossy(rank: Rank) -> None:
         rank.buckets.reduction = WAYS[way](rank.buckets)
@@ -105,7 +105,7 @@ def test_zero_gives_the_same_bits(way: str, tmp_path: Path) -> None:
         return train_under(tmp_path, layout, batches, torch.float32, shapes, 1e-2, lossy)[2]
 
     want = under(0)
-    for zero in (1, 2, 3):
+    for zero in (1, 3):
         got = under(zero)
         assert all(torch.equal(got[name], want[name]) for name in want), zero
 
@@ -155,10 +155,10 @@ def test_local_steps_of_one_are_data_parallel(tmp_path: Path) -> None:
 
 def test_local_steps_do_not_depend_on_how_a_replica_is_cut(tmp_path: Path) -> None:
     save_model("qwen3", tmp_path)
-    shapes, batches = saved(tmp_path), [random_tokens(3, seed) for seed in range(6)]
-    want = learn_locally(tmp_path, Layout(dp=(1, 2)), batches, shapes, 3, (0.7, 0.9), AdamW())
+    shapes, batches = saved(tmp_path), [random_tokens(3, seed) for seed in range(4)]
+    want = learn_locally(tmp_path, Layout(dp=(1, 2)), batches, shapes, 2, (0.7, 0.9), AdamW())
     for layout in (CUT, Layout(2, "zero_bubble", shares=TP2, dp=(1, 2))):
-        off, name = furthest(learn_locally(tmp_path, layout, batches, shapes, 3, (0.7, 0.9), AdamW()), want)
+        off, name = furthest(learn_locally(tmp_path, layout, batches, shapes, 2, (0.7, 0.9), AdamW()), want)
         assert off < 1e-12, f"{layout}: {name} is off by {off}"
 
 
@@ -182,7 +182,7 @@ def late_on_one_rank(folder: Path, batches: list[list[Tokens]], shapes: Named) -
     return gather([rank], lambda rank, index: rank.parameters[index], shapes)
 
 
-@pytest.mark.parametrize("zero", soak_but([0, 3], [0, 1, 3]))
+@pytest.mark.parametrize("zero", soak_but([3], [0, 1, 3]))
 def test_late_sums_are_those_of_one_rank_that_waits(zero: Zero, tmp_path: Path) -> None:
     save_model("llama_mha_tied_bias", tmp_path)
     shapes, batches = saved(tmp_path), [random_tokens(4, seed) for seed in range(4)]

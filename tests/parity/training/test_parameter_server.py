@@ -11,7 +11,7 @@ import torch
 from tests.parity.recovery.test_resume import part_of_run
 from tests.support.models.families import save_model
 from tests.support.models.layouts import in_threads
-from tests.support.selection import covering
+from tests.support.selection import covering, soak_but
 from tests.support.training.parameter_servers import Replica, Served, served, train_served
 from tests.support.training.training_step import (
     Layout,
@@ -80,7 +80,7 @@ def test_float32_with_a_limit_differs_by_the_rounding_of_the_norm(tmp_path: Path
     assert furthest(got[2], want[2])[0] < 1e-6
 
 
-@pytest.mark.parametrize("max_staleness", [1, ASYNCHRONOUS])
+@pytest.mark.parametrize("max_staleness", soak_but([1], [1, ASYNCHRONOUS]))
 def test_without_waiting_it_still_learns(max_staleness: int, tmp_path: Path) -> None:
     """The same rows over and over: whatever the order in which gradients come, the loss falls as far as in step."""
     save_model("llama", tmp_path)

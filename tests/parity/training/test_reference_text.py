@@ -26,7 +26,7 @@ from tllm.training.data.packing import PackedRow
 from tllm.training.job.initial_model import END, open_initial_model, train_tokenizer
 from tllm.training.job.job import Job
 
-VOCABULARY, SEQ_LEN, STEPS = 512, 128, 30
+VOCABULARY, SEQ_LEN, STEPS = 512, 128, 18
 VALIDATION = 20_000
 """Tokens of the last tenth that are looked at, at most."""
 
@@ -138,5 +138,5 @@ def test_a_text_is_learned_as_by_a_plain_loop(tmp_path: Path) -> None:
     ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final", dtype=torch.float32)
     want, got = (validation_loss(model, tmp_path / "model", unseen) for model in (truth, ours))
     print(f"validation loss: {before:.4f} before, {want:.5f} by the plain loop, {got:.5f} under dp=2,pp=2")
-    assert want < before - 0.8
+    assert want < before - 0.5
     assert abs(got - want) < 1e-3

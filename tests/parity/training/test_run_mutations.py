@@ -153,7 +153,7 @@ def job_of(model: Path, run: Path) -> Job:
     dice, rows = random.Random(1), run.parent / "even.jsonl"
     lines = ({"input_ids": [dice.randrange(101) for _ in range(12)]} for _ in range(24))
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return short_job(model, run, train_files=(str(rows),), max_steps=3, dtype="float64", max_grad_norm=0.5)
+    return short_job(model, run, train_files=(str(rows),), max_steps=2, dtype="float64", max_grad_norm=0.5)
 
 
 @pytest.mark.slow

@@ -41,7 +41,8 @@ PLANS = (
     "dp=3:1:1,servers=2",
     *GRIDS,
 )
-SHORT = [plan for plan in PLANS[1::2] if plan not in GRIDS]
+SHORT = [plan for plan in PLANS[1::2] if plan not in (*GRIDS, "pp=2", "tp=2", "dp=2,zero=1")]
+"""Of each key one; what is left out is in longer ones."""
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,11 @@ def losses(news: list) -> list[float]:  # type: ignore[type-arg]
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "steps"),
-    [("llama", 30), ("qwen3_moe", 10), *soak_but([], [("qwen3_moe", 30), ("llama_mha_tied_bias", 30), ("gemma2", 30)])],
+    [
+        ("llama", 12),
+        ("qwen3_moe", 5),
+        *soak_but([], [("llama", 30), ("qwen3_moe", 30), ("llama_mha_tied_bias", 30), ("gemma2", 30)]),
+    ],
 )
 def test_the_golden_run_is_the_plain_loop(case: str, steps: int, tmp_path: Path) -> None:
     truth = save_model(case, tmp_path / "model")
@@ -121,11 +126,11 @@ def test_a_run_that_is_stopped_goes_on_under_another_plan(
     want, folder = golden
     job = short_job(model, tmp_path / "run", dtype="float64")
     steps = itertools.count(1)
-    first = train(job, before, lambda: next(steps) >= 3)
-    assert 1 <= len(losses(first)) < 6 and isinstance(first[-1], RunEnded) and first[-1].final == ""
+    first = train(job, before, lambda: next(steps) >= 2)
+    assert 1 <= len(losses(first)) < 4 and isinstance(first[-1], RunEnded) and first[-1].final == ""
     assert isinstance(first[-2], RunSaved) and first[-2].step == first[-1].step
     second = train(job, after)
-    assert [record.step for record in records([*first, *second])] == [1, 2, 3, 4, 5, 6]
+    assert [record.step for record in records([*first, *second])] == [1, 2, 3, 4]
     got = losses([*first, *second])
     assert max(abs(a - b) / b for a, b in zip(got, want, strict=True)) < 1e-12
     off, name = furthest(final(tmp_path / "run"), final(folder))

@@ -41,17 +41,20 @@ LAYOUTS = (
 )
 
 
-IN_FLOAT32_TOO = ("gemma2", "qwen3_5_moe", "gpt_oss_moe", "deepseek_v3_moe")
+HERE = tuple(case for case in UNLIKE if case not in ("llama", "qwen2_sliding", "gemma4_unified", "olmo2", "granite"))
+"""One for each layout; the others differ inside of a layer, and `test_gradients.py` cuts those."""
+
+IN_FLOAT32_TOO = ("gemma2", "gpt_oss_moe", "deepseek_v3_moe")
 """Of each kind of attention and of experts one: the others round by the same operations."""
 
 
 @pytest.mark.slow
 @EACH_PART
-@pytest.mark.parametrize("case", soak_but(UNLIKE, TRAINABLE))
+@pytest.mark.parametrize("case", soak_but(HERE, TRAINABLE))
 def test_every_layout_gives_the_same_gradients(case: str, part: str, tmp_path: Path) -> None:
     save_model(case, tmp_path)
     shapes, microbatches = saved(tmp_path), random_tokens(5)
-    layouts = in_turn(LAYOUTS, case, [*UNLIKE, *TRAINABLE], part, count=1)
+    layouts = in_turn(LAYOUTS, case, [*HERE, *TRAINABLE], part, count=1)
     in_float32 = case in IN_FLOAT32_TOO or part == REST
     # The float32 run on one rank is itself up to 2e-6 from the float64 one: these models have wide weights.
     for dtype, limit in ((torch.float64, 1e-13), (torch.float32, 4e-6))[: 1 + in_float32]:
@@ -69,7 +72,7 @@ def test_narrow_weights_agree_closely_in_float32(tmp_path: Path) -> None:
     narrow_weights(tmp_path)
     shapes, microbatches = saved(tmp_path), random_tokens(5)
     _, want = gradients_under(tmp_path, Layout(), microbatches, torch.float32, shapes)
-    for layout in LAYOUTS:
+    for layout in LAYOUTS[1::3]:
         _, got = gradients_under(tmp_path, layout, microbatches, torch.float32, shapes)
         assert furthest(got, want)[0] < 1e-6, layout
 

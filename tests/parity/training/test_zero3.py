@@ -45,8 +45,8 @@ def learned(
 @pytest.mark.parametrize(
     ("case", "dtype", "ranks", "steps"),
     [
-        ("llama", torch.float32, 2, 10),
-        ("llama_mha_tied_bias", torch.bfloat16, 4, 8),
+        ("llama", torch.float32, 2, 5),
+        ("llama_mha_tied_bias", torch.bfloat16, 4, 4),
         *soak_but(
             [],
             [
@@ -85,14 +85,15 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(
-    "name", soak_but([name for name in LAYOUTS if name not in ("sequence", "zero bubble")], LAYOUTS)
+    "name",
+    soak_but([name for name in LAYOUTS if name not in ("gpipe", "sequence", "zero bubble", "layers again")], LAYOUTS),
 )
 def test_every_layout_goes_with_it(name: str, tmp_path: Path) -> None:
     """SGD follows each gradient as it is, where AdamW would hide its size."""
     save_model("llama_mha_tied_bias", tmp_path)
     layout = LAYOUTS[name]
-    _, want = learned(tmp_path, layout, torch.float32, 3, SGD())
-    _, got = learned(tmp_path, replace(layout, zero=3), torch.float32, 3, SGD())
+    _, want = learned(tmp_path, layout, torch.float32, 2, SGD())
+    _, got = learned(tmp_path, replace(layout, zero=3), torch.float32, 2, SGD())
     assert [name for name in want if not torch.equal(got[name], want[name])] == []
 
 
@@ -101,8 +102,8 @@ def test_experts_are_spread_over_those_that_hold_them(ranks: int, tmp_path: Path
     """With 2 ranks nobody else holds an expert, and it stays whole; with 4 two ranks share its weights."""
     save_model("mixtral", tmp_path, num_local_experts=4)
     layout = Layout(dp=(1,) * ranks, ep=2)
-    _, want = learned(tmp_path, layout, torch.float32, 3, SGD())
-    _, got = learned(tmp_path, replace(layout, zero=3), torch.float32, 3, SGD())
+    _, want = learned(tmp_path, layout, torch.float32, 2, SGD())
+    _, got = learned(tmp_path, replace(layout, zero=3), torch.float32, 2, SGD())
     assert [name for name in want if not torch.equal(got[name], want[name])] == []
 
 
@@ -139,7 +140,7 @@ def run_of(folder: Path, root: Path, parts: list[tuple[Layout, range]], dtype: t
     return {name: opened.whole(name) for name in opened.shapes}
 
 
-@pytest.mark.parametrize(("before", "after"), soak_but(CHANGES[:2], CHANGES))
+@pytest.mark.parametrize(("before", "after"), soak_but(CHANGES[1:2], CHANGES))
 def test_another_layout_goes_on_where_one_stopped(before: Layout, after: Layout, tmp_path: Path) -> None:
     save_model("llama_mha_tied_bias", tmp_path)
     want = run_of(tmp_path, tmp_path / "whole", [(Layout(), range(STEPS))], torch.float64)

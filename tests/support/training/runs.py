@@ -67,8 +67,9 @@ def job_for(model: Path, run: Path, **more: Any) -> Job:
 
 
 def short_job(model: Path, run: Path, **more: Any) -> Job:
-    """The same with half the rows in a step, of which two, three and four replicas or stages have a part each."""
-    return job_for(model, run, **{"global_batch_size": 4, **more})
+    """The same with half the rows in a step, of which two, three and four replicas or stages have a part each, in fewer
+    steps: enough for one that goes on from a save of another."""
+    return job_for(model, run, **{"global_batch_size": 4, "max_steps": 4, "save_steps": 3, **more})
 
 
 def train(

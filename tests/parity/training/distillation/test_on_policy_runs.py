@@ -130,7 +130,7 @@ def logits(model: transformers.PreTrainedModel, ids_T: Tensor) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("plan", soak_but(("dp=3:1", "pp=2", "dp=2,pp=2,tp=2,zero=1,schedule=zero_bubble"), PLANS))
+@pytest.mark.parametrize("plan", soak_but(("dp=3:1", "dp=2,pp=2,tp=2,zero=1,schedule=zero_bubble"), PLANS))
 def test_every_plan_is_one_process(plan: str, folder: Path, alone: Told, tmp_path: Path) -> None:
     is_alone(*told(on_policy_job(folder, tmp_path / "run", distill=KEYS), plan), alone)
 

@@ -152,7 +152,7 @@ def golden(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", soak_but(PLANS[4::2], PLANS))
+@pytest.mark.parametrize("plan", soak_but([PLANS[6], PLANS[10], PLANS[12]], PLANS))
 def test_every_plan_is_the_run_of_one_process(
     plan: str, model: Path, golden: tuple[list[float], Path], tmp_path: Path
 ) -> None:
@@ -180,7 +180,7 @@ def test_experts_that_are_spread_stay_as_they_are(plan: str, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["pp=4", "pp=4,schedule=zero_bubble"])
+@pytest.mark.parametrize("plan", soak_but(["pp=4,schedule=zero_bubble"], ["pp=4", "pp=4,schedule=zero_bubble"]))
 def test_a_stage_may_have_nothing_to_learn(plan: str, tmp_path: Path) -> None:
     """Of this model's layers one has a q_proj, the third."""
     save_model("qwen3_next_moe", tmp_path / "model")
@@ -191,8 +191,11 @@ def test_a_stage_may_have_nothing_to_learn(plan: str, tmp_path: Path) -> None:
     assert {name.split(".")[4] for name in adapter(tmp_path / "run")} == {"2"}
 
 
+CHANGES = [("pp=1", "dp=2,zero=2"), ("dp=2,pp=2,zero=1", "tp=2")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [("pp=1", "dp=2,zero=2"), ("dp=2,pp=2,zero=1", "tp=2")])
+@pytest.mark.parametrize(("before", "after"), soak_but(CHANGES[1:], CHANGES))
 def test_a_run_that_is_stopped_goes_on_under_another_plan(
     before: str, after: str, model: Path, golden: tuple[list[float], Path], tmp_path: Path
 ) -> None:
@@ -208,7 +211,7 @@ def test_a_run_that_is_stopped_goes_on_under_another_plan(
 
 
 def test_a_save_holds_the_adapter_and_its_states_alone(golden: tuple[list[float], Path]) -> None:
-    shapes = open_folder(golden[1] / "step-6").shapes
+    shapes = open_folder(golden[1] / "step-4").shapes
     names = {name.rpartition("/")[2] for name in shapes}
     assert len(names) == 4 * 7 * 2 and all(".lora_A." in name or ".lora_B." in name for name in names)
     assert len(shapes) == 3 * len(names), "values, and two states of AdamW"
@@ -217,14 +220,14 @@ def test_a_save_holds_the_adapter_and_its_states_alone(golden: tuple[list[float]
 @pytest.mark.slow
 def test_ways_to_send_less_and_local_steps_train_adapters_too(model: Path, tmp_path: Path) -> None:
     for number, way in enumerate((dict(local_steps=2), dict(delay_steps=1), dict(gradient_compression="int8"))):
-        got = records(train(lora_job(model, tmp_path / f"run{number}", dtype="float32", **way), "dp=2"))
-        assert len(got) == 6 and adapter(tmp_path / f"run{number}")
+        got = records(train(lora_job(model, tmp_path / f"run{number}", dtype="float32", max_steps=3, **way), "dp=2"))
+        assert len(got) == 3 and adapter(tmp_path / f"run{number}")
 
 
 @pytest.mark.slow
 def test_deterministic_runs_end_in_the_same_bits(model: Path, tmp_path: Path) -> None:
     ended = []
-    for number, plan in enumerate(("pp=1", "dp=2,zero=1", "dp=4,zero=2", "pp=2")):
+    for number, plan in enumerate(("pp=1", "dp=4,zero=2", "pp=2")):
         train(lora_job(model, tmp_path / f"run{number}", deterministic=True, dtype="float32", max_steps=3), plan)
         ended.append(adapter(tmp_path / f"run{number}"))
     assert all(torch.equal(ended[0][name], other[name]) for other in ended[1:] for name in ended[0])

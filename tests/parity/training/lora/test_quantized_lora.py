@@ -15,6 +15,7 @@ from tests.parity.training.lora.test_lora import TOKENS, adapter, lora_job, trai
 from tests.support.models.families import save_model
 from tests.support.models.layouts import spec_of
 from tests.support.models.reference_gradients import apart
+from tests.support.selection import soak_but
 from tests.support.training.runs import job_for, records, train
 from tests.support.training.training_step import furthest
 from tllm.model.transformer import build
@@ -155,7 +156,7 @@ def test_every_plan_rounds_the_model_alike(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["dp=2", "pp=2,tp=1+2"])
+@pytest.mark.parametrize("plan", soak_but(["pp=2,tp=1+2"], ["dp=2", "pp=2,tp=1+2"]))
 def test_a_model_in_few_bits_is_trained_and_served_by_the_same_products(plan: str, model: Path, tmp_path: Path) -> None:
     lora = LoraJob(r=4, quantize="int8")
     got = records(train(job_for(model, tmp_path / "run", lora=lora, learning_rate=1e-2, max_steps=8), plan))
