@@ -26,10 +26,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     args = parser.parse_args()
     device = choose_device(args.device)
-    config = transformers.LlamaConfig(**config_of(args.shape), attn_implementation="sdpa")
+    config = transformers.LlamaConfig.from_dict({**config_of(args.shape), "attn_implementation": "sdpa"})
     with torch.device(device):
         torch.set_default_dtype(torch.bfloat16)
-        model = transformers.LlamaForCausalLM(config).eval()
+        model = transformers.LlamaForCausalLM(config).train(False)
         for parameter in model.parameters():
             parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(std=STD)
     print(f"transformers {transformers.__version__} on {device_name(device)}, torch {torch.__version__}", flush=True)

@@ -68,7 +68,7 @@ def test_plans_over_devices_and_processors(case: str, tmp_path: Path) -> None:
     ]:
         with Engine.load(tmp_path, plan, sizes, devices=devices) as engine:
             assert_alike(written(engine, GREEDY), want[0])
-            # SAMPLED
+            assert_alike(written(engine, SAMPLED), want[1])
             if sizes is TIGHT:
                 assert engine.stats()["preemptions"] > 0, "the cache was meant to be too small"
 

@@ -8,8 +8,9 @@ filled up with rows whose keys go to the cache's spare page and whose results no
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,25 +29,21 @@ WARM_UPS = 2
 """Runs before recording, in which kernels are compiled and libraries take their rooms."""
 
 
-class RowNumbers(NamedTuple):
+Numbers = TypeVar("Numbers")
+
+
+class RowNumbers(NamedTuple, Generic[Numbers]):
     """What tells a graph of each row, on the host or the device: int32 [most rows, ...].
 
     `ids` and `positions` of tokens, the `places` of their keys, their `tiles` (each row is one, of its own sequence),
     and the pages of their sequences, `tables`.
     """
 
-    ids: Tensor
-    positions: Tensor
-    places: Tensor
-    tiles: Tensor
-    tables: Tensor
-
-    @classmethod
-    def empty(cls, rows: int, pages: int, device: torch.device) -> RowNumbers:
-        """On a device, or on the host in memory that a device reads by itself."""
-        shapes = (rows,), (rows,), (rows,), (rows, 4), (rows, pages)
-        pinned = device == CPU and torch.cuda.is_available()
-        return cls(*(torch.zeros(shape, dtype=torch.int32, device=device, pin_memory=pinned) for shape in shapes))
+    ids: Numbers
+    positions: Numbers
+    places: Numbers
+    tiles: Numbers
+    tables: Numbers
 
 
 class RecordedBatch(NamedTuple):
@@ -64,10 +61,11 @@ class DecodeGraphs:
         self._most_keys, most = limits.max_model_len, limits.max_num_seqs
         self._sizes = sizes_up_to(most)
         pages = -(-limits.max_model_len // limits.page_size)
-        self._host, self._device = RowNumbers.empty(most, pages, CPU), RowNumbers.empty(most, pages, cache.device)
-        self._numbers = RowNumbers(*(x.numpy() for x in self._host))  # the same memory, quicker to write to
+        self._host, self._device = empty_numbers(most, pages, CPU), empty_numbers(most, pages, cache.device)
+        # The same memory, quicker to write to.
+        self._numbers: RowNumbers[np.ndarray[Any, Any]] = RowNumbers(*(x.numpy() for x in self._host))
         self._received_TD = torch.zeros(most, model.received_width, dtype=cache.dtype, device=cache.device)
-        self._numbers.tiles[:, 0] = self._numbers.tiles[:, 3] = range(most)
+        self._numbers.tiles[:, 0] = self._numbers.tiles[:, 3] = np.arange(most)
         self._numbers.tiles[:, 1] = 1
         self._fill_up(0, most)
         for ours, theirs in zip(self._host, self._device, strict=True):
@@ -117,8 +115,8 @@ class DecodeGraphs:
         numbers.places[rows:size] = spare * self._cache.page_size
         numbers.tables[rows:size, 0] = spare
 
-    def _record(self, size: int, pool: tuple[int, int] | None) -> RecordedBatch:
-        stream = torch.cuda.Stream(self._cache.device)
+    def _record(self, size: int, pool: Any) -> RecordedBatch:
+        stream = torch.cuda.Stream(self._cache.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self._cache.device))
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):
@@ -134,7 +132,8 @@ class DecodeGraphs:
         ids, positions, places, tiles, tables = (x[:size] for x in self._device)
         x = ids if self._model.is_first else self._received_TD[:size]
         attend = RecordedAttend(self._kernels, self._cache, places, tiles, tables, self._most_keys)
-        return self._model(x, positions, attend, ids_T=ids)
+        x_TD: Tensor = self._model(x, positions, attend, ids_T=ids)
+        return x_TD
 
 
 class RecordedAttend:
@@ -168,6 +167,13 @@ class RecordedAttend:
         firsts = first_heads(spec, heads, spec.kv_shape[0])
         parts = self._kernels.attention.parts_of(size, len(firsts) - 1, self._most_keys)
         return KernelOnGpu(self._kernels, self._cache, spec, firsts, [TileGroup(0, size, self._tiles, parts)])
+
+
+def empty_numbers(rows: int, pages: int, device: torch.device) -> RowNumbers[Tensor]:
+    """On a device, or on the host in memory that a device reads by itself."""
+    shapes = (rows,), (rows,), (rows,), (rows, 4), (rows, pages)
+    pinned = device == CPU and torch.cuda.is_available()
+    return RowNumbers(*(torch.zeros(shape, dtype=torch.int32, device=device, pin_memory=pinned) for shape in shapes))
 
 
 def sizes_up_to(most: int) -> list[int]:

@@ -141,6 +141,14 @@ class ExpertFunctions(NamedTuple):
     clamped_swiglu: Callable[..., None]
 
 
+class RowFunctions(NamedTuple):
+    """The small operations of every layer."""
+
+    rms_norm: Callable[..., None]
+    gated: Callable[..., None]
+    rotate: Callable[..., None]
+
+
 class Library:
     """The kernels of one instruction set."""
 
@@ -159,9 +167,7 @@ class Library:
         self.experts = ExpertFunctions(
             functions.tllm_router_matmul, functions.tllm_router_scores, functions.tllm_clamped_swiglu
         )
-        self.rms_norm = functions.tllm_rms_norm
-        self.gated = functions.tllm_gated
-        self.rotate = functions.tllm_rotate
+        self.rows = RowFunctions(functions.tllm_rms_norm, functions.tllm_gated, functions.tllm_rotate)
         self.cache = CacheFunctions(functions.tllm_paged_attention, functions.tllm_write_codes)
         self.gumbel_max = functions.tllm_gumbel_max
         self.scratch_bytes = functions.tllm_scratch_bytes

@@ -79,7 +79,7 @@ class ProcessorRowOperations:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, adds_one: bool) -> Tensor:
         x = x.contiguous()
         y, width = torch.empty_like(x), x.shape[-1]
-        self._kernels.rms_norm(
+        self._kernels.rows.rms_norm(
             x.data_ptr(),
             NUMBERS[x.dtype],
             x.numel() // width,
@@ -101,7 +101,7 @@ class ProcessorRowOperations:
         gate_up_TF = gate_up_TF.contiguous()
         rows, width = gate_up_TF.shape[0], gate_up_TF.shape[1] // 2
         y_TF = torch.empty(rows, width, dtype=gate_up_TF.dtype)
-        self._kernels.gated(
+        self._kernels.rows.gated(
             gate_up_TF.data_ptr(),
             NUMBERS[gate_up_TF.dtype],
             rows,
@@ -132,7 +132,7 @@ class ProcessorRowOperations:
         rows, heads, width = x_TNH.shape
         if x_TNH.stride()[1:] != (width, 1):
             x_TNH = x_TNH.contiguous()
-        self._kernels.rotate(
+        self._kernels.rows.rotate(
             x_TNH.data_ptr(),
             NUMBERS[x_TNH.dtype],
             rows,

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from tllm.engine.compute.kv_cache import KVCache, LayerCache
+from tllm.engine.compute.segmented_attention import SegmentedAttention
 from tllm.engine.schedule.batch import BatchEntry
-from tllm.kernels.gpu_kernels import GpuKernels
-from tllm.model.attention import AttentionSpec
+from tllm.kernels.gpu_kernels import GpuKernels, gpu_kernels
+from tllm.model.attention import AttentionSpec, first_heads
 
 
 class TileGroup(NamedTuple):
@@ -23,17 +24,23 @@ class TileGroup(NamedTuple):
     parts: int
 
 
-class BatchPages(NamedTuple):
-    """The pages of each sequence of a batch, [sequences, pages] on the device, whatever layer reads them."""
+def device_attention(
+    cache: KVCache, spec: AttentionSpec, entries: tuple[BatchEntry, ...], q_TNH: Tensor
+) -> KernelOnGpu | SegmentedAttention:
+    """How a batch attends on a device that is not the processor: by our kernel where it fits, else by torch."""
+    kernels = gpu_kernels(q_TNH.device.type)
+    if kernels is None or not kernels.attention.fits(q_TNH.shape[2], q_TNH.dtype):
+        return SegmentedAttention(cache, spec, entries)
+    firsts = first_heads(spec, q_TNH.shape[1], spec.kv_shape[0])
+    groups = tile_groups(kernels, page_tables(cache, entries), entries, firsts)
+    return KernelOnGpu(kernels, cache, spec, firsts, groups)
 
-    tables: Tensor
 
-    @classmethod
-    def of(cls, cache: KVCache, entries: tuple[BatchEntry, ...]) -> BatchPages:
-        pages = [pages_of(entry) for entry in entries]
-        width = max(map(len, pages))
-        tables = torch.tensor([row + [0] * (width - len(row)) for row in pages], dtype=torch.int32)
-        return cls(tables.to(cache.device))
+def page_tables(cache: KVCache, entries: tuple[BatchEntry, ...]) -> Tensor:
+    """The pages of each sequence of a batch, int32 [sequences, pages] on the device."""
+    pages = [pages_of(entry) for entry in entries]
+    width = max(map(len, pages))
+    return torch.tensor([row + [0] * (width - len(row)) for row in pages], dtype=torch.int32).to(cache.device)
 
 
 def pages_of(entry: BatchEntry) -> list[int]:
@@ -49,12 +56,12 @@ class KernelOnGpu:
         kernels: GpuKernels,
         cache: KVCache,
         spec: AttentionSpec,
-        first_heads: tuple[int, ...],
+        firsts: tuple[int, ...],
         groups: Sequence[TileGroup],
     ) -> None:
         self._slots, self._groups = kernels.attention.LayerSlots, groups
         self._attend = kernels.attention.GpuAttention(
-            first_heads, spec.scale, spec.softcap, spec.window, cache.page_size, cache.device
+            firsts, spec.scale, spec.softcap, spec.window, cache.page_size, cache.device
         )
 
     def __call__(
@@ -70,11 +77,11 @@ class KernelOnGpu:
 
 
 def tile_groups(
-    kernels: GpuKernels, pages: BatchPages, entries: tuple[BatchEntry, ...], first_heads: tuple[int, ...]
+    kernels: GpuKernels, tables: Tensor, entries: tuple[BatchEntry, ...], firsts: tuple[int, ...]
 ) -> list[TileGroup]:
     """The replies of a batch, which come first, and its prompts: these have larger tiles."""
     singles = next((at for at, entry in enumerate(entries) if entry.count > 1), len(entries))
-    whole = kernels.attention.tokens_of_tile(first_heads)
+    whole = kernels.attention.tokens_of_tile(firsts)
     groups, start = [], 0
     for first, some, tokens in ((0, entries[:singles], 1), (singles, entries[singles:], whole)):
         if not some:
@@ -84,8 +91,8 @@ def tile_groups(
             for at in range(0, entry.count, tokens):
                 made.append((row + at, min(tokens, entry.count - at), entry.start + at, number))
             row += entry.count
-        tiles = torch.tensor(made, dtype=torch.int32).to(pages.tables.device)
-        parts = kernels.attention.parts_of(len(made), len(first_heads) - 1, max(entry.stop for entry in some))
-        groups.append(TileGroup(start, start + row, kernels.attention.TokenTiles(tiles, pages.tables, tokens), parts))
+        tiles = torch.tensor(made, dtype=torch.int32).to(tables.device)
+        parts = kernels.attention.parts_of(len(made), len(firsts) - 1, max(entry.stop for entry in some))
+        groups.append(TileGroup(start, start + row, kernels.attention.TokenTiles(tiles, tables, tokens), parts))
         start += row
     return groups

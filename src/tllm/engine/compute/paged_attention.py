@@ -14,13 +14,12 @@ from torch import Tensor
 
 from tllm.engine.compute.attention_choice import AttentionKind, fastest_way
 from tllm.engine.compute.cache_writer import cache_writer
-from tllm.engine.compute.gpu_attention import BatchPages, KernelOnGpu, tile_groups
+from tllm.engine.compute.gpu_attention import device_attention
 from tllm.engine.compute.kernel_attention import KernelAttention
 from tllm.engine.compute.kv_cache import KVCache, LayerCache
 from tllm.engine.compute.recurrent_states import StateRuns
 from tllm.engine.compute.segmented_attention import SegmentedAttention
 from tllm.engine.schedule.batch import BatchEntry
-from tllm.kernels.gpu_kernels import gpu_kernels
 from tllm.kernels.paged_attention import fits
 from tllm.kernels.row_operations import takes
 from tllm.model.attention import AttentionSpec, first_heads
@@ -42,9 +41,8 @@ Ways = dict[str, Callable[[], BatchAttention]]
 class PagedAttend:
     """The model's `Attend` for one batch: (layer, q [T, N, H], k [T, K, H], v [T, K, H], sinks [N]) -> [T, N, H].
 
-    On a device all is computed by the kernel for it, or by torch. On processors replies are computed by the kernel. So
-    are prompts where the cache `is_exact`, so that no number depends on how they
-    are cut; else by the kernel or by torch, whichever is faster here.
+    Replies are computed by the kernel. So are prompts where the cache `is_exact`, so that no number depends on how they
+    are cut; else by the kernel or by torch, whichever is faster here. Other devices than processors have their own way.
     """
 
     def __init__(self, cache: KVCache, entries: tuple[BatchEntry, ...]) -> None:
@@ -53,7 +51,6 @@ class PagedAttend:
         self.entries = entries
         self.write = cache_writer(cache, entries)
         self.readers: list[BatchAttention | None] = [None] * len(cache.kinds)
-        self.pages: BatchPages | None = None
         self.state_runs: StateRuns | None = None
 
     def __call__(
@@ -68,7 +65,7 @@ class PagedAttend:
                 ways, kind = self._ways(spec, q_TNH)
                 reader = fastest_way(kind, ways, lambda way: way(layer_cache, q_TNH, k_TKH, v_TKH, sinks_N))
             else:
-                reader = self._on_device(spec, q_TNH)
+                reader = device_attention(self.cache, spec, self.entries, q_TNH)
             self.readers[layer_cache.kind] = reader
         return reader(layer_cache, q_TNH, k_TKH, v_TKH, sinks_N)
 
@@ -77,16 +74,6 @@ class PagedAttend:
         if self.state_runs is None:
             self.state_runs = StateRuns(self.cache.states, self.entries)
         return self.state_runs.recur(layer, advance, *rows)
-
-    def _on_device(self, spec: AttentionSpec, q_TNH: Tensor) -> BatchAttention:
-        """How layers of this kind attend on a device: by our kernel where it fits, else by torch."""
-        cache, firsts = self.cache, first_heads(spec, q_TNH.shape[1], spec.kv_shape[0])
-        kernels = gpu_kernels(q_TNH.device.type)
-        if kernels is None or not kernels.attention.fits(q_TNH.shape[2], q_TNH.dtype):
-            return SegmentedAttention(cache, spec, self.entries)
-        if self.pages is None:
-            self.pages = BatchPages.of(cache, self.entries)
-        return KernelOnGpu(kernels, cache, spec, firsts, tile_groups(kernels, self.pages, self.entries, firsts))
 
     def _ways(self, spec: AttentionSpec, q_TNH: Tensor) -> tuple[Ways, AttentionKind]:
         """How layers of this kind can attend in this batch, and what kind of attention it is."""

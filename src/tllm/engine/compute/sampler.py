@@ -100,7 +100,8 @@ class Sampler:
             whole_R: list[int] = columns_R.tolist()
             return whole_R
         values_R = logits_RV.gather(1, columns_R[:, None])[:, 0]
-        best = torch.stack((values_R.double(), (columns_R + self.first_id).double()))  # doubles hold every id exactly
+        # Doubles hold every id exactly; what the other ranks send comes to the host.
+        best = torch.stack((values_R.double(), (columns_R + self.first_id).double())).cpu()
         parts = self.tp.gather(best, [tuple(best.shape)] * self.tp.size)
         if parts is None:
             return []
@@ -116,7 +117,7 @@ class Sampler:
                 parts = self.tp.gather(logits_RV, [(len(logits_RV), width) for width in self.widths])
                 if parts is None:
                     continue
-                logits_RV = torch.cat(parts, dim=-1)
+                logits_RV = torch.cat([part.to(logits_RV.device) for part in parts], dim=-1)
             yield logits_RV
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -52,7 +53,8 @@ class GpuProducts:
         rows = len(x_TD)
         if not 0 < rows <= MEASURED_ROWS or weight_FD.nbytes < MEASURED_BYTES or x_TD.dtype == torch.float64:
             return F.linear(x_TD, weight_FD)
-        kind = GpuProductKind(next_power_of_two(rows), *weight_FD.shape, weight_FD.dtype, weight_FD.device)
+        outputs, columns = weight_FD.shape
+        kind = GpuProductKind(next_power_of_two(rows), outputs, columns, weight_FD.dtype, weight_FD.device)
         name = self.known.get(kind)
         if name is None:
             if torch.cuda.is_current_stream_capturing():  # nothing can be timed while a graph is recorded
@@ -74,7 +76,7 @@ def skinny_matmul(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
     return y_TF
 
 
-CANDIDATES = {"linear": F.linear, "skinny": skinny_matmul}
+CANDIDATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"linear": F.linear, "skinny": skinny_matmul}
 
 
 def _fastest(x_TD: Tensor, weight_FD: Tensor) -> str:
