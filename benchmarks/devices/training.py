@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 import time
 from contextlib import ExitStack, suppress
@@ -26,6 +27,7 @@ from benchmarks.devices.training_profile import told_kernels, told_waits
 from benchmarks.devices.training_work import SHAPES, WeightsOfDevice, Work
 from tllm.devices.choose import choose_device
 from tllm.devices.memory import device_name, forget_peak, peak_memory, wait_for
+from tllm.kernels.library import CHOICE
 from tllm.spec.plan import Plan
 from tllm.training.job.initial_model import open_initial_model
 from tllm.training.measure.peak_flops import matrix_peak
@@ -152,7 +154,8 @@ def main() -> None:
         found = figures(work, device, run.seconds, run.memory) | {"losses": run.losses}
     print(line(name, found), flush=True)
     if options.out is not None:
-        given = {key: str(value) for key, value in vars(options).items()}
+        given = {key: str(value) for key, value in vars(options).items() if key != "out"}
+        given["kernels"] = os.environ.get(CHOICE, "")
         with options.out.open("a") as file:
             file.write(json.dumps({"device": device_name(device), "given": given, "figures": {name: found}}) + "\n")
 

@@ -16,6 +16,7 @@ from tests.support.training.post_training.preferences import preference_job, sma
 from tests.support.training.runs import final, job_for, records, rows_file, train
 from tllm.core.errors import ConfigError
 from tllm.devices.choose import CPU
+from tllm.kernels import row_operations
 from tllm.training.job.distillation_keys import DistillationKeys
 from tllm.training.job.job import Job
 from tllm.training.job.lora_job import LoraJob
@@ -24,8 +25,12 @@ SHORT: dict[str, Any] = dict(max_steps=2, save_steps=1)
 
 
 @pytest.fixture(autouse=True)
-def one_attention() -> Iterator[None]:
-    """On both devices: the separate one has none that is fused."""
+def torch_s_own_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """On both devices: the separate one has neither fused attention nor the processor's kernels.
+
+    These are used where no gradients are wanted, as in an evaluation, and round otherwise than torch's steps.
+    """
+    monkeypatch.setattr(row_operations, "library", lambda: None)
     with sdpa_kernel(SDPBackend.MATH):
         yield
 

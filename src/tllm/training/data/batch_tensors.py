@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -137,6 +137,21 @@ def tokens_of(rows: Sequence[PackedRow], width: int | None = None, device: torch
 def copied(x: Tensor, device: torch.device) -> Tensor:
     """x of the processor on a device, in its turn: the host does not wait where CUDA can copy by itself."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and x.is_cpu else x.to(device)
+
+
+def sent_to_host(x: Tensor) -> Callable[[], float]:
+    """How to read a number of a device later: on CUDA it waits for what was asked for up to now, and for no more."""
+    if x.device.type != "cuda":
+        return lambda: float(x)
+    at_host = torch.empty((), dtype=x.dtype, pin_memory=True)
+    at_host.copy_(x, non_blocking=True)
+    arrived = torch.cuda.current_stream(x.device).record_event()
+
+    def number() -> float:
+        arrived.synchronize()
+        return float(at_host)
+
+    return number
 
 
 def picked(x: Tensor, spans: Sequence[Span], dim: int = 0) -> Tensor:

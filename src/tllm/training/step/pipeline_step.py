@@ -14,10 +14,10 @@ from tllm.parallel.quantized_weight import stands_for
 from tllm.parallel.sequence_parallel import SequenceParallelRegion, TensorParallelRegion, slice_counts
 from tllm.spec.pipeline_schedule import Kind, Op, Schedule
 from tllm.training.attention.packed_attention import MakeAttend, TrainAttend
-from tllm.training.data.batch_tensors import Tokens
+from tllm.training.data.batch_tensors import Tokens, sent_to_host
 from tllm.training.gradients.accumulation_order import exact_sum
 from tllm.training.lora.trained_adapter import MakeAdapt, as_it_is
-from tllm.training.objectives.objective import MetricSum, MicrobatchLoss, Objective, joined
+from tllm.training.objectives.objective import MetricSum, Objective, joined
 from tllm.training.step.pipeline_wires import Mail, Wires
 from tllm.training.step.split_backward import input_half
 
@@ -78,7 +78,8 @@ class _ScheduleExecutor:
     microbatches: Sequence[Tokens]
     mail: Mail
     loss_scale: float
-    losses: list[MicrobatchLoss] = field(default_factory=list)
+    losses: list[Callable[[], float]] = field(default_factory=list)
+    metrics: list[Mapping[str, MetricSum]] = field(default_factory=list)
     live: dict[tuple[int, int], _LivePass] = field(default_factory=dict)
 
     def forward(self, op: Op) -> None:
@@ -103,7 +104,8 @@ class _ScheduleExecutor:
             return x, out
         found = self.stage.objective(model, out, tokens)
         reported = found.loss if found.reported is None else found.reported
-        self.losses.append(MicrobatchLoss(found.loss.detach(), reported.detach(), found.metrics))
+        self.losses.append(sent_to_host(reported.detach()))
+        self.metrics.append(found.metrics)
         return x, found.loss * self.loss_scale
 
     def backward(self, op: Op) -> None:
@@ -186,8 +188,8 @@ def _executor(
 
 def _result(executor: _ScheduleExecutor) -> StepResult:
     tokens = sum(microbatch.predicted for microbatch in executor.microbatches)
-    loss_sum, rest = exact_sum([float(found.reported) for found in executor.losses if found.reported is not None])
-    of_each = [found.metrics for found in executor.losses]
+    loss_sum, rest = exact_sum([loss() for loss in executor.losses])
+    of_each = executor.metrics
     metrics = {name: joined(name, [one[name] for one in of_each]) for name in (of_each[0] if of_each else ())}
     return StepResult(loss_sum, tokens, executor.mail.waited, rest, metrics)
 
