@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TextIO
 
 import torch
-from torch.autograd import DeviceType
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
 LINES = 32
@@ -72,7 +72,14 @@ def told_waits() -> Iterator[None]:
     """Print where in the code the host waits for the device meanwhile."""
     root, found = Path(__file__).resolve().parents[2], Counter[str]()
 
-    def told(message: Any, category: Any, filename: str, lineno: int, *_: Any) -> None:
+    def told(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
         path = Path(filename)
         found[f"{path.relative_to(root) if path.is_relative_to(root) else path.name}:{lineno}"] += 1
 

@@ -116,8 +116,8 @@ def named(work: Work) -> str:
 
 def work_of(run: dict[str, Any]) -> Work:
     given = run["given"]
-    counts = (int(given[key]) for key in ("length", "rows", "microbatches"))
-    return Work(given["shape"], *counts, given["dtype"], given["packed"] == "True")
+    length, rows, microbatches = (int(given[key]) for key in ("length", "rows", "microbatches"))
+    return Work(given["shape"], length, rows, microbatches, given["dtype"], given["packed"] == "True")
 
 
 def predicted(run: dict[str, Any]) -> float | None:

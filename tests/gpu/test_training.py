@@ -32,8 +32,10 @@ def rotation_of_the_host(
     rope: RopeSpec, positions_T: Tensor, dtype: torch.dtype, lengths_T: Tensor | None = None
 ) -> Rotation:
     """`rotation` as the processor works it out, wherever the tokens lie."""
+    there = positions_T.device
     made = rotation(rope, positions_T.cpu(), dtype, None if lengths_T is None else lengths_T.cpu())
-    return Rotation(*(x.to(positions_T.device) if isinstance(x, Tensor) else x for x in made))
+    scale = None if made.query_scale is None else made.query_scale.to(there)
+    return Rotation(made.cos.to(there), made.sin.to(there), made.interleaved, scale)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma2"])
