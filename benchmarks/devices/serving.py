@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -107,6 +108,13 @@ def measure(engine: Engine, sequences: int, prompt: int, tokens: int) -> tuple[f
     return min(prompts), (min(wholes) - statistics.median(prompts)) / tokens
 
 
+def append(out: Path | None, found: dict[str, Any]) -> None:
+    """A line of JSON more in the file, if one was given."""
+    if out is not None:
+        with out.open("a") as file:
+            file.write(json.dumps(found) + "\n")
+
+
 def layers_seconds(stage: PipelineStage, sequences: int, device: torch.device) -> float:
     """Of the recorded layers of the last batch alone, without the host; 0 where nothing is recorded."""
     if stage.graphs is None:
@@ -144,6 +152,7 @@ def main() -> None:
             width = 2 * 2 * sum(k.kv_shape[0] * k.kv_shape[1] for k in stage.model.attention_specs().values())  # type: ignore[attr-defined]
             limit = (read + keys * width) / rate
             found = dict(
+                by="tllm",
                 device=device_name(device),
                 torch=str(torch.__version__),
                 shape=args.shape,
@@ -154,7 +163,6 @@ def main() -> None:
                 prompt_seconds=first,
                 prompt_flops=sequences * args.prompt * flops / first,
                 token_seconds=token,
-                tokens_per_second=sequences / token,
                 limit_seconds=limit,
                 of_limit=limit / token,
                 layers_seconds=layers,
@@ -168,9 +176,7 @@ def main() -> None:
                 f"the recorded layers alone {layers * 1e3:.2f} ms",
                 flush=True,
             )
-            if args.out is not None:
-                with args.out.open("a") as out:
-                    out.write(json.dumps(found) + "\n")
+            append(args.out, found)
 
 
 if __name__ == "__main__":

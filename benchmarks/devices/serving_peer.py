@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import argparse
 import time
+from pathlib import Path
 
 import torch
 import transformers
 
-from benchmarks.devices.serving import SHAPES, STD, config_of
+from benchmarks.devices.serving import SHAPES, STD, append, config_of
 from tllm.devices.choose import choose_device
 from tllm.devices.memory import device_name, wait_for
 
@@ -24,6 +25,7 @@ def main() -> None:
     parser.add_argument("--sequences", default="1,8,64")
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--out", type=Path, help="append lines of JSON to this file")
     args = parser.parse_args()
     device = choose_device(args.device)
     config = transformers.LlamaConfig.from_dict({**config_of(args.shape), "attn_implementation": "sdpa"})
@@ -46,6 +48,18 @@ def main() -> None:
         taken(ids, 3)
         first, whole = min(taken(ids, 1) for _ in range(2)), min(taken(ids, args.tokens + 1) for _ in range(2))
         token = (whole - first) / args.tokens
+        found = dict(
+            by=f"transformers {transformers.__version__}",
+            device=device_name(device),
+            torch=str(torch.__version__),
+            shape=args.shape,
+            sequences=sequences,
+            prompt=args.prompt,
+            tokens=args.tokens,
+            prompt_seconds=first,
+            token_seconds=token,
+        )
+        append(args.out, found)
         print(
             f"{sequences:3} sequences: prompts {first * 1e3:8.1f} ms; a token {token * 1e3:6.2f} ms, "
             f"{sequences / token:7.0f} tokens/s",
