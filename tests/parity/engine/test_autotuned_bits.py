@@ -1,4 +1,5 @@
-"""What was measured on a machine changes no bit of a model of few bits, or of a cache of codes: nothing there asks."""
+"""What was measured on a machine changes no bit of a model of few bits, or of a cache of codes: nothing there asks,
+but for ways that have the same bits."""
 
 from __future__ import annotations
 
@@ -16,6 +17,9 @@ from tllm.spec.request import SamplingParams
 
 SHAPE = dict(hidden_size=256, num_attention_heads=8, num_key_value_heads=4, head_dim=32, intermediate_size=256)
 PROMPTS = [tuple(range(1, 40)), (5, 6, 7)]
+SAME_BITS = {"product of few bits"}
+"""Tiles or vectors, of a processor that has both: `tests/unit/kernels/test_quantized_matmul.py` holds them equal."""
+
 GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 
 
@@ -49,4 +53,4 @@ def test_who_asks(config: EngineConfig, areas: set[str], asked: list[str], tmp_p
     save_model("llama", tmp_path, **SHAPE)
     with Engine.load(tmp_path, "tp=2", config) as engine:
         engine.generate(PROMPTS, GREEDY)
-    assert set(asked) == areas
+    assert set(asked) - SAME_BITS == areas

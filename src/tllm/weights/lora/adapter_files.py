@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tllm.core.errors import ConfigError, WeightsError, nearest
+from tllm.devices.choose import CPU
 from tllm.parallel.lora import LoraModule, LoraUpdate, magnitude_name, tensor_names, updates_of
 from tllm.spec.lora.lora_config import CONFIG_FILE, CONFIG_LIMIT, LoraConfig, read_lora_config
 from tllm.spec.quantized.quantization_config import text_name
@@ -70,9 +71,10 @@ class Adapter:
     def load(self, model: nn.Module, source: ByteSource, dtype: torch.dtype) -> dict[nn.Module, LoraUpdate]:
         """The updates of a rank's linears, read from the adapter's files: this rank's parts and no other bytes.
 
-        They are on the device of the model, which has its weights.
+        They are on the device of the model; on the processor, if the model has no memory yet.
         """
-        with next(model.parameters()).device:
+        device = next(model.parameters()).device
+        with CPU if device.type == "meta" else device:
             updates = updates_of(model, self.modules)
         load(nn.ModuleList(updates.values()), self.index, source, dtype)
         return updates
