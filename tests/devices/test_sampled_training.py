@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +16,12 @@ from torch.func import functional_call
 
 from tests.support.device.separate_device import SEPARATE
 from tests.support.training.post_training.distilled_task import on_policy_job, write_models
-from tests.support.training.post_training.policy_task import grpo, policy_job, write_task
-from tests.support.training.post_training.told_runs import Told, check_same_run
+from tests.support.training.post_training.policy_task import CONFIG, grpo, policy_job, write_task
+from tests.support.training.post_training.rollout_servers import sampling
+from tests.support.training.post_training.teachers import address_of
+from tests.support.training.post_training.told_runs import Told, check_same_run, check_same_steps
 from tests.support.training.runs import final, records, train
+from tests.support.training.training_step import furthest
 from tllm.core.errors import ConfigError
 from tllm.devices.choose import CPU
 from tllm.engine.compute.kv_cache import KVCache
@@ -28,9 +32,11 @@ from tllm.engine.schedule.batch import Batch
 from tllm.engine.schedule.limits import Limits
 from tllm.model.transformer import Transformer
 from tllm.node.roles import colocated_rollouts
-from tllm.training.job.job import Job
+from tllm.node.roles.rollout_model import RolloutModel
+from tllm.training.job.job import Job, encode_job
 from tllm.training.job.lora_job import LoraJob
 from tllm.training.job.rollout_keys import RejectionConfig
+from tllm.training.rollout_servers.rollout_messages import RolloutRun
 
 SHORT: dict[str, Any] = dict(max_steps=2, save_steps=2, dtype="float64")
 
@@ -139,3 +145,18 @@ def test_recorded_layers_have_the_weights_that_are_trained(
 def test_what_has_the_bits_of_the_processor_s_kernels_is_refused(task: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"deterministic completions.*separate:0"):
         train(grpo_job(task, tmp_path / "run", deterministic=True), "pp=1", devices=SEPARATE)
+
+
+def test_a_server_samples_on_its_device_for_a_run_on_others(task: Path, tmp_path: Path) -> None:
+    want = ran(grpo_job(task, tmp_path / "cpu"), "pp=1")
+    model = RolloutModel.open(str(task), SEPARATE[7])
+    with sampling(task, tmp_path / "key", model) as server:
+        job = grpo_job(task, tmp_path / "apart")
+        assert job.grpo is not None
+        table = replace(job.grpo, rollout_servers=(address_of(server),), rollout_secret=str(tmp_path / "key"))
+        steps, weights, completions = ran(replace(job, grpo=table), "dp=2", SEPARATE)
+    check_same_steps(steps, want[0])
+    assert furthest(weights, want[1])[0] < 1e-11 and completions == want[2]
+    asks = RolloutRun(encode_job(replace(job, deterministic=True)), json.dumps(CONFIG), "")
+    with pytest.raises(ConfigError, match=r"deterministic completions.*separate:7"):
+        model.open_session(asks)
