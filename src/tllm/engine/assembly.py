@@ -50,22 +50,25 @@ def make_stage(
     ring: RingLinks | None,
     limits: Limits,
     disk: PageDisk | None = None,
-    exact: bool = False,
+    trained_on: torch.device | None = None,
 ) -> PipelineStage:
     """One rank's stage with its cache, from a model that has its weights, on whose device it computes.
 
     Its pages are kept on `disk` too.
 
-    `exact`: attention gives the same bits however prompts are cut and batched, and is not measured for the fastest way.
+    `trained_on` is the device of a trainer whose model it is. The weights have yet to get their values and their place
+    in memory, so that no graphs are recorded here. Attention gives the same bits however prompts are cut and batched,
+    and is not measured for the fastest way.
     """
     first = next(model.parameters())
     dtype = stands_for(first)[1]
     few_bits = any(is_empty(parameter) for parameter in model.parameters())
-    is_exact = exact or few_bits
-    cache = KVCache(model.attention_specs(), limits, dtype, model.state_shapes(), is_exact, first.device)
+    is_exact = trained_on is not None or few_bits
+    device = trained_on or first.device
+    cache = KVCache(model.attention_specs(), limits, dtype, model.state_shapes(), is_exact, device)
     cuts = cut_stage(model.spec, plan.stages[mesh.stage].shares, plan.experts)
     stage = PipelineStage(model, cache, mesh.tp, ring, limits, [cut.vocab for cut in cuts])
-    if mesh.tp.size == 1:
+    if mesh.tp.size == 1 and trained_on is None:
         stage.graphs = decode_graphs(model, cache, limits)
     if stage.sampler is not None:
         stage.pooler = Pooler(model.normed, model.scores, stage.sampler)

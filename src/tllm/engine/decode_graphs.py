@@ -4,6 +4,9 @@ A token of a reply costs a GPU little, and hundreds of small kernels in each ste
 GPU to compute. A graph starts them all at once. It reads and writes the same memory each time, so a batch's numbers are
 copied to where the graph finds them. There is a graph for each of some sizes of batches; a batch between two of them is
 filled up with rows whose keys go to the cache's spare page and whose results nobody reads.
+
+The weights too are read where they lay when it was recorded. A trainer may change them there; where they have moved
+(`addresses_of`), the graphs are to be recorded again.
 """
 
 from __future__ import annotations
@@ -59,7 +62,7 @@ class DecodeGraphs:
     def __init__(self, model: Transformer, cache: KVCache, limits: Limits, kernels: GpuKernels) -> None:
         self._model, self._cache, self._kernels = model, cache, kernels
         self._most_keys, most = limits.max_model_len, limits.max_num_seqs
-        self._sizes = sizes_up_to(most)
+        self._sizes, self.addresses = sizes_up_to(most), addresses_of(model)
         pages = -(-limits.max_model_len // limits.page_size)
         self._host, self._device = empty_numbers(most, pages, CPU), empty_numbers(most, pages, cache.device)
         # The same memory, quicker to write to.
@@ -167,6 +170,11 @@ class RecordedAttend:
         firsts = first_heads(spec, heads, spec.kv_shape[0])
         parts = self._kernels.attention.parts_of(size, len(firsts) - 1, self._most_keys)
         return KernelOnGpu(self._kernels, self._cache, spec, firsts, [TileGroup(0, size, self._tiles, parts)])
+
+
+def addresses_of(model: Transformer) -> tuple[int, ...]:
+    """Where each weight lies now."""
+    return tuple(parameter.data_ptr() for parameter in model.parameters())
 
 
 def empty_numbers(rows: int, pages: int, device: torch.device) -> RowNumbers[Tensor]:

@@ -1,8 +1,11 @@
 """`ColocatedRollouts`: an engine over the ranks of a replica that trains, with the very weights that are trained.
 
 Trainer and engine share one model: the layers that a rank trains are those that its stage of the engine computes with,
-in the same memory, and so is an adapter that is trained beside them. The engine's messages go over the links of the
-replica's ranks, which nothing else uses meanwhile.
+in the same memory, and so is an adapter that is trained beside them; they compute on one device. The engine's messages
+go over the links of the replica's ranks, which nothing else uses meanwhile.
+
+A learner moves the weights to memory of its own when it begins, and from then on changes them there. Recorded layers
+(`DecodeGraphs`) read the weights where they lay, so whether these lie there still is asked before each sampling.
 """
 
 from __future__ import annotations
@@ -10,13 +13,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+import torch
+
 from tllm.core.errors import RequestError
 from tllm.engine.assembly import make_stage
+from tllm.engine.decode_graphs import addresses_of, decode_graphs
 from tllm.engine.driver import Driver
 from tllm.engine.ring_links import RingLinks
 from tllm.engine.schedule.limits import EngineConfig, Limits, limits_of
 from tllm.engine.schedule.scheduler import Scheduler
 from tllm.engine.stage import PipelineStage
+from tllm.model.transformer import Transformer
 from tllm.parallel.mesh import mesh_of
 from tllm.spec.plan import Plan
 from tllm.spec.request import Output, Request, SamplingParams
@@ -35,11 +42,13 @@ def colocated_rollouts(config: RankConfig, model: RankModel) -> ColocatedRollout
     plan, groups = config.plan, config.groups
     mesh = mesh_of(config.spec, plan, config.rank, groups.tp)
     limits = rollout_limits(config)
-    stage = make_stage(chunk, mesh, plan, ring_of(plan, mesh.stage, groups), limits, exact=True)
+    stage = make_stage(chunk, mesh, plan, ring_of(plan, mesh.stage, groups), limits, trained_on=config.device)
     for adapter in model.adapters:
         stage.adapters.add(POLICY, adapter.of_linear)
+    is_recorded = groups.tp.size == 1 and not model.adapters  # what requests with an adapter ask for is not recorded
+    layers = RecordedLayers(chunk, stage) if is_recorded else None
     one_by_one = config.job.deterministic and not model.is_batch_invariant
-    return ColocatedRollouts(config, stage, mesh.stage == 0 and groups.tp.rank == 0, one_by_one)
+    return ColocatedRollouts(config, stage, layers, mesh.stage == 0 and groups.tp.rank == 0, one_by_one)
 
 
 def rollout_limits(config: RankConfig) -> Limits:
@@ -65,15 +74,38 @@ def ring_of(plan: Plan, stage: int, groups: Groups) -> RingLinks | None:
     return RingLinks(groups.replica.recv[before], groups.replica.send[after])
 
 
+class RecordedLayers:
+    """The layers of a stage as graphs, where its device has them, of the weights as they lie now."""
+
+    def __init__(self, model: Transformer, stage: PipelineStage) -> None:
+        self._model, self._stage = model, stage
+
+    @torch.inference_mode()
+    def follow_weights(self) -> None:
+        """Record the layers, if that is not done yet or the weights have moved since."""
+        stage = self._stage
+        if stage.graphs is None or stage.graphs.addresses != addresses_of(self._model):
+            stage.graphs = None  # its memory is for the next
+            stage.graphs = decode_graphs(self._model, stage.cache, stage.limits)
+
+
 class ColocatedRollouts:
     """One rank's part in sampling. What is known of prompts in the cache is the scheduler's, which lives for one call
     and those that go on after it: then the weights are others. `one_by_one`: no group of completions is computed beside
     another, nor after what others have left in the cache."""
 
-    def __init__(self, config: RankConfig, stage: PipelineStage, is_first: bool, one_by_one: bool) -> None:
+    def __init__(
+        self,
+        config: RankConfig,
+        stage: PipelineStage,
+        layers: RecordedLayers | None,
+        is_first: bool,
+        one_by_one: bool,
+    ) -> None:
         self._plan, self._eos_ids = config.plan, config.spec.eos_token_ids
         self._replica = config.plan.coordinates(config.rank).replica
-        self._stage, self._is_first, self._one_by_one = stage, is_first, one_by_one
+        self._stage, self._layers = stage, layers
+        self._is_first, self._one_by_one = is_first, one_by_one
         self._lora = POLICY if config.job.lora is not None else ""
         self._scheduler = self._new_scheduler()
 
@@ -88,6 +120,8 @@ class ColocatedRollouts:
     def sample(
         self, groups: Sequence[PromptGroup], stop_ids: Sequence[int], sampling: CompletionSampling
     ) -> list[Completion]:
+        if self._layers is not None:
+            self._layers.follow_weights()
         if not self._is_first:
             self._stage.serve()
             return []

@@ -12,7 +12,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tllm.core.errors import UNREADABLE, ConfigError, FrameError
+from tllm.devices.choose import CPU, compute_on
 from tllm.node.roles.colocated_rollouts import ColocatedRollouts, colocated_rollouts
 from tllm.spec.families import spec_from_config
 from tllm.spec.model_spec import ModelSpec
@@ -32,6 +35,7 @@ from tllm.training.rollout_servers.rollout_messages import (
     WeightHashes,
 )
 from tllm.training.state.initial_weights import STD, InitialWeights
+from tllm.training.step.device_limits import check_device
 from tllm.training.step.rank_groups import Groups, RankConfig
 from tllm.training.step.rank_model import RankModel
 from tllm.weights.byte_source import LocalFiles
@@ -40,22 +44,23 @@ from tllm.weights.byte_source import LocalFiles
 @dataclass(frozen=True)
 class RolloutModel:
     """`name` is how it was asked for. `folder` has the model's config, its tokenizer perhaps, and perhaps weights:
-    those that a run has too need not travel."""
+    those that a run has too need not travel. It computes on `device`."""
 
     name: str
     folder: Path
     config: dict[str, Any]
     spec: ModelSpec
+    device: torch.device = CPU
 
     @classmethod
-    def open(cls, name: str) -> RolloutModel:
+    def open(cls, name: str, device: torch.device = CPU) -> RolloutModel:
         """The model of a folder, or by its name. ConfigError for one that writes nothing."""
-        return cls(
-            name, *CausalModel.find(name, "writes nothing", "take the causal language model that the run trains")
-        )
+        found = CausalModel.find(name, "writes nothing", "take the causal language model that the run trains")
+        return cls(name, *found, device)
 
     def open_session(self, run: RolloutRun) -> RolloutSession:
-        """A model and an engine of this run's own. ConfigError where this model is not the one that it trains."""
+        """A model and an engine of this run's own. ConfigError where this model is not the one that it trains, or the
+        device cannot sample for it. The thread that calls this is the one that will ask."""
         job, spec = _read(run)
         if reason := self._refusal(run, job, spec):
             raise ConfigError(reason)
@@ -82,7 +87,10 @@ class RolloutSession:
     """One run's model, whose weights become those that it sends, and the engine that samples with them."""
 
     def __init__(self, served: RolloutModel, job: Job) -> None:
-        config = RankConfig(job, Plan.parse("pp=1", served.spec.num_layers), served.spec, 0, Groups())
+        plan = Plan.parse("pp=1", served.spec.num_layers)
+        config = RankConfig(job, plan, served.spec, 0, Groups(), served.device)
+        check_device(config)
+        compute_on(served.device)
         self._spec, self._model = served.spec, RankModel(config)
         self._fill(served, job)
         self._weights = HeldWeights(self._model.trained)

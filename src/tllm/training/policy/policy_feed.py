@@ -183,7 +183,7 @@ class PolicyFeed:
         """With a place for the log-probabilities that the first pass finds, where later passes want them."""
         if self._passes == 1:
             return tokens
-        room_T = torch.zeros(len(tokens.ids_T), dtype=self._dtype)
+        room_T = torch.zeros(len(tokens.ids_T), dtype=self._dtype, device=self._config.device)
         return replace(tokens, of_tokens={**tokens.of_tokens, KEPT: room_T})
 
     @property

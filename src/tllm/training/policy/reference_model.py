@@ -28,7 +28,7 @@ class ReferenceModel:
         self._model = RankModel(config) if self._is_beside else policy
         mesh = mesh_of(config.spec, config.plan, config.rank, config.groups.tp)
         self._objective = KeepLogProbs(mesh, temperature, policy.is_batch_invariant)
-        self._job, self._spec = config.job, config.spec
+        self._job, self._spec, self._device = config.job, config.spec, config.device
 
     def fill(self, weights: InitialWeights, progress: Progress | None = None) -> None:
         """Give it the weights that the run began with, also where the run goes on."""
@@ -40,7 +40,7 @@ class ReferenceModel:
 
     def log_probs(self, microbatches: Sequence[Tokens], dtype: torch.dtype) -> list[Tensor]:
         """log p(label) of each token of each microbatch, [T], as ranks of the last stage find them; 0 elsewhere."""
-        found = [torch.zeros(len(tokens.ids_T), dtype=dtype) for tokens in microbatches]
+        found = [torch.zeros(len(tokens.ids_T), dtype=dtype, device=self._device) for tokens in microbatches]
         self._model.forward_only(
             [
                 replace(tokens, of_tokens={**tokens.of_tokens, KEPT: log_probs_T})

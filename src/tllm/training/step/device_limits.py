@@ -20,7 +20,7 @@ def check_device(config: RankConfig) -> None:
     check_dtype(device, job.dtype)
     if plan.servers:
         raise ConfigError(f"the plan has servers={plan.servers}, which sum on processors, {here}", HINT)
-    if job.rollouts is not None:
-        raise ConfigError(f"task {job.task} samples from weights on the processor, {here}", HINT)
+    if job.rollouts is not None and job.deterministic:
+        raise ConfigError(f"deterministic completions are those of the processor's kernels, {here}", HINT)
     if job.lora is not None and (config.spec.quantization is not None or job.lora.few_bits is not None):
         raise ConfigError(f"products of an adapter's model in few bits are the processor's own, {here}", HINT)

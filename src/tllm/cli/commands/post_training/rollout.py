@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 
+from tllm.cli.arguments.options import add_device
 from tllm.cli.commands.post_training.answer_runs import Answering, add_answering_arguments, answer_runs
 
 SAMPLES = Answering("tllm rollout", "rollout", "samples", "rollout_servers")
@@ -17,10 +18,12 @@ SAMPLES = Answering("tllm rollout", "rollout", "samples", "rollout_servers")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = "folder of the Hugging Face model that runs begin with, or its name: ORG/NAME"
     add_answering_arguments(parser, model, SAMPLES.role)
+    add_device(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    from tllm.devices.choose import choose_device
     from tllm.node.roles.rollout_model import RolloutModel
     from tllm.training.rollout_servers.rollout_messages import SAMPLING
 
-    return answer_runs(args, SAMPLES, SAMPLING, lambda: RolloutModel.open(args.model))
+    return answer_runs(args, SAMPLES, SAMPLING, lambda: RolloutModel.open(args.model, choose_device(args.device)))
