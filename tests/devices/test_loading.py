@@ -22,7 +22,7 @@ from tllm.node.roles.verify_rank import play
 from tllm.parallel.mesh import mesh_of
 from tllm.spec.plan import Plan
 from tllm.weights.byte_source import LocalFiles
-from tllm.weights.load import load
+from tllm.weights.load import HeldAs, load
 from tllm.weights.lora.adapter_files import read_adapter
 from tllm.weights.safetensors_index import Index
 
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def loaded(folder: Path, device: torch.device) -> Transformer:
     spec, source = spec_of(folder), LocalFiles(folder)
     model = build(spec, mesh_of(spec, Plan.parse("pp=1", spec.num_layers), 0, solo()), EXACT, "meta")
-    load(model, Index.read(source), source, EXACT, device=device)
+    load(model, Index.read(source), source, EXACT, held=HeldAs(device=device))
     return model
 
 

@@ -38,7 +38,7 @@ from tllm.text.tokenizer import Tokenizer
 from tllm.weights.byte_source import LocalFiles
 from tllm.weights.dtypes import torch_dtype
 from tllm.weights.formats.open_index import open_index
-from tllm.weights.load import load
+from tllm.weights.load import HeldAs, load
 from tllm.weights.manifest import checked
 
 Put = Callable[[Output | ClusterError], None]
@@ -99,7 +99,7 @@ class Engine:
             source = checked(LocalFiles(folder))
             told, device = progress and partial(progress, rank), devices[rank] if devices else CPU
             compute_on(device)  # this is the rank's thread
-            load(model, index, source, dtype, told, packed=keeps_few_bits(raw), device=device)
+            load(model, index, source, dtype, told, held=HeldAs(keeps_few_bits(raw), device))
             if rank == 0 and draft is not None:
                 draft.load()
 

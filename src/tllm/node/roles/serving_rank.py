@@ -121,8 +121,7 @@ class RankWeights:
     def load(self, model: Transformer, dtype: torch.dtype, progress: Progress) -> tuple[int, int]:
         """Fill the model; bytes that were read for it, and of these the bytes that came from other nodes."""
         read, came = self.source.bytes_read, fetched(self.files)
-        held_as = HeldAs(packed=self._packed, device=self._device)
-        load(model, self.index, self.source, dtype, progress, self._loaded, **held_as)
+        load(model, self.index, self.source, dtype, progress, self._loaded, HeldAs(self._packed, self._device))
         self._loaded = weights_of(model)
         if isinstance(self.files, FetchedFiles):
             log.info("weights came %s", self.files.told())
