@@ -83,7 +83,7 @@ class Engine:
         """An engine for a Hugging Face folder. Loading calls `progress(rank, bytes done, bytes in all)`.
 
         `devices` are those of the ranks, in order; without any all of them compute on the processor. ConfigError for
-        weights that a device has no products of.
+        what a device cannot serve.
         """
         config = config or EngineConfig()
         raw = with_weight_form(read_config(Path(folder)), config.quantize, config.dequantize)
@@ -93,7 +93,7 @@ class Engine:
         dtype, limits = torch_dtype(config.dtype or spec.dtype), limits_of(spec, plan, config)
         draft = draft_loader(config.speculative_config, limits, config.dtype)
         for device in devices:
-            check_products(device, config.dtype or spec.dtype, spec.quantization)
+            check_products(device, spec.quantization)
 
         def load_weights(rank: int, model: Transformer) -> None:
             source = checked(LocalFiles(folder))

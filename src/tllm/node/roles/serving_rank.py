@@ -144,7 +144,7 @@ class ServingRank:
         self._assign, self._settings = assign, assign.settings
         self.rank = assign.rank
         self.spec = spec_from_config(json.loads(assign.config))
-        check_products(self._device, self._settings.dtype, self.spec.quantization)
+        check_products(self._device, self.spec.quantization)
         earlier = before._weights if isinstance(before, ServingRank) and before.is_of(assign) else None
         self._fetch = fetch
         self._weights: RankWeights = RankWeights(assign, fetch, earlier)
