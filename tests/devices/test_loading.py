@@ -4,9 +4,12 @@ verify` compares it with."""
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.support.device.separate_device import SEPARATE
 from tests.support.models.adapters import save_adapter
@@ -37,9 +40,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def loaded(folder: Path, device: torch.device) -> Transformer:
+def loaded(folder: Path, device: torch.device, plan: str = "pp=1") -> Transformer:
+    """The part of the first rank."""
     spec, source = spec_of(folder), LocalFiles(folder)
-    model = build(spec, mesh_of(spec, Plan.parse("pp=1", spec.num_layers), 0, solo()), EXACT, "meta")
+    model = build(spec, mesh_of(spec, Plan.parse(plan, spec.num_layers), 0, solo()), EXACT, "meta")
     load(model, Index.read(source), source, EXACT, held=HeldAs(device=device))
     return model
 
@@ -59,6 +63,16 @@ def test_an_adapter_is_where_its_model_is(folder: Path, tmp_path: Path) -> None:
     for ours, theirs in zip(here, there, strict=True):
         for x, y in zip(ours.parameters(), theirs.parameters(), strict=True):
             assert y.device == SEPARATE[1] and torch.equal(x, y.cpu())
+
+
+def test_what_a_stage_computes_is_on_the_host_when_its_time_is_taken(folder: Path) -> None:
+    """A device computes on when its host is done, and what a rank takes for replies would be the host's part alone."""
+    spec, sent = spec_of(folder), list[Tensor]()
+    limits, plan = limits_for(spec, len(IDS)), Plan.parse("pp=2", spec.num_layers)
+    ring: Any = SimpleNamespace(next=SimpleNamespace(send_bytes=lambda payload: None), send=sent.append)
+    stage = make_stage(loaded(folder, SEPARATE[1], "pp=2"), mesh_of(spec, plan, 0, solo()), plan, ring, limits)
+    assert stage.start(batches_of(IDS, limits)[0]) is None
+    assert [x_TD.device for x_TD in sent] == [CPU] and stage.cache.device == SEPARATE[1]
 
 
 def test_each_part_on_a_device_gives_what_the_undivided_model_gives(folder: Path, tmp_path: Path) -> None:
