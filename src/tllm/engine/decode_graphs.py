@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tllm.core.errors import CapacityError
 from tllm.devices.choose import CPU
 from tllm.engine.compute.cache_writer import CacheWriter, CodeWriter, ScatteredWriter
 from tllm.engine.compute.gpu_attention import KernelOnGpu, TileGroup, pages_of
@@ -54,7 +55,10 @@ class RecordedBatch(NamedTuple):
 
 
 class DecodeGraphs:
-    """The graphs of one stage, recorded when this is made: at once, as the first request must not wait for it."""
+    """The graphs of one stage, recorded when this is made: at once, as the first request must not wait for it.
+
+    CapacityError where the device has no memory for them.
+    """
 
     def __init__(self, model: Transformer, cache: KVCache, limits: Limits, kernels: GpuKernels) -> None:
         self._model, self._cache, self._kernels = model, cache, kernels
@@ -71,14 +75,19 @@ class DecodeGraphs:
         for ours, theirs in zip(self._host, self._device, strict=True):
             theirs.copy_(ours)
         self.recorded: dict[int, RecordedBatch] = {}
-        pool = None
-        for size in reversed(self._sizes):  # the largest first: the others find room in its memory
-            self.recorded[size] = self._record(size, pool)
-            pool = self.recorded[size].graph.pool()
+        try:
+            self._record_all()
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(
+                f"{cache.device} has no memory to record steps of up to {most} sequences: {str(error).splitlines()[0]}",
+                "let fewer run at once (--max-num-seqs), or give the cache less (--kv-cache-memory)",
+            ) from error
 
     def takes(self, batch: Batch) -> bool:
-        """Whether a batch is one of replies alone, a token of each, without adapters."""
-        return len(batch.entries) == len(batch.token_ids) and not any(entry.lora for entry in batch.entries)
+        """Whether a batch is one of replies alone, a token of each, without adapters, and no larger than recorded."""
+        rows = len(batch.entries)
+        is_decode = rows == len(batch.token_ids) and not any(entry.lora for entry in batch.entries)
+        return is_decode and rows <= self._sizes[-1]
 
     def __call__(self, batch: Batch, x_TD: Tensor | None) -> Tensor:
         """The hidden states after the stage's layers; those before them are `x_TD`, of a stage that is not the first.
@@ -114,6 +123,12 @@ class DecodeGraphs:
         numbers.ids[rows:size] = numbers.positions[rows:size] = numbers.tiles[rows:size, 2] = 0
         numbers.places[rows:size] = spare * self._cache.page_size
         numbers.tables[rows:size, 0] = spare
+
+    def _record_all(self) -> None:
+        pool = None
+        for size in reversed(self._sizes):  # the largest first: the others find room in its memory
+            self.recorded[size] = self._record(size, pool)
+            pool = self.recorded[size].graph.pool()
 
     def _record(self, size: int, pool: Any) -> RecordedBatch:
         stream = torch.cuda.Stream(self._cache.device)  # type: ignore[no-untyped-call]
