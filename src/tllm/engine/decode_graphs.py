@@ -8,6 +8,8 @@ filled up with rows whose keys go to the cache's spare page and whose results no
 
 from __future__ import annotations
 
+import functools
+import threading
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -29,6 +31,9 @@ from tllm.model.transformer import Transformer
 WARM_UPS = 2
 """Runs before recording, in which kernels are compiled and libraries take their rooms."""
 
+_recording = threading.Lock()
+"""Ranks may be threads of this process. One that begins to record waits for all that its device was told, and so it may
+not while another one records there."""
 
 Numbers = TypeVar("Numbers")
 
@@ -76,7 +81,8 @@ class DecodeGraphs:
             theirs.copy_(ours)
         self.recorded: dict[int, RecordedBatch] = {}
         try:
-            self._record_all()
+            with _recording:
+                self._record_all()
         except torch.OutOfMemoryError as error:
             raise CapacityError(
                 f"{cache.device} has no memory to record steps of up to {most} sequences: {str(error).splitlines()[0]}",
@@ -131,7 +137,7 @@ class DecodeGraphs:
             pool = self.recorded[size].graph.pool()
 
     def _record(self, size: int, pool: Any) -> RecordedBatch:
-        stream = torch.cuda.Stream(self._cache.device)  # type: ignore[no-untyped-call]
+        stream = recording_stream(self._cache.device)
         stream.wait_stream(torch.cuda.current_stream(self._cache.device))
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):
@@ -182,6 +188,12 @@ class RecordedAttend:
         firsts = first_heads(spec, heads, spec.kv_shape[0])
         parts = self._kernels.attention.parts_of(size, len(firsts) - 1, self._most_keys)
         return KernelOnGpu(self._kernels, self._cache, spec, firsts, [TileGroup(0, size, self._tiles, parts)])
+
+
+@functools.cache
+def recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all sizes, as libraries keep a room of their own for each stream that they were called on."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def empty_numbers(rows: int, pages: int, device: torch.device) -> RowNumbers[Tensor]:
