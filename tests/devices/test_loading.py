@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from tests.support.models.layouts import spec_of
 from tllm.comm.collectives.group import solo
 from tllm.devices.choose import CPU
 from tllm.engine.assembly import make_stage
+from tllm.engine.schedule.batch import Batch, BatchEntry, Sampling
 from tllm.model.transformer import Transformer, build
 from tllm.node.roles.comparison_record import Record, compare, fingerprints
 from tllm.node.roles.reference_model import batches_of, limits_for, write_reference
@@ -54,15 +56,24 @@ def test_weights_on_a_device_are_those_of_the_files(folder: Path) -> None:
     assert fingerprints(there) == fingerprints(loaded(folder, CPU))
 
 
-def test_an_adapter_is_where_its_model_is(folder: Path, tmp_path: Path) -> None:
-    source = LocalFiles(save_adapter(folder, tmp_path))
-    here, there = (
-        list(read_adapter(source).load(loaded(folder, device), source, EXACT).values()) for device in (CPU, SEPARATE[1])
-    )
-    assert here and len(here) == len(there)
-    for ours, theirs in zip(here, there, strict=True):
-        for x, y in zip(ours.parameters(), theirs.parameters(), strict=True):
-            assert y.device == SEPARATE[1] and torch.equal(x, y.cpu())
+def test_an_adapter_is_where_its_model_is_and_changes_the_rows_of_its_requests(folder: Path, tmp_path: Path) -> None:
+    spec, source = spec_of(folder), LocalFiles(save_adapter(folder, tmp_path))
+    limits, plan = limits_for(spec, len(IDS)), Plan.parse("pp=1", spec.num_layers)
+    entries = [
+        BatchEntry(key, 0, 4, 4, ((key, 1),), Sampling(logprobs=2), lora=lora) for key, lora in enumerate(("", "a"))
+    ]
+    limits = msgspec.structs.replace(limits, num_pages=2, max_num_seqs=2)
+    found = []
+    for device in (CPU, SEPARATE[1]):
+        model = loaded(folder, device)
+        updates = read_adapter(source).load(model, source, EXACT)
+        assert updates and {x.device for update in updates.values() for x in update.parameters()} == {device}
+        stage = make_stage(model, mesh_of(spec, plan, 0, solo()), plan, None, limits)
+        stage.adapters.add("a", updates)
+        results = stage.start(Batch(0, tuple(entries), 2 * IDS[:4]))
+        assert results is not None
+        found.append([one.logprob for one in results.logprobs if one is not None])
+    assert found[1] == pytest.approx(found[0], abs=1e-12) and found[0][0] != found[0][1]
 
 
 def test_what_a_stage_computes_is_on_the_host_when_its_time_is_taken(folder: Path) -> None:
