@@ -19,7 +19,7 @@ from torch import Tensor
 from tllm.core.errors import CapacityError
 from tllm.devices.choose import CPU
 from tllm.engine.compute.cache_writer import CacheWriter, CodeWriter, ScatteredWriter
-from tllm.engine.compute.gpu_attention import KernelOnGpu, TileGroup, pages_of
+from tllm.engine.compute.gpu_attention import KernelOnGpu, TileGroup
 from tllm.engine.compute.kv_cache import KVCache
 from tllm.engine.schedule.batch import Batch
 from tllm.engine.schedule.limits import Limits
@@ -68,7 +68,7 @@ class DecodeGraphs:
     def __init__(self, model: Transformer, cache: KVCache, limits: Limits, kernels: GpuKernels) -> None:
         self._model, self._cache, self._kernels = model, cache, kernels
         self._most_keys, most = limits.max_model_len, limits.max_num_seqs
-        self._sizes = sizes_up_to(most)
+        self._sizes, self._pages = sizes_up_to(most), np.arange(cache.spare_page, dtype=np.int32)
         pages = -(-limits.max_model_len // limits.page_size)
         self._host, self._device = empty_numbers(most, pages, CPU), empty_numbers(most, pages, cache.device)
         # The same memory, quicker to write to.
@@ -116,12 +116,16 @@ class DecodeGraphs:
     def _write(self, batch: Batch) -> None:
         """Write a batch's numbers on the host."""
         page_size, numbers, rows = self._cache.page_size, self._numbers, len(batch.entries)
+        starts = np.array([entry.start for entry in batch.entries], dtype=np.int32)
         numbers.ids[:rows] = batch.token_ids
-        numbers.positions[:rows] = numbers.tiles[:rows, 2] = [entry.start for entry in batch.entries]
+        numbers.positions[:rows] = numbers.tiles[:rows, 2] = starts
         for row, entry in enumerate(batch.entries):
-            pages = pages_of(entry)
-            numbers.tables[row, : len(pages)] = pages
-            numbers.places[row] = pages[entry.start // page_size] * page_size + entry.start % page_size
+            at = 0
+            for first, count in entry.page_table:
+                numbers.tables[row, at : at + count] = self._pages[first : first + count]
+                at += count
+        written = numbers.tables[np.arange(rows), starts // page_size]
+        numbers.places[:rows] = written * page_size + starts % page_size
 
     def _fill_up(self, rows: int, size: int) -> None:
         """Let the rows [rows, size) be of a sequence of one token in the spare page."""
