@@ -9,7 +9,15 @@ import torch
 
 from tests.support.device.separate_device import SEPARATE
 from tllm.core.errors import CapacityError, ConfigError
-from tllm.devices.memory import device_name, forget_peak, free_memory, held_memory, peak_memory, usable_device_memory
+from tllm.devices.memory import (
+    completed,
+    device_name,
+    forget_peak,
+    free_memory,
+    held_memory,
+    peak_memory,
+    usable_device_memory,
+)
 from tllm.node.machine.memory_limit import out_of_memory
 
 CUDA = torch.device("cuda", 1)
@@ -39,6 +47,13 @@ def test_given_memory_is_a_part_of_the_device_and_kept_to(monkeypatch: pytest.Mo
         usable_device_memory(CUDA, 9 * GIB)
     with pytest.raises(ConfigError, match="before any weight"):
         usable_device_memory(CUDA, 1000)
+
+
+def test_what_is_timed_waits_for_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = list[Any]()
+    monkeypatch.setattr(torch.get_device_module(SEPARATE[1]), "synchronize", done.append)
+    completed(lambda: done.append("told"), SEPARATE[1])()
+    assert done == ["told", SEPARATE[1]], "another device may be the current one"
 
 
 def test_a_device_that_is_full_is_told_in_its_own_words() -> None:

@@ -30,7 +30,7 @@ from tllm.spec.families import spec_from_config  # noqa: E402
 from tllm.spec.hf_config import read_config  # noqa: E402
 from tllm.weights.byte_source import LocalFiles  # noqa: E402
 from tllm.weights.formats.open_index import open_index  # noqa: E402
-from tllm.weights.load import load  # noqa: E402
+from tllm.weights.load import HeldAs, load  # noqa: E402
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 LIMITS = Limits(num_pages=24, vocab_size=101, max_model_len=96, page_size=4, max_num_seqs=5, max_num_batched_tokens=64)
@@ -73,7 +73,7 @@ def test_replies(case: str, tmp_path: Path) -> None:
     config = read_config(tmp_path)
     spec, source = spec_from_config(config), LocalFiles(tmp_path)
     model = build(spec, whole(spec), torch.float32, "meta")
-    load(model, open_index(source, config), source, torch.float32, device=DEVICE)
+    load(model, open_index(source, config), source, torch.float32, held=HeldAs(device=DEVICE))
     kernels = gpu_kernels("cuda")
     assert kernels is not None
     caches = [KVCache(model.attention_specs(), LIMITS, torch.float32, device=DEVICE) for _ in range(2)]

@@ -44,6 +44,16 @@ def test_a_family(case: str, tmp_path: Path) -> None:
             assert [engine.generate(prompts(), params) for params in (GREEDY, SAMPLED)] == want, plan
 
 
+def test_two_ranks_of_one_process_on_one_device(tmp_path: Path) -> None:
+    """Both record their steps when they are made, at the same time."""
+    save_model("llama", tmp_path)
+    with Engine.load(tmp_path, "pp=1", ROOMY) as engine:
+        want = engine.generate(prompts(), GREEDY)
+    with Engine.load(tmp_path, "pp=2", TIGHT, devices=(CUDA, CUDA)) as engine:
+        assert all(stage.graphs is not None for stage in engine.stages)
+        assert engine.generate(prompts(), GREEDY) == want
+
+
 def test_a_cache_of_codes(tmp_path: Path) -> None:
     """Most ids are those of the processor: a key between two codes may fall to either side."""
     save_model("llama", tmp_path)

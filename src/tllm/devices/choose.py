@@ -76,19 +76,20 @@ def compute_on(device: torch.device) -> None:
         torch.get_device_module(device).set_device(device)
 
 
-def check_dtype(device: torch.device, dtype: str) -> None:
-    """ConfigError for a dtype, by its name, that the device has no numbers of."""
-    if device.type == "mps" and dtype == "float64":
-        raise ConfigError("Metal has no float64, and --device mps was to compute in it", "give --dtype float32")
-    if device.type == "xpu" and dtype == "float64" and not torch.xpu.get_device_properties(device).has_fp64:
-        raise ConfigError(f"{device} has no float64, which it was to compute in", "give --dtype float32")
+def check_float64(device: torch.device) -> None:
+    """ConfigError for a device without float64: Metal, and some Intel GPUs. Whatever the dtype of a model, tokens are
+    drawn and gradients are summed up in it."""
+    if device.type == "mps" or (device.type == "xpu" and not torch.xpu.get_device_properties(device).has_fp64):
+        raise ConfigError(
+            f"{device} has no float64, in which tokens are drawn and gradients are summed up", "give --device cpu"
+        )
 
 
-def check_products(device: torch.device, dtype: str, quantization: Quantization | None) -> None:
-    """ConfigError for weights that the device has no products of: in a dtype that it lacks, or in few bits."""
+def check_products(device: torch.device, quantization: Quantization | None) -> None:
+    """ConfigError for what the device cannot serve: weights in few bits, and any without float64."""
     if device == CPU:
         return
-    check_dtype(device, dtype)
+    check_float64(device)
     if quantization is not None:
         raise ConfigError(
             f"weights in few bits ({quantization.method}) have products on processors alone yet, and this rank is on "

@@ -102,8 +102,10 @@ def forget_peak(device: torch.device) -> None:
 
 def wait_for(device: torch.device) -> None:
     """Return when all that the device was told to do is done: what is timed must wait for it."""
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize()
+    if device.type == "mps":
+        torch.mps.synchronize()
+    elif device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
 
 
 def completed(work: Callable[[], object], device: torch.device) -> Callable[[], None]:

@@ -11,15 +11,18 @@ The weights too are read where they lay when it was recorded. A trainer may chan
 
 from __future__ import annotations
 
+import functools
+import threading
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tllm.core.errors import CapacityError
 from tllm.devices.choose import CPU
 from tllm.engine.compute.cache_writer import CacheWriter, CodeWriter, ScatteredWriter
-from tllm.engine.compute.gpu_attention import KernelOnGpu, TileGroup, pages_of
+from tllm.engine.compute.gpu_attention import KernelOnGpu, TileGroup
 from tllm.engine.compute.kv_cache import KVCache
 from tllm.engine.schedule.batch import Batch
 from tllm.engine.schedule.limits import Limits
@@ -31,6 +34,9 @@ from tllm.model.transformer import Transformer
 WARM_UPS = 2
 """Runs before recording, in which kernels are compiled and libraries take their rooms."""
 
+_recording = threading.Lock()
+"""Ranks may be threads of this process. One that begins to record waits for all that its device was told, and so it may
+not while another one records there."""
 
 Numbers = TypeVar("Numbers")
 
@@ -57,12 +63,16 @@ class RecordedBatch(NamedTuple):
 
 
 class DecodeGraphs:
-    """The graphs of one stage, recorded when this is made: at once, as the first request must not wait for it."""
+    """The graphs of one stage, recorded when this is made: at once, as the first request must not wait for it.
+
+    CapacityError where the device has no memory for them.
+    """
 
     def __init__(self, model: Transformer, cache: KVCache, limits: Limits, kernels: GpuKernels) -> None:
         self._model, self._cache, self._kernels = model, cache, kernels
         self._most_keys, most = limits.max_model_len, limits.max_num_seqs
-        self._sizes, self.addresses = sizes_up_to(most), addresses_of(model)
+        self._sizes, self._pages = sizes_up_to(most), np.arange(cache.spare_page, dtype=np.int32)
+        self.addresses = addresses_of(model)
         pages = -(-limits.max_model_len // limits.page_size)
         self._host, self._device = empty_numbers(most, pages, CPU), empty_numbers(most, pages, cache.device)
         # The same memory, quicker to write to.
@@ -74,14 +84,20 @@ class DecodeGraphs:
         for ours, theirs in zip(self._host, self._device, strict=True):
             theirs.copy_(ours)
         self.recorded: dict[int, RecordedBatch] = {}
-        pool = None
-        for size in reversed(self._sizes):  # the largest first: the others find room in its memory
-            self.recorded[size] = self._record(size, pool)
-            pool = self.recorded[size].graph.pool()
+        try:
+            with _recording:
+                self._record_all()
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(
+                f"{cache.device} has no memory to record steps of up to {most} sequences: {str(error).splitlines()[0]}",
+                "let fewer run at once (--max-num-seqs), or give the cache less (--kv-cache-memory)",
+            ) from error
 
     def takes(self, batch: Batch) -> bool:
-        """Whether a batch is one of replies alone, a token of each, without adapters."""
-        return len(batch.entries) == len(batch.token_ids) and not any(entry.lora for entry in batch.entries)
+        """Whether a batch is one of replies alone, a token of each, without adapters, and no larger than recorded."""
+        rows = len(batch.entries)
+        is_decode = rows == len(batch.token_ids) and not any(entry.lora for entry in batch.entries)
+        return is_decode and rows <= self._sizes[-1]
 
     def __call__(self, batch: Batch, x_TD: Tensor | None) -> Tensor:
         """The hidden states after the stage's layers; those before them are `x_TD`, of a stage that is not the first.
@@ -104,12 +120,16 @@ class DecodeGraphs:
     def _write(self, batch: Batch) -> None:
         """Write a batch's numbers on the host."""
         page_size, numbers, rows = self._cache.page_size, self._numbers, len(batch.entries)
+        starts = np.array([entry.start for entry in batch.entries], dtype=np.int32)
         numbers.ids[:rows] = batch.token_ids
-        numbers.positions[:rows] = numbers.tiles[:rows, 2] = [entry.start for entry in batch.entries]
+        numbers.positions[:rows] = numbers.tiles[:rows, 2] = starts
         for row, entry in enumerate(batch.entries):
-            pages = pages_of(entry)
-            numbers.tables[row, : len(pages)] = pages
-            numbers.places[row] = pages[entry.start // page_size] * page_size + entry.start % page_size
+            at = 0
+            for first, count in entry.page_table:
+                numbers.tables[row, at : at + count] = self._pages[first : first + count]
+                at += count
+        written = numbers.tables[np.arange(rows), starts // page_size]
+        numbers.places[:rows] = written * page_size + starts % page_size
 
     def _fill_up(self, rows: int, size: int) -> None:
         """Let the rows [rows, size) be of a sequence of one token in the spare page."""
@@ -118,8 +138,14 @@ class DecodeGraphs:
         numbers.places[rows:size] = spare * self._cache.page_size
         numbers.tables[rows:size, 0] = spare
 
+    def _record_all(self) -> None:
+        pool = None
+        for size in reversed(self._sizes):  # the largest first: the others find room in its memory
+            self.recorded[size] = self._record(size, pool)
+            pool = self.recorded[size].graph.pool()
+
     def _record(self, size: int, pool: Any) -> RecordedBatch:
-        stream = torch.cuda.Stream(self._cache.device)  # type: ignore[no-untyped-call]
+        stream = recording_stream(self._cache.device)
         stream.wait_stream(torch.cuda.current_stream(self._cache.device))
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):
@@ -175,6 +201,12 @@ class RecordedAttend:
 def addresses_of(model: Transformer) -> tuple[int, ...]:
     """Where each weight lies now."""
     return tuple(parameter.data_ptr() for parameter in model.parameters())
+
+
+@functools.cache
+def recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all sizes, as libraries keep a room of their own for each stream that they were called on."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def empty_numbers(rows: int, pages: int, device: torch.device) -> RowNumbers[Tensor]:

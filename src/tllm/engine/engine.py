@@ -38,7 +38,7 @@ from tllm.text.tokenizer import Tokenizer
 from tllm.weights.byte_source import LocalFiles
 from tllm.weights.dtypes import torch_dtype
 from tllm.weights.formats.open_index import open_index
-from tllm.weights.load import load
+from tllm.weights.load import HeldAs, load
 from tllm.weights.manifest import checked
 
 Put = Callable[[Output | ClusterError], None]
@@ -83,7 +83,7 @@ class Engine:
         """An engine for a Hugging Face folder. Loading calls `progress(rank, bytes done, bytes in all)`.
 
         `devices` are those of the ranks, in order; without any all of them compute on the processor. ConfigError for
-        weights that a device has no products of.
+        what a device cannot serve.
         """
         config = config or EngineConfig()
         raw = with_weight_form(read_config(Path(folder)), config.quantize, config.dequantize)
@@ -93,13 +93,13 @@ class Engine:
         dtype, limits = torch_dtype(config.dtype or spec.dtype), limits_of(spec, plan, config)
         draft = draft_loader(config.speculative_config, limits, config.dtype)
         for device in devices:
-            check_products(device, config.dtype or spec.dtype, spec.quantization)
+            check_products(device, spec.quantization)
 
         def load_weights(rank: int, model: Transformer) -> None:
             source = checked(LocalFiles(folder))
             told, device = progress and partial(progress, rank), devices[rank] if devices else CPU
             compute_on(device)  # this is the rank's thread
-            load(model, index, source, dtype, told, packed=keeps_few_bits(raw), device=device)
+            load(model, index, source, dtype, told, held=HeldAs(keeps_few_bits(raw), device))
             if rank == 0 and draft is not None:
                 draft.load()
 

@@ -193,7 +193,7 @@ class PipelineStage:
     def _compute(self, batch: Batch, x_TD: Tensor | None) -> Tensor | Results | None:
         """This stage's layers over a batch; the first stage (x_TD None) embeds its token ids.
 
-        Gives hidden states, or on the last stage the results, which only its leader has (None on its other ranks).
+        Gives hidden states on the host; on the last stage the results, which only its leader has (None on the others).
         """
         self.batches += 1
         with self.counters.counting(batch), self.traced.timing(batch):
@@ -202,7 +202,7 @@ class PipelineStage:
             else:
                 x_TD = self._layers(batch, x_TD)
             if self.sampler is None:
-                return x_TD
+                return x_TD.cpu()  # what a device computes counts until it is here, from where it is sent
             results = self.sampler(x_TD, batch)
             return results if self.pooler is None else self.pooler(x_TD, batch, results)
 

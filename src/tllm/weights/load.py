@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypedDict, Unpack
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,13 +46,15 @@ class LoadReport:
     unused: tuple[str, ...]
 
 
-class HeldAs(TypedDict, total=False):
-    """How and where parameters are held that have no memory yet."""
+class HeldAs(NamedTuple):
+    """How and where parameters are held that have no memory yet: on a `device`, and where the files keep them in few
+    bits as plain numbers, or `packed`, for products only."""
 
-    packed: bool
-    """Weights that the files keep in few bits stay so, for products only (no)."""
-    device: torch.device
-    """Where they are made (the processor)."""
+    packed: bool = False
+    device: torch.device = CPU
+
+
+PLAIN = HeldAs()
 
 
 @dataclass(frozen=True)
@@ -71,20 +73,19 @@ def load(
     dtype: torch.dtype | None = None,
     progress: Progress | None = None,
     kept: Kept | None = None,
-    **held_as: Unpack[HeldAs],
+    held: HeldAs = PLAIN,
 ) -> LoadReport:
     """Fill every parameter of `model`, converted to `dtype` (to its own if None); what is `kept` is not read again.
 
-    A parameter on the meta device is given memory first, of the device and in the form that `HeldAs` says. Everything
-    is checked before the first byte is read, so a WeightsError about names or shapes leaves the model as it was.
+    A parameter on the meta device is given memory first, on the device and in the form that `held` says. Everything is
+    checked before the first byte is read, so a WeightsError about names or shapes leaves the model as it was.
     """
     before = source.bytes_read
     parameters = list(model.parameters())
     for parameter in parameters:
         _check(parameter, index)
-    packed, device = held_as.get("packed", False), held_as.get("device", CPU)
-    few_bits = {id(parameter) for parameter in parameters if packed and is_packed(parameter, index)}
-    made = _memory_for(parameters, dtype, kept or {}, few_bits, device)
+    few_bits = {id(parameter) for parameter in parameters if held.packed and is_packed(parameter, index)}
+    made = _memory_for(parameters, dtype, kept or {}, few_bits, held.device)
     unread = _with_memory(model, parameters, made, kept or {})
     to_pack = [(parameter, packed_tasks(parameter, index)) for parameter in unread if is_empty(parameter)]
     jobs: list[ReadTask | PackedTask] = [task for _, tasks in to_pack for task in tasks]
@@ -93,7 +94,7 @@ def load(
     wanted = [found for job in jobs for found in job_spans(job, index)]
     total = sum(spans.nbytes for _, spans in wanted)
     source.expect(wanted)
-    done, staging = 0, torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    done, staging = 0, torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=held.device.type == "cuda")
     with torch.no_grad():
         for job in jobs:
             reads = job.fill(index, source) if isinstance(job, PackedTask) else fill(job, index, source, staging)

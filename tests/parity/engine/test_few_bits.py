@@ -31,7 +31,7 @@ from tllm.spec.quantized.weight_form import Quantize, with_weight_form
 from tllm.spec.request import Request, SamplingParams
 from tllm.weights.byte_source import LocalFiles
 from tllm.weights.formats.open_index import open_index
-from tllm.weights.load import load
+from tllm.weights.load import HeldAs, load
 
 CONFIG = EngineConfig(dtype="float32", cache_tokens=1024, max_num_seqs=8)
 SCORED = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=3, prompt_logprobs=2)
@@ -174,7 +174,7 @@ def held_bytes(folder: Path, config: dict[str, Any]) -> tuple[int, int]:
     """Bytes that a loaded model's weights take, and those that are planned."""
     spec, source = spec_from_config(config), LocalFiles(folder)
     model = build(spec, whole(spec), torch.bfloat16, "meta")
-    load(model, open_index(source, config), source, torch.bfloat16, packed=True)
+    load(model, open_index(source, config), source, torch.bfloat16, held=HeldAs(packed=True))
     (planned,) = rank_bytes(spec, Plan.parse("pp=1", spec.num_layers), "bfloat16")
     return sum(weight_bytes(parameter) for parameter in model.parameters()), planned.weights
 

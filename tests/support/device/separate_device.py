@@ -68,7 +68,7 @@ class _Module(types.ModuleType):
         """Nothing: what is drawn here is drawn by the processor."""
 
     @staticmethod
-    def synchronize() -> None:
+    def synchronize(device: object = None) -> None:
         """Nothing: all that was told is done."""
 
     @staticmethod

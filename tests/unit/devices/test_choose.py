@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from tllm.core.errors import ConfigError
-from tllm.devices.choose import CPU, check_dtype, choose_device
+from tllm.devices.choose import CPU, check_float64, choose_device
 
 
 def has(monkeypatch: pytest.MonkeyPatch, built: str = "13.0", **counts: int) -> None:
@@ -63,8 +65,12 @@ def test_what_is_no_device_is_refused(text: str) -> None:
         choose_device(text)
 
 
-def test_metal_has_no_float64() -> None:
-    check_dtype(CPU, "float64")
-    check_dtype(torch.device("mps", 0), "float32")
-    with pytest.raises(ConfigError, match="Metal has no float64"):
-        check_dtype(torch.device("mps", 0), "float64")
+def test_metal_and_some_intel_gpus_have_no_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = [torch.device(kind, 0) for kind in ("mps", "xpu")]
+    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda device: SimpleNamespace(has_fp64=False))
+    for device in devices:
+        with pytest.raises(ConfigError, match=f"{device} has no float64, in which tokens are drawn"):
+            check_float64(device)
+    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda device: SimpleNamespace(has_fp64=True))
+    check_float64(devices[1])
+    check_float64(CPU)

@@ -128,18 +128,18 @@ def test_each_node_puts_its_own_device_in_the_place_of_what_it_is_told() -> None
 
 
 @pytest.mark.parametrize(
-    ("config", "dtype", "said"),
+    ("config", "device", "said"),
     [
-        ({"_quantize": "int8"}, "float32", r"weights in few bits \(int8\) .* this rank is on mps:0"),
-        ({}, "float64", "Metal has no float64"),
+        ({"_quantize": "int8"}, "cuda:1", r"weights in few bits \(int8\) .* this rank is on cuda:1"),
+        ({}, "mps:0", "mps:0 has no float64, in which tokens are drawn"),
     ],
 )
-def test_weights_without_products_on_the_device_are_refused_before_a_wire_is_connected(
-    config: dict[str, str], dtype: str, said: str, tmp_path: Path
+def test_what_the_device_cannot_serve_is_refused_before_a_wire_is_connected(
+    config: dict[str, str], device: str, said: str, tmp_path: Path
 ) -> None:
     save_model("llama", tmp_path)
     text = json.dumps(json.loads((tmp_path / "config.json").read_text()) | config)
-    engine = engine_settings(dtype=dtype, device="mps:0")
+    engine = engine_settings(device=device)
     with pytest.raises(ConfigError, match=said):
         ServingRank(msgspec.structs.replace(assign(engine), config=text), None, None, None)  # type: ignore[arg-type]
 

@@ -68,11 +68,12 @@ def measured(seconds: float, threads: int | None, asked: str = "cpu") -> tuple[P
     """Measure this machine in about `seconds`, on the device that is asked for. With where choices are kept."""
     import torch
 
-    from tllm.devices.choose import CPU, choose_device
+    from tllm.devices.choose import CPU, choose_device, compute_on
     from tllm.node.machine.autotuned_shapes import autotuned_shapes, kept_in
     from tllm.node.roles.doctor_rank import examine
 
     device = choose_device(asked)
+    compute_on(device)
     if threads:
         torch.set_num_threads(threads)
     wire = asyncio.run(_wire(seconds))

@@ -52,12 +52,13 @@ def _unknown(job: Job, plan: Plan, chooser: TrainingChooser) -> str:
 def _predicted_here(job: Job, plan: Plan, spec: ModelSpec, computing: Computing) -> str:
     import torch
 
-    from tllm.devices.choose import CPU, choose_device
+    from tllm.devices.choose import CPU, choose_device, compute_on
     from tllm.devices.memory import device_name
     from tllm.training.measure.pass_speed import layer_speed
     from tllm.weights.dtypes import torch_dtype
 
     device = choose_device(computing.device, computing.place)
+    compute_on(device)
     threads = computing.threads or max(1, cores() // plan.world_size)
     torch.set_num_threads(threads)
     speed = layer_speed(spec, torch_dtype(job.dtype), job.seq_len, job.microbatch_size, device)

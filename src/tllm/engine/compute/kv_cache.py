@@ -61,7 +61,8 @@ class KVCache:
     """Every layer's slots on this rank, and the `kinds` of attention that read them.
 
     `is_exact`: what is read has the same bits however a prompt is cut and whatever else is in its batch. That is so for
-    a cache of codes, and where asked for, as with weights of few bits, whose products have that property.
+    a cache of codes, and where asked for, as with weights of few bits, whose products have that property. Processors
+    keep to it; on other devices the keys of a token are divided by how many tokens a batch has.
     Layers with a state in place of keys and values have theirs in `states`, a slot for each running sequence.
 
     All of it lies on `device`, and is written once when made, so that a lack of memory shows now and not while serving:

@@ -59,7 +59,7 @@ class StateRuns:
         of = partial(_SlotRun, states.device)
         self.runs = [of(entries[:singles], 1)] if singles else []
         self.runs += [of((entry,), entry.count, entry.num_draft_tokens > 0) for entry in entries[singles:]]
-        self.sizes = [run.slots.numel() * run.count for run in self.runs]
+        self.sizes = [len(run.numbers) * run.count for run in self.runs]
 
     def recur(self, layer: int, advance: Advance, *rows: Tensor) -> Tensor:
         """Each entry's state over its rows, to the state that its slot then holds."""
@@ -67,15 +67,15 @@ class StateRuns:
         for tensor in held:
             tensor.index_fill_(0, self.begins, 0.0)
         for run in self.accepted:
-            kept = [self.states.drafted[layer, slot] for slot in run.slots.tolist()]
+            kept = [self.states.drafted[layer, slot] for slot in run.numbers]
             rows_B = (torch.stack([x[: run.count] for x in same]) for same in zip(*kept, strict=True))
             run.write(held, advance(run.read(held), *rows_B)[1])
         outs = []
         for run, *part in zip(self.runs, *(torch.split(x, self.sizes) for x in rows), strict=True):
-            out, state = advance(run.read(held), *(of_run(x, (run.slots.numel(), run.count)) for x in part))
+            out, state = advance(run.read(held), *(of_run(x, (len(run.numbers), run.count)) for x in part))
             outs.append(out.flatten(0, 1))
             if run.has_drafts:
-                self.states.drafted[layer, int(run.slots)] = tuple(x.clone() for x in part)
+                self.states.drafted[layer, run.numbers[0]] = tuple(x.clone() for x in part)
             else:
                 run.write(held, state)
         return outs[0] if len(outs) == 1 else torch.cat(outs)
@@ -87,7 +87,8 @@ class _SlotRun:
     def __init__(
         self, device: torch.device, entries: Sequence[BatchEntry], count: int, has_drafts: bool = False
     ) -> None:
-        self.slots = torch.tensor([entry.state_slot for entry in entries]).to(device)
+        self.numbers = [entry.state_slot for entry in entries]  # on the host, where layer after layer asks for them
+        self.slots = torch.tensor(self.numbers).to(device)
         self.count, self.has_drafts = count, has_drafts
 
     def read(self, held: State) -> State:

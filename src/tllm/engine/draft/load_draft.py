@@ -18,7 +18,7 @@ from tllm.spec.speculative_config import SpeculativeConfig
 from tllm.weights.byte_source import LocalFiles
 from tllm.weights.dtypes import torch_dtype
 from tllm.weights.formats.open_index import open_index
-from tllm.weights.load import load
+from tllm.weights.load import HeldAs, load
 from tllm.weights.manifest import checked
 
 
@@ -54,7 +54,7 @@ class DraftLoader:
         dtype = self._dtype or spec.dtype
         model = build(spec, whole(spec), torch_dtype(dtype), "meta")
         source = checked(LocalFiles(folder))
-        load(model, open_index(LocalFiles(folder), raw), source, torch_dtype(dtype), packed=keeps_few_bits(raw))
+        load(model, open_index(LocalFiles(folder), raw), source, torch_dtype(dtype), held=HeldAs(keeps_few_bits(raw)))
         sizes = draft_bytes(spec, dtype, limits.num_pages, limits.page_size)
         own = msgspec.structs.replace(
             limits,

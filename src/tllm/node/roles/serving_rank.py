@@ -121,8 +121,7 @@ class RankWeights:
     def load(self, model: Transformer, dtype: torch.dtype, progress: Progress) -> tuple[int, int]:
         """Fill the model; bytes that were read for it, and of these the bytes that came from other nodes."""
         read, came = self.source.bytes_read, fetched(self.files)
-        held_as = HeldAs(packed=self._packed, device=self._device)
-        load(model, self.index, self.source, dtype, progress, self._loaded, **held_as)
+        load(model, self.index, self.source, dtype, progress, self._loaded, HeldAs(self._packed, self._device))
         self._loaded = weights_of(model)
         if isinstance(self.files, FetchedFiles):
             log.info("weights came %s", self.files.told())
@@ -145,7 +144,7 @@ class ServingRank:
         self._assign, self._settings = assign, assign.settings
         self.rank = assign.rank
         self.spec = spec_from_config(json.loads(assign.config))
-        check_products(self._device, self._settings.dtype, self.spec.quantization)
+        check_products(self._device, self.spec.quantization)
         earlier = before._weights if isinstance(before, ServingRank) and before.is_of(assign) else None
         self._fetch = fetch
         self._weights: RankWeights = RankWeights(assign, fetch, earlier)

@@ -94,10 +94,10 @@ def examined(
 ) -> SurveyedNode:
     """The process of this node, measured for about as long as the settings say; tokens that it makes are delivered.
 
-    ConfigError for weights that its device has no products of.
+    ConfigError for what its device cannot serve.
     """
     dtype, seconds, device = torch_dtype(settings.dtype), settings.measure_seconds, torch.device(settings.device)
-    check_products(device, settings.dtype, spec.quantization)
+    check_products(device, spec.quantization)
     free = machine_facts().memory_free_bytes + rss_bytes() if device == CPU else available_memory(device)
 
     def serving(sizes: ServingSizes, seconds: float) -> dict[str, Any]:

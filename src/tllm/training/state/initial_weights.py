@@ -21,7 +21,7 @@ from tllm.weights.boxes import whole as whole_box
 from tllm.weights.byte_source import ByteSource
 from tllm.weights.dtypes import torch_dtype
 from tllm.weights.formats.open_index import open_index
-from tllm.weights.load import Progress, load
+from tllm.weights.load import HeldAs, Progress, load
 from tllm.weights.manifest import checked
 
 HEAD = "score.weight"
@@ -74,7 +74,7 @@ class InitialWeights:
         source = checked(self.source)
         index = open_index(source, with_weight_form(dict(self.config), quantize))
         is_packed = dtype != "float64"  # products of weights in few bits are made in float32
-        load(nn.ModuleList(chunks), index, source, torch_dtype(dtype), progress, packed=is_packed)
+        load(nn.ModuleList(chunks), index, source, torch_dtype(dtype), progress, held=HeldAs(is_packed))
 
 
 def parameter_count(spec: ModelSpec) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tllm.core.errors import ConfigError
-from tllm.devices.choose import CPU, check_dtype
+from tllm.devices.choose import CPU, check_float64
 from tllm.training.step.rank_groups import RankConfig
 
 HINT = "leave it out, or train with --device cpu"
@@ -15,9 +15,7 @@ def check_device(config: RankConfig) -> None:
     if device == CPU:
         return
     here = f"and this rank computes on {device}"
-    if device.type == "mps":
-        raise ConfigError(f"gradients are summed up in float64, which Metal has not, {here}", "train with --device cpu")
-    check_dtype(device, job.dtype)
+    check_float64(device)
     if plan.servers:
         raise ConfigError(f"the plan has servers={plan.servers}, which sum on processors, {here}", HINT)
     if job.rollouts is not None and job.deterministic:

@@ -10,6 +10,7 @@ from tests.unit.node.visits import node
 from tllm.cli.commands import profile
 from tllm.cli.main import main
 from tllm.kernels.autotune import VARIABLE
+from tllm.node.machine.machine_facts import NodeProbe
 from tllm.planner.cluster.profile import LoopbackWire, Profile, ShapeChoice, read_profile
 
 
@@ -54,6 +55,25 @@ def test_the_device_that_was_measured_is_named(
     assert main(["profile", "--quiet", "--device", "cuda:0"]) == 0
     shown = capsys.readouterr().out
     assert "measured on cuda:0 Some GPU" in shown and "memory: 80.00 GiB, 79.00 GiB free" in shown
+
+
+def test_what_is_measured_computes_on_the_device_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler of kernels goes by the thread's device, which is the first one until it is told."""
+    told, second = list[object](), torch.device("cuda", 1)
+
+    async def no_wire(seconds: float) -> None: ...
+
+    def examine(*asked: object) -> NodeProbe:
+        told.append(asked[-1])
+        return node("here", "")
+
+    monkeypatch.setattr(profile, "_wire", no_wire)
+    monkeypatch.setattr(profile, "of_device", lambda found, device: found)
+    monkeypatch.setattr("tllm.devices.choose.choose_device", lambda asked: second)
+    monkeypatch.setattr("tllm.devices.choose.compute_on", lambda device: told.append(("thread", device)))
+    monkeypatch.setattr("tllm.node.roles.doctor_rank.examine", examine)
+    profile.measured(1.0, None, "cuda:1")
+    assert told == [("thread", second), second]
 
 
 def test_measured_again(made: list[Profile], monkeypatch: pytest.MonkeyPatch) -> None:

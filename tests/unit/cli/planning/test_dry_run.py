@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from tests.support.training.small_job import write_job
 from tests.unit.planner.measured.test_survey import survey_of, training_node
@@ -28,6 +29,23 @@ def keep_survey(job: Path) -> None:
     survey = survey_of("train", training_node("box"), training_node("pi").slower(50))
     (job.parent / "run").mkdir()
     msgspec.structs.replace(survey, model=digest(spec)).save(job.parent / "run" / FILE)
+
+
+def test_a_layer_is_timed_on_the_device_that_is_asked_for(
+    job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told, second = list[object](), torch.device("cuda", 1)
+
+    def layer_speed(*asked: object) -> float:
+        told.append(asked[-1])
+        return 1e12
+
+    monkeypatch.setattr("tllm.devices.choose.choose_device", lambda wanted, place=0: second)
+    monkeypatch.setattr("tllm.devices.choose.compute_on", lambda device: told.append(("thread", device)))
+    monkeypatch.setattr("tllm.devices.memory.device_name", lambda device: "cuda:1 Some GPU")
+    monkeypatch.setattr("tllm.training.measure.pass_speed.layer_speed", layer_speed)
+    assert main(["train", str(job), "--plan", "dp=1", "--dry-run", "--device", "cuda:1"]) == 0
+    assert told == [("thread", second), second] and "reaches here on cuda:1 Some GPU" in capsys.readouterr().out
 
 
 def test_without_a_survey_it_says_what_would_choose(job: Path, capsys: pytest.CaptureFixture[str]) -> None:

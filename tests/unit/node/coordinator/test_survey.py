@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.planner.measured.test_survey import SPEC, serving_node, survey_of
 from tests.unit.planner.search.test_serving_search import spec_of
-from tllm.cluster.messages import Findings, NodeFacts, Probe
+from tllm.cluster.messages import DeviceFacts, Findings, NodeFacts, Probe
 from tllm.cluster.settings import SurveySettings
 from tllm.core.errors import ClusterError
 from tllm.node.coordinator.survey import Examiner, SurveyRequest, in_time
@@ -163,6 +163,8 @@ def test_a_survey_that_was_kept_is_of_these_nodes_or_none() -> None:
     assert recalled is not None and [node.node for node in recalled.nodes] == ["new-1", "new-2"]
     assert asked.recalled([facts("new-1", "b"), facts("new-2", "a")]) is None
     assert asked.recalled([facts("new-1", "a"), facts("new-2", "b", cores=8)]) is None
+    on_gpu = msgspec.structs.replace(facts("new-2", "b"), devices=(DeviceFacts("cuda:0 Some GPU", 1),))
+    assert asked.recalled([facts("new-1", "a"), on_gpu]) is None, "it was measured on its processors"
     assert asked.known is not None
     here = tuple(node.node for node in asked.known.nodes)
     assert asked.ordered(here[::-1]) == here, "nodes that were measured keep their order, and so their ranks"
