@@ -20,6 +20,9 @@ from tllm.engine.schedule.batch import Sampling
 from tllm.engine.schedule.grammar_state import unpack_mask
 from tllm.kernels.gumbel_max import Draws
 
+TEMPERATURES = torch.finfo(torch.float32)
+"""Scores may be float32: a temperature below its least normal number, or above its largest, counts as that one."""
+
 
 def processed(logits_RV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
     """Logits after penalties, bias, bans and masks; the same tensor where no row has any.
@@ -83,7 +86,8 @@ def draws_of(logits_RV: Tensor, wanted: Sequence[tuple[Sampling, int]]) -> Draws
     """How a token of each row is drawn, for its `Sampling`, of a temperature above 0, and its position."""
     samplings = [one for one, _ in wanted]
     least = [math.log(one.min_p) if one.min_p > 0 else -math.inf for one in samplings]
-    numbers = [[one.temperature for one in samplings], least, [one.top_p for one in samplings]]
+    temperatures = [min(max(one.temperature, TEMPERATURES.tiny), TEMPERATURES.max) for one in samplings]
+    numbers = [temperatures, least, [one.top_p for one in samplings]]
     temperatures_R1, least_R1, top_p_R1 = torch.tensor(numbers, dtype=torch.float64).to(logits_RV.device)[..., None]
     seeds = [(one.seed + 2**63) % 2**64 - 2**63 for one in samplings]  # the same 64 bits with a sign
     seeds_R1, positions_R1 = torch.tensor([seeds, [at for _, at in wanted]]).to(logits_RV.device)[..., None]
