@@ -42,7 +42,8 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 @pytest.mark.parametrize("adds_one", [False, True])
 def test_norm(dtype: torch.dtype, adds_one: bool) -> None:
     rows = GpuRowOperations()
-    for x in (numbers(3, 100, dtype=dtype), numbers(2, 5, 16, dtype=dtype)[:, 1:4], numbers(1, 2048, dtype=dtype)):
+    shapes = [(3, 100), (1, 2048), (2, 3, 2, 16), (0, 16)]
+    for x in (*(numbers(*shape, dtype=dtype) for shape in shapes), numbers(2, 5, 16, dtype=dtype)[:, 1:4]):
         w = numbers(x.shape[-1], dtype=dtype)
         want = F.rms_norm(x.float(), (x.shape[-1],), None, 1e-5) * (w.float() + adds_one)
         check(rows.rms_norm(x, w, 1e-5, adds_one), want, dtype, 2)
@@ -157,8 +158,15 @@ def test_attention(dtype: torch.dtype, kind: str, parts: int, codes: str) -> Non
 def test_products_of_few_rows(dtype: torch.dtype, rows: int) -> None:
     x, w = numbers(rows, 700, dtype=dtype), numbers(50, 700, dtype=dtype) / 26
     check(skinny_matmul(x, w), x.float() @ w.float().T, dtype, 4)
+    products = GpuProducts()
+    small = numbers(700, 50, dtype=dtype).T / 26  # of another order in memory, and rows of rows: by torch's own
+    for rows_of in (x, x.view(1, rows, 700)):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr("tllm.kernels.gpu.products.MEASURED_BYTES", 0)
+            check(products.matmul(rows_of, small), rows_of.float() @ small.float().T, dtype, 4)
+    assert not products.known
     if not INTERPRETED:
         wide = numbers(4096, 4096, dtype=dtype) / 64
-        x, products = numbers(rows, 4096, dtype=dtype), GpuProducts()
+        x = numbers(rows, 4096, dtype=dtype)
         check(products.matmul(x, wide), x.float() @ wide.float().T, dtype, 8)
         assert len(products.known) == 1
