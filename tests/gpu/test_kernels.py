@@ -18,6 +18,7 @@ if not torch.cuda.is_available() and not INTERPRETED:
 pytest.importorskip("triton")
 
 from tllm.engine.compute.cache_codes import FP8, INT8, numbers_of, rounded  # noqa: E402
+from tllm.kernels.gpu import paged_attention  # noqa: E402
 from tllm.kernels.gpu.paged_attention import GpuAttention, LayerSlots, TokenTiles  # noqa: E402
 from tllm.kernels.gpu.products import GpuProducts, skinny_matmul  # noqa: E402
 from tllm.kernels.gpu.row_operations import GpuRowOperations, write_slots  # noqa: E402
@@ -100,6 +101,20 @@ def attended(q_THD: Tensor, k_SD: Tensor, v_SD: Tensor, start: int, sinks: Tenso
     if sinks is not None:
         scores = torch.cat((scores, sinks.double()[None, :, None].expand(len(q_THD), -1, 1)), -1)
     return scores.softmax(-1)[..., : len(k_SD)] @ v_SD.double()
+
+
+def test_fp8_without_a_device_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One key of every finite code, which is all that its query sees, gives what the code stands for, to the bit."""
+    codes = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8, device=DEVICE)
+    values, ones = codes.expand(1, PAGE, -1).contiguous(), torch.ones(1, PAGE, 1, device=DEVICE)
+    slots = LayerSlots(torch.zeros_like(values), values, ones, ones)
+    tiles = TokenTiles(torch.tensor([[0, 1, 0, 0]]).int().to(DEVICE), torch.zeros(1, 1).int().to(DEVICE), 1)
+    q = torch.ones(1, 1, len(codes), device=DEVICE)
+    for has_fp8 in (False, True) if INTERPRETED else (False,):
+        monkeypatch.setattr(paged_attention, "has_fp8", lambda device, has_fp8=has_fp8: has_fp8)
+        out = torch.empty_like(q)
+        GpuAttention((0, 1), 1.0, None, None, PAGE, DEVICE)(tiles, q, slots, None, 1, out)
+        assert torch.equal(out[0, 0], codes.view(torch.float8_e4m3fn).float())
 
 
 SPECS = {
