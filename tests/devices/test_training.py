@@ -20,6 +20,7 @@ from tllm.kernels import row_operations
 from tllm.training.job.distillation_keys import DistillationKeys
 from tllm.training.job.job import Job
 from tllm.training.job.lora_job import LoraJob
+from tllm.training.step import rank_model
 
 SHORT: dict[str, Any] = dict(max_steps=2, save_steps=1)
 
@@ -151,6 +152,20 @@ def test_a_run_goes_on_from_its_save_on_another_device(models: Path, tmp_path: P
     first = records(train(job, "pp=1", lambda: next(steps, False)))
     assert len(first) == 1
     assert_equal(ran(job, "pp=1", "separate"), (want[0][1:], want[1]), steps=1)
+
+
+def test_labels_are_asked_before_they_come_to_a_device(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's kernel reads the logit of a label wherever that is, and to ask it there would be to wait for it."""
+
+    def refused(labels_T: Tensor, size: int) -> None:
+        assert labels_T.is_cpu
+        raise ConfigError(f"none of {size} words")
+
+    monkeypatch.setattr(rank_model, "check_labels", refused)
+    with pytest.raises(ConfigError, match="none of 101 words"):
+        train(job_for(models / "dense", tmp_path / "run", **SHORT), "pp=1", devices=SEPARATE)
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {

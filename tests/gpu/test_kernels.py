@@ -18,6 +18,7 @@ if not torch.cuda.is_available() and not INTERPRETED:
 pytest.importorskip("triton")
 
 from tllm.engine.compute.cache_codes import FP8, INT8, numbers_of, rounded  # noqa: E402
+from tllm.kernels.gpu import paged_attention  # noqa: E402
 from tllm.kernels.gpu.paged_attention import GpuAttention, LayerSlots, TokenTiles  # noqa: E402
 from tllm.kernels.gpu.products import GpuProducts, skinny_matmul  # noqa: E402
 from tllm.kernels.gpu.row_operations import GpuRowOperations, write_slots  # noqa: E402
@@ -42,7 +43,8 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 @pytest.mark.parametrize("adds_one", [False, True])
 def test_norm(dtype: torch.dtype, adds_one: bool) -> None:
     rows = GpuRowOperations()
-    for x in (numbers(3, 100, dtype=dtype), numbers(2, 5, 16, dtype=dtype)[:, 1:4], numbers(1, 2048, dtype=dtype)):
+    shapes = [(3, 100), (1, 2048), (2, 3, 2, 16), (0, 16)]
+    for x in (*(numbers(*shape, dtype=dtype) for shape in shapes), numbers(2, 5, 16, dtype=dtype)[:, 1:4]):
         w = numbers(x.shape[-1], dtype=dtype)
         want = F.rms_norm(x.float(), (x.shape[-1],), None, 1e-5) * (w.float() + adds_one)
         check(rows.rms_norm(x, w, 1e-5, adds_one), want, dtype, 2)
@@ -101,6 +103,20 @@ def attended(q_THD: Tensor, k_SD: Tensor, v_SD: Tensor, start: int, sinks: Tenso
     return scores.softmax(-1)[..., : len(k_SD)] @ v_SD.double()
 
 
+def test_fp8_without_a_device_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One key of every finite code, which is all that its query sees, gives what the code stands for, to the bit."""
+    codes = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8, device=DEVICE)
+    values, ones = codes.expand(1, PAGE, -1).contiguous(), torch.ones(1, PAGE, 1, device=DEVICE)
+    slots = LayerSlots(torch.zeros_like(values), values, ones, ones)
+    tiles = TokenTiles(torch.tensor([[0, 1, 0, 0]]).int().to(DEVICE), torch.zeros(1, 1).int().to(DEVICE), 1)
+    q = torch.ones(1, 1, len(codes), device=DEVICE)
+    for has_fp8 in (False, True) if INTERPRETED else (False,):
+        monkeypatch.setattr(paged_attention, "has_fp8", lambda device, has_fp8=has_fp8: has_fp8)
+        out = torch.empty_like(q)
+        GpuAttention((0, 1), 1.0, None, None, PAGE, DEVICE)(tiles, q, slots, None, 1, out)
+        assert torch.equal(out[0, 0], codes.view(torch.float8_e4m3fn).float())
+
+
 SPECS = {
     "plain": {"softcap": None, "window": None},
     "window": {"softcap": None, "window": 37},
@@ -157,8 +173,15 @@ def test_attention(dtype: torch.dtype, kind: str, parts: int, codes: str) -> Non
 def test_products_of_few_rows(dtype: torch.dtype, rows: int) -> None:
     x, w = numbers(rows, 700, dtype=dtype), numbers(50, 700, dtype=dtype) / 26
     check(skinny_matmul(x, w), x.float() @ w.float().T, dtype, 4)
+    products = GpuProducts()
+    small = numbers(700, 50, dtype=dtype).T / 26  # of another order in memory, and rows of rows: by torch's own
+    for rows_of in (x, x.view(1, rows, 700)):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr("tllm.kernels.gpu.products.MEASURED_BYTES", 0)
+            check(products.matmul(rows_of, small), rows_of.float() @ small.float().T, dtype, 4)
+    assert not products.known
     if not INTERPRETED:
         wide = numbers(4096, 4096, dtype=dtype) / 64
-        x, products = numbers(rows, 4096, dtype=dtype), GpuProducts()
+        x = numbers(rows, 4096, dtype=dtype)
         check(products.matmul(x, wide), x.float() @ wide.float().T, dtype, 8)
         assert len(products.known) == 1

@@ -93,3 +93,14 @@ def test_losses(dtype: torch.dtype, vocab: int) -> None:
         x,
         result=torch.float32,
     )
+
+
+@pytest.mark.parametrize("tokens", [5, 0])
+def test_a_second_backward_pass_is_refused(tokens: int) -> None:
+    """The gradient lies where the logits lay."""
+    leaf = torch.randn(tokens, 100, device=DEVICE).requires_grad_()
+    loss = cross_entropy(leaf, torch.zeros(tokens, dtype=torch.int64, device=DEVICE), -100).sum()
+    (gradient,) = torch.autograd.grad(loss, leaf, retain_graph=True)
+    assert gradient.data_ptr() == leaf.data_ptr()
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        torch.autograd.grad(loss, leaf)

@@ -44,7 +44,7 @@ class RowOperations(Protocol):
         """Turn each head's halves (x1, x2) into (x1 cos - x2 sin, x2 cos + x1 sin), in x's own memory.
 
         cos and sin [T, 1, dim] in x's dtype, the first half of sin negative. Where the heads of a token do not follow
-        one another, it happens in a copy.
+        one another, or gradients are wanted, it happens in a copy.
         """
 
     def rotate_both(self, q_TNH: Tensor, k_TKH: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

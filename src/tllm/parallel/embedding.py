@@ -50,7 +50,7 @@ class VocabEmbedding(nn.Module):
 class VocabLogits(nn.Module):
     """logits_TV of this rank's part of the vocabulary, in float32 (or float64), with an optional soft cap.
 
-    They are divided by `scaling`.
+    They are divided by `scaling`. Without `widens` they stay in the dtype of their product.
     """
 
     def __init__(self, table: nn.Parameter, vocab: Range, softcap: float | None = None, scaling: float = 1.0) -> None:
@@ -60,8 +60,11 @@ class VocabLogits(nn.Module):
         self.softcap = softcap
         self.scaling = scaling
 
-    def forward(self, x_TD: Tensor) -> Tensor:
+    def forward(self, x_TD: Tensor, widens: bool = True) -> Tensor:
         logits_TV = self.matmul(x_TD)
+        if not widens:
+            assert self.is_product, "what is done to logits after their product is done in float32"
+            return logits_TV
         logits_TV = logits_TV if logits_TV.dtype == torch.float64 else logits_TV.float()
         logits_TV = logits_TV if self.scaling == 1.0 else logits_TV / self.scaling
         return logits_TV if self.softcap is None else torch.tanh(logits_TV / self.softcap) * self.softcap

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from tests.support.models.families import save_model
 from tests.support.models.layouts import in_threads
@@ -26,6 +29,7 @@ from tests.support.training.training_step import (
 from tllm.comm.collectives.group import Group, local_groups
 from tllm.training.checkpoint.async_saves import AsyncSaves
 from tllm.training.checkpoint.checkpoint import open_folder
+from tllm.training.objectives import log_probs
 from tllm.training.optim.optimizer import SGD, AdamW
 
 TP2, TP3 = ((1, 1),), ((1, 2, 1),)
@@ -92,6 +96,22 @@ def test_every_layout_goes_with_it(name: str, tmp_path: Path) -> None:
     """SGD follows each gradient as it is, where AdamW would hide its size."""
     save_model("llama_mha_tied_bias", tmp_path)
     layout = LAYOUTS[name]
+    _, want = learned(tmp_path, layout, torch.float32, 2, SGD())
+    _, got = learned(tmp_path, replace(layout, zero=3), torch.float32, 2, SGD())
+    assert [name for name in want if not torch.equal(got[name], want[name])] == []
+
+
+def cross_entropy(logits_TV: Tensor, labels_T: Tensor, ignored: int) -> Tensor:
+    """What a GPU's kernel makes of logits, in torch's steps."""
+    return F.cross_entropy(logits_TV, labels_T, ignore_index=ignored, reduction="none")
+
+
+def test_a_head_whose_losses_a_gpu_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All forwards come before the first backward: each pass of these gathers the head's weights for itself."""
+    kernels = SimpleNamespace(loss=SimpleNamespace(cross_entropy=cross_entropy))
+    monkeypatch.setattr(log_probs, "gpu_kernels", lambda kind: kernels)
+    save_model("llama", tmp_path)
+    layout = Layout(2, "gpipe", dp=(1, 1))
     _, want = learned(tmp_path, layout, torch.float32, 2, SGD())
     _, got = learned(tmp_path, replace(layout, zero=3), torch.float32, 2, SGD())
     assert [name for name in want if not torch.equal(got[name], want[name])] == []

@@ -38,7 +38,11 @@ PROGRAMS = 256
 MOST_PARTS = 16
 """More take longer to put together than they save."""
 
-NO_CODES, INT8, FP8 = 0, 1, 2
+NO_CODES, INT8, FP8, FP8_BITS = 0, 1, 2, 3
+"""What keys and values are held as. `FP8_BITS`: e4m3 on a device that has no such numbers, put together from bits."""
+
+FP8_CAPABILITY = (8, 9)
+"""Of the first of NVIDIA's GPUs for which Triton has e4m3, Ada's."""
 
 
 class TokenTiles(NamedTuple):
@@ -66,7 +70,16 @@ class LayerSlots(NamedTuple):
         """What the keys and values are held as."""
         if self.key_scales is None:
             return NO_CODES
-        return FP8 if self.keys.dtype == torch.uint8 else INT8
+        if self.keys.dtype != torch.uint8:
+            return INT8
+        return FP8 if has_fp8(self.keys.device) else FP8_BITS
+
+
+@functools.cache
+def has_fp8(device: torch.device) -> bool:
+    """Whether Triton has e4m3 for this device, as far as is known."""
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return is_nvidia and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
 
 
 def fits(width: int, dtype: torch.dtype) -> bool:
@@ -188,6 +201,11 @@ def _numbers(pointers, scales, mask, CODES: tl.constexpr, dtype: tl.constexpr):
     found = tl.load(pointers, mask=mask, other=0)
     if CODES == 2:
         found = found.to(tl.float8e4nv, bitcast=True)
+    if CODES == 3:
+        # Sign, exponent and fraction at their places in float16, whose exponent's bias is larger by 8.
+        bits = found.to(tl.int16)
+        bits = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.int16)
+        found = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     if CODES != 0:
         found = (found.to(tl.float32) * scales).to(dtype)
     return found

@@ -51,17 +51,23 @@ class GpuProducts:
     def matmul(self, x_TD: Tensor, weight_FD: Tensor) -> Tensor:
         """x W^T without gradients, in x's dtype."""
         rows = len(x_TD)
-        if not 0 < rows <= MEASURED_ROWS or weight_FD.nbytes < MEASURED_BYTES or x_TD.dtype == torch.float64:
+        if not 0 < rows <= MEASURED_ROWS or weight_FD.nbytes < MEASURED_BYTES or not _takes(x_TD, weight_FD):
             return F.linear(x_TD, weight_FD)
         outputs, columns = weight_FD.shape
         kind = GpuProductKind(next_power_of_two(rows), outputs, columns, weight_FD.dtype, weight_FD.device)
         name = self.known.get(kind)
         if name is None:
-            if torch.cuda.is_current_stream_capturing():  # nothing can be timed while a graph is recorded
+            # Nothing can be timed while a graph is recorded, as on CUDA alone.
+            if x_TD.is_cuda and torch.cuda.is_current_stream_capturing():
                 return F.linear(x_TD, weight_FD)
             name = self.known[kind] = _fastest(x_TD, weight_FD)
             log.debug("product of %s: %s", kind, name)
         return CANDIDATES[name](x_TD, weight_FD)
+
+
+def _takes(x_TD: Tensor, weight_FD: Tensor) -> bool:
+    """Whether our kernel has this product: in few enough bits, of rows, and with each output's weights together."""
+    return x_TD.dtype != torch.float64 and x_TD.dim() == 2 and weight_FD.stride(1) == 1
 
 
 def skinny_matmul(x_TD: Tensor, weight_FD: Tensor) -> Tensor:

@@ -7,9 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MOST_WIDTH = 1 << 16
-"""Of a row that one program has in its registers."""
-
 BLOCK = 1024
 """Numbers of a program of what is done number by number."""
 
@@ -27,19 +24,20 @@ class GpuRowOperations:
         self, x: Tensor, added: Tensor | None, weight: Tensor, eps: float, adds_one: bool
     ) -> tuple[Tensor, Tensor]:
         """x, or the sum with what is `added`, and its norm."""
-        heads, width = (x.shape[1] if x.dim() == 3 else 1), x.shape[-1]
-        x = x if x.stride(-1) == 1 and x.dim() in (2, 3) and width <= MOST_WIDTH else x.contiguous()
+        width = x.shape[-1]
+        rows = x if x.stride(-1) == 1 and x.dim() in (2, 3) else x.contiguous().view(-1, width)
+        heads = rows.shape[1] if rows.dim() == 3 else 1
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         whole = x if added is None else torch.empty_like(y)
         block = triton.next_power_of_2(width)
         _rms_norm[(x.numel() // width,)](
-            x,
-            x if added is None else added,
+            rows,
+            rows if added is None else added,
             weight,
             whole,
             y,
-            x.stride(0),
-            x.stride(1) if x.dim() == 3 else 0,
+            rows.stride(0),
+            rows.stride(1) if rows.dim() == 3 else 0,
             eps,
             HEADS=heads,
             WIDTH=width,

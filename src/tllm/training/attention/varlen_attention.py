@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tllm.model.attention import AttentionSpec
-from tllm.training.attention.packed_attention import TrainAttend
+from tllm.training.attention.packed_attention import MakeAttend, TrainAttend
 from tllm.training.data.batch_tensors import Tokens, copied
 
 WIDEST, STEP = 256, 8
@@ -21,7 +21,6 @@ WIDEST, STEP = 256, 8
 
 FIRST_CAPABILITY = (8, 0)
 """Of the GPUs that it is written for, Ampere's."""
-
 
 flash_attention = torch.ops.aten._flash_attention_forward
 
@@ -34,6 +33,11 @@ def has_varlen(device: torch.device) -> bool:
         and torch.backends.cuda.is_flash_attention_available()
         and torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
     )
+
+
+def attention_on(device: torch.device) -> MakeAttend:
+    """What attends over whole microbatches on a device."""
+    return VarlenAttend if has_varlen(device) else TrainAttend
 
 
 class VarlenAttend(TrainAttend):

@@ -64,14 +64,14 @@ class Tokens:
         if PROMPT_LENGTH in self.of_documents:
             prompt_T = self.of_documents[PROMPT_LENGTH][self.document_T]
             return torch.maximum(prompt_T.to(self.positions_T.dtype), self.positions_T + 1)
-        lengths = torch.tensor(self.lengths, device=self.ids_T.device)
+        lengths = torch.tensor(self.lengths)
         return self._here(torch.repeat_interleave(lengths, lengths))
 
     @property
     def document_T(self) -> Tensor:
         """For each token here the number of its document in the microbatch."""
-        lengths = torch.tensor(self.lengths, device=self.ids_T.device)
-        return self._here(torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths))
+        lengths = torch.tensor(self.lengths)
+        return self._here(torch.repeat_interleave(torch.arange(len(lengths)), lengths))
 
     def to(self, device: torch.device) -> Tokens:
         """The same on another device, or itself if it is there."""
@@ -102,7 +102,8 @@ class Tokens:
         )
 
     def _here(self, whole_T: Tensor) -> Tensor:
-        return whole_T if self.spans is None else picked(whole_T, self.spans)
+        """Of numbers of all tokens, made on the processor, those of the tokens here, where these are."""
+        return copied(whole_T if self.spans is None else picked(whole_T, self.spans), self.ids_T.device)
 
 
 def tokens_of(rows: Sequence[PackedRow], width: int | None = None, device: torch.device | str = "cpu") -> Tokens:

@@ -24,7 +24,7 @@ from tllm.planner.cost.flops import BACKWARD, layer_flops
 from tllm.planner.measured.survey import SurveyedPass, documents
 from tllm.spec.cut import cut_stage
 from tllm.spec.model_spec import LayerSpec, ModelSpec
-from tllm.training.attention.packed_attention import TrainAttend
+from tllm.training.attention.varlen_attention import attention_on
 from tllm.training.data.batch_tensors import Tokens
 from tllm.training.objectives.next_token import NextTokenLoss
 from tllm.training.optim.optimizer import Optimizer
@@ -115,9 +115,14 @@ class _Through:
         _forget(self.model, self.x_TD)
 
     def _forward(self) -> Tensor:
-        attend = TrainAttend(self.model.attention_specs(), self.tokens)
-        out_TD: Tensor = self.model(self.x_TD, self.tokens.positions_T, attend, self.tokens.lengths_T)
-        return out_TD
+        return _through_layers(self.model, self.x_TD, self.tokens)
+
+
+def _through_layers(model: Transformer, x_TD: Tensor, tokens: Tokens) -> Tensor:
+    """As a microbatch of a step goes."""
+    attend = attention_on(x_TD.device)(model.attention_specs(), tokens)
+    out_TD: Tensor = model(x_TD, tokens.positions_T, attend, tokens.lengths_T if model.scales_by_length else None)
+    return out_TD
 
 
 def _ends(spec: ModelSpec, dtype: torch.dtype, rows: int, length: int, device: torch.device) -> tuple[Tensor, Tokens]:
@@ -184,8 +189,7 @@ def layer_speed(
     best, until = 0.0, time.perf_counter() + SECONDS
     while not best or time.perf_counter() < until:
         begun = time.perf_counter()
-        attend = TrainAttend(model.attention_specs(), batch)
-        model(x_TD, batch.positions_T, attend, batch.lengths_T).sum().backward()
+        torch.autograd.backward(_through_layers(model, x_TD, batch).sum())
         wait_for(device)
         best = max(best, work / (time.perf_counter() - begun))
     return best

@@ -26,7 +26,7 @@ class TokenLosses:
     """
 
     fuses = True
-    """Whether a GPU may make the losses of the head's products in one step: they are of these logits as they are."""
+    """Whether a GPU's kernel may make the losses of the head's product; not of logits that are changed before."""
 
     def __init__(self, mesh: Mesh, precise: bool = False) -> None:
         self.tp, self.precise = mesh.tp, precise
@@ -40,7 +40,8 @@ class TokenLosses:
         if is_whole and (gpu := gpu_kernels(x_TD.device.type)) is not None:
             head = model.lm_head
             if isinstance(head, VocabLogits) and head.is_product:
-                losses: Tensor = gpu.loss.cross_entropy(head.matmul(model.normed(x_TD)), labels_T, IGNORED)
+                logits_TV = head(model.normed(x_TD), widens=False)
+                losses: Tensor = gpu.loss.cross_entropy(logits_TV, labels_T, IGNORED)
                 return losses
         return cross_entropy(self.logits(model, x_TD, len(labels_T)), labels_T, model.vocab, self.tp)
 

@@ -20,9 +20,9 @@ from tllm.spec.pipeline_schedule import build as build_schedule
 from tllm.training.attention.context_parallel import cut_tokens
 from tllm.training.attention.grid_tokens import grid_tokens
 from tllm.training.attention.invariant_attention import InvariantAttend
-from tllm.training.attention.packed_attention import MakeAttend, TrainAttend
+from tllm.training.attention.packed_attention import MakeAttend
 from tllm.training.attention.ring_attention import RingAttention
-from tllm.training.attention.varlen_attention import VarlenAttend, has_varlen
+from tllm.training.attention.varlen_attention import attention_on
 from tllm.training.data.batch_tensors import Tokens
 from tllm.training.job.rollout_combinations import wants_batch_invariance
 from tllm.training.job.target_modules import adapted_modules
@@ -72,8 +72,7 @@ class RankModel:
         self.products = choose_trained_products(parameters, torch_dtype(config.job.dtype), fixed)
         """What its products are computed in, in words."""
         self._ring = RingAttention(groups.cp) if plan.cp > 1 else None
-        of_whole: MakeAttend = VarlenAttend if has_varlen(self._config.device) else TrainAttend
-        of_whole = InvariantAttend if invariant else of_whole
+        of_whole: MakeAttend = InvariantAttend if invariant else attention_on(config.device)
         make_attend = recompute(plan.recompute, self.chunks, self._ring or of_whole)
         self.objective = choose_objective(config.job, mesh, groups.cp, invariant)
         make_adapt = with_noise(self._make_adapt(learns=True), config.job.neftune_noise_alpha)
