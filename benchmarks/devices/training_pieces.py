@@ -8,6 +8,7 @@ import argparse
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,13 +25,14 @@ def seconds(run: Callable[[], object]) -> float:
     """Of one call, by the device's own clock."""
     for _ in range(WARM):
         run()
-    began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    event: Callable[..., Any] = torch.cuda.Event
+    began, ended = event(enable_timing=True), event(enable_timing=True)
     began.record()
     for _ in range(TIMED):
         run()
     ended.record()
     torch.cuda.synchronize()
-    return began.elapsed_time(ended) / TIMED / 1e3
+    return float(began.elapsed_time(ended)) / TIMED / 1e3
 
 
 def there_and_back(name: str, way: Way, *inputs: Tensor, flops: float = 0.0, back: float = 3.5) -> None:
@@ -65,15 +67,17 @@ def attentions(tokens: int, length: int, heads: int, kv: int, width: int) -> Non
     starts = torch.arange(rows + 1, dtype=torch.int32, device=device) * length
 
     def packed(qkv_TMH: Tensor) -> Tensor:
-        q, k, v = qkv_TMH.split([heads, kv, kv], dim=1)
-        return torch.ops.aten._flash_attention_forward(
+        q, k, v = torch.split(qkv_TMH, [heads, kv, kv], dim=1)
+        out: Tensor = torch.ops.aten._flash_attention_forward(
             q, k, v, starts, starts, length, length, 0.0, True, False, scale=width**-0.5
         )[0]
+        return out
 
     def fused(backends: list[SDPBackend], qkv_TMH: Tensor) -> Tensor:
-        parts = (x.unflatten(0, (rows, length)).transpose(1, 2) for x in qkv_TMH.split([heads, kv, kv], dim=1))
+        split = torch.split(qkv_TMH, [heads, kv, kv], dim=1)
+        q, k, v = (x.reshape(rows, length, *x.shape[1:]).transpose(1, 2) for x in split)
         with sdpa_kernel(backends):
-            return F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=heads != kv)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv)
 
     named = {"torch's choice": list(SDPBackend.__members__.values())}
     named |= {name: [SDPBackend.__members__[name]] for name in ("FLASH_ATTENTION", "CUDNN_ATTENTION")}

@@ -35,7 +35,7 @@ class TrainedRowOperations:
         return x, self.rms_norm(x, weight, eps, adds_one)
 
     def gated(self, gate_up_TF: Tensor, activation: str) -> Tensor:
-        return _Gated.apply(gate_up_TF, activation == "silu")  # type: ignore[no-any-return, no-untyped-call]
+        return _Gated.apply(gate_up_TF, activation == "silu")  # type: ignore[no-any-return]
 
     def clamped_swiglu(self, gate_up_TF: Tensor, limit: float, alpha: float) -> Tensor:
         """In torch's steps."""
@@ -44,7 +44,7 @@ class TrainedRowOperations:
 
     def rotate_in_place(self, x_TNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Not in place: what is multiplied on the way back must stay."""
-        return _Rotated.apply(x_TNH, cos, sin)  # type: ignore[no-any-return, no-untyped-call]
+        return _Rotated.apply(x_TNH, cos, sin)  # type: ignore[no-any-return]
 
     def rotate_both(self, q_TNH: Tensor, k_TKH: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """One after the other."""
@@ -89,7 +89,8 @@ class _Rotated(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_TNH: Tensor) -> tuple[Tensor, None, None]:
-        return _turned(gradient_TNH, *ctx.saved_tensors, is_back=True), None, None
+        cos, sin = ctx.saved_tensors
+        return _turned(gradient_TNH, cos, sin, is_back=True), None, None
 
 
 def _turned(x_TNH: Tensor, cos: Tensor, sin: Tensor, is_back: bool) -> Tensor:
