@@ -16,6 +16,7 @@ from tests.support.models.adapters import peft_adapter, save_adapter
 from tests.support.models.families import save_model
 from tests.support.models.gguf_models import write_gguf
 from tests.support.selection import EACH_PART, in_turn, soak_but
+from tests.unit.engine.kits import FreeRows
 from tllm.core.errors import RequestError
 from tllm.engine.engine import Engine
 from tllm.engine.schedule.batch import ForgetAdapter
@@ -202,6 +203,9 @@ def test_drafts_change_nothing_with_an_adapter(folders: tuple[Path, list[Path]])
     with engine_with(*folders) as (engine, ids):
         plain = alone(engine, ids)
     with engine_with(*folders, num_speculative_tokens=4) as (engine, ids):
+        speculation = engine.driver.scheduler.speculation
+        assert speculation is not None
+        speculation.cost = FreeRows()  # on a busy machine a step may seem too dear for drafts
         drafted = together(engine, ids)
         assert engine.stats()["draft_tokens"] > 0
     assert [[token for token, _ in one] for one in plain] == [[token for token, _ in one] for one in drafted]

@@ -35,7 +35,7 @@ class Full(DecodeGraphs):
 
 def made(kind: type[DecodeGraphs]) -> Any:
     """Of a first stage without layers."""
-    model: Any = SimpleNamespace(received_width=2, is_first=True)
+    model: Any = SimpleNamespace(received_width=2, is_first=True, parameters=lambda: iter(()))
     kernels: Any = None
     return kind(model, KVCache({}, LIMITS, torch.float32), LIMITS, kernels)
 
