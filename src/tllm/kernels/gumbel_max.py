@@ -56,8 +56,8 @@ class Draws(NamedTuple):
 
 
 def gumbel_max(logits_RV: Tensor, draws: Draws) -> Tensor:
-    """The ids [R] of the tokens; V of a row that has a NaN, or no finite number. All but the whole numbers of `draws`
-    is float64."""
+    """The ids [R] of the tokens; V of a row that has a NaN or plus infinity, or no finite number. All but the whole
+    numbers of `draws` is float64."""
     kernels = takes(logits_RV) if logits_RV.dtype == torch.float32 else None
     if kernels is not None:
         return _by_kernel(kernels, logits_RV, draws)

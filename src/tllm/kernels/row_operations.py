@@ -7,6 +7,7 @@ GPUs alone. Each is equal to torch's steps within rounding; on processors they h
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -49,6 +50,12 @@ class RowOperations(Protocol):
 
     def rotate_both(self, q_TNH: Tensor, k_TKH: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """`rotate_in_place` of queries and keys of the same tokens."""
+
+
+def clamped_swiglu_in_steps(gate_up_TF: Tensor, limit: float, alpha: float) -> Tensor:
+    """`RowOperations.clamped_swiglu` by torch, where none is there, or gradients are wanted."""
+    gate_TF, up_TF = gate_up_TF[:, 0::2].clamp(max=limit), gate_up_TF[:, 1::2].clamp(-limit, limit)
+    return gate_TF * torch.sigmoid(gate_TF * alpha) * (up_TF + 1)
 
 
 def row_operations(x: Tensor) -> RowOperations | None:
@@ -98,35 +105,10 @@ class ProcessorRowOperations:
         return x, self.rms_norm(x, weight, eps, adds_one)
 
     def gated(self, gate_up_TF: Tensor, activation: str) -> Tensor:
-        gate_up_TF = gate_up_TF.contiguous()
-        rows, width = gate_up_TF.shape[0], gate_up_TF.shape[1] // 2
-        y_TF = torch.empty(rows, width, dtype=gate_up_TF.dtype)
-        self._kernels.rows.gated(
-            gate_up_TF.data_ptr(),
-            NUMBERS[gate_up_TF.dtype],
-            rows,
-            width,
-            ACTIVATIONS[activation],
-            y_TF.data_ptr(),
-            torch.get_num_threads(),
-        )
-        return y_TF
+        return _joined(self._kernels.rows.gated, gate_up_TF, ACTIVATIONS[activation])
 
     def clamped_swiglu(self, gate_up_TF: Tensor, limit: float, alpha: float) -> Tensor:
-        gate_up_TF = gate_up_TF.contiguous()
-        rows, width = gate_up_TF.shape[0], gate_up_TF.shape[1] // 2
-        y_TF = torch.empty(rows, width, dtype=gate_up_TF.dtype)
-        self._kernels.experts.clamped_swiglu(
-            gate_up_TF.data_ptr(),
-            NUMBERS[gate_up_TF.dtype],
-            rows,
-            width,
-            limit,
-            alpha,
-            y_TF.data_ptr(),
-            torch.get_num_threads(),
-        )
-        return y_TF
+        return _joined(self._kernels.experts.clamped_swiglu, gate_up_TF, limit, alpha)
 
     def rotate_in_place(self, x_TNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         rows, heads, width = x_TNH.shape
@@ -147,6 +129,16 @@ class ProcessorRowOperations:
 
     def rotate_both(self, q_TNH: Tensor, k_TKH: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return self.rotate_in_place(q_TNH, cos, sin), self.rotate_in_place(k_TKH, cos, sin)
+
+
+def _joined(function: Callable[..., None], gate_up_TF: Tensor, *own: float) -> Tensor:
+    """What a function of the kernels makes of gates and ups, [T, F]; `own` are its own arguments."""
+    gate_up_TF = gate_up_TF.contiguous()
+    rows, width = gate_up_TF.shape[0], gate_up_TF.shape[1] // 2
+    y_TF = torch.empty(rows, width, dtype=gate_up_TF.dtype)
+    where = gate_up_TF.data_ptr(), NUMBERS[gate_up_TF.dtype], rows, width
+    function(*where, *own, y_TF.data_ptr(), torch.get_num_threads())
+    return y_TF
 
 
 def write_codes(kernels: Library, x_TKH: Tensor, places_T: Tensor, codes_KSH: Tensor, scales_KS1: Tensor) -> None:

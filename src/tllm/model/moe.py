@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tllm.kernels.router import sigmoid, softmax
-from tllm.kernels.row_operations import row_operations
+from tllm.kernels.row_operations import clamped_swiglu_in_steps, row_operations
 from tllm.model.mlp import Mlp, between
 from tllm.model.norm import widen
 from tllm.parallel.experts import Act, Experts, ExpertSum, StackedExperts
@@ -57,9 +57,7 @@ def clamped_swiglu(limit: float, alpha: float) -> Act:
     def act(gate_up_TF: Tensor) -> Tensor:
         if fused := row_operations(gate_up_TF):
             return fused.clamped_swiglu(gate_up_TF, limit, alpha)
-        gate_TF = gate_up_TF[:, 0::2].clamp(max=limit)
-        up_TF = gate_up_TF[:, 1::2].clamp(-limit, limit)
-        return gate_TF * torch.sigmoid(gate_TF * alpha) * (up_TF + 1)
+        return clamped_swiglu_in_steps(gate_up_TF, limit, alpha)
 
     return act
 

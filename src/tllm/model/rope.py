@@ -94,12 +94,7 @@ def rotate(x_TNH: Tensor, rotation: Rotation | None) -> Tensor:
         return fused.rotate_in_place(x_TNH, cos, sin)
     dim = cos.shape[-1]
     x = x_TNH if dim == x_TNH.shape[-1] else x_TNH[..., :dim]
-    swapped = (
-        x.reshape(*x.shape[:-1], dim // 2, 2).flip(-1).flatten(-2)
-        if rotation.interleaved
-        else x.roll(dim // 2, dims=-1)
-    )
-    rotated = torch.addcmul(x * cos, swapped, sin)
+    rotated = torch.addcmul(x * cos, _swapped(x, rotation.interleaved), sin)
     return rotated if dim == x_TNH.shape[-1] else torch.cat((rotated, x_TNH[..., dim:]), dim=-1)
 
 

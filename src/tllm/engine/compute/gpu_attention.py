@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tllm.engine.compute.kv_cache import KVCache, LayerCache
+from tllm.engine.compute.positions import num_singles
 from tllm.engine.compute.segmented_attention import SegmentedAttention
 from tllm.engine.schedule.batch import BatchEntry
 from tllm.kernels.gpu_kernels import GpuKernels, gpu_kernels
@@ -80,8 +81,7 @@ def tile_groups(
     kernels: GpuKernels, tables: Tensor, entries: tuple[BatchEntry, ...], firsts: tuple[int, ...]
 ) -> list[TileGroup]:
     """The replies of a batch, which come first, and its prompts: these have larger tiles."""
-    singles = next((at for at, entry in enumerate(entries) if entry.count > 1), len(entries))
-    whole = kernels.attention.tokens_of_tile(firsts)
+    singles, whole = num_singles(entries), kernels.attention.tokens_of_tile(firsts)
     groups, start = [], 0
     for first, some, tokens in ((0, entries[:singles], 1), (singles, entries[singles:], whole)):
         if not some:

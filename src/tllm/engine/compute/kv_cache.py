@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tllm.core.errors import CapacityError
 from tllm.devices.choose import CPU
 from tllm.engine.compute.cache_codes import CacheCoding, coding_of
-from tllm.engine.compute.recurrent_states import RecurrentStates
+from tllm.engine.compute.positions import num_singles
+from tllm.engine.compute.recurrent_states import RecurrentStates, zeroed
 from tllm.engine.schedule.batch import BatchEntry
 from tllm.engine.schedule.limits import Limits
 from tllm.model.attention import AttentionSpec
@@ -131,9 +131,7 @@ class WriteScattered:
 def cache_writes(page_size: int, entries: tuple[BatchEntry, ...]) -> list[WriteRun | WriteScattered]:
     """How a batch's rows get to their slots: single tokens of many sequences together, longer pieces run by run."""
     writes: list[WriteRun | WriteScattered] = []
-    singles = 0
-    while singles < len(entries) and entries[singles].count == 1:
-        singles += 1
+    singles = num_singles(entries)
     if singles > 1:
         writes.append(WriteScattered([slot_runs(e, page_size, e.start, e.stop)[0].start for e in entries[:singles]]))
     else:
@@ -172,15 +170,8 @@ def _slots(
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    try:
-        # torch.zeros would leave the memory to be found later, page by page.
-        return torch.empty(shape, dtype=dtype, device=device).zero_()
-    except RuntimeError as error:
-        wanted = shape[0] * shape[1] * shape[2] * dtype.itemsize
-        raise CapacityError(
-            f"no memory for {wanted / 2**20:.0f} MiB of cache ({shape[1]} tokens of one layer)",
-            "give the cache fewer tokens",
-        ) from error
+    what = f"cache ({shape[1]} tokens of one layer)"
+    return zeroed(shape, dtype, device, what, "give the cache fewer tokens")
 
 
 def _head_groups(kv_index: tuple[int, ...], device: torch.device) -> HeadGroups:

@@ -17,6 +17,7 @@ from tllm.engine.compute.cache_writer import cache_writer
 from tllm.engine.compute.gpu_attention import device_attention
 from tllm.engine.compute.kernel_attention import KernelAttention
 from tllm.engine.compute.kv_cache import KVCache, LayerCache
+from tllm.engine.compute.positions import num_singles
 from tllm.engine.compute.recurrent_states import StateRuns
 from tllm.engine.compute.segmented_attention import SegmentedAttention
 from tllm.engine.schedule.batch import BatchEntry
@@ -80,7 +81,7 @@ class PagedAttend:
         cache, entries = self.cache, self.entries
         firsts = first_heads(spec, q_TNH.shape[1], spec.kv_shape[0])
         kernels = takes(q_TNH) if fits(q_TNH.shape[2], firsts) else None
-        replies = next((entries[:i] for i, entry in enumerate(entries) if entry.count > 1), entries)
+        replies = entries[: num_singles(entries)]
         kind = AttentionKind.of(spec, entries[len(replies) :], q_TNH, spec.kv_shape[0])
         if kernels is None:
             return {"torch": lambda: SegmentedAttention(cache, spec, entries)}, kind

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from tllm.devices.choose import CPU
-from tllm.engine.schedule.batch import Batch
+from tllm.engine.schedule.batch import Batch, BatchEntry
+
+
+def num_singles(entries: Sequence[BatchEntry]) -> int:
+    """How many entries have a single token, as replies have; these come first in a batch."""
+    return next((place for place, entry in enumerate(entries) if entry.count > 1), len(entries))
 
 
 def positions(batch: Batch, device: torch.device = CPU) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tllm.core.errors import CapacityError
 from tllm.devices.choose import CPU
+from tllm.engine.compute.positions import num_singles
 from tllm.engine.schedule.batch import BatchEntry
 from tllm.model.recurrence import Advance, State, StateShape, of_run
 
@@ -33,7 +34,7 @@ class RecurrentStates:
         assert slots or not shapes, "each running sequence needs a slot for its state"
         self.device = device
         self.layers = {
-            n: tuple(_zeros((slots, *shape), wide, device) for shape in of_layer) for n, of_layer in shapes.items()
+            n: tuple(_states((slots, *shape), wide, device) for shape in of_layer) for n, of_layer in shapes.items()
         }
 
         self.drafted_at: dict[int, int] = {}
@@ -55,7 +56,7 @@ class StateRuns:
         begins = [entry.state_slot for entry in entries if entry.start == 0]
         self.begins = torch.tensor(begins, dtype=torch.int64).to(states.device)
         self.accepted = _accepted(states, entries)
-        singles = next((i for i, entry in enumerate(entries) if entry.count > 1), len(entries))
+        singles = num_singles(entries)
         of = partial(_SlotRun, states.device)
         self.runs = [of(entries[:singles], 1)] if singles else []
         self.runs += [of((entry,), entry.count, entry.num_draft_tokens > 0) for entry in entries[singles:]]
@@ -112,13 +113,16 @@ def _accepted(states: RecurrentStates, entries: tuple[BatchEntry, ...]) -> list[
     return [_SlotRun(states.device, same, count) for count, same in by_count.items()]
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, what: str, hint: str) -> Tensor:
+    """Memory that is written once, so that a lack of it shows now: CapacityError, which says for `what`."""
     try:
         # torch.zeros would leave the memory to be found later, page by page.
         return torch.empty(shape, dtype=dtype, device=device).zero_()
     except RuntimeError as error:
         wanted = math.prod(shape) * dtype.itemsize
-        raise CapacityError(
-            f"no memory for {wanted / 2**20:.0f} MiB of states ({shape[0]} sequences of one layer)",
-            "let fewer sequences run at once (--max-num-seqs)",
-        ) from error
+        raise CapacityError(f"no memory for {wanted / 2**20:.0f} MiB of {what}", hint) from error
+
+
+def _states(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    what = f"states ({shape[0]} sequences of one layer)"
+    return zeroed(shape, dtype, device, what, "let fewer sequences run at once (--max-num-seqs)")

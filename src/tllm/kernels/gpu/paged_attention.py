@@ -8,7 +8,6 @@ a tile are divided among several programs, and a second kernel puts their parts 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from tllm.kernels.fastest import next_power_of_two
 from tllm.kernels.gpu.row_operations import tanh
+from tllm.kernels.paged_attention import most_shared
 
 MOST_WIDTH = 256
 """The widest heads: a block of their keys and values lies in the memory that the threads of a program share."""
@@ -85,11 +85,6 @@ def has_fp8(device: torch.device) -> bool:
 def fits(width: int, dtype: torch.dtype) -> bool:
     """Whether the kernel has room for heads of this width, and computes in this dtype."""
     return width <= MOST_WIDTH and dtype in (torch.float32, torch.bfloat16, torch.float16)
-
-
-def most_shared(first_heads: Sequence[int]) -> int:
-    """The most query heads that share a kv head."""
-    return max(b - a for a, b in itertools.pairwise(first_heads))
 
 
 def tokens_of_tile(first_heads: Sequence[int]) -> int:

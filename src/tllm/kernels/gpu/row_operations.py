@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -49,18 +51,10 @@ class GpuRowOperations:
         return whole, y
 
     def gated(self, gate_up_TF: Tensor, activation: str) -> Tensor:
-        gate_up_TF = gate_up_TF.contiguous()
-        rows, width = gate_up_TF.shape[0], gate_up_TF.shape[1] // 2
-        y_TF = torch.empty(rows, width, dtype=gate_up_TF.dtype, device=gate_up_TF.device)
-        _gated[(rows, triton.cdiv(width, BLOCK))](gate_up_TF, y_TF, width, BLOCK=BLOCK, IS_SILU=activation == "silu")
-        return y_TF
+        return joined(_gated, gate_up_TF, IS_SILU=activation == "silu")
 
     def clamped_swiglu(self, gate_up_TF: Tensor, limit: float, alpha: float) -> Tensor:
-        gate_up_TF = gate_up_TF.contiguous()
-        rows, width = gate_up_TF.shape[0], gate_up_TF.shape[1] // 2
-        y_TF = torch.empty(rows, width, dtype=gate_up_TF.dtype, device=gate_up_TF.device)
-        _clamped_swiglu[(rows, triton.cdiv(width, BLOCK))](gate_up_TF, y_TF, width, limit, alpha, BLOCK=BLOCK)
-        return y_TF
+        return joined(_clamped_swiglu, gate_up_TF, limit, alpha)
 
     def rotate_in_place(self, x_TNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         rows, heads, width = x_TNH.shape
@@ -79,6 +73,15 @@ class GpuRowOperations:
         grid, block = (rows, heads + k_TKH.shape[1]), triton.next_power_of_2(half)
         _rotate[grid](q_TNH, k_TKH, cos, sin, *strides, heads, width, HALF=half, BLOCK=block)
         return q_TNH, k_TKH
+
+
+def joined(kernel: Any, gate_up_TF: Tensor, *own: float, **constants: bool) -> Tensor:
+    """What a kernel makes of gates and ups, [T, F], number by number; `own` and `constants` are its own arguments."""
+    gate_up_TF = gate_up_TF.contiguous()
+    rows, width = gate_up_TF.shape[0], gate_up_TF.shape[1] // 2
+    y_TF = torch.empty(rows, width, dtype=gate_up_TF.dtype, device=gate_up_TF.device)
+    kernel[(rows, triton.cdiv(width, BLOCK))](gate_up_TF, y_TF, width, *own, BLOCK=BLOCK, **constants)
+    return y_TF
 
 
 def write_slots(k_TKH: Tensor, v_TKH: Tensor, places_T: Tensor, keys_KSH: Tensor, values_KSH: Tensor) -> None:

@@ -14,10 +14,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tllm.kernels.gpu.row_operations import tanh
-
-BLOCK = 1024
-"""Numbers of a program of what is done number by number."""
+from tllm.kernels.gpu.row_operations import BLOCK, joined, tanh
+from tllm.kernels.row_operations import clamped_swiglu_in_steps
 
 
 class TrainedRowOperations:
@@ -38,9 +36,7 @@ class TrainedRowOperations:
         return _Gated.apply(gate_up_TF, activation == "silu")  # type: ignore[no-any-return]
 
     def clamped_swiglu(self, gate_up_TF: Tensor, limit: float, alpha: float) -> Tensor:
-        """In torch's steps."""
-        gate_TF, up_TF = gate_up_TF[:, 0::2].clamp(max=limit), gate_up_TF[:, 1::2].clamp(-limit, limit)
-        return gate_TF * torch.sigmoid(gate_TF * alpha) * (up_TF + 1)
+        return clamped_swiglu_in_steps(gate_up_TF, limit, alpha)
 
     def rotate_in_place(self, x_TNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Not in place: what is multiplied on the way back must stay."""
@@ -59,10 +55,7 @@ class _Gated(torch.autograd.Function):
         gate_up_TF = gate_up_TF.contiguous()
         ctx.save_for_backward(gate_up_TF)
         ctx.is_silu = is_silu
-        rows, width = gate_up_TF.shape[0], gate_up_TF.shape[1] // 2
-        y_TF = gate_up_TF.new_empty(rows, width)
-        _gated[(rows, triton.cdiv(width, BLOCK))](gate_up_TF, y_TF, width, BLOCK=BLOCK, IS_SILU=is_silu)
-        return y_TF
+        return joined(_gated, gate_up_TF, IS_SILU=is_silu)
 
     @staticmethod
     @once_differentiable
