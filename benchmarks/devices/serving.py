@@ -9,7 +9,6 @@ The rate is measured beside it. Each line is printed as soon as it is known; `--
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.devices.figures import append
+from benchmarks.models.random_llama import SIZES, config_of
 from tllm.devices.choose import choose_device
 from tllm.devices.memory import device_name, held_memory, peak_memory, wait_for
 from tllm.engine.engine import Engine
@@ -27,35 +28,32 @@ from tllm.spec.families import spec_from_config
 from tllm.spec.plan import Plan
 from tllm.spec.request import SamplingParams
 
-KEYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 SHAPES = {
-    "tiny": (dict(zip(KEYS, (256, 2, 8, 4, 512), strict=True)), 1000),
-    "1b": (dict(zip(KEYS, (2048, 16, 32, 8, 8192), strict=True)), 128256),
-    "8b": (dict(zip(KEYS, (4096, 32, 32, 8, 14336), strict=True)), 128256),
+    "tiny": dict(zip(SIZES, (256, 2, 8, 4, 512, 1000), strict=True)),
+    "1b": dict(zip(SIZES, (2048, 16, 32, 8, 8192, 128256), strict=True)),
+    "8b": dict(zip(SIZES, (4096, 32, 32, 8, 14336, 128256), strict=True)),
 }
-"""Llama 3's widths, layers, heads, kv heads and MLPs, and the vocabulary."""
+"""Llama 3's."""
 
 STD = 0.02
 REPEATS = 3
 
 
-def config_of(shape: str) -> dict[str, object]:
+def llama_config(shape: str) -> dict[str, Any]:
     """A `config.json`."""
-    widths, vocab = SHAPES[shape]
-    return dict(
-        widths,
-        architectures=["LlamaForCausalLM"],
-        model_type="llama",
-        vocab_size=vocab,
-        max_position_embeddings=8192,
-        rms_norm_eps=1e-5,
-        rope_theta=500000.0,
-        tie_word_embeddings=False,
-        hidden_act="silu",
-        torch_dtype="bfloat16",
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+    return config_of(SHAPES[shape], "bfloat16", context=8192, eps=1e-5, theta=500000.0)
+
+
+def parser_of(words: str | None, tokens: int) -> argparse.ArgumentParser:
+    """What the engine and its peer are asked, with so many `tokens` after each prompt if nothing is said."""
+    parser = argparse.ArgumentParser(description=words, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--sequences", default="1,8,64")
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=tokens)
+    parser.add_argument("--out", type=Path, help="append lines of JSON to this file")
+    return parser
 
 
 def read_rate(device: torch.device) -> float:
@@ -79,7 +77,7 @@ def seconds(work: Callable[[], object], device: torch.device, repeats: int = 5) 
 
 def random_engine(shape: str, device: torch.device, config: EngineConfig) -> Engine:
     """An engine whose weights are drawn on the device."""
-    spec = spec_from_config(config_of(shape))
+    spec = spec_from_config(llama_config(shape))
     plan = Plan.parse("pp=1", spec.num_layers)
 
     def draw(_: int, model: Transformer) -> None:
@@ -107,13 +105,6 @@ def measure(engine: Engine, sequences: int, prompt: int, tokens: int) -> tuple[f
     return min(prompts), (min(wholes) - min(prompts)) / tokens
 
 
-def append(out: Path | None, found: dict[str, Any]) -> None:
-    """A line of JSON more in the file, if one was given."""
-    if out is not None:
-        with out.open("a") as file:
-            file.write(json.dumps(found) + "\n")
-
-
 def layers_seconds(stage: PipelineStage, sequences: int, device: torch.device) -> float:
     """Of the recorded layers of the last batch alone, without the host; 0 where nothing is recorded."""
     if stage.graphs is None:
@@ -122,14 +113,7 @@ def layers_seconds(stage: PipelineStage, sequences: int, device: torch.device) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--shape", choices=SHAPES, default="8b")
-    parser.add_argument("--sequences", default="1,8,64")
-    parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--out", type=Path, help="append lines of JSON to this file")
-    args = parser.parse_args()
+    args = parser_of(__doc__, tokens=128).parse_args()
     device = choose_device(args.device)
     rate = read_rate(device)
     print(f"{device_name(device)}, torch {torch.__version__}: reads {rate / 1e12:.2f} TB/s", flush=True)

@@ -5,30 +5,22 @@
 
 from __future__ import annotations
 
-import argparse
 import time
-from pathlib import Path
 
 import torch
 import transformers
 
-from benchmarks.devices.serving import SHAPES, STD, append, config_of
+from benchmarks.devices.figures import append
+from benchmarks.devices.serving import STD, llama_config, parser_of
 from tllm.devices.choose import choose_device
 from tllm.devices.memory import device_name, wait_for
 
 
 @torch.inference_mode()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--shape", choices=SHAPES, default="8b")
-    parser.add_argument("--sequences", default="1,8,64")
-    parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--out", type=Path, help="append lines of JSON to this file")
-    args = parser.parse_args()
+    args = parser_of(__doc__, tokens=64).parse_args()
     device = choose_device(args.device)
-    config = transformers.LlamaConfig.from_dict({**config_of(args.shape), "attn_implementation": "sdpa"})
+    config = transformers.LlamaConfig.from_dict({**llama_config(args.shape), "attn_implementation": "sdpa"})
     with torch.device(device):
         torch.set_default_dtype(torch.bfloat16)
         model = transformers.LlamaForCausalLM(config).train(False)

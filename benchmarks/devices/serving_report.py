@@ -6,12 +6,9 @@ to a file (`--out`) that this makes a page of.
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
-from pathlib import Path
 from typing import Any
 
+from benchmarks.devices.figures import read_figures, report_parser
 from benchmarks.report.markdown import percent, table
 from benchmarks.report.results import Page, Provenance, write
 
@@ -33,13 +30,10 @@ half an hour before, at commit a3ac8195, found {before}."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("figures", type=Path, help="lines of JSON that the runs appended")
-    parser.add_argument("--commit", required=True, help="that ran")
-    parser.add_argument("--date", default=datetime.date.today().isoformat(), help="of the runs")
+    parser = report_parser(__doc__)
     parser.add_argument("--before", required=True, help="what another run found, in words")
     options = parser.parse_args()
-    runs = [json.loads(line) for line in options.figures.read_text().splitlines()]
+    runs = read_figures(options.figures)
     ours = next(run for run in runs if run["by"] == "tllm")
     device = ours["device"].partition(" ")[2]
     command = "python -m benchmarks.devices.serving --tokens 64 --out FIGURES.jsonl"

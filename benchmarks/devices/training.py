@@ -12,7 +12,6 @@ N are the weights that a token is multiplied by: all but the table of embeddings
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 import time
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.devices.figures import append
 from benchmarks.devices.training_peer import peer_run
 from benchmarks.devices.training_profile import told_kernels, told_waits
 from benchmarks.devices.training_work import SHAPES, WeightsOfDevice, Work
@@ -153,11 +153,9 @@ def main() -> None:
         run = peer_run(work, device, options.warm_up, options.steps, options.loop == "compiled")
         found = figures(work, device, run.seconds, run.memory) | {"losses": run.losses}
     print(line(name, found), flush=True)
-    if options.out is not None:
-        given = {key: str(value) for key, value in vars(options).items() if key != "out"}
-        given["kernels"] = os.environ.get(CHOICE, "")
-        with options.out.open("a") as file:
-            file.write(json.dumps({"device": device_name(device), "given": given, "figures": {name: found}}) + "\n")
+    given = {key: str(value) for key, value in vars(options).items() if key != "out"}
+    given["kernels"] = os.environ.get(CHOICE, "")
+    append(options.out, {"device": device_name(device), "given": given, "figures": {name: found}})
 
 
 if __name__ == "__main__":

@@ -7,12 +7,10 @@ makes a page of. Beside each of our runs stands what the planner predicts of it,
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.devices.figures import read_figures, report_parser
 from benchmarks.devices.training import PROMISED
 from benchmarks.devices.training_work import Work
 from benchmarks.report.markdown import percent, table
@@ -62,13 +60,10 @@ ours are float32 beside weights of 16 bits, so its optimizer moves fewer bytes. 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("figures", type=Path, help="lines of JSON that the runs appended")
-    parser.add_argument("--commit", required=True, help="that ran")
-    parser.add_argument("--date", default=datetime.date.today().isoformat(), help="of the runs")
+    parser = report_parser(__doc__)
     parser.add_argument("--torch", required=True, help="its version")
     options = parser.parse_args()
-    runs = [json.loads(line) for line in options.figures.read_text().splitlines()]
+    runs = read_figures(options.figures)
     for run in runs:
         run["given"].pop("out", None)  # a path of the machine that ran
         if (seconds := predicted(run)) is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.models.random_llama import SIZES
+from benchmarks.models.random_llama import SIZES, config_of
 from tllm.planner.cost.flops import training_flops
 from tllm.spec.families import spec_from_config
 from tllm.spec.model_spec import ModelSpec
@@ -52,19 +52,7 @@ class Work:
 
     @property
     def config(self) -> dict[str, Any]:
-        return {
-            **SHAPES[self.shape],
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "max_position_embeddings": self.length,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 5e5,
-            "tie_word_embeddings": False,
-            "hidden_act": "silu",
-            "torch_dtype": self.dtype,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        }
+        return config_of(SHAPES[self.shape], self.dtype, self.length, eps=1e-5, theta=5e5)
 
     @property
     def spec(self) -> ModelSpec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -32,6 +33,25 @@ def parameters(size: str) -> str:
     return "0.1 million parameters" if size == "tiny" else f"{size[:-1]} {units[size[-1]]} parameters"
 
 
+def config_of(
+    shape: dict[str, int], dtype: str, context: int = 4096, eps: float = 1e-6, theta: float = 10000.0
+) -> dict[str, Any]:
+    """The `config.json` of a Llama of this shape (`SIZES`); eps and theta are Llama 2's, or given."""
+    return dict(
+        shape,
+        architectures=["LlamaForCausalLM"],
+        model_type="llama",
+        max_position_embeddings=context,
+        rms_norm_eps=eps,
+        rope_theta=theta,
+        tie_word_embeddings=False,
+        hidden_act="silu",
+        torch_dtype=dtype,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+
+
 def model_folder(size: str, root: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
     """The folder of a model of this size, without a tokenizer; it is written on first use."""
     name = str(dtype).removeprefix("torch.")
@@ -39,19 +59,7 @@ def model_folder(size: str, root: Path, dtype: torch.dtype = torch.bfloat16) -> 
     if (folder / "config.json").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    config = dict(
-        SHAPES[size],
-        architectures=["LlamaForCausalLM"],
-        model_type="llama",
-        max_position_embeddings=4096,
-        rms_norm_eps=1e-6,
-        rope_theta=10000.0,
-        tie_word_embeddings=False,
-        hidden_act="silu",
-        torch_dtype=name,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+    config = config_of(SHAPES[size], name)
     save_file(_weights(config, dtype), folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     return folder
