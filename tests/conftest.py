@@ -30,6 +30,9 @@ SECONDS_TO_END = 20
 STACKS = Path(tempfile.mkdtemp(prefix="tllm-stacks-")) / "stacks.txt"
 """Where child processes put their stacks."""
 
+FAILURES_VARIABLE = "TLLM_TEST_FAILURES"
+"""The file that gets a line for each failure: a log of continuous integration may be cut anywhere but at its end."""
+
 _backstops: dict[str, threading.Timer] = {}
 
 
@@ -57,6 +60,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()  # half a million objects of libraries, which each full collection would look at again: 3 % of the tests
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.failed:
+        crash = getattr(report.longrepr, "reprcrash", None)
+        _note_failure(f"{report.nodeid} ({report.when}): {crash.message if crash else report.longrepr}")
+
+
+def pytest_internalerror(excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+    _note_failure(f"pytest itself: {str(excinfo.value).strip().rpartition(chr(10))[2]}")
 
 
 def pytest_unconfigure() -> None:
@@ -104,6 +117,13 @@ def no_process_left(request: pytest.FixtureRequest) -> Iterator[None]:
         names = "\n".join(f"  {pid}: {command(pid)}" for pid in left)
         kill(left)
         pytest.fail(f"{request.node.nodeid} left {len(left)} child processes:\n{names}")
+
+
+def _note_failure(text: str) -> None:
+    """Once for all processes of the tests: those of pytest-xdist report to the first."""
+    if (file := os.environ.get(FAILURES_VARIABLE)) and "PYTEST_XDIST_WORKER" not in os.environ:
+        with Path(file).open("a") as failures:
+            failures.write(" ".join(text.split()) + "\n")
 
 
 def _show_and_kill(title: str) -> None:
