@@ -21,7 +21,7 @@ from tllm.cluster.certificates import Identity
 from tllm.cluster.settings import Wiring
 from tllm.comm.links.errors import link_named
 from tllm.comm.links.grpc_link import GrpcTransport
-from tllm.comm.links.handshake import LinkHello, LinkWelcome, peer_certificate, receive_message, send_message
+from tllm.comm.links.handshake import LinkHello, LinkWelcome, peer_certificate, receive_message, send_message, start_tls
 from tllm.comm.links.link import DEADLINE, Link
 from tllm.comm.links.listener import Authorize, Listener
 from tllm.comm.links.tcp_link import TcpLink, set_socket_options
@@ -209,7 +209,7 @@ def _try(
     welcomed = False
     try:
         if context is not None:
-            sock = context.wrap_socket(sock, server_hostname=address[0])
+            sock = start_tls(sock, context, address[0])
         if authorize is not None:
             authorize(hello, peer_certificate(sock))
         send_message(sock, hello, until)

@@ -6,6 +6,7 @@ Each is msgpack in one frame of bytes, of epoch 0 and sequence 0.
 from __future__ import annotations
 
 import socket
+import ssl
 import time
 from typing import Any, TypeVar
 
@@ -65,6 +66,15 @@ def receive_message(sock: socket.socket, kind: type[Message], until: float) -> M
         return msgspec.msgpack.decode(payload, type=kind)
     except UNREADABLE as error:
         raise FrameError(f"not a {kind.__name__}: {error}") from error
+
+
+def start_tls(sock: socket.socket, context: ssl.SSLContext, server_name: str | None = None) -> ssl.SSLSocket:
+    """The socket after TLS's handshake: with the server of that name, or as the server. OSError, and SSLError of it.
+
+    A connection that was reset already is refused here: `wrap_socket` would leave a socket of its own unclosed.
+    """
+    sock.getpeername()
+    return context.wrap_socket(sock, server_side=server_name is None, server_hostname=server_name)
 
 
 def peer_certificate(sock: socket.socket) -> dict[str, Any] | None:

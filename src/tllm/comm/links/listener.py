@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from tllm.comm.links.errors import link_named, not_opened
-from tllm.comm.links.handshake import LinkHello, LinkWelcome, peer_certificate, receive_message, send_message
+from tllm.comm.links.handshake import LinkHello, LinkWelcome, peer_certificate, receive_message, send_message, start_tls
 from tllm.comm.links.link import DEADLINE
 from tllm.comm.links.send_buffer import shut
 from tllm.comm.links.tcp_link import TcpLink, set_socket_options
@@ -220,7 +220,7 @@ class Listener:
             set_socket_options(sock)
             sock.settimeout(self._hello_seconds)
             if self._context is not None:
-                sock = self._context.wrap_socket(sock, server_side=True)
+                sock = start_tls(sock, self._context)
             hello = receive_message(sock, LinkHello, until)
             answer = self._answer(hello, sock)
             if answer.refused and not answer.again:

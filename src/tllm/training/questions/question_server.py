@@ -10,7 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, Protocol, TypeVar
 
-from tllm.comm.links.handshake import LinkHello, LinkWelcome, receive_message, send_message
+from tllm.comm.links.handshake import LinkHello, LinkWelcome, receive_message, send_message, start_tls
 from tllm.comm.links.send_buffer import shut
 from tllm.comm.links.tcp_link import set_socket_options
 from tllm.core.errors import ClusterError, FrameError, LinkError, TllmError
@@ -113,7 +113,7 @@ class QuestionServer(Generic[Intro, Q, A]):
         try:
             set_socket_options(sock)
             sock.settimeout(HELLO_SECONDS)
-            sock = self._context.wrap_socket(sock, server_side=True)
+            sock = start_tls(sock, self._context)
             hello = receive_message(sock, LinkHello, until)
             if hello.name not in ("questions", "answers") or (hello.source, hello.target) != (RUN, ANSWERER):
                 raise FrameError(f"a {hello.name[:20]!r} link, which no {self._conversation.answerer} has")
@@ -135,7 +135,8 @@ class QuestionServer(Generic[Intro, Q, A]):
                 self._firsts[hello.cluster] = now, hello.name, sock
                 return
         if first is None or first[1] == hello.name:
-            sock.close()
+            for one in (sock, *(first[2:] if first else ())):
+                one.close()
             return
         both = {first[1]: first[2], hello.name: sock}
         connection = RunConnection.over(self._conversation, both["questions"], both["answers"])

@@ -17,7 +17,7 @@ from typing import Any, Generic, Literal, TypeVar
 import msgspec
 
 from tllm.comm.links import frame
-from tllm.comm.links.handshake import LinkHello, LinkWelcome, receive_message, send_message
+from tllm.comm.links.handshake import LinkHello, LinkWelcome, receive_message, send_message, start_tls
 from tllm.comm.links.tcp_link import TcpLink, set_socket_options
 from tllm.core.errors import UNREADABLE, AuthError, FrameError, LinkClosed, LinkError
 
@@ -147,7 +147,7 @@ def _dial(address: tuple[str, int], context: ssl.SSLContext, hello: LinkHello, a
     try:
         sock = socket.create_connection(address, timeout=DIAL_SECONDS)
         set_socket_options(sock)
-        sock = context.wrap_socket(sock, server_hostname=address[0])
+        sock = start_tls(sock, context, address[0])
         send_message(sock, hello, until)
         refused = receive_message(sock, LinkWelcome, until).refused
         if not refused:
