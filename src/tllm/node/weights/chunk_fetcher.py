@@ -32,6 +32,7 @@ from tllm.cluster.weight_messages import (
 from tllm.core.errors import AuthError, ClusterError, TllmError, WeightsError
 from tllm.engine.page_store.page_folder import PageFolder
 from tllm.node.weights.chunk_server import MESSAGE_BYTES, ChunkServer, has_hash, receive_chunk
+from tllm.node.weights.control_loop import ControlLoop
 from tllm.node.weights.model_folder import ModelFolder, checked_bytes
 from tllm.weights.chunk_cache import ChunkCache
 from tllm.weights.file_chunks import FileChunk, bounds, chunk_bytes
@@ -95,7 +96,7 @@ class ChunkFetcher:
         self._node = identity.name
         self.cache, self._server = cache, server
         self._connections = ChunkConnections(coordinator, identity)
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop = ControlLoop()
         self._control: Channel | None = None
         self._serving: asyncio.Task[None] | None = None
         self._expected: list[FileChunk] = []
@@ -124,8 +125,7 @@ class ChunkFetcher:
     def came(self, digest: bytes, nbytes: int, source: str) -> None:
         """Tell the coordinator of a chunk that this node fetched from elsewhere, and can pass on."""
         received = ChunkReceived(digest, nbytes, source, self.cache.has(digest))
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(lambda: self._channel().post(received))
+        self._loop.call(lambda: self._channel().post(received))
 
     @property
     def is_dropped(self) -> bool:
@@ -138,22 +138,21 @@ class ChunkFetcher:
 
     def with_node(self, place: RankAddress, work: Callable[[Channel], Coroutine[Any, Any, T]], seconds: float) -> T:
         """Do some work over the connection to another node's chunk server. ClusterError where that takes too long."""
-        if self._loop is None or self._loop.is_closed():
-            raise ClusterError("this node's part has ended")
 
         async def connected() -> T:
             async with asyncio.timeout(seconds):
                 return await work(await self._connections.to(ChunkFound(b"", place.node, place.host, place.lends)))
 
+        answer = self._loop.begin(connected())
         try:
-            return asyncio.run_coroutine_threadsafe(connected(), self._loop).result(2 * seconds)
+            return answer.result(2 * seconds)
         except (TimeoutError, concurrent.futures.CancelledError) as error:
             raise ClusterError(f"{place.node} did not answer within {seconds:g} s") from error
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        assert self._loop is not None, "a node has a coordinator before it has a part"
+        answer = self._loop.begin(work)
         try:
-            return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+            return answer.result()
         except concurrent.futures.CancelledError as error:
             raise ClusterError("what was to be loaded is wanted no more") from error
 
@@ -161,7 +160,8 @@ class ChunkFetcher:
     async def follow(self, control: Channel, address: Address) -> None:
         """Ask over this channel to the coordinator at `address` from now on, and tell it which chunks are here and
         passed on."""
-        self._loop, self._control = asyncio.get_running_loop(), control
+        self._control = control
+        self._loop.open()
         self._serving = self._serving or asyncio.create_task(self._server.run(), name="chunk server")
         await self._connections.close()
         self._connections.coordinator = address
@@ -177,6 +177,7 @@ class ChunkFetcher:
 
     async def close(self) -> None:
         """End everything, passing chunks on too."""
+        await self._loop.close()
         self.drop()
         await self._connections.close()
         await self.stop_serving()
