@@ -1,4 +1,5 @@
-"""Log-probabilities of tokens, of many rows of logits at once, and what comes of rows brought to the host together."""
+"""The likeliest tokens and log-probabilities of many rows of logits at once, and what comes of rows brought to the host
+together."""
 
 from __future__ import annotations
 
@@ -31,13 +32,34 @@ def token_logprobs(
         parts += (logprobs_NV.gather(1, ids_N1.clamp(max=vocab_size - 1)), *logprobs_NV.topk(min(top, vocab_size)))
     token_ids, *numbers = (part.tolist() for part in on_host(parts))
     if vocab_size in token_ids:
-        raise NonFiniteError("the model's logits are no numbers, so that no token can be drawn", "look at its weights")
+        raise no_numbers()
     logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
     for place, rows in enumerate(by_top.values()):
         for row, (own,), values, ids in zip(rows, *numbers[3 * place : 3 * place + 3], strict=True):
             likeliest = sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
             logprobs[row] = TokenLogprobs(token_ids[row], own, tuple(likeliest))
     return token_ids, logprobs
+
+
+def most_likely(logits_RV: Tensor) -> Tensor:
+    """The token with the largest logit of each row, [R]: the first of those that are equal; V where it is no number."""
+    columns_R, values_R = largest(logits_RV)
+    return columns_R.masked_fill_(~values_R.isfinite(), logits_RV.shape[1])
+
+
+def largest(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the largest logit of each row is, the first of those that are equal, and the logit; a NaN is larger than
+    all."""
+    if logits_RV.is_cpu:
+        columns_R = torch.from_numpy(logits_RV.numpy().argmax(-1))  # a tenth of the time of torch's own
+    else:
+        columns_R = logits_RV.argmax(-1)
+    return columns_R, logits_RV.gather(1, columns_R[:, None])[:, 0]
+
+
+def no_numbers() -> NonFiniteError:
+    """What a rank says that finds no token in a row of logits."""
+    return NonFiniteError("the model's logits are no numbers, so that no token can be drawn", "look at its weights")
 
 
 def on_host(parts: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tllm.comm.collectives.group import Group
 from tllm.engine.compute.logits_processing import draws_of, processed
-from tllm.engine.compute.logprobs import take_rows, token_logprobs
+from tllm.engine.compute.logprobs import largest, most_likely, no_numbers, take_rows, token_logprobs
 from tllm.engine.schedule.batch import Batch, BatchEntry, Results, Sampling
 from tllm.kernels.gumbel_max import gumbel_max
 from tllm.planner.cost.cache_room import ROWS_AT_ONCE
@@ -58,8 +58,8 @@ class Sampler:
             rows += range(stop - entry.num_sampled, stop)
             wanted += sampling_of_each_token(entry, batch.token_ids[stop - entry.num_draft_tokens : stop])
         if all(sampling.is_plain_greedy for sampling, _ in wanted):
-            most_likely = [self._argmax(take_rows(x_TD, piece)) for piece in _pieces(rows)]
-            return tuple(chain.from_iterable(most_likely)), ()
+            greedy = [self._argmax(take_rows(x_TD, piece)) for piece in _pieces(rows)]
+            return tuple(chain.from_iterable(greedy)), ()
         token_ids, logprobs = list[int](), list[TokenLogprobs | None]()
         for logits_RV in self.whole_logits(x_TD, rows):
             asked = wanted[len(token_ids) :][: len(logits_RV)]
@@ -92,21 +92,20 @@ class Sampler:
     def _argmax(self, x_RD: Tensor) -> list[int]:
         """The most likely token of each row, the lowest id where several are equal; none of them but on the leader.
 
-        Of each rank's part of the vocabulary only the best token and its logit travel.
+        Of each rank's part of the vocabulary only the best token and its logit travel. NonFiniteError where the best
+        logit is no number.
         """
-        logits_RV = self.logits(x_RD)
-        columns_R = most_likely(logits_RV)
-        if self.tp.size == 1:
-            whole_R: list[int] = columns_R.tolist()
-            return whole_R
-        values_R = logits_RV.gather(1, columns_R[:, None])[:, 0]
+        columns_R, values_R = largest(self.logits(x_RD))
         # Doubles hold every id exactly; what the other ranks send comes to the host.
         best = torch.stack((values_R.double(), (columns_R + self.first_id).double())).cpu()
         parts = self.tp.gather(best, [tuple(best.shape)] * self.tp.size)
         if parts is None:
             return []
         values_PR, ids_PR = torch.stack(parts).unbind(1)
-        best_R: list[int] = ids_PR.gather(0, values_PR.argmax(0, keepdim=True))[0].long().tolist()
+        largest_R, places_R = values_PR.max(0)  # a NaN is larger than all
+        if not largest_R.isfinite().all():
+            raise no_numbers()
+        best_R: list[int] = ids_PR.gather(0, places_R[None])[0].long().tolist()
         return best_R
 
     def whole_logits(self, x_TD: Tensor, rows: list[int]) -> Iterator[Tensor]:
@@ -140,8 +139,8 @@ def sampling_of_each_token(entry: BatchEntry, draft_tokens: tuple[int, ...]) -> 
 def sample_tokens(logits_RV: Tensor, wanted: Sequence[tuple[Sampling, int]]) -> Tensor:
     """A token of each row, [R], for its `Sampling` and its position in its sequence, 0 being the first of the prompt.
 
-    A temperature of 0 takes the most likely one. The vocabulary's size stands for a token that cannot be drawn, as the
-    row has a NaN.
+    A temperature of 0 takes the most likely one. The vocabulary's size stands for a token of a row that has a NaN or
+    plus infinity, or no finite number.
     """
     scores_RV = processed(logits_RV, [sampling for sampling, _ in wanted])
     drawn = [row for row, (sampling, _) in enumerate(wanted) if sampling.temperature > 0]
@@ -153,13 +152,6 @@ def sample_tokens(logits_RV: Tensor, wanted: Sequence[tuple[Sampling, int]]) -> 
         scores_NV = scores_RV[rows_N]
         ids_R[rows_N] = gumbel_max(scores_NV, draws_of(scores_NV, asked))
     return ids_R
-
-
-def most_likely(logits_RV: Tensor) -> Tensor:
-    """The token with the largest logit of each row, [R]: the first of those that are equal."""
-    if logits_RV.is_cpu:
-        return torch.from_numpy(logits_RV.numpy().argmax(-1))  # a tenth of the time of torch's own
-    return logits_RV.argmax(-1)
 
 
 def _pieces(rows: list[int]) -> Iterator[list[int]]:

@@ -31,6 +31,8 @@ log = logging.getLogger("tllm.engine")
 MAX_LOGPROBS = 20
 MAX_BIASED = 1024
 MAX_BANNED = 256
+MAX_PENALTY = 1e6
+"""Of a bias or a penalty: a sum or a product of any logit with it is a finite number."""
 
 MAX_POOLED_LOGPROBS = 64
 """Tokens after a prompt whose log-probabilities one request may ask for."""
@@ -268,8 +270,9 @@ def _entry_faults(entry: BatchEntry, limits: Limits) -> Iterator[str]:
 def sampling_faults(sampling: Sampling, limits: Limits) -> Iterator[str]:
     """What in a sampling cannot be done, in words for whoever sent the request."""
     penalties = (sampling.presence_penalty, sampling.frequency_penalty, *sampling.logit_bias.values())
-    if not all(map(math.isfinite, penalties)):
-        yield "a penalty or bias is not a finite number"
+    largest = max(penalties, key=lambda value: abs(value) if value == value else math.inf)
+    if not abs(largest) <= MAX_PENALTY:
+        yield f"a penalty or bias of {largest:g}, at most {MAX_PENALTY:g} either way"
     if not 0 <= sampling.temperature < math.inf:
         yield f"temperature {sampling.temperature} is not 0 or more"
     if sampling.tempered_logprobs and sampling.temperature == 0:
@@ -278,8 +281,8 @@ def sampling_faults(sampling: Sampling, limits: Limits) -> Iterator[str]:
         yield f"top_p {sampling.top_p} is not in (0, 1]"
     if not 0 <= sampling.min_p <= 1:
         yield f"min_p {sampling.min_p} is not in [0, 1]"
-    if not 0 < sampling.repetition_penalty < math.inf:
-        yield f"repetition_penalty {sampling.repetition_penalty} is not more than 0"
+    if not 1 / MAX_PENALTY <= sampling.repetition_penalty <= MAX_PENALTY:
+        yield f"repetition_penalty {sampling.repetition_penalty:g} is not from {1 / MAX_PENALTY:g} to {MAX_PENALTY:g}"
     for name, have, most in (
         ("logprobs", sampling.logprobs or 0, MAX_LOGPROBS),
         ("biased tokens", len(sampling.logit_bias), MAX_BIASED),

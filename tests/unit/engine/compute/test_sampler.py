@@ -21,6 +21,7 @@ Wanted = list[tuple[Sampling, int]]
 def random_sampling(dice: random.Random, vocab: int) -> Sampling:
     history = tuple(dice.randrange(vocab) for _ in range(dice.choice([0, 0, 5, 60])))
     temperature = dice.choice([0.0, 1e-5, 0.3, 1.0, 1.7])
+    mask = pack_mask(dice.getrandbits(vocab) | 1, -(-vocab // 8)) if dice.random() < 0.2 else b""
     return Sampling(
         temperature=temperature,
         seed=dice.randrange(-(2**63), 2**64),
@@ -33,8 +34,8 @@ def random_sampling(dice: random.Random, vocab: int) -> Sampling:
         presence_penalty=dice.choice([0.0, 0.5, -1.0]),
         frequency_penalty=dice.choice([0.0, 0.37]),
         logit_bias={dice.randrange(vocab): dice.uniform(-5, 5) for _ in range(dice.choice([0, 3]))},
-        banned=tuple(dice.randrange(vocab) for _ in range(dice.choice([0, 2]))),
-        mask=pack_mask(dice.getrandbits(vocab) | 1, -(-vocab // 8)) if dice.random() < 0.2 else b"",
+        banned=tuple(dice.randrange(vocab) for _ in range(dice.choice([0, 2]))) if not mask else (),
+        mask=mask,
         logprobs=dice.choice([None, 0, 5, 20]),
         tempered_logprobs=temperature > 0 and dice.random() < 0.5,
     )
@@ -106,7 +107,8 @@ def test_the_chosen_value_is_the_one_in_the_list() -> None:
 
 def test_logits_that_are_no_numbers_are_said() -> None:
     logits_RV = torch.tensor([[0.0, math.nan], [0.0, 1.0]])
-    for logprobs in (None, 1):
-        ids_R = sample_tokens(logits_RV, [(Sampling(temperature=1.0), 0)] * 2)
+    for logprobs, temperature in ((None, 1.0), (1, 1.0), (None, 0.0), (1, 0.0)):
+        ids_R = sample_tokens(logits_RV, [(Sampling(temperature=temperature), 0)] * 2)
+        assert ids_R.tolist()[0] == 2
         with pytest.raises(NonFiniteError, match="no numbers"):
             token_logprobs(logits_RV, ids_R, [logprobs] * 2)
