@@ -25,6 +25,7 @@ from tllm.engine.schedule.batch import ForgetAdapter, Results, RingHeartbeat, St
 from tllm.engine.schedule.scheduler import ScheduledStep, Scheduler
 from tllm.engine.serving_counters import StepTimes
 from tllm.engine.stage import PipelineStage
+from tllm.engine.waiting.grammars_aside import GrammarReady, GrammarsAside
 from tllm.spec.request import Output, Request
 
 HEARTBEAT_SECONDS = 5.0
@@ -41,7 +42,7 @@ class CloseRing(msgspec.Struct, frozen=True):
     """End every request as cancelled, and the ring in order."""
 
 
-Command = Request | CancelRequest | ForgetAdapter | CloseRing
+Command = Request | GrammarReady | CancelRequest | ForgetAdapter | CloseRing
 Deliver = Callable[[list[Output]], None]
 
 
@@ -80,22 +81,15 @@ class Driver:
 
         Raises what a link or the model raises.
         """
-        while True:
-            for command in self._commands(inbox):
-                if isinstance(command, CloseRing):
-                    deliver(self.close())
-                    return
-                if isinstance(command, CancelRequest):
-                    outputs = self.cancel(command.request_id)
-                elif isinstance(command, ForgetAdapter):
-                    outputs = self.forget_adapter(command)
-                else:
-                    outputs = self.submit(command)
-                if outputs:
-                    deliver(outputs)
-            if self.has_work:
-                outputs = self.step()
-                if outputs:
+        with GrammarsAside(self.scheduler.grammars, inbox.put) as aside:
+            while True:
+                for command in self._commands(inbox):
+                    if isinstance(command, CloseRing):
+                        deliver(aside.cancel_all() + self.close())
+                        return
+                    if outputs := self._obey(command, aside):
+                        deliver(outputs)
+                if self.has_work and (outputs := self.step()):
                     deliver(outputs)
 
     def submit(self, request: Request) -> list[Output]:
@@ -164,6 +158,18 @@ class Driver:
         """Numbers of this moment, and totals since the start."""
         ring = {"batches": self.stage.batches, "batches_in_flight": len(self.in_flight)}
         return {**self.scheduler.stats(), **ring, **self.step_times.stats(), **self.page_moves.stats()}
+
+    def _obey(
+        self, command: Request | GrammarReady | CancelRequest | ForgetAdapter, aside: GrammarsAside
+    ) -> list[Output]:
+        if isinstance(command, CancelRequest):
+            return aside.cancel(command.request_id) or self.cancel(command.request_id)
+        if isinstance(command, ForgetAdapter):
+            return self.forget_adapter(command)
+        if isinstance(command, GrammarReady):
+            return self.submit(command.request) if aside.releases(command) else []
+        assert isinstance(command, Request), "`run` ends with CloseRing"
+        return [] if aside.takes(command) else self.submit(command)
 
     def _commands(self, inbox: queue.SimpleQueue[Command]) -> list[Command]:
         """All commands that are there; while there is nothing to do, waits for one and sends heartbeats."""

@@ -108,8 +108,8 @@ class GrammarMatcher:
 class GrammarCompiler:
     """Makes matchers for a model with `vocab_size` tokens, of which `eos_ids` end a reply.
 
-    `load_tokenizer` is called once, for the first grammar; it gives None where the model has no tokenizer. One thread
-    uses a compiler and its matchers.
+    `load_tokenizer` is called once, for the first grammar; it gives None where the model has no tokenizer. Any thread
+    may compile, and holds up no other that knows its grammar; one thread uses the matchers.
     """
 
     def __init__(self, vocab_size: int, eos_ids: tuple[int, ...] = ()) -> None:
@@ -119,29 +119,42 @@ class GrammarCompiler:
         self.any_token = 0
         """The tokens that a grammar can allow, as a set; known once there is a matcher."""
         self._compiled: OrderedDict[GrammarText, LLMatcher] = OrderedDict()
+        self._loading, self._keeping = threading.Lock(), threading.Lock()
+
+    def knows(self, grammar: GrammarText) -> bool:
+        """Whether a matcher, or why there is none, is at hand."""
+        return grammar in self._compiled
+
+    def compile(self, grammar: GrammarText) -> LLMatcher:
+        """A matcher that stays at the beginning. RequestError for a grammar that is none, or without a tokenizer."""
+        from llguidance import LLMatcher
+
+        known = self._compiled.get(grammar)
+        if known is None:
+            known = LLMatcher(self._tokens(), _library_form(grammar, "grammar"), log_level=0, limits=_limits())
+        with self._keeping:
+            self._compiled.pop(grammar, None)
+            self._compiled[grammar] = known  # the last one that was asked for
+            if len(self._compiled) > KEPT_GRAMMARS:
+                self._compiled.popitem(last=False)
+        return known
 
     def matcher(self, grammar: GrammarText) -> GrammarMatcher:
         """A matcher at the beginning. RequestError where the grammar cannot be followed."""
-        from llguidance import LLMatcher
-
-        known = self._compiled.pop(grammar, None)
-        if known is None:
-            known = LLMatcher(self._tokens(), _library_form(grammar, "grammar"), log_level=0, limits=_limits())
-            if known.is_error():
-                raise RequestError(f"the grammar cannot be followed: {_one_line(known.get_error())}")
-        self._compiled[grammar] = known
-        if len(self._compiled) > KEPT_GRAMMARS:
-            self._compiled.popitem(last=False)
+        known = self.compile(grammar)
+        if known.is_error():
+            raise RequestError(f"the grammar cannot be followed: {_one_line(known.get_error())}")
         return GrammarMatcher(known.deep_copy())
 
     def _tokens(self) -> LLTokenizer:
-        if self._vocabulary is None:
-            tokenizer = self.load_tokenizer()
-            if tokenizer is None:
-                raise RequestError("a grammar needs a tokenizer and this model has none", "leave it out")
-            self._vocabulary, texts = _library_tokens(tokenizer, self.vocab_size, self.eos_ids)
-            self.any_token = texts.any_token()
-        return self._vocabulary
+        with self._loading:
+            if self._vocabulary is None:
+                tokenizer = self.load_tokenizer()
+                if tokenizer is None:
+                    raise RequestError("a grammar needs a tokenizer and this model has none", "leave it out")
+                self._vocabulary, texts = _library_tokens(tokenizer, self.vocab_size, self.eos_ids)
+                self.any_token = texts.any_token()
+            return self._vocabulary
 
 
 class TokenTexts:

@@ -6,7 +6,9 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ from tests.support.models.layouts import in_threads
 from tests.unit.engine.kits import FreeRows, limits, request
 from tllm.comm.collectives.group import Group, local_groups
 from tllm.comm.links.link import LocalLink
-from tllm.core.errors import FrameError, LinkClosed, LinkTimeout
+from tllm.core.errors import FrameError, LinkClosed, LinkTimeout, RequestError
 from tllm.engine.compute.kv_cache import KVCache
 from tllm.engine.compute.sampler import sampling_of_each_token
 from tllm.engine.driver import CancelRequest, CloseRing, Command, Driver
@@ -26,7 +28,8 @@ from tllm.engine.schedule.scheduler import Scheduler
 from tllm.engine.stage import PipelineStage
 from tllm.model.attention import Attend, AttentionSpec
 from tllm.parallel.linear import Adapt, unadapted
-from tllm.spec.request import Output, Request
+from tllm.spec.request import Grammar, Output, Request
+from tllm.text.grammar import GrammarCompiler, GrammarMatcher, GrammarText
 
 VOCAB, WIDTH, LAYERS = 50, 4, 4
 SPEC = AttentionSpec(scale=0.5, kv_shape=(1, WIDTH))
@@ -223,6 +226,56 @@ def test_as_many_batches_are_in_flight_as_there_are_stages() -> None:
             most = max(most, len(driver.in_flight))
         assert most == 2, "three, less the one that step has just taken"
         assert driver.stats()["batches_in_flight"] == 2
+
+
+class SlowGrammars(GrammarCompiler):
+    """Compiles nothing, and only when it is let; a grammar cannot be followed once it is known."""
+
+    def __init__(self) -> None:
+        super().__init__(VOCAB)
+        self.let, self.known = threading.Event(), set[GrammarText]()
+
+    def knows(self, grammar: GrammarText) -> bool:
+        return grammar in self.known
+
+    def compile(self, grammar: GrammarText) -> Any:
+        assert threading.current_thread().name.startswith("tllm grammars") and self.let.wait(5)
+        self.known.add(grammar)
+
+    def matcher(self, grammar: GrammarText) -> GrammarMatcher:
+        assert grammar in self.known
+        raise RequestError("not this one")
+
+
+def test_no_batch_waits_for_a_grammar() -> None:
+    sizes = limits()
+    driver = Driver(stages_of([1], sizes)[0], Scheduler(sizes))
+    driver.scheduler.grammars = grammars = SlowGrammars()
+    held = [with_grammar(name, "[ab]") for name in ("first", "dropped")]
+    with running(driver) as (inbox, outputs, _):
+        for one in (*held, request("free", 3, 3)):
+            inbox.put(one)
+        assert [outputs.get(timeout=5).request_id for _ in range(3)] == ["free"] * 3
+        inbox.put(CancelRequest("dropped"))
+        dropped = outputs.get(timeout=5)
+        assert (dropped.request_id, dropped.finish_reason) == ("dropped", "cancelled")
+        grammars.let.set()
+        first = outputs.get(timeout=5)
+        assert (first.request_id, first.error) == ("first", "not this one")
+        grammars.let.clear()
+        inbox.put(with_grammar("late", "[cd]"))
+        inbox.put(request("next", 3, 1))
+        assert outputs.get(timeout=5).request_id == "next"
+        inbox.put(CloseRing())
+        assert outputs.get(timeout=5).finish_reason == "cancelled"
+        grammars.let.set()
+    assert outputs.empty()
+
+
+def with_grammar(name: str, regex: str) -> Request:
+    plain = request(name, 3, 3)
+    params = msgspec.structs.replace(plain.params, grammar=Grammar(kind="regex", text=regex))
+    return msgspec.structs.replace(plain, params=params)
 
 
 @contextmanager
