@@ -20,7 +20,16 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests.support.cluster.processes import adopt_orphans, command, descendants, kill, print_stacks, wait_until_gone
+from tests.support.cluster.processes import (
+    adopt_orphans,
+    bury,
+    command,
+    descendants,
+    ended_orphans,
+    kill,
+    print_stacks,
+    wait_until_gone,
+)
 from tests.support.commands.forked_command import ForkedServer
 from tllm.core.stacks import STACKS_VARIABLE
 
@@ -110,8 +119,9 @@ def no_weights_kept_before(tmp_path_factory: pytest.TempPathFactory, monkeypatch
 @pytest.fixture(autouse=True)
 def no_process_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test after which a child process that it started still lives; wider fixtures' processes are older."""
-    before = set(descendants())
+    before, orphans = set(descendants()), ended_orphans()
     yield
+    bury(orphans & ended_orphans())  # not what has ended since: a fork of this very test may be waited for yet
     left = wait_until_gone([pid for pid in descendants() if pid not in before], seconds=3)
     if left:
         names = "\n".join(f"  {pid}: {command(pid)}" for pid in left)

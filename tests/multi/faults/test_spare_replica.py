@@ -45,7 +45,7 @@ def test_a_node_without_the_models_files_is_named_and_holds_none(
 
     async def scene() -> None:
         async with open_cluster(folder, "pp=1", SIZES, replace(nodes.options, replicas=3, spare_nodes=2)) as cluster:
-            while "does not hold the model's files" not in caplog.text:
+            while "does not hold a replica of the coordinator's state" not in caplog.text:
                 await asyncio.sleep(0.02)
             eligible = cluster.status()["replicas"]["eligible"]
             assert len(eligible) < 3 and len(cluster.status()["replicas"]["nodes"]) < 3

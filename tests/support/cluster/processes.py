@@ -15,6 +15,7 @@ KEPT_BY_PYTHON = ("multiprocessing.resource_tracker", "multiprocessing.forkserve
 """Processes that the standard library keeps for the life of its parent; no test can be blamed for them."""
 
 _kept: set[int] = set()
+_waited_for: set[int] = set()
 
 
 def adopt_orphans() -> None:
@@ -26,6 +27,23 @@ def adopt_orphans() -> None:
 def keep(pid: int) -> None:
     """A process that the tests themselves keep until they end: no test has left it behind."""
     _kept.add(pid)
+
+
+def wait_for(pid: int) -> None:
+    """Whoever started this process takes its exit status."""
+    _waited_for.add(pid)
+
+
+def ended_orphans() -> set[int]:
+    """Processes that this one has adopted, and that have ended; each takes a place in the system's table until then."""
+    return {pid for pid in _children(os.getpid()) if pid not in _waited_for and _state(pid) == "Z"}
+
+
+def bury(pids: set[int]) -> None:
+    """Take the exit status of processes for which nobody else waits."""
+    for pid in pids:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
 
 
 def descendants(root: int | None = None) -> list[int]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import tllm
-from tests.support.cluster.processes import keep
+from tests.support.cluster.processes import keep, wait_for
 from tests.support.commands.start import Start
 from tllm.core.memory import huge_page_environment
 
@@ -56,7 +56,9 @@ class ForkedCommand(subprocess.Popen[Any]):
         pid = None if start is None else self._fork(start, [*theirs, *start.files[3:]])
         if pid is None:
             super()._execute_child(args, *settings)  # type: ignore[misc]
+            wait_for(self.pid)
             return
+        wait_for(pid)
         self.pid = pid
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
