@@ -208,13 +208,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 SERVED_ONLY = ("gemma4_e2b",)
 TRAINABLE = tuple(case for case in FAMILIES if case not in SERVED_ONLY)
+"""Those that are trained too."""
+
 UNLIKE = (
     *("llama", "llama_mha_tied_bias", "qwen2_sliding", "gemma2", "gemma4_moe", "gemma4_unified", "olmo2", "granite"),
     *("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gpt_oss_moe", "deepseek_v3_moe", "qwen3_next_moe"),
 )
 """Each has a part or a way to order them that no other here has. What cuts do to a family is shown by these; all others
 are made of the same parts, and are compared with `transformers` whole."""
-"""Those that are trained too."""
 
 
 def save_model(case: str, folder: Path, seed: int = 0, **more: Any) -> transformers.PreTrainedModel:
