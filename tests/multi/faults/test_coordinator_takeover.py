@@ -150,6 +150,15 @@ def test_a_coordinator_that_was_only_stopped_finds_itself_deposed(model: Path, t
         assert [node.process.poll() for node in nodes] == [None, None]
 
 
+def test_a_coordinator_whose_system_fails_it_lets_another_take_its_place(model: Path, truth: list[list[int]]) -> None:
+    with three_machines(model) as (first, nodes):
+        first.tell(b"\n")
+        said, seconds = taken_over(nodes, 60.0)
+        assert said["ids"] == truth and seconds < TAKEOVER_SECONDS
+        assert "Too many open files" in first.says("fault")["fault"]
+        assert first.process.wait(30) != 0
+
+
 def test_nobody_follows_a_coordinator_that_ended_the_cluster(model: Path) -> None:
     with three_machines(model) as (first, nodes):
         assert first.process.stdin is not None

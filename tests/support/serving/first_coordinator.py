@@ -1,7 +1,7 @@
 """A coordinator in a process of its own, for tests that kill it: `first_coordinator.py MODEL PLAN LOCAL REPLICAS`.
 
 It prints a line of JSON for each thing: the join line's address and token, that it is ready, then its replicas whenever
-they change. It ends the cluster when its stdin closes.
+they change. It ends the cluster when its stdin closes; after a line its system refuses it what it needs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,16 @@ async def main(folder: Path, plan: str, local: int, replicas: int) -> None:
     async with open_cluster(folder, plan, SIZES, options) as serving:
         say(ready=True, epoch=serving.state.epoch)
         ended = threading.Event()
-        threading.Thread(target=lambda: ended.set() if not sys.stdin.read() else None, daemon=True).start()
+
+        def refuse(now: float) -> None:
+            raise OSError(24, "Too many open files")
+
+        def follow_stdin() -> None:
+            for _ in sys.stdin:
+                serving.coordinator.members._look = refuse  # type: ignore[assignment,method-assign]
+            ended.set()
+
+        threading.Thread(target=follow_stdin, daemon=True).start()
         before: object = None
         while not ended.is_set():
             if before != (now := serving.status()["replicas"]):

@@ -128,7 +128,8 @@ class Coordinator:
             self.invitation.source.start(count, self.invitation.address, str(self.token(count)))
 
     async def run(self) -> None:
-        """Serve the control port, watch heartbeats and mind losses, for ever. Raises what any of these fails with."""
+        """Serve the control port, watch heartbeats and mind losses, for ever. Raises what any of these fails with:
+        Deposed where another process coordinates, which this one lets do so where its own system fails it."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.control_server.run())
@@ -137,11 +138,16 @@ class Coordinator:
                 if self.replication is not None:
                     tasks.create_task(self.replication.run())
         except ExceptionGroup as group:
-            if isinstance(deposed := group.exceptions[0], Deposed):
-                self.members.abandon()
-                if self.local is not None:
-                    self.local.renew_no_more()
-                raise deposed from None
+            error = group.exceptions[0]
+            if isinstance(error, OSError) and await self.hand_over():
+                why = error.strerror or str(error)
+                raise Deposed(
+                    f"this process coordinates no more, as its system refuses it something: {why}",
+                    "another machine of the cluster does; see `tllm status` there",
+                ) from error
+            if isinstance(error, Deposed):
+                self._let_go()
+                raise error from None
             raise
 
     async def form(self, seconds: float | None = None, on_progress: OnProgress | None = None) -> None:
@@ -216,10 +222,14 @@ class Coordinator:
         and `leaving` nodes end with this process. False where nobody could, and nothing has changed."""
         if self.replication is None or not await self.replication.hand_over(leaving):
             return False
+        self._let_go()
+        return True
+
+    def _let_go(self) -> None:
+        """Of all nodes, which go to another coordinator, but for workers of this machine."""
         self.members.abandon()
         if self.local is not None:
             self.local.renew_no_more()
-        return True
 
     async def _agree(self, plan: Plan, nodes: Sequence[str]) -> None:
         """Let the replicas, if there are any, know of the next epoch before anybody has a part in it."""
