@@ -3,8 +3,8 @@
 A fault is nearly always in a part (which a family has), in a cut (which a layout has) or where two of them meet, seldom
 in one combination of three. So no value of any axis is left to `make soak` alone (of families those that have a part or
 an order of parts of their own: `UNLIKE` in models/families.py), and where two axes may interact (ZeRO and the order of
-a pipeline, say) each pair of their values meets in `make test`, too. What is chosen follows from the
-places of the values in their lists, so it is the same on every machine and in every process.
+a pipeline, say) each pair of their values meets in `make test`, too. What is chosen follows from the places of the
+values in their lists, so it is the same on every machine and in every process.
 
 | a test of | is written with |
 |---|---|

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from tllm.cluster.wire_message import Message
-from tllm.spec.request import Request, StreamRecord
+from tllm.spec.request import Request, StageSpan, StreamRecord
 
 
 class ServesHttp(Message, frozen=True):
@@ -94,3 +94,15 @@ class StreamEnded(Message, frozen=True):
     """Whether there was such a reply."""
 
     found: bool
+
+
+class AskSpans(Message, frozen=True):
+    """Asks what the ranks did for the sequences with these traces. The answer is `ToldSpans`."""
+
+    traces: tuple[int, ...]
+
+
+class ToldSpans(Message, frozen=True):
+    """For each: the rank's node, the rank, and what it did."""
+
+    spans: tuple[tuple[str, int, StageSpan], ...]

@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from tllm.cluster.http_messages import (
     AskEngine,
+    AskSpans,
     EndStream,
     EngineReport,
     FollowStream,
@@ -21,6 +22,7 @@ from tllm.cluster.http_messages import (
     StreamEnded,
     StreamFound,
     StreamOpened,
+    ToldSpans,
 )
 from tllm.cluster.settings import Settings
 from tllm.cluster.weight_messages import (
@@ -451,10 +453,10 @@ OfWeights = ReadBytes | HoldsChunks | LocateChunk | ChunkReceived | OpenChunkCon
 ToWeights = Bytes | Pending | ChunkFound
 """What the coordinator answers about weights on the control wire."""
 
-OfHttp = ServesHttp | AskEngine | Submit | Cancel | OpenStream | FollowStream | EndStream
+OfHttp = ServesHttp | AskEngine | AskSpans | Submit | Cancel | OpenStream | FollowStream | EndStream
 """What a node sends whose HTTP server answers requests."""
 
-ToHttp = ServedModel | EngineReport | Outputs | StreamOpened | StreamFound | StreamEnded
+ToHttp = ServedModel | EngineReport | Outputs | StreamOpened | StreamFound | StreamEnded | ToldSpans
 """What the coordinator sends to it."""
 
 FromGuest = Hello | Join

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from tllm.core.errors import ConfigError
-from tllm.server.openai.engine_client import EngineClient
-from tllm.server.tracing.tracing import NodeSpan, Tracing
+from tllm.server.tracing.tracing import OpenTracing, Tracing, no_tracing
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
@@ -53,17 +52,10 @@ def check_tracing(endpoint: str) -> None:
         ) from error
 
 
-def open_tracing(endpoint: str, client: EngineClient) -> Tracing | None:
-    """Traces of what this engine answers, if they are asked for; of a cluster, what each of its ranks did too."""
+def tracing_at(endpoint: str) -> OpenTracing:
+    """How traces are sent to this collector, or to none."""
     if not endpoint:
-        return None
-    from tllm.node.serve.serving import Serving
+        return no_tracing
     from tllm.server.tracing.otlp import OtlpTraces
 
-    spans_of = client.node_spans if isinstance(client, Serving) else _no_ranks
-    return Tracing(OtlpTraces(endpoint, client.model_name), spans_of)
-
-
-def _no_ranks(traces: Collection[int]) -> Iterable[NodeSpan]:
-    """An engine in this process, whose one rank is the server's."""
-    return ()
+    return lambda model, spans_of: Tracing(OtlpTraces(endpoint, model), spans_of)

@@ -24,6 +24,7 @@ from tllm.cli.arguments.node_sources import ANYWHERE
 from tllm.cli.arguments.options import add_device
 from tllm.cli.arguments.parser import address, count, size, whole
 from tllm.cli.arguments.run_page_options import add_page, page_settings
+from tllm.cli.arguments.tracing_options import add_tracing, check_tracing, tracing_at
 from tllm.cli.display.logs import start_log
 from tllm.cli.planning.followed_run import successors
 from tllm.core.cache_folder import cache_folder
@@ -32,6 +33,7 @@ from tllm.node.front_end.departure import Departure
 from tllm.node.replication.known_replicas import REPLICAS_FILE
 from tllm.server.http.settings import ServerSettings
 from tllm.server.run import bind
+from tllm.server.tracing.tracing import no_tracing
 
 TOKEN_VARIABLE, SECRET_VARIABLE = "TLLM_JOIN_TOKEN", "TLLM_SECRET"
 REJOIN_SECONDS = 30
@@ -74,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     http = parser.add_argument_group("HTTP")
     http.add_argument("--serve", action="store_true", help="answer HTTP requests here too, as the first machine does")
     add_http(http)
+    add_tracing(http)
     add_page(parser.add_argument_group("page"), "of a training run, if this node comes to coordinate one,")
     parser.add_argument(
         "--quiet", action="store_true", help="only warnings and errors on stderr; no line for each step"
@@ -121,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
         cache_dir_size=args.cache_dir_size,
         device=args.device,
     )
-    departure = Departure(http, training.stop)
+    departure = Departure(http, training.stop, tracing_at(args.otlp_endpoint))
     departure.run(lambda: work(settings, departure.front_end, make_replica))
     return 0
 
@@ -141,7 +144,7 @@ def join_again(args: argparse.Namespace, http: ServerSettings | None, page: Serv
     here = "" if args.cluster_host == ANYWHERE else args.cluster_host
     settings = dict(own, listen=here, threads=args.threads or 0, rejoin=REJOIN_SECONDS, memory=args.memory)
     every, training = successors(page, args.quiet)
-    departure = Departure(http, training.stop)
+    departure = Departure(http, training.stop, tracing_at(args.otlp_endpoint) if http is not None else no_tracing)
     return_to(cluster, (args.cluster_host, args.cluster_port), departure, every, settings)
     return True
 
@@ -151,6 +154,7 @@ def _http(args: argparse.Namespace) -> ServerSettings | None:
     settings = http_settings(args)
     if args.serve:
         settings.check()
+        check_tracing(args.otlp_endpoint)
         bind(settings.host, settings.port).close()
         return settings
     key = () if args.page is not None or not args.api_key else (args.api_key,)

@@ -14,7 +14,7 @@ import asyncio
 import dataclasses
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from itertools import chain, repeat
 from pathlib import Path
@@ -49,7 +49,7 @@ from tllm.cli.arguments.parser import count, port, whole
 from tllm.cli.arguments.replica_count import add_replicas, replica_count
 from tllm.cli.arguments.server_limits import add_server_limits, server_limits
 from tllm.cli.arguments.survey_settings import serving_facts
-from tllm.cli.arguments.tracing_options import add_tracing, check_tracing, open_tracing
+from tllm.cli.arguments.tracing_options import add_tracing, check_tracing, tracing_at
 from tllm.cli.commands.join import join_again
 from tllm.cli.display.logs import start_log
 from tllm.cli.display.progress import ShowProgress, loading
@@ -69,6 +69,7 @@ from tllm.server.openai.engine_client import EngineClient
 from tllm.server.openai.lora_adapters import ServedAdapters
 from tllm.server.pooling.pooler_config import ModelPooling
 from tllm.server.run import bind, serve_http
+from tllm.server.tracing.tracing import NodeSpan, SpansOf
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
 
@@ -213,7 +214,7 @@ async def _serve(
         pooling = options.pooling()
         app = build_app(timed, *text, settings, adapters=served, pooling=pooling)
         _open_to_nodes(client, app, text[1], served, pooling)
-        app.tracing = open_tracing(args.otlp_endpoint, client)
+        app.tracing = tracing_at(args.otlp_endpoint)(client.model_name, _node_spans(client))
         watch = _watch(chooser, client, timed, args.replan)
         async with watch.looking() if watch else nullcontext():
             await serve_http(
@@ -235,6 +236,16 @@ def _can_hand_over(client: EngineClient) -> bool:
     from tllm.node.serve.serving import Serving
 
     return isinstance(client, Serving) and client.can_hand_over
+
+
+def _node_spans(client: EngineClient) -> SpansOf:
+    """What each rank of a cluster did for a request; of an engine in this process the one rank is the server's."""
+    from tllm.node.serve.serving import Serving
+
+    async def node_spans(traces: Collection[int]) -> Iterable[NodeSpan]:
+        return client.node_spans(traces) if isinstance(client, Serving) else ()
+
+    return node_spans
 
 
 async def _hand_over(client: EngineClient) -> None:

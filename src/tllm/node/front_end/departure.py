@@ -9,21 +9,27 @@ from collections.abc import Callable
 from tllm.core.print_line import print_line
 from tllm.node.front_end.front_end import FrontEnd
 from tllm.server.http.settings import ServerSettings
+from tllm.server.tracing.tracing import OpenTracing, no_tracing
 
 
 class Departure:
     """Listens to SIGINT and SIGTERM from when it is made, which must be in the main thread.
 
-    With `http` settings the node has an HTTP server (`front_end`), whose requests in hand end first. If the node
-    coordinates a training run, the first signal is for the run: `stop_run` lets it save and end, and the cluster with
-    it.
+    With `http` settings the node has an HTTP server (`front_end`), whose requests are traced by `open_tracing`, and those
+    in hand end first. If the node coordinates a training run, the first signal is for the run: `stop_run` lets it save
+    and end, and the cluster with it.
     """
 
-    def __init__(self, http: ServerSettings | None, stop_run: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        http: ServerSettings | None,
+        stop_run: Callable[[], bool] = lambda: False,
+        open_tracing: OpenTracing = no_tracing,
+    ) -> None:
         self._stop_run = stop_run
         self._asked = 0
         self._is_drained = False
-        self.front_end = None if http is None else FrontEnd(http, _say_ready, self._drained)
+        self.front_end = None if http is None else FrontEnd(http, _say_ready, self._drained, open_tracing)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
 

@@ -23,6 +23,7 @@ from tllm.server.app import App, build_app
 from tllm.server.http.settings import ServerSettings
 from tllm.server.pooling.pooler_config import ModelPooling
 from tllm.server.run import serve_http
+from tllm.server.tracing.tracing import OpenTracing, no_tracing
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
 
@@ -38,13 +39,19 @@ class FrontEnd:
     `settings` are this node's own: its address, keys, names and limits. What the replies are made by comes from the
     first machine (`ServedModel`). `on_ready` gets the model's name and the URL; `on_left` is called once `leave` was
     asked for and the requests in hand have ended.
+    `open_tracing` makes what traces them.
     """
 
     def __init__(
-        self, settings: ServerSettings, on_ready: Callable[[str, str], None], on_left: Callable[[], None]
+        self,
+        settings: ServerSettings,
+        on_ready: Callable[[str, str], None],
+        on_left: Callable[[], None],
+        open_tracing: OpenTracing = no_tracing,
     ) -> None:
         settings.check()
         self._settings, self._on_ready, self._on_left = settings, on_ready, on_left
+        self._open_tracing = open_tracing
         self._link = EngineLink()
         self._loop = asyncio.new_event_loop()
         self._model: ServedModel | None = None
@@ -127,6 +134,7 @@ class FrontEnd:
         await engine.refresh()
         tokenizer = await asyncio.to_thread(fetch_tokenizer, self._read)
         app = self._app(engine, model, tokenizer)
+        app.tracing = self._open_tracing(model.model_name, engine.node_spans)
         stop = asyncio.Event()
         tasks = [
             asyncio.create_task(engine.watch(), name="engine report"),
@@ -138,6 +146,8 @@ class FrontEnd:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if app.tracing is not None:
+                await app.tracing.close()
 
     def _app(self, engine: RemoteEngine, model: ServedModel, tokenizer: Tokenizer | None) -> App:
         settings = dataclasses.replace(

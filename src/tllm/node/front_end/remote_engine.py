@@ -4,9 +4,10 @@ server has them."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import aclosing
 from itertools import count
 from typing import Any
@@ -16,6 +17,7 @@ import msgspec
 from tllm.cluster.channel import Gone
 from tllm.cluster.http_messages import (
     AskEngine,
+    AskSpans,
     EndStream,
     EngineReport,
     FollowStream,
@@ -23,6 +25,7 @@ from tllm.cluster.http_messages import (
     ServedModel,
     StreamEnded,
     StreamFound,
+    ToldSpans,
 )
 from tllm.cluster.messages import Cancel, Submit
 from tllm.core.errors import RequestError, TllmError
@@ -31,7 +34,10 @@ from tllm.server.admission.account import Account
 from tllm.server.http.errors import rate_limited
 from tllm.server.openai.engine_client import Health
 from tllm.server.stored.stream_store import TakenStream, seeded, size_of
+from tllm.server.tracing.tracing import NodeSpan
 from tllm.spec.request import Output, Request, StreamRecord
+
+log = logging.getLogger("tllm.node")
 
 RESUME_SECONDS, LOOK_SECONDS = 30.0, 0.05
 """How long a request waits for another coordinator where one is lost, and how often is looked for it."""
@@ -101,6 +107,15 @@ class RemoteEngine:
 
     def health(self) -> Health:
         return msgspec.json.decode(self._report.health, type=Health)
+
+    async def node_spans(self, traces: Collection[int]) -> list[NodeSpan]:
+        """What the ranks have told of what they did for these traces; nothing where no coordinator tells it."""
+        try:
+            told: ToldSpans = await self._link.ask(AskSpans(tuple(traces)))
+        except TllmError as error:
+            log.warning("a trace lacks what the ranks did: %s", error.message)
+            return []
+        return [NodeSpan(*one) for one in told.spans]
 
     async def watch(self) -> None:
         """Ask how the engine is, for ever."""

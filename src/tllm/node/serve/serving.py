@@ -15,7 +15,7 @@ from tllm.cluster.certificates import Authority
 from tllm.cluster.channel import Act
 from tllm.cluster.connection import Address
 from tllm.cluster.heartbeat import holder
-from tllm.cluster.http_messages import ServedModel
+from tllm.cluster.http_messages import AskSpans, ServedModel, ToldSpans
 from tllm.cluster.messages import Message, Outputs, Prepared
 from tllm.cluster.settings import EngineSettings
 from tllm.cluster.state import ClusterState
@@ -267,7 +267,10 @@ class Serving:
             if ranks and ranks[0].node == node and message.epoch == self.state.epoch:
                 self.requests.deliver(message.outputs)
 
-        return {**self.node_requests.acts(node), Outputs: outputs}
+        async def spans(message: AskSpans) -> ToldSpans:
+            return ToldSpans(tuple(map(tuple, self.node_spans(message.traces))))
+
+        return {**self.node_requests.acts(node), Outputs: outputs, AskSpans: spans}
 
     def _only_moves(self) -> bool:
         """Whether a request would wait for nothing but a move to another plan."""

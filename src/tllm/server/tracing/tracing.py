@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from typing import NamedTuple, Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -31,8 +31,8 @@ class NodeSpan(NamedTuple):
     span: StageSpan
 
 
-SpansOf = Callable[[Collection[int]], Iterable[NodeSpan]]
-"""spans_of(numbers): what the ranks have told of the sequences with these numbers"""
+SpansOf = Callable[[Collection[int]], Awaitable[Iterable[NodeSpan]]]
+"""await spans_of(numbers): what the ranks have told of the sequences with these numbers"""
 
 
 class TraceExporter(Protocol):
@@ -81,7 +81,7 @@ class Tracing:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
         for trace in left.values():
-            self._give(trace)
+            await self._give(trace)
         await asyncio.to_thread(self._exporter.close)
 
     def _keep(self, trace: RequestTrace) -> None:
@@ -95,8 +95,16 @@ class Tracing:
         await asyncio.sleep(SPANS_SECONDS)
         while not trace.is_over:
             await asyncio.sleep(SPANS_SECONDS)
-        self._give(trace)
+        await self._give(trace)
 
-    def _give(self, trace: RequestTrace) -> None:
+    async def _give(self, trace: RequestTrace) -> None:
         numbers = {sequence.request.trace for sequence in trace.sequences}
-        self._exporter.export(trace, list(self._spans_of(numbers)) if numbers else ())
+        self._exporter.export(trace, list(await self._spans_of(numbers)) if numbers else ())
+
+
+OpenTracing = Callable[[str, SpansOf], Tracing | None]
+"""open_tracing(model, spans_of): the traces of what an application answers with this model; None for none"""
+
+
+def no_tracing(model: str, spans_of: SpansOf) -> None:
+    """Where no traces are asked for."""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
@@ -41,9 +41,11 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing_module, "SPANS_SECONDS", 0.01)
 
 
-def ask(
-    app: App, exporter: TraceExporter, spans_of: SpansOf = lambda numbers: (), *paths: str, **body: Any
-) -> list[int]:
+async def no_spans(numbers: Collection[int]) -> list[NodeSpan]:
+    return []
+
+
+def ask(app: App, exporter: TraceExporter, spans_of: SpansOf = no_spans, *paths: str, **body: Any) -> list[int]:
     """The statuses of a request to each path, with tracing until all of it has been given away."""
 
     async def work() -> list[int]:
@@ -59,7 +61,7 @@ def ask(
 def test_each_request_is_a_trace_and_each_choice_a_sequence_with_a_number_of_its_own() -> None:
     kept, engine = Kept(), say()
 
-    def spans_of(numbers: Any) -> list[NodeSpan]:
+    async def spans_of(numbers: Collection[int]) -> list[NodeSpan]:
         return [NodeSpan("north", 0, StageSpan(number, 1.0, 2.0, 3, 4, 0.5)) for number in sorted(numbers)]
 
     assert ask(serve(engine), kept, spans_of, "/v1/chat/completions", n=2) == [200]
@@ -85,7 +87,7 @@ def test_without_tracing_no_rank_is_told_to_measure() -> None:
 def test_what_is_refused_or_asks_for_no_work_has_no_sequences() -> None:
     kept = Kept()
     app = serve(say())
-    assert ask(app, kept, lambda numbers: (), "/v1/chat/completions", "/tokenize", messages="wrong")[0] == 400
+    assert ask(app, kept, no_spans, "/v1/chat/completions", "/tokenize", messages="wrong")[0] == 400
     assert [(trace.route, trace.status, trace.sequences) for trace, _ in kept.traces] == [
         ("/v1/chat/completions", 400, [])
     ]
@@ -94,12 +96,11 @@ def test_what_is_refused_or_asks_for_no_work_has_no_sequences() -> None:
 def whole(collector: Collector, count: int, **headers: str) -> Any:
     """The spans of one chat, by their names."""
     kept = Kept()
-    ask(
-        serve(say()),
-        kept,
-        lambda numbers: [NodeSpan("north", 1, StageSpan(n, 0.0, 9e9, 3, 7, 0.5)) for n in numbers],
-        "/v1/chat/completions",
-    )
+
+    async def spans_of(numbers: Collection[int]) -> list[NodeSpan]:
+        return [NodeSpan("north", 1, StageSpan(n, 0.0, 9e9, 3, 7, 0.5)) for n in numbers]
+
+    ask(serve(say()), kept, spans_of, "/v1/chat/completions")
     ((trace, spans),) = kept.traces
     trace.parent = headers
     exporter = OtlpTraces(collector.url, "fake")
