@@ -15,9 +15,9 @@ from tllm.server.tracing.tracing import OpenTracing, no_tracing
 class Departure:
     """Listens to SIGINT and SIGTERM from when it is made, which must be in the main thread.
 
-    With `http` settings the node has an HTTP server (`front_end`), whose requests are traced by `open_tracing`, and those
-    in hand end first. If the node coordinates a training run, the first signal is for the run: `stop_run` lets it save
-    and end, and the cluster with it.
+    With `http` settings the node has an HTTP server (`front_end`), whose requests are traced by `open_tracing`, and
+    those in hand end first. If the node coordinates a training run, the first signal is for the run: `stop_run` lets it
+    save and end, and the cluster with it.
     """
 
     def __init__(
