@@ -268,7 +268,7 @@ class Serving:
                 self.requests.deliver(message.outputs)
 
         async def spans(message: AskSpans) -> ToldSpans:
-            return ToldSpans(tuple(map(tuple, self.node_spans(message.traces))))
+            return ToldSpans(tuple(self.node_spans(message.traces)))
 
         return {**self.node_requests.acts(node), Outputs: outputs, AskSpans: spans}
 
