@@ -32,7 +32,7 @@ KINDS = {
 
 
 def choose_device(wanted: str, place: int = 0) -> torch.device:
-    """The device that is `wanted`; `auto` is the first kind of which there is one, else the processor.
+    """The device that is `wanted`; `auto` is the first kind of which there is one with float64, else the processor.
 
     Without an index it is that of the process's own `place`, its number among those of this machine: each has a device
     of its own. ConfigError for a device that is not here; its message says what is.
@@ -42,7 +42,7 @@ def choose_device(wanted: str, place: int = 0) -> torch.device:
         raise ConfigError(f"{wanted!r} is no device", FORMS)
     kind, index = found[1], found[2]
     if kind == "auto":
-        kind = next((kind for kind in KINDS if count_of(kind)), "cpu")
+        kind = next((kind for kind in KINDS if count_of(kind) and has_float64(torch.device(kind, 0))), "cpu")
     if kind == "cpu":
         return CPU
     count = count_of(kind)
@@ -76,10 +76,15 @@ def compute_on(device: torch.device) -> None:
         torch.get_device_module(device).set_device(device)
 
 
+def has_float64(device: torch.device) -> bool:
+    """Metal and some Intel GPUs have none. Whatever the dtype of a model, tokens are drawn and gradients are summed up
+    in it."""
+    return device.type != "mps" and (device.type != "xpu" or torch.xpu.get_device_properties(device).has_fp64)
+
+
 def check_float64(device: torch.device) -> None:
-    """ConfigError for a device without float64: Metal, and some Intel GPUs. Whatever the dtype of a model, tokens are
-    drawn and gradients are summed up in it."""
-    if device.type == "mps" or (device.type == "xpu" and not torch.xpu.get_device_properties(device).has_fp64):
+    """ConfigError for a device without float64."""
+    if not has_float64(device):
         raise ConfigError(
             f"{device} has no float64, in which tokens are drawn and gradients are summed up", "give --device cpu"
         )

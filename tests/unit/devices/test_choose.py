@@ -22,14 +22,18 @@ def has(monkeypatch: pytest.MonkeyPatch, built: str = "13.0", **counts: int) -> 
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: bool(counts.get("mps")))
 
 
-def test_auto_is_cuda_then_xpu_then_mps_then_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    left = dict(cuda=1, xpu=1, mps=1)
-    for kind in ("cuda", "xpu", "mps"):
-        has(monkeypatch, **left)
-        assert choose_device("auto") == torch.device(kind, 0)
-        del left[kind]
-    has(monkeypatch)
+def test_auto_is_the_first_that_has_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    has_fp64 = True
+    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda device: SimpleNamespace(has_fp64=has_fp64))
+    has(monkeypatch, cuda=1, xpu=1, mps=1)
+    assert choose_device("auto") == torch.device("cuda", 0)
+    has(monkeypatch, xpu=1, mps=1)
+    assert choose_device("auto") == torch.device("xpu", 0)
+    has_fp64 = False
     assert choose_device("auto") == choose_device("cpu", 7) == CPU
+    has(monkeypatch, mps=1)
+    assert choose_device("auto") == CPU
+    assert choose_device("mps") == torch.device("mps", 0), "what cannot be done on one is said later"
 
 
 def test_each_process_of_a_machine_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
