@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from tllm.cluster.messages import RankAddress, RolePlaces, RoleTaken, TakeRole
 from tllm.cluster.state import Member, RankRefused, RoleBegan, RoleGiven
-from tllm.core.errors import ClusterError, ConfigError, TllmError
+from tllm.core.errors import ClusterError, ConfigError, TllmError, WeightsError
 from tllm.node.coordinator.coordinator import Coordinator
 from tllm.node.weights.model_folder import ModelFolder
 from tllm.spec.process_groups import RoleName
@@ -87,6 +87,8 @@ class RoleNodes:
                 log.warning("%s", error.message)
 
         reserved = [one for one in self._members.state.living if one.role is not None and not one.answers_at]
+        for role in {one.role for one in reserved if one.role is not None}:
+            await asyncio.to_thread(self._order, role)  # what this machine lacks shows before anything is built
         taking = asyncio.gather(*map(take, reserved))
         try:
             yield
@@ -171,6 +173,8 @@ class RoleNodes:
         found = CausalModel.find(keys.teacher_model_name_or_path, "gives no next token", "take a causal language model")
         if (lent := weights.beside.get(role)) is None:
             lent = weights.beside[role] = ModelFolder(found.folder)
+        if not lent.files:
+            raise WeightsError(f"the teacher's folder {found.folder} has no files of weights", "copy model.safetensors")
         return TakeRole(
             role=role,
             model=keys.teacher_model_name_or_path,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -49,9 +50,9 @@ class Node:
 class Scene:
     """A run of two roles whose nodes are called by letters; `a` has rank 0."""
 
-    def __init__(self, model: Path, folder: Path, plan: str, **nodes: tuple[int | str, ...]) -> None:
-        keys = DistillationKeys(teacher_model_name_or_path=str(model), lmbda=0.5, **nodes)
-        job = job_for(model, folder / "run", task="distill", distill=keys)
+    def __init__(self, model: Path, folder: Path, plan: str, **keys: Any) -> None:
+        table = DistillationKeys(**{"teacher_model_name_or_path": str(model), "lmbda": 0.5, **keys})
+        job = job_for(model, folder / "run", task="distill", distill=table)
         work = TrainingWork(ResolvedJob(job, {}), Plan.parse(plan, 4), json.dumps(read_config(model)))
         self.run = ElasticRun(work.workload(), Authority.create(), LOOPBACK)
         self.members, self.roles = self.run.coordinator.members, self.run.roles
@@ -168,6 +169,19 @@ def test_who_had_a_role_keeps_it_under_the_next_coordinator_unless_it_is_that_it
         assert one.having("teacher") == ["b"] and one.run.coordinator.nodes == ("a", "c")
         assert one.roles.reserve(("a", "c")) == {"c"}, "one more is to teach"
         one.run.coordinator.control_server.close()
+
+    play(scene)
+
+
+def test_a_teacher_without_weights_ends_the_run_before_any_rank_is_built(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "teacher").mkdir()
+    shutil.copy(model / "config.json", tmp_path / "teacher")
+
+    async def scene() -> None:
+        keys: Any = dict(teacher_nodes=(1,), teacher_model_name_or_path=str(tmp_path / "teacher"))
+        with pytest.raises(WeightsError, match=r"the teacher's folder .*teacher has no files of weights"):
+            async with playing(model, tmp_path, "pp=1", "ab", **keys):
+                raise AssertionError("it has begun")
 
     play(scene)
 

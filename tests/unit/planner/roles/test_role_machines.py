@@ -8,7 +8,7 @@ from itertools import combinations
 import pytest
 
 from tests.unit.planner.search.test_serving_search import spec_of
-from tllm.core.errors import CapacityError
+from tllm.core.errors import CapacityError, PlanError
 from tllm.planner.cluster.device import Cluster, Device, LinkSpeed
 from tllm.planner.cost.rank_work import TeacherFacts, TrainingFacts, rank_works
 from tllm.planner.cost.serving_load import SamplingFacts
@@ -35,8 +35,14 @@ def cluster(*speeds: float, bandwidth: float = 1e8, memory: int = 2**32) -> Clus
     return Cluster(names, devices, tuple(range(count)), (None,) * count, default=LinkSpeed(1e-4, bandwidth))
 
 
+def refuse(plan: Plan, facts: TrainingFacts) -> None:
+    """As `check_combination` does: a completion's ring passes each stage once."""
+    if facts.sampling is not None and (plan.cp > 1 or plan.chunks > 1):
+        raise PlanError(f"{plan} samples nothing")
+
+
 def best(part: Cluster, facts: TrainingFacts) -> TrainingChoice:
-    limits = TrainingConstraints((2,), 0)
+    limits = TrainingConstraints((2,), 0, refuse)
     return best_training(STUDENT, part, facts, steps=100, constraints=limits).choices[0]
 
 
