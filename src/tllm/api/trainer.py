@@ -140,11 +140,11 @@ class Trainer:
         elif len(autos) == 1 and ranks and not is_default:
             left = ranks - beside - plan.world_size
             job = with_role_nodes(job, autos[0], (left,) if left > 0 else ())
-        trains = (ranks or plan.world_size + beside) - _count(role_nodes(job))
-        if plan.world_size != trains:
-            having_roles = f", of which {ranks - trains} have a role beside it" if ranks != trains else ""
+        having_roles = _count(role_nodes(job))
+        if ranks and plan.world_size != ranks - having_roles:
+            of_which = f", of which {having_roles} have a role beside it" if having_roles else ""
             raise PlanError(
-                f"the plan {plan} has {plan.world_size} ranks for {ranks} machines or processes{having_roles}",
+                f"the plan {plan} has {plan.world_size} ranks for {ranks} machines or processes{of_which}",
                 "give a plan with a rank for each, or leave it out for a replica on each",
             )
         return replace(self.resolved, job=job), plan

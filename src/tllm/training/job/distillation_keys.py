@@ -124,9 +124,9 @@ class DistillationKeys:
             check_addresses(getattr(self, key), f"distill.{key}")
             check_one_place(getattr(self, key), getattr(self, nodes), f"distill.{key}", f"distill.{nodes}")
         teaching, sampling = (WantedNodes.of(nodes, "").names for nodes in (self.teacher_nodes, self.rollout_nodes))
-        if both := sorted(set(teaching) & set(sampling)):
+        if twice := sorted(set(teaching) & set(sampling)):
             raise ConfigError(
-                f"distill.teacher_nodes and distill.rollout_nodes both name {both[0]}", "give each node one role"
+                f"distill.teacher_nodes and distill.rollout_nodes both name {twice[0]}", "give each node one role"
             )
         for key in ("rollout_servers", "rollout_nodes"):
             if getattr(self, key) and not self.lmbda:
