@@ -75,8 +75,8 @@ SUB_PACKAGES = {
         ".",
     ),
     "training": (
-        *("data", "state", "attention", "checkpoint", "gradients", "job", "objectives", "lora", "optim", "step"),
-        *("questions", "teachers", "evaluation", "tools", "policy", "rollout_servers", "measure", "report", "sync"),
+        *("questions", "data", "state", "attention", "checkpoint", "gradients", "job", "objectives", "lora", "optim"),
+        *("step", "teachers", "evaluation", "tools", "policy", "rollout_servers", "measure", "report", "sync"),
         *("parameter_server", "snapshot", "."),
     ),
     "parallel": (".", "grid"),

@@ -7,17 +7,20 @@ import json
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tllm.cluster.settings import OUR_LINKS, Wiring
-from tllm.core.errors import PlanError
+from tllm.core.errors import ConfigError, PlanError
 from tllm.node.coordinator.cluster_options import DEFAULTS, ClusterOptions
 from tllm.spec.plan import Plan
+from tllm.spec.process_groups import RoleName
 from tllm.training.job.initial_model import InitialModel, open_initial_model, spec_of
 from tllm.training.job.job_file import DEFAULT, ResolvedJob, read_job
+from tllm.training.job.job_parts import role_key, role_nodes, with_role_nodes
+from tllm.training.job.key_limits import WantedNodes
 from tllm.training.job.run_folder import start_now, write_start
 from tllm.training.report.events import RunBegan, RunEnded, RunEvent, RunStepped
 from tllm.training.report.metrics import StepRecord, check_sinks
@@ -49,6 +52,7 @@ class Trainer:
 
     `job` is a TOML file or a mapping of the same keys; `overrides` are "key=value" texts that come after it.
     `plan` is the job's own unless it is given here; without either, `ranks` of them are replicas (dp), one by default.
+    Nodes that have a role beside the plan (`rollout_nodes`, `teacher_nodes`) are among the `ranks`.
     """
 
     def __init__(
@@ -67,7 +71,7 @@ class Trainer:
         self.resolved = read_job(Path(job) if isinstance(job, str) else job, overrides, plan)
         check_sinks(self.resolved.job.report_to)
         self.spec = spec_of(self.resolved.job)
-        self.plan = self._plan(ranks)
+        self.resolved, self.plan = self._shared_out(ranks)
         check_combination(self.resolved.job, self.plan, self.spec)
 
     @cached_property
@@ -118,17 +122,32 @@ class Trainer:
         """Train to the end. An interrupt (Ctrl-C) saves, leaves and is raised again; the same call then goes on."""
         return _InThread(self, on_event or (lambda event: None)).run(options, on_loss)
 
-    def _plan(self, ranks: int | None) -> Plan:
-        text = self.resolved.job.plan
-        if self.resolved.origins["plan"] == DEFAULT and ranks:
-            text = f"dp={ranks}"
-        plan = Plan.parse(text, self.spec.num_layers)
-        if ranks and plan.world_size != ranks:
+    def _shared_out(self, ranks: int | None) -> tuple[ResolvedJob, Plan]:
+        """The plan for the machines or processes that have no role beside it; and the job, in which a role that is left
+        to the planner has the nodes that a given plan leaves, or none where there is one machine."""
+        job, is_default = self.resolved.job, self.resolved.origins["plan"] == DEFAULT
+        roles = role_nodes(job)
+        autos, beside = [role for role, wanted in roles.items() if wanted.is_auto], _count(roles)
+        if ranks and beside >= ranks:
+            raise ConfigError(
+                f"{' and '.join(role_key(job, role) for role in roles)} take {beside} of {ranks} machines or processes",
+                "one at least must train: let more join, or give fewer roles",
+            )
+        plan = Plan.parse(f"dp={ranks - beside}" if is_default and ranks else job.plan, self.spec.num_layers)
+        if autos and not (ranks and ranks > 1):
+            for role in autos:
+                job = with_role_nodes(job, role, ())
+        elif len(autos) == 1 and ranks and not is_default:
+            left = ranks - beside - plan.world_size
+            job = with_role_nodes(job, autos[0], (left,) if left > 0 else ())
+        having_roles = _count(role_nodes(job))
+        if ranks and plan.world_size != ranks - having_roles:
+            of_which = f", of which {having_roles} have a role beside it" if having_roles else ""
             raise PlanError(
-                f"the plan {plan} has {plan.world_size} ranks for {ranks} machines or processes",
+                f"the plan {plan} has {plan.world_size} ranks for {ranks} machines or processes{of_which}",
                 "give a plan with a rank for each, or leave it out for a replica on each",
             )
-        return plan
+        return replace(self.resolved, job=job), plan
 
 
 def train(
@@ -140,6 +159,10 @@ def train(
 ) -> TrainResult:
     """Train a job to its end on this machine, with a process for each rank of the plan: `Trainer(...).train()`."""
     return Trainer(job, plan=plan, overrides=overrides).train(on_event)
+
+
+def _count(roles: Mapping[RoleName, WantedNodes]) -> int:
+    return sum(wanted.count for wanted in roles.values())
 
 
 class _InThread:

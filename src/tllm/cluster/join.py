@@ -27,6 +27,7 @@ from tllm.cluster.messages import (
     Message,
     NodeFacts,
     Refused,
+    RoleTaken,
     ToGuest,
     ToNode,
     Welcome,
@@ -77,15 +78,20 @@ async def join(address: Address, token: JoinToken, node: str) -> Identity:
 
 
 async def attach(
-    address: Address, identity: Identity, facts: NodeFacts, epoch: int = 0, rank: int | None = None
+    address: Address,
+    identity: Identity,
+    facts: NodeFacts,
+    epoch: int = 0,
+    rank: int | None = None,
+    role: RoleTaken | None = None,
 ) -> tuple[Channel, Attached]:
     """Become a member: the channel to the coordinator, and what it asks of members.
 
-    `epoch` and `rank` are the last that this node had.
+    `epoch` and `rank` are the last that this node had, and `role` what it does beside any plan.
     """
     channel = await _knock(address, member_client(identity), ToNode, MEMBER_BYTES)
     try:
-        return channel, await _question(channel, Attach(PROTOCOL, facts, epoch, rank), Attached)
+        return channel, await _question(channel, Attach(PROTOCOL, facts, epoch, rank, role), Attached)
     except BaseException:
         channel.abort()
         raise

@@ -26,6 +26,7 @@ from tllm.cluster.http_messages import (
 )
 from tllm.cluster.settings import Settings
 from tllm.cluster.weight_messages import (
+    AdapterFiles,
     Bytes,
     ChunkBytes,
     ChunkFound,
@@ -33,9 +34,11 @@ from tllm.cluster.weight_messages import (
     FindPages,
     GetChunk,
     GetPage,
+    HeldPiece,
     HoldsChunks,
     ListPages,
     LocateChunk,
+    ModelFileFacts,
     OpenChunkConnection,
     PageNames,
     PagesFound,
@@ -45,9 +48,10 @@ from tllm.cluster.weight_messages import (
 from tllm.cluster.wire_message import Message as Message
 from tllm.hub.repository import Repository
 from tllm.spec.plan import Plan
+from tllm.spec.process_groups import RoleName
 from tllm.spec.request import Output, Request, StageSpan
 
-PROTOCOL = 13
+PROTOCOL = 14
 """Changes with any change to a message here. Both ends must speak the same; there is no guessing."""
 
 GUEST_BYTES = 16 * 1024
@@ -172,13 +176,24 @@ class ReplicaPlace(msgspec.Struct, frozen=True, array_like=True):
         return self.host, self.port
 
 
+class RoleTaken(Message, frozen=True):
+    """The node answers in this role, at this port of the host of its data wire."""
+
+    role: RoleName
+    port: Port
+
+
 class Attach(Message, frozen=True):
-    """The first message of a member: what it is, and the last epoch and rank that it had, if this is not its first."""
+    """The first message of a member: what it is, and the last epoch and rank that it had, if this is not its first.
+
+    `role` is what it does at the moment beside any plan.
+    """
 
     protocol: int
     facts: NodeFacts
     epoch: int = 0
     rank: int | None = None
+    role: RoleTaken | None = None
 
 
 class Attached(Message, frozen=True):
@@ -239,16 +254,9 @@ class Replicas(Message, frozen=True):
 
 
 # --- assigning each node its rank
-class ModelFileFacts(Message, frozen=True):
-    """A file of the model folder; `digest` is of samples of it, enough to tell two models apart."""
-
-    name: str
-    size: int
-    digest: bytes
-
-
 class RankAddress(Message, frozen=True):
-    """Where a rank lives: its node, the address of the node's data wire, and the port of its chunk server."""
+    """Where a rank lives: its node, the address of the node's data wire, and the port of its chunk server. Of a node
+    with a role, where it answers."""
 
     node: str
     host: str
@@ -263,22 +271,6 @@ class Places(Message, frozen=True):
     epoch: int
     since: int
     packed: bytes
-
-
-class AdapterFiles(msgspec.Struct, frozen=True):
-    """An adapter that the coordinator has: its id, the number of its loading, and the bytes of each of its files.
-
-    A node reads them by `ReadBytes`, under the names that `adapter_file` gives.
-    """
-
-    lora: str
-    number: int
-    sizes: dict[str, int]
-
-
-def adapter_file(lora: str, file: str) -> str:
-    """What a file of an adapter is called among the files that nodes ask the coordinator for."""
-    return f"lora/{lora}/{file}"
 
 
 class Assign(Message, frozen=True, kw_only=True):
@@ -302,14 +294,6 @@ class Assign(Message, frozen=True, kw_only=True):
     files: tuple[ModelFileFacts, ...]
     hub: Repository | None = None
     adapters: tuple[AdapterFiles, ...] = ()
-
-
-class HeldPiece(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank will hold of one tensor of the checkpoint: [start, stop) for each dim, () for all of it."""
-
-    name: str
-    source: tuple[tuple[int, int], ...] = ()
-    replicated: bool = False
 
 
 class Prepared(Message, frozen=True, kw_only=True):
@@ -428,6 +412,33 @@ class Done(Message, frozen=True):
     """This rank's run has ended, its part of every save included."""
 
 
+# --- roles of a training run beside its plan
+class TakeRole(Message, frozen=True, kw_only=True):
+    """Asks a node without a rank to answer a run, until it has a part or the cluster ends. The answer is `RoleTaken`.
+
+    `model` is the name of the role's model, `config` its config as JSON, `vocabulary` the digest of its tokens ("" if
+    that is not to be compared), and `dtype` what a teacher computes in. `folder` and `files` say where its weights may
+    lie on this node too. Where they do not, those of a teacher, and of a model beside an adapter (`is_base`), are read
+    from the coordinator by `ReadBytes`, as `role_file` names them; all others come from the run.
+    """
+
+    role: RoleName
+    model: str
+    config: str
+    vocabulary: str = ""
+    dtype: str = ""
+    folder: str = ""
+    files: tuple[ModelFileFacts, ...] = ()
+    is_base: bool = False
+
+
+class RolePlaces(Message, frozen=True):
+    """All nodes that have a role now, to the node of rank 0, which asks them."""
+
+    role: RoleName
+    places: tuple[RankAddress, ...]
+
+
 # --- measurements
 class Probe(Message, frozen=True):
     """Asks a rank to measure the network path to rank `target`, or itself if that is its own rank; None: no more.
@@ -463,11 +474,12 @@ FromGuest = Hello | Join
 ToGuest = Welcome | Joined | Refused
 FromFetcher = OpenChunkConnection | GetChunk | FindPages | ListPages | GetPage
 ToFetcher = ChunkBytes | PagesFound | PageNames | Refused
-ToOrder = Prepared | Progress | Loaded | Started | AdapterReady | Refused
+ToOrder = Prepared | Progress | Loaded | Started | RoleTaken | AdapterReady | Refused
 OfNode = Attach | Heartbeat | Failure | ReplicaServes
 FromNode = OfNode | ToOrder | OfWeights | OfHttp | Outputs | Stop | News | Done | Findings
 Adapters = LoadAdapter | UnloadAdapter
 OfReplicas = ServeReplica | Replicas
+OfRoles = TakeRole | RolePlaces
 OfRequests = Submit | Cancel | Adapters
 ToNode = (
     (
@@ -478,6 +490,7 @@ ToNode = (
         | Assign
         | Load
         | Start
+        | OfRoles
         | ToWeights
         | ToHttp
         | OfRequests

@@ -7,9 +7,10 @@ from typing import Literal
 
 import msgspec
 
-from tllm.cluster.messages import Heartbeat, Loaded, NodeFacts, Prepared, Progress
+from tllm.cluster.messages import Heartbeat, Loaded, NodeFacts, Prepared, Progress, RoleTaken
 from tllm.core.ordered_trie import OrderedTrie
 from tllm.spec.plan import Plan
+from tllm.spec.process_groups import RoleName
 
 Phase = Literal["joined", "assigned", "prepared", "loading", "loaded", "ready", "done", "refused", "broken", "lost"]
 
@@ -19,7 +20,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
     `heard` is when its last heartbeat came, `stepped` when one last reported a new batch, both by time.monotonic().
     `before` is the rank that it had under a coordinator that has ended since. `peer`: the rank that it could not take
-    its part for, if it could not, and this was between the two.
+    its part for, if it could not, and this was between the two. `role`: what it does beside the plan, without a rank;
+    it answers at the port `answers_at` once that is not 0.
     """
 
     facts: NodeFacts
@@ -28,6 +30,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     phase: Phase = "joined"
     rank: int | None = None
     before: int | None = None
+    role: RoleName | None = None
+    answers_at: int = 0
     parameter_bytes: int = 0
     cache_bytes: int = 0
     progress: Progress = Progress(0, 0)
@@ -77,6 +81,11 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(member for member in self.table if member.is_living)
 
     @property
+    def available(self) -> tuple[Member, ...]:
+        """Living members that may have a rank, as they have no role beside the plan."""
+        return tuple(member for member in self.table if member.is_living and member.role is None)
+
+    @property
     def ranks(self) -> tuple[Member, ...]:
         """Members with a rank, in order, lost ones too. Ranks beyond the plan's compute nothing: they
         only hold snapshots of training steps that the others read."""
@@ -115,13 +124,15 @@ class Event(msgspec.Struct, frozen=True):
 class NodeJoined(Event, frozen=True):
     """A node became a member; one of the same name that was lost before is forgotten.
 
-    `epoch` and `rank` are the last that it had, perhaps under a coordinator that has ended since.
+    `epoch` and `rank` are the last that it had, perhaps under a coordinator that has ended since; `role` is what it
+    does beside any plan.
     """
 
     facts: NodeFacts
     at: float
     epoch: int = 0
     rank: int | None = None
+    role: RoleTaken | None = None
 
 
 class NodeHeard(Event, frozen=True):
@@ -176,6 +187,18 @@ class RankDone(Event, frozen=True):
     """A node's run has ended."""
 
 
+class RoleGiven(Event, frozen=True):
+    """A node is to have a role beside the plan, or None any more, and may then have a rank."""
+
+    role: RoleName | None
+
+
+class RoleBegan(Event, frozen=True):
+    """A node answers in its role."""
+
+    taken: RoleTaken
+
+
 class Planned(msgspec.Struct, frozen=True):
     """A plan was assigned, which begins a new epoch. `nodes` take its ranks in order; those beyond the plan's ranks
     only give what they have in memory.
@@ -202,6 +225,8 @@ def apply(state: ClusterState, event: Event | Planned) -> ClusterState:
         return _plan(state, event)
     if isinstance(event, NodeJoined):
         new = Member(facts=event.facts, heard=event.at, before=event.rank)
+        if event.role is not None:
+            new = msgspec.structs.replace(new, phase="ready", role=event.role.role, answers_at=event.role.port)
         before, table = state.member(event.node), state.table.added(event.node, new)
         return _recounted(state, before, new, epoch=max(state.epoch, event.epoch), table=table)
     member = state.member(event.node)
@@ -220,8 +245,10 @@ def _plan(state: ClusterState, event: Planned) -> ClusterState:
         Member(
             facts=member.facts,
             heard=member.heard,
-            phase="assigned" if member.node in ranks else "joined",
+            phase="assigned" if member.node in ranks else member.phase if member.role else "joined",
             rank=ranks.get(member.node),
+            role=member.role,
+            answers_at=member.answers_at,
             beat=member.beat,
         )
         for member in kept
@@ -290,5 +317,10 @@ def _change(member: Member, event: Event) -> Member:
             return msgspec.structs.replace(member, phase="broken", reason=event.reason)
         case RankDone():
             return msgspec.structs.replace(member, phase="done")
+        case RoleGiven():
+            phase: Phase = "assigned" if event.role else "joined"
+            return msgspec.structs.replace(member, phase=phase, role=event.role, answers_at=0, rank=None)
+        case RoleBegan():
+            return msgspec.structs.replace(member, phase="ready", answers_at=event.taken.port)
         case _:
             raise AssertionError(f"no rule for {type(event).__name__}")

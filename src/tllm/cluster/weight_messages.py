@@ -4,13 +4,53 @@ from __future__ import annotations
 
 from typing import Literal
 
+import msgspec
+
 from tllm.cluster.wire_message import Message
+from tllm.spec.process_groups import RoleName
 
 READ_BYTES = 8 * 1024 * 1024
 """The most that one `ReadBytes` may ask for."""
 
 Why = Literal["lacks", "broke", "lied"]
 """Why a node did not get a chunk: it is not there, whoever has it cannot be reached, or what came has another hash."""
+
+
+class ModelFileFacts(Message, frozen=True):
+    """A file of the model folder; `digest` is of samples of it, enough to tell two models apart."""
+
+    name: str
+    size: int
+    digest: bytes
+
+
+class HeldPiece(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank will hold of one tensor of the checkpoint: [start, stop) for each dim, () for all of it."""
+
+    name: str
+    source: tuple[tuple[int, int], ...] = ()
+    replicated: bool = False
+
+
+class AdapterFiles(msgspec.Struct, frozen=True):
+    """An adapter that the coordinator has: its id, the number of its loading, and the bytes of each of its files.
+
+    A node reads them by `ReadBytes`, under the names that `adapter_file` gives.
+    """
+
+    lora: str
+    number: int
+    sizes: dict[str, int]
+
+
+def adapter_file(lora: str, file: str) -> str:
+    """What a file of an adapter is called among the files that nodes ask the coordinator for."""
+    return f"lora/{lora}/{file}"
+
+
+def role_file(role: RoleName, file: str) -> str:
+    """What a file of a role's model is called among the files that nodes ask the coordinator for."""
+    return f"{role}/{file}"
 
 
 class ReadBytes(Message, frozen=True):

@@ -31,9 +31,11 @@ from tllm.cluster.messages import (
     LoadAdapter,
     Loaded,
     Progress,
+    RoleTaken,
     Start,
     Started,
     Stop,
+    TakeRole,
 )
 from tllm.cluster.settings import (
     DoctorSettings,
@@ -53,9 +55,10 @@ from tllm.devices.memory import device_name, held_memory, peak_memory, usable_de
 from tllm.engine.driver import Command
 from tllm.node.machine.memory_limit import keep_to, out_of_memory
 from tllm.node.machine.process_facts import cores, facts_of, usable_memory
+from tllm.node.roles.answering_role import AnsweringRole
 from tllm.node.roles.control import Beside, Control, HttpDoor, ReplicaHost, WorkerOrder
 from tllm.node.roles.doctor_rank import DoctorRank
-from tllm.node.roles.role import MakeRole, Role, check_speaker
+from tllm.node.roles.role import MakeRole, RankRole, Role, check_speaker
 from tllm.node.roles.serving_rank import ServingRank
 from tllm.node.roles.survey_rank import SurveyRank
 from tllm.node.roles.training_rank import TrainingRank, check_no_code
@@ -205,30 +208,47 @@ class Worker:
 
     def _follow(self, order: WorkerOrder) -> None:
         """Carry out one order. An error is the answer to it, as long as this node computes nothing yet."""
-        if order.message.epoch < self._control.epoch:
-            order.answer(_over(order))
+        message = order.message
+        if not isinstance(message, TakeRole) and message.epoch < self._control.epoch:
+            order.answer(ClusterError(f"epoch {message.epoch} is over"))
             return
+        answering: AnsweringRole | None = None
         try:
-            match order.message:
+            match message:
                 case Assign():
-                    order.answer(self._take_role(order.message).prepared())
+                    order.answer(self._take_role(message).prepared())
                 case Load():
-                    order.answer(self._load(order))
+                    order.answer(self._load(message, order))
+                case TakeRole():
+                    answering = self._begin_answering(message)
         except (TllmError, OSError) as error:
             said = error if isinstance(error, TllmError) else _of_this_machine(error)
-            log.error("%s: %s", type(order.message).__name__, said.message)
+            log.error("%s: %s", type(message).__name__, said.message)
             order.answer(said)
-        if isinstance(order.message, Start):
-            self._compute(order)
+        if isinstance(message, Start):
+            self._compute(message, order)
+        elif answering is not None:
+            order.answer(answering.taken)
+            answering.run(self._control)
 
     def ask_to_stop(self) -> None:
         """Ask the coordinator to let the training save and end, on every node."""
         self._control.post(Stop())
 
-    def _take_role(self, assign: Assign) -> Role:
+    def _begin_answering(self, order: TakeRole) -> AnsweringRole:
+        self._end_role()
+        self._assign, self._role, self._before, self._is_done = None, None, None, True
+        place = self._listener.address[0], self._identity, self._device
+        self._role = answering = AnsweringRole(order, *place, self._control.fetch)
+        return answering
+
+    def _end_role(self) -> None:
         if self._role is not None:
             self._role.interrupt()
             self._role.close()
+
+    def _take_role(self, assign: Assign) -> RankRole:
+        self._end_role()
         self._assign, self._is_done = assign, False
         self._control.fetch.epoch = assign.epoch
         if assign.settings.threads:
@@ -239,27 +259,27 @@ class Worker:
         before = self._before if isinstance(self._role, SurveyRank) else self._role
         assign = with_own_folder(assign, (self._settings.cache_dir, self._settings.cache_dir_size))
         assign = with_own_device(assign, self._device)
-        self._role = make(assign, self._identity, self._listener, self._control.fetch, before)
-        self._before = before if isinstance(self._role, SurveyRank) else None
-        return self._role
+        self._role = role = make(assign, self._identity, self._listener, self._control.fetch, before)
+        self._before = before if isinstance(role, SurveyRank) else None
+        return role
 
-    def _load(self, order: WorkerOrder) -> Loaded:
-        assert self._role is not None, "an assignment comes before loading"
+    def _load(self, message: Load, order: WorkerOrder) -> Loaded:
+        assert isinstance(self._role, RankRole), "an assignment comes before loading"
         last = 0.0
 
         def progress(done: int, total: int) -> None:
             nonlocal last
-            if order.message.epoch < self._control.epoch:
-                raise _over(order)
+            if message.epoch < self._control.epoch:
+                raise ClusterError(f"epoch {message.epoch} is over")
             if done == total or time.monotonic() - last > PROGRESS_SECONDS:
                 last = time.monotonic()
                 order.answer(Progress(done, total))
 
         return self._role.load(progress)
 
-    def _compute(self, order: WorkerOrder) -> None:
+    def _compute(self, message: Start, order: WorkerOrder) -> None:
         """Run the role. If a link breaks, a node whose role can be made anew waits for the next assignment."""
-        assert self._role is not None, "loading comes before the start"
+        assert isinstance(self._role, RankRole), "loading comes before the start"
         order.answer(Started(self._role.rank))
         try:
             self._role.run(self._control)
@@ -268,7 +288,7 @@ class Worker:
             self._refused_frames += isinstance(error, FrameError)
             if not self._role.outlives or self._control.error is not None:
                 raise
-            self._control.report_break(order.message.epoch, error)
+            self._control.report_break(message.epoch, error)
 
     def _authorize(self, hello: LinkHello, certificate: Mapping[str, Any] | None) -> None:
         if self._assign is None or hello.source >= len(self._assign.places):
@@ -281,6 +301,10 @@ class Worker:
 
     def last_place(self) -> tuple[int, int | None]:
         return self._control.epoch, self._assign.rank if self._assign is not None else None
+
+    def role_taken(self) -> RoleTaken | None:
+        role = self._role
+        return role.taken if isinstance(role, AnsweringRole) and not role.is_over else None
 
     def heartbeat(self) -> Heartbeat:
         role = self._role
@@ -353,10 +377,6 @@ def _of_this_machine(error: OSError) -> ClusterError:
     """What the system refused this node, which may be well again later: a disk that is full, no descriptor left."""
     where = f" ({error.filename})" if error.filename else ""
     return ClusterError(f"{error.strerror or type(error).__name__}{where}", "see what this machine lacks")
-
-
-def _over(order: WorkerOrder) -> ClusterError:
-    return ClusterError(f"epoch {order.message.epoch} is over")
 
 
 def work(settings: WorkerSettings, http: HttpServer | None = None, make_replica: MakeReplica | None = None) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from itertools import pairwise, product
+from typing import Literal
 
 from tllm.spec.plan import Plan, Wire
 
 PIPELINE, SERVERS, DATA = "pp", "servers", "data"
 GROUPS = ("tp", "cp", "dp", "ep", "edp", "replica", "world", "save")
+
+RoleName = Literal["teacher", "rollout"]
+"""What a node does for a training run beside its plan: it answers what rank 0 asks."""
 
 
 def computing(plan: Plan) -> range:

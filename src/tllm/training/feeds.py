@@ -11,7 +11,6 @@ from tllm.training.data.feed import DataPosition, Feed
 from tllm.training.data.prompt_batches import PromptBatches
 from tllm.training.evaluation.forward_work import SampledEvaluation
 from tllm.training.job.initial_model import InitialModel
-from tllm.training.job.job import Job
 from tllm.training.job.job_parts import is_evaluated_by_completions
 from tllm.training.policy.completion_rewards import CompletionRewards
 from tllm.training.policy.held_out_completions import HeldOutCompletions
@@ -56,7 +55,7 @@ def rows_feed(
     config: RankConfig, initial_model: InitialModel | None, prefetch: int, with_positions: bool
 ) -> FeedAndPosition:
     """Of rows that stand in the data; the next `prefetch` steps are read meanwhile."""
-    batches = None if initial_model is None else open_batches(config.job, initial_model)
+    batches = None if initial_model is None else open_batches(config.job, initial_model, config.answerers)
     links, size = config.groups.data, config.job.microbatch_size
     return BatchFeed(config.plan, links, size, batches, prefetch, with_positions), batches
 
@@ -73,17 +72,18 @@ def policy_feed(
     prompts, judged, job = None, None, config.job
     if initial_model is not None:
         prompts = initial_model.prompts(job, source.schemas)
-        judged = _judged(job, initial_model, prompts, source.rewards)
+        judged = _judged(config, initial_model, prompts, source.rewards)
     sampler = source.sampler(config)
     return PolicyFeed(config, sampler, judged, initial_weights, policy, with_positions), prompts
 
 
 def _judged(
-    job: Job, initial_model: InitialModel, prompts: PromptBatches, rewards: CompletionRewards | None
+    config: RankConfig, initial_model: InitialModel, prompts: PromptBatches, rewards: CompletionRewards | None
 ) -> SampledRows:
     """What rank 0 makes of completions: rewards judge them, or a teacher."""
+    job = config.job
     if job.distill is not None:
-        teachers = TeacherPool.open(job.distill, initial_model)
+        teachers = TeacherPool.open(job.distill, initial_model, config.answerers)
         return OnPolicyRows(job, prompts, initial_model.reply_tokenizer.eos_ids, teachers)
     assert rewards is not None, "rank 0 has them where nothing else judges"
     return RewardedRows(job, prompts, rewards)

@@ -4,7 +4,9 @@ It gets its part of the model assigned, reads only the bytes of that part, and c
 that it lacks come from the Hugging Face hub, if the model was given by its name there, else from whichever node has
 them. They are kept in a folder for the next time and for other nodes. If the coordinator's process dies, this node may
 take its place (`--replicas-of-coordinator` of `tllm serve` and `tllm train`). A training run is then followed from
-here: its lines come on this terminal, with --page PORT on a page too, and the first Ctrl-C saves and ends it.
+here: its lines come on this terminal, with --page PORT on a page too, and the first Ctrl-C saves and ends it. Where the
+run's job says so (`teacher_nodes`, `rollout_nodes`), the node teaches or samples and has no part of the model that is
+trained.
 
 Ctrl-C or SIGTERM: the node takes no new HTTP requests, lets those in hand end, and leaves; the others go on. A second
 one ends it at once.

@@ -66,7 +66,7 @@ def as_text(status: dict[str, Any]) -> str:
 
 
 def nodes_table(status: dict[str, Any]) -> str:
-    """A row for each node, by rank; those without a rank come last."""
+    """A row for each node, by rank; those without a rank come last, with the role that they have in its place."""
     nodes = sorted(status["nodes"], key=lambda node: (node["rank"] is None, node["rank"]))
     return table([TITLES, *(_row(node) for node in nodes)])
 
@@ -138,7 +138,7 @@ def _row(node: dict[str, Any]) -> list[str]:
         phase += f" {100 * loading['done'] // loading['total']} %"
     placed = node["rank"] is not None
     return [
-        str(node["rank"]) if placed else "",
+        str(node["rank"]) if placed else node.get("role", ""),
         node["node"],
         phase,
         str(node["stage"]) if placed else "",

@@ -1,9 +1,10 @@
 """Train a model over processes of this machine, over several machines, or under torchrun or Slurm.
 
 The job is a TOML file; --set and --plan come after it. On several machines without a plan they are measured, and the
-plan with which they are predicted to be fastest is taken. Ctrl-C saves and leaves; the same command goes on from there,
-and so does one with another plan. Under srun the first task is the first machine, and the others join it; with --on ray
-the ranks run on nodes of a Ray cluster.
+plan with which they are predicted to be fastest is taken; the job may let some of them teach or sample instead
+(teacher_nodes, rollout_nodes). Ctrl-C saves and leaves; the same command goes on from there, and so does one with
+another plan. Under srun the first task is the first machine, and the others join it; with --on ray the ranks run on
+nodes of a Ray cluster.
 """
 
 from __future__ import annotations
@@ -50,9 +51,8 @@ from tllm.core.errors import ConfigError
 from tllm.node.coordinator.cluster_options import LOOPBACK, ClusterOptions
 from tllm.node.machine.launcher_env import Launched
 from tllm.planner.measured.survey import FILE
-from tllm.spec.plan import Plan
 from tllm.training.job.job_file import DEFAULT
-from tllm.training.job.job_parts import can_mirror
+from tllm.training.job.job_parts import can_mirror, role_nodes
 
 if TYPE_CHECKING:
     from tllm.node.train.open_training import TrainingRun
@@ -178,14 +178,17 @@ async def _train(
     plan, alone = trainer.plan, _alone(args, here or tasks or ray, trainer)
     replicas = replica_count(args.replicas_of_coordinator, args.nodes or 1, alone)
     how = "measuring them for a plan" if chooser and not chooser.given else f"plan {plan}"
-    print(f"{how}: bringing up {plan.world_size} rank{'s' if plan.world_size > 1 else ''}", flush=True)
+    beside = sum(wanted.count for wanted in role_nodes(trainer.resolved.job).values())
+    machines = plan.world_size + beside
+    roles = f" and {beside} node{'s' if beside > 1 else ''} with a role beside them" if beside else ""
+    print(f"{how}: bringing up {plan.world_size} rank{'s' if plan.world_size > 1 else ''}{roles}", flush=True)
 
     folder, to_join = Path(trainer.resolved.job.output_dir), from_elsewhere(args)
     say, say_where = partial(invite, to_join), partial(invite_by_secret, to_join)
 
     def opening(on_progress: ShowProgress) -> AbstractAsyncContextManager[TrainingRun]:
         return trainer.open(
-            _cluster_options(args, plan, on_progress, ray or joining(tasks, folder, say, say_where), replicas),
+            _cluster_options(args, machines, on_progress, ray or joining(tasks, folder, say, say_where), replicas),
             choice=chooser.choice() if chooser else None,
             on_loss=args.on_loss or "replan",
             wiring=wiring(args),
@@ -205,13 +208,13 @@ async def _train(
 
 
 def _cluster_options(
-    args: argparse.Namespace, plan: Plan, on_progress: ShowProgress, source: Mapping[str, Any], replicas: int
+    args: argparse.Namespace, machines: int, on_progress: ShowProgress, source: Mapping[str, Any], replicas: int
 ) -> ClusterOptions:
-    """The machines that are asked for; `source` says where those come from that are not here."""
+    """So many machines or processes; `source` says where those come from that are not here."""
     to_join = from_elsewhere(args)
     return ClusterOptions(
         **source,
-        local=plan.world_size - to_join,
+        local=machines - to_join,
         threads=args.threads or 0,
         address=(args.cluster_host, args.cluster_port) if to_join else LOOPBACK,
         authority=args.cluster_folder,
@@ -253,11 +256,12 @@ def _chooser_of(trainer: Trainer, config: str, outlives: bool) -> TrainingChoose
     """
     resolved, plan, spec = trainer.resolved, trainer.plan, trainer.spec
     job = resolved.job
-    if job.local_steps > 1 or job.delay_steps or plan.servers:
+    roles = role_nodes(job)
+    if job.local_steps > 1 or job.delay_steps or plan.servers or (roles and resolved.origins["plan"] != DEFAULT):
         return None
     mirrored = outlives and can_mirror(job, plan.servers)
     if resolved.origins["plan"] == DEFAULT:
-        nodes = plan.world_size
+        nodes = plan.world_size + sum(wanted.count for wanted in roles.values())
         chooser = TrainingChooser(resolved, config, spec, nodes, plan if nodes == 1 else None, mirrored)
         return chooser if nodes > 1 or chooser.recalled() else None  # nobody asked to wait until one is measured
     is_known = (Path(job.output_dir) / FILE).is_file()

@@ -59,10 +59,12 @@ def live_screen(status: Mapping[str, Any], history: LiveHistory) -> str:
 
 
 def machines_table(status: Mapping[str, Any], history: LiveHistory) -> str:
-    """A row for each node that has a rank: what it holds, and what it did lately; slow and silent ones are named."""
+    """A row for each node that has a rank: what it holds, and what it did lately; slow and silent ones are named. Those
+    that have a role beside the plan come after them."""
     titles = ["node", "layers", "computing", "", "a step", "predicted", "memory", "sends", "phase"]
     nodes = sorted((node for node in status["nodes"] if node["rank"] is not None), key=lambda node: node["rank"])
-    if not nodes:
+    beside = [node for node in status["nodes"] if node.get("role")]
+    if not nodes and not beside:
         return ""
     expected = (status.get("predicted") or {}).get("stages", ())
     rows = [titles]
@@ -83,6 +85,8 @@ def machines_table(status: Mapping[str, Any], history: LiveHistory) -> str:
                 _phase(node, history),
             ]
         )
+    for node in beside:
+        rows.append([node["node"], node["role"], *[""] * 4, amount(node["rss_bytes"]), "", _phase(node, history)])
     return table(rows)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from tllm.cli.display.training_plans import reference_before, show_choices
 from tllm.cli.planning.live_survey import measured
 from tllm.cli.planning.plan_chooser import TrainingChooser
-from tllm.cli.planning.taught_plan import show_taught
+from tllm.cli.planning.role_plan import has_roles, show_roles
 from tllm.core.errors import ConfigError
 from tllm.planner.cluster.cluster_file import read_cluster
 from tllm.planner.cluster.device import Cluster
@@ -39,8 +39,8 @@ def plan_job(args: argparse.Namespace) -> int:
             f"the plan {given} has {given.world_size} ranks and the cluster {len(cluster)} devices",
             "give a plan with fewer ranks, or leave it out",
         )
-    if chooser.facts().teacher is not None and given is None:
-        show_taught(args, cluster, chooser)
+    if given is None and has_roles(chooser):
+        show_roles(args, cluster, chooser)
         return 0
     result = result_of(chooser, cluster, args.top)
     show_choices(args, cluster, result)

@@ -70,7 +70,7 @@ class Adviser:
             self._task.cancel()
 
     def _best(self, cluster: Cluster) -> TrainingChoice:
-        return self.chooser.best(cluster, (self.placed.facts.microbatch_size,)).choices[0]
+        return self.chooser.best_as_chosen(cluster, (self.placed.facts.microbatch_size,))
 
     def _advice(self, share: float, other: TrainingChoice) -> Advice:
         assert self._slowdown is not None, "a search follows a slowdown"

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, TypeVar
 
 from tllm.api.engine_options import EngineOptions
 from tllm.cli.arguments.survey_settings import serving_settings, training_settings, within
 from tllm.cli.display.serving_plans import advice, certainty, drafting
 from tllm.cli.display.tables import amount
 from tllm.cli.display.training_plans import has_value_pass, left_out, not_timed, reference_before, seconds_by_role
+from tllm.cli.planning.role_wishes import taught_of, wishes_of
 from tllm.cluster.settings import OUR_LINKS, EngineSettings, SurveySettings
 from tllm.core.errors import CapacityError, PlanError
 from tllm.node.coordinator.cluster_options import DEFAULTS
@@ -23,6 +25,7 @@ from tllm.planner.cost.rank_bytes import rank_bytes
 from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.cost.serving_load import ServingFacts
 from tllm.planner.measured.survey import FILE, Goal, Survey, cluster_of, digest, read_survey
+from tllm.planner.roles.role_machines import RoleChoice, RolesAsked, RoleWish, role_choices
 from tllm.planner.search.serving_search import ServingChoice, ServingSearchResult, best_serving
 from tllm.planner.search.training_constraints import MICROBATCHES, TrainingConstraints
 from tllm.planner.search.training_search import TrainingChoice, TrainingSearchResult, best_training
@@ -31,14 +34,20 @@ from tllm.planner.simulate.placed_plan import PlacedPlan
 from tllm.planner.simulate.serving import predict_serving
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
+from tllm.spec.process_groups import RoleName
 from tllm.training.job.initial_model import teacher_spec
 from tllm.training.job.job_file import DEFAULT, ResolvedJob
-from tllm.training.job.job_parts import training_facts
+from tllm.training.job.job_parts import role_nodes, training_facts, with_role_nodes
 
 if TYPE_CHECKING:
     from tllm.node.coordinator.plan_selection import PlanChoice
     from tllm.node.coordinator.survey import SurveyRequest
     from tllm.node.coordinator.workload import Workload
+
+
+Found = TypeVar("Found")
+
+NO_WISHES: Mapping[RoleName, RoleWish] = MappingProxyType({})
 
 
 class _Chooser(ABC):
@@ -217,7 +226,7 @@ class TrainingChooser(_Chooser):
 
     def settings(self) -> SurveySettings:
         job = self.resolved.job
-        return training_settings(self.facts(), self._sizes(), job.optimizer, self.nodes)
+        return training_settings(self.facts(apart=()), self._sizes(), job.optimizer, self.nodes)
 
     def __call__(self, survey: Survey) -> tuple[Workload, tuple[int, ...]]:
         from tllm.node.train.training_work import TrainingWork
@@ -230,46 +239,83 @@ class TrainingChooser(_Chooser):
         """Choose by a survey, save it, and print what was chosen and why."""
         self.keep(survey)
         cluster = cluster_of(survey, self.spec)
-        result = self.predicted(cluster) if self.given else self._best_that_fits(cluster)
-        best = self.chosen = result.choices[0]
+        how, beside = self._choose(cluster)
+        best = self.chosen
+        assert best is not None, "it was chosen"
         placed, predicted = best.placed, best.predicted
         job = dataclasses.replace(self.resolved.job, microbatch_size=placed.facts.microbatch_size)
         self.resolved = dataclasses.replace(self.resolved, job=job)
         names = [cluster.name(device) for device in placed.devices]
         lines = [
-            f"plan {placed.plan} with microbatches of {job.microbatch_size} on {' '.join(names)}, "
-            f"{self.how(result.exact, result.steps)}",
+            f"plan {placed.plan} with microbatches of {job.microbatch_size} on {' '.join(names)}, {how}",
+            *beside,
             f"predicted: {predicted.seconds:.3g} s a step, {predicted.tokens_per_second:,.0f} tokens/s, "
             f"{amount(max(rank.total for rank in best.memory))} at most on a rank",
             *seconds_by_role(predicted),
             *not_timed(placed.facts, predicted),
             *reference_before(job, predicted),
             f"the time goes to {training_bottleneck(predicted)}",
-            *([] if self.given else left_out(cluster, best)),
+            *([] if self.given or beside else left_out(cluster, best)),
         ]
         self.says("\n".join(lines))
         return best
 
     def best(
-        self, cluster: Cluster, sizes: tuple[int, ...] = (), top: int = 1, beside: bool = True
+        self, cluster: Cluster, sizes: tuple[int, ...] = (), top: int = 1, facts: TrainingFacts | None = None
     ) -> TrainingSearchResult:
         """The best of all plans that the job allows, with microbatches of these sizes or of those that it allows.
 
-        Rank 0 is on the machine that has the data, and with it a teacher that is `beside` the student.
+        Rank 0 is on the machine that has the data, and with it a teacher that is beside the student. `facts` are the
+        job's, unless they are given.
         """
         constraints = TrainingConstraints(sizes or self._sizes(), 0, self._refuse)
-        facts = self.facts() if beside else dataclasses.replace(self.facts(), teacher=None)
-        return best_training(self.spec, cluster, facts, top, constraints=constraints)
+        return best_training(self.spec, cluster, facts or self.facts(), top, constraints=constraints)
 
-    def _best_that_fits(self, cluster: Cluster) -> TrainingSearchResult:
-        """The best plan; where none has room for snapshots, one without them, unless the job asks for snapshots."""
+    def best_with_roles(
+        self, cluster: Cluster, sizes: tuple[int, ...] = (), others: Mapping[RoleName, RoleWish] = NO_WISHES
+    ) -> list[RoleChoice]:
+        """The best plan for each choice of machines for the roles that the job gives to nodes, and for these `others`,
+        the fastest first."""
+        job, facts = self.resolved.job, self.facts(apart=())
+        wishes = {**others, **wishes_of(cluster, job)}
+        asked = RolesAsked(self.spec, facts, wishes, taught_of(job, facts))
+        return role_choices(cluster, asked, lambda part, own: self.best(part, sizes, facts=own).choices[0])
+
+    def best_as_chosen(self, cluster: Cluster, sizes: tuple[int, ...]) -> TrainingChoice:
+        """The best plan for machines as they are now, where each role stays on the machines that were chosen for it."""
+        if role_nodes(self.resolved.job):
+            return self.best_with_roles(cluster, sizes)[0].training
+        return self.best(cluster, sizes).choices[0]
+
+    def _choose(self, cluster: Cluster) -> tuple[str, list[str]]:
+        """Choose the plan, and the nodes for the job's roles, which it names from here on. How, in words, and who has
+        which role."""
+        roles = role_nodes(self.resolved.job)
+        if not roles or self.given:
+            result = self.predicted(cluster) if self.given else self._that_fits(lambda: self.best(cluster))
+            self.chosen = result.choices[0]
+            return self.how(result.exact, result.steps), []
+        choices = self._that_fits(lambda: self.best_with_roles(cluster))
+        best, self.chosen = choices[0], choices[0].training
+        job, said = self.resolved.job, list[str]()
+        for role, devices in best.by_role.items():
+            if role in roles:
+                names = [cluster.name(device) for device in devices]
+                job = with_role_nodes(job, role, names)
+                said.append(f"{role}: {' '.join(names) or 'none apart'}")
+        self.resolved = dataclasses.replace(self.resolved, job=job)
+        told = f"{', '.join(said)}; {best.seconds:.3g} s a step with all roles"
+        return f"the best of {len(choices)} choices of machines for its roles", [told]
+
+    def _that_fits(self, search: Callable[[], Found]) -> Found:
+        """What is best; where nothing has room for snapshots, without them, unless the job asks for snapshots."""
         try:
-            return self.best(cluster)
+            return search()
         except CapacityError:
             if not self.mirrored or self.resolved.origins["mirror_steps"] != DEFAULT:
                 raise
             self.mirrored = False
-            return self.best(cluster)
+            return search()
 
     def predicted(self, cluster: Cluster) -> TrainingSearchResult:
         """The plan that is given, on the first devices."""
@@ -279,10 +325,20 @@ class TrainingChooser(_Chooser):
         choice = TrainingChoice(placed, placed.predict(), tuple(placed.memory(placed.replicas)))
         return TrainingSearchResult((choice,), True, 1)
 
-    def facts(self) -> TrainingFacts:
-        """What of the job decides its cost."""
+    def facts(self, apart: Collection[RoleName] | None = None) -> TrainingFacts:
+        """What of the job decides its cost, without the roles that are `apart` from its ranks: those that the job gives
+        to nodes, unless others are given."""
         job = self.resolved.job
-        return training_facts(job, self.mirrored, self._teacher, has_value_pass(job, self.spec, self.cluster.device))
+        roles = role_nodes(job)
+        for role in roles:
+            job = with_role_nodes(job, role, ())
+        facts = training_facts(job, self.mirrored, self._teacher, has_value_pass(job, self.spec, self.cluster.device))
+        apart = roles if apart is None else apart
+        return dataclasses.replace(
+            facts,
+            teacher=None if "teacher" in apart else facts.teacher,
+            sampling=None if "rollout" in apart else facts.sampling,
+        )
 
     def _sizes(self) -> tuple[int, ...]:
         """Sizes of a microbatch: the job's, if it gives one."""

@@ -100,7 +100,7 @@ class Coordinator:
         self.tokens = TokenBook(authority.fingerprint)
         callbacks = self._acts, self._on_loss, self._on_break, self._serve_chunks
         self.members = Membership(authority.cluster, *callbacks, work.lost_after)
-        self.members.interval.expected = work.plan.world_size
+        self.members.interval.expected = work.nodes
         self.loss_policy: LossPolicy = EndOnLoss(job, self.members)
         self.control_server = ControlServer(authority, self.tokens, self.members.admit, self.members.is_here, address)
         self.control_server.allow_mixed = work.allow_mixed
@@ -113,10 +113,10 @@ class Coordinator:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """The nodes that live, those of `first` in their order before the others, which stand by machines."""
+        """The nodes that may have a rank: those of `first` in their order, and then the others by machines."""
         order = {node: place for place, node in enumerate(self.first)}
-        living = [member.node for member in by_machine(self.state.living)]
-        return tuple(sorted(living, key=lambda node: order.get(node, len(order))))
+        available = [member.node for member in by_machine(self.state.available)]
+        return tuple(sorted(available, key=lambda node: order.get(node, len(order))))
 
     def token(self, uses: int = 1, seconds: float = HOUR) -> JoinToken:
         """A join token for so many nodes."""
@@ -156,8 +156,8 @@ class Coordinator:
         await self.bring_up(self.work.plan, nodes, on_progress)
 
     async def wait_for_nodes(self, seconds: float | None) -> tuple[str, ...]:
-        """As many as the plan has ranks, those of this machine first. ClusterError if they do not come in time."""
-        wanted = self.work.plan.world_size
+        """As many as the work is for, those of this machine first. ClusterError if they do not come in time."""
+        wanted = self.work.nodes
         try:
             async with asyncio.timeout(seconds):
                 await self.members.until(lambda: self.state.living_count >= wanted)

@@ -40,13 +40,14 @@ class FormableJob(ClusterJob, Protocol):
         """Wait for enough nodes, `seconds` at most, and bring every rank up. Raises what any of them fails with."""
 
 
-def local_names(plan: Plan, local: int | None) -> list[str]:
-    """The nodes of this machine, which have the first ranks: as many as are asked for, else one for each rank."""
-    local = plan.world_size if local is None else local
-    if not 0 <= local <= plan.world_size:
+def local_names(plan: Plan, local: int | None, beside: int = 0) -> list[str]:
+    """The nodes of this machine, which have the first ranks: as many as are asked for, else one for each rank and each
+    node that has a role `beside` the plan."""
+    most = plan.world_size + beside
+    local = most if local is None else local
+    if not 0 <= local <= most:
         raise ConfigError(
-            f"{local} local workers for a plan of {plan.world_size} ranks",
-            f"start at most {plan.world_size}, or change the plan",
+            f"{local} local workers for a plan of {plan.world_size} ranks", f"start at most {most}, or change the plan"
         )
     return [f"local-{place}" for place in range(local)]
 
@@ -67,7 +68,7 @@ async def forming(job: FormableJob, local: list[str], host: str, options: Cluste
     """
     coordinator = job.coordinator
     coordinator.control_server.own.update(local)
-    ranks = coordinator.work.plan.world_size
+    wanted = coordinator.work.nodes
     check_local(len(local), options)
     control: Address = (host, coordinator.control_server.port)
     async with contextlib.AsyncExitStack() as stack:
@@ -87,9 +88,9 @@ async def forming(job: FormableJob, local: list[str], host: str, options: Cluste
         if (source := options.source) is not None:
             coordinator.invitation = Invitation(source, format_address(control))
             source.watch(early_end.fail)
-        if joining := ranks - len(local) + options.spare_nodes:
+        if joining := wanted - len(local) + options.spare_nodes:
             coordinator.invite(joining)
-        seconds = LOCAL_SECONDS if ranks == len(local) else options.join_seconds
+        seconds = LOCAL_SECONDS if wanted == len(local) else options.join_seconds
         await early_end.unless(job.form(seconds, options.on_progress))
         try:
             yield

@@ -151,7 +151,7 @@ class Membership:
             return
         self.channels[node] = channel
         attach = frame.message
-        self.record(NodeJoined(node, attach.facts, self.now(), attach.epoch, attach.rank))
+        self.record(NodeJoined(node, attach.facts, self.now(), attach.epoch, attach.rank, attach.role))
         self.interval.grow(self.state.living_count)
         attached = Attached(self.state.cluster, self.interval.seconds, self.interval.lost_after)
         try:

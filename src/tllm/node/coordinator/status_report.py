@@ -62,6 +62,7 @@ def _node(member: Member, plan: Plan | None) -> dict[str, Any]:
         "versions": facts.versions,
         "phase": member.phase,
         "reason": member.reason,
+        "role": member.role or "",
         **_place(member, plan),
         "parameter_bytes": member.parameter_bytes,
         "cache_bytes": member.cache_bytes,

@@ -8,7 +8,9 @@ import logging
 import socket
 import time
 from collections.abc import AsyncGenerator, Mapping
-from typing import Any
+from typing import Any, get_args
+
+import msgspec
 
 from tllm.cluster.certificates import COORDINATOR
 from tllm.cluster.channel import Act, Channel
@@ -30,6 +32,7 @@ from tllm.node.weights.adapter_registry import AdapterRegistry
 from tllm.node.weights.chunk_server import chunk_messages
 from tllm.node.weights.model_folder import ModelFolder
 from tllm.planner.measured.survey import Survey
+from tllm.spec.process_groups import RoleName
 from tllm.weights.file_chunks import FileChunk
 
 log = logging.getLogger("tllm.node")
@@ -43,7 +46,7 @@ READS = 4
 
 class WeightRegistry:
     """`here` names the nodes of this machine, which read the same files as the coordinator. Without a `folder` every
-    request is refused.
+    request is refused, but for files of models that nodes have `beside` it, by their role.
 
     Which nodes are near each other follows from the machines that they run on and, once there is one, from the
     `survey`. A node that waits for another node's fetch is woken by `Membership.notify`.
@@ -54,6 +57,7 @@ class WeightRegistry:
         self.survey: Survey | None = None
         self.catalogue = ChunkRegistry()
         self.adapters = AdapterRegistry()
+        self.beside: dict[str, ModelFolder] = {}
         self._reads = asyncio.Semaphore(READS)
 
     def begin(self) -> None:
@@ -84,7 +88,10 @@ class WeightRegistry:
         async def read(message: ReadBytes) -> Bytes:
             if (of_adapter := self.adapters.read(message)) is not None:
                 return of_adapter
-            folder = self._folder_for(node, message.file)
+            role, _, file = message.file.partition("/")
+            if file and role in get_args(RoleName):  # a rollout server's model is the one that is trained
+                message = msgspec.structs.replace(message, file=file)
+            folder = self.beside.get(role) or self._folder_for(node, message.file)
             return await asyncio.to_thread(folder.read, message)
 
         async def holds(message: HoldsChunks) -> None:

@@ -30,6 +30,7 @@ class Workload:
     served: what HTTP servers on other nodes serve; None while none may.
     adapters: LoRA adapters that are loaded; None where none were.
     reads: files that whoever coordinates reads beside the model, by the paths that its own machine is to have them at.
+    beside: how many nodes are to have a role beside the plan, and no rank.
     """
 
     folder: Path | None
@@ -44,6 +45,12 @@ class Workload:
     served: ServedModel | None = None
     adapters: ServedLoras | None = None
     reads: tuple[str, ...] = ()
+    beside: int = 0
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes the work is for."""
+        return self.plan.world_size + self.beside
 
     def __post_init__(self) -> None:
         check_lost_after(self.lost_after)

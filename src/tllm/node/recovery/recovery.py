@@ -246,9 +246,7 @@ class Recovery:
 
         Where they are too few for the plan, workers of this machine that are being started again are waited for.
         """
-        here = {member.node for member in self._coordinator.state.living}
-        local = self._coordinator.local
-        coming = sorted(set(local.names) - here) if local is not None else []
+        here, coming = self._coordinator.state.available, self._restarting()
         is_short = len(here) < self._coordinator.work.plan.world_size
         if coming and is_short and self._coordinator.members.now() < self._local_until:
             return ClusterError(f"{', '.join(coming)} is being started again")
@@ -260,7 +258,7 @@ class Recovery:
 
     def living(self) -> list[str]:
         """The nodes that may take a rank, in the order in which they joined, those of one machine together."""
-        living, out = by_machine(self._coordinator.state.living), self.left_out.nodes()
+        living, out = by_machine(self._coordinator.state.available), self.left_out.nodes()
         return [member.node for member in living if member.node not in out]
 
     def can_grow(self) -> bool:
@@ -341,8 +339,14 @@ class Recovery:
 
     def _is_patient(self) -> bool:
         """Whether nodes are to come: all that the plan needs, or workers of this machine."""
-        local = self._coordinator.local
-        return self.policy == "wait" or (local is not None and not set(local.names) <= set(self.living()))
+        local, out = self._coordinator.local, self.left_out.nodes()
+        has_left_out = local is not None and not out.keys().isdisjoint(local.names)
+        return self.policy == "wait" or has_left_out or bool(self._restarting())
+
+    def _restarting(self) -> list[str]:
+        """Workers of this machine that are not here, and are being started again."""
+        local, here = self._coordinator.local, {member.node for member in self._coordinator.state.living}
+        return sorted(set(local.names) - here) if local is not None else []
 
     def _may_pause(self) -> bool:
         """Whether a node that could be put to use is worth a pause now."""

@@ -37,11 +37,14 @@ from tllm.cluster.messages import (
     ReplicaPlace,
     Replicas,
     ReplicaServes,
+    RolePlaces,
+    RoleTaken,
     ServeReplica,
     Shutdown,
     Start,
     Stop,
     Submit,
+    TakeRole,
     UnloadAdapter,
 )
 from tllm.cluster.remote_errors import failure
@@ -51,6 +54,7 @@ from tllm.engine.schedule.batch import ForgetAdapter
 from tllm.node.roles.rank_places import KnownPlaces
 from tllm.node.weights.chunk_fetcher import ChunkFetcher
 from tllm.spec.request import Output
+from tllm.training.questions.answerer_places import AnswererPlace, AnswererPlaces
 
 log = logging.getLogger("tllm.node")
 
@@ -75,7 +79,7 @@ Answer = Message | TllmError
 class WorkerOrder:
     """What the main thread is to do; each of its answers goes to `answer`."""
 
-    message: Assign | Load | Start
+    message: Assign | Load | Start | TakeRole
     answer: Callable[[Answer], None]
 
 
@@ -88,6 +92,9 @@ class ControlledNode(Protocol):
 
     def last_place(self) -> tuple[int, int | None]:
         """The last epoch that it had a part in, and its rank there."""
+
+    def role_taken(self) -> RoleTaken | None:
+        """The role that it has beside any plan."""
 
     def heartbeat(self) -> Heartbeat:
         """How it is, for the coordinator."""
@@ -102,7 +109,7 @@ class ControlledNode(Protocol):
         """Wake the main thread, whatever it waits for: what it does is for an epoch that is over."""
 
     def interrupt(self) -> None:
-        """Wake the main thread, should it wait for other nodes: it is to end at once."""
+        """Wake the main thread, should it wait for other nodes, or answer a run: it is to end what it does at once."""
 
 
 class HttpDoor(Protocol):
@@ -149,12 +156,14 @@ class Inbox:
     orders: what to do next, None to end.
     probes: what to measure next, None when that is all.
     stopped: set when the training is to save and end.
+    answerers: where nodes answer the run's questions; the rank that asks them follows it.
     """
 
     def __init__(self) -> None:
         self.orders: queue.SimpleQueue[WorkerOrder | None] = queue.SimpleQueue()
         self.probes: queue.SimpleQueue[Probe | None] = queue.SimpleQueue()
         self.stopped = threading.Event()
+        self.answerers = AnswererPlaces()
 
     def end(self) -> None:
         """There is no more to measure or to do."""
@@ -195,7 +204,8 @@ class CoordinatorFinder:
         while time.monotonic() < until:
             try:
                 self.address = await self._named() or self.address
-                found = await attach(self.address, self._identity, self._facts, *node.last_place())
+                place = *node.last_place(), node.role_taken()
+                found = await attach(self.address, self._identity, self._facts, *place)
                 log.info("found the coordinator at %s", format_address(self.address))
                 return found
             except AuthError as error:
@@ -357,6 +367,8 @@ class Control:
             Places: take_places,
             Assign: assign,
             Start: self._order_once,
+            TakeRole: self._take_role,
+            RolePlaces: self._know_answerers,
             Load: self._order,
             Submit: self._submit,
             Cancel: self._cancel,
@@ -401,7 +413,7 @@ class Control:
                 os._exit(ClusterError.exit_code)
             await asyncio.sleep(0.02)
 
-    async def _order(self, message: Load | Assign | Start) -> AsyncGenerator[Message, None]:
+    async def _order(self, message: Load | Assign | Start | TakeRole) -> AsyncGenerator[Message, None]:
         """Hand an order to the main thread and yield its answers until the last, which is not a `Progress`."""
         answers: asyncio.Queue[Answer] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -426,8 +438,16 @@ class Control:
         self._node.supersede(message)
         return await self._order_once(message)
 
-    async def _order_once(self, message: Assign | Start) -> Message:
+    async def _order_once(self, message: Assign | Start | TakeRole) -> Message:
         return [answer async for answer in self._order(message)][-1]
+
+    async def _take_role(self, message: TakeRole) -> Message:
+        self._node.interrupt()  # what it did has no part in any plan any more
+        return await self._order_once(message)
+
+    async def _know_answerers(self, message: RolePlaces) -> None:
+        places = [AnswererPlace(place.node, (place.host, place.port)) for place in message.places]
+        self.inbox.answerers.tell(message.role, places)
 
     async def _submit(self, message: Submit) -> None:
         self._node.command(message.request)

@@ -1,10 +1,10 @@
-"""`Role`: what a worker does with its rank in a plan, such as serving or training, and how it connects its links."""
+"""`Role`: what a worker does, such as serving or training with its rank in a plan, and how ranks connect links."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from tllm.cluster.certificates import Identity
 from tllm.cluster.messages import Assign, Loaded, Prepared
@@ -30,17 +30,12 @@ Certificate = Mapping[str, Any]
 
 
 class Role(Protocol):
-    """Lives in the worker's main thread, which calls `prepared`, `load`, `run` and `close` in this order.
+    """Lives in the worker's main thread, which calls `run` and then `close`.
 
     `outlives`: when a link breaks in `run`, the node does not end, but waits for a new assignment.
     """
 
-    rank: int
     outlives: bool
-
-    def prepared(self) -> Prepared: ...
-
-    def load(self, progress: Progress) -> Loaded: ...
 
     def run(self, control: Control) -> None:
         """Compute until there is no more to do, or until `control` says so."""
@@ -60,6 +55,17 @@ class Role(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class RankRole(Role, Protocol):
+    """The role of a rank in a plan: `prepared` and `load` are called before `run`."""
+
+    rank: int
+
+    def prepared(self) -> Prepared: ...
+
+    def load(self, progress: Progress) -> Loaded: ...
+
+
 class MakeRole(Protocol):
     """Makes a role, with its links connected. `fetch` brings bytes of the model from other nodes.
 
@@ -68,7 +74,7 @@ class MakeRole(Protocol):
 
     def __call__(
         self, assign: Assign, identity: Identity, listener: Listener, fetch: Fetch, before: Role | None
-    ) -> Role: ...
+    ) -> RankRole: ...
 
 
 def connect_wires(

@@ -38,25 +38,30 @@ from tllm.training.state.initial_weights import STD, InitialWeights
 from tllm.training.step.device_limits import check_device
 from tllm.training.step.rank_groups import Groups, RankConfig
 from tllm.training.step.rank_model import RankModel
-from tllm.weights.byte_source import LocalFiles
+from tllm.weights.byte_source import ByteSource, LocalFiles
 
 
 @dataclass(frozen=True)
 class RolloutModel:
-    """`name` is how it was asked for. `folder` has the model's config, its tokenizer perhaps, and perhaps weights:
-    those that a run has too need not travel. It computes on `device`."""
+    """`name` is how it was asked for, `vocabulary` the digest of its tokens, "" where it has none. `weights` are those
+    that it has: what a run has too need not travel. Those of a `folder` are compared with what a run has beside an
+    adapter; all others came from the run's own cluster. It computes on `device`."""
 
     name: str
-    folder: Path
     config: dict[str, Any]
     spec: ModelSpec
+    vocabulary: str
+    weights: ByteSource | None
+    folder: Path | None = None
     device: torch.device = CPU
 
     @classmethod
     def open(cls, name: str, device: torch.device = CPU) -> RolloutModel:
         """The model of a folder, or by its name. ConfigError for one that writes nothing."""
-        found = CausalModel.find(name, "writes nothing", "take the causal language model that the run trains")
-        return cls(name, *found, device)
+        hint = "take the causal language model that the run trains"
+        folder, config, spec = CausalModel.find(name, "writes nothing", hint)
+        weights = LocalFiles(folder) if has_weights(folder) else None
+        return cls(name, config, spec, vocabulary_digest(folder), weights, folder, device)
 
     def open_session(self, run: RolloutRun) -> RolloutSession:
         """A model and an engine of this run's own. ConfigError where this model is not the one that it trains, or the
@@ -70,15 +75,14 @@ class RolloutModel:
         """Why this model cannot sample for the run, in words; "" where it can."""
         if spec != self.spec:
             return f"its model is another: {', '.join(_differences(self.spec, spec))}"
-        vocabulary = vocabulary_digest(self.folder)
-        if vocabulary and run.vocabulary and vocabulary != run.vocabulary:
-            return f"its tokens are others: the digests of the two tokenizers are {vocabulary} and {run.vocabulary}"
+        if self.vocabulary and run.vocabulary and self.vocabulary != run.vocabulary:
+            both = f"{self.vocabulary} and {run.vocabulary}"
+            return f"its tokens are others: the digests of the two tokenizers are {both}"
         if job.lora is None:
             return ""
-        if not has_weights(self.folder):
-            return f"an adapter is trained, and {self.folder} has no weights of the model beside it"
-        base = base_digest(self.folder)
-        if base != run.base:
+        if self.weights is None:
+            return f"an adapter is trained, and {self.folder or self.name} has no weights of the model beside it"
+        if self.folder is not None and (base := base_digest(self.folder)) != run.base:
             return f"its weights beside the adapter are others: the digests of the files are {base} and {run.base}"
         return ""
 
@@ -124,12 +128,11 @@ class RolloutSession:
         self._model.close()
 
     def _fill(self, served: RolloutModel, job: Job) -> None:
-        """Give the model the weights of the folder, if it has any: what differs from the run's will come."""
-        if not has_weights(served.folder):
+        """Give the model the weights that are here, if there are any: what differs from the run's will come."""
+        if served.weights is None:
             return
         std = served.config.get("initializer_range")
-        source = LocalFiles(served.folder)
-        weights = InitialWeights(source, STD if std is None else float(std), served.config)
+        weights = InitialWeights(served.weights, STD if std is None else float(std), served.config)
         if job.lora is not None:
             weights.fill_frozen(self._model.chunks, job.dtype, job.lora.few_bits)
             return

@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 
 from tllm.cluster.certificates import Identity
-from tllm.cluster.messages import AdapterFiles, AdapterReady, Assign, HeldPiece, Loaded, Prepared, adapter_file
+from tllm.cluster.messages import AdapterReady, Assign, Loaded, Prepared
 from tllm.cluster.settings import EngineSettings, PageDisk
+from tllm.cluster.weight_messages import AdapterFiles, HeldPiece, adapter_file
 from tllm.comm.collectives.group import Group
 from tllm.comm.collectives.tuning import tune_between_hosts
 from tllm.comm.links.connect import Listener

@@ -7,7 +7,8 @@ import gc
 import json
 import time
 from collections.abc import Callable
-from typing import Protocol
+from functools import partial
+from typing import Protocol, get_args
 
 import torch
 
@@ -15,6 +16,7 @@ from tllm.cluster import messages
 from tllm.cluster.certificates import Identity
 from tllm.cluster.messages import Assign, Loaded, Prepared
 from tllm.cluster.settings import TrainSettings
+from tllm.cluster.tls import data_client
 from tllm.comm.collectives.group import Group, solo
 from tllm.comm.links.connect import Listener
 from tllm.core.errors import ConfigError, LinkError
@@ -25,11 +27,12 @@ from tllm.node.roles.colocated_rollouts import colocated_rollouts
 from tllm.node.roles.control import Control
 from tllm.node.roles.role import Role, bytes_by_wire, connect_wires, fetched, model_source
 from tllm.spec.families import spec_from_config
-from tllm.spec.process_groups import computing, wires
+from tllm.spec.process_groups import RoleName, computing, wires
 from tllm.training.job.initial_model import open_initial_model
 from tllm.training.job.job import decode_job
-from tllm.training.job.job_parts import states_of
+from tllm.training.job.job_parts import role_nodes, states_of
 from tllm.training.parameter_server.server_run import ParameterServerRun
+from tllm.training.questions.answerer_pool import ClusterAnswerers
 from tllm.training.report.events import IsStopped, OnEvent, RunEvent, RunStepped, TrainerReady, encode
 from tllm.training.snapshot.memory_snapshot import MemorySnapshots
 from tllm.training.snapshot.placement import RESTORE, restore_wires, snapshot_wires
@@ -109,6 +112,8 @@ class TrainingRank:
         self._links = connect_wires(assign, every, identity, listener, seconds, assign.settings.wiring, seconds)
         self._trainer: RankRun | None = None
         self._step = 0
+        self._identity = identity
+        self._answerers: ClusterAnswerers | None = None
 
     def snapshots(self, assign: Assign) -> MemorySnapshots:
         """The in-memory snapshots of the run's last steps, if another assignment is of the same run; else none."""
@@ -134,7 +139,10 @@ class TrainingRank:
         replicator = self._replicator(groups.save) if self._assign.settings.mirrored else None
         model_config = json.loads(self._assign.config)
         job = decode_job(self._assign.settings.job)
-        config = RankConfig(job, plan, spec_from_config(model_config), self.rank, groups, device)
+        spec = spec_from_config(model_config)
+        if self.rank == 0 and role_nodes(job):
+            self._answerers = ClusterAnswerers(data_client(self._identity))
+        config = RankConfig(job, plan, spec, self.rank, groups, device, self._answerers)
         std = model_config.get("initializer_range")
         initial_weights = InitialWeights(source, STD if std is None else float(std), model_config)
         self._trainer = self._make(config, initial_weights, replicator)
@@ -163,6 +171,9 @@ class TrainingRank:
             if self.rank == 0:
                 control.post(messages.News(encode(event)))
 
+        if self._answerers is not None:
+            for role in get_args(RoleName):
+                control.inbox.answerers.follow(role, partial(self._answerers.places.tell, role))
         self._trainer.run(on_event, control.inbox.stopped.is_set)
         control.post(messages.Done())
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 from tllm.cluster.channel import Channel
-from tllm.cluster.messages import AdapterFiles, LoadAdapter, UnloadAdapter
+from tllm.cluster.messages import LoadAdapter, UnloadAdapter
+from tllm.cluster.weight_messages import AdapterFiles
 from tllm.core.errors import CapacityError, ClusterError, RequestError, TllmError
 from tllm.model.transformer import build
 from tllm.node.coordinator.coordinator import Coordinator

@@ -77,7 +77,8 @@ class ElasticRun(TrainingRun):
     async def form(self, seconds: float | None = None, on_progress: OnProgress | None = None) -> None:
         """Wait for enough nodes, `seconds` at most, and begin the first epoch on them."""
         nodes = await self.choose(await self.wait_for_nodes(seconds), on_progress)
-        await self.recovery.begin(nodes, on_progress)
+        async with self.roles.beginning():
+            await self.recovery.begin(nodes, on_progress)
         if self._is_stopped:  # meanwhile, by a node's operator
             self.stop()
 

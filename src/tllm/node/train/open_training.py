@@ -21,6 +21,7 @@ from tllm.node.train.replicated_steps import keeping_steps
 from tllm.node.train.training_run import TrainingRun
 from tllm.node.train.training_work import TrainingWork
 from tllm.training.job.job_file import DEFAULT
+from tllm.training.job.job_parts import check_no_auto, role_key, role_nodes
 
 __all__ = ["OnLoss", "TrainingRun", "TrainingWork", "open_launched", "open_training"]
 
@@ -46,10 +47,12 @@ async def open_training(
             f"{options.replicas} replicas of the coordinator's state, and on_loss is end: any lost node ends the run",
             "leave one of them out",
         )
+    if choice is None:
+        check_no_auto(work.resolved.job, "no plan is chosen for this run")
     workload = work.workload(options)
-    nodes = local_names(work.plan, options.local)
+    nodes = local_names(work.plan, options.local, workload.beside)
     authority = await open_authority(options.authority, options.secret)
-    made = workload, authority, options.address, nodes
+    made = workload, authority, options.address, nodes[: work.plan.world_size]
     run = TrainingRun(*made) if on_loss == "end" else ElasticRun(*made, on_loss)
     coordinator = run.coordinator
     coordinator.selection.choice = choice
@@ -61,6 +64,7 @@ async def open_training(
         await stack.enter_async_context(forming(run, nodes, reachable(options.address[0]), options))
         if coordinator.local is not None and on_loss != "end":
             coordinator.local.renew()
+        await stack.enter_async_context(run.roles.kept(lambda: not isinstance(run, ElasticRun) or run.is_open))
         yield run
 
 
@@ -76,6 +80,12 @@ async def open_launched(
     is given.
     """
     plan = work.plan
+    if wanted := role_nodes(work.resolved.job):
+        key = role_key(work.resolved.job, next(iter(wanted)))
+        raise ConfigError(
+            f"{key} gives roles to nodes, and a launcher has started a process for each rank of the plan",
+            "leave it out, or start tllm without the launcher",
+        )
     if plan.world_size != launched.world_size:
         raise PlanError(
             f"the plan {plan} has {plan.world_size} ranks and the launcher started {launched.world_size} processes",

@@ -67,7 +67,7 @@ class TrainingSuccessor:
 
         async def follow(_: asyncio.Event) -> bool:
             try:
-                async with keeping_steps(run, job):
+                async with keeping_steps(run, job), run.roles.kept(lambda: run.is_open):
                     await self._show(run, job, _written_down(run, job))
             except TllmError as error:
                 log.error("the run ends: %s", error.message)

@@ -16,6 +16,7 @@ from tllm.core.errors import UNREADABLE, ClusterError, TllmError
 from tllm.node.coordinator.cluster_options import OnProgress
 from tllm.node.coordinator.coordinator import Coordinator
 from tllm.node.coordinator.workload import Workload
+from tllm.node.train.role_nodes import RoleNodes
 from tllm.planner.cost.cache_room import check_machines
 from tllm.planner.memory.training_memory import rank_totals
 from tllm.spec.families import spec_from_config
@@ -28,7 +29,7 @@ from tllm.training.report.events import RunEnded, RunEvent, decode
 class TrainingRun:
     """A coordinator's job in which one rank that fails ends every other within seconds, and the run with its error.
 
-    `events` is what the run reports.
+    `events` is what the run reports, `roles` the nodes that teach it or sample for it.
     """
 
     def __init__(self, work: Workload, authority: Authority, address: Address, first: Sequence[str] = ()) -> None:
@@ -39,6 +40,7 @@ class TrainingRun:
         self._job = job_of(work)
         self._spec = spec_from_config(json.loads(work.config))
         self.coordinator = Coordinator(self, work, authority, address, first)
+        self.roles = RoleNodes(self.coordinator, self._job)
 
     @property
     def state(self) -> ClusterState:
@@ -62,17 +64,21 @@ class TrainingRun:
     async def form(self, seconds: float | None = None, on_progress: OnProgress | None = None) -> None:
         """Wait for enough nodes, `seconds` at most, and bring every rank up."""
         nodes = await self.choose(await self.coordinator.wait_for_nodes(seconds), on_progress)
-        await self.coordinator.bring_up(self.coordinator.work.plan, nodes, on_progress)
+        async with self.roles.beginning():
+            await self.coordinator.bring_up(self.coordinator.work.plan, nodes, on_progress)
         if self._is_stopped:  # meanwhile, by a node's operator
             self.stop()
 
     async def choose(self, nodes: tuple[str, ...], on_progress: OnProgress | None = None) -> tuple[str, ...]:
-        """Those of the nodes that take the ranks, in order, by a plan that is chosen now if none is given.
+        """Those of the nodes that take the ranks, in order, by a plan that is chosen now if none is given. Others are
+        reserved for roles.
 
         CapacityError where nodes were given less memory than their ranks take, whoever chose the plan. Snapshot
         replicas of steps are not counted, as a run may go without them.
         """
         ranks = await self.coordinator.choose(nodes, on_progress)
+        reserved = self.roles.reserve(nodes)
+        ranks = tuple(node for node in ranks if node not in reserved)
         given = {member.node for member in self.state.living if member.facts.is_given}
         if given & set(ranks):
             self.check_room(self.coordinator.work.plan, ranks, mirrored=False)
@@ -104,13 +110,16 @@ class TrainingRun:
         self._events.put_nowait(error)
 
     def check(self, prepared: Mapping[int, Prepared]) -> None:
-        """Nothing: what a rank holds is known when it has built its model."""
+        """Nothing: what a rank holds is known when it has built its model. Rank 0 is told whom it may ask."""
+        self.roles.tell()
 
     def adopt(self, work: Workload) -> Workload:
-        self._job = job_of(work)
+        self._job = self.roles.job = job_of(work)
         return work
 
     def acts(self, node: str) -> Mapping[type, Act]:
+        self.roles.welcome(node)
+
         async def report(message: News) -> None:
             if self.state.ranks and self.state.ranks[0].node == node:
                 self.publish(_decoded(message, node))

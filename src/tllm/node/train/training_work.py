@@ -15,6 +15,7 @@ from tllm.spec.plan import Plan
 from tllm.training.job.initial_model import files_read, run_name
 from tllm.training.job.job import encode_job
 from tllm.training.job.job_file import ResolvedJob
+from tllm.training.job.job_parts import role_nodes
 
 LINK_SECONDS = 600.0
 """How long a rank that trains waits for a message of another one, unless the options say it: a microbatch of a large
@@ -69,4 +70,5 @@ class TrainingWork:
             prepare_seconds=link_seconds,
             lost_after=options.lost_after,
             reads=files_read(job)[:MOST_FILES],
+            beside=sum(wanted.count for wanted in role_nodes(job).values()),
         )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tllm.cluster.messages import AdapterFiles, adapter_file
-from tllm.cluster.weight_messages import Bytes, ReadBytes
+from tllm.cluster.weight_messages import AdapterFiles, Bytes, ReadBytes, adapter_file
 from tllm.node.weights.model_folder import check_range, hashed
 from tllm.weights.lora.held_adapter import HeldAdapter
 

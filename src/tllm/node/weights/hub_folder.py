@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tllm.cluster.messages import ModelFileFacts
+from tllm.cluster.weight_messages import ModelFileFacts
 from tllm.node.weights.hub_chunks import HubChunks
 from tllm.node.weights.model_folder import ModelFolder
 from tllm.weights.byte_source import RemoteFiles

@@ -6,8 +6,7 @@ import hashlib
 import threading
 from pathlib import Path
 
-from tllm.cluster.messages import ModelFileFacts
-from tllm.cluster.weight_messages import READ_BYTES, Bytes, ReadBytes
+from tllm.cluster.weight_messages import READ_BYTES, Bytes, ModelFileFacts, ReadBytes
 from tllm.core.errors import WeightsError
 from tllm.core.gguf_files import gguf_files, is_gguf
 from tllm.node.weights.tokenizer_file import TOKENIZER, tokenizer_file

@@ -96,6 +96,8 @@ class SamplingFacts:
     """Whether the groups of prompts are sampled one after another (`deterministic`)."""
     share: float = 1.0
     """Of the steps, those before which completions are sampled; 0 where only evaluations sample some."""
+    servers: tuple[int, ...] = ()
+    """Devices that sample and do not train; left out, the ranks sample."""
 
     @property
     def cached_tokens(self) -> int:

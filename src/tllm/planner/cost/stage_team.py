@@ -237,6 +237,11 @@ def single_stage_plan(shares: tuple[int, ...], layers: int, experts: Experts) ->
     return Plan((Stage(0, layers, shares),), experts)
 
 
+def whole_model(spec: ModelSpec) -> Plan:
+    """The plan of one device that has all of a model."""
+    return single_stage_plan((1,), spec.num_layers, "cut")
+
+
 def _slower(compute: float, memory: float) -> TimeBreakdown:
     """Memory is read while products are computed: the slower of both counts (roofline)."""
     return TimeBreakdown(compute=compute) if compute >= memory else TimeBreakdown(memory=memory)

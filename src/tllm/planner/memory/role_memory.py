@@ -7,6 +7,7 @@ reference model, and on rank 0 a teacher's. A batch of completions is computed w
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 from tllm.planner.cost.cache_room import working_bytes
@@ -19,7 +20,8 @@ from tllm.planner.cost.rank_bytes import (
     layer_bytes,
     state_bytes,
 )
-from tllm.planner.cost.rank_work import RankWork, TeacherFacts, TrainingFacts
+from tllm.planner.cost.rank_work import RankWork, TeacherFacts, TrainingFacts, rank_works
+from tllm.planner.cost.stage_team import whole_model
 from tllm.spec.cut import cut_stage
 from tllm.spec.model_spec import ModelSpec
 
@@ -61,10 +63,18 @@ def teacher_bytes(teacher: TeacherFacts) -> int:
     return math.ceil(weights) + working_bytes(spec, whole, teacher.dtype, teacher.row, TEACHER_ROWS)
 
 
+def rollout_bytes(spec: ModelSpec, facts: TrainingFacts) -> int:
+    """A whole model that samples for others: its weights, the cache, and a batch under way."""
+    (work,) = rank_works(spec, whole_model(spec), replace(facts, global_batch_size=1, microbatch_size=1))
+    weights = sum(parameter.nbytes(facts.item_bytes) for unit in work.parameters(spec) for parameter in unit)
+    return math.ceil(weights) + sum(_sampling_bytes(spec, facts, work))
+
+
 def _sampling_bytes(spec: ModelSpec, facts: TrainingFacts, work: RankWork) -> tuple[int, int]:
-    """The cache, and a batch under way. Plans that sample have one run of layers on each rank."""
+    """The cache, and a batch under way; nothing where others sample. Plans that sample have one run of layers on each
+    rank."""
     sampling = facts.sampling
-    if sampling is None:
+    if sampling is None or sampling.servers:
         return 0, 0
     cache = working = 0
     for run in work.runs:

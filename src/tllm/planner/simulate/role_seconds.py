@@ -2,7 +2,8 @@
 
 Completions are sampled by an engine over the ranks of each replica, which is timed as one that serves is
 (`simulate.serving`): each prompt is computed once for its group, and then as many completions as have room are decoded
-at once, in waves. Replicas wait for the slowest. A reference is one forward pass of the rows that are learned. A
+at once, in waves. Replicas wait for the slowest. Devices that sample and do not train get the weights first, and then
+a share of the prompts each. A reference is one forward pass of the rows that are learned. A
 teacher beside the student computes on the device of rank 0, which it takes from the student.
 """
 
@@ -10,14 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from heapq import heappop, heappush
 
 from tllm.core.errors import PlanError
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.cost.cache_room import PAGE_SIZE
 from tllm.planner.cost.flops import BACKWARD
-from tllm.planner.cost.rank_work import TeacherFacts, TrainingFacts, deal_microbatches
+from tllm.planner.cost.rank_work import TeacherFacts, TrainingFacts, deal_microbatches, rank_works
 from tllm.planner.cost.serving_load import ExpectedBatch, SamplingFacts, ServingFacts
-from tllm.planner.cost.stage_team import StageTeam, single_stage_plan
+from tllm.planner.cost.stage_team import StageTeam, single_stage_plan, whole_model
 from tllm.planner.simulate.serving import predict_serving, ring_seconds
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
@@ -36,7 +38,8 @@ def role_seconds(
     found, serving = dict[str, float](), cluster.as_serving()
     sampling = facts.sampling
     if sampling is not None and sampling.share:
-        found["sampling"] = sampling.share * sampling_seconds(spec, plan, facts, serving, devices)
+        seconds = rollout_seconds if sampling.servers else sampling_seconds
+        found["sampling"] = sampling.share * seconds(spec, plan, facts, serving, devices)
     if facts.reference:
         share = 1.0 if sampling is None else sampling.share
         again = (plan.recompute == "layer") + facts.value_pass
@@ -64,6 +67,48 @@ def sampling_seconds(
         if key not in kinds:
             kinds[key] = _replica_seconds(spec, ring, cluster, own, sampling, count, facts.dtype)
     return max(kinds.values())
+
+
+def rollout_seconds(
+    spec: ModelSpec, plan: Plan, facts: TrainingFacts, cluster: Cluster, devices: Sequence[int]
+) -> float:
+    """Until the servers have sampled the completions of one step, with the weights' way to them, all of which have
+    changed: to rank 0 from the others of its replica, and from there to each server over the one port that it has."""
+    sampling = facts.sampling
+    assert sampling is not None and sampling.servers, "asked of a job whose completions servers sample"
+    (work,) = rank_works(spec, whole_model(spec), replace(facts, global_batch_size=1, microbatch_size=1))
+    nbytes = sum(one.nbytes(facts.learned_bytes) for unit in work.learned(spec) for one in unit)
+    first, *others = devices[: plan.replica_size]
+    part = nbytes / plan.replica_size
+    gathered = sum(part / cluster.link(other, first).rate(part) for other in others)
+    sent = sum(nbytes / cluster.link(first, server).rate(nbytes) for server in sampling.servers)
+    return gathered + sent + _served_seconds(spec, facts, cluster, sampling)
+
+
+def group_seconds(spec: ModelSpec, facts: TrainingFacts, cluster: Cluster, device: int, groups: int) -> float:
+    """One device alone samples the completions of so many prompts."""
+    assert facts.sampling is not None, "asked of a job that samples"
+    return _replica_seconds(spec, whole_model(spec), cluster, (device,), facts.sampling, groups, facts.dtype)
+
+
+def _served_seconds(spec: ModelSpec, facts: TrainingFacts, cluster: Cluster, sampling: SamplingFacts) -> float:
+    """Prompts go out as `training.rollout_servers` asks them: about one question a server, to whichever is free."""
+    servers = sampling.servers
+    most = max(1, sampling.at_once // sampling.num_generations)
+    each = min(most, -(-sampling.groups // len(servers)))
+    known = dict[tuple[object, int], float]()
+
+    def seconds(server: int, groups: int) -> float:
+        key = cluster.devices[server], groups
+        if key not in known:
+            known[key] = group_seconds(spec, facts, cluster, server, groups)
+        return known[key]
+
+    free = [(0.0, server) for server in servers]
+    for at in range(0, sampling.groups, each):
+        now, server = heappop(free)
+        heappush(free, (now + seconds(server, min(each, sampling.groups - at)), server))
+    return max(end for end, _ in free)
 
 
 def teacher_seconds(teacher: TeacherFacts, cluster: Cluster, device: int) -> float:

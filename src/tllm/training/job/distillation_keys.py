@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from tllm.core.errors import ConfigError
-from tllm.training.job.key_limits import KeyLimits, check_addresses
+from tllm.training.job.key_limits import KeyLimits, WantedNodes, check_addresses, check_one_place
 from tllm.training.job.rollout_keys import RolloutConfig
 
 
@@ -41,9 +41,10 @@ class DistillationKeys:
     """With `teachers`: the file of the secret by which they and the run trust each other (`tllm teach --secret`)."""
     teacher_dtype: str = "float32"
     """What a teacher beside the student computes in: "float32", "bfloat16" or "float64"."""
-    teacher_nodes: tuple[str, ...] = ()
-    """Machines that are to teach, by their names in the cluster's file or survey, for `tllm plan JOB.toml`; left out,
-    it says which should."""
+    teacher_nodes: tuple[int | str, ...] = ()
+    """Nodes of the run's own cluster that compute the teacher instead, and do not train: so many, or by their names; or
+    "auto", as many as the planner finds best, none perhaps. Left out, the teacher is beside the student, and `tllm plan
+    JOB.toml` says what would be best."""
     top_k: int = 64
     """Tokens whose probabilities the teacher gives, the most likely ones; all others together are one bucket more. 0:
     every token."""
@@ -74,6 +75,9 @@ class DistillationKeys:
     rollout_secret: str = "rollout.key"
     """With `rollout_servers`: the file of the secret by which they and the run trust each other (`tllm rollout
     --secret`)."""
+    rollout_nodes: tuple[int | str, ...] = ()
+    """With `lmbda`, instead of `rollout_servers`: nodes of the run's own cluster that sample and do not train, so many,
+    or by their names; or "auto", as many as the planner finds best, none perhaps."""
 
     @property
     def rollouts(self) -> RolloutConfig | None:
@@ -88,6 +92,7 @@ class DistillationKeys:
             max_num_seqs=self.max_num_seqs,
             rollout_servers=self.rollout_servers,
             rollout_secret=self.rollout_secret,
+            rollout_nodes=self.rollout_nodes,
         )
 
     def __post_init__(self) -> None:
@@ -115,10 +120,17 @@ class DistillationKeys:
                 f"a student learns from distill.teacher_model_name_or_path or from distill.teachers, and {both}",
                 "name a model to compute beside the student, or the addresses where `tllm teach` serves it",
             )
-        for key in ("teachers", "rollout_servers"):
+        for key, nodes in (("teachers", "teacher_nodes"), ("rollout_servers", "rollout_nodes")):
             check_addresses(getattr(self, key), f"distill.{key}")
-        if self.rollout_servers and not self.lmbda:
+            check_one_place(getattr(self, key), getattr(self, nodes), f"distill.{key}", f"distill.{nodes}")
+        teaching, sampling = (WantedNodes.of(nodes, "").names for nodes in (self.teacher_nodes, self.rollout_nodes))
+        if twice := sorted(set(teaching) & set(sampling)):
             raise ConfigError(
-                "distill.rollout_servers is given and distill.lmbda is 0: the student writes nothing",
-                "leave it out, or give lmbda, the share of steps in which it does",
+                f"distill.teacher_nodes and distill.rollout_nodes both name {twice[0]}", "give each node one role"
             )
+        for key in ("rollout_servers", "rollout_nodes"):
+            if getattr(self, key) and not self.lmbda:
+                raise ConfigError(
+                    f"distill.{key} is given and distill.lmbda is 0: the student writes nothing",
+                    "leave it out, or give lmbda, the share of steps in which it does",
+                )

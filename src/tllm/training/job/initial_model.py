@@ -179,6 +179,8 @@ def files_read(job: Job) -> tuple[str, ...]:
     """The files that rank 0 of a run reads beside weights, as far as the job names them by their paths."""
     keys = job.distill
     teacher = None if keys is None else keys.teacher_secret if keys.teachers else keys.teacher_model_name_or_path
+    if keys is not None and keys.teacher_nodes:
+        teacher = None  # which other nodes read
     rollouts = job.rollouts
     secret = rollouts.rollout_secret if rollouts is not None and rollouts.rollout_servers else None
     named = [name for name in (job.model_name_or_path, job.config_name, job.tokenizer_name, teacher, secret) if name]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
+from tllm.core.errors import ConfigError
 from tllm.planner.cost.rank_bytes import AdapterFacts
 from tllm.planner.cost.rank_work import TeacherFacts, TrainingFacts
 from tllm.planner.cost.serving_load import SamplingFacts
 from tllm.spec.model_spec import ModelSpec
+from tllm.spec.process_groups import RoleName
 from tllm.training.data.batches import DataConfig
 from tllm.training.data.dataset import Documents
 from tllm.training.data.encoder import OverLong
 from tllm.training.job.job import Job
+from tllm.training.job.key_limits import WantedNodes
 from tllm.training.job.lora_job import LoraJob
 from tllm.training.job.lr_schedule import LearningRateSchedule
 from tllm.training.job.preference_tables import KTOConfig
@@ -161,8 +165,38 @@ def is_sampled(job: Job) -> bool:
 
 
 def is_sampled_apart(job: Job) -> bool:
-    """Whether completions are sampled by servers elsewhere."""
-    return job.rollouts is not None and bool(job.rollouts.rollout_servers)
+    """Whether completions are sampled by servers elsewhere, or by nodes of the cluster that do not train."""
+    return job.rollouts is not None and bool(job.rollouts.rollout_servers or job.rollouts.rollout_nodes)
+
+
+def role_nodes(job: Job) -> dict[RoleName, WantedNodes]:
+    """The nodes that are to have a role beside the plan, by the role; none of those that the job does not have."""
+    found: dict[RoleName, WantedNodes] = {}
+    if job.distill is not None and job.distill.teacher_nodes:
+        found["teacher"] = WantedNodes.of(job.distill.teacher_nodes, role_key(job, "teacher"))
+    if job.rollouts is not None and job.rollouts.rollout_nodes:
+        found["rollout"] = WantedNodes.of(job.rollouts.rollout_nodes, role_key(job, "rollout"))
+    return found
+
+
+def role_key(job: Job, role: RoleName) -> str:
+    """The key that says which nodes have a role."""
+    return f"{job.task}.{role}_nodes"
+
+
+def with_role_nodes(job: Job, role: RoleName, nodes: Sequence[int | str]) -> Job:
+    """The job with other nodes for a role; none: the ranks that train do it."""
+    table = replace(getattr(job, job.task), **{f"{role}_nodes": tuple(nodes)})
+    return replace(job, **{job.task: table})
+
+
+def check_no_auto(job: Job, reason: str) -> None:
+    """ConfigError where the planner is to say how many nodes have a role, and cannot for this reason."""
+    for role, wanted in role_nodes(job).items():
+        if wanted.is_auto:
+            raise ConfigError(
+                f'{role_key(job, role)} is "auto", and {reason}', "give the number of nodes, or their names"
+            )
 
 
 def snapshot_steps(job: Job) -> int:

@@ -21,6 +21,10 @@ def check_task_tables(task: str, tables: Mapping[str, object], needed: Mapping[s
         raise ConfigError(f"the task is {task!r} and there is no table [{task}]", f"write [{task}] and {needed[task]}")
 
 
+AUTO = "auto"
+"""In the place of how many nodes: as the planner finds best."""
+
+
 @dataclass(frozen=True)
 class KeyLimits:
     """By key: the least value, the value that it must stay below, and the texts that it may be."""
@@ -44,12 +48,54 @@ class KeyLimits:
                 raise ConfigError(f"{name} is {value!r}", nearest(str(value), self.choices[key]))
 
 
+@dataclass(frozen=True)
+class WantedNodes:
+    """Which nodes of a run's own cluster are to have a role: so many, or those of these `names`, or as many as the
+    planner finds best (`is_auto`)."""
+
+    count: int = 0
+    names: tuple[str, ...] = ()
+    is_auto: bool = False
+
+    @classmethod
+    def of(cls, values: Sequence[int | str], key: str) -> WantedNodes:
+        """What the value of a key says; ConfigError for what it cannot mean."""
+        if not values:
+            return cls()
+        first = str(values[0])
+        if len(values) == 1 and first == AUTO:
+            return cls(is_auto=True)
+        if len(values) == 1 and first.lstrip("-").isdecimal():
+            if int(first) < 1:
+                raise ConfigError(f"{key} is {first}", "give 1 node or more, or leave it out")
+            return cls(int(first))
+        names = tuple(str(value) for value in values)
+        for at, name in enumerate(names):
+            if name == AUTO or name.lstrip("-").isdecimal():
+                raise ConfigError(
+                    f"{key} has {name!r} among {len(names)} values",
+                    'give a number of nodes alone, or "auto" alone, or names of nodes',
+                )
+            if name in names[:at]:
+                raise ConfigError(f"{key} names {name} twice", "name each node once")
+        return cls(len(names), names)
+
+
 def address_of(text: str, key: str) -> tuple[str, int]:
     """The host and port of "HOST:PORT"; ConfigError, which names the key, for anything else."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ConfigError(f"{key} has {text!r}, which is not HOST:PORT", "for example 10.0.0.7:7070")
     return host.strip("[]"), int(port)
+
+
+def check_one_place(addresses: Sequence[str], nodes: Sequence[int | str], key: str, nodes_key: str) -> None:
+    """ConfigError where a role is both elsewhere and on nodes of the cluster, or on nodes that cannot be meant."""
+    WantedNodes.of(nodes, nodes_key)
+    if addresses and nodes:
+        raise ConfigError(
+            f"{key} gives addresses and {nodes_key} nodes of the cluster for the same role", "leave one of them out"
+        )
 
 
 def check_addresses(texts: Sequence[str], key: str) -> None:

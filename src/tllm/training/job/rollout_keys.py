@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Self
 
 from tllm.core.errors import ConfigError
-from tllm.training.job.key_limits import KeyLimits, check_addresses
+from tllm.training.job.key_limits import KeyLimits, check_addresses, check_one_place
 
 FUNCTION = re.compile(r"(?P<module>.*\.py|\w+(\.\w+)*):(?P<function>[A-Za-z_]\w*)")
 """`module:function`, and `PATH.py:function`, as a job has it once its folder is known."""
@@ -69,10 +69,13 @@ class RolloutConfig:
     evaluation to `eval_completions.jsonl`."""
     rollout_servers: tuple[str, ...] = ()
     """Addresses (`HOST:PORT`) where `tllm rollout` samples the completions, each with a share of the prompts; left out,
-    the ranks that train sample them."""
+    the ranks that train sample them, or `rollout_nodes`."""
     rollout_secret: str = "rollout.key"
     """With `rollout_servers`: the file of the secret by which they and the run trust each other (`tllm rollout
     --secret`)."""
+    rollout_nodes: tuple[int | str, ...] = ()
+    """Instead of `rollout_servers`: nodes of the run's own cluster that sample and do not train, so many, or by their
+    names; or "auto", as many as the planner finds best, none perhaps."""
     num_generations_eval: int | None = None
     """Completions that an evaluation samples of each prompt of `eval_files`; left out: `num_generations`."""
     tools: tuple[str, ...] = ()
@@ -91,6 +94,7 @@ class RolloutConfig:
     def _check(self, table: str, limits: KeyLimits) -> None:
         limits.check({field.name: getattr(self, field.name) for field in fields(self)}, table)
         check_addresses(self.rollout_servers, f"{table}.rollout_servers")
+        check_one_place(self.rollout_servers, self.rollout_nodes, f"{table}.rollout_servers", f"{table}.rollout_nodes")
         if not self.reward_funcs:
             raise ConfigError(
                 f"{table}.reward_funcs is empty", 'name a function that rewards completions: ["rewards:correct"]'

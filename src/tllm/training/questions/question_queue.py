@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
@@ -59,12 +59,18 @@ class QuestionQueue(Generic[Q, A]):
             self._changed.notify_all()
         return asked
 
-    def take(self, wait: bool = True) -> Asked[Q, A] | None:
-        """The next question; None when there is none and nobody is to `wait`, or the queue is over."""
+    def take(self, wait: bool = True, unless: Callable[[], bool] = lambda: False) -> Asked[Q, A] | None:
+        """The next question; None when there is none and nobody is to `wait`, or the queue is over, or `unless` holds,
+        which is looked at again after `wake`."""
         with self._changed:
             if wait:
-                self._changed.wait_for(lambda: self._waiting or self.is_over)
-            return self._waiting.popleft() if self._waiting and not self.is_over else None
+                self._changed.wait_for(lambda: self._waiting or self.is_over or unless())
+            return self._waiting.popleft() if self._waiting and not (self.is_over or unless()) else None
+
+    def wake(self) -> None:
+        """Let all who wait look again whether they are to."""
+        with self._changed:
+            self._changed.notify_all()
 
     def give_back(self, questions: Sequence[Asked[Q, A]]) -> None:
         """Who took them was lost: they are the next again."""

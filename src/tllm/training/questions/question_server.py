@@ -78,6 +78,8 @@ class QuestionServer(Generic[Intro, Q, A]):
         self._firsts: dict[str, tuple[float, str, socket.socket]] = {}
         self._runs: dict[RunConnection[Intro, Q, A], threading.Thread] = {}
         self._closed = threading.Event()
+        self.answered = 0
+        """Questions so far, of all runs."""
 
     def serve(self) -> None:
         """Take connections until `close`."""
@@ -196,6 +198,7 @@ class QuestionServer(Generic[Intro, Q, A]):
                 try:
                     with self._computing:
                         answer = session.answer(question)
+                        self.answered += 1
                 except (TllmError, RuntimeError) as error:
                     answer = session.failed(question, _reason(error))
                 connection.send_answer(answer)

@@ -7,7 +7,7 @@ import ssl
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, Protocol, TypeVar
 
 from tllm.core.errors import AuthError, ClusterError, ConfigError, FrameError, LinkError
@@ -22,6 +22,9 @@ LOOK_SECONDS = 5.0
 LOST_SECONDS = 500.0
 """How long the run waits where nobody can be reached: less than other ranks wait for their rows (`LINK_SECONDS`),
 so that who is missing is named and not the rank."""
+
+NOBODY = "(no node has the role now)"
+"""In the place of their names."""
 
 log = logging.getLogger("tllm.train")
 
@@ -65,7 +68,7 @@ class Inquirer(Protocol[Intro, Q, A]):
 
 class RemoteAnswerer(Generic[Intro, Q, A]):
     """An `AnsweringThread`. What a lost answerer was asked goes back to the queue, where it is the next that any
-    other takes."""
+    other takes. Messages call it by its `name`, or its address."""
 
     def __init__(
         self,
@@ -73,15 +76,24 @@ class RemoteAnswerer(Generic[Intro, Q, A]):
         context: ssl.SSLContext,
         inquirer: Inquirer[Intro, Q, A],
         queue: QuestionQueue[Q, A],
+        name: str = "",
     ) -> None:
-        self.name, self.trouble = f"{address[0]}:{address[1]}", "not reached yet"
+        self.name, self.trouble = name or f"{address[0]}:{address[1]}", "not reached yet"
         self._address, self._context, self._inquirer, self._queue = address, context, inquirer, queue
         self._whom = inquirer.conversation.answerer
         self._connection: RunConnection[Intro, Q, A] | None = None
+        self._is_retired = False
         self._thread = threading.Thread(target=self._run, name=f"tllm {self._whom} {self.name}", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
+
+    def retire(self) -> None:
+        """Ask no more, and dial no more: the thread ends soon, and others get what this one was asked."""
+        self._is_retired = True
+        if (connection := self._connection) is not None:
+            connection.close()
+        self._queue.wake()
 
     def close(self) -> None:
         """Once the queue is over."""
@@ -89,8 +101,12 @@ class RemoteAnswerer(Generic[Intro, Q, A]):
             connection.close()
         self._thread.join()
 
+    @property
+    def _is_over(self) -> bool:
+        return self._is_retired or self._queue.is_over
+
     def _run(self) -> None:
-        while not self._queue.is_over:
+        while not self._is_over:
             try:
                 self._connection = RunConnection.dial(self._inquirer.conversation, self._address, self._context)
             except LinkError as error:
@@ -99,7 +115,8 @@ class RemoteAnswerer(Generic[Intro, Q, A]):
                 self._queue.fail(error)
             else:
                 self._ask_until_lost(self._connection)
-            self._queue.pause(RETRY_SECONDS)
+            if not self._is_over:
+                self._queue.pause(RETRY_SECONDS)
 
     def _ask_until_lost(self, connection: RunConnection[Intro, Q, A]) -> None:
         try:
@@ -108,7 +125,7 @@ class RemoteAnswerer(Generic[Intro, Q, A]):
             self._queue.fail(ClusterError(f"the {self._whom} at {self.name}: {error.message}"))
         except LinkError:
             self.trouble = "the connection ended"
-            if not self._queue.is_over:
+            if not self._is_over:
                 log.warning("the %s at %s is lost; what it was asked is asked again", self._whom, self.name)
         except (ConfigError, ClusterError) as error:
             self._queue.fail(error)
@@ -126,7 +143,7 @@ class RemoteAnswerer(Generic[Intro, Q, A]):
         sent: deque[int] = deque()
         try:
             while True:
-                while len(asked) < inquirer.in_flight and (one := self._queue.take(wait=not asked)) is not None:
+                while len(asked) < inquirer.in_flight and (one := self._take(wait=not asked)) is not None:
                     asked.append(one)
                     sent.append(inquirer.send(connection, one.question, self.name))
                 if not asked:
@@ -138,10 +155,13 @@ class RemoteAnswerer(Generic[Intro, Q, A]):
         finally:
             self._queue.give_back(asked)
 
+    def _take(self, wait: bool) -> Asked[Q, A] | None:
+        return self._queue.take(wait, unless=lambda: self._is_retired)
+
 
 def wait_for(
     asked: Asked[Any, A],
-    threads: Sequence[AnsweringThread],
+    threads: Iterable[AnsweringThread],
     step: str,
     waits_for: Callable[[], str],
     on_wait: Callable[[str], object],

@@ -20,8 +20,9 @@ from tllm.training.job.job_parts import sampling_facts
 from tllm.training.job.key_limits import address_of
 from tllm.training.job.rollout_keys import RolloutConfig
 from tllm.training.policy.rollouts import Completion, CompletionSampling, PromptGroup, RolloutOrder
+from tllm.training.questions.answerer_pool import AnswererPool, ClusterAnswerers
 from tllm.training.questions.question_queue import QuestionQueue
-from tllm.training.questions.remote_answerer import RemoteAnswerer, wait_for
+from tllm.training.questions.remote_answerer import NOBODY, wait_for
 from tllm.training.questions.shared_secret import shared_identity
 from tllm.training.rollout_servers.base_digest import base_digest
 from tllm.training.rollout_servers.gathered_weights import GatheredWeights
@@ -51,7 +52,8 @@ class RolloutsApart:
         self._servers: RolloutServers | None = None
         if initial_model is not None:
             assert self._gathered is not None, "rank 0 is of the first replica"
-            self._servers = RolloutServers(config.job, initial_model, PublishedWeights(self._gathered.tensors))
+            weights = PublishedWeights(self._gathered.tensors)
+            self._servers = RolloutServers(config.job, initial_model, weights, config.answerers)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -77,23 +79,26 @@ class RolloutsApart:
 
 
 class RolloutServers:
-    """Rank 0's: a thread for each server, and the questions that they take in turn. `metrics` are of the last call
+    """Rank 0's: the servers, and the questions that they take in turn. `metrics` are of the last call
     and, where it went on, of those before it."""
 
-    def __init__(self, job: Job, initial_model: InitialModel, weights: PublishedWeights) -> None:
+    def __init__(
+        self, job: Job, initial_model: InitialModel, weights: PublishedWeights, cluster: ClusterAnswerers | None = None
+    ) -> None:
         config, spec, facts = job.rollouts, initial_model.spec, sampling_facts(job)
         assert config is not None and facts is not None, "checked when the run began"
         self._weights, self._at_once = weights, facts.at_once
         self._queue = QuestionQueue[RolloutQuestion, RolloutAnswer]("rollout server")
-        context = data_client(shared_identity(Path(config.rollout_secret), "policy", "tllm rollout"))
         inquirer = RolloutInquirer(_introduction(job, initial_model), weights, spec.vocab_size, spec.eos_token_ids)
-        self._threads = [
-            RemoteAnswerer(address, context, inquirer, self._queue) for address in addresses_of(config, job.task)
-        ]
         self._number = 0
         self.metrics: dict[str, float] = {}
-        for thread in self._threads:
-            thread.start()
+        self._pool: AnswererPool[RolloutRun, RolloutQuestion, RolloutAnswer]
+        if config.rollout_nodes:
+            assert cluster is not None, "checked when the run began"
+            self._pool = AnswererPool.of("rollout", cluster, inquirer, self._queue)
+        else:
+            context = data_client(shared_identity(Path(config.rollout_secret), "policy", "tllm rollout"))
+            self._pool = AnswererPool.at(addresses_of(config, job.task), inquirer, self._queue, context)
 
     def sample(
         self, groups: Sequence[PromptGroup], stop_ids: Sequence[int], sampling: CompletionSampling
@@ -106,12 +111,12 @@ class RolloutServers:
             self.metrics["rollout/changed_weight_ratio"] = self._weights.changed_bytes / max(self._weights.nbytes, 1)
         sent, given_back = self._weights.sent_bytes, self._queue.given_back
         asked, root = [], self._weights.root
-        for portion in portions(groups, len(self._threads), self._at_once):
+        for portion in portions(groups, max(1, len(self._pool)), self._at_once):
             self._number += 1
             question = PromptGroups(self._number, root, portion, tuple(stop_ids), sampling)
             asked.append(self._queue.ask(question))
         try:
-            found = [wait_for(one, self._threads, "the run", self.waits_for, self._tell) for one in asked]
+            found = [wait_for(one, self._pool, "the run", self.waits_for, self._tell) for one in asked]
         except TllmError as error:
             raise ConfigError(error.message, error.hint) from error
         self.metrics["rollout/weight_bytes"] += self._weights.sent_bytes - sent
@@ -121,17 +126,17 @@ class RolloutServers:
 
     def waits_for(self) -> str:
         """The servers, with what is the matter with each."""
-        each = ", ".join(f"{thread.name} ({thread.trouble or 'sampling'})" for thread in self._threads)
-        return f"completions of the rollout servers {each}"
+        each = ", ".join(f"{one.name} ({one.trouble or 'sampling'})" for one in self._pool)
+        return f"completions of the rollout servers {each or NOBODY}"
 
     def close(self) -> None:
         """End the threads."""
         self._queue.close()
-        for thread in self._threads:
-            thread.close()
+        for one in self._pool:
+            one.close()
 
     def _tell(self, reason: str) -> None:
-        if any(thread.trouble for thread in self._threads):
+        if not len(self._pool) or any(one.trouble for one in self._pool):
             log.warning("waiting for %s", reason)
 
 

@@ -18,6 +18,7 @@ from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan, Wire
 from tllm.spec.process_groups import DATA, PIPELINE, SERVERS, computing, members, wires
 from tllm.training.job.job import Job
+from tllm.training.questions.answerer_pool import ClusterAnswerers
 from tllm.training.step.pipeline_wires import Wires
 
 SUMMED = ("tp", "dp", "edp")
@@ -69,7 +70,8 @@ class Groups:
 class RankConfig:
     """What one rank is asked to do: the job, the plan with this rank's number in it, the model, and the links.
 
-    `device` is where it keeps its part of the model, and computes.
+    `device` is where it keeps its part of the model, and computes. `answerers` are nodes of the cluster that rank 0 may
+    ask, where it has any.
     """
 
     job: Job
@@ -78,6 +80,7 @@ class RankConfig:
     rank: int
     groups: Groups
     device: torch.device = CPU
+    answerers: ClusterAnswerers | None = None
 
 
 def groups_of(plan: Plan, rank: int, links: Mapping[Wire, Link]) -> Groups:

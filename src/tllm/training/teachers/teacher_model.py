@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from tllm.core.errors import ConfigError, FrameError
 from tllm.model.transformer import Transformer
 from tllm.parallel.mesh import whole
 from tllm.parallel.top_log_probs import top_log_probs
+from tllm.spec.families import spec_from_config
 from tllm.spec.model_spec import ModelSpec
 from tllm.text.same_vocabulary import vocabulary_digest
 from tllm.training.attention.packed_attention import TrainAttend
@@ -25,7 +27,7 @@ from tllm.training.questions.causal_model import CausalModel
 from tllm.training.step.model_chunks import build_chunks
 from tllm.training.teachers.teacher_messages import Answer, Lesson, Question, unpacked
 from tllm.training.teachers.top_k_choice import entropy, fewest_within, lost_by_count
-from tllm.weights.byte_source import LocalFiles
+from tllm.weights.byte_source import ByteSource, LocalFiles
 from tllm.weights.dtypes import torch_dtype
 from tllm.weights.formats.open_index import open_index
 from tllm.weights.load import load
@@ -37,23 +39,29 @@ PLACES_AT_ONCE = 128
 
 @dataclass(frozen=True)
 class TeacherModel:
-    """`name` is how it was asked for; `vocabulary` the digest of its tokens."""
+    """`name` is how it was asked for; `vocabulary` the digest of its tokens, which are in `folder` if that is known."""
 
     name: str
-    folder: Path
     spec: ModelSpec
     model: Transformer
     vocabulary: str
+    folder: Path | None = None
 
     @classmethod
     def open(cls, name: str, dtype: str = "float32") -> TeacherModel:
         """The model of a folder, or by its name."""
         hint = "take a causal language model as the teacher"
-        folder, config, spec = CausalModel.find(name, "gives no next token", hint)
+        folder, config, _ = CausalModel.find(name, "gives no next token", hint)
+        opened = cls.of(name, config, LocalFiles(folder), vocabulary_digest(folder), dtype)
+        return replace(opened, folder=folder)
+
+    @classmethod
+    def of(cls, name: str, config: dict[str, Any], source: ByteSource, vocabulary: str, dtype: str) -> TeacherModel:
+        """A model whose weights come from a source, be its files here or elsewhere."""
+        spec, source = spec_from_config(config), checked(source)
         (model,) = build_chunks(spec, whole(spec), [range(spec.num_layers)], torch_dtype(dtype))
-        source = checked(LocalFiles(folder))
         load(model, open_index(source, config), source, torch_dtype(dtype))
-        return cls(name, folder, spec, model.requires_grad_(False), vocabulary_digest(folder))
+        return cls(name, spec, model.requires_grad_(False), vocabulary)
 
     def refusal(self, lesson: Lesson) -> str:
         """Why this model cannot teach a student of these tokens, in words; "" where it can."""

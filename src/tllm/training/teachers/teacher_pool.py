@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,12 @@ from tllm.training.job.distillation_keys import DistillationKeys
 from tllm.training.job.initial_model import InitialModel
 from tllm.training.job.key_limits import address_of
 from tllm.training.objectives.distillation import BYTES, IDS, LOG_PROBS, LOST
-from tllm.training.questions.remote_answerer import AnsweringThread, wait_for
+from tllm.training.questions.answerer_pool import AnswererPool, ClusterAnswerers
+from tllm.training.questions.remote_answerer import NOBODY, AnsweringThread, wait_for
 from tllm.training.questions.shared_secret import shared_identity
 from tllm.training.teachers.teacher_messages import Answer, Lesson, Question, packed
 from tllm.training.teachers.teacher_model import TeacherModel
-from tllm.training.teachers.teacher_threads import AskedRow, LocalTeacher, TeacherQueue, remote_teacher
+from tllm.training.teachers.teacher_threads import AskedRow, LocalTeacher, TeacherInquirer, TeacherQueue
 
 Numbers = NDArray[Any]
 
@@ -34,23 +35,26 @@ log = logging.getLogger("tllm.train")
 
 class TeacherPool:
     """Whichever teacher is free computes the next row, alone, so that what it finds hangs on the row and on nothing
-    else.
+    else. Those among `teachers` may change; they have been started.
     """
 
-    def __init__(self, lesson: Lesson, queue: TeacherQueue, teachers: Sequence[AnsweringThread]) -> None:
-        self._lesson, self._queue, self._teachers = lesson, queue, list(teachers)
+    def __init__(self, lesson: Lesson, queue: TeacherQueue, teachers: Iterable[AnsweringThread]) -> None:
+        self._lesson, self._queue, self._teachers = lesson, queue, teachers
         self._number = 0
         self._has_warned = False
-        for teacher in self._teachers:
-            teacher.start()
 
     @classmethod
-    def open(cls, keys: DistillationKeys, beginning: InitialModel) -> TeacherPool:
+    def open(
+        cls, keys: DistillationKeys, beginning: InitialModel, cluster: ClusterAnswerers | None = None
+    ) -> TeacherPool:
         """Those that a job names. ConfigError where teacher and student do not fit each other."""
         spec, queue = beginning.spec, TeacherQueue("teacher")
         lesson = Lesson(
             keys.top_k, keys.temperature, spec.vocab_size, vocabulary_digest(beginning.folder), keys.kl_budget
         )
+        if keys.teacher_nodes:
+            assert cluster is not None, "checked when the run began"
+            return cls(lesson, queue, AnswererPool.of("teacher", cluster, TeacherInquirer(lesson), queue))
         return cls(lesson, queue, _teachers(keys, lesson, queue, beginning))
 
     def ask(self, row: PackedRow) -> AskedRow | None:
@@ -89,7 +93,7 @@ class TeacherPool:
         if not self._queue.unanswered:
             return ""
         each = ", ".join(f"{teacher.name} ({teacher.trouble or 'computing'})" for teacher in self._teachers)
-        return f"{self._queue.unanswered} rows of the teachers {each}"
+        return f"{self._queue.unanswered} rows of the teachers {each or NOBODY}"
 
     def interrupt(self) -> None:
         """Whoever waits for a teacher gets an error."""
@@ -133,13 +137,16 @@ def _of_places(answer: Answer, places: int, lesson: Lesson) -> tuple[Numbers, Nu
 
 def _teachers(
     keys: DistillationKeys, lesson: Lesson, queue: TeacherQueue, beginning: InitialModel
-) -> list[AnsweringThread]:
+) -> Iterable[AnsweringThread]:
     if keys.teacher_model_name_or_path:
         teacher = TeacherModel.open(keys.teacher_model_name_or_path, keys.teacher_dtype)
         sizes = beginning.spec.vocab_size, teacher.spec.vocab_size
+        assert teacher.folder is not None, "it was opened there"
         check_same_vocabulary(beginning.folder, teacher.folder, *sizes, "teacher")
         compared = msgspec.structs.replace(lesson, vocabulary=teacher.vocabulary)  # token by token: padding may differ
-        return [LocalTeacher(teacher, compared, queue)]
+        beside = LocalTeacher(teacher, compared, queue)
+        beside.start()
+        return [beside]
     context = data_client(shared_identity(Path(keys.teacher_secret), "student", "tllm teach"))
     addresses = [address_of(text, "distill.teachers") for text in keys.teachers]
-    return [remote_teacher(address, context, lesson, queue) for address in addresses]
+    return AnswererPool.at(addresses, TeacherInquirer(lesson), queue, context)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ssl
 import threading
 from dataclasses import dataclass
 
@@ -10,7 +9,6 @@ import numpy as np
 
 from tllm.core.errors import ClusterError, ConfigError, TllmError
 from tllm.training.questions.question_queue import Asked, QuestionQueue
-from tllm.training.questions.remote_answerer import RemoteAnswerer
 from tllm.training.questions.run_connection import RunConnection
 from tllm.training.teachers.teacher_messages import TEACHING, Answer, Lesson, Question
 from tllm.training.teachers.teacher_model import TeacherModel
@@ -71,13 +69,6 @@ class TeacherInquirer:
 
     def refused(self, model: str, name: str, reason: str) -> ConfigError:
         return ConfigError(f"the teacher {model} at {name} cannot teach this student: {reason}", _HINT)
-
-
-def remote_teacher(
-    address: tuple[str, int], context: ssl.SSLContext, lesson: Lesson, queue: TeacherQueue
-) -> RemoteAnswerer[Lesson, Question, Answer]:
-    """A thread that asks the teacher at an address."""
-    return RemoteAnswerer(address, context, TeacherInquirer(lesson), queue)
 
 
 def checked(answer: Answer, question: Question, lesson: Lesson, name: str) -> Answer:

@@ -21,7 +21,7 @@ from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.measured.outcome import WARM
 from tllm.planner.measured.survey import cluster_of
 from tllm.planner.search.drift import BEGINNING, LATELY, Slowdown
-from tllm.planner.search.training_search import TrainingChoice, TrainingSearchResult, best_training
+from tllm.planner.search.training_search import TrainingChoice, best_training
 from tllm.planner.simulate.placed_plan import PlacedPlan
 from tllm.spec.plan import Plan
 from tllm.training.job.job import Job
@@ -42,9 +42,9 @@ class Chooser:
         self.chosen = TrainingChoice(placed, placed.predict(), tuple(placed.memory()))
         self.sizes: list[tuple[int, ...]] = []
 
-    def best(self, cluster: Cluster, sizes: tuple[int, ...]) -> TrainingSearchResult:
+    def best_as_chosen(self, cluster: Cluster, sizes: tuple[int, ...]) -> TrainingChoice:
         self.sizes.append(sizes)
-        return best_training(SPEC, cluster, FACTS, steps=5000)
+        return best_training(SPEC, cluster, FACTS, steps=5000).choices[0]
 
 
 def record(seconds: float) -> StepRecord:
@@ -133,7 +133,7 @@ def watched(chooser: Chooser, advice: Callable[[], Advice], run: Moved, monkeypa
 def test_a_plan_that_could_not_begin_is_not_chosen_again(monkeypatch: pytest.MonkeyPatch) -> None:
     chooser = Chooser()
     given = chooser.chosen
-    best = chooser.best(cluster_of(SURVEY.slower(2), SPEC), ()).choices[0]
+    best = chooser.best_as_chosen(cluster_of(SURVEY.slower(2), SPEC), ())
     assert str(best.placed.plan) != str(given.placed.plan)
     run = Moved()
     watch = watched(chooser, lambda: Advice("", (best, SURVEY.slower(2))), run, monkeypatch)
@@ -147,7 +147,7 @@ def test_a_plan_that_could_not_begin_is_not_chosen_again(monkeypatch: pytest.Mon
 
 def test_a_plan_that_began_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     chooser = Chooser()
-    best = chooser.best(cluster_of(SURVEY, SPEC), ()).choices[0]
+    best = chooser.best_as_chosen(cluster_of(SURVEY, SPEC), ())
     watch = watched(chooser, lambda: Advice("", (best, SURVEY)), Moved(), monkeypatch)
     watch.resumed(str(best.placed.plan))
     assert chooser.chosen is best and chooser.refused == set()

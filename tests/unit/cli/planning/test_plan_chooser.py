@@ -37,11 +37,30 @@ def job(folder: Path, *sets: str) -> ResolvedJob:
 
 def test_a_plan_without_copies_is_better_than_none_unless_they_were_asked_for(tmp_path: Path) -> None:
     chooser = Tight(job(tmp_path), "{}", SPEC, 2, mirrored=True)
-    placed = chooser._best_that_fits(CLUSTER).choices[0].placed
+    placed = chooser._that_fits(lambda: chooser.best(CLUSTER)).choices[0].placed
     assert placed.facts.mirror_steps == 0 and not chooser.mirrored, "and so is what is said of it later"
     asked = Tight(job(tmp_path, "mirror_steps=1"), "{}", SPEC, 2, mirrored=True)
     with pytest.raises(CapacityError, match="with copies"):
-        asked._best_that_fits(CLUSTER)
+        asked._that_fits(lambda: asked.best(CLUSTER))
+
+
+def test_the_nodes_that_were_chosen_for_a_role_are_named_in_the_job(tmp_path: Path) -> None:
+    survey = survey_of("train", *(training_node(name) for name in "abc"))
+    for asked, count in (("1", 1), ("2", 2), ("b", 1)):
+        sets = ("task=grpo", "grpo.reward_funcs=r:f", "grpo.max_completion_length=8", f"grpo.rollout_nodes={asked}")
+        chooser = TrainingChooser(job(tmp_path, *sets), "{}", SPEC, 3)
+        said: list[str] = []
+        chooser.says = said.append
+        placed = chooser.decide(survey).placed
+        assert chooser.resolved.job.grpo is not None and placed.facts.sampling is not None
+        names = chooser.resolved.job.grpo.rollout_nodes
+        assert len(names) == count and "a" not in names, "who has the data trains"
+        assert names == tuple(placed.cluster.name(device) for device in placed.facts.sampling.servers)
+        assert set(placed.devices).isdisjoint(placed.facts.sampling.servers) and 0 in placed.devices
+        assert f"rollout: {' '.join(map(str, names))}" in said[0] and "seconds of a step by role: sampling" in said[0]
+        assert asked.isdecimal() or names == ("b",)
+        again = chooser.best_as_chosen(placed.cluster, (2,)).placed
+        assert again.facts.sampling == placed.facts.sampling, "a role stays where it is"
 
 
 def test_a_plan_that_is_given_is_only_foretold(tmp_path: Path) -> None:

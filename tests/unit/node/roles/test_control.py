@@ -44,6 +44,9 @@ class Node:
     def last_place(self) -> tuple[int, int | None]:
         return 7, 2
 
+    def role_taken(self) -> None:
+        """It has none."""
+
     def heartbeat(self) -> Heartbeat:
         return Heartbeat()
 
@@ -67,7 +70,9 @@ def places(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int | None]]:
     """What a node told each coordinator that it looked for; the first stops the run, the second is there only once."""
     told: list[tuple[int, int | None]] = []
 
-    async def attach(address: object, identity: object, its: object, epoch: int = 0, rank: int | None = None) -> object:
+    async def attach(
+        address: object, identity: object, its: object, epoch: int = 0, rank: int | None = None, role: object = None
+    ) -> object:
         told.append((epoch, rank))
         if len(told) > 2:
             raise ClusterError("nobody listens there")

@@ -42,6 +42,15 @@ def test_a_job_with_its_table_is_read_and_written(tmp_path: Any) -> None:
         ({"lmbda": 0.5, "alpha": 0.1}, "distill.alpha is 0.1 and distill.lmbda is 0.5: there is no text"),
         ({"lmbda": 1, "max_completion_length": 0}, "distill.max_completion_length is 0 and must be 1 or more"),
         ({"lamda": 0.5}, "'distill.lamda' is no key of a job"),
+        ({"rollout_nodes": 1}, "distill.rollout_nodes is given and distill.lmbda is 0"),
+        ({"teacher_nodes": 0}, "distill.teacher_nodes is 0"),
+        ({"teacher_nodes": ["b", "b"]}, "distill.teacher_nodes names b twice"),
+        ({"teacher_nodes": ["b", "auto"]}, "distill.teacher_nodes has 'auto' among 2 values"),
+        ({"lmbda": 1, "teacher_nodes": ["b"], "rollout_nodes": ["c", "b"]}, "rollout_nodes both name b"),
+        (
+            {"teacher_model_name_or_path": "", "teachers": ["here:1"], "teacher_nodes": 1},
+            "distill.teachers gives addresses and distill.teacher_nodes nodes of the cluster for the same role",
+        ),
     ],
 )
 def test_values_that_cannot_work_are_refused(table: dict[str, Any], message: str) -> None:

@@ -19,11 +19,14 @@ from tllm.cluster.certificates import Identity
 from tllm.cluster.tls import data_client
 from tllm.core.errors import AuthError, ClusterError, ConfigError, FrameError, LinkError, TllmError
 from tllm.text.same_vocabulary import vocabulary_digest
+from tllm.training.questions.answerer_places import AnswererPlace, AnswererPlaces
+from tllm.training.questions.answerer_pool import AnswererPool, ClusterAnswerers
+from tllm.training.questions.remote_answerer import RemoteAnswerer
 from tllm.training.questions.run_connection import RunConnection
 from tllm.training.questions.shared_secret import shared_identity
 from tllm.training.teachers.teacher_messages import TEACHING, Answer, Lesson, Question, packed, unpacked
 from tllm.training.teachers.teacher_model import TeacherModel
-from tllm.training.teachers.teacher_threads import TeacherConnection, TeacherQueue, checked, remote_teacher
+from tllm.training.teachers.teacher_threads import TeacherConnection, TeacherInquirer, TeacherQueue, checked
 
 LESSON = Lesson(top_k=5, temperature=2.0, vocab_size=101, vocabulary="")
 ROW = Question(3, packed(np.array([7, 8, 9, 10, 11])), (2, 3), packed(np.array([0, 3, 4])))
@@ -215,7 +218,7 @@ def test_a_run_with_another_secret_ends_with_one_line(folder: Path, tmp_path: Pa
 def failure_of(address: tuple[str, int], secret: Path, lesson: Lesson) -> TllmError:
     queue = TeacherQueue("teacher")
     asked = queue.ask(ROW)
-    remote = remote_teacher(address, data_client(identity(secret)), lesson, queue)
+    remote = RemoteAnswerer(address, data_client(identity(secret)), TeacherInquirer(lesson), queue)
     remote.start()
     try:
         error = asked.answered.exception(20)
@@ -224,6 +227,30 @@ def failure_of(address: tuple[str, int], secret: Path, lesson: Lesson) -> TllmEr
         remote.close()
     assert isinstance(error, TllmError)
     return error
+
+
+def test_teachers_come_and_go_while_their_run_asks(folder: Path, tmp_path: Path) -> None:
+    """As nodes do that have the role: who is gone is dialled no more, and takes nothing from the queue."""
+    queue, places = TeacherQueue("teacher"), AnswererPlaces()
+    with serving(folder, tmp_path / "key") as one, serving(folder, tmp_path / "key") as two:
+        cluster = ClusterAnswerers(data_client(identity(tmp_path / "key")), places)
+        pool = AnswererPool.of("teacher", cluster, TeacherInquirer(LESSON), queue)
+        asked = queue.ask(ROW)
+        assert len(pool) == 0 and not asked.answered.done()
+        places.tell("teacher", [AnswererPlace("first", one.address)])
+        assert asked.answered.result(20)[0].number == ROW.number
+        (gone,) = pool
+        assert (gone.name, gone.trouble) == ("first", "")
+        places.tell("teacher", [])
+        gone._thread.join(20)
+        assert not gone._thread.is_alive() and len(pool) == 0
+        asked = queue.ask(ROW)
+        places.tell("teacher", [AnswererPlace("second", two.address)])
+        asked.answered.result(20)
+        assert (one.answered, two.answered, queue.given_back) == (1, 1, 0)
+        queue.close()
+        for other in pool:
+            other.close()
 
 
 def test_a_message_that_is_none_ends_the_connection(folder: Path, tmp_path: Path) -> None:

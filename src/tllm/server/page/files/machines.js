@@ -26,7 +26,7 @@ function card(node, status, history, isSlowest) {
   const { busy, step } = history.node(node.node);
   const isWaited = history.latest?.waits_for === node.node && history.latest.seconds_since_step > 1;
   const isLost = Boolean(node.reason);
-  const place = node.rank === null || node.rank === undefined ? "no rank" : `rank ${node.rank}`;
+  const place = node.rank === null || node.rank === undefined ? node.role || "no rank" : `rank ${node.rank}`;
   const lines = [
     node.layers ? `layers ${node.layers[0]} to ${node.layers[1] - 1}${share(node)}` : "holds no layers",
     `${node.host_name} · ${node.address} · ${node.cores} cores`,

@@ -1,0 +1,224 @@
+"""`RoleNodes`: which nodes of a cluster teach a training run, or sample for it, beside the ranks of its plan.
+
+A node that is lost costs the run nothing but time: what it was asked, others are asked. Who joins later takes its role.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from tllm.cluster.messages import RankAddress, RolePlaces, RoleTaken, TakeRole
+from tllm.cluster.state import Member, RankRefused, RoleBegan, RoleGiven
+from tllm.core.errors import ClusterError, ConfigError, TllmError, WeightsError
+from tllm.node.coordinator.coordinator import Coordinator
+from tllm.node.weights.model_folder import ModelFolder
+from tllm.spec.process_groups import RoleName
+from tllm.text.same_vocabulary import vocabulary_digest
+from tllm.training.job.job import Job
+from tllm.training.job.job_parts import role_key, role_nodes
+from tllm.training.job.key_limits import WantedNodes
+from tllm.training.questions.causal_model import CausalModel
+
+log = logging.getLogger("tllm.node")
+
+DOES: dict[RoleName, str] = {"teacher": "teach", "rollout": "sample completions"}
+"""What a node with a role does, in words."""
+
+
+class RoleNodes:
+    """Of the job that the coordinator's nodes are brought together for; `job` may be chosen later.
+
+    Nodes have their roles beside any epoch, and keep them when the next begins.
+    """
+
+    def __init__(self, coordinator: Coordinator, job: Job) -> None:
+        self.job = job
+        self._coordinator, self._members = coordinator, coordinator.members
+        self._unable = set[tuple[str, int]]()  # processes of nodes that could not take a role
+        self._told: object = None
+
+    @property
+    def wanted(self) -> dict[RoleName, WantedNodes]:
+        """By role; none for most jobs."""
+        return role_nodes(self.job)
+
+    def reserve(self, nodes: Sequence[str]) -> set[str]:
+        """Choose who is to have a role, of nodes of which the first is to be rank 0: those that are named, else the
+        last; beside those that have had it from a coordinator before. ConfigError for names that cannot be."""
+        reserved = set[str]()
+        lacking = {role: wanted.count - len(self._holders(role)) for role, wanted in self.wanted.items()}
+        for role, wanted in self.wanted.items():
+            names = wanted.names if lacking[role] == wanted.count else ()
+            _check_names(names, nodes, role_key(self.job, role))
+            for node in names:
+                reserved.add(node)
+                self._members.record(RoleGiven(node, role))
+        for role, count in lacking.items():
+            free = [node for node in nodes[1:] if node not in reserved]
+            for node in free[len(free) - count :] if count > 0 and not self.wanted[role].names else ():
+                reserved.add(node)
+                self._members.record(RoleGiven(node, role))
+        return reserved
+
+    def welcome(self, node: str) -> None:
+        """A node has joined, perhaps with a role that it had from a coordinator before: it keeps that, unless it is not
+        wanted here, or the node is now the first, which has rank 0."""
+        member = self._members.state.member(node)
+        is_first = node in self._coordinator.first[:1]
+        if member is not None and member.role is not None and (is_first or member.role not in self.wanted):
+            self._members.record(RoleGiven(node, None))
+
+    @contextlib.asynccontextmanager
+    async def beginning(self) -> AsyncIterator[None]:
+        """Those that were reserved take their roles while the block runs. Raises what any of them fails with, by its
+        name; one that is lost meanwhile may have a successor."""
+
+        async def take(member: Member) -> None:
+            try:
+                await self._give(member)
+            except TllmError as error:
+                now = self._members.state.member(member.node)
+                if now is not None and now.is_living:
+                    raise
+                log.warning("%s", error.message)
+
+        reserved = [one for one in self._members.state.living if one.role is not None and not one.answers_at]
+        for role in {one.role for one in reserved if one.role is not None}:
+            await asyncio.to_thread(self._order, role)  # what this machine lacks shows before anything is built
+        taking = asyncio.gather(*map(take, reserved))
+        try:
+            yield
+            await taking
+        finally:
+            taking.cancel()
+            await asyncio.gather(taking, return_exceptions=True)
+
+    @contextlib.asynccontextmanager
+    async def kept(self, is_settled: Callable[[], bool]) -> AsyncIterator[None]:
+        """While the block runs, give the roles of lost nodes to others, when the plan `is_settled`: when it is known
+        which nodes have its ranks."""
+        keeping = [self._fill(is_settled), self._tell_changes()] if self.wanted else []
+        tasks = [asyncio.create_task(one, name="roles") for one in keeping]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def tell(self) -> None:
+        """Tell rank 0 who answers now."""
+        self._told = self._known()
+        first = self._members.state.ranks[:1]
+        if first and first[0].node in self._members.channels:  # else it is told when another has its part
+            for role in self.wanted:
+                self._members.channels[first[0].node].post(RolePlaces(role, self._places(role)))
+
+    async def _tell_changes(self) -> None:
+        while True:
+            await self._members.until(lambda: self._known() != self._told)
+            self.tell()
+
+    async def _fill(self, is_settled: Callable[[], bool]) -> None:
+        while True:
+            await self._members.until(lambda: self._vacancy(is_settled) is not None)
+            vacancy = self._vacancy(is_settled)
+            assert vacancy is not None, "nothing was awaited since"
+            role, member = vacancy
+            self._members.record(RoleGiven(member.node, role))
+            try:
+                await self._give(member)
+            except TllmError as error:
+                log.warning("%s", error.message)
+                self._unable.add((member.node, member.facts.pid))
+                self._members.record(RoleGiven(member.node, None))
+
+    async def _give(self, member: Member) -> None:
+        node, role = member.node, self._role_of(member.node)
+        try:
+            order = await asyncio.to_thread(self._order, role)
+            channel = self._members.channels.get(node)
+            if channel is None:
+                raise ClusterError("it went away")
+            taken = await channel.ask(order, self._coordinator.work.load_seconds)
+        except TllmError as error:
+            self._members.record(RankRefused(node, error.message))
+            why = error.message if node in error.message else f"{node} cannot {DOES[role]}: {error.message}"
+            raise type(error)(why, error.hint) from error
+        assert isinstance(taken, RoleTaken), "what a node answers"
+        self._members.record(RoleBegan(node, taken))
+        log.info("%s is to %s, at port %d", node, DOES[role], taken.port)
+        self.tell()
+
+    def _role_of(self, node: str) -> RoleName:
+        member = self._members.state.member(node)
+        assert member is not None and member.role is not None, "it was given before"
+        return member.role
+
+    def _order(self, role: RoleName) -> TakeRole:
+        """What a node must know to take a role. ConfigError or WeightsError where this machine lacks the teacher."""
+        weights = self._coordinator.weights
+        if role == "rollout":
+            own = weights.folder
+            model, config = self.job.model_name_or_path or self.job.config_name or "", self._coordinator.work.config
+            folder, files = (str(own.path), own.files) if own is not None else ("", ())
+            is_base = self.job.lora is not None
+            return TakeRole(role=role, model=model, config=config, folder=folder, files=files, is_base=is_base)
+        keys = self.job.distill
+        assert keys is not None and keys.teacher_model_name_or_path, "a job whose nodes teach names the teacher"
+        found = CausalModel.find(keys.teacher_model_name_or_path, "gives no next token", "take a causal language model")
+        if (lent := weights.beside.get(role)) is None:
+            lent = weights.beside[role] = ModelFolder(found.folder)
+        if not lent.files:
+            raise WeightsError(f"the teacher's folder {found.folder} has no files of weights", "copy model.safetensors")
+        return TakeRole(
+            role=role,
+            model=keys.teacher_model_name_or_path,
+            config=json.dumps(found.config),
+            vocabulary=vocabulary_digest(found.folder),
+            dtype=keys.teacher_dtype,
+            folder=str(lent.path),
+            files=lent.files,
+        )
+
+    def _holders(self, role: RoleName) -> list[Member]:
+        return [member for member in self._members.state.living if member.role == role]
+
+    def _places(self, role: RoleName) -> tuple[RankAddress, ...]:
+        holders = [member for member in self._holders(role) if member.answers_at]
+        return tuple(RankAddress(member.node, member.facts.host, member.answers_at) for member in holders)
+
+    def _known(self) -> object:
+        """What rank 0 is to know, and in which epoch."""
+        return self._members.state.epoch, [self._places(role) for role in self.wanted]
+
+    def _vacancy(self, is_settled: Callable[[], bool]) -> tuple[RoleName, Member] | None:
+        """A role that lacks a node, and one that is free for it: not wanted by the plan, unless nobody has the role."""
+        if not is_settled():
+            return None
+        state, wanted = self._members.state, self.wanted
+        free = [
+            member
+            for member in state.available
+            if member.rank is None and (member.node, member.facts.pid) not in self._unable
+        ]
+        short = max(0, self._coordinator.work.plan.world_size - state.seated_count)
+        for role in sorted(wanted, key=lambda role: len(self._holders(role))):
+            held = len(self._holders(role))
+            if held < wanted[role].count and len(free) > (short if held else 0):
+                return role, free[-1]
+        return None
+
+
+def _check_names(names: Sequence[str], nodes: Sequence[str], key: str) -> None:
+    """ConfigError for names of nodes that cannot have a role."""
+    if unknown := [name for name in names if name not in nodes]:
+        raise ConfigError(
+            f"{key} names {unknown[0]!r}, and the nodes are {', '.join(nodes)}", "give the names of nodes that join"
+        )
+    if nodes[0] in names:
+        raise ConfigError(f"{key} names {nodes[0]}, the first node, which has the data and trains", "name another one")

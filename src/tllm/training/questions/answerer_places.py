@@ -1,0 +1,40 @@
+"""`AnswererPlaces`: where programs answer a run's questions, by their role, as they come and go while it runs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+
+class AnswererPlace(NamedTuple):
+    """`name` is what messages call it, `address` its host and port."""
+
+    name: str
+    address: tuple[str, int]
+
+
+Hear = Callable[[Sequence[AnswererPlace]], object]
+"""hear(all places of a role)"""
+
+
+class AnswererPlaces:
+    """The latest of each role, told by one thread and heard by one follower for each role."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._places: dict[str, Sequence[AnswererPlace]] = {}
+        self._followers: dict[str, Hear] = {}
+
+    def tell(self, role: str, places: Sequence[AnswererPlace]) -> None:
+        """These are all of a role now."""
+        with self._lock:
+            self._places[role] = places
+            if (follower := self._followers.get(role)) is not None:
+                follower(places)
+
+    def follow(self, role: str, follower: Hear) -> None:
+        """Hear what is known of a role now, and every change from here on, in the place of who followed it before."""
+        with self._lock:
+            self._followers[role] = follower
+            follower(self._places.get(role, ()))

@@ -1,0 +1,58 @@
+"""Nodes of one cluster teach and sample for a run, and die in the middle of it: nothing of what is learned changes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.training.opened_run import training
+from tests.support.training.post_training.distilled_task import on_policy_job, write_models
+from tests.support.training.runs import final, records, train
+from tests.support.training.training_step import furthest
+from tllm.node.coordinator.status_report import report
+from tllm.node.train.training_run import TrainingRun
+from tllm.training.job.job import Job
+from tllm.training.report.events import RunEvent, RunLostRank, RunStepped
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # each starts several processes that load torch
+
+
+def job_of(folder: Path, name: str, **nodes: tuple[int | str, ...]) -> Job:
+    return on_policy_job(folder, folder / name, max_steps=8, mirror_steps=1, distill=nodes)
+
+
+def roles(run: TrainingRun) -> dict[str, str]:
+    """The role that each node has beside the plan, and answers in, as `tllm status` is told it."""
+    return {node["node"]: node["role"] for node in report(run.state)["nodes"] if node["phase"] in ("ready", "done")}
+
+
+async def follow(job: Job, killed: dict[int, str]) -> list[RunEvent]:
+    """The news of a run in which a node is killed after each of some steps."""
+    news: list[RunEvent] = []
+    async with training(job, "pp=1", threads=1, on_loss="replan") as run:
+        assert roles(run) == {"local-0": "", "local-1": "rollout", "local-2": "teacher"}
+        async for one in run.events():
+            news.append(one)
+            if isinstance(one, RunStepped) and (node := killed.pop(one.record.step, None)) is not None:
+                member = run.state.member(node)
+                assert member is not None
+                os.kill(member.facts.pid, signal.SIGKILL)
+        assert roles(run) == {"local-0": "", "local-1": "rollout", "local-2": "teacher"}, "who came again has it again"
+    return news
+
+
+def test_nodes_with_roles_die_and_the_weights_are_those_of_the_colocated_run(tmp_path: Path) -> None:
+    write_models(tmp_path)
+    train(replace(job_of(tmp_path, "calm"), mirror_steps=0), "pp=1")
+    job = job_of(tmp_path, "apart", teacher_nodes=("local-2",), rollout_nodes=(1,))
+    news = asyncio.run(follow(job, {1: "local-1", 3: "local-2", 5: "local-0"}))
+    assert [one.record.step for one in news if isinstance(one, RunStepped)][-1] == 8
+    assert [one.node for one in news if isinstance(one, RunLostRank)] == ["local-0"], "the others interrupt nothing"
+    assert sum((one.metrics or {}).get("rollout/weight_bytes", 0.0) for one in records(news)) > 0
+    off, where = furthest(final(tmp_path / "apart"), final(tmp_path / "calm"))
+    assert off < 1e-11, where
