@@ -28,6 +28,7 @@ RUNS = (
     ["planner.planning"],
     ["training.memory"],
     ["training.log_prob_mismatch"],
+    ["training.sampled_ahead"],
     ["serving.drafts"],
     ["serving.two_machines"],
     ["cluster.coordinator_scale"],

@@ -19,8 +19,10 @@ from tllm.training.policy.on_policy_rows import OnPolicyRows
 from tllm.training.policy.policy_feed import PolicyFeed, SampledRows
 from tllm.training.policy.rewarded_rows import RewardedRows
 from tllm.training.policy.rollouts import Rollouts, sampling_of
-from tllm.training.policy.sample_together import CompletionSampler
+from tllm.training.policy.sample_together import CompletionSampler, StepSampler
 from tllm.training.policy.tool_turns import Tools, make_sampler
+from tllm.training.rollout_servers.rollouts_apart import RolloutsApart
+from tllm.training.rollout_servers.sampled_ahead import PositionAhead, SampledAhead
 from tllm.training.state.initial_weights import InitialWeights
 from tllm.training.step.rank_groups import RankConfig
 from tllm.training.step.rank_model import RankModel
@@ -73,8 +75,13 @@ def policy_feed(
     if initial_model is not None:
         prompts = initial_model.prompts(job, source.schemas)
         judged = _judged(config, initial_model, prompts, source.rewards)
-    sampler = source.sampler(config)
-    return PolicyFeed(config, sampler, judged, initial_weights, policy, with_positions), prompts
+    position: DataPosition | None = prompts
+    sampler: StepSampler = source.sampler(config)
+    if job.rollouts is not None and job.rollouts.max_staleness:
+        assert isinstance(source.rollouts, RolloutsApart), "checked when the run began"
+        sampler = ahead = SampledAhead(config, source.rollouts)
+        position = None if prompts is None else PositionAhead(prompts, ahead)
+    return PolicyFeed(config, sampler, judged, initial_weights, policy, with_positions), position
 
 
 def _judged(

@@ -194,7 +194,7 @@ class RankTrainer:
         for sink in self._sinks:  # before a save or snapshot of this step can be whole: none is ahead of its lines
             sink.write(record, completions)
         if snapshot_is_due:
-            self._state.take_snapshot(self._step, batch.next_position, self._forward.best.standing)
+            self._state.take_snapshot(self._step, self._feed.position(batch), self._forward.best.standing)
         on_event(RunStepped(record, completions[:TOLD_COMPLETIONS]))
         if self._state.is_save_due(self._step):
             self._state.save(self._step, self._forward.best.standing)

@@ -44,9 +44,11 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def job_of(task: Path, run: Path, servers: tuple[str, ...] = (), **more: Any) -> Job:
+def job_of(task: Path, run: Path, servers: tuple[str, ...] = (), max_staleness: int = 0, **more: Any) -> Job:
     """Sampling takes most of a step: many tokens of each completion, one after another."""
-    elsewhere = {"rollout_servers": servers, "rollout_secret": str(task / "key")} if servers else {}
+    elsewhere: dict[str, Any] = {}
+    if servers:
+        elsewhere = dict(rollout_servers=servers, rollout_secret=str(task / "key"), max_staleness=max_staleness)
     run.parent.mkdir(exist_ok=True)
     begin = dict(config_name=None, tokenizer_name=None, model_name_or_path=str(task / "base" / "final"))
     table = grpo(task, num_generations=8, max_completion_length=48, num_completions_to_print=64, **elsewhere)
@@ -62,7 +64,8 @@ async def follow(job: Job, plan: str, on_loss: OnLoss, hurt: Callable[[TrainingR
             news.append(one)
             if isinstance(one, RunStepped) and one.record.step == KILLED_AFTER:
                 seconds = (one.record.role_seconds or {})["sampling"]
-                assert seconds > one.record.seconds / 3, "sampling is much of a step"
+                is_ahead = job.grpo is not None and job.grpo.max_staleness > 0
+                assert is_ahead or seconds > one.record.seconds / 3, "sampling is much of a step"
                 await asyncio.sleep(SAMPLING * seconds)
                 hurt(run)
     return news
@@ -118,4 +121,28 @@ def test_a_policy_worker_that_is_killed_while_it_samples_costs_nothing(rank: int
 
     news = asyncio.run(follow(job_of(task, tmp_path / "hurt" / "run", **keys), "dp=2", "replan", kill))
     assert [one.node for one in news if isinstance(one, RunLostRank)] == [f"local-{rank}"]
+    check(tmp_path / "hurt" / "run", tmp_path / "calm" / "run", is_exact=True)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("victim", ["server", "rank 0"])
+def test_who_is_killed_while_steps_are_sampled_ahead_costs_nothing(victim: str, task: Path, tmp_path: Path) -> None:
+    """A server, whose questions are asked again with the weights that they had; and who asks, whose next steps'
+    completions are in the memory of the other."""
+    keys: dict[str, Any] = dict(deterministic=True, mirror_steps=1, max_staleness=2)
+    with serve(task) as first, serve(task) as second:
+        one, two = (command.until(r"samples at (\S+:\d+)")[1] for command in (first, second))
+        train(job_of(task, tmp_path / "calm" / "run", (one, two), **keys), "pp=1")
+
+        def kill(run: TrainingRun) -> None:
+            assert isinstance(run, ElasticRun)
+            if victim == "server":
+                first.process.send_signal(signal.SIGKILL)
+                first.process.wait()
+            else:
+                os.kill(run.state.ranks[0].facts.pid, signal.SIGKILL)
+
+        news = asyncio.run(follow(job_of(task, tmp_path / "hurt" / "run", (one, two), **keys), "dp=2", "replan", kill))
+    lost = [event.node for event in news if isinstance(event, RunLostRank)]
+    assert lost == ([] if victim == "server" else ["local-0"])
     check(tmp_path / "hurt" / "run", tmp_path / "calm" / "run", is_exact=True)

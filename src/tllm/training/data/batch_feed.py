@@ -161,6 +161,10 @@ class BatchFeed:
         """The batch as tensors."""
         return batch.unpack()
 
+    def position(self, batch: ReplicaBatch) -> bytes:
+        """As the batch says."""
+        return batch.next_position
+
     def close(self) -> None:
         """End the thread; its links are closed before, should it wait on one."""
         if self._batches is not None:

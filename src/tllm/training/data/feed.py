@@ -29,6 +29,9 @@ class Feed(Protocol):
     def microbatches(self, batch: ReplicaBatch) -> Sequence[Tokens]:
         """The same as tensors."""
 
+    def position(self, batch: ReplicaBatch) -> bytes:
+        """Where in the data the step after `batch`, the last that came, begins, as snapshots keep it."""
+
     def close(self) -> None:
         """End what runs beside; links are closed before, should it wait on one."""
 

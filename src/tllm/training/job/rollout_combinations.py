@@ -24,6 +24,7 @@ def check_rollouts(job: Job, plan: Plan, spec: ModelSpec) -> None:
     config = job.rollouts
     if config is not None:
         _check_sizes(job, config)
+        _check_staleness(job, config)
         _check_steps(job)
         _check_turns(job, config, spec)
 
@@ -89,6 +90,15 @@ def _check_sizes(job: Job, config: RolloutConfig) -> None:
             "deterministic=true and rejection.threshold: how many rows a step has, and with them the order of its "
             "sums, would hang on rewards",
             "leave one of them out",
+        )
+
+
+def _check_staleness(job: Job, config: RolloutConfig) -> None:
+    if config.max_staleness >= job.max_steps:
+        raise ConfigError(
+            f"{job.task}.max_staleness is {config.max_staleness} and max_steps is {job.max_steps}: the weights that "
+            "the run begins with would sample all of it",
+            "give fewer than max_steps",
         )
 
 

@@ -21,6 +21,8 @@ FUNCTION = re.compile(r"(?P<module>.*\.py|\w+(\.\w+)*):(?P<function>[A-Za-z_]\w*
 REWARD_SECONDS = 600.0
 """Reward functions have less: so long do the other ranks wait for rank 0, which calls them."""
 
+CORRECTION_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
 AT_LEAST: Mapping[str, float] = MappingProxyType(
     {
         "reward_timeout": 1,
@@ -31,6 +33,7 @@ AT_LEAST: Mapping[str, float] = MappingProxyType(
         "num_completions_to_print": 0,
         "num_generations_eval": 1,
         "max_tool_calling_iterations": 1,
+        "max_staleness": 0,
     }
 )
 
@@ -76,6 +79,9 @@ class RolloutConfig:
     rollout_nodes: tuple[int | str, ...] = ()
     """Instead of `rollout_servers`: nodes of the run's own cluster that sample and do not train, so many, or by their
     names; or "auto", as many as the planner finds best, none perhaps."""
+    max_staleness: int = 0
+    """With `rollout_servers` or `rollout_nodes`: optimizer steps by which the weights that sample may be older than those
+    that learn. These machines then sample so many steps ahead while the trainer learns; 0: the trainer waits."""
     num_generations_eval: int | None = None
     """Completions that an evaluation samples of each prompt of `eval_files`; left out: `num_generations`."""
     tools: tuple[str, ...] = ()
@@ -114,6 +120,7 @@ class RolloutConfig:
                 f"{table} has {len(self.reward_weights)} reward_weights and {len(self.reward_funcs)} reward_funcs",
                 "give one weight for each function",
             )
+        self._check_staleness(table)
         if self.temperature <= 0:
             raise ConfigError(
                 f"{table}.temperature is {self.temperature}: all completions of a prompt would be the same",
@@ -121,6 +128,26 @@ class RolloutConfig:
             )
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"{table}.top_p is {self.top_p}", "give one above 0, and 1 for all tokens")
+
+    def _check_staleness(self, table: str) -> None:
+        given = f"{table}.max_staleness is {self.max_staleness}"
+        if self.max_staleness and not (self.rollout_servers or self.rollout_nodes):
+            raise ConfigError(
+                f"{given} and {table}.rollout_servers and rollout_nodes are empty: the ranks that train sample with the "
+                "weights that they have",
+                "name machines that sample while the trainer learns, or leave max_staleness out",
+            )
+        if self.max_staleness and "auto" in self.rollout_nodes:
+            raise ConfigError(
+                f'{given} and {table}.rollout_nodes is "auto", which may come to none',
+                "say how many nodes sample while the trainer learns",
+            )
+        if self.max_staleness and self.tools:
+            raise ConfigError(
+                f"{given} and {table}.tools names some: rank 0 calls them between the turns of a completion, and "
+                "learns while steps ahead are sampled",
+                "leave one of them out",
+            )
 
 
 @dataclass(frozen=True)
@@ -151,9 +178,28 @@ class GRPOConfig(RolloutConfig):
     "none"."""
     num_iterations: int = 1
     """Steps taken with the same completions, before new ones are sampled."""
+    rollout_importance_sampling_correction: bool | None = None
+    """Weigh what is learned of each token by the probability that the weights have for it which a step begins with,
+    over that of the weights that sampled it; left out: where `max_staleness` is above 0. This key and the three after
+    it are TRL's, which has `vllm` for `rollout` in their names."""
+    rollout_importance_sampling_mode: str = "token_truncate"
+    """What has such a ratio, each "token" or the whole "sequence" (the product of its tokens'), and what becomes of one
+    outside its bounds: "truncate" sets it to the bound, "mask" to 0."""
+    rollout_importance_sampling_clip_max: float = 3.0
+    """Upper bound of the ratio."""
+    rollout_importance_sampling_clip_min: float = 0.0
+    """Lower bound of the ratio; 0: none."""
 
     LIMITS = KeyLimits(
-        at_least={**AT_LEAST, "num_generations": 2, "beta": 0, "epsilon": 0, "epsilon_high": 0, "num_iterations": 1},
+        at_least={
+            **AT_LEAST,
+            "num_generations": 2,
+            "beta": 0,
+            "epsilon": 0,
+            "epsilon_high": 0,
+            "num_iterations": 1,
+            "rollout_importance_sampling_clip_min": 0,
+        },
         below={"reward_timeout": REWARD_SECONDS, "epsilon": 1},
         choices={
             "kl_estimator": ("k1", "k2", "k3"),
@@ -161,6 +207,7 @@ class GRPOConfig(RolloutConfig):
             "importance_sampling_level": ("token", "sequence"),
             "advantage": ("group", "rloo"),
             "scale_rewards": ("group", "batch", "none"),
+            "rollout_importance_sampling_mode": CORRECTION_MODES,
         },
     )
 
@@ -171,6 +218,25 @@ class GRPOConfig(RolloutConfig):
                 f'grpo.advantage is "rloo" and grpo.scale_rewards is {self.scale_rewards!r}: RLOO divides by nothing',
                 'give scale_rewards = "none"',
             )
+        low, high = self.rollout_importance_sampling_clip_min, self.rollout_importance_sampling_clip_max
+        if not low < high:
+            raise ConfigError(
+                f"grpo.rollout_importance_sampling_clip_min is {low} and grpo.rollout_importance_sampling_clip_max is "
+                f"{high}",
+                "give bounds with room between them",
+            )
+        if self.max_staleness % self.num_iterations:
+            raise ConfigError(
+                f"grpo.max_staleness is {self.max_staleness} and grpo.num_iterations is {self.num_iterations}: weights "
+                "go to the servers where new completions are sampled",
+                "make max_staleness a multiple",
+            )
+
+    @property
+    def is_corrected(self) -> bool:
+        """Whether ratios of the weights that learn to those that sampled weigh what is learned."""
+        asked = self.rollout_importance_sampling_correction
+        return self.max_staleness > 0 if asked is None else asked
 
     @property
     def clip_range(self) -> tuple[float, float]:

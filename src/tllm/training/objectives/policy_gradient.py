@@ -5,6 +5,7 @@ Of token t of completion i, with advantage A_i and the ratio r of its probabilit
     loss = -min(r A_i, clip(r, 1 - epsilon, 1 + epsilon_high) A_i) + beta KL
 
 GRPO (2402.03300) has r of each token; GSPO (2507.18071) one of each completion, the geometric mean of its tokens'.
+Where completions are of other weights than a step begins with, the first term is weighed (`rollout_correction`).
 How tokens are added up is what GRPO, DAPO (2503.14476) and Dr. GRPO (2503.20783) differ in: here they are summed, and
 the step's denominator, which each row brings its part of, divides the sum.
 """
@@ -24,6 +25,7 @@ from tllm.training.data.encoder import IGNORED
 from tllm.training.job.job import Job
 from tllm.training.objectives.log_probs import TokenLosses, document_sums
 from tllm.training.objectives.objective import MetricSum, MicrobatchLoss
+from tllm.training.objectives.rollout_correction import CLIPPED, MISMATCH_METRICS, RolloutCorrection, mismatch
 
 ADVANTAGE = "advantage"
 """Of a document: how much better its reward is than what it is compared with."""
@@ -33,9 +35,6 @@ SAMPLED, OLD, KEPT, REFERENCE = "sampled_log_probs", "old_log_probs", "kept_log_
 it finds, and as the reference has it."""
 
 CLIP_METRICS = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
-DIFFERENCE, RATIO = "sampling/sampling_logp_difference", "sampling/importance_sampling_ratio"
-MISMATCH_METRICS = (f"{DIFFERENCE}/mean", f"{DIFFERENCE}/max", f"{RATIO}/min", f"{RATIO}/mean", f"{RATIO}/max")
-"""How far the engine's log-probabilities are from those of the first pass, and the ratios that come of it."""
 
 
 class SampledTokenLosses(TokenLosses):
@@ -108,7 +107,9 @@ class PolicyGradientLoss:
             *CLIP_METRICS,
             *(("kl",) if job.grpo.beta else ()),
             *MISMATCH_METRICS,
+            *((CLIPPED,) if job.grpo.is_corrected else ()),
         )
+        self.correction = RolloutCorrection(job.grpo, cp) if job.grpo.is_corrected else None
 
     def __call__(self, model: Transformer, x_TD: Tensor, tokens: Tokens) -> MicrobatchLoss:
         log_probs_T = self.losses.log_probs(model, x_TD, tokens)
@@ -123,6 +124,12 @@ class PolicyGradientLoss:
         ratio_T = self._ratios((log_probs_T - old_T) * learned_T, lengths_N, tokens)
         low, high = self.config.clip_range
         loss_T = -torch.minimum(ratio_T * advantage_T, ratio_T.clamp(low, high) * advantage_T)
+        sampled_T = tokens.of_tokens[SAMPLED].to(now_T.dtype)
+        if self.correction is None:
+            far = mismatch((old_T - sampled_T)[learned])
+        else:
+            weight_T, far = self.correction(old_T, sampled_T, learned, tokens)
+            loss_T = loss_T * weight_T
         kl_T = None
         if self.config.beta:
             kl_T = kl_estimate(log_probs_T, tokens.of_tokens[REFERENCE].to(now_T.dtype), self.config.kl_estimator)
@@ -138,29 +145,13 @@ class PolicyGradientLoss:
             told["kl"] = kl_T.detach()
         count = float(learned_T.sum())
         sums = {name: MetricSum(float((x_T * learned_T).sum()), count) for name, x_T in told.items()}
-        sums |= mismatch(old_T[learned], tokens.of_tokens[SAMPLED][learned].to(now_T.dtype))
-        return MicrobatchLoss(loss_T.sum(), metrics=sums)
+        return MicrobatchLoss(loss_T.sum(), metrics=sums | far)
 
     def _ratios(self, log_ratio_T: Tensor, lengths_N: Tensor, tokens: Tokens) -> Tensor:
         """Of each token, or of each sequence at all of its tokens."""
         if self.config.importance_sampling_level == "token":
             return log_ratio_T.exp()
         return (document_sums(log_ratio_T, tokens, self.cp) / lengths_N).exp()[tokens.document_T]
-
-
-def mismatch(old_L: Tensor, sampled_L: Tensor) -> dict[str, MetricSum]:
-    """`MISMATCH_METRICS` of the tokens that are learned, from both sides' log-probabilities."""
-    if not len(old_L):
-        return dict.fromkeys(MISMATCH_METRICS, MetricSum(0.0, 0.0))
-    off_L, ratio_L, count = (old_L - sampled_L).abs(), (old_L - sampled_L).exp(), float(len(old_L))
-    sums = (
-        MetricSum(float(off_L.sum()), count),
-        MetricSum(float(off_L.max()), 1.0),
-        MetricSum(float(ratio_L.min()), 1.0),
-        MetricSum(float(ratio_L.sum()), count),
-        MetricSum(float(ratio_L.max()), 1.0),
-    )
-    return dict(zip(MISMATCH_METRICS, sums, strict=True))
 
 
 def kl_estimate(log_probs_T: Tensor, reference_T: Tensor, estimator: str) -> Tensor:

@@ -3,7 +3,8 @@
 For each step, or where `num_iterations` says so for several:
 
 1. Rank 0 reads prompts and tells every rank which replica samples what (`SampledRows.groups`).
-2. Each replica samples (`CompletionSampler`), and sends what came to rank 0; where tools are called, several times.
+2. Each replica samples (`CompletionSampler`), and sends what came to rank 0; where tools are called, several times. Or
+   servers do, some steps ahead (`SampledAhead`).
 3. Rank 0 has them judged, and makes rows of what is learned of each (`SampledRows.learned`): reward functions give
    advantages, a teacher the probabilities of all tokens.
 4. The rows are dealt to the replicas like any others, and the reference says what it thinks of them.
@@ -29,7 +30,7 @@ from tllm.training.job.job_parts import steps_of_one_sampling
 from tllm.training.objectives.policy_gradient import KEPT, OLD, REFERENCE
 from tllm.training.policy.reference_model import ReferenceModel
 from tllm.training.policy.rollouts import Completion, PromptGroup, RolloutOrder
-from tllm.training.policy.sample_together import CompletionSampler, dealt
+from tllm.training.policy.sample_together import StepSampler, dealt
 from tllm.training.state.initial_weights import InitialWeights
 from tllm.training.step.rank_groups import RankConfig
 from tllm.training.step.rank_model import RankModel
@@ -47,7 +48,8 @@ class SampledRows(Protocol):
         """Go on after `done` steps."""
 
     def groups(self, step: int) -> list[PromptGroup]:
-        """What is to be sampled for step `step`, the first being 0."""
+        """What is to be sampled for step `step`, the first being 0. Several steps may be asked for before one is
+        learned."""
 
     def learned(self, step: int, completions: Sequence[Completion]) -> tuple[list[PackedRow], dict[str, float]]:
         """The rows of the step from what was sampled for `groups`, in order, and metrics. ConfigError for a fault."""
@@ -67,7 +69,7 @@ class PolicyFeed:
     def __init__(
         self,
         config: RankConfig,
-        sampler: CompletionSampler,
+        sampler: StepSampler,
         judged: SampledRows | None,
         initial_weights: InitialWeights,
         policy: RankModel,
@@ -92,6 +94,7 @@ class PolicyFeed:
         """Start with `step`, at which completions are sampled."""
         assert step % self._passes == 0, "saves are made between two samplings"
         self._step = step
+        self._sampler.begin(step, stop)
         if self._judged is not None:
             self._judged.prepare(step)
         if self._reference is not None:
@@ -118,6 +121,10 @@ class PolicyFeed:
             for tokens in self._microbatches
         ]
 
+    def position(self, batch: ReplicaBatch) -> bytes:
+        """Where in the data the next step begins, with what was sampled ahead."""
+        return self._sampler.position(batch.next_position, self._step)
+
     def close(self) -> None:
         if self._reference is not None:
             self._reference.close()
@@ -126,9 +133,9 @@ class PolicyFeed:
 
     def _sampled(self) -> ReplicaBatch:
         config, plan = self._config, self._config.plan
-        order = self._ordered() if config.groups.world.rank == 0 else None
+        order_of = None if self._judged is None else self._ordered
         with self._timed("sampling"):
-            asked, completions = self._sampler(order)
+            asked, completions = self._sampler.of_step(self._step, order_of)
         if self._sampler.tool_seconds:
             self.role_seconds["tools"] = self._sampler.tool_seconds
             self.role_seconds["sampling"] -= self._sampler.tool_seconds
@@ -141,11 +148,11 @@ class PolicyFeed:
         send_parts(batches, plan, config.groups.data)
         return batches[0]
 
-    def _ordered(self) -> RolloutOrder:
-        """On rank 0: what each replica is to sample."""
+    def _ordered(self, step: int) -> RolloutOrder:
+        """On rank 0: what each replica is to sample for a step."""
         assert self._judged is not None
         try:
-            groups = self._judged.groups(self._step)
+            groups = self._judged.groups(step)
         except ConfigError as error:
             return RolloutOrder((), (), (error.message, error.hint))
         return dealt(groups, self._judged.stop_ids, self._config.plan)
@@ -160,7 +167,7 @@ class PolicyFeed:
             return [_faulty((error.message, error.hint))] * plan.replicas
         position = self._judged.position(self._step + self._passes) if self._with_positions else b""
         batches = split_global_batch(rows, plan.dp, self._config.job.microbatch_size, position)
-        metrics = {**metrics, **self._sampler.rollouts.metrics}
+        metrics = {**metrics, **self._sampler.metrics}
         return [msgspec.structs.replace(batch, metrics=metrics) for batch in batches]
 
     def _with_reference(self, microbatches: list[Tokens]) -> list[Tokens]:

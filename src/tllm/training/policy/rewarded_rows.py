@@ -43,7 +43,7 @@ class RewardedRows:
         assert config is not None, "checked when the run began"
         self.config, self._job, self._prompts, self._rewards = config, job, prompts, rewards
         self.stop_ids = rewards.stop_ids
-        self._rows: list[PromptRow] = []
+        self._rows: dict[int, list[PromptRow]] = {}
         self._file: CompletionsFile | None = None
 
     def prepare(self, done: int) -> None:
@@ -52,19 +52,19 @@ class RewardedRows:
 
     def groups(self, step: int) -> list[PromptGroup]:
         """What is to be sampled for step `step`, the first being 0."""
-        self._rows = self._prompts.prompts(step)
+        self._rows[step] = rows = self._prompts.prompts(step)
         numbers = range(self.config.num_generations)
         return [
             PromptGroup(row.ids, tuple(completion_seed(self._job.seed, step, place, number) for number in numbers))
-            for place, row in enumerate(self._rows)
+            for place, row in enumerate(rows)
         ]
 
     def learned(self, step: int, completions: Sequence[Completion]) -> tuple[list[PackedRow], dict[str, float]]:
         """The rows of the step from what was sampled for `groups`, in order, and metrics. ConfigError for a reward."""
-        size = self.config.num_generations
-        assert len(completions) == size * len(self._rows), "as many as were asked for"
+        size, rows = self.config.num_generations, self._rows.pop(step)
+        assert len(completions) == size * len(rows), "as many as were asked for"
         texts = self._rewards.texts(completions)
-        rewards_NF = self._rewards.of(self._rows, completions, texts)
+        rewards_NF = self._rewards.of(rows, completions, texts)
         reward_PG = self._rewards.together(rewards_NF, size)
         advantage_PG = advantages(reward_PG, self.config) if isinstance(self.config, GRPOConfig) else None
         groups = [
@@ -76,14 +76,14 @@ class RewardedRows:
                 reward_PG[place],
                 None if advantage_PG is None else advantage_PG[place],
             )
-            for place, row in enumerate(self._rows)
+            for place, row in enumerate(rows)
         ]
         self._write(step, groups)
         metrics = self._rewards.metrics(completions, rewards_NF, reward_PG)
         config = self.config
         if isinstance(config, RejectionConfig):
-            rows = [row for group in groups for row in best_rows(group, config)]
-            return rows, metrics | {"rejection/kept_ratio": len(rows) / (len(groups) * config.keep)}
+            best = [row for group in groups for row in best_rows(group, config)]
+            return best, metrics | {"rejection/kept_ratio": len(best) / (len(groups) * config.keep)}
         return [row for group in groups for row in self._policy_rows(group)], metrics
 
     def position(self, step: int) -> bytes:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -53,14 +54,59 @@ def sample_together(
     return asked, [one for part in parts for one in part.completions]
 
 
+OrderOf = Callable[[int], RolloutOrder]
+"""What a step asks for; rank 0 knows it."""
+
+
+class StepSampler(Protocol):
+    """Where a feed has the completions of one step after another from. Every rank makes the same calls.
+
+    `tool_seconds` and `metrics`, which are rank 0's, are of the last step.
+    """
+
+    @property
+    def tool_seconds(self) -> float: ...
+
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
+
+    def begin(self, step: int, stop: int) -> None:
+        """Start with `step`, 0 being the run's first; steps from `stop` on do not come."""
+
+    def of_step(self, step: int, order_of: OrderOf | None) -> tuple[RolloutOrder, list[Completion]]:
+        """The order of a step, with its fault on every rank, and its completions, which are whole on rank 0."""
+
+    def position(self, position: bytes, step: int) -> bytes:
+        """Where in the data `step` begins, and what is at hand of it and of later steps, as snapshots keep it."""
+
+
 class CompletionSampler:
-    """Samples what rank 0 asks for, one turn of each completion. Every rank makes the same calls."""
+    """Samples what rank 0 asks for, one turn of each completion. Every rank makes the same calls.
+
+    A `StepSampler` of completions that are sampled when their step begins.
+    """
 
     tool_seconds = 0.0
     """What tools took in the last call."""
 
     def __init__(self, config: RankConfig, rollouts: Rollouts, sampling: CompletionSampling) -> None:
         self.config, self.rollouts, self.sampling = config, rollouts, sampling
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """What the rollouts tell."""
+        return self.rollouts.metrics
+
+    def begin(self, step: int, stop: int) -> None:
+        """Nothing: no step is sampled before its turn."""
+
+    def of_step(self, step: int, order_of: OrderOf | None) -> tuple[RolloutOrder, list[Completion]]:
+        """Sampled now, with the weights as they are."""
+        return self(None if order_of is None else order_of(step))
+
+    def position(self, position: bytes, step: int) -> bytes:
+        """The place in the data: nothing else is at hand."""
+        return position
 
     def __call__(self, order: RolloutOrder | None) -> tuple[RolloutOrder, list[Completion]]:
         """The `order`, which rank 0 gives, and the completions of all its groups, one by one; of a fault none."""

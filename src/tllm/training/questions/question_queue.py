@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -15,11 +16,15 @@ A = TypeVar("A")
 
 
 class Asked(Generic[Q, A]):
-    """A question, and where its answer and the bytes on the wire that it took will be."""
+    """A question, and where its answer and the bytes on the wire that it took will be.
+
+    `seconds`: how long whoever answered it had it. `times_given_back`: how many were lost with it before.
+    """
 
     def __init__(self, question: Q) -> None:
         self.question = question
         self.answered: Future[tuple[A, int]] = Future()
+        self.taken, self.seconds, self.times_given_back = 0.0, 0.0, 0
 
 
 class QuestionQueue(Generic[Q, A]):
@@ -34,8 +39,6 @@ class QuestionQueue(Generic[Q, A]):
         self._waiting: deque[Asked[Q, A]] = deque()
         self._unanswered: set[Asked[Q, A]] = set()
         self._error: TllmError | None = None
-        self.given_back = 0
-        """Questions that somebody took and was lost with, so far."""
 
     @property
     def is_over(self) -> bool:
@@ -65,7 +68,11 @@ class QuestionQueue(Generic[Q, A]):
         with self._changed:
             if wait:
                 self._changed.wait_for(lambda: self._waiting or self.is_over or unless())
-            return self._waiting.popleft() if self._waiting and not (self.is_over or unless()) else None
+            if not self._waiting or self.is_over or unless():
+                return None
+            asked = self._waiting.popleft()
+            asked.taken = time.monotonic()
+            return asked
 
     def wake(self) -> None:
         """Let all who wait look again whether they are to."""
@@ -76,7 +83,8 @@ class QuestionQueue(Generic[Q, A]):
         """Who took them was lost: they are the next again."""
         with self._changed:
             self._waiting.extendleft(reversed(questions))
-            self.given_back += len(questions)
+            for asked in questions:
+                asked.times_given_back += 1
             self._changed.notify_all()
 
     def answer(self, asked: Asked[Q, A], answer: A, nbytes: int) -> None:
@@ -84,6 +92,7 @@ class QuestionQueue(Generic[Q, A]):
         with self._changed:
             if asked in self._unanswered:
                 self._unanswered.remove(asked)
+                asked.seconds = time.monotonic() - asked.taken
                 asked.answered.set_result((answer, nbytes))
 
     def fail(self, error: TllmError) -> None:

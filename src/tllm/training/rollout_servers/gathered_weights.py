@@ -17,8 +17,8 @@ from tllm.weights.load import part
 
 
 class GatheredWeights:
-    """Every rank of the replica, whose `group` it is, makes the same calls. `tensors` are on its first rank, by name,
-    in the host's memory: the weights once more, or what is trained of them."""
+    """Every rank of the replica, whose `group` it is, makes the same calls. The first one gives the room, in the host's
+    memory: for the weights once more, or what is trained of them."""
 
     def __init__(self, group: Group, trained: Sequence[nn.Module]) -> None:
         self._group = group
@@ -27,15 +27,15 @@ class GatheredWeights:
         gathered = group.all_gather_bytes(msgspec.msgpack.encode(held))
         self._held = [msgspec.msgpack.decode(content, type=list[HeldBox]) for content in gathered]
         self._shares = assign_shards(self._held)
-        self.tensors: dict[str, Tensor] = {}
-        if group.rank == 0:
-            types = {box.name: DTYPES[box.dtype] for boxes in self._held for box in boxes}
-            self.tensors = {
-                name: torch.empty(shape, dtype=types[name]) for name, shape in shapes_of(self._held).items()
-            }
 
-    def gather(self) -> None:
-        """Bring the weights as they are now; each element is sent by one of its holders."""
+    def room(self) -> dict[str, Tensor]:
+        """For the whole tensors, by name, without values yet."""
+        types = {box.name: DTYPES[box.dtype] for boxes in self._held for box in boxes}
+        return {name: torch.empty(shape, dtype=types[name]) for name, shape in shapes_of(self._held).items()}
+
+    def gather(self, tensors: Mapping[str, Tensor]) -> None:
+        """Bring the weights as they are now into `tensors`, those of a `room` on the first rank and none on the others;
+        each element is sent by one of its holders."""
         blocks = self._blocks()
         if self._group.rank:
             for share in self._shares[self._group.rank]:
@@ -46,7 +46,7 @@ class GatheredWeights:
         for rank, shares in enumerate(self._shares):
             for share in shares:
                 held = self._held[rank][share.block]
-                target = part(self.tensors[held.name], share.box)
+                target = part(tensors[held.name], share.box)
                 if rank == 0:
                     block = blocks[share.block]
                     target.copy_(part(block.tensor, within(share.box, block.box)))

@@ -1,9 +1,14 @@
-"""`PublishedWeights`: a run's weights as rollout servers get them, and how many bytes of them have travelled."""
+"""`PublishedWeights`: a run's weights as rollout servers get them, and how many bytes of them have travelled.
+
+Where steps are sampled ahead, servers may need several versions: a question keeps that of its weights, also when it is
+asked a second time because a server was lost with it.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -25,51 +30,99 @@ MESSAGE_BYTES = 1 << 25
 ServerConnection = RunConnection[RolloutRun, RolloutQuestion, RolloutAnswer]
 
 
-class PublishedWeights:
-    """`tensors` keep their places, and change between two calls of `publish`. `bring` is called by several threads."""
+@dataclass(eq=False)
+class WeightVersion:
+    """A run's weights as they were when they were published. `tensors` stay as they are while `users` is above 0."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors, self.table = tensors, ChunkTable.of(tensors)
-        self._hashes = b""
-        self._counting = threading.Lock()
+    tensors: Mapping[str, Tensor]
+    hashes: bytes = b""
+    root: bytes = b""
+    users: int = 0
+    untold_bytes: int = 0
+    """That travelled since somebody asked, to all servers together: hashes, chunks and what was answered."""
+
+
+class PublishedWeights:
+    """`room` makes tensors for one version; `publish` may use it again when nobody needs what it held.
+
+    `bring` is called by several threads, the other methods by one.
+    """
+
+    def __init__(self, room: Callable[[], Mapping[str, Tensor]]) -> None:
+        self._room = room
+        first = WeightVersion(room())
+        self.table = ChunkTable.of(first.tensors)
+        self._free, self._used = [first], list[WeightVersion]()
+        self._last_hashes = b""
+        self._lock = threading.Lock()
         self.changed_bytes = 0
         """Of the chunks that are not what they were when they were last published."""
-        self.sent_bytes = 0
-        """On the wire, to all servers together, so far: hashes, chunks and what was answered."""
-
-    @property
-    def root(self) -> bytes:
-        """What names them as they are."""
-        return self.table.root(self._hashes)
 
     @property
     def nbytes(self) -> int:
         """All bytes of all chunks."""
         return sum(place.stop - place.start for place in self.table.places)
 
-    def publish(self) -> None:
-        """From now on these are the weights."""
-        hashes = self.table.hashes(self._tensors)
-        self.changed_bytes = self.table.nbytes(self.table.unlike(hashes, self._hashes))
-        self._hashes = hashes
+    def unused(self) -> WeightVersion:
+        """Room for the next version."""
+        return self._free.pop() if self._free else WeightVersion(self._room())
 
-    def bring(self, connection: ServerConnection, name: str) -> None:
-        """Let the server at `name` have the weights: what it lacks of them. ClusterError where it cannot."""
-        lacking = self._told(connection, WeightHashes(self.table.digest, self._hashes), name)
+    def publish(self, version: WeightVersion) -> WeightVersion:
+        """From now on the tensors of `version` are the weights, or those of another one that are the same. It has one
+        user more."""
+        hashes = self.table.hashes(version.tensors)
+        self.changed_bytes = self.table.nbytes(self.table.unlike(hashes, self._last_hashes))
+        self._last_hashes = hashes
+        with self._lock:
+            if same := next((one for one in self._used if one.hashes == hashes), None):
+                self._free.append(version)
+                same.users += 1
+                return same
+            version.hashes, version.root = hashes, self.table.root(hashes)
+            version.users, version.untold_bytes = 1, 0
+            self._used.append(version)
+            return version
+
+    def use(self, version: WeightVersion) -> None:
+        """It has one user more."""
+        version.users += 1
+
+    def release(self, version: WeightVersion) -> None:
+        """It has one user less."""
+        version.users -= 1
+        if not version.users:
+            with self._lock:
+                self._used.remove(version)
+                self._free.append(version)
+
+    def bytes_travelled(self, version: WeightVersion) -> int:
+        """For the sake of one version, since this was last asked."""
+        with self._lock:
+            told, version.untold_bytes = version.untold_bytes, 0
+        return told
+
+    def bring(self, connection: ServerConnection, name: str, root: bytes) -> None:
+        """Let the server at `name` have the weights of this root: what it lacks of them. ClusterError where it
+        cannot."""
+        with self._lock:
+            version = next(one for one in self._used if one.root == root)
+        lacking = self._told(connection, WeightHashes(self.table.digest, version.hashes), version, name)
         for numbers in self._messages(lacking):
-            contents = tuple(self._content(number) for number in numbers)
-            lacking = self._told(connection, WeightBytes(tuple(numbers), contents), name)
+            contents = tuple(self._content(version, number) for number in numbers)
+            lacking = self._told(connection, WeightBytes(tuple(numbers), contents), version, name)
         if lacking:
             raise ClusterError(
                 f"the rollout server at {name} lacks {len(lacking)} chunks of weights that it was sent",
                 "start it again, and see what its log says",
             )
 
-    def _told(self, connection: ServerConnection, question: RolloutQuestion, name: str) -> list[int]:
+    def _told(
+        self, connection: ServerConnection, question: RolloutQuestion, version: WeightVersion, name: str
+    ) -> list[int]:
         sent = connection.send_question(question)
         answer, received = connection.receive_answer()
-        with self._counting:
-            self.sent_bytes += sent + received
+        with self._lock:
+            version.untold_bytes += sent + received
         if answer.error:
             raise ClusterError(f"the rollout server at {name} cannot take the weights: {answer.error}")
         if any(not 0 <= number < len(self.table.places) for number in answer.lacking):
@@ -90,6 +143,6 @@ class PublishedWeights:
         if numbers:
             yield numbers
 
-    def _content(self, number: int) -> bytes:
+    def _content(self, version: WeightVersion, number: int) -> bytes:
         name, start, stop = self.table.places[number]
-        return bytes(memory(self._tensors[name])[start:stop])
+        return bytes(memory(version.tensors[name])[start:stop])

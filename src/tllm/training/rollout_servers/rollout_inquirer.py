@@ -33,8 +33,9 @@ class RolloutInquirer:
     in_flight = 1
 
     def send(self, connection: ServerConnection, question: RolloutQuestion, name: str) -> int:
-        """The prompts, once the server has the weights."""
-        self.weights.bring(connection, name)
+        """The prompts, once the server has the weights that they are to be completed with."""
+        assert isinstance(question, PromptGroups), "nothing else waits in the queue"
+        self.weights.bring(connection, name, question.root)
         return connection.send_question(question)
 
     def checked(self, answer: RolloutAnswer, question: RolloutQuestion, name: str) -> RolloutAnswer:

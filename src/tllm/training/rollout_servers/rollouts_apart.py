@@ -7,9 +7,11 @@ whichever server samples what, and however many there are; a lost server's promp
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+
+from torch import Tensor
 
 from tllm.cluster.tls import data_client
 from tllm.core.errors import ConfigError, TllmError
@@ -21,12 +23,12 @@ from tllm.training.job.key_limits import address_of
 from tllm.training.job.rollout_keys import RolloutConfig
 from tllm.training.policy.rollouts import Completion, CompletionSampling, PromptGroup, RolloutOrder
 from tllm.training.questions.answerer_pool import AnswererPool, ClusterAnswerers
-from tllm.training.questions.question_queue import QuestionQueue
+from tllm.training.questions.question_queue import Asked, QuestionQueue
 from tllm.training.questions.remote_answerer import NOBODY, wait_for
 from tllm.training.questions.shared_secret import shared_identity
 from tllm.training.rollout_servers.base_digest import base_digest
 from tllm.training.rollout_servers.gathered_weights import GatheredWeights
-from tllm.training.rollout_servers.published_weights import PublishedWeights
+from tllm.training.rollout_servers.published_weights import PublishedWeights, WeightVersion
 from tllm.training.rollout_servers.rollout_inquirer import RolloutInquirer, portions
 from tllm.training.rollout_servers.rollout_messages import PromptGroups, RolloutAnswer, RolloutQuestion, RolloutRun
 from tllm.training.step.rank_groups import RankConfig
@@ -36,32 +38,45 @@ log = logging.getLogger("tllm.train")
 
 METRICS = (
     *("rollout/weight_bytes", "rollout/changed_weight_ratio", "rollout/completion_bytes"),
-    "rollout/questions_asked_again",
+    *("rollout/questions_asked_again", "rollout/server_seconds"),
 )
 
 
 class RolloutsApart:
     """A rank's part: those of the first replica bring their weights together, and rank 0 asks the servers.
 
-    `initial_model` is rank 0's.
+    `initial_model` is rank 0's. `metrics` are of the last call of `sample` and, where it went on, of those before it.
     """
 
     def __init__(self, config: RankConfig, model: RankModel, initial_model: InitialModel | None) -> None:
         self._is_first = config.plan.coordinates(config.rank).replica == 0
         self._gathered = GatheredWeights(config.groups.replica, model.trained) if self._is_first else None
         self._servers: RolloutServers | None = None
+        self.metrics: dict[str, float] = {}
         if initial_model is not None:
             assert self._gathered is not None, "rank 0 is of the first replica"
-            weights = PublishedWeights(self._gathered.tensors)
+            weights = PublishedWeights(self._gathered.room)
             self._servers = RolloutServers(config.job, initial_model, weights, config.answerers)
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        return {} if self._servers is None else self._servers.metrics
 
     def share(self, order: RolloutOrder) -> Sequence[PromptGroup]:
         """All, on the ranks of the first replica."""
-        return list(chain.from_iterable(order.groups)) if self._is_first else []
+        return groups_of(order) if self._is_first else []
+
+    def publish(self) -> None:
+        """What is asked for from now on is sampled with the weights as they are. Every rank calls it."""
+        if self._gathered is None:
+            return
+        if self._servers is None:
+            self._gathered.gather({})
+        else:
+            self._servers.publish(self._gathered.gather)
+
+    def ask(
+        self, groups: Sequence[PromptGroup], stop_ids: Sequence[int], sampling: CompletionSampling
+    ) -> AskedCompletions:
+        """On rank 0: let servers complete these with the weights that were published last."""
+        assert self._servers is not None, "rank 0 asks"
+        return self._servers.ask(groups, stop_ids, sampling)
 
     def sample(
         self, groups: Sequence[PromptGroup], stop_ids: Sequence[int], sampling: CompletionSampling
@@ -70,8 +85,14 @@ class RolloutsApart:
         if not groups or self._gathered is None:
             return []
         if not sampling.goes_on:
-            self._gathered.gather()
-        return [] if self._servers is None else self._servers.sample(groups, stop_ids, sampling)
+            self.publish()
+        if self._servers is None:
+            return []
+        asked = self.ask(groups, stop_ids, sampling)
+        found = asked.wait()
+        before = self.metrics if sampling.goes_on else {}
+        self.metrics = {name: value + before.get(name, 0.0) for name, value in asked.metrics.items()}
+        return found
 
     def close(self) -> None:
         if self._servers is not None:
@@ -79,19 +100,18 @@ class RolloutsApart:
 
 
 class RolloutServers:
-    """Rank 0's: the servers, and the questions that they take in turn. `metrics` are of the last call
-    and, where it went on, of those before it."""
+    """Rank 0's: the servers, and the questions that they take in turn."""
 
     def __init__(
         self, job: Job, initial_model: InitialModel, weights: PublishedWeights, cluster: ClusterAnswerers | None = None
     ) -> None:
         config, spec, facts = job.rollouts, initial_model.spec, sampling_facts(job)
         assert config is not None and facts is not None, "checked when the run began"
-        self._weights, self._at_once = weights, facts.at_once
+        self.weights, self._at_once = weights, facts.at_once
+        self._published: WeightVersion | None = None
         self._queue = QuestionQueue[RolloutQuestion, RolloutAnswer]("rollout server")
         inquirer = RolloutInquirer(_introduction(job, initial_model), weights, spec.vocab_size, spec.eos_token_ids)
         self._number = 0
-        self.metrics: dict[str, float] = {}
         self._pool: AnswererPool[RolloutRun, RolloutQuestion, RolloutAnswer]
         if config.rollout_nodes:
             assert cluster is not None, "checked when the run began"
@@ -100,29 +120,35 @@ class RolloutServers:
             context = data_client(shared_identity(Path(config.rollout_secret), "policy", "tllm rollout"))
             self._pool = AnswererPool.at(addresses_of(config, job.task), inquirer, self._queue, context)
 
-    def sample(
+    def publish(self, gather: Callable[[Mapping[str, Tensor]], None]) -> None:
+        """The weights are those that `gather` writes into the tensors that it is given."""
+        if self._published is not None:
+            self.weights.release(self._published)
+        version = self.weights.unused()
+        gather(version.tensors)
+        self._published = self.weights.publish(version)
+
+    def ask(
         self, groups: Sequence[PromptGroup], stop_ids: Sequence[int], sampling: CompletionSampling
-    ) -> list[Completion]:
-        """The completions of each group in turn, with the weights as they are now, or where sampling goes on as they
-        were in the call before."""
-        if not sampling.goes_on:
-            self._weights.publish()
-            self.metrics = dict.fromkeys(METRICS, 0.0)
-            self.metrics["rollout/changed_weight_ratio"] = self._weights.changed_bytes / max(self._weights.nbytes, 1)
-        sent, given_back = self._weights.sent_bytes, self._queue.given_back
-        asked, root = [], self._weights.root
+    ) -> AskedCompletions:
+        """Ask for the completions of each group with the weights that were published last."""
+        version = self._published
+        assert version is not None, "publish comes before"
+        self.weights.use(version)
+        asked = []
         for portion in portions(groups, max(1, len(self._pool)), self._at_once):
             self._number += 1
-            question = PromptGroups(self._number, root, portion, tuple(stop_ids), sampling)
+            question = PromptGroups(self._number, version.root, portion, tuple(stop_ids), sampling)
             asked.append(self._queue.ask(question))
+        changed = 0.0 if sampling.goes_on else self.weights.changed_bytes / max(self.weights.nbytes, 1)
+        return AskedCompletions(self, version, asked, changed)
+
+    def answer_of(self, asked: Asked[RolloutQuestion, RolloutAnswer]) -> tuple[RolloutAnswer, int]:
+        """The answer, once it is there, and the bytes that it took. ConfigError where nobody can answer."""
         try:
-            found = [wait_for(one, self._pool, "the run", self.waits_for, self._tell) for one in asked]
+            return wait_for(asked, self._pool, "the run", self.waits_for, self._tell)
         except TllmError as error:
             raise ConfigError(error.message, error.hint) from error
-        self.metrics["rollout/weight_bytes"] += self._weights.sent_bytes - sent
-        self.metrics["rollout/completion_bytes"] += sum(nbytes for _, nbytes in found)
-        self.metrics["rollout/questions_asked_again"] += self._queue.given_back - given_back
-        return [completion for answer, _ in found for completion in answer.completions]
 
     def waits_for(self) -> str:
         """The servers, with what is the matter with each."""
@@ -138,6 +164,44 @@ class RolloutServers:
     def _tell(self, reason: str) -> None:
         if not len(self._pool) or any(one.trouble for one in self._pool):
             log.warning("waiting for %s", reason)
+
+
+class AskedCompletions:
+    """Completions that servers were asked for. `metrics` are there when these are."""
+
+    def __init__(
+        self,
+        servers: RolloutServers,
+        version: WeightVersion,
+        asked: Sequence[Asked[RolloutQuestion, RolloutAnswer]],
+        changed: float,
+    ) -> None:
+        self._servers, self._version, self._asked, self._changed = servers, version, asked, changed
+        self.metrics: dict[str, float] = {}
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody needs to be waited for."""
+        return all(one.answered.done() for one in self._asked)
+
+    def wait(self) -> list[Completion]:
+        """The completions of each group in turn; called once. ConfigError where the servers cannot sample them."""
+        found = [self._servers.answer_of(one) for one in self._asked]
+        weights = self._servers.weights
+        self.metrics = {
+            "rollout/weight_bytes": float(weights.bytes_travelled(self._version)),
+            "rollout/changed_weight_ratio": self._changed,
+            "rollout/completion_bytes": float(sum(nbytes for _, nbytes in found)),
+            "rollout/questions_asked_again": float(sum(one.times_given_back for one in self._asked)),
+            "rollout/server_seconds": sum(one.seconds for one in self._asked),
+        }
+        weights.release(self._version)
+        return [completion for answer, _ in found for completion in answer.completions]
+
+
+def groups_of(order: RolloutOrder) -> list[PromptGroup]:
+    """All, in order, whichever replica they are dealt to."""
+    return list(chain.from_iterable(order.groups))
 
 
 def addresses_of(config: RolloutConfig, table: str) -> list[tuple[str, int]]:

@@ -21,7 +21,8 @@ from tllm.spec.request import Request
 from tllm.training.data.packing import PackedRow
 from tllm.training.job.job import Job
 from tllm.training.job.lora_job import LoraJob
-from tllm.training.objectives.policy_gradient import DIFFERENCE, RATIO, SAMPLED
+from tllm.training.objectives.policy_gradient import SAMPLED
+from tllm.training.objectives.rollout_correction import DIFFERENCE, RATIO
 from tllm.training.policy import rewarded_rows
 from tllm.training.policy.completions_file import COMPLETIONS
 from tllm.training.report.metrics import StepRecord

@@ -31,7 +31,7 @@ from tllm.core.errors import ConfigError
 from tllm.training.job.job import Job
 from tllm.training.job.job_file import read_job
 from tllm.training.job.rollout_keys import RejectionConfig
-from tllm.training.objectives.policy_gradient import DIFFERENCE, RATIO
+from tllm.training.objectives.rollout_correction import DIFFERENCE, RATIO
 from tllm.training.policy import rewarded_rows
 from tllm.training.policy.completions_file import COMPLETIONS
 from tllm.training.policy.rollouts import Completion

@@ -20,6 +20,7 @@ from tllm.training.job.job_parts import is_snapshot_step, snapshot_steps
 from tllm.training.job.rollout_keys import GRPOConfig, RejectionConfig, function_parts
 
 FUNCTIONS = {"reward_funcs": ("rewards:correct",)}
+APART = {**FUNCTIONS, "rollout_servers": ("10.0.0.7:7070",)}
 JOB = """
 task = "grpo"
 config_name = "config.json"
@@ -76,6 +77,17 @@ def test_functions_are_named_from_the_folder_of_the_jobs_file(tmp_path: Path) ->
             {**FUNCTIONS, "tools": ("a:f", "b:f")},
             "rejection.tools has two functions of one name: f, f",
         ),
+        (GRPOConfig, {**FUNCTIONS, "max_staleness": 1}, "max_staleness is 1 and grpo.rollout_servers and"),
+        (GRPOConfig, {**FUNCTIONS, "max_staleness": 1, "rollout_nodes": ("auto",)}, "which may come to none"),
+        (GRPOConfig, {**APART, "max_staleness": -1}, "grpo.max_staleness is -1 and must be 0 or more"),
+        (RejectionConfig, {**APART, "max_staleness": 1, "tools": ("a:f",)}, "1 and rejection.tools names some"),
+        (GRPOConfig, {**APART, "max_staleness": 3, "num_iterations": 2}, "3 and grpo.num_iterations is 2"),
+        (
+            GRPOConfig,
+            {**FUNCTIONS, "rollout_importance_sampling_clip_min": 3.0},
+            "clip_min is 3.0 and .*clip_max is 3.0",
+        ),
+        (GRPOConfig, {**FUNCTIONS, "rollout_importance_sampling_mode": "truncate"}, "mode is 'truncate'"),
         (GRPOConfig, {**FUNCTIONS, "max_tool_calling_iterations": 0}, "max_tool_calling_iterations is 0 and must be 1"),
     ],
 )
@@ -104,6 +116,15 @@ def test_plans_that_cannot_sample_are_refused_by_name(plan: str, words: str, tas
     job = policy_job(task, tmp_path / "run")
     with pytest.raises(PlanError, match=words):
         check_combination(job, Plan.parse(plan, 2), spec_of(job))
+
+
+def test_a_run_learns_from_completions_of_later_weights_than_the_first(task: Path, tmp_path: Path) -> None:
+    table = grpo(task, rollout_servers=APART["rollout_servers"], max_staleness=4)
+    more, few = (policy_job(task, tmp_path / "run", table, max_steps=steps) for steps in (6, 4))
+    check_combination(more, Plan.parse("dp=2", 2), spec_of(more))
+    with pytest.raises(ConfigError, match=r"grpo\.max_staleness is 4 and max_steps is 4"):
+        check_combination(few, Plan.parse("dp=2", 2), spec_of(few))
+    assert table.is_corrected and not grpo(task).is_corrected, "unless the job says otherwise"
 
 
 def test_a_deterministic_run_samples_on_one_stage(task: Path, tmp_path: Path) -> None:

@@ -18,13 +18,22 @@ from tllm.parallel.mesh import Mesh
 from tllm.spec.cut import Cut
 from tllm.training.data.batch_tensors import Tokens, tokens_of
 from tllm.training.data.encoder import IGNORED
-from tllm.training.job.rollout_keys import GRPOConfig
-from tllm.training.objectives.policy_gradient import KEPT, OLD, REFERENCE, PolicyGradientLoss, kl_estimate
+from tllm.training.job.rollout_keys import CORRECTION_MODES, GRPOConfig
+from tllm.training.objectives.policy_gradient import KEPT, OLD, REFERENCE, SAMPLED, PolicyGradientLoss, kl_estimate
+from tllm.training.objectives.rollout_correction import RATIO
 from tllm.training.policy.rewarded_rows import completion_row
 from tllm.training.policy.rollouts import Completion
 
 VOCAB = 11
 FOLDER = Path("/nowhere")
+
+
+def corrected(mode: str, most: float, least: float = 0.0) -> dict[str, Any]:
+    """Keys of the correction by importance sampling, as TRL has them."""
+    named = {"correction": True, "mode": mode, "clip_max": most, "clip_min": least}
+    return {f"rollout_importance_sampling_{name}": value for name, value in named.items()}
+
+
 CASES: dict[str, dict[str, Any]] = {
     "grpo": dict(loss_type="grpo"),
     "bnpo": dict(loss_type="bnpo"),
@@ -36,7 +45,19 @@ CASES: dict[str, dict[str, Any]] = {
     "k2": dict(loss_type="dapo", beta=0.3, kl_estimator="k2"),
     "k3": dict(loss_type="dr_grpo", beta=0.3, kl_estimator="k3"),
     "warm": dict(loss_type="dapo", temperature=0.7, beta=0.1),
+    "truncated tokens": dict(loss_type="grpo", beta=0.1, **corrected("token_truncate", 1.5, 0.4)),
+    "masked tokens": dict(loss_type="dapo", **corrected("token_mask", 1.5, 0.4)),
+    "truncated sequences": dict(loss_type="dr_grpo", beta=0.1, **corrected("sequence_truncate", 2.0)),
+    "masked sequences": dict(loss_type="dapo", temperature=0.7, beta=0.1, **corrected("sequence_mask", 2.0)),
+    "gspo, masked sequences": dict(
+        loss_type="grpo", importance_sampling_level="sequence", epsilon=0.95, **corrected("sequence_mask", 2.0, 0.01)
+    ),
+    "rloo, truncated tokens": dict(
+        loss_type="dr_grpo", advantage="rloo", scale_rewards="none", **corrected("token_truncate", 1.5)
+    ),
 }
+SAMPLED_LOGS = {2: (-3.1, -1.2, -2.9, -1.9), 4: (-0.2,), 1: (-1.0,) * 6, 3: (-0.3, -0.4)}
+"""By the length of the prompt: log-probabilities of each completion by weights that are not those of the trainer."""
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-6}
 
 
@@ -67,7 +88,7 @@ def sequences(config: GRPOConfig, dtype: torch.dtype, later: bool, seed: int = 3
     prompts, completions = [2, 4, 1, 3], [[1, 5, 2, 9], [3], [7, 7, 1, 0, 4, 10], [2, 6]]
     advantages, masked = [0.75, -1.25, 0.5, 0.0], [False, False, True, False]
     rows = [
-        completion_row(range(prompt), Completion(tuple(ids), tuple(-1.0 for _ in ids), hidden), not hidden, advantage)
+        completion_row(range(prompt), Completion(tuple(ids), SAMPLED_LOGS[prompt], hidden), not hidden, advantage)
         for prompt, ids, advantage, hidden in zip(prompts, completions, advantages, masked, strict=True)
     ]
     tokens = tokens_of(rows)
@@ -108,13 +129,17 @@ def slow_loss(config: GRPOConfig, given: Sequences) -> Tensor:
         logs = [a - b for a, b in zip(now, old, strict=True)]
         if config.importance_sampling_level == "sequence":
             logs = [torch.stack(logs).sum() / len(logs)] * len(logs)
+        weights = slow_weights(
+            config,
+            [float(one) - float(given.tokens.of_tokens[SAMPLED][at]) for at, one in zip(places, old, strict=True)],
+        )
         of_sequence = given.x_TV.new_zeros(())
-        for at, one, log in zip(places, now, logs, strict=True):
+        for at, one, log, weight in zip(places, now, logs, weights, strict=True):
             ratio = torch.exp(log)
             clipped = min(max(float(ratio.detach()), low), high)
             unclipped = ratio * advantage
             other = unclipped if clipped == float(ratio.detach()) else ratio.new_tensor(clipped * advantage)
-            loss = -(unclipped if float(unclipped.detach()) <= float(other.detach()) else other)
+            loss = -(unclipped if float(unclipped.detach()) <= float(other.detach()) else other) * weight
             if config.beta:
                 reference = given.tokens.of_tokens[REFERENCE][at]
                 r = reference - one
@@ -122,6 +147,39 @@ def slow_loss(config: GRPOConfig, given: Sequences) -> Tensor:
             of_sequence = of_sequence + loss
         total = total + (of_sequence / len(ids) if config.loss_type == "grpo" else of_sequence)
     return total
+
+
+def slow_weights(config: GRPOConfig, logs: list[float]) -> list[float]:
+    """Of each token of a completion, from log p by the trainer - log p by who sampled it: TRL's rules, by hand."""
+    if not config.rollout_importance_sampling_correction:
+        return [1.0] * len(logs)
+    level, what = config.rollout_importance_sampling_mode.split("_")
+    low, high = config.rollout_importance_sampling_clip_min, config.rollout_importance_sampling_clip_max
+    ratios = [math.prod(map(math.exp, logs))] * len(logs) if level == "sequence" else [math.exp(log) for log in logs]
+    if what == "truncate":
+        return [max(low, min(ratio, high)) for ratio in ratios]
+    return [ratio if low <= ratio <= high else 0.0 for ratio in ratios]
+
+
+@pytest.mark.parametrize("mode", CORRECTION_MODES)
+def test_ratios_are_told_before_they_are_bounded(mode: str) -> None:
+    """Both bounds are met in this data, so that each of them counts; what is not learned counts nowhere."""
+    config = grpo(FOLDER, mask_truncated_completions=True, **corrected(mode, 1.5, 0.3))
+    given = sequences(config, torch.float64, later=True)
+    metrics = objective(config)(Given(), given.x_TV, given.tokens).metrics  # type: ignore[arg-type]
+    ratios, start = [], 0
+    for prompt, ids, hidden in zip(given.prompts, given.completions, given.is_masked, strict=True):
+        places = range(start + prompt - 1, start + prompt - 1 + len(ids))
+        start += prompt + len(ids)
+        logs = [float(given.tokens.of_tokens[OLD][at] - given.tokens.of_tokens[SAMPLED][at]) for at in places]
+        if not hidden:
+            ratios += [math.exp(sum(logs))] if mode.startswith("sequence") else [math.exp(log) for log in logs]
+    told = {name: metrics[f"{RATIO}/{name}"] for name in ("min", "mean", "max", "clipped_ratio")}
+    assert told["min"].total == pytest.approx(min(ratios)) and told["max"].total == pytest.approx(max(ratios))
+    assert told["mean"].total == pytest.approx(sum(ratios)) and told["mean"].count == len(ratios)
+    assert min(ratios) < 0.3 and max(ratios) > 1.5
+    assert told["clipped_ratio"].total == sum(not 0.3 <= ratio <= 1.5 for ratio in ratios)
+    assert told["clipped_ratio"].count == len(ratios)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

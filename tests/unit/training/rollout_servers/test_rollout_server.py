@@ -133,7 +133,7 @@ def test_a_run_that_is_refused_or_not_trusted_ends_with_one_line(
         train(elsewhere(wide, tmp_path / "c", tmp_path / "key", address_of(server)), "dp=2")
 
 
-INQUIRER = RolloutInquirer(RolloutRun("", "", ""), PublishedWeights({}), vocab_size=15, eos_ids=(0,))
+INQUIRER = RolloutInquirer(RolloutRun("", "", ""), PublishedWeights(dict), vocab_size=15, eos_ids=(0,))
 ASKED = PromptGroups(3, b"", (PromptGroup((1, 2), (7, 8)),), (14,), AS_ASKED)
 ENDED, CUT = Completion((5, 0), (-1.0, -0.5), False), Completion((5,) * 8, (-1.0,) * 8, True)
 

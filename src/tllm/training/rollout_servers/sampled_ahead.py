@@ -1,0 +1,170 @@
+"""`SampledAhead`: completions of steps that are to come, sampled by servers while the trainer learns (`max_staleness`).
+
+Where step k begins, the first being 0, the servers get its weights, and the prompts of step k + n, n being the job's
+`max_staleness`. So step k learns from completions of the weights that step k - n began with, and the first steps from
+those of the run's first weights. That hangs on the number of the step and never on who was faster.
+
+Weights of earlier steps are in no save. What was sampled with them is, so that a run that goes on learns from the same
+completions: saves and snapshots of step k hold those of the steps k to k + n - 1, and wait for them.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from tllm.core.errors import ConfigError
+from tllm.training.data.batch_feed import LIMIT
+from tllm.training.data.prompt_batches import PromptBatches
+from tllm.training.job.job_parts import steps_of_one_sampling
+from tllm.training.policy.rollouts import Completion, RolloutOrder, SampledPart, decode_order, decode_part, sampling_of
+from tllm.training.rollout_servers.rollouts_apart import METRICS, AskedCompletions, RolloutsApart, groups_of
+from tllm.training.step.rank_groups import RankConfig
+
+log = logging.getLogger("tllm.train")
+
+STALENESS = "sampling/staleness"
+
+
+@dataclass
+class StepAhead:
+    """Completions of a step, of the weights that step `sampled_at` began with: asked for, or `found` already."""
+
+    sampled_at: int
+    order: RolloutOrder
+    asked: AskedCompletions | None = None
+    found: SampledPart | None = None
+    metrics: dict[str, float] = field(default_factory=lambda: dict.fromkeys(METRICS, 0.0))
+
+    def wait(self) -> SampledPart:
+        """The completions, once they are there; a fault where there are none."""
+        if self.found is None:
+            assert self.asked is not None, "what is not found is asked for"
+            try:
+                self.found = SampledPart(tuple(self.asked.wait()))
+            except ConfigError as error:
+                self.found = SampledPart(fault=(error.message, error.hint))
+            else:
+                self.metrics = self.asked.metrics
+        return self.found
+
+    @property
+    def is_over(self) -> bool:
+        return self.found is not None or (self.asked is not None and self.asked.is_over)
+
+
+class KeptStep(msgspec.Struct, frozen=True):
+    """A step's completions as a save holds them: `part` is a `SampledPart` in msgpack, base64."""
+
+    step: int
+    sampled_at: int
+    part: str
+
+
+class SampledAhead:
+    """A `StepSampler`. Every rank makes the same calls; rank 0 asks, and has the completions."""
+
+    tool_seconds = 0.0
+
+    def __init__(self, config: RankConfig, rollouts: RolloutsApart) -> None:
+        assert config.job.rollouts is not None, "checked when the run began"
+        self._world, self._rollouts, self._sampling = config.groups.world, rollouts, sampling_of(config.job)
+        self._staleness, self._passes = config.job.rollouts.max_staleness, steps_of_one_sampling(config.job)
+        self._begun_at, self._stop = 0, 0
+        self._ahead: dict[int, StepAhead] = {}
+        self._kept: dict[int, KeptStep] = {}  # of a save, not taken up yet
+        self.metrics: Mapping[str, float] = {}
+
+    def begin(self, step: int, stop: int) -> None:
+        """Start with `step`; steps from `stop` on are not sampled."""
+        self._begun_at, self._stop = step, stop
+
+    def of_step(
+        self, step: int, order_of: Callable[[int], RolloutOrder] | None
+    ) -> tuple[RolloutOrder, list[Completion]]:
+        """The order of a step with its completions, which are rank 0's; `order_of` says there what a step asks for."""
+        if step == self._begun_at or step + self._staleness < self._stop:
+            self._rollouts.publish()
+        told, completions = None, list[Completion]()
+        if order_of is not None:
+            for later in range(step, min(step + self._staleness + 1, self._stop), self._passes):
+                if later not in self._ahead:
+                    self._ahead[later] = self._begun(later, step, order_of(later))
+            self._ahead = {number: one for number, one in self._ahead.items() if number >= step}
+            one = self._ahead[step]
+            part = one.wait()
+            completions = list(part.completions)
+            self.metrics = {**one.metrics, STALENESS: float(step - one.sampled_at)}
+            told = msgspec.msgpack.encode(RolloutOrder((), one.order.stop_ids, part.fault))
+        return decode_order(self._world.broadcast_bytes(told)), completions
+
+    def position(self, position: bytes, step: int) -> bytes:
+        """Where in the data `step` begins, as rank 0 knows it, with what was sampled ahead of it; on every rank."""
+        mine = None
+        if self._world.rank == 0:
+            mine = msgspec.msgpack.encode({**msgspec.msgpack.decode(position), **self.state(step)})
+        return self._world.broadcast_bytes(mine, limit=LIMIT)
+
+    def state(self, step: int) -> dict[str, Any]:
+        """What was sampled for `step` and those after it, as JSON holds it. Waits for it."""
+        kept, faults = [one for one in self._kept.values() if one.step >= step], list[int]()
+        for number, one in sorted(self._ahead.items()):
+            if number < step:
+                continue
+            if (faults and not one.is_over) or (part := one.wait()).fault is not None:
+                faults.append(number)
+                continue
+            text = base64.b64encode(msgspec.msgpack.encode(part)).decode()
+            kept.append(KeptStep(number, one.sampled_at, text))
+        if faults:
+            log.warning(
+                "what is kept of step %d lacks completions of step %s: they could not be sampled. A run that goes on "
+                "samples them with the weights of step %d",
+                step,
+                " and ".join(str(number + 1) for number in faults),
+                step,
+            )
+        return {"ahead": msgspec.to_builtins(kept)}
+
+    def restore(self, kept: list[dict[str, Any]]) -> None:
+        """Go on with what `state` kept."""
+        steps = msgspec.convert(kept, list[KeptStep])
+        self._kept = {one.step: one for one in steps if one.step - one.sampled_at <= self._staleness}
+
+    def _begun(self, later: int, step: int, order: RolloutOrder) -> StepAhead:
+        """Take up what was kept of step `later`, or ask for it at step `step`."""
+        kept = self._kept.pop(later, None)
+        if order.fault is not None or not any(order.groups):
+            return StepAhead(step, order, found=SampledPart(fault=order.fault))
+        if kept is None:
+            return StepAhead(step, order, self._rollouts.ask(groups_of(order), order.stop_ids, self._sampling))
+        part = decode_part(base64.b64decode(kept.part))
+        wanted = sum(len(group.seeds) for group in groups_of(order))
+        if len(part.completions) != wanted:
+            lack = (
+                f"the save has {len(part.completions)} completions of step {later + 1} and the job asks for {wanted}",
+                "set num_generations and global_batch_size back, or begin a new run from the weights of this one",
+            )
+            return StepAhead(step, order, found=SampledPart(fault=lack))
+        return StepAhead(kept.sampled_at, order, found=part)
+
+
+class PositionAhead:
+    """A `DataPosition`: the place in the prompts, and what was sampled ahead of it."""
+
+    def __init__(self, prompts: PromptBatches, ahead: SampledAhead) -> None:
+        self._prompts, self._ahead = prompts, ahead
+
+    def state(self, step: int) -> dict[str, Any]:
+        """The state from which `step` comes next, as JSON holds it."""
+        return {**self._prompts.state(step), **self._ahead.state(step)}
+
+    def restore(self, state: dict[str, Any]) -> int:
+        """Go on from a state, also from one in which nothing was sampled ahead; returns the step that comes next."""
+        self._ahead.restore(state.get("ahead", []))
+        return self._prompts.restore({name: value for name, value in state.items() if name != "ahead"})
