@@ -106,3 +106,10 @@ class ToldSpans(Message, frozen=True):
     """For each: the rank's node, the rank, and what it did."""
 
     spans: tuple[tuple[str, int, StageSpan], ...]
+
+
+FromHttpServer = ServesHttp | AskEngine | AskSpans | OpenStream | FollowStream | EndStream
+"""What a node sends whose HTTP server answers requests, beside the requests themselves."""
+
+ToHttpServer = ServedModel | EngineReport | StreamOpened | StreamFound | StreamEnded | ToldSpans
+"""What the coordinator sends to it, beside outputs."""

@@ -10,20 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from tllm.cluster.http_messages import (
-    AskEngine,
-    AskSpans,
-    EndStream,
-    EngineReport,
-    FollowStream,
-    OpenStream,
-    ServedModel,
-    ServesHttp,
-    StreamEnded,
-    StreamFound,
-    StreamOpened,
-    ToldSpans,
-)
+from tllm.cluster.http_messages import FromHttpServer, ToHttpServer
 from tllm.cluster.settings import Settings
 from tllm.cluster.weight_messages import (
     AdapterFiles,
@@ -464,10 +451,10 @@ OfWeights = ReadBytes | HoldsChunks | LocateChunk | ChunkReceived | OpenChunkCon
 ToWeights = Bytes | Pending | ChunkFound
 """What the coordinator answers about weights on the control wire."""
 
-OfHttp = ServesHttp | AskEngine | AskSpans | Submit | Cancel | OpenStream | FollowStream | EndStream
+OfHttp = FromHttpServer | Submit | Cancel
 """What a node sends whose HTTP server answers requests."""
 
-ToHttp = ServedModel | EngineReport | Outputs | StreamOpened | StreamFound | StreamEnded | ToldSpans
+ToHttp = ToHttpServer | Outputs
 """What the coordinator sends to it."""
 
 FromGuest = Hello | Join

@@ -80,8 +80,8 @@ class RolloutConfig:
     """Instead of `rollout_servers`: nodes of the run's own cluster that sample and do not train, so many, or by their
     names; or "auto", as many as the planner finds best, none perhaps."""
     max_staleness: int = 0
-    """With `rollout_servers` or `rollout_nodes`: optimizer steps by which the weights that sample may be older than those
-    that learn. These machines then sample so many steps ahead while the trainer learns; 0: the trainer waits."""
+    """With `rollout_servers` or `rollout_nodes`: optimizer steps by which the weights that sample may be older than
+    those that learn. These machines then sample so many steps ahead while the trainer learns; 0: the trainer waits."""
     num_generations_eval: int | None = None
     """Completions that an evaluation samples of each prompt of `eval_files`; left out: `num_generations`."""
     tools: tuple[str, ...] = ()
@@ -133,8 +133,8 @@ class RolloutConfig:
         given = f"{table}.max_staleness is {self.max_staleness}"
         if self.max_staleness and not (self.rollout_servers or self.rollout_nodes):
             raise ConfigError(
-                f"{given} and {table}.rollout_servers and rollout_nodes are empty: the ranks that train sample with the "
-                "weights that they have",
+                f"{given} and {table}.rollout_servers and rollout_nodes are empty: the ranks that train sample with "
+                "the weights that they have",
                 "name machines that sample while the trainer learns, or leave max_staleness out",
             )
         if self.max_staleness and "auto" in self.rollout_nodes:
