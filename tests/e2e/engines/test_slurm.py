@@ -105,7 +105,7 @@ def test_a_run_is_requeued_and_outlives_a_task_with_the_losses_of_one_machine(la
 @pytest.mark.soak
 def test_a_run_is_preempted_and_goes_on_with_fewer_machines(lab: Slurm, tmp_path: Path) -> None:
     """It has both machines until an urgent job takes one, saves, and goes on with the other one to the same losses."""
-    job = write_job(tmp_path, max_steps=200, save_steps=1000, learning_rate=1e-3)
+    job = write_job(tmp_path, max_steps=100, save_steps=1000, learning_rate=1e-3)
     alone = tllm("train", str(job), "--set", f"output_dir={tmp_path / 'alone'}", "--quiet")
     assert alone.returncode == 0, alone.stderr
     run, output = tmp_path / "run", tmp_path / "train.out"
@@ -118,7 +118,7 @@ def test_a_run_is_preempted_and_goes_on_with_fewer_machines(lab: Slurm, tmp_path
     lab.until(urgent, "RUNNING", seconds=60)
     (saved,) = run.glob("step-*")
     stopped = int(saved.name.removeprefix("step-"))
-    assert 5 <= stopped < 200
+    assert 5 <= stopped < 100
     lab.start_now(number)
     again = lab.state(number)
     assert (again["NumNodes"], again["Restarts"]) == ("1", "1")
