@@ -65,7 +65,7 @@ def app(args: Mapping[str, Any]) -> Any:
         ) from error
     words = serve_words(args)
     deployment = serve.deployment(
-        Replica,
+        ServedCluster,
         name="tllm",
         num_replicas=int(args.get("replicas", 1)),
         max_ongoing_requests=ONGOING,
@@ -101,7 +101,7 @@ def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-class Replica:
+class ServedCluster:
     """One cluster, which answers HTTP on this machine alone, and what Serve asks of it."""
 
     async def __init__(self, words: Sequence[str]) -> None:
