@@ -24,6 +24,7 @@ from tllm.training.job.key_limits import WantedNodes
 from tllm.training.job.run_folder import start_now, write_start
 from tllm.training.report.events import RunBegan, RunEnded, RunEvent, RunStepped
 from tllm.training.report.metrics import StepRecord, check_sinks
+from tllm.training.tools.row_functions import keep_rows
 
 if TYPE_CHECKING:
     from tllm.node.coordinator.plan_selection import PlanChoice
@@ -76,7 +77,9 @@ class Trainer:
 
     @cached_property
     def beginning(self) -> InitialModel:
-        """What the run begins from. Asking for it makes the run's folder, where there is none."""
+        """What the run begins from. Asking for it makes the run's folder, where there is none, and calls functions of
+        the job that give rows."""
+        keep_rows(self.resolved.job)
         return open_initial_model(self.resolved.job)
 
     @property

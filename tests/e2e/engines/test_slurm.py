@@ -102,6 +102,33 @@ def test_a_run_is_requeued_and_outlives_a_task_with_the_losses_of_one_machine(la
     assert ended["JobState"] == "FAILED"  # by the exit code of the task that was killed
 
 
+@pytest.mark.soak
+def test_a_run_is_preempted_and_goes_on_with_fewer_machines(lab: Slurm, tmp_path: Path) -> None:
+    """It has both machines until an urgent job takes one, saves, and goes on with the other one to the same losses."""
+    job = write_job(tmp_path, max_steps=100, save_steps=1000, learning_rate=1e-3)
+    alone = tllm("train", str(job), "--set", f"output_dir={tmp_path / 'alone'}", "--quiet")
+    assert alone.returncode == 0, alone.stderr
+    run, output = tmp_path / "run", tmp_path / "train.out"
+    words = ["--chdir", str(tmp_path), "--output", str(output), "--nodes=1-2"]
+    number = lab.submit(script("train.sh", tmp_path), *words)
+    until_step(lab, run, 5)
+    assert lab.state(number)["NumNodes"] == "2"
+    (tmp_path / "urgent.sh").write_text("#!/bin/bash\nsleep 600\n")
+    urgent = lab.submit(tmp_path / "urgent.sh", "--partition=urgent", "--nodes=1", "--chdir", str(tmp_path))
+    lab.until(urgent, "RUNNING", seconds=60)
+    (saved,) = run.glob("step-*")
+    stopped = int(saved.name.removeprefix("step-"))
+    assert 5 <= stopped < 100
+    lab.start_now(number)
+    again = lab.state(number)
+    assert (again["NumNodes"], again["Restarts"]) == ("1", "1")
+    assert lab.until(number, "COMPLETED", "FAILED", seconds=90)["JobState"] == "COMPLETED", output.read_text()
+    assert lab.state(urgent)["JobState"] == "RUNNING"
+    found, wanted = losses(run), losses(tmp_path / "alone")
+    assert found.keys() == wanted.keys()
+    assert all(abs(found[step] - wanted[step]) < 1e-3 for step in wanted)
+
+
 def ask(url: str, body: dict[str, Any] | None = None) -> Any:
     headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
     data = None if body is None else json.dumps(body).encode()

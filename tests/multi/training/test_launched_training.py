@@ -37,7 +37,7 @@ def test_torchrun_starts_a_run_and_any_rank_can_end_it(tmp_path: Path) -> None:
     save_model("llama", tmp_path / "model")
     rows, run, port = rows_file(tmp_path / "rows.jsonl"), tmp_path / "run", free_row(1)
     run.mkdir()
-    left = run / f".join-127.0.0.1-{port}-none-0"
+    left = run / f".join-127.0.0.1-{port}-none"
     write_stale(left)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
     command += ["-m", "tests.support.training.launched_run", str(tmp_path / "model"), str(rows), str(run)]

@@ -1,4 +1,7 @@
-"""A whole Slurm on this machine: munge, a controller and several slurmd, each of which is a machine with a name."""
+"""A whole Slurm on this machine: munge, a controller and several slurmd, each of which is a machine with a name.
+
+Jobs of the partition `urgent` preempt those of `all`, the default, which are requeued and have a minute to save.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +46,11 @@ InactiveLimit=0
 MinJobAge=300
 SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0,requeue_delay=0
 SlurmdParameters=config_overrides
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 {nodes}
-PartitionName=all Nodes=ALL Default=YES State=UP MaxTime=INFINITE
+PartitionName=all Nodes=ALL Default=YES State=UP MaxTime=INFINITE PriorityTier=1 GraceTime=60
+PartitionName=urgent Nodes=ALL State=UP MaxTime=INFINITE PriorityTier=2 PreemptMode=OFF
 """
 
 

@@ -30,9 +30,9 @@ def options(store: dist.Store, rank: int, size: int, seconds: float = 20.0) -> B
     return found
 
 
-def thread_groups(size: int, seconds: float = 20.0) -> list[backend.ProcessGroup]:
-    """One process group for each of `size` ranks of this process, over TLS and loopback."""
-    store = dist.HashStore()
+def thread_groups(size: int, seconds: float = 20.0, store: dist.Store | None = None) -> list[backend.ProcessGroup]:
+    """One process group for each of `size` ranks of this process, over TLS and loopback, by a store of their own."""
+    store = store or dist.HashStore()
     with ThreadPoolExecutor(size) as pool:
         made = [pool.submit(backend.create, options(store, rank, size, seconds), None) for rank in range(size)]
         return [one.result() for one in made]

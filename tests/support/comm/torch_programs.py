@@ -6,18 +6,28 @@ Each is `program(rank, size)` with a default process group that is up, and gives
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import tempfile
 import warnings
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+import torch.distributed.checkpoint as checkpoint
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from tllm.core.errors import TllmError
@@ -43,6 +53,20 @@ class Words(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
+
+
+class Block(nn.Module):
+    """A residual block whose tokens may be cut outside of its MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
 
 
 def fresh() -> Words:
@@ -92,6 +116,59 @@ def _sharded(rank: int, mesh: Any) -> Any:
     fully_shard(model, mesh=mesh)
     losses = train(model, list(model.parameters()), rank)
     return [losses, *(parameter.full_tensor().tolist() for parameter in model.parameters())]
+
+
+def titan(rank: int, size: int) -> Any:
+    """As torchtitan trains: a mesh of two dimensions, tensor and sequence parallel layers that FSDP2 shards, gradients
+    clipped over the whole mesh, the loss averaged, and a checkpoint that is read again in mid-run."""
+    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp_shard", "tp"))
+    torch.manual_seed(5)
+    model = nn.Sequential(
+        nn.Embedding(WORDS, WIDTH),
+        *(Block() for _ in range(LAYERS)),
+        nn.RMSNorm(WIDTH),
+        nn.Linear(WIDTH, WORDS, bias=False),
+    ).double()
+    cut: dict[str, Any] = {
+        "0": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        str(LAYERS + 1): SequenceParallel(),
+        str(LAYERS + 2): ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    for number in range(1, LAYERS + 1):
+        whole_rows = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+        cut |= {f"{number}.norm": SequenceParallel(), f"{number}.mlp": whole_rows}
+        cut |= {f"{number}.mlp.0": ColwiseParallel(), f"{number}.mlp.2": RowwiseParallel(output_layouts=Shard(1))}
+    parallelize_module(model, mesh["tp"], cut)
+    for block in model[1 : LAYERS + 1]:
+        fully_shard(block, mesh=mesh["dp_shard"])
+    fully_shard(model, mesh=mesh["dp_shard"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    words, found = torch.Generator().manual_seed(mesh.get_local_rank("dp_shard")), []
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder, src=0)
+    for step in range(STEPS):
+        ids = torch.randint(0, WORDS, (2, TOKENS + 1), generator=words)
+        loss = nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        assert isinstance(norm, DTensor)
+        optimizer.step()
+        schedule.step()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean, group=mesh["dp_shard"].get_group())
+        found.append([mean.item() / mesh["dp_shard"].size(), norm.full_tensor().item()])
+        state: dict[str, Any] = {"model": model.state_dict()}
+        if step == 0:
+            checkpoint.save(state, checkpoint_id=folder[0])
+        if step == 1:
+            checkpoint.load(state, checkpoint_id=folder[0])
+            model.load_state_dict(state["model"])
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(folder[0])
+    return [found, *(parameter.full_tensor().tolist() for parameter in model.parameters())]
 
 
 def dtensor(rank: int, size: int) -> Any:
@@ -160,7 +237,7 @@ def plain(rank: int, size: int) -> Any:
     return [got.tolist(), said, told, x.tolist(), whole.tolist(), part.tolist()]
 
 
-PROGRAMS = {program.__name__: program for program in (ddp, fsdp2, dtensor, traced, plain)}
+PROGRAMS = {program.__name__: program for program in (ddp, fsdp2, titan, dtensor, traced, plain)}
 
 
 def everything(rank: int, size: int) -> dict[str, Any]:
@@ -169,8 +246,9 @@ def everything(rank: int, size: int) -> dict[str, Any]:
     return found | ({"hybrid": hybrid(rank, size)} if size == 4 else {})
 
 
-def last_one_dies(rank: int, size: int) -> str:
-    """The last rank is killed while the others wait for it; what these are told."""
+def last_one_dies(rank: int, size: int) -> Any:
+    """The last rank is killed while the others wait for it: what these are told, and what they compute without it in
+    the same processes, after they have met again by a store of their own."""
     x = torch.ones(5)
     dist.all_reduce(x)
     if rank == size - 1:
@@ -178,12 +256,13 @@ def last_one_dies(rank: int, size: int) -> str:
     try:
         dist.all_reduce(x)
     except (RuntimeError, TllmError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+        said = f"{type(error).__name__}: {error}"
+        return said, _go_on(rank, size - 1, dist.PrefixStore("again", _store()))
+    return "nothing", {}
 
 
-def last_one_dies_in_backward(rank: int, size: int) -> str:
-    """The same where DDP sums gradients, in threads of torch's own."""
+def last_one_dies_in_backward(rank: int, size: int) -> Any:
+    """The same where DDP sums gradients, in threads of torch's own; they meet again by the store that they had."""
     model = DistributedDataParallel(fresh(), bucket_cap_mb=0.005)
     ids = torch.arange(TOKENS)[None]
     if rank == size - 1:
@@ -192,5 +271,19 @@ def last_one_dies_in_backward(rank: int, size: int) -> str:
         for _ in range(2):
             model(ids).sum().backward()
     except (RuntimeError, TllmError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+        return f"{type(error).__name__}: {error}", _go_on(rank, size - 1, _store())
+    return "nothing", {}
+
+
+def _store() -> dist.Store:
+    """The one that the process group was made with, without the prefixes that torch has put before its keys."""
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def _go_on(rank: int, size: int, store: dist.Store) -> dict[str, Any]:
+    dist.destroy_process_group()
+    dist.init_process_group("tllm", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    return everything(rank, size)

@@ -3,8 +3,8 @@
 The job is a TOML file; --set and --plan come after it. On several machines without a plan they are measured, and the
 plan with which they are predicted to be fastest is taken; the job may let some of them teach or sample instead
 (teacher_nodes, rollout_nodes). Ctrl-C saves and leaves; the same command goes on from there, and so does one with
-another plan. Under srun the first task is the first machine, and the others join it; with --on ray the ranks run on
-nodes of a Ray cluster.
+another plan. Under srun the first task is the first machine, and the others join it, and so under torchrun with
+--on-loss replan; with --on ray the ranks run on nodes of a Ray cluster.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--on-loss",
         choices=("replan", "wait", "end"),
-        help="of a node: go on with what is left (replan, the default), wait for another, or end (under torchrun)",
+        help="of a node: go on with what is left (replan, the default), wait for another, or end (the default under "
+        "torchrun)",
     )
     add_lost_after(where)
     add_memory(where)
@@ -115,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     check_lost_after(args.lost_after)
     start_log(args.debug, quiet=True)
     here = launched_here(args)
-    tasks = here if here is not None and here.is_elastic else None
+    tasks = here if here is not None and (here.is_elastic or args.on_loss == "replan") else None
     here = None if tasks is not None else here  # a launcher that ends all ranks with one
     _check_machines(args, here)
     if tasks is not None:
@@ -152,13 +153,13 @@ def _check_machines(args: argparse.Namespace, here: Launched | None) -> None:
     """Refuse options that cannot go together: who starts the ranks, and what is done when one is lost."""
     if args.replan and (here is not None or args.on_loss == "end"):
         raise ConfigError(
-            "--replan moves a run by what makes it outlive its nodes, which --on-loss end and a launcher do without",
-            "leave one of them out",
+            "--replan moves a run by what makes it outlive its nodes, which --on-loss end and torchrun do without",
+            "leave one of them out, or give --on-loss replan",
         )
-    if here is not None and args.on_loss not in (None, "end"):
+    if here is not None and args.on_loss == "wait":
         raise ConfigError(
-            f"--on-loss is {args.on_loss} and a launcher, which ends all ranks with one, has started this process",
-            "leave it out, or start tllm without the launcher",
+            "--on-loss is wait, and a launcher has started this process, which may start no other for one that is lost",
+            "give --on-loss replan, or leave it out: the run then ends with the first loss",
         )
     if args.cluster_folder is not None and not (args.nodes and args.cluster_port and args.on_loss != "end"):
         raise ConfigError(

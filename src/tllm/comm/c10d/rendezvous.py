@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -165,6 +165,9 @@ def join_rendezvous(
 
     All `ranks` call this at the same time, each with its own client of the store. LinkTimeout for a rank that does not
     come, AuthError where ranks have no secret in common.
+
+    When all have met, the store holds nothing by which a later rendezvous could be misled: ranks that live on after one
+    was lost meet again by the same store, or by another.
     """
     until = time.monotonic() + seconds
     secret = secret_from_environment(environment)
@@ -174,6 +177,7 @@ def join_rendezvous(
             meeting = new_meeting_name()
             secret = secret or stack.enter_context(secret_file(meeting))
             store.set(MEETING, meeting)
+            stack.callback(_forget_meeting, store)
         else:
             meeting = check_meeting_name(_wait_for_key(store, MEETING, ranks[0], until))
             secret = secret or read_secret_file(meeting)
@@ -210,6 +214,12 @@ def _wait_for_key(store: Store, key: str, rank: int, until: float) -> str:
         raise LinkTimeout(f"rank {rank} did not come to the store within {seconds:.3g} s", "see its log") from error
     except dist.DistNetworkError as error:
         raise LinkClosed(f"the store is gone before rank {rank} had come to it", "see the log of rank 0") from error
+
+
+def _forget_meeting(store: Store) -> None:
+    """All have read the meeting's name, or it is given up: whoever comes next waits for a new one."""
+    with suppress(dist.DistError):  # a store that is gone misleads nobody
+        store.delete_key(MEETING)
 
 
 def _host_of(store: Store) -> str:

@@ -45,7 +45,7 @@ class Launched:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the launcher lets processes live on without one that ended."""
+        """Whether the launcher lets processes live on without one that ended; torchrun does on other machines only."""
         return self.launcher == "slurm"
 
     @property
@@ -80,7 +80,8 @@ def _torchrun(environment: Mapping[str, str]) -> Launched | None:
             f"{' and '.join(given)} are set, and {' and '.join(missing)} not: is there a launcher or not?",
             "let torchrun set them all, or unset them to start without a launcher",
         )
-    names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+    # Not how often it was started: a process that torchrun starts again finds those that have gone on.
+    names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
     return Launched(
         rank=_number(environment, "RANK"),
         world_size=_number(environment, "WORLD_SIZE"),

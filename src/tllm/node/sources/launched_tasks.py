@@ -44,7 +44,8 @@ PLAIN = WorkerSettings(host="", port=0, token="", is_shared=True)
 
 
 class LaunchedTasks:
-    """The other processes, as a `NodeSource` of the first: all are here already, and none comes after a loss."""
+    """The other processes, as a `NodeSource` of the first: all are here already. After a loss one comes only where
+    torchrun starts it again."""
 
     def __init__(self, launched: Launched, folder: Path) -> None:
         self._launched = launched

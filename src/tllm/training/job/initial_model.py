@@ -184,7 +184,7 @@ def files_read(job: Job) -> tuple[str, ...]:
     rollouts = job.rollouts
     secret = rollouts.rollout_secret if rollouts is not None and rollouts.rollout_servers else None
     named = [name for name in (job.model_name_or_path, job.config_name, job.tokenizer_name, teacher, secret) if name]
-    return (*job.train_files, *job.eval_files, *(name for name in named if Path(name).exists()))
+    return (*data_config(job).files, *eval_data_config(job).files, *(name for name in named if Path(name).exists()))
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Trainable:
@@ -299,7 +299,8 @@ def _keep_tokenizer(job: Job, named: Path, spec: ModelSpec, folder: Path) -> Non
         if job.tokenizer_name and not (folder / TOKENIZER).is_file():
             raise ConfigError(f"{chosen} has no {TOKENIZER}", "give tokenizer_name a folder with one, or leave it out")
         return
-    texts = texts_of(job.train_files, data_config(job).documents)
+    data = data_config(job)
+    texts = texts_of(data.files, data.documents)
     first = next(texts, None)
     if first is None:
         return

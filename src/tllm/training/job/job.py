@@ -97,7 +97,9 @@ class Job:
     output_dir: str
     """Folder of the run: metrics, saves, the finished model (docs/guides/train.md lists what it holds)."""
     train_files: tuple[str, ...]
-    """Files of training data: `.jsonl`, `.ndjson`, `.parquet` or `.txt`; all but `.parquet` also with `.gz`."""
+    """Files of training data: `.jsonl`, `.ndjson`, `.parquet` or `.txt`; all but `.parquet` also with `.gz`. Or Python
+    functions of your own, as `module:function`: `rows:training` is the function `training` of `rows.py` in the folder
+    of the job's file, which returns a dataset of Ray Data or anything else that gives rows one by one."""
     max_steps: int
     """Optimizer steps of the whole run."""
     task: str = "sft"
@@ -198,8 +200,8 @@ class Job:
     max_staleness: int = 0
     """With `servers` in the plan: steps that a replica may be ahead of the slowest; -1: any number."""
     eval_files: tuple[str, ...] = ()
-    """Files of rows held out, of the form of `train_files`: their loss and metrics are told every `eval_steps`, or for
-    the tasks that sample completions their rewards."""
+    """Files of rows held out, or functions, of the form of `train_files`: their loss and metrics are told every
+    `eval_steps`, or for the tasks that sample completions their rewards."""
     eval_steps: int = 500
     """Steps between two evaluations of `eval_files`; there is one after the last step too."""
     eval_num_prompts: int = 0

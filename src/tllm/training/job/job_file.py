@@ -13,7 +13,7 @@ import msgspec
 
 from tllm.core.errors import ConfigError, nearest
 from tllm.training.job.job import Job
-from tllm.training.job.rollout_keys import RolloutConfig
+from tllm.training.job.rollout_keys import FUNCTION, RolloutConfig, located_function
 
 HINTS: dict[str, Any] = get_type_hints(Job)
 TABLES: dict[str, Any] = {name: kind for name, hint in HINTS.items() for kind in get_args(hint) if is_dataclass(kind)}
@@ -26,6 +26,7 @@ TYPES: dict[str, Any] = {
 """The type of each key by its name, `table.key` for one of a table."""
 
 REQUIRED = tuple(field.name for field in fields(Job) if field.default is MISSING)
+ROW_FILES = ("train_files", "eval_files")
 DEFAULT, SET, PLAN = "default", "--set", "--plan"
 
 ELSEWHERE = {
@@ -81,6 +82,7 @@ def read_job(source: Path | Mapping[str, Any] | None, sets: Sequence[str] = (), 
         place = tables.setdefault(table, {}) if table else values
         place[name_in_table], origins[key] = _converted(key, value, origin), origin
     folder = source.parent if isinstance(source, Path) else Path()
+    values |= {key: _located_rows(values[key], folder) for key in ROW_FILES if key in values}
     values |= {table: _located(TABLES[table](**keys), folder) for table, keys in tables.items()}
     missing = [key for key in REQUIRED if key not in values]
     if missing:
@@ -103,6 +105,11 @@ def write_job(resolved: ResolvedJob) -> str:
 def _located(table: Any, folder: Path) -> Any:
     """A table whose files are named from the job's folder, by their paths; any other as it is."""
     return table.located(folder) if isinstance(table, RolloutConfig) else table
+
+
+def _located_rows(names: Sequence[str], folder: Path) -> tuple[str, ...]:
+    """Files of rows as they are named, functions that give rows with the path of their file."""
+    return tuple(located_function(name, folder) if FUNCTION.fullmatch(name) else name for name in names)
 
 
 def _line(name: str, value: Any, origin: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import cast
 
 from tllm.core.errors import ConfigError
@@ -20,18 +21,28 @@ from tllm.training.job.key_limits import WantedNodes
 from tllm.training.job.lora_job import LoraJob
 from tllm.training.job.lr_schedule import LearningRateSchedule
 from tllm.training.job.preference_tables import KTOConfig
-from tllm.training.job.rollout_keys import kept_of_each_prompt
+from tllm.training.job.rollout_keys import FUNCTION, function_parts, kept_of_each_prompt
 
+ROWS = "rows"
+"""The folder, in that of the run, of rows that functions have given."""
 STATES = {"adamw": 2, "sgd": 1}
 """Tensors that an optimizer keeps, each as large as the weights."""
 LOSSY = ("int8", "powersgd")
 """Sums that keep what they did not send, a tensor as large as the weights on each replica."""
 
 
+def row_file(job: Job, name: str) -> str:
+    """The file of rows that a name in `train_files` means: itself, or where the run keeps what a function has given."""
+    if not FUNCTION.fullmatch(name):
+        return name
+    module, function = function_parts(name)
+    return str(Path(job.output_dir, ROWS, f"{module.stem}.{function}.jsonl"))
+
+
 def data_config(job: Job) -> DataConfig:
     """What to read, over and over until the steps are done."""
     return DataConfig(
-        files=job.train_files,
+        files=tuple(row_file(job, name) for name in job.train_files),
         seq_len=job.seq_len,
         global_batch_size=job.global_batch_size,
         weights=job.train_weights,
@@ -48,7 +59,8 @@ def data_config(job: Job) -> DataConfig:
 
 def eval_data_config(job: Job) -> DataConfig:
     """The rows held out, each once, in the order of the files."""
-    return replace(data_config(job), files=job.eval_files, weights=None, shuffle=False, epochs=1)
+    files = tuple(row_file(job, name) for name in job.eval_files)
+    return replace(data_config(job), files=files, weights=None, shuffle=False, epochs=1)
 
 
 def row_kind(job: Job) -> str:

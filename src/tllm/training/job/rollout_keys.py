@@ -94,8 +94,10 @@ class RolloutConfig:
 
     def located(self, folder: Path) -> Self:
         """The same with reward functions and tools by the path of their file; their modules lie in `folder`."""
-        rewards = tuple(text if is_url(text) else _located(text, folder) for text in self.reward_funcs)
-        return replace(self, reward_funcs=rewards, tools=tuple(_located(text, folder, "tools") for text in self.tools))
+        rewards = tuple(text if is_url(text) else located_function(text, folder) for text in self.reward_funcs)
+        return replace(
+            self, reward_funcs=rewards, tools=tuple(located_function(text, folder, "tools") for text in self.tools)
+        )
 
     def _check(self, table: str, limits: KeyLimits) -> None:
         limits.check({field.name: getattr(self, field.name) for field in fields(self)}, table)
@@ -296,7 +298,8 @@ def _parts(text: str, table: str, key: str = "reward_funcs") -> tuple[str, str]:
     return match["module"], match["function"]
 
 
-def _located(text: str, folder: Path, key: str = "reward_funcs") -> str:
+def located_function(text: str, folder: Path, key: str = "reward_funcs") -> str:
+    """`module:function` with the path of its file, which lies in `folder`. ConfigError for what names none."""
     module, name = _parts(text, "the job", key)
     file = folder / (module if module.endswith(".py") else module.replace(".", "/") + ".py")
     return f"{file.resolve()}:{name}"

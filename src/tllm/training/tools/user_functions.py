@@ -1,8 +1,8 @@
 """Functions of the user's own, from files that a job names: loaded once, and called with a time by which they return.
 
 This is the one place where code is loaded that is not part of the package: a file of the user's own, which the job
-names, on rank 0 alone, in a process that the user's own command has started (`node.worker` sees to that). Nothing of it
-ever comes from another machine.
+names, in the user's own command or on rank 0 alone, in a process that this command has started (`node.worker` sees to
+that). Nothing of it ever comes from another machine.
 """
 
 from __future__ import annotations

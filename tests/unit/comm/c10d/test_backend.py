@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -14,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from tests.support.comm.c10d import on_each, thread_groups
-from tllm.comm.c10d.backend import ProcessGroup
+from tests.support.comm.c10d import on_each, options, thread_groups
+from tllm.comm.c10d.backend import ProcessGroup, create
 from tllm.core.errors import ConfigError, FrameError, LinkClosed, LinkError, LinkTimeout
 
 SIZE = 3
@@ -404,6 +405,20 @@ def test_by_each_of_its_names_torch_takes_it_for_the_cpu(name: str) -> None:
         assert "dist.new_group(backend='nccl')" in raised.value.hint
     finally:
         dist.destroy_process_group()
+
+
+def test_ranks_meet_again_by_the_same_store_though_rank_0_comes_last() -> None:
+    """Nothing of the first meeting is taken for the second."""
+    store = dist.HashStore()
+    on_each(thread_groups(SIZE, store=store), lambda group: group.shutdown())
+    with ThreadPoolExecutor(2) as pool:
+        last = pool.submit(create, options(store, 1, 2), None)
+        time.sleep(0.1)
+        made = [pool.submit(create, options(store, 0, 2), None).result(), last.result()]
+    sums = [torch.ones(1), torch.ones(1)]
+    on_each(made, lambda group: group.allreduce([sums[group.rank()]], asking(dist.AllreduceOptions)))
+    assert sums == [torch.full((1,), 2.0)] * 2
+    on_each(made, lambda group: group.shutdown())
 
 
 @pytest.mark.skipif(dist.is_nccl_available(), reason="this torch has NCCL")

@@ -31,7 +31,7 @@ SLURM = {
 
 def test_torchrun() -> None:
     found = launched(TORCHRUN)
-    assert found == Launched(3, 4, 1, 2, "head.lab", "head.lab-29500-a-b-0")
+    assert found == Launched(3, 4, 1, 2, "head.lab", "head.lab-29500-a-b")
     assert not found.is_one_machine
     assert launched({**TORCHRUN, "LOCAL_WORLD_SIZE": "4"}).is_one_machine  # type: ignore[union-attr]
 
