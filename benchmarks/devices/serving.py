@@ -1,6 +1,7 @@
 """One engine on one device: prompts and replies of a model with random weights, beside what the memory can read.
 
-`python -m benchmarks.devices.serving [--shape 8b] [--sequences 1,8,64] [--prompt 512] [--tokens 128]`
+`python -m benchmarks.devices.serving [--shape 8b] [--sequences 1,8,64] [--prompt 512] [--tokens 128]
+[--quantize int4]`
 
 A token of a reply reads every weight once, whatever else it does, so no engine is faster than weights / memory rate.
 The rate is measured beside it. Each line is printed as soon as it is known; `--out` appends them as JSON.
@@ -21,11 +22,14 @@ from benchmarks.models.random_llama import SIZES, config_of
 from tllm.devices.choose import choose_device
 from tllm.devices.memory import device_name, held_memory, peak_memory, wait_for
 from tllm.engine.engine import Engine
+from tllm.engine.measure.quantized_layers import hold_in_few_bits
 from tllm.engine.schedule.limits import EngineConfig, limits_of
 from tllm.engine.stage import PipelineStage
 from tllm.model.transformer import Transformer
+from tllm.parallel.quantized_weight import stands_for, weight_bytes
 from tllm.spec.families import spec_from_config
 from tllm.spec.plan import Plan
+from tllm.spec.quantized.weight_form import with_weight_form
 from tllm.spec.request import SamplingParams
 
 SHAPES = {
@@ -76,8 +80,8 @@ def seconds(work: Callable[[], object], device: torch.device, repeats: int = 5) 
 
 
 def random_engine(shape: str, device: torch.device, config: EngineConfig) -> Engine:
-    """An engine whose weights are drawn on the device."""
-    spec = spec_from_config(llama_config(shape))
+    """An engine whose weights are drawn on the device, and held in few bits if the config rounds them."""
+    spec = spec_from_config(with_weight_form(llama_config(shape), config.quantize, dequantize=False))
     plan = Plan.parse("pp=1", spec.num_layers)
 
     def draw(_: int, model: Transformer) -> None:
@@ -85,6 +89,8 @@ def random_engine(shape: str, device: torch.device, config: EngineConfig) -> Eng
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(std=STD)
+            if spec.quantization is not None:
+                hold_in_few_bits(model, spec.quantization)
 
     return Engine(spec, plan, limits_of(spec, plan, config), torch.bfloat16, draw)
 
@@ -113,18 +119,23 @@ def layers_seconds(stage: PipelineStage, sequences: int, device: torch.device) -
 
 
 def main() -> None:
-    args = parser_of(__doc__, tokens=128).parse_args()
+    parser = parser_of(__doc__, tokens=128)
+    parser.add_argument("--quantize", choices=("int8", "int4"), help="hold the weights in few bits")
+    args = parser.parse_args()
     device = choose_device(args.device)
     rate = read_rate(device)
     print(f"{device_name(device)}, torch {torch.__version__}: reads {rate / 1e12:.2f} TB/s", flush=True)
     begun = time.perf_counter()
-    config = EngineConfig(dtype="bfloat16", cache_tokens=65536, max_num_seqs=64, max_num_batched_tokens=4096)
+    config = EngineConfig(
+        dtype="bfloat16", cache_tokens=65536, max_num_seqs=64, max_num_batched_tokens=4096, quantize=args.quantize
+    )
     with random_engine(args.shape, device, config) as engine:
         [stage] = engine.stages
         table = stage.model.embed_tokens.weight  # type: ignore[attr-defined]
-        held = sum(x.nbytes for x in stage.model.parameters())  # type: ignore[attr-defined]
-        read = held - table.nbytes
-        flops = read  # of a token: two for each weight, which has two bytes
+        weights = list(stage.model.parameters())  # type: ignore[attr-defined]
+        held = sum(map(weight_bytes, weights))
+        read = held - weight_bytes(table)
+        flops = 2 * sum(stands_for(x)[0].numel() for x in weights if x is not table)  # of a token
         graphs = "recorded steps" if stage.graphs is not None else "no recorded steps"
         opened = time.perf_counter() - begun
         print(f"{args.shape}: {held / 1e9:.2f} GB of weights, made with {graphs} in {opened:.1f} s", flush=True)
@@ -139,6 +150,7 @@ def main() -> None:
                 device=device_name(device),
                 torch=str(torch.__version__),
                 shape=args.shape,
+                quantize=args.quantize,
                 sequences=sequences,
                 prompt=args.prompt,
                 tokens=args.tokens,

@@ -12,11 +12,10 @@ from tests.support.device.separate_device import MEMORY, SEPARATE
 from tests.unit.planner.search.test_serving_search import spec_of
 from tllm.cluster.settings import SurveySettings
 from tllm.comm.collectives.group import local_groups
-from tllm.core.errors import ConfigError
 from tllm.devices.choose import CPU
 from tllm.node.roles.sum_latency import measure_sums
 from tllm.node.roles.survey_rank import examined
-from tllm.spec.quantized.weight_bits import Quantization
+from tllm.spec.quantized.weight_bits import Coding, Quantization
 
 SETTINGS = SurveySettings(
     dtype="float32",
@@ -36,17 +35,12 @@ def test_training_is_measured_on_the_device_and_within_its_memory() -> None:
     assert all(one.seconds > 0 for one in (*found.layers, *found.logits)) and found.update > 0
 
 
-def test_serving_is_measured_on_the_device() -> None:
+@pytest.mark.parametrize("quantization", [None, Quantization("int8", ((r".*_proj", Coding(8, 32)),))])
+def test_serving_is_measured_on_the_device(quantization: Quantization | None) -> None:
     settings = msgspec.structs.replace(SETTINGS, rows=(16,), sequences=(1, 2))
-    found = examined("a", spec_of(4), settings)
+    found = examined("a", replace(spec_of(4), quantization=quantization), settings)
     assert len(found.layers) == 6 and len(found.turns) == len(found.follows) == 2
     assert all(one.seconds > 0 for one in (*found.layers, *found.logits))
-
-
-def test_weights_in_few_bits_are_refused_before_anything_is_measured() -> None:
-    spec = replace(spec_of(4), quantization=Quantization("int8", ()))
-    with pytest.raises(ConfigError, match=rf"weights in few bits \(int8\) .* this rank is on {SEPARATE[1]}"):
-        examined("a", spec, SETTINGS)
 
 
 def test_sums_with_a_rank_on_another_device_are_measured() -> None:

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 
 from tllm.core.errors import ConfigError
-from tllm.spec.quantized.weight_bits import Quantization
 
 CPU = torch.device("cpu")
 
@@ -87,19 +86,6 @@ def check_float64(device: torch.device) -> None:
     if not has_float64(device):
         raise ConfigError(
             f"{device} has no float64, in which tokens are drawn and gradients are summed up", "give --device cpu"
-        )
-
-
-def check_products(device: torch.device, quantization: Quantization | None) -> None:
-    """ConfigError for what the device cannot serve: weights in few bits, and any without float64."""
-    if device == CPU:
-        return
-    check_float64(device)
-    if quantization is not None:
-        raise ConfigError(
-            f"weights in few bits ({quantization.method}) have products on processors alone yet, and this rank is on "
-            f"{device}",
-            "give --dequantize, which holds them as plain numbers, leave out --quantize, or give --device cpu",
         )
 
 

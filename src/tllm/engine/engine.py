@@ -21,7 +21,7 @@ import torch
 
 from tllm.cluster.settings import PageDisk
 from tllm.core.errors import ClusterError, RequestError
-from tllm.devices.choose import CPU, check_products, compute_on
+from tllm.devices.choose import CPU, check_float64, compute_on
 from tllm.engine.assembly import LoadWeights, LocalRanks, make_driver
 from tllm.engine.draft.load_draft import DraftLoader, draft_loader
 from tllm.engine.driver import CancelRequest, CloseRing, Command
@@ -93,7 +93,7 @@ class Engine:
         dtype, limits = torch_dtype(config.dtype or spec.dtype), limits_of(spec, plan, config)
         draft = draft_loader(config.speculative_config, limits, config.dtype)
         for device in devices:
-            check_products(device, spec.quantization)
+            check_float64(device)
 
         def load_weights(rank: int, model: Transformer) -> None:
             source = checked(LocalFiles(folder))

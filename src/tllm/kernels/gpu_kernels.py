@@ -16,7 +16,7 @@ DEVICES = ("cuda", "xpu")
 
 class GpuKernels(NamedTuple):
     """`products` of few rows; `row_operations` are the small operations of a layer, `trained_rows` the same with
-    gradients; `loss`, `attention` and `rows` the modules of `kernels/gpu`."""
+    gradients; `loss`, `attention`, `rows` and `few_bits` the modules of `kernels/gpu`."""
 
     products: Any
     row_operations: Any
@@ -24,6 +24,7 @@ class GpuKernels(NamedTuple):
     loss: Any
     attention: Any
     rows: Any
+    few_bits: Any
 
 
 def gpu_kernels(kind: str) -> GpuKernels | None:
@@ -41,4 +42,6 @@ def _loaded() -> GpuKernels | None:
     trained = importlib.import_module("tllm.kernels.gpu.trained_rows")
     loss = importlib.import_module("tllm.kernels.gpu.trained_loss")
     products = importlib.import_module("tllm.kernels.gpu.products").GpuProducts()
-    return GpuKernels(products, rows.GpuRowOperations(), trained.TrainedRowOperations(), loss, attention, rows)
+    few_bits = importlib.import_module("tllm.kernels.gpu.few_bits")
+    operations = rows.GpuRowOperations(), trained.TrainedRowOperations()
+    return GpuKernels(products, *operations, loss, attention, rows, few_bits)

@@ -48,7 +48,7 @@ def rows_of_experts(weights_TK: Tensor, experts_TK: Tensor, first: int, count: i
     order = here[torch.argsort(local[here], stable=True)]
     for some in torch.split(order, ROWS_AT_ONCE):
         experts_N = local[some]
-        first_rows = torch.searchsorted(experts_N, torch.arange(count + 1))
+        first_rows = torch.searchsorted(experts_N, torch.arange(count + 1, device=experts_N.device))
         yield ExpertRows(some // experts_TK.shape[1], experts_N, weights_TK.flatten()[some, None], first_rows)
 
 
@@ -96,7 +96,7 @@ class ExpertSum(nn.Module):
         """The sum over the experts held here, of rows that are here."""
         into, out = (quantized_stack(stack) for stack in self.products())
         if into is not None and out is not None:
-            y_TD = torch.zeros(x_TD.shape, dtype=torch.float64)
+            y_TD = torch.zeros(x_TD.shape, dtype=torch.float64, device=x_TD.device)
             for rows in rows_of_experts(weights_TK, experts_TK, self.first, self.count):
                 y_TD.index_add_(0, rows.tokens_N, self.of_packed(x_TD[rows.tokens_N], rows, into, out))
             return y_TD

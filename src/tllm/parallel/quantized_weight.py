@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from tllm.kernels.batch_invariant import is_batch_invariant, make_batch_invariant
+from tllm.kernels.gpu_kernels import GpuKernels, gpu_kernels
 from tllm.kernels.library import EXPONENT, NUMBERS, Library, PackedWeightArguments, WeightPartArguments, library
 from tllm.kernels.tiled_product import kind_of, multiply
-from tllm.quantization.blocks import Code, Scheme
+from tllm.quantization.blocks import Code, Scheme, table_on
 from tllm.quantization.packed_layout import PackedTensors, padded_columns, unpack_rows
 from tllm.quantization.reference_matmul import reference_matmul
 
@@ -46,6 +47,25 @@ class PackedRows:
     outputs: int
     columns: int
     lead: int = 0
+
+    def to(self, device: torch.device) -> PackedRows:
+        """These on a device."""
+        return replace(self, tensors=self.tensors.to(device))
+
+    def on_device(self, kernels: GpuKernels) -> Any:
+        """What the kernels of a GPU take."""
+        scheme, tensors = self.scheme, self.tensors.named()
+        return kernels.few_bits.DeviceWeight(
+            tensors,
+            self.outputs,
+            scheme.bits,
+            scheme.group,
+            scheme.super_group,
+            scheme.offset,
+            None if scheme.table is None else table_on(tensors["codes"].device, scheme.table),
+            is_float8=scheme.code == "float8_e4m3",
+            has_exponents=scheme.exponents,
+        )
 
     def arguments(self) -> PackedWeightArguments:
         """What the kernels take; the tensors must outlive it."""
@@ -100,12 +120,12 @@ class WeightParts:
     def input_gradient(self, gradient_NF: Tensor, columns: int, first_rows: Tensor) -> Tensor:
         """The gradient of x, [N, columns] in float32 at least: some outputs' plain numbers are there at a time."""
         wide = torch.promote_types(gradient_NF.dtype, torch.float32)
-        gradient_ND = torch.zeros(len(gradient_NF), columns, dtype=wide)
+        gradient_ND = torch.zeros(len(gradient_NF), columns, dtype=wide, device=gradient_NF.device)
         bounds, at_once = first_rows.tolist(), max(1, PLAIN_AT_ONCE // max(1, columns))
         for expert, at, part in self._parts():
             here, outputs = slice(bounds[expert], bounds[expert + 1]), _outputs(part)
             for first in range(0, outputs if here.start < here.stop else 0, at_once):
-                some = torch.arange(first, min(first + at_once, outputs))
+                some = torch.arange(first, min(first + at_once, outputs), device=gradient_NF.device)
                 weight = _plain(part, some, columns).to(wide)
                 gradient_ND[here].addmm_(gradient_NF[here, at + first : at + first + len(some)].to(wide), weight)
         return gradient_ND
@@ -119,15 +139,24 @@ class WeightParts:
     def product(self, x_ND: Tensor, first_rows: Tensor, exact: bool) -> Tensor:
         """What `matmul` gives, without a gradient."""
         x_ND = x_ND.contiguous()
-        y_NF = torch.empty(len(x_ND), self.outputs, dtype=torch.float64 if exact else x_ND.dtype)
-        kernels = library() if x_ND.dtype != torch.float64 else None
-        if self._plain or kernels is None:
+        dtype = torch.float64 if exact else x_ND.dtype
+        y_NF = torch.empty(len(x_ND), self.outputs, dtype=dtype, device=x_ND.device)
+        is_wide = x_ND.dtype == torch.float64
+        kernels = library() if x_ND.is_cpu and not is_wide else None
+        gpu = None if is_wide else gpu_kernels(x_ND.device.type)
+        if self._plain or kernels is None:  # of experts on a device, the host waits for these
             bounds = first_rows.tolist()
         for expert, at, plain in self._plain:
             here = slice(bounds[expert], bounds[expert + 1])
             y_NF[here, at : at + len(plain)] = F.linear(x_ND[here], plain.to(x_ND.dtype))
         for parts, arguments in self._packed:
             wide = _widened(x_ND, parts[0][2])
+            if gpu is not None:
+                rounded = gpu.few_bits.round_rows(wide)
+                for expert, at, part in parts:
+                    weight = part.on_device(gpu)
+                    gpu.few_bits.multiply(rounded, weight, bounds[expert], bounds[expert + 1], y_NF, at)
+                continue
             if kernels is None:
                 for expert, at, part in parts:
                     here = slice(bounds[expert], bounds[expert + 1])
@@ -215,6 +244,10 @@ class QuantizedWeight:
     def nbytes(self) -> int:
         return sum(part.tensors.nbytes if isinstance(part, PackedRows) else part.nbytes for part in self.parts)
 
+    def to(self, device: torch.device) -> QuantizedWeight:
+        """This weight on a device."""
+        return QuantizedWeight([part.to(device) for part in self.parts], self.inputs)
+
     def matmul(self, x_TD: Tensor, exact: bool = False) -> Tensor:
         """x W^T in x's dtype.
 
@@ -223,13 +256,18 @@ class QuantizedWeight:
         return self._product.matmul(x_TD, torch.tensor((0, len(x_TD))), exact)
 
     def rows(self, ids_T: Tensor) -> Tensor:
-        """The weights of these outputs in float32, [T, inputs]: an embedding's rows."""
-        out = torch.empty(len(ids_T), self.inputs)
+        """The weights of these outputs in float32, [T, inputs]: an embedding's rows.
+
+        The host asks a device nothing, so that this can be recorded.
+        """
+        out = torch.zeros(len(ids_T), self.inputs, device=ids_T.device)
         at = 0
         for part in self.parts:
             count = _outputs(part)
-            here = torch.where((ids_T >= at) & (ids_T < at + count))[0]
-            out[here] = _plain(part, ids_T[here] - at, self.inputs).float()
+            if count > 0:
+                found = _plain(part, (ids_T - at).clamp(0, count - 1), self.inputs).float()
+                here_T = (ids_T >= at) & (ids_T < at + count)
+                out = torch.where(here_T[:, None], found, out)
             at += count
         return out
 
@@ -273,9 +311,9 @@ def quantized_stack(weight: Tensor) -> QuantizedStack | None:
     return found
 
 
-def empty_parameter(shape: torch.Size, dtype: torch.dtype) -> nn.Parameter:
+def empty_parameter(shape: torch.Size, dtype: torch.dtype, device: torch.device | None = None) -> nn.Parameter:
     """A parameter without elements, for weights in few bits that as plain numbers would have this shape and dtype."""
-    parameter = nn.Parameter(torch.empty(0, dtype=torch.uint8), requires_grad=False)
+    parameter = nn.Parameter(torch.empty(0, dtype=torch.uint8, device=device), requires_grad=False)
     parameter.stands_for = (shape, dtype)  # type: ignore[attr-defined]
     return parameter
 

@@ -6,6 +6,7 @@ row; where a format keeps scales in few bits too, a scale is `super_scale * scal
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -134,10 +135,16 @@ def values_of(blocks: Blocks) -> Tensor:
     if scheme.code == "float8_e4m3":
         return blocks.codes.view(torch.float8_e4m3fn).float()
     if scheme.table is not None:
-        return torch.tensor(scheme.table, dtype=torch.float32)[blocks.codes.int()]
+        return table_on(blocks.codes.device, scheme.table)[blocks.codes.int()].float()
     return blocks.codes.float()
 
 
 def _of_columns(of_groups: Tensor, group: int, columns: int) -> Tensor:
     """Each group's number once for each of its columns."""
-    return of_groups[..., torch.arange(columns) // group]
+    return of_groups[..., torch.arange(columns, device=of_groups.device) // group]
+
+
+@functools.cache
+def table_on(device: torch.device, table: tuple[int, ...]) -> Tensor:
+    """The values of a scheme's codes, uint8. They are copied to a device once: a graph can record no copy."""
+    return torch.tensor(table, dtype=torch.uint8).to(device)

@@ -36,6 +36,10 @@ class PackedTensors:
     def nbytes(self) -> int:
         return sum(x.nbytes for x in self.named().values())
 
+    def to(self, device: torch.device) -> PackedTensors:
+        """These on a device."""
+        return PackedTensors(**{name: x.to(device) for name, x in self.named().items()})
+
 
 def pack(blocks: Blocks, codes: Tensor | None = None) -> PackedTensors:
     """The codes and scales of a matrix in the kernels' order. Zeros become minima, in float32.

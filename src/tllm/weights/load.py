@@ -180,7 +180,7 @@ def _memory_for(
         if found is not None:
             made[id(old)] = found
         elif id(old) in few_bits:
-            made[id(old)] = empty_parameter(old.shape, wanted)
+            made[id(old)] = empty_parameter(old.shape, wanted, device if old.is_meta else old.device)
         elif old.is_meta or old.dtype != wanted:
             memory = torch.empty(old.shape, dtype=wanted, device=device if old.is_meta else old.device)
             made[id(old)] = nn.Parameter(memory, requires_grad=old.requires_grad)

@@ -35,12 +35,14 @@ def is_packed(parameter: nn.Parameter, index: Index) -> bool:
 class PackedTask:
     """Reads one piece of a parameter, a box of a weight in the files: into packed tensors, or a plain one of `dtype`.
 
-    `part` is what has been read of it, `codes` the memory for packed codes of all of it.
+    `part` is what has been read of it, `codes` the memory for packed codes of all of it; both are on the host until it
+    is whole and goes to the `device`.
     """
 
     name: str
     box: Box
     dtype: torch.dtype
+    device: torch.device
     part: PackedRows | Tensor | None = None
     codes: Tensor | None = None
 
@@ -57,6 +59,8 @@ class PackedTask:
             planes = index.read_planes(source, self.name, box)
             self._put(box, index, planes)
             yield sum(x.nbytes for x in planes.values())
+        assert self.part is not None
+        self.part, self.codes = self.part.to(self.device), None
 
     def _put(self, box: Box, index: Index, planes: dict[str, Tensor]) -> None:
         """Decode what was read for a box, and put it where it belongs in the part."""
@@ -144,7 +148,7 @@ def _room(packed: PackedTensors, codes: Tensor) -> PackedTensors:
 def packed_tasks(parameter: nn.Parameter, index: Index) -> list[PackedTask]:
     """What is to be read for a parameter, in the order of its pieces."""
     _, dtype = stands_for(parameter)
-    return [PackedTask(piece.name, _source(piece, index), dtype) for piece in _pieces(parameter)]
+    return [PackedTask(piece.name, _source(piece, index), dtype, parameter.device) for piece in _pieces(parameter)]
 
 
 def assemble(parameter: nn.Parameter, tasks: list[PackedTask]) -> None:

@@ -16,14 +16,14 @@ from tllm.spec.quantized.weight_bits import Coding, Quantization, has_products
 def hold_in_few_bits(model: nn.Module, quantization: Quantization) -> None:
     """Hold the weights that the model has in few bits so: in float8, in 4 bits where theirs are 4, else in 8.
 
-    The products of formats with as many bits take about as long.
+    The products of formats with as many bits take about as long. They are packed by the processor, wherever they lie.
     """
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             coding = _coding(parameter, quantization)
             if coding is None or parameter.dim() < 2 or shard_of(parameter).plain:
                 continue
-            packed = empty_parameter(parameter.shape, parameter.dtype)
+            packed = empty_parameter(parameter.shape, parameter.dtype, parameter.device)
             packed.shard = shard_of(parameter)  # type: ignore[attr-defined]
             stack = parameter.detach() if parameter.dim() == 3 else parameter.detach()[None]
             if packed.shard.matrices:  # type: ignore[attr-defined]
@@ -31,9 +31,9 @@ def hold_in_few_bits(model: nn.Module, quantization: Quantization) -> None:
             weights = []
             for matrix in stack:
                 outputs, columns = matrix.shape
-                blocks = _blocks(matrix, coding)
+                blocks = _blocks(matrix.cpu(), coding)
                 rows = PackedRows(pack(blocks), blocks.scheme, outputs, columns)
-                weights.append(QuantizedWeight([rows], columns))
+                weights.append(QuantizedWeight([rows.to(parameter.device)], columns))
             carry(packed, QuantizedStack(weights) if parameter.dim() == 3 else weights[0])
             setattr(module, name, packed)
 

@@ -60,7 +60,7 @@ def measure(seconds: float, memory_free: int, clock: Clock = time.perf_counter, 
     """Measure everything in about `seconds`, on this process's threads or its `device`, in at most a quarter of the
     free memory."""
     widths, streamed = (WIDTHS, MEMORY_BYTES) if device == CPU else (DEVICE_WIDTHS, DEVICE_MEMORY_BYTES)
-    few_bits = FEW_BITS if device == CPU else ()  # of which the processor alone has products
+    few_bits = FEW_BITS if device == CPU else ()  # those of a device are not measured yet
     share = seconds / (len(DTYPES) + len(few_bits) / 2 + 1)
     with torch.inference_mode():
         products = [

@@ -22,7 +22,7 @@ from tllm.comm.links.connect import Listener
 from tllm.comm.links.link import Link
 from tllm.core.errors import ClusterError, ConfigError, LinkError
 from tllm.core.memory import give_back_memory
-from tllm.devices.choose import check_products
+from tllm.devices.choose import check_float64
 from tllm.devices.memory import forget_peak, held_memory
 from tllm.engine.assembly import make_driver, make_stage
 from tllm.engine.draft.draft_model import DraftModel
@@ -145,7 +145,7 @@ class ServingRank:
         self._assign, self._settings = assign, assign.settings
         self.rank = assign.rank
         self.spec = spec_from_config(json.loads(assign.config))
-        check_products(self._device, self.spec.quantization)
+        check_float64(self._device)
         earlier = before._weights if isinstance(before, ServingRank) and before.is_of(assign) else None
         self._fetch = fetch
         self._weights: RankWeights = RankWeights(assign, fetch, earlier)

@@ -18,7 +18,7 @@ from tllm.comm.collectives.group import Group
 from tllm.comm.collectives.tuning import max_over_ranks
 from tllm.comm.links.connect import Listener
 from tllm.core.memory import LARGEST_TRAINED, keep_freed_memory, rss_bytes
-from tllm.devices.choose import CPU, check_products
+from tllm.devices.choose import CPU, check_float64
 from tllm.devices.memory import available_memory, device_name, give_back_device_memory
 from tllm.engine.driver import Deliver
 from tllm.engine.measure.device_layer_speed import device_serving_passes
@@ -97,7 +97,7 @@ def examined(
     ConfigError for what its device cannot serve.
     """
     dtype, seconds, device = torch_dtype(settings.dtype), settings.measure_seconds, torch.device(settings.device)
-    check_products(device, spec.quantization)
+    check_float64(device)
     free = machine_facts().memory_free_bytes + rss_bytes() if device == CPU else available_memory(device)
 
     def serving(sizes: ServingSizes, seconds: float) -> dict[str, Any]:

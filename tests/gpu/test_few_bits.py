@@ -1,0 +1,100 @@
+"""The kernels of weights in few bits have the bits of the slow twin: on a CUDA device, or by Triton's interpreter."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not torch.cuda.is_available() and not INTERPRETED:
+    pytest.skip("torch finds no CUDA device here", allow_module_level=True)
+pytest.importorskip("triton")
+
+from tests.support.models.few_bits import KINDS  # noqa: E402
+from tllm.kernels.gpu import few_bits  # noqa: E402
+from tllm.kernels.gpu_kernels import gpu_kernels  # noqa: E402
+from tllm.parallel import quantized_weight  # noqa: E402
+from tllm.parallel.quantized_weight import PackedRows, QuantizedStack, QuantizedWeight  # noqa: E402
+from tllm.quantization import reference_matmul as twin  # noqa: E402
+from tllm.quantization.blocks import Blocks, Scheme  # noqa: E402
+from tllm.quantization.packed_layout import pack  # noqa: E402
+from tllm.quantization.reference_matmul import reference_matmul  # noqa: E402
+
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+SHAPES = [(37, 544), (5, 48)]
+
+
+@pytest.fixture(autouse=True)
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the kernels of a GPU on the processor too, where they are interpreted."""
+    monkeypatch.setattr(quantized_weight, "gpu_kernels", lambda kind: gpu_kernels("cuda"))
+    monkeypatch.setattr(quantized_weight, "library", lambda: None)
+
+
+def rows_of(blocks: Blocks, lead: int = 0) -> PackedRows:
+    outputs, columns = blocks.codes.shape
+    return PackedRows(pack(blocks), blocks.scheme, outputs, columns, lead)
+
+
+def placed(*parts: PackedRows | torch.Tensor, columns: int) -> QuantizedWeight:
+    return QuantizedWeight(parts, columns).to(DEVICE)
+
+
+def check(blocks: Blocks, x: torch.Tensor) -> None:
+    outputs, columns = blocks.codes.shape
+    weight = placed(rows_of(blocks), columns=columns)
+    for exact in (False, True):
+        want = reference_matmul(x, pack(blocks), blocks.scheme, outputs, exact)
+        got = weight.matmul(x.to(DEVICE), exact).cpu()
+        assert torch.equal(got, want.to(got.dtype)), (exact, outputs, columns, len(x))
+
+
+def test_rows_are_rounded_as_by_the_twin() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 1100) * torch.tensor([1.0, 1e-3, 1e30, 1e-38, 0.0])[:, None]
+    x[0, :64] = torch.arange(64) / 2  # ties
+    x[1, 40], x[2, 3], x[3, :32] = math.nan, -math.inf, 1e-42
+    got, want = few_bits.round_rows(x.to(DEVICE)), twin.round_rows(x)
+    assert torch.equal(got.codes.cpu().float(), want.codes)
+    assert torch.equal(got.scales.cpu().nan_to_num(nan=-1), want.scales.nan_to_num(nan=-1))
+    assert torch.equal(got.sums.cpu().flatten(1).float(), want.codes.unflatten(1, (-1, 16)).sum(-1))
+    assert (got.scales[1, 1].isnan(), got.scales[2, 0].isnan(), got.scales[3, 0]) == (True, True, 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_are_those_of_the_slow_twin(kind: str) -> None:
+    torch.manual_seed(1)
+    for (outputs, columns), counts in zip(SHAPES, ((1, 20), (2, 70)), strict=True):
+        blocks = KINDS[kind](outputs, columns)
+        for count in counts:
+            x = torch.randn(count, columns)
+            x[0, :3] = 0
+            check(blocks, x)
+
+
+def test_codes_that_eight_bits_with_a_sign_do_not_hold() -> None:
+    torch.manual_seed(7)
+    codes, zeros = torch.randint(0, 256, (2, 20, 256), dtype=torch.uint8)
+    check(Blocks(Scheme(8, 64), codes, torch.rand(20, 4).half(), zeros=zeros[:, ::64]), torch.randn(21, 256))
+
+
+def test_parts_leads_and_experts() -> None:
+    torch.manual_seed(4)
+    x, lead = torch.randn(6, 200), 56
+    blocks = [KINDS[kind](outputs, 256) for kind, outputs in (("groups_of_16", 20), ("by_table", 37))]
+    plain = torch.randn(7, 200)
+    first, last = (rows_of(one, lead) for one in blocks)
+    wide = torch.cat((torch.zeros(6, lead), x), 1)
+    a, b = (reference_matmul(wide, pack(one), one.scheme, len(one.codes)) for one in blocks)
+    found = placed(first, plain, last, columns=200).matmul(x.to(DEVICE)).cpu()
+    assert torch.equal(found[:, :20], a) and torch.equal(found[:, 27:], b)
+    torch.testing.assert_close(found[:, 20:27], x @ plain.T, rtol=1e-4, atol=1e-4)
+    stack = QuantizedStack([placed(*parts, columns=200) for parts in ((first, last), (first, last), (last, first))])
+    bounds = torch.tensor([0, 2, 2, 6], device=DEVICE)
+    want = torch.cat((torch.cat((a, b), 1)[:2], torch.cat((b, a), 1)[2:]))
+    assert torch.equal(stack.matmul(x.to(DEVICE), bounds).cpu(), want)
+    half = placed(first, columns=200).matmul(x.to(DEVICE, torch.bfloat16))
+    assert torch.equal(half.cpu(), reference_matmul(wide.bfloat16(), pack(blocks[0]), blocks[0].scheme, 20).bfloat16())
