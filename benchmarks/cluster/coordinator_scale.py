@@ -67,7 +67,7 @@ def of_process(ranks: int) -> dict[str, Any]:
 
 
 def measured(ranks: int) -> dict[str, Any]:
-    """One cluster: how it forms, goes on, loses a node twice, and has them replaced."""
+    """One cluster: how it forms, goes on, and loses a node twice; of some sizes how it computes with deaths."""
     logging.disable(logging.WARNING)
     gc.disable()  # what is made here lives until the end, and a collection looks at all of it
     row: dict[str, Any] = {"ranks": ranks}
@@ -82,8 +82,8 @@ def measured(ranks: int) -> dict[str, Any]:
             row["stay"] = asdict(await run.stay(STAY_SECONDS))
             row["killed"] = asdict(await run.lose(is_silent=False))
             row["silent"] = asdict(await run.lose(is_silent=True))
-            row["restored"] = asdict(await run.restore(2))
             if ranks in CHURNED:
+                run.cluster.arrive(2, 1.0)  # in the place of those that died
                 row["churn"] = asdict(await run.churn(CHURN_SECONDS, DEATHS_EVERY, BACK_AFTER))
                 row["recovery"] = of_recoveries(row["churn"]["recoveries"])
             row["traffic"] = vars(run.cluster.traffic)
@@ -151,8 +151,8 @@ def page(rows: list[dict[str, Any]]) -> Page:
         "How what one coordinator does grows with its nodes. The coordinator is the code that `tllm train` runs, with "
         "recovery by replanning; nodes, machines and network are simulated, on a virtual clock. All nodes join within "
         f"{JOIN_SECONDS:g} s; every hundredth takes five times as long as others to prepare (0.2 to 1 s) and to load "
-        "(0.5 to 3 s). Then a node is killed and all others see their links break, a second one falls silent, and both "
-        f"are replaced. Then, of some sizes, for {CHURN_SECONDS:g} s a node dies every {DEATHS_EVERY:g} s on an "
+        "(0.5 to 3 s). Then a node is killed and all others see their links break, a second one falls silent, and two "
+        f"join in their place. Then, of some sizes, for {CHURN_SECONDS:g} s a node dies every {DEATHS_EVERY:g} s on an "
         "average, as of 10,000 nodes of which 1 % die in an hour, every other one silently, and all come back by their "
         f"old names: after {BACK_AFTER:g} s, the silent ones after 1 s, when nobody has missed them yet, so that they "
         "are turned away and knock again.",

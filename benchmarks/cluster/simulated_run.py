@@ -17,7 +17,7 @@ from benchmarks.cluster.simulated_nodes import Machines, SimulatedCluster, Simul
 from tllm.cluster.certificates import Authority
 from tllm.cluster.connection import Address
 from tllm.node.coordinator.cluster_options import LOOPBACK
-from tllm.node.coordinator.membership import Surroundings
+from tllm.node.coordinator.membership import Silence, Surroundings
 from tllm.node.train.elastic_run import ElasticRun
 from tllm.node.train.training_work import TrainingWork
 from tllm.spec.plan import Plan
@@ -94,7 +94,8 @@ class SimulatedRun:
         self.coordinator = self.run.coordinator
         members = self.coordinator.members
         members.surroundings = Surroundings(loop.time, _cut_off)
-        self.cluster = SimulatedCluster(members, machines or Machines(), seed)
+        parts = REPLICA_RANKS if ranks >= REPLICA_RANKS else 1
+        self.cluster = SimulatedCluster(members, machines or Machines(), seed, parts)
         self.events: list[str] = []
         self._tasks = [loop.create_task(self.coordinator.run()), loop.create_task(self._follow())]
         self._loop = loop
@@ -212,7 +213,7 @@ def _work(ranks: int, folder: Path) -> TrainingWork:
     return TrainingWork(ResolvedJob(job, {}), Plan.parse(plan, MODEL["num_hidden_layers"]), json.dumps(MODEL))
 
 
-async def _cut_off(address: Address) -> str:
+async def _cut_off(address: Address) -> Silence:
     """Nothing answers in the place of a machine without power, as `why_silent` finds out within a second."""
     await asyncio.sleep(1.0)
-    return f"nothing answers at {address[0]}"
+    return Silence(f"nothing answers at {address[0]}", False)
