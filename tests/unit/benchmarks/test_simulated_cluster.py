@@ -17,7 +17,7 @@ from benchmarks.cluster.simulated_run import Cost, SimulatedRun
 from benchmarks.emulation.virtual_loop import VirtualLoop, run_virtually
 from tllm.cluster import heartbeat
 from tllm.cluster.connection import Address
-from tllm.node.coordinator.membership import Silence
+from tllm.node.coordinator.membership import ProbeResult
 
 
 @pytest.fixture(autouse=True)
@@ -140,8 +140,8 @@ def test_nodes_beyond_those_at_once_beat_less_often_and_are_missed_later(
     monkeypatch.setattr(heartbeat, "NODES_AT_ONCE", 8)
     beats: dict[int, int] = {}
 
-    async def held_up(_: Address) -> Silence:
-        return Silence("its machine answers", True)
+    async def held_up(_: Address) -> ProbeResult:
+        return ProbeResult("its machine answers", True)
 
     async def scene(ranks: int) -> None:
         run = SimulatedRun(ranks, tmp_path, Machines(stragglers=0.0))

@@ -61,14 +61,14 @@ ServeChunks = Callable[[Channel, str], Awaitable[None]]
 """serve_chunks(channel, node): until the channel closes"""
 
 
-class Silence(NamedTuple):
+class ProbeResult(NamedTuple):
     """Why a node may be silent, in words, and whether it may still be there: stopped, or starved of the processor."""
 
     why: str
     is_there: bool
 
 
-async def why_silent(address: Address, seconds: float = PROBE_SECONDS) -> Silence:
+async def why_silent(address: Address, seconds: float = PROBE_SECONDS) -> ProbeResult:
     """Why a node may be silent, by how its machine answers a connection to the node's data port.
 
     An operating system takes connections even for a process that is stopped, and refuses them for one that ended.
@@ -77,14 +77,14 @@ async def why_silent(address: Address, seconds: float = PROBE_SECONDS) -> Silenc
         async with asyncio.timeout(seconds):
             _, writer = await asyncio.open_connection(*address)
     except ConnectionRefusedError:
-        return Silence("its process has ended", False)
+        return ProbeResult("its process has ended", False)
     except TimeoutError:
         where = format_address(address)
-        return Silence(f"nothing answers at {where}: its machine is cut off, asleep or off", False)
+        return ProbeResult(f"nothing answers at {where}: its machine is cut off, asleep or off", False)
     except OSError as error:
-        return Silence(f"its machine cannot be reached ({error.strerror})", False)
+        return ProbeResult(f"its machine cannot be reached ({error.strerror})", False)
     writer.transport.abort()
-    return Silence("its machine answers and its process does not: it is stopped, or starved of the processor", True)
+    return ProbeResult("its machine answers and its process does not: it is stopped, or starved of the processor", True)
 
 
 class Surroundings(NamedTuple):
@@ -95,7 +95,7 @@ class Surroundings(NamedTuple):
     """
 
     clock: Callable[[], float] = time.monotonic
-    why_silent: Callable[[Address], Awaitable[Silence]] = why_silent
+    why_silent: Callable[[Address], Awaitable[ProbeResult]] = why_silent
 
 
 class Membership:

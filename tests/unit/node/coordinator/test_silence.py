@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from tllm.node.coordinator.membership import Silence, why_silent
+from tllm.node.coordinator.membership import ProbeResult, why_silent
 
 
 def test_a_process_that_ended_is_told_from_one_that_is_stopped() -> None:
@@ -12,7 +12,7 @@ def test_a_process_that_ended_is_told_from_one_that_is_stopped() -> None:
         address = stopped.getsockname()
         found = asyncio.run(why_silent(address))
         assert "its process does not" in found.why and found.is_there
-    assert asyncio.run(why_silent(address)) == Silence("its process has ended", False)
+    assert asyncio.run(why_silent(address)) == ProbeResult("its process has ended", False)
 
 
 def test_a_machine_that_does_not_answer_is_said_to_in_time() -> None:
