@@ -20,12 +20,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cluster.simulated_nodes import Machines
 from benchmarks.cluster.simulated_run import SimulatedRun
 from benchmarks.emulation.virtual_loop import VirtualLoop, run_virtually
 from benchmarks.processes.python_module import environment, module_command
 from benchmarks.report.markdown import percent, table
 from benchmarks.report.results import Page, write
-from tllm.cluster.heartbeat import BEAT_SECONDS, NODES_AT_ONCE, SILENCE_SECONDS, HeartbeatInterval
+from tllm.cluster.heartbeat import ASKED_BEATS, BEAT_SECONDS, NODES_AT_ONCE, SILENCE_SECONDS, HeartbeatInterval
 from tllm.core.memory import rss_bytes
 
 SIZES = (256, 1024, 3008, 10_000, 16_384)
@@ -43,7 +44,7 @@ FITTED = 1024
 """Exponents are fitted to this size and all above: below, what does not depend on the size counts too."""
 
 MANY = f"{NODES_AT_ONCE:,}"
-LAW_OF_SILENCE = f"O(1), O(n) from {MANY}"
+LAW_OF_SILENCE = f"O(1), O(n) from {SILENCE_SECONDS / (ASKED_BEATS * BEAT_SECONDS) * NODES_AT_ONCE:,.0f}"
 
 
 def main() -> None:
@@ -67,7 +68,7 @@ def of_process(ranks: int) -> dict[str, Any]:
 
 
 def measured(ranks: int) -> dict[str, Any]:
-    """One cluster: how it forms, goes on, loses a node twice, and has them replaced."""
+    """One cluster: how it forms, goes on, and loses a node twice; of some sizes how it computes with deaths."""
     logging.disable(logging.WARNING)
     gc.disable()  # what is made here lives until the end, and a collection looks at all of it
     row: dict[str, Any] = {"ranks": ranks}
@@ -82,8 +83,8 @@ def measured(ranks: int) -> dict[str, Any]:
             row["stay"] = asdict(await run.stay(STAY_SECONDS))
             row["killed"] = asdict(await run.lose(is_silent=False))
             row["silent"] = asdict(await run.lose(is_silent=True))
-            row["restored"] = asdict(await run.restore(2))
             if ranks in CHURNED:
+                run.cluster.arrive(2, 1.0)  # in the place of those that died
                 row["churn"] = asdict(await run.churn(CHURN_SECONDS, DEATHS_EVERY, BACK_AFTER))
                 row["recovery"] = of_recoveries(row["churn"]["recoveries"])
             row["traffic"] = vars(run.cluster.traffic)
@@ -151,8 +152,9 @@ def page(rows: list[dict[str, Any]]) -> Page:
         "How what one coordinator does grows with its nodes. The coordinator is the code that `tllm train` runs, with "
         "recovery by replanning; nodes, machines and network are simulated, on a virtual clock. All nodes join within "
         f"{JOIN_SECONDS:g} s; every hundredth takes five times as long as others to prepare (0.2 to 1 s) and to load "
-        "(0.5 to 3 s). Then a node is killed and all others see their links break, a second one falls silent, and both "
-        f"are replaced. Then, of some sizes, for {CHURN_SECONDS:g} s a node dies every {DEATHS_EVERY:g} s on an "
+        f"(0.5 to 3 s, {percent(Machines().keep)} of it for a node that goes on with its own weights). Then a node is "
+        "killed and all others see their links break, a second one falls silent, and two "
+        f"join in their place. Then, of some sizes, for {CHURN_SECONDS:g} s a node dies every {DEATHS_EVERY:g} s on an "
         "average, as of 10,000 nodes of which 1 % die in an hour, every other one silently, and all come back by their "
         f"old names: after {BACK_AFTER:g} s, the silent ones after 1 s, when nobody has missed them yet, so that they "
         "are turned away and knock again.",
@@ -162,8 +164,9 @@ def page(rows: list[dict[str, Any]]) -> Page:
         "the slowest node prepares and loads.\n"
         f"- A node beats every {BEAT_SECONDS:g} s, with more than {MANY} nodes less often, so that the coordinator "
         f"reads and sends 4,000 a second at the most: of {largest['ranks']:,} nodes each beats every "
-        f"{longest.seconds:g} s and is lost after {longest.lost_after:g} s of silence, where {SILENCE_SECONDS:g} s was "
-        f"asked for. That is why it takes longer to go on after silence. Heartbeats took {percent(share)} of a "
+        f"{longest.seconds:g} s and is lost after {longest.asked_after:g} s of silence if nothing answers on its "
+        f"machine, as here, else after {longest.lost_after:g} s, where {SILENCE_SECONDS:g} s was asked for. That "
+        f"is why it takes longer to go on after silence. Heartbeats took {percent(share)} of a "
         "processor.\n"
         "- Messages are as many as their law says: about ten for each node and epoch.\n"
         "- To form, every node is told of every rank: n tables of n places. Packed, and once for all, a place takes "

@@ -65,13 +65,15 @@ class Machines:
     """How simulated machines and their network behave, times in seconds; each node draws its own once.
 
     latency: one way to the coordinator, between these two.
-    prepare: connecting the links of an epoch. load: filling the weights. step: a step of the run.
-    stragglers: the part of the nodes that takes `slowness` times as long for both.
+    prepare: connecting the links of an epoch. load: filling the weights. keep: the part of that which it takes a node
+    that goes on with its own. step: a step of the run. stragglers: the part of the nodes that takes `slowness` times as
+    long for both.
     """
 
     latency: tuple[float, float] = (0.0005, 0.02)
     prepare: tuple[float, float] = (0.2, 1.0)
     load: tuple[float, float] = (0.5, 3.0)
+    keep: float = 0.2
     step: float = 2.0
     stragglers: float = 0.01
     slowness: float = 5.0
@@ -114,11 +116,12 @@ class Traffic:
 class SimulatedCluster:
     """All nodes that there are, and the connections by which the coordinator's `members` has them.
 
-    `step` counts the steps that rank 0 has reported, `refused` the nodes that were turned away.
+    `step` counts the steps that rank 0 has reported, `refused` the nodes that were turned away. Every `parts` ranks are
+    a replica: a rank has the weights that the rank so many after it has.
     """
 
-    def __init__(self, members: Membership, machines: Machines, seed: int) -> None:
-        self.members, self.machines = members, machines
+    def __init__(self, members: Membership, machines: Machines, seed: int, parts: int) -> None:
+        self.members, self.machines, self.parts = members, machines, parts
         self.random = random.Random(seed)
         self.traffic = Traffic()
         self.nodes: dict[str, SimulatedNode] = {}
@@ -159,6 +162,7 @@ class SimulatedNode:
         slow = machines.slowness if draw.random() < machines.stragglers else 1.0
         self.prepare, self.load = slow * draw.uniform(*machines.prepare), slow * draw.uniform(*machines.load)
         self.epoch, self.rank, self.is_running = 0, -1, False
+        self._has = -1  # the part of a replica whose weights it has
         self.is_here = True
         self.beat = 0.0  # until it is taken in
         self.places = KnownPlaces()
@@ -248,8 +252,10 @@ class SimulatedNode:
             case "Assign":
                 self._take_part(number, body)
             case "Load":
-                self.later(0.1 * self.load, lambda: self.send(ITEM, number, Progress(1 << 20, 10 << 20)))
-                self.later(self.load, lambda: self._loaded(number))
+                part, epoch = self.rank % self.cluster.parts, self.epoch
+                seconds = self.load * (self.cluster.machines.keep if part == self._has else 1.0)
+                self.later(0.1 * seconds, lambda: self.send(ITEM, number, Progress(1 << 20, 10 << 20)))
+                self.later(seconds, lambda: self._loaded(number, part, epoch))
             case "Start":
                 self.send(ANSWER, number, Started(self.rank))
                 self.is_running = True
@@ -280,7 +286,9 @@ class SimulatedNode:
 
         self.later(self.prepare, prepared)
 
-    def _loaded(self, number: int) -> None:
+    def _loaded(self, number: int, part: int, epoch: int) -> None:
+        if epoch == self.epoch:
+            self._has = part
         loaded = Loaded(rank=self.rank, bytes_read=10 << 20, fetched=0, seconds=self.load, rss_bytes=1 << 30)
         self.send(ITEM, number, loaded)
         self.send(END, number, None)

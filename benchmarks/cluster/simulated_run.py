@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from benchmarks.cluster.simulated_nodes import Machines, SimulatedCluster, Simul
 from tllm.cluster.certificates import Authority
 from tllm.cluster.connection import Address
 from tllm.node.coordinator.cluster_options import LOOPBACK
-from tllm.node.coordinator.membership import Surroundings
+from tllm.node.coordinator.membership import ProbeResult, Surroundings
 from tllm.node.train.elastic_run import ElasticRun
 from tllm.node.train.training_work import TrainingWork
 from tllm.spec.plan import Plan
@@ -43,6 +44,9 @@ MODEL: dict[str, Any] = dict(
 """A model of the shape of Llama with 1.2 billion parameters, of which nothing is loaded."""
 
 LOOK_SECONDS = 0.1
+
+SEED_OF_DEATHS = 10
+"""Of its own, so that nodes die at the same times whatever else was drawn."""
 
 REPLICA = "pp=4,tp=4"
 REPLICA_RANKS = 16
@@ -94,7 +98,8 @@ class SimulatedRun:
         self.coordinator = self.run.coordinator
         members = self.coordinator.members
         members.surroundings = Surroundings(loop.time, _cut_off)
-        self.cluster = SimulatedCluster(members, machines or Machines(), seed)
+        parts = REPLICA_RANKS if ranks >= REPLICA_RANKS else 1
+        self.cluster = SimulatedCluster(members, machines or Machines(), seed, parts)
         self.events: list[str] = []
         self._tasks = [loop.create_task(self.coordinator.run()), loop.create_task(self._follow())]
         self._loop = loop
@@ -135,7 +140,7 @@ class SimulatedRun:
         """For so long let a node die `every` so many seconds on an average. Every other one falls silent. All come back
         by their names, the others after `back_after` seconds and silent ones after a second, while nobody has missed
         them; then wait until all that died are done without."""
-        draw, mark, until = self.cluster.random, self._mark(), self._loop.time() + seconds
+        draw, mark, until = random.Random(SEED_OF_DEATHS), self._mark(), self._loop.time() + seconds
         state, refused = self.coordinator.state, self.cluster.refused
         next_death, open_deaths = self._loop.time() + draw.expovariate(1 / every), list[_Death]()
         dead, recoveries, computed, looks = list[str](), list[float](), 0, 0
@@ -212,7 +217,7 @@ def _work(ranks: int, folder: Path) -> TrainingWork:
     return TrainingWork(ResolvedJob(job, {}), Plan.parse(plan, MODEL["num_hidden_layers"]), json.dumps(MODEL))
 
 
-async def _cut_off(address: Address) -> str:
+async def _cut_off(address: Address) -> ProbeResult:
     """Nothing answers in the place of a machine without power, as `why_silent` finds out within a second."""
     await asyncio.sleep(1.0)
-    return f"nothing answers at {address[0]}"
+    return ProbeResult(f"nothing answers at {address[0]}", False)

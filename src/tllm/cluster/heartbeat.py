@@ -24,8 +24,9 @@ NODES_AT_ONCE = 2000
 """Up to so many nodes beat every BEAT_SECONDS; with more of them each beats less often, so that the coordinator, which
 is one thread, reads and sends 4,000 heartbeats a second at the most."""
 
-LATE_BEATS, SILENT_BEATS = 3, 4
-"""A node is never late or lost before so many of its heartbeats are missing."""
+LATE_BEATS, SILENT_BEATS, ASKED_BEATS = 3, 4, 2
+"""A node is never late or lost before so many of its heartbeats are missing. After the last number its machine is
+asked, and the node is lost where nothing answers."""
 
 FULL = 0.9
 """The part of a machine's memory at which it counts as nearly full."""
@@ -68,8 +69,13 @@ class HeartbeatInterval:
         return max(LATE_SECONDS, LATE_BEATS * self.seconds)
 
     @property
+    def asked_after(self) -> float:
+        """Seconds of silence after which its machine is asked, and the node is lost where that does not answer."""
+        return max(self._lost_after, ASKED_BEATS * self.seconds)
+
+    @property
     def lost_after(self) -> float:
-        """Seconds of silence after which it is lost."""
+        """Seconds of silence after which it is lost though its machine answers."""
         return max(self._lost_after, SILENT_BEATS * self.seconds)
 
 

@@ -40,6 +40,28 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT
 
 
+def free_bytes(system: Path = Path("/")) -> int:
+    """Bytes that this process may still take: what the machine has left, its control group allows (cgroup v2), and the
+    process's own limit; 0 where the system does not say. `system` is where its files are read."""
+    try:
+        table, own = (_table(system / "proc" / name) for name in ("meminfo", "self/status"))
+    except OSError:
+        return 0
+    left = [table.get("MemAvailable", 0)]
+    if (allowed := resource.getrlimit(resource.RLIMIT_DATA)[0]) != resource.RLIM_INFINITY:
+        left.append(allowed - own.get("VmData", 0))
+    with contextlib.suppress(OSError, ValueError):  # where there is no control group, or it allows all
+        limit, used = (int((system / "sys/fs/cgroup" / name).read_text()) for name in ("memory.max", "memory.current"))
+        left.append(limit - used)
+    return max(0, min(left))
+
+
+def _table(file: Path) -> dict[str, int]:
+    """The lines of a file of Linux that give a number of kB, in bytes."""
+    lines = (line.split() for line in file.read_text().splitlines())
+    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[2:] == ["kB"]}
+
+
 def reset_peak_bytes() -> None:
     """Let `peak_bytes` count from now on; where the system has no way to, it goes on counting from the start."""
     with contextlib.suppress(OSError):

@@ -20,7 +20,7 @@ from tllm.training.job.job_parts import (
     is_sampled_apart,
     learning_rate_schedule,
 )
-from tllm.training.measure.peak_flops import matrix_peak
+from tllm.training.measure.peak_flops import known_peak
 from tllm.training.parameter_server.learner import ParameterServerLearner
 from tllm.training.policy.rollouts import MakeRollouts, Rollouts
 from tllm.training.report.events import (
@@ -118,7 +118,7 @@ class RankTrainer:
         self._closing.callback(self._learner.close)
         self._forward.prepare(lambda: self._state.initialize(self._learner, adapters, progress))
         self._step = self._state.restore(self._learner, adapters, self._forward.best, progress)
-        peak = matrix_peak(torch_dtype(config.job.dtype), PEAK_SECONDS, config.device)
+        peak = known_peak(torch_dtype(config.job.dtype), PEAK_SECONDS, config.device)
         names, is_frozen = self._model.objective.metric_names, config.job.lora is not None
         is_pipeline = config.plan.pp > 1
         self._report = StepReport(config.groups, config.spec, is_pipeline, peak, names, is_frozen, config.device)

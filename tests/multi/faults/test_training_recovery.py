@@ -153,6 +153,15 @@ def test_a_spare_takes_a_seat_then_fewer_go_on_then_one_joins(model: Path, whole
         then()
         kill(run, 0, signal.SIGCONT)
 
+    async def wait_until_worth(run: ElasticRun) -> None:
+        """It takes a step to see who has come, and as long as the last pause until that is worth another."""
+        step = run.progress.step
+        while run.progress.step == step:
+            await asyncio.sleep(0.01)
+        kill(run, 0, signal.SIGSTOP)
+        await asyncio.sleep(run.recovery.growth.pause)
+        kill(run, 0, signal.SIGCONT)
+
     def join(run: ElasticRun, count: int, then: Callable[[], object]) -> None:
         waiting.append(asyncio.create_task(join_while_stopped(run, count, then)))
 
@@ -162,7 +171,7 @@ def test_a_spare_takes_a_seat_then_fewer_go_on_then_one_joins(model: Path, whole
             hurt: dict[int, Callable[[], object]] = {
                 4: lambda: join(run, 3, lambda: kill(run, 1)),
                 10: lambda: kill(run, 1),
-                14: lambda: join(run, 2, lambda: None),
+                14: lambda: join(run, 2, lambda: waiting.append(asyncio.create_task(wait_until_worth(run)))),
             }
             news = await follow(run, hurt)
             spare, fewer, more = told(news, RunResumed)

@@ -90,12 +90,26 @@ def test_nodes_that_take_more_than_they_were_given_are_named_with_both_numbers()
 
 
 @pytest.mark.parametrize(
-    ("nodes", "seconds", "late", "lost"), [(1, 0.5, 2, 5), (2000, 0.5, 2, 5), (2001, 1, 3, 5), (10_000, 2.5, 7.5, 10)]
+    ("nodes", "seconds", "late", "asked", "lost"),
+    [
+        (1, 0.5, 2, 5, 5),
+        (2000, 0.5, 2, 5, 5),
+        (2001, 1, 3, 5, 5),
+        (10_000, 2.5, 7.5, 5, 10),
+        (16_384, 4.5, 13.5, 9, 18),
+    ],
 )
-def test_with_very_many_nodes_each_beats_less_often(nodes: int, seconds: float, late: float, lost: float) -> None:
+def test_with_very_many_nodes_each_beats_less_often(
+    nodes: int, seconds: float, late: float, asked: float, lost: float
+) -> None:
     interval = HeartbeatInterval()
     interval.grow(nodes)
-    assert (interval.seconds, interval.late_after, interval.lost_after) == (seconds, late, lost)
+    assert (interval.seconds, interval.late_after, interval.asked_after, interval.lost_after) == (
+        seconds,
+        late,
+        asked,
+        lost,
+    )
     assert nodes / interval.seconds <= 4000
 
 

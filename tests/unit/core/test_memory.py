@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from tllm.core.memory import peak_bytes, rss_bytes
+from tllm.core.memory import free_bytes, peak_bytes, rss_bytes
 
 HELD = 256 * 2**20
 
@@ -20,3 +21,19 @@ def test_a_peak_is_not_that_of_the_process_that_started_this_one() -> None:
     program = "from tllm.core.memory import peak_bytes; print(peak_bytes())"
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=True)
     assert 0 < int(said.stdout) < HELD / 2
+
+
+def test_what_is_free_is_what_the_machine_and_the_control_group_leave(tmp_path: Path) -> None:
+    assert free_bytes(tmp_path) == 0, "nobody says"
+    for name, text in {
+        "proc/meminfo": "MemTotal: 4000 kB\nMemAvailable:    1000 kB\nHugePages_Total:  0\n",
+        "proc/self/status": "Name:\ta\nVmData:\t  10 kB\n",
+        "sys/fs/cgroup/memory.max": "max\n",
+        "sys/fs/cgroup/memory.current": "1024\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert free_bytes(tmp_path) == 1000 * 1024
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text("3072\n")
+    assert free_bytes(tmp_path) == 2048
+    assert free_bytes() > 0 or sys.platform != "linux"

@@ -61,8 +61,15 @@ ServeChunks = Callable[[Channel, str], Awaitable[None]]
 """serve_chunks(channel, node): until the channel closes"""
 
 
-async def why_silent(address: Address, seconds: float = PROBE_SECONDS) -> str:
-    """Why a node may be silent, in words, by how its machine answers a connection to the node's data port.
+class ProbeResult(NamedTuple):
+    """Why a node may be silent, in words, and whether it may still be there: stopped, or starved of the processor."""
+
+    why: str
+    is_there: bool
+
+
+async def why_silent(address: Address, seconds: float = PROBE_SECONDS) -> ProbeResult:
+    """Why a node may be silent, by how its machine answers a connection to the node's data port.
 
     An operating system takes connections even for a process that is stopped, and refuses them for one that ended.
     """
@@ -70,13 +77,14 @@ async def why_silent(address: Address, seconds: float = PROBE_SECONDS) -> str:
         async with asyncio.timeout(seconds):
             _, writer = await asyncio.open_connection(*address)
     except ConnectionRefusedError:
-        return "its process has ended"
+        return ProbeResult("its process has ended", False)
     except TimeoutError:
-        return f"nothing answers at {format_address(address)}: its machine is cut off, asleep or off"
+        where = format_address(address)
+        return ProbeResult(f"nothing answers at {where}: its machine is cut off, asleep or off", False)
     except OSError as error:
-        return f"its machine cannot be reached ({error.strerror})"
+        return ProbeResult(f"its machine cannot be reached ({error.strerror})", False)
     writer.transport.abort()
-    return "its machine answers and its process does not: it is stopped, or starved of the processor"
+    return ProbeResult("its machine answers and its process does not: it is stopped, or starved of the processor", True)
 
 
 class Surroundings(NamedTuple):
@@ -87,7 +95,7 @@ class Surroundings(NamedTuple):
     """
 
     clock: Callable[[], float] = time.monotonic
-    why_silent: Callable[[Address], Awaitable[str]] = why_silent
+    why_silent: Callable[[Address], Awaitable[ProbeResult]] = why_silent
 
 
 class Membership:
@@ -201,17 +209,20 @@ class Membership:
         """Warn of nodes that are late or overfull, and mark those lost that are silent."""
         self._warnings.log_late(silent(self.state, now, self.interval.late_after))
         self._warnings.log_overfull(overfull(self.state))
-        missing = silent(self.state, now, self.interval.lost_after)
+        missing = silent(self.state, now, self.interval.asked_after)
         await asyncio.gather(*(self._miss(event) for event in missing))
 
     async def _miss(self, event: NodeLost) -> None:
-        """Mark a silent node lost, unless a heartbeat comes while we find out why it is silent."""
+        """Mark a silent node lost, unless a heartbeat comes while we find out why it is silent. One whose machine
+        answers may only be held up, and has as many heartbeats more to miss as `interval` says."""
         before = self.state.member(event.node)
         assert before is not None, "only members are missed"
-        why = await self.surroundings.why_silent((before.facts.host, before.facts.port))
+        found = await self.surroundings.why_silent((before.facts.host, before.facts.port))
         member = self.state.member(event.node)
-        if member is not None and member.heard == before.heard:
-            await self.mark_lost(event.node, ClusterError(f"{event.reason}: {why}"))
+        if member is None or member.heard != before.heard:
+            return
+        if not found.is_there or self.now() - member.heard > self.interval.lost_after:
+            await self.mark_lost(event.node, ClusterError(f"{event.reason}: {found.why}"))
 
     async def until(self, holds: Callable[[], bool]) -> None:
         """Wait until a condition on the members holds. It is looked at again whenever `notify` is called."""

@@ -17,6 +17,7 @@ from tllm.node.coordinator.cluster_options import OnProgress
 from tllm.node.coordinator.coordinator import Coordinator
 from tllm.node.coordinator.job import ClusterJob
 from tllm.node.coordinator.losses import BLAME_SECONDS, Loss, Losses
+from tllm.node.recovery.growth import Growth
 from tllm.node.recovery.left_out import LeftOut
 from tllm.node.recovery.plan_move import PlanMove
 from tllm.node.recovery.rank_placement import RankPlacement
@@ -121,6 +122,7 @@ class Recovery:
         self.losses = Losses()
         self.is_open = False
         self.left_out = LeftOut(coordinator.members.now, lambda: [one.node for one in coordinator.state.living])
+        self.growth = Growth(coordinator.members.now)
         self._formed = asyncio.Event()
         self._opened = 0.0  # when the epoch opened, by `Membership.now`
         self._local_until = 0.0  # until when local workers are waited for
@@ -161,7 +163,7 @@ class Recovery:
         """Begin an epoch with those who are here, again if some are lost meanwhile, and let the work go on in it."""
         coordinator = self._coordinator
         proven = {member.node for member in coordinator.state.ranks}
-        attempts = _Attempts()
+        attempts, began = _Attempts(), coordinator.members.now()
         while True:
             plan, nodes = self._assign_ranks()
             before = coordinator.state.epoch
@@ -183,7 +185,8 @@ class Recovery:
                 log.warning("epoch %d did not begin: %s", coordinator.state.epoch, error.message)
         self.losses.clear()
         self.move.is_pending = False
-        self.is_open, self._opened = True, self._coordinator.members.now()
+        self.is_open, self._opened = True, coordinator.members.now()
+        self.growth.opened(self._opened - began)
         self._job.resume()
 
     def on_loss(self, node: str, error: TllmError) -> None:
@@ -242,13 +245,8 @@ class Recovery:
         return f"begins epoch {state.epoch}: {phases}"
 
     def lack(self) -> TllmError | None:
-        """Why no epoch can begin with the nodes that are here; None if one can.
-
-        Where they are too few for the plan, workers of this machine that are being started again are waited for.
-        """
-        here, coming = self._coordinator.state.available, self._restarting()
-        is_short = len(here) < self._coordinator.work.plan.world_size
-        if coming and is_short and self._coordinator.members.now() < self._local_until:
+        """Why no epoch can begin with the nodes that are here; None if one can."""
+        if coming := self._coming():
             return ClusterError(f"{', '.join(coming)} is being started again")
         try:
             self._assign_ranks()
@@ -267,6 +265,13 @@ class Recovery:
             return True
         wanted, seated = self._coordinator.work.plan.world_size, self._coordinator.state.seated_count
         return self._may_pause() and min(len(self.living()), wanted) > seated and self._most_ranks() > seated
+
+    def is_growth_due(self) -> bool:
+        """Whether more ranks of the plan can be had, and have been missed for so long that they are worth a pause."""
+        state = self._coordinator.state
+        has_more = state.living_count > state.seated_count < self._coordinator.work.plan.world_size
+        more = max(self._most_ranks() - state.seated_count, 0) if has_more else 0
+        return self.growth.is_worth(state.seated_count, more)
 
     async def until(self, holds: Callable[[], bool], seconds: float = math.inf) -> None:
         """Wait until something holds, which may come with time alone, or for so long."""
@@ -354,4 +359,14 @@ class Recovery:
 
     def _most_ranks(self) -> int:
         """Ranks of the plan that those who are here can have."""
-        return 0 if self.lack() is not None else self._assign_ranks()[0].world_size
+        if self._coming():
+            return 0
+        try:
+            return self._assign_ranks()[0].world_size
+        except (ClusterError, PlanError):
+            return 0
+
+    def _coming(self) -> list[str]:
+        """Workers of this machine that are being started again, and are waited for as the plan lacks nodes."""
+        is_short = len(self._coordinator.state.available) < self._coordinator.work.plan.world_size
+        return self._restarting() if is_short and self._coordinator.members.now() < self._local_until else []

@@ -20,7 +20,7 @@ from tllm.cluster.tls import data_client
 from tllm.comm.collectives.group import Group, solo
 from tllm.comm.links.connect import Listener
 from tllm.core.errors import ConfigError, LinkError
-from tllm.core.memory import LARGEST_TRAINED, give_back_memory, keep_freed_memory, rss_bytes
+from tllm.core.memory import LARGEST_TRAINED, free_bytes, give_back_memory, keep_freed_memory, rss_bytes
 from tllm.devices.memory import forget_peak, held_memory
 from tllm.engine.driver import Command
 from tllm.node.roles.colocated_rollouts import colocated_rollouts
@@ -111,7 +111,7 @@ class TrainingRank:
         seconds = assign.settings.link_seconds  # also to connect: another rank may be within a long step still
         self._links = connect_wires(assign, every, identity, listener, seconds, assign.settings.wiring, seconds)
         self._trainer: RankRun | None = None
-        self._step = 0
+        self._step = self._held = 0
         self._identity = identity
         self._answerers: ClusterAnswerers | None = None
 
@@ -147,7 +147,7 @@ class TrainingRank:
         initial_weights = InitialWeights(source, STD if std is None else float(std), model_config)
         self._trainer = self._make(config, initial_weights, replicator)
         ready = self._trainer.prepare(progress)
-        self._step = ready.step
+        self._step, self._held = ready.step, ready.parameter_bytes + ready.state_bytes
         read = source.bytes_read if source else 0
         return Loaded(
             rank=self.rank,
@@ -201,6 +201,9 @@ class TrainingRank:
                 link.close()
         self._trainer = None
         gc.collect()  # modules and their hooks form cycles, and the next role needs their memory
+        give_back_memory()
+        hosts = [place.host for place in self._assign.places]
+        self._snapshots.free_live(free_bytes() // hosts.count(hosts[self.rank]), self._held)
 
     def _give_snapshots(self, progress: Progress, start: float) -> Loaded:
         """Of a node without a rank of the plan: give its in-memory snapshots to those that have one."""

@@ -41,8 +41,9 @@ BACK_SECONDS = 10.0
 class ElasticRun(TrainingRun):
     """The run pauses with a loss and goes on in the next epoch, under the same plan if there are nodes for it.
 
-    A node that joins is taken in when a step has ended. A run that fails by itself, on bad data say, ends as any other.
-    Nodes that wait for another coordinator, or for one of the same authority, have their part of the run in memory.
+    Nodes that join are taken in with the next loss, or when a step has ended once they are worth the pause. A run that
+    fails by itself, on bad data say, ends as any other. Nodes that wait for another coordinator, or for one of the same
+    authority, have their part of the run in memory.
 
     `recovery` begins the epochs; `progress` counts steps and interruptions. `must_mirror`: the run may not go without
     in-memory snapshots of its steps, where there is no room for them.
@@ -63,7 +64,7 @@ class ElasticRun(TrainingRun):
         self.recovery = Recovery(self, self.coordinator, policy, patience)
         self.progress = RunProgress(done=last_step(Path(self._job.output_dir)))
         self.must_mirror = False
-        self._is_between = False  # steps, with a node here that could be put to use
+        self._is_between = False  # steps, with nodes here that are worth a pause
 
     @property
     def is_open(self) -> bool:
@@ -232,8 +233,7 @@ class ElasticRun(TrainingRun):
         self.progress.stepped(step)
         if not self.recovery.move.is_pending:  # else it is a step under the plan before
             self.recovery.move.confirm()
-        seated = self.state.seated_count
-        self._is_between = self.state.living_count > seated < self.coordinator.work.plan.world_size
+        self._is_between = self.recovery.is_growth_due()
 
     def _resumed(self, began: RunBegan) -> None:
         again = max(0, self.progress.step - began.step)

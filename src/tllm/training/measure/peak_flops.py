@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import cache
 
 import torch
 
@@ -31,6 +32,12 @@ def matrix_peak(dtype: torch.dtype, seconds: float = 0.5, device: torch.device =
             break
         best = max(best, _rate(size, dtype, left / (len(sizes) - tried), device))
     return best
+
+
+@cache
+def known_peak(dtype: torch.dtype, seconds: float, device: torch.device) -> float:
+    """The same, measured once by a process: a rank that goes on after a loss need not wait for it again."""
+    return matrix_peak(dtype, seconds, device)
 
 
 def _rate(size: int, dtype: torch.dtype, seconds: float, device: torch.device) -> float:

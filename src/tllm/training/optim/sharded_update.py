@@ -20,6 +20,7 @@ from tllm.training.optim.flat_parameters import FlatParameters
 from tllm.training.optim.optimizer import Optimizer
 from tllm.training.state.optimizer_offload import OnDevice, StatePlacement
 from tllm.training.state.tensor_blocks import StateSlice, TensorBlock, optimizer_blocks, update_dtype
+from tllm.training.state.train_state import Changes
 
 FLOAT32_WEIGHTS = "float32"
 """The state's name of the float32 weights that the optimizer updates, where the model's own have 16 bits."""
@@ -30,6 +31,7 @@ class OptimizerUpdate:
 
     Weight decay applies to the buckets that say so. Every rank has the same new weights to the bit, however they are
     cut and wherever the optimizer's states lie; `states[number]` are those of a bucket, used one bucket at a time.
+    `changes` counts the updates that have begun.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class OptimizerUpdate:
     ) -> None:
         self.buckets, self.optimizer, self.weight_decay = buckets, optimizer, weight_decay
         self.flat = FlatParameters(buckets.layout)
+        self.changes = Changes()
         place = place or OnDevice()
         self.states = [
             place.keep(self._state_names(mine), mine.numel(), update_dtype(mine.dtype), mine.device)
@@ -50,6 +53,7 @@ class OptimizerUpdate:
 
     def apply(self, step: int, learning_rate: float) -> None:
         """The weights after step `step`, counted from 1, on every rank of a bucket's group."""
+        self.changes.begun += 1
         for number, (bucket, mine) in enumerate(zip(self.buckets.layout.buckets, self.flat.mine, strict=True)):
             weight_decay = self.weight_decay if bucket.decays else 0.0
             with self.states[number] as state:

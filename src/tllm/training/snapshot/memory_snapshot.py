@@ -10,6 +10,7 @@ import torch
 
 from tllm.training.checkpoint.shard_assignment import HeldBox
 from tllm.training.state.tensor_blocks import TensorBlock
+from tllm.training.state.train_state import Changes
 from tllm.weights.boxes import widths
 from tllm.weights.dtypes import DTYPES
 
@@ -25,17 +26,40 @@ NEVER = SnapshotLabel(-1, -1)
 
 
 class StepSnapshot:
-    """Some boxes as they were after one step. `label` is NEVER while they are being written.
+    """Some blocks as they were after one step. `label` is NEVER while they are being written.
 
     `data_position` says where in the data the next step begins, in snapshots of a rank's own boxes.
     """
 
-    def __init__(self, boxes: Sequence[HeldBox]) -> None:
+    def __init__(self, blocks: Sequence[TensorBlock]) -> None:
         self.label = NEVER
         self.data_position = b""
-        self.blocks = [
-            TensorBlock(held.name, held.box, torch.empty(widths(held.box), dtype=DTYPES[held.dtype])) for held in boxes
-        ]
+        self.blocks = blocks
+
+
+class LiveState(StepSnapshot):
+    """The weights and optimizer states themselves: a snapshot that nobody has copied, until the next update begins.
+
+    Where a rank was stopped by another's loss before it updated its weights, they are those of the last step, and the
+    rank goes on from them. Only what was lost must come from elsewhere.
+    """
+
+    def __init__(self, blocks: Sequence[TensorBlock], changes: Changes) -> None:
+        super().__init__(blocks)
+        self._changes, self._begun = changes, changes.begun
+
+    def set(self, label: SnapshotLabel, data_position: bytes) -> None:
+        """They are those of this step now."""
+        self.label, self.data_position, self._begun = label, data_position, self._changes.begun
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether they are still those of the step that `label` says."""
+        return self._begun == self._changes.begun
+
+    @property
+    def nbytes(self) -> int:
+        return sum(block.tensor.nbytes for block in self.blocks)
 
 
 class SnapshotPair:
@@ -43,7 +67,7 @@ class SnapshotPair:
 
     def __init__(self, boxes: Sequence[HeldBox]) -> None:
         self.boxes = list(boxes)
-        self.snapshots = (StepSnapshot(boxes), StepSnapshot(boxes))
+        self.snapshots = (StepSnapshot(_empty(boxes)), StepSnapshot(_empty(boxes)))
 
     def next_to_write(self) -> StepSnapshot:
         """The older one, which from now on is of no step until it is written."""
@@ -52,17 +76,27 @@ class SnapshotPair:
         return older
 
 
+def _empty(boxes: Sequence[HeldBox]) -> list[TensorBlock]:
+    return [TensorBlock(held.name, held.box, torch.empty(widths(held.box), dtype=DTYPES[held.dtype])) for held in boxes]
+
+
 class MemorySnapshots:
-    """The pairs of the present epoch. Those of an epoch that is over stay until all that they hold is copied anew."""
+    """The pairs of the present epoch. Those of an epoch that is over stay until all that they hold is copied anew.
+
+    `live` is the state that the ranks compute with, None where it is of no use to the next epoch.
+    """
 
     def __init__(self) -> None:
         self._pairs: list[SnapshotPair] = []
         self._before: list[SnapshotPair] = []
+        self.live: LiveState | None = None
 
     def complete(self) -> list[StepSnapshot]:
         """Every snapshot that is of some step."""
+        live = [self.live] if self.live is not None and self.live.is_unchanged else []
         pairs = [*self._pairs, *self._before]
-        return [snapshot for pair in pairs for snapshot in pair.snapshots if snapshot.label != NEVER]
+        every = [*live, *(snapshot for pair in pairs for snapshot in pair.snapshots)]
+        return [snapshot for snapshot in every if snapshot.label != NEVER]
 
     def allocate(self, wanted: Sequence[Sequence[HeldBox]]) -> list[SnapshotPair]:
         """A pair for each of these lists of boxes, in a new epoch. A pair of the same boxes is used again, as it is."""
@@ -82,6 +116,12 @@ class MemorySnapshots:
             if snapshot.label != label:
                 snapshot.label = NEVER
 
+    def free_live(self, room: int, needed: int) -> None:
+        """Keep the live state only where a part that takes as much again finds room beside it. `needed`: bytes of the
+        last part, as far as it is known, with all that it had beside the state."""
+        if self.live is not None and room < max(needed, self.live.nbytes):
+            self.live = None
+
     def free_old(self) -> None:
         """Give back the memory of epochs that are over."""
-        self._before = []
+        self._before, self.live = [], None

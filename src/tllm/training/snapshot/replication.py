@@ -19,7 +19,14 @@ from tllm.comm.links.link import Link
 from tllm.core.errors import UNREADABLE, FrameError
 from tllm.spec.plan import Wire
 from tllm.training.checkpoint.shard_assignment import HeldBox
-from tllm.training.snapshot.memory_snapshot import NEVER, MemorySnapshots, SnapshotLabel, SnapshotPair, StepSnapshot
+from tllm.training.snapshot.memory_snapshot import (
+    NEVER,
+    LiveState,
+    MemorySnapshots,
+    SnapshotLabel,
+    SnapshotPair,
+    StepSnapshot,
+)
 from tllm.training.snapshot.placement import SNAPSHOTS, PlacedBox, place_copies
 from tllm.training.snapshot.restore import SnapshotRestore
 from tllm.training.state.train_state import TrainState
@@ -107,6 +114,10 @@ class SnapshotReplicator:
         else:
             self._snapshots.keep_only(NEVER)
         self._snapshots.free_old()
+        if self._state.changes is not None:
+            self._snapshots.live = LiveState(self._state.updated, self._state.changes)
+            if is_restored:
+                self._snapshots.live.set(SnapshotLabel(step, self._epoch), data_position)
         self._restore = None
 
     def lend(self, progress: Progress | None = None) -> int:
@@ -125,6 +136,8 @@ class SnapshotReplicator:
         assert not self._under_way, "the snapshot before has been flushed"
         label, own = SnapshotLabel(step, self._epoch), self._own.next_to_write()
         own.data_position = data_position
+        if self._snapshots.live is not None and self._restore is None:
+            self._snapshots.live.set(label, data_position)
         updated, every = len(self._state.updated), len(self._state.blocks)
         self._copy(own, range(updated))
 

@@ -141,11 +141,15 @@ def transfers_of(offers: Sequence[RankOffer], label: SnapshotLabel, round_number
     found = _spots(offers, label)
     replicas = _replicas_in(found)
     with_bound = round_number == 0 and _holds_layout_bound(offers, found)
+    own = {(name, spot.rank, spot.box): spot for name, spots in found.items() for spot in spots}
     sent = [0] * len(offers)
     transfers: list[BoxTransfer] = []
     for target, offer in enumerate(offers):
         for target_block, block in enumerate([*offer.needed, *(offer.layout_bound if with_bound else [])]):
             for source in _sources(block.name, replicas)[round_number : round_number + 1]:
+                if (kept := own.get((source, target, block.box))) is not None:  # all of it, as of nearly all ranks
+                    transfers.append(BoxTransfer(target, target, kept.snapshot, kept.block, target_block, block.box))
+                    continue
                 near = [(spot, met) for spot in found[source] if (met := overlap(spot.box, block.box)) is not None]
                 for cell, holders in regions(widths(block.box), [within(met, block.box) for _, met in near]):
                     spots = [near[i][0] for i in holders]
@@ -166,6 +170,12 @@ def run_transfers(
 ) -> None:
     """Fill this rank's blocks, and send what others need. All ranks call with the same transfers."""
     mine = [transfer for transfer in transfers if transfer.target == group.rank]
+    sends, receives = defaultdict[int, list[BoxTransfer]](list), defaultdict[int, list[BoxTransfer]](list)
+    for transfer in transfers:
+        if transfer.source == group.rank:
+            sends[transfer.target].append(transfer)
+    for transfer in mine:
+        receives[transfer.source].append(transfer)
     total = sum(math.prod(widths(transfer.box)) * blocks[transfer.target_block].tensor.itemsize for transfer in mine)
     done = 0
 
@@ -179,13 +189,8 @@ def run_transfers(
     with torch.no_grad():
         for distance in range(group.size):  # in each round every rank sends to one and receives from one
             to, source = (group.rank + distance) % group.size, (group.rank - distance) % group.size
-            out = [
-                one
-                for transfer in transfers
-                if (transfer.source, transfer.target) == (group.rank, to)
-                for one in _from(transfer, snapshots)
-            ]
-            into = [one for transfer in mine if transfer.source == source for one in _into(transfer, blocks)]
+            out = [one for transfer in sends[to] for one in _from(transfer, snapshots)]
+            into = [one for transfer in receives[source] for one in _into(transfer, blocks)]
             if distance == 0:
                 for target, values in zip(into, out, strict=True):
                     fill(target, values)
@@ -252,7 +257,7 @@ def _holds_layout_bound(offers: Sequence[RankOffer], found: Mapping[str, list[Bo
 
 
 def _holds(found: Mapping[str, list[BoxPlace]], name: str, shape: Shape) -> bool:
-    return all(holders for _, holders in regions(shape, [spot.box for spot in found[name]]))
+    return all(holders for _, holders in regions(shape, list({spot.box for spot in found[name]})))
 
 
 def _replicas_in(found: Mapping[str, list[BoxPlace]]) -> dict[tuple[str, str, str], int]:

@@ -20,6 +20,13 @@ def immediately(work: Callable[[], None]) -> Future[None]:
     return done
 
 
+class Changes:
+    """Counts how often the weights and optimizer states have begun to change."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+
+
 class TrainState(NamedTuple):
     """Blocks that are views, to copy and to fill. What one replica alone has is named by `train.state.replica_local`.
 
@@ -27,12 +34,15 @@ class TrainState(NamedTuple):
     `reduction`: what a `Reduction` keeps from step to step (residuals, delayed sums). `layout_bound`: what of that is
     of use only while the model is cut in the same way (PowerSGD's columns): the run can go on without it. These two
     have their values when `when_ready` says so, as a delayed sum may still be on its way.
+
+    `changes` counts those of `updated`, where that is all and stays in memory once this rank's part has ended.
     """
 
     updated: Sequence[TensorBlock] = ()
     reduction: Sequence[TensorBlock] = ()
     layout_bound: Sequence[TensorBlock] = ()
     when_ready: WhenReady = immediately
+    changes: Changes | None = None
 
     @property
     def blocks(self) -> list[TensorBlock]:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from tllm.devices.choose import CPU
 from tllm.model.transformer import Transformer
 from tllm.parallel.replicated import ReplicatedParameters
 from tllm.training.data.batch_feed import ReplicaBatch
@@ -93,6 +94,9 @@ class SynchronousLearner:
     def __init__(self, config: RankConfig, trained: Sequence[nn.Module]) -> None:
         job, plan, groups = config.job, config.plan, config.groups
         self._max_grad_norm = job.max_grad_norm
+        self._stays = (
+            config.device == CPU and plan.offload == "none"
+        )  # what a device or a disk holds the next part needs
         parameters = parameters_of(trained)
         units = units_of([module for module in trained if isinstance(module, Transformer)])
         layout = BucketLayout(
@@ -149,7 +153,8 @@ class SynchronousLearner:
         reduction, moved = self._buckets.reduction, self._update.blocks()
         kept, bound = optimizer_blocks(reduction.replica_slices()), list(reduction.layout_bound_blocks())
         if self._delayed is None:
-            return TrainState(moved, kept, bound)
+            stays = self._stays and not kept and not bound
+            return TrainState(moved, kept, bound, changes=self._update.changes if stays else None)
         return TrainState(moved, [*self._delayed.sums(), *kept], bound, self._delayed.when_ready)
 
     def snapshot_restored(self, step: int, learning_rate: float) -> None:

@@ -3,15 +3,16 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from tllm.node.coordinator.membership import why_silent
+from tllm.node.coordinator.membership import ProbeResult, why_silent
 
 
 def test_a_process_that_ended_is_told_from_one_that_is_stopped() -> None:
     """A socket that listens and accepts nothing is all that is left of a process which is stopped."""
     with socket.create_server(("127.0.0.1", 0)) as stopped:
         address = stopped.getsockname()
-        assert "its process does not" in asyncio.run(why_silent(address))
-    assert asyncio.run(why_silent(address)) == "its process has ended"
+        found = asyncio.run(why_silent(address))
+        assert "its process does not" in found.why and found.is_there
+    assert asyncio.run(why_silent(address)) == ProbeResult("its process has ended", False)
 
 
 def test_a_machine_that_does_not_answer_is_said_to_in_time() -> None:
@@ -19,4 +20,5 @@ def test_a_machine_that_does_not_answer_is_said_to_in_time() -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
         address = full.getsockname()
         with socket.create_connection(address):
-            assert "nothing answers at 127.0.0.1:" in asyncio.run(why_silent(address, 0.2))
+            found = asyncio.run(why_silent(address, 0.2))
+            assert "nothing answers at 127.0.0.1:" in found.why and not found.is_there

@@ -16,13 +16,13 @@ from tllm.comm.collectives.group import local_groups
 from tllm.comm.links.link import LocalLink
 from tllm.core.errors import FrameError
 from tllm.training.checkpoint.shard_assignment import HeldBox
-from tllm.training.snapshot.memory_snapshot import NEVER, MemorySnapshots, SnapshotLabel, SnapshotPair
+from tllm.training.snapshot.memory_snapshot import NEVER, LiveState, MemorySnapshots, SnapshotLabel, SnapshotPair
 from tllm.training.snapshot.placement import snapshot_wires
 from tllm.training.snapshot.replication import SnapshotLinks, SnapshotReplicator, snapshot_links
 from tllm.training.snapshot.restore import OfferedSnapshot, RankOffer, last_complete
 from tllm.training.state.replica_local import SUMMED, TAKEN, replica_local_state
 from tllm.training.state.tensor_blocks import TensorBlock
-from tllm.training.state.train_state import TrainState
+from tllm.training.state.train_state import Changes, TrainState
 
 PLACE = b"the place in the data"
 
@@ -33,9 +33,10 @@ class Node:
     def __init__(self, cut: Cut, rank: int, memory: MemorySnapshots, mirror: SnapshotReplicator) -> None:
         self.rank, self.memory, self.mirror = rank, memory, mirror
         self.blocks: list[TensorBlock] = held(Truth(), cut, rank)[1]
+        self.changes: Changes | None = None
 
     def find(self) -> int | None:
-        return self.mirror.find(TrainState(self.blocks))
+        return self.mirror.find(TrainState(self.blocks, changes=self.changes))
 
     def step(self, number: int) -> None:
         self.mirror.flush()
@@ -65,8 +66,10 @@ def every(nodes: Sequence[Node], name: str, *arguments: object) -> list[object]:
     return in_threads([partial(getattr(node, name), *arguments) for node in nodes])
 
 
-def first_epoch(cut: Cut, steps: int) -> list[Node]:
+def first_epoch(cut: Cut, steps: int, is_live: bool = False) -> list[Node]:
     nodes = epoch(cut, 1, [MemorySnapshots() for _ in range(world(Truth(), cut))])
+    for node in nodes:
+        node.changes = Changes() if is_live else None
     assert every(nodes, "find") == [None] * len(nodes)
     in_threads([partial(node.mirror.begin, 0, b"", False) for node in nodes])
     for number in range(1, steps + 1):
@@ -103,6 +106,36 @@ def test_any_rank_may_be_lost_and_any_plan_go_on(cut: Cut, after: Cut | None) ->
         }
         for node in again:
             node.mirror.close()
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_ranks_that_are_left_go_on_from_what_they_compute_with(changed: bool) -> None:
+    """Until they update it again: then it is of no step, and the copies count, of which here there are none."""
+    cut = Cut("pp=1", 3)
+    nodes = first_epoch(cut, 2, is_live=True)
+    for node in nodes:
+        assert node.memory.live is not None and node.changes is not None
+        for copy in node.memory.complete():
+            copy.label = node.memory.live.label if copy is node.memory.live else NEVER
+        node.changes.begun += changed
+    again = epoch(cut, 2, [nodes[0].memory, MemorySnapshots(), nodes[2].memory])
+    if changed:
+        assert every(again, "find") == [None] * 3
+    else:
+        assert every(again, "find") == [2] * 3
+        assert every(again, "restore", 2) == [PLACE] * 3
+        assert all(Truth(2).holds(block) for node in again for block in node.blocks)
+        assert all(node.memory.live is None for node in again), "what they compute with now says nothing of its changes"
+    for node in again:
+        node.mirror.close()
+
+
+def test_a_live_state_is_kept_where_a_part_finds_room_beside_it() -> None:
+    memory, blocks = MemorySnapshots(), [TensorBlock("a", ((0, 4),), torch.zeros(4))]
+    for room, needed, stays in ((16, 16, True), (15, 0, False), (99, 100, False)):
+        memory.live = LiveState(blocks, Changes())
+        memory.free_live(room, needed)
+        assert (memory.live is not None) == stays
 
 
 def test_a_step_that_one_rank_has_not_copied_is_not_gone_back_to() -> None:
