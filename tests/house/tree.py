@@ -76,8 +76,8 @@ SUB_PACKAGES = {
     ),
     "training": (
         *("data", "state", "attention", "checkpoint", "gradients", "job", "objectives", "lora", "optim", "step"),
-        *("questions", "teachers", "evaluation", "tools", "policy", "rollout_servers", "measure", "report", "sync"),
-        *("parameter_server", "snapshot", "."),
+        *("questions", "teachers", "evaluation", "tools", "policy", "harness", "rollout_servers", "measure", "report"),
+        *("sync", "parameter_server", "snapshot", "."),
     ),
     "parallel": (".", "grid"),
     "spec": ("quantized", "gguf", "lora", "grid", "."),

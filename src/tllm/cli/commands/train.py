@@ -232,7 +232,7 @@ def _alone(args: argparse.Namespace, elsewhere: object, trainer: Trainer) -> str
     if args.on_loss == "end":
         return "--on-loss end ends the run with any machine"
     rollouts = trainer.resolved.job.rollouts
-    if rollouts is not None and rollouts.reward_funcs:
+    if rollouts is not None and rollouts.own_code:
         return "rewards are worked out by your own functions, which no other machine runs"
     return ""
 

@@ -34,6 +34,7 @@ def check_combination(job: Job, plan: Plan, spec: ModelSpec) -> None:
     _check_distillation(job, spec)
     _check_forward_passes(job, plan)
     _check_eval_files(job)
+    _check_lm_eval(job, plan)
     _check_noise(job)
     if job.deterministic:
         check_deterministic(plan, total, spec.tied)
@@ -61,7 +62,8 @@ def _check_head(job: Job, spec: ModelSpec) -> None:
 
 def _check_forward_passes(job: Job, plan: Plan) -> None:
     """What is computed of all replicas together needs one model: preferences' references and metrics, evaluations."""
-    asked = f"the task {job.task!r}" if job.task in PREFERENCE_TABLES else "eval_files" if job.eval_files else ""
+    evaluations = "eval_files" if job.eval_files else "lm_eval_tasks" if job.lm_eval_tasks else ""
+    asked = f"the task {job.task!r}" if job.task in PREFERENCE_TABLES else evaluations
     for name, taken in (("servers", plan.servers > 0), ("local_steps", job.local_steps > 1)):
         if asked and taken:
             raise PlanError(
@@ -83,6 +85,28 @@ def _check_eval_files(job: Job) -> None:
         raise ConfigError(
             f"eval_files and the task {job.task!r}: rows held out have no teacher",
             "leave eval_files out, and evaluate the finished model",
+        )
+
+
+def _check_lm_eval(job: Job, plan: Plan) -> None:
+    """Tasks of lm-evaluation-harness within the run."""
+    others = ("num_fewshot", "limit", "include_path", "apply_chat_template", "max_gen_toks")
+    given = [name for name in (f"lm_eval_{other}" for other in others) if getattr(job, name) not in (None, 0, False)]
+    if not job.lm_eval_tasks:
+        if given:
+            raise ConfigError(f"{given[0]} is given and lm_eval_tasks is empty", f"name tasks, or leave {given[0]} out")
+        return
+    if job.task == "reward":
+        raise ConfigError("lm_eval_tasks and a reward model, which gives no token a probability", "leave them out")
+    if plan.grid is not None:
+        raise PlanError(
+            f"lm_eval_tasks and a grid in the plan {plan}: probabilities of whole continuations are not computed on it",
+            "leave out lm_eval_tasks, or take tensor parallelism of one dimension",
+        )
+    if job.lm_eval_max_gen_toks >= job.seq_len:
+        raise ConfigError(
+            f"lm_eval_max_gen_toks is {job.lm_eval_max_gen_toks} and seq_len is {job.seq_len}",
+            "seq_len holds a question and what is generated: raise it, or generate fewer tokens",
         )
 
 
