@@ -11,9 +11,7 @@ import msgspec
 from tllm.core.errors import ConfigError
 from tllm.training.evaluation.held_out import Evaluated
 from tllm.training.job.job import Job
-
-LM_EVAL = "lm_eval/"
-"""What names of metrics of lm-evaluation-harness's tasks begin with."""
+from tllm.training.job.job_parts import LM_EVAL
 
 FACT = "evaluations"
 """What a save calls it."""

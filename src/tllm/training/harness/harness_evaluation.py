@@ -20,6 +20,7 @@ from tllm.training.data.batches import Batches
 from tllm.training.evaluation.held_out import Evaluated
 from tllm.training.harness.greedy_texts import GreedyTexts, WantedText
 from tllm.training.harness.likelihood_pass import Continuation, Likelihood, LikelihoodPass, packed_rows
+from tllm.training.job.job_parts import LM_EVAL
 from tllm.training.policy.held_out_rewards import Outcome, decode_outcome
 from tllm.training.policy.rollouts import Rollouts
 from tllm.training.step.rank_groups import RankConfig
@@ -39,6 +40,7 @@ class HarnessEvaluation:
         self._likelihoods = LikelihoodPass(config, model)
         can_write = rollouts is not None and config.job.lm_eval_max_gen_toks > 0
         self._texts = GreedyTexts(config, rollouts) if rollouts is not None and can_write else None
+        self._best = (config.job.metric_for_best_model or "").removeprefix("eval_")
         self._tasks: Any = None
         self._model: Any = None
 
@@ -55,10 +57,9 @@ class HarnessEvaluation:
             )
         template = ChatTemplate.from_folder(self._folder, tokenizer)
         self._tasks = harness.HarnessTasks(job, template is not None)
-        best = (job.metric_for_best_model or "").removeprefix("eval_")
-        if best.startswith("lm_eval/") and best.split("/")[1] not in job.lm_eval_tasks + self._tasks.names:
+        if self._best.startswith(LM_EVAL) and self._best.split("/")[1] not in job.lm_eval_tasks + self._tasks.names:
             raise ConfigError(
-                f"metric_for_best_model is {best!r}, and that is no task of lm_eval_tasks",
+                f"metric_for_best_model is {self._best!r}, and that is no task of lm_eval_tasks",
                 f"known: {', '.join(self._tasks.names)}",
             )
 
@@ -79,11 +80,19 @@ class HarnessEvaluation:
             outcome = decode_outcome(question)
         else:
             try:
-                outcome = Outcome(self._tasks.run(self._model))
+                outcome = Outcome(self._with_best(self._tasks.run(self._model)))
             except ConfigError as error:
                 outcome = Outcome(fault=(error.message, error.hint))
             world.broadcast_bytes(msgspec.msgpack.encode(outcome))
         return Evaluated(metrics=outcome.metrics, fault=outcome.fault)
+
+    def _with_best(self, metrics: dict[str, float]) -> dict[str, float]:
+        """The same; ConfigError where the metric that evaluations are compared by is not among them."""
+        if self._best.startswith(LM_EVAL) and self._best not in metrics:
+            raise ConfigError(
+                f"metric_for_best_model is {self._best!r}, which the tasks do not tell", f"known: {', '.join(metrics)}"
+            )
+        return metrics
 
     def _asked(self, continuations: Sequence[Continuation]) -> list[Likelihood]:
         rows = packed_rows(continuations, self._config.job.seq_len)

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from datasets.exceptions import DatasetsError
 from lm_eval.api.model import TemplateLM
-from lm_eval.evaluator import simple_evaluate
-from lm_eval.tasks import TaskManager, get_task_dict
+from lm_eval.evaluator import evaluate
+from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from tllm.core.errors import ConfigError
@@ -20,6 +20,7 @@ from tllm.text.tokenizer import Tokenizer
 from tllm.training.harness.greedy_texts import WantedText
 from tllm.training.harness.likelihood_pass import Continuation, Likelihood
 from tllm.training.job.job import Job
+from tllm.training.job.job_parts import LM_EVAL
 from tllm.training.tools.user_functions import said
 
 FEWSHOT_SEED = 1234
@@ -41,7 +42,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, max_length: int, answers: Answers) -> None:
         super().__init__()
         self._tokenizer, self._template, self._answers = tokenizer, template, answers
-        self.max_length, self.tokenizer_name = max_length, "tllm"
+        self.max_length = max_length
 
     @property
     def eot_token_id(self) -> int:
@@ -57,6 +58,11 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self._tokenizer.decode([self.prefix_token_id]))
         return self._tokenizer.encode(string, add_special_tokens=add_special_tokens)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Of questions that are kept in a cache, which none are."""
+        return "tllm"
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         return "" if self._template is None else self._template.source
@@ -103,41 +109,45 @@ class HarnessTasks:
     def __init__(self, job: Job, has_template: bool) -> None:
         self._job = job
         try:
-            self._manager = TaskManager(include_path=job.lm_eval_include_path)
-            loaded = list(leaves(get_task_dict(list(job.lm_eval_tasks), self._manager)))
+            self._loaded = TaskManager(include_path=job.lm_eval_include_path).load(list(job.lm_eval_tasks))
         except (OSError, KeyError, ValueError, ImportError, DatasetsError) as error:
             raise ConfigError(
                 f"the tasks {', '.join(job.lm_eval_tasks)} cannot be loaded: {said(error)}",
                 "lm-eval ls tasks lists those that are known; their data is fetched once, or lies in files that "
                 "lm_eval_include_path describes",
             ) from error
-        for name, task in loaded:
+        for name, task in self._loaded["tasks"].items():
             self._check(name, task)
+            self._set_examples(task)
         if job.lm_eval_apply_chat_template and not has_template:
             raise ConfigError("lm_eval_apply_chat_template is true and the model has no chat template", "leave it out")
-        self.names = tuple(name for name, _ in loaded)
+        self.names = (*self._loaded["tasks"], *self._loaded["groups"])
 
     def run(self, model: HarnessModel) -> dict[str, float]:
         """Every metric of every task and group, by `lm_eval/TASK/METRIC`."""
         job = self._job
-        found = simple_evaluate(
-            model=model,
-            tasks=list(job.lm_eval_tasks),
-            task_manager=self._manager,
-            num_fewshot=job.lm_eval_num_fewshot,
+        for task in self._loaded["tasks"].values():
+            task.set_fewshot_seed(seed=FEWSHOT_SEED)
+        found = evaluate(
+            lm=model,
+            task_dict=self._loaded,
             limit=job.lm_eval_limit or None,
             apply_chat_template=job.lm_eval_apply_chat_template,
             fewshot_as_multiturn=job.lm_eval_apply_chat_template,
             bootstrap_iters=0,
             log_samples=False,
-            random_seed=None,
-            numpy_random_seed=None,
-            torch_random_seed=None,
-            fewshot_random_seed=FEWSHOT_SEED,
         )
         return dict(metrics_of(found["results"]))
 
+    def _set_examples(self, task: Any) -> None:
+        """As the harness does: a task that has set their number to 0 is not given any."""
+        own, wanted = task.get_config("num_fewshot"), self._job.lm_eval_num_fewshot
+        if own != 0:
+            task.set_config(key="num_fewshot", value=(own or 0) if wanted is None else wanted)
+
     def _check(self, name: str, task: Any) -> None:
+        if getattr(task, "MULTIMODAL", False):
+            raise ConfigError(f"the task {name} has pictures, which this run cannot read", "leave it out")
         if getattr(task, "UNSAFE_CODE", False):
             raise ConfigError(f"the task {name} runs code that the model writes", "leave it out of lm_eval_tasks")
         if task.OUTPUT_TYPE != "generate_until":
@@ -153,19 +163,10 @@ class HarnessTasks:
             raise ConfigError(f"the task {name} samples and evaluations of a run are greedy", "leave it out")
 
 
-def leaves(tasks: Any) -> Iterator[tuple[str, Any]]:
-    """The tasks of groups in groups, by their names."""
-    for name, task in tasks.items():
-        if isinstance(task, dict):
-            yield from leaves(task)
-        else:
-            yield str(name), task
-
-
 def metrics_of(results: dict[str, dict[str, Any]]) -> Iterator[tuple[str, float]]:
     """Numbers of the harness's results, whose names are METRIC,FILTER; without standard errors."""
     for task, values in results.items():
         for name, value in values.items():
             metric, comma, chosen = name.partition(",")
             if comma and not metric.endswith("_stderr") and isinstance(value, int | float):
-                yield f"lm_eval/{task}/{metric}" + ("" if chosen == "none" else f"/{chosen}"), float(value)
+                yield f"{LM_EVAL}{task}/{metric}" + ("" if chosen == "none" else f"/{chosen}"), float(value)

@@ -181,7 +181,8 @@ def files_read(job: Job) -> tuple[str, ...]:
     teacher = None if keys is None else keys.teacher_secret if keys.teachers else keys.teacher_model_name_or_path
     rollouts = job.rollouts
     secret = rollouts.rollout_secret if rollouts is not None and rollouts.rollout_servers else None
-    named = [name for name in (job.model_name_or_path, job.config_name, job.tokenizer_name, teacher, secret) if name]
+    models = job.model_name_or_path, job.config_name, job.tokenizer_name
+    named = [name for name in (*models, teacher, secret, job.lm_eval_include_path) if name]
     return (*job.train_files, *job.eval_files, *(name for name in named if Path(name).exists()))
 
 

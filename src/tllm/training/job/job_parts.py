@@ -71,6 +71,9 @@ def learning_rate_schedule(job: Job) -> LearningRateSchedule:
     )
 
 
+LM_EVAL = "lm_eval/"
+"""What names of metrics of lm-evaluation-harness's tasks begin with."""
+
 EVAL_PROMPTS_AT_ONCE = 32
 """Completions to be read after an evaluation that are computed together, where a run samples no others."""
 

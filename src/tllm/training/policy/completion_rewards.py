@@ -19,7 +19,7 @@ from tllm.training.tools.environments import Environments
 from tllm.training.tools.user_functions import UserModules
 
 ENVIRONMENTS = "environments"
-RESERVED = ("prompts", "completions", "completion_ids", ENVIRONMENTS)
+RESERVED = ("prompts", "completions", "completion_ids")
 
 Written = str | list[dict[str, Any]]
 """A completion's text; where a job has tools, the messages of its turns."""

@@ -14,6 +14,8 @@ from tests.support.models.families import save_model
 from tests.support.training.runs import job_for, records, train
 from tests.unit.server.kit import TOKENIZER
 from tllm.core.errors import ConfigError
+from tllm.training.harness import greedy_texts
+from tllm.training.job import job_parts
 from tllm.training.job.job import Job
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is an extra: pip install together-llm[eval]")
@@ -137,8 +139,11 @@ def truth(folder: Path) -> dict[str, float]:
 
 @pytest.mark.parametrize("plan", ["pp=1", "dp=2,pp=2,tp=2"])
 def test_a_run_says_what_the_harness_does_over_transformers(
-    plan: str, folder: Path, truth: dict[str, float], tmp_path: Path
+    plan: str, folder: Path, truth: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Texts of three prompts at a time, five tokens at a time."""
+    monkeypatch.setattr(job_parts, "EVAL_PROMPTS_AT_ONCE", 3)
+    monkeypatch.setattr(greedy_texts, "PIECE", 5)
     job = evaluated_job(folder, tmp_path / "run", "chooses", "reads", "writes", lm_eval_max_gen_toks=12)
     (record,) = records(train(job, plan))
     assert record.eval_metrics == pytest.approx(truth, rel=1e-5) and len(truth) == 5
@@ -156,9 +161,19 @@ def test_probabilities_alone_need_no_engine(folder: Path, truth: dict[str, float
     for record in (first, second):
         assert record.eval_metrics is not None and record.eval_loss is not None
         assert [record.eval_metrics[name] for name in names] == pytest.approx([truth[name] for name in names], rel=1e-5)
-    _, moved = records(train(evaluated_job(folder, tmp_path / "b", "reads", **{**keys, "learning_rate": 1e-2}), "dp=2"))
-    assert moved.eval_metrics is not None
-    assert abs(moved.eval_metrics[names[2]] / truth[names[2]] - 1) > 1e-3, "the weights of the step"
+
+
+def test_a_task_says_which_model_is_the_best(folder: Path, truth: dict[str, float], tmp_path: Path) -> None:
+    """Evaluations are of their step's weights, without rows held out. A metric that no task tells ends the run."""
+    name = "lm_eval/reads/bits_per_byte"
+    best: dict[str, Any] = dict(load_best_model_at_end=True, greater_is_better=False, early_stopping_patience=1)
+    keys: dict[str, Any] = dict(max_steps=4, learning_rate=1e-1, metric_for_best_model=name, **best)
+    events = train(evaluated_job(folder, tmp_path / "run", "reads", **keys), "dp=2")
+    found = [(record.eval_metrics or {})[name] for record in records(events)]
+    assert found[0] != pytest.approx(truth[name], rel=1e-3), "the weights of the step"
+    assert len(found) < 4 and found[-1] >= min(found), "ended when nothing was gained"
+    with pytest.raises(ConfigError, match="metric_for_best_model is 'lm_eval/reads/acc', which the tasks do not tell"):
+        train(evaluated_job(folder, tmp_path / "no", "reads", metric_for_best_model="lm_eval/reads/acc"), "dp=2")
 
 
 @pytest.mark.parametrize(
