@@ -23,6 +23,7 @@ from tests.support.training.training_step import furthest
 from tllm.training.job.job import Job
 from tllm.training.job.rollout_keys import RejectionConfig
 
+DEEP = "dp=2,pp=2,tp=2,zero=1,schedule=zero_bubble"
 DESK = '''
 """A desk that knows what was looked up and added before."""
 
@@ -128,9 +129,7 @@ def awaited(method: Any) -> Any:
     return lambda **arguments: asyncio.run(method(**arguments))
 
 
-@pytest.mark.parametrize(
-    "plan", soak_but(["dp=2,pp=2,tp=2,zero=1,schedule=zero_bubble"], ["dp=5", "pp=2", "tp=2", "dp=2,zero=2"])
-)
+@pytest.mark.parametrize("plan", soak_but([DEEP], ["dp=5", "pp=2", "tp=2", "dp=2,zero=2", DEEP]))
 def test_every_plan_is_one_process(plan: str, task: Path, alone: Told, tmp_path: Path) -> None:
     """Also the evaluation."""
     check_same_run(told(grpo_job(task, tmp_path / "run"), plan), alone)
