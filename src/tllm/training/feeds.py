@@ -118,7 +118,8 @@ def other_evaluations(
     if sampled is not None:
         found.append(sampled)
     if config.job.lm_eval_tasks:
-        folder, rollouts = initial_model and initial_model.folder, source and source.rollouts
+        folder = None if initial_model is None else initial_model.folder
+        rollouts = None if source is None else source.rollouts
         found.append(HarnessEvaluation(config, model, rollouts, folder))
     return found
 
