@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ import torch
 import transformers
 
 from tests.support.models.families import save_model
+from tests.support.training import runs
 from tests.support.training.runs import job_for, records, train
 from tests.unit.server.kit import TOKENIZER
 from tllm.core.errors import ConfigError
 from tllm.training.harness import greedy_texts
 from tllm.training.job import job_parts
 from tllm.training.job.job import Job
+from tllm.training.step.rank_groups import local_links
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is an extra: pip install together-llm[eval]")
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
@@ -55,6 +58,12 @@ generation_kwargs:
 metric_list:
   - metric: exact_match
 """
+
+
+@pytest.fixture(autouse=True)
+def patient_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks wait while rank 0 has the harness list its tasks, which takes half a minute on a busy machine."""
+    monkeypatch.setattr(runs, "local_links", partial(local_links, deadline=300.0))
 
 
 @pytest.fixture(scope="module")
