@@ -9,7 +9,8 @@ from tllm.text.chat_template import ChatTemplate
 from tllm.training.data.batch_feed import BatchFeed
 from tllm.training.data.feed import DataPosition, Feed
 from tllm.training.data.prompt_batches import PromptBatches
-from tllm.training.evaluation.forward_work import SampledEvaluation
+from tllm.training.evaluation.forward_work import OtherEvaluation
+from tllm.training.harness.harness_evaluation import HarnessEvaluation
 from tllm.training.job.initial_model import InitialModel
 from tllm.training.job.job_parts import is_evaluated_by_completions
 from tllm.training.policy.completion_rewards import CompletionRewards
@@ -29,6 +30,7 @@ from tllm.training.step.rank_model import RankModel
 from tllm.training.teachers.taught_batches import open_batches
 from tllm.training.teachers.teacher_pool import TeacherPool
 from tllm.training.tools.tool_schema import Schema
+from tllm.training.tools.user_functions import UserModules
 
 FeedAndPosition = tuple[Feed, DataPosition | None]
 """A feed, and on rank 0, who alone has an `InitialModel` and reads the data, the place in it."""
@@ -51,6 +53,12 @@ class CompletionSource:
     def schemas(self) -> Sequence[Schema]:
         """Of the tools, as prompts show them."""
         return () if self.tools is None else self.tools.functions.schemas
+
+    def close(self) -> None:
+        """Let go of the cache, and end the threads of tools."""
+        self.rollouts.close()
+        if self.tools is not None:
+            self.tools.functions.close()
 
 
 def rows_feed(
@@ -101,15 +109,31 @@ def completion_source(config: RankConfig, initial_model: InitialModel | None, ro
     job = config.job
     if initial_model is None or job.rollouts is None or job.distill is not None:
         return CompletionSource(rollouts)
-    tokenizer, tools = initial_model.reply_tokenizer, None
-    if job.rollouts.tools:
-        tools = Tools(job.rollouts, tokenizer, ChatTemplate.from_folder(initial_model.folder, tokenizer))
-    return CompletionSource(rollouts, CompletionRewards(job.rollouts, tokenizer), tools)
+    tokenizer, modules, tools = initial_model.reply_tokenizer, UserModules(), None
+    if job.rollouts.calls_tools:
+        tools = Tools(job.rollouts, tokenizer, ChatTemplate.from_folder(initial_model.folder, tokenizer), modules)
+    environments = None if tools is None else tools.functions.environments
+    return CompletionSource(rollouts, CompletionRewards(job.rollouts, tokenizer, modules, environments), tools)
 
 
-def sampled_evaluation(
+def other_evaluations(
+    config: RankConfig, model: RankModel, initial_model: InitialModel | None, source: CompletionSource | None
+) -> list[OtherEvaluation]:
+    """What evaluations ask beside the loss of rows held out."""
+    found: list[OtherEvaluation] = []
+    sampled = _sampled_evaluation(config, initial_model, source)
+    if sampled is not None:
+        found.append(sampled)
+    if config.job.lm_eval_tasks:
+        folder = None if initial_model is None else initial_model.folder
+        rollouts = None if source is None else source.rollouts
+        found.append(HarnessEvaluation(config, model, rollouts, folder))
+    return found
+
+
+def _sampled_evaluation(
     config: RankConfig, initial_model: InitialModel | None, source: CompletionSource | None
-) -> SampledEvaluation | None:
+) -> OtherEvaluation | None:
     """What evaluations ask of the model's own completions; None where the job wants none."""
     if source is None or not is_evaluated_by_completions(config.job):
         return None

@@ -11,7 +11,7 @@ from tllm.spec.plan import Plan
 from tllm.training.checkpoint.commit import SaveResult
 from tllm.training.data.batches import Batches
 from tllm.training.evaluation.forward_work import ForwardWork
-from tllm.training.feeds import completion_source, policy_feed, rows_feed, sampled_evaluation
+from tllm.training.feeds import completion_source, other_evaluations, policy_feed, rows_feed
 from tllm.training.job.initial_model import InitialModel
 from tllm.training.job.job import Job
 from tllm.training.job.job_parts import (
@@ -96,14 +96,15 @@ class RankTrainer:
         )
         self._state = RunState(config, self._learning_rate, initial_weights, initial_model, position, replicator)
         batches = position if isinstance(position, Batches) else None
-        self._forward = ForwardWork(config, model, beginning, batches, sampled_evaluation(config, beginning, source))
+        others = other_evaluations(config, model, beginning, source)
+        self._forward = ForwardWork(config, model, beginning, batches, others)
         self._sinks: list[Sink] = []
         self._step = 0
         self._closing = ExitStack()
         for part in (self._feed.close, self._model.close, self._state.close, self._forward.close):
             self._closing.callback(part)
-        if rollouts is not None:
-            self._closing.callback(rollouts.close)
+        if source is not None:
+            self._closing.callback(source.close)
 
     @property
     def compute_seconds(self) -> float:

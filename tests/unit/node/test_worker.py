@@ -145,9 +145,13 @@ def test_what_the_device_cannot_serve_is_refused_before_a_wire_is_connected(
 
 
 def test_a_node_that_the_users_own_command_has_not_started_runs_no_code_of_a_job() -> None:
-    table = GRPOConfig(reward_funcs=("rewards.py:correct",))
-    rewarded = assign(settings_of(task="grpo", grpo=table))
-    with pytest.raises(ConfigError, match=r"rank 0 runs the reward functions rewards\.py:correct, and this node runs"):
-        check_no_code(rewarded)
+    for name, table in (
+        ("rewards", GRPOConfig(reward_funcs=("rewards.py:correct",))),
+        ("games", GRPOConfig(environment_factory="games.py:Game")),
+    ):
+        rewarded = assign(settings_of(task="grpo", grpo=table))
+        said = rf"rank 0 runs the reward functions, tools and tasks {name}\.py:.* this node runs nobody's code"
+        with pytest.raises(ConfigError, match=said):
+            check_no_code(rewarded)
     check_no_code(msgspec.structs.replace(rewarded, rank=1))
     check_no_code(assign(TRAIN))

@@ -235,9 +235,11 @@ def _alone(args: argparse.Namespace, elsewhere: object, trainer: Trainer) -> str
         return "Slurm, Ray or a launcher has started the ranks, which end with this process"
     if args.on_loss == "end":
         return "--on-loss end ends the run with any machine"
-    rollouts = trainer.resolved.job.rollouts
-    if rollouts is not None and rollouts.reward_funcs:
+    job = trainer.resolved.job
+    if job.rollouts is not None and job.rollouts.own_code:
         return "rewards are worked out by your own functions, which no other machine runs"
+    if job.lm_eval_tasks:
+        return "tasks of lm-eval are code, which no other machine runs"
     return ""
 
 

@@ -77,10 +77,11 @@ def check_no_code(assign: Assign) -> None:
     """ConfigError for a rank that would load functions of a job which somebody else's command has sent."""
     if not isinstance(assign.settings, TrainSettings) or assign.rank != 0:
         return
-    rollouts = decode_job(assign.settings.job).rollouts
-    if rollouts is not None and rollouts.reward_funcs:
+    job = decode_job(assign.settings.job)
+    code = (*(() if job.rollouts is None else job.rollouts.own_code), *job.lm_eval_tasks)
+    if code:
         raise ConfigError(
-            f"rank 0 runs the reward functions {', '.join(rollouts.reward_funcs)}, and this node runs nobody's code",
+            f"rank 0 runs the reward functions, tools and tasks {', '.join(code)}, and this node runs nobody's code",
             "let rank 0 be on the machine where `tllm train` was started",
         )
 

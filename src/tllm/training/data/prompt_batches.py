@@ -133,7 +133,7 @@ class PromptBatches:
     def __init__(self, config: DataConfig, encoder: RowEncoder, steps_each: int = 1) -> None:
         over_long: OverLong = "truncate" if config.over_long == "truncate" else "refuse"
         each_alone = replace(config, packing=False, over_long=over_long)
-        self._batches = Batches(each_alone, encoder=encoder)
+        self._batches, self._encoder = Batches(each_alone, encoder=encoder), encoder
         self._steps_each = steps_each
 
     def prompts(self, step: int) -> list[PromptRow]:
@@ -142,6 +142,16 @@ class PromptBatches:
             PromptRow(tuple(before_the_reply(row.input_ids, row.labels).tolist()), self._batches.row(row.pieces[0].row))
             for row in self.rows(step)
         ]
+
+    def continued(self, row: PromptRow, text: str) -> PromptRow:
+        """A prompt of messages with this text at the end of the last; ConfigError where it is too long then."""
+        if not text:
+            return row
+        *before, last = row.columns["prompt"]
+        said = last.get("content") or ""
+        content = said + text if isinstance(said, str) else [*said, {"type": "text", "text": text}]
+        columns = {**row.columns, "prompt": [*before, {**last, "content": content}]}
+        return PromptRow(tuple(self._encoder.encode(columns).ids.tolist()), columns)
 
     def rows(self, step: int) -> list[PackedRow]:
         """The same rows as they are, with their replies where the encoder keeps them."""

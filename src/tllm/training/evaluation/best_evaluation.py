@@ -11,6 +11,7 @@ import msgspec
 from tllm.core.errors import ConfigError
 from tllm.training.evaluation.held_out import Evaluated
 from tllm.training.job.job import Job
+from tllm.training.job.job_parts import LM_EVAL
 
 FACT = "evaluations"
 """What a save calls it."""
@@ -42,7 +43,8 @@ class BestEvaluation:
         self._job = job
         self.name = (job.metric_for_best_model or known[0]).removeprefix("eval_")
         self.standing = Standing(rule=self.rule)
-        if self.name not in known:
+        is_task = job.lm_eval_tasks and self.name.startswith(LM_EVAL)  # rank 0 knows its tasks when it has loaded them
+        if self.name not in known and not is_task:
             raise ConfigError(
                 f"metric_for_best_model is {job.metric_for_best_model!r}, which the task {job.task!r} does not tell",
                 f"known: {', '.join(known)}",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 from tllm.training.data.batch_tensors import Tokens
@@ -22,8 +21,8 @@ from tllm.training.step.rank_groups import RankConfig
 from tllm.training.step.rank_model import RankModel
 
 
-class SampledEvaluation(Protocol):
-    """What of an evaluation is sampled. Every rank makes the same calls; `batches` are the rows held out, on rank 0."""
+class OtherEvaluation(Protocol):
+    """A part of an evaluation. Every rank makes the same calls; `batches` are the rows held out, on rank 0."""
 
     def prepare(self, batches: Batches | None) -> None: ...
 
@@ -33,7 +32,7 @@ class SampledEvaluation(Protocol):
 class ForwardWork:
     """Every rank makes the same calls. `initial_model` and `batches` are rank 0's, who alone reads the data.
 
-    `sampled` is what evaluations ask of the model's own completions, if the job wants any.
+    `others` are what evaluations ask beside the loss of rows held out: completions, tasks of lm-eval.
     """
 
     def __init__(
@@ -42,7 +41,7 @@ class ForwardWork:
         model: RankModel,
         initial_model: InitialModel | None,
         batches: Batches | None,
-        sampled: SampledEvaluation | None = None,
+        others: Sequence[OtherEvaluation] = (),
     ) -> None:
         self._config, self._model = config, model
         self._train = batches
@@ -51,7 +50,7 @@ class ForwardWork:
         if isinstance(model.objective, KTOLoss) and (config.job.kto is None or config.job.kto.loss_type == "kto"):
             self._before = DivergenceEstimate(model, config.groups, model.objective.log_probs)
         self._held_out: HeldOut | None = None
-        self._sampled = sampled
+        self._others = others
         rollouts = config.job.rollouts
         known = ("loss", *model.objective.metric_names) if rollouts is None else reward_metrics(rollouts)
         self.best = BestEvaluation(config.job, known)
@@ -71,8 +70,8 @@ class ForwardWork:
             prepare_reference(config, reference, initialize, data or None, run)
         if config.job.eval_files and config.job.rollouts is None:
             self._held_out = HeldOut(config, self._model, self._before, self._eval)
-        if self._sampled is not None:
-            self._sampled.prepare(self._eval)
+        for other in self._others:
+            other.prepare(self._eval)
 
     def before_passes(self, microbatches: Sequence[Tokens]) -> list[Tokens]:
         """This replica's microbatches of a step, with what must be known of all of them first."""
@@ -81,13 +80,12 @@ class ForwardWork:
     def evaluate(self, step: int) -> Evaluated | None:
         """The evaluation that is due after a step, the first being 1; None where none is."""
         job = self._config.job
-        if not job.eval_files or not is_evaluation_due(job, step):
+        if not (job.eval_files or job.lm_eval_tasks) or not is_evaluation_due(job, step):
             return None
         evaluated = Evaluated() if self._held_out is None else self._held_out.evaluate()
-        if self._sampled is not None:
-            found = self._sampled.evaluate(step)
-            metrics = evaluated.metrics | found.metrics
-            evaluated = replace(evaluated, metrics=metrics, completions=found.completions, fault=found.fault)
+        for other in self._others:
+            if evaluated.fault is None:
+                evaluated = evaluated.joined(other.evaluate(step))
         if evaluated.fault is None:
             self.best.add(step, evaluated)
         return evaluated

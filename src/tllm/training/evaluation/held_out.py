@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -33,6 +33,11 @@ class Evaluated:
     perplexity: float | None = None
     completions: tuple[CompletionRecord, ...] = ()
     fault: tuple[str, str] | None = None
+
+    def joined(self, other: Evaluated) -> Evaluated:
+        """With what another part of the evaluation told."""
+        metrics, completions = self.metrics | other.metrics, (*self.completions, *other.completions)
+        return replace(self, metrics=metrics, completions=completions, fault=self.fault or other.fault)
 
 
 class HeldOut:

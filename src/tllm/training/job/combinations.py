@@ -11,7 +11,7 @@ from tllm.spec.trainable import check_trainable
 from tllm.training.data.packing import deal
 from tllm.training.gradients.accumulation_order import check_deterministic
 from tllm.training.job.job import Job
-from tllm.training.job.job_parts import learned_rows, learning_rate_schedule
+from tllm.training.job.job_parts import LM_EVAL, learned_rows, learning_rate_schedule
 from tllm.training.job.preference_tables import PREFERENCE_TABLES
 from tllm.training.job.rollout_combinations import check_rollouts
 from tllm.training.job.target_modules import adapted_modules
@@ -34,6 +34,7 @@ def check_combination(job: Job, plan: Plan, spec: ModelSpec) -> None:
     _check_distillation(job, spec)
     _check_forward_passes(job, plan)
     _check_eval_files(job)
+    _check_lm_eval(job, plan)
     _check_noise(job)
     if job.deterministic:
         check_deterministic(plan, total, spec.tied)
@@ -61,7 +62,8 @@ def _check_head(job: Job, spec: ModelSpec) -> None:
 
 def _check_forward_passes(job: Job, plan: Plan) -> None:
     """What is computed of all replicas together needs one model: preferences' references and metrics, evaluations."""
-    asked = f"the task {job.task!r}" if job.task in PREFERENCE_TABLES else "eval_files" if job.eval_files else ""
+    evaluations = "eval_files" if job.eval_files else "lm_eval_tasks" if job.lm_eval_tasks else ""
+    asked = f"the task {job.task!r}" if job.task in PREFERENCE_TABLES else evaluations
     for name, taken in (("servers", plan.servers > 0), ("local_steps", job.local_steps > 1)):
         if asked and taken:
             raise PlanError(
@@ -72,12 +74,10 @@ def _check_forward_passes(job: Job, plan: Plan) -> None:
 
 
 def _check_eval_files(job: Job) -> None:
-    if job.early_stopping_patience and not job.eval_files:
-        raise ConfigError(
-            f"early_stopping_patience is {job.early_stopping_patience} and eval_files is empty: nothing is evaluated",
-            "give eval_files, or leave early_stopping_patience out",
-        )
+    if job.early_stopping_patience:
+        _check_compared(job, "early_stopping_patience", str(job.early_stopping_patience))
     if job.load_best_model_at_end:
+        _check_compared(job, "load_best_model_at_end", "true")
         _check_best_model(job)
     if job.eval_files and job.task == "distill":
         raise ConfigError(
@@ -86,13 +86,40 @@ def _check_eval_files(job: Job) -> None:
         )
 
 
+def _check_lm_eval(job: Job, plan: Plan) -> None:
+    """Tasks of lm-evaluation-harness within the run."""
+    others = ("num_fewshot", "limit", "include_path", "apply_chat_template", "max_gen_toks")
+    given = [name for name in (f"lm_eval_{other}" for other in others) if getattr(job, name) not in (None, 0, False)]
+    if not job.lm_eval_tasks:
+        if given:
+            raise ConfigError(f"{given[0]} is given and lm_eval_tasks is empty", f"name tasks, or leave {given[0]} out")
+        return
+    if job.task == "reward":
+        raise ConfigError("lm_eval_tasks and a reward model, which gives no token a probability", "leave them out")
+    if plan.grid is not None:
+        raise PlanError(
+            f"lm_eval_tasks and a grid in the plan {plan}: probabilities of whole continuations are not computed on it",
+            "leave out lm_eval_tasks, or take tensor parallelism of one dimension",
+        )
+    if job.lm_eval_max_gen_toks >= job.seq_len:
+        raise ConfigError(
+            f"lm_eval_max_gen_toks is {job.lm_eval_max_gen_toks} and seq_len is {job.seq_len}",
+            "seq_len holds a question and what is generated: raise it, or generate fewer tokens",
+        )
+
+
+def _check_compared(job: Job, key: str, value: str) -> None:
+    """What compares evaluations needs a number of each: of rows held out, or of a task that is named."""
+    named = (job.metric_for_best_model or "").removeprefix("eval_")
+    if not job.eval_files and not (job.lm_eval_tasks and named.startswith(LM_EVAL)):
+        raise ConfigError(
+            f"{key} is {value} and eval_files is empty: nothing says which model is the best",
+            f"give eval_files, or lm_eval_tasks with a metric_for_best_model of them, or leave {key} out",
+        )
+
+
 def _check_best_model(job: Job) -> None:
     """The best model is that of a save, so it must have been evaluated as it is saved."""
-    if not job.eval_files:
-        raise ConfigError(
-            "load_best_model_at_end is true and eval_files is empty: nothing says which model is the best",
-            "give eval_files, or leave load_best_model_at_end out",
-        )
     if job.save_steps % job.eval_steps:
         raise ConfigError(
             f"load_best_model_at_end is true, save_steps is {job.save_steps} and eval_steps is {job.eval_steps}: the "

@@ -52,6 +52,9 @@ AT_LEAST: dict[str, float] = {
     "eval_steps": 1,
     "eval_num_prompts": 0,
     "eval_max_new_tokens": 1,
+    "lm_eval_num_fewshot": 0,
+    "lm_eval_limit": 0,
+    "lm_eval_max_gen_toks": 0,
     "early_stopping_patience": 0,
     "early_stopping_threshold": 0,
     "save_total_limit": 2,
@@ -209,6 +212,20 @@ class Job:
     TensorBoard and the page; 0: none."""
     eval_max_new_tokens: int = 128
     """Largest number of tokens in such a completion. A prompt may have as many as are left of `seq_len`."""
+    lm_eval_tasks: tuple[str, ...] = ()
+    """Tasks of lm-evaluation-harness (`pip install "together-llm[eval]"`) that each evaluation runs with the weights
+    that are trained; nothing: none."""
+    lm_eval_num_fewshot: int | None = None
+    """Examples before each question of these tasks; left out: as many as each task says."""
+    lm_eval_limit: int = 0
+    """Only the first so many documents of each task; 0: all."""
+    lm_eval_include_path: str | None = None
+    """Folder of task descriptions of your own (YAML), with what they name. Python that they name is run, on rank 0."""
+    lm_eval_apply_chat_template: bool = False
+    """Put questions by the model's chat template, examples as turns."""
+    lm_eval_max_gen_toks: int = 0
+    """Largest number of tokens that a task may generate, 256 for one that does not say; 0: tasks generate nothing, and
+    no engine is kept for them."""
     early_stopping_patience: int = 0
     """Evaluations in a row without a gain after which the run ends; 0: it takes all its steps."""
     early_stopping_threshold: float = 0.0
@@ -217,8 +234,8 @@ class Job:
     """Finish with the weights of the best save that was evaluated, which is one of the `save_total_limit`; false: with
     those of the last step. `save_steps` must then be a multiple of `eval_steps`."""
     metric_for_best_model: str | None = None
-    """What evaluations are compared by: "loss", or a metric of the task ("rewards/accuracies"). Left out: "loss", and
-    "reward" for the tasks that sample completions."""
+    """What evaluations are compared by: "loss", a metric of the task ("rewards/accuracies") or one of lm-eval's
+    ("lm_eval/TASK/acc"). Left out: "loss", and "reward" for the tasks that sample completions."""
     greater_is_better: bool | None = None
     """Whether a greater `metric_for_best_model` is a gain; left out, it is for all but "loss"."""
     dpo: DPOConfig | None = None

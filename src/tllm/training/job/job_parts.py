@@ -87,6 +87,9 @@ def learning_rate_schedule(job: Job) -> LearningRateSchedule:
     )
 
 
+LM_EVAL = "lm_eval/"
+"""What names of metrics of lm-evaluation-harness's tasks begin with."""
+
 EVAL_PROMPTS_AT_ONCE = 32
 """Completions to be read after an evaluation that are computed together, where a run samples no others."""
 
@@ -129,9 +132,10 @@ def sampling_facts(job: Job) -> SamplingFacts | None:
         return None
     config = job.rollouts
     if config is None:
-        at_once = min(EVAL_PROMPTS_AT_ONCE, job.eval_num_prompts)
-        longest = job.eval_max_new_tokens
-        return SamplingFacts(job.seq_len - longest, longest, job.eval_num_prompts, 1, at_once, job.seq_len, share=0.0)
+        asked = EVAL_PROMPTS_AT_ONCE if job.lm_eval_max_gen_toks else job.eval_num_prompts
+        longest = max(job.eval_max_new_tokens if job.eval_num_prompts else 0, job.lm_eval_max_gen_toks)
+        at_once = min(EVAL_PROMPTS_AT_ONCE, asked)
+        return SamplingFacts(job.seq_len - longest, longest, asked, 1, at_once, job.seq_len, share=0.0)
     return SamplingFacts(
         prompt=job.seq_len - config.max_completion_length,
         completion=config.max_completion_length,
@@ -172,8 +176,8 @@ def is_evaluated_by_completions(job: Job) -> bool:
 
 
 def is_sampled(job: Job) -> bool:
-    """Whether the run samples completions, to learn from or to be read."""
-    return job.rollouts is not None or is_evaluated_by_completions(job)
+    """Whether the run samples completions, to learn from, to be read or for tasks of lm-eval."""
+    return job.rollouts is not None or is_evaluated_by_completions(job) or job.lm_eval_max_gen_toks > 0
 
 
 def is_sampled_apart(job: Job) -> bool:

@@ -18,6 +18,7 @@ def check_rollouts(job: Job, plan: Plan, spec: ModelSpec) -> None:
     """PlanError or ConfigError for what cannot work."""
     if job.eval_num_prompts:
         _check_eval_prompts(job)
+    _check_turns(job, spec)
     if is_sampled(job):
         _check_plan(job, plan, spec)
         _check_context(job, spec)
@@ -26,7 +27,6 @@ def check_rollouts(job: Job, plan: Plan, spec: ModelSpec) -> None:
         _check_sizes(job, config)
         _check_staleness(job, config)
         _check_steps(job)
-        _check_turns(job, config, spec)
 
 
 def wants_batch_invariance(job: Job, spec: ModelSpec) -> bool:
@@ -102,18 +102,20 @@ def _check_staleness(job: Job, config: RolloutConfig) -> None:
         )
 
 
-def _check_turns(job: Job, config: RolloutConfig, spec: ModelSpec) -> None:
+def _check_turns(job: Job, spec: ModelSpec) -> None:
     """Tokens of an earlier turn are computed again with a later one, which must come to the same."""
     grown = [
         layer.rope.original
         for layer in spec.layers
         if layer.rope is not None and layer.rope.kind == "dynamic" and layer.rope.original < job.seq_len
     ]
-    if config.tools and grown:
+    calls_tools = job.rollouts is not None and job.rollouts.calls_tools
+    if grown and (calls_tools or job.lm_eval_max_gen_toks):
+        what = f"{job.task}.tools" if calls_tools else "lm_eval_max_gen_toks"
         raise ConfigError(
-            f"{job.task}.tools, and seq_len is {job.seq_len}: this model's dynamic rope turns a token by the length of "
+            f"{what}, and seq_len is {job.seq_len}: this model's dynamic rope turns a token by the length of "
             f"its sequence beyond {min(grown)} tokens, which grows with each turn",
-            f"give a seq_len of at most {min(grown)}, or leave the tools out",
+            f"give a seq_len of at most {min(grown)}, or leave {what} out",
         )
 
 
@@ -144,7 +146,8 @@ def _check_steps(job: Job) -> None:
 
 def _check_plan(job: Job, plan: Plan, spec: ModelSpec) -> None:
     tp = max(stage.tp for stage in plan.stages)
-    asked = f"eval_num_prompts={job.eval_num_prompts}" if job.rollouts is None else f"task={job.task}"
+    of_evaluations = "eval_num_prompts" if job.eval_num_prompts else "lm_eval_max_gen_toks"
+    asked = f"{of_evaluations}={getattr(job, of_evaluations)}" if job.rollouts is None else f"task={job.task}"
     if job.rollouts is not None and job.deterministic and plan.pp > 1 and not wants_batch_invariance(job, spec):
         raise PlanError(
             f"task={job.task} with deterministic=true and pp={plan.pp}: stages divide the completions that are "

@@ -92,25 +92,43 @@ class RolloutConfig:
     """Turns of a completion whose calls are made, at most; left out: as many as `max_completion_length` has room for.
     What tools return counts in that length and is not learned."""
 
+    environment_factory: str | None = None
+    """A Python class, or a function that makes objects, as `module:Class`: each completion has an object of its own,
+    whose public methods are tools with a state. `reset(**row)` is called before it, and may return a text for the end
+    of the prompt; `get_reward()`, where there is one, is one more reward. Your own code too, as tools are."""
+
+    @property
+    def calls_tools(self) -> bool:
+        """Whether completions have turns, in which a model may call functions."""
+        return bool(self.tools) or self.environment_factory is not None
+
+    @property
+    def own_code(self) -> tuple[str, ...]:
+        """The functions and classes of the user's that rank 0 runs, and the servers that it asks for rewards."""
+        factory = () if self.environment_factory is None else (self.environment_factory,)
+        return (*self.reward_funcs, *self.tools, *factory)
+
     def located(self, folder: Path) -> Self:
-        """The same with reward functions and tools by the path of their file; their modules lie in `folder`."""
+        """The same with functions and classes by the path of their file; their modules lie in `folder`."""
         rewards = tuple(text if is_url(text) else located_function(text, folder) for text in self.reward_funcs)
-        return replace(
-            self, reward_funcs=rewards, tools=tuple(located_function(text, folder, "tools") for text in self.tools)
-        )
+        tools = tuple(located_function(text, folder, "tools") for text in self.tools)
+        factory = self.environment_factory and located_function(self.environment_factory, folder, "environment_factory")
+        return replace(self, reward_funcs=rewards, tools=tools, environment_factory=factory)
 
     def _check(self, table: str, limits: KeyLimits) -> None:
         limits.check({field.name: getattr(self, field.name) for field in fields(self)}, table)
         check_addresses(self.rollout_servers, f"{table}.rollout_servers")
         check_one_place(self.rollout_servers, self.rollout_nodes, f"{table}.rollout_servers", f"{table}.rollout_nodes")
-        if not self.reward_funcs:
+        if not self.reward_funcs and self.environment_factory is None:
             raise ConfigError(
                 f"{table}.reward_funcs is empty", 'name a function that rewards completions: ["rewards:correct"]'
             )
         names = [text if is_url(text) else _parts(text, table)[1] for text in self.reward_funcs]
+        if self.environment_factory is not None:
+            names.append(_parts(self.environment_factory, table, "environment_factory")[1])
         called = [_parts(text, table, "tools")[1] for text in self.tools]
         for key, each, reason in (
-            ("reward_funcs", names, "metrics are told by the function's name"),
+            ("reward_funcs", names, "metrics are told by the name of a function, or of an environment"),
             ("tools", called, "the model calls functions by their names"),
         ):
             if len(set(each)) < len(each):
@@ -144,9 +162,9 @@ class RolloutConfig:
                 f'{given} and {table}.rollout_nodes is "auto", which may come to none',
                 "say how many nodes sample while the trainer learns",
             )
-        if self.max_staleness and self.tools:
+        if self.max_staleness and self.calls_tools:
             raise ConfigError(
-                f"{given} and {table}.tools names some: rank 0 calls them between the turns of a completion, and "
+                f"{given} and the model calls tools: rank 0 calls them between the turns of a completion, and "
                 "learns while steps ahead are sampled",
                 "leave one of them out",
             )
@@ -273,7 +291,9 @@ def is_url(text: str) -> bool:
 
 def reward_metrics(config: RolloutConfig) -> tuple[str, ...]:
     """The metrics that evaluations can be compared by: the mean of all rewards, and that of each function."""
-    names = (text if is_url(text) else function_parts(text)[1] for text in config.reward_funcs)
+    names = [text if is_url(text) else function_parts(text)[1] for text in config.reward_funcs]
+    if config.environment_factory is not None:
+        names.append(function_parts(config.environment_factory)[1])
     return ("reward", *(f"rewards/{name}/mean" for name in names))
 
 

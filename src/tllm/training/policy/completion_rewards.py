@@ -9,13 +9,16 @@ import numpy as np
 
 from tllm.core.errors import ConfigError
 from tllm.text.tokenizer import Tokenizer
-from tllm.training.data.prompt_batches import PromptRow
 from tllm.training.job.rollout_keys import RolloutConfig, is_url
 from tllm.training.policy.advantages import Rewards, weighted_sums
 from tllm.training.policy.http_rewards import http_reward
-from tllm.training.policy.reward_functions import load_reward_function
+from tllm.training.policy.reward_functions import RewardFunction, load_reward_function
 from tllm.training.policy.rollouts import Completion
+from tllm.training.policy.started_prompts import StartedPrompts
+from tllm.training.tools.environments import Environments
+from tllm.training.tools.user_functions import UserModules
 
+ENVIRONMENTS = "environments"
 RESERVED = ("prompts", "completions", "completion_ids")
 
 Written = str | list[dict[str, Any]]
@@ -23,14 +26,33 @@ Written = str | list[dict[str, Any]]
 
 
 class CompletionRewards:
-    """Steps and evaluations ask the same functions. Letters: P prompts, G completions of each, N = P G, F functions."""
+    """Steps and evaluations ask the same functions. Letters: P prompts, G completions of each, N = P G, F functions.
 
-    def __init__(self, config: RolloutConfig, tokenizer: Tokenizer) -> None:
-        self._config, self._tokenizer = config, tokenizer
+    ConfigError where neither a function nor an environment rewards anything.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        tokenizer: Tokenizer,
+        modules: UserModules,
+        environments: Environments | None = None,
+    ) -> None:
+        self._config, self._tokenizer, self.environments = config, tokenizer, environments
+        seconds = config.reward_timeout
         self._functions = [
-            (http_reward if is_url(text) else load_reward_function)(text, config.reward_timeout)
+            http_reward(text, seconds) if is_url(text) else load_reward_function(text, seconds, modules)
             for text in config.reward_funcs
         ]
+        self._weights = config.reward_weights
+        if environments is not None and environments.has_reward:
+            self._functions.append(_own_reward(environments, seconds))
+            self._weights = None if config.reward_weights is None else (*config.reward_weights, 1.0)
+        if not self._functions:
+            raise ConfigError(
+                f"there are no reward_funcs, and the environment {config.environment_factory} has no get_reward",
+                "name a function that rewards completions, or give the environment get_reward(self) -> float",
+            )
         self.stop_ids = tokenizer.eos_ids
 
     def texts(self, completions: Sequence[Completion]) -> list[Written]:
@@ -42,13 +64,12 @@ class CompletionRewards:
             return [dict(message) for message in completion.turns.messages]
         return self._tokenizer.decode(completion.ids, skip_special_tokens=True)
 
-    def of(self, rows: Sequence[PromptRow], completions: Sequence[Completion], texts: Sequence[Written]) -> Rewards:
-        """What each function says of each completion, [N, F], NaN for nothing; as many of each row's prompt in turn.
+    def of(self, started: StartedPrompts, completions: Sequence[Completion], texts: Sequence[Written]) -> Rewards:
+        """What each function says of each completion, [N, F], NaN for nothing. Their environments are then free.
 
         ConfigError, in one line, for a function that fails, or where none says anything of a completion.
         """
-        size = len(completions) // len(rows)
-        each = [row.columns for row in rows for _ in range(size)]
+        each = [row.columns for row in started.rows_N]
         prompts = [columns["prompt"] for columns in each]
         names = {name for columns in each for name in columns} - {"prompt", *RESERVED}
         arguments: dict[str, list[Any]] = {
@@ -62,7 +83,11 @@ class CompletionRewards:
             "completion_ids": [list(one.ids) for one in completions],
             **{name: [columns.get(name) for columns in each] for name in sorted(names)},
         }
-        rewards_NF = np.array([function(arguments) for function in self._functions], dtype=np.float64).T
+        own = {} if self.environments is None else {ENVIRONMENTS: self.environments.instances(started.seeds_N)}
+        said = [function(arguments if function.file is None else arguments | own) for function in self._functions]
+        if self.environments is not None:
+            self.environments.end(started.seeds_N)
+        rewards_NF = np.array(said, dtype=np.float64).T
         unsaid = np.isnan(rewards_NF).all(1)
         if unsaid.any():
             raise ConfigError(
@@ -74,7 +99,7 @@ class CompletionRewards:
 
     def together(self, rewards_NF: Rewards, size: int) -> Rewards:
         """The reward of each completion of each prompt, [P, G], by the functions' weights."""
-        return weighted_sums(rewards_NF, self._config.reward_weights).reshape(-1, size)
+        return weighted_sums(rewards_NF, self._weights).reshape(-1, size)
 
     def by_name(self, reward_F: Rewards) -> dict[str, float | None]:
         """What the functions say of one completion, None for nothing."""
@@ -93,6 +118,15 @@ class CompletionRewards:
         metrics["reward"], metrics["reward_std"] = float(reward_PG.mean()), float(std_P.mean())
         metrics["frac_reward_zero_std"] = float((std_P == 0).mean())
         return metrics
+
+
+def _own_reward(environments: Environments, seconds: float) -> RewardFunction:
+    """What each completion's environment says of it."""
+
+    def rewards(environments: Sequence[Any], **columns: Any) -> list[Any]:
+        return [one.get_reward() for one in environments]
+
+    return RewardFunction(environments.name, environments.file, rewards, seconds)
 
 
 def length_metrics(completions: Sequence[Completion]) -> dict[str, float]:

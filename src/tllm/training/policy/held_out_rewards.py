@@ -21,8 +21,9 @@ from tllm.training.evaluation.held_out import Evaluated
 from tllm.training.job.rollout_keys import completions_evaluated
 from tllm.training.policy.advantages import Rewards
 from tllm.training.policy.completion_rewards import CompletionRewards, Written
-from tllm.training.policy.rollouts import Completion, PromptGroup, RolloutOrder
+from tllm.training.policy.rollouts import Completion, RolloutOrder
 from tllm.training.policy.sample_together import CompletionSampler, dealt
+from tllm.training.policy.started_prompts import StartedPrompts, start_prompts
 from tllm.training.step.rank_groups import RankConfig
 
 
@@ -36,7 +37,7 @@ class Outcome(msgspec.Struct, frozen=True):
 class RewardedPrompts(NamedTuple):
     """Prompts whose completions were sampled together, and what each function says of these, [N, F]."""
 
-    rows: Sequence[PromptRow]
+    started: StartedPrompts
     completions: Sequence[Completion]
     texts: Sequence[Written]
     rewards_NF: Rewards
@@ -56,6 +57,7 @@ class HeldOutRewards:
         assert config.job.rollouts is not None, "checked when the run began"
         self._size = completions_evaluated(config.job.rollouts)
         self._chunks: list[list[PromptRow]] = []
+        self._started = StartedPrompts()
 
     def prepare(self, batches: Batches | None) -> None:
         """Read the prompts, on rank 0: ConfigError, with the line, for one that cannot be completed."""
@@ -73,7 +75,7 @@ class HeldOutRewards:
         found: list[RewardedPrompts] = []
         outcome, number = Outcome(), 0
         while True:
-            order = None if self._rewards is None else self._order(number if outcome.fault is None else -1)
+            order = None if self._rewards is None else self._order(number, outcome.fault)
             asked, completions = self._sampler(order)
             if asked.fault is not None:
                 outcome = Outcome(fault=asked.fault)
@@ -81,33 +83,37 @@ class HeldOutRewards:
                 break
             if self._rewards is not None:
                 try:
-                    found.append(self._rewarded(number, completions))
+                    found.append(self._rewarded(completions))
                 except ConfigError as error:
                     outcome = Outcome(fault=(error.message, error.hint))
             number += 1
         if found and outcome.fault is None:
             outcome = Outcome(self._metrics(found))
         told = None if self._rewards is None else msgspec.msgpack.encode(outcome)
-        agreed = _decoded(world.broadcast_bytes(told))
+        agreed = decode_outcome(world.broadcast_bytes(told))
         records = () if agreed.fault is not None else self._records(step, found)
         return Evaluated(metrics=agreed.metrics, completions=records, fault=agreed.fault)
 
-    def _order(self, number: int) -> RolloutOrder:
-        """On rank 0: the prompts of a chunk; none at the end."""
-        assert self._rewards is not None
-        rows = self._chunks[number] if 0 <= number < len(self._chunks) else []
+    def _order(self, number: int, fault: tuple[str, str] | None) -> RolloutOrder:
+        """On rank 0: the prompts of a chunk; none at the end, or after a fault."""
+        assert self._rewards is not None and self._source is not None
+        rows = self._chunks[number] if fault is None and number < len(self._chunks) else []
         first = sum(len(chunk) for chunk in self._chunks[:number])
-        groups = [PromptGroup(row.ids, self._seeds(place)) for place, row in enumerate(rows, first)]
-        return dealt(groups, self._rewards.stop_ids, self._config.plan)
+        seeds = [self._seeds(place) for place in range(first, first + len(rows))]
+        try:
+            self._started = start_prompts(rows, seeds, self._source, self._rewards.environments)
+        except ConfigError as error:
+            return RolloutOrder((), (), (error.message, error.hint))
+        return dealt(self._started.groups, self._rewards.stop_ids, self._config.plan)
 
     def _seeds(self, place: int) -> tuple[int, ...]:
         seed = self._config.job.seed
         return tuple(key_for("held out", seed, place, number) >> 1 for number in range(self._size))
 
-    def _rewarded(self, number: int, completions: Sequence[Completion]) -> RewardedPrompts:
+    def _rewarded(self, completions: Sequence[Completion]) -> RewardedPrompts:
         assert self._rewards is not None
-        rows, texts = self._chunks[number], self._rewards.texts(completions)
-        return RewardedPrompts(rows, completions, texts, self._rewards.of(rows, completions, texts))
+        started, texts = self._started, self._rewards.texts(completions)
+        return RewardedPrompts(started, completions, texts, self._rewards.of(started, completions, texts))
 
     def _metrics(self, found: Sequence[RewardedPrompts]) -> dict[str, float]:
         assert self._rewards is not None
@@ -127,7 +133,7 @@ class HeldOutRewards:
                 records.append(
                     CompletionRecord(
                         step=step,
-                        prompt=one.rows[place // self._size].columns["prompt"],
+                        prompt=one.started.rows_N[place].columns["prompt"],
                         completion=one.texts[place],
                         rewards=rewards.by_name(one.rewards_NF[place]),
                         reward=float(together_N[place]),
@@ -137,7 +143,8 @@ class HeldOutRewards:
         return tuple(records)
 
 
-def _decoded(content: bytes) -> Outcome:
+def decode_outcome(content: bytes) -> Outcome:
+    """FrameError for anything else."""
     try:
         return msgspec.msgpack.decode(content, type=Outcome)
     except UNREADABLE as error:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tllm.core.errors import ConfigError
-from tllm.training.tools.user_functions import called, load_function, place_of, said
+from tllm.training.tools.user_functions import UserModules, called, place_of, said
 
 PARAMETERS = "its parameters: prompts, completions, completion_ids, **columns"
 
@@ -76,7 +76,7 @@ class RewardFunction:
         return ConfigError(f"{where} {what}", hint)
 
 
-def load_reward_function(text: str, seconds: float) -> RewardFunction:
+def load_reward_function(text: str, seconds: float, modules: UserModules) -> RewardFunction:
     """The function that `FILE.py:function` names."""
-    found = load_function(text, "reward_funcs")
+    found = modules.load(text, "reward_funcs")
     return RewardFunction(found.name, found.file, found.function, seconds)

@@ -21,13 +21,15 @@ from tllm.training.policy.advantages import Rewards, advantages
 from tllm.training.policy.completion_rewards import CompletionRewards, Written
 from tllm.training.policy.completions_file import CompletionsFile
 from tllm.training.policy.rollouts import Completion, PromptGroup, completion_seed
+from tllm.training.policy.started_prompts import StartedPrompts, start_prompts
 
 
 @dataclass(frozen=True)
 class RewardedGroup:
-    """A prompt's completions, what each function and all together say of each, and its advantage (GRPO)."""
+    """A row's completions with the prompt of each, what each function and all together say of each, and its advantage
+    (GRPO)."""
 
-    prompt: PromptRow
+    prompts: Sequence[PromptRow]
     completions: Sequence[Completion]
     texts: Sequence[Written]
     rewards_GF: Rewards
@@ -43,7 +45,7 @@ class RewardedRows:
         assert config is not None, "checked when the run began"
         self.config, self._job, self._prompts, self._rewards = config, job, prompts, rewards
         self.stop_ids = rewards.stop_ids
-        self._rows: dict[int, list[PromptRow]] = {}
+        self._started: dict[int, StartedPrompts] = {}
         self._file: CompletionsFile | None = None
 
     def prepare(self, done: int) -> None:
@@ -52,31 +54,30 @@ class RewardedRows:
 
     def groups(self, step: int) -> list[PromptGroup]:
         """What is to be sampled for step `step`, the first being 0."""
-        self._rows[step] = rows = self._prompts.prompts(step)
-        numbers = range(self.config.num_generations)
-        return [
-            PromptGroup(row.ids, tuple(completion_seed(self._job.seed, step, place, number) for number in numbers))
-            for place, row in enumerate(rows)
-        ]
+        rows, seed, numbers = self._prompts.prompts(step), self._job.seed, range(self.config.num_generations)
+        seeds = [[completion_seed(seed, step, place, number) for number in numbers] for place in range(len(rows))]
+        self._started[step] = started = start_prompts(rows, seeds, self._prompts, self._rewards.environments)
+        return list(started.groups)
 
     def learned(self, step: int, completions: Sequence[Completion]) -> tuple[list[PackedRow], dict[str, float]]:
         """The rows of the step from what was sampled for `groups`, in order, and metrics. ConfigError for a reward."""
-        size, rows = self.config.num_generations, self._rows.pop(step)
-        assert len(completions) == size * len(rows), "as many as were asked for"
+        size, started = self.config.num_generations, self._started.pop(step)
+        rows_N = started.rows_N
+        assert len(completions) == len(rows_N), "as many as were asked for"
         texts = self._rewards.texts(completions)
-        rewards_NF = self._rewards.of(rows, completions, texts)
+        rewards_NF = self._rewards.of(started, completions, texts)
         reward_PG = self._rewards.together(rewards_NF, size)
         advantage_PG = advantages(reward_PG, self.config) if isinstance(self.config, GRPOConfig) else None
         groups = [
             RewardedGroup(
-                row,
+                rows_N[place * size : (place + 1) * size],
                 completions[place * size : (place + 1) * size],
                 texts[place * size : (place + 1) * size],
                 rewards_NF[place * size : (place + 1) * size],
                 reward_PG[place],
                 None if advantage_PG is None else advantage_PG[place],
             )
-            for place, row in enumerate(rows)
+            for place in range(len(rows_N) // size)
         ]
         self._write(step, groups)
         metrics = self._rewards.metrics(completions, rewards_NF, reward_PG)
@@ -101,13 +102,13 @@ class RewardedRows:
         weights = {"grpo": 1.0, "dr_grpo": float(config.max_completion_length)}
         return [
             completion_row(
-                group.prompt.ids,
+                prompt.ids,
                 completion,
                 is_learned=not (completion.is_truncated and config.mask_truncated_completions),
                 advantage=float(advantage),
                 weight=weights.get(config.loss_type),
             )
-            for completion, advantage in zip(group.completions, group.advantage_G, strict=True)
+            for prompt, completion, advantage in zip(group.prompts, group.completions, group.advantage_G, strict=True)
         ]
 
     def _write(self, step: int, groups: Sequence[RewardedGroup]) -> None:
@@ -118,7 +119,7 @@ class RewardedRows:
                 records.append(
                     CompletionRecord(
                         step=step + 1,
-                        prompt=group.prompt.columns["prompt"],
+                        prompt=group.prompts[number].columns["prompt"],
                         completion=text,
                         rewards=self._rewards.by_name(group.rewards_GF[number]),
                         reward=float(group.reward_G[number]),
@@ -177,4 +178,4 @@ def best_rows(group: RewardedGroup, config: RejectionConfig) -> list[PackedRow]:
         if (config.threshold is None or group.reward_G[number] >= config.threshold)
         and not (config.mask_truncated_completions and group.completions[number].is_truncated)
     ]
-    return [completion_row(group.prompt.ids, group.completions[number]) for number in wanted[: config.keep]]
+    return [completion_row(group.prompts[number].ids, group.completions[number]) for number in wanted[: config.keep]]

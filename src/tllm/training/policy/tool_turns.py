@@ -6,6 +6,7 @@ As in TRL's `GRPOTrainer`:
   `max_completion_length` is used up, in which the tokens of results count.
 - A result that does not fit in it is left out, and the completion ends with its call.
 - A call that fails becomes a message with the error, and the model goes on.
+- Coroutines are awaited together, those of one turn of all completions. Results are in the order of their calls.
 
 What the model wrote stays as it was sampled, and results are appended as ids (`ToolTemplate`). Each turn after the
 first is one more sampling of the grown ids, by the replica that has the earlier turns in its cache.
@@ -25,9 +26,10 @@ from tllm.training.job.rollout_keys import RolloutConfig
 from tllm.training.policy.rollouts import Completion, CompletionSampling, PromptGroup, RolloutOrder, Rollouts, Turns
 from tllm.training.policy.sample_together import CompletionSampler, sample_together
 from tllm.training.step.rank_groups import RankConfig
-from tllm.training.tools.tool_functions import FunctionCall, ToolFunctions
+from tllm.training.tools.tool_functions import CallingTurn, FunctionCall, ToolFunctions, ToolResult
 from tllm.training.tools.tool_replies import Message, ToolReplies
 from tllm.training.tools.tool_template import ToolTemplate
+from tllm.training.tools.user_functions import UserModules
 
 
 class Tools:
@@ -36,12 +38,14 @@ class Tools:
     ConfigError for functions or a chat template that will not do.
     """
 
-    def __init__(self, config: RolloutConfig, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+    def __init__(
+        self, config: RolloutConfig, tokenizer: Tokenizer, template: ChatTemplate | None, modules: UserModules
+    ) -> None:
         if template is None:
             raise ConfigError(
                 "the job has tools and the model has no chat template", "it writes calls and results: give it one"
             )
-        self.functions = ToolFunctions.load(config.tools, config.reward_timeout)
+        self.functions = ToolFunctions.load(config.tools, config.reward_timeout, modules, config.environment_factory)
         self.replies = ToolReplies(tokenizer, template.all_sources, self.functions.parameters)
         self.template = ToolTemplate(template, tokenizer, self.functions.schemas)
         limit = config.max_tool_calling_iterations
@@ -72,10 +76,9 @@ class GrowingCompletion:
         self._add(turn.ids, turn.log_probs, 1)
         self.is_truncated = turn.is_truncated
 
-    def call(self, tools: Tools, until: float, max_tokens: int) -> bool:
-        """Make the calls and append what they come to, if it fits in `max_tokens`; whether the model is to go on."""
+    def answer(self, results: Sequence[ToolResult], tools: Tools, max_tokens: int) -> bool:
+        """Append what the calls came to, if it fits in `max_tokens`; whether the model is to go on."""
         calls, self.calls = self.calls, ()
-        results = [tools.functions.result(call, until) for call in calls]
         self.num_calls += len(calls)
         self.num_failures += sum(result.is_failure for result in results)
         messages = tools.template.messages(calls, results)
@@ -140,7 +143,8 @@ class TurnSampler(CompletionSampler):
         until = started + tools.functions.seconds
         calling = [one for one in going if one.calls] if iteration < tools.max_iterations else []
         try:
-            going = [one for one in calling if one.call(tools, until, longest)]
+            results = tools.functions.results([CallingTurn(one.seed, one.calls) for one in calling], until)
+            going = [one for one, told in zip(calling, results, strict=True) if one.answer(told, tools, longest)]
         except ConfigError as error:
             return RolloutOrder((), asked.stop_ids, (error.message, error.hint)), []
         self.tool_seconds += time.monotonic() - started
@@ -168,6 +172,6 @@ def make_sampler(
     config: RankConfig, rollouts: Rollouts, sampling: CompletionSampling, tools: Tools | None
 ) -> CompletionSampler:
     """One of several turns where the job has tools, which are rank 0's."""
-    if config.job.rollouts is None or not config.job.rollouts.tools:
+    if config.job.rollouts is None or not config.job.rollouts.calls_tools:
         return CompletionSampler(config, rollouts, sampling)
     return TurnSampler(config, rollouts, sampling, tools)

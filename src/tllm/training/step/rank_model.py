@@ -14,7 +14,7 @@ from tllm.model.transformer import Transformer
 from tllm.parallel.cross_entropy import check_labels
 from tllm.parallel.grid.grid_mesh import GridMesh, grid_mesh_of
 from tllm.parallel.load_balance import LoadBalance
-from tllm.parallel.mesh import mesh_of
+from tllm.parallel.mesh import Mesh, mesh_of
 from tllm.spec.pipeline_schedule import Schedule, forward_only
 from tllm.spec.pipeline_schedule import build as build_schedule
 from tllm.training.attention.context_parallel import cut_tokens
@@ -54,7 +54,7 @@ class RankModel:
             if plan.grid is None
             else grid_mesh_of(config.spec, plan, config.rank, groups.tp)
         )
-        self._grid = mesh.grid if isinstance(mesh, GridMesh) else None
+        self.mesh: Mesh = mesh
         has_memory = plan.zero < 3 and (config.job.lora is None or self._config.device != CPU)
         device = self._config.device if has_memory else "meta"
         self.chunks = build_chunks(config.spec, mesh, plan.runs, torch_dtype(config.job.dtype), device)
@@ -128,8 +128,8 @@ class RankModel:
         if device != CPU:
             for tokens in batch:
                 check_labels(tokens.labels_T, self._config.spec.vocab_size)
-        if self._grid is not None:
-            return [grid_tokens(tokens, self._grid).to(device) for tokens in batch]
+        if isinstance(self.mesh, GridMesh):
+            return [grid_tokens(tokens, self.mesh.grid).to(device) for tokens in batch]
         return [cut_tokens(tokens, cp.rank, cp.size).to(device) for tokens in batch]
 
     def _make_adapt(self, learns: bool) -> MakeAdapt:

@@ -40,8 +40,6 @@ HINT = "a model reads type hints and the docstring: give each argument both, in 
 def tool_schema(function: Callable[..., Any]) -> Schema:
     """What a chat template is given of a function; ConfigError, in one line, for one that says too little."""
     name = function.__name__
-    if inspect.iscoroutinefunction(function):
-        raise ConfigError(f"the tool {name} is a coroutine", "write it as a plain function: def, not async def")
     text = inspect.getdoc(function)
     if not text:
         raise ConfigError(f"the tool {name} has no docstring", HINT)

@@ -10,11 +10,13 @@ from __future__ import annotations
 import importlib.util
 import sys
 import threading
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from tllm.core.errors import ConfigError
@@ -30,28 +32,42 @@ class UserFunction:
     function: Callable[..., Any]
 
 
-def load_function(text: str, key: str) -> UserFunction:
-    """The function that `FILE.py:function` names under this key of the job.
+class UserModules:
+    """The files that a job names, each run once: what its functions and classes share, all of them see."""
 
-    Its file is run, and can import what lies in its folder. ConfigError, in one line, where that fails.
-    """
-    file, name = function_parts(text)
-    if not file.is_file():
-        raise ConfigError(f"{key} names {name} of {file}, which is no file", "put the module beside the job's file")
+    def __init__(self) -> None:
+        self._modules: dict[Path, ModuleType] = {}
+
+    def load(self, text: str, key: str) -> UserFunction:
+        """The function or class that `FILE.py:function` names under this key of the job.
+
+        Its file is run, and can import what lies in its folder. ConfigError, in one line, where that fails.
+        """
+        file, name = function_parts(text)
+        if not file.is_file():
+            raise ConfigError(f"{key} names {name} of {file}, which is no file", "put the module beside the job's file")
+        if file not in self._modules:
+            self._modules[file] = _run(file)
+        function = getattr(self._modules[file], name, None)
+        if not callable(function):
+            raise ConfigError(f"{file} has no function {name}", f"{key} names module:function")
+        return UserFunction(name, file, function)
+
+
+def _run(file: Path) -> ModuleType:
     folder = str(file.parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    module_spec = importlib.util.spec_from_file_location(file.stem, file)
+    name = f"tllm_user_{file.stem}_{zlib.crc32(str(file).encode()):08x}"
+    module_spec = importlib.util.spec_from_file_location(name, file)
     assert module_spec is not None and module_spec.loader is not None, "its name ends with .py"
     module = importlib.util.module_from_spec(module_spec)
+    sys.modules[name] = module  # where dataclasses look for what their annotations name
     try:
         module_spec.loader.exec_module(module)
     except Exception as error:
         raise ConfigError(f"{file} raised {said(error)}", place_of(error, file) or file.name) from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ConfigError(f"{file} has no function {name}", f"{key} names module:function")
-    return UserFunction(name, file, function)
+    return module
 
 
 def called(call: Callable[[], Any], seconds: float, name: str) -> Future[Any] | None:
@@ -59,20 +75,28 @@ def called(call: Callable[[], Any], seconds: float, name: str) -> Future[Any] | 
     its thread."""
     result: Future[Any] = Future()
 
-    def fail(kind: object, error: BaseException | None, trace: object) -> bool:
-        if error is not None:
-            result.set_exception(error)
-        return True
-
     def run() -> None:
-        with ExitStack() as stack:
-            stack.push(fail)
+        with told_of_errors(result):
             result.set_result(call())
 
     thread = threading.Thread(target=run, name=f"tllm-{name}", daemon=True)
     thread.start()
     thread.join(seconds)
     return result if result.done() else None
+
+
+@contextmanager
+def told_of_errors(result: Future[Any]) -> Iterator[None]:
+    """What is raised within becomes the result's exception, whatever it is, and goes no further."""
+
+    def fail(kind: object, error: BaseException | None, trace: object) -> bool:
+        if error is not None:
+            result.set_exception(error)
+        return True
+
+    with ExitStack() as stack:
+        stack.push(fail)
+        yield
 
 
 def said(error: BaseException) -> str:

@@ -19,6 +19,7 @@ from tests.support.training.post_training.plain_tools import (
     plain_advantages,
     plain_completion,
     plain_steps,
+    tools_of,
     watch,
 )
 from tests.support.training.post_training.rollout_servers import sampling
@@ -91,7 +92,7 @@ def test_a_run_is_the_plain_loop(task: Path, tmp_path: Path, monkeypatch: pytest
     job = grpo_job(task, tmp_path / "run")
     got = records(train(job, "pp=1"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(task)
-    made = [plain_completion(task, tokenizer, turns, 160) for turns in seen.turns.values()]
+    made = [plain_completion(tools_of(task), tokenizer, turns, 160) for turns in seen.turns.values()]
     assert len(made) == len(learned) == 32
     for ours, plain in zip(learned, made, strict=True):
         assert ours.turns is not None and list(ours.ids) == plain.ids and list(ours.turns.tool_mask) == plain.mask

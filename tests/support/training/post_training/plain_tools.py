@@ -72,6 +72,11 @@ def functions_of(file: Path) -> dict[str, Callable[..., Any]]:
     return {name: value for name, value in vars(module).items() if callable(value)}
 
 
+def tools_of(folder: Path) -> dict[str, Callable[..., Any]]:
+    """Those of the task."""
+    return {name: one for name, one in functions_of(folder / "tools.py").items() if name in ("look", "add")}
+
+
 @dataclass
 class PlainCompletion:
     """A completion by the loop."""
@@ -85,10 +90,13 @@ class PlainCompletion:
 
 
 def plain_completion(
-    folder: Path, tokenizer: Any, sampled: Sequence[tuple[list[int], list[int]]], longest: int, iterations: int = 10**9
+    tools: dict[str, Callable[..., Any]],
+    tokenizer: Any,
+    sampled: Sequence[tuple[list[int], list[int]]],
+    longest: int,
+    iterations: int = 10**9,
 ) -> PlainCompletion:
     """All turns as one; an assertion where a turn was sampled after other ids, or there are too many or too few."""
-    tools = {name: one for name, one in functions_of(folder / "tools.py").items() if name in ("look", "add")}
     made = PlainCompletion(sampled[0][0], [], [], [], 0, 0)
     for number, (before, turn) in enumerate(sampled):
         is_last = number == len(sampled) - 1

@@ -10,6 +10,7 @@ import pytest
 
 from tllm.core.errors import ConfigError
 from tllm.training.policy.reward_functions import RewardFunction, load_reward_function
+from tllm.training.tools.user_functions import UserModules
 
 ARGUMENTS = {"prompts": ["1=", "2="], "completions": ["a", "aa"], "completion_ids": [[1], [1, 1]], "count": [1, 2]}
 
@@ -17,7 +18,7 @@ ARGUMENTS = {"prompts": ["1=", "2="], "completions": ["a", "aa"], "completion_id
 def function(folder: Path, body: str, seconds: float = 5.0) -> RewardFunction:
     """The function `f` of a file with this body."""
     (folder / "of_test.py").write_text(f"def f(prompts, completions, count, **columns):\n    {body}\n")
-    return load_reward_function(f"{folder / 'of_test.py'}:f", seconds)
+    return load_reward_function(f"{folder / 'of_test.py'}:f", seconds, UserModules())
 
 
 def test_a_function_sees_a_list_of_each_column_and_may_say_nothing(tmp_path: Path) -> None:
@@ -61,7 +62,7 @@ def test_a_function_that_hangs_is_left_behind(tmp_path: Path) -> None:
 def test_a_function_without_room_for_columns_is_told_which_parameters_it_gets(tmp_path: Path) -> None:
     (tmp_path / "of_test.py").write_text("def f(prompts, completions):\n    return [0.0, 0.0]\n")
     with pytest.raises(ConfigError, match="raised TypeError") as caught:
-        load_reward_function(f"{tmp_path / 'of_test.py'}:f", 5.0)(ARGUMENTS)
+        load_reward_function(f"{tmp_path / 'of_test.py'}:f", 5.0, UserModules())(ARGUMENTS)
     assert "**columns" in caught.value.hint
 
 
@@ -70,15 +71,15 @@ def test_a_file_is_found_run_and_asked_for_its_function(tmp_path: Path) -> None:
     (tmp_path / "of_test.py").write_text(
         "from neighbour_of_test import ONE\n\n\ndef f(completions, **columns):\n    return [ONE for _ in completions]\n"
     )
-    assert load_reward_function(f"{tmp_path / 'of_test.py'}:f", 5.0)(ARGUMENTS) == [1.0, 1.0]
+    assert load_reward_function(f"{tmp_path / 'of_test.py'}:f", 5.0, UserModules())(ARGUMENTS) == [1.0, 1.0]
     for text, words in (
         (f"{tmp_path / 'nowhere.py'}:f", "which is no file"),
         (f"{tmp_path / 'of_test.py'}:g", "has no function g"),
         (f"{tmp_path / 'of_test.py'}:ONE", "has no function ONE"),
     ):
         with pytest.raises(ConfigError, match=words):
-            load_reward_function(text, 5.0)
+            load_reward_function(text, 5.0, UserModules())
     (tmp_path / "of_test.py").write_text("import no_such_module_anywhere\n")
     with pytest.raises(ConfigError, match="raised ModuleNotFoundError") as caught:
-        load_reward_function(f"{tmp_path / 'of_test.py'}:f", 5.0)
+        load_reward_function(f"{tmp_path / 'of_test.py'}:f", 5.0, UserModules())
     assert caught.value.hint == "of_test.py, line 1"

@@ -22,6 +22,7 @@ from tllm.training.policy.completion_rewards import CompletionRewards
 from tllm.training.policy.completions_file import CompletionsFile
 from tllm.training.policy.rewarded_rows import RewardedGroup, RewardedRows, best_rows, completion_row
 from tllm.training.policy.rollouts import Completion, completion_seed
+from tllm.training.tools.user_functions import UserModules
 
 A = 12
 """The token `a` of the task."""
@@ -39,9 +40,8 @@ def test_a_row_predicts_the_completion_and_nothing_of_the_prompt() -> None:
 
 def group_of(rewards: list[float], truncated: list[bool]) -> RewardedGroup:
     completions = [Completion((number + 1,), (-1.0,), cut) for number, cut in enumerate(truncated)]
-    return RewardedGroup(
-        PromptRow((3,), {}), completions, ["x"] * len(rewards), np.array([rewards]).T, np.array(rewards), None
-    )
+    prompts, texts = [PromptRow((3,), {})] * len(rewards), ["x"] * len(rewards)
+    return RewardedGroup(prompts, completions, texts, np.array([rewards]).T, np.array(rewards), None)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,8 @@ def test_the_best_completions_are_kept_the_first_of_equals_first(keys: dict[str,
 def opened(job: Job) -> RewardedRows:
     initial = open_initial_model(job)
     assert job.rollouts is not None
-    rows = RewardedRows(job, initial.prompts(job), CompletionRewards(job.rollouts, initial.reply_tokenizer))
+    rewards = CompletionRewards(job.rollouts, initial.reply_tokenizer, UserModules())
+    rows = RewardedRows(job, initial.prompts(job), rewards)
     rows.prepare(0)
     return rows
 

@@ -21,6 +21,7 @@ from tllm.training.policy.rollouts import Completion, CompletionSampling, Prompt
 from tllm.training.policy.sample_together import dealt
 from tllm.training.policy.tool_turns import Tools, make_sampler
 from tllm.training.step.rank_groups import Groups, RankConfig
+from tllm.training.tools.user_functions import UserModules
 
 LOOK, _, ADD, FAILS = CALLS[:4]
 Script = dict[int, list[str]]
@@ -67,7 +68,7 @@ def sampled(task: Path, script: Script, **keys: Any) -> tuple[list[Completion], 
     table = tool_grpo(task, **{"max_completion_length": 100, **keys})
     job, rollouts = tool_job(task, task / "run", table), ScriptedRollouts(tokenizer, script)
     config = RankConfig(job, Plan.parse("pp=1", 2), spec_of(job), 0, Groups())
-    tools = Tools(table, tokenizer, ChatTemplate.from_folder(task, tokenizer))
+    tools = Tools(table, tokenizer, ChatTemplate.from_folder(task, tokenizer), UserModules())
     sampling = CompletionSampling(table.max_completion_length)
     sampler = make_sampler(config, rollouts, sampling, tools)
     prompt = tuple(tokenizer.encode("<user>?<end>\n<assistant>", add_special_tokens=False))
@@ -171,4 +172,4 @@ def test_a_model_without_a_chat_template_has_no_tools(task: Path) -> None:
     tokenizer = Tokenizer.from_folder(task)
     assert tokenizer is not None
     with pytest.raises(ConfigError, match="the job has tools and the model has no chat template"):
-        Tools(tool_grpo(task), tokenizer, None)
+        Tools(tool_grpo(task), tokenizer, None, UserModules())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 
 from tests.support.training.post_training.tool_task import TOOLS
 from tllm.core.errors import ConfigError
-from tllm.training.tools.tool_functions import FunctionCall, ToolFunctions, ToolResult
+from tllm.training.tools.tool_functions import CallingTurn, FunctionCall, ToolFunctions, ToolResult
+from tllm.training.tools.user_functions import UserModules
 
 ODD = '''
 import sys
@@ -52,11 +54,16 @@ def folder(tmp_path: Path) -> Path:
 
 
 def load(folder: Path, *names: str, seconds: float = 5.0) -> ToolFunctions:
-    return ToolFunctions.load([f"{folder / 'tools.py'}:{name}" for name in names], seconds)
+    return ToolFunctions.load([f"{folder / 'tools.py'}:{name}" for name in names], seconds, UserModules())
 
 
 def result(tools: ToolFunctions, name: str, arguments: Any) -> ToolResult:
-    return tools.result(FunctionCall("call00001", name, arguments), time.monotonic() + tools.seconds)
+    return results(tools, FunctionCall("call00001", name, arguments))[0]
+
+
+def results(tools: ToolFunctions, *calls: FunctionCall) -> list[ToolResult]:
+    (found,) = tools.results([CallingTurn(1, calls)], time.monotonic() + tools.seconds)
+    return found
 
 
 def test_a_result_is_text_or_what_python_writes_for_it(folder: Path) -> None:
@@ -103,7 +110,7 @@ def test_what_cannot_go_on_ends_in_one_line(what: str, words: str, folder: Path)
 def test_the_calls_of_a_turn_have_one_time_together(folder: Path) -> None:
     tools = load(folder, "add")
     with pytest.raises(ConfigError, match="has not returned"):
-        tools.result(FunctionCall("call00001", "add", {"a": 1, "b": 2}), time.monotonic() - 1)
+        tools.results([CallingTurn(1, [FunctionCall("call00001", "add", {"a": 1, "b": 2})])], time.monotonic() - 1)
 
 
 @pytest.mark.parametrize(
@@ -118,3 +125,80 @@ def test_what_is_no_tool_is_named(name: str, words: str, folder: Path) -> None:
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tools names look of .*tools\.py, which is no file"):
         load(tmp_path, "look")
+
+
+LATER = '''
+import asyncio
+import time
+
+arrived = None
+
+
+async def meet(name: str) -> str:
+    """Return once both have come.
+
+    Args:
+        name: Who comes.
+    """
+    global arrived
+    if arrived is None:
+        arrived = asyncio.Event(), []
+    came, names = arrived
+    names.append(name)
+    if len(names) == 2:
+        came.set()
+    await came.wait()
+    return "+".join(names)
+
+
+async def stuck(how: str) -> str:
+    """Do not return.
+
+    Args:
+        how: Whether others can.
+    """
+    if how == "blocked":
+        time.sleep(0.5)
+    if how == "raise":
+        raise ValueError(how)
+    if how == "exit":
+        raise SystemExit(how)
+    await asyncio.sleep(60)
+
+
+async def quick() -> str:
+    """Return at once."""
+    return "here"
+'''
+
+
+def test_coroutines_of_all_completions_are_awaited_at_once_in_one_loop(tmp_path: Path) -> None:
+    """The first waits for the second, which is another completion's; the results are in the order of the calls."""
+    (tmp_path / "tools.py").write_text(TOOLS + LATER)
+    with closing(load(tmp_path, "look", "meet", "stuck", "quick")) as tools:
+        first = [FunctionCall("1", "meet", {"name": "a"}), FunctionCall("2", "look", {"key": "a"})]
+        second = [FunctionCall("3", "quick", {"q": 1}), FunctionCall("4", "meet", {"name": "b"})]
+        turns = [CallingTurn(1, first), CallingTurn(2, second), CallingTurn(3, ())]
+        told = tools.results(turns, time.monotonic() + 5)
+        wrong = (str({"error": "quick() got an unexpected keyword argument 'q'"}), True)
+        assert told == [[("a+b", False), ("x1", False)], [wrong, ("a+b", False)], []]
+        assert result(tools, "meet", {"name": "c"}) == ("a+b+c", False), "an event of the same loop"
+        assert result(tools, "stuck", {"how": "raise"}) == (str({"error": "raise"}), True)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("asleep", r"the tool stuck of tools\.py has not returned: the calls of one turn have 0\.2 s"),
+        ("blocked", r"the tool stuck of tools\.py has not returned: the calls of one turn have 0\.2 s"),
+        ("exit", r"the tool stuck of tools\.py raised SystemExit: exit"),
+    ],
+)
+def test_a_coroutine_that_cannot_go_on_is_named(how: str, words: str, tmp_path: Path) -> None:
+    """Also where it lets no other return."""
+    (tmp_path / "tools.py").write_text(LATER)
+    with closing(load(tmp_path, "quick", "meet", "stuck", seconds=0.2)) as tools:
+        first = FunctionCall("1", "meet", {"name": "a"}) if how == "blocked" else FunctionCall("1", "quick", {})
+        with pytest.raises(ConfigError, match=words) as caught:
+            results(tools, first, FunctionCall("2", "stuck", {"how": how}))
+        assert "\n" not in caught.value.message and caught.value.hint

@@ -135,11 +135,6 @@ def unchosen(a: str) -> str:
     return a
 
 
-async def later() -> int:
-    """Do."""
-    return 0
-
-
 @pytest.mark.parametrize(
     ("function", "words"),
     [
@@ -150,7 +145,6 @@ async def later() -> int:
         (lost, "the type hints of the tool lost cannot be read: name 'Nowhere' is not defined"),
         (loose, r"the tool loose takes \*\*rest: .*int.*, which a model cannot name"),
         (unchosen, "the choices of the argument a of the tool unchosen are no JSON: tea or coffee"),
-        (later, "the tool later is a coroutine"),
     ],
 )
 def test_a_function_that_says_too_little_is_refused_by_name(function: Callable[..., Any], words: str) -> None:

@@ -4,6 +4,8 @@ import { bytes, count, percent, seconds } from "./amounts.js";
 
 const field = (name) => (samples, at) => samples[at].record[name];
 const evaluated = (name) => (samples, at) => samples[at].record.eval_metrics?.[name] ?? null;
+const OF_TASKS = "lm_eval/"; // what names of scores of lm-evaluation-harness's tasks begin with
+const MOST_TASK_CHARTS = 12; // a benchmark of many parts has a score for each
 
 export const RUN_CHARTS = [
   {
@@ -62,7 +64,20 @@ export const RUN_CHARTS = [
 
 /** Those charts that the run has numbers for. */
 export function runCharts(samples) {
-  return RUN_CHARTS.filter((chart) => samples.some((_, at) => chart.lines[0].value(samples, at) !== null));
+  const shown = RUN_CHARTS.filter((chart) => samples.some((_, at) => chart.lines[0].value(samples, at) !== null));
+  return [...shown, ...taskCharts(samples)];
+}
+
+/** One for each score of the tasks that evaluations run. */
+function taskCharts(samples) {
+  const told = samples.flatMap((sample) => Object.keys(sample.record.eval_metrics ?? {}));
+  const names = [...new Set(told)].filter((name) => name.startsWith(OF_TASKS)).slice(0, MOST_TASK_CHARTS);
+  return names.map((name) => ({
+    title: name.slice(OF_TASKS.length),
+    words: (value) => value.toFixed(3),
+    lines: [{ name: "of lm_eval_tasks", value: evaluated(name) }],
+    isTight: true,
+  }));
 }
 
 /** Where a sample stands. */

@@ -1,0 +1,121 @@
+"""`HarnessEvaluation`: tasks of lm-evaluation-harness, answered in a run by the weights that it has then.
+
+Rank 0 runs the harness. Each of its questions is one to all ranks: how likely continuations are (`LikelihoodPass`), or
+what the model writes (`GreedyTexts`).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tllm.core.errors import ConfigError
+from tllm.text.chat_template import ChatTemplate
+from tllm.text.tokenizer import Tokenizer
+from tllm.training.data.batches import Batches
+from tllm.training.evaluation.held_out import Evaluated
+from tllm.training.harness.greedy_texts import GreedyTexts, WantedText
+from tllm.training.harness.likelihood_pass import Continuation, Likelihood, LikelihoodPass, packed_rows
+from tllm.training.job.job_parts import LM_EVAL
+from tllm.training.policy.held_out_rewards import Outcome, decode_outcome
+from tllm.training.policy.rollouts import Rollouts
+from tllm.training.step.rank_groups import RankConfig
+from tllm.training.step.rank_model import RankModel
+
+LIKELIHOODS, TEXTS = b"likelihoods", b"texts"
+
+
+class HarnessEvaluation:
+    """Every rank makes the same calls. `folder` is where rank 0 finds the tokenizer; None on other ranks.
+
+    `rollouts` are there where tasks may generate.
+    """
+
+    def __init__(self, config: RankConfig, model: RankModel, rollouts: Rollouts | None, folder: Path | None) -> None:
+        self._config, self._folder = config, folder
+        self._likelihoods = LikelihoodPass(config, model)
+        can_write = rollouts is not None and config.job.lm_eval_max_gen_toks > 0
+        self._texts = GreedyTexts(config, rollouts) if rollouts is not None and can_write else None
+        self._best = (config.job.metric_for_best_model or "").removeprefix("eval_")
+        self._tasks: Any = None
+        self._model: Any = None
+
+    def prepare(self, batches: Batches | None) -> None:
+        """On rank 0: load the tasks. ConfigError where they cannot be had, or the harness cannot."""
+        if self._folder is None:
+            return
+        harness, job = _harness(), self._config.job
+        tokenizer = Tokenizer.from_folder(self._folder)
+        if tokenizer is None or not tokenizer.eos_ids:
+            raise ConfigError(
+                f"{self._folder} has no tokenizer that names a token which ends a text, and lm_eval_tasks needs one",
+                "give the model's folder a tokenizer, or leave lm_eval_tasks out",
+            )
+        template = ChatTemplate.from_folder(self._folder, tokenizer)
+        self._tasks = harness.HarnessTasks(job, template is not None)
+        if self._best.startswith(LM_EVAL) and self._best.split("/")[1] not in job.lm_eval_tasks + self._tasks.names:
+            raise ConfigError(
+                f"metric_for_best_model is {self._best!r}, and that is no task of lm_eval_tasks",
+                f"known: {', '.join(self._tasks.names)}",
+            )
+
+        def texts(wanted: Sequence[WantedText]) -> list[str]:
+            assert self._texts is not None and tokenizer is not None, "tasks have been checked"
+            self._tell(TEXTS)
+            return self._texts.of(wanted, tokenizer)
+
+        answers = harness.Answers(self._asked, None if self._texts is None else texts)
+        self._model = harness.HarnessModel(tokenizer, template, job.seq_len, answers)
+
+    def evaluate(self, step: int) -> Evaluated:
+        """With the weights that the model has now; metrics are alike on every rank."""
+        world = self._config.groups.world
+        if self._folder is None:
+            while (question := world.broadcast_bytes(None)) in (LIKELIHOODS, TEXTS):
+                self._follow(question)
+            outcome = decode_outcome(question)
+        else:
+            try:
+                outcome = Outcome(self._with_best(self._tasks.run(self._model)))
+            except ConfigError as error:
+                outcome = Outcome(fault=(error.message, error.hint))
+            world.broadcast_bytes(msgspec.msgpack.encode(outcome))
+        return Evaluated(metrics=outcome.metrics, fault=outcome.fault)
+
+    def _with_best(self, metrics: dict[str, float]) -> dict[str, float]:
+        """The same; ConfigError where the metric that evaluations are compared by is not among them."""
+        if self._best.startswith(LM_EVAL) and self._best not in metrics:
+            raise ConfigError(
+                f"metric_for_best_model is {self._best!r}, which the tasks do not tell", f"known: {', '.join(metrics)}"
+            )
+        return metrics
+
+    def _asked(self, continuations: Sequence[Continuation]) -> list[Likelihood]:
+        rows = packed_rows(continuations, self._config.job.seq_len)
+        self._tell(LIKELIHOODS)
+        return self._likelihoods.of(rows)
+
+    def _tell(self, question: bytes) -> None:
+        self._config.groups.world.broadcast_bytes(question)
+
+    def _follow(self, question: bytes) -> None:
+        if question == LIKELIHOODS:
+            self._likelihoods.follow()
+            return
+        assert self._texts is not None, "alike on every rank"
+        self._texts.follow()
+
+
+def _harness() -> Any:
+    """The module that imports lm-eval, which is an extra."""
+    try:
+        return importlib.import_module("tllm.training.harness.harness_model")
+    except ImportError as error:
+        raise ConfigError(
+            f"lm_eval_tasks needs lm-evaluation-harness, and {error.name} is not installed",
+            'pip install "together-llm[eval]", or leave lm_eval_tasks out',
+        ) from error

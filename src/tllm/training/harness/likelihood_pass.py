@@ -1,0 +1,161 @@
+"""`LikelihoodPass`: how likely given continuations of given tokens are, with the weights that a run has now.
+
+Computed by forward passes of the trainer's own model, so under every plan that trains; several continuations share a
+row, in which they do not see each other. Rows reach the ranks by the group of all of them: on the links that rows of
+the data travel by, those of the next step may be under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from tllm.core.errors import UNREADABLE, ConfigError, FrameError
+from tllm.model.transformer import Transformer
+from tllm.training.data.batch_feed import LIMIT, ReplicaBatch, split_global_batch
+from tllm.training.data.batch_tensors import Tokens
+from tllm.training.data.encoder import IGNORED
+from tllm.training.data.packing import PackedRow
+from tllm.training.evaluation.forward_rows import filled_up
+from tllm.training.objectives.continuation_scores import ContinuationScores
+from tllm.training.objectives.objective import MicrobatchLoss
+from tllm.training.step.rank_groups import RankConfig
+from tllm.training.step.rank_model import RankModel
+
+PLACE = "place"
+"""The number of each document by which its result is known, from 1: 0 is filling."""
+END = b"end"
+"""What is told when no further rows come."""
+MICROBATCHES = 8
+"""Microbatches of a replica between two meetings of all ranks."""
+
+
+class Continuation(NamedTuple):
+    """Tokens to go on from, of which there is one at least, and those whose probability is asked for."""
+
+    context: Sequence[int]
+    ids: Sequence[int]
+
+
+class Likelihood(NamedTuple):
+    """log p(continuation | context), and whether each of its tokens is the likeliest at its place."""
+
+    log_prob: float
+    is_greedy: bool
+
+
+class _Recorded:
+    """An `Objective` that learns nothing, and keeps each document's scores by its `place`."""
+
+    metric_names: tuple[str, ...] = ()
+
+    def __init__(self, scores: ContinuationScores, places: int) -> None:
+        self._scores = scores
+        self.found = torch.zeros(places, 2, dtype=torch.float64)
+
+    def __call__(self, model: Transformer, x_TD: Tensor, tokens: Tokens) -> MicrobatchLoss:
+        log_probs_N, others_N = self._scores(model, x_TD, tokens)
+        scores_N2 = torch.stack((log_probs_N.double(), others_N.double()), 1).cpu()
+        self.found[tokens.of_documents[PLACE].long().cpu()] = scores_N2
+        return MicrobatchLoss(log_probs_N.sum())
+
+
+class LikelihoodPass:
+    """Every rank makes the same calls: rank 0 `of`, the others `follow`."""
+
+    def __init__(self, config: RankConfig, model: RankModel) -> None:
+        self._groups, self._model = config.groups, model
+        self._replicas, self._replica = len(config.plan.dp), config.plan.coordinates(config.rank).replica
+        self._microbatch_size = config.job.microbatch_size
+        self._scores = ContinuationScores(model.mesh, config.groups.cp)
+
+    def of(self, rows: Sequence[Sequence[Continuation]]) -> list[Likelihood]:
+        """On rank 0: of those of `packed_rows`, in order."""
+        found: list[Likelihood] = []
+        size = self._replicas * MICROBATCHES * self._microbatch_size
+        for at in range(0, len(rows), size):
+            first, numbered = 1, []
+            for row in rows[at : at + size]:
+                numbered.append(_numbered(row, first))
+                first += len(row)
+            scores = self._computed(self._sent(numbered))[1:first].tolist()
+            found += [Likelihood(log_prob, others == 0) for log_prob, others in scores]
+        self._groups.world.broadcast_bytes(END)
+        return found
+
+    def follow(self) -> None:
+        """On another rank: what `of` asks for."""
+        while (content := self._groups.world.broadcast_bytes(None, limit=LIMIT)) != END:
+            self._computed(_decoded(content)[self._replica])
+
+    def _sent(self, rows: Sequence[PackedRow]) -> ReplicaBatch:
+        """Tell every rank the parts of all replicas, who have as many microbatches each; this one's."""
+        whole = filled_up(rows, self._replicas * self._microbatch_size)
+        parts = split_global_batch(whole, (1,) * self._replicas, self._microbatch_size)
+        self._groups.world.broadcast_bytes(msgspec.msgpack.encode(parts), limit=LIMIT)
+        return parts[self._replica]
+
+    def _computed(self, batch: ReplicaBatch) -> Tensor:
+        """Of each place, alike on every rank."""
+        recorded = _Recorded(self._scores, len(batch.lengths) + 1)
+        self._model.forward_only(batch.unpack(), recorded)
+        speaks = self._groups.tp.rank == 0 and self._groups.cp.rank == 0
+        return self._groups.world.all_reduce(recorded.found * speaks)
+
+
+def _decoded(content: bytes) -> list[ReplicaBatch]:
+    try:
+        return msgspec.msgpack.decode(content, type=list[ReplicaBatch])
+    except UNREADABLE as error:
+        raise FrameError(f"what rank 0 sent are no rows: {error}") from error
+
+
+def packed_rows(continuations: Sequence[Continuation], longest: int) -> list[list[Continuation]]:
+    """As many as fit in a row of so many tokens, in their order.
+
+    What a context has too much for a row is left out at its beginning. ConfigError for a continuation that is longer.
+    """
+    rows: list[list[Continuation]] = []
+    room = 0
+    for one in _cut(continuations, longest):
+        length = len(one.context) + len(one.ids) - 1
+        if length > room:
+            rows.append([])
+            room = longest
+        rows[-1].append(one)
+        room -= length
+    return rows
+
+
+def _cut(continuations: Sequence[Continuation], longest: int) -> Iterator[Continuation]:
+    for one in continuations:
+        assert one.context and one.ids, "something to go on from, and something to go on with"
+        if len(one.ids) > longest:
+            raise ConfigError(
+                f"a continuation has {len(one.ids)} tokens and seq_len is {longest}", "raise seq_len, or leave it out"
+            )
+        kept = longest + 1 - len(one.ids)
+        yield Continuation(one.context[-kept:], one.ids)
+
+
+def _numbered(row: Sequence[Continuation], first: int) -> PackedRow:
+    """The row of these, whose places begin with `first`. Its last tokens are predicted and not seen."""
+    ids, labels = [], []
+    for one in row:
+        ids += [*one.context, *one.ids[:-1]]
+        labels += [*(IGNORED for _ in one.context[1:]), *one.ids]
+    lengths = tuple(len(one.context) + len(one.ids) - 1 for one in row)
+    return PackedRow(
+        0,
+        np.array(ids, dtype=np.int64),
+        np.array(labels, dtype=np.int64),
+        np.concatenate([np.arange(length, dtype=np.int64) for length in lengths]),
+        lengths,
+        (),
+        {PLACE: np.arange(first, first + len(row), dtype=np.int32)},
+    )
