@@ -35,7 +35,7 @@ EXPONENT = 7
 """The kernels' number of powers of two, which are held as their exponents and 128, in bytes."""
 
 SIGNATURES: dict[str, tuple[object, list[object]]] = {
-    "tllm_set_threads": (None, [c_void_p] * 2),
+    "tllm_set_threads": (None, [c_void_p] * 3),
     "tllm_has_tiles": (c_int, []),
     "tllm_scratch_bytes": (c_int64, [c_int64] * 2),
     "tllm_quantized_matmul": (
@@ -179,7 +179,7 @@ def _share_threads(functions: ctypes.CDLL) -> bool:
     omp = openmp()
     if omp is None:
         return False
-    entry = [omp.GOMP_parallel, omp.omp_get_thread_num]
+    entry = [omp.GOMP_parallel, omp.omp_get_thread_num, omp.omp_get_num_threads]
     functions.tllm_set_threads(*(ctypes.cast(function, c_void_p) for function in entry))
     return True
 
@@ -189,7 +189,7 @@ def openmp() -> ctypes.CDLL | None:
     """The OpenMP library that torch works with, if it is one of GNU's interface."""
     for path in sorted((Path(torch.__file__).parent / "lib").glob("lib*omp*.so*")):
         library = ctypes.CDLL(str(path))
-        if hasattr(library, "GOMP_parallel") and hasattr(library, "omp_get_thread_num"):
+        if hasattr(library, "GOMP_parallel") and hasattr(library, "omp_get_num_threads"):
             return library
     return None
 

@@ -1,6 +1,5 @@
 #include "threads.h"
 
-#include <stdatomic.h>
 #include <stddef.h>
 
 /* libgomp's own entry points, which kernels/library.py finds in the library that torch has loaded. */
@@ -8,45 +7,27 @@ typedef void (*Parallel)(void (*body)(void *), void *data, unsigned threads, uns
 typedef int (*Number)(void);
 
 static Parallel parallel;
-static Number thread_number;
+static Number thread_number, number_of_threads;
 
-void tllm_set_threads(Parallel fork, Number number) {
+void tllm_set_threads(Parallel fork, Number number, Number count) {
     parallel = fork;
     thread_number = number;
+    number_of_threads = count;
 }
-
-/* A thread's own units that nobody has begun, alone in a line of the caches. */
-typedef struct {
-    _Alignas(64) _Atomic int64_t next;
-    int64_t end;
-} Left;
 
 typedef struct {
     Work work;
     void *data;
     int64_t items, unit;
-    Left *left;
-    int threads;
 } Shared;
 
-/* Take a quarter of what is left, at least one unit, and do it, until none is left. */
-static void do_units(const Shared *shared, Left *left, int thread) {
-    int64_t first = atomic_load_explicit(&left->next, memory_order_relaxed);
-    while (first < left->end) {
-        int64_t stop = first + (left->end - first + 3) / 4;
-        if (!atomic_compare_exchange_weak_explicit(&left->next, &first, stop, memory_order_relaxed, memory_order_relaxed))
-            continue;
-        int64_t last = stop * shared->unit < shared->items ? stop * shared->unit : shared->items;
-        shared->work(shared->data, first * shared->unit, last, thread);
-        first = atomic_load_explicit(&left->next, memory_order_relaxed);
-    }
-}
-
-/* A thread does its own part, then what others have not begun of theirs. */
 static void body(void *of) {
     const Shared *shared = of;
-    const int mine = thread_number();
-    for (int i = 0; i < shared->threads; i++) do_units(shared, shared->left + (mine + i) % shared->threads, mine);
+    int64_t threads = number_of_threads(), mine = thread_number();
+    int64_t units = (shared->items + shared->unit - 1) / shared->unit;
+    int64_t first = units * mine / threads * shared->unit, last = units * (mine + 1) / threads * shared->unit;
+    if (last > shared->items) last = shared->items;
+    if (first < last) shared->work(shared->data, first, last, (int)mine);
 }
 
 void run_parallel(Work work, void *data, int64_t items, int64_t unit, int threads) {
@@ -54,10 +35,6 @@ void run_parallel(Work work, void *data, int64_t items, int64_t unit, int thread
         work(data, 0, items, 0);
         return;
     }
-    const int64_t units = (items + unit - 1) / unit;
-    if (units < threads) threads = (int)units;
-    Left left[threads];
-    for (int i = 0; i < threads; i++) left[i] = (Left){units * i / threads, units * (i + 1) / threads};
-    Shared shared = {work, data, items, unit, left, threads};
+    Shared shared = {work, data, items, unit};
     parallel(body, &shared, (unsigned)threads, 0);
 }
