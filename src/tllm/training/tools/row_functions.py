@@ -18,7 +18,7 @@ from tllm.core.disk import whole_file
 from tllm.core.errors import ConfigError
 from tllm.training.job.job import Job
 from tllm.training.job.job_parts import row_file
-from tllm.training.tools.user_functions import UserFunction, load_function, place_of, said
+from tllm.training.tools.user_functions import UserFunction, UserModules, place_of, said
 
 
 def keep_rows(job: Job) -> None:
@@ -26,7 +26,7 @@ def keep_rows(job: Job) -> None:
 
     ConfigError where a function fails, gives what is no row, or has the name of another one.
     """
-    kept: dict[str, str] = {}
+    kept, modules = dict[str, str](), UserModules()
     for name in dict.fromkeys((*job.train_files, *job.eval_files)):
         file = row_file(job, name)
         if file == name:
@@ -34,7 +34,7 @@ def keep_rows(job: Job) -> None:
         if (other := kept.setdefault(file, name)) != name:
             raise ConfigError(f"{other} and {name} have one name", "give one of the functions another one")
         if not Path(file).exists():
-            _write(load_function(name, "train_files"), Path(file))
+            _write(modules.load(name, "train_files"), Path(file))
 
 
 def _write(function: UserFunction, file: Path) -> None:
