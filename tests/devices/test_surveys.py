@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import msgspec
-import pytest
 
 from tests.support.comm.ranks import run_ranks
 from tests.support.device.separate_device import MEMORY, SEPARATE
@@ -15,7 +12,6 @@ from tllm.comm.collectives.group import local_groups
 from tllm.devices.choose import CPU
 from tllm.node.roles.sum_latency import measure_sums
 from tllm.node.roles.survey_rank import examined
-from tllm.spec.quantized.weight_bits import Coding, Quantization
 
 SETTINGS = SurveySettings(
     dtype="float32",
@@ -35,10 +31,9 @@ def test_training_is_measured_on_the_device_and_within_its_memory() -> None:
     assert all(one.seconds > 0 for one in (*found.layers, *found.logits)) and found.update > 0
 
 
-@pytest.mark.parametrize("quantization", [None, Quantization("int8", ((r".*_proj", Coding(8, 32)),))])
-def test_serving_is_measured_on_the_device(quantization: Quantization | None) -> None:
+def test_serving_is_measured_on_the_device() -> None:
     settings = msgspec.structs.replace(SETTINGS, rows=(16,), sequences=(1, 2))
-    found = examined("a", replace(spec_of(4), quantization=quantization), settings)
+    found = examined("a", spec_of(4), settings)
     assert len(found.layers) == 6 and len(found.turns) == len(found.follows) == 2
     assert all(one.seconds > 0 for one in (*found.layers, *found.logits))
 

@@ -96,5 +96,7 @@ def test_parts_leads_and_experts() -> None:
     bounds = torch.tensor([0, 2, 2, 6], device=DEVICE)
     want = torch.cat((torch.cat((a, b), 1)[:2], torch.cat((b, a), 1)[2:]))
     assert torch.equal(stack.matmul(x.to(DEVICE), bounds).cpu(), want)
-    half = placed(first, columns=200).matmul(x.to(DEVICE, torch.bfloat16))
-    assert torch.equal(half.cpu(), reference_matmul(wide.bfloat16(), pack(blocks[0]), blocks[0].scheme, 20).bfloat16())
+    # To float16: Triton's interpreter cuts bits off where it makes bfloat16.
+    x, wide = (x / 64).half(), (wide / 64).half()
+    want = reference_matmul(wide, pack(blocks[0]), blocks[0].scheme, 20).half()
+    assert torch.equal(placed(first, columns=200).matmul(x.to(DEVICE)).cpu(), want)

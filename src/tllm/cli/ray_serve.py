@@ -104,7 +104,7 @@ def _option(name: str) -> str:
 class ServedCluster:
     """One cluster, which answers HTTP on this machine alone, and what Serve asks of it."""
 
-    async def __init__(self, words: Sequence[str]) -> None:
+    async def __init__(self, words: Sequence[str]) -> None:  # type: ignore[misc]  # Serve awaits it
         """ClusterError with its last words where it ends before it serves."""
         httpx: Any = importlib.import_module("httpx2")
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)

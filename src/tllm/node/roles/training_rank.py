@@ -113,8 +113,8 @@ class TrainingRank:
         self._links = connect_wires(assign, every, identity, listener, seconds, assign.settings.wiring, seconds)
         self._trainer: RankRun | None = None
         self._step = self._held = 0
-        self._identity = identity
-        self._answerers: ClusterAnswerers | None = None
+        asks = self.rank == 0 and bool(role_nodes(decode_job(assign.settings.job)))
+        self._answerers = ClusterAnswerers(data_client(identity)) if asks else None
 
     def snapshots(self, assign: Assign) -> MemorySnapshots:
         """The in-memory snapshots of the run's last steps, if another assignment is of the same run; else none."""
@@ -141,8 +141,6 @@ class TrainingRank:
         model_config = json.loads(self._assign.config)
         job = decode_job(self._assign.settings.job)
         spec = spec_from_config(model_config)
-        if self.rank == 0 and role_nodes(job):
-            self._answerers = ClusterAnswerers(data_client(self._identity))
         config = RankConfig(job, plan, spec, self.rank, groups, device, self._answerers)
         std = model_config.get("initializer_range")
         initial_weights = InitialWeights(source, STD if std is None else float(std), model_config)
