@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import threading
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -17,7 +18,7 @@ from tllm.cluster.messages import Assign, Loaded, Prepared
 from tllm.cluster.settings import TrainSettings
 from tllm.comm.collectives.group import Group, solo
 from tllm.comm.links.connect import Listener
-from tllm.core.errors import ConfigError, LinkError
+from tllm.core.errors import ConfigError, LinkClosed, LinkError
 from tllm.core.memory import LARGEST_TRAINED, give_back_memory, keep_freed_memory, rss_bytes
 from tllm.devices.memory import forget_peak, held_memory
 from tllm.engine.driver import Command
@@ -109,6 +110,7 @@ class TrainingRank:
         self._links = connect_wires(assign, every, identity, listener, seconds, assign.settings.wiring, seconds)
         self._trainer: RankRun | None = None
         self._step = 0
+        self._is_over = threading.Event()
 
     def snapshots(self, assign: Assign) -> MemorySnapshots:
         """The in-memory snapshots of the run's last steps, if another assignment is of the same run; else none."""
@@ -160,6 +162,8 @@ class TrainingRank:
         def on_event(event: RunEvent) -> None:
             if isinstance(event, RunStepped):
                 self._step = event.record.step
+                if self._is_over.is_set():  # a rank that trains alone has no link to hear it by
+                    raise LinkClosed("the epoch that this rank trains in is over")
             if self.rank == 0:
                 control.post(messages.News(encode(event)))
 
@@ -176,6 +180,7 @@ class TrainingRank:
         """Nothing: no requests are served here."""
 
     def interrupt(self) -> None:
+        self._is_over.set()
         for link in self._links.values():
             link.interrupt()
 
