@@ -21,7 +21,7 @@ from tests.support.training.small_job import write_job
 from tllm.recipes.bench.processes import free_row
 from tllm.training.report.metrics import read_records
 
-pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.timeout(300)]
 
 
 def agent(number: int, port: int, log: Path, *words: str) -> subprocess.Popen[bytes]:
@@ -48,7 +48,7 @@ def losses(run: Path) -> dict[int, float]:
     return {record.step: record.loss for record in read_records(file)} if file.exists() else {}
 
 
-def until(holds: Callable[[], object], log: Path, seconds: float = 240.0) -> None:
+def until(holds: Callable[[], object], log: Path, seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, log.read_text()

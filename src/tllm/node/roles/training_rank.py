@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +20,7 @@ from tllm.cluster.settings import TrainSettings
 from tllm.cluster.tls import data_client
 from tllm.comm.collectives.group import Group, solo
 from tllm.comm.links.connect import Listener
-from tllm.core.errors import ConfigError, LinkError
+from tllm.core.errors import ConfigError, LinkClosed, LinkError
 from tllm.core.memory import LARGEST_TRAINED, free_bytes, give_back_memory, keep_freed_memory, rss_bytes
 from tllm.devices.memory import forget_peak, held_memory
 from tllm.engine.driver import Command
@@ -106,7 +107,6 @@ class TrainingRank:
         self.rank, self.outlives = assign.rank, assign.settings.outlives
         self._assign, self._fetch, self._make = assign, fetch, make
         self._snapshots = before.snapshots(assign) if isinstance(before, TrainingRank) else MemorySnapshots()
-        self._hosts = [place.host for place in assign.places[: assign.plan.world_size]]
         mirroring = snapshot_wires(self._hosts) if assign.settings.mirrored else []
         every = [*wires(assign.plan), *mirroring, *restore_wires(len(self._hosts), len(assign.places))]
         seconds = assign.settings.link_seconds  # also to connect: another rank may be within a long step still
@@ -115,6 +115,12 @@ class TrainingRank:
         self._step = self._held = 0
         asks = self.rank == 0 and bool(role_nodes(decode_job(assign.settings.job)))
         self._answerers = ClusterAnswerers(data_client(identity)) if asks else None
+        self._is_over = threading.Event()
+
+    @property
+    def _hosts(self) -> list[str]:
+        """Of the plan's ranks."""
+        return [place.host for place in self._assign.places[: self._assign.plan.world_size]]
 
     def snapshots(self, assign: Assign) -> MemorySnapshots:
         """The in-memory snapshots of the run's last steps, if another assignment is of the same run; else none."""
@@ -167,6 +173,8 @@ class TrainingRank:
         def on_event(event: RunEvent) -> None:
             if isinstance(event, RunStepped):
                 self._step = event.record.step
+                if self._is_over.is_set():  # a rank that trains alone has no link to hear it by
+                    raise LinkClosed("the epoch that this rank trains in is over")
             if self.rank == 0:
                 control.post(messages.News(encode(event)))
 
@@ -186,6 +194,7 @@ class TrainingRank:
         """Nothing: no requests are served here."""
 
     def interrupt(self) -> None:
+        self._is_over.set()
         for link in self._links.values():
             link.interrupt()
 
