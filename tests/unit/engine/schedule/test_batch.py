@@ -85,7 +85,7 @@ def with_sampling(**more: Any) -> Batch:
         (with_sampling(temperature=float("inf")), "temperature inf"),
         (with_sampling(top_p=float("nan")), "top_p nan"),
         (with_sampling(logit_bias={50: 0.0}), "token 50"),
-        (with_sampling(logit_bias={1: float("nan")}), "finite"),
+        (with_sampling(logit_bias={1: float("nan")}), "a penalty or bias of nan"),
         (with_sampling(history=(50,)), "token 50"),
         (with_sampling(history=(1,) * 61), "61 tokens of history, at most 60"),
         (with_sampling(banned=(50,)), "token 50"),

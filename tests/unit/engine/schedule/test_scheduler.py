@@ -329,9 +329,9 @@ def test_the_end_token_counts_only_after_min_tokens() -> None:
         (request("x", 3, 3, top_k=-1), "top_k -1"),
         (request("x", 3, 3, logprobs=21), "21 logprobs"),
         (request("x", 3, 3, prompt_logprobs=21), "prompt_logprobs 21"),
-        (request("x", 3, 3, repetition_penalty=0.0), "repetition_penalty 0.0"),
+        (request("x", 3, 3, repetition_penalty=0.0), "repetition_penalty 0 is not from 1e-06"),
         (request("x", 3, 3, logit_bias={VOCAB: 1.0}), "not in the vocabulary"),
-        (request("x", 3, 3, logit_bias={1: float("inf")}), "finite"),
+        (request("x", 3, 3, logit_bias={1: float("inf")}), "a penalty or bias of inf"),
         (request("x", 3, 3, stop_token_ids=(VOCAB,)), "not in the vocabulary"),
     ],
 )

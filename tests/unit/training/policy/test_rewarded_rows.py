@@ -73,7 +73,7 @@ def answers(rows: RewardedRows, count: int) -> list[Completion]:
     """As many `a` as each prompt asks for, but one more in every second completion, which is cut off."""
     return [
         Completion((A,) * (int(columns["count"]) + number % 2) + (0,) * (1 - number % 2), (-1.0,) * 9, number % 2 == 1)
-        for columns in [row.columns for row in rows._rows[0]]
+        for columns in [row.columns for row in rows._started[0].rows_N[::count]]
         for number in range(count)
     ]
 

@@ -247,7 +247,7 @@ def test_teachers_come_and_go_while_their_run_asks(folder: Path, tmp_path: Path)
         asked = queue.ask(ROW)
         places.tell("teacher", [AnswererPlace("second", two.address)])
         asked.answered.result(20)
-        assert (one.answered, two.answered, queue.given_back) == (1, 1, 0)
+        assert (one.answered, two.answered, asked.times_given_back) == (1, 1, 0)
         queue.close()
         for other in pool:
             other.close()
