@@ -15,7 +15,7 @@ from tests.house.tree import ROOT, imports, name_of, project_files, sources
 IMPORT_NAMES = {"prometheus-client": "prometheus_client", "huggingface-hub": "huggingface_hub"}
 EXTRAS = {
     "src/tllm/server/tracing/otlp.py": {"opentelemetry"},
-    "src/tllm/training/harness/harness_model.py": {"lm_eval", "datasets"},
+    "src/tllm/training/harness/harness_model.py": {"lm_eval"},
 } | {
     f"src/tllm/kernels/gpu/{name}.py": {"triton"}
     for name in ("few_bits", "paged_attention", "products", "row_operations", "trained_loss", "trained_rows")

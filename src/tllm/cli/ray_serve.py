@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import json
 import os
 import re
 import signal
@@ -19,11 +20,13 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 import tllm
+from tllm.cli.arguments.options import API_KEY_VARIABLE
 from tllm.cli.main import main
 from tllm.core.errors import ClusterError, ConfigError
 
@@ -34,6 +37,7 @@ OURS = ("host", "port", "on")
 
 ON_RAY = ("--on", "ray")
 TAIL_LINES = 20
+LINE_BYTES = 2**24
 HEALTH_SECONDS = 10.0
 END_SECONDS = 40.0
 """`tllm serve` lets requests end for 30 s, and then its nodes."""
@@ -42,19 +46,20 @@ ONGOING = 1024
 """Requests that Serve gives to a replica at once: how many are computed, wait or are refused is decided there."""
 
 HOP_BY_HOP = frozenset(
-    b"connection host keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding upgrade".split()
+    b"connection keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding upgrade".split()
 )
-"""Headers that are of one connection only (RFC 9110, 7.6.1), and the name of the server, which is another."""
+"""Headers that are of one connection only (RFC 9110, 7.6.1)."""
 
 
 def app(args: Mapping[str, Any]) -> Any:
     """The application, as `serve run` and a config file of Serve ask for it, with their arguments.
 
-    `model` is needed. `replicas` (1) and `num_cpus` are Serve's: how many clusters, and how many processors of Ray each
-    takes on the node of its actor. Each other argument is an option of `tllm serve`, in its words: `plan="pp=2"`,
-    `max_model_len=4096`, true for one without a value, a list for one that may be repeated. With `nodes` the ranks of
-    each replica run on as many nodes of the Ray cluster (`--on ray`), and its actor takes no processor; without, on the
-    actor's node. ConfigError for arguments that do not go together, or where ray[serve] is not installed.
+    `model` is needed. `replicas` (1), `num_cpus` and `num_gpus` are Serve's: how many clusters, and how many processors
+    and GPUs of Ray each takes on the node of its actor. Each other argument is an option of `tllm serve`, in its words:
+    `plan="pp=2"`, `max_model_len=4096`, true for one without a value, a list for one that may be repeated. With `nodes`
+    the ranks of each replica run on as many nodes of the Ray cluster (`--on ray`), and its actor takes no processor;
+    without, on the actor's node. ConfigError for arguments that do not go together, or where ray[serve] is not
+    installed.
     """
     try:
         serve: Any = importlib.import_module("ray.serve")
@@ -71,9 +76,12 @@ def app(args: Mapping[str, Any]) -> Any:
         max_ongoing_requests=ONGOING,
         graceful_shutdown_timeout_s=END_SECONDS + 5,
         health_check_timeout_s=HEALTH_SECONDS + 5,
-        ray_actor_options={"num_cpus": float(args.get("num_cpus", 0 if "nodes" in args else 1))},
+        ray_actor_options={
+            "num_cpus": float(args.get("num_cpus", 0 if "nodes" in args else 1)),
+            "num_gpus": float(args.get("num_gpus", 0)),
+        },
     )
-    return deployment.bind(words)
+    return deployment.bind(words, bool(os.environ.get(API_KEY_VARIABLE)))
 
 
 def serve_words(args: Mapping[str, Any]) -> list[str]:
@@ -85,15 +93,20 @@ def serve_words(args: Mapping[str, Any]) -> list[str]:
             f"{given[0]} is what a replica gives itself",
             "Ray Serve has its own host and port; with nodes the ranks run on nodes of the Ray cluster",
         )
+    if "api_key" in args:
+        raise ConfigError(
+            "api_key would stand in lists of processes and in Serve's config",
+            f"give api_keys_file, or {API_KEY_VARIABLE} in the environment of Ray's nodes",
+        )
     words = [str(args["model"])]
     for name, value in args.items():
-        if name in ("model", "replicas", "num_cpus"):
+        if name in ("model", "replicas", "num_cpus", "num_gpus"):
             continue
         for one in value if isinstance(value, list | tuple) else [value]:
             if one is True or one == "true":
                 words.append(_option(name))
             elif one is not False and one != "false":
-                words += [_option(name), str(one)]
+                words += [_option(name), json.dumps(one) if isinstance(one, Mapping) else str(one)]
     return [*words, *ON_RAY] if "nodes" in args else words
 
 
@@ -104,8 +117,14 @@ def _option(name: str) -> str:
 class ServedCluster:
     """One cluster, which answers HTTP on this machine alone, and what Serve asks of it."""
 
-    async def __init__(self, words: Sequence[str]) -> None:  # type: ignore[misc]  # Serve awaits it
-        """ClusterError with its last words where it ends before it serves."""
+    async def __init__(self, words: Sequence[str], has_key: bool = False) -> None:  # type: ignore[misc]  # awaited
+        """ClusterError with its last words where it ends before it serves. ConfigError where the application `has_key`
+        from its environment and this process, which has that of its node, has none."""
+        if has_key and not os.environ.get(API_KEY_VARIABLE):
+            raise ConfigError(
+                f"{API_KEY_VARIABLE} is set where the application was made, and not on this node of Ray",
+                "set it where `ray start` runs, or by a runtime_env, or give api_keys_file",
+            )
         httpx: Any = importlib.import_module("httpx2")
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._serving: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -116,15 +135,17 @@ class ServedCluster:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
+            limit=LINE_BYTES,
             env={**os.environ, "PYTHONPATH": path, **_own_cluster(words)},
         )
         self._watch = asyncio.create_task(self._follow(), name="tllm serve")
-        self._client = httpx.AsyncClient(base_url=await self._serving, timeout=None, trust_env=False)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)  # how many there are Serve decides
+        self._client = httpx.AsyncClient(base_url=await self._serving, timeout=None, limits=limits, trust_env=False)
 
     async def __call__(self, request: Request) -> Response:
         """Pass a request on, and its reply back as it comes; a client that goes away ends it there too."""
         scope = request.scope
-        path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
+        path = quote(scope["path"].removeprefix(scope.get("root_path", "").rstrip("/")))
         asked = self._client.build_request(
             request.method,
             path,
@@ -159,7 +180,7 @@ class ServedCluster:
     async def _follow(self) -> None:
         """Read what it prints, into the log of the replica, until it ends."""
         assert self._process.stdout is not None
-        async for line in self._process.stdout:
+        while line := await self._next_line(self._process.stdout):
             text = line.decode(errors="replace").rstrip()
             self._tail.append(text)
             print(text, file=sys.stderr, flush=True)
@@ -168,6 +189,11 @@ class ServedCluster:
         await self._process.wait()
         if not self._serving.done():
             self._serving.set_exception(self._ended())
+
+    async def _next_line(self, stdout: asyncio.StreamReader) -> bytes:
+        while True:
+            with contextlib.suppress(ValueError):  # longer than any line of ours: the reader has dropped it
+                return await stdout.readline()
 
     def _ended(self) -> ClusterError:
         last = next((line for line in reversed(self._tail) if line), "it said nothing")

@@ -319,7 +319,8 @@ def _change(member: Member, event: Event) -> Member:
             return msgspec.structs.replace(member, phase="done")
         case RoleGiven():
             phase: Phase = "assigned" if event.role else "joined"
-            return msgspec.structs.replace(member, phase=phase, role=event.role, answers_at=0, rank=None)
+            given = msgspec.structs.replace(member, phase=phase, role=event.role, answers_at=0, rank=None)
+            return msgspec.structs.replace(given, before=None) if event.role else given  # it lends no memory any more
         case RoleBegan():
             return msgspec.structs.replace(member, phase="ready", answers_at=event.taken.port)
         case _:

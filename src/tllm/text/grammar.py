@@ -132,12 +132,16 @@ class GrammarCompiler:
         known = self._compiled.get(grammar)
         if known is None:
             known = LLMatcher(self._tokens(), _library_form(grammar, "grammar"), log_level=0, limits=_limits())
+        self.keep(grammar, known)
+        return known
+
+    def keep(self, grammar: GrammarText, known: LLMatcher) -> None:
+        """Know it as the last one that was asked for."""
         with self._keeping:
             self._compiled.pop(grammar, None)
-            self._compiled[grammar] = known  # the last one that was asked for
+            self._compiled[grammar] = known
             if len(self._compiled) > KEPT_GRAMMARS:
                 self._compiled.popitem(last=False)
-        return known
 
     def matcher(self, grammar: GrammarText) -> GrammarMatcher:
         """A matcher at the beginning. RequestError where the grammar cannot be followed."""

@@ -52,10 +52,13 @@ from tllm.node.coordinator.cluster_options import LOOPBACK, ClusterOptions
 from tllm.node.machine.launcher_env import Launched
 from tllm.planner.measured.survey import FILE
 from tllm.training.job.job_file import DEFAULT
-from tllm.training.job.job_parts import can_mirror, role_nodes
+from tllm.training.job.job_parts import can_mirror, role_nodes, row_file
 
 if TYPE_CHECKING:
     from tllm.node.train.open_training import TrainingRun
+
+ROWS_SECONDS = 86400.0
+"""How long the other tasks of a launcher look for the first where that calls functions which give rows."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -136,11 +139,14 @@ def run(args: argparse.Namespace) -> int:
         dry_run(job, trainer.plan, trainer.spec, Computing(args.threads, args.device, place), outlives, chooser)
         return 0
     if (other := tasks or here) is not None and other.rank:
-        from tllm.node.sources.launched_tasks import PLAIN, work_launched
+        from tllm.node.sources.launched_tasks import MEET_SECONDS, PLAIN, work_launched
 
+        # Rank 0 calls functions that give rows before it can be found.
+        gives_rows = any(row_file(job, name) != name for name in (*job.train_files, *job.eval_files))
+        seconds = ROWS_SECONDS if gives_rows else MEET_SECONDS
         own = dict(threads=args.threads or 0, memory=args.memory, device=args.device, place=other.local_rank)
         settings = msgspec.structs.replace(PLAIN, **own)
-        work_launched(other, Path(job.output_dir), os.environ, settings)
+        work_launched(other, Path(job.output_dir), os.environ, settings, seconds)
         return 0
     chooser = _chooser(args, trainer, trainer.config, outlives) if here is None else None
     try:

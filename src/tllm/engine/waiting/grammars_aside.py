@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 
@@ -20,15 +20,17 @@ from tllm.text.grammar import GrammarCompiler
 
 
 class GrammarReady(msgspec.Struct, frozen=True):
-    """The compiler knows the grammar of this request by now, or why it cannot be followed."""
+    """The grammar of this request is compiled (`known`), or it is told again why it cannot be followed."""
 
     request: Request
+    known: Any = None
 
 
 class GrammarsAside:
     """Holds requests back while their grammars are compiled; each then comes back by `put` as a GrammarReady.
 
-    All but `put` is called from the driver's thread.
+    All but `put` is called from the driver's thread. A request that is held back does not wait in the queue yet: how
+    long it may wait there counts from its return.
     """
 
     def __init__(self, compiler: GrammarCompiler, put: Callable[[GrammarReady], None]) -> None:
@@ -58,6 +60,9 @@ class GrammarsAside:
         is_wanted = self._held.get(ready.request.id) is ready.request
         if is_wanted:
             del self._held[ready.request.id]
+            if ready.known is not None and ready.request.params.grammar is not None:
+                # More may have been compiled since than the compiler keeps.
+                self._compiler.keep(ready.request.params.grammar, ready.known)
         return is_wanted
 
     def cancel(self, request_id: str) -> list[Output]:
@@ -70,9 +75,10 @@ class GrammarsAside:
         return [output for request_id in list(self._held) for output in self.cancel(request_id)]
 
     def _compile(self, request: Request) -> None:
+        known = None
         try:
             assert request.params.grammar is not None, "it is held back for its grammar"
             with contextlib.suppress(RequestError):  # whoever asks for its matcher is told
-                self._compiler.compile(request.params.grammar)
+                known = self._compiler.compile(request.params.grammar)
         finally:
-            self._put(GrammarReady(request))
+            self._put(GrammarReady(request, known))

@@ -199,7 +199,7 @@ def _on_grid(x):
     return (x.to(tl.float64) + 6291456.0) - 6291456.0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "last", "y_at"])  # which differ for each expert and batch
 def _multiply(
     x,
     x_scales,

@@ -138,9 +138,12 @@ class Coordinator:
                 if self.replication is not None:
                     tasks.create_task(self.replication.run())
         except ExceptionGroup as group:
-            error = group.exceptions[0]
-            if isinstance(error, OSError) and await self.hand_over():
-                why = error.strerror or str(error)
+            error: Exception = group
+            while isinstance(error, ExceptionGroup):  # faults of a connection come in groups of their own
+                error = error.exceptions[0]
+            is_refused = isinstance(error, OSError) and not isinstance(error, TimeoutError | ConnectionError)
+            if is_refused and await self.hand_over():
+                why = getattr(error, "strerror", None) or str(error)
                 raise Deposed(
                     f"this process coordinates no more, as its system refuses it something: {why}",
                     "another machine of the cluster does; see `tllm status` there",

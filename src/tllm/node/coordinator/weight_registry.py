@@ -91,6 +91,8 @@ class WeightRegistry:
             role, _, file = message.file.partition("/")
             if file and role in get_args(RoleName):  # a rollout server's model is the one that is trained
                 message = msgspec.structs.replace(message, file=file)
+                if role != "rollout" and role not in self.beside:
+                    raise WeightsError(f"no files of the {role} are here yet", "the role is to be given anew")
             folder = self.beside.get(role) or self._folder_for(node, message.file)
             return await asyncio.to_thread(folder.read, message)
 

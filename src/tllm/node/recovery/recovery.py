@@ -163,10 +163,10 @@ class Recovery:
         """Begin an epoch with those who are here, again if some are lost meanwhile, and let the work go on in it."""
         coordinator = self._coordinator
         proven = {member.node for member in coordinator.state.ranks}
-        attempts, began = _Attempts(), coordinator.members.now()
+        attempts = _Attempts()
         while True:
             plan, nodes = self._assign_ranks()
-            before = coordinator.state.epoch
+            before, began = coordinator.state.epoch, coordinator.members.now()
             try:
                 self._job.before_epoch(plan, nodes)
                 await coordinator.bring_up(plan, nodes, on_progress)

@@ -32,6 +32,8 @@ from tllm.training.teachers.teacher_messages import TEACHING
 from tllm.training.teachers.teacher_model import TeacherModel
 from tllm.weights.byte_source import ByteSource, Fetch, LocalFiles, RemoteFiles
 
+LOOK_SECONDS = 0.2
+
 OpenAnswerer = Callable[[TakeRole, torch.device, Fetch], Answerer[Any, Any, Any]]
 
 
@@ -60,8 +62,11 @@ class AnsweringRole:
         serving = threading.Thread(target=self._server.serve, name="tllm answers", daemon=True)
         serving.start()
         try:
-            self._over.wait()
+            # What came while the model was loaded found no role to wake.
+            while not self._over.wait(LOOK_SECONDS) and control.inbox.orders.empty():
+                pass
         finally:
+            self._over.set()
             self._server.close()
             serving.join()
 

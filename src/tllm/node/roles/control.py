@@ -446,7 +446,7 @@ class Control:
         return await self._order_once(message)
 
     async def _know_answerers(self, message: RolePlaces) -> None:
-        places = [AnswererPlace(place.node, (place.host, place.port)) for place in message.places]
+        places = [AnswererPlace(place.node, (place.host, place.port), place.node) for place in message.places]
         self.inbox.answerers.tell(message.role, places)
 
     async def _submit(self, message: Submit) -> None:

@@ -124,7 +124,13 @@ class TrainingRank:
 
     def snapshots(self, assign: Assign) -> MemorySnapshots:
         """The in-memory snapshots of the run's last steps, if another assignment is of the same run; else none."""
-        return self._snapshots if _run_of(assign) == _run_of(self._assign) else MemorySnapshots()
+        if _run_of(assign) != _run_of(self._assign):
+            return MemorySnapshots()
+        if assign.rank < assign.plan.world_size:  # fewer ranks have larger parts
+            hosts = [place.host for place in assign.places]
+            grows = max(1.0, self._assign.plan.world_size / assign.plan.world_size)
+            self._snapshots.free_live(free_bytes() // hosts.count(hosts[assign.rank]), int(self._held * grows))
+        return self._snapshots
 
     def prepared(self) -> Prepared:
         """Nothing yet: the model is built when it is filled."""
@@ -173,15 +179,18 @@ class TrainingRank:
         def on_event(event: RunEvent) -> None:
             if isinstance(event, RunStepped):
                 self._step = event.record.step
-                if self._is_over.is_set():  # a rank that trains alone has no link to hear it by
-                    raise LinkClosed("the epoch that this rank trains in is over")
             if self.rank == 0:
                 control.post(messages.News(encode(event)))
+            if isinstance(event, RunStepped) and self._is_over.is_set():  # a rank alone has no link to hear it by
+                raise LinkClosed("the epoch that this rank trains in is over")
 
         if self._answerers is not None:
             for role in get_args(RoleName):
                 control.inbox.answerers.follow(role, partial(self._answerers.places.tell, role))
-        self._trainer.run(on_event, control.inbox.stopped.is_set)
+        try:
+            self._trainer.run(on_event, control.inbox.stopped.is_set)
+        finally:
+            control.inbox.answerers.forget()  # who followed keeps the run's weights
         control.post(messages.Done())
 
     def stats(self) -> dict[str, float]:

@@ -28,6 +28,8 @@ log = logging.getLogger("tllm.node")
 DOES: dict[RoleName, str] = {"teacher": "teach", "rollout": "sample completions"}
 """What a node with a role does, in words."""
 
+RETRY_SECONDS = 10.0
+
 
 class RoleNodes:
     """Of the job that the coordinator's nodes are brought together for; `job` may be chosen later.
@@ -57,8 +59,10 @@ class RoleNodes:
             for node in names:
                 reserved.add(node)
                 self._members.record(RoleGiven(node, role))
+        had = {member.node for member in self._members.state.living if member.before is not None}
         for role, count in lacking.items():
             free = [node for node in nodes[1:] if node not in reserved]
+            free.sort(key=lambda node: node not in had)  # who may hold steps in memory is taken last
             for node in free[len(free) - count :] if count > 0 and not self.wanted[role].names else ():
                 reserved.add(node)
                 self._members.record(RoleGiven(node, role))
@@ -129,11 +133,20 @@ class RoleNodes:
             vacancy = self._vacancy(is_settled)
             assert vacancy is not None, "nothing was awaited since"
             role, member = vacancy
+            try:
+                await asyncio.to_thread(self._order, role)
+            except (TllmError, OSError) as error:  # this machine's lack, and no node's
+                log.warning("nobody else can %s, as this machine cannot say how: %s", DOES[role], error)
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
+            now = self._vacancy(is_settled)
+            if now is None or (now[0], now[1].node) != (role, member.node):
+                continue
             self._members.record(RoleGiven(member.node, role))
             try:
                 await self._give(member)
-            except TllmError as error:
-                log.warning("%s", error.message)
+            except (TllmError, OSError) as error:
+                log.warning("%s", error)
                 self._unable.add((member.node, member.facts.pid))
                 self._members.record(RoleGiven(member.node, None))
 

@@ -76,13 +76,22 @@ class TrainingRun:
         CapacityError where nodes were given less memory than their ranks take, whoever chose the plan. Snapshot
         replicas of steps are not counted, as a run may go without them.
         """
+        nodes = self._with_named(nodes)
         ranks = await self.coordinator.choose(nodes, on_progress)
         reserved = self.roles.reserve(nodes)
         ranks = tuple(node for node in ranks if node not in reserved)
         given = {member.node for member in self.state.living if member.facts.is_given}
-        if given & set(ranks):
+        if given & set(ranks) and len(ranks) >= self.coordinator.work.plan.world_size:  # one cut down: in `plan_on`
             self.check_room(self.coordinator.work.plan, ranks, mirrored=False)
         return ranks
+
+    def _with_named(self, nodes: tuple[str, ...]) -> tuple[str, ...]:
+        """As many, with those that the job names for a role and that are here, though they may have joined late."""
+        named = [name for one in self.roles.wanted.values() for name in one.names if name in self.coordinator.nodes]
+        late = [name for name in named if name not in nodes]
+        others = [node for node in nodes if node not in named]
+        drop = set(others[max(1, len(others) - len(late)) :]) if late else set()
+        return (*(node for node in nodes if node not in drop), *late)
 
     def check_room(self, plan: Plan, nodes: Sequence[str], mirrored: bool) -> None:
         """CapacityError where these nodes lack the memory for the ranks of a plan.

@@ -19,7 +19,7 @@ from tllm.training.checkpoint.checkpoint import Checkpoint, open_folder
 from tllm.training.checkpoint.commit import SaveCommit, SaveResult
 from tllm.training.checkpoint.durable_disk import DurableDisk
 from tllm.training.checkpoint.fetch_files import bring_files, bring_list
-from tllm.training.checkpoint.manifest import decode
+from tllm.training.checkpoint.manifest import LIMIT, decode
 from tllm.training.checkpoint.retention import Retention, Worth, unknown
 from tllm.training.checkpoint.shard_assignment import HeldBox, ShardAssignment, assign_shards, shapes_of
 from tllm.training.checkpoint.shard_writer import ShardSnapshot
@@ -169,7 +169,7 @@ class AsyncSaves:
         mine = {save.step: folders.list_text(self.root, save) for save in chosen if save.owner == self._group.rank}
         texts = [
             msgspec.msgpack.decode(text, type=dict[int, bytes])
-            for text in self._group.all_gather_bytes(msgspec.msgpack.encode(mine))
+            for text in self._group.all_gather_bytes(msgspec.msgpack.encode(mine), LIMIT)
         ]
         lists = {save.step: texts[save.owner][save.step] for save in chosen}
         for step, text in lists.items():

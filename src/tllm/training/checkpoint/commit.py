@@ -14,7 +14,7 @@ import msgspec
 from tllm.comm.collectives.group import Group
 from tllm.training.checkpoint import save_folders as folders
 from tllm.training.checkpoint.durable_disk import DurableDisk
-from tllm.training.checkpoint.manifest import NAME, VERSION, CheckpointManifest, encode
+from tllm.training.checkpoint.manifest import LIMIT, NAME, VERSION, CheckpointManifest, encode
 from tllm.training.checkpoint.retention import Retention
 from tllm.training.checkpoint.shard_writer import CHUNK_BYTES, ShardSnapshot, Written
 from tllm.weights.boxes import Shape
@@ -64,7 +64,7 @@ class SaveCommit:
         report = self._write_files(step, snapshot, facts)
         reports = [
             msgspec.msgpack.decode(one, type=_Report)
-            for one in self._group.all_gather_bytes(msgspec.msgpack.encode(report))
+            for one in self._group.all_gather_bytes(msgspec.msgpack.encode(report), LIMIT)
         ]
         nbytes = sum(file.size for report in reports for file in report.written.files.values())
         kept = list(complete)

@@ -15,7 +15,7 @@ from tllm.core.disk import whole_file
 from tllm.core.errors import WeightsError
 from tllm.training.checkpoint import save_folders as folders
 from tllm.training.checkpoint.durable_disk import DurableDisk
-from tllm.training.checkpoint.manifest import NAME
+from tllm.training.checkpoint.manifest import LIMIT, NAME
 
 CHUNK_BYTES = 8 * 1024 * 1024
 
@@ -40,7 +40,7 @@ class FileTransfer(NamedTuple):
 def bring_list(disk: DurableDisk, root: Path, step: int, group: Group) -> None:
     """Let every rank have the list of a save; those without the save's folder make it. All ranks call."""
     path = folders.folder_of(root, step) / NAME
-    texts = group.all_gather_bytes(path.read_bytes() if path.is_file() else b"")
+    texts = group.all_gather_bytes(path.read_bytes() if path.is_file() else b"", LIMIT)
     text = next((text for text in texts if text), None)
     if text is None:
         raise WeightsError(f"no node has the list of the save of step {step}", "start the nodes that took part in it")

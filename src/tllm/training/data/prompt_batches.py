@@ -164,7 +164,8 @@ class PromptBatches:
 
     def restore(self, state: dict[str, Any]) -> int:
         """Go on from a state; returns the step that comes next."""
-        if state.keys() != {"prompts", "steps_each"} or state["steps_each"] != self._steps_each:
+        # What was sampled ahead (`ahead`) is sampled anew where no step is any more.
+        if state.keys() - {"ahead"} != {"prompts", "steps_each"} or state["steps_each"] != self._steps_each:
             raise ConfigError(
                 f"num_iterations is {self._steps_each} now, and the run began with "
                 f"{state.get('steps_each', 'another task')}",

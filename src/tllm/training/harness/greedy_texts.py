@@ -7,6 +7,7 @@ are under way than the engine has pages for; where one has ended, another begins
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -40,7 +41,8 @@ class WantedText:
 
     def text(self, tokenizer: Tokenizer) -> str:
         """Up to the first stop."""
-        text = tokenizer.decode(self.ids, skip_special_tokens=True)
+        count = bisect_left(range(len(self.ids) + 1), True, key=lambda count: self._has_stop(count, tokenizer))
+        text = tokenizer.decode(self.ids[:count], skip_special_tokens=True)
         for stop in self.stops:
             text = text.partition(stop)[0]
         return text
@@ -48,9 +50,13 @@ class WantedText:
     def add(self, ids: Sequence[int], is_truncated: bool, tokenizer: Tokenizer) -> None:
         """A piece that was sampled."""
         self.ids += ids
-        text = tokenizer.decode(self.ids, skip_special_tokens=True)
-        has_stop = any(stop in text for stop in self.stops)
+        has_stop = self._has_stop(len(self.ids), tokenizer)
         self.has_ended = not is_truncated or has_stop or len(self.ids) >= self.max_tokens
+
+    def _has_stop(self, count: int, tokenizer: Tokenizer) -> bool:
+        """Whether so many tokens have a stop, which may be a special token."""
+        text = tokenizer.decode(self.ids[:count], skip_special_tokens=False)
+        return any(stop in text for stop in self.stops)
 
 
 class GreedyTexts:

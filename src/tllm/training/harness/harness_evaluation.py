@@ -25,6 +25,7 @@ from tllm.training.policy.held_out_rewards import Outcome, decode_outcome
 from tllm.training.policy.rollouts import Rollouts
 from tllm.training.step.rank_groups import RankConfig
 from tllm.training.step.rank_model import RankModel
+from tllm.training.tools.user_functions import said
 
 LIKELIHOODS, TEXTS = b"likelihoods", b"texts"
 
@@ -43,6 +44,7 @@ class HarnessEvaluation:
         self._best = (config.job.metric_for_best_model or "").removeprefix("eval_")
         self._tasks: Any = None
         self._model: Any = None
+        self._is_asking = False
 
     def prepare(self, batches: Batches | None) -> None:
         """On rank 0: load the tasks. ConfigError where they cannot be had, or the harness cannot."""
@@ -65,8 +67,11 @@ class HarnessEvaluation:
 
         def texts(wanted: Sequence[WantedText]) -> list[str]:
             assert self._texts is not None and tokenizer is not None, "tasks have been checked"
+            self._is_asking = True
             self._tell(TEXTS)
-            return self._texts.of(wanted, tokenizer)
+            written = self._texts.of(wanted, tokenizer)
+            self._is_asking = False
+            return written
 
         answers = harness.Answers(self._asked, None if self._texts is None else texts)
         self._model = harness.HarnessModel(tokenizer, template, job.seq_len, answers)
@@ -83,6 +88,10 @@ class HarnessEvaluation:
                 outcome = Outcome(self._with_best(self._tasks.run(self._model)))
             except ConfigError as error:
                 outcome = Outcome(fault=(error.message, error.hint))
+            except Exception as error:  # of the tasks' own files
+                if self._is_asking:  # all ranks are in the midst of something
+                    raise
+                outcome = Outcome(fault=(f"a task of lm-eval raised {said(error)}", "look at the tasks' own files"))
             world.broadcast_bytes(msgspec.msgpack.encode(outcome))
         return Evaluated(metrics=outcome.metrics, fault=outcome.fault)
 
@@ -96,8 +105,11 @@ class HarnessEvaluation:
 
     def _asked(self, continuations: Sequence[Continuation]) -> list[Likelihood]:
         rows = packed_rows(continuations, self._config.job.seq_len)
+        self._is_asking = True
         self._tell(LIKELIHOODS)
-        return self._likelihoods.of(rows)
+        found = self._likelihoods.of(rows)
+        self._is_asking = False
+        return found
 
     def _tell(self, question: bytes) -> None:
         self._config.groups.world.broadcast_bytes(question)

@@ -201,8 +201,12 @@ def role_key(job: Job, role: RoleName) -> str:
 
 
 def with_role_nodes(job: Job, role: RoleName, nodes: Sequence[int | str]) -> Job:
-    """The job with other nodes for a role; none: the ranks that train do it."""
-    table = replace(getattr(job, job.task), **{f"{role}_nodes": tuple(nodes)})
+    """The job with other nodes for a role; none: the ranks that train do it, and nothing is sampled ahead."""
+    table = getattr(job, job.task)
+    changed: dict[str, object] = {f"{role}_nodes": tuple(nodes)}
+    if role == "rollout" and not nodes and getattr(table, "max_staleness", 0):
+        changed["max_staleness"] = 0
+    table = replace(table, **changed)
     return replace(job, **{job.task: table})
 
 

@@ -111,7 +111,8 @@ def _check_turns(job: Job, spec: ModelSpec) -> None:
     ]
     calls_tools = job.rollouts is not None and job.rollouts.calls_tools
     if grown and (calls_tools or job.lm_eval_max_gen_toks):
-        what = f"{job.task}.tools" if calls_tools else "lm_eval_max_gen_toks"
+        asked = "tools" if job.rollouts is not None and job.rollouts.tools else "environment_factory"
+        what = f"{job.task}.{asked}" if calls_tools else "lm_eval_max_gen_toks"
         raise ConfigError(
             f"{what}, and seq_len is {job.seq_len}: this model's dynamic rope turns a token by the length of "
             f"its sequence beyond {min(grown)} tokens, which grows with each turn",

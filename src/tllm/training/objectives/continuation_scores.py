@@ -43,10 +43,9 @@ class ContinuationScores:
 
 
 def is_likeliest(logits_TV: Tensor, labels_T: Tensor, vocab: Range, tp: Group) -> Tensor:
-    """Whether no token has a larger logit than the label, from this rank's columns [vocab) of the logits."""
-    start, stop = vocab
-    here_T = (labels_T >= start) & (labels_T < stop)
-    column_T1 = (labels_T - start).clamp(0, stop - start - 1).unsqueeze(-1)
-    asked_T = torch.where(here_T, logits_TV.gather(-1, column_T1).squeeze(-1), -torch.inf)
-    largest_PT, asked_PT = gathered(torch.stack((logits_TV.amax(-1), asked_T)), tp).unbind(1)
-    return asked_PT.amax(0) == largest_PT.amax(0)
+    """Whether the label is the likeliest token, the first of those that are equal, from this rank's columns [vocab) of
+    the logits."""
+    dtype = torch.promote_types(logits_TV.dtype, torch.float32)  # it holds every id
+    mine_2T = torch.stack((logits_TV.amax(-1).to(dtype), (logits_TV.argmax(-1) + vocab[0]).to(dtype)))
+    largest_PT, token_PT = gathered(mine_2T, tp).unbind(1)
+    return token_PT.gather(0, largest_PT.argmax(0, keepdim=True))[0] == labels_T

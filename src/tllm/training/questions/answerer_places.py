@@ -8,10 +8,12 @@ from typing import NamedTuple
 
 
 class AnswererPlace(NamedTuple):
-    """`name` is what messages call it, `address` its host and port."""
+    """`name` is what messages call it, `address` its host and port. `node` is whose certificate it shows, where that is
+    known."""
 
     name: str
     address: tuple[str, int]
+    node: str = ""
 
 
 Hear = Callable[[Sequence[AnswererPlace]], object]
@@ -32,6 +34,11 @@ class AnswererPlaces:
             self._places[role] = places
             if (follower := self._followers.get(role)) is not None:
                 follower(places)
+
+    def forget(self) -> None:
+        """Nobody follows any more."""
+        with self._lock:
+            self._followers.clear()
 
     def follow(self, role: str, follower: Hear) -> None:
         """Hear what is known of a role now, and every change from here on, in the place of who followed it before."""

@@ -69,6 +69,6 @@ class AnswererPool(Generic[Intro, Q, A]):
                 self._asking.pop(place).retire()
             for place in places:
                 if place not in self._asking:
-                    asking = RemoteAnswerer(place.address, self._context, self._inquirer, self._queue, place.name)
+                    asking = RemoteAnswerer(place, self._context, self._inquirer, self._queue)
                     self._asking[place] = asking
                     asking.start()

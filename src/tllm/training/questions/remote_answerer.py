@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Generic, Protocol, TypeVar
 
 from tllm.core.errors import AuthError, ClusterError, ConfigError, FrameError, LinkError
+from tllm.training.questions.answerer_places import AnswererPlace
 from tllm.training.questions.question_queue import Asked, QuestionQueue
 from tllm.training.questions.run_connection import Conversation, RunConnection
 
@@ -68,18 +69,17 @@ class Inquirer(Protocol[Intro, Q, A]):
 
 class RemoteAnswerer(Generic[Intro, Q, A]):
     """An `AnsweringThread`. What a lost answerer was asked goes back to the queue, where it is the next that any
-    other takes. Messages call it by its `name`, or its address."""
+    other takes. Messages call it by its `name`."""
 
     def __init__(
         self,
-        address: tuple[str, int],
+        place: AnswererPlace,
         context: ssl.SSLContext,
         inquirer: Inquirer[Intro, Q, A],
         queue: QuestionQueue[Q, A],
-        name: str = "",
     ) -> None:
-        self.name, self.trouble = name or f"{address[0]}:{address[1]}", "not reached yet"
-        self._address, self._context, self._inquirer, self._queue = address, context, inquirer, queue
+        self.name, self.trouble = place.name, "not reached yet"
+        self._place, self._context, self._inquirer, self._queue = place, context, inquirer, queue
         self._whom = inquirer.conversation.answerer
         self._connection: RunConnection[Intro, Q, A] | None = None
         self._is_retired = False
@@ -108,7 +108,7 @@ class RemoteAnswerer(Generic[Intro, Q, A]):
     def _run(self) -> None:
         while not self._is_over:
             try:
-                self._connection = RunConnection.dial(self._inquirer.conversation, self._address, self._context)
+                self._connection = RunConnection.dial(self._inquirer.conversation, self._place, self._context)
             except LinkError as error:
                 self.trouble = error.message
             except AuthError as error:

@@ -17,9 +17,10 @@ from typing import Any, Generic, Literal, TypeVar
 import msgspec
 
 from tllm.comm.links import frame
-from tllm.comm.links.handshake import LinkHello, LinkWelcome, receive_message, send_message, start_tls
+from tllm.comm.links.handshake import LinkHello, LinkWelcome, peer_certificate, receive_message, send_message, start_tls
 from tllm.comm.links.tcp_link import TcpLink, set_socket_options
 from tllm.core.errors import UNREADABLE, AuthError, FrameError, LinkClosed, LinkError
+from tllm.training.questions.answerer_places import AnswererPlace
 
 RUN, ANSWERER = 0, 1
 """The two ends of a connection, as a link numbers them."""
@@ -71,7 +72,7 @@ class RunConnection(Generic[Intro, Q, A]):
 
     @classmethod
     def dial(
-        cls, conversation: Conversation[Intro, Q, A], address: tuple[str, int], context: ssl.SSLContext
+        cls, conversation: Conversation[Intro, Q, A], place: AnswererPlace, context: ssl.SSLContext
     ) -> RunConnection[Intro, Q, A]:
         """Of the run. LinkClosed where nobody answers, AuthError where the two do not have the same secret."""
         session = secrets.token_hex(16)
@@ -79,7 +80,7 @@ class RunConnection(Generic[Intro, Q, A]):
         with contextlib.ExitStack() as stack:
             dialled = [
                 stack.enter_context(
-                    _dial(address, context, LinkHello(session, 0, RUN, ANSWERER, direction), conversation.answerer)
+                    _dial(place, context, LinkHello(session, 0, RUN, ANSWERER, direction), conversation.answerer)
                 )
                 for direction in directions
             ]
@@ -141,13 +142,17 @@ def _sent(link: TcpLink, message: Any) -> int:
     return len(content) + frame.HEADER_SIZE
 
 
-def _dial(address: tuple[str, int], context: ssl.SSLContext, hello: LinkHello, answerer: str) -> socket.socket:
+def _dial(place: AnswererPlace, context: ssl.SSLContext, hello: LinkHello, answerer: str) -> socket.socket:
+    address = place.address
     until = time.monotonic() + DIAL_SECONDS
     sock = None
     try:
         sock = socket.create_connection(address, timeout=DIAL_SECONDS)
         set_socket_options(sock)
         sock = start_tls(sock, context, address[0])
+        names = [name for _, name in (peer_certificate(sock) or {}).get("subjectAltName", ())]
+        if place.node and place.node not in names:
+            raise FrameError(f"{' '.join(names) or 'nobody'} answers there, and not {place.node}")
         send_message(sock, hello, until)
         refused = receive_message(sock, LinkWelcome, until).refused
         if not refused:

@@ -11,6 +11,7 @@ completions: saves and snapshots of step k hold those of the steps k to k + n - 
 from __future__ import annotations
 
 import base64
+import hashlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -59,11 +60,13 @@ class StepAhead:
 
 
 class KeptStep(msgspec.Struct, frozen=True):
-    """A step's completions as a save holds them: `part` is a `SampledPart` in msgpack, base64."""
+    """A step's completions as a save holds them: `part` is a `SampledPart` in msgpack, base64; `asked` names the
+    prompts and seeds that they are of."""
 
     step: int
     sampled_at: int
     part: str
+    asked: str
 
 
 class SampledAhead:
@@ -120,7 +123,7 @@ class SampledAhead:
                 faults.append(number)
                 continue
             text = base64.b64encode(msgspec.msgpack.encode(part)).decode()
-            kept.append(KeptStep(number, one.sampled_at, text))
+            kept.append(KeptStep(number, one.sampled_at, text, _digest(one.order)))
         if faults:
             log.warning(
                 "what is kept of step %d lacks completions of step %s: they could not be sampled. A run that goes on "
@@ -143,15 +146,13 @@ class SampledAhead:
             return StepAhead(step, order, found=SampledPart(fault=order.fault))
         if kept is None:
             return StepAhead(step, order, self._rollouts.ask(groups_of(order), order.stop_ids, self._sampling))
-        part = decode_part(base64.b64decode(kept.part))
-        wanted = sum(len(group.seeds) for group in groups_of(order))
-        if len(part.completions) != wanted:
+        if kept.asked != _digest(order):
             lack = (
-                f"the save has {len(part.completions)} completions of step {later + 1} and the job asks for {wanted}",
-                "set num_generations and global_batch_size back, or begin a new run from the weights of this one",
+                f"the save's completions of step {later + 1} are of other prompts than the job asks for now",
+                "set num_generations, global_batch_size and seed back, or begin a new run from the weights of this one",
             )
             return StepAhead(step, order, found=SampledPart(fault=lack))
-        return StepAhead(kept.sampled_at, order, found=part)
+        return StepAhead(kept.sampled_at, order, found=decode_part(base64.b64decode(kept.part)))
 
 
 class PositionAhead:
@@ -168,3 +169,8 @@ class PositionAhead:
         """Go on from a state, also from one in which nothing was sampled ahead; returns the step that comes next."""
         self._ahead.restore(state.get("ahead", []))
         return self._prompts.restore({name: value for name, value in state.items() if name != "ahead"})
+
+
+def _digest(order: RolloutOrder) -> str:
+    """Of the prompts and seeds, however they are dealt."""
+    return hashlib.sha256(msgspec.msgpack.encode(groups_of(order))).hexdigest()

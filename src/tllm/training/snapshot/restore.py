@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tllm.comm.collectives.group import Group
 from tllm.core.errors import UNREADABLE, FrameError
+from tllm.training.checkpoint.manifest import LIMIT
 from tllm.training.checkpoint.shard_assignment import HeldBox, shapes_of
 from tllm.training.snapshot.memory_snapshot import SnapshotLabel, StepSnapshot
 from tllm.training.state.replica_local import read_replica_local
@@ -110,7 +111,7 @@ def _exchange_offers(group: Group, snapshots: Sequence[StepSnapshot], state: Tra
     needed = held_boxes([*state.updated, *state.reduction])
     mine = msgspec.msgpack.encode(RankOffer(offered, needed, held_boxes(state.layout_bound)))
     try:
-        return [msgspec.msgpack.decode(content, type=RankOffer) for content in group.all_gather_bytes(mine)]
+        return [msgspec.msgpack.decode(content, type=RankOffer) for content in group.all_gather_bytes(mine, LIMIT)]
     except UNREADABLE as error:
         raise FrameError(f"a rank's offer of copies is none: {error}") from error
 

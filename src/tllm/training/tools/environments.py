@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,7 +77,8 @@ class Environments:
 
     def _begun(self, seed: int, row: Mapping[str, Any], until: float) -> str:
         taken = self._taken[seed] = self._free.popleft() if self._free else self._made(until)
-        added = self._value(self._called(lambda: getattr(taken.instance, RESET)(**row), until), RESET)
+        own = deepcopy(dict(row))  # what an environment changes is its own, and not of others of the row
+        added = self._value(self._called(lambda: getattr(taken.instance, RESET)(**own), until), RESET)
         if added is not None and not isinstance(added, str):
             raise self._fault(
                 f"returned a {type(added).__name__} from {RESET}", "return a text for the prompt's end, or None"

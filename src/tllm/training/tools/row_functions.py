@@ -34,7 +34,8 @@ def keep_rows(job: Job) -> None:
         if (other := kept.setdefault(file, name)) != name:
             raise ConfigError(f"{other} and {name} have one name", "give one of the functions another one")
         if not Path(file).exists():
-            _write(modules.load(name, "train_files"), Path(file))
+            key = "train_files" if name in job.train_files else "eval_files"
+            _write(modules.load(name, key), Path(file))
 
 
 def _write(function: UserFunction, file: Path) -> None:
@@ -68,9 +69,14 @@ def _line(row: Any, number: int, function: UserFunction, encoder: msgspec.json.E
     if not isinstance(row, Mapping):
         raise ConfigError(f"{whose} is of type {type(row).__name__}", 'a row is a dict, as {"text": "…"}')
     try:
-        return encoder.encode({key: value for key, value in row.items() if value is not None}) + b"\n"
+        return encoder.encode({key: value for key, value in row.items() if not _is_missing(value)}) + b"\n"
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{whose} cannot be written as JSON: {error}", "give texts, numbers and lists") from error
+
+
+def _is_missing(value: Any) -> bool:
+    """None, or the NaN that pandas and Ray Data have in its place."""
+    return value is None or (isinstance(value, float) and value != value)
 
 
 def _plain(value: Any) -> Any:

@@ -22,6 +22,7 @@ from tllm.text.same_vocabulary import vocabulary_digest
 from tllm.training.job.job import Job, encode_job
 from tllm.training.job.lora_job import LoraJob
 from tllm.training.policy.rollouts import Completion, CompletionSampling, PromptGroup
+from tllm.training.questions.answerer_places import AnswererPlace
 from tllm.training.questions.run_connection import RunConnection
 from tllm.training.questions.shared_secret import shared_identity
 from tllm.training.rollout_servers.published_weights import PublishedWeights, ServerConnection
@@ -62,7 +63,9 @@ def introduction(task: Path, **more: Any) -> RolloutRun:
 
 
 def dial(server: RolloutServer, secret: Path) -> ServerConnection:
-    return RunConnection.dial(SAMPLING, server.address, data_client(shared_identity(secret, "policy", "tllm rollout")))
+    return RunConnection.dial(
+        SAMPLING, AnswererPlace("here", server.address), data_client(shared_identity(secret, "policy", "tllm rollout"))
+    )
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def identity(secret: Path, make: bool = False) -> Identity:
 
 
 def dial(server: TeacherServer, secret: Path) -> TeacherConnection:
-    return RunConnection.dial(TEACHING, server.address, data_client(identity(secret)))
+    return RunConnection.dial(TEACHING, AnswererPlace("here", server.address), data_client(identity(secret)))
 
 
 def test_each_document_is_taught_by_itself_at_the_temperature(folder: Path, teacher: TeacherModel) -> None:
@@ -218,7 +218,9 @@ def test_a_run_with_another_secret_ends_with_one_line(folder: Path, tmp_path: Pa
 def failure_of(address: tuple[str, int], secret: Path, lesson: Lesson) -> TllmError:
     queue = TeacherQueue("teacher")
     asked = queue.ask(ROW)
-    remote = RemoteAnswerer(address, data_client(identity(secret)), TeacherInquirer(lesson), queue)
+    remote = RemoteAnswerer(
+        AnswererPlace("there", address), data_client(identity(secret)), TeacherInquirer(lesson), queue
+    )
     remote.start()
     try:
         error = asked.answered.exception(20)
