@@ -66,7 +66,7 @@ def test_objects_hold_few_attributes() -> None:
 
 def _is_gpu_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Whether Triton compiles it: such a function can take no record, so it takes each address, stride and size."""
-    return any(ast.unparse(decorator) == "triton.jit" for decorator in function.decorator_list)
+    return any(ast.unparse(decorator).startswith("triton.jit") for decorator in function.decorator_list)
 
 
 def _first_line(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

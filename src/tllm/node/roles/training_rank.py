@@ -107,6 +107,8 @@ class TrainingRank:
         self.rank, self.outlives = assign.rank, assign.settings.outlives
         self._assign, self._fetch, self._make = assign, fetch, make
         self._snapshots = before.snapshots(assign) if isinstance(before, TrainingRank) else MemorySnapshots()
+        if isinstance(before, TrainingRank) and self.rank < assign.plan.world_size:
+            before.make_room(assign)
         mirroring = snapshot_wires(self._hosts) if assign.settings.mirrored else []
         every = [*wires(assign.plan), *mirroring, *restore_wires(len(self._hosts), len(assign.places))]
         seconds = assign.settings.link_seconds  # also to connect: another rank may be within a long step still
@@ -124,13 +126,14 @@ class TrainingRank:
 
     def snapshots(self, assign: Assign) -> MemorySnapshots:
         """The in-memory snapshots of the run's last steps, if another assignment is of the same run; else none."""
-        if _run_of(assign) != _run_of(self._assign):
-            return MemorySnapshots()
-        if assign.rank < assign.plan.world_size:  # fewer ranks have larger parts
-            hosts = [place.host for place in assign.places]
-            grows = max(1.0, self._assign.plan.world_size / assign.plan.world_size)
-            self._snapshots.free_live(free_bytes() // hosts.count(hosts[assign.rank]), int(self._held * grows))
-        return self._snapshots
+        return self._snapshots if _run_of(assign) == _run_of(self._assign) else MemorySnapshots()
+
+    def make_room(self, assign: Assign) -> None:
+        """Let the weights go that were kept of this part, where the next one would not fit beside them: of fewer ranks
+        each has a larger part."""
+        hosts = [place.host for place in assign.places]
+        grows = max(1.0, self._assign.plan.world_size / assign.plan.world_size)
+        self._snapshots.free_live(free_bytes() // hosts.count(hosts[assign.rank]), int(self._held * grows))
 
     def prepared(self) -> Prepared:
         """Nothing yet: the model is built when it is filled."""

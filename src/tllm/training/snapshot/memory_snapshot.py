@@ -118,7 +118,7 @@ class MemorySnapshots:
 
     def free_live(self, room: int, needed: int) -> None:
         """Keep the live state only where a part that takes as much again finds room beside it. `needed`: bytes of the
-        last part, as far as it is known, with all that it had beside the state."""
+        part that comes, as far as they are known."""
         if self.live is not None and room < max(needed, self.live.nbytes):
             self.live = None
 
