@@ -147,9 +147,10 @@ def slurm(folder: Path, nodes: int, environment: Mapping[str, str]) -> Iterator[
 
 
 def _idle(one: Slurm) -> int:
-    words = ("sinfo", "--noheader", "--Node", "--format=%T")
+    """How many machines are idle; each has a line for each of its partitions."""
+    words = ("sinfo", "--noheader", "--Node", "--format=%N %T")
     done = subprocess.run(words, capture_output=True, text=True, check=False, env=one.environment)
-    return done.stdout.split().count("idle")
+    return len({line for line in done.stdout.splitlines() if line.split()[1:] == ["idle"]})
 
 
 def _wait(holds: object, one: Slurm, seconds: float = 30.0) -> None:
