@@ -107,6 +107,7 @@ class WeightParts:
                     at += len(part)
             assert at == outputs, "the weights of a stack have as many outputs"
         self._packed = [(parts, _arguments(parts)) for parts in packed.values()]
+        self._of_gpu: list[list[Any]] | None = None
 
     def matmul(self, x_ND: Tensor, first_rows: Tensor, exact: bool) -> Tensor:
         """[N, outputs]: rows [first_rows[e], first_rows[e + 1]) with the weight of expert e.
@@ -136,6 +137,12 @@ class WeightParts:
         for parts, _ in self._packed:
             yield from parts
 
+    def _on_device(self, kernels: GpuKernels) -> list[list[Any]]:
+        """What the kernels of a GPU take of all packed parts, made once."""
+        if self._of_gpu is None:
+            self._of_gpu = [[part.on_device(kernels) for _, _, part in parts] for parts, _ in self._packed]
+        return self._of_gpu
+
     def product(self, x_ND: Tensor, first_rows: Tensor, exact: bool) -> Tensor:
         """What `matmul` gives, without a gradient."""
         x_ND = x_ND.contiguous()
@@ -149,12 +156,11 @@ class WeightParts:
         for expert, at, plain in self._plain:
             here = slice(bounds[expert], bounds[expert + 1])
             y_NF[here, at : at + len(plain)] = F.linear(x_ND[here], plain.to(x_ND.dtype))
-        for parts, arguments in self._packed:
+        for number, (parts, arguments) in enumerate(self._packed):
             wide = _widened(x_ND, parts[0][2])
             if gpu is not None:
                 rounded = gpu.few_bits.round_rows(wide)
-                for expert, at, part in parts:
-                    weight = part.on_device(gpu)
+                for (expert, at, _), weight in zip(parts, self._on_device(gpu)[number], strict=True):
                     gpu.few_bits.multiply(rounded, weight, bounds[expert], bounds[expert + 1], y_NF, at)
                 continue
             if kernels is None:

@@ -222,8 +222,7 @@ class TrainingRank:
         self._trainer = None
         gc.collect()  # modules and their hooks form cycles, and the next role needs their memory
         give_back_memory()
-        hosts = [place.host for place in self._assign.places]
-        self._snapshots.free_live(free_bytes() // hosts.count(hosts[self.rank]), self._held)
+        self.make_room(self._assign)  # whatever comes next may be as large
 
     def _give_snapshots(self, progress: Progress, start: float) -> Loaded:
         """Of a node without a rank of the plan: give its in-memory snapshots to those that have one."""

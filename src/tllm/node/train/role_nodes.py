@@ -81,9 +81,9 @@ class RoleNodes:
         """Those that were reserved take their roles while the block runs. Raises what any of them fails with, by its
         name; one that is lost meanwhile may have a successor."""
 
-        async def take(member: Member) -> None:
+        async def take(member: Member, order: TakeRole) -> None:
             try:
-                await self._give(member)
+                await self._give(member, order)
             except TllmError as error:
                 now = self._members.state.member(member.node)
                 if now is not None and now.is_living:
@@ -91,9 +91,10 @@ class RoleNodes:
                 log.warning("%s", error.message)
 
         reserved = [one for one in self._members.state.living if one.role is not None and not one.answers_at]
-        for role in {one.role for one in reserved if one.role is not None}:
-            await asyncio.to_thread(self._order, role)  # what this machine lacks shows before anything is built
-        taking = asyncio.gather(*map(take, reserved))
+        roles = {one.role for one in reserved if one.role is not None}
+        # What this machine lacks shows before anything is built.
+        orders = {role: await asyncio.to_thread(self._order, role) for role in roles}
+        taking = asyncio.gather(*(take(one, orders[one.role]) for one in reserved if one.role is not None))
         try:
             yield
             await taking
@@ -134,7 +135,7 @@ class RoleNodes:
             assert vacancy is not None, "nothing was awaited since"
             role, member = vacancy
             try:
-                await asyncio.to_thread(self._order, role)
+                order = await asyncio.to_thread(self._order, role)
             except (TllmError, OSError) as error:  # this machine's lack, and no node's
                 log.warning("nobody else can %s, as this machine cannot say how: %s", DOES[role], error)
                 await asyncio.sleep(RETRY_SECONDS)
@@ -144,16 +145,15 @@ class RoleNodes:
                 continue
             self._members.record(RoleGiven(member.node, role))
             try:
-                await self._give(member)
-            except (TllmError, OSError) as error:
-                log.warning("%s", error)
+                await self._give(member, order)
+            except TllmError as error:
+                log.warning("%s", error.message)
                 self._unable.add((member.node, member.facts.pid))
                 self._members.record(RoleGiven(member.node, None))
 
-    async def _give(self, member: Member) -> None:
-        node, role = member.node, self._role_of(member.node)
+    async def _give(self, member: Member, order: TakeRole) -> None:
+        node, role = member.node, order.role
         try:
-            order = await asyncio.to_thread(self._order, role)
             channel = self._members.channels.get(node)
             if channel is None:
                 raise ClusterError("it went away")
@@ -166,11 +166,6 @@ class RoleNodes:
         self._members.record(RoleBegan(node, taken))
         log.info("%s is to %s, at port %d", node, DOES[role], taken.port)
         self.tell()
-
-    def _role_of(self, node: str) -> RoleName:
-        member = self._members.state.member(node)
-        assert member is not None and member.role is not None, "it was given before"
-        return member.role
 
     def _order(self, role: RoleName) -> TakeRole:
         """What a node must know to take a role. ConfigError or WeightsError where this machine lacks the teacher."""

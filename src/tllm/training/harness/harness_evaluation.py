@@ -7,7 +7,8 @@ what the model writes (`GreedyTexts`).
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,8 @@ class HarnessEvaluation:
 
         def texts(wanted: Sequence[WantedText]) -> list[str]:
             assert self._texts is not None and tokenizer is not None, "tasks have been checked"
-            self._is_asking = True
-            self._tell(TEXTS)
-            written = self._texts.of(wanted, tokenizer)
-            self._is_asking = False
-            return written
+            with self._asking(TEXTS):
+                return self._texts.of(wanted, tokenizer)
 
         answers = harness.Answers(self._asked, None if self._texts is None else texts)
         self._model = harness.HarnessModel(tokenizer, template, job.seq_len, answers)
@@ -105,14 +103,16 @@ class HarnessEvaluation:
 
     def _asked(self, continuations: Sequence[Continuation]) -> list[Likelihood]:
         rows = packed_rows(continuations, self._config.job.seq_len)
-        self._is_asking = True
-        self._tell(LIKELIHOODS)
-        found = self._likelihoods.of(rows)
-        self._is_asking = False
-        return found
+        with self._asking(LIKELIHOODS):
+            return self._likelihoods.of(rows)
 
-    def _tell(self, question: bytes) -> None:
+    @contextmanager
+    def _asking(self, question: bytes) -> Iterator[None]:
+        """Let all ranks answer a question together. Where that fails, they stay in the midst of it."""
+        self._is_asking = True
         self._config.groups.world.broadcast_bytes(question)
+        yield
+        self._is_asking = False
 
     def _follow(self, question: bytes) -> None:
         if question == LIKELIHOODS:

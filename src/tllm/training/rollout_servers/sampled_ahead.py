@@ -168,7 +168,7 @@ class PositionAhead:
     def restore(self, state: dict[str, Any]) -> int:
         """Go on from a state, also from one in which nothing was sampled ahead; returns the step that comes next."""
         self._ahead.restore(state.get("ahead", []))
-        return self._prompts.restore({name: value for name, value in state.items() if name != "ahead"})
+        return self._prompts.restore(state)
 
 
 def _digest(order: RolloutOrder) -> str:

@@ -94,9 +94,8 @@ class SynchronousLearner:
     def __init__(self, config: RankConfig, trained: Sequence[nn.Module]) -> None:
         job, plan, groups = config.job, config.plan, config.groups
         self._max_grad_norm = job.max_grad_norm
-        self._stays = (
-            config.device == CPU and plan.offload == "none"
-        )  # what a device or a disk holds the next part needs
+        # What a device or a disk holds the next part needs.
+        self._stays = config.device == CPU and plan.offload == "none"
         parameters = parameters_of(trained)
         units = units_of([module for module in trained if isinstance(module, Transformer)])
         layout = BucketLayout(
