@@ -106,11 +106,12 @@ def test_a_run_is_requeued_and_outlives_a_task_with_the_losses_of_one_machine(la
 def test_a_run_is_preempted_and_goes_on_with_fewer_machines(lab: Slurm, tmp_path: Path) -> None:
     """It has both machines until an urgent job takes one, saves, and goes on with the other one to the same losses."""
     job = write_job(tmp_path, max_steps=100, save_steps=1000, learning_rate=1e-3)
-    alone = tllm("train", str(job), "--set", f"output_dir={tmp_path / 'alone'}", "--quiet")
+    thread = ("--threads", "1")  # two that meet after each operation are slow where others compute, too
+    alone = tllm("train", str(job), *thread, "--set", f"output_dir={tmp_path / 'alone'}", "--quiet")
     assert alone.returncode == 0, alone.stderr
     run, output = tmp_path / "run", tmp_path / "train.out"
-    words = ["--chdir", str(tmp_path), "--output", str(output), "--nodes=1-2"]
-    number = lab.submit(script("train.sh", tmp_path), *words)
+    words = ["--chdir", str(tmp_path), "--output", str(output), "--nodes=1-2", str(script("train.sh", tmp_path))]
+    number = int(lab("sbatch", "--parsable", *words, *thread))
     until_step(lab, run, 5)
     assert lab.state(number)["NumNodes"] == "2"
     (tmp_path / "urgent.sh").write_text("#!/bin/bash\nsleep 600\n")

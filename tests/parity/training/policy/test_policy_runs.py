@@ -175,6 +175,7 @@ def test_the_engine_tells_the_log_probabilities_that_the_trainer_finds(family: s
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(600)
 def test_a_model_learns_to_count(task: Path, tmp_path: Path) -> None:
     """From random weights to nine of ten right: `3=` is answered by `aaa` and the end. About a minute."""
     threads = torch.get_num_threads()

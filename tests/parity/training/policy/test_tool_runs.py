@@ -266,6 +266,7 @@ def test_the_example_of_the_guide_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(600)
 def test_a_model_learns_which_tool_to_call(tmp_path: Path) -> None:
     """From one in thirty to one in three: `0?`, `2?` and `4?` are to be answered by one call, the others by another,
     and then by a turn without any. Calls that fail all but cease. About a minute."""
