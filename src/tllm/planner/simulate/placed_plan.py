@@ -44,6 +44,8 @@ class PlacedPlan:
     execution: Execution | None = None
     """How a step is carried out. With it ranks are timed by the roofline model (`LayerTimeModel`), so that elementwise
     operations count too; without it by tllm's measured rate of products."""
+    steady: bool = False
+    """Whether of very many microbatches only the first are played (`steady_player`)."""
 
     def __post_init__(self) -> None:
         if len(self.devices) != self.plan.world_size:
@@ -79,7 +81,7 @@ class PlacedPlan:
         works = rank_works(self.spec, self.plan, self.facts, replicas)
         traffic = step_traffic(self.spec, self.plan, self.facts, replicas)
         links = PlacedLinks(self)
-        setup = StepSetup(self.spec, self.plan, self.facts, links, self.execution or TLLM)
+        setup = StepSetup(self.spec, self.plan, self.facts, links, self.execution or TLLM, self.steady)
         played = play_step(setup, self._speeds(works), traffic, replicas)
         step = prediction_of(played, self.facts, traffic)
         of_replica = {replica.index: replica for replica in played}

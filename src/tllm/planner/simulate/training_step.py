@@ -30,6 +30,7 @@ from tllm.planner.cost.rank_work import RankWork, TrainingFacts, cached_schedule
 from tllm.planner.cost.roofline.layer_time import ComputeTime, ConstantRate
 from tllm.planner.cost.traffic import Traffic, expected_dispatch_share, step_traffic
 from tllm.planner.simulate.pipeline import SchedulePlayer, StageWork, StepTimeline
+from tllm.planner.simulate.steady_player import SteadyPlayer, played_counts
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.pipeline_schedule import Depth
 from tllm.spec.plan import Plan
@@ -93,6 +94,8 @@ class StepSetup:
     facts: TrainingFacts
     links: Links
     execution: Execution = TLLM
+    steady: bool = False
+    """Whether of very many microbatches only the first are played, and the rest is taken to go on like them."""
 
 
 def predict_step(
@@ -148,12 +151,28 @@ def play_step(
         of_replica[work.at.replica].append(RankStep(setup, work, sent, compute_time))
     counts = {work.microbatches for work in works} - {0}
     plan = setup.plan
-    players = {count: _player(plan.schedule, plan.pp, count, plan.depth, plan.chunks) for count in counts}
+    players = {count: _steady_player(plan, count) if setup.steady else _player(plan, count) for count in counts}
     return [ReplicaStep(setup, index, ranks, players) for index, ranks in of_replica.items()]
 
 
+Player = SchedulePlayer | SteadyPlayer
+
+
+def _steady_player(plan: Plan, microbatches: int) -> Player:
+    """One that plays the first of very many microbatches."""
+    counts = played_counts(plan.pp, microbatches)
+    if counts is None:
+        return _player(plan, microbatches)
+    shorter, longer = (_player(plan, count) for count in counts)
+    return SteadyPlayer(shorter, longer, microbatches)
+
+
+def _player(plan: Plan, microbatches: int) -> SchedulePlayer:
+    return _cached_player(plan.schedule, plan.pp, microbatches, plan.depth, plan.chunks)
+
+
 @lru_cache(32)
-def _player(name: str, stages: int, microbatches: int, depth: Depth, chunks: int) -> SchedulePlayer:
+def _cached_player(name: str, stages: int, microbatches: int, depth: Depth, chunks: int) -> SchedulePlayer:
     """A schedule is laid out once; a search plays it on the clocks of many plans."""
     return SchedulePlayer(cached_schedule(name, stages, microbatches, depth, chunks))
 
@@ -317,9 +336,7 @@ class RankStep:
 class ReplicaStep:
     """One replica's pipeline in a step: each stage is as slow as the slowest of its ranks, which `stages` holds."""
 
-    def __init__(
-        self, setup: StepSetup, index: int, ranks: Sequence[RankStep], players: Mapping[int, SchedulePlayer]
-    ) -> None:
+    def __init__(self, setup: StepSetup, index: int, ranks: Sequence[RankStep], players: Mapping[int, Player]) -> None:
         self.index, pp = index, setup.plan.pp
         self.stages = [_slowest([rank for rank in ranks if rank.work.at.stage == stage]) for stage in range(pp)]
         self.timeline: StepTimeline | None = None
