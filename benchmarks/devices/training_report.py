@@ -16,7 +16,7 @@ from benchmarks.devices.training_work import Work
 from benchmarks.report.markdown import percent, table
 from benchmarks.report.results import Page, Provenance, write
 from tllm.planner.cluster.cluster_file import cluster_from
-from tllm.planner.cluster.device import TLLM
+from tllm.planner.cluster.execution import TLLM
 from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.simulate.placed_plan import PlacedPlan
 from tllm.spec.plan import Plan

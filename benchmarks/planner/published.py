@@ -12,13 +12,14 @@ import re
 import statistics
 import tomllib
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from benchmarks.report import markdown
 from benchmarks.report.markdown import percent
-from benchmarks.report.results import Page, write
+from benchmarks.report.results import Page, Provenance, write
 from tllm.planner.cluster.cluster_file import cluster_from
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.cost.rank_work import TrainingFacts
@@ -34,6 +35,8 @@ HERE = Path(__file__).parent
 GIVEN = HERE / "published_rows"
 CLOSE = 0.15
 UNITS = {"tokens_per_second": "tokens/s", "milliseconds": "ms/token", "tflops": "Tflop/s/GPU"}
+SECONDS = ("milliseconds", "seconds")
+"""Units in which a faster row is a smaller number."""
 BASE = {"collectives": "levels", "slowdown": 1.1}
 CONFIG = {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "max_position_embeddings": 1 << 20, "hidden_act": "silu"}
 
@@ -45,7 +48,12 @@ def main() -> None:
     rows = [predicted(row) for row in read("rows")["row"] if only in row["id"]]
     print(as_table(rows))
     if not only:
-        write(page(rows), rows)
+        write(page(rows), rows, computed())
+
+
+def computed() -> Provenance:
+    """Of a page on which no figure depends on the machine."""
+    return replace(Provenance.of_this_run(), processor="none: computed, not measured")
 
 
 @cache
@@ -58,7 +66,9 @@ def predicted(row: dict[str, Any]) -> dict[str, Any]:
     spec, cluster = spec_of(row["model"]), cluster_of(row)
     ((unit, value),) = row["published"].items()
     found = of_training(row, spec, cluster) if "train" in row else of_serving(row, spec, cluster)
-    error = (value / found[unit] if unit == "milliseconds" else found[unit] / value) - 1
+    if unit == "counted_tflops":
+        found[unit] = found["tokens_per_second"] * counted_flops(spec, row["train"]["seq"]) / 1e12
+    error = (value / found[unit] if unit in SECONDS else found[unit] / value) - 1
     return row | {"unit": unit, "value": value, "predicted": found[unit], "error": error} | {"all": found}
 
 
@@ -100,6 +110,12 @@ def of_training(row: dict[str, Any], spec: ModelSpec, cluster: Cluster) -> dict[
         "pipeline": found.pipeline,
         "gradients": found.gradients,
     }
+
+
+def counted_flops(spec: ModelSpec, seq_len: int) -> float:
+    """Of a token, as Megatron-LM counts them (2104.04473, equation 3): all scores, a forward pass a second time."""
+    L, D, V = spec.num_layers, spec.hidden_size, spec.vocab_size
+    return 96 * L * D**2 * (1 + seq_len / (6 * D) + V / (16 * L * D))
 
 
 def of_serving(row: dict[str, Any], spec: ModelSpec, cluster: Cluster) -> dict[str, float]:

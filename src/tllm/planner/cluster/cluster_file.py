@@ -30,6 +30,12 @@ collectives = "levels"          # inside nodes first, then between them
 beside = { tp = 0.5 }           # share of these messages that travels while products are computed
 slowdown = 1.1                  # of products meanwhile
 touches = 5                     # of what a layer keeps, by elementwise operations, forward and backward
+loss_touches = 8                # of logits, by the operations of the loss
+scores = "softmax"              # attention's scores go through memory for softmax, with "dropout" for dropout too
+fused_accumulation = false      # gradients of a microbatch are added to the sum by an operation of its own
+overlap_gradients = false       # their all-reduces begin when the last backward pass is done
+waits_for_hops = true           # a stage computes nothing while hidden states travel to the next, or to it
+gradient_passes = 7             # reads and writes of gradients between that and the optimizer
 
 [failures]                      # for `tllm simulate`
 between = "1000 d"              # of one node, on an average
@@ -47,7 +53,8 @@ from typing import Literal
 import msgspec
 
 from tllm.core.errors import ConfigError
-from tllm.planner.cluster.device import Cluster, Device, Execution, LinkSpeed, Points, Tier
+from tllm.planner.cluster.device import Cluster, Device, LinkSpeed, Points, Tier
+from tllm.planner.cluster.execution import Execution
 from tllm.planner.cluster.failures import Failures
 from tllm.planner.cluster.profile import read_profile
 from tllm.planner.cluster.quantity import BYTES, BYTES_PER_SECOND, FLOPS, SECONDS, positive, quantity, shown
@@ -96,8 +103,14 @@ class _Execution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     beside: dict[str, float] = {}
     slowdown: float = 1.0
     touches: float = 5.0
+    loss_touches: float | None = None
     attention: float = 1.0
     again: float | None = None
+    scores: Literal["fused", "softmax", "dropout"] = "fused"
+    fused_accumulation: bool = True
+    overlap_gradients: bool = True
+    waits_for_hops: bool = False
+    gradient_passes: float = 3.0
 
 
 class _Failures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -168,8 +181,14 @@ def _execution(given: _Execution) -> Execution:
         overlap=tuple(given.beside.items()),
         slowdown=given.slowdown,
         touches=given.touches,
+        loss_touches=given.loss_touches,
         attention=given.attention,
         recompute_share=given.again,
+        scores=given.scores,
+        fused_accumulation=given.fused_accumulation,
+        overlap_gradients=given.overlap_gradients,
+        waits_for_hops=given.waits_for_hops,
+        gradient_passes=given.gradient_passes,
     )
 
 

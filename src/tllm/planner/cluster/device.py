@@ -1,7 +1,4 @@
-"""`Cluster`: the devices that a plan may use, how fast each is (`Device`), and the links between them (`LinkSpeed`).
-
-`Execution`: how a trainer carries out a step; its defaults are tllm's.
-"""
+"""`Cluster`: the devices that a plan may use, how fast each is (`Device`), and the links between them (`LinkSpeed`)."""
 
 from __future__ import annotations
 
@@ -11,65 +8,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal
 
 from tllm.core.errors import ConfigError, PlanError
+from tllm.planner.cluster.execution import TLLM, Execution
 from tllm.planner.cluster.failures import Failures
 from tllm.planner.cluster.profile import between
 
 SHORT_MESSAGE_BYTES = 1 << 19
 """Messages up to this size stay in the processor's caches on their way, and may have a bandwidth of their own."""
-
-GROUPS = ("tp", "cp", "ep", "dp", "edp", "replica")
-
-
-@dataclass(frozen=True)
-class Execution:
-    """What a trainer does otherwise than tllm, for the simulator."""
-
-    collectives: Literal["flat", "levels"] = "flat"
-    """Whether each rank sends to each other one, or first inside nodes and then between them (`cost.link_levels`)."""
-    overlap: tuple[tuple[str, float], ...] = ()
-    """By group, the share of its messages that travels while products are computed, where tllm waits for them."""
-    slowdown: float = 1.0
-    """How many times longer products take while messages travel, as both use the device (Galvatron, 2211.13878,
-    section 3.4)."""
-    touches: float = 5.0
-    """How often elementwise operations move what a layer keeps through memory, forward and backward. 5 where
-    neighbouring operations are fused: written and read forward; read, and its gradient written and read, backward."""
-    attention: float = 1.0
-    """The share of the device's rate for attention scores that the kernel reaches."""
-    recompute_share: float | None = None
-    """The share of a layer's forward pass that is computed a second time, where the plan's `recompute` does not say."""
-
-    def __post_init__(self) -> None:
-        for group, share in self.overlap:
-            if group not in GROUPS or not 0 <= share <= 1:
-                raise ConfigError(
-                    f"beside of [execution] has {group} = {share:g}", f"give shares of 0 to 1 of {', '.join(GROUPS)}"
-                )
-        if not self.slowdown >= 1:
-            raise ConfigError(f"slowdown of [execution] is {self.slowdown:g}", "give 1 or more: products never gain")
-        if not self.touches >= 0:
-            raise ConfigError(f"touches of [execution] is {self.touches:g}", "give 0 or more")
-        if not 0 < self.attention <= 1:
-            raise ConfigError(f"attention of [execution] is {self.attention:g}", "give a share above 0 and up to 1")
-        if self.recompute_share is not None and not 0 <= self.recompute_share <= 1:
-            raise ConfigError(f"again of [execution] is {self.recompute_share:g}", "give a share of 0 to 1")
-
-    def exposed_seconds(self, group: str, messages: float, products: float) -> float:
-        """Seconds by which a group's `messages` (seconds) lengthen a step's `products` (seconds): exposed
-        communication, and the slowdown of the products meanwhile."""
-        overlapped = dict(self.overlap).get(group, 0.0) * messages
-        return messages - overlapped + self.overlap_excess(overlapped, products)
-
-    def overlap_excess(self, messages: float, products: float) -> float:
-        """Seconds by which messages and products that begin together take longer than the products alone."""
-        together = products * self.slowdown
-        return messages - products if messages >= together else messages * (1 - 1 / self.slowdown)
-
-
-TLLM = Execution()
 
 Points = tuple[tuple[float, float], ...]
 """Measured points (rows, value) in the order of rows, between which `profile.between` interpolates."""

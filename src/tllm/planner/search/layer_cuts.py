@@ -1,9 +1,17 @@
-"""Cuts of a model's layers into runs: the even one, and the one whose slowest run is as fast as possible."""
+"""Cuts of a model's layers into runs: the even one, the one whose slowest run is as fast as possible, and of those that
+are as fast the one whose largest run has the fewest weights."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
+import math
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+
+ROUNDING = 1e-9
+"""By so much of itself a sum of costs may be off."""
+
+RunCost = Callable[[int, int, int], float]
+"""What a run of layers [start, stop) costs, by (run, start, stop)."""
 
 
 def even_bounds(layers: int, runs: int) -> tuple[int, ...]:
@@ -13,21 +21,41 @@ def even_bounds(layers: int, runs: int) -> tuple[int, ...]:
 
 def balanced_bounds(costs: Sequence[Sequence[float]]) -> tuple[int, ...]:
     """The same for runs in which layer n costs `costs[run][n]`: each has a layer, and the slowest is as fast as
-    possible.
+    possible."""
+    return _least_largest(len(costs), len(costs[0]), _run_cost(costs))
 
-    Found by dynamic programming over (runs so far, layers so far), in runs x layers^2 steps.
-    """
-    layers, runs = len(costs[0]), len(costs)
+
+def lightest_bounds(costs: Sequence[Sequence[float]], weights: Sequence[float]) -> tuple[int, ...]:
+    """Of all cuts that are as fast as `balanced_bounds`, the one whose largest run has the fewest weights, which its
+    replicas sum: layer n has `weights[n]`."""
+    cost, held = _run_cost(costs), _run_cost([weights] * len(costs))
+    slowest = max(cost(run, start, stop) for run, (start, stop) in enumerate(pairwise(balanced_bounds(costs))))
+    limit = slowest * (1 + ROUNDING)
+
+    def of_run(run: int, start: int, stop: int) -> float:
+        return held(run, start, stop) if cost(run, start, stop) <= limit else math.inf
+
+    return _least_largest(len(costs), len(weights), of_run)
+
+
+def _run_cost(costs: Sequence[Sequence[float]]) -> RunCost:
+    """Costs of layers that add up."""
     before = [[0.0, *accumulate(row)] for row in costs]
-    best = [before[0][stop] for stop in range(layers + 1)]
+    return lambda run, start, stop: before[run][stop] - before[run][start]
+
+
+def _least_largest(runs: int, layers: int, cost: RunCost) -> tuple[int, ...]:
+    """The cut whose largest run costs least, each with a layer, by dynamic programming over (runs so far, layers so
+    far), in runs x layers^2 steps."""
+    best = [cost(0, 0, stop) for stop in range(layers + 1)]
     starts: list[list[int]] = []
     for run in range(1, runs):
-        now, start_of = [float("inf")] * (layers + 1), [0] * (layers + 1)
+        now, start_of = [math.inf] * (layers + 1), [run] * (layers + 1)
         for stop in range(run + 1, layers + 1):
             for start in range(run, stop):
-                slowest = max(best[start], before[run][stop] - before[run][start])
-                if slowest < now[stop]:
-                    now[stop], start_of[stop] = slowest, start
+                largest = max(best[start], cost(run, start, stop))
+                if largest < now[stop]:
+                    now[stop], start_of[stop] = largest, start
         best = now
         starts.append(start_of)
     bounds = [layers]

@@ -10,14 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import combinations, pairwise, product
 
 from tllm.core.errors import PlanError
 from tllm.planner.cluster.device import Cluster, Device
 from tllm.planner.cost.flops import layer_flops, logits_flops
+from tllm.planner.cost.rank_bytes import run_parameters
 from tllm.planner.cost.rank_work import TrainingFacts, deal_microbatches
 from tllm.planner.search.device_meshes import DeviceMesh, EveryMesh
-from tllm.planner.search.layer_cuts import balanced_bounds, even_bounds
+from tllm.planner.search.layer_cuts import balanced_bounds, even_bounds, lightest_bounds
 from tllm.planner.search.microbatch_deals import (
     ReplicaBound,
     StageSeconds,
@@ -35,7 +37,7 @@ from tllm.spec.plan import Plan, Stage
 
 MOST_CUTS = 40
 """Cuts of the layers, and deals of the microbatches, that are all tried; of more the even and the
-balanced ones."""
+balanced ones, and of balanced cuts the one that shares out weights best."""
 
 MOST_DEVICES = 16
 """Devices that are arranged in every way; of more only promising ones are looked at (`promising_meshes`)."""
@@ -98,7 +100,13 @@ class TrainingLayouts:
         for chosen in promising_meshes(self.spec, self.cluster, self.facts, self.constraints):
             if chosen.mesh not in seen:
                 for layout in self._layouts(chosen.mesh, chosen.sizes):
-                    yield replace(layout, messages=chosen.messages)
+                    yield replace(layout, messages=chosen.messages * self._largest_share(layout.plan))
+
+    def _largest_share(self, plan: Plan) -> float:
+        """The weights of the stage that has most of them over the mean."""
+        runs = [sum(self._weights[run.start : run.stop]) for run in plan.runs]
+        held = [sum(runs[stage :: plan.pp]) for stage in range(plan.pp)]
+        return max(held) * plan.pp / sum(held)
 
     def _of_every_mesh(self) -> Iterator[tuple[DeviceMesh, TrainingLayout]]:
         meshes = EveryMesh(self.cluster, self._rate, self.constraints.first_device)
@@ -167,7 +175,15 @@ class TrainingLayouts:
         self.is_exhaustive = False
         costs = [stage.layers for stage in stages] * chunks
         with_logits = [*costs[:-1], (*costs[-1][:-1], costs[-1][-1] + stages[-1].logits)]
-        return list(dict.fromkeys([even_bounds(layers, runs), balanced_bounds(costs), balanced_bounds(with_logits)]))
+        cuts = [even_bounds(layers, runs), balanced_bounds(costs), balanced_bounds(with_logits)]
+        return list(dict.fromkeys([*cuts, lightest_bounds(with_logits, self._weights)]))
+
+    @cached_property
+    def _weights(self) -> list[float]:
+        """Elements that each layer learns, with those of the model's ends."""
+        (whole,) = cut_stage(self.spec, (1,))
+        units = (run_parameters(self.spec, range(n, n + 1), whole, 0) for n in range(self.spec.num_layers))
+        return [float(sum(one.elements for unit in run for one in unit)) for run in units]
 
     def _deals(self, replicas: Sequence[ReplicaBound], facts: TrainingFacts, ep: int) -> list[tuple[int, ...]]:
         """Shares of the replicas in the microbatches: all that there are if these are few; else the even ones, and

@@ -11,7 +11,7 @@ import math
 from bisect import insort
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import msgspec
@@ -34,9 +34,6 @@ than MOST_DEVICES devices (some seconds, and less than a minute)."""
 
 RANKS_A_STEP = 4
 """A prediction that plays so many ranks counts as one step of the budget."""
-
-MICROBATCHES_A_STEP = 128
-"""A rank with so many microbatches or less counts as one."""
 
 FREE = TrainingConstraints()
 
@@ -112,7 +109,8 @@ class _Search:
         if not self.best:
             raise self._too_large()
         exact = self.layouts.is_exhaustive and not is_cut_short
-        return TrainingSearchResult(tuple(self.best[: self.top]), exact, self.steps - self.steps_left)
+        choices = sorted(map(_played_whole, self.best[: self.top]), key=_seconds)
+        return TrainingSearchResult(tuple(choices), exact, self.steps - self.steps_left)
 
     def _gives_up(self) -> bool:
         """Whether nothing more is looked at although nothing fits: on many devices after four budgets."""
@@ -125,7 +123,8 @@ class _Search:
         for layout in self.layouts:
             plan = layout.plan
             by_axes[layout.devices, plan.replicas, plan.pp, plan.cp].append(layout)
-        groups = [sorted(group, key=lambda layout: layout.estimate) for group in by_axes.values()]
+        # Estimates know nothing of bubbles, which several chunks have more of than a zero bubble schedule of one.
+        groups = [sorted(group, key=lambda one: (one.plan.chunks, one.estimate)) for group in by_axes.values()]
         groups.sort(key=lambda group: group[0].estimate)
         layouts = [layout for index in self._fastest_first([group[0] for group in groups]) for layout in groups[index]]
         return [layouts[index] for index in self._fastest_first(layouts)]
@@ -141,8 +140,13 @@ class _Search:
         return [*sorted(range(len(seconds)), key=seconds.__getitem__), *range(len(seconds), len(layouts))]
 
     def _time(self, layout: TrainingLayout) -> float:
-        """Seconds of a step with everything left open at its default; infinite where that is impossible."""
-        placed = self._placed(layout, layout.plan)
+        """Seconds of a step with everything left open at its default; infinite where that is impossible.
+
+        Of many devices pipelines are compared as zero bubble schedules play them, which most of the best have."""
+        plan = layout.plan
+        if self.layouts.are_many and plan.pp > 1 and plan.chunks == 1:
+            plan = msgspec.structs.replace(plan, schedule="zero_bubble")
+        placed = self._placed(layout, plan)
         self._count(placed)
         try:
             return placed.predict().seconds
@@ -150,11 +154,8 @@ class _Search:
             return math.inf
 
     def _count(self, placed: PlacedPlan) -> None:
-        """Take from the budget one step for each few ranks that are played; on many devices more for those that have
-        many microbatches."""
+        """Take from the budget one step for each few ranks that are played."""
         ranks = len(placed.replicas) * placed.plan.replica_size
-        if self.layouts.are_many:
-            ranks *= max(1, placed.facts.microbatches // placed.plan.replicas // MICROBATCHES_A_STEP)
         self.steps_left -= max(1, ranks // RANKS_A_STEP)
 
     def _try(self, layout: TrainingLayout) -> None:
@@ -217,7 +218,7 @@ class _Search:
         return None
 
     def _placed(self, layout: TrainingLayout, plan: Plan) -> PlacedPlan:
-        return PlacedPlan(self.spec, plan, layout.facts, self.cluster, layout.devices)
+        return PlacedPlan(self.spec, plan, layout.facts, self.cluster, layout.devices, steady=self.layouts.are_many)
 
     def _too_large(self) -> CapacityError:
         if self.tightest is None:
@@ -232,6 +233,14 @@ class _Search:
 
 def _seconds(choice: TrainingChoice) -> float:
     return choice.predicted.seconds
+
+
+def _played_whole(choice: TrainingChoice) -> TrainingChoice:
+    """The choice with a prediction for which every microbatch is played."""
+    if not choice.placed.steady:
+        return choice
+    placed = replace(choice.placed, steady=False)
+    return replace(choice, placed=placed, predicted=placed.predict())
 
 
 def _with_other_schedules(choice: TrainingChoice, plans: Sequence[Plan]) -> list[Plan]:

@@ -9,13 +9,15 @@ from functools import cached_property
 from itertools import product
 
 from tllm.core.errors import PlanError
-from tllm.planner.cluster.device import TLLM, Cluster, Device, Execution, LinkSpeed, worst
+from tllm.planner.cluster.device import Cluster, Device, LinkSpeed, worst
+from tllm.planner.cluster.execution import TLLM, Execution
 from tllm.planner.cost.buckets import padded_elements
 from tllm.planner.cost.flops import attention_flops, layer_flops, logits_flops, training_flops
-from tllm.planner.cost.layer_time import ComputeTime, LayerTimeModel
 from tllm.planner.cost.link_levels import exchange_link, gather_link
 from tllm.planner.cost.message_time import sending_seconds
 from tllm.planner.cost.rank_work import RankWork, TrainingFacts, deal_microbatches, rank_works
+from tllm.planner.cost.roofline.layer_time import ComputeTime, LayerTimeModel
+from tllm.planner.cost.roofline.update_time import update_seconds
 from tllm.planner.cost.traffic import Traffic, step_traffic
 from tllm.planner.memory.snapshots import replicated_bytes
 from tllm.planner.memory.training_memory import RankMemory, training_bytes
@@ -42,6 +44,8 @@ class PlacedPlan:
     execution: Execution | None = None
     """How a step is carried out. With it ranks are timed by the roofline model (`LayerTimeModel`), so that elementwise
     operations count too; without it by tllm's measured rate of products."""
+    steady: bool = False
+    """Whether of very many microbatches only the first are played (`steady_player`)."""
 
     def __post_init__(self) -> None:
         if len(self.devices) != self.plan.world_size:
@@ -77,7 +81,7 @@ class PlacedPlan:
         works = rank_works(self.spec, self.plan, self.facts, replicas)
         traffic = step_traffic(self.spec, self.plan, self.facts, replicas)
         links = PlacedLinks(self)
-        setup = StepSetup(self.spec, self.plan, self.facts, links, self.execution or TLLM)
+        setup = StepSetup(self.spec, self.plan, self.facts, links, self.execution or TLLM, self.steady)
         played = play_step(setup, self._speeds(works), traffic, replicas)
         step = prediction_of(played, self.facts, traffic)
         of_replica = {replica.index: replica for replica in played}
@@ -185,9 +189,13 @@ class PlacedPlan:
         return max(0.0, seconds - hidden) / self.facts.mirror_steps
 
     def _update(self, work: RankWork) -> float:
-        """Seconds of a rank's optimizer."""
-        elements = sum(padded_elements(parameter) for unit in work.parameters(self.spec) for parameter in unit)
-        return self._device(work.rank).update_seconds * elements / (work.replicas if self.plan.zero else 1)
+        """Seconds of a rank's optimizer: as it was measured, or of its traffic through memory by the roofline model."""
+        elements = sum(padded_elements(parameter) for unit in work.learned(self.spec) for parameter in unit)
+        device = self._device(work.rank)
+        of_one = device.update_seconds
+        if not of_one and self.execution is not None:
+            of_one = update_seconds(self.facts, device, self.execution)
+        return of_one * elements / (work.replicas if self.plan.zero else 1)
 
     def _disk(self, memory: RankMemory) -> float:
         """Seconds in which a rank reads and writes the states that lie on its disk."""

@@ -14,21 +14,23 @@ import copy
 import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol
 
 from tllm.core.errors import PlanError
-from tllm.planner.cluster.device import TLLM, Execution, LinkSpeed
+from tllm.planner.cluster.device import LinkSpeed
+from tllm.planner.cluster.execution import TLLM, Execution
 from tllm.planner.cost.buckets import exposed_seconds, fill_order, padded_elements
 from tllm.planner.cost.collective_bytes import all_gather, reduce_scatter
 from tllm.planner.cost.flops import BACKWARD
-from tllm.planner.cost.layer_time import ComputeTime, ConstantRate
 from tllm.planner.cost.message_time import group_link, sending_seconds, stage_overheads
 from tllm.planner.cost.rank_bytes import Parameter
 from tllm.planner.cost.rank_work import RankWork, TrainingFacts, cached_schedule, rank_works
+from tllm.planner.cost.roofline.layer_time import ComputeTime, ConstantRate
 from tllm.planner.cost.traffic import Traffic, expected_dispatch_share, step_traffic
 from tllm.planner.simulate.pipeline import SchedulePlayer, StageWork, StepTimeline
+from tllm.planner.simulate.steady_player import SteadyPlayer, played_counts
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.pipeline_schedule import Depth
 from tllm.spec.plan import Plan
@@ -92,6 +94,8 @@ class StepSetup:
     facts: TrainingFacts
     links: Links
     execution: Execution = TLLM
+    steady: bool = False
+    """Whether of very many microbatches only the first are played, and the rest is taken to go on like them."""
 
 
 def predict_step(
@@ -147,12 +151,28 @@ def play_step(
         of_replica[work.at.replica].append(RankStep(setup, work, sent, compute_time))
     counts = {work.microbatches for work in works} - {0}
     plan = setup.plan
-    players = {count: _player(plan.schedule, plan.pp, count, plan.depth, plan.chunks) for count in counts}
+    players = {count: _steady_player(plan, count) if setup.steady else _player(plan, count) for count in counts}
     return [ReplicaStep(setup, index, ranks, players) for index, ranks in of_replica.items()]
 
 
+Player = SchedulePlayer | SteadyPlayer
+
+
+def _steady_player(plan: Plan, microbatches: int) -> Player:
+    """One that plays the first of very many microbatches."""
+    counts = played_counts(plan.pp, microbatches)
+    if counts is None:
+        return _player(plan, microbatches)
+    shorter, longer = (_player(plan, count) for count in counts)
+    return SteadyPlayer(shorter, longer, microbatches)
+
+
+def _player(plan: Plan, microbatches: int) -> SchedulePlayer:
+    return _cached_player(plan.schedule, plan.pp, microbatches, plan.depth, plan.chunks)
+
+
 @lru_cache(32)
-def _player(name: str, stages: int, microbatches: int, depth: Depth, chunks: int) -> SchedulePlayer:
+def _cached_player(name: str, stages: int, microbatches: int, depth: Depth, chunks: int) -> SchedulePlayer:
     """A schedule is laid out once; a search plays it on the clocks of many plans."""
     return SchedulePlayer(cached_schedule(name, stages, microbatches, depth, chunks))
 
@@ -251,8 +271,8 @@ class RankStep:
 
     def _exposed_all_reduces(self, all_reduces: float) -> float:
         """Of the seconds of all-reduces of gradients over dp, those that outlast the last backward pass."""
-        if not all_reduces:
-            return 0.0
+        if not all_reduces or not self.setup.execution.overlap_gradients:
+            return all_reduces
         facts = self.setup.facts
         sizes = [padded_elements(parameter) * facts.full_precision_bytes for parameter in self._parameters()]
         last = self.works[0]
@@ -316,9 +336,7 @@ class RankStep:
 class ReplicaStep:
     """One replica's pipeline in a step: each stage is as slow as the slowest of its ranks, which `stages` holds."""
 
-    def __init__(
-        self, setup: StepSetup, index: int, ranks: Sequence[RankStep], players: Mapping[int, SchedulePlayer]
-    ) -> None:
+    def __init__(self, setup: StepSetup, index: int, ranks: Sequence[RankStep], players: Mapping[int, Player]) -> None:
         self.index, pp = index, setup.plan.pp
         self.stages = [_slowest([rank for rank in ranks if rank.work.at.stage == stage]) for stage in range(pp)]
         self.timeline: StepTimeline | None = None
@@ -326,9 +344,10 @@ class ReplicaStep:
         if work.microbatches:
             hop_bytes = work.batch.rows * setup.spec.hidden_size * work.batch.item_bytes
             hops, one_port = _hops(setup.links, index, pp)
+            overheads = stage_overheads(_blocking(hops) if setup.execution.waits_for_hops else hops, setup.plan)
             works = [
                 _with_overhead(stage.works, overhead * hop_bytes)
-                for stage, overhead in zip(self.stages, stage_overheads(hops, setup.plan), strict=True)
+                for stage, overhead in zip(self.stages, overheads, strict=True)
             ]
             self.timeline = players[work.microbatches].play(works, hops, hop_bytes, one_port)
         busiest = max(self.stages, key=lambda stage: stage.compute + stage.layers)
@@ -346,14 +365,23 @@ def _slowest(ranks: Sequence[RankStep]) -> RankStep:
     return slowest.with_earlier_messages((slowest.compute - max(rank.compute for rank in others)) / 2)
 
 
-def _hops(
-    links: Links, replica: int, stages: int
-) -> tuple[LinkSpeed | Mapping[tuple[int, int], LinkSpeed], Collection[int]]:
+Hops = LinkSpeed | Mapping[tuple[int, int], LinkSpeed]
+"""One speed for all links between stages, or each link's own."""
+
+
+def _hops(links: Links, replica: int, stages: int) -> tuple[Hops, Collection[int]]:
     """The links between stages, and the stages that send everything through one port: a single speed for all links is
     that of a port."""
     if isinstance(links, LinkSpeed | Mapping):
         return group_link(links, "pp"), range(stages)
     return links.hops(replica), links.one_port(replica)
+
+
+def _blocking(hops: Hops) -> Hops:
+    """The links where a stage is kept from computing for as long as a message takes."""
+    if isinstance(hops, LinkSpeed):
+        return replace(hops, compute_overhead=hops.compute_overhead + 1 / hops.bandwidth)
+    return {pair: replace(hop, compute_overhead=hop.compute_overhead + 1 / hop.bandwidth) for pair, hop in hops.items()}
 
 
 def _with_overhead(works: list[StageWork], seconds: float) -> list[StageWork]:

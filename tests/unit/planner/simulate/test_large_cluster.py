@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from tests.unit.planner.simulate.test_training_step import SPEC
 from tllm.planner.cluster.cluster_file import parse_cluster
-from tllm.planner.cluster.device import Cluster, Device, Execution, LinkSpeed
+from tllm.planner.cluster.device import Cluster, Device, LinkSpeed
+from tllm.planner.cluster.execution import Execution
 from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.simulate.large_cluster import device_order, play_ranks
 from tllm.planner.simulate.placed_plan import PlacedLinks, PlacedPlan

@@ -8,6 +8,7 @@ import pytest
 
 from tllm.core.errors import PlanError
 from tllm.planner.cluster.device import SHORT_MESSAGE_BYTES, LinkSpeed, worst
+from tllm.planner.cluster.execution import TLLM, Execution
 from tllm.planner.cost.flops import forward_flops, training_flops
 from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.cost.traffic import step_traffic
@@ -36,8 +37,10 @@ SPEED = 1e9
 FREE = LinkSpeed()
 
 
-def predict(text: str, links: Links = FREE, speed: float | list[float] = SPEED) -> StepPrediction:
-    return predict_step(SPEC, Plan.parse(text, SPEC.num_layers), FACTS, speed, links)
+def predict(
+    text: str, links: Links = FREE, speed: float | list[float] = SPEED, execution: Execution = TLLM
+) -> StepPrediction:
+    return predict_step(SPEC, Plan.parse(text, SPEC.num_layers), FACTS, speed, links, execution=execution)
 
 
 WHOLE = 12 * training_flops(SPEC, [64]) / SPEED
@@ -111,12 +114,27 @@ def test_sums_over_dp_are_hidden_by_the_last_backward_pass() -> None:
     small = replace(FACTS, bucket_bytes=4096)
     assert predict_step(SPEC, plan, small, SPEED, fast).gradients < 0.1 * backward
     assert predict_step(SPEC, plan, small, SPEED, slow).gradients == pytest.approx(2 * backward, rel=0.1)
+    late = predict_step(SPEC, plan, small, SPEED, fast, execution=Execution(overlap_gradients=False))
+    assert late.gradients == pytest.approx(0.9 * backward, rel=1e-3), "they begin when all are made"
     # Gradients as before, and half of the weights to the other, which nothing hides.
     cut = predict("dp=2,zero=1", slow)
     assert cut.gradients == pytest.approx(1.5 * backward + 1.5 * backward, rel=0.01)
     # Each use of a layer's weights is gathered, and hidden. Gradients are summed once, after the last microbatch.
     sharded = predict("dp=2,zero=3", fast)
     assert sharded.gradients == pytest.approx(0.9 * backward / 2, rel=0.01)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_stage_that_waits_for_messages_computes_nothing_meanwhile(chunks: int) -> None:
+    """An op of a stage between two others sends one message and is sent one; at an end there is one of both."""
+    link, of_hop = LinkSpeed(1e-3, 1e6), 64 * 64 * 4 / 1e6
+    text = f"pp=4,chunks={chunks}"
+    alone, waiting = (predict(text, link, execution=Execution(waits_for_hops=waits)) for waits in (False, True))
+    assert alone.timeline and waiting.timeline
+    share = [1 if chunks > 1 or stage in (1, 2) else 0.5 for stage in range(4)]
+    more = [share * of_hop * 2 * 12 * chunks for share in share]
+    busy = zip(waiting.timeline.busy, alone.timeline.busy, strict=True)
+    assert [a - b for a, b in busy] == pytest.approx(more)
 
 
 def test_sums_over_tp_are_waited_for() -> None:

@@ -1,9 +1,9 @@
 """Seconds of a rank's passes through its layers, by a roofline model of each product and of elementwise operations.
 
     a product [m, k] x [k, n]   the longer of 2 m n k / rate(smallest of m, n, k) and its bytes / B
-    attention scores, values    flops / rate(head width); backward 2.5 times that, as FlashAttention has five products
-                                there for two forward (Dao et al., 2205.14135)
-    elementwise operations      touches x (bytes that a layer keeps) / B, two fifths of it forward
+    attention scores, values    as in `attention_time`
+    elementwise operations      touches x (bytes that a layer keeps, or the loss) / B, two fifths of it forward
+    accumulated gradients       as in `update_time`, where no product does it
     products in another dtype   five bytes of traffic more for each element that is cast: it is read to find the
                                 largest one, read again, and written
 
@@ -16,17 +16,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from tllm.planner.cluster.device import Device, Execution
+from tllm.planner.cluster.device import Device
+from tllm.planner.cluster.execution import Execution
 from tllm.planner.cost.activations import layer_bytes, logits_bytes
 from tllm.planner.cost.flops import BACKWARD, attention_flops, attention_matrices, layer_flops, logits_flops
 from tllm.planner.cost.rank_work import RankWork, TrainingFacts
+from tllm.planner.cost.roofline.attention_time import attention_seconds
+from tllm.planner.cost.roofline.matrix_product import MatrixProduct
+from tllm.planner.cost.roofline.update_time import accumulation_seconds
 from tllm.planner.cost.stage_team import OPERATIONS
 from tllm.spec.cut import Cut, size
 from tllm.spec.model_spec import LayerSpec, ModelSpec
 from tllm.spec.plan import Plan
-
-ATTENTION_BACKWARD = 2.5
-"""Seconds of attention's backward pass over those of its forward pass."""
 
 FORWARD_TOUCHES = 2 / 5
 """The forward pass's share of elementwise memory traffic."""
@@ -88,21 +89,11 @@ class ConstantRate:
         return PassSeconds(forward, (BACKWARD - 1) * forward, forward, again, core, 0.0)
 
 
-class MatrixProduct(NamedTuple):
-    """`copies` products [rows, inner] x [inner, columns]."""
+class _Again(NamedTuple):
+    """The shares of a forward pass that a backward pass computes a second time: of a layer, of attention's core."""
 
-    rows: float
-    inner: int
-    columns: int
-    copies: float = 1
-
-    @property
-    def flops(self) -> float:
-        return 2 * self.copies * self.rows * self.inner * self.columns
-
-    @property
-    def smallest(self) -> float:
-        return min(self.rows, self.inner, self.columns)
+    layer: float = 0.0
+    core: float = 0.0
 
 
 class LayerTimeModel:
@@ -138,45 +129,49 @@ class LayerTimeModel:
         spec, work, device = self.spec, self.work, self.device
         linear = list(_products(spec, layer, work.cut, work.batch.tokens, self.plan.ep))
         products = sum(self._seconds(product, self.product_dtype) for product in linear)
-        flops = attention_flops(spec, layer, work.cut, self.facts.lengths)
-        rate = self.execution.attention * device.matrix_rate(self.facts.dtype, layer.head_dim or spec.head_dim)
-        core = flops * work.batch.tokens / sum(self.facts.lengths) / rate
-        moved = self._elementwise(layer_bytes(spec, layer, work.cut, work.batch))
+        core = attention_seconds(spec, layer, work.cut, work.batch, device, self.execution, self.facts.dtype)
+        moved = self.execution.touches * layer_bytes(spec, layer, work.cut, work.batch) / device.memory_bandwidth
         into, out = self._casts(linear)
         starts = OPERATIONS * device.operation_seconds
         early, late = FORWARD_TOUCHES * moved + into + starts, (1 - FORWARD_TOUCHES) * moved + out + starts
-        forward = products + core + early
-        recompute = self._recompute(forward, core)
-        memory = early + late + early * max(0.0, recompute - core * (self.plan.recompute == "selective")) / forward
-        return PassSeconds(forward, products + ATTENTION_BACKWARD * core + late, products, recompute, core, memory)
+        forward = products + core.forward + early
+        again = self._recomputed()
+        added = self._accumulated(linear)
+        memory = early + core.forward_elementwise + late + core.backward_elementwise + added
+        return PassSeconds(
+            forward,
+            products + core.backward + late,
+            products + added,
+            again.layer * forward + again.core * core.forward,
+            core.forward,
+            memory + again.layer * (early + core.forward_elementwise) + again.core * core.forward_elementwise,
+        )
 
-    def _recompute(self, forward: float, core: float) -> float:
-        """Seconds of what is computed a second time."""
+    def _recomputed(self) -> _Again:
+        """What is computed a second time."""
         if self.execution.recompute_share is not None:
-            return self.execution.recompute_share * forward
-        return {"none": 0.0, "selective": core, "layer": forward}[self.plan.recompute]
+            return _Again(layer=self.execution.recompute_share)
+        return _Again(layer=float(self.plan.recompute == "layer"), core=float(self.plan.recompute == "selective"))
+
+    def _accumulated(self, linear: Sequence[MatrixProduct]) -> float:
+        """Seconds in which gradients of weights are added to those of earlier microbatches."""
+        if self.execution.fused_accumulation:
+            return 0.0
+        elements = sum(product.copies * product.inner * product.columns for product in linear)
+        return accumulation_seconds(elements, self.work.microbatches, self.facts, self.device)
 
     def _logits(self) -> PassSeconds:
         """Logits and loss, in the dtype of the job."""
         batch, cut = self.work.batch, self.work.cut
-        product = self._seconds(
-            MatrixProduct(batch.target_tokens, self.spec.hidden_size, size(cut.vocab)), self.facts.dtype
-        )
-        moved = self._elementwise(logits_bytes(self.spec, cut, batch))
+        head = MatrixProduct(batch.target_tokens, self.spec.hidden_size, size(cut.vocab))
+        product, added = self._seconds(head, self.facts.dtype), self._accumulated([head])
+        touches = self.execution.touches if self.execution.loss_touches is None else self.execution.loss_touches
+        moved = touches * logits_bytes(self.spec, cut, batch) / self.device.memory_bandwidth
         forward = product + FORWARD_TOUCHES * moved
-        return PassSeconds(forward, product + (1 - FORWARD_TOUCHES) * moved, product, 0.0, 0.0, moved)
+        return PassSeconds(forward, product + (1 - FORWARD_TOUCHES) * moved, product + added, 0.0, 0.0, moved + added)
 
     def _seconds(self, product: MatrixProduct, dtype: str) -> float:
-        """The longer of computing a product and of moving its operands and its result."""
-        elements = product.rows * (product.inner + product.columns) + product.inner * product.columns
-        moved = self.facts.item_bytes * product.copies * elements
-        return max(
-            product.flops / self.device.matrix_rate(dtype, product.smallest), moved / self.device.memory_bandwidth
-        )
-
-    def _elementwise(self, kept: float) -> float:
-        """Seconds of elementwise operations, forward and backward, in a layer that keeps so many bytes."""
-        return self.execution.touches * kept / self.device.memory_bandwidth
+        return product.seconds(self.device, dtype, self.facts.item_bytes)
 
     def _casts(self, linear: Sequence[MatrixProduct]) -> tuple[float, float]:
         """Seconds of casts: of the products' inputs forward, and of what comes back into their gradients."""

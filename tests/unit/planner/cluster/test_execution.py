@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tllm.core.errors import ConfigError
-from tllm.planner.cluster.device import Execution
+from tllm.planner.cluster.execution import Execution
 
 
 def together(messages: int, products: int, slowdown: int) -> float:

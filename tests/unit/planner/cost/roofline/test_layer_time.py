@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.planner.simulate.test_training_step import SPEC
-from tllm.planner.cluster.device import Device, Execution
+from tllm.planner.cluster.device import Device
+from tllm.planner.cluster.execution import Execution
 from tllm.planner.cost.activations import layer_bytes, logits_bytes
 from tllm.planner.cost.flops import layer_flops
-from tllm.planner.cost.layer_time import ConstantRate, LayerTimeModel, PassSeconds
 from tllm.planner.cost.rank_work import RankWork, TrainingFacts, rank_works
+from tllm.planner.cost.roofline.layer_time import ConstantRate, LayerTimeModel, PassSeconds
 from tllm.spec.model_spec import LayerSpec, ModelSpec, MoeSpec
 from tllm.spec.plan import Plan
 
