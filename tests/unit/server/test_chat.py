@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.server.kit import SAID, TOKENIZER, chunks, post, refusal, say, serve
+from tests.unit.server.kit import SAID, TEMPLATE, TOKENIZER, chunks, post, refusal, say, serve
+from tllm.text.chat_template import ChatTemplate
 
 PATH = "/v1/chat/completions"
 
@@ -46,6 +47,14 @@ def test_content_as_text_and_as_parts(content: Any, shown: str) -> None:
     assert post(serve(engine), PATH, body).status_code == 200
     assert f"assistant: {shown}</s>" in TOKENIZER.decode(engine.submitted[0].prompt_ids)
     assert engine.submitted[0].params.max_tokens == 5
+
+
+def test_developers_speak_as_the_system_does_where_the_template_knows_none() -> None:
+    for source, role in ((TEMPLATE.source, "system"), (TEMPLATE.source + "{# 'developer' #}", "developer")):
+        engine = say()
+        app = serve(engine, template=ChatTemplate(source, TOKENIZER.special_tokens))
+        assert post(app, PATH, {"messages": [{"role": "developer", "content": "be brief"}, USER]}).status_code == 200
+        assert f"<|user|>{role}: be brief" in TOKENIZER.decode(engine.submitted[0].prompt_ids)
 
 
 def test_a_stream_begins_with_role_and_text_at_once() -> None:
