@@ -97,9 +97,10 @@ class Prompts:
                 "this model has no chat template", "use /v1/completions, or start the server with --chat-template FILE"
             )
         chat = [_for_template(message, self.template.all_sources) for message in messages]
-        render, size = self.template.render, sum(len(message["content"] or "") for message in chat)
+        render = self.template.render
         values = {"add_generation_prompt": not continue_final_message, **variables, "tools": tools}
-        if size > _IN_THREAD:
+        shown = (chat, [value for value in values.values() if not callable(value)])
+        if len(msgspec.json.encode(shown)) > _IN_THREAD:
             text = await asyncio.to_thread(render, chat, continue_final_message=continue_final_message, **values)
         else:
             text = render(chat, continue_final_message=continue_final_message, **values)
