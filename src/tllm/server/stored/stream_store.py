@@ -99,6 +99,8 @@ class LocalStreamStore:
             self.streams.delivered(stream, output)
             if (choice := choices[output.request_id]).finish_reason is None:
                 choice.read(output)
+        if not self.streams.is_kept(stream):
+            return  # there is no room for it here, and nobody reads it
         if kept.is_over:
             error = TllmError(kept.error) if kept.error else None
             for request in kept.requests:
