@@ -6,7 +6,7 @@ import asyncio
 import threading
 import weakref
 from collections.abc import AsyncIterator, Coroutine, Iterator
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
@@ -30,7 +30,8 @@ class EngineThread:
             target=_keep_open, args=(self._loop, opening, closing, opened), name="tllm-engine", daemon=True
         )
         self._thread.start()
-        self.close = weakref.finalize(self, _close, self._loop, closing, self._thread)
+        self._calling = threading.Lock()  # whoever calls before it is closed is heard
+        self.close = weakref.finalize(self, _close, self._loop, closing, self._thread, self._calling)
         try:
             self.client = opened.result()
         except BaseException:
@@ -38,13 +39,16 @@ class EngineThread:
             raise
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """What the coroutine returns or raises. ClusterError where the engine was closed."""
-        if not self.close.alive or not self._thread.is_alive():
-            work.close()
-            raise ClusterError("the engine was closed", "open another one")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        """What the coroutine returns or raises. ClusterError where the engine was closed, if only meanwhile."""
+        with self._calling:
+            if not self.close.alive or not self._thread.is_alive():
+                work.close()
+                raise _closed()
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
+        except CancelledError as error:
+            raise _closed() from error
         except BaseException:
             future.cancel()
             raise
@@ -84,6 +88,11 @@ def _keep_open(
 
     task = loop.create_task(keep())
     loop.run_until_complete(asyncio.wait((task,)))
+    calls = asyncio.all_tasks(loop)  # whose callers still wait
+    for call in calls:
+        call.cancel()
+    if calls:
+        loop.run_until_complete(asyncio.wait(calls))
     loop.close()
     error = task.exception()
     if error is not None and opened.done():
@@ -92,8 +101,15 @@ def _keep_open(
         opened.set_exception(error)
 
 
-def _close(loop: asyncio.AbstractEventLoop, closing: asyncio.Event, thread: threading.Thread) -> None:
-    """Let the context be left, and wait until it has been."""
-    if thread.is_alive():
-        loop.call_soon_threadsafe(closing.set)
-        thread.join()
+def _close(
+    loop: asyncio.AbstractEventLoop, closing: asyncio.Event, thread: threading.Thread, calling: threading.Lock
+) -> None:
+    """Let the context be left, after all calls so far have begun, and wait until it has been."""
+    with calling:
+        if thread.is_alive():
+            loop.call_soon_threadsafe(closing.set)
+    thread.join()
+
+
+def _closed() -> ClusterError:
+    return ClusterError("the engine was closed", "open another one")

@@ -11,6 +11,7 @@ In each turn of the loop `run` does four things:
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import time
 from collections import deque
@@ -57,8 +58,8 @@ class InFlight(NamedTuple):
 class Driver:
     """Runs one replica from its first rank, in one thread. Not to be called from two threads; `run` takes a queue.
 
-    While nothing is in flight a heartbeat goes round the ring every `heartbeat_seconds`. So every wait of every rank
-    can have its link's deadline, and a node that is lost is missed within it even when nobody asks for anything.
+    Where nothing has gone round the ring for `heartbeat_seconds`, a heartbeat does. So every wait of every rank can
+    have its link's deadline, and a node that is lost is missed within it even when nobody asks for what can be served.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Driver:
         self.page_moves = PageMoves(stage.pages, scheduler.pages)
         self.in_flight: deque[InFlight | PagesInFlight] = deque()
         self.step_times = StepTimes(scheduler.speculation)
+        self._next_beat = time.monotonic() + heartbeat_seconds
 
     @property
     def has_work(self) -> bool:
@@ -103,8 +105,7 @@ class Driver:
 
     def cancel(self, request_id: str) -> list[Output]:
         """Drop a request; nothing, if it has just ended."""
-        output = self.scheduler.cancel(request_id)
-        return [] if output is None else [output]
+        return [] if (output := self.scheduler.cancel(request_id)) is None else [output]
 
     def forget_adapter(self, message: ForgetAdapter) -> list[Output]:
         """Let every rank drop an adapter, after the batches under way; its requests, if any are left, are cancelled."""
@@ -128,9 +129,11 @@ class Driver:
         expired = self.scheduler.expire()  # after those that could begin have
         if not self.in_flight:
             assert not self.scheduler.has_work or self.page_moves.has_moved, "there is work and nothing to compute"
+            self.beat_if_due()
             return expired
         was_alone = was_idle and len(self.in_flight) == 1
         oldest = self.in_flight.popleft()
+        self._next_beat = time.monotonic() + self.heartbeat_seconds
         if isinstance(oldest, PagesInFlight):
             self.page_moves.accept(oldest, self.stage.receive_round())
             return expired
@@ -141,9 +144,10 @@ class Driver:
         self.step_times.record(step, time.perf_counter() - began, was_alone)
         return expired + self.scheduler.accept(step, results)
 
-    def send_heartbeat(self) -> None:
-        """Go once round the idle ring."""
-        self._send_round_idle_ring(RingHeartbeat())
+    def beat_if_due(self) -> None:
+        """Send a heartbeat round the idle ring, where nothing has gone round it for so long."""
+        if time.monotonic() >= self._next_beat:
+            self._send_round_idle_ring(RingHeartbeat())
 
     def close(self) -> list[Output]:
         """End every request, wait for what is in flight, and stop every other rank."""
@@ -159,9 +163,7 @@ class Driver:
         ring = {"batches": self.stage.batches, "batches_in_flight": len(self.in_flight)}
         return {**self.scheduler.stats(), **ring, **self.step_times.stats(), **self.page_moves.stats()}
 
-    def _obey(
-        self, command: Request | GrammarReady | CancelRequest | ForgetAdapter, aside: GrammarsAside
-    ) -> list[Output]:
+    def _obey(self, command: Command, aside: GrammarsAside) -> list[Output]:
         if isinstance(command, CancelRequest):
             return aside.cancel(command.request_id) or self.cancel(command.request_id)
         if isinstance(command, ForgetAdapter):
@@ -175,10 +177,9 @@ class Driver:
         """All commands that are there; while there is nothing to do, waits for one and sends heartbeats."""
         commands: list[Command] = []
         while not self.has_work and not commands:
-            try:
-                commands.append(inbox.get(timeout=self.heartbeat_seconds))
-            except queue.Empty:
-                self.send_heartbeat()
+            self.beat_if_due()
+            with contextlib.suppress(queue.Empty):
+                commands.append(inbox.get(timeout=max(0.0, self._next_beat - time.monotonic())))
         while not inbox.empty():
             commands.append(inbox.get())
         return commands
@@ -186,6 +187,7 @@ class Driver:
     def _send_round_idle_ring(self, message: RingHeartbeat | StopRing) -> None:
         assert not self.in_flight, "heartbeats and stops go round an idle ring"
         self.stage.send_round(message)
+        self._next_beat = time.monotonic() + self.heartbeat_seconds
         if self.stage.ring is not None:
             came = self.stage.receive_round()
             if came != message:

@@ -6,6 +6,7 @@ and made a `GenerationJob` by `Completions`, whose reply or chunks it sends.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -201,7 +202,8 @@ class _Routes:
 
     async def detokenize(self, http: HttpRequest) -> Response:
         request = decode(await http.body(), DetokenizeRequest)
-        return json_reply({"prompt": self._prompts.need_tokenizer("/detokenize").decode(request.tokens)})
+        tokenizer = self._prompts.need_tokenizer("/detokenize")
+        return json_reply({"prompt": await asyncio.to_thread(tokenizer.decode, request.tokens)})
 
     async def tokenizer_info(self, http: HttpRequest) -> Response:
         return json_reply(about.tokenizer_info(self._prompts))

@@ -17,7 +17,7 @@ from tllm.core.errors import ConfigError, RequestError
 from tllm.core.gguf_files import GgufFile, open_gguf
 from tllm.core.gguf_vocabulary import stop_ids as gguf_stop_ids
 from tllm.text.gguf_tokenizer import gguf_tokenizer, is_same_vocabulary
-from tllm.text.token_bytes import TokenBytes, ends_inside_character
+from tllm.text.token_bytes import TokenBytes
 
 log = logging.getLogger("tllm.text")
 
@@ -161,10 +161,6 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         """Whether decoding with `skip_special_tokens` leaves this token out."""
         return token_id in self._special_ids
-
-    def ends_inside_character(self, ids: Sequence[int]) -> bool:
-        """Whether the text of `ids` ends in the middle of a UTF-8 character."""
-        return ends_inside_character(b"".join(self.token_bytes(token_id) for token_id in ids[-4:]))
 
     @property
     def size(self) -> int:

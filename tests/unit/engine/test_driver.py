@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -321,17 +322,23 @@ def test_an_idle_ring_beats_and_misses_a_node_that_is_lost() -> None:
     stages = stages_of([1, 1], sizes, deadline=0.3)
     driver = Driver(stages[0], Scheduler(sizes, 2), heartbeat_seconds=0.05)
     failures: list[BaseException] = []
+    inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
 
     def drive_on() -> None:
         with pytest.raises(LinkTimeout) as caught:
-            driver.run(queue.SimpleQueue(), lambda _: None)
+            driver.run(inbox, lambda _: None)
         failures.append(caught.value)
 
     def serve_a_while() -> None:
         for _ in range(10):  # 0.5 s of beats, longer than the deadline, then silence
             assert stages[1].serve_one()
 
-    in_threads([drive_on, serve_a_while])
+    def ask_in_vain() -> None:
+        for number in range(20):  # what is refused sends nothing round, and puts off no beat
+            inbox.put(request(f"too long {number}", 40, 30))
+            time.sleep(0.02)
+
+    in_threads([drive_on, serve_a_while, ask_in_vain])
     assert "rank 1" in str(failures[0])
 
 
@@ -365,7 +372,7 @@ def test_a_broken_stage_ends_its_neighbours_with_its_name() -> None:
 def test_what_comes_round_must_be_what_was_sent() -> None:
     sizes = limits()
     stages = stages_of([1, 1], sizes)
-    driver = Driver(stages[0], Scheduler(sizes, 2))
+    driver = Driver(stages[0], Scheduler(sizes, 2), heartbeat_seconds=0.0)
     assert stages[1].ring is not None
     stages[1].ring.next.send_bytes(encode(Results(number=3, token_ids=(1,))))
     driver.submit(request("a", 3, 20))
@@ -374,7 +381,7 @@ def test_what_comes_round_must_be_what_was_sent() -> None:
     stages[1].ring.next.send_bytes(encode(Results(number=3)))
     driver.in_flight.clear()
     with pytest.raises(FrameError, match="Results came round the ring after RingHeartbeat"):
-        driver.send_heartbeat()
+        driver.beat_if_due()
     stages[1].ring.next.send_bytes(encode(RingHeartbeat()))
     with pytest.raises(FrameError, match="RingHeartbeat came round the ring while batch 7"):
         stages[0].finish(Batch(7, (), ()))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 
-from tests.unit.server.kit import SAID, TOKENIZER, chunks, post, refusal, say, serve
+from tests.unit.server.kit import SAID, TEMPLATE, TOKENIZER, chunks, post, refusal, say, serve
+from tllm.text.chat_template import ChatTemplate
 
 PATH = "/v1/chat/completions"
 
@@ -46,6 +48,30 @@ def test_content_as_text_and_as_parts(content: Any, shown: str) -> None:
     assert post(serve(engine), PATH, body).status_code == 200
     assert f"assistant: {shown}</s>" in TOKENIZER.decode(engine.submitted[0].prompt_ids)
     assert engine.submitted[0].params.max_tokens == 5
+
+
+def test_developers_speak_as_the_system_does_where_the_template_knows_none() -> None:
+    for source, role in ((TEMPLATE.source, "system"), (TEMPLATE.source + "{# 'developer' #}", "developer")):
+        engine = say()
+        app = serve(engine, template=ChatTemplate(source, TOKENIZER.special_tokens))
+        assert post(app, PATH, {"messages": [{"role": "developer", "content": "be brief"}, USER]}).status_code == 200
+        assert f"<|user|>{role}: be brief" in TOKENIZER.decode(engine.submitted[0].prompt_ids)
+
+
+@pytest.mark.parametrize("long", [{"tools": True}, {"documents": [{"text": "x" * 30_000}]}, {}], ids=str)
+def test_what_takes_long_to_render_is_rendered_aside(long: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, render = set[str](), ChatTemplate.render
+
+    def noting(*args: Any, **values: Any) -> str:
+        threads.add(threading.current_thread().name)
+        return render(*args, **values)
+
+    monkeypatch.setattr(ChatTemplate, "render", noting)
+    if "tools" in long:
+        long = {"tools": [{"type": "function", "function": {"name": "f", "description": "x" * 30_000}}]}
+    body = {"messages": [USER], "tool_choice": "required" if "tools" in long else None, **long}
+    assert post(serve(say("[]")), PATH, body).status_code == 200
+    assert ("MainThread" in threads) == (not long)
 
 
 def test_a_stream_begins_with_role_and_text_at_once() -> None:

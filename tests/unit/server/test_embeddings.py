@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests.unit.server.kit import POOLING, TOKENIZER, post, refusal, run, say, serve
-from tllm.core.errors import RequestError
+from tllm.core.errors import ClusterError, RequestError
+from tllm.server.admission.token_bucket import RateLimits
 from tllm.server.pooling.pooled_prompts import AT_ONCE, PooledPrompts
 from tllm.server.pooling.pooler_config import ModelPooling
 from tllm.server.pooling.score_prompts import AFTER, BEFORE, INSTRUCTION, ScorePrompts
@@ -200,6 +201,25 @@ def test_ollama_embeds_texts_by_both_names() -> None:
     assert len(engine.submitted[0].prompt_ids) == engine.max_model_len, "it is cut at its end"
     refused = post(serve(say()), "/api/embed", {**long, "truncate": False})
     assert refused.status_code == 400 and "context" in refused.json()["error"]
+
+
+def test_prompts_that_are_done_are_paid_for_though_a_later_one_fails() -> None:
+    engine = say()
+    app = serve(engine, max_sequences=2, rate_limit=RateLimits(tokens_per_minute=1000))
+    most = 0
+
+    def pooled(request: Request) -> tuple[float, ...]:
+        nonlocal most
+        most = max(most, engine.running)
+        if request.prompt_ids[0] == 5:
+            raise ClusterError("gone")
+        return (1.0,) * 4
+
+    engine._pooled = pooled  # type: ignore[method-assign]
+    assert post(app, "/v1/embeddings", {"input": [[n] * 10 for n in range(1, 9)]}).status_code == 503
+    assert most == 2, "no more than are taken at once"
+    left = int(app.keys.anonymous.headers()["x-ratelimit-remaining-tokens"])
+    assert 940 <= left < 990, "those before the fifth, and one or two after it, of ten tokens each"
 
 
 def test_the_first_prompt_that_fails_ends_the_others() -> None:

@@ -129,6 +129,13 @@ def test_more_tokens_than_the_context_leaves_are_no_error() -> None:
     assert made.usage.input_tokens + made.usage.output_tokens == engine.max_model_len
 
 
+def test_the_assistants_last_words_are_gone_on_with() -> None:
+    for words in ("{", [{"type": "text", "text": "{"}]):
+        engine, said = say(" x"), [*HELLO, {"role": "assistant", "content": words}]
+        assert post(over(engine), "/v1/messages", {**ASKED, "messages": said}).status_code == 200
+        assert prompt_of(engine).endswith("<assistant>{")
+
+
 def test_output_config_asks_for_a_form() -> None:
     engine = say(" x")
     form = {"format": {"type": "json_schema", "schema": {"type": "object"}}}

@@ -124,8 +124,18 @@ def test_options_mean_what_they_say() -> None:
     assert made.message.content == " one"
     by_client(over(engine), lambda client: client.chat("tiny", HELLO, options={"num_predict": -1}))
     assert engine.submitted[-1].params.max_tokens > 100
-    made = by_client(over(say(" a" * 9)), lambda client: client.chat("tiny", HELLO, options={"num_predict": 2}))
-    assert made.done_reason == "length"
+    for most in (2, 100_000):  # or what the context leaves
+        options = {"num_predict": most}
+        engine = say(" a" * 900)
+        made = by_client(over(engine), lambda client, options=options: client.chat("tiny", HELLO, options=options))
+        assert made.done_reason == "length" and made.eval_count == min(most, 256 - made.prompt_eval_count)
+
+
+def test_without_words_the_model_is_only_to_be_loaded() -> None:
+    engine = say()
+    assert by_client(over(engine), lambda client: client.generate("tiny")).done_reason == "load"
+    made = by_client(over(engine), lambda client: client.chat("tiny"))
+    assert made.done and made.done_reason == "load" and not made.message.content and not engine.submitted
 
 
 @pytest.mark.parametrize("form", ["json", {"type": "object", "properties": {"a": {"type": "integer"}}}])

@@ -118,6 +118,7 @@ def test_a_reply_that_is_cut_is_incomplete() -> None:
     made = by_client(over(say(" a" * 50)), work)
     assert made.status == "incomplete" and made.incomplete_details.reason == "max_output_tokens"
     assert made.usage.output_tokens == 4
+    assert [item.status for item in made.output] == ["incomplete"]
 
 
 def test_a_form_is_asked_for_as_the_client_does() -> None:

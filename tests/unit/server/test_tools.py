@@ -138,6 +138,10 @@ def test_a_strict_tool_whose_schema_cannot_be_followed_is_refused() -> None:
     assert post(serve(say("x"), template=TEMPLATE), PATH, coder).status_code == 200
     error = refusal(post(serve(say("x"), template=TEMPLATE, tool_call_parser="qwen3_coder"), PATH, coder), 400)
     assert "pattern of the text b" in error["message"]
+    for wrong in ({"required": 5}, {"required": [{}]}, {"$defs": [1]}):
+        app = serve(say("x"), template=TEMPLATE, tool_call_parser="qwen3_coder")
+        body = {**BODY, "tools": [offered(wrong, strict=True)], "tool_choice": "required" if "$defs" in wrong else None}
+        assert refusal(post(app, PATH, body), 400)["param"] == "tools"
     harmony = serve(say("x"), template=TEMPLATE, tool_call_parser="openai")
     assert "cannot be held" in refusal(post(harmony, PATH, coder), 400)["message"]
 

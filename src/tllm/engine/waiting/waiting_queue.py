@@ -11,7 +11,6 @@ with k others before it in order of arrival begins among the next OLDEST_TURN * 
 
 from __future__ import annotations
 
-import heapq
 from bisect import insort
 from collections.abc import Callable, Iterator
 from typing import Generic, Protocol, TypeVar
@@ -39,7 +38,7 @@ class WaitingQueue(Generic[S]):
         self.shares = VirtualTokenCounters()
         self._clock = clock
         self._groups: dict[tuple[int, str], list[S]] = {}  # each in order of arrival; none is empty
-        self._deadlines: list[tuple[float, int, S]] = []  # a heap; those that wait no longer are passed over
+        self._deadlines: dict[int, tuple[float, S]] = {}  # by key, of those that wait only so long
         self._num_begun = 0
 
     def __len__(self) -> int:
@@ -61,7 +60,7 @@ class WaitingQueue(Generic[S]):
         seconds = sequence.request.scheduling.max_queue_seconds
         # What has given out tokens before a node was lost has begun long ago.
         if seconds is not None and not sequence.request.output_ids:
-            heapq.heappush(self._deadlines, (self._clock() + seconds, sequence.key, sequence))
+            self._deadlines[sequence.key] = self._clock() + seconds, sequence
         self.put_back(sequence)
 
     def put_back(self, sequence: S) -> None:
@@ -77,6 +76,7 @@ class WaitingQueue(Generic[S]):
         group.remove(sequence)
         if not group:
             del self._groups[_group(sequence)]
+        self._deadlines.pop(sequence.key, None)
         self.shares.last = sequence.request.scheduling.tenant
 
     def begin(self, sequence: S, num_tokens: int) -> None:
@@ -91,11 +91,10 @@ class WaitingQueue(Generic[S]):
 
     def expired(self) -> list[S]:
         """Those that have waited for as long as they may; they are still in the queue, and named once."""
-        found, now = [], self._clock() if self._deadlines else 0.0
-        while self._deadlines and self._deadlines[0][0] <= now:
-            sequence = heapq.heappop(self._deadlines)[2]
-            if sequence in self._groups.get(_group(sequence), ()):
-                found.append(sequence)
+        now = self._clock() if self._deadlines else 0.0
+        found = [sequence for until, sequence in self._deadlines.values() if until <= now]
+        for sequence in found:
+            del self._deadlines[sequence.key]
         return found
 
     def _charge(self, sequence: S, cost: float) -> None:

@@ -7,7 +7,7 @@ names it.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -91,17 +91,16 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
 
 class MessagesChat(ChatRequest, kw_only=True):
-    """The chat that a request means. More tokens than the context leaves are not an error here: programs ask for what
-    the largest models give, and a reply that the context ends says so (`max_tokens`)."""
+    """The chat that a request means."""
 
-    def allowed_max_tokens(self, prompt_tokens: int, max_model_len: int, default: int | None) -> int:
-        if self.max_tokens is not None:
-            self.max_tokens = min(self.max_tokens, max(1, max_model_len - prompt_tokens))
-        return super().allowed_max_tokens(prompt_tokens, max_model_len, default)
+    takes_what_is_left: ClassVar[bool] = True
 
 
 def as_chat(request: CountTokensRequest) -> MessagesChat:
-    """The same as a chat. RequestError for what is not done here, by its name."""
+    """The same as a chat. Where the assistant has the last word, the reply goes on with that.
+
+    RequestError for what is not done here, by its name.
+    """
     choice = request.tool_choice
     chat = MessagesChat(
         model=request.model,
@@ -110,6 +109,8 @@ def as_chat(request: CountTokensRequest) -> MessagesChat:
         tool_choice=_tool_choice(choice),
         parallel_tool_calls=not (choice is not None and choice.disable_parallel_tool_use),
     )
+    last = chat.messages[-1]
+    chat.continue_final_message = last.role == "assistant" and bool(last.content) and not last.tool_calls
     if request.thinking is not None:
         chat.chat_template_kwargs = NO_REASONING if request.thinking.type == "disabled" else REASONING
     if isinstance(request, MessagesRequest):

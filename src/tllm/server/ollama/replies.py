@@ -56,17 +56,7 @@ class OllamaReply:
         return [*lines, {**last, "done": True, "done_reason": reason, **self._counts()}]
 
     def _line(self, reply: MergedReply) -> Line:
-        now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
-        line: Line = {"model": self._model, "created_at": now, "done": False}
-        thinking = {"thinking": reply.reasoning} if reply.reasoning else {}
-        if self._kind == "generate":
-            return {**line, "response": reply.text, **thinking}
-        message: Line = {"role": "assistant", "content": reply.text, **thinking}
-        if reply.calls:
-            message["tool_calls"] = [
-                {"function": {"name": call.name, "arguments": arguments_of(call.arguments)}} for call in reply.calls
-            ]
-        return {**line, "message": message}
+        return line_of(self._kind, self._model, reply)
 
     def _with_logprobs(self, line: Line) -> Line:
         scored, self._scored = self._scored, []
@@ -84,6 +74,26 @@ class OllamaReply:
             "eval_count": usage.completion_tokens,
             "eval_duration": round((now - first) * NANOSECONDS),
         }
+
+
+def line_of(kind: Kind, model: str, reply: MergedReply) -> Line:
+    """A line with some of a reply, or all of it."""
+    now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+    line: Line = {"model": model, "created_at": now, "done": False}
+    thinking = {"thinking": reply.reasoning} if reply.reasoning else {}
+    if kind == "generate":
+        return {**line, "response": reply.text, **thinking}
+    message: Line = {"role": "assistant", "content": reply.text, **thinking}
+    if reply.calls:
+        message["tool_calls"] = [
+            {"function": {"name": call.name, "arguments": arguments_of(call.arguments)}} for call in reply.calls
+        ]
+    return {**line, "message": message}
+
+
+def loaded(kind: Kind, model: str) -> Line:
+    """The reply to who asks for nothing but that the model be loaded."""
+    return {**line_of(kind, model, MergedReply()), "done": True, "done_reason": "load"}
 
 
 async def reply_lines(reply: OllamaReply, job: GenerationJob) -> AsyncGenerator[bytes, None]:

@@ -6,7 +6,7 @@ loaded already. Images are refused.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -142,6 +142,18 @@ class OllamaEmbeddingsRequest(msgspec.Struct, kw_only=True):
     prompt: str
 
 
+class OllamaChat(ChatRequest, kw_only=True):
+    """The chat that a request means."""
+
+    takes_what_is_left: ClassVar[bool] = True
+
+
+class OllamaCompletion(CompletionRequest, kw_only=True):
+    """The completion that a request means."""
+
+    takes_what_is_left: ClassVar[bool] = True
+
+
 def as_chat(request: OllamaChatRequest) -> ChatRequest:
     """The same as a chat."""
     messages, calls = list[RequestMessage](), list[str]()
@@ -155,7 +167,7 @@ def as_chat(request: OllamaChatRequest) -> ChatRequest:
             said.name = message.tool_name
             said.tool_call_id = calls.pop(0) if calls else None
         messages.append(said)
-    chat = ChatRequest(model=named(request.model), messages=messages, tools=request.tools)
+    chat = OllamaChat(model=named(request.model), messages=messages, tools=request.tools)
     return _with_options(chat, request)
 
 
@@ -166,10 +178,10 @@ def as_generation(request: OllamaGenerateRequest) -> ChatRequest | CompletionReq
         if getattr(request, name):
             raise RequestError(f"{name} is not supported by this server", f"leave {name} out", name)
     if request.raw:
-        return _with_options(CompletionRequest(model=named(request.model), prompt=request.prompt), request)
+        return _with_options(OllamaCompletion(model=named(request.model), prompt=request.prompt), request)
     system = [RequestMessage(role="system", content=request.system)] if request.system else []
     user = RequestMessage(role="user", content=request.prompt)
-    return _with_options(ChatRequest(model=named(request.model), messages=[*system, user]), request)
+    return _with_options(OllamaChat(model=named(request.model), messages=[*system, user]), request)
 
 
 def named(model: str) -> str:

@@ -13,7 +13,7 @@ from tllm.server.http.auth import cache_salt
 from tllm.server.http.caller import caller_of
 from tllm.server.http.routed import decode, json_reply, lines_reply
 from tllm.server.ollama.models import SPOKEN, listed, running, shown
-from tllm.server.ollama.replies import NANOSECONDS, Kind, OllamaReply, reply_lines, whole_reply
+from tllm.server.ollama.replies import NANOSECONDS, Kind, OllamaReply, loaded, reply_lines, whole_reply
 from tllm.server.ollama.requests import (
     OllamaChatRequest,
     OllamaEmbeddingsRequest,
@@ -74,6 +74,8 @@ class OllamaRoutes:
 
     async def chat(self, http: HttpRequest) -> Response:
         request = decode(await http.body(), OllamaChatRequest)
+        if not request.messages:
+            return self._loaded("chat", request)
         chat = as_chat(request)
         chat.cache_salt = cache_salt(http.scope, None)
         return await self._answer(await self._completions.chat(chat, caller_of(http.scope)), "chat", request)
@@ -81,6 +83,8 @@ class OllamaRoutes:
     async def generate(self, http: HttpRequest) -> Response:
         request = decode(await http.body(), OllamaGenerateRequest)
         asked = as_generation(request)
+        if not request.prompt:
+            return self._loaded("generate", request)
         asked.cache_salt = cache_salt(http.scope, None)
         if isinstance(asked, ChatRequest):
             job = await self._completions.chat(asked, caller_of(http.scope))
@@ -112,6 +116,11 @@ class OllamaRoutes:
     def _named_tokens(self, scored: list[ScoredToken]) -> list[Any]:
         tokenizer = self._prompts.tokenizer
         return list(chat_logprobs(scored, tokenizer, labeller(tokenizer, False)).content)
+
+    def _loaded(self, kind: Kind, request: OllamaRequest) -> Response:
+        """ollama's programs send a request without words to have the model loaded, as it is."""
+        self._completions.check_model(named(request.model))
+        return json_reply(loaded(kind, request.model))
 
     async def _answer(self, job: GenerationJob, kind: Kind, request: OllamaRequest) -> Response:
         reply = OllamaReply(job, kind, request.model, self._named_tokens if request.logprobs else None)

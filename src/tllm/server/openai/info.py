@@ -10,6 +10,7 @@ from tllm.server.http.errors import HttpError
 from tllm.server.openai.engine_client import EngineClient, Health, RequestRouter
 from tllm.server.openai.prompts import Prompts
 from tllm.server.openai.requests import TokenizeRequest
+from tllm.server.openai.tools import OfferedTools
 
 STARTED = int(time.time())
 
@@ -91,7 +92,8 @@ async def tokenize(prompts: Prompts, request: TokenizeRequest, limit: int) -> di
         variables = {**(request.chat_template_kwargs or {}), "add_generation_prompt": not go_on}
         if request.add_generation_prompt is not None:
             variables["add_generation_prompt"] = request.add_generation_prompt
-        prompt = await prompts.chat(request.messages, bool(request.add_special_tokens), go_on, variables)
+        tools = OfferedTools(request.tools, None, None).for_template()
+        prompt = await prompts.chat(request.messages, bool(request.add_special_tokens), go_on, variables, tools)
         ids = list(prompt.ids)
     else:
         ids = await prompts.encode(request.prompt or "", request.add_special_tokens is not False)

@@ -18,6 +18,7 @@ from tllm.text.tokenizer import Tokenizer
 
 _IN_THREAD = 20_000  # characters: beyond this the event loop would be held up for milliseconds
 _IDS = 1 << 31
+DEVELOPER = "developer"
 
 
 @dataclass(frozen=True)
@@ -44,34 +45,42 @@ class Prompts:
             return [await self.text(prompt, add_special_tokens)]
         if all(isinstance(item, int) for item in prompt):
             return [self._ids(prompt)]
-        prompts = []
-        for item in prompt:
-            if isinstance(item, int):
-                raise RequestError("a batch holds texts or lists of ids, not bare ids among them", param="prompt")
-            prompts.append(await self.text(item, add_special_tokens) if isinstance(item, str) else self._ids(item))
-        return prompts
+        if any(isinstance(item, int) for item in prompt):
+            raise RequestError("a batch holds texts or lists of ids, not bare ids among them", param="prompt")
+        texts = [item for item in prompt if isinstance(item, str)]
+        made = iter(await self._texts(texts, add_special_tokens) if texts else ())
+        return [next(made) if isinstance(item, str) else self._ids(item) for item in prompt]
 
     async def text(self, text: str, add_special_tokens: bool) -> Prompt:
         """A text's prompt. A text that cannot fit is refused before work is spent on it."""
-        tokenizer = self.need_tokenizer("a text prompt")
-        if len(text) > _IN_THREAD:
-            max_characters = (self._max_model_len + 1) * tokenizer.longest_piece
-            if len(text) > max_characters:
-                message = (
-                    f"the prompt has {len(text)} characters; {self._max_model_len} tokens hold at most {max_characters}"
-                )
-                raise HttpError(400, message, code="context_length_exceeded", param="prompt")
-        ids = await self.encode(text, add_special_tokens)
-        if not ids:
-            raise RequestError("the prompt has no tokens", "give at least one character", "prompt")
-        return Prompt(tuple(ids), text)
+        [prompt] = await self._texts([text], add_special_tokens)
+        return prompt
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Ids of any text; a long one is encoded aside, so that other requests go on."""
+        """Ids of any text."""
+        [ids] = await self._encoded([text], add_special_tokens)
+        return ids
+
+    async def _texts(self, texts: Sequence[str], add_special_tokens: bool) -> list[Prompt]:
+        longest = max(map(len, texts))
+        if longest > _IN_THREAD:
+            most = (self._max_model_len + 1) * self.need_tokenizer("a text prompt").longest_piece
+            if longest > most:
+                message = f"the prompt has {longest} characters; {self._max_model_len} tokens hold at most {most}"
+                raise HttpError(400, message, code="context_length_exceeded", param="prompt")
+        found = await self._encoded(texts, add_special_tokens)
+        if not all(found):
+            raise RequestError("the prompt has no tokens", "give at least one character", "prompt")
+        return [Prompt(tuple(ids), text) for ids, text in zip(found, texts, strict=True)]
+
+    async def _encoded(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        """Much text is encoded aside, so that other requests go on."""
         tokenizer = self.need_tokenizer("a text")
-        if len(text) > _IN_THREAD:
-            return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
-        return tokenizer.encode(text, add_special_tokens)
+
+        def encode() -> list[list[int]]:
+            return [tokenizer.encode(text, add_special_tokens) for text in texts]
+
+        return encode() if sum(map(len, texts)) <= _IN_THREAD else await asyncio.to_thread(encode)
 
     async def chat(
         self,
@@ -87,10 +96,11 @@ class Prompts:
             raise RequestError(
                 "this model has no chat template", "use /v1/completions, or start the server with --chat-template FILE"
             )
-        chat = [_for_template(message) for message in messages]
-        render, size = self.template.render, sum(len(message["content"] or "") for message in chat)
+        chat = [_for_template(message, self.template.all_sources) for message in messages]
+        render = self.template.render
         values = {"add_generation_prompt": not continue_final_message, **variables, "tools": tools}
-        if size > _IN_THREAD:
+        shown = (chat, [value for value in values.values() if not callable(value)])
+        if len(msgspec.json.encode(shown)) > _IN_THREAD:
             text = await asyncio.to_thread(render, chat, continue_final_message=continue_final_message, **values)
         else:
             text = render(chat, continue_final_message=continue_final_message, **values)
@@ -113,10 +123,13 @@ class Prompts:
         return Prompt(tuple(ids))
 
 
-def _for_template(message: RequestMessage) -> dict[str, Any]:
-    """A message as chat templates read it: content is one text."""
+def _for_template(message: RequestMessage, template: str) -> dict[str, Any]:
+    """A message as chat templates read it: content is one text. Few know of developers, and would leave out what these
+    say: to the others it is the system's."""
     values: dict[str, Any] = msgspec.to_builtins(message)
     values["content"] = _content(message)
+    if message.role == DEVELOPER and not any(f"{mark}{DEVELOPER}{mark}" in template for mark in "'\""):
+        values["role"] = "system"
     for call in values.get("tool_calls", ()):
         function = call.get("function")
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):

@@ -8,7 +8,7 @@ its values into the engine's `SamplingParams`, which keep their names from there
 from __future__ import annotations
 
 import secrets
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -39,8 +39,13 @@ class StreamOptions(msgspec.Struct):
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
-    """What completions and chat completions have in common."""
+    """What completions and chat completions have in common.
 
+    More tokens than the context leaves are an error; not so where `takes_what_is_left`, as programs of other interfaces
+    ask for what the largest models give. A reply that the context ends says so.
+    """
+
+    takes_what_is_left: ClassVar[bool] = False
     model: str | None = None
     max_tokens: TokenCount | None = None
     max_completion_tokens: TokenCount | None = None
@@ -107,6 +112,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         """
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         room = max_model_len - prompt_tokens
+        if max_tokens is not None and self.takes_what_is_left:
+            max_tokens = min(max_tokens, max(1, room))
         if room < 1 or (max_tokens is not None and max_tokens > room):
             needs = f"{prompt_tokens} prompt tokens" + (f" and {max_tokens} to generate" if max_tokens else "")
             raise HttpError(
@@ -238,12 +245,7 @@ class ChatRequest(SamplingFields, kw_only=True):
         if self.continue_final_message and self.add_generation_prompt:
             message = "continue_final_message and add_generation_prompt exclude each other"
             raise RequestError(message, param="continue_final_message")
-        overridden = {"messages", "tools", "add_generation_prompt", "continue_final_message"} & set(
-            self.chat_template_kwargs or {}
-        )
-        if overridden:
-            message = f"chat_template_kwargs may not set {sorted(overridden)[0]}"
-            raise RequestError(message, "use the field of that name", "chat_template_kwargs")
+        check_template_kwargs(self.chat_template_kwargs)
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -255,11 +257,14 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
     return_token_strs: bool | None = None
 
     def check(self, limits: RequestLimits) -> None:
         """RequestError for more than the limits."""
         at_most(len(self.messages or ()), limits.max_messages, "messages", "messages")
+        at_most(len(self.tools or ()), limits.max_tools, "tools", "tools")
+        check_template_kwargs(self.chat_template_kwargs)
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
@@ -272,6 +277,14 @@ def at_most(have: int, most: int, param: str, what: str) -> None:
     """RequestError for more of something than is taken."""
     if have > most:
         raise RequestError(f"{param} has {have} {what}, at most {most} are taken", "send fewer", param)
+
+
+def check_template_kwargs(given: dict[str, Any] | None) -> None:
+    """RequestError for a variable of the template that a field of the request says."""
+    overridden = {"messages", "tools", "add_generation_prompt", "continue_final_message"} & set(given or {})
+    if overridden:
+        message = f"chat_template_kwargs may not set {sorted(overridden)[0]}"
+        raise RequestError(message, "use the field of that name", "chat_template_kwargs")
 
 
 _REFUSED_IN: dict[type, tuple[str, ...]] = {}

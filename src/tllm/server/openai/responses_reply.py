@@ -55,7 +55,7 @@ class ResponseStream:
                 self._text += event.text
                 yield self._of_item("response.function_call_arguments.delta", delta=event.text)
             else:
-                yield from self._close()
+                yield from self._close("incomplete" if event.reason == "length" else "completed")
                 self._finish = event
                 kind = "incomplete" if event.reason == "length" else "completed"
                 yield self._event(f"response.{kind}", response=self.response())
@@ -126,12 +126,12 @@ class ResponseStream:
         self._items.append({**item, "status": "in_progress"})
         return self._event("response.output_item.added", output_index=len(self._items) - 1, item=self._items[-1])
 
-    def _close(self) -> Iterator[bytes]:
-        """The last events of the open item, if there is one."""
+    def _close(self, status: str = "completed") -> Iterator[bytes]:
+        """The last events of the open item, if there is one. The reply may have been cut inside of it."""
         kind, self._open = self._open, ""
         if kind == "":
             return
-        item = self._items[-1] = {**self._items[-1], "status": "completed"}
+        item = self._items[-1] = {**self._items[-1], "status": status}
         if isinstance(kind, int):
             item["arguments"] = self._text
             name = item["name"]

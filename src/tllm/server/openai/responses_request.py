@@ -29,9 +29,6 @@ TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_te
 LOGPROBS = "message.output_text.logprobs"
 """What `include` may not ask for. The others are of tools that OpenAI's servers run, and nothing of those comes."""
 
-ROLES = {"developer": "system"}
-"""Roles that chat templates call otherwise."""
-
 
 class InputPart(msgspec.Struct, kw_only=True):
     """One part of a content; only text is understood."""
@@ -157,7 +154,7 @@ def _messages(request: ResponsesRequest) -> list[RequestMessage]:
         return [*messages, RequestMessage(role="user", content=request.input)]
     for item in request.input:
         if item.type == "message" and item.role is not None:
-            said = RequestMessage(role=ROLES.get(item.role, item.role), content=_text(item.content))
+            said = RequestMessage(role=item.role, content=_text(item.content))
             if item.role == "assistant" and _is_open(messages):  # its reasoning came as an item of its own
                 messages[-1].content = said.content
             else:

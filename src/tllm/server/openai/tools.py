@@ -135,7 +135,12 @@ def _definitions(schemas: Mapping[str, Mapping[str, Any]]) -> Schema:
     moved: dict[str, dict[str, Any]] = {}
     for name, schema in schemas.items():
         for key in ("$defs", "definitions"):
-            for word, definition in (schema.get(key) or {}).items():
+            given = schema.get(key) or {}
+            if not isinstance(given, dict):
+                raise RequestError(
+                    f"{key} of the tool {name} is a {type(given).__name__}, not an object", param="tools"
+                )
+            for word, definition in given.items():
                 known = moved.setdefault(key, {}).setdefault(word, definition)
                 if known != definition:
                     message = f"{key}.{word[:80]} of the tool {name} is another one than that of a tool before it"

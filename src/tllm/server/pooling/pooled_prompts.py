@@ -16,7 +16,7 @@ from tllm.server.pooling.vectors import Vector, cosine, embedding
 from tllm.spec.request import Output, PoolingParams, Request, SamplingParams, Scheduling
 
 AT_ONCE = 64
-"""Prompts of one call that the engine has at a time."""
+"""Prompts of one call that the engine has at a time, at most."""
 
 T = TypeVar("T")
 
@@ -44,17 +44,22 @@ class Scores:
 
 @dataclass(frozen=True)
 class Asker:
-    """Who asks: the salt of the prefixes of their prompts, and when these begin among others that wait."""
+    """Who asks: the salt of the prefixes of their prompts, and when these begin among others that wait.
+
+    `pays(tokens, cached)` is called for each prompt that is done, `cached` of whose tokens were not computed.
+    """
 
     salt: str = ""
     scheduling: Scheduling = field(default_factory=Scheduling)
+    pays: Callable[[int, int], None] = lambda tokens, cached: None
 
 
 ANYBODY = Asker()
 
 
 class PooledPrompts:
-    """What one model makes of prompts besides replies. `check` refuses a prompt that is too long."""
+    """What one model makes of prompts besides replies, `at_once` of a call at a time. `check` refuses a prompt that is
+    too long."""
 
     def __init__(
         self,
@@ -62,8 +67,10 @@ class PooledPrompts:
         pooling: ModelPooling,
         prompts: ScorePrompts,
         check: Callable[[Sequence[int]], None] = lambda ids: None,
+        at_once: int = AT_ONCE,
     ) -> None:
         self._run, self.pooling, self._prompts, self._check = run, pooling, prompts, check
+        self.at_once = at_once
 
     async def embed(
         self,
@@ -115,7 +122,7 @@ class PooledPrompts:
     async def pooled(
         self, prompts: Sequence[Sequence[int]], params: PoolingParams, asker: Asker = ANYBODY
     ) -> list[Output]:
-        """What each prompt comes to, `AT_ONCE` of them at a time; the first that fails ends the others."""
+        """What each prompt comes to; the first that fails ends the others."""
         for ids in prompts:
             self._check(ids)
         found: dict[int, Output] = {}
@@ -132,8 +139,9 @@ class PooledPrompts:
                     scheduling=asker.scheduling,
                 )
                 found[place] = await self._run(request)
+                asker.pays(len(ids), found[place].cached_tokens)
 
-        tasks = [asyncio.create_task(work()) for _ in range(min(AT_ONCE, len(prompts)))]
+        tasks = [asyncio.create_task(work()) for _ in range(min(self.at_once, len(prompts)))]
         try:
             await asyncio.gather(*tasks)
         finally:

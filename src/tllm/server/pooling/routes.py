@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,6 @@ from starlette.routing import Route
 from starlette.types import Scope
 
 from tllm.core.errors import RequestError
-from tllm.server.admission.account import Charge
 from tllm.server.http.auth import cache_salt
 from tllm.server.http.caller import Caller, caller_of
 from tllm.server.http.errors import HttpError
@@ -28,6 +27,8 @@ from tllm.server.pooling.pooler_config import ModelPooling
 from tllm.server.pooling.requests import EmbeddingRequest, RerankRequest, ScoreRequest
 from tllm.server.pooling.score_prompts import ScorePrompts
 from tllm.server.pooling.vectors import as_base64, as_list
+
+Pays = Callable[[int, int], None]
 
 COHERE = "/v2/rerank"
 """At this path replies are as Cohere's version 2 has them: without the documents."""
@@ -48,7 +49,8 @@ class PoolingRoutes:
         self._pooled: PooledPrompts | None = None
         if pooling is not None:
             of_scores = ScorePrompts(prompts.tokenizer, prompts.template, pooling.answers)
-            self._pooled = PooledPrompts(router.pool, pooling, of_scores, self._check_length)
+            at_once = min(AT_ONCE, router.max_sequences)
+            self._pooled = PooledPrompts(router.pool, pooling, of_scores, self._check_length, at_once)
 
     def table(self) -> list[Route]:
         post = {
@@ -110,33 +112,33 @@ class PoolingRoutes:
     ) -> list[EmbeddedPrompt]:
         """The embedding of each prompt, where the server has room for them."""
         caller = caller_of(scope)
-        with self._room(len(ids), caller, sum(map(len, ids))) as (pooled, charge):
-            found = await pooled.embed(ids, dimensions, normalize, self._asker(scope, salt, caller))
-            charge.use(0, sum(one.num_cached_tokens for one in found))
-        return found
+        with self._room(len(ids), caller, sum(map(len, ids))) as (pooled, pays):
+            return await pooled.embed(ids, dimensions, normalize, self._asker(scope, salt, caller, pays))
 
     async def _score(
         self, pairs: Sequence[tuple[str, str]], scope: Scope, request: ScoreRequest | RerankRequest
     ) -> Scores:
         caller, activation = caller_of(scope), request.use_activation is not False
-        with self._room(len(pairs), caller) as (pooled, charge):
-            asker = self._asker(scope, request.cache_salt, caller)
-            scores = await pooled.score(pairs, request.instruction, asker, activation)
-            charge.prompt_tokens = scores.prompt_tokens  # before that nobody knew
-            charge.use(0, 0)
-        return scores
+        with self._room(len(pairs), caller) as (pooled, pays):
+            asker = self._asker(scope, request.cache_salt, caller, pays)
+            return await pooled.score(pairs, request.instruction, asker, activation)
 
-    def _asker(self, scope: Scope, salt: str | None, caller: Caller) -> Asker:
-        return Asker(cache_salt(scope, salt) or "", caller.scheduling(None, self._settings))
+    def _asker(self, scope: Scope, salt: str | None, caller: Caller, pays: Pays) -> Asker:
+        return Asker(cache_salt(scope, salt) or "", caller.scheduling(None, self._settings), pays)
 
     @contextmanager
-    def _room(self, count: int, caller: Caller, prompt_tokens: int = 0) -> Iterator[tuple[PooledPrompts, Charge]]:
-        """Room for so many prompts, as far as they run at once."""
+    def _room(self, count: int, caller: Caller, prompt_tokens: int = 0) -> Iterator[tuple[PooledPrompts, Pays]]:
+        """Room for so many prompts, as far as they run at once. Each is paid for when it is done."""
         if self._pooled is None:
             raise RequestError("this server was not told how its model is pooled", "start it with `tllm serve`")
-        at_once = min(count, AT_ONCE, self._router.max_sequences)
-        with self._router.admit(at_once, caller.account, prompt_tokens, 0) as charge:
-            yield self._pooled, charge
+        with self._router.admit(min(count, self._pooled.at_once), caller.account, prompt_tokens, 0) as charge:
+            charge.prompt_tokens = 0  # so far
+
+            def pays(tokens: int, cached: int) -> None:
+                charge.prompt_tokens += tokens
+                charge.use(0, charge.cached + cached)
+
+            yield self._pooled, pays
 
     def model(self, name: str | None) -> str:
         """The model's name that was asked for. RequestError for an adapter's."""

@@ -59,7 +59,10 @@ def why_not_in_tags(schema: Mapping[str, Any]) -> str:
     properties = schema.get("properties") or {}
     if not isinstance(properties, Mapping):
         return "properties that are no object"
-    if set(schema.get("required") or ()) - properties.keys():
+    required = schema.get("required") or ()
+    if not isinstance(required, list | tuple) or not all(isinstance(key, str) for key in required):
+        return "what is required is no list of names"
+    if set(required) - properties.keys():
         return "a required property that is not described"
     if isinstance(schema.get("additionalProperties"), Mapping):
         return "additionalProperties with a schema"

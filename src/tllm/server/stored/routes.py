@@ -18,14 +18,14 @@ from starlette.routing import Route
 
 from tllm.core.errors import RequestError
 from tllm.server.http.auth import key_of
-from tllm.server.http.errors import MESSAGES, HttpError, draining, overloaded
+from tllm.server.http.errors import MESSAGES, HttpError, draining
 from tllm.server.http.query import number_of
 from tllm.server.http.routed import json_reply
 from tllm.server.http.sse import EventStream
 from tllm.server.openai.prepared_reply import Prepare, PreparedReply
 from tllm.server.reply.reply_ids import ReplyIds
 from tllm.server.stored.replay import Replay, numbered
-from tllm.server.stored.stream_store import StreamStore, TakenStream
+from tllm.server.stored.stream_store import StreamStore, TakenStream, no_room
 from tllm.spec.request import StreamRecord
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
@@ -99,7 +99,7 @@ class ReplyRoutes:
         await self._store.open(record, [choice.request for choice in job.choices], job.account)
         taken = await self._store.take_up(record.id, owner)
         if taken is None:
-            raise overloaded("the replies that are kept leave no room for this one", 1.0)
+            raise no_room()
         is_told_now = reply.is_background and not reply.is_stream
         job.outputs = Replay(taken, until_now=is_told_now).outputs()
         if reply.is_stream:

@@ -18,7 +18,7 @@ import msgspec
 
 from tllm.core.errors import TllmError
 from tllm.server.admission.account import Account, Charge
-from tllm.server.http.errors import HttpError, too_late
+from tllm.server.http.errors import HttpError, overloaded, too_late
 from tllm.server.http.settings import ServerSettings
 from tllm.server.openai.choice import ChoiceOptions, ReplyChoice
 from tllm.server.openai.engine_client import RequestRouter
@@ -81,6 +81,8 @@ class LocalStreamStore:
         with ExitStack() as entered:
             charge = entered.enter_context(self._router.admit(len(requests), account, *size_of(requests), lasting=True))
             stream = self.streams.opened(record, [seeded(request) for request in requests])
+            if not self.streams.is_kept(stream):
+                raise no_room()
             admitted = entered.pop_all()
         choices = [self._choice(record, request) for request in stream.requests]
         self._begin(stream, choices, charge, admitted)
@@ -97,6 +99,8 @@ class LocalStreamStore:
             self.streams.delivered(stream, output)
             if (choice := choices[output.request_id]).finish_reason is None:
                 choice.read(output)
+        if not self.streams.is_kept(stream):
+            return  # there is no room for it here, and nobody reads it
         if kept.is_over:
             error = TllmError(kept.error) if kept.error else None
             for request in kept.requests:
@@ -116,8 +120,15 @@ class LocalStreamStore:
         self._begin(stream, left, charge, admitted)
 
     def _begin(self, stream: StoredStream, choices: Sequence[ReplyChoice], charge: Charge, admitted: ExitStack) -> None:
-        running = self._run(stream, choices, charge, admitted)
-        self._running[stream.record.id] = asyncio.create_task(running, name=stream.record.id)
+        name = stream.record.id
+        running = self._running[name] = asyncio.create_task(self._run(stream, choices, charge), name=name)
+
+        def ended(_: asyncio.Task[None]) -> None:  # also where it was cancelled before it began
+            admitted.close()
+            del self._running[name]
+            asyncio.get_running_loop().call_later(self._seconds, self.streams.expire)  # if nobody comes until then
+
+        running.add_done_callback(ended)
 
     async def take_up(self, stream_id: str, owner: str) -> TakenStream | None:
         """The stream from its beginning on; None where there is none that is this owner's."""
@@ -136,16 +147,13 @@ class LocalStreamStore:
             self.streams.forget(stream)
         return True
 
-    async def _run(
-        self, stream: StoredStream, choices: Sequence[ReplyChoice], charge: Charge, admitted: ExitStack
-    ) -> None:
+    async def _run(self, stream: StoredStream, choices: Sequence[ReplyChoice], charge: Charge) -> None:
         """Run all choices, until each has ended or the first fails, which ends all, as does too long a time."""
         error = TllmError("the server failed; its log says more")
         try:
-            with admitted:
-                async with asyncio.timeout(self._router.request_seconds or None), asyncio.TaskGroup() as tasks:
-                    for choice in choices:
-                        tasks.create_task(self._run_one(stream, choice, partial(_use, charge, choices)))
+            async with asyncio.timeout(self._router.request_seconds or None), asyncio.TaskGroup() as tasks:
+                for choice in choices:
+                    tasks.create_task(self._run_one(stream, choice, partial(_use, charge, choices)))
         except TimeoutError:
             error = TllmError(too_late(self._router.request_seconds).message)
         except ExceptionGroup as group:
@@ -157,8 +165,6 @@ class LocalStreamStore:
         finally:
             for choice in choices:
                 self.streams.closed(stream, choice.request.id, error)
-            del self._running[stream.record.id]
-            asyncio.get_running_loop().call_later(self._seconds, self.streams.expire)  # if nobody comes until then
 
     def _choice(self, record: StreamRecord, request: Request) -> ReplyChoice:
         options = ChoiceOptions(
@@ -203,6 +209,11 @@ class LocalStreamStore:
             self.streams.closed(stream, request_id)
         if (task := self._running.get(stream.record.id)) is not None:
             task.cancel()
+
+
+def no_room() -> HttpError:
+    """A reply is too large to be kept beside those that somebody reads."""
+    return overloaded("the replies that are kept leave no room for this one", 1.0)
 
 
 def seeded(request: Request) -> Request:

@@ -140,13 +140,14 @@ def test_deadlines_end_what_has_not_begun_and_nothing_else() -> None:
         waiting.add(sequence)
     waiting.begin(begun, 3)
     waiting.remove(gone)
+    assert len(waiting._deadlines) == 1, "nothing is kept of what waits no longer"
+    waiting.put_back(begun)  # it was preempted
     now[0] = 1.999
     assert waiting.expired() == []
     now[0] = 2.0
     assert waiting.expired() == [late]
     assert waiting.expired() == [], "each is named once"
     waiting.remove(late)
-    waiting.put_back(begun)
     now[0] = 100.0
     assert waiting.expired() == [], "what has begun, or gave out tokens before a loss, has no deadline"
 

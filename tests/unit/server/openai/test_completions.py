@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 
 from tests.unit.server.kit import SAID, TOKENIZER, chunks, post, refusal, say, serve
 from tllm.spec.request import SamplingParams
+from tllm.text.tokenizer import Tokenizer
 
 PATH = "/v1/completions"
 
@@ -99,6 +101,19 @@ def test_prompts_as_text_ids_and_batches(prompt: Any, ids: list[list[int]]) -> N
     assert [list(request.prompt_ids) for request in engine.submitted] == ids
     assert [choice["index"] for choice in reply["choices"]] == list(range(len(ids)))
     assert reply["usage"]["prompt_tokens"] == sum(map(len, ids))
+
+
+def test_many_texts_are_encoded_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them is short, and together they would hold up all other requests."""
+    engine, threads, encode = say(), set[str](), Tokenizer.encode
+
+    def noting(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        threads.add(threading.current_thread().name)
+        return encode(self, text, add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", noting)
+    assert len(ask(engine, prompt=["word " * 20] * 300, max_tokens=1)["choices"]) == 300
+    assert threads and "MainThread" not in threads
 
 
 def test_n_choices_have_seeds_in_a_row_and_count_the_prompt_once() -> None:

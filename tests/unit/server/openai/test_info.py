@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.unit.server.kit import SAID, TOKENIZER, get, post, refusal, say, serve
 from tllm.server.openai.engine_client import Health
+from tllm.text.chat_template import ChatTemplate
 
 
 def test_three_kinds_of_health() -> None:
@@ -85,6 +86,13 @@ def test_tokens_and_back() -> None:
     long = post(app, "/tokenize", {"prompt": "word " * 9000}).json()
     assert long["count"] > 9000
     refusal(post(app, "/tokenize", {}), 400)
+    asked = {"messages": [{"role": "user", "content": "hi"}]}
+    wrong = post(app, "/tokenize", {**asked, "chat_template_kwargs": {"continue_final_message": True}})
+    assert refusal(wrong, 400)["param"] == "chat_template_kwargs"
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    template = ChatTemplate("{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}hi")
+    shown = post(serve(say(), template=template), "/tokenize", {**asked, "tools": tools}).json()["tokens"]
+    assert TOKENIZER.decode(shown) == "[f]hi", "a chat's tools are in its prompt"
     refusal(post(app, "/detokenize", {"tokens": [-1]}), 400)
     assert get(app, "/tokenizer_info").json()["eos_token"] == "</s>"
 

@@ -18,6 +18,7 @@ from tests.unit.server.kit import client, refusal, run, say, serve
 from tllm.core.errors import ClusterError
 from tllm.server.app import App
 from tllm.server.stored.stream_store import LocalStreamStore
+from tllm.spec.request import KeptReply, Request, SamplingParams, StreamRecord
 
 KEYS = ("first-key", "second-key")
 ASKED: dict[str, dict[str, Any]] = {
@@ -282,6 +283,32 @@ def test_what_runs_for_nobody_is_in_hand() -> None:
         assert app.router.in_hand == 2
         engine.go_on.set()
         await until(lambda: app.router.in_hand == 0)
+
+    run(work())
+
+
+def test_what_finds_no_room_runs_for_nobody_and_is_in_hand_no_more() -> None:
+    async def work() -> None:
+        engine = say()
+        engine.hold_after = 1
+        app = serve(engine, keep_streams_bytes=1)
+        assert (await Asker(app).http.post(PATHS[0], json={"prompt": "hi", "store": True})).status_code == 429
+        names, account = [f"cmpl-{digit * 32}" for digit in "ab"], app.keys.anonymous
+        asked = [Request(id=name, prompt_ids=(5,), params=SamplingParams()) for name in names]
+        records = [StreamRecord(id=name, body=b"x" * 400, owner="", created=1) for name in names]
+        assert isinstance(app.store, LocalStreamStore)
+        app.store.restore(KeptReply(record=records[0], requests=(asked[0],)), account)
+        await asyncio.sleep(0.01)
+        assert app.router.in_hand == 0 and not engine.submitted
+
+        app = serve(engine, keep_streams_bytes=1000)  # for one of them
+        account = app.keys.anonymous
+        both = zip(records, asked, strict=True)
+        await asyncio.gather(*(app.store.open(record, [request], account) for record, request in both))
+        assert await app.store.take_up(names[0], "") is None, "the second one took its place before it had begun"
+        engine.go_on.set()
+        await until(lambda: app.router.in_hand == 0)
+        assert [request.id for request in engine.submitted] == names[1:]
 
     run(work())
 
