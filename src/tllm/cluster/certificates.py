@@ -85,22 +85,22 @@ class Authority:
     @classmethod
     def open(cls, folder: Path) -> Authority:
         """The authority kept in `folder`, made there on first use; its key is readable by its owner only."""
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         key_path, certificate_path = folder / KEY_FILE, folder / CERTIFICATE_FILE
-        if not key_path.exists() and _write_once(key_path, _key_pem(ec.generate_private_key(ec.SECP256R1()))):
-            certificate_path.unlink(missing_ok=True)
-        if key_path.stat().st_mode & 0o077:
-            raise AuthError(f"{key_path} can be read by others", f"chmod 600 {key_path}")
         try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not key_path.exists() and _write_once(key_path, _key_pem(ec.generate_private_key(ec.SECP256R1()))):
+                certificate_path.unlink(missing_ok=True)
+            if key_path.stat().st_mode & 0o077:
+                raise AuthError(f"{key_path} can be read by others", f"chmod 600 {key_path}")
             key = key_path.read_bytes()
-            if not certificate_path.exists():
-                _write_once(certificate_path, cls._of_key(_loaded(key)).pem)
-            return cls.restore(certificate_path.read_bytes(), key)
+            try:
+                if not certificate_path.exists():
+                    _write_once(certificate_path, cls._of_key(_loaded(key)).pem)
+                return cls.restore(certificate_path.read_bytes(), key)
+            except AuthError as error:
+                raise AuthError(f"{folder}: {error.message}", "move the folder away to begin anew") from error
         except OSError as error:
-            reason = str(error)
-        except AuthError as error:
-            reason = error.message
-        raise AuthError(f"{folder}: {reason}", "move the folder away to begin anew")
+            raise AuthError(f"{folder} cannot keep the cluster's authority: {error}", "give another folder") from error
 
     @classmethod
     def restore(cls, certificate: bytes, key: bytes) -> Authority:

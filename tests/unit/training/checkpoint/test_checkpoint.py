@@ -67,7 +67,7 @@ def test_transformers_opens_it(tmp_path: Path, tied: bool, dtype: torch.dtype | 
         torch.testing.assert_close(model(ids).logits[0], logits, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("file", ["../model.safetensors", "/tmp/model.safetensors", "..", "", "a\0b"])
+@pytest.mark.parametrize("file", ["../model.safetensors", "/etc/model.safetensors", "..", "", "a\0b"])
 def test_a_list_of_another_rank_that_leads_out_of_the_folder_is_refused(file: str) -> None:
     """Files that a node lacks are written where the list says."""
     piece = StoredFile("x", ((0, 1),), "F32", file)
