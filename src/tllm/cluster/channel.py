@@ -12,9 +12,9 @@ import logging
 import ssl
 import struct
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import msgspec
 
@@ -60,7 +60,7 @@ class TimedReader(asyncio.StreamReader):
         super().__init__(limit, loop)
         self.heard = time.monotonic()
 
-    def feed_data(self, data: bytes) -> None:
+    def feed_data(self, data: Iterable[SupportsIndex]) -> None:
         self.heard = time.monotonic()
         super().feed_data(data)
 
