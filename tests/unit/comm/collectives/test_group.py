@@ -160,22 +160,6 @@ def test_a_late_rank_is_named_and_the_group_is_over() -> None:
     assert "waited for float32 (4,)" in messages[0]
 
 
-def test_bytes_are_gathered_after_what_was_started_before() -> None:
-    """Two threads on one link would take each other's messages."""
-
-    def work(group: Group) -> list[bytes]:
-        x = torch.ones(4)
-        if group.rank == 1:
-            group.start.submit(time.sleep, 0.1)
-        group.start.all_reduce(x)
-        gathered = group.all_gather_bytes(bytes([group.rank]))
-        assert x[0] == 2
-        group.close()
-        return gathered
-
-    assert run_ranks(local_groups(2, deadline=5), work) == [[b"\0", b"\1"]] * 2
-
-
 def test_a_rank_that_closes_is_named_at_once() -> None:
     def work(group: Group) -> None:
         if group.rank == 1:
