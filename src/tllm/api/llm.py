@@ -19,6 +19,7 @@ from tllm.api.engine_thread import EngineThread
 from tllm.api.open_engine import open_engine
 from tllm.api.streamed_reply import StreamedReply
 from tllm.core.errors import ConfigError, RequestError
+from tllm.core.tasks import end_tasks
 from tllm.server.openai.engine_client import pooled_output
 from tllm.server.pooling.pooled_prompts import PooledPrompts
 from tllm.server.pooling.score_prompts import ScorePrompts
@@ -212,9 +213,7 @@ class LLM:
         try:
             await asyncio.gather(*tasks)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(*tasks)
 
 
 def _generation(reply: StreamedReply) -> Generation:

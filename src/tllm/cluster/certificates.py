@@ -54,7 +54,7 @@ class Authority:
     @classmethod
     def create(cls) -> Authority:
         """A new authority, in memory only."""
-        return cls._of(ec.generate_private_key(ec.SECP256R1()), f"tllm cluster {secrets.token_hex(4)}")
+        return cls._of_key(ec.generate_private_key(ec.SECP256R1()))
 
     @classmethod
     def of_secret(cls, secret: bytes) -> Authority:
@@ -65,6 +65,11 @@ class Authority:
         # 48 bytes: 128 bits more than the order, so that each key is as likely as any other (FIPS 186-5, A.2.1).
         number = int.from_bytes(HKDF(hashes.SHA256(), 48, None, b"tllm authority of a secret").derive(secret))
         return cls._of(ec.derive_private_key(number % (P256_ORDER - 1) + 1, ec.SECP256R1()), "tllm secret")
+
+    @classmethod
+    def _of_key(cls, key: ec.EllipticCurvePrivateKey) -> Authority:
+        """By a name that follows from the key: what one of its certificates vouches for, another of them does too."""
+        return cls._of(key, f"tllm cluster {_digest_of(key.public_key()).hex()[:8]}")
 
     @classmethod
     def _of(cls, key: ec.EllipticCurvePrivateKey, common_name: str) -> Authority:
@@ -80,31 +85,32 @@ class Authority:
     @classmethod
     def open(cls, folder: Path) -> Authority:
         """The authority kept in `folder`, made there on first use; its key is readable by its owner only."""
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        key_path = folder / KEY_FILE
-        if not key_path.exists():
-            made = cls.create()
-            _write_private(folder / CERTIFICATE_FILE, made.pem)
-            _write_private(key_path, _key_pem(made._key))
-            return made
-        if key_path.stat().st_mode & 0o077:
-            raise AuthError(f"{key_path} can be read by others", f"chmod 600 {key_path}")
+        key_path, certificate_path = folder / KEY_FILE, folder / CERTIFICATE_FILE
         try:
-            return cls.restore((folder / CERTIFICATE_FILE).read_bytes(), key_path.read_bytes())
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not key_path.exists() and _write_once(key_path, _key_pem(ec.generate_private_key(ec.SECP256R1()))):
+                certificate_path.unlink(missing_ok=True)
+            if key_path.stat().st_mode & 0o077:
+                raise AuthError(f"{key_path} can be read by others", f"chmod 600 {key_path}")
+            key = key_path.read_bytes()
+            try:
+                if not certificate_path.exists():
+                    _write_once(certificate_path, cls._of_key(_loaded(key)).pem)
+                return cls.restore(certificate_path.read_bytes(), key)
+            except AuthError as error:
+                raise AuthError(f"{folder}: {error.message}", "move the folder away to begin anew") from error
         except OSError as error:
-            reason = str(error)
-        except AuthError as error:
-            reason = error.message
-        raise AuthError(f"{folder}: {reason}", "move the folder away to begin anew")
+            raise AuthError(f"{folder} cannot keep the cluster's authority: {error}", "give another folder") from error
 
     @classmethod
     def restore(cls, certificate: bytes, key: bytes) -> Authority:
         """The authority of a certificate and its private key, both PEM. AuthError where they do not belong together."""
+        private = _loaded(key)
         try:
-            private, public = serialization.load_pem_private_key(key, None), x509.load_pem_x509_certificate(certificate)
+            public = x509.load_pem_x509_certificate(certificate)
         except ValueError as error:
             raise AuthError(f"the cluster's authority cannot be read: {error}") from error
-        if not isinstance(private, ec.EllipticCurvePrivateKey) or private.public_key() != public.public_key():
+        if private.public_key() != public.public_key():
             raise AuthError("the key and the certificate of the cluster's authority do not match")
         return cls(private, public)
 
@@ -191,8 +197,24 @@ def node_name(host: str) -> str:
     return f"{label or 'node'}-{secrets.token_hex(3)}"
 
 
+def _loaded(key: bytes) -> ec.EllipticCurvePrivateKey:
+    """The authority's private key. AuthError for what is none."""
+    try:
+        private = serialization.load_pem_private_key(key, None)
+    except ValueError as error:
+        raise AuthError(f"the key of the cluster's authority cannot be read: {error}") from error
+    if not isinstance(private, ec.EllipticCurvePrivateKey):
+        raise AuthError("the key of the cluster's authority is of another kind than ours")
+    return private
+
+
 def _key_digest(certificate: x509.Certificate) -> bytes:
     key = certificate.public_key()
+    assert isinstance(key, ec.EllipticCurvePublicKey), "our authorities have no other"
+    return _digest_of(key)
+
+
+def _digest_of(key: ec.EllipticCurvePublicKey) -> bytes:
     return hashlib.sha256(
         key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
     ).digest()
@@ -236,10 +258,20 @@ def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     )
 
 
-def _write_private(path: Path, content: bytes) -> None:
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        os.fchmod(file.fileno(), 0o600)
-        file.write(content)
+def _write_once(path: Path, content: bytes) -> bool:
+    """A file that only its owner can read, whole and on the disk; whether no other process has just made it."""
+    beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    try:
+        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(beside, path)
+        return True
+    except FileExistsError:
+        return False
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def _now() -> datetime.datetime:

@@ -11,9 +11,10 @@ import asyncio
 import logging
 import ssl
 import struct
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import msgspec
 
@@ -50,6 +51,18 @@ class Frame(NamedTuple):
 
 class Gone(ClusterError):
     """The other end of a channel went away: its process ended, or it closed."""
+
+
+class TimedReader(asyncio.StreamReader):
+    """A reader that knows when bytes last came, by time.monotonic(); a long message takes its time."""
+
+    def __init__(self, limit: int, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(limit, loop)
+        self.heard = time.monotonic()
+
+    def feed_data(self, data: Iterable[SupportsIndex]) -> None:
+        self.heard = time.monotonic()
+        super().feed_data(data)
 
 
 class Channel:
@@ -147,6 +160,12 @@ class Channel:
                 return await self.receive()
         except TimeoutError as error:
             raise ClusterError(f"{self.peer} was silent for {seconds:g} s", f"see the log of {self.peer}") from error
+
+    @property
+    def heard(self) -> float:
+        """When bytes last came on a channel that was accepted, by time.monotonic()."""
+        assert isinstance(self._reader, TimedReader)
+        return self._reader.heard
 
     def peer_name(self) -> str | None:
         """The name on the other end's certificate; None when it showed none."""

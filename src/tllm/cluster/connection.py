@@ -10,7 +10,7 @@ import ssl
 from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn
 
-from tllm.cluster.channel import Channel
+from tllm.cluster.channel import Channel, TimedReader
 from tllm.core.errors import AuthError, ClusterError, ConfigError, TllmError
 
 log = logging.getLogger("tllm.cluster")
@@ -20,6 +20,9 @@ BUFFER_BYTES = 256 * 1024
 
 Address = tuple[str, int]
 """Host and port."""
+
+NO_ADDRESS = (ValueError, OverflowError)
+"""What the system's functions raise, beside OSError, for a host or a port that none can have; others may name such."""
 
 REASONS = {
     "HTTP_REQUEST": "it speaks plain HTTP, not TLS",
@@ -75,7 +78,7 @@ async def serve_connections(
 async def accept_tls(sock: socket.socket, context: ssl.SSLContext, peer: str, accepts: Any, limit: int) -> Channel:
     """The server's side of an accepted connection. OSError (ssl's are such too) when the handshake fails."""
     loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader(BUFFER_BYTES, loop)
+    reader = TimedReader(BUFFER_BYTES, loop)
     protocol = asyncio.StreamReaderProtocol(reader)
     transport, _ = await loop.connect_accepted_socket(
         lambda: protocol, sock, ssl=context, ssl_handshake_timeout=HANDSHAKE_SECONDS, ssl_shutdown_timeout=1.0
@@ -100,6 +103,8 @@ async def connect_tls(
         ) from error
     except OSError as error:
         raise failure(where, error) from error
+    except NO_ADDRESS as error:
+        raise ClusterError(f"{where} is no address: {error}", "write HOST:PORT, as in 192.168.1.10:8476") from error
     return Channel(reader, writer, where, accepts, limit)
 
 

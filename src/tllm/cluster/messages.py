@@ -178,8 +178,8 @@ class Attach(Message, frozen=True):
 
     protocol: int
     facts: NodeFacts
-    epoch: int = 0
-    rank: int | None = None
+    epoch: Annotated[int, Meta(ge=0, lt=2**31)] = 0  # the next one is told in frames' four bytes
+    rank: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
     role: RoleTaken | None = None
 
 

@@ -15,6 +15,8 @@ from typing import BinaryIO
 
 from tllm.core.errors import ConfigError
 
+log = logging.getLogger("tllm")
+
 PART = ".part"
 """What the name of a file ends with that is still written, or was when its program died."""
 
@@ -45,6 +47,15 @@ def write_whole(path: Path, content: bytes, variable: str) -> None:
             file.write(content)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}", f"free some space, or set {variable}") from error
+
+
+def print_line(words: str) -> None:
+    """Print what a long-running command tells its operator, at once, on stdout, which may be a file on a full disk. The
+    command goes on all the same: the log says what failed, and not the words, as they may have a token."""
+    try:
+        print(words, flush=True)
+    except OSError as error:
+        log.warning("a line for the operator could not be printed: %s", error.strerror)
 
 
 class DiskTrouble:

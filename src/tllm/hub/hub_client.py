@@ -13,6 +13,7 @@ from tllm.core.errors import CapacityError, WeightsError
 from tllm.core.model_folders import folder_of_repo
 from tllm.hub.folders import hub_cache, local_file, missing_files
 from tllm.hub.hub_errors import HubUnreachable, endpoint, hub_errors
+from tllm.hub.model_name import is_commit
 from tllm.hub.repository import HubFile, Repository, usable_files
 
 LIST_SECONDS = 20.0
@@ -35,7 +36,7 @@ def list_repository(repo: str, revision: str) -> Repository:
         for one in info.siblings or ()
         if one.blob_id is not None
     ]
-    if info.sha is None:
+    if info.sha is None or not is_commit(info.sha):
         raise WeightsError(f"the hub gives no commit of {repo}", "is HF_ENDPOINT a Hugging Face hub?")
     return Repository(repo, info.sha, usable_files(files))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -99,8 +100,9 @@ def _link(blob: Path, name: str) -> Path:
     try:
         if not link.is_symlink() or link.resolve() != blob.resolve():
             link.parent.mkdir(parents=True, exist_ok=True)
-            link.unlink(missing_ok=True)
-            link.symlink_to(blob.resolve())
+            beside = link.with_name(f"{link.name}.{secrets.token_hex(4)}")
+            beside.symlink_to(blob.resolve())
+            beside.replace(link)  # at once, as another program may read it now, or make it
     except OSError as error:
         raise ConfigError(f"cannot make {link}: {error.strerror}", "set XDG_CACHE_HOME to a writable folder") from error
     return link

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from tllm.cluster.certificates import COORDINATOR, Authority, Identity, make_request
+from tllm.cluster.channel import one_way
 from tllm.cluster.connection import connect_tls
 from tllm.cluster.consensus.raft_messages import CONSENSUS_BYTES, FromReplica, RequestVote
 from tllm.cluster.consensus.replica import Deposed, Replica, find_coordinator
@@ -158,6 +159,39 @@ def test_only_who_is_of_the_cluster_and_speaks_for_itself_is_heard(caplog: pytes
 
     play(scene)
     assert "liar speaks for north/" in caplog.text
+
+
+def test_a_message_may_come_slowly_and_silence_ends_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state of some megabytes takes longer over a slow line than silence is borne."""
+    monkeypatch.setattr("tllm.cluster.consensus.replica.SILENT_SECONDS", 0.3)
+
+    async def scene() -> None:
+        group = Group(Authority.create())
+        replica = group.start("north")
+        south = identity(group.authority, "south")
+        channel = await connect_tls(replica.place.address, member_client(south), "north", FromReplica, 1000, 5)
+        asked = one_way(RequestVote(7, ReplicaPlace("south/0123456789abcdef", HERE, 1), 99, 99, False))
+        for start in range(0, len(asked), 20):
+            channel._writer.write(asked[start : start + 20])
+            await asyncio.sleep(0.1)
+        assert len(asked) > 80 and replica.term == 7
+        assert await channel.receive_within(2) is None
+        await group.end(replica)
+
+    play(scene)
+
+
+def test_as_many_nodes_are_known_as_a_cluster_may_have() -> None:
+    async def scene() -> None:
+        group = Group(Authority.create())
+        alone = group.start(COORDINATOR, founds=True)
+        nodes = tuple(f"node-{number}" for number in range(20_000))
+        await alone.propose(MembersChanged(nodes))
+        await alone.propose(EpochBegan(1, Plan.parse("pp=2", 4), nodes))
+        assert alone.state.members == alone.state.ranks == nodes
+        await group.end(alone)
+
+    play(scene)
 
 
 def test_an_entry_that_is_too_long_is_refused() -> None:

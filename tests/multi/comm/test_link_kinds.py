@@ -210,6 +210,24 @@ class TestGrpc:
         assert isinstance(source, LinkTimeout)
         assert "rank 8 did not call the gRPC port of rank 3 within 2 s" in str(source)
 
+    def test_no_port_stays_open_where_the_other_end_went_away_before_it_heard_of_it(self, authority: Authority) -> None:
+        def files() -> int:
+            source, _ = both_ends(transport("grpc", authority.identity("node-3")), transport("grpc", stranger), 0.2)
+            assert isinstance(source, LinkError)
+            ours = LocalLink(3, 8)
+            ours.close()
+            with pytest.raises(LinkClosed):
+                transport("grpc", authority.identity("node-3")).open_source(ours, HELLO, LOOPBACK, 0.2)
+            return len(os.listdir("/proc/self/fd"))
+
+        stranger = Authority.create().identity("node-8")
+        before = files()  # with what the library opens once for all
+        counts = [files() for _ in range(3)]
+        until = time.monotonic() + 10
+        while len(os.listdir("/proc/self/fd")) > before and time.monotonic() < until:
+            time.sleep(0.02)
+        assert len(os.listdir("/proc/self/fd")) <= before, counts
+
     def test_a_source_with_another_name_than_it_said_is_refused(self, authority: Authority) -> None:
         def other_name(port: int, name: str) -> TransportOffer:
             return TransportOffer(port, "node-4", b"x" * 32)

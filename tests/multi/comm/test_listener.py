@@ -277,6 +277,31 @@ def test_a_link_that_is_refused_ends_those_that_would_wait(contexts: Contexts | 
         listener.close()
 
 
+def test_the_rank_at_the_other_end_of_a_transport_that_fails_is_named() -> None:
+    """Who cannot take its part says which rank it was with, or the coordinator leaves out the wrong one."""
+
+    class Broken:
+        def open_source(self, ours: Link, hello: LinkHello, host: str, seconds: float) -> Link:
+            raise LinkTimeout("it does not open")
+
+        def open_target(self, ours: Link, hello: LinkHello, host: str, here: str, seconds: float) -> Link:
+            raise LinkTimeout("it does not open")
+
+    listeners = [Listener("127.0.0.1", 0) for _ in range(2)]
+    addresses = {rank: listener.address for rank, listener in enumerate(listeners)}
+    options = LinkOptions(transport=Broken())
+
+    def named(rank: int) -> int | None:
+        with pytest.raises(LinkTimeout) as broken:
+            open_links(rank, addresses, listeners[rank], [Wire(0, 1)], cluster="test", epoch=5, options=options)
+        return broken.value.peer
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(named, range(2))) == [1, 0]
+    for listener in listeners:
+        listener.close()
+
+
 def test_a_source_that_is_early_waits_for_the_epoch(contexts: Contexts | None) -> None:
     listener = Listener("127.0.0.1", 0, contexts[0] if contexts else None)
     timer = threading.Timer(0.3, listener.expect, ["test", 5, [Wire(0, 1)]])

@@ -59,7 +59,6 @@ class Giver:
 
         async def lose() -> None:
             self.weights.forget(node)
-            await self.members.notify()
 
         asyncio.run_coroutine_threadsafe(lose(), self._loop).result(10)
 

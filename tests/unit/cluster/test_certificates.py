@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import datetime
 import stat
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,24 @@ def test_the_authority_is_made_once_and_its_key_is_private(tmp_path: Path) -> No
     assert again.fingerprint == first.fingerprint == fingerprint_of(first.pem)
     assert stat.S_IMODE((folder / "authority.key").stat().st_mode) == 0o600
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_of_two_processes_that_make_it_at_once_both_have_the_same(tmp_path: Path) -> None:
+    """The later one's files would make the earlier one's cluster one that nobody finds again."""
+    begins = threading.Barrier(8)
+
+    def opened(_: int) -> Authority:
+        begins.wait(5)
+        return Authority.open(tmp_path)
+
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(opened, range(8)))
+    (tmp_path / "authority.pem").unlink()
+    again = Authority.open(tmp_path)  # as after a loss of power between the two files
+    assert {one.fingerprint for one in made} == {again.fingerprint}
+    certificate = x509.load_pem_x509_certificate(made[0].sign(make_request("n")[1], "n"))
+    certificate.verify_directly_issued_by(x509.load_pem_x509_certificate(again.pem))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["authority.key", "authority.pem"]
 
 
 def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:

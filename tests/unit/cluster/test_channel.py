@@ -7,8 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.unit.cluster.kits import facts
 from tllm.cluster.channel import HEAD, ONE_WAY, QUESTION, Channel, Gone
-from tllm.cluster.messages import FromNode, Heartbeat, Load, Progress, Shutdown, Start, Started, ToNode
+from tllm.cluster.messages import Attach, FromNode, Heartbeat, Load, Progress, Shutdown, Start, Started, ToNode
 from tllm.core.errors import ClusterError, PlanError
 
 
@@ -247,6 +248,7 @@ BEAT = msgspec.msgpack.encode(Heartbeat())
         (frame(b"\xc1" * 8), "8 bytes that are no message"),
         (frame(msgspec.msgpack.encode(Shutdown())), "that are no message"),  # a coordinator's, not a node's
         (frame(msgspec.msgpack.encode({"type": "Heartbeat", "surprise": 1})), "that are no message"),
+        (frame(msgspec.msgpack.encode(Attach(1, facts(), epoch=2**32))), "that are no message"),
         (frame(BEAT, kind=9), "kind 9"),
         (frame(msgspec.msgpack.encode(Started(0))), "a Started, which has no place here"),
         (frame(BEAT)[:-1], "in the middle of a message"),

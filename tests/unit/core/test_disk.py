@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 from pathlib import Path
 
 import pytest
 
-from tllm.core.disk import whole_file, write_whole
+from tllm.core.disk import print_line, whole_file, write_whole
 from tllm.core.errors import ConfigError
 
 
@@ -44,3 +45,20 @@ def test_a_folder_that_takes_nothing_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot write .*/file/facts: Not a directory|File exists") as found:
         write_whole(tmp_path / "file" / "facts", b"1", "HF_HOME")
     assert "HF_HOME" in found.value.hint
+
+
+def test_a_line_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    print_line("serving")
+    assert capsys.readouterr().out == "serving\n"
+
+
+def test_a_full_disk_behind_stdout_is_told_in_the_log_without_the_words(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with open("/dev/full", "w", buffering=1) as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        print_line("tllm join HOST --token SECRET")
+        monkeypatch.undo()
+        with pytest.raises(OSError, match="No space left"):
+            full.close()
+    assert caplog.messages == ["a line for the operator could not be printed: No space left on device"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,16 @@ def test_a_manifest_that_is_not_followed(home: Path, gguf: Path, layer: dict[str
     in_ollama(home, gguf, **layer)
     with pytest.raises(ConfigError, match=message):
         locate("ollama:tiny", "whole")
+
+
+def test_programs_that_ask_for_a_model_of_ollama_at_once_all_have_it(home: Path, gguf: Path) -> None:
+    in_ollama(home, gguf)
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(20):
+            for found in pool.map(lambda _: locate("ollama:tiny", "whole").path, range(8)):
+                assert found.is_file()
+            found.unlink()
+            assert not list(found.parent.iterdir())
 
 
 @pytest.mark.parametrize("folder", [".lmstudio/models", ".cache/lm-studio/models"])

@@ -58,8 +58,8 @@ from tllm.cli.planning.outcome import conclude_serving
 from tllm.cli.planning.plan_chooser import ServingChooser
 from tllm.cli.planning.serving_watch import ServingWatch
 from tllm.cluster.http_messages import ServedModel
+from tllm.core.disk import print_line
 from tllm.core.errors import ConfigError, PlanError
-from tllm.core.print_line import print_line
 from tllm.node.coordinator.cluster_options import LOOPBACK
 from tllm.node.machine.launcher_env import Launched
 from tllm.server.app import App, build_app

@@ -13,6 +13,7 @@ from tllm.cluster.consensus.raft_messages import CONSENSUS_BYTES, FromReplica, R
 from tllm.cluster.messages import ReplicaPlace
 from tllm.cluster.tls import member_client
 from tllm.core.errors import TllmError
+from tllm.core.tasks import end_tasks
 
 log = logging.getLogger("tllm.cluster")
 
@@ -48,10 +49,7 @@ class ConsensusLinks:
 
     async def close(self) -> None:
         """End all connections."""
-        tasks = [task for _, task in self._links.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*(task for _, task in self._links.values()))
 
 
 async def _keep(place: ReplicaPlace, queue: asyncio.Queue[RaftMessage], context: ssl.SSLContext) -> None:

@@ -412,8 +412,8 @@ class Raft:
 
     def _on_snapshot(self, install: InstallSnapshot) -> None:
         if install.snapshot.index > self.log.commit:
-            self.log.install(install.snapshot)
             self._machine.restore(install.snapshot.data)
+            self.log.install(install.snapshot)
         self._answer(install, True, install.snapshot.index)
 
     def _answer(self, message: AppendEntries | InstallSnapshot, success: bool, match: int) -> None:
@@ -423,10 +423,10 @@ class Raft:
     def _apply(self, index: int) -> None:
         """Commit entries up to `index`, and apply them."""
         while self.log.commit < index:
-            self.log.commit += 1
-            entry = self.log.entry(self.log.commit)
+            entry = self.log.entry(self.log.commit + 1)
             if entry.content:
                 self._machine.apply(entry.content)
+            self.log.commit += 1  # now: one that this program cannot apply is not skipped by the next message
         if self.log.is_long:
             self.log.compact(self._machine.snapshot())
 

@@ -8,10 +8,11 @@ import logging
 import random
 import secrets
 import socket
+import time
 from collections.abc import Callable, Iterable, Mapping
 
 from tllm.cluster.certificates import Identity
-from tllm.cluster.channel import Act
+from tllm.cluster.channel import Act, Channel
 from tllm.cluster.connection import Address, accept_tls, connect_tls, listen, reason_of, serve_connections
 from tllm.cluster.consensus.consensus_links import CONNECT_SECONDS, SILENT_SECONDS, ConsensusLinks
 from tllm.cluster.consensus.raft import Raft
@@ -35,6 +36,7 @@ from tllm.cluster.consensus.timing import RaftTiming, boot_clock
 from tllm.cluster.messages import ReplicaPlace
 from tllm.cluster.tls import data_server, member_client
 from tllm.core.errors import ClusterError, TllmError
+from tllm.core.tasks import end_tasks
 
 log = logging.getLogger("tllm.cluster")
 
@@ -180,18 +182,17 @@ class Replica:
         name = channel.peer_name()
         assert name is not None, "the context demands a certificate"
         channel.peer = name
-        silence = Silence(SILENT_SECONDS, channel.abort)
+        silence = Silence(channel)
         try:
-            await channel.run(self._acts(name, silence.broken))
+            await channel.run(self._acts(name))
         except TllmError as error:
             log.warning("a connection of %s to this replica ended: %s", name, error.message)
         finally:
             silence.cancel()
             channel.abort()
 
-    def _acts(self, name: str, heard: Callable[[], None]) -> Mapping[type, Act]:
+    def _acts(self, name: str) -> Mapping[type, Act]:
         async def take(message: RaftMessage) -> None:
-            heard()
             if message.sender.node != name:
                 raise ClusterError(f"{name} speaks for {message.sender.id}")
             self.raft.step(message, self._clock())
@@ -212,19 +213,21 @@ class Replica:
 
 
 class Silence:
-    """Calls `end` once it was not `broken` for so many seconds."""
+    """Ends a channel on which nothing has come for SILENT_SECONDS: no byte, as a long message may take longer."""
 
-    def __init__(self, seconds: float, end: Callable[[], None]) -> None:
-        self._seconds, self._end = seconds, end
-        self._timer = asyncio.get_running_loop().call_later(seconds, end)
-
-    def broken(self) -> None:
-        """Something came."""
-        self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(self._seconds, self._end)
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._watch()
 
     def cancel(self) -> None:
         self._timer.cancel()
+
+    def _watch(self) -> None:
+        left = self._channel.heard + SILENT_SECONDS - time.monotonic()
+        if left <= 0:
+            self._channel.abort()
+        else:
+            self._timer = asyncio.get_running_loop().call_later(left, self._watch)
 
 
 async def ask_replicas(places: Iterable[ReplicaPlace], identity: Identity) -> tuple[Address | None, int]:
@@ -253,5 +256,4 @@ async def find_coordinator(place: ReplicaPlace, identity: Identity) -> Address |
         return (found.host, found.port) if found.host else None
     finally:
         channel.abort()
-        reading.cancel()
-        await asyncio.gather(reading, return_exceptions=True)
+        await end_tasks(reading)

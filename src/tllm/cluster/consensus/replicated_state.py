@@ -20,7 +20,7 @@ from tllm.spec.lora.lora_config import ServedLoras
 from tllm.spec.plan import Plan
 from tllm.spec.request import KeptReply, Output, Request, StreamRecord
 
-MEMBERS = 10_000
+MEMBERS = 50_000
 TOKENS = 10_000
 Name = Annotated[str, Meta(max_length=255)]
 

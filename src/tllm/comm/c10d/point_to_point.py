@@ -51,7 +51,7 @@ class PointToPoint:
     def interrupt(self) -> None:
         """Break every link: whoever waits is woken by a LinkError."""
         self._cancelled.set()
-        for queue in self._queues.values():
+        for queue in list(self._queues.values()):
             if queue.opened is not None:
                 queue.opened.interrupt()
 
@@ -67,6 +67,9 @@ class PointToPoint:
                 queue.opened.close()
         for queue in self._queues.values():
             queue.worker.close()
+            if queue.opened is not None:  # meanwhile
+                with contextlib.suppress(LinkError):
+                    queue.opened.close()
 
     def _queue(self, wire: Wire) -> _WireQueue:
         if wire not in self._queues:
@@ -91,4 +94,6 @@ class _WireQueue:
             is_source = self._wire.source == self._rank_links.rank
             open_link = self._rank_links.dial if is_source else self._rank_links.accept
             self.opened = open_link(self._wire, self._cancelled)
+            if self._cancelled.is_set():  # whoever ends all links may have looked just before
+                self.opened.interrupt()
         return self.opened

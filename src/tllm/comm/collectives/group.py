@@ -196,9 +196,11 @@ class Group:
         For what ranks must agree on before they act. At most `limit` bytes of all ranks together.
         """
         if self.rank != 0:
-            self.send[0].send_bytes(payload)
+            with self._in_step():
+                self.send[0].send_bytes(payload)
             return _unpack_list(self.broadcast_bytes(None, 0, limit))
-        gathered = [payload, *(self.recv[peer].recv_bytes(limit) for peer in range(1, self.size))]
+        with self._in_step():
+            gathered = [payload, *(self.recv[peer].recv_bytes(limit) for peer in range(1, self.size))]
         if self.size == 1:
             return gathered
         return _unpack_list(self.broadcast_bytes(msgspec.msgpack.encode(gathered), 0, limit))

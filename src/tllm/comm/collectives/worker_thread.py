@@ -5,10 +5,11 @@ Collectives that run beside their caller use both, and so do the sends and recei
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -58,6 +59,7 @@ class WorkerThread:
         self._name = name
         self._waiting: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._giving = threading.Lock()  # nothing is given once it is closed
         self._closed = False
 
     @property
@@ -71,22 +73,25 @@ class WorkerThread:
         After `close` the future is cancelled at once.
         """
         future: Future[T] = Future()
-        if self._closed:
-            future.cancel()
-            return future
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
-        self._waiting.put((future, work))
+        with self._giving:
+            if self._closed:
+                _cancel(future)
+                return future
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+            self._waiting.put((future, work))
         return future
 
     def close(self) -> None:
         """Cancel the work that has not begun, and join the thread. The owner sees to it that the running work ends."""
-        self._closed = True
-        while not self._waiting.empty():
-            task = self._waiting.get()
-            if task is not None:
-                task[0].cancel()
+        with self._giving:
+            self._closed = True
+        with contextlib.suppress(Empty):  # the thread takes from it too
+            while True:
+                task = self._waiting.get_nowait()
+                if task is not None:
+                    _cancel(task[0])
         self._waiting.put(None)
         if self._thread is not None and not self.is_current:
             self._thread.join()
@@ -97,6 +102,12 @@ class WorkerThread:
             if future.set_running_or_notify_cancel():
                 with _ErrorToFuture(future):
                     future.set_result(work())
+
+
+def _cancel(future: Future[Any]) -> None:
+    """Cancel, and say so: `concurrent.futures.wait` goes on waiting for a future that is only cancelled."""
+    future.cancel()
+    future.set_running_or_notify_cancel()
 
 
 class _ErrorToFuture:

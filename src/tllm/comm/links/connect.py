@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tllm.cluster.certificates import Identity
+from tllm.cluster.connection import NO_ADDRESS
 from tllm.cluster.settings import Wiring
 from tllm.comm.links.errors import link_named
 from tllm.comm.links.grpc_link import GrpcTransport
@@ -173,10 +174,11 @@ def _replace_all(
 
     def replace(wire: Wire) -> None:
         hello, left = LinkHello(here.cluster, here.epoch, *wire), max(until - time.monotonic(), 0.001)
-        if wire.source == here.source:
-            links[wire] = transport.open_source(links[wire], hello, host, left)
-        else:
-            links[wire] = transport.open_target(links[wire], hello, addresses[wire.source][0], host, left)
+        with _with_peer(wire.target if wire.source == here.source else wire.source):
+            if wire.source == here.source:
+                links[wire] = transport.open_source(links[wire], hello, host, left)
+            else:
+                links[wire] = transport.open_target(links[wire], hello, addresses[wire.source][0], host, left)
 
     with ThreadPoolExecutor(max(len(links), 1), "link transport") as pool:
         for future in [pool.submit(replace, wire) for wire in list(links)]:
@@ -239,7 +241,7 @@ def _dial(address: Address, hello: LinkHello, until: float) -> socket.socket:
         sock = socket.create_connection(address, timeout=min(max(until - time.monotonic(), 0.001), DIAL_SECONDS))
     except (ConnectionRefusedError, TimeoutError) as error:
         raise _TryAgain(str(error)) from error
-    except OSError as error:
+    except (OSError, *NO_ADDRESS) as error:
         raise LinkClosed(
             f"rank {hello.source} cannot reach {_name(hello, address)}: {error}", "see whether that address is right"
         ) from error

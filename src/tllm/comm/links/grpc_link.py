@@ -21,7 +21,7 @@ from tllm.comm.links.errors import target_gone
 from tllm.comm.links.handshake import LinkHello
 from tllm.comm.links.link import DEADLINE, Link
 from tllm.comm.links.transport_link import CHUNK_BYTES, OFFER_LIMIT, TransportLink, TransportOffer
-from tllm.core.errors import UNREADABLE, AuthError, ConfigError, LinkClosed, LinkTimeout
+from tllm.core.errors import UNREADABLE, AuthError, ConfigError, LinkClosed, LinkError, LinkTimeout
 
 SERVICE, METHOD = "tllm.Link", "Open"
 BEGUN = b"\1"  # the first response, before any frame
@@ -54,7 +54,11 @@ class GrpcTransport:
 
     def open_source(self, ours: Link, hello: LinkHello, host: str, seconds: float) -> Link:
         server = _Server(self._grpc, self._identity, hello, host)
-        server.offer.send(ours)
+        try:
+            server.offer.send(ours)
+        except LinkError:
+            server.link.interrupt()
+            raise
         if not server.called.wait(seconds):
             server.link.interrupt()
             raise LinkTimeout(
@@ -157,6 +161,7 @@ class _Client:
             next(self._responses)
         except grpc.RpcError as error:
             self.stop()
+            self._channel.close()
             raise _failure(grpc, error, hello, seconds) from error
         finally:
             timer.cancel()

@@ -68,6 +68,7 @@ class ChunkRegistry:
     liars: set[str] = field(default_factory=set)
     far: Far = nowhere_near
     _held: defaultdict[str, set[bytes]] = field(default_factory=lambda: defaultdict(set))
+    _holders: defaultdict[bytes, set[str]] = field(default_factory=lambda: defaultdict(set))  # the same by the chunk
     _roots: set[str] = field(default_factory=lambda: {COORDINATOR})
     _fetching: defaultdict[bytes, dict[str, float]] = field(default_factory=lambda: defaultdict(dict))
     _failed: set[tuple[str, str]] = field(default_factory=set)
@@ -82,7 +83,7 @@ class ChunkRegistry:
         """A node reports chunks that it has, or all of the model's `files`."""
         for digest in digests:
             self._ended(node, digest)
-            self._held[node].add(digest)
+            self._keep(node, digest)
         if files:
             self._roots.add(node)
 
@@ -92,7 +93,8 @@ class ChunkRegistry:
 
     def forget(self, node: str) -> None:
         """A node is gone."""
-        self._held.pop(node, None)
+        for digest in self._held.pop(node, ()):
+            self._holders[digest].discard(node)
         self._roots.discard(node)
         for fetchers in self._fetching.values():
             fetchers.pop(node, None)
@@ -103,7 +105,7 @@ class ChunkRegistry:
         self.brought[node, source] += nbytes
         self._ended(node, digest)
         if is_kept:
-            self._held[node].add(digest)
+            self._keep(node, digest)
 
     def failed(self, node: str, digest: bytes, source: str, why: Why) -> None:
         """A node did not get a chunk from where it was sent.
@@ -113,6 +115,7 @@ class ChunkRegistry:
         self._ended(node, digest)
         was_held = digest in self._held[source]
         self._held[source].discard(digest)
+        self._holders[digest].discard(source)
         if why != "lacks" or not was_held:
             self._failed.add((node, source))
         if why == "lied":
@@ -125,7 +128,7 @@ class ChunkRegistry:
         """
         if digest in self._held[node]:
             return node
-        holders = [other for other, kept in self._held.items() if digest in kept and self._may(node, other)]
+        holders = [other for other in self._holders[digest] if self._may(node, other)]
         roots = [root for root in self._roots if root != node and self._may(node, root)]
         if any(self._is_beside(node, holder) for holder in holders):
             return self._nearest(node, holders)
@@ -152,6 +155,10 @@ class ChunkRegistry:
         )
         self._given[chosen] += 1
         return chosen
+
+    def _keep(self, node: str, digest: bytes) -> None:
+        self._held[node].add(digest)
+        self._holders[digest].add(node)
 
     def _ended(self, node: str, digest: bytes) -> None:
         self._fetching[digest].pop(node, None)

@@ -15,6 +15,7 @@ from tllm.cluster.connection import Address, format_address
 from tllm.cluster.consensus.replica import Deposed
 from tllm.cluster.join_token import JoinToken
 from tllm.core.errors import ClusterError, ConfigError, TllmError
+from tllm.core.tasks import end_tasks
 from tllm.devices.choose import CPU, choose_device
 from tllm.node.coordinator.cluster_options import ClusterOptions, OnProgress
 from tllm.node.coordinator.coordinator import Coordinator
@@ -193,5 +194,4 @@ class _EarlyEnd:
                 raise self._first.result()
             await task
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await end_tasks(task)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from tllm.cluster.channel import ANSWER, REFUSAL, Act, Channel, Gone, one_way
-from tllm.cluster.connection import Address, format_address
+from tllm.cluster.connection import NO_ADDRESS, Address, format_address
 from tllm.cluster.heartbeat import (
     BEAT_SECONDS,
     SILENCE_SECONDS,
@@ -38,6 +39,7 @@ from tllm.cluster.state import (
 )
 from tllm.cluster.weight_messages import OpenChunkConnection
 from tllm.core.errors import ClusterError, TllmError
+from tllm.core.tasks import end_tasks
 from tllm.node.coordinator.place_news import PlaceNews
 
 log = logging.getLogger("tllm.node")
@@ -53,6 +55,9 @@ PROBE_SECONDS = 1.0
 
 ANSWER_SECONDS = 1.0
 """How long the other ranks' answers are waited for once one could not take its part."""
+
+OUR_LACK = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+"""Errors of a connection that say something of this machine, and nothing of the other one."""
 
 OnLoss = Callable[[str, TllmError], None]
 """on_loss(node, why)"""
@@ -82,7 +87,11 @@ async def why_silent(address: Address, seconds: float = PROBE_SECONDS) -> ProbeR
         where = format_address(address)
         return ProbeResult(f"nothing answers at {where}: its machine is cut off, asleep or off", False)
     except OSError as error:
+        if error.errno in OUR_LACK:
+            return ProbeResult(f"its machine cannot be asked ({error.strerror} on the coordinator's)", True)
         return ProbeResult(f"its machine cannot be reached ({error.strerror})", False)
+    except NO_ADDRESS as error:
+        return ProbeResult(f"it gave an address that is none ({error})", False)
     writer.transport.abort()
     return ProbeResult("its machine answers and its process does not: it is stopped, or starved of the processor", True)
 
@@ -261,9 +270,7 @@ class Membership:
             await _hear_others(tasks)
             raise
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(*tasks)
 
     def end(self, reason: str = "") -> None:
         """Tell every member to end, once; `reason` is what is wrong. Those that do not are their starters' to end."""

@@ -7,7 +7,8 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextlib import aclosing
 from typing import Any, get_args
 
 import msgspec
@@ -29,16 +30,13 @@ from tllm.core.errors import ClusterError, WeightsError
 from tllm.node.coordinator.chunk_registry import ChunkRegistry, far_by
 from tllm.node.coordinator.membership import Membership
 from tllm.node.weights.adapter_registry import AdapterRegistry
-from tllm.node.weights.chunk_server import chunk_messages
+from tllm.node.weights.chunk_server import PENDING_SECONDS, chunk_messages, pending
 from tllm.node.weights.model_folder import ModelFolder
 from tllm.planner.measured.survey import Survey
 from tllm.spec.process_groups import RoleName
 from tllm.weights.file_chunks import FileChunk
 
 log = logging.getLogger("tllm.node")
-
-PENDING_SECONDS = 5.0
-"""A node that waits for another node's fetch is told so this often, and knows by it that the coordinator is there."""
 
 READS = 4
 """Chunks that are read from the disk at the same time, whoever asks for them."""
@@ -49,7 +47,8 @@ class WeightRegistry:
     request is refused, but for files of models that nodes have `beside` it, by their role.
 
     Which nodes are near each other follows from the machines that they run on and, once there is one, from the
-    `survey`. A node that waits for another node's fetch is woken by `Membership.notify`.
+    `survey`. A node that waits for another node's fetch of a chunk is woken by news of that chunk alone: of thousands
+    of nodes that load, most wait for others.
     """
 
     def __init__(self, folder: ModelFolder | None, members: Membership, here: set[str]) -> None:
@@ -59,16 +58,19 @@ class WeightRegistry:
         self.adapters = AdapterRegistry()
         self.beside: dict[str, ModelFolder] = {}
         self._reads = asyncio.Semaphore(READS)
+        self._news: dict[bytes, asyncio.Event] = {}  # of chunks that are waited for
 
     def begin(self) -> None:
         """A new epoch: no load is under way any more, and distances are between the nodes that are here now."""
         self.catalogue.begin()
         machines = {member.node: member.facts.host_name for member in self._members.state.living}
         self.catalogue.far = far_by({**machines, COORDINATOR: socket.gethostname()}, self.survey)
+        self._wake(tuple(self._news))
 
     def forget(self, node: str) -> None:
         """A node is gone."""
         self.catalogue.forget(node)
+        self._wake(tuple(self._news))
 
     def report(self) -> dict[str, Any]:
         """Bytes of weights that each node has fetched from another so far, and who gave wrong ones, for JSON."""
@@ -97,12 +99,13 @@ class WeightRegistry:
             return await asyncio.to_thread(folder.read, message)
 
         async def holds(message: HoldsChunks) -> None:
-            self.catalogue.holds(node, message.digests, message.files and node not in self._here)
-            await self._members.notify()
+            has_files = message.files and node not in self._here
+            self.catalogue.holds(node, message.digests, has_files)
+            self._wake(tuple(self._news) if has_files else message.digests)
 
         async def came(message: ChunkReceived) -> None:
             self.catalogue.came(node, message.digest, message.nbytes, message.source, message.kept)
-            await self._members.notify()
+            self._wake((message.digest,))
 
         def locate(message: LocateChunk) -> AsyncGenerator[Message, None]:
             return self._locate(node, message)
@@ -121,17 +124,17 @@ class WeightRegistry:
 
     async def _locate(self, node: str, wanted: LocateChunk) -> AsyncGenerator[Message, None]:
         chunk = FileChunk(wanted.file, wanted.number)
-        async with self._reads:
-            # Of a model on the hub the chunk may have to be fetched first, which may take long.
-            hashing = asyncio.create_task(asyncio.to_thread(self._folder_for(node, wanted.file).hash_of, chunk))
-            while not (await asyncio.wait((hashing,), timeout=PENDING_SECONDS))[0]:
-                yield Pending()
-            digest = hashing.result()
+        # Of a model on the hub the chunk may have to be fetched first, and others before it, which may take long.
+        hashing = asyncio.create_task(self._hash_of(node, chunk))
+        async with aclosing(pending(hashing, Pending())) as messages:
+            async for message in messages:
+                yield message
+        digest = hashing.result()
         if wanted.failed:
-            await self._note_failure(node, wanted, digest)
+            self._note_failure(node, wanted, digest)
         while (source := self._source(node, wanted, digest)) is None:
-            yield Pending()
-            await self._pause()
+            if not await self._hears_of(digest):
+                yield Pending()
         if not source:
             raise WeightsError(
                 f"nobody is left who gives {node} chunk {wanted.number} of {wanted.file}; {wanted.failed} did not last",
@@ -149,21 +152,32 @@ class WeightRegistry:
             raise ClusterError(f"epoch {wanted.epoch} is over")
         return self.catalogue.source(node, digest, time.monotonic())
 
-    async def _note_failure(self, node: str, wanted: LocateChunk, digest: bytes) -> None:
+    async def _hash_of(self, node: str, chunk: FileChunk) -> bytes:
+        async with self._reads:
+            return await asyncio.to_thread(self._folder_for(node, chunk.file).hash_of, chunk)
+
+    def _note_failure(self, node: str, wanted: LocateChunk, digest: bytes) -> None:
         words = {"lacks": "has no", "broke": "could not be reached for", "lied": "gave wrong bytes for"}[wanted.why]
         log.warning("%s %s chunk %d of %s, says %s", wanted.failed, words, wanted.number, wanted.file, node)
         self.catalogue.failed(node, digest, wanted.failed, wanted.why)
-        await self._members.notify()
+        self._wake((digest,))
 
     def _folder_for(self, node: str, file: str) -> ModelFolder:
         if self.folder is None:
             raise ClusterError(f"{node} asks for {file[:80]!r} of a model that has no files")
         return self.folder
 
-    async def _pause(self) -> None:
-        """Wait until something changes, or for PENDING_SECONDS."""
+    async def _hears_of(self, digest: bytes) -> bool:
+        """Wait for news of a chunk, for PENDING_SECONDS at most; whether there were any."""
+        news = self._news.setdefault(digest, asyncio.Event())
         try:
-            async with asyncio.timeout(PENDING_SECONDS), self._members.changed:
-                await self._members.changed.wait()
+            async with asyncio.timeout(PENDING_SECONDS):
+                return await news.wait()
         except TimeoutError:
-            return
+            return False
+
+    def _wake(self, digests: Iterable[bytes]) -> None:
+        """Something may be otherwise for those who wait for these chunks."""
+        for digest in digests:
+            if (news := self._news.pop(digest, None)) is not None:
+                news.set()

@@ -6,7 +6,7 @@ import signal
 import threading
 from collections.abc import Callable
 
-from tllm.core.print_line import print_line
+from tllm.core.disk import print_line
 from tllm.node.front_end.front_end import FrontEnd
 from tllm.server.http.settings import ServerSettings
 from tllm.server.tracing.tracing import OpenTracing, no_tracing

@@ -15,6 +15,7 @@ from tllm.cluster.channel import Act, Channel
 from tllm.cluster.http_messages import ServedModel, ServesHttp
 from tllm.cluster.weight_messages import ReadBytes
 from tllm.core.errors import TllmError
+from tllm.core.tasks import background, end_tasks
 from tllm.node.front_end.engine_link import EngineLink
 from tllm.node.front_end.remote_engine import RemoteAdapters, RemoteEngine, RemoteStreamStore
 from tllm.node.weights.model_folder import checked_bytes
@@ -137,15 +138,13 @@ class FrontEnd:
         app.tracing = self._open_tracing(model.model_name, engine.node_spans)
         stop = asyncio.Event()
         tasks = [
-            asyncio.create_task(engine.watch(), name="engine report"),
-            asyncio.create_task(_set_after(stop, self._changed, self._leaving)),
+            background(engine.watch(), "engine report"),
+            background(_set_after(stop, self._changed, self._leaving), "end of this model"),
         ]
         try:
             await serve_http(app, lambda url: self._on_ready(model.model_name, url), stop, signals=False)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(*tasks)
             if app.tracing is not None:
                 await app.tracing.close()
 

@@ -28,6 +28,7 @@ from tllm.cluster.consensus.replicated_state import (
 from tllm.cluster.messages import ReplicaPlace, Replicas, ReplicaServes, ServeReplica
 from tllm.cluster.state import Member
 from tllm.core.errors import ClusterError, TllmError
+from tllm.core.tasks import end_tasks
 from tllm.node.coordinator.coordinator import Coordinator
 from tllm.node.coordinator.workload import Workload
 from tllm.node.recovery.recovery import Policy
@@ -110,9 +111,7 @@ class CoordinatorReplication:
                 "another of them takes over; see `tllm status` there, or the logs of the nodes",
             )
         finally:
-            for task in (keeping, replying, leaving):
-                task.cancel()
-            await asyncio.gather(keeping, replying, leaving, return_exceptions=True)
+            await end_tasks(keeping, replying, leaving)
 
     async def begin_epoch(self, epoch: int, plan: Plan, nodes: Sequence[str]) -> None:
         """Agree on an epoch, and on the work if that has changed."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
@@ -11,6 +10,7 @@ from tllm.cluster.certificates import COORDINATOR, Authority
 from tllm.cluster.consensus.replica import Replica
 from tllm.cluster.consensus.timing import RaftTiming
 from tllm.cluster.join_token import JoinToken
+from tllm.core.tasks import background, end_tasks
 from tllm.node.coordinator.cluster_options import ClusterOptions
 from tllm.node.machine.process_facts import reachable
 from tllm.node.replication.coordinator_replication import CoordinatorReplication
@@ -31,15 +31,13 @@ async def replicated(job: SuccessorJob, authority: Authority, options: ClusterOp
         replica, coordinator, authority, host, job.recovery.policy, options.replicas
     )
     coordinator.tokens.keep(JoinToken.of_authority(authority), time.time())
-    tasks = [asyncio.create_task(replica.run(), name="replica")]
+    tasks = [background(replica.run(), "the replica of the coordinator's state")]
     if options.authority is not None:
         options.authority.mkdir(mode=0o700, parents=True, exist_ok=True)
         known = KnownReplicas(options.authority, authority)
-        tasks.append(asyncio.create_task(known.follow(replica), name="known replicas"))
+        tasks.append(background(known.follow(replica), "the list of replicas"))
     try:
         yield
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*tasks)
         replica.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
@@ -26,12 +27,15 @@ from tllm.cluster.http_messages import (
 )
 from tllm.cluster.messages import Cancel, Message, Outputs, Submit
 from tllm.core.errors import ClusterError, TllmError
+from tllm.core.tasks import end_tasks
 from tllm.server.admission.account import Account, ApiKey
 from tllm.server.http.errors import HttpError
 from tllm.server.openai.engine_client import RequestRouter
 from tllm.server.openai.lora_adapters import NoAdapters, ServedAdapters
 from tllm.server.stored.stream_store import StreamStore, size_of
 from tllm.spec.request import Output
+
+log = logging.getLogger("tllm.node")
 
 NODES = "nodes"
 """Whom the first machine's metrics name for requests of other nodes' servers, where each key has its own account."""
@@ -155,7 +159,7 @@ class NodeRequests:
                 arrived.put_nowait(error)
 
         reading = self._reading[node, name] = asyncio.create_task(read(), name=f"{name} for {node}")
-        reading.add_done_callback(lambda _: arrived.put_nowait(None))
+        reading.add_done_callback(lambda done: arrived.put_nowait(_fault(done)))
         try:
             ended = False
             while not ended:
@@ -172,8 +176,7 @@ class NodeRequests:
         finally:
             if self._reading.get((node, name)) is reading:  # and not another one's of that name
                 del self._reading[node, name]
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
+            await end_tasks(reading)
 
     async def _until_open(self) -> None:
         """A coordinator that has just taken another's place is not ready at once."""
@@ -190,6 +193,15 @@ class NodeRequests:
         if self._store is None:
             raise ClusterError("the cluster serves no requests yet", "ask again")
         return self._store
+
+
+def _fault(reading: asyncio.Task[None]) -> ClusterError | None:
+    """What reading ended with that is no error for users: a reply that lacks its end is not given for a whole one."""
+    error = None if reading.cancelled() else reading.exception()
+    if error is None:
+        return None
+    log.error("%s failed", reading.get_name(), exc_info=error)
+    return ClusterError(f"{type(error).__name__}: {error}", "this is a fault of tllm or of the machine")
 
 
 def _busy(error: HttpError) -> ClusterError:

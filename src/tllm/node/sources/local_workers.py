@@ -15,8 +15,9 @@ import msgspec
 
 from tllm.cluster.connection import Address
 from tllm.cluster.join_token import JoinToken
+from tllm.core.tasks import background, end_tasks
 from tllm.hub.repository import HubWeights
-from tllm.node.sources.worker_forks import TAIL_LINES, WorkerForks, WorkerProcess, how_it_ended
+from tllm.node.sources.worker_forks import TAIL_LINES, WorkerForks, WorkerProcess, how_it_ended, lines_of
 from tllm.node.topology.numa_binding import BoundRanks
 
 log = logging.getLogger("tllm.node")
@@ -56,8 +57,7 @@ class LocalWorker:
         self.process.kill()
 
     async def _watch(self) -> None:
-        async for line in self.process.stderr:
-            text = line.decode(errors="replace").rstrip()
+        async for text in lines_of(self.process.stderr):
             self._tail.append(text)
             log.debug("%s: %s", self.node, text)
         code = await self.process.exit_code
@@ -128,9 +128,7 @@ class LocalWorkers:
     async def end(self) -> None:
         """Wait a little for each worker's own end, then kill it."""
         self._is_ending = True
-        for task in self._renewing.values():
-            task.cancel()
-        await asyncio.gather(*self._renewing.values(), return_exceptions=True)
+        await end_tasks(*self._renewing.values())
         await asyncio.gather(*(worker.end() for worker in self._workers.values()))
         await self._forks.close()
 
@@ -145,12 +143,18 @@ class LocalWorkers:
             is_short = time.monotonic() - self._workers[node].started < SOON_SECONDS
             seconds = AGAIN_SECONDS if is_short and node in self._short else 0.0
             self._short = self._short | {node} if is_short else self._short - {node}
-            self._renewing[node] = asyncio.create_task(self._renew(node, seconds), name=f"renew {node}")
+            self._renewing[node] = background(self._renew(node, seconds), f"the start of worker {node}")
 
     async def _renew(self, node: str, seconds: float) -> None:
-        await asyncio.sleep(seconds)
-        log.info("starts worker %s again", node)
-        await self.start(node)
+        while True:
+            await asyncio.sleep(seconds)
+            log.info("starts worker %s again", node)
+            try:
+                await self.start(node)
+                return
+            except OSError as error:  # no memory or descriptor left, which may be otherwise soon
+                log.warning("worker %s cannot be started: %s", node, error.strerror)
+                seconds = AGAIN_SECONDS
 
 
 @contextlib.asynccontextmanager

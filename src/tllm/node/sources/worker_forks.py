@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 from collections import deque
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import tllm
@@ -18,7 +19,8 @@ from tllm.core.memory import huge_page_environment
 log = logging.getLogger("tllm.node")
 
 TAIL_LINES = 20
-LINE_BYTES = 2**20
+LINE_BYTES = 64 * 1024
+"""A longer line is taken in pieces."""
 
 
 class WorkerProcess:
@@ -91,14 +93,13 @@ class _Server:
                 env=environment,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is for us; we then end the workers in order
-                limit=LINE_BYTES,
             )
         return cls(process, control)
 
     async def fork(self) -> WorkerProcess:
         loop = asyncio.get_running_loop()
         (their_stdin, stdin), (stderr, their_stderr) = os.pipe(), os.pipe()
-        reader = asyncio.StreamReader(LINE_BYTES)
+        reader = asyncio.StreamReader()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(stderr, "rb", 0))
         transport, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, os.fdopen(stdin, "wb", 0))
         worker = WorkerProcess(transport, reader)
@@ -125,9 +126,9 @@ class _Server:
         loop, tail = asyncio.get_running_loop(), deque[str](maxlen=TAIL_LINES)
         assert self._process.stderr is not None
         loop.add_reader(self._control, self._hear)
-        async for line in self._process.stderr:
-            tail.append(line.decode(errors="replace").rstrip())
-            log.debug("fork server: %s", tail[-1])
+        async for line in lines_of(self._process.stderr):
+            tail.append(line)
+            log.debug("fork server: %s", line)
         await self._process.wait()
         loop.remove_reader(self._control)
         self._hear()
@@ -149,6 +150,20 @@ class _Server:
                 worker.pid = int(pid)
             else:
                 self._forked.pop(int(pid)).exit_code.set_result(int(what))
+
+
+async def lines_of(stream: asyncio.StreamReader) -> AsyncGenerator[str, None]:
+    """What a process says, by the line; a progress bar's end with a carriage return. It is read to its end whatever
+    comes, as a process whose words nobody takes stands still."""
+    rest = b""
+    while came := await stream.read(LINE_BYTES):
+        *lines, rest = (rest + came).replace(b"\r", b"\n").split(b"\n")
+        if len(rest) > LINE_BYTES:
+            lines, rest = [*lines, rest], b""
+        for line in lines:
+            yield line.decode(errors="replace").rstrip()
+    if rest:
+        yield rest.decode(errors="replace").rstrip()
 
 
 def worker_command(threads: int, module: str = "tllm.node.worker", *words: str) -> tuple[list[str], dict[str, str]]:

@@ -16,6 +16,7 @@ from tllm.cluster.connection import Address
 from tllm.cluster.consensus.replicated_state import TrainedSteps
 from tllm.cluster.settings import TrainSettings
 from tllm.core.errors import CapacityError, ClusterError, PlanError, TllmError
+from tllm.core.tasks import end_tasks
 from tllm.node.coordinator.cluster_options import OnProgress
 from tllm.node.coordinator.losses import Loss
 from tllm.node.coordinator.workload import Workload
@@ -91,9 +92,7 @@ class ElasticRun(TrainingRun):
             await asyncio.wait((every, fewer), return_when=asyncio.FIRST_COMPLETED)
             return await (fewer if fewer.done() and not every.done() else every)
         finally:
-            every.cancel()
-            fewer.cancel()
-            await asyncio.gather(every, fewer, return_exceptions=True)
+            await end_tasks(every, fewer)
 
     async def choose(self, nodes: tuple[str, ...], on_progress: OnProgress | None = None) -> tuple[str, ...]:
         selection = self.coordinator.selection

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from tllm.cluster.messages import RankAddress, RolePlaces, RoleTaken, TakeRole
 from tllm.cluster.state import Member, RankRefused, RoleBegan, RoleGiven
 from tllm.core.errors import ClusterError, ConfigError, TllmError, WeightsError
+from tllm.core.tasks import background, end_tasks
 from tllm.node.coordinator.coordinator import Coordinator
 from tllm.node.weights.model_folder import ModelFolder
 from tllm.spec.process_groups import RoleName
@@ -94,26 +95,23 @@ class RoleNodes:
         roles = {one.role for one in reserved if one.role is not None}
         # What this machine lacks shows before anything is built.
         orders = {role: await asyncio.to_thread(self._order, role) for role in roles}
-        taking = asyncio.gather(*(take(one, orders[one.role]) for one in reserved if one.role is not None))
+        taking = [asyncio.create_task(take(one, orders[one.role])) for one in reserved if one.role is not None]
         try:
             yield
-            await taking
+            await asyncio.gather(*taking)
         finally:
-            taking.cancel()
-            await asyncio.gather(taking, return_exceptions=True)
+            await end_tasks(*taking)
 
     @contextlib.asynccontextmanager
     async def kept(self, is_settled: Callable[[], bool]) -> AsyncIterator[None]:
         """While the block runs, give the roles of lost nodes to others, when the plan `is_settled`: when it is known
         which nodes have its ranks."""
         keeping = [self._fill(is_settled), self._tell_changes()] if self.wanted else []
-        tasks = [asyncio.create_task(one, name="roles") for one in keeping]
+        tasks = [background(one, "who has which role") for one in keeping]
         try:
             yield
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(*tasks)
 
     def tell(self) -> None:
         """Tell rank 0 who answers now."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -30,6 +30,7 @@ from tllm.cluster.weight_messages import (
     Why,
 )
 from tllm.core.errors import AuthError, ClusterError, TllmError, WeightsError
+from tllm.core.tasks import background, end_tasks
 from tllm.engine.page_store.page_folder import PageFolder
 from tllm.node.weights.chunk_server import MESSAGE_BYTES, ChunkServer, has_hash, receive_chunk
 from tllm.node.weights.control_loop import ControlLoop
@@ -60,18 +61,22 @@ class ChunkConnections:
     def __init__(self, coordinator: Address, identity: Identity) -> None:
         self.coordinator, self._context = coordinator, member_client(identity)
         self._open: dict[str, tuple[Channel, asyncio.Task[None]]] = {}
-        self._opening = asyncio.Lock()
+        self._opening = defaultdict[str, asyncio.Lock](asyncio.Lock)
 
     async def to(self, found: ChunkFound) -> Channel:
         """The connection to whoever has a chunk, opened if it is not, or is no more."""
-        async with self._opening:
+        async with self._opening[found.node]:  # one that does not answer is in no other's way
             channel, reading = self._open.get(found.node, (None, None))
             if channel is not None and reading is not None and not reading.done():
                 return channel
             where = self.coordinator if found.node == COORDINATOR else (found.host, found.port)
             limit = 2 * MESSAGE_BYTES
             channel = await connect_tls(where, self._context, found.node, ToFetcher, limit, CONNECT_SECONDS)
-            await channel.send(OpenChunkConnection())
+            try:
+                await channel.send(OpenChunkConnection())
+            except BaseException:  # also where it is wanted no more
+                channel.abort()
+                raise
             self._open[found.node] = (channel, asyncio.create_task(_read(channel)))
             return channel
 
@@ -162,7 +167,7 @@ class ChunkFetcher:
         passed on."""
         self._control = control
         self._loop.open()
-        self._serving = self._serving or asyncio.create_task(self._server.run(), name="chunk server")
+        self._serving = self._serving or background(self._server.run(), "chunk server")
         await self._connections.close()
         self._connections.coordinator = address
         digests = tuple(await asyncio.to_thread(self.cache.digests))
@@ -185,9 +190,7 @@ class ChunkFetcher:
     async def stop_serving(self) -> None:
         """Pass nothing on any more."""
         if self._serving is not None:
-            self._serving.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._serving
+            await end_tasks(self._serving)
 
     def _channel(self) -> Channel:
         assert self._control is not None, "a node has a coordinator before it has a part"

@@ -9,8 +9,9 @@ import asyncio
 import hashlib
 import logging
 import socket
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
+from typing import Any
 
 from tllm.cluster.certificates import Identity
 from tllm.cluster.channel import Channel
@@ -19,6 +20,7 @@ from tllm.cluster.messages import FromFetcher, Message
 from tllm.cluster.tls import data_server
 from tllm.cluster.weight_messages import ChunkBytes, FindPages, GetChunk, GetPage, ListPages, OpenChunkConnection
 from tllm.core.errors import TllmError, WeightsError
+from tllm.core.tasks import end_tasks
 from tllm.engine.page_store.page_folder import PageFolder
 from tllm.node.weights.model_folder import ModelFolder
 from tllm.node.weights.page_exchange import boxes_of, file_of, names_of
@@ -34,10 +36,26 @@ MAX_CONNECTIONS = 64
 READS = 4
 """Chunks in memory at once, whoever asks."""
 
+PENDING_SECONDS = 5.0
+"""Whoever waits for what takes long is told so this often, and knows by it that we are here."""
 
-async def chunk_messages(reading: Awaitable[bytes]) -> AsyncGenerator[Message, None]:
-    """A chunk in messages, once it is read."""
-    data = await reading
+
+async def pending(work: asyncio.Task[Any], message: Message) -> AsyncGenerator[Message, None]:
+    """This message now and then, until a task has ended. It is cancelled when nobody waits for it any more."""
+    try:
+        while not (await asyncio.wait((work,), timeout=PENDING_SECONDS))[0]:
+            yield message
+    finally:
+        await end_tasks(work)
+
+
+async def chunk_messages(reading: Coroutine[Any, Any, bytes]) -> AsyncGenerator[Message, None]:
+    """A chunk in messages, once it is read; empty ones until then."""
+    work = asyncio.create_task(reading)
+    async with aclosing(pending(work, ChunkBytes(b""))) as messages:
+        async for message in messages:
+            yield message
+    data = work.result()
     for start in range(0, len(data), MESSAGE_BYTES):
         yield ChunkBytes(data[start : start + MESSAGE_BYTES])
 

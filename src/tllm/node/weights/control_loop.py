@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from tllm.core.errors import ClusterError
+from tllm.core.tasks import end_tasks
 
 T = TypeVar("T")
 
@@ -32,9 +33,7 @@ class ControlLoop:
             self._loop = None
         for _ in range(2):  # what was just given becomes a task, and begins
             await asyncio.sleep(0)
-        for task in self._begun:
-            task.cancel()
-        await asyncio.gather(*self._begun, return_exceptions=True)
+        await end_tasks(*self._begun)
 
     def begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """What the work comes to. ClusterError once the control thread ends."""

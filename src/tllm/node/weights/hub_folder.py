@@ -9,6 +9,7 @@ from tllm.cluster.weight_messages import ModelFileFacts
 from tllm.node.weights.hub_chunks import HubChunks
 from tllm.node.weights.model_folder import ModelFolder
 from tllm.weights.byte_source import RemoteFiles
+from tllm.weights.file_chunks import FileChunk
 
 
 class HubFolder(ModelFolder):
@@ -16,7 +17,10 @@ class HubFolder(ModelFolder):
     that. What no node asks for is never fetched. `path` holds config and tokenizer."""
 
     def __init__(self, path: Path, chunks: HubChunks) -> None:
-        self.path = path
+        self.path, self._chunks = path, chunks
         self._source = RemoteFiles(chunks.read, chunks.sizes)
         files = chunks.repository.files
         self._share(tuple(ModelFileFacts(file.name, file.size, bytes.fromhex(file.etag)) for file in files))
+
+    def _read_chunk(self, chunk: FileChunk, start: int, stop: int) -> bytes:
+        return self._chunks.chunk(chunk)  # several at once, and headers beside them: the hub may be slow

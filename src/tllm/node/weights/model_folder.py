@@ -67,6 +67,9 @@ class ModelFolder:
         start, stop = bounds(chunk.number, self._chunk_bytes, size)
         if not 0 <= start < stop:
             raise WeightsError(f"{chunk.file[:80]!r} of this model has {size} bytes and no chunk {chunk.number}")
+        return self._read_chunk(chunk, start, stop)
+
+    def _read_chunk(self, chunk: FileChunk, start: int, stop: int) -> bytes:
         with self._lock:
             return self._source.read(chunk.file, start, stop)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from tllm.core.errors import RequestError
+from tllm.core.tasks import end_tasks
 from tllm.server.pooling.pooler_config import ModelPooling
 from tllm.server.pooling.score_prompts import ScorePrompts
 from tllm.server.pooling.vectors import Vector, cosine, embedding
@@ -145,9 +146,7 @@ class PooledPrompts:
         try:
             await asyncio.gather(*tasks)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(*tasks)
         return [found[place] for place in range(len(prompts))]
 
     async def _by_embeddings(self, pairs: Sequence[tuple[str, str]], asker: Asker) -> Scores:

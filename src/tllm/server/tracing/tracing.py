@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tllm.core.tasks import end_tasks
 from tllm.server.tracing.request_trace import CURRENT, RequestTrace
 from tllm.spec.request import StageSpan
 
@@ -77,9 +78,7 @@ class Tracing:
     async def close(self) -> None:
         """Give away what there is."""
         left = {task: trace for task, trace in self._open.items() if not task.done()}
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        await end_tasks(*left)
         for trace in left.values():
             await self._give(trace)
         await asyncio.to_thread(self._exporter.close)

@@ -7,6 +7,7 @@ one box of one tensor in one file; together the pieces of a tensor hold each of 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import defaultdict
 from typing import Any
 
@@ -21,6 +22,9 @@ NAME = "checkpoint.json"
 VERSION = 1
 LIMIT = 1_000_000_000
 """Bytes that are read at most."""
+PLAIN = re.compile(r"\w[\w.-]*")
+"""What a file of a save may be called."""
+
 CHANGED = "copy the folder again, or remove it and resume from the save before it"
 
 
@@ -91,6 +95,9 @@ def read_saved(source: ByteSource) -> CheckpointManifest:
 
 def _check(saved: CheckpointManifest) -> None:
     """Every piece lies in a file that is hashed and within its tensor, and each element is held once."""
+    for file in saved.hashes.files:  # another rank may have written this: no file leads out of the save's folder
+        if PLAIN.fullmatch(file) is None:
+            raise WeightsError(f"{NAME} names a file {file[:80]!r}", CHANGED)
     boxes: dict[str, list[Box]] = defaultdict(list)
     for piece in saved.pieces:
         if piece.file not in saved.hashes.files:

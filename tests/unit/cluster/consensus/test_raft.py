@@ -8,8 +8,9 @@ from tests.support.consensus.delivered_by_hand import LONG, DeliveredByHand, pla
 from tests.support.consensus.simulated_replicas import TIMING
 from tllm.cluster.consensus import raft_log
 from tllm.cluster.consensus.raft import PENDING_ENTRIES, Raft
-from tllm.cluster.consensus.raft_messages import Appended, InstallSnapshot, RequestVote, TimeoutNow
+from tllm.cluster.consensus.raft_messages import Appended, InstallSnapshot, LogSnapshot, RequestVote, TimeoutNow
 from tllm.cluster.consensus.timing import RaftTiming, boot_clock
+from tllm.core.errors import ClusterError
 
 
 def value(raft: Raft) -> bytes:
@@ -53,6 +54,31 @@ def test_who_was_cut_off_does_not_begin_terms() -> None:
     group.deliver(range(3))
     assert (group.replicas[2].standing, group.replicas[2].leader) == ("follower", leader.me.id)
     assert leader.leadership is not None
+
+
+def test_what_a_replica_cannot_apply_is_not_skipped() -> None:
+    """An entry of another version of the program, say: the state would be another one from then on, and nobody knew."""
+
+    def refuse(content: bytes) -> None:
+        raise ClusterError("this entry is not known here")
+
+    group = DeliveredByHand()
+    leader, other = group.elect(0, range(3)), group.replicas[1]
+    apply, restore = other._machine.apply, other._machine.restore
+    assert leader.propose(b"v", group.now) is not None
+    group.deliver(range(3))
+    other._machine.apply = other._machine.restore = refuse  # type: ignore[method-assign]
+    for _ in range(2):
+        group.tick(0, TIMING.heartbeat)
+        with pytest.raises(ClusterError):
+            group.deliver((0, 1))
+    with pytest.raises(ClusterError):
+        group.step(1, InstallSnapshot(1, group.places[0], 0.0, LogSnapshot(50, 1, group.places, b"w")))
+    assert other.log.commit < 2
+    other._machine.apply, other._machine.restore = apply, restore  # type: ignore[method-assign]
+    group.tick(0, TIMING.heartbeat)
+    group.deliver((0, 1))
+    assert value(other) == b"v"
 
 
 def test_nobody_is_voted_for_while_a_leader_is_heard() -> None:

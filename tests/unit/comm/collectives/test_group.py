@@ -152,6 +152,8 @@ def test_a_late_rank_is_named_and_the_group_is_over() -> None:
             group.all_reduce(torch.ones(4))
         with pytest.raises(LinkClosed, match="tp group is over: rank 1 sent nothing"):
             group.all_reduce(torch.ones(4))
+        with pytest.raises(LinkClosed, match="tp group is over: rank 1 sent nothing"):
+            group.all_gather_bytes(b"")
         return late.value.message
 
     messages = run_ranks(local_groups(3, deadline=0.2), work)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import wait
 from functools import partial
+from queue import SimpleQueue
+from typing import Any
 
 import pytest
 
@@ -45,3 +48,45 @@ def test_a_closed_lane_takes_nothing_more_and_says_so() -> None:
     start.close()
     with pytest.raises(LinkClosed, match="had not begun when the group was closed"):
         start.barrier().wait(5)
+
+
+def test_whoever_waits_for_cancelled_work_is_woken() -> None:
+    """`concurrent.futures.wait` counts a future as done once it was told that it is cancelled."""
+    lane, begun, goes_on = WorkerThread("one"), threading.Event(), threading.Event()
+    lane.submit(lambda: (begun.set(), goes_on.wait(5)))
+    assert begun.wait(5)
+    before = lane.submit(lambda: None)
+    closing = threading.Thread(target=lane.close, daemon=True)
+    closing.start()
+    assert wait([before], timeout=5).done, "cancelled by `close`"
+    goes_on.set()
+    closing.join(5)
+    assert wait([lane.submit(lambda: None)], timeout=5).done, "submitted after it"
+
+
+def test_close_ends_though_the_thread_takes_the_last_work_first() -> None:
+    """Between the look whether there is work and the taking of it the thread may have taken it."""
+    lane, begun, goes_on, done = WorkerThread("one"), *(threading.Event() for _ in range(3))
+
+    class TakenMeanwhile(SimpleQueue[Any]):
+        def empty(self) -> bool:
+            is_empty = super().empty()
+            self._let_it_be_taken()
+            return is_empty
+
+        def get_nowait(self) -> Any:
+            self._let_it_be_taken()
+            return super().get_nowait()
+
+        def _let_it_be_taken(self) -> None:
+            goes_on.set()
+            done.wait(5)
+
+    lane._waiting = TakenMeanwhile()
+    lane.submit(lambda: (begun.set(), goes_on.wait(5)))
+    assert begun.wait(5)
+    lane.submit(done.set)
+    closing = threading.Thread(target=lane.close, daemon=True)
+    closing.start()
+    closing.join(2)
+    assert not closing.is_alive()

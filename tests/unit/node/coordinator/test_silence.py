@@ -1,7 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import socket
+
+import pytest
 
 from tllm.node.coordinator.membership import ProbeResult, why_silent
 
@@ -22,3 +26,19 @@ def test_a_machine_that_does_not_answer_is_said_to_in_time() -> None:
         with socket.create_connection(address):
             found = asyncio.run(why_silent(address, 0.2))
             assert "nothing answers at 127.0.0.1:" in found.why and not found.is_there
+
+
+def test_what_this_machine_lacks_is_no_others_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A coordinator without a descriptor left cannot ask, and loses nobody for that."""
+
+    def none_left(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(asyncio, "open_connection", none_left)
+    found = asyncio.run(why_silent(("127.0.0.1", 1)))
+    assert found.is_there and "cannot be asked (Too many open files on the coordinator's)" in found.why
+
+
+@pytest.mark.parametrize("address", [("a..b", 1), ("127.0.0.1", 70_000)])
+def test_an_address_that_is_none_ends_its_node_alone(address: tuple[str, int]) -> None:
+    assert not asyncio.run(why_silent(address)).is_there

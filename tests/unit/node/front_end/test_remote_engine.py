@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -28,7 +29,7 @@ from tllm.server.http.settings import ServerSettings
 from tllm.server.openai.engine_client import Health, RequestRouter
 from tllm.server.pooling.pooler_config import ModelPooling
 from tllm.server.stored.stream_store import LocalStreamStore, TakenStream
-from tllm.spec.request import Request, SamplingParams, StreamRecord
+from tllm.spec.request import Output, Request, SamplingParams, StreamRecord
 
 IDS = list(range(10, 30))
 MODEL = ServedModel(
@@ -288,6 +289,21 @@ def test_an_engine_that_fails_is_told_of_to_each_reader_alike() -> None:
             with pytest.raises(ClusterError, match="lab-9 is gone") as failed:
                 await anext(outputs)
             assert failed.value.hint == "wait"
+
+    play(scene)
+
+
+def test_a_fault_of_ours_is_told_of_and_what_came_before_is_no_whole_reply() -> None:
+    class Faulty(FakeEngine):
+        async def submit(self, request: Request) -> AsyncGenerator[Output, None]:
+            async with aclosing(super().submit(request)) as outputs:
+                yield await anext(outputs)
+            raise KeyError("lost")
+
+    async def scene() -> None:
+        node = Node(Coordinator(Faulty(lambda _: IDS)).open(), "lab-2")
+        with pytest.raises(ClusterError, match="KeyError: 'lost'"):
+            await node.read(request())
 
     play(scene)
 

@@ -18,9 +18,11 @@ from tllm.parallel.mesh import whole
 from tllm.spec.families import spec_from_config
 from tllm.training.checkpoint.async_saves import AsyncSaves
 from tllm.training.checkpoint.checkpoint import export_checkpoint, open_folder
+from tllm.training.checkpoint.manifest import VERSION, CheckpointManifest, StoredFile, decode, encode
 from tllm.training.state.tensor_blocks import model_blocks
 from tllm.weights.byte_source import LocalFiles
 from tllm.weights.load import load
+from tllm.weights.manifest import FileHashes, Manifest
 from tllm.weights.safetensors_index import Index
 
 
@@ -63,6 +65,15 @@ def test_transformers_opens_it(tmp_path: Path, tied: bool, dtype: torch.dtype | 
     with torch.inference_mode():
         logits = ours.logits(ours(ids[0], torch.arange(ids.numel()), attend))
         torch.testing.assert_close(model(ids).logits[0], logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("file", ["../model.safetensors", "/etc/model.safetensors", "..", "", "a\0b"])
+def test_a_list_of_another_rank_that_leads_out_of_the_folder_is_refused(file: str) -> None:
+    """Files that a node lacks are written where the list says."""
+    piece = StoredFile("x", ((0, 1),), "F32", file)
+    hashes = Manifest(1, 1024, {file: FileHashes(4, ["0" * 64])})
+    with pytest.raises(WeightsError, match=r"checkpoint\.json names a file"):
+        decode(encode(CheckpointManifest(VERSION, 3, {"x": (1,)}, (piece,), hashes, {})))
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen2_moe", "phi3", "gemma2"])
