@@ -14,10 +14,18 @@ from tests.support.training.opened_run import training
 from tests.support.training.post_training.distilled_task import on_policy_job, write_models
 from tests.support.training.runs import final, records, train
 from tests.support.training.training_step import furthest
+from tllm.cluster.certificates import Authority
+from tllm.cluster.tls import data_client
+from tllm.core.errors import LinkError
 from tllm.node.coordinator.status_report import report
 from tllm.node.train.training_run import TrainingRun
 from tllm.training.job.job import Job
+from tllm.training.questions.answerer_places import AnswererPlace
+from tllm.training.questions.run_connection import RunConnection
 from tllm.training.report.events import RunEvent, RunLostRank, RunStepped
+from tllm.training.rollout_servers.rollout_messages import SAMPLING
+
+SECRET = bytes(range(32))
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # each starts several processes that load torch
 
@@ -31,11 +39,21 @@ def roles(run: TrainingRun) -> dict[str, str]:
     return {node["node"]: node["role"] for node in report(run.state)["nodes"] if node["phase"] in ("ready", "done")}
 
 
+def ask_as(asking: str, run: TrainingRun, asked: str) -> None:
+    """Open a session at a node that samples, as one that has another node's certificate."""
+    member = run.state.member(asked)
+    assert member is not None
+    place = AnswererPlace(asked, (member.facts.host, member.answers_at), asked)
+    RunConnection.dial(SAMPLING, place, data_client(Authority.of_secret(SECRET).identity(asking))).close()
+
+
 async def follow(job: Job, killed: dict[int, str]) -> list[RunEvent]:
     """The news of a run in which a node is killed after each of some steps."""
     news: list[RunEvent] = []
-    async with training(job, "pp=1", threads=1, on_loss="replan") as run:
+    async with training(job, "pp=1", threads=1, on_loss="replan", secret=SECRET) as run:
         assert roles(run) == {"local-0": "", "local-1": "rollout", "local-2": "teacher"}
+        with pytest.raises(LinkError, match="local-2 asks a rollout server of this cluster, which answers local-0"):
+            await asyncio.to_thread(ask_as, "local-2", run, "local-1")
         async for one in run.events():
             news.append(one)
             if isinstance(one, RunStepped) and (node := killed.pop(one.record.step, None)) is not None:

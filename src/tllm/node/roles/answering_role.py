@@ -40,15 +40,17 @@ OpenAnswerer = Callable[[TakeRole, torch.device, Fetch], Answerer[Any, Any, Any]
 class AnsweringRole:
     """A `Role` beside any plan, which runs until the node gets a part in one or the cluster ends.
 
-    It listens on `host` at any free port. ConfigError or WeightsError where the model of the role cannot be had here.
+    It listens on `host` at any free port, and answers whom the coordinator has named and nobody else in the cluster.
+    ConfigError or WeightsError where the model of the role cannot be had here.
     """
 
     outlives = True
 
-    def __init__(self, order: TakeRole, host: str, identity: Identity, device: torch.device, fetch: Fetch) -> None:
+    def __init__(self, order: TakeRole, host: str, identity: Identity, device: torch.device, control: Control) -> None:
         conversation, open_answerer = ANSWERERS[order.role]
-        answerer = open_answerer(order, device, fetch)
-        self._server = QuestionServer(answerer, conversation, (host, 0), data_server(identity))
+        answerer, inbox = open_answerer(order, device, control.fetch), control.inbox
+        place, context = (host, 0), data_server(identity)
+        self._server = QuestionServer(answerer, conversation, place, context, lambda: inbox.asker)
         self._over = threading.Event()
         self.taken = RoleTaken(order.role, self._server.address[1])
 

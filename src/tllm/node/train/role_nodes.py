@@ -11,7 +11,8 @@ import json
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from tllm.cluster.messages import RankAddress, RolePlaces, RoleTaken, TakeRole
+from tllm.cluster.messages import RankAddress, RoleAsker, RolePlaces, RoleTaken, TakeRole
+from tllm.cluster.settings import TrainSettings
 from tllm.cluster.state import Member, RankRefused, RoleBegan, RoleGiven
 from tllm.core.errors import ClusterError, ConfigError, TllmError, WeightsError
 from tllm.node.coordinator.coordinator import Coordinator
@@ -116,12 +117,19 @@ class RoleNodes:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def tell(self) -> None:
-        """Tell rank 0 who answers now."""
+        """Tell rank 0 who answers now, and these whom they answer."""
         self._told = self._known()
+        channels, settings = self._members.channels, self._coordinator.work.settings
+        assert isinstance(settings, TrainSettings), "roles are of runs that train"
         first = self._members.state.ranks[:1]
-        if first and first[0].node in self._members.channels:  # else it is told when another has its part
-            for role in self.wanted:
-                self._members.channels[first[0].node].post(RolePlaces(role, self._places(role)))
+        if not first or first[0].node not in channels:  # it is told when another has its part
+            return
+        for role in self.wanted:
+            places = self._places(role)
+            for place in places:
+                if place.node in channels:
+                    channels[place.node].post(RoleAsker(first[0].node, settings.run))
+            channels[first[0].node].post(RolePlaces(role, places, settings.run))
 
     async def _tell_changes(self) -> None:
         while True:

@@ -16,7 +16,7 @@ from tests.support.models.families import save_model
 from tests.support.training.runs import job_for
 from tests.unit.cluster.kits import facts
 from tllm.cluster.certificates import Authority
-from tllm.cluster.messages import Message, RolePlaces, RoleTaken, TakeRole
+from tllm.cluster.messages import Message, RoleAsker, RolePlaces, RoleTaken, TakeRole
 from tllm.cluster.state import NodeJoined, NodeLost, Planned, RankReady
 from tllm.core.errors import ConfigError, WeightsError
 from tllm.node.coordinator.cluster_options import LOOPBACK
@@ -35,6 +35,7 @@ class Node:
         self.port, self.fails = port, False
         self.orders: list[TakeRole] = []
         self.told: dict[str, list[str]] = {}
+        self.asker = ""
 
     async def ask(self, order: TakeRole, seconds: float) -> RoleTaken:
         self.orders.append(order)
@@ -43,6 +44,9 @@ class Node:
         return RoleTaken(order.role, self.port)
 
     def post(self, message: Message) -> None:
+        if isinstance(message, RoleAsker):
+            self.asker = message.node
+            return
         assert isinstance(message, RolePlaces)
         self.told[message.role] = [f"{place.node}:{place.port}" for place in message.places]
 
@@ -135,6 +139,8 @@ def test_who_joins_takes_the_role_of_a_lost_node_and_rank_0_is_told(model: Path,
             one.begin("d")
             assert one.nodes["d"].told == {"teacher": [f"e:{ord('e')}"], "rollout": [f"b:{ord('b')}"]}
             assert (one.having("teacher"), one.having("rollout")) == (["e"], ["b"]), "an epoch takes no role away"
+            askers = {name: one.nodes[name].asker for name in "bcde"}
+            assert askers == {"b": "d", "c": "a", "d": "", "e": "d"}, "who had a role then was told who asks"
 
     play(scene)
 
