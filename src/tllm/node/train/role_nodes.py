@@ -69,6 +69,33 @@ class RoleNodes:
                 self._members.record(RoleGiven(node, role))
         return reserved
 
+    async def wait_for_named(self, seconds: float | None) -> bool:
+        """Let nodes come that the job names for a role and that are not here, `seconds` at most; whether there were
+        some. ConfigError where they do not come: `reserve` says it of those that could come from nowhere."""
+        coordinator, missing = self._coordinator, self._missing()
+        if not missing or len(coordinator.control_server.own) >= coordinator.work.nodes:
+            return False
+        whom = " and ".join(f"{name}, which {role_key(self.job, role)} names" for name, role in missing.items())
+        log.warning("waiting for %s%s", whom, "" if seconds is None else f", for {seconds:.0f} s at most")
+        coordinator.invite(len(missing))
+        try:
+            async with asyncio.timeout(seconds):
+                await self._members.until(lambda: not self._missing())
+        except TimeoutError as error:
+            name, role = next(iter(self._missing().items()))
+            raise ConfigError(
+                f"{role_key(self.job, role)} names {name!r}, which has not joined within {seconds:g} s; the nodes are "
+                f"{', '.join(coordinator.nodes)}",
+                f"let it join by that name (`tllm join --name {name}`), or name another one",
+            ) from error
+        return True
+
+    def _missing(self) -> dict[str, RoleName]:
+        """Nodes that are named for a role which nobody has yet, and are not here."""
+        here = {member.node for member in self._members.state.living}
+        unheld = {role: wanted for role, wanted in self.wanted.items() if not self._holders(role)}
+        return {name: role for role, wanted in unheld.items() for name in wanted.names if name not in here}
+
     def welcome(self, node: str) -> None:
         """A node has joined, perhaps with a role that it had from a coordinator before: it keeps that, unless it is not
         wanted here, or the node is now the first, which has rank 0."""

@@ -64,7 +64,7 @@ class Scene:
 
     async def join(self, *names: str, fails: bool = False) -> None:
         for name in names:
-            self.nodes[name] = Node(ord(name))
+            self.nodes[name] = Node(ord(name[0]))
             self.nodes[name].fails = fails
             self.members.channels[name] = self.nodes[name]  # type: ignore[assignment]
             self.members.record(NodeJoined(name, facts(name), 0.0))
@@ -188,6 +188,33 @@ def test_a_teacher_without_weights_ends_the_run_before_any_rank_is_built(model: 
         with pytest.raises(WeightsError, match=r"the teacher's folder .*teacher has no files of weights"):
             async with playing(model, tmp_path, "pp=1", "ab", **keys):
                 raise AssertionError("it has begun")
+
+    play(scene)
+
+
+def test_a_named_node_that_joins_later_than_others_is_waited_for_and_then_refused_by_name(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scene() -> None:
+        one = Scene(model, tmp_path, "dp=2", teacher_nodes=("late",), rollout_nodes=("b",))
+        await one.join("a", "b", "c", "d")
+        gathering = asyncio.create_task(one.run.nodes_to_begin(20))
+        await one.settle()
+        assert not gathering.done(), "there are enough nodes, and one of them is named and not here"
+        assert "waiting for late, which distill.teacher_nodes names, for 20 s at most" in caplog.text
+        await one.join("late")
+        nodes = await gathering
+        assert await one.run.choose(nodes) == ("a", "c")
+        assert {member.node: member.role for member in one.run.state.living if member.role is not None} == {
+            "late": "teacher",
+            "b": "rollout",
+        }
+        one.run.coordinator.control_server.close()
+        never = Scene(model, tmp_path, "dp=2", teacher_nodes=("never",))
+        await never.join("a", "b", "c")
+        with pytest.raises(ConfigError, match=r"'never', which has not joined within 0\S* s; the nodes are a, b, c"):
+            await never.run.nodes_to_begin(0.05)
+        never.run.coordinator.control_server.close()
 
     play(scene)
 
