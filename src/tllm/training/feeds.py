@@ -87,7 +87,7 @@ def policy_feed(
     sampler: StepSampler = source.sampler(config)
     if job.rollouts is not None and job.rollouts.max_staleness:
         assert isinstance(source.rollouts, RolloutsApart), "checked when the run began"
-        sampler = ahead = SampledAhead(config, source.rollouts)
+        sampler = ahead = SampledAhead(config, source.rollouts, source.tools)
         position = None if prompts is None else PositionAhead(prompts, ahead)
     return PolicyFeed(config, sampler, judged, initial_weights, policy, with_positions), position
 

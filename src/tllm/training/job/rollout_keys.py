@@ -140,7 +140,7 @@ class RolloutConfig:
                 f"{table} has {len(self.reward_weights)} reward_weights and {len(self.reward_funcs)} reward_funcs",
                 "give one weight for each function",
             )
-        self._check_staleness(table)
+        self.check_staleness(table)
         if self.temperature <= 0:
             raise ConfigError(
                 f"{table}.temperature is {self.temperature}: all completions of a prompt would be the same",
@@ -149,7 +149,8 @@ class RolloutConfig:
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"{table}.top_p is {self.top_p}", "give one above 0, and 1 for all tokens")
 
-    def _check_staleness(self, table: str) -> None:
+    def check_staleness(self, table: str) -> None:
+        """ConfigError where nobody is there who could sample ahead."""
         given = f"{table}.max_staleness is {self.max_staleness}"
         if self.max_staleness and not (self.rollout_servers or self.rollout_nodes):
             raise ConfigError(
@@ -161,12 +162,6 @@ class RolloutConfig:
             raise ConfigError(
                 f'{given} and {table}.rollout_nodes is "auto", which may come to none',
                 "say how many nodes sample while the trainer learns",
-            )
-        if self.max_staleness and self.calls_tools:
-            raise ConfigError(
-                f"{given} and the model calls tools: rank 0 calls them between the turns of a completion, and "
-                "learns while steps ahead are sampled",
-                "leave one of them out",
             )
 
 

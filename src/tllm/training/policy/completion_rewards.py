@@ -44,7 +44,7 @@ class CompletionRewards:
             http_reward(text, seconds) if is_url(text) else load_reward_function(text, seconds, modules)
             for text in config.reward_funcs
         ]
-        self._weights = config.reward_weights
+        self._weights, self._turn = config.reward_weights, modules.turn
         if environments is not None and environments.has_reward:
             self._functions.append(_own_reward(environments, seconds))
             self._weights = None if config.reward_weights is None else (*config.reward_weights, 1.0)
@@ -84,7 +84,7 @@ class CompletionRewards:
             **{name: [columns.get(name) for columns in each] for name in sorted(names)},
         }
         own = {} if self.environments is None else {ENVIRONMENTS: self.environments.instances(started.seeds_N)}
-        said = [function(arguments if function.file is None else arguments | own) for function in self._functions]
+        said = [self._said(function, arguments, own) for function in self._functions]
         if self.environments is not None:
             self.environments.end(started.seeds_N)
         rewards_NF = np.array(said, dtype=np.float64).T
@@ -96,6 +96,13 @@ class CompletionRewards:
                 "let one of them return a number",
             )
         return rewards_NF
+
+    def _said(self, function: RewardFunction, arguments: dict[str, Any], own: dict[str, Any]) -> list[float]:
+        """`own` is for functions of the user's alone, who take turns; others ask programs elsewhere."""
+        if function.file is None:
+            return function(arguments)
+        with self._turn:
+            return function(arguments | own)
 
     def together(self, rewards_NF: Rewards, size: int) -> Rewards:
         """The reward of each completion of each prompt, [P, G], by the functions' weights."""
