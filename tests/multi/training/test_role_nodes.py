@@ -7,13 +7,17 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.support.models.families import save_model
 from tests.support.training.opened_run import training
 from tests.support.training.post_training.distilled_task import on_policy_job, write_models
+from tests.support.training.post_training.policy_task import CHARACTERS, grpo, policy_job, write_task, write_tokenizer
 from tests.support.training.runs import final, records, train
 from tests.support.training.training_step import furthest
+from tests.unit.training.reward_models.test_reward_model import write_reward_model
 from tllm.cluster.certificates import Authority
 from tllm.cluster.tls import data_client
 from tllm.core.errors import LinkError
@@ -74,3 +78,37 @@ def test_nodes_with_roles_die_and_the_weights_are_those_of_the_colocated_run(tmp
     assert sum((one.metrics or {}).get("rollout/weight_bytes", 0.0) for one in records(news)) > 0
     off, where = furthest(final(tmp_path / "apart"), final(tmp_path / "calm"))
     assert off < 1e-11, where
+
+
+@pytest.mark.soak
+def test_a_node_that_scores_dies_and_the_weights_are_those_of_the_model_beside_the_trainer(tmp_path: Path) -> None:
+    """Once while another is there that is named too, and once while nobody is: the run waits for one that comes."""
+    write_task(tmp_path)
+    write_reward_model(tmp_path / "reward")
+    keys = dict(reward_model_name_or_path=str(tmp_path / "reward"))
+    save_model("llama", tmp_path / "model", vocab_size=len(CHARACTERS) + 1, eos_token_id=0, bos_token_id=None)
+    write_tokenizer(tmp_path / "model")
+    model = dict(model_name_or_path=str(tmp_path / "model"), config_name=None, tokenizer_name=None)
+    fields: dict[str, Any] = dict(dtype="float64", max_steps=6, **model)
+    train(policy_job(tmp_path, tmp_path / "calm", grpo(tmp_path, **keys), **fields), "pp=1")
+    for name, nodes, killed in (
+        ("two", ("local-1", "local-2"), {1: "local-1", 3: "local-2"}),
+        ("one", ("local-1",), {2: "local-1"}),
+    ):
+        job = policy_job(tmp_path, tmp_path / name, grpo(tmp_path, **keys, reward_nodes=nodes), **fields)
+        asyncio.run(score(job, dict(killed), nodes))
+        mine, others = final(tmp_path / name), final(tmp_path / "calm")
+        off, where = furthest(mine, others)
+        assert off < 1e-11, where
+
+
+async def score(job: Job, killed: dict[int, str], nodes: tuple[str, ...]) -> None:
+    async with training(job, "pp=1", threads=1, on_loss="replan") as run:
+        assert roles(run) == {"local-0": "", **dict.fromkeys(nodes, "reward")}
+        async for one in run.events():
+            assert not isinstance(one, RunLostRank), "it interrupts nothing"
+            if isinstance(one, RunStepped) and (node := killed.pop(one.record.step, None)) is not None:
+                member = run.state.member(node)
+                assert member is not None
+                os.kill(member.facts.pid, signal.SIGKILL)
+        assert not killed

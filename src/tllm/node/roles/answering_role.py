@@ -1,4 +1,5 @@
-"""`AnsweringRole`: a node answers a training run as a teacher or a rollout server does that a user has started.
+"""`AnsweringRole`: a node answers a training run as a teacher or a rollout server does that a user has started; or as a
+reward model.
 
 What `tllm teach` and `tllm rollout` find in a folder comes from the coordinator here, and the cluster's certificates
 stand in the place of a secret.
@@ -27,6 +28,8 @@ from tllm.spec.families import spec_from_config
 from tllm.spec.process_groups import RoleName
 from tllm.training.questions.question_server import Answerer, QuestionServer
 from tllm.training.questions.run_connection import Conversation
+from tllm.training.reward_models.reward_messages import SCORING
+from tllm.training.reward_models.reward_model import RewardModel
 from tllm.training.rollout_servers.rollout_messages import SAMPLING
 from tllm.training.teachers.teacher_messages import TEACHING
 from tllm.training.teachers.teacher_model import TeacherModel
@@ -97,6 +100,12 @@ def _teacher(order: TakeRole, device: torch.device, fetch: Fetch) -> TeacherMode
     return TeacherModel.of(order.model, json.loads(order.config), source, order.vocabulary, order.dtype)
 
 
+def _reward_model(order: TakeRole, device: torch.device, fetch: Fetch) -> RewardModel:
+    compute_on(CPU)
+    source = _own_files(order) or _fetched_files(order, fetch)
+    return RewardModel.of(order.model, json.loads(order.config), source, order.dtype)
+
+
 def _rollout_model(order: TakeRole, device: torch.device, fetch: Fetch) -> RolloutModel:
     """With weights of this node's own where it has them: the run sends what it lacks, but for those beside an
     adapter."""
@@ -108,6 +117,7 @@ def _rollout_model(order: TakeRole, device: torch.device, fetch: Fetch) -> Rollo
 ANSWERERS: Mapping[RoleName, tuple[Conversation[Any, Any, Any], OpenAnswerer]] = {
     "teacher": (TEACHING, _teacher),
     "rollout": (SAMPLING, _rollout_model),
+    "reward": (SCORING, _reward_model),
 }
 """What is said in a role, and what opens its model."""
 

@@ -23,10 +23,15 @@ from tllm.training.job.job import Job
 from tllm.training.job.job_parts import role_key, role_nodes
 from tllm.training.job.key_limits import WantedNodes
 from tllm.training.questions.causal_model import CausalModel
+from tllm.training.reward_models.reward_model import ScoringModel
 
 log = logging.getLogger("tllm.node")
 
-DOES: dict[RoleName, str] = {"teacher": "teach", "rollout": "sample completions"}
+DOES: dict[RoleName, str] = {
+    "teacher": "teach",
+    "rollout": "sample completions",
+    "reward": "score completions",
+}
 """What a node with a role does, in words."""
 
 RETRY_SECONDS = 10.0
@@ -211,22 +216,33 @@ class RoleNodes:
             folder, files = (str(own.path), own.files) if own is not None else ("", ())
             is_base = self.job.lora is not None
             return TakeRole(role=role, model=model, config=config, folder=folder, files=files, is_base=is_base)
-        keys = self.job.distill
-        assert keys is not None and keys.teacher_model_name_or_path, "a job whose nodes teach names the teacher"
-        found = CausalModel.find(keys.teacher_model_name_or_path, "gives no next token", "take a causal language model")
+        name, dtype, found = self._model_of(role)
         if (lent := weights.beside.get(role)) is None:
             lent = weights.beside[role] = ModelFolder(found.folder)
         if not lent.files:
-            raise WeightsError(f"the teacher's folder {found.folder} has no files of weights", "copy model.safetensors")
+            whose = "teacher's" if role == "teacher" else "reward model's"
+            raise WeightsError(f"the {whose} folder {found.folder} has no files of weights", "copy model.safetensors")
         return TakeRole(
             role=role,
-            model=keys.teacher_model_name_or_path,
+            model=name,
             config=json.dumps(found.config),
             vocabulary=vocabulary_digest(found.folder),
-            dtype=keys.teacher_dtype,
+            dtype=dtype,
             folder=str(lent.path),
             files=lent.files,
         )
+
+    def _model_of(self, role: RoleName) -> tuple[str, str, CausalModel | ScoringModel]:
+        """The name, the dtype and the folder of a role's model that is not the one that is trained."""
+        if role == "teacher":
+            keys = self.job.distill
+            assert keys is not None and keys.teacher_model_name_or_path, "a job whose nodes teach names the teacher"
+            name, hint = keys.teacher_model_name_or_path, "take a causal language model"
+            return name, keys.teacher_dtype, CausalModel.find(name, "gives no next token", hint)
+        config = self.job.rollouts
+        assert config is not None and config.reward_model_name_or_path, "a job whose nodes score names the model"
+        name = config.reward_model_name_or_path
+        return name, config.reward_dtype, ScoringModel.find(name)
 
     def _holders(self, role: RoleName) -> list[Member]:
         return [member for member in self._members.state.living if member.role == role]

@@ -192,6 +192,8 @@ def role_nodes(job: Job) -> dict[RoleName, WantedNodes]:
         found["teacher"] = WantedNodes.of(job.distill.teacher_nodes, role_key(job, "teacher"))
     if job.rollouts is not None and job.rollouts.rollout_nodes:
         found["rollout"] = WantedNodes.of(job.rollouts.rollout_nodes, role_key(job, "rollout"))
+    if job.rollouts is not None and job.rollouts.reward_nodes:
+        found["reward"] = WantedNodes.of(job.rollouts.reward_nodes, role_key(job, "reward"))
     return found
 
 

@@ -15,6 +15,7 @@ from tllm.training.policy.http_rewards import http_reward
 from tllm.training.policy.reward_functions import RewardFunction, load_reward_function
 from tllm.training.policy.rollouts import Completion
 from tllm.training.policy.started_prompts import StartedPrompts
+from tllm.training.reward_models.model_rewards import ModelRewards
 from tllm.training.tools.environments import Environments
 from tllm.training.tools.user_functions import UserModules
 
@@ -37,10 +38,11 @@ class CompletionRewards:
         tokenizer: Tokenizer,
         modules: UserModules,
         environments: Environments | None = None,
+        model: ModelRewards | None = None,
     ) -> None:
         self._config, self._tokenizer, self.environments = config, tokenizer, environments
         seconds = config.reward_timeout
-        self._functions = [
+        self._functions: list[RewardFunction | ModelRewards] = [
             http_reward(text, seconds) if is_url(text) else load_reward_function(text, seconds, modules)
             for text in config.reward_funcs
         ]
@@ -48,12 +50,21 @@ class CompletionRewards:
         if environments is not None and environments.has_reward:
             self._functions.append(_own_reward(environments, seconds))
             self._weights = None if config.reward_weights is None else (*config.reward_weights, 1.0)
+        self._model = model
+        if model is not None:
+            self._functions.append(model)
+            self._weights = None if self._weights is None else (*self._weights, 1.0)
         if not self._functions:
             raise ConfigError(
                 f"there are no reward_funcs, and the environment {config.environment_factory} has no get_reward",
                 "name a function that rewards completions, or give the environment get_reward(self) -> float",
             )
         self.stop_ids = tokenizer.eos_ids
+
+    def close(self) -> None:
+        """Let go of the reward model."""
+        if self._model is not None:
+            self._model.close()
 
     def texts(self, completions: Sequence[Completion]) -> list[Written]:
         """As functions get them and people read them."""
@@ -97,7 +108,9 @@ class CompletionRewards:
             )
         return rewards_NF
 
-    def _said(self, function: RewardFunction, arguments: dict[str, Any], own: dict[str, Any]) -> list[float]:
+    def _said(
+        self, function: RewardFunction | ModelRewards, arguments: dict[str, Any], own: dict[str, Any]
+    ) -> list[float]:
         """`own` is for functions of the user's alone, who take turns; others ask programs elsewhere."""
         if function.file is None:
             return function(arguments)
