@@ -80,29 +80,51 @@ def test_nodes_with_roles_die_and_the_weights_are_those_of_the_colocated_run(tmp
     assert off < 1e-11, where
 
 
+KILLS = """
+
+import os
+from pathlib import Path
+
+
+def kills(completions, **columns):
+    \"\"\"Says nothing; but kills whose process a file names, after a step's completions are sampled.\"\"\"
+    file = Path({file!r})
+    if file.exists():
+        os.kill(int(file.read_text()), 9)
+        file.unlink()
+    return [None] * len(completions)
+"""
+
+
 @pytest.mark.soak
 def test_a_node_that_scores_dies_and_the_weights_are_those_of_the_model_beside_the_trainer(tmp_path: Path) -> None:
-    """Once while another is there that is named too, and once while nobody is: the run waits for one that comes."""
+    """In the middle of a step, once while another is there that is named too, and once while nobody is: the run waits
+    for one that comes."""
     write_task(tmp_path)
+    file = tmp_path / "pid"
+    with (tmp_path / "rewards.py").open("a") as rewards:
+        rewards.write(KILLS.format(file=str(file)))
     write_reward_model(tmp_path / "reward")
-    keys = dict(reward_model_name_or_path=str(tmp_path / "reward"))
+    functions = tuple(f"{tmp_path / 'rewards.py'}:{name}" for name in ("closeness", "kills"))
+    keys = dict(reward_model_name_or_path=str(tmp_path / "reward"), reward_funcs=functions)
     save_model("llama", tmp_path / "model", vocab_size=len(CHARACTERS) + 1, eos_token_id=0, bos_token_id=None)
     write_tokenizer(tmp_path / "model")
     model = dict(model_name_or_path=str(tmp_path / "model"), config_name=None, tokenizer_name=None)
-    fields: dict[str, Any] = dict(dtype="float64", max_steps=6, **model)
+    fields: dict[str, Any] = dict(dtype="float64", max_steps=8, **model)
     train(policy_job(tmp_path, tmp_path / "calm", grpo(tmp_path, **keys), **fields), "pp=1")
     for name, nodes, killed in (
         ("two", ("local-1", "local-2"), {1: "local-1", 3: "local-2"}),
         ("one", ("local-1",), {2: "local-1"}),
     ):
         job = policy_job(tmp_path, tmp_path / name, grpo(tmp_path, **keys, reward_nodes=nodes), **fields)
-        asyncio.run(score(job, dict(killed), nodes))
+        asyncio.run(score(job, dict(killed), nodes, file))
         mine, others = final(tmp_path / name), final(tmp_path / "calm")
         off, where = furthest(mine, others)
         assert off < 1e-11, where
 
 
-async def score(job: Job, killed: dict[int, str], nodes: tuple[str, ...]) -> None:
+async def score(job: Job, killed: dict[int, str], nodes: tuple[str, ...], file: Path) -> None:
+    """A run in which a node is killed in the step after each of some."""
     async with training(job, "pp=1", threads=1, on_loss="replan") as run:
         assert roles(run) == {"local-0": "", **dict.fromkeys(nodes, "reward")}
         async for one in run.events():
@@ -110,5 +132,6 @@ async def score(job: Job, killed: dict[int, str], nodes: tuple[str, ...]) -> Non
             if isinstance(one, RunStepped) and (node := killed.pop(one.record.step, None)) is not None:
                 member = run.state.member(node)
                 assert member is not None
-                os.kill(member.facts.pid, signal.SIGKILL)
-        assert not killed
+                (file.with_name("new")).write_text(str(member.facts.pid))
+                file.with_name("new").rename(file)
+        assert not killed and not file.exists(), "each was killed"
