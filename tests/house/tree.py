@@ -79,6 +79,7 @@ SUB_PACKAGES = {
         *(
             "step",
             "teachers",
+            "reward_models",
             "evaluation",
             "tools",
             "policy",

@@ -420,10 +420,18 @@ class TakeRole(Message, frozen=True, kw_only=True):
 
 
 class RolePlaces(Message, frozen=True):
-    """All nodes that have a role now, to the node of rank 0, which asks them."""
+    """All nodes that have a role now, to the node of rank 0, which asks them for the `run`."""
 
     role: RoleName
     places: tuple[RankAddress, ...]
+    run: str = ""
+
+
+class RoleAsker(Message, frozen=True):
+    """To a node that has a role: it answers the node of rank 0 alone, for this `run`."""
+
+    node: str
+    run: str
 
 
 # --- measurements
@@ -466,7 +474,7 @@ OfNode = Attach | Heartbeat | Failure | ReplicaServes
 FromNode = OfNode | ToOrder | OfWeights | OfHttp | Outputs | Stop | News | Done | Findings
 Adapters = LoadAdapter | UnloadAdapter
 OfReplicas = ServeReplica | Replicas
-OfRoles = TakeRole | RolePlaces
+OfRoles = TakeRole | RolePlaces | RoleAsker
 OfRequests = Submit | Cancel | Adapters
 ToNode = (
     (

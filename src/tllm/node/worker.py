@@ -239,7 +239,7 @@ class Worker:
         self._end_role()
         self._assign, self._role, self._before, self._is_done = None, None, None, True
         place = self._listener.address[0], self._identity, self._device
-        self._role = answering = AnsweringRole(order, *place, self._control.fetch)
+        self._role = answering = AnsweringRole(order, *place, self._control)
         return answering
 
     def _end_role(self) -> None:

@@ -10,7 +10,7 @@ from tllm.spec.plan import Plan, Wire
 PIPELINE, SERVERS, DATA = "pp", "servers", "data"
 GROUPS = ("tp", "cp", "dp", "ep", "edp", "replica", "world", "save")
 
-RoleName = Literal["teacher", "rollout"]
+RoleName = Literal["teacher", "rollout", "reward"]
 """What a node does for a training run beside its plan: it answers what rank 0 asks."""
 
 

@@ -22,6 +22,7 @@ from tllm.training.policy.rewarded_rows import RewardedRows
 from tllm.training.policy.rollouts import Rollouts, sampling_of
 from tllm.training.policy.sample_together import CompletionSampler, StepSampler
 from tllm.training.policy.tool_turns import Tools, make_sampler
+from tllm.training.reward_models.model_rewards import ModelRewards
 from tllm.training.rollout_servers.rollouts_apart import RolloutsApart
 from tllm.training.rollout_servers.sampled_ahead import PositionAhead, SampledAhead
 from tllm.training.state.initial_weights import InitialWeights
@@ -55,8 +56,10 @@ class CompletionSource:
         return () if self.tools is None else self.tools.functions.schemas
 
     def close(self) -> None:
-        """Let go of the cache, and end the threads of tools."""
+        """Let go of the cache, and end the threads of tools and of who scores."""
         self.rollouts.close()
+        if self.rewards is not None:
+            self.rewards.close()
         if self.tools is not None:
             self.tools.functions.close()
 
@@ -87,7 +90,7 @@ def policy_feed(
     sampler: StepSampler = source.sampler(config)
     if job.rollouts is not None and job.rollouts.max_staleness:
         assert isinstance(source.rollouts, RolloutsApart), "checked when the run began"
-        sampler = ahead = SampledAhead(config, source.rollouts)
+        sampler = ahead = SampledAhead(config, source.rollouts, source.tools)
         position = None if prompts is None else PositionAhead(prompts, ahead)
     return PolicyFeed(config, sampler, judged, initial_weights, policy, with_positions), position
 
@@ -113,7 +116,8 @@ def completion_source(config: RankConfig, initial_model: InitialModel | None, ro
     if job.rollouts.calls_tools:
         tools = Tools(job.rollouts, tokenizer, ChatTemplate.from_folder(initial_model.folder, tokenizer), modules)
     environments = None if tools is None else tools.functions.environments
-    return CompletionSource(rollouts, CompletionRewards(job.rollouts, tokenizer, modules, environments), tools)
+    model = ModelRewards.open(job.rollouts, config.answerers)
+    return CompletionSource(rollouts, CompletionRewards(job.rollouts, tokenizer, modules, environments, model), tools)
 
 
 def other_evaluations(

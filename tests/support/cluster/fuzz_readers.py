@@ -54,6 +54,7 @@ from tllm.engine.schedule.limits import Limits, check_batch
 from tllm.node.roles.rank_places import pack_places
 from tllm.spec.plan import Plan
 from tllm.spec.request import Output, Request, SamplingParams, StreamRecord
+from tllm.training.questions.run_connection import RunHello
 
 SHAPE, DTYPE, EPOCH, LIMIT = (3, 5), torch.float32, 7, 256
 SECONDS = 5.0
@@ -96,6 +97,10 @@ def receive_bytes(data: bytes) -> None:
 
 def hear_hello(data: bytes) -> None:
     _hear(data, LinkHello)
+
+
+def hear_run(data: bytes) -> None:
+    _hear(data, RunHello)
 
 
 def hear_welcome(data: bytes) -> None:
@@ -315,6 +320,7 @@ def _examples() -> dict[Target, list[bytes]]:
         receive_tensor: frames,
         receive_bytes: frames,
         hear_hello: [_said(GREETING)],
+        hear_run: [_said(RunHello("session", "questions", "run"))],
         hear_welcome: [_said(LinkWelcome("no", True)), _said(LinkWelcome())],
         from_guest: [_messages(messages.Hello(PROTOCOL), kind=QUESTION)],
         to_guest: [_messages(messages.Welcome(PROTOCOL, b"pem"), kind=ANSWER)],

@@ -334,11 +334,10 @@ class TrainingChooser(_Chooser):
             job = with_role_nodes(job, role, ())
         facts = training_facts(job, self.mirrored, self._teacher, has_value_pass(job, self.spec, self.cluster.device))
         apart = roles if apart is None else apart
-        return dataclasses.replace(
-            facts,
-            teacher=None if "teacher" in apart else facts.teacher,
-            sampling=None if "rollout" in apart else facts.sampling,
-        )
+        sampling = None if "rollout" in apart else facts.sampling
+        if sampling is not None and (rollouts := self.resolved.job.rollouts) is not None:
+            sampling = dataclasses.replace(sampling, ahead=rollouts.max_staleness)
+        return dataclasses.replace(facts, teacher=None if "teacher" in apart else facts.teacher, sampling=sampling)
 
     def _sizes(self) -> tuple[int, ...]:
         """Sizes of a microbatch: the job's, if it gives one."""

@@ -40,6 +40,8 @@ def show_roles(args: argparse.Namespace, cluster: Cluster, chooser: TrainingChoo
         takes.append(f"the teacher takes {amount(teacher_bytes(facts.teacher))} where it is")
     if "rollout" in asked:
         takes.append(f"a machine that samples {amount(rollout_bytes(chooser.spec, facts))}")
+    if "reward" in asked:
+        takes.append("what a machine that scores takes is not predicted")
     lines = [
         f"a step of {facts.global_batch_size} rows of {facts.seq_len} tokens; {', '.join(takes)}",
         "",
@@ -61,7 +63,8 @@ def commands(
     placed, job = choice.training.placed, chooser.resolved.job
     train = ["tllm", "train", args.model, *(word for one in args.set for word in ("--set", one))]
     train += ["--set", f"microbatch_size={placed.facts.microbatch_size}", "--plan", str(placed.plan)]
-    joining = [cluster.name(device) for device in (*choice.policy, *choice.rollouts, *choice.teachers)[1:]]
+    apart = (*choice.rollouts, *choice.teachers, *choice.rewards)
+    joining = [cluster.name(device) for device in (*choice.policy, *apart)[1:]]
     for role, devices in choice.by_role.items():
         if role in asked and (devices or role in role_nodes(job)):
             names = ",".join(cluster.name(device) for device in devices)
@@ -74,6 +77,7 @@ def commands(
 
 def _rows(cluster: Cluster, choices: Sequence[RoleChoice], asked: Sequence[RoleName]) -> list[list[str]]:
     titles = ["", *(["teachers"] if "teacher" in asked else []), *(["rollout"] if "rollout" in asked else [])]
+    titles += ["reward"] if "reward" in asked else []
     parts = [*(["teaching s"] if "teacher" in asked else []), *(["sampling s"] if "rollout" in asked else [])]
     rows = [[*titles, "policy", "plan", "s/step", *parts, "policy s", "most memory"]]
     for number, one in enumerate(choices, 1):
@@ -81,6 +85,7 @@ def _rows(cluster: Cluster, choices: Sequence[RoleChoice], asked: Sequence[RoleN
         who = {
             "teacher": " ".join(map(cluster.name, one.teachers)) or f"beside the student on {first}",
             "rollout": " ".join(map(cluster.name, one.rollouts)) or "the policy's",
+            "reward": " ".join(map(cluster.name, one.rewards)),
         }
         seconds = {"teacher": one.teaching, "rollout": dict(predicted.roles).get("sampling", 0.0)}
         rows.append(
@@ -103,6 +108,7 @@ def _as_json(cluster: Cluster, one: RoleChoice) -> dict[str, Any]:
     return {
         "teachers": [cluster.name(device) for device in one.teachers],
         "rollouts": [cluster.name(device) for device in one.rollouts],
+        "rewards": [cluster.name(device) for device in one.rewards],
         "nodes": [cluster.name(device) for device in one.policy],
         "plan": str(one.training.placed.plan),
         "microbatch_size": one.training.placed.facts.microbatch_size,

@@ -205,6 +205,14 @@ class Group:
             return gathered
         return _unpack_list(self.broadcast_bytes(msgspec.msgpack.encode(gathered), 0, limit))
 
+    def gather_bytes(self, payload: bytes, limit: int = BYTES_LIMIT) -> list[bytes]:
+        """Every rank's `payload` on rank 0, in rank order, each of at most `limit` bytes; nothing elsewhere."""
+        with self._in_step():
+            if self.rank != 0:
+                self.send[0].send_bytes(payload)
+                return []
+            return [payload, *(self.recv[peer].recv_bytes(limit) for peer in range(1, self.size))]
+
     # Point to point.
 
     def send_to(self, peer: int, x: torch.Tensor) -> None:

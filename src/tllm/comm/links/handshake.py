@@ -40,10 +40,10 @@ class LinkWelcome(msgspec.Struct, frozen=True):
     again: bool = False
 
 
-Message = TypeVar("Message", LinkHello, LinkWelcome)
+Message = TypeVar("Message", bound=msgspec.Struct)
 
 
-def send_message(sock: socket.socket, message: LinkHello | LinkWelcome, until: float) -> None:
+def send_message(sock: socket.socket, message: msgspec.Struct, until: float) -> None:
     """Send one handshake message before the monotonic time `until`; an OSError if it does not leave."""
     payload = msgspec.msgpack.encode(message)
     sock.settimeout(_left(until))

@@ -1,4 +1,5 @@
-"""`AnsweringRole`: a node answers a training run as a teacher or a rollout server does that a user has started.
+"""`AnsweringRole`: a node answers a training run as a teacher or a rollout server does that a user has started; or as a
+reward model.
 
 What `tllm teach` and `tllm rollout` find in a folder comes from the coordinator here, and the cluster's certificates
 stand in the place of a secret.
@@ -27,6 +28,8 @@ from tllm.spec.families import spec_from_config
 from tllm.spec.process_groups import RoleName
 from tllm.training.questions.question_server import Answerer, QuestionServer
 from tllm.training.questions.run_connection import Conversation
+from tllm.training.reward_models.reward_messages import SCORING
+from tllm.training.reward_models.reward_model import RewardModel
 from tllm.training.rollout_servers.rollout_messages import SAMPLING
 from tllm.training.teachers.teacher_messages import TEACHING
 from tllm.training.teachers.teacher_model import TeacherModel
@@ -40,15 +43,17 @@ OpenAnswerer = Callable[[TakeRole, torch.device, Fetch], Answerer[Any, Any, Any]
 class AnsweringRole:
     """A `Role` beside any plan, which runs until the node gets a part in one or the cluster ends.
 
-    It listens on `host` at any free port. ConfigError or WeightsError where the model of the role cannot be had here.
+    It listens on `host` at any free port, and answers whom the coordinator has named and nobody else in the cluster.
+    ConfigError or WeightsError where the model of the role cannot be had here.
     """
 
     outlives = True
 
-    def __init__(self, order: TakeRole, host: str, identity: Identity, device: torch.device, fetch: Fetch) -> None:
+    def __init__(self, order: TakeRole, host: str, identity: Identity, device: torch.device, control: Control) -> None:
         conversation, open_answerer = ANSWERERS[order.role]
-        answerer = open_answerer(order, device, fetch)
-        self._server = QuestionServer(answerer, conversation, (host, 0), data_server(identity))
+        answerer, inbox = open_answerer(order, device, control.fetch), control.inbox
+        place, context = (host, 0), data_server(identity)
+        self._server = QuestionServer(answerer, conversation, place, context, lambda: inbox.asker)
         self._over = threading.Event()
         self.taken = RoleTaken(order.role, self._server.address[1])
 
@@ -95,6 +100,12 @@ def _teacher(order: TakeRole, device: torch.device, fetch: Fetch) -> TeacherMode
     return TeacherModel.of(order.model, json.loads(order.config), source, order.vocabulary, order.dtype)
 
 
+def _reward_model(order: TakeRole, device: torch.device, fetch: Fetch) -> RewardModel:
+    compute_on(CPU)
+    source = _own_files(order) or _fetched_files(order, fetch)
+    return RewardModel.of(order.model, json.loads(order.config), source, order.dtype)
+
+
 def _rollout_model(order: TakeRole, device: torch.device, fetch: Fetch) -> RolloutModel:
     """With weights of this node's own where it has them: the run sends what it lacks, but for those beside an
     adapter."""
@@ -106,6 +117,7 @@ def _rollout_model(order: TakeRole, device: torch.device, fetch: Fetch) -> Rollo
 ANSWERERS: Mapping[RoleName, tuple[Conversation[Any, Any, Any], OpenAnswerer]] = {
     "teacher": (TEACHING, _teacher),
     "rollout": (SAMPLING, _rollout_model),
+    "reward": (SCORING, _reward_model),
 }
 """What is said in a role, and what opens its model."""
 

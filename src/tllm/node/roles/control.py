@@ -37,6 +37,7 @@ from tllm.cluster.messages import (
     ReplicaPlace,
     Replicas,
     ReplicaServes,
+    RoleAsker,
     RolePlaces,
     RoleTaken,
     ServeReplica,
@@ -54,7 +55,7 @@ from tllm.engine.schedule.batch import ForgetAdapter
 from tllm.node.roles.rank_places import KnownPlaces
 from tllm.node.weights.chunk_fetcher import ChunkFetcher
 from tllm.spec.request import Output
-from tllm.training.questions.answerer_places import AnswererPlace, AnswererPlaces
+from tllm.training.questions.answerer_places import AnswererPlace, AnswererPlaces, AskingRun
 
 log = logging.getLogger("tllm.node")
 
@@ -157,6 +158,7 @@ class Inbox:
     probes: what to measure next, None when that is all.
     stopped: set when the training is to save and end.
     answerers: where nodes answer the run's questions; the rank that asks them follows it.
+    asker: whose questions this node answers in its role, once the coordinator has said it.
     """
 
     def __init__(self) -> None:
@@ -164,6 +166,7 @@ class Inbox:
         self.probes: queue.SimpleQueue[Probe | None] = queue.SimpleQueue()
         self.stopped = threading.Event()
         self.answerers = AnswererPlaces()
+        self.asker: AskingRun | None = None
 
     def end(self) -> None:
         """There is no more to measure or to do."""
@@ -369,6 +372,7 @@ class Control:
             Start: self._order_once,
             TakeRole: self._take_role,
             RolePlaces: self._know_answerers,
+            RoleAsker: self._know_asker,
             Load: self._order,
             Submit: self._submit,
             Cancel: self._cancel,
@@ -443,11 +447,17 @@ class Control:
 
     async def _take_role(self, message: TakeRole) -> Message:
         self._node.interrupt()  # what it did has no part in any plan any more
+        self.inbox.asker = None
         return await self._order_once(message)
 
     async def _know_answerers(self, message: RolePlaces) -> None:
-        places = [AnswererPlace(place.node, (place.host, place.port), place.node) for place in message.places]
+        places = [
+            AnswererPlace(place.node, (place.host, place.port), place.node, message.run) for place in message.places
+        ]
         self.inbox.answerers.tell(message.role, places)
+
+    async def _know_asker(self, message: RoleAsker) -> None:
+        self.inbox.asker = AskingRun(message.node, message.run)
 
     async def _submit(self, message: Submit) -> None:
         self._node.command(message.request)

@@ -78,14 +78,14 @@ class ElasticRun(TrainingRun):
 
     async def form(self, seconds: float | None = None, on_progress: OnProgress | None = None) -> None:
         """Wait for enough nodes, `seconds` at most, and begin the first epoch on them."""
-        nodes = await self.choose(await self.wait_for_nodes(seconds), on_progress)
+        nodes = await self.choose(await self.nodes_to_begin(seconds), on_progress)
         async with self.roles.beginning():
             await self.recovery.begin(nodes, on_progress)
         if self._is_stopped:  # meanwhile, by a node's operator
             self.stop()
 
     async def wait_for_nodes(self, seconds: float | None) -> tuple[str, ...]:
-        """As many as the plan has ranks; those that came back from a coordinator that has ended may go on alone."""
+        """As many as are wanted; those that came back from a coordinator that has ended may go on alone."""
         every = asyncio.create_task(self.coordinator.wait_for_nodes(seconds))
         fewer = asyncio.create_task(self._wait_for_returned())
         try:

@@ -11,7 +11,8 @@ import json
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from tllm.cluster.messages import RankAddress, RolePlaces, RoleTaken, TakeRole
+from tllm.cluster.messages import RankAddress, RoleAsker, RolePlaces, RoleTaken, TakeRole
+from tllm.cluster.settings import TrainSettings
 from tllm.cluster.state import Member, RankRefused, RoleBegan, RoleGiven
 from tllm.core.errors import ClusterError, ConfigError, TllmError, WeightsError
 from tllm.core.tasks import background, end_tasks
@@ -23,10 +24,15 @@ from tllm.training.job.job import Job
 from tllm.training.job.job_parts import role_key, role_nodes
 from tllm.training.job.key_limits import WantedNodes
 from tllm.training.questions.causal_model import CausalModel
+from tllm.training.reward_models.reward_model import ScoringModel
 
 log = logging.getLogger("tllm.node")
 
-DOES: dict[RoleName, str] = {"teacher": "teach", "rollout": "sample completions"}
+DOES: dict[RoleName, str] = {
+    "teacher": "teach",
+    "rollout": "sample completions",
+    "reward": "score completions",
+}
 """What a node with a role does, in words."""
 
 RETRY_SECONDS = 10.0
@@ -68,6 +74,33 @@ class RoleNodes:
                 reserved.add(node)
                 self._members.record(RoleGiven(node, role))
         return reserved
+
+    async def wait_for_named(self, seconds: float | None) -> bool:
+        """Let nodes come that the job names for a role and that are not here, `seconds` at most; whether there were
+        some. ConfigError where they do not come: `reserve` says it of those that could come from nowhere."""
+        coordinator, missing = self._coordinator, self._missing()
+        if not missing or len(coordinator.control_server.own) >= coordinator.work.nodes:
+            return False
+        whom = " and ".join(f"{name}, which {role_key(self.job, role)} names" for name, role in missing.items())
+        log.warning("waiting for %s%s", whom, "" if seconds is None else f", for {seconds:.0f} s at most")
+        coordinator.invite(len(missing))
+        try:
+            async with asyncio.timeout(seconds):
+                await self._members.until(lambda: not self._missing())
+        except TimeoutError as error:
+            name, role = next(iter(self._missing().items()))
+            raise ConfigError(
+                f"{role_key(self.job, role)} names {name!r}, which has not joined within {seconds:g} s; the nodes are "
+                f"{', '.join(coordinator.nodes)}",
+                f"let it join by that name (`tllm join --name {name}`), or name another one",
+            ) from error
+        return True
+
+    def _missing(self) -> dict[str, RoleName]:
+        """Nodes that are named for a role which nobody has yet, and are not here."""
+        here = {member.node for member in self._members.state.living}
+        unheld = {role: wanted for role, wanted in self.wanted.items() if not self._holders(role)}
+        return {name: role for role, wanted in unheld.items() for name in wanted.names if name not in here}
 
     def welcome(self, node: str) -> None:
         """A node has joined, perhaps with a role that it had from a coordinator before: it keeps that, unless it is not
@@ -114,12 +147,19 @@ class RoleNodes:
             await end_tasks(*tasks)
 
     def tell(self) -> None:
-        """Tell rank 0 who answers now."""
+        """Tell rank 0 who answers now, and these whom they answer."""
         self._told = self._known()
+        channels, settings = self._members.channels, self._coordinator.work.settings
+        assert isinstance(settings, TrainSettings), "roles are of runs that train"
         first = self._members.state.ranks[:1]
-        if first and first[0].node in self._members.channels:  # else it is told when another has its part
-            for role in self.wanted:
-                self._members.channels[first[0].node].post(RolePlaces(role, self._places(role)))
+        if not first or first[0].node not in channels:  # it is told when another has its part
+            return
+        for role in self.wanted:
+            places = self._places(role)
+            for place in places:
+                if place.node in channels:
+                    channels[place.node].post(RoleAsker(first[0].node, settings.run))
+            channels[first[0].node].post(RolePlaces(role, places, settings.run))
 
     async def _tell_changes(self) -> None:
         while True:
@@ -174,22 +214,33 @@ class RoleNodes:
             folder, files = (str(own.path), own.files) if own is not None else ("", ())
             is_base = self.job.lora is not None
             return TakeRole(role=role, model=model, config=config, folder=folder, files=files, is_base=is_base)
-        keys = self.job.distill
-        assert keys is not None and keys.teacher_model_name_or_path, "a job whose nodes teach names the teacher"
-        found = CausalModel.find(keys.teacher_model_name_or_path, "gives no next token", "take a causal language model")
+        name, dtype, found = self._model_of(role)
         if (lent := weights.beside.get(role)) is None:
             lent = weights.beside[role] = ModelFolder(found.folder)
         if not lent.files:
-            raise WeightsError(f"the teacher's folder {found.folder} has no files of weights", "copy model.safetensors")
+            whose = "teacher's" if role == "teacher" else "reward model's"
+            raise WeightsError(f"the {whose} folder {found.folder} has no files of weights", "copy model.safetensors")
         return TakeRole(
             role=role,
-            model=keys.teacher_model_name_or_path,
+            model=name,
             config=json.dumps(found.config),
             vocabulary=vocabulary_digest(found.folder),
-            dtype=keys.teacher_dtype,
+            dtype=dtype,
             folder=str(lent.path),
             files=lent.files,
         )
+
+    def _model_of(self, role: RoleName) -> tuple[str, str, CausalModel | ScoringModel]:
+        """The name, the dtype and the folder of a role's model that is not the one that is trained."""
+        if role == "teacher":
+            keys = self.job.distill
+            assert keys is not None and keys.teacher_model_name_or_path, "a job whose nodes teach names the teacher"
+            name, hint = keys.teacher_model_name_or_path, "take a causal language model"
+            return name, keys.teacher_dtype, CausalModel.find(name, "gives no next token", hint)
+        config = self.job.rollouts
+        assert config is not None and config.reward_model_name_or_path, "a job whose nodes score names the model"
+        name = config.reward_model_name_or_path
+        return name, config.reward_dtype, ScoringModel.find(name)
 
     def _holders(self, role: RoleName) -> list[Member]:
         return [member for member in self._members.state.living if member.role == role]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 
 from tllm.cluster.certificates import Authority
@@ -63,11 +64,28 @@ class TrainingRun:
 
     async def form(self, seconds: float | None = None, on_progress: OnProgress | None = None) -> None:
         """Wait for enough nodes, `seconds` at most, and bring every rank up."""
-        nodes = await self.choose(await self.coordinator.wait_for_nodes(seconds), on_progress)
+        nodes = await self.choose(await self.nodes_to_begin(seconds), on_progress)
         async with self.roles.beginning():
             await self.coordinator.bring_up(self.coordinator.work.plan, nodes, on_progress)
         if self._is_stopped:  # meanwhile, by a node's operator
             self.stop()
+
+    async def nodes_to_begin(self, seconds: float | None) -> tuple[str, ...]:
+        """Enough nodes, and those that the job names for a role, which may join later than others: all of them within
+        `seconds`."""
+        began = time.monotonic()
+
+        def left() -> float | None:
+            return None if seconds is None else max(0.0, seconds - (time.monotonic() - began))
+
+        nodes = await self.wait_for_nodes(seconds)
+        while await self.roles.wait_for_named(left()):  # meanwhile others may have gone
+            nodes = await self.wait_for_nodes(left())
+        return nodes
+
+    async def wait_for_nodes(self, seconds: float | None) -> tuple[str, ...]:
+        """As many as the plan and the roles beside it want. ClusterError if they do not come in time."""
+        return await self.coordinator.wait_for_nodes(seconds)
 
     async def choose(self, nodes: tuple[str, ...], on_progress: OnProgress | None = None) -> tuple[str, ...]:
         """Those of the nodes that take the ranks, in order, by a plan that is chosen now if none is given. Others are

@@ -98,6 +98,8 @@ class SamplingFacts:
     """Of the steps, those before which completions are sampled; 0 where only evaluations sample some."""
     servers: tuple[int, ...] = ()
     """Devices that sample and do not train; left out, the ranks sample."""
+    ahead: int = 0
+    """Steps by which these are ahead of the ranks (`max_staleness`); 0: the ranks wait for them."""
 
     @property
     def cached_tokens(self) -> int:

@@ -46,7 +46,8 @@ ANY = RoleWish()
 @dataclass(frozen=True)
 class RolesAsked:
     """What is asked: a job, whose `facts` have all its roles as if ranks did them; of what the teacher says, where
-    there is one; and by role ("teacher", "rollout") the devices that may have it, where others than ranks may."""
+    there is one; and by role ("teacher", "rollout", "reward") the devices that may have it, where others than ranks
+    may. What a reward model takes is not predicted: those that are named have it, else the last ones."""
 
     spec: ModelSpec
     facts: TrainingFacts
@@ -69,11 +70,13 @@ class RoleChoice:
     """Seconds in which the teachers judge the rows of a step."""
     seconds: float
     """Of a step, of all together."""
+    rewards: Devices = ()
+    """Those that score completions."""
 
     @property
     def by_role(self) -> Mapping[RoleName, Devices]:
         """The devices that have a role alone."""
-        return {"teacher": self.teachers, "rollout": self.rollouts}
+        return {"teacher": self.teachers, "rollout": self.rollouts, "reward": self.rewards}
 
     @property
     def policy(self) -> Devices:
@@ -88,19 +91,30 @@ def role_choices(cluster: Cluster, asked: RolesAsked, best: BestPlan) -> list[Ro
     """
     facts, found, why = asked.facts, list[RoleChoice](), "too few machines have room for their models"
     search = _Search(cluster, best)
+    rewards = _rewards(cluster, asked.wishes)
     teaches = None if asked.taught is None else teacher_room(cluster, asked.taught.teacher)
     samples = None if facts.sampling is None else rollout_room(cluster, asked.spec, facts)
-    for teachers in _sets(cluster, asked.wishes.get("teacher"), teaches, ()):
-        for rollouts in _sets(cluster, asked.wishes.get("rollout"), samples, teachers):
+    for teachers in _sets(cluster, asked.wishes.get("teacher"), teaches, rewards):
+        for rollouts in _sets(cluster, asked.wishes.get("rollout"), samples, (*teachers, *rewards)):
             if not set(teachers).isdisjoint(rollouts):
                 continue
             try:
-                found.append(_choice(asked, search, teachers, rollouts))
+                found.append(replace(_choice(asked, search, teachers, rollouts, rewards), rewards=rewards))
             except (CapacityError, PlanError) as error:
                 why = error.message
     if not found:
         raise CapacityError(f"no choice of machines for the roles has room: {why}", "give more or larger machines")
     return sorted(found, key=lambda choice: choice.seconds)
+
+
+def _rewards(cluster: Cluster, wishes: Mapping[RoleName, RoleWish]) -> Devices:
+    """The devices that score: those that are named, else the last that are named for nothing else."""
+    wish = wishes.get("reward")
+    if wish is None or wish.devices is not None:
+        return () if wish is None else wish.devices or ()
+    named = {device for other in wishes.values() for device in other.devices or ()}
+    free = [device for device in range(1, len(cluster)) if device not in named]
+    return tuple(free[len(free) - (wish.count or 0) :])
 
 
 def _sets(cluster: Cluster, wish: RoleWish | None, room: Room | None, taken: Devices) -> Iterator[Devices]:
@@ -160,9 +174,9 @@ class _Search:
         return replace(found, placed=replace(found.placed, cluster=self.cluster, devices=taken))
 
 
-def _choice(asked: RolesAsked, search: _Search, teachers: Devices, rollouts: Devices) -> RoleChoice:
+def _choice(asked: RolesAsked, search: _Search, teachers: Devices, rollouts: Devices, rewards: Devices) -> RoleChoice:
     cluster, facts, sampling, taught = search.cluster, asked.facts, asked.facts.sampling, asked.taught
-    trains = tuple(device for device in range(len(cluster)) if device not in (*teachers, *rollouts))
+    trains = tuple(device for device in range(len(cluster)) if device not in (*teachers, *rollouts, *rewards))
     own = replace(facts, teacher=None if teachers else facts.teacher, sampling=None if rollouts else sampling)
     training = search.on(trains, own)
     if rollouts:

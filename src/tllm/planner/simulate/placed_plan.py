@@ -21,7 +21,7 @@ from tllm.planner.cost.roofline.update_time import update_seconds
 from tllm.planner.cost.traffic import Traffic, step_traffic
 from tllm.planner.memory.snapshots import replicated_bytes
 from tllm.planner.memory.training_memory import RankMemory, training_bytes
-from tllm.planner.simulate.role_seconds import role_seconds
+from tllm.planner.simulate.role_seconds import Learning, role_seconds
 from tllm.planner.simulate.training_step import ReplicaStep, StepPrediction, StepSetup, play_step, prediction_of
 from tllm.spec.cut import cut_stage, size
 from tllm.spec.model_spec import ModelSpec
@@ -96,8 +96,8 @@ class PlacedPlan:
 
     def _with_roles(self, step: StepPrediction) -> StepPrediction:
         """The step with what roles beside the policy take of it."""
-        passes = step.compute + step.layers + step.pipeline
-        roles = role_seconds(self.spec, self.plan, self.facts, self.cluster, self.devices, passes)
+        learning = Learning(step.seconds, step.compute + step.layers + step.pipeline)
+        roles = role_seconds(self.spec, self.plan, self.facts, self.cluster, self.devices, learning)
         seconds = step.seconds + sum(roles.values())
         rate = step.tokens_per_second * (step.seconds / seconds if roles else 1.0)
         return replace(step, seconds=seconds, tokens_per_second=rate, roles=tuple(roles.items()))

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 from tllm.core.errors import PlanError
 from tllm.planner.cluster.device import Cluster
@@ -28,24 +29,43 @@ Roles = Mapping[str, float]
 """Seconds of a step, on an average over the steps, by role: "sampling", "reference", "teacher"."""
 
 
+class Learning(NamedTuple):
+    """What is learned takes of a step, in seconds: all of it, and its forward and backward `passes`."""
+
+    seconds: float
+    passes: float
+
+
+class RolloutSeconds(NamedTuple):
+    """What completions of servers take: until rank 0 has `gathered` the weights, while no rank learns; and until they
+    are `served`, with the weights' way there, while ranks may learn (`max_staleness`)."""
+
+    gathered: float
+    served: float
+
+
 def role_seconds(
-    spec: ModelSpec, plan: Plan, facts: TrainingFacts, cluster: Cluster, devices: Sequence[int], passes: float
+    spec: ModelSpec, plan: Plan, facts: TrainingFacts, cluster: Cluster, devices: Sequence[int], learning: Learning
 ) -> Roles:
-    """Those roles that a job has. `passes`: seconds of the step's forward and backward passes.
+    """Those roles that a job has; of sampling what the ranks wait for it.
 
     A teacher is left out whose dtype was not measured.
     """
     found, serving = dict[str, float](), cluster.as_serving()
     sampling = facts.sampling
-    if sampling is not None and sampling.share:
-        seconds = rollout_seconds if sampling.servers else sampling_seconds
-        found["sampling"] = sampling.share * seconds(spec, plan, facts, serving, devices)
+    if sampling is not None and sampling.share and not sampling.servers:
+        found["sampling"] = sampling.share * sampling_seconds(spec, plan, facts, serving, devices)
     if facts.reference:
         share = 1.0 if sampling is None else sampling.share
         again = (plan.recompute == "layer") + facts.value_pass
-        found["reference"] = share * passes / (1 + BACKWARD + again)
+        found["reference"] = share * learning.passes / (1 + BACKWARD + again)
     if facts.teacher is not None and serving.devices[devices[0]].knows(facts.teacher.dtype):
         found["teacher"] = teacher_seconds(facts.teacher, serving, devices[0])
+    if sampling is not None and sampling.share and sampling.servers:
+        apart = rollout_seconds(spec, plan, facts, serving, devices)
+        hidden = learning.seconds + sum(found.values()) if sampling.ahead else 0.0
+        waited = sampling.share * apart.gathered + max(0.0, sampling.share * apart.served - hidden)
+        found = {"sampling": waited, **found}
     return found
 
 
@@ -71,9 +91,9 @@ def sampling_seconds(
 
 def rollout_seconds(
     spec: ModelSpec, plan: Plan, facts: TrainingFacts, cluster: Cluster, devices: Sequence[int]
-) -> float:
-    """Until the servers have sampled the completions of one step, with the weights' way to them, all of which have
-    changed: to rank 0 from the others of its replica, and from there to each server over the one port that it has."""
+) -> RolloutSeconds:
+    """Of the completions of one step, with the weights' way to the servers, all of which have changed: to rank 0 from
+    the others of its replica, and from there to each server over the one port that it has."""
     sampling = facts.sampling
     assert sampling is not None and sampling.servers, "asked of a job whose completions servers sample"
     (work,) = rank_works(spec, whole_model(spec), replace(facts, global_batch_size=1, microbatch_size=1))
@@ -82,7 +102,7 @@ def rollout_seconds(
     part = nbytes / plan.replica_size
     gathered = sum(part / cluster.link(other, first).rate(part) for other in others)
     sent = sum(nbytes / cluster.link(first, server).rate(nbytes) for server in sampling.servers)
-    return gathered + sent + _served_seconds(spec, facts, cluster, sampling)
+    return RolloutSeconds(gathered, sent + _served_seconds(spec, facts, cluster, sampling))
 
 
 def group_seconds(spec: ModelSpec, facts: TrainingFacts, cluster: Cluster, device: int, groups: int) -> float:

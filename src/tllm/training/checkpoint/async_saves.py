@@ -166,16 +166,16 @@ class AsyncSaves:
         chosen = folders.choose(found)
         if not chosen and is_needed:
             folders.check_found(found)
-        mine = {save.step: folders.list_text(self.root, save) for save in chosen if save.owner == self._group.rank}
-        texts = [
-            msgspec.msgpack.decode(text, type=dict[int, bytes])
-            for text in self._group.all_gather_bytes(msgspec.msgpack.encode(mine), LIMIT)
-        ]
-        lists = {save.step: texts[save.owner][save.step] for save in chosen}
+        lists = {save.step: self._told_list(save) for save in chosen}
         for step, text in lists.items():
             self._retention.found(step, decode(text).facts)
         self._in_turn(lambda: folders.keep_complete(self._disk, self.root, lists))
         return [save.step for save in chosen]
+
+    def _told_list(self, save: folders.Chosen) -> bytes:
+        """The list of a save, which its owner tells all others: each by itself, as it may be long."""
+        mine = folders.list_text(self.root, save) if save.owner == self._group.rank else None
+        return self._group.broadcast_bytes(mine, save.owner, LIMIT)
 
     def _discard(self, known: Sequence[int]) -> None:
         for step in known:

@@ -28,6 +28,7 @@ class DistillationKeys:
             "lmbda": 0,
             "max_completion_length": 1,
             "max_num_seqs": 1,
+            "max_staleness": 0,
         },
         {},
         {"teacher_dtype": ("float32", "bfloat16", "float64")},
@@ -78,6 +79,9 @@ class DistillationKeys:
     rollout_nodes: tuple[int | str, ...] = ()
     """With `lmbda`, instead of `rollout_servers`: nodes of the run's own cluster that sample and do not train, so many,
     or by their names; or "auto", as many as the planner finds best, none perhaps."""
+    max_staleness: int = 0
+    """With `rollout_servers` or `rollout_nodes`: optimizer steps by which the student that writes may be older than the
+    one that learns. These machines then write so many steps ahead while the student learns; 0: it waits for them."""
 
     @property
     def rollouts(self) -> RolloutConfig | None:
@@ -93,6 +97,7 @@ class DistillationKeys:
             rollout_servers=self.rollout_servers,
             rollout_secret=self.rollout_secret,
             rollout_nodes=self.rollout_nodes,
+            max_staleness=self.max_staleness,
         )
 
     def __post_init__(self) -> None:
@@ -128,7 +133,9 @@ class DistillationKeys:
             raise ConfigError(
                 f"distill.teacher_nodes and distill.rollout_nodes both name {twice[0]}", "give each node one role"
             )
-        for key in ("rollout_servers", "rollout_nodes"):
+        if (rollouts := self.rollouts) is not None:
+            rollouts.check_staleness("distill")
+        for key in ("rollout_servers", "rollout_nodes", "max_staleness"):
             if getattr(self, key) and not self.lmbda:
                 raise ConfigError(
                     f"distill.{key} is given and distill.lmbda is 0: the student writes nothing",

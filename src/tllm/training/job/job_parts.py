@@ -21,7 +21,7 @@ from tllm.training.job.key_limits import WantedNodes
 from tllm.training.job.lora_job import LoraJob
 from tllm.training.job.lr_schedule import LearningRateSchedule
 from tllm.training.job.preference_tables import KTOConfig
-from tllm.training.job.rollout_keys import FUNCTION, RolloutConfig, function_parts, kept_of_each_prompt
+from tllm.training.job.rollout_keys import FUNCTION, function_parts, kept_of_each_prompt
 
 ROWS = "rows"
 """The folder, in that of the run, of rows that functions have given."""
@@ -192,6 +192,8 @@ def role_nodes(job: Job) -> dict[RoleName, WantedNodes]:
         found["teacher"] = WantedNodes.of(job.distill.teacher_nodes, role_key(job, "teacher"))
     if job.rollouts is not None and job.rollouts.rollout_nodes:
         found["rollout"] = WantedNodes.of(job.rollouts.rollout_nodes, role_key(job, "rollout"))
+    if job.rollouts is not None and job.rollouts.reward_nodes:
+        found["reward"] = WantedNodes.of(job.rollouts.reward_nodes, role_key(job, "reward"))
     return found
 
 
@@ -204,7 +206,7 @@ def with_role_nodes(job: Job, role: RoleName, nodes: Sequence[int | str]) -> Job
     """The job with other nodes for a role; none: the ranks that train do it, and nothing is sampled ahead."""
     table = getattr(job, job.task)
     changed: dict[str, object] = {f"{role}_nodes": tuple(nodes)}
-    if role == "rollout" and not nodes and isinstance(table, RolloutConfig):
+    if role == "rollout" and not nodes:
         changed["max_staleness"] = 0
     table = replace(table, **changed)
     return replace(job, **{job.task: table})

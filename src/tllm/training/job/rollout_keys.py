@@ -12,14 +12,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Self
 
-from tllm.core.errors import ConfigError
-from tllm.training.job.key_limits import KeyLimits, check_addresses, check_one_place
+from tllm.core.errors import ConfigError, nearest
+from tllm.training.job.key_limits import KeyLimits, WantedNodes, check_addresses, check_one_place
 
 FUNCTION = re.compile(r"(?P<module>.*\.py|\w+(\.\w+)*):(?P<function>[A-Za-z_]\w*)")
 """`module:function`, and `PATH.py:function`, as a job has it once its folder is known."""
 
 REWARD_SECONDS = 600.0
 """Reward functions have less: so long do the other ranks wait for rank 0, which calls them."""
+
+REWARD_DTYPES = ("float32", "bfloat16", "float64")
 
 CORRECTION_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
@@ -45,9 +47,17 @@ class RolloutConfig:
     reward_funcs: tuple[str, ...] = ()
     """What rewards completions. Python functions, as `module:function`: `rewards:brackets` is the function `brackets`
     of `rewards.py` in the folder of the job's file; they are your own code, and run on rank 0. Or addresses of HTTP
-    servers (`http://HOST:PORT/score` of a reward model, or any that answers with rewards). At least one is needed."""
+    servers (`http://HOST:PORT/score` of a reward model, or any that answers with rewards). At least one is needed, or
+    `reward_model_name_or_path`."""
     reward_weights: tuple[float, ...] | None = None
     """A weight for each of `reward_funcs`; left out, each counts 1. The weighted sum is a completion's reward."""
+    reward_model_name_or_path: str | None = None
+    """One more reward, of weight 1: the score that this reward model gives a prompt with its completion, its folder or
+    its name. It is computed in the process of rank 0, or on `reward_nodes`."""
+    reward_dtype: str = "float32"
+    """What the reward model computes in: "float32", "bfloat16" or "float64"."""
+    reward_nodes: tuple[int | str, ...] = ()
+    """Nodes of the run's own cluster that compute the reward model and do not train: so many, or by their names."""
     reward_timeout: float = 60.0
     """Seconds that a reward function may take for the completions of one step, and tools for all calls of one turn of
     them; then the run saves and ends."""
@@ -103,6 +113,11 @@ class RolloutConfig:
         return bool(self.tools) or self.environment_factory is not None
 
     @property
+    def reward_model(self) -> str:
+        """By what its reward is told; "" without one."""
+        return Path(self.reward_model_name_or_path or "").name
+
+    @property
     def own_code(self) -> tuple[str, ...]:
         """The functions and classes of the user's that rank 0 runs, and the servers that it asks for rewards."""
         factory = () if self.environment_factory is None else (self.environment_factory,)
@@ -119,13 +134,16 @@ class RolloutConfig:
         limits.check({field.name: getattr(self, field.name) for field in fields(self)}, table)
         check_addresses(self.rollout_servers, f"{table}.rollout_servers")
         check_one_place(self.rollout_servers, self.rollout_nodes, f"{table}.rollout_servers", f"{table}.rollout_nodes")
-        if not self.reward_funcs and self.environment_factory is None:
+        self._check_reward_model(table)
+        if not self.reward_funcs and self.environment_factory is None and not self.reward_model:
             raise ConfigError(
                 f"{table}.reward_funcs is empty", 'name a function that rewards completions: ["rewards:correct"]'
             )
         names = [text if is_url(text) else _parts(text, table)[1] for text in self.reward_funcs]
         if self.environment_factory is not None:
             names.append(_parts(self.environment_factory, table, "environment_factory")[1])
+        if self.reward_model:
+            names.append(self.reward_model)
         called = [_parts(text, table, "tools")[1] for text in self.tools]
         for key, each, reason in (
             ("reward_funcs", names, "metrics are told by the name of a function, or of an environment"),
@@ -140,7 +158,7 @@ class RolloutConfig:
                 f"{table} has {len(self.reward_weights)} reward_weights and {len(self.reward_funcs)} reward_funcs",
                 "give one weight for each function",
             )
-        self._check_staleness(table)
+        self.check_staleness(table)
         if self.temperature <= 0:
             raise ConfigError(
                 f"{table}.temperature is {self.temperature}: all completions of a prompt would be the same",
@@ -149,7 +167,28 @@ class RolloutConfig:
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"{table}.top_p is {self.top_p}", "give one above 0, and 1 for all tokens")
 
-    def _check_staleness(self, table: str) -> None:
+    def _check_reward_model(self, table: str) -> None:
+        if self.reward_dtype not in REWARD_DTYPES:
+            raise ConfigError(
+                f"{table}.reward_dtype is {self.reward_dtype!r}", nearest(self.reward_dtype, REWARD_DTYPES)
+            )
+        wanted = WantedNodes.of(self.reward_nodes, f"{table}.reward_nodes")
+        if self.reward_nodes and not self.reward_model:
+            raise ConfigError(
+                f"{table}.reward_nodes is given and {table}.reward_model_name_or_path is not",
+                "name the reward model that they compute, or leave reward_nodes out",
+            )
+        if wanted.is_auto:
+            raise ConfigError(
+                f'{table}.reward_nodes is "auto", and what a reward model takes is not predicted',
+                "give the number of nodes, or their names",
+            )
+        sampling = WantedNodes.of(self.rollout_nodes, f"{table}.rollout_nodes").names
+        if twice := sorted(set(wanted.names) & set(sampling)):
+            raise ConfigError(f"{table}.reward_nodes and rollout_nodes both name {twice[0]}", "give each node one role")
+
+    def check_staleness(self, table: str) -> None:
+        """ConfigError where nobody is there who could sample ahead."""
         given = f"{table}.max_staleness is {self.max_staleness}"
         if self.max_staleness and not (self.rollout_servers or self.rollout_nodes):
             raise ConfigError(
@@ -161,12 +200,6 @@ class RolloutConfig:
             raise ConfigError(
                 f'{given} and {table}.rollout_nodes is "auto", which may come to none',
                 "say how many nodes sample while the trainer learns",
-            )
-        if self.max_staleness and self.calls_tools:
-            raise ConfigError(
-                f"{given} and the model calls tools: rank 0 calls them between the turns of a completion, and "
-                "learns while steps ahead are sampled",
-                "leave one of them out",
             )
 
 
@@ -294,6 +327,8 @@ def reward_metrics(config: RolloutConfig) -> tuple[str, ...]:
     names = [text if is_url(text) else function_parts(text)[1] for text in config.reward_funcs]
     if config.environment_factory is not None:
         names.append(function_parts(config.environment_factory)[1])
+    if config.reward_model:
+        names.append(config.reward_model)
     return ("reward", *(f"rewards/{name}/mean" for name in names))
 
 

@@ -15,6 +15,7 @@ from tllm.training.policy.http_rewards import http_reward
 from tllm.training.policy.reward_functions import RewardFunction, load_reward_function
 from tllm.training.policy.rollouts import Completion
 from tllm.training.policy.started_prompts import StartedPrompts
+from tllm.training.reward_models.model_rewards import ModelRewards
 from tllm.training.tools.environments import Environments
 from tllm.training.tools.user_functions import UserModules
 
@@ -37,23 +38,33 @@ class CompletionRewards:
         tokenizer: Tokenizer,
         modules: UserModules,
         environments: Environments | None = None,
+        model: ModelRewards | None = None,
     ) -> None:
         self._config, self._tokenizer, self.environments = config, tokenizer, environments
         seconds = config.reward_timeout
-        self._functions = [
+        self._functions: list[RewardFunction | ModelRewards] = [
             http_reward(text, seconds) if is_url(text) else load_reward_function(text, seconds, modules)
             for text in config.reward_funcs
         ]
-        self._weights = config.reward_weights
+        self._weights, self._turn = config.reward_weights, modules.turn
         if environments is not None and environments.has_reward:
             self._functions.append(_own_reward(environments, seconds))
             self._weights = None if config.reward_weights is None else (*config.reward_weights, 1.0)
+        self._model = model
+        if model is not None:
+            self._functions.append(model)
+            self._weights = None if self._weights is None else (*self._weights, 1.0)
         if not self._functions:
             raise ConfigError(
                 f"there are no reward_funcs, and the environment {config.environment_factory} has no get_reward",
                 "name a function that rewards completions, or give the environment get_reward(self) -> float",
             )
         self.stop_ids = tokenizer.eos_ids
+
+    def close(self) -> None:
+        """Let go of the reward model."""
+        if self._model is not None:
+            self._model.close()
 
     def texts(self, completions: Sequence[Completion]) -> list[Written]:
         """As functions get them and people read them."""
@@ -84,7 +95,7 @@ class CompletionRewards:
             **{name: [columns.get(name) for columns in each] for name in sorted(names)},
         }
         own = {} if self.environments is None else {ENVIRONMENTS: self.environments.instances(started.seeds_N)}
-        said = [function(arguments if function.file is None else arguments | own) for function in self._functions]
+        said = [self._said(function, arguments, own) for function in self._functions]
         if self.environments is not None:
             self.environments.end(started.seeds_N)
         rewards_NF = np.array(said, dtype=np.float64).T
@@ -96,6 +107,15 @@ class CompletionRewards:
                 "let one of them return a number",
             )
         return rewards_NF
+
+    def _said(
+        self, function: RewardFunction | ModelRewards, arguments: dict[str, Any], own: dict[str, Any]
+    ) -> list[float]:
+        """`own` is for functions of the user's alone, who take turns; others ask programs elsewhere."""
+        if function.file is None:
+            return function(arguments)
+        with self._turn:
+            return function(arguments | own)
 
     def together(self, rewards_NF: Rewards, size: int) -> Rewards:
         """The reward of each completion of each prompt, [P, G], by the functions' weights."""

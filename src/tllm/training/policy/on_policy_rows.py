@@ -35,35 +35,37 @@ def is_on_policy(keys: DistillationKeys, seed: int, step: int) -> bool:
 class OnPolicyRows:
     """`SampledRows` whose tokens a teacher judges, those of the student's completions or of the data's.
 
-    A teacher is asked for rows of the data while the step before is computed, and for the student's when all are there.
+    A teacher is asked for rows of the data while steps before are computed, and for the student's when all are there.
     """
 
     def __init__(self, job: Job, prompts: PromptBatches, stop_ids: Sequence[int], teachers: TeacherPool) -> None:
         assert job.distill is not None, "checked when the run began"
         self.stop_ids = stop_ids
         self._keys, self._job, self._prompts, self._teachers = job.distill, job, prompts, teachers
-        self._sampled: list[PromptRow] = []
+        self._sampled: dict[int, list[PromptRow]] = {}
         self._asked: dict[int, list[tuple[PackedRow, AskedRow | None]]] = {}
 
     def prepare(self, done: int) -> None:
         """Go on after `done` steps."""
         self._asked.clear()
+        self._sampled.clear()
 
     def groups(self, step: int) -> list[PromptGroup]:
         """The prompts that the student answers in step `step`; none where it learns from the data's completions."""
         seed = self._job.seed
-        self._sampled = self._prompts.prompts(step) if is_on_policy(self._keys, seed, step) else []
-        return [
-            PromptGroup(row.ids, (completion_seed(seed, step, place, 0),)) for place, row in enumerate(self._sampled)
-        ]
+        if not is_on_policy(self._keys, seed, step):
+            self._ask_of_data(step)
+            return []
+        self._sampled[step] = rows = self._prompts.prompts(step)
+        return [PromptGroup(row.ids, (completion_seed(seed, step, place, 0),)) for place, row in enumerate(rows)]
 
     def learned(self, step: int, completions: Sequence[Completion]) -> tuple[list[PackedRow], dict[str, float]]:
         """The rows of the step with what a teacher says of each token, and metrics."""
-        assert len(completions) == len(self._sampled), "as many as were asked for"
-        is_own = bool(self._sampled)
+        sampled = self._sampled.pop(step, [])
+        assert len(completions) == len(sampled), "as many as were asked for"
+        is_own = bool(sampled)
         if is_own:
-            self._ask(step, [self._row(*both) for both in zip(self._sampled, completions, strict=True)])
-        self._ask_of_data(step)
+            self._ask(step, [self._row(*both) for both in zip(sampled, completions, strict=True)])
         with contextlib.suppress(ConfigError):  # a row that cannot be read is told in its own step
             self._ask_of_data(step + 1)
         rows = [self._teachers.taught(row, asked, step, self._tell) for row, asked in self._asked.pop(step)]

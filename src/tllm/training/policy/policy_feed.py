@@ -126,6 +126,7 @@ class PolicyFeed:
         return self._sampler.position(batch.next_position, self._step)
 
     def close(self) -> None:
+        self._sampler.close()
         if self._reference is not None:
             self._reference.close()
         if self._judged is not None:

@@ -33,10 +33,10 @@ def dealt(groups: Sequence[PromptGroup], stop_ids: Sequence[int], plan: Plan) ->
 def sample_together(
     config: RankConfig, rollouts: Rollouts, sampling: CompletionSampling, order: RolloutOrder | None
 ) -> tuple[RolloutOrder, list[Completion]]:
-    """Every rank calls it, with the `order` on rank 0: the order, and the completions of all its groups, one by one.
+    """Every rank calls it, with the `order` on rank 0: the order, and there the completions of all its groups, one by
+    one.
 
-    They are the same on every rank. Of an order without groups there are none, nor of one with a fault, which sampling
-    may bring too.
+    Of an order without groups there are none, nor of one with a fault, which sampling may bring too: on every rank.
     """
     world = config.groups.world
     payload = None if order is None else msgspec.msgpack.encode(order)
@@ -47,10 +47,11 @@ def sample_together(
         mine = SampledPart(tuple(rollouts.sample(rollouts.share(asked), asked.stop_ids, sampling)))
     except ConfigError as error:
         mine = SampledPart(fault=(error.message, error.hint))
-    parts = [decode_part(part) for part in world.all_gather_bytes(msgspec.msgpack.encode(mine), limit=LIMIT)]
+    parts = [decode_part(part) for part in world.gather_bytes(msgspec.msgpack.encode(mine), limit=LIMIT)]
     fault = next((part.fault for part in parts if part.fault is not None), None)
-    if fault is not None:
-        return RolloutOrder((), (), fault), []
+    told = decode_part(world.broadcast_bytes(msgspec.msgpack.encode(SampledPart(fault=fault)) if parts else None))
+    if told.fault is not None:
+        return RolloutOrder((), (), told.fault), []
     return asked, [one for part in parts for one in part.completions]
 
 
@@ -78,6 +79,8 @@ class StepSampler(Protocol):
 
     def position(self, position: bytes, step: int) -> bytes:
         """Where in the data `step` begins, and what is at hand of it and of later steps, as snapshots keep it."""
+
+    def close(self) -> None: ...
 
 
 class CompletionSampler:
@@ -107,6 +110,9 @@ class CompletionSampler:
     def position(self, position: bytes, step: int) -> bytes:
         """The place in the data: nothing else is at hand."""
         return position
+
+    def close(self) -> None:
+        """Nothing: the rollouts are closed by who made them."""
 
     def __call__(self, order: RolloutOrder | None) -> tuple[RolloutOrder, list[Completion]]:
         """The `order`, which rank 0 gives, and the completions of all its groups, one by one; of a fault none."""

@@ -14,10 +14,12 @@ first is one more sampling of the grown ids, by the replica that has the earlier
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tllm.core.errors import ConfigError
 from tllm.text.chat_template import ChatTemplate
@@ -30,6 +32,8 @@ from tllm.training.tools.tool_functions import CallingTurn, FunctionCall, ToolFu
 from tllm.training.tools.tool_replies import Message, ToolReplies
 from tllm.training.tools.tool_template import ToolTemplate
 from tllm.training.tools.user_functions import UserModules
+
+log = logging.getLogger("tllm.train")
 
 
 class Tools:
@@ -50,6 +54,14 @@ class Tools:
         self.template = ToolTemplate(template, tokenizer, self.functions.schemas)
         limit = config.max_tool_calling_iterations
         self.max_iterations = math.inf if limit is None else limit
+        self.turn = modules.turn
+
+
+class CallMade(NamedTuple):
+    """A call that a completion made, and what it told; None where that did not fit in the completion."""
+
+    call: FunctionCall
+    told: str | None
 
 
 @dataclass
@@ -101,6 +113,50 @@ class GrowingCompletion:
         self.tool_mask += [mask] * len(ids)
 
 
+class StepTurns:
+    """Rank 0's: the completions of an order, turn by turn, from the `first` on. Each may have `longest` tokens.
+
+    `seconds`: how long the tools took so far.
+    """
+
+    def __init__(self, order: RolloutOrder, first: Sequence[Completion], tools: Tools, longest: int) -> None:
+        self._order, self._tools, self._longest = order, tools, longest
+        self._every = _begun(order, first, tools)
+        self._going = self._every
+        self._iteration = 0
+        self.seconds = 0.0
+
+    def next(self) -> RolloutOrder:
+        """Make the calls of the last turn: what the model is to go on with, without groups where all has ended.
+        ConfigError for a tool that goes wrong."""
+        tools, calling = self._tools, [one for one in self._going if one.calls]
+        if self._iteration >= tools.max_iterations:
+            calling = []
+        with tools.turn:
+            started = time.monotonic()
+            turns = [CallingTurn(one.seed, one.calls) for one in calling]
+            results = tools.functions.results(turns, started + tools.functions.seconds)
+            self.seconds += time.monotonic() - started
+        self._going = [
+            one for one, told in zip(calling, results, strict=True) if one.answer(told, tools, self._longest)
+        ]
+        self._iteration += 1
+        groups: list[list[PromptGroup]] = [[] for _ in self._order.groups]
+        for one in self._going:
+            group = PromptGroup((*one.prompt_ids, *one.ids), (one.seed,), self._longest - len(one.ids))
+            groups[one.replica].append(group)
+        return RolloutOrder(tuple(map(tuple, groups)), self._order.stop_ids)
+
+    def take(self, turns: Sequence[Completion]) -> None:
+        """What the model went on with."""
+        for one, turn in zip(self._going, turns, strict=True):
+            one.take(turn, self._tools)
+
+    def completions(self) -> list[Completion]:
+        """All, each with all its turns."""
+        return [one.completion() for one in self._every]
+
+
 class TurnSampler(CompletionSampler):
     """Samples completions with as many turns as the model wants. `tools` are rank 0's, None on other ranks."""
 
@@ -116,43 +172,73 @@ class TurnSampler(CompletionSampler):
         self.tool_seconds = 0.0
         if asked.fault is not None:
             return asked, []
-        going = [] if self._tools is None else _begun(asked, completions, self._tools)
-        whole, iteration = list(going), 0
+        turns = None
+        if self._tools is not None:
+            turns = StepTurns(asked, completions, self._tools, self.sampling.max_tokens)
         while any(asked.groups):
-            later = None
-            if self._tools is not None:
-                later, going = self._next_turn(going, asked, iteration)
+            later = None if turns is None else _next_or_fault(turns)
             told, found = sample_together(self.config, self.rollouts, self.sampling._replace(goes_on=True), later)
             if told.fault is not None:
                 return told, []
             if not any(told.groups):
                 break
-            if self._tools is not None:
-                for one, turn in zip(going, found, strict=True):
-                    one.take(turn, self._tools)
-            iteration += 1
-        return asked, completions if self._tools is None else [one.completion() for one in whole]
+            if turns is not None:
+                turns.take(found)
+        if turns is None:
+            return asked, []
+        self.tool_seconds = turns.seconds
+        return asked, turns.completions()
 
-    def _next_turn(
-        self, going: Sequence[GrowingCompletion], asked: RolloutOrder, iteration: int
-    ) -> tuple[RolloutOrder, list[GrowingCompletion]]:
-        """On rank 0: make the calls; the order for those completions that the model is to go on with, and these."""
-        tools, longest = self._tools, self.sampling.max_tokens
-        assert tools is not None, "rank 0 has them"
-        started = time.monotonic()
-        until = started + tools.functions.seconds
-        calling = [one for one in going if one.calls] if iteration < tools.max_iterations else []
-        try:
-            results = tools.functions.results([CallingTurn(one.seed, one.calls) for one in calling], until)
-            going = [one for one, told in zip(calling, results, strict=True) if one.answer(told, tools, longest)]
-        except ConfigError as error:
-            return RolloutOrder((), asked.stop_ids, (error.message, error.hint)), []
-        self.tool_seconds += time.monotonic() - started
-        groups: list[list[PromptGroup]] = [[] for _ in asked.groups]
-        for one in going:
-            group = PromptGroup((*one.prompt_ids, *one.ids), (one.seed,), longest - len(one.ids))
-            groups[one.replica].append(group)
-        return RolloutOrder(tuple(map(tuple, groups)), asked.stop_ids), going
+
+def play_again(order: RolloutOrder, completions: Sequence[Completion], tools: Tools) -> None:
+    """Make the calls again that these completions of an order made of their environments, which have just begun: they
+    are then as they were. ConfigError for one that goes wrong, and a warning for one that comes to something else."""
+    environments = tools.functions.environments
+    if environments is None:
+        return
+    seeds = [seed for groups in order.groups for group in groups for seed in group.seeds]
+    made = [_calls_made(one.turns) for one in completions]
+    for place in range(max(map(len, made), default=0)):
+        calling = []
+        for seed, turns in zip(seeds, made, strict=True):
+            methods = environments.methods(seed)
+            of_turn = turns[place] if place < len(turns) else []
+            calling.append((seed, [one for one in of_turn if one.call.name in methods]))
+        with tools.turn:
+            until = time.monotonic() + tools.functions.seconds
+            turns_again = [CallingTurn(seed, [one.call for one in calls]) for seed, calls in calling]
+            found = tools.functions.results(turns_again, until)
+        for (_, calls), results in zip(calling, found, strict=True):
+            for (call, told), result in zip(calls, results, strict=True):
+                if told is not None and told != result.text:
+                    log.warning(
+                        "%s told %.100r for a completion that was sampled before the run was stopped, and tells %.100r "
+                        "now: what it says of rewards is of now",
+                        *(call.name, told, result.text),
+                    )
+
+
+def _calls_made(turns: Turns | None) -> list[list[CallMade]]:
+    """By turn the calls that were made."""
+    found: list[list[CallMade]] = []
+    if turns is None:
+        return found
+    told = {one["tool_call_id"]: one["content"] for one in turns.messages if one["role"] == "tool"}
+    left = turns.num_calls
+    for message in turns.messages:
+        written = message.get("tool_calls", []) if left > 0 else []
+        if written:
+            calls = [FunctionCall(one["id"], **one["function"]) for one in written]
+            found.append([CallMade(call, told.get(call.id)) for call in calls])
+            left -= len(calls)
+    return found
+
+
+def _next_or_fault(turns: StepTurns) -> RolloutOrder:
+    try:
+        return turns.next()
+    except ConfigError as error:
+        return RolloutOrder((), (), (error.message, error.hint))
 
 
 def _begun(asked: RolloutOrder, completions: Sequence[Completion], tools: Tools) -> list[GrowingCompletion]:

@@ -9,11 +9,19 @@ from typing import NamedTuple
 
 class AnswererPlace(NamedTuple):
     """`name` is what messages call it, `address` its host and port. `node` is whose certificate it shows, where that is
-    known."""
+    known, and `run` what it is told of who asks."""
 
     name: str
     address: tuple[str, int]
     node: str = ""
+    run: str = ""
+
+
+class AskingRun(NamedTuple):
+    """Who asks: the `node` that its certificate names, for a `run`."""
+
+    node: str
+    run: str = ""
 
 
 Hear = Callable[[Sequence[AnswererPlace]], object]

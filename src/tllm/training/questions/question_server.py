@@ -7,14 +7,17 @@ import socket
 import ssl
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from tllm.comm.links.handshake import LinkHello, LinkWelcome, receive_message, send_message, start_tls
+from tllm.cluster.tls import peer_name
+from tllm.comm.links.handshake import LinkWelcome, receive_message, send_message, start_tls
 from tllm.comm.links.send_buffer import shut
 from tllm.comm.links.tcp_link import set_socket_options
 from tllm.core.errors import ClusterError, FrameError, LinkError, TllmError
-from tllm.training.questions.run_connection import ANSWERER, RUN, Conversation, Greeting, RunConnection
+from tllm.training.questions.answerer_places import AskingRun
+from tllm.training.questions.run_connection import Conversation, Direction, Greeting, RunConnection, RunHello
 
 HELLO_SECONDS = 5.0
 """For the handshake of one connection, and for the second of a run's two to follow the first."""
@@ -53,8 +56,19 @@ class Answerer(Protocol[Introduced, Questioned, Answered]):
         """ConfigError, whose message is told to the run, where this cannot be done."""
 
 
+class FirstLink(NamedTuple):
+    """Of a run's two links the one that came first, and when."""
+
+    since: float
+    direction: Direction
+    sock: socket.socket
+
+
 class QuestionServer(Generic[Intro, Q, A]):
-    """Listens from when it is made; `serve` returns when it is closed. Runs take turns, a question at a time."""
+    """Listens from when it is made; `serve` returns when it is closed. Runs take turns, a question at a time.
+
+    `asker` says who alone may ask now, None for nobody yet; without it, whoever the `context` trusts.
+    """
 
     def __init__(
         self,
@@ -62,8 +76,9 @@ class QuestionServer(Generic[Intro, Q, A]):
         conversation: Conversation[Intro, Q, A],
         address: tuple[str, int],
         context: ssl.SSLContext,
+        asker: Callable[[], AskingRun | None] | None = None,
     ) -> None:
-        self._answerer, self._conversation, self._context = answerer, conversation, context
+        self._answerer, self._conversation, self._context, self._asker = answerer, conversation, context, asker
         host, port = address
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -75,7 +90,7 @@ class QuestionServer(Generic[Intro, Q, A]):
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         self._computing = threading.Lock()
         self._lock = threading.Lock()
-        self._firsts: dict[str, tuple[float, str, socket.socket]] = {}
+        self._firsts: dict[tuple[str, AskingRun], FirstLink] = {}
         self._runs: dict[RunConnection[Intro, Q, A], threading.Thread] = {}
         self._closed = threading.Event()
         self.answered = 0
@@ -102,9 +117,9 @@ class QuestionServer(Generic[Intro, Q, A]):
         self._socket.close()
         with self._lock:
             runs = dict(self._runs)
-            firsts = [sock for _, _, sock in self._firsts.values()]
-        for sock in firsts:
-            sock.close()
+            firsts = list(self._firsts.values())
+        for first in firsts:
+            first.sock.close()
         for connection in runs:
             connection.close()
         for thread in runs.values():
@@ -116,33 +131,50 @@ class QuestionServer(Generic[Intro, Q, A]):
             set_socket_options(sock)
             sock.settimeout(HELLO_SECONDS)
             sock = start_tls(sock, self._context)
-            hello = receive_message(sock, LinkHello, until)
-            if hello.name not in ("questions", "answers") or (hello.source, hello.target) != (RUN, ANSWERER):
-                raise FrameError(f"a {hello.name[:20]!r} link, which no {self._conversation.answerer} has")
-            send_message(sock, LinkWelcome(), until)
+            hello = receive_message(sock, RunHello, until)
+            speaker = AskingRun(peer_name(sock) or "", hello.run)
+            refusal = self._refusal(speaker)
+            send_message(sock, LinkWelcome(refusal), until)
+            if refusal:
+                raise FrameError(refusal)
         except (OSError, FrameError) as error:  # ssl.SSLError and TimeoutError are OSErrors
             log.warning("refused a connection from %s: %s", peer, error)
             sock.close()
             return
-        self._pair(hello, sock, peer)
+        self._pair(hello, speaker, sock, peer)
 
-    def _pair(self, hello: LinkHello, sock: socket.socket, peer: str) -> None:
+    def _refusal(self, speaker: AskingRun) -> str:
+        """Why this one may not ask, in words; "" where it may."""
+        if self._asker is None:
+            return ""
+        whom = f"a {self._conversation.answerer} of this cluster"
+        if (asker := self._asker()) is None:
+            return f"{speaker.node} asks {whom}, which was not told yet whom it answers"
+        if speaker.node != asker.node:
+            return f"{speaker.node} asks {whom}, which answers {asker.node}"
+        if speaker.run != asker.run:
+            return f"{speaker.node} asks {whom} for the run {speaker.run[:64]!r}, and it answers {asker.run!r}"
+        return ""
+
+    def _pair(self, hello: RunHello, speaker: AskingRun, sock: socket.socket, peer: str) -> None:
         """Keep the first of a run's two connections until the second is here, and then answer it."""
-        now = time.monotonic()
+        now, key = time.monotonic(), (hello.session, speaker)
         with self._lock:
-            for session in [s for s, (when, _, _) in self._firsts.items() if now - when > HELLO_SECONDS]:
-                self._firsts.pop(session)[2].close()
-            first = self._firsts.pop(hello.cluster, None)
+            for old in [key for key, first in self._firsts.items() if now - first.since > HELLO_SECONDS]:
+                self._firsts.pop(old).sock.close()
+            first = self._firsts.pop(key, None)
             if first is None and len(self._firsts) < HALF_OPEN and not self._closed.is_set():
-                self._firsts[hello.cluster] = now, hello.name, sock
+                self._firsts[key] = FirstLink(now, hello.direction, sock)
                 return
-        if first is None or first[1] == hello.name:
-            for one in (sock, *(first[2:] if first else ())):
+        if first is None or first.direction == hello.direction:
+            for one in (sock, *(() if first is None else (first.sock,))):
                 one.close()
             return
-        both = {first[1]: first[2], hello.name: sock}
+        both = {first.direction: first.sock, hello.direction: sock}
         connection = RunConnection.over(self._conversation, both["questions"], both["answers"])
-        thread = threading.Thread(target=self._serve_run, args=(connection, peer), name="tllm run", daemon=True)
+        thread = threading.Thread(
+            target=self._serve_run, args=(connection, speaker, peer), name="tllm run", daemon=True
+        )
         with self._lock:
             if not self._closed.is_set():
                 self._runs[connection] = thread
@@ -150,13 +182,13 @@ class QuestionServer(Generic[Intro, Q, A]):
                 return
         connection.close()
 
-    def _serve_run(self, connection: RunConnection[Intro, Q, A], peer: str) -> None:
+    def _serve_run(self, connection: RunConnection[Intro, Q, A], speaker: AskingRun, peer: str) -> None:
         try:
             session = self._opened(connection, peer)
             if session is None:
                 return
             try:
-                self._answer(connection, session, peer)
+                self._answer(connection, session, speaker, peer)
             finally:
                 session.close()
         except FrameError as error:
@@ -189,12 +221,17 @@ class QuestionServer(Generic[Intro, Q, A]):
         log.info("serving the run at %s", peer)
         return session
 
-    def _answer(self, connection: RunConnection[Intro, Q, A], session: Session[Q, A], peer: str) -> None:
+    def _answer(
+        self, connection: RunConnection[Intro, Q, A], session: Session[Q, A], speaker: AskingRun, peer: str
+    ) -> None:
         connection.questions.set_deadline(float("inf"))  # its steps may take long
         answers = 0
         try:
             while True:
                 question = connection.receive_question()
+                if refusal := self._refusal(speaker):  # another asks since
+                    log.warning("answers %s no more: %s", peer, refusal)
+                    return
                 try:
                     with self._computing:
                         answer = session.answer(question)

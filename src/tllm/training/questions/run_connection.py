@@ -17,7 +17,7 @@ from typing import Any, Generic, Literal, TypeVar
 import msgspec
 
 from tllm.comm.links import frame
-from tllm.comm.links.handshake import LinkHello, LinkWelcome, peer_certificate, receive_message, send_message, start_tls
+from tllm.comm.links.handshake import LinkWelcome, peer_certificate, receive_message, send_message, start_tls
 from tllm.comm.links.tcp_link import TcpLink, set_socket_options
 from tllm.core.errors import UNREADABLE, AuthError, FrameError, LinkClosed, LinkError
 from tllm.training.questions.answerer_places import AnswererPlace
@@ -40,6 +40,15 @@ Intro = TypeVar("Intro")
 Q = TypeVar("Q")
 A = TypeVar("A")
 T = TypeVar("T")
+
+
+class RunHello(msgspec.Struct, frozen=True):
+    """The first message of a run on each of its two links, which are of one `session`; `run` is its name, "" where
+    whoever has the secret may ask."""
+
+    session: str
+    direction: Direction
+    run: str = ""
 
 
 class Greeting(msgspec.Struct, frozen=True):
@@ -80,7 +89,7 @@ class RunConnection(Generic[Intro, Q, A]):
         with contextlib.ExitStack() as stack:
             dialled = [
                 stack.enter_context(
-                    _dial(place, context, LinkHello(session, 0, RUN, ANSWERER, direction), conversation.answerer)
+                    _dial(place, context, RunHello(session, direction, place.run), conversation.answerer)
                 )
                 for direction in directions
             ]
@@ -142,7 +151,7 @@ def _sent(link: TcpLink, message: Any) -> int:
     return len(content) + frame.HEADER_SIZE
 
 
-def _dial(place: AnswererPlace, context: ssl.SSLContext, hello: LinkHello, answerer: str) -> socket.socket:
+def _dial(place: AnswererPlace, context: ssl.SSLContext, hello: RunHello, answerer: str) -> socket.socket:
     address = place.address
     until = time.monotonic() + DIAL_SECONDS
     sock = None

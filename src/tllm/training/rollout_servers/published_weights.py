@@ -45,7 +45,7 @@ class WeightVersion:
 class PublishedWeights:
     """`room` makes tensors for one version; `publish` may use it again when nobody needs what it held.
 
-    `bring` is called by several threads, the other methods by one.
+    Several threads call its methods, but for `publish` and `unused`: these one.
     """
 
     def __init__(self, room: Callable[[], Mapping[str, Tensor]]) -> None:
@@ -65,7 +65,9 @@ class PublishedWeights:
 
     def unused(self) -> WeightVersion:
         """Room for the next version."""
-        return self._free.pop() if self._free else WeightVersion(self._room())
+        with self._lock:
+            free = self._free.pop() if self._free else None
+        return WeightVersion(self._room()) if free is None else free
 
     def publish(self, version: WeightVersion) -> WeightVersion:
         """From now on the tensors of `version` are the weights, or those of another one that are the same. It has one
@@ -85,13 +87,14 @@ class PublishedWeights:
 
     def use(self, version: WeightVersion) -> None:
         """It has one user more."""
-        version.users += 1
+        with self._lock:
+            version.users += 1
 
     def release(self, version: WeightVersion) -> None:
         """It has one user less."""
-        version.users -= 1
-        if not version.users:
-            with self._lock:
+        with self._lock:
+            version.users -= 1
+            if not version.users:
                 self._used.remove(version)
                 self._free.append(version)
 

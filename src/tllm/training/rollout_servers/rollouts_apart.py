@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 
 from torch import Tensor
@@ -78,6 +78,11 @@ class RolloutsApart:
         assert self._servers is not None, "rank 0 asks"
         return self._servers.ask(groups, stop_ids, sampling)
 
+    def fixed(self) -> FixedWeights:
+        """On rank 0: what samples with the weights that were published last, whatever is published later."""
+        assert self._servers is not None, "rank 0 asks"
+        return self._servers.fixed()
+
     def sample(
         self, groups: Sequence[PromptGroup], stop_ids: Sequence[int], sampling: CompletionSampling
     ) -> list[Completion]:
@@ -108,10 +113,10 @@ class RolloutServers:
         config, spec, facts = job.rollouts, initial_model.spec, sampling_facts(job)
         assert config is not None and facts is not None, "checked when the run began"
         self.weights, self._at_once = weights, facts.at_once
-        self._published: WeightVersion | None = None
+        self._published: FixedWeights | None = None
         self._queue = QuestionQueue[RolloutQuestion, RolloutAnswer]("rollout server")
         inquirer = RolloutInquirer(_introduction(job, initial_model), weights, spec.vocab_size, spec.eos_token_ids)
-        self._number = 0
+        self._numbers = count(1)
         self._pool: AnswererPool[RolloutRun, RolloutQuestion, RolloutAnswer]
         if config.rollout_nodes:
             assert cluster is not None, "checked when the run began"
@@ -123,25 +128,33 @@ class RolloutServers:
     def publish(self, gather: Callable[[Mapping[str, Tensor]], None]) -> None:
         """The weights are those that `gather` writes into the tensors that it is given."""
         if self._published is not None:
-            self.weights.release(self._published)
+            self._published.release()
         version = self.weights.unused()
         gather(version.tensors)
-        self._published = self.weights.publish(version)
+        version = self.weights.publish(version)
+        self._published = FixedWeights(self, version, self.weights.changed_bytes / max(self.weights.nbytes, 1))
 
     def ask(
         self, groups: Sequence[PromptGroup], stop_ids: Sequence[int], sampling: CompletionSampling
     ) -> AskedCompletions:
         """Ask for the completions of each group with the weights that were published last."""
-        version = self._published
-        assert version is not None, "publish comes before"
-        self.weights.use(version)
-        asked = []
-        for portion in portions(groups, max(1, len(self._pool)), self._at_once):
-            self._number += 1
-            question = PromptGroups(self._number, version.root, portion, tuple(stop_ids), sampling)
-            asked.append(self._queue.ask(question))
-        changed = 0.0 if sampling.goes_on else self.weights.changed_bytes / max(self.weights.nbytes, 1)
-        return AskedCompletions(self, version, asked, changed)
+        assert self._published is not None, "publish comes before"
+        return self._published.ask(groups, stop_ids, sampling)
+
+    def fixed(self) -> FixedWeights:
+        """The weights that were published last, which stay for who has them."""
+        assert self._published is not None, "publish comes before"
+        self.weights.use(self._published.version)
+        return self._published
+
+    def put(
+        self, root: bytes, groups: Sequence[PromptGroup], stop_ids: Sequence[int], sampling: CompletionSampling
+    ) -> list[Asked[RolloutQuestion, RolloutAnswer]]:
+        """Let these wait for servers, about one question for each, to be completed with the weights of this root."""
+        return [
+            self._queue.ask(PromptGroups(next(self._numbers), root, portion, tuple(stop_ids), sampling))
+            for portion in portions(groups, max(1, len(self._pool)), self._at_once)
+        ]
 
     def answer_of(self, asked: Asked[RolloutQuestion, RolloutAnswer]) -> tuple[RolloutAnswer, int]:
         """The answer, once it is there, and the bytes that it took. ConfigError where nobody can answer."""
@@ -164,6 +177,28 @@ class RolloutServers:
     def _tell(self, reason: str) -> None:
         if not len(self._pool) or any(one.trouble for one in self._pool):
             log.warning("waiting for %s", reason)
+
+
+class FixedWeights:
+    """Weights that were published, and stay until who has them has called `release`. Any thread may ask.
+
+    `changed`: the part of their bytes in chunks that were others before.
+    """
+
+    def __init__(self, servers: RolloutServers, version: WeightVersion, changed: float) -> None:
+        self._servers, self.version, self._changed = servers, version, changed
+
+    def ask(
+        self, groups: Sequence[PromptGroup], stop_ids: Sequence[int], sampling: CompletionSampling
+    ) -> AskedCompletions:
+        """Ask for the completions of each group."""
+        self._servers.weights.use(self.version)
+        asked = self._servers.put(self.version.root, groups, stop_ids, sampling)
+        return AskedCompletions(self._servers, self.version, asked, 0.0 if sampling.goes_on else self._changed)
+
+    def release(self) -> None:
+        """They are needed no more."""
+        self._servers.weights.release(self.version)
 
 
 class AskedCompletions:

@@ -20,11 +20,12 @@ from typing import Any
 import msgspec
 
 from tllm.core.errors import ConfigError
-from tllm.training.data.batch_feed import LIMIT
 from tllm.training.data.prompt_batches import PromptBatches
 from tllm.training.job.job_parts import steps_of_one_sampling
 from tllm.training.policy.rollouts import Completion, RolloutOrder, SampledPart, decode_order, decode_part, sampling_of
+from tllm.training.policy.tool_turns import Tools
 from tllm.training.rollout_servers.rollouts_apart import METRICS, AskedCompletions, RolloutsApart, groups_of
+from tllm.training.rollout_servers.turns_ahead import AskedTurns, TurnsAhead
 from tllm.training.step.rank_groups import RankConfig
 
 log = logging.getLogger("tllm.train")
@@ -38,7 +39,7 @@ class StepAhead:
 
     sampled_at: int
     order: RolloutOrder
-    asked: AskedCompletions | None = None
+    asked: AskedCompletions | AskedTurns | None = None
     found: SampledPart | None = None
     metrics: dict[str, float] = field(default_factory=lambda: dict.fromkeys(METRICS, 0.0))
 
@@ -70,14 +71,15 @@ class KeptStep(msgspec.Struct, frozen=True):
 
 
 class SampledAhead:
-    """A `StepSampler`. Every rank makes the same calls; rank 0 asks, and has the completions."""
+    """A `StepSampler`. Every rank makes the same calls; rank 0 asks, and has the completions. `tools` are rank 0's."""
 
     tool_seconds = 0.0
 
-    def __init__(self, config: RankConfig, rollouts: RolloutsApart) -> None:
+    def __init__(self, config: RankConfig, rollouts: RolloutsApart, tools: Tools | None = None) -> None:
         assert config.job.rollouts is not None, "checked when the run began"
         self._world, self._rollouts, self._sampling = config.groups.world, rollouts, sampling_of(config.job)
         self._staleness, self._passes = config.job.rollouts.max_staleness, steps_of_one_sampling(config.job)
+        self._turns = None if tools is None else TurnsAhead(rollouts, tools, self._sampling)
         self._begun_at, self._stop = 0, 0
         self._ahead: dict[int, StepAhead] = {}
         self._kept: dict[int, KeptStep] = {}  # of a save, not taken up yet
@@ -107,11 +109,13 @@ class SampledAhead:
         return decode_order(self._world.broadcast_bytes(told)), completions
 
     def position(self, position: bytes, step: int) -> bytes:
-        """Where in the data `step` begins, as rank 0 knows it, with what was sampled ahead of it; on every rank."""
-        mine = None
-        if self._world.rank == 0:
-            mine = msgspec.msgpack.encode({**msgspec.msgpack.decode(position), **self.state(step)})
-        return self._world.broadcast_bytes(mine, limit=LIMIT)
+        """Where in the data `step` begins, with what was sampled ahead of it, as rank 0 alone knows it; b"" elsewhere.
+
+        It is long, and one more rank gets it: that which has a copy of rank 0's state.
+        """
+        if self._world.rank:
+            return b""
+        return msgspec.msgpack.encode({**msgspec.msgpack.decode(position), **self.state(step)})
 
     def state(self, step: int) -> dict[str, Any]:
         """What was sampled for `step` and those after it, as JSON holds it. Waits for it."""
@@ -139,12 +143,19 @@ class SampledAhead:
         steps = msgspec.convert(kept, list[KeptStep])
         self._kept = {one.step: one for one in steps if one.step - one.sampled_at <= self._staleness}
 
+    def close(self) -> None:
+        """End the thread that samples turns, once the servers are let go."""
+        if self._turns is not None:
+            self._turns.close()
+
     def _begun(self, later: int, step: int, order: RolloutOrder) -> StepAhead:
         """Take up what was kept of step `later`, or ask for it at step `step`."""
         kept = self._kept.pop(later, None)
         if order.fault is not None or not any(order.groups):
             return StepAhead(step, order, found=SampledPart(fault=order.fault))
         if kept is None:
+            if self._turns is not None:
+                return StepAhead(step, order, self._turns.ask(order))
             return StepAhead(step, order, self._rollouts.ask(groups_of(order), order.stop_ids, self._sampling))
         if kept.asked != _digest(order):
             lack = (
@@ -152,7 +163,13 @@ class SampledAhead:
                 "set num_generations, global_batch_size and seed back, or begin a new run from the weights of this one",
             )
             return StepAhead(step, order, found=SampledPart(fault=lack))
-        return StepAhead(kept.sampled_at, order, found=decode_part(base64.b64decode(kept.part)))
+        part = decode_part(base64.b64decode(kept.part))
+        if self._turns is not None:
+            try:
+                self._turns.take_up(order, part.completions)
+            except ConfigError as error:
+                part = SampledPart(fault=(error.message, error.hint))
+        return StepAhead(kept.sampled_at, order, found=part)
 
 
 class PositionAhead:

@@ -28,7 +28,7 @@ NEVER = SnapshotLabel(-1, -1)
 class StepSnapshot:
     """Some blocks as they were after one step. `label` is NEVER while they are being written.
 
-    `data_position` says where in the data the next step begins, in snapshots of a rank's own boxes.
+    `data_position` says where in the data the next step begins, b"" where the rank that it is of does not know.
     """
 
     def __init__(self, blocks: Sequence[TensorBlock]) -> None:

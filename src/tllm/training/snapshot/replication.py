@@ -18,6 +18,7 @@ from tllm.comm.collectives.group import Group
 from tllm.comm.links.link import Link
 from tllm.core.errors import UNREADABLE, FrameError
 from tllm.spec.plan import Wire
+from tllm.training.checkpoint.manifest import LIMIT
 from tllm.training.checkpoint.shard_assignment import HeldBox
 from tllm.training.snapshot.memory_snapshot import (
     NEVER,
@@ -33,8 +34,12 @@ from tllm.training.state.train_state import TrainState
 from tllm.weights.boxes import within
 from tllm.weights.load import Progress, part
 
-LABEL_LIMIT = 64
-"""Bytes that are sent before a snapshot's tensors, at most."""
+
+class SnapshotHead(NamedTuple):
+    """What is sent before a snapshot's tensors: of what it is, and where the data goes on, where the rank knows."""
+
+    label: SnapshotLabel
+    data_position: bytes
 
 
 class SnapshotLinks(NamedTuple):
@@ -171,16 +176,17 @@ class SnapshotReplicator:
 
     def _send(self, link: Link, own: StepSnapshot, copied: Future[None]) -> None:
         copied.result()
-        link.send_bytes(msgspec.msgpack.encode(own.label))
+        link.send_bytes(msgspec.msgpack.encode(SnapshotHead(own.label, own.data_position)))
         for placed, block in zip(self._placed, own.blocks, strict=True):
             if placed.sent:
                 link.send(block.tensor)
 
     def _receive(self, source: int, label: SnapshotLabel) -> None:
         link, snapshot = self._links.back[source], self._replicas[source].next_to_write()
-        came = _label(link.recv_bytes(LABEL_LIMIT))
-        if came != label:
-            raise FrameError(f"rank {source} sent its copy of {came} and that of {label} is due")
+        came = _head(link.recv_bytes(LIMIT))
+        if came.label != label:
+            raise FrameError(f"rank {source} sent its copy of {came.label} and that of {label} is due")
+        snapshot.data_position = came.data_position
         for block in snapshot.blocks:
             link.recv(tuple(block.tensor.shape), block.tensor.dtype, block.tensor)
         snapshot.label = label
@@ -191,8 +197,8 @@ def _boxes(held: Sequence[HeldBox], placed: Sequence[PlacedBox], sent: bool = Fa
     return [held[one.block]._replace(box=one.box) for one in placed if one.sent or not sent]
 
 
-def _label(content: bytes) -> SnapshotLabel:
+def _head(content: bytes) -> SnapshotHead:
     try:
-        return msgspec.msgpack.decode(content, type=SnapshotLabel)
+        return msgspec.msgpack.decode(content, type=SnapshotHead)
     except UNREADABLE as error:
-        raise FrameError(f"what comes before a copy is no label: {error}") from error
+        raise FrameError(f"what comes before a copy does not say of what it is: {error}") from error

@@ -32,10 +32,10 @@ CHUNK_BYTES = 8 * 1024 * 1024
 
 
 class OfferedSnapshot(msgspec.Struct, frozen=True, array_like=True):
-    """A snapshot that a rank has: of which step, where the data goes on (if the rank knows), and its boxes."""
+    """A snapshot that a rank has: of which step, whether it says where the data goes on, and its boxes."""
 
     label: SnapshotLabel
-    data_position: bytes
+    knows_position: bool
     boxes: list[HeldBox]
 
 
@@ -91,7 +91,14 @@ class SnapshotRestore:
         run_transfers(self._group, transfers, self._snapshots, self._blocks, progress)
         for number in range(1, rounds_of(self.offers, self.label)):
             self._add(transfers_of(self.offers, self.label, number))
-        return data_position_of(self.offers, self.label)
+        return self._told_position(self.label)
+
+    def _told_position(self, label: SnapshotLabel) -> bytes:
+        """Where the data goes on after a step, which the first rank that knows tells all others: it may be long."""
+        root = knowing_position(self.offers, label)
+        assert root is not None, "else the step is not complete"
+        known = [made.data_position for made in self._snapshots if made.label == label and made.data_position]
+        return self._group.broadcast_bytes(known[0] if root == self._group.rank else None, root, LIMIT)
 
     def _add(self, transfers: Sequence[BoxTransfer]) -> None:
         """Add to blocks that are filled what further replicas of before had of the same (residuals)."""
@@ -107,7 +114,7 @@ class SnapshotRestore:
 
 def _exchange_offers(group: Group, snapshots: Sequence[StepSnapshot], state: TrainState) -> list[RankOffer]:
     """What each rank has and needs, on every rank. All ranks call."""
-    offered = [OfferedSnapshot(made.label, made.data_position, held_boxes(made.blocks)) for made in snapshots]
+    offered = [OfferedSnapshot(made.label, bool(made.data_position), held_boxes(made.blocks)) for made in snapshots]
     needed = held_boxes([*state.updated, *state.reduction])
     mine = msgspec.msgpack.encode(RankOffer(offered, needed, held_boxes(state.layout_bound)))
     try:
@@ -122,10 +129,14 @@ def last_complete(offers: Sequence[RankOffer]) -> SnapshotLabel | None:
     return next((label for label in labels if _is_whole(offers, label)), None)
 
 
-def data_position_of(offers: Sequence[RankOffer], label: SnapshotLabel) -> bytes:
-    """Where the data goes on after a step; b"" if no rank knows."""
-    positions = (made.data_position for offer in offers for made in offer.snapshots if made.label == label)
-    return next(filter(None, positions), b"")
+def knowing_position(offers: Sequence[RankOffer], label: SnapshotLabel) -> int | None:
+    """The first rank that knows where the data goes on after a step; None if none does."""
+    knowing = (
+        rank
+        for rank, offer in enumerate(offers)
+        if any(made.label == label and made.knows_position for made in offer.snapshots)
+    )
+    return next(knowing, None)
 
 
 def rounds_of(offers: Sequence[RankOffer], label: SnapshotLabel) -> int:
@@ -243,7 +254,7 @@ def _spots(offers: Sequence[RankOffer], label: SnapshotLabel) -> dict[str, list[
 
 
 def _is_whole(offers: Sequence[RankOffer], label: SnapshotLabel) -> bool:
-    if not data_position_of(offers, label):
+    if knowing_position(offers, label) is None:
         return False
     found = _spots(offers, label)
     replicas = _replicas_in(found)

@@ -42,6 +42,7 @@ class Environments:
 
     def __init__(self, text: str, seconds: float, modules: UserModules) -> None:
         self._factory, self._seconds = modules.load(text, "environment_factory"), seconds
+        self._turn = modules.turn
         self._taken: dict[int, Environment] = {}
         first = self._made(time.monotonic() + seconds)
         self._free = deque([first])
@@ -60,8 +61,9 @@ class Environments:
 
     def begin(self, seeds: Sequence[int], rows: Sequence[Mapping[str, Any]]) -> list[str]:
         """Reset an environment for each completion, known by its seed, with its row: what each adds to its prompt."""
-        until = time.monotonic() + self._seconds
-        return [self._begun(seed, row, until) for seed, row in zip(seeds, rows, strict=True)]
+        with self._turn:
+            until = time.monotonic() + self._seconds
+            return [self._begun(seed, row, until) for seed, row in zip(seeds, rows, strict=True)]
 
     def methods(self, seed: int) -> Mapping[str, UserFunction]:
         """The tools of a completion that has begun."""

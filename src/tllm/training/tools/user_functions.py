@@ -33,10 +33,15 @@ class UserFunction:
 
 
 class UserModules:
-    """The files that a job names, each run once: what its functions and classes share, all of them see."""
+    """The files that a job names, each run once: what its functions and classes share, all of them see.
+
+    Whoever calls them holds `turn`, so that none of them runs beside others, but for coroutines: steps that are sampled
+    ahead call tools while rewards are asked of another step.
+    """
 
     def __init__(self) -> None:
         self._modules: dict[Path, ModuleType] = {}
+        self.turn = threading.Lock()
 
     def load(self, text: str, key: str) -> UserFunction:
         """The function or class that `FILE.py:function` names under this key of the job.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
+from copy import deepcopy
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -13,15 +15,18 @@ import torch
 import transformers
 from torch import Tensor
 
+from tests.parity.training.policy.test_rollouts_apart import HangsUp
 from tests.support.models.reference_gradients import in_float64
 from tests.support.selection import soak_but
 from tests.support.training.post_training.distilled_task import K, on_policy_job, write_models
+from tests.support.training.post_training.rollout_servers import sampling
 from tests.support.training.post_training.teachers import address_of, serving
 from tests.support.training.post_training.told_runs import check_same_steps
 from tests.support.training.runs import final, records, train
 from tests.support.training.training_step import furthest
 from tests.unit.parallel.test_divergence import buckets, plain
 from tllm.core.errors import ConfigError
+from tllm.node.roles.rollout_model import RolloutModel
 from tllm.training.job.job import Job
 from tllm.training.policy.on_policy_rows import OnPolicyRows, is_on_policy
 from tllm.training.policy.rollouts import Completion
@@ -67,9 +72,11 @@ def is_alone(got: Sequence[StepRecord], weights: dict[str, Tensor], alone: Told)
     assert off < 1e-11, where
 
 
-def test_the_run_is_the_plain_loop(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ahead", soak_but([1], [0, 1]))
+def test_the_run_is_the_plain_loop(ahead: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop takes the completions that were sampled. That its own weights would have given them the very
-    log-probabilities that the engine told shows that they are the student's of that step."""
+    log-probabilities that the engine told shows that they are the student's of that step, or of the one before where
+    another machine writes a step ahead."""
     sampled: dict[int, Sequence[Completion]] = {}
     learned = OnPolicyRows.learned
 
@@ -78,8 +85,10 @@ def test_the_run_is_the_plain_loop(folder: Path, tmp_path: Path, monkeypatch: py
         return learned(rows, step, completions)
 
     monkeypatch.setattr(OnPolicyRows, "learned", kept)
-    job = on_policy_job(folder, tmp_path / "run", max_grad_norm=0)  # torch's clipping adds 1e-6 to the norm
-    found = records(train(job, "pp=1"))
+    with sampling(folder / "student", tmp_path / "key") if ahead else nullcontext() as one:
+        keys = {} if one is None else written_ahead(tmp_path / "key", address_of(one))
+        job = on_policy_job(folder, tmp_path / "run", max_grad_norm=0, distill=keys)  # torch's clipping adds 1e-6
+        found = records(train(job, "pp=1"))
     assert job.distill is not None
     own = [is_on_policy(job.distill, job.seed, step) for step in range(job.max_steps)]
     assert {bool(sampled[step]) for step in range(job.max_steps)} == {True, False}
@@ -97,8 +106,10 @@ def test_the_run_is_the_plain_loop(folder: Path, tmp_path: Path, monkeypatch: py
     rates = transformers.get_scheduler(job.lr_scheduler_type, optimizer, job.warmup_steps, job.max_steps)
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     ids_of = json.loads((folder / "student" / "tokenizer.json").read_text())["model"]["vocab"]
+    writers = [deepcopy(student)]
     for step, record in enumerate(found):
         parts, tokens = [], 0
+        writer = writers[max(0, step - ahead)]
         for place in range(job.global_batch_size):
             row = rows[(step * job.global_batch_size + place) % len(rows)]
             prompt = [ids_of[letter] for letter in row["prompt"]]
@@ -110,17 +121,44 @@ def test_the_run_is_the_plain_loop(folder: Path, tmp_path: Path, monkeypatch: py
             log_q_TV = logits(student, ids_T)[asked].log_softmax(-1)
             if own[step]:
                 told_T = torch.tensor(sampled[step][place].log_probs, dtype=torch.float64)
-                assert (log_q_TV.detach().gather(-1, ids_T[len(prompt) :, None])[:, 0] - told_T).abs().max() < 1e-9
+                with torch.no_grad():
+                    log_w_TV = logits(writer, ids_T)[asked].log_softmax(-1)
+                assert (log_w_TV.gather(-1, ids_T[len(prompt) :, None])[:, 0] - told_T).abs().max() < 1e-9
             ids_TK = log_p_TV.topk(K).indices
             log_p_TB = buckets(log_p_TV, ids_TK).float().double()  # as it travels
             parts.append(plain(log_p_TB, buckets(log_q_TV, ids_TK), 0.0).sum())
             tokens += len(reply)
         loss = torch.stack(parts).sum() / tokens
-        assert record.loss == pytest.approx(loss.item(), rel=1e-9)
+        assert abs(record.loss - loss.item()) < 1e-10
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         rates.step()
+        writers.append(deepcopy(student))
+
+
+def written_ahead(secret: Path, *servers: str) -> dict[str, Any]:
+    """The keys of a student that other machines write for, a step ahead."""
+    return {"rollout_servers": servers, "rollout_secret": str(secret), "max_staleness": 1}
+
+
+@pytest.mark.soak
+def test_a_student_written_for_ahead_has_the_same_bits_whoever_writes_and_wherever_it_stops(
+    folder: Path, tmp_path: Path
+) -> None:
+    secret, dying = tmp_path / "key", HangsUp(RolloutModel.open(str(folder / "student")))
+    more = dict[str, Any](dtype="float32", deterministic=True)
+    with sampling(folder / "student", secret) as one, sampling(folder / "student", secret, dying) as two:
+        dying.servers.append(two)
+        keys = {**KEYS, "lmbda": 0.8}
+        calm = {**keys, **written_ahead(secret, address_of(one))}
+        _, want = told(on_policy_job(folder, tmp_path / "calm", distill=calm, **more), "pp=1")
+        both = {**keys, **written_ahead(secret, address_of(one), address_of(two))}
+        job = on_policy_job(folder, tmp_path / "run", distill=both, **more)
+        for plan in ("pp=1", "dp=2", "pp=1"):
+            train(job, plan, lambda: True)
+        _, got = told(job, "dp=2,zero=1")
+    assert len(dying.asked) >= 2 and all(torch.equal(got[name], want[name]) for name in want)
 
 
 def logits(model: transformers.PreTrainedModel, ids_T: Tensor) -> Tensor:

@@ -138,6 +138,7 @@ def test_every_plan_is_one_process(plan: str, task: Path, alone: Told, tmp_path:
     assert "rewards/Desk/mean" in evaluated[1]
 
 
+@pytest.mark.soak  # in the suite `test_turns_ahead` has both
 def test_servers_elsewhere_sample_for_environments_here(task: Path, alone: Told, tmp_path: Path) -> None:
     secret = tmp_path / "rollout.key"
     with ExitStack() as stack:

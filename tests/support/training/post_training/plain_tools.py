@@ -166,7 +166,11 @@ def plain_advantages(folder: Path, made: Sequence[PlainCompletion], size: int, n
 def plain_steps(
     job: Job, model: transformers.PreTrainedModel, groups: Sequence[tuple[Sequence[PlainCompletion], Tensor]]
 ) -> list[float]:
-    """The losses of GRPO (DAPO's sum over tokens) with `num_iterations` steps for each sampling; `model` is trained."""
+    """The losses of GRPO (DAPO's sum over tokens) with `num_iterations` steps for each sampling; `model` is trained.
+
+    With `max_staleness` each group was sampled with the weights of so many groups before, or the first: what is learned
+    of a token is weighed by the ratio of its probability by the weights of its step, to that.
+    """
     table = job.grpo
     assert table is not None
     optimizer = torch.optim.AdamW(model.parameters(), lr=job.learning_rate, weight_decay=job.weight_decay)
@@ -175,17 +179,23 @@ def plain_steps(
     losses = []
     with in_float64(reference), torch.no_grad():
         wanted = {id(one): own_log_probs(reference, one) for made, _ in groups for one in made}
+    sampled: dict[int, Tensor] = {}
     with in_float64(model):
-        for made, advantages in groups:
+        for number, (made, advantages) in enumerate(groups):
+            ahead = groups[number + bool(number) * table.max_staleness :][: 1 if number else table.max_staleness + 1]
+            with torch.no_grad():
+                sampled |= {id(one): own_log_probs(model, one) for later, _ in ahead for one in later}
             old: list[Tensor] = []
             for iteration in range(table.num_iterations):
                 total, count = torch.zeros((), dtype=torch.float64), sum(sum(one.mask) for one in made)
-                for number, (one, advantage) in enumerate(zip(made, advantages, strict=True)):
+                for place, (one, advantage) in enumerate(zip(made, advantages, strict=True)):
                     now = own_log_probs(model, one)
                     if not iteration:
                         old.append(now.detach())
-                    ratio, r = (now - old[number]).exp(), wanted[id(one)] - now
+                    ratio, r = (now - old[place]).exp(), wanted[id(one)] - now
                     part = -torch.minimum(ratio * advantage, ratio.clamp(*table.clip_range) * advantage)
+                    if table.is_corrected:
+                        part = part * (old[place] - sampled[id(one)]).exp().clamp(max=3.0)
                     total = total + (part + table.beta * (r.exp() - r - 1)).sum() / count
                 total.backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), job.max_grad_norm)

@@ -16,7 +16,7 @@ from tests.support.models.families import save_model
 from tests.support.training.runs import job_for
 from tests.unit.cluster.kits import facts
 from tllm.cluster.certificates import Authority
-from tllm.cluster.messages import Message, RolePlaces, RoleTaken, TakeRole
+from tllm.cluster.messages import Message, RoleAsker, RolePlaces, RoleTaken, TakeRole
 from tllm.cluster.state import NodeJoined, NodeLost, Planned, RankReady
 from tllm.core.errors import ConfigError, WeightsError
 from tllm.node.coordinator.cluster_options import LOOPBACK
@@ -35,6 +35,7 @@ class Node:
         self.port, self.fails = port, False
         self.orders: list[TakeRole] = []
         self.told: dict[str, list[str]] = {}
+        self.asker = ""
 
     async def ask(self, order: TakeRole, seconds: float) -> RoleTaken:
         self.orders.append(order)
@@ -43,6 +44,9 @@ class Node:
         return RoleTaken(order.role, self.port)
 
     def post(self, message: Message) -> None:
+        if isinstance(message, RoleAsker):
+            self.asker = message.node
+            return
         assert isinstance(message, RolePlaces)
         self.told[message.role] = [f"{place.node}:{place.port}" for place in message.places]
 
@@ -60,7 +64,7 @@ class Scene:
 
     async def join(self, *names: str, fails: bool = False) -> None:
         for name in names:
-            self.nodes[name] = Node(ord(name))
+            self.nodes[name] = Node(ord(name[0]))
             self.nodes[name].fails = fails
             self.members.channels[name] = self.nodes[name]  # type: ignore[assignment]
             self.members.record(NodeJoined(name, facts(name), 0.0))
@@ -135,6 +139,8 @@ def test_who_joins_takes_the_role_of_a_lost_node_and_rank_0_is_told(model: Path,
             one.begin("d")
             assert one.nodes["d"].told == {"teacher": [f"e:{ord('e')}"], "rollout": [f"b:{ord('b')}"]}
             assert (one.having("teacher"), one.having("rollout")) == (["e"], ["b"]), "an epoch takes no role away"
+            askers = {name: one.nodes[name].asker for name in "bcde"}
+            assert askers == {"b": "d", "c": "a", "d": "", "e": "d"}, "who had a role then was told who asks"
 
     play(scene)
 
@@ -182,6 +188,33 @@ def test_a_teacher_without_weights_ends_the_run_before_any_rank_is_built(model: 
         with pytest.raises(WeightsError, match=r"the teacher's folder .*teacher has no files of weights"):
             async with playing(model, tmp_path, "pp=1", "ab", **keys):
                 raise AssertionError("it has begun")
+
+    play(scene)
+
+
+def test_a_named_node_that_joins_later_than_others_is_waited_for_and_then_refused_by_name(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scene() -> None:
+        one = Scene(model, tmp_path, "dp=2", teacher_nodes=("late",), rollout_nodes=("b",))
+        await one.join("a", "b", "c", "d")
+        gathering = asyncio.create_task(one.run.nodes_to_begin(20))
+        await one.settle()
+        assert not gathering.done(), "there are enough nodes, and one of them is named and not here"
+        assert "waiting for late, which distill.teacher_nodes names, for 20 s at most" in caplog.text
+        await one.join("late")
+        nodes = await gathering
+        assert await one.run.choose(nodes) == ("a", "c")
+        assert {member.node: member.role for member in one.run.state.living if member.role is not None} == {
+            "late": "teacher",
+            "b": "rollout",
+        }
+        one.run.coordinator.control_server.close()
+        never = Scene(model, tmp_path, "dp=2", teacher_nodes=("never",))
+        await never.join("a", "b", "c")
+        with pytest.raises(ConfigError, match=r"'never', which has not joined within 0\S* s; the nodes are a, b, c"):
+            await never.run.nodes_to_begin(0.05)
+        never.run.coordinator.control_server.close()
 
     play(scene)
 

@@ -17,7 +17,7 @@ from tllm.planner.roles.role_machines import RoleChoice, RolesAsked, RoleWish, r
 from tllm.planner.roles.teacher_machines import Taught, teaching_seconds
 from tllm.planner.search.training_layouts import TrainingConstraints
 from tllm.planner.search.training_search import TrainingChoice, best_training
-from tllm.planner.simulate.role_seconds import group_seconds, role_seconds, teacher_seconds
+from tllm.planner.simulate.role_seconds import Learning, group_seconds, role_seconds, teacher_seconds
 from tllm.spec.plan import Plan
 
 STUDENT = spec_of(2)
@@ -148,12 +148,20 @@ def test_servers_take_the_weights_over_one_port_and_then_what_is_free_takes_the_
         one.elements for unit in rank_works(STUDENT, Plan.parse("pp=1", 2), FACTS)[0].learned(STUDENT) for one in unit
     )
     way = 2 * numbers * 4 / 1e7
-    found = role_seconds(STUDENT, Plan.parse("pp=1", 2), facts, machines, (0,), 1.0)
+    found = role_seconds(STUDENT, Plan.parse("pp=1", 2), facts, machines, (0,), Learning(1.0, 1.0))
     assert found == {"sampling": pytest.approx(0.5 * (way + max(free.values())))}
-    two = role_seconds(STUDENT, Plan.parse("pp=2", 2), facts, cluster(1.0, 1.0, 3.0, 1.0, bandwidth=1e7), (0, 3), 1.0)
+    apart = cluster(1.0, 1.0, 3.0, 1.0, bandwidth=1e7)
+    two = role_seconds(STUDENT, Plan.parse("pp=2", 2), facts, apart, (0, 3), Learning(1.0, 1.0))
     assert two["sampling"] - found["sampling"] == pytest.approx(0.5 * numbers * 4 / 2 / 1e7), (
         "half of them lie elsewhere"
     )
+    ahead = replace(SAMPLED, sampling=replace(SAMPLING, servers=(1, 2), share=0.5, ahead=1))
+    for part in (0.25, 4.0):
+        learning = part * found["sampling"]
+        waits = role_seconds(STUDENT, Plan.parse("pp=1", 2), ahead, machines, (0,), Learning(learning, 1.0))["sampling"]
+        assert waits == pytest.approx(max(0.0, found["sampling"] - learning)), "a step takes as long as the slower one"
+    gathers = role_seconds(STUDENT, Plan.parse("pp=2", 2), ahead, apart, (0, 3), Learning(1e9, 1.0))["sampling"]
+    assert gathers == pytest.approx(0.5 * numbers * 4 / 2 / 1e7), "nobody learns meanwhile"
 
 
 def test_a_machine_without_room_for_the_cache_does_not_sample() -> None:

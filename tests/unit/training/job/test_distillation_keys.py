@@ -43,6 +43,11 @@ def test_a_job_with_its_table_is_read_and_written(tmp_path: Any) -> None:
         ({"lmbda": 1, "max_completion_length": 0}, "distill.max_completion_length is 0 and must be 1 or more"),
         ({"lamda": 0.5}, "'distill.lamda' is no key of a job"),
         ({"rollout_nodes": 1}, "distill.rollout_nodes is given and distill.lmbda is 0"),
+        ({"max_staleness": 1}, "distill.max_staleness is given and distill.lmbda is 0"),
+        (
+            {"max_staleness": 1, "lmbda": 1},
+            "1 and distill.rollout_servers and rollout_nodes are empty",
+        ),
         ({"teacher_nodes": 0}, "distill.teacher_nodes is 0"),
         ({"teacher_nodes": ["b", "b"]}, "distill.teacher_nodes names b twice"),
         ({"teacher_nodes": ["b", "auto"]}, "distill.teacher_nodes has 'auto' among 2 values"),

@@ -80,7 +80,6 @@ def test_functions_are_named_from_the_folder_of_the_jobs_file(tmp_path: Path) ->
         (GRPOConfig, {**FUNCTIONS, "max_staleness": 1}, "max_staleness is 1 and grpo.rollout_servers and"),
         (GRPOConfig, {**FUNCTIONS, "max_staleness": 1, "rollout_nodes": ("auto",)}, "which may come to none"),
         (GRPOConfig, {**APART, "max_staleness": -1}, "grpo.max_staleness is -1 and must be 0 or more"),
-        (RejectionConfig, {**APART, "max_staleness": 1, "tools": ("a:f",)}, "1 and the model calls tools"),
         (GRPOConfig, {**APART, "max_staleness": 3, "num_iterations": 2}, "3 and grpo.num_iterations is 2"),
         (
             GRPOConfig,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import cast
 
 import msgspec
 import pytest
@@ -18,7 +19,7 @@ from tllm.core.errors import FrameError
 from tllm.training.checkpoint.shard_assignment import HeldBox
 from tllm.training.snapshot.memory_snapshot import NEVER, LiveState, MemorySnapshots, SnapshotLabel, SnapshotPair
 from tllm.training.snapshot.placement import snapshot_wires
-from tllm.training.snapshot.replication import SnapshotLinks, SnapshotReplicator, snapshot_links
+from tllm.training.snapshot.replication import SnapshotHead, SnapshotLinks, SnapshotReplicator, snapshot_links
 from tllm.training.snapshot.restore import OfferedSnapshot, RankOffer, last_complete
 from tllm.training.state.replica_local import SUMMED, TAKEN, replica_local_state
 from tllm.training.state.tensor_blocks import TensorBlock
@@ -41,7 +42,7 @@ class Node:
     def step(self, number: int) -> None:
         self.mirror.flush()
         Truth(number).fill(self.blocks)
-        self.mirror.take(number, PLACE)
+        self.mirror.take(number, b"" if self.rank else PLACE)  # rank 0 alone knows it
 
     def restore(self, step: int) -> bytes:
         for block in self.blocks:
@@ -138,6 +139,24 @@ def test_a_live_state_is_kept_where_a_part_finds_room_beside_it() -> None:
         assert (memory.live is not None) == stays
 
 
+def test_where_the_data_goes_on_travels_once_and_not_from_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be long: completions that were sampled ahead."""
+    monkeypatch.setattr(f"{__name__}.PLACE", bytes(1 << 20))
+    cut = Cut("pp=1", 3)
+    nodes = first_epoch(cut, 2)
+    holding = [sum(len(copy.data_position) for copy in node.memory.complete()) for node in nodes]
+    assert sorted(holding) == [0, 2 << 20, 2 << 20], "of two steps, on rank 0 and where its copies are"
+    again = epoch(cut, 2, [MemorySnapshots(), nodes[1].memory, nodes[2].memory])
+    assert every(again, "find") == [2] * 3
+    links = [cast(LocalLink, link) for node in again for link in node.mirror._group.send.values()]
+    before = sum(link.bytes_moved for link in links)
+    assert before < 1 << 18, "what ranks offer says only who knows it"
+    assert every(again, "restore", 2) == [PLACE] * 3
+    assert 2 << 20 <= sum(link.bytes_moved for link in links) - before < 3 << 20, "to each rank once"
+    for node in again:
+        node.mirror.close()
+
+
 def test_a_step_that_one_rank_has_not_copied_is_not_gone_back_to() -> None:
     nodes = first_epoch(Cut("pp=2"), 2)
     memories = [nodes[0].memory, MemorySnapshots()]
@@ -157,9 +176,9 @@ def test_a_step_that_one_rank_has_not_copied_is_not_gone_back_to() -> None:
         node.mirror.close()
 
 
-def offer(boxes: list[tuple[int, int]], label: SnapshotLabel, place: bytes = PLACE) -> RankOffer:
+def offer(boxes: list[tuple[int, int]], label: SnapshotLabel, knows: bool = True) -> RankOffer:
     made = [HeldBox("a", (box,), "F32", 4) for box in boxes]
-    return RankOffer([OfferedSnapshot(label, place, made)], [HeldBox("a", ((0, 10),), "F32", 4)])
+    return RankOffer([OfferedSnapshot(label, knows, made)], [HeldBox("a", ((0, 10),), "F32", 4)])
 
 
 @pytest.mark.parametrize(
@@ -171,7 +190,7 @@ def offer(boxes: list[tuple[int, int]], label: SnapshotLabel, place: bytes = PLA
         ([offer([(0, 6)], SnapshotLabel(3, 1)), offer([(5, 10)], SnapshotLabel(4, 1))], None),
         ([offer([(0, 10)], SnapshotLabel(3, 2)), offer([(0, 10)], SnapshotLabel(4, 1))], SnapshotLabel(4, 1)),
         ([offer([(0, 10)], SnapshotLabel(4, 1)), offer([(0, 10)], SnapshotLabel(4, 2))], SnapshotLabel(4, 2)),
-        ([offer([(0, 10)], SnapshotLabel(4, 1), b""), offer([(0, 10)], SnapshotLabel(3, 1))], SnapshotLabel(3, 1)),
+        ([offer([(0, 10)], SnapshotLabel(4, 1), False), offer([(0, 10)], SnapshotLabel(3, 1))], SnapshotLabel(3, 1)),
     ],
 )
 def test_the_last_step_that_is_whole(offers: list[RankOffer], found: SnapshotLabel | None) -> None:
@@ -202,7 +221,7 @@ def test_a_copy_of_another_step_is_refused() -> None:
     there = LocalLink(0, 1)
     mirror = SnapshotReplicator(MemorySnapshots(), 1, local_groups(2)[1], ["here"] * 2, SnapshotLinks(None, {0: there}))
     mirror._replicas = {0: SnapshotPair([])}
-    there.send_bytes(msgspec.msgpack.encode(SnapshotLabel(4, 1)))
+    there.send_bytes(msgspec.msgpack.encode(SnapshotHead(SnapshotLabel(4, 1), PLACE)))
     mirror.take(5, b"")
     with pytest.raises(FrameError, match="rank 0 sent its copy"):
         mirror.flush()

@@ -14,13 +14,14 @@ import torch
 from numpy.typing import NDArray
 
 from tests.support.models.families import save_model
-from tests.support.training.post_training.teachers import TeacherServer, serving
-from tllm.cluster.certificates import Identity
-from tllm.cluster.tls import data_client
+from tests.support.training.post_training.teachers import TeacherServer, in_a_thread, serving
+from tllm.cluster.certificates import Authority, Identity
+from tllm.cluster.tls import data_client, data_server
 from tllm.core.errors import AuthError, ClusterError, ConfigError, FrameError, LinkError, TllmError
 from tllm.text.same_vocabulary import vocabulary_digest
-from tllm.training.questions.answerer_places import AnswererPlace, AnswererPlaces
+from tllm.training.questions.answerer_places import AnswererPlace, AnswererPlaces, AskingRun
 from tllm.training.questions.answerer_pool import AnswererPool, ClusterAnswerers
+from tllm.training.questions.question_server import QuestionServer
 from tllm.training.questions.remote_answerer import RemoteAnswerer
 from tllm.training.questions.run_connection import RunConnection
 from tllm.training.questions.shared_secret import shared_identity
@@ -253,6 +254,43 @@ def test_teachers_come_and_go_while_their_run_asks(folder: Path, tmp_path: Path)
         queue.close()
         for other in pool:
             other.close()
+
+
+def test_a_node_with_a_role_answers_the_run_that_it_was_told_of_and_no_other_member(
+    teacher: TeacherModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    authority, told, reasons = Authority.create(), list[AskingRun](), list[str]()
+    context = data_server(authority.identity("taught"))
+    server = QuestionServer(teacher, TEACHING, ("127.0.0.1", 0), context, lambda: told[-1] if told else None)
+
+    def asking(node: str, run: str) -> TeacherConnection:
+        place = AnswererPlace("there", server.address, "taught", run)
+        return RunConnection.dial(TEACHING, place, data_client(authority.identity(node)))
+
+    with in_a_thread(server), caplog.at_level("WARNING", "tllm.answers"):
+        for node, run, why in (
+            ("first", "run", "first asks a teacher of this cluster, which was not told yet whom it answers"),
+            ("other", "run", "other asks a teacher of this cluster, which answers first"),
+            (
+                "first",
+                "of before",
+                "first asks a teacher of this cluster for the run 'of before', and it answers 'run'",
+            ),
+        ):
+            with pytest.raises(LinkError, match=why):
+                asking(node, run)
+            reasons.append(why)
+            told.append(AskingRun("first", "run"))
+        connection = asking("first", "run")
+        assert connection.introduce(LESSON).refused == ""
+        connection.send_question(ROW)
+        assert not connection.receive_answer()[0].error
+        told.append(AskingRun("other", "run"))  # rank 0 is on another node since
+        connection.send_question(ROW)
+        with pytest.raises(LinkError):
+            connection.receive_answer()
+        connection.close()
+    assert server.answered == 1 and all(why in caplog.text for why in (*reasons, "answers 127.0.0.1"))
 
 
 def test_a_message_that_is_none_ends_the_connection(folder: Path, tmp_path: Path) -> None:
