@@ -338,7 +338,7 @@ def type_name(annotation: Any) -> str:
     """A type as TOML calls it."""
     text = str(getattr(annotation, "__name__", annotation)) if isinstance(annotation, type) else str(annotation)
     words = {"str": "text", "int": "integer", "float": "number", "bool": "boolean"}
-    many = "list of " if "tuple" in text else ""
+    many = "list of pairs of " if "tuple[tuple" in text else "list of " if "tuple" in text else ""
     kind = next(word for name, word in words.items() if re.search(rf"\b{name}\b", text))
     return many + (f"{kind}s" if many else kind)
 

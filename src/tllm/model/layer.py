@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from tllm.model.attention import Attend, Attention, SharedProjectionAttention
@@ -32,6 +34,15 @@ NORMS = {
     ),
 }
 """The checkpoint's names of the norms before and after attention, before and after the MLP, by their order."""
+
+
+Observe = Callable[[int, Tensor], Tensor]
+"""observe(number of a layer, the hidden states that come to it, x_TD) -> what the layer is given in their place."""
+
+
+def unobserved(number: int, x_TD: Tensor) -> Tensor:
+    """The hidden states as they are."""
+    return x_TD
 
 
 class Layer(nn.Module):

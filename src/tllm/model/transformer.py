@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tllm.model.attention import Attend, AttentionSpec
 from tllm.model.gated_delta_net import GatedDeltaNet
-from tllm.model.layer import Layer, norm_of
+from tllm.model.layer import Layer, Observe, norm_of, unobserved
 from tllm.model.per_layer_input import PerLayerInputs
 from tllm.model.recurrence import StateShape
 from tllm.model.rope import Rotation, rotation
@@ -26,7 +26,8 @@ class Transformer(nn.Module):
     classification head in place of that for tokens (`spec.num_labels`) scores.
 
     forward: ids_T (first stage) or x_TD, and positions_T -> x_TD after this stage's layers.
-    `adapt` adds what adapters of some of the rows add to each linear, and to the embeddings.
+    `adapt` adds what adapters of some of the rows add to each linear, and to the embeddings. `observe` sees the hidden
+    states before each layer.
     logits: x_TD (rows of the last stage's result) -> logits_TV for this rank's part of the vocabulary, `vocab`.
     With sequence parallelism x_TD of forward and logits is this rank's slice of the tokens, and `tokens` tells how
     many there are; positions and logits are of all tokens.
@@ -71,6 +72,7 @@ class Transformer(nn.Module):
         lengths_T: Tensor | None = None,
         adapt: Adapt = unadapted,
         ids_T: Tensor | None = None,
+        observe: Observe = unobserved,
     ) -> Tensor:
         x_TD, beside = (self.embed_tokens(x, adapt), {}) if self.is_first else self.carried.received(x)
         ids_T, tokens = x if self.is_first else ids_T, len(positions_T)
@@ -86,7 +88,7 @@ class Transformer(nn.Module):
             if number in self.carried.goes:
                 beside[number] = x_TD
             p_TP = None if inputs_TLP is None else inputs_TLP[:, place]
-            x_TD = layer(x_TD, turned[layer.rope], attend, tokens, adapt, p_TP)
+            x_TD = layer(observe(number, x_TD), turned[layer.rope], attend, tokens, adapt, p_TP)
         return self.carried.given(x_TD, beside)
 
     def logits(self, x_TD: Tensor, tokens: int | None = None) -> Tensor:

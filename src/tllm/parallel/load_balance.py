@@ -57,7 +57,7 @@ class LoadBalance:
             self._mean += value.cpu()
             self._chosen[name] = self._chosen.get(name, 0) + mine_E
 
-        return _Attach.apply(weights_TK, part * self.coefficient, record)  # type: ignore[no-any-return, no-untyped-call]
+        return with_loss(weights_TK, part * self.coefficient, record)
 
     @property
     def mean(self) -> float:
@@ -67,6 +67,11 @@ class LoadBalance:
     def loads(self) -> dict[str, Tensor]:
         """How often this rank's tokens have chosen each expert in this step, by layer; to be added over ranks."""
         return dict(self._chosen)
+
+
+def with_loss(x: Tensor, loss: Tensor, record: Callable[[], None] = lambda: None) -> Tensor:
+    """x as it is. In a backward pass through it the gradient of `loss`, a scalar, joins in, and `record` is called."""
+    return _Attach.apply(x, loss, record)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Attach(torch.autograd.Function):

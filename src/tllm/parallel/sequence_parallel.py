@@ -38,6 +38,10 @@ class TensorParallelRegion:
         """Of a number for each token, those of the tokens that this rank has outside the cut layers."""
         return x_T
 
+    def own_count(self, tokens: int) -> int:
+        """How many of so many tokens those are."""
+        return tokens
+
 
 class SequenceParallelRegion(TensorParallelRegion):
     """Outside the cut layers each rank has a slice of the tokens (2205.05198).
@@ -60,6 +64,10 @@ class SequenceParallelRegion(TensorParallelRegion):
     def own(self, x_T: Tensor) -> Tensor:
         """Those of this rank's slice."""
         return torch.split(x_T, slice_counts(len(x_T), self.tp.size))[self.tp.rank]
+
+    def own_count(self, tokens: int) -> int:
+        """How many are in this rank's slice."""
+        return slice_counts(tokens, self.tp.size)[self.tp.rank]
 
 
 def slice_counts(tokens: int, ranks: int) -> list[int]:

@@ -228,6 +228,15 @@ class ModelSpec:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    def hidden_state(self, number: int) -> int | None:
+        """Which of the model's hidden states a number means that may count from the end; None where there is none.
+
+        They are numbered as `transformers` numbers `hidden_states`: 0 is the embedding, n what comes to layer n, and
+        `num_layers` what the final norm gives.
+        """
+        counted = number + self.num_layers + 1 if number < 0 else number
+        return counted if 0 <= counted <= self.num_layers else None
+
     @property
     def delta(self) -> DeltaSpec | None:
         """The gated delta net of those layers that have one; None where all layers have attention."""

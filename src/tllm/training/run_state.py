@@ -22,6 +22,7 @@ from tllm.training.job.job_parts import is_snapshot_step
 from tllm.training.lora.export_adapter import export_adapter
 from tllm.training.lora.initial_adapter import adapter_filler
 from tllm.training.lora.trained_adapter import TrainedAdapter
+from tllm.training.objectives.hidden_state_loss import with_projections
 from tllm.training.report.events import Origin
 from tllm.training.snapshot.replication import SnapshotReplicator
 from tllm.training.state.initial_weights import InitialWeights
@@ -199,8 +200,8 @@ class RunState:
         """What gives the parameters that are learned their first values."""
         job, spec = self._config.job, self._config.spec
         if job.lora is not None:
-            return adapter_filler(job.lora, spec, job.seed, adapters)
-        return self._initial_weights.filler(spec, job.seed, job.dtype, progress)
+            return with_projections(adapter_filler(job.lora, spec, job.seed, adapters), job.seed)
+        return with_projections(self._initial_weights.filler(spec, job.seed, job.dtype, progress), job.seed)
 
     def _restore_data(self, position: dict[str, Any]) -> None:
         if self._batches is not None:

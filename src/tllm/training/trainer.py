@@ -115,7 +115,7 @@ class RankTrainer:
         """Fill the model from the last step that memory or a save of the run holds, else with the initial weights."""
         config, adapters = self.config, self._model.adapters
         self._state.fill_frozen(self._model.chunks, progress)
-        self._learner = learner_class(config.job, config.plan)(config, self._model.trained)
+        self._learner = learner_class(config.job, config.plan)(config, self._model.learned)
         self._closing.callback(self._learner.close)
         self._forward.prepare(lambda: self._state.initialize(self._learner, adapters, progress))
         self._step = self._state.restore(self._learner, adapters, self._forward.best, progress)

@@ -52,7 +52,8 @@ def taught_of(job: Job, facts: TrainingFacts) -> Taught | None:
 
 
 def answer_bytes(job: Job, vocab_size: int) -> float:
-    """Bytes at most of what a teacher says of a row: the likeliest tokens of each place, and all others together."""
+    """Bytes at most of what a teacher says of a row: the likeliest tokens of each place, all others together, and
+    hidden states."""
     assert job.distill is not None, "a student has a teacher"
     top_k, item = job.distill.top_k, 2 if vocab_size <= 2**16 else 4
-    return job.seq_len * (top_k * (item + 4) + 4 if top_k else 4 * vocab_size)
+    return job.seq_len * ((top_k * (item + 4) + 4 if top_k else 4 * vocab_size) + job.distill.hidden_state_bytes)

@@ -24,6 +24,20 @@ BUCKET_BYTES = 16 * 1024 * 1024
 
 
 @dataclass(frozen=True)
+class ProjectionFacts:
+    """Hidden states of a student, numbered as its job has them, each learned with a projection to `width` columns."""
+
+    hidden_states: tuple[int, ...]
+    width: int
+
+    def parameters(self, spec: ModelSpec, runs: Sequence[range]) -> list[Parameter]:
+        """Of the projections that a rank with these layers holds."""
+        held = {number for run in runs for number in (*run, *([run.stop] if run.stop == spec.num_layers else []))}
+        here = [number for number in self.hidden_states if spec.hidden_state(number) in held]
+        return [Parameter(spec.hidden_size * self.width)] * len(here)
+
+
+@dataclass(frozen=True)
 class TeacherFacts:
     """A teacher that is computed whole, by one device."""
 
@@ -33,6 +47,8 @@ class TeacherFacts:
     """Tokens that it judges in a step."""
     row: int
     """Tokens of a row, which it judges at once."""
+    told: int = 0
+    """Bytes of hidden states that it tells of each token."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +83,8 @@ class TrainingFacts:
     """Whether gradients are applied one step late, so that their all-reduce overlaps with the next step."""
     adapter: AdapterFacts | None = None
     """The LoRA adapter that is trained; left out, the model itself is."""
+    projections: ProjectionFacts | None = None
+    """What is learned beside the model of a teacher's hidden states."""
     sampling: SamplingFacts | None = None
     """What the run samples of its own model, with the ranks that train it."""
     reference: bool = False
@@ -135,11 +153,20 @@ class RankWork:
     """Ranks over which those of its experts are, where experts are divided over replicas (`ep`)."""
     adapter: AdapterFacts | None = None
     """What is learned in the model's place."""
+    projections: ProjectionFacts | None = None
+    """What is learned beside it."""
     known: dict[str, list[list[Parameter]]] = field(default_factory=dict, compare=False, repr=False)
     """Parameters once they were listed; ranks that hold the same share it, as there may be thousands of them."""
 
     def learned(self, spec: ModelSpec) -> list[list[Parameter]]:
-        """The parameters that it learns: its own, or those of an adapter, a layer at a time."""
+        """The parameters that it learns: its own, or those of an adapter, a layer at a time; with the first of them the
+        projections of hidden states."""
+        units = self._trained(spec)
+        if self.projections is not None and units:
+            units[0] = [*self.projections.parameters(spec, self.runs), *units[0]]
+        return units
+
+    def _trained(self, spec: ModelSpec) -> list[list[Parameter]]:
         if self.adapter is None:
             return self.parameters(spec)
         if "adapter" not in self.known:
@@ -189,6 +216,7 @@ def rank_works(
                 plan.replicas * plan.cp,
                 plan.replicas // plan.ep * plan.cp,
                 facts.adapter,
+                facts.projections,
                 held.setdefault((at.replica % plan.ep, at.stage, at.tp), {}),
             )
         )

@@ -55,12 +55,13 @@ def role_memory(spec: ModelSpec, facts: TrainingFacts, work: RankWork) -> RoleMe
 
 
 def teacher_bytes(teacher: TeacherFacts) -> int:
-    """A whole model in its dtype, and the row that it judges."""
+    """A whole model in its dtype, and the row that it judges, with the hidden states that it tells of it."""
     spec, item = teacher.spec, ITEM_BYTES[teacher.dtype]
     (cut,), layers = cut_stage(spec, (1,)), range(spec.num_layers)
     weights = sum(end_bytes(spec, layers, cut, item)) + sum(layer_bytes(spec, n, cut, item) for n in layers)
     whole = RankBytes(0, 0, layers, cut, 0, 0)
-    return math.ceil(weights) + working_bytes(spec, whole, teacher.dtype, teacher.row, TEACHER_ROWS)
+    working = working_bytes(spec, whole, teacher.dtype, teacher.row, TEACHER_ROWS)
+    return math.ceil(weights) + working + teacher.row * teacher.told
 
 
 def rollout_bytes(spec: ModelSpec, facts: TrainingFacts) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import islice
 from math import prod
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol, get_args
 
 import msgspec
 import numpy as np
@@ -18,7 +18,7 @@ from tllm.core.errors import UNREADABLE, FrameError
 from tllm.spec.plan import Plan
 from tllm.training.data.batch_tensors import Tokens, tokens_of
 from tllm.training.data.encoder import IGNORED, Values
-from tllm.training.data.packing import PackedRow, deal
+from tllm.training.data.packing import ArrayType, PackedRow, deal
 
 LIMIT = 1 << 30
 """Bytes of one step's rows for one rank, at most."""
@@ -30,7 +30,7 @@ NOTICE_SECONDS = 5.0
 class EncodedArray(msgspec.Struct, frozen=True, array_like=True):
     """Numbers of documents or tokens as they travel between ranks."""
 
-    dtype: Literal["<f4", "<f8", "<i4", "<i8"]
+    dtype: ArrayType
     shape: tuple[int, ...]
     content: bytes
 
@@ -247,8 +247,9 @@ def _encoded(values: Values) -> dict[str, EncodedArray]:
     return {name: EncodedArray(_letters(array), array.shape, array.tobytes()) for name, array in values.items()}
 
 
-def _letters(array: NDArray[Any]) -> Literal["<f4", "<f8", "<i4", "<i8"]:
-    for known in ("<f4", "<f8", "<i4", "<i8"):
+def _letters(array: NDArray[Any]) -> ArrayType:
+    known: ArrayType
+    for known in get_args(ArrayType):
         if array.dtype == np.dtype(known):
             return known
     raise AssertionError(f"numbers of {array.dtype} do not travel")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,10 @@ from tllm.training.data.encoder import IGNORED, Document, Values
 
 OPEN_ROWS = 32
 """Rows that wait for a document of the right length; more of them waste fewer places and make a larger state."""
+
+
+ArrayType = Literal["<f4", "<f8", "<i2", "<i4", "<i8"]
+"""Of numbers of rows that travel, in numpy's letters; bfloat16 goes as the 2 bytes that it is."""
 
 
 class RowPiece(NamedTuple):

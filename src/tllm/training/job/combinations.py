@@ -8,6 +8,7 @@ from tllm.core.errors import ConfigError, PlanError
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 from tllm.spec.trainable import check_trainable
+from tllm.training.data.batch_feed import LIMIT
 from tllm.training.data.packing import deal
 from tllm.training.gradients.accumulation_order import check_deterministic
 from tllm.training.job.job import Job
@@ -31,7 +32,8 @@ def check_combination(job: Job, plan: Plan, spec: ModelSpec) -> None:
     _check_lora(job, plan, spec)
     _check_grid(job, plan)
     check_rollouts(job, plan, spec)
-    _check_distillation(job, spec)
+    _check_distillation(job, plan, spec)
+    _check_hidden_state_bytes(job, plan, counts)
     _check_forward_passes(job, plan)
     _check_eval_files(job)
     _check_lm_eval(job, plan)
@@ -222,11 +224,48 @@ def _check_grid(job: Job, plan: Plan) -> None:
             )
 
 
-def _check_distillation(job: Job, spec: ModelSpec) -> None:
-    if job.distill is not None and job.distill.top_k >= spec.vocab_size:
+def _check_distillation(job: Job, plan: Plan, spec: ModelSpec) -> None:
+    keys = job.distill
+    if keys is None:
+        return
+    if keys.top_k >= spec.vocab_size:
         raise PlanError(
-            f"distill.top_k is {job.distill.top_k} and the model has {spec.vocab_size} tokens",
+            f"distill.top_k is {keys.top_k} and the model has {spec.vocab_size} tokens",
             "give less, or 0 for all of them",
+        )
+    layers, seen = spec.num_layers, set[tuple[int, int]]()
+    for student, teacher in keys.hidden_state_layers:
+        number = spec.hidden_state(student)
+        if number is None:
+            raise ConfigError(
+                f"distill.hidden_state_layers names the student's hidden state {student} and it has {layers} layers",
+                f"give 0, the embedding, to {layers}, the last; or -1, the last, to {-layers - 1} from the end",
+            )
+        if (number, teacher) in seen:
+            raise ConfigError(
+                f"distill.hidden_state_layers names [{student}, {teacher}] twice: the student has {layers} layers",
+                "name each pair once",
+            )
+        seen.add((number, teacher))
+    if keys.hidden_state_layers and plan.servers:
+        raise PlanError(
+            f"plan {plan} has servers={plan.servers}, which keep the model's weights, and distill.hidden_state_layers "
+            "has projections learned beside it",
+            "leave one of them out",
+        )
+
+
+def _check_hidden_state_bytes(job: Job, plan: Plan, counts: Sequence[int]) -> None:
+    """A step's rows go to a rank in one message, and a row from a teacher. `counts` are the replicas' microbatches."""
+    if job.distill is None or not job.distill.hidden_state_layers:
+        return
+    rows = max(counts) * job.microbatch_size if plan.world_size > 1 else 1
+    taken = rows * job.seq_len * job.distill.hidden_state_bytes
+    if taken > LIMIT:
+        raise PlanError(
+            f"the teacher's hidden states of {rows} rows of {job.seq_len} tokens take {taken:,} bytes at "
+            f"{job.distill.hidden_state_bytes:,} a token, and one message has at most {LIMIT:,}",
+            'name fewer in distill.hidden_state_layers, give hidden_state_dtype = "bfloat16", or a smaller step',
         )
 
 

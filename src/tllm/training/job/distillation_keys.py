@@ -29,9 +29,15 @@ class DistillationKeys:
             "max_completion_length": 1,
             "max_num_seqs": 1,
             "max_staleness": 0,
+            "hidden_state_loss_weight": 0,
+            "teacher_hidden_size": 1,
         },
         {},
-        {"teacher_dtype": ("float32", "bfloat16", "float64")},
+        {
+            "teacher_dtype": ("float32", "bfloat16", "float64"),
+            "hidden_state_loss": ("mse", "cosine"),
+            "hidden_state_dtype": ("float32", "bfloat16", "float64"),
+        },
     )
 
     teacher_model_name_or_path: str | None = None
@@ -60,6 +66,20 @@ class DistillationKeys:
     The cross-entropy is not."""
     alpha: float = 0.0
     """Weight of the text's own cross-entropy; that of the divergence is 1 - `alpha`."""
+    hidden_state_layers: tuple[tuple[int, int], ...] = ()
+    """Pairs [student, teacher] of hidden states, of which the student's is to come near the teacher's beside the
+    logits; numbered as `hidden_states` of `transformers`: 0 the embedding, n what layer n gives (counted from 1), of
+    the last layer after the final norm; negative from the end, so that -1 is that. A projection without bias from the
+    student's width to the teacher's is learned for each pair and saved, but is no part of the finished model."""
+    teacher_hidden_size: int | None = None
+    """With `hidden_state_layers`: the teacher's width, `hidden_size` of its `config.json`: every rank makes the
+    projections before a teacher is asked."""
+    hidden_state_loss: str = "mse"
+    """"mse", the mean square over the teacher's width, or "cosine", 1 - cosine; the mean over tokens and pairs."""
+    hidden_state_loss_weight: float = 1.0
+    """What that is multiplied by; it is added to the loss that `alpha` mixes."""
+    hidden_state_dtype: str = "float32"
+    """What the teacher's hidden states travel in: "float32", "bfloat16", at half the bytes, or "float64"."""
     lmbda: float = 0.0
     """The share of steps whose completions the student samples itself, for the teacher to judge; the others learn from
     those of the data. 1: on-policy distillation (2306.13649). Which steps, is drawn from `seed`."""
@@ -82,6 +102,17 @@ class DistillationKeys:
     max_staleness: int = 0
     """With `rollout_servers` or `rollout_nodes`: optimizer steps by which the student that writes may be older than the
     one that learns. These machines then write so many steps ahead while the student learns; 0: it waits for them."""
+
+    @property
+    def hidden_state_bytes(self) -> int:
+        """Bytes of the teacher's hidden states of one token."""
+        each = {"bfloat16": 2, "float32": 4, "float64": 8}[self.hidden_state_dtype]
+        return len(self.teacher_hidden_states) * (self.teacher_hidden_size or 0) * each
+
+    @property
+    def teacher_hidden_states(self) -> tuple[int, ...]:
+        """Those of the teacher that the student learns from, each once."""
+        return tuple(dict.fromkeys(teacher for _, teacher in self.hidden_state_layers))
 
     @property
     def rollouts(self) -> RolloutConfig | None:
@@ -113,6 +144,7 @@ class DistillationKeys:
                 "of the top_k tokens are sent",
                 "give top_k the most of a place, 256 say and less than 65536, or leave kl_budget out",
             )
+        self._check_hidden_states()
         if self.alpha and self.lmbda:
             raise ConfigError(
                 f"distill.alpha is {self.alpha} and distill.lmbda is {self.lmbda}: there is no text whose "
@@ -141,3 +173,27 @@ class DistillationKeys:
                     f"distill.{key} is given and distill.lmbda is 0: the student writes nothing",
                     "leave it out, or give lmbda, the share of steps in which it does",
                 )
+
+    def _check_hidden_states(self) -> None:
+        layers = self.hidden_state_layers
+        if not layers and self.teacher_hidden_size is not None:
+            raise ConfigError(
+                f"distill.teacher_hidden_size is {self.teacher_hidden_size} and distill.hidden_state_layers names no "
+                "hidden states that would be projected to it",
+                "name pairs of them, [[student, teacher], ...], or leave it out",
+            )
+        if not layers:
+            return
+        if self.teacher_hidden_size is None:
+            raise ConfigError(
+                "distill.hidden_state_layers is given and distill.teacher_hidden_size is not",
+                "give the hidden_size of the teacher's config.json, to which the student's states are projected",
+            )
+        if not self.hidden_state_loss_weight:
+            raise ConfigError(
+                "distill.hidden_state_loss_weight is 0: the teacher's hidden states would travel for nothing",
+                "give more, or leave hidden_state_layers out",
+            )
+        for at, pair in enumerate(layers):
+            if pair in layers[:at]:
+                raise ConfigError(f"distill.hidden_state_layers names {list(pair)} twice", "name each pair once")

@@ -9,7 +9,7 @@ from typing import cast
 
 from tllm.core.errors import ConfigError
 from tllm.planner.cost.rank_bytes import AdapterFacts
-from tllm.planner.cost.rank_work import TeacherFacts, TrainingFacts
+from tllm.planner.cost.rank_work import ProjectionFacts, TeacherFacts, TrainingFacts
 from tllm.planner.cost.serving_load import SamplingFacts
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.process_groups import RoleName
@@ -111,11 +111,19 @@ def training_facts(
         residual=job.gradient_compression in LOSSY,
         late=job.delay_steps > 0,
         adapter=None if job.lora is None else _adapter_facts(job.lora),
+        projections=_projection_facts(job),
         sampling=None if is_sampled_apart(job) else sampling_facts(job),
         reference=job.task == "grpo" and job.grpo is not None and job.grpo.beta > 0,
         teacher=None if teacher is None else teacher_facts(job, teacher),
         value_pass=value_pass,
     )
+
+
+def _projection_facts(job: Job) -> ProjectionFacts | None:
+    keys = job.distill
+    if keys is None or not keys.hidden_state_layers:
+        return None
+    return ProjectionFacts(tuple(student for student, _ in keys.hidden_state_layers), keys.teacher_hidden_size or 0)
 
 
 def learned_rows(job: Job) -> int:
@@ -151,7 +159,8 @@ def sampling_facts(job: Job) -> SamplingFacts | None:
 def teacher_facts(job: Job, teacher: ModelSpec) -> TeacherFacts:
     """What a step asks of a teacher: every row, each as long as it may be."""
     assert job.distill is not None, "a student has a teacher"
-    return TeacherFacts(teacher, job.distill.teacher_dtype, job.global_batch_size * job.seq_len, job.seq_len)
+    tokens, told = job.global_batch_size * job.seq_len, job.distill.hidden_state_bytes
+    return TeacherFacts(teacher, job.distill.teacher_dtype, tokens, job.seq_len, told)
 
 
 def can_mirror(job: Job, servers: int = 0) -> bool:
@@ -162,7 +171,8 @@ def can_mirror(job: Job, servers: int = 0) -> bool:
 def states_of(job: Job) -> tuple[object, ...]:
     """What of a job decides which states ranks keep between steps: snapshots are of use only where it is the same."""
     reduced = job.gradient_compression, job.powersgd_rank
-    return job.dtype, job.optimizer, *reduced, job.local_steps, job.delay_steps, job.lora
+    beside = () if job.distill is None else (job.distill.hidden_state_layers, job.distill.teacher_hidden_size)
+    return job.dtype, job.optimizer, *reduced, job.local_steps, job.delay_steps, job.lora, *beside
 
 
 def steps_of_one_sampling(job: Job) -> int:

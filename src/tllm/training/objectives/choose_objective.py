@@ -7,6 +7,7 @@ from tllm.parallel.mesh import Mesh
 from tllm.training.job.job import Job
 from tllm.training.job.preference_tables import DPOConfig, KTOConfig, ORPOConfig, RewardConfig, SimPOConfig
 from tllm.training.objectives.distillation import DistillationLoss
+from tllm.training.objectives.hidden_state_loss import HiddenStateLoss
 from tllm.training.objectives.kto_loss import KTOLoss
 from tllm.training.objectives.next_token import NextTokenLoss
 from tllm.training.objectives.objective import Objective
@@ -17,10 +18,12 @@ from tllm.training.objectives.reply_log_probs import ReplyLogProbs
 from tllm.training.objectives.reward_loss import RewardLoss
 
 
-def choose_objective(job: Job, mesh: Mesh, cp: Group, batch_invariant: bool = False) -> Objective:
+def choose_objective(
+    job: Job, mesh: Mesh, cp: Group, batch_invariant: bool = False, of_states: HiddenStateLoss | None = None
+) -> Objective:
     """What the ranks of a replica's last stage compute with. `cp`: those that share the tokens of a microbatch.
 
-    `batch_invariant`: so are the model's products.
+    `batch_invariant`: so are the model's products. `of_states`: what is learned of hidden states beside it.
     """
     match job.task:
         case "sft" | "rejection":
@@ -28,7 +31,7 @@ def choose_objective(job: Job, mesh: Mesh, cp: Group, batch_invariant: bool = Fa
         case "grpo":
             return PolicyGradientLoss(job, mesh, cp, batch_invariant)
         case "distill" if job.distill is not None:
-            return DistillationLoss(job.distill, mesh, cp)
+            return DistillationLoss(job.distill, mesh, cp, of_states)
         case "dpo":
             dpo = job.dpo or DPOConfig()
             return PreferenceLoss(ReplyLogProbs(mesh, cp, dpo.ld_alpha), DPOPairs(dpo))

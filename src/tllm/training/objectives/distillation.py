@@ -12,6 +12,7 @@ from tllm.parallel.mesh import Mesh
 from tllm.training.data.batch_tensors import Tokens
 from tllm.training.data.encoder import IGNORED
 from tllm.training.job.distillation_keys import DistillationKeys
+from tllm.training.objectives.hidden_state_loss import METRIC, HiddenStateLoss
 from tllm.training.objectives.objective import MetricSum, MicrobatchLoss
 
 IDS, LOG_PROBS, BYTES, LOST = "teacher_ids", "teacher_log_probs", "teacher_bytes", "teacher_lost"
@@ -27,13 +28,14 @@ class DistillationLoss:
     The metrics are means over these tokens: `divergence`, `cross_entropy` of the text, `rest_mass` (the teacher's
     probability outside the top K), and `teacher_bytes_per_token`; with a budget `teacher_top_k`, the tokens that were
     sent, and `teacher_kl`, what is lost by it. The logits are held twice where alpha is above 0 or the temperature is
-    not 1, else once.
+    not 1, else once. `of_states` adds its part for what the final norm gives, if the job asks for that.
     """
 
-    def __init__(self, keys: DistillationKeys, mesh: Mesh, cp: Group) -> None:
-        self.keys, self.tp, self.cp = keys, mesh.tp, cp
+    def __init__(self, keys: DistillationKeys, mesh: Mesh, cp: Group, of_states: HiddenStateLoss | None = None) -> None:
+        self.keys, self.tp, self.cp, self.of_states = keys, mesh.tp, cp, of_states
         of_budget = ("teacher_top_k", "teacher_kl") if keys.kl_budget else ()
-        self.metric_names = ("divergence", "cross_entropy", "rest_mass", "teacher_bytes_per_token", *of_budget)
+        self._own_metrics = ("divergence", "cross_entropy", "rest_mass", "teacher_bytes_per_token", *of_budget)
+        self.metric_names = (*self._own_metrics, *([METRIC] if keys.hidden_state_layers else []))
         self.sliced = not mesh.seam.has_all_rows
 
     def __call__(self, model: Transformer, x_TD: Tensor, tokens: Tokens) -> MicrobatchLoss:
@@ -45,7 +47,8 @@ class DistillationLoss:
             ids_TK = None if ids_TK is None else ids_TK[predicted_T]
             predicted_T = predicted_T[predicted_T]
         alpha, temperature = self.keys.alpha, self.keys.temperature
-        logits_TV = model.logits(x_TD, len(labels_T))
+        normed_TD = model.normed(x_TD)
+        logits_TV = model.lm_head(model.seam.enter(normed_TD, len(labels_T)))
         if not alpha:
             entropy_T = measured_cross_entropy(logits_TV, labels_T, model.vocab, self.tp)
         softened_TV = logits_TV / temperature if temperature != 1 else logits_TV.clone() if alpha else logits_TV
@@ -58,8 +61,13 @@ class DistillationLoss:
         if self.keys.kl_budget:
             assert ids_TK is not None, "a budget is of top_k tokens"
             totals += [float(((ids_TK != NO_TOKEN).sum(-1) * predicted_T).sum()), self._told(tokens, LOST)]
-        metrics = {name: MetricSum(total, count) for name, total in zip(self.metric_names, totals, strict=True)}
-        return MicrobatchLoss(loss, metrics=metrics)
+        metrics = {name: MetricSum(total, count) for name, total in zip(self._own_metrics, totals, strict=True)}
+        reported = loss.detach()
+        if self.of_states is not None:
+            found = self.of_states(model.spec.num_layers, normed_TD, tokens, are_predicted=not self.sliced)
+            if found is not None and found.reported is not None:
+                loss, reported, metrics = loss + found.loss, reported + found.reported, {**metrics, **found.metrics}
+        return MicrobatchLoss(loss, reported, metrics)
 
     def _divergence(self, logits_TV: Tensor, ids_TK: Tensor | None, log_p_TB: Tensor, model: Transformer) -> Tensor:
         if ids_TK is None:

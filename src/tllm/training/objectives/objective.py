@@ -33,6 +33,12 @@ def joined(name: str, parts: Sequence[MetricSum]) -> MetricSum:
     return MetricSum(sum(part.total for part in parts), sum(part.count for part in parts))
 
 
+def all_joined(parts: Sequence[Mapping[str, MetricSum]]) -> dict[str, MetricSum]:
+    """Every metric that any of several microbatches, or of their hidden states, has."""
+    names = dict.fromkeys(name for one in parts for name in one)
+    return {name: joined(name, [one[name] for one in parts if name in one]) for name in names}
+
+
 @dataclass(frozen=True)
 class MicrobatchLoss:
     """The loss of one microbatch, a sum that the step's denominator divides, and what else is told of it.

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from tllm.core.errors import PlanError
 from tllm.model.transformer import Transformer
 from tllm.training.gradients.gradient_buckets import GradientBuckets
+from tllm.training.objectives.hidden_state_loss import HiddenStateLoss
 from tllm.training.optim.flat_parameters import FlatParameters
 
 
@@ -35,10 +36,14 @@ class Unit(NamedTuple):
         return [*self.first.parameters(), *self.last.parameters()]
 
 
-def units_of(chunks: Sequence[Transformer]) -> list[Unit]:
-    """The units of a rank, each chunk's in the order of the forward pass."""
+def units_of(trained: Sequence[nn.Module]) -> list[Unit]:
+    """The units of a rank: each projection, and each chunk's in the order of the forward pass. Adapters have none."""
     units = list[Unit]()
-    for model in chunks:
+    for model in trained:
+        if isinstance(model, HiddenStateLoss):
+            units += [Unit(projection, projection) for projection in model.projections]
+        if not isinstance(model, Transformer):
+            continue
         if model.is_first:
             units.append(Unit(model.embed_tokens, model.embed_tokens, looked_up=True))
         units += [Unit(layer, layer) for layer in model.layers.values()]

@@ -17,6 +17,9 @@ from tllm.parallel.shard import Shard, shard_of
 from tllm.weights.boxes import Box, Shape, overlap, runs, whole, widths, within
 from tllm.weights.load import part
 
+PROJECTION = "hidden_state_projection."
+"""What names begin with of tensors that are learned beside the model: saved with it, and no part of it."""
+
 
 class TensorBlock(NamedTuple):
     """`tensor` has the shape of `box`, which counts in the whole tensor. It is a view: filling it fills its owner."""

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from tllm.model.transformer import Transformer
 from tllm.parallel.quantized_weight import stands_for
-from tllm.parallel.sequence_parallel import SequenceParallelRegion, TensorParallelRegion, slice_counts
 from tllm.spec.pipeline_schedule import Kind, Op, Schedule
 from tllm.training.attention.packed_attention import MakeAttend, TrainAttend
 from tllm.training.data.batch_tensors import Tokens, sent_to_host
 from tllm.training.gradients.accumulation_order import exact_sum
 from tllm.training.lora.trained_adapter import MakeAdapt, as_it_is
-from tllm.training.objectives.objective import MetricSum, Objective, joined
+from tllm.training.objectives.hidden_state_loss import HiddenStateLoss, observed
+from tllm.training.objectives.objective import MetricSum, MicrobatchLoss, Objective, all_joined
 from tllm.training.step.pipeline_wires import Mail, Wires
 from tllm.training.step.split_backward import input_half
 
@@ -27,7 +27,7 @@ class TrainStage:
     """What one rank computes with: its place among the stages, its chunks of layers in order, its links to the others.
 
     `make_attend` gives the attention of each microbatch, `make_adapt` what is added to its linears; `objective` is used
-    on the last stage.
+    on the last stage. `of_states` gives the losses of hidden states before its layers, if any is learned from.
     """
 
     index: int
@@ -36,11 +36,12 @@ class TrainStage:
     objective: Objective
     make_attend: MakeAttend = TrainAttend
     make_adapt: MakeAdapt = as_it_is
+    of_states: HiddenStateLoss | None = None
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """`loss_sum` over `tokens` predicted tokens of this replica, and `metrics`: known on its last stage, 0 elsewhere.
+    """`loss_sum` over `tokens` predicted tokens of this replica, and `metrics`: each known on the stage that has it.
 
     Where context-parallel ranks share the tokens, both are of the tokens on this rank. `waited`: seconds in which this
     stage had no work. `loss_rest` is the rounding error of `loss_sum`: summed together over ranks (`exact_sum`), the
@@ -97,16 +98,21 @@ class _ScheduleExecutor:
         x = tokens.ids_T if incoming is None else self.mail.receive(incoming).requires_grad_()
         attend = self.stage.make_attend(model.attention_specs(), tokens)
         adapt = self.stage.make_adapt(op.chunk, tokens)
-        out = model(x, tokens.positions_T, attend, tokens.lengths_T if model.scales_by_length else None, adapt)
+        observe = observed(self.stage.of_states, tokens, self._told)
+        lengths_T = tokens.lengths_T if model.scales_by_length else None
+        out = model(x, tokens.positions_T, attend, lengths_T, adapt, observe=observe)
         outgoing = self.schedule.sends(self.stage.index, op)
         if outgoing is not None:
             self.mail.send(outgoing, out)
             return x, out
-        found = self.stage.objective(model, out, tokens)
+        return x, self._told(self.stage.objective(model, out, tokens))
+
+    def _told(self, found: MicrobatchLoss) -> Tensor:
+        """What a microbatch's loss adds to that of the step, once it is noted what is told of it."""
         reported = found.loss if found.reported is None else found.reported
         self.losses.append(sent_to_host(reported.detach()))
         self.metrics.append(found.metrics)
-        return x, found.loss * self.loss_scale
+        return found.loss * self.loss_scale
 
     def backward(self, op: Op) -> None:
         live = self.live.pop((op.microbatch, op.chunk))
@@ -181,7 +187,7 @@ def _executor(
     chunks = stage.chunks
     assert len(microbatches) == schedule.microbatches and len(chunks) == schedule.chunks
     width, dtype = chunks[0].spec.hidden_size, stands_for(next(chunks[0].parameters()))[1]
-    shapes = [(_received_rows(chunks[0].seam, len(microbatch.ids_T)), width) for microbatch in microbatches]
+    shapes = [(chunks[0].seam.own_count(len(microbatch.ids_T)), width) for microbatch in microbatches]
     mail = Mail(schedule, stage.index, stage.wires, shapes, dtype, next(chunks[0].parameters()).device)
     return _ScheduleExecutor(schedule, stage, microbatches, mail, loss_scale)
 
@@ -189,11 +195,4 @@ def _executor(
 def _result(executor: _ScheduleExecutor) -> StepResult:
     tokens = sum(microbatch.predicted for microbatch in executor.microbatches)
     loss_sum, rest = exact_sum([loss() for loss in executor.losses])
-    of_each = executor.metrics
-    metrics = {name: joined(name, [one[name] for one in of_each]) for name in (of_each[0] if of_each else ())}
-    return StepResult(loss_sum, tokens, executor.mail.waited, rest, metrics)
-
-
-def _received_rows(seam: TensorParallelRegion, tokens: int) -> int:
-    """How many of a microbatch's tokens come to this rank from another stage."""
-    return slice_counts(tokens, seam.tp.size)[seam.tp.rank] if isinstance(seam, SequenceParallelRegion) else tokens
+    return StepResult(loss_sum, tokens, executor.mail.waited, rest, all_joined(executor.metrics))

@@ -28,6 +28,7 @@ from tllm.training.job.rollout_combinations import wants_batch_invariance
 from tllm.training.job.target_modules import adapted_modules
 from tllm.training.lora.trained_adapter import MakeAdapt, TrainedAdapter, as_it_is
 from tllm.training.objectives.choose_objective import choose_objective
+from tllm.training.objectives.hidden_state_loss import hidden_state_loss
 from tllm.training.objectives.objective import Objective
 from tllm.training.step.embedding_noise import with_noise
 from tllm.training.step.invariant_layers import make_layers_invariant
@@ -64,8 +65,9 @@ class RankModel:
         self.adapters = _adapters(config, self.chunks)
         self.trained: Sequence[nn.Module] = self.adapters or self.chunks
         """What is learned: the chunks, or an adapter of each."""
+        of_states = hidden_state_loss(config.job, mesh, self.chunks, config.device)
         if plan.zero == 3:
-            for model in self.chunks:
+            for model in (*self.chunks, *filter(None, [of_states])):
                 without_memory(model, self._config.device)
         parameters = (parameter for model in self.chunks for parameter in model.parameters())
         fixed = config.job.deterministic or self._config.device != CPU  # only the processor has a choice
@@ -74,12 +76,17 @@ class RankModel:
         self._ring = RingAttention(groups.cp) if plan.cp > 1 else None
         of_whole: MakeAttend = InvariantAttend if invariant else attention_on(config.device)
         make_attend = recompute(plan.recompute, self.chunks, self._ring or of_whole)
-        self.objective = choose_objective(config.job, mesh, groups.cp, invariant)
-        make_adapt = with_noise(self._make_adapt(learns=True), config.job.neftune_noise_alpha)
-        self._stage = TrainStage(mesh.stage, self.chunks, groups.wires, self.objective, make_attend, make_adapt)
+        self.objective = choose_objective(config.job, mesh, groups.cp, invariant, of_states)
+        adapt = with_noise(self._make_adapt(learns=True), config.job.neftune_noise_alpha)
+        self._stage = TrainStage(mesh.stage, self.chunks, groups.wires, self.objective, make_attend, adapt, of_states)
         self._schedules: dict[int, Schedule] = {}
         self.compute_seconds = 0.0
         """Of the last step's passes, without the time in which this stage waited for another."""
+
+    @property
+    def learned(self) -> Sequence[nn.Module]:
+        """What is trained, and the projections of hidden states beside it, whose gradients come last."""
+        return [*filter(None, [self._stage.of_states]), *self.trained]
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -119,7 +126,7 @@ class RankModel:
             return StepResult(0.0, 0)
         schedule = forward_only(self._config.plan.pp, len(microbatches), self._config.plan.chunks)
         make_adapt = self._make_adapt(learns=False) if adapted else as_it_is
-        stage = replace(self._stage, objective=objective or self.objective, make_adapt=make_adapt)
+        stage = replace(self._stage, objective=objective or self.objective, make_adapt=make_adapt, of_states=None)
         return run_forward(schedule, stage, microbatches)
 
     def _here(self, batch: Sequence[Tokens]) -> list[Tokens]:

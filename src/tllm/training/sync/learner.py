@@ -9,7 +9,6 @@ from typing import Any, Protocol
 from torch import nn
 
 from tllm.devices.choose import CPU
-from tllm.model.transformer import Transformer
 from tllm.parallel.replicated import ReplicatedParameters
 from tllm.training.data.batch_feed import ReplicaBatch
 from tllm.training.data.batch_tensors import Tokens
@@ -97,7 +96,7 @@ class SynchronousLearner:
         # What a device or a disk holds the next part needs.
         self._stays = config.device == CPU and plan.offload == "none"
         parameters = parameters_of(trained)
-        units = units_of([module for module in trained if isinstance(module, Transformer)])
+        units = units_of(trained)
         layout = BucketLayout(
             parameters,
             GradientGroups(groups.dp) if job.delay_steps else GradientGroups(groups.dp, groups.edp, groups.ep),

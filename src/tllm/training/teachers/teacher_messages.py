@@ -11,11 +11,17 @@ from numpy.typing import NDArray
 from tllm.core.errors import FrameError
 from tllm.training.questions.run_connection import Conversation
 
+HiddenStateDtype = Literal["float32", "bfloat16", "float64"]
+HIDDEN_STATE_TYPES: dict[str, str] = {"float32": "<f4", "bfloat16": "<i2", "float64": "<f8"}
+"""How numbers of each travel, in numpy's letters."""
+
 
 class Lesson(msgspec.Struct, frozen=True):
     """What a run wants of every row. `top_k` of 0 means all tokens; with a `kl_budget` it is the most of each place.
 
     `vocabulary` is the digest of the student's tokens (`vocabulary_digest`), of which its model has `vocab_size`.
+    `hidden_states` are numbers, each once, of hidden states of the teacher's, which the run takes to have `hidden_size`
+    columns (`objectives.hidden_state_loss`).
     """
 
     top_k: int
@@ -23,6 +29,9 @@ class Lesson(msgspec.Struct, frozen=True):
     vocab_size: int
     vocabulary: str
     kl_budget: float = 0.0
+    hidden_states: tuple[int, ...] = ()
+    hidden_size: int = 0
+    hidden_state_dtype: HiddenStateDtype = "float32"
 
     @property
     def width(self) -> int:
@@ -33,6 +42,12 @@ class Lesson(msgspec.Struct, frozen=True):
     def id_type(self) -> Literal["<u2", "<i4"]:
         """What ids of answers are: numbers of 2 bytes where the student's tokens all have one, else of 4."""
         return "<u2" if self.vocab_size <= 2**16 else "<i4"
+
+    @property
+    def hidden_state_bytes(self) -> int:
+        """Of one place, all hidden states together."""
+        each = np.dtype(HIDDEN_STATE_TYPES[self.hidden_state_dtype]).itemsize
+        return len(self.hidden_states) * self.hidden_size * each
 
 
 class Question(msgspec.Struct, frozen=True, array_like=True):
@@ -48,7 +63,8 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     """Of each place asked for the K tokens, `id_type` [P, K], and log-probabilities, float32 [P, width]; or an `error`.
 
     With a budget a place has tokens as `counts` says, uint16 [P], one after another, and one log-probability more than
-    tokens; `lost` is what is lost of all places together (`top_k_choice`), in nats.
+    tokens; `lost` is what is lost of all places together (`top_k_choice`), in nats. `hidden_states` are those that
+    were asked for, one after another, each [P, hidden_size] in the dtype that was asked for.
     """
 
     number: int
@@ -57,6 +73,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     error: str = ""
     counts: bytes = b""
     lost: float = 0.0
+    hidden_states: bytes = b""
 
     @property
     def token_counts(self) -> NDArray[np.int64]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -25,6 +26,7 @@ from tllm.training.data.encoder import IGNORED
 from tllm.training.data.packing import PackedRow
 from tllm.training.questions.causal_model import CausalModel
 from tllm.training.step.model_chunks import build_chunks
+from tllm.training.teachers.hidden_states import TakenStates
 from tllm.training.teachers.teacher_messages import Answer, Lesson, Question, unpacked
 from tllm.training.teachers.top_k_choice import entropy, fewest_within, lost_by_count
 from tllm.weights.byte_source import ByteSource, LocalFiles
@@ -75,6 +77,18 @@ class TeacherModel:
             return f"it has {ours} tokens and the student {lesson.vocab_size}, and top_k = 0 asks for all of them"
         if lesson.top_k >= min(lesson.vocab_size, ours):
             return f"top_k is {lesson.top_k} and teacher and student share {min(lesson.vocab_size, ours)} tokens"
+        if lesson.hidden_states and lesson.hidden_size != self.spec.hidden_size:
+            return (
+                f"its hidden_size is {self.spec.hidden_size} and distill.teacher_hidden_size, to which the run "
+                f"projects, is {lesson.hidden_size}"
+            )
+        layers = self.spec.num_layers
+        for number in lesson.hidden_states:
+            if self.spec.hidden_state(number) is None:
+                return (
+                    f"distill.hidden_state_layers names the teacher's hidden state {number} and it has {layers} "
+                    f"layers, so 0 to {layers}, or -1 to {-layers - 1} from the end"
+                )
         return ""
 
     def open_session(self, lesson: Lesson) -> TeacherSession:
@@ -92,7 +106,10 @@ class TeacherModel:
         row = PackedRow(0, ids, np.full_like(ids, IGNORED), positions, question.lengths, ())
         tokens = tokens_of([row])
         attend = TrainAttend(self.model.attention_specs(), tokens)
-        x_TD = self.model(tokens.ids_T, tokens.positions_T, attend, tokens.lengths_T)[torch.from_numpy(places)]
+        places_P = torch.from_numpy(places)
+        states = TakenStates(lesson, self.model, places_P)
+        x_TD = self.model(tokens.ids_T, tokens.positions_T, attend, tokens.lengths_T, observe=states)[places_P]
+        states.take_last(x_TD)
         known = min(lesson.vocab_size, self.spec.vocab_size)
         found_ids, found, lost = [], [], []
         for x_PD in x_TD.split(PLACES_AT_ONCE):
@@ -109,10 +126,14 @@ class TeacherModel:
         if not torch.isfinite(log_p_PB).all():
             reason = f"the teacher {self.name} gives log-probabilities that are not finite"
             return Answer(question.number, error=reason)
+        hidden_states = states.encoded()
+        if hidden_states is None:
+            return Answer(question.number, error=f"the teacher {self.name} gives hidden states that are not finite")
         if lost:
-            return _within_budget(question.number, torch.cat(found_ids), log_p_PB, torch.cat(lost), lesson)
+            answer = _within_budget(question.number, torch.cat(found_ids), log_p_PB, torch.cat(lost), lesson)
+            return msgspec.structs.replace(answer, hidden_states=hidden_states)
         sent = torch.cat(found_ids).numpy().astype(lesson.id_type).tobytes() if found_ids else b""
-        return Answer(question.number, sent, _floats(log_p_PB))
+        return Answer(question.number, sent, _floats(log_p_PB), hidden_states=hidden_states)
 
 
 @dataclass(frozen=True)

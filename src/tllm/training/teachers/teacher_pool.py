@@ -24,7 +24,8 @@ from tllm.training.objectives.distillation import BYTES, IDS, LOG_PROBS, LOST
 from tllm.training.questions.answerer_pool import AnswererPool, ClusterAnswerers
 from tllm.training.questions.remote_answerer import NOBODY, AnsweringThread, wait_for
 from tllm.training.questions.shared_secret import shared_identity
-from tllm.training.teachers.teacher_messages import Answer, Lesson, Question, packed
+from tllm.training.teachers.hidden_states import states_of_tokens
+from tllm.training.teachers.teacher_messages import Answer, HiddenStateDtype, Lesson, Question, packed
 from tllm.training.teachers.teacher_model import TeacherModel
 from tllm.training.teachers.teacher_threads import AskedRow, LocalTeacher, TeacherInquirer, TeacherQueue
 
@@ -50,7 +51,14 @@ class TeacherPool:
         """Those that a job names. ConfigError where teacher and student do not fit each other."""
         spec, queue = beginning.spec, TeacherQueue("teacher")
         lesson = Lesson(
-            keys.top_k, keys.temperature, spec.vocab_size, vocabulary_digest(beginning.folder), keys.kl_budget
+            keys.top_k,
+            keys.temperature,
+            spec.vocab_size,
+            vocabulary_digest(beginning.folder),
+            keys.kl_budget,
+            keys.teacher_hidden_states,
+            keys.teacher_hidden_size or 0,
+            msgspec.convert(keys.hidden_state_dtype, HiddenStateDtype),
         )
         if keys.teacher_nodes:
             assert cluster is not None, "checked when the run began"
@@ -80,6 +88,7 @@ class TeacherPool:
         if self._lesson.top_k:
             of_tokens[IDS] = np.zeros((tokens, self._lesson.top_k), dtype="<i4")
             of_tokens[IDS][places] = ids
+        of_tokens |= states_of_tokens(answer, self._lesson, places, tokens)
         told: dict[str, float] = {BYTES: nbytes}
         if self._lesson.kl_budget:
             told[LOST] = answer.lost

@@ -93,7 +93,20 @@ def checked(answer: Answer, question: Question, lesson: Lesson, name: str) -> An
             f"the teacher at {name} answers row {got[0]} with {got[1]} bytes of tokens and {got[2]} of probabilities, "
             f"and row {want[0]} has {want[1]} and {want[2]}"
         )
+    asked = places * lesson.hidden_state_bytes
+    if asked and not answer.hidden_states:
+        raise ClusterError(
+            f"the teacher at {name} answers without the {len(lesson.hidden_states)} hidden states that were asked for",
+            "its tllm knows none: install this version there too",
+        )
+    if len(answer.hidden_states) != asked:
+        raise ClusterError(
+            f"the teacher at {name} answers row {got[0]} with {len(answer.hidden_states)} bytes of hidden states, "
+            f"which has {asked}"
+        )
     return answer
 
 
-_HINT = "teacher and student must have the same tokens: take two models of one series"
+_HINT = (
+    "teacher and student must have the same tokens: take two models of one series; [distill] says what is asked of it"
+)

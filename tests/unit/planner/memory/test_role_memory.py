@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +14,13 @@ import torch
 from tests.support.models.families import save_model
 from tests.support.models.layouts import spec_of
 from tests.unit.planner.search.test_serving_search import spec_of as small_spec
+from tllm.cli.planning.role_wishes import answer_bytes
 from tllm.comm.collectives.group import local_groups
 from tllm.core.errors import CapacityError, PlanError
 from tllm.engine.compute.kv_cache import KVCache
+from tllm.model.transformer import Transformer
 from tllm.node.roles.colocated_rollouts import rollout_limits
-from tllm.parallel.mesh import mesh_of
+from tllm.parallel.mesh import Mesh, mesh_of
 from tllm.planner.cluster.device import Cluster, Device, LinkSpeed
 from tllm.planner.cost.rank_bytes import AdapterFacts
 from tllm.planner.cost.rank_work import TeacherFacts, TrainingFacts, rank_works
@@ -26,10 +29,13 @@ from tllm.planner.memory.role_memory import role_memory
 from tllm.planner.memory.training_memory import rank_totals, training_bytes
 from tllm.planner.search.training_layouts import TrainingConstraints
 from tllm.planner.search.training_search import best_training
+from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
+from tllm.training.job.distillation_keys import DistillationKeys
 from tllm.training.job.job import Job
 from tllm.training.job.job_parts import training_facts
 from tllm.training.job.rollout_keys import GRPOConfig, RejectionConfig
+from tllm.training.objectives.hidden_state_loss import HiddenStateLoss
 from tllm.training.step.model_chunks import build_chunks
 
 REWARDS = ("rewards.py:one",)
@@ -77,6 +83,34 @@ def test_a_teacher_is_held_by_rank_0_alone() -> None:
     assert second.teacher == 0 and first.teacher > whole.weights
     assert first.teacher < 1.2 * whole.weights, "and one row under way"
     assert rank_totals(spec, plan, facts) == (first.total, second.total)
+
+
+def test_projections_of_hidden_states_are_counted_where_they_are_and_what_is_told_of_them() -> None:
+    spec, teacher = small_spec(4), small_spec(6)
+    states = DistillationKeys("t", hidden_state_layers=((0, 1), (2, 1), (-1, -1)), teacher_hidden_size=16)
+    job = Job("run", ("a",), max_steps=1, model_name_or_path="m", task="distill", distill=states, seq_len=32)
+    facts = training_facts(job, teacher=teacher)
+    plain = replace(facts, projections=None)
+    held = [sum(p.elements for unit in work.learned(spec) for p in unit) for work in rank_works(spec, PP2, facts)]
+    bare = [sum(p.elements for unit in work.learned(spec) for p in unit) for work in rank_works(spec, PP2, plain)]
+    each = 16 * spec.hidden_size
+    assert [a - b for a, b in zip(held, bare, strict=True)] == [each, 2 * each]
+    losses = [HiddenStateLoss(states, mesh, chunks, torch.float32) for mesh, chunks in stages(spec)]
+    assert [sum(p.numel() for p in loss.parameters()) for loss in losses] == [each, 2 * each]
+    without = replace(facts, teacher=replace(facts.teacher or TeacherFacts(teacher, "", 0, 0), told=0))
+    told = [
+        a.teacher - b.teacher for a, b in zip(*(training_bytes(spec, PP2, f) for f in (facts, without)), strict=True)
+    ]
+    assert told == [32 * 2 * 16 * 4, 0] and answer_bytes(job, 101) == 32 * (64 * 6 + 4) + told[0]
+
+
+PP2 = Plan.parse("pp=2", 4)
+
+
+def stages(spec: ModelSpec) -> Iterator[tuple[Mesh, list[Transformer]]]:
+    for rank in (0, 1):
+        mesh = mesh_of(spec, PP2, rank, local_groups(1)[0])
+        yield mesh, build_chunks(spec, mesh, PP2.runs, torch.float32, "meta")
 
 
 def test_a_plan_whose_cache_finds_no_room_is_not_chosen() -> None:

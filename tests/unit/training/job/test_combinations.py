@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -105,6 +106,33 @@ def test_it_is_refused(plan: str, config: dict[str, Any], more: dict[str, Any], 
     with pytest.raises(PlanError, match=says) as caught:
         check(plan, config, **more)
     assert caught.value.hint
+
+
+STATES = DistillationKeys("t", hidden_state_layers=((0, 0), (-1, -1)), teacher_hidden_size=64)
+
+
+@pytest.mark.parametrize(
+    ("plan", "distill", "more", "says"),
+    [
+        ("pp=2", {"hidden_state_layers": ((5, 1),)}, {}, "the student's hidden state 5 and it has 4 layers"),
+        ("pp=2", {"hidden_state_layers": ((-6, 1),)}, {}, "the student's hidden state -6 and it has 4 layers"),
+        ("pp=2", {"hidden_state_layers": ((4, 1), (-1, 1))}, {}, r"names \[-1, 1\] twice"),
+        ("dp=2,servers=1", {}, {}, "servers=1, which keep the model's weights, and distill.hidden_state_layers"),
+        (
+            "dp=2",
+            {"teacher_hidden_size": 8192},
+            {"seq_len": 8192},
+            "of 4 rows of 8192 tokens take 2,147,483,648 bytes at 65,536 a token, and .* 1,073,741,824",
+        ),
+    ],
+)
+def test_hidden_states_that_cannot_be_learned_are_refused(
+    plan: str, distill: dict[str, Any], more: dict[str, Any], says: str
+) -> None:
+    with pytest.raises((ConfigError, PlanError), match=says) as caught:
+        check(plan, LLAMA, task="distill", distill=replace(STATES, **distill), **more)
+    assert caught.value.hint
+    check("dp=2,pp=2,tp=2,cp=1,zero=2,sequence=true", LLAMA, task="distill", distill=STATES)
 
 
 ON_POLICY = {"task": "distill", "distill": DistillationKeys("t", lmbda=0.5, max_completion_length=32), "seq_len": 64}

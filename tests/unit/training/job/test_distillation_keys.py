@@ -12,9 +12,13 @@ from tllm.training.job.job_file import read_job, write_job
 JOB: dict[str, Any] = dict(output_dir="run", train_files=["rows.jsonl"], max_steps=3, model_name_or_path="student")
 TABLE: dict[str, Any] = dict(teacher_model_name_or_path="teacher")
 
+SETS = ["distill.hidden_state_layers=[[0, 1], [-1, -1]]", "distill.teacher_hidden_size=64"]
+STATES: dict[str, Any] = dict(hidden_state_layers=[[0, 1]], teacher_hidden_size=64)
+
 
 def test_a_job_with_its_table_is_read_and_written(tmp_path: Any) -> None:
-    resolved = read_job({**JOB, "task": "distill", "distill": TABLE}, ["distill.top_k=8", "distill.beta=0.5"])
+    resolved = read_job({**JOB, "task": "distill", "distill": TABLE}, [*SETS, "distill.top_k=8", "distill.beta=0.5"])
+    assert resolved.job.distill is not None and resolved.job.distill.hidden_state_layers == ((0, 1), (-1, -1))
     assert resolved.job.distill is not None and resolved.job.distill.top_k == 8 and resolved.job.distill.beta == 0.5
     again = tmp_path / "job.toml"
     again.write_text(write_job(resolved))
@@ -48,6 +52,15 @@ def test_a_job_with_its_table_is_read_and_written(tmp_path: Any) -> None:
             {"max_staleness": 1, "lmbda": 1},
             "1 and distill.rollout_servers and rollout_nodes are empty",
         ),
+        ({"teacher_hidden_size": 64}, "distill.hidden_state_layers names no hidden states"),
+        ({"hidden_state_layers": [[0, 1]]}, "distill.teacher_hidden_size is not"),
+        ({**STATES, "hidden_state_loss_weight": 0}, "distill.hidden_state_loss_weight is 0: "),
+        ({**STATES, "hidden_state_loss_weight": -1}, "distill.hidden_state_loss_weight is -1.0 and must be 0 or more"),
+        ({**STATES, "hidden_state_loss": "mae"}, "distill.hidden_state_loss is 'mae'"),
+        ({**STATES, "hidden_state_dtype": "int8"}, "distill.hidden_state_dtype is 'int8'"),
+        ({**STATES, "hidden_state_layers": [[0, 1], [0, 1]]}, "distill.hidden_state_layers names [0, 1] twice"),
+        ({**STATES, "hidden_state_layers": [[0, 1, 2]]}, "distill.hidden_state_layers = [[0, 1, 2]]"),
+        ({**STATES, "teacher_hidden_size": 0}, "distill.teacher_hidden_size is 0 and must be 1 or more"),
         ({"teacher_nodes": 0}, "distill.teacher_nodes is 0"),
         ({"teacher_nodes": ["b", "b"]}, "distill.teacher_nodes names b twice"),
         ({"teacher_nodes": ["b", "auto"]}, "distill.teacher_nodes has 'auto' among 2 values"),

@@ -192,6 +192,14 @@ def test_a_row_that_is_none_is_answered_with_the_reason(folder: Path, tmp_path: 
         (msgspec.structs.replace(LESSON, vocabulary="0123456789abcdef"), "its 101 tokens are not the student's 101"),
         (msgspec.structs.replace(LESSON, top_k=101), "top_k is 101 and teacher and student share 101 tokens"),
         (msgspec.structs.replace(LESSON, top_k=0, vocab_size=90), "it has 101 tokens and the student 90"),
+        (
+            msgspec.structs.replace(LESSON, hidden_states=(1,), hidden_size=64),
+            "its hidden_size is 48 and distill.teacher_hidden_size, to which the run projects, is 64",
+        ),
+        (
+            msgspec.structs.replace(LESSON, hidden_states=(-1, 5), hidden_size=48),
+            "names the teacher's hidden state 5 and it has 4 layers, so 0 to 4, or -1 to -5 from the end",
+        ),
     ],
 )
 def test_a_run_that_cannot_be_taught_ends_with_the_reason(
@@ -312,6 +320,13 @@ def test_answers_to_something_else_are_refused() -> None:
     ):
         with pytest.raises(ClusterError, match="the teacher at there answers row"):
             checked(bad, ROW, LESSON, "there")
+    states = msgspec.structs.replace(LESSON, hidden_states=(0, -1), hidden_size=48, hidden_state_dtype="bfloat16")
+    with pytest.raises(ClusterError, match="without the 2 hidden states") as caught:
+        checked(good, ROW, states, "there")
+    assert "install this version there" in caught.value.hint
+    some = msgspec.structs.replace(good, hidden_states=bytes(3 * 2 * 48 * 2 - 2))
+    with pytest.raises(ClusterError, match="574 bytes of hidden states, which has 576"):
+        checked(some, ROW, states, "there")
     with pytest.raises(ClusterError, match="cannot answer: out of paper"):
         checked(Answer(3, error="out of paper"), ROW, LESSON, "there")
 
