@@ -141,7 +141,7 @@ class DecodeRecordings:
         held.x_TD[:rows] = x_TD
         for rope, now in rotations(self._model.ropes(), positions(batch), self._cache.dtype).items():
             for there, here in zip(held.turned[rope] or (), now or (), strict=True):
-                if isinstance(there, Tensor):
+                if isinstance(there, Tensor) and isinstance(here, Tensor):
                     there[:rows] = here
         places = [slot_runs(entry, page_size, entry.start, entry.stop)[0].start for entry in batch.entries]
         held.places[:rows] = torch.tensor(places)

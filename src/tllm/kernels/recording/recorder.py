@@ -76,14 +76,14 @@ class Recording:
         self._play(self._calls, len(self._calls))
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records what is computed in the block of `recording`, where there are no gradients.
 
     `refused` says what cannot be recorded, if anything was computed that cannot.
     """
 
     def __init__(self, kernels: Library, memory: HeldMemory) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.refused = ""
         self._kernels, self._memory = kernels, memory
         self._calls: list[CallArguments] = []
@@ -156,13 +156,15 @@ class Recorder(TorchDispatchMode):
 
     def _noting(self, kernels: Library) -> Library:
         """These kernels, of which each call is written down."""
-        noting, k = copy.copy(kernels), kernels
+        noting: Any = copy.copy(kernels)
+        k = kernels
         noting.quantized_matmul = partial(self._make, "quantized_matmul", k.quantized_matmul)
         noting.float_matmul = partial(self._make, "float_matmul", k.float_matmul)
         noting.rows = RowFunctions(**self._all_of(k.rows))
         noting.cache = CacheFunctions(**self._all_of(k.cache))
         noting.experts = ExpertFunctions(**self._all_of(k.experts))
-        return noting
+        recording: Library = noting
+        return recording
 
     def _all_of(self, functions: Any) -> dict[str, Callable[..., None]]:
         return {name: partial(self._make, name, function) for name, function in functions._asdict().items()}
