@@ -21,6 +21,7 @@ from benchmarks.devices.figures import append
 from benchmarks.models.random_llama import SIZES, config_of
 from tllm.devices.choose import choose_device
 from tllm.devices.memory import device_name, held_memory, peak_memory, wait_for
+from tllm.engine.decode_graphs import DecodeGraphs
 from tllm.engine.engine import Engine
 from tllm.engine.measure.quantized_layers import hold_in_few_bits
 from tllm.engine.schedule.limits import EngineConfig, limits_of
@@ -112,8 +113,8 @@ def measure(engine: Engine, sequences: int, prompt: int, tokens: int) -> tuple[f
 
 
 def layers_seconds(stage: PipelineStage, sequences: int, device: torch.device) -> float:
-    """Of the recorded layers of the last batch alone, without the host; 0 where nothing is recorded."""
-    if stage.graphs is None:
+    """Of the recorded layers of the last batch alone, without the host; 0 where no graphs are recorded."""
+    if not isinstance(stage.graphs, DecodeGraphs):
         return 0.0
     return seconds(stage.graphs.recorded[sequences].graph.replay, device)
 

@@ -27,7 +27,6 @@ from tllm.devices.choose import CPU
 from tllm.engine.compute.kv_cache import KVCache
 from tllm.engine.compute.paged_attention import PagedAttend
 from tllm.engine.compute.positions import positions
-from tllm.engine.decode_graphs import addresses_of
 from tllm.engine.schedule.batch import Batch
 from tllm.engine.schedule.limits import Limits
 from tllm.model.transformer import Transformer
@@ -113,7 +112,7 @@ class PlayedWeights:
     made: ClassVar[list[PlayedWeights]] = []
 
     def __init__(self, model: Transformer, cache: KVCache, limits: Limits) -> None:
-        self._model, self._cache, self.addresses = model, cache, addresses_of(model)
+        self._model, self._cache = model, cache
         self._recorded = {name: parameter.data for name, parameter in model.named_parameters()}
         self.batches = 0
         self.made.append(self)

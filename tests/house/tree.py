@@ -55,7 +55,7 @@ SUB_PACKAGES = {
         *("doctor", "serve", "train"),
         "verify",
     ),
-    "kernels": (".", "gpu"),
+    "kernels": (".", "recording", "gpu"),
     "planner": ("cluster", "cost", "measured", "memory", "bounds", "simulate", "search", "roles"),
     "recipes": (".", "bench"),
     "server": (

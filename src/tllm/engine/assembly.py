@@ -21,6 +21,7 @@ from tllm.comm.links.link import Link, LocalLink
 from tllm.engine.compute.kv_cache import KVCache
 from tllm.engine.compute.pooler import Pooler
 from tllm.engine.decode_graphs import decode_graphs
+from tllm.engine.decode_recordings import decode_recordings
 from tllm.engine.driver import Driver
 from tllm.engine.page_store.open_store import open_store
 from tllm.engine.ring_links import RingLinks
@@ -69,7 +70,7 @@ def make_stage(
     cuts = cut_stage(model.spec, plan.stages[mesh.stage].shares, plan.experts)
     stage = PipelineStage(model, cache, mesh.tp, ring, limits, [cut.vocab for cut in cuts])
     if mesh.tp.size == 1 and trained_on is None:
-        stage.graphs = decode_graphs(model, cache, limits)
+        stage.graphs = decode_graphs(model, cache, limits) or decode_recordings(model, cache, limits)
     if stage.sampler is not None:
         stage.pooler = Pooler(model.normed, model.scores, stage.sampler)
     if disk is not None and limits.enable_prefix_caching:

@@ -72,7 +72,6 @@ class DecodeGraphs:
         self._model, self._cache, self._kernels = model, cache, kernels
         self._most_keys, most = limits.max_model_len, limits.max_num_seqs
         self._sizes, self._pages = sizes_up_to(most), np.arange(cache.spare_page, dtype=np.int32)
-        self.addresses = addresses_of(model)
         pages = -(-limits.max_model_len // limits.page_size)
         self._host, self._device = empty_numbers(most, pages, CPU), empty_numbers(most, pages, cache.device)
         # The same memory, quicker to write to.

@@ -28,7 +28,7 @@ from tllm.engine.compute.paged_attention import PagedAttend
 from tllm.engine.compute.pooler import Pooler
 from tllm.engine.compute.positions import lengths, positions
 from tllm.engine.compute.sampler import Sampler
-from tllm.engine.decode_graphs import DecodeGraphs
+from tllm.engine.decode_recordings import RecordedSteps
 from tllm.engine.pages.page_messages import PageMessage
 from tllm.engine.ring_links import RingLinks
 from tllm.engine.schedule.batch import Batch, ForgetAdapter, Results, RingMessage, StopRing, decode, encode
@@ -78,7 +78,7 @@ class PipelineStage:
 
     `tp` are the ranks of this stage. `ring` is None but on the stage's leader, and where there is one stage.
     `vocab_ranges` are the parts of the vocabulary of this stage's ranks. The last stage of a model that is served has a
-    `pooler` too, and a stage on a CUDA device `graphs` of its layers.
+    `pooler` too. `graphs` are its layers recorded for replies, where that can be.
 
     Every wait on a link has that link's deadline; heartbeats (see driver.py) keep an idle ring within it. Whatever
     fails, here or in a link, leaves as an exception; links name the rank at fault.
@@ -99,7 +99,7 @@ class PipelineStage:
         self.ring = ring
         self.sampler = Sampler(model.logits, tp, vocab_ranges) if model.is_last else None
         self.pooler: Pooler | None = None
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: RecordedSteps | None = None
         self.batches = 0
         self.counters, self.traced = ReplyCounters(tp), TracedWork()
         self.adapters = RankAdapters()

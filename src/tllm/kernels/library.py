@@ -10,8 +10,10 @@ import ctypes
 import functools
 import logging
 import os
-from collections.abc import Callable
-from ctypes import c_float, c_int, c_int64, c_void_p
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from ctypes import POINTER, c_double, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,37 +36,8 @@ FLOAT8 = 6
 EXPONENT = 7
 """The kernels' number of powers of two, which are held as their exponents and 128, in bytes."""
 
-SIGNATURES: dict[str, tuple[object, list[object]]] = {
-    "tllm_set_threads": (None, [c_void_p] * 3),
-    "tllm_has_tiles": (c_int, []),
-    "tllm_scratch_bytes": (c_int64, [c_int64] * 2),
-    "tllm_quantized_matmul": (
-        None,
-        [c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int, c_void_p, c_int64, c_int, c_void_p, c_int, c_int],
-    ),
-    "tllm_float_matmul": (
-        None,
-        [c_void_p, c_int, c_int64, c_int64, c_void_p, c_int, c_int64, c_void_p, c_int, c_void_p, c_int],
-    ),
-    "tllm_pack_codes": (None, [c_void_p, c_int64, c_int64, c_int64, c_int, c_void_p, c_int]),
-    "tllm_split_nibbles": (None, [c_void_p, *[c_int64] * 4, c_void_p, c_int]),
-    "tllm_round_weights": (None, [c_void_p, c_int, c_int64, c_int64, c_int, c_void_p, c_void_p, c_int]),
-    "tllm_rms_norm": (
-        None,
-        [c_void_p, c_int, c_int64, c_int64, c_void_p, c_int, c_float, c_int, c_void_p, c_int],
-    ),
-    "tllm_gated": (None, [c_void_p, c_int, c_int64, c_int64, c_int, c_void_p, c_int]),
-    "tllm_clamped_swiglu": (None, [c_void_p, c_int, c_int64, c_int64, c_float, c_float, c_void_p, c_int]),
-    "tllm_router_matmul": (
-        None,
-        [c_void_p, c_int, c_int64, c_int64, c_void_p, c_int, c_int64, c_void_p, c_int],
-    ),
-    "tllm_router_scores": (None, [c_void_p, c_int64, c_int64, c_int, c_void_p]),
-    "tllm_rotate": (None, [c_void_p, c_int, *[c_int64] * 5, c_void_p, c_void_p]),
-    "tllm_paged_attention": (None, [c_void_p, c_int]),
-    "tllm_write_codes": (None, [c_void_p, c_int]),
-    "tllm_gumbel_max": (None, [c_void_p, c_int]),
-}
+MOST_WORDS = 12
+"""Arguments of a kernel in a recording that are addresses or whole numbers, at the most."""
 
 
 class PackedWeightArguments(ctypes.Structure):
@@ -118,6 +91,49 @@ class DrawArguments(ctypes.Structure):
     )
 
 
+class CallArguments(ctypes.Structure):
+    """`Call` of csrc/recorded_calls.c."""
+
+    _fields_ = (("kernel", c_int64), ("words", c_int64 * MOST_WORDS), ("number", c_double))
+
+
+SIGNATURES: dict[str, tuple[object, list[object]]] = {
+    "tllm_set_threads": (None, [c_void_p] * 3),
+    "tllm_has_tiles": (c_int, []),
+    "tllm_scratch_bytes": (c_int64, [c_int64] * 2),
+    "tllm_quantized_matmul": (
+        None,
+        [c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int, c_void_p, c_int64, c_int, c_void_p, c_int, c_int],
+    ),
+    "tllm_float_matmul": (
+        None,
+        [c_void_p, c_int, c_int64, c_int64, c_void_p, c_int, c_int64, c_void_p, c_int, c_void_p, c_int],
+    ),
+    "tllm_pack_codes": (None, [c_void_p, c_int64, c_int64, c_int64, c_int, c_void_p, c_int]),
+    "tllm_split_nibbles": (None, [c_void_p, *[c_int64] * 4, c_void_p, c_int]),
+    "tllm_round_weights": (None, [c_void_p, c_int, c_int64, c_int64, c_int, c_void_p, c_void_p, c_int]),
+    "tllm_rms_norm": (
+        None,
+        [c_void_p, c_int, c_int64, c_int64, c_void_p, c_int, c_float, c_int, c_void_p, c_int],
+    ),
+    "tllm_gated": (None, [c_void_p, c_int, c_int64, c_int64, c_int, c_void_p, c_int]),
+    "tllm_clamped_swiglu": (None, [c_void_p, c_int, c_int64, c_int64, c_float, c_float, c_void_p, c_int]),
+    "tllm_router_matmul": (
+        None,
+        [c_void_p, c_int, c_int64, c_int64, c_void_p, c_int, c_int64, c_void_p, c_int],
+    ),
+    "tllm_router_scores": (None, [c_void_p, c_int64, c_int64, c_int, c_void_p]),
+    "tllm_rotate": (None, [c_void_p, c_int, *[c_int64] * 5, c_void_p, c_void_p]),
+    "tllm_add": (None, [c_void_p, c_void_p, c_int, *[c_int64] * 3, c_void_p]),
+    "tllm_convert": (None, [c_void_p, c_int, c_int64, c_void_p, c_int]),
+    "tllm_copy_rows": (None, [c_void_p, *[c_int64] * 3, c_void_p]),
+    "tllm_paged_attention": (None, [POINTER(AttentionArguments), c_int]),
+    "tllm_write_codes": (None, [POINTER(CacheRowsArguments), c_int]),
+    "tllm_play": (None, [POINTER(CallArguments), c_int64]),
+    "tllm_gumbel_max": (None, [c_void_p, c_int]),
+}
+
+
 class CacheFunctions(NamedTuple):
     """What reads the KV cache, and what writes it in codes."""
 
@@ -149,6 +165,15 @@ class RowFunctions(NamedTuple):
     rotate: Callable[..., None]
 
 
+class RecordedFunctions(NamedTuple):
+    """What plays a recording, and what stands in it for operations of torch."""
+
+    play: Callable[..., None]
+    add: Callable[..., None]
+    convert: Callable[..., None]
+    copy_rows: Callable[..., None]
+
+
 class Library:
     """The kernels of one instruction set."""
 
@@ -169,6 +194,9 @@ class Library:
         )
         self.rows = RowFunctions(functions.tllm_rms_norm, functions.tllm_gated, functions.tllm_rotate)
         self.cache = CacheFunctions(functions.tllm_paged_attention, functions.tllm_write_codes)
+        self.recorded = RecordedFunctions(
+            functions.tllm_play, functions.tllm_add, functions.tllm_convert, functions.tllm_copy_rows
+        )
         self.gumbel_max = functions.tllm_gumbel_max
         self.scratch_bytes = functions.tllm_scratch_bytes
         self.shares_threads = _share_threads(functions)
@@ -203,9 +231,33 @@ def path_of(instruction_set: InstructionSet) -> Path:
     return Path(__file__).parent / FOLDER / instruction_set.file
 
 
-@functools.cache
+class _OfThread(threading.local):
+    """Kernels that a thread uses in place of those that are loaded."""
+
+    library: Library | None = None
+
+
+_of_thread = _OfThread()
+
+
+@contextmanager
+def using(kernels: Library) -> Iterator[None]:
+    """In this thread `library` gives these in the `with` block."""
+    before, _of_thread.library = _of_thread.library, kernels
+    try:
+        yield
+    finally:
+        _of_thread.library = before
+
+
 def library() -> Library | None:
     """The kernels to use; None where there are none for this processor, or `TLLM_KERNELS=off`."""
+    return _of_thread.library or loaded()
+
+
+@functools.cache
+def loaded() -> Library | None:
+    """Those of this process."""
     wanted, known = os.environ.get(CHOICE, ""), compiled()
     if wanted == "off" or not (wanted or known):
         log.warning("no kernels are used: products with weights of few bits take many times as long")

@@ -6,7 +6,6 @@ lie: so a prompt may be cut into pieces, found in the prefix cache or computed a
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -35,6 +34,18 @@ class TokenTile(NamedTuple):
     runs: Sequence[range]
 
 
+class TileNumbers(NamedTuple):
+    """What the kernel reads of `tiles` tiles, by the names of its arguments, each int64. Tiles may change in place.
+
+    There is room for `most_keys` keys and `most_tokens` tokens of each.
+    """
+
+    arrays: dict[str, Tensor]
+    tiles: int
+    most_keys: int
+    most_tokens: int
+
+
 def fits(width: int, first_heads: Sequence[int]) -> bool:
     """Whether the kernel has room for heads of this width, and for as many as share a kv head."""
     return width % LANES == 0 and width <= MOST_HEAD_WIDTH and most_shared(first_heads) <= MOST_ROWS
@@ -53,6 +64,7 @@ def tokens_of_tile(first_heads: Sequence[int]) -> int:
 class TiledAttention:
     """Attention of a batch's tokens, one call for each layer.
 
+    `tiles` may be given as what the kernel reads of them.
     `first_heads` are the first query head of each kv head, and the number of heads at the end. A token sees the last
     `window` keys up to its own (None: all of them).
     """
@@ -60,7 +72,7 @@ class TiledAttention:
     def __init__(
         self,
         kernels: Library,
-        tiles: Sequence[TokenTile],
+        tiles: Sequence[TokenTile] | TileNumbers,
         first_heads: Sequence[int],
         scale: float,
         softcap: float = 0.0,
@@ -68,16 +80,16 @@ class TiledAttention:
     ) -> None:
         self._kernels = kernels
         self._threads = torch.get_num_threads()
-        keys = [tile.stop - tile.first_key for tile in tiles]
-        most_rows = max(tile.stop - tile.start for tile in tiles) * most_shared(first_heads)
-        most_keys = -(-max(keys) // LANES) * LANES
+        numbers = tiles if isinstance(tiles, TileNumbers) else numbers_of(tiles, window)
+        most_rows = numbers.most_tokens * most_shared(first_heads)
+        most_keys = -(-numbers.most_keys // LANES) * LANES
         assert most_rows <= MOST_ROWS, f"{most_rows} rows of a tile, and the kernel has room for {MOST_ROWS}"
-        self._arrays = _arrays(tiles, first_heads, window)
+        self._arrays = {**numbers.arrays, "first_head": torch.tensor(first_heads, dtype=torch.int64)}
         self._scores = torch.empty(self._threads * most_rows * most_keys)
         self._arguments = AttentionArguments(
             **{name: x.data_ptr() for name, x in self._arrays.items()},
             scores=self._scores.data_ptr(),
-            tiles=len(tiles),
+            tiles=numbers.tiles,
             heads=first_heads[-1],
             kv_heads=len(first_heads) - 1,
             most_keys=most_keys,
@@ -110,12 +122,12 @@ class TiledAttention:
         if sinks_N is not None:
             sinks_N = sinks_N.float().contiguous()
             a.sinks = sinks_N.data_ptr()
-        self._kernels.cache.paged_attention(ctypes.byref(a), self._threads)
+        self._kernels.cache.paged_attention(a, self._threads)
         return out_TNH
 
 
-def _arrays(tiles: Sequence[TokenTile], first_heads: Sequence[int], window: int | None) -> dict[str, Tensor]:
-    """What the kernel reads of the tiles, by the names of its arguments."""
+def numbers_of(tiles: Sequence[TokenTile], window: int | None) -> TileNumbers:
+    """What the kernel reads of tiles."""
     tokens = [(tile, at) for tile in tiles for at in range(tile.start, tile.stop)]
     first_keys = [0 if window is None else max(0, at - window + 1) for _, at in tokens]
     found = {
@@ -124,6 +136,7 @@ def _arrays(tiles: Sequence[TokenTile], first_heads: Sequence[int], window: int 
         "first_token": list(itertools.accumulate((tile.stop - tile.start for tile in tiles), initial=0)),
         "first_key": [first - tile.first_key for first, (tile, _) in zip(first_keys, tokens, strict=True)],
         "num_keys": [at + 1 - first for first, (_, at) in zip(first_keys, tokens, strict=True)],
-        "first_head": list(first_heads),
     }
-    return {name: torch.tensor(numbers, dtype=torch.int64) for name, numbers in found.items()}
+    arrays = {name: torch.tensor(numbers, dtype=torch.int64) for name, numbers in found.items()}
+    most_keys = max(tile.stop - tile.first_key for tile in tiles)
+    return TileNumbers(arrays, len(tiles), most_keys, max(tile.stop - tile.start for tile in tiles))

@@ -6,7 +6,6 @@ GPUs alone. Each is equal to torch's steps within rounding; on processors they h
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from typing import Protocol
 
@@ -141,9 +140,11 @@ def _joined(function: Callable[..., None], gate_up_TF: Tensor, *own: float) -> T
     return y_TF
 
 
-def write_codes(kernels: Library, x_TKH: Tensor, places_T: Tensor, codes_KSH: Tensor, scales_KS1: Tensor) -> None:
+def write_codes(
+    kernels: Library, x_TKH: Tensor, places_T: Tensor, codes_KSH: Tensor, scales_KS1: Tensor | None
+) -> None:
     """Round each head's row of x to codes and a scale, and write them to the slots `places_T`: int8, or e4m3 where
-    codes are uint8. engine/compute/cache_codes.py says how."""
+    codes are uint8. engine/compute/cache_codes.py says how. Slots of x's own dtype get the row as it is."""
     heads, slots, width = codes_KSH.shape
     if x_TKH.stride()[1:] != (width, 1):
         x_TKH = x_TKH.contiguous()
@@ -151,7 +152,7 @@ def write_codes(kernels: Library, x_TKH: Tensor, places_T: Tensor, codes_KSH: Te
         x=x_TKH.data_ptr(),
         places=places_T.data_ptr(),
         codes=codes_KSH.data_ptr(),
-        scales=scales_KS1.data_ptr(),
+        scales=0 if scales_KS1 is None else scales_KS1.data_ptr(),
         rows=len(places_T),
         stride=x_TKH.stride(0),
         heads=heads,
@@ -160,4 +161,4 @@ def write_codes(kernels: Library, x_TKH: Tensor, places_T: Tensor, codes_KSH: Te
         dtype=NUMBERS[x_TKH.dtype],
         coding=FLOAT8 if codes_KSH.dtype == torch.uint8 else NUMBERS[codes_KSH.dtype],
     )
-    kernels.cache.write_codes(ctypes.byref(rows), torch.get_num_threads())
+    kernels.cache.write_codes(rows, torch.get_num_threads())

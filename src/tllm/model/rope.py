@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -70,6 +71,14 @@ def rotation(rope: RopeSpec, positions_T: Tensor, dtype: torch.dtype, lengths_T:
         cos_TH, sin_TH = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
     query_scale = _query_scale(rope, positions_T).to(dtype) if rope.query_scale_beta else None
     return Rotation(cos_TH.to(dtype).unsqueeze(1), sin_TH.to(dtype).unsqueeze(1), rope.interleaved, query_scale)
+
+
+def rotations(
+    ropes: Iterable[RopeSpec], positions_T: Tensor, dtype: torch.dtype, lengths_T: Tensor | None = None
+) -> dict[RopeSpec | None, Rotation | None]:
+    """`rotation` by each of the ropes, and none for layers that have none."""
+    none: dict[RopeSpec | None, Rotation | None] = {None: None}
+    return none | {rope: rotation(rope, positions_T, dtype, lengths_T) for rope in ropes}
 
 
 def rotate_both(q_TNH: Tensor, k_TKH: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:

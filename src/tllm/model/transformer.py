@@ -13,7 +13,7 @@ from tllm.model.gated_delta_net import GatedDeltaNet
 from tllm.model.layer import Layer, Observe, norm_of, unobserved
 from tllm.model.per_layer_input import PerLayerInputs
 from tllm.model.recurrence import StateShape
-from tllm.model.rope import Rotation, rotation
+from tllm.model.rope import rotations
 from tllm.model.shared_keys import EMBEDDING, CarriedRows, KeptKeys, SharedKeyAttention
 from tllm.parallel.linear import Adapt, ColumnLinear, LinearRows, unadapted
 from tllm.parallel.mesh import Mesh
@@ -78,13 +78,12 @@ class Transformer(nn.Module):
         ids_T, tokens = x if self.is_first else ids_T, len(positions_T)
         e_TD = beside.setdefault(EMBEDDING, x_TD)
         inputs_TLP = None if self.layer_inputs is None else self.layer_inputs(ids_T, e_TD)
-        turned: dict[RopeSpec | None, Rotation | None] = {None: None}
-        turned |= {rope: rotation(rope, positions_T, x_TD.dtype, lengths_T) for rope in self._ropes()}
+        turned = rotations(self.ropes(), positions_T, x_TD.dtype, lengths_T)
         if self.carried.sources:
             attend = KeptKeys(attend, self.carried.sources)
             for number, keys in self.carried.borrowed.items():
                 attend.kept[number] = keys(beside[number], turned[keys.rope], tokens, adapt)
-        for place, (number, layer) in enumerate(self._own_layers().items()):
+        for place, (number, layer) in enumerate(self.own_layers().items()):
             if number in self.carried.goes:
                 beside[number] = x_TD
             p_TP = None if inputs_TLP is None else inputs_TLP[:, place]
@@ -119,21 +118,22 @@ class Transformer(nn.Module):
         """How each layer whose keys are made here attends, by global layer number."""
         borrowed = {n: keys.spec for n, keys in self.carried.borrowed.items()}
         without = GatedDeltaNet, SharedKeyAttention
-        own = self._own_layers().items()
+        own = self.own_layers().items()
         return borrowed | {n: layer.attention.spec for n, layer in own if not isinstance(layer.attention, without)}
 
     def state_shapes(self) -> dict[int, StateShape]:
         """The shapes of one sequence's state in each layer held here that has one."""
-        layers = self._own_layers().items()
+        layers = self.own_layers().items()
         return {n: layer.attention.state_shape for n, layer in layers if isinstance(layer.attention, GatedDeltaNet)}
 
-    def _ropes(self) -> set[RopeSpec]:
+    def ropes(self) -> set[RopeSpec]:
         """Those of the layers held here, each once."""
-        ropes = [layer.rope for layer in self._own_layers().values()]
+        ropes = [layer.rope for layer in self.own_layers().values()]
         ropes += [keys.rope for keys in self.carried.borrowed.values()]
         return {rope for rope in ropes if rope is not None}
 
-    def _own_layers(self) -> dict[int, Layer]:
+    def own_layers(self) -> dict[int, Layer]:
+        """The layers held here by their numbers, in order."""
         return {int(number): cast(Layer, layer) for number, layer in self.layers.items()}
 
 

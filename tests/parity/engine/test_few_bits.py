@@ -17,10 +17,9 @@ from tests.support.models.quantized_folders import FORMATS, fp8, save_mxfp4, sav
 from tests.support.selection import EACH_PART, covering, in_turn, soak_but
 from tllm.engine.engine import Engine
 from tllm.engine.schedule.limits import EngineConfig
-from tllm.kernels import row_operations
+from tllm.kernels import library as kernel_library
 from tllm.kernels.library import Library
 from tllm.model.transformer import build
-from tllm.parallel import quantized_weight
 from tllm.parallel.mesh import whole
 from tllm.parallel.quantized_weight import weight_bytes
 from tllm.planner.cost.rank_bytes import rank_bytes
@@ -125,8 +124,7 @@ def test_every_instruction_set_answers_with_the_same_bits(
     config = msgspec.structs.replace(CONFIG, quantize=kind)
 
     def answers(library: Library) -> tuple[list[int], list[float]]:
-        monkeypatch.setattr(quantized_weight, "library", lambda: library)
-        monkeypatch.setattr(row_operations, "library", lambda: library)
+        monkeypatch.setattr(kernel_library, "loaded", lambda: library)
         return scored(folder, "pp=1", config)
 
     first, *others = [answers(library) for library in libraries()]

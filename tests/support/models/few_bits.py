@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tllm.kernels import library
 from tllm.kernels.library import Library, compiled, path_of
 from tllm.parallel import quantized_weight
 from tllm.quantization.blocks import Blocks, Scheme
@@ -116,7 +117,7 @@ def ways() -> list[tuple[Library, bool]]:
 def take(way: tuple[Library, bool], monkeypatch: pytest.MonkeyPatch) -> Library:
     """Let all products be made so."""
     kernels, by_tiles = way
-    monkeypatch.setattr(quantized_weight, "library", lambda: kernels)
+    monkeypatch.setattr(library, "loaded", lambda: kernels)
     monkeypatch.setattr(quantized_weight, "multiply", lambda *arguments: arguments[-1](by_tiles))
     return kernels
 

@@ -15,6 +15,7 @@ from tllm.comm.links.link import LocalLink
 from tllm.engine.compute.kv_cache import KVCache
 from tllm.engine.compute.paged_attention import PagedAttend
 from tllm.engine.compute.positions import lengths, positions
+from tllm.engine.decode_recordings import DecodeRecordings, decode_recordings
 from tllm.engine.driver import Deliver, Driver
 from tllm.engine.measure.quantized_layers import hold_in_few_bits
 from tllm.engine.measure.step_speed import MAX_REPLY_TOKENS, TimedStep, decode_step, follower_step
@@ -69,6 +70,9 @@ class BenchmarkLayers:
         )
         cache = self._cache(limits)
         x_TD = torch.ones(len(batch.token_ids), self.model.received_width, dtype=self.dtype)
+        recordings = self._recordings(cache, limits, batch)
+        if recordings is not None:
+            return partial(recordings, batch, x_TD)
         return partial(_forward, self.model, cache, batch, x_TD)
 
     def driver_step(self, sequences: int, prompt: int, deliver: Deliver) -> TimedStep:
@@ -102,7 +106,22 @@ class BenchmarkLayers:
         )
         cache = self._cache(limits)
         model = LayersAsModel(self.model, is_first, is_last, limits.max_num_batched_tokens, self.dtype)
-        return PipelineStage(model, cache, solo(), ring, limits, [(0, self.spec.vocab_size)])
+        stage = PipelineStage(model, cache, solo(), ring, limits, [(0, self.spec.vocab_size)])
+        recordings = self._recordings(cache, limits, batch_of(sequences, 1, prompt))
+        if recordings is not None:
+            stage.graphs = PlayedLayers(recordings, model.hidden_TD)
+        return stage
+
+    @torch.inference_mode()
+    def _recordings(self, cache: KVCache, limits: Limits, batch: Batch) -> DecodeRecordings | None:
+        """As a stage has them that is not cut among ranks, if they take such batches: one is recorded."""
+        recordings = decode_recordings(self.model, cache, limits) if self.ranks == 1 else None
+        x_TD = torch.ones(len(batch.token_ids), self.model.received_width, dtype=self.dtype)
+        for _ in range(2):  # computed, and recorded
+            if recordings is None or not recordings.takes(batch):
+                return None
+            recordings(batch, x_TD)
+        return recordings if recordings is not None and recordings.takes(batch) else None
 
     def _cache(self, limits: Limits) -> KVCache:
         model = self.model
@@ -135,6 +154,16 @@ class LayersAsModel:
     def logits(self, x_TD: Tensor) -> Tensor:
         """Zeros."""
         return self.logits_TV[: len(x_TD)]
+
+
+class PlayedLayers:
+    """The same layers as they are played: what comes to them is constant."""
+
+    def __init__(self, recordings: DecodeRecordings, hidden_TD: Tensor) -> None:
+        self.takes, self._recordings, self._hidden_TD = recordings.takes, recordings, hidden_TD
+
+    def __call__(self, batch: Batch, x_TD: Tensor | None) -> Tensor:
+        return self._recordings(batch, self._hidden_TD[: len(batch.token_ids)])
 
 
 def batch_of(sequences: int, count: int, start: int) -> Batch:

@@ -11,8 +11,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from tllm.engine.decode_recordings import RecordedSteps
 from tllm.engine.driver import Deliver, Driver
 from tllm.engine.ring_links import RingLinks
+from tllm.engine.schedule.batch import Batch
 from tllm.engine.stage import PipelineStage, StageModel
 from tllm.model.attention import Attend
 from tllm.parallel.linear import Adapt, unadapted
@@ -48,10 +50,25 @@ class TimedLayers:
         return out_TD
 
 
+class TimedSteps:
+    """A stage's layers as they are played, timed: what each batch takes is added to `seconds`."""
+
+    def __init__(self, steps: RecordedSteps, seconds: list[float]) -> None:
+        self.takes, self._steps, self._seconds = steps.takes, steps, seconds
+
+    def __call__(self, batch: Batch, x_TD: Tensor | None) -> Tensor:
+        begun = time.perf_counter()
+        out_TD = self._steps(batch, x_TD)
+        self._seconds.append(time.perf_counter() - begun)
+        return out_TD
+
+
 def time_layers(stage: PipelineStage) -> TimedLayers:
-    """From now on the stage's layers are timed."""
+    """From now on the stage's layers are timed, be they played or not."""
     timed = TimedLayers(stage.model)
     stage.model = timed
+    if stage.graphs is not None:
+        stage.graphs = TimedSteps(stage.graphs, timed.seconds)
     return timed
 
 

@@ -1,4 +1,4 @@
-/* Keys and values of new tokens to one byte each, written to their slots of the cache.
+/* Keys and values of new tokens written to their slots of the cache, as they are or in one byte each.
  *
  * A row x of one head becomes codes c and a scale s, with x about c s: s = max|x| / L, but the smallest normal number
  * at least, and c = x / s to the nearest code, ties to even. L is the largest code, 127 of int8 and 448 of e4m3. A row
@@ -7,17 +7,18 @@
  * Rows are rounded one by one in single operations of float32, so a token's codes are the same in every batch and on
  * every processor. engine/compute/cache_codes.py says the same in torch.
  */
+#include "recorded_calls.h"
 #include "threads.h"
 #include "vectors.h"
 
-typedef struct {
+struct CacheRows {
     const void *x;        /* [rows, heads, width], rows `stride` numbers apart */
     const int64_t *places; /* [rows]: the slot of each */
-    uint8_t *codes;       /* [heads, slots, width] */
-    float *scales;        /* [heads, slots] */
+    uint8_t *codes;       /* [heads, slots, width] of `coding` */
+    float *scales;        /* [heads, slots], of codes */
     int64_t rows, stride, heads, width, slots;
-    int32_t dtype, coding;
-} CacheRows;
+    int32_t dtype, coding; /* coding: what is written, of the numbers' own dtype the numbers themselves */
+};
 
 #define SMALLEST_NORMAL 0x1p-126f
 
@@ -50,6 +51,11 @@ INLINE u32x16 e4m3_of_f32(f32x16 y) {
 
 static void write_row(const CacheRows *of, int64_t row, int64_t head) {
     int64_t at = row * of->stride + head * of->width, to = head * of->slots + of->places[row];
+    if (of->coding == of->dtype) {
+        const int64_t bytes = of->width * (of->dtype == FLOAT32 ? 4 : 2);
+        memcpy(of->codes + to * bytes, (const char *)of->x + at * (bytes / of->width), (size_t)bytes);
+        return;
+    }
     float scale = largest_size(of, at) / (of->coding == INT8 ? 127.0f : 448.0f);
     if (scale < SMALLEST_NORMAL) scale = SMALLEST_NORMAL;
     of->scales[to] = scale;

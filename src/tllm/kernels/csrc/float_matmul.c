@@ -1,4 +1,5 @@
 /* y = x W^T for a few rows of x, where W has plain numbers, row by row as torch has them: bound by reading W once. */
+#include "recorded_calls.h"
 #include "threads.h"
 #include "vectors.h"
 

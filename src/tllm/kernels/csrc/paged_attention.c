@@ -8,6 +8,7 @@
  * the place of a value, w v = (w s) c: so scales meet one number for each head and key, and not every number of a row.
  */
 #include "exponential.h"
+#include "recorded_calls.h"
 #include "threads.h"
 
 /* Slots [first, first + count) of the cache. */
@@ -15,7 +16,7 @@ typedef struct {
     int64_t first, count;
 } Run;
 
-typedef struct {
+struct Attention {
     const void *q;                          /* [tokens, heads, width], tokens q_stride apart */
     const void *keys, *values;              /* [kv heads, slots, width] */
     const float *key_scales, *value_scales; /* [kv heads, slots] where keys and values are codes, else NULL */
@@ -30,7 +31,7 @@ typedef struct {
     int64_t tiles, q_stride, heads, kv_heads, width, slots, most_keys, most_rows;
     int32_t dtype, cache_dtype; /* of queries and what comes out, and of keys and values */
     float scale, softcap; /* softcap 0: none */
-} Attention;
+};
 
 #define MOST_VECTORS 40 /* of a head: a width of up to 640 */
 #define MOST_ROWS 128   /* of a tile: each of its tokens has one for each query head that shares the kv head */

@@ -20,6 +20,7 @@
  */
 #include "dot.h"
 #include "quantize_rows.h"
+#include "recorded_calls.h"
 #include "threads.h"
 #include "tiles.h"
 
@@ -46,10 +47,10 @@ typedef struct {
     uint8_t table[16];
 } PackedWeight;
 
-typedef struct {
+struct WeightPart {
     PackedWeight weight;
     int64_t expert, first_output; /* whose rows are multiplied by it, and where its outputs begin in a row of y */
-} WeightPart;
+};
 
 typedef struct {
     const PackedWeight *weight;

@@ -6,6 +6,7 @@
 #include <math.h>
 
 #include "exponential.h"
+#include "recorded_calls.h"
 #include "threads.h"
 
 typedef struct {
@@ -125,4 +126,36 @@ void tllm_rotate(void *x, int dtype, int64_t rows, int64_t stride, int64_t heads
                 store_some(x, at + half + k, some(left), dtype, turned_b);
             }
         }
+}
+
+/* sum = x + y of rows [rows, width], y's being y_stride apart: 0 for one that is added to each. */
+void tllm_add(const void *x, const void *y, int dtype, int64_t rows, int64_t width, int64_t y_stride, void *sum) {
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t k = 0; k < width; k += LANES) {
+            int64_t left = width - k, at = row * width + k;
+            f32x16 of_y = load_up_to(y, row * y_stride + k, left, dtype);
+            store_some(sum, at, some(left), dtype, load_up_to(x, at, left, dtype) + of_y);
+        }
+}
+
+/* The first of 16 float64 as float32. */
+INLINE f32x16 narrowed(const double *x, int count) {
+    f64x16 wide = {};
+    memcpy(&wide, x, sizeof(double) * (size_t)count);
+    return __builtin_convertvector(wide, f32x16);
+}
+
+/* y [count] = x in another dtype; float64 becomes float32 first, as in torch. */
+void tllm_convert(const void *x, int dtype, int64_t count, void *y, int y_dtype) {
+    for (int64_t k = 0; k < count; k += LANES) {
+        int64_t left = count - k;
+        f32x16 here = dtype == FLOAT64 ? narrowed((const double *)x + k, some(left)) : load_up_to(x, k, left, dtype);
+        store_some(y, k, some(left), y_dtype, here);
+    }
+}
+
+/* Rows of so many bytes, `stride` bytes apart, one after another. */
+void tllm_copy_rows(const void *x, int64_t rows, int64_t bytes, int64_t stride, void *y) {
+    for (int64_t row = 0; row < rows; row++)
+        memcpy((char *)y + row * bytes, (const char *)x + row * stride, (size_t)bytes);
 }

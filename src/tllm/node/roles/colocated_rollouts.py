@@ -79,14 +79,15 @@ class RecordedLayers:
 
     def __init__(self, model: Transformer, stage: PipelineStage) -> None:
         self._model, self._stage = model, stage
+        self._addresses: tuple[int, ...] = ()
 
     @torch.inference_mode()
     def follow_weights(self) -> None:
         """Record the layers, if that is not done yet or the weights have moved since."""
-        stage = self._stage
-        if stage.graphs is None or stage.graphs.addresses != addresses_of(self._model):
+        stage, now = self._stage, addresses_of(self._model)
+        if stage.graphs is None or self._addresses != now:
             stage.graphs = None  # its memory is for the next
-            stage.graphs = decode_graphs(self._model, stage.cache, stage.limits)
+            stage.graphs, self._addresses = decode_graphs(self._model, stage.cache, stage.limits), now
 
 
 class ColocatedRollouts:

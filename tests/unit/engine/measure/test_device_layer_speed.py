@@ -33,6 +33,7 @@ def test_layers_and_what_a_step_takes_beside_them_are_told_apart(monkeypatch: py
     layer, positions, given = Layer.forward, stage.positions, list[Output]()
     monkeypatch.setattr(Layer, "forward", slow_layer)
     monkeypatch.setattr(stage, "positions", slow_step)
+    monkeypatch.setattr("tllm.engine.assembly.decode_recordings", lambda *stage: None)  # those see no slow step
     monkeypatch.setattr("tllm.engine.measure.device_layer_speed.MOST_LAYERS", 3)
     spec = spec_of(2)  # of which the first one comes again
     sizes = SIZES._replace(sequences=(3,))

@@ -29,7 +29,8 @@ def test_linears_are_packed_and_take_the_bytes_that_are_counted(coding: Coding) 
     counted = sum(layer_bytes(spec, number, cut_stage(spec, (1,))[0], 4) for number in range(layers.num_layers))
     assert taken == pytest.approx(counted, rel=0.02), "outputs are padded to blocks of 16, tensors to lines of 64 bytes"
     batch = batch_of(2, 1, 20)
-    layers.forward_pass(batch, [batch])()
+    with torch.inference_mode():
+        layers.forward_pass(batch, [batch])()
 
 
 def test_a_survey_of_a_model_in_few_bits() -> None:
