@@ -206,7 +206,9 @@ class Channel:
 
     async def close(self) -> None:
         """Let what is written leave, then close; never waits for longer than a second."""
-        self._writer.close()
+        # Python 3.11.2 (Debian 12) lets go of a TLS transport that is closed twice, and then fails to abort it.
+        if not self._writer.is_closing():
+            self._writer.close()
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
                 await self._writer.wait_closed()

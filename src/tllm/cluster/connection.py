@@ -89,7 +89,7 @@ async def accept_tls(sock: socket.socket, context: ssl.SSLContext, peer: str, ac
 async def connect_tls(
     address: Address, context: ssl.SSLContext, name: str, accepts: Any, limit: int, seconds: float
 ) -> Channel:
-    """Connect as a client; `name` must be on the server's certificate. AuthError if it is not, ClusterError if nobody
+    """Connect as a client; `name` must be on the server's certificate. AuthError if it is not, Unreachable if nobody
     answers, TurnedAway if who listens hangs up."""
     where = f"{name} at {format_address(address)}"
     try:
@@ -98,7 +98,7 @@ async def connect_tls(
                 *address, ssl=context, server_hostname=name, limit=BUFFER_BYTES, ssl_shutdown_timeout=1.0
             )
     except TimeoutError as error:
-        raise ClusterError(
+        raise Unreachable(
             f"{where} did not answer within {seconds:g} s", "see the address and the firewalls"
         ) from error
     except OSError as error:
@@ -106,6 +106,10 @@ async def connect_tls(
     except NO_ADDRESS as error:
         raise ClusterError(f"{where} is no address: {error}", "write HOST:PORT, as in 192.168.1.10:8476") from error
     return Channel(reader, writer, where, accepts, limit)
+
+
+class Unreachable(ClusterError):
+    """Nobody listens there, its name is not known, or nothing comes back."""
 
 
 class TurnedAway(ClusterError):
@@ -129,7 +133,7 @@ def failure(where: str, error: OSError) -> TllmError:
             f"no secure connection to {where}: {reason_of(error)}", "see that a tllm coordinator listens there"
         )
     reason = error.strerror or str(error) or type(error).__name__
-    return ClusterError(
+    return Unreachable(
         f"cannot reach {where}: {reason}", "see that the coordinator runs and that no firewall is between"
     )
 

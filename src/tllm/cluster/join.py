@@ -13,7 +13,7 @@ from typing import Any
 from tllm import __version__
 from tllm.cluster.certificates import COORDINATOR, Identity, fingerprint_of, make_request
 from tllm.cluster.channel import QUESTION, Channel
-from tllm.cluster.connection import Address, TurnedAway, connect_tls
+from tllm.cluster.connection import Address, TurnedAway, Unreachable, connect_tls
 from tllm.cluster.join_token import JoinToken
 from tllm.cluster.messages import (
     GUEST_BYTES,
@@ -39,7 +39,7 @@ from tllm.core.program import source_digest
 
 log = logging.getLogger("tllm.cluster")
 
-REACH_SECONDS = 10.0
+REACH_SECONDS, REACH_EVERY = 10.0, 0.5
 
 KNOCK_SECONDS = 60.0
 """A node that is turned away at the door knocks again for so long: where thousands come at once, only some get in."""
@@ -48,10 +48,23 @@ FIRST_KNOCK, LONGEST_KNOCK = 0.2, 4.0
 """Seconds from one knock to the next, doubled each time up to the longest, each drawn from its half up to it."""
 
 
-async def locate(address: Address) -> Address:
-    """Where the coordinator listens: here, or where who answers here says. It is not trusted: `join` asks for proof."""
-    welcome = await _ask(address, unverified_client(), Hello(PROTOCOL), Welcome)
-    return (welcome.host, welcome.port) if welcome.host else address
+async def locate(address: Address, wait: float = 0.0) -> Address:
+    """Where the coordinator listens: here, or where who answers here says. It is not trusted: `join` asks for proof.
+
+    Unreachable if nobody is here within `wait` seconds.
+    """
+    until, is_told = time.monotonic() + wait, False
+    while True:
+        try:
+            welcome = await _ask(address, unverified_client(), Hello(PROTOCOL), Welcome)
+            return (welcome.host, welcome.port) if welcome.host else address
+        except Unreachable as error:
+            if time.monotonic() + REACH_EVERY > until:
+                raise
+            if not is_told:
+                log.warning("%s; tries again for %g s", error.message, wait)
+            is_told = True
+        await asyncio.sleep(REACH_EVERY)
 
 
 async def join(address: Address, token: JoinToken, node: str) -> Identity:

@@ -19,6 +19,12 @@ from pathlib import Path
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 RESET_PEAK = "5"  # Linux, man 5 proc
 
+GROUP_FILES = (
+    ("memory.max", "memory.current"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+)
+"""Of control groups, version 2 and version 1: what a group may use, and what it uses."""
+
 
 def rss_bytes() -> int:
     """Bytes of memory that this process holds now (resident set size); 0 where the system does not say."""
@@ -40,9 +46,33 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT
 
 
+def private_bytes(system: Path = Path("/")) -> int:
+    """Bytes of private memory that this process may write to, touched or not (what RLIMIT_DATA limits); 0 where the
+    system does not say."""
+    try:
+        return _table(system / "proc/self/status").get("VmData", 0)
+    except OSError:
+        return 0
+
+
+def total_bytes(system: Path = Path("/")) -> int:
+    """Bytes of memory that this machine has, or those that its control group allows, where that is less."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(whole, group_memory(system)[0] or whole)
+
+
+def group_memory(system: Path = Path("/")) -> tuple[int | None, int]:
+    """Bytes of memory that this process's control group may use, None for all, and that it uses."""
+    folder = system / "sys/fs/cgroup"
+    for limit, used in GROUP_FILES:
+        with contextlib.suppress(OSError, ValueError):  # where there is no such file, or it says "max"
+            return int((folder / limit).read_text()), int((folder / used).read_text())
+    return None, 0
+
+
 def free_bytes(system: Path = Path("/")) -> int:
-    """Bytes that this process may still take: what the machine has left, its control group allows (cgroup v2), and the
-    process's own limit; 0 where the system does not say. `system` is where its files are read."""
+    """Bytes that this process may still take: what the machine has left, its control group allows, and the process's
+    own limit; 0 where the system does not say. `system` is where its files are read."""
     try:
         table, own = (_table(system / "proc" / name) for name in ("meminfo", "self/status"))
     except OSError:
@@ -50,8 +80,8 @@ def free_bytes(system: Path = Path("/")) -> int:
     left = [table.get("MemAvailable", 0)]
     if (allowed := resource.getrlimit(resource.RLIMIT_DATA)[0]) != resource.RLIM_INFINITY:
         left.append(allowed - own.get("VmData", 0))
-    with contextlib.suppress(OSError, ValueError):  # where there is no control group, or it allows all
-        limit, used = (int((system / "sys/fs/cgroup" / name).read_text()) for name in ("memory.max", "memory.current"))
+    limit, used = group_memory(system)
+    if limit is not None:
         left.append(limit - used)
     return max(0, min(left))
 

@@ -48,7 +48,7 @@ from tllm.cluster.settings import (
 from tllm.cluster.tls import data_server
 from tllm.comm.links.connect import LinkHello, Listener
 from tllm.core.errors import AuthError, ClusterError, FrameError, LinkError, TllmError
-from tllm.core.memory import keep_freed_memory
+from tllm.core.memory import keep_freed_memory, private_bytes
 from tllm.core.stacks import show_stacks_on_signal
 from tllm.devices.choose import CPU, choose_device, compute_on
 from tllm.devices.memory import device_name, held_memory, peak_memory, usable_device_memory
@@ -85,10 +85,11 @@ ROLES: Mapping[type[Settings], MakeRole] = {
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker must know. `listen` is the host of its data wire: by default that which faces the coordinator.
 
-    `rejoin`: seconds for which a coordinator that is lost is looked for again. Weights that come from other nodes are
-    kept in the folder `weights_cache`, `weights_cache_bytes` of them at most. Pages of the KV cache, if they are to be
-    on disk, are kept in `cache_dir`, `cache_dir_size` bytes of them, instead of in the coordinator's folder. `memory`:
-    bytes that this node may use; `is_shared`: together with the other nodes of this machine that are told the same.
+    `wait`: seconds for which a coordinator that does not listen yet is waited for; `rejoin`: those for which one that
+    is lost is looked for again. Weights that come from other nodes are kept in the folder `weights_cache`,
+    `weights_cache_bytes` of them at most. Pages of the KV cache, if they are to be on disk, are kept in `cache_dir`,
+    `cache_dir_size` bytes of them, instead of in the coordinator's folder. `memory`: bytes that this node may use;
+    `is_shared`: together with the other nodes of this machine that are told the same.
     `runs_own_code`: a command of the user's has started it, so that it may load functions that the user's job names.
     `device`: what it computes on, which without an index is that of its `place` among the processes of this machine.
     `processors`: those that it is bound to, none if it may run on any.
@@ -100,6 +101,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     node: str = ""
     listen: str = ""
     threads: int = 0
+    wait: float = 0.0
     rejoin: float = 0.0
     weights_cache: str = ""
     weights_cache_bytes: int = 0
@@ -139,12 +141,12 @@ class Worker:
     ) -> None:
         device = choose_device(settings.device, settings.place)  # what is not here shows before a token is spent
         compute_on(device)
-        room = room_of(device, settings.memory)
+        memory, room = room_of(device, settings.memory)
         self._settings, self._http = msgspec.structs.replace(settings, device=str(device)), http
         keep_freed_memory()
         if settings.threads:
             torch.set_num_threads(settings.threads)
-        address = asyncio.run(locate((settings.host, settings.port)))
+        address = asyncio.run(locate((settings.host, settings.port), settings.wait))
         node = settings.node or node_name(socket.gethostname())
         self._identity = asyncio.run(join(address, JoinToken.parse(settings.token), node))
         self._assign: Assign | None = None
@@ -162,7 +164,7 @@ class Worker:
         versions = {"torch": str(torch.__version__)}
         try:
             facts = facts_of(
-                node, self._listener.address, versions, chunk_server.port, settings.memory, settings.is_shared, room
+                node, self._listener.address, versions, chunk_server.port, memory, settings.is_shared, room
             )
             facts = msgspec.structs.replace(facts, can_succeed=make_replica is not None)
             replica = None if make_replica is None else make_replica(self._identity, host)
@@ -350,14 +352,20 @@ def with_own_folder(assign: Assign, pages: tuple[str, int]) -> Assign:
     return msgspec.structs.replace(assign, settings=msgspec.structs.replace(settings, page_disk=disk))
 
 
-def room_of(device: torch.device, given: int | None) -> DeviceFacts | None:
-    """Keep to the memory that was given: of the device, whose facts are returned, or for a processor of the machine."""
+def room_of(device: torch.device, given: int | None) -> tuple[int | None, DeviceFacts | None]:
+    """Keep to the memory that was given, of the device or for a processor of the machine: what plans may count on of
+    what was given, and the facts of the device."""
     if device != CPU:
-        return DeviceFacts(device_name(device), usable_device_memory(device, given))
-    usable_memory(given)
-    if given is not None:
-        keep_to(given)
-    return None
+        return given, DeviceFacts(device_name(device), usable_device_memory(device, given))
+    counted = usable_memory(given, private_bytes())
+    if given is None:
+        return None, None
+    if counted < given:
+        log.info(
+            "torch %s takes %d bytes more than plans count, of the %d given", torch.__version__, given - counted, given
+        )
+    keep_to(given)
+    return counted, None
 
 
 def with_own_device(assign: Assign, device: torch.device) -> Assign:

@@ -18,7 +18,7 @@ from tllm.cluster.certificates import COORDINATOR, Authority, Identity, make_req
 from tllm.cluster.channel import ANSWER, HEAD, ONE_WAY, QUESTION, Channel
 from tllm.cluster.connection import Address, connect_tls
 from tllm.cluster.control_server import ControlServer
-from tllm.cluster.join import attach, join
+from tllm.cluster.join import attach, join, locate
 from tllm.cluster.join_token import JoinToken, TokenBook
 from tllm.cluster.messages import (
     GUEST_BYTES,
@@ -455,6 +455,26 @@ def test_nobody_there_is_said_in_words() -> None:
             await join((HERE, free.port), opened.token(), "node-1")
 
     play(scene)
+
+
+def test_a_coordinator_that_comes_later_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    async def scene(opened: Gate) -> None:
+        late = ControlServer(opened.authority, opened.tokens, opened.admit, lambda node: False, (HERE, 0))
+        place = (HERE, late.port)
+        late.close()
+        with pytest.raises(ClusterError, match="cannot reach coordinator at 127"):
+            await locate(place)
+        waits = asyncio.create_task(locate(place, 30.0))
+        await asyncio.sleep(0.1)
+        late = ControlServer(opened.authority, opened.tokens, opened.admit, lambda node: False, place)
+        serves = asyncio.create_task(late.run())
+        assert await waits == place
+        serves.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await serves
+
+    play(scene)
+    assert "cannot reach coordinator at 127" in caplog.text and "tries again for 30 s" in caplog.text
 
 
 def test_a_server_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tllm.core.memory import free_bytes, peak_bytes, rss_bytes
+from tllm.core.memory import free_bytes, group_memory, peak_bytes, private_bytes, rss_bytes, total_bytes
 
 HELD = 256 * 2**20
 
@@ -36,4 +36,10 @@ def test_what_is_free_is_what_the_machine_and_the_control_group_leave(tmp_path: 
     assert free_bytes(tmp_path) == 1000 * 1024
     (tmp_path / "sys/fs/cgroup/memory.max").write_text("3072\n")
     assert free_bytes(tmp_path) == 2048
+    assert total_bytes(tmp_path) == 3072 and private_bytes(tmp_path) == 10 * 1024
+    (tmp_path / "sys/fs/cgroup/memory.max").unlink()
+    (tmp_path / "sys/fs/cgroup/memory").mkdir()
+    (tmp_path / "sys/fs/cgroup/memory/memory.limit_in_bytes").write_text("4096\n")
+    (tmp_path / "sys/fs/cgroup/memory/memory.usage_in_bytes").write_text("1024\n")
+    assert group_memory(tmp_path) == (4096, 1024) and free_bytes(tmp_path) == 3072
     assert free_bytes() > 0 or sys.platform != "linux"

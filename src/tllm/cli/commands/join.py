@@ -55,6 +55,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--threads", type=whole, default=0, metavar="N", help="to compute with (all cores)")
     parser.add_argument(
+        "--wait",
+        type=whole,
+        default=0,
+        metavar="SECONDS",
+        help="for a coordinator that does not listen yet, at most so long (%(default)s)",
+    )
+    parser.add_argument(
         "--rejoin",
         type=count,
         default=REJOIN_SECONDS,
@@ -118,6 +125,7 @@ def run(args: argparse.Namespace) -> int:
         node=args.name,
         listen=args.listen,
         threads=args.threads,
+        wait=args.wait,
         rejoin=args.rejoin,
         weights_cache=args.weights_cache,
         weights_cache_bytes=args.weights_cache_size,

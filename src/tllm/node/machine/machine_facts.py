@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from tllm.core.memory import group_memory
 from tllm.core.processor import processor_name
 from tllm.node.machine.process_facts import cores
 from tllm.node.topology.machine_topology import MachineTopology
@@ -147,7 +148,7 @@ class Diagnosis:
 def machine_facts(root: Path = SYSTEM) -> MachineFacts:
     """This machine, now; `root` is where its files are read."""
     memory = memory_table(root)
-    limit, used = _memory_limit(root)
+    limit, used = group_memory(root)
     whole = memory.get("MemTotal") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return MachineFacts(
         system=platform.platform(),
@@ -236,12 +237,6 @@ def _quota(root: Path) -> float | None:
     """Processors that the control group allows (cgroup v2's cpu.max), None for all."""
     allowed, _, period = read_file(root / "sys/fs/cgroup/cpu.max").partition(" ")
     return int(allowed) / int(period) if allowed.isdigit() and period.isdigit() else None
-
-
-def _memory_limit(root: Path) -> tuple[int | None, int]:
-    """Bytes of memory that the control group may use, None for all, and that it uses."""
-    folder = root / "sys/fs/cgroup"
-    return number(read_file(folder / "memory.max")), number(read_file(folder / "memory.current")) or 0
 
 
 def _governors(root: Path) -> tuple[str, ...]:

@@ -11,8 +11,9 @@ from tllm import __version__
 from tllm.cluster.connection import Address, own_address
 from tllm.cluster.messages import DeviceFacts, NodeFacts
 from tllm.core.errors import ConfigError
+from tllm.core.memory import total_bytes
 from tllm.core.program import source_digest
-from tllm.planner.cost.cache_room import RUNTIME_BYTES
+from tllm.planner.cost.cache_room import AT_REST_BYTES, RUNTIME_BYTES
 
 WILDCARDS = ("0.0.0.0", "::", "")
 OUTSIDE = ("192.0.2.1", 9)  # an address kept for documentation (RFC 5737); nothing is sent to it
@@ -49,16 +50,22 @@ def facts_of(
     )
 
 
-def usable_memory(given: int | None) -> int:
-    """Bytes that the cluster may use: what was given, else all. ConfigError for more than there is, or too little."""
-    has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if given is not None and given > has:
+def usable_memory(given: int | None, private: int = 0) -> int:
+    """Bytes that plans may count on: what was given, else all. ConfigError for more than there is, or too little.
+
+    A worker that has `private` bytes of its own at rest, more than plans count, leaves so much less of what was given.
+    """
+    has, surplus = total_bytes(), max(0, private - AT_REST_BYTES)
+    if given is None:
+        return has
+    if given > has:
         raise ConfigError(f"{given} bytes of memory were given and this machine has {has}", "give it less")
-    if given is not None and given < RUNTIME_BYTES:
+    if given < RUNTIME_BYTES + surplus:
         raise ConfigError(
-            f"{given} bytes of memory were given and a worker takes {RUNTIME_BYTES} before any weight", "give it more"
+            f"{given} bytes of memory were given and a worker takes {RUNTIME_BYTES + surplus} before any weight",
+            "give it more",
         )
-    return has if given is None else given
+    return given - surplus
 
 
 def programs() -> dict[str, str]:

@@ -26,6 +26,10 @@ RUNTIME_BYTES = 290 * 2**20
 """Bytes of a worker before any weight: Python, torch, and what their allocators and kernels keep (measured; see
 docs/log/memory.md)."""
 
+AT_REST_BYTES = 250 * 2**20
+"""The most of these that a worker has when it has loaded the torch for processors and does nothing yet. Builds that
+drive GPUs have more, whatever they then compute on: nodes measure it, and take the rest from what they were given."""
+
 
 ROWS_AT_ONCE = 64
 """Rows whose logits over the vocabulary are in memory at a time."""

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from tllm.core.errors import ConfigError
-from tllm.node.machine.process_facts import facts_of
-from tllm.planner.cost.cache_room import RUNTIME_BYTES
+from tllm.node.machine.process_facts import facts_of, usable_memory
+from tllm.planner.cost.cache_room import AT_REST_BYTES, RUNTIME_BYTES
 
 
 def test_memory_that_was_given_is_what_there_is() -> None:
@@ -15,6 +15,14 @@ def test_memory_that_was_given_is_what_there_is() -> None:
         facts_of("a", ("h", 1), {}, memory=whole + 1)
     with pytest.raises(ConfigError, match=f"1000 bytes of memory were given and a worker takes {RUNTIME_BYTES} before"):
         facts_of("a", ("h", 1), {}, memory=1000)
+
+
+def test_a_build_of_torch_that_takes_more_leaves_less_of_what_was_given() -> None:
+    assert usable_memory(2**30, AT_REST_BYTES) == 2**30
+    assert usable_memory(2**30, AT_REST_BYTES + 2**29) == 2**29
+    assert usable_memory(None, AT_REST_BYTES + 2**29) == facts_of("a", ("h", 1), {}).memory_bytes
+    with pytest.raises(ConfigError, match=f"a worker takes {RUNTIME_BYTES + 2**29} before any weight"):
+        usable_memory(2**29, AT_REST_BYTES + 2**29)
 
 
 def test_whose_memory_a_node_takes() -> None:
