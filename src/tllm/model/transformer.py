@@ -26,8 +26,7 @@ class Transformer(nn.Module):
     classification head in place of that for tokens (`spec.num_labels`) scores.
 
     forward: ids_T (first stage) or x_TD, and positions_T -> x_TD after this stage's layers.
-    `adapt` adds what adapters of some of the rows add to each linear, and to the embeddings. `observe` sees the hidden
-    states before each layer.
+    `adapt` adds what adapters add to linears and embeddings; `observe` sees the hidden states before each layer.
     logits: x_TD (rows of the last stage's result) -> logits_TV for this rank's part of the vocabulary, `vocab`.
     With sequence parallelism x_TD of forward and logits is this rank's slice of the tokens, and `tokens` tells how
     many there are; positions and logits are of all tokens.
@@ -117,8 +116,7 @@ class Transformer(nn.Module):
     def attention_specs(self) -> dict[int, AttentionSpec]:
         """How each layer whose keys are made here attends, by global layer number."""
         borrowed = {n: keys.spec for n, keys in self.carried.borrowed.items()}
-        without = GatedDeltaNet, SharedKeyAttention
-        own = self.own_layers().items()
+        without, own = (GatedDeltaNet, SharedKeyAttention), self.own_layers().items()
         return borrowed | {n: layer.attention.spec for n, layer in own if not isinstance(layer.attention, without)}
 
     def state_shapes(self) -> dict[int, StateShape]:
