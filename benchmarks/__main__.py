@@ -25,6 +25,7 @@ RUNS = (
     ["planner.published"],
     ["comm.wire_cost"],
     ["faults.lost_ranks"],
+    ["faults.recovery_timeline"],
     ["planner.planning"],
     ["training.memory"],
     ["training.log_prob_mismatch"],

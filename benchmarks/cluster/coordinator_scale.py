@@ -50,10 +50,13 @@ LAW_OF_SILENCE = f"O(1), O(n) from {SILENCE_SECONDS / (ASKED_BEATS * BEAT_SECOND
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=0, help="only so many, a multiple of 16; prints JSON")
+    parser.add_argument(
+        "--keep", type=float, default=Machines().keep, help="with --ranks, `Machines.keep` (%(default)s)"
+    )
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="ranks, ascending (%(default)s)")
     args = parser.parse_args()
     if args.ranks:
-        print(json.dumps(measured(args.ranks)))
+        print(json.dumps(measured(args.ranks, args.keep)))
         return
     rows = [of_process(size) for size in args.sizes]
     write(page(rows), rows)
@@ -67,7 +70,7 @@ def of_process(ranks: int) -> dict[str, Any]:
     return row
 
 
-def measured(ranks: int) -> dict[str, Any]:
+def measured(ranks: int, keep: float) -> dict[str, Any]:
     """One cluster: how it forms, goes on, and loses a node twice; of some sizes how it computes with deaths."""
     logging.disable(logging.WARNING)
     gc.disable()  # what is made here lives until the end, and a collection looks at all of it
@@ -76,7 +79,7 @@ def measured(ranks: int) -> dict[str, Any]:
     async def scene() -> None:
         with tempfile.TemporaryDirectory() as folder:
             before = rss_bytes()
-            run = SimulatedRun(ranks, Path(folder))
+            run = SimulatedRun(ranks, Path(folder), Machines(keep=keep))
             row["form"] = asdict(await run.form(JOIN_SECONDS))
             gc.collect()
             row["memory"] = rss_bytes() - before
@@ -175,8 +178,9 @@ def page(rows: list[dict[str, Any]]) -> Page:
         "Processor seconds are of a machine that others used too, with the simulated nodes' own part, and only show "
         "how they grow. Not simulated: TLS, joining by token (three handshakes for each node), weights that nodes "
         "fetch from each other, replicas of the coordinator, and the ranks themselves, which open links to all others "
-        f"of their groups. Laws are for the sizes from {FITTED:,} on; `measured` is fitted over them."
-        + _left_out(rows),
+        f"of their groups. Laws are for the sizes from {FITTED:,} on; `measured` is fitted over them. What a node with "
+        "its own weights takes of a load is of three real ranks on one machine (`faults.recovery_timeline`): most of "
+        "it is their copy for the next loss, which shrinks with the number of replicas." + _left_out(rows),
     )
 
 

@@ -26,6 +26,7 @@ from tllm.training.objectives.hidden_state_loss import with_projections
 from tllm.training.report.events import Origin
 from tllm.training.snapshot.replication import SnapshotReplicator
 from tllm.training.state.initial_weights import InitialWeights
+from tllm.training.state.train_state import FlatMemory
 from tllm.training.step.rank_groups import RankConfig
 from tllm.training.sync.learner import LearnerState, state_place
 from tllm.weights.load import Progress
@@ -81,6 +82,11 @@ class RunState:
         if replicator is not None:
             self._closing.callback(replicator.close)
 
+    @property
+    def kept_memory(self) -> FlatMemory | None:
+        """That of the weights and optimizer states of this rank's part before, if they are in memory still."""
+        return None if self._replicator is None else self._replicator.kept_memory
+
     def fill_frozen(self, chunks: Sequence[nn.Module], progress: Progress | None = None) -> None:
         """Fill the model beside an adapter, at every start anew: it is not learned, and no save or snapshot has it."""
         job = self._config.job
@@ -122,6 +128,8 @@ class RunState:
             self._saved_step = step if checkpoint_step == step else -1
         elif checkpoint_step is not None:
             self.origin = "save"
+            if replicator is not None:
+                replicator.lose_live()
             opened = self._saves.restore(learner.checkpoint_blocks(), progress=progress)
             step = self._saved_step = opened.step
             learner.checkpoint_restored(step)

@@ -7,13 +7,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tllm.core.errors import ConfigError
-from tllm.spec.plan import Plan
 from tllm.training.checkpoint.commit import SaveResult
 from tllm.training.data.batches import Batches
 from tllm.training.evaluation.forward_work import ForwardWork
 from tllm.training.feeds import completion_source, other_evaluations, policy_feed, rows_feed
 from tllm.training.job.initial_model import InitialModel
-from tllm.training.job.job import Job
 from tllm.training.job.job_parts import (
     is_evaluated_by_completions,
     is_sampled,
@@ -40,6 +38,7 @@ from tllm.training.rollout_servers.rollouts_apart import RolloutsApart
 from tllm.training.run_state import NO_MODEL, RunState
 from tllm.training.snapshot.replication import SnapshotReplicator
 from tllm.training.state.initial_weights import InitialWeights, parameter_count
+from tllm.training.state.train_state import FlatMemory
 from tllm.training.step.device_limits import check_device
 from tllm.training.step.rank_groups import RankConfig
 from tllm.training.step.rank_model import RankModel
@@ -115,7 +114,7 @@ class RankTrainer:
         """Fill the model from the last step that memory or a save of the run holds, else with the initial weights."""
         config, adapters = self.config, self._model.adapters
         self._state.fill_frozen(self._model.chunks, progress)
-        self._learner = learner_class(config.job, config.plan)(config, self._model.learned)
+        self._learner = make_learner(config, self._model, self._state.kept_memory)
         self._closing.callback(self._learner.close)
         self._forward.prepare(lambda: self._state.initialize(self._learner, adapters, progress))
         self._step = self._state.restore(self._learner, adapters, self._forward.best, progress)
@@ -179,17 +178,9 @@ class RankTrainer:
         trained = time.monotonic()
         evaluated = self._forward.evaluate(self._step)
         start += time.monotonic() - trained  # an evaluation is not of the step's time
-        counters = RankCounters(
-            batch,
-            result,
-            grad_norm,
-            learning_rate,
-            start,
-            self._model.load_balance_loss,
-            evaluated,
-            self._forward.best.reason if evaluated else "",
-            self._feed.role_seconds,
-        )
+        ended, balance = self._forward.best.reason if evaluated else "", self._model.load_balance_loss
+        work = batch, result, grad_norm, learning_rate, start
+        counters = RankCounters(*work, balance, evaluated, ended, self._feed.role_seconds)
         record, stop = self._record(counters, stopped)
         completions = evaluated.completions if evaluated is not None else ()
         for sink in self._sinks:  # before a save or snapshot of this step can be whole: none is ahead of its lines
@@ -223,10 +214,10 @@ class RankTrainer:
             on_event(RunSaved(result.step, result.seconds, result.nbytes, result.error))
 
 
-def learner_class(
-    job: Job, plan: Plan
-) -> type[SynchronousLearner] | type[DiLoCoLearner] | type[ParameterServerLearner]:
+def make_learner(config: RankConfig, model: RankModel, kept: FlatMemory | None) -> Learner:
     """How the replicas learn together: on servers, in local steps (DiLoCo), or by summing every step's gradients."""
-    if plan.servers:
-        return ParameterServerLearner
-    return DiLoCoLearner if job.local_steps > 1 else SynchronousLearner
+    if config.plan.servers:
+        return ParameterServerLearner(config, model.learned)
+    if config.job.local_steps > 1:
+        return DiLoCoLearner(config, model.learned)
+    return SynchronousLearner(config, model.learned, kept)

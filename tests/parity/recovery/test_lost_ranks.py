@@ -16,6 +16,7 @@ from tests.support.training.snapshot_epochs import Epochs, Hurt
 from tests.support.training.training_step import furthest
 from tllm.planner.memory.training_memory import training_bytes
 from tllm.spec.plan import Plan
+from tllm.training.checkpoint.async_saves import AsyncSaves
 from tllm.training.job.initial_model import open_initial_model
 from tllm.training.job.job_parts import training_facts
 from tllm.training.job.lora_job import LoraJob
@@ -118,12 +119,15 @@ def check(model: Path, folder: Path, plan: str, moment: Hurt, lost: int, behind:
         train(short_job(model, whole, **more), plan)  # without any copies
     hurt = Epochs(short_job(model, run, **more))
     first = hurt.run(plan, nodes, {nodes[lost]: moment})
+    left = {node: memory.live for node, memory in hurt.copies.items() if memory.live and memory.live.memory.layout}
     other = "z" if lost else nodes[0]  # rank 0 has the data; another process of it, without memory, takes its place
     second = hurt.run(plan, [other if node == nodes[lost] else node for node in nodes])
     again = began(second)
     done = records(first)[-1].step
     assert again.origin == "memory" and STEP - 1 <= done <= STEP
     assert done - behind <= again.step <= STEP, "no more steps are done again"
+    now = {node: hurt.copies[node].live for node in left}
+    assert all(one is not None and one.memory is left[node].memory for node, one in now.items()), "nothing was moved"
     found = read_records(run / FILE)
     assert [one.step for one in found] == list(range(1, STEP + 3))
     assert [one.loss for one in found] == [one.loss for one in read_records(whole / FILE)]
@@ -203,13 +207,24 @@ def at_step(trainer: RankTrainer, step: int, die: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize(("lost", "origin"), [("ab", "memory"), ("ac", "save")])
-def test_two_at_once(lost: str, origin: str, model: Path, tmp_path: Path) -> None:
-    """A whole replica, of which the other one has all; and the same stage of both, so that only the disk has it."""
+def test_two_at_once(lost: str, origin: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole replica, of which the other one has all; and the same stage of both, so that only the disk has it.
+
+    What the disk gives is written where those that are left have their weights, which are of no step from then on.
+    """
     whole = Epochs(short_job(model, tmp_path / "whole", max_steps=5, save_steps=2))
     whole.run("dp=2,pp=2", "abcd")
     run = Epochs(short_job(model, tmp_path / "run", max_steps=5, save_steps=2))
     run.run("dp=2,pp=2", "abcd", dict.fromkeys(lost, told))
+    restore, offered = AsyncSaves.restore, list[object]()
+
+    def restored(saves: AsyncSaves, *args: Any, **more: Any) -> Any:
+        offered.extend(memory.live for memory in run.copies.values())
+        return restore(saves, *args, **more)
+
+    monkeypatch.setattr(AsyncSaves, "restore", restored)
     again = run.run("dp=2,pp=2", "abcd")
+    assert not any(offered) and bool(offered) == (origin == "save")
     assert began(again).origin == origin
     got = final(tmp_path / "run")
     assert all(torch.equal(got[name], x) for name, x in final(tmp_path / "whole").items())

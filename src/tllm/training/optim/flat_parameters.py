@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,16 @@ class FlatParameters:
     """`whole[number]` is a bucket's flat tensor, and `mine[number]` this rank's range of it.
 
     `mine` is a view of `whole`, but with ZeRO-3 a tensor of its own, which is all that stays between uses: `whole` has
-    memory only between `allocate` and `free`. The parameters are the same objects throughout.
+    memory only between `allocate` and `free`. The parameters are the same objects throughout. If flat tensors are
+    `kept` of a part with the same layout, they are used as they are, and the parameters have their values.
     """
 
-    def __init__(self, layout: BucketLayout) -> None:
+    def __init__(self, layout: BucketLayout, kept: Sequence[Tensor] = ()) -> None:
         self.layout = layout
-        self.whole = [self._lay(number) for number in range(len(layout.buckets))]
+        self.whole = [self._lay(number) for number in range(len(layout.buckets))] if not kept else list(kept)
+        if kept:
+            for number, run in enumerate(kept):
+                self._place(number, run)
         self.mine = [run[start:stop] for run, (start, stop) in zip(self.whole, layout.ranges, strict=True)]
         for number, mine in enumerate(self.mine):
             if self.is_sharded(number):
@@ -96,8 +100,23 @@ class FlatParameters:
         for index, view in zip(bucket.parameters, bucket.views(run, parameters), strict=True):
             if has_memory(parameters[index]):
                 view.copy_(parameters[index].detach())
-            parameters[index].data = view
+        self._place(number, run)
         return run
+
+    def _place(self, number: int, run: Tensor) -> None:
+        """Let a bucket's parameters be views of a run of memory."""
+        bucket, parameters = self.layout.buckets[number], self.layout.parameters
+        for index, view in zip(bucket.parameters, bucket.views(run, parameters), strict=True):
+            parameters[index].data = view
+
+
+def memory_layout(layout: BucketLayout, states: Sequence[str]) -> Hashable:
+    """What of which tensor lies where in the memory of weights and `states`, for `FlatMemory`; None with ZeRO-3, of
+    whose buckets only ranges stay."""
+    if layout.zero == 3:
+        return None
+    parameters = [(shard_of(one), tuple(one.shape), one.dtype) for one in layout.parameters]
+    return tuple(states), tuple(layout.buckets), tuple(layout.ranges), tuple(parameters)
 
 
 def has_memory(parameter: Tensor) -> bool:

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator
 from torch import Tensor, nn
 
 from tllm.training.gradients.gradient_buckets import GradientBuckets
-from tllm.training.optim.flat_parameters import FlatParameters
+from tllm.training.optim.flat_parameters import FlatParameters, memory_layout
 from tllm.training.optim.optimizer import Optimizer
-from tllm.training.state.optimizer_offload import OnDevice, StatePlacement
+from tllm.training.state.optimizer_offload import OnDevice, StatePlacement, in_memory
 from tllm.training.state.tensor_blocks import StateSlice, TensorBlock, optimizer_blocks, update_dtype
-from tllm.training.state.train_state import Changes
+from tllm.training.state.train_state import FlatMemory
 
 FLOAT32_WEIGHTS = "float32"
 """The state's name of the float32 weights that the optimizer updates, where the model's own have 16 bits."""
@@ -31,7 +31,8 @@ class OptimizerUpdate:
 
     Weight decay applies to the buckets that say so. Every rank has the same new weights to the bit, however they are
     cut and wherever the optimizer's states lie; `states[number]` are those of a bucket, used one bucket at a time.
-    `changes` counts the updates that have begun.
+    `memory` is that of both, and counts the updates that have begun: what is `kept` of a part that was laid out the
+    same, with the values that it has, or new.
     """
 
     def __init__(
@@ -40,20 +41,26 @@ class OptimizerUpdate:
         optimizer: Optimizer,
         weight_decay: float = 0.0,
         place: StatePlacement | None = None,
+        kept: FlatMemory | None = None,
     ) -> None:
         self.buckets, self.optimizer, self.weight_decay = buckets, optimizer, weight_decay
+        layout = memory_layout(buckets.layout, optimizer.states)
+        if kept is not None and kept.fits(layout):
+            self.memory, self.flat = kept, FlatParameters(buckets.layout, kept.weights)
+            self.states = [in_memory(tensors) for tensors in kept.states]
+            return
         self.flat = FlatParameters(buckets.layout)
-        self.changes = Changes()
         place = place or OnDevice()
         self.states = [
             place.keep(self._state_names(mine), mine.numel(), update_dtype(mine.dtype), mine.device)
             for mine in self.flat.mine
         ]
+        self.memory = FlatMemory(layout, self.flat.whole, [states.tensors for states in self.states])
         self.take_weights()
 
     def apply(self, step: int, learning_rate: float) -> None:
         """The weights after step `step`, counted from 1, on every rank of a bucket's group."""
-        self.changes.begun += 1
+        self.memory.begun += 1
         for number, (bucket, mine) in enumerate(zip(self.buckets.layout.buckets, self.flat.mine, strict=True)):
             weight_decay = self.weight_decay if bucket.decays else 0.0
             with self.states[number] as state:
@@ -78,6 +85,7 @@ class OptimizerUpdate:
     def fill(self, fill: Callable[[nn.Module], object]) -> None:
         """Begin from values that `fill` gives to the parameters of one module after another; see
         `FlatParameters.fill`."""
+        self.memory.begun += 1
         self.flat.fill(fill)
         self.take_weights()
 
@@ -94,8 +102,9 @@ class OptimizerUpdate:
         return sum(tensor.nbytes for states in self.states for tensor in states.tensors.values())
 
     def close(self) -> None:
-        """Give back the room of the states."""
+        """Give back the room of the states, but for what somebody else keeps of the memory."""
         self.states.clear()
+        self.memory = FlatMemory(None)
 
     def _state_names(self, mine: Tensor) -> list[str]:
         """The names of what is kept of a bucket."""

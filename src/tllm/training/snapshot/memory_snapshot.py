@@ -10,7 +10,7 @@ import torch
 
 from tllm.training.checkpoint.shard_assignment import HeldBox
 from tllm.training.state.tensor_blocks import TensorBlock
-from tllm.training.state.train_state import Changes
+from tllm.training.state.train_state import FlatMemory
 from tllm.weights.boxes import widths
 from tllm.weights.dtypes import DTYPES
 
@@ -41,21 +41,22 @@ class LiveState(StepSnapshot):
     """The weights and optimizer states themselves: a snapshot that nobody has copied, until the next update begins.
 
     Where a rank was stopped by another's loss before it updated its weights, they are those of the last step, and the
-    rank goes on from them. Only what was lost must come from elsewhere.
+    rank goes on from them. Only what was lost must come from elsewhere. The blocks are views of `memory`, in which the
+    next part may lie too: as long as that restores this very step, nothing is written there.
     """
 
-    def __init__(self, blocks: Sequence[TensorBlock], changes: Changes) -> None:
+    def __init__(self, blocks: Sequence[TensorBlock], memory: FlatMemory) -> None:
         super().__init__(blocks)
-        self._changes, self._begun = changes, changes.begun
+        self.memory, self._begun = memory, memory.begun
 
     def set(self, label: SnapshotLabel, data_position: bytes) -> None:
         """They are those of this step now."""
-        self.label, self.data_position, self._begun = label, data_position, self._changes.begun
+        self.label, self.data_position, self._begun = label, data_position, self.memory.begun
 
     @property
     def is_unchanged(self) -> bool:
         """Whether they are still those of the step that `label` says."""
-        return self._begun == self._changes.begun
+        return self._begun == self.memory.begun
 
     @property
     def nbytes(self) -> int:

@@ -8,7 +8,7 @@ know this of each other by meeting between `flush` and the next `take`, for exam
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -28,9 +28,10 @@ from tllm.training.snapshot.memory_snapshot import (
     SnapshotPair,
     StepSnapshot,
 )
-from tllm.training.snapshot.placement import SNAPSHOTS, PlacedBox, place_copies
-from tllm.training.snapshot.restore import SnapshotRestore
-from tllm.training.state.train_state import TrainState
+from tllm.training.snapshot.placement import SNAPSHOTS, PlacedBox, place_copies, snapshot_holder
+from tllm.training.snapshot.restore import RankOffer, SnapshotRestore, has_copy
+from tllm.training.state.replica_local import read_replica_local
+from tllm.training.state.train_state import FlatMemory, TrainState, immediately
 from tllm.weights.boxes import within
 from tllm.weights.load import Progress, part
 
@@ -88,6 +89,15 @@ class SnapshotReplicator:
         label = self._restore.label
         return None if label is None else label.step
 
+    @property
+    def kept_memory(self) -> FlatMemory | None:
+        """The memory of what this rank computed with in its part before."""
+        return None if self._snapshots.live is None else self._snapshots.live.memory
+
+    def lose_live(self) -> None:
+        """The state is about to be filled from elsewhere, perhaps in the memory of the part before."""
+        self._snapshots.live = None
+
     def agree(self, restores: bool = False) -> bool:
         """Whether to go back to the step that was found, as rank 0 says: it knows of saves, spare nodes do not."""
         return self._group.broadcast_bytes(b"1" if restores else b"0") == b"1"
@@ -101,28 +111,35 @@ class SnapshotReplicator:
     def begin(self, step: int, data_position: bytes, is_restored: bool) -> None:
         """Place the snapshots of this epoch, which begins after `step`. Those of other epochs are freed when they may.
 
-        After a restore the restored step is copied anew at once; a save, or the start, can be gone back to as well.
+        After a restore each rank has at once what it is to have of the restored step: it copies what it lacks, and is
+        sent what it lacks of others. A save, or the start, can be gone back to as well.
         """
         assert self._restore is not None, "find comes before begin"
-        offers = self._restore.offers[: len(self._hosts)]
+        found, offers = self._restore.label, self._restore.offers[: len(self._hosts)]
         held = [[*offer.needed, *offer.layout_bound] for offer in offers]
         placed = place_copies(held, self._hosts)
         self._placed = placed[self._group.rank]
         mine, sources = self._group.rank, self._links.back
-        sent = [_boxes(held[rank], placed[rank], sent=True) for rank in sources]
-        self._own, *others = self._snapshots.allocate([_boxes(held[mine], placed[mine]), *sent])
+        sent = {rank: _boxes(held[rank], placed[rank], sent=True) for rank in (mine, *sources)}
+        wanted = [_boxes(held[mine], placed[mine]), *(sent[rank] for rank in sources)]
+        self._own, *others = self._snapshots.allocate(wanted)
         self._replicas = dict(zip(sources, others, strict=True))
+        label = SnapshotLabel(step, self._epoch)
         if is_restored:
-            self.take(step, data_position)
+            assert found is not None, "a step was restored"
+            label = found if is_the_same_for_all(offers) else label
+            holders = {mine: snapshot_holder(mine, self._hosts), **dict.fromkeys(sources, mine)}
+            lacking = {rank for rank in sent if not has_copy(offers[holders[rank]], label, sent[rank])}
+            self._complete(label, data_position, lacking)
             self.flush()
             self._group.barrier()
         else:
             self._snapshots.keep_only(NEVER)
         self._snapshots.free_old()
-        if self._state.changes is not None:
-            self._snapshots.live = LiveState(self._state.updated, self._state.changes)
+        if self._state.memory is not None:
+            self._snapshots.live = LiveState(self._state.updated, self._state.memory)
             if is_restored:
-                self._snapshots.live.set(SnapshotLabel(step, self._epoch), data_position)
+                self._snapshots.live.set(label, data_position)
         self._restore = None
 
     def lend(self, progress: Progress | None = None) -> int:
@@ -139,22 +156,12 @@ class SnapshotReplicator:
     def take(self, step: int, data_position: bytes) -> None:
         """Copy the state after this step, and let what is sent travel. `data_position`: where the data goes on."""
         assert not self._under_way, "the snapshot before has been flushed"
-        label, own = SnapshotLabel(step, self._epoch), self._own.next_to_write()
-        own.data_position = data_position
-        if self._snapshots.live is not None and self._restore is None:
+        label = SnapshotLabel(step, self._epoch)
+        if self._snapshots.live is not None:
             self._snapshots.live.set(label, data_position)
-        updated, every = len(self._state.updated), len(self._state.blocks)
-        self._copy(own, range(updated))
-
-        def copy_rest() -> None:
-            self._copy(own, range(updated, every))
-            own.label = label
-
-        copied = self._state.when_ready(copy_rest)
+        own, copied = self._copied(label, data_position)
         self._under_way = [copied]
-        if self._links.to is not None:
-            self._under_way.append(self._threads.submit(self._send, self._links.to, own, copied))
-        self._under_way += [self._threads.submit(self._receive, source, label) for source in self._links.back]
+        self._exchange(label, own, copied, {self._group.rank, *self._links.back})
 
     def flush(self) -> None:
         """Return when the last snapshot has been sent, and those of other ranks have come."""
@@ -165,6 +172,38 @@ class SnapshotReplicator:
     def close(self) -> None:
         """End the threads; the links are closed before, should they wait on one."""
         self._threads.shutdown(cancel_futures=True)
+
+    def _complete(self, label: SnapshotLabel, data_position: bytes, lacking: Collection[int]) -> None:
+        """Have all that this rank is to have of the restored step, beside what is there. `lacking`: of this rank and of
+        those whose snapshots it holds those that the holder lacks."""
+        own = next((snapshot for snapshot in self._own.snapshots if snapshot.label == label), None)
+        if own is None:
+            own, copied = self._copied(label, data_position)
+        else:
+            own.data_position = data_position
+            copied = immediately(lambda: None)
+        self._under_way = [copied]
+        self._exchange(label, own, copied, lacking)
+
+    def _copied(self, label: SnapshotLabel, data_position: bytes) -> tuple[StepSnapshot, Future[None]]:
+        """A copy of the state as it is now, whole when the future is done."""
+        own = self._own.next_to_write()
+        own.data_position = data_position
+        updated, every = len(self._state.updated), len(self._state.blocks)
+        self._copy(own, range(updated))
+
+        def copy_rest() -> None:
+            self._copy(own, range(updated, every))
+            own.label = label
+
+        return own, self._state.when_ready(copy_rest)
+
+    def _exchange(self, label: SnapshotLabel, own: StepSnapshot, copied: Future[None], whose: Collection[int]) -> None:
+        """Let snapshots travel: this rank's own, if it is among them, and of those that it holds for others."""
+        if self._links.to is not None and self._group.rank in whose:
+            self._under_way.append(self._threads.submit(self._send, self._links.to, own, copied))
+        sources = [source for source in self._links.back if source in whose]
+        self._under_way += [self._threads.submit(self._receive, source, label) for source in sources]
 
     def _copy(self, own: StepSnapshot, numbers: range) -> None:
         """Copy the blocks of these numbers, as far as they are placed on this rank."""
@@ -195,6 +234,12 @@ class SnapshotReplicator:
 def _boxes(held: Sequence[HeldBox], placed: Sequence[PlacedBox], sent: bool = False) -> list[HeldBox]:
     """The boxes that a rank copies, or of those only that it sends."""
     return [held[one.block]._replace(box=one.box) for one in placed if one.sent or not sent]
+
+
+def is_the_same_for_all(offers: Sequence[RankOffer]) -> bool:
+    """Whether ranks have the very state that they restore, and nothing was dealt out anew or dropped."""
+    own = (read_replica_local(held.name) for offer in offers for held in offer.needed)
+    return not any(own) and not any(offer.layout_bound for offer in offers)
 
 
 def _head(content: bytes) -> SnapshotHead:

@@ -19,7 +19,7 @@ from tllm.comm.collectives.group import Group
 from tllm.core.errors import UNREADABLE, FrameError
 from tllm.training.checkpoint.manifest import LIMIT
 from tllm.training.checkpoint.shard_assignment import HeldBox, shapes_of
-from tllm.training.snapshot.memory_snapshot import SnapshotLabel, StepSnapshot
+from tllm.training.snapshot.memory_snapshot import LiveState, SnapshotLabel, StepSnapshot
 from tllm.training.state.replica_local import read_replica_local
 from tllm.training.state.tensor_blocks import TensorBlock
 from tllm.training.state.train_state import TrainState
@@ -32,11 +32,15 @@ CHUNK_BYTES = 8 * 1024 * 1024
 
 
 class OfferedSnapshot(msgspec.Struct, frozen=True, array_like=True):
-    """A snapshot that a rank has: of which step, whether it says where the data goes on, and its boxes."""
+    """A snapshot that a rank has: of which step, whether it says where the data goes on, and its boxes.
+
+    `is_copied`: it stays when the rank goes on, as what it computes with does not.
+    """
 
     label: SnapshotLabel
     knows_position: bool
     boxes: list[HeldBox]
+    is_copied: bool = True
 
 
 class RankOffer(msgspec.Struct, frozen=True, array_like=True):
@@ -114,7 +118,10 @@ class SnapshotRestore:
 
 def _exchange_offers(group: Group, snapshots: Sequence[StepSnapshot], state: TrainState) -> list[RankOffer]:
     """What each rank has and needs, on every rank. All ranks call."""
-    offered = [OfferedSnapshot(made.label, bool(made.data_position), held_boxes(made.blocks)) for made in snapshots]
+    offered = [
+        OfferedSnapshot(made.label, bool(made.data_position), held_boxes(made.blocks), not isinstance(made, LiveState))
+        for made in snapshots
+    ]
     needed = held_boxes([*state.updated, *state.reduction])
     mine = msgspec.msgpack.encode(RankOffer(offered, needed, held_boxes(state.layout_bound)))
     try:
@@ -139,6 +146,13 @@ def knowing_position(offers: Sequence[RankOffer], label: SnapshotLabel) -> int |
     return next(knowing, None)
 
 
+def has_copy(offer: RankOffer, label: SnapshotLabel, boxes: Sequence[HeldBox]) -> bool:
+    """Whether a rank has a copy of these very boxes that stays; none is needed of nothing."""
+    return not boxes or any(
+        made.is_copied and made.label == label and made.boxes == list(boxes) for made in offer.snapshots
+    )
+
+
 def rounds_of(offers: Sequence[RankOffer], label: SnapshotLabel) -> int:
     """How many rounds of transfers it takes until each block has all the parts that it is the sum of."""
     replicas = _replicas_in(_spots(offers, label))
@@ -153,7 +167,8 @@ def transfers_of(offers: Sequence[RankOffer], label: SnapshotLabel, round_number
     found = _spots(offers, label)
     replicas = _replicas_in(found)
     with_bound = round_number == 0 and _holds_layout_bound(offers, found)
-    own = {(name, spot.rank, spot.box): spot for name, spots in found.items() for spot in spots}
+    # Of a rank's own it takes what it has first: what it computes with, where it may be in the same memory.
+    own = {(name, spot.rank, spot.box): spot for name, spots in found.items() for spot in reversed(spots)}
     sent = [0] * len(offers)
     transfers: list[BoxTransfer] = []
     for target, offer in enumerate(offers):
@@ -180,7 +195,10 @@ def run_transfers(
     blocks: Sequence[TensorBlock],
     progress: Progress | None = None,
 ) -> None:
-    """Fill this rank's blocks, and send what others need. All ranks call with the same transfers."""
+    """Fill this rank's blocks, and send what others need. All ranks call with the same transfers.
+
+    What is there already, as a block is in the memory that its values come from, is left as it is.
+    """
     mine = [transfer for transfer in transfers if transfer.target == group.rank]
     sends, receives = defaultdict[int, list[BoxTransfer]](list), defaultdict[int, list[BoxTransfer]](list)
     for transfer in transfers:
@@ -191,10 +209,9 @@ def run_transfers(
     total = sum(math.prod(widths(transfer.box)) * blocks[transfer.target_block].tensor.itemsize for transfer in mine)
     done = 0
 
-    def fill(into: Tensor, values: Tensor) -> None:
+    def filled(block: Tensor) -> None:
         nonlocal done
-        into.copy_(values)
-        done += values.nbytes
+        done += block.nbytes
         if progress is not None:
             progress(done, total)
 
@@ -205,9 +222,11 @@ def run_transfers(
             into = [one for transfer in receives[source] for one in _into(transfer, blocks)]
             if distance == 0:
                 for target, values in zip(into, out, strict=True):
-                    fill(target, values)
+                    if target.data_ptr() != values.data_ptr():
+                        target.copy_(values)
+                    filled(target)
             else:
-                _swap(group, to, out, source, into, fill)
+                _swap(group, to, out, source, into, filled)
 
 
 def _swap(
@@ -216,17 +235,15 @@ def _swap(
     out: Sequence[Tensor],
     source: int,
     into: Sequence[Tensor],
-    fill: Callable[[Tensor, Tensor], None],
+    filled: Callable[[Tensor], None],
 ) -> None:
-    """Send one list of chunks and receive another, side by side."""
+    """Send one list of chunks and receive another where they belong, side by side."""
     for number in range(max(len(out), len(into))):
         sends = {to: out[number].contiguous()} if number < len(out) else {}
-        recvs = {}
-        if number < len(into):
-            recvs = {source: torch.empty(into[number].shape, dtype=into[number].dtype)}
+        recvs = {source: into[number]} if number < len(into) else {}
         group.exchange(sends, recvs)
-        for values in recvs.values():
-            fill(into[number], values)
+        for block in recvs.values():
+            filled(block)
 
 
 def _from(transfer: BoxTransfer, snapshots: Sequence[StepSnapshot]) -> Iterator[Tensor]:

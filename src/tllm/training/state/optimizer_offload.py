@@ -98,6 +98,11 @@ class OnDisk:
         )
 
 
+def in_memory(tensors: Mapping[str, Tensor]) -> OffloadedStates:
+    """States that lie beside the weights already."""
+    return _Near(tensors)
+
+
 class _Near:
     """States that stay where they are."""
 

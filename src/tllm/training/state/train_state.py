@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
+
+from torch import Tensor
 
 from tllm.training.state.tensor_blocks import TensorBlock
 
@@ -20,11 +22,23 @@ def immediately(work: Callable[[], None]) -> Future[None]:
     return done
 
 
-class Changes:
-    """Counts how often the weights and optimizer states have begun to change."""
+class FlatMemory:
+    """The flat tensors of a rank's weights and optimizer states, `weights[number]` and `states[number]` of a bucket.
 
-    def __init__(self) -> None:
+    They outlive the part that they were made for. A rank whose next part has the same `layout`, which says what of
+    which tensor lies where, goes on in them: nothing is allocated, and what they hold is there already. One of None is
+    like no other. `begun` counts how often their values have begun to change.
+    """
+
+    def __init__(
+        self, layout: Hashable, weights: Sequence[Tensor] = (), states: Sequence[Mapping[str, Tensor]] = ()
+    ) -> None:
+        self.layout, self.weights, self.states = layout, weights, states
         self.begun = 0
+
+    def fits(self, layout: Hashable) -> bool:
+        """Whether a part of this layout can go on in it."""
+        return layout is not None and layout == self.layout
 
 
 class TrainState(NamedTuple):
@@ -35,14 +49,14 @@ class TrainState(NamedTuple):
     of use only while the model is cut in the same way (PowerSGD's columns): the run can go on without it. These two
     have their values when `when_ready` says so, as a delayed sum may still be on its way.
 
-    `changes` counts those of `updated`, where that is all and stays in memory once this rank's part has ended.
+    `memory` is that of `updated`, where that is all and stays in memory once this rank's part has ended.
     """
 
     updated: Sequence[TensorBlock] = ()
     reduction: Sequence[TensorBlock] = ()
     layout_bound: Sequence[TensorBlock] = ()
     when_ready: WhenReady = immediately
-    changes: Changes | None = None
+    memory: FlatMemory | None = None
 
     @property
     def blocks(self) -> list[TensorBlock]:

@@ -25,7 +25,7 @@ from tllm.training.optim.sharded_update import OptimizerUpdate
 from tllm.training.optim.zero3 import Zero3Gathering, unit_numbers, units_of
 from tllm.training.state.optimizer_offload import OnDevice, OnDisk, OnHost, StatePlacement
 from tllm.training.state.tensor_blocks import TensorBlock, optimizer_blocks
-from tllm.training.state.train_state import TrainState
+from tllm.training.state.train_state import FlatMemory, TrainState
 from tllm.training.step.model_chunks import parameters_of
 from tllm.training.step.rank_groups import RankConfig
 
@@ -90,7 +90,7 @@ class Learner(LearnerState, Protocol):
 class SynchronousLearner:
     """Every replica sees the same weights at every step: gradients are summed over dp, as the plan's `zero` says."""
 
-    def __init__(self, config: RankConfig, trained: Sequence[nn.Module]) -> None:
+    def __init__(self, config: RankConfig, trained: Sequence[nn.Module], kept: FlatMemory | None = None) -> None:
         job, plan, groups = config.job, config.plan, config.groups
         self._max_grad_norm = job.max_grad_norm
         # What a device or a disk holds the next part needs.
@@ -114,7 +114,7 @@ class SynchronousLearner:
         self._is_alone = groups.dp.size == 1  # then nothing is delayed
         self._is_outstanding = False  # whether the last step's gradients are still to be applied
         self._buckets.reduction = self._delayed or reduction
-        self._update = OptimizerUpdate(self._buckets, optimizer_of(job), job.weight_decay, state_place(config))
+        self._update = OptimizerUpdate(self._buckets, optimizer_of(job), job.weight_decay, state_place(config), kept)
         self._gathering = Zero3Gathering(units, self._update.flat, self._buckets)
         self._norm = GradientNorm(self._buckets, config.rank, job.deterministic)
 
@@ -152,7 +152,7 @@ class SynchronousLearner:
         kept, bound = optimizer_blocks(reduction.replica_slices()), list(reduction.layout_bound_blocks())
         if self._delayed is None:
             stays = self._stays and not kept and not bound
-            return TrainState(moved, kept, bound, changes=self._update.changes if stays else None)
+            return TrainState(moved, kept, bound, memory=self._update.memory if stays else None)
         return TrainState(moved, [*self._delayed.sums(), *kept], bound, self._delayed.when_ready)
 
     def snapshot_restored(self, step: int, learning_rate: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -23,7 +23,7 @@ from tllm.training.snapshot.replication import SnapshotHead, SnapshotLinks, Snap
 from tllm.training.snapshot.restore import OfferedSnapshot, RankOffer, last_complete
 from tllm.training.state.replica_local import SUMMED, TAKEN, replica_local_state
 from tllm.training.state.tensor_blocks import TensorBlock
-from tllm.training.state.train_state import Changes, TrainState
+from tllm.training.state.train_state import FlatMemory, TrainState
 
 PLACE = b"the place in the data"
 
@@ -34,10 +34,10 @@ class Node:
     def __init__(self, cut: Cut, rank: int, memory: MemorySnapshots, mirror: SnapshotReplicator) -> None:
         self.rank, self.memory, self.mirror = rank, memory, mirror
         self.blocks: list[TensorBlock] = held(Truth(), cut, rank)[1]
-        self.changes: Changes | None = None
+        self.kept: FlatMemory | None = None
 
     def find(self) -> int | None:
-        return self.mirror.find(TrainState(self.blocks, changes=self.changes))
+        return self.mirror.find(TrainState(self.blocks, memory=self.kept))
 
     def step(self, number: int) -> None:
         self.mirror.flush()
@@ -70,7 +70,7 @@ def every(nodes: Sequence[Node], name: str, *arguments: object) -> list[object]:
 def first_epoch(cut: Cut, steps: int, is_live: bool = False) -> list[Node]:
     nodes = epoch(cut, 1, [MemorySnapshots() for _ in range(world(Truth(), cut))])
     for node in nodes:
-        node.changes = Changes() if is_live else None
+        node.kept = FlatMemory(None) if is_live else None
     assert every(nodes, "find") == [None] * len(nodes)
     in_threads([partial(node.mirror.begin, 0, b"", False) for node in nodes])
     for number in range(1, steps + 1):
@@ -115,10 +115,10 @@ def test_ranks_that_are_left_go_on_from_what_they_compute_with(changed: bool) ->
     cut = Cut("pp=1", 3)
     nodes = first_epoch(cut, 2, is_live=True)
     for node in nodes:
-        assert node.memory.live is not None and node.changes is not None
+        assert node.memory.live is not None and node.kept is not None
         for copy in node.memory.complete():
             copy.label = node.memory.live.label if copy is node.memory.live else NEVER
-        node.changes.begun += changed
+        node.kept.begun += changed
     again = epoch(cut, 2, [nodes[0].memory, MemorySnapshots(), nodes[2].memory])
     if changed:
         assert every(again, "find") == [None] * 3
@@ -131,10 +131,45 @@ def test_ranks_that_are_left_go_on_from_what_they_compute_with(changed: bool) ->
         node.mirror.close()
 
 
+@pytest.mark.parametrize("cut", [Cut("tp=3"), Cut("pp=1", 3)])
+def test_only_what_is_missing_is_copied_and_sent(cut: Cut, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 is lost, which held what rank 0 sends; ranks 0 and 2 have their own, and rank 2 has what rank 1 sent."""
+    nodes = first_epoch(cut, 3)
+    again = epoch(cut, 2, [nodes[0].memory, MemorySnapshots(), nodes[2].memory])
+    copied, sent = list[int](), list[int]()
+    copy, send = SnapshotReplicator._copied, SnapshotReplicator._send
+
+    def copying(mirror: SnapshotReplicator, *args: Any) -> Any:
+        copied.append(mirror._group.rank)
+        return copy(mirror, *args)
+
+    def sending(mirror: SnapshotReplicator, *args: Any) -> None:
+        sent.append(mirror._group.rank)
+        send(mirror, *args)
+
+    monkeypatch.setattr(SnapshotReplicator, "_copied", copying)
+    monkeypatch.setattr(SnapshotReplicator, "_send", sending)
+    assert every(again, "find") == [3] * 3
+    assert every(again, "restore", 3) == [PLACE] * 3
+    assert copied == [1] and sent == ([0] if cut.plan == "tp=3" else [])
+    assert {copy.label for node in again for copy in node.memory.complete()} == {SnapshotLabel(3, 1)}
+    every(again, "step", 4)
+    for node in again:
+        node.mirror.flush()
+        node.mirror.close()
+    left = [again[0].memory, again[1].memory, MemorySnapshots()]
+    third = epoch(cut, 3, left)  # what was left alone is whole
+    assert every(third, "find") == [4] * 3
+    assert every(third, "restore", 4) == [PLACE] * 3
+    assert all(Truth(4).holds(block) for node in third for block in node.blocks)
+    for node in third:
+        node.mirror.close()
+
+
 def test_a_live_state_is_kept_where_a_part_finds_room_beside_it() -> None:
     memory, blocks = MemorySnapshots(), [TensorBlock("a", ((0, 4),), torch.zeros(4))]
     for room, needed, stays in ((16, 16, True), (15, 0, False), (99, 100, False)):
-        memory.live = LiveState(blocks, Changes())
+        memory.live = LiveState(blocks, FlatMemory(None))
         memory.free_live(room, needed)
         assert (memory.live is not None) == stays
 

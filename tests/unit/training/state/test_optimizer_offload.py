@@ -185,3 +185,29 @@ def test_copies_of_a_save_lie_where_states_do(tmp_path: Path) -> None:
     first, second = (sorted((tmp_path / name / "step-1").iterdir()) for name in ("near", "far"))
     assert [one.name for one in first] == [one.name for one in second]
     assert all(a.read_bytes() == b.read_bytes() for a, b in zip(first, second, strict=True) if a.suffix != ".json")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_part_goes_on_in_the_memory_of_one_that_was_laid_out_the_same(dtype: torch.dtype) -> None:
+    """To the bit, also where the float32 weights say more than those of the model."""
+    first = OptimizerUpdate(buckets_of(dtype), AdamW())
+    learn(first, 2)
+    kept, begun = first.memory, first.memory.begun
+    first.close()
+    again = OptimizerUpdate(buckets_of(dtype), AdamW(), kept=kept)
+    assert again.memory is kept and kept.begun == begun, "nothing was written"
+    assert all(one is run for one, run in zip(again.flat.whole, kept.weights, strict=True))
+    whole = OptimizerUpdate(buckets_of(dtype), AdamW())
+    learn(whole, 2)
+    for update in (again, whole):
+        update.buckets.begin(1)
+        sum(p.float().square().sum() for p in update.buckets.layout.parameters).backward()  # type: ignore[union-attr]
+        update.buckets.finish()
+        update.apply(3, 1e-2)
+    for a, b in zip(again.blocks(), whole.blocks(), strict=True):
+        assert a.name == b.name and torch.equal(a.tensor, b.tensor)
+    for other in (buckets_of(dtype, 2), buckets_of(torch.float64)):
+        assert OptimizerUpdate(other, AdamW(), kept=kept).memory is not kept, "other tensors, or of another dtype"
+    assert OptimizerUpdate(buckets_of(dtype), SGD(), kept=kept).memory is not kept
+    again.fill(lambda module: None)
+    assert kept.begun == begun + 2, "a fill begins to change it too"
