@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tllm.training.job.job_parts import training_facts
 from tllm.training.job.lora_job import LoraJob
 from tllm.training.report.events import RunBegan, RunEvent
 from tllm.training.report.metrics import FILE, read_records
+from tllm.training.snapshot.replication import SnapshotReplicator
 from tllm.training.trainer import RankTrainer
 
 STEP = 3
@@ -216,15 +218,23 @@ def test_two_at_once(lost: str, origin: str, model: Path, tmp_path: Path, monkey
     whole.run("dp=2,pp=2", "abcd")
     run = Epochs(short_job(model, tmp_path / "run", max_steps=5, save_steps=2))
     run.run("dp=2,pp=2", "abcd", dict.fromkeys(lost, told))
-    restore, offered = AsyncSaves.restore, list[object]()
+    lose, restore = SnapshotReplicator.lose_live, AsyncSaves.restore
+    lost_theirs, filled = set[int](), list[int]()  # threads, one for each rank
 
-    def restored(saves: AsyncSaves, *args: Any, **more: Any) -> Any:
-        offered.extend(memory.live for memory in run.copies.values())
+    def losing(replicator: SnapshotReplicator) -> None:
+        lose(replicator)
+        assert replicator.kept_memory is None
+        lost_theirs.add(threading.get_ident())
+
+    def filling(saves: AsyncSaves, *args: Any, **more: Any) -> Any:
+        filled.append(threading.get_ident())
+        assert filled[-1] in lost_theirs, "filled from a save while it could still be gone back to"
         return restore(saves, *args, **more)
 
-    monkeypatch.setattr(AsyncSaves, "restore", restored)
+    monkeypatch.setattr(SnapshotReplicator, "lose_live", losing)
+    monkeypatch.setattr(AsyncSaves, "restore", filling)
     again = run.run("dp=2,pp=2", "abcd")
-    assert not any(offered) and bool(offered) == (origin == "save")
+    assert len(filled) == (4 if origin == "save" else 0)
     assert began(again).origin == origin
     got = final(tmp_path / "run")
     assert all(torch.equal(got[name], x) for name, x in final(tmp_path / "whole").items())
