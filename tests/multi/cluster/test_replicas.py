@@ -12,7 +12,7 @@ from tllm.cluster.certificates import COORDINATOR, Authority, Identity, make_req
 from tllm.cluster.channel import one_way
 from tllm.cluster.connection import connect_tls
 from tllm.cluster.consensus.raft_messages import CONSENSUS_BYTES, FromReplica, RequestVote
-from tllm.cluster.consensus.replica import Deposed, Replica, find_coordinator
+from tllm.cluster.consensus.replica import Deposed, Replica, ask_replicas, find_coordinator
 from tllm.cluster.consensus.replicated_state import (
     ClusterFounded,
     CoordinatorBegan,
@@ -106,10 +106,11 @@ def test_what_one_coordinator_said_the_next_one_knows() -> None:
             await first.propose(ClusterFounded("c", key))
             await first.propose(CoordinatorBegan(first.term, HERE, 7000))
             await first.propose(EpochBegan(1, plan, ("north", "south")))
-            assert {await find_coordinator(one.place, identity(group.authority, "a")) for one in group.replicas} == {
-                (HERE, 7000),
-                None,
-            }
+            asker = identity(group.authority, "a")
+            said = [await find_coordinator(one.place, asker) for one in group.replicas]
+            assert {one.address for one in said} == {(HERE, 7000), None}, "only who leads knows"
+            north = group.replicas[1].place
+            assert await ask_replicas([north], asker) == ((HERE, 7000), 2), "others are asked that it names"
             await group.end(first)
             second = await elected(group)
             assert second.term > first.term
@@ -118,9 +119,11 @@ def test_what_one_coordinator_said_the_next_one_knows() -> None:
             assert state.authority is not None
             restored = Authority.restore(state.authority.certificate, state.authority.key)
             assert restored.fingerprint == group.authority.fingerprint
-            assert await find_coordinator(second.place, identity(restored, "b")) is None, "it does not coordinate yet"
+            assert await ask_replicas([second.place], identity(restored, "b")) == (None, 2), (
+                "it does not coordinate yet"
+            )
             await second.propose(CoordinatorBegan(second.term, HERE, 7001))
-            assert await find_coordinator(second.place, identity(restored, "b")) == (HERE, 7001)
+            assert (await find_coordinator(second.place, identity(restored, "b"))).address == (HERE, 7001)
             await second.propose(EpochBegan(2, plan, ("north", "south")))
 
     play(scene)

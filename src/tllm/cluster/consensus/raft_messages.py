@@ -124,11 +124,18 @@ class FindCoordinator(Message, frozen=True):
 
 
 class CoordinatorFound(Message, frozen=True):
-    """Where the coordinator of this term listens for nodes. "" and 0: nobody that this replica knows of."""
+    """Where the coordinator of this term listens for nodes. "" and 0: nobody that this replica knows of. `replicas` are
+    all that it knows: whoever asks may have heard of fewer before the coordinator was lost."""
 
     term: Index
     host: str = ""
     port: int = 0
+    replicas: Configuration = ()
+
+    @property
+    def address(self) -> tuple[str, int] | None:
+        """The host and the port."""
+        return (self.host, self.port) if self.host else None
 
 
 RaftMessage = RequestVote | TimeoutNow | Vote | AppendEntries | InstallSnapshot | Appended

@@ -199,10 +199,10 @@ class Replica:
             await self._notify()
 
         async def find(_: FindCoordinator) -> CoordinatorFound:
-            state = self.state
-            if not self.leads or state.coordinator is None or state.term != self.term:
-                return CoordinatorFound(self.term)
-            return CoordinatorFound(state.term, *state.coordinator)
+            state, replicas = self.state, self.raft.log.configuration
+            knows = self.leads and state.coordinator is not None and state.term == self.term
+            host, port = state.coordinator if knows and state.coordinator else ("", 0)
+            return CoordinatorFound(self.term, host, port, replicas)
 
         messages = (RequestVote, TimeoutNow, Vote, AppendEntries, InstallSnapshot, Appended)
         return {FindCoordinator: find, **dict.fromkeys(messages, take)}
@@ -232,19 +232,28 @@ class Silence:
 
 async def ask_replicas(places: Iterable[ReplicaPlace], identity: Identity) -> tuple[Address | None, int]:
     """Where the first of these replicas that knows it says that the coordinator listens, and how many answer without
-    knowing. Those that cannot be reached are passed over."""
+    knowing. If none knows, those are asked too that they name. Those that cannot be reached are passed over."""
+    known = tuple(places)
+    answers = await _answers(known, identity)
+    if not any(answer.address for answer in answers):
+        named = dict.fromkeys(place for answer in answers for place in answer.replicas if place not in known)
+        answers += await _answers(named, identity)
+    found = next((answer.address for answer in answers if answer.address), None)
+    return found, sum(not answer.address for answer in answers)
+
+
+async def _answers(places: Iterable[ReplicaPlace], identity: Identity) -> list[CoordinatorFound]:
+    """What those say that can be reached."""
     asked = (find_coordinator(place, identity) for place in places)
     answers = await asyncio.gather(*asked, return_exceptions=True)
     for answer in answers:
-        if isinstance(answer, tuple):
-            return answer, answers.count(None)
         if isinstance(answer, BaseException) and not isinstance(answer, TllmError):
             raise answer
-    return None, answers.count(None)
+    return [answer for answer in answers if isinstance(answer, CoordinatorFound)]
 
 
-async def find_coordinator(place: ReplicaPlace, identity: Identity) -> Address | None:
-    """Where a replica says that the coordinator listens; None where it does not lead or knows of none yet.
+async def find_coordinator(place: ReplicaPlace, identity: Identity) -> CoordinatorFound:
+    """What a replica says: it names the coordinator only where it leads and knows of one.
 
     ClusterError where it cannot be reached.
     """
@@ -252,8 +261,8 @@ async def find_coordinator(place: ReplicaPlace, identity: Identity) -> Address |
     channel = await connect_tls(place.address, context, place.node, FromReplica, CONSENSUS_BYTES, CONNECT_SECONDS)
     reading = asyncio.create_task(channel.run({}))
     try:
-        found = await channel.ask(FindCoordinator(), CONNECT_SECONDS)
-        return (found.host, found.port) if found.host else None
+        found: CoordinatorFound = await channel.ask(FindCoordinator(), CONNECT_SECONDS)
+        return found
     finally:
         channel.abort()
         await end_tasks(reading)
