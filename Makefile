@@ -3,7 +3,8 @@ PYTHON ?= python3
 PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
-PROCESSES := tests/e2e tests/multi/faults tests/docs tests/multi tests/fuzz
+PROCESSES := tests/e2e tests/multi/faults tests/docs tests/fuzz tests/multi/training tests/multi/serving tests/multi
+BESIDE := tests/house tests/unit/planner tests/parity/planner tests/parity/recovery
 KERNELS := $(wildcard src/tllm/kernels/csrc/*)
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 TORCH := $(shell sed -n 's/^\(torch==.*\)$$/\1/p' requirements.lock)
@@ -12,7 +13,7 @@ TORCH := $(shell sed -n 's/^\(torch==.*\)$$/\1/p' requirements.lock)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-numbers test-devices test-processes test-masked check fix docs bench soak soak-numbers soak-processes gpu tiny-model clean
+.PHONY: help setup demo test test-numbers test-apart test-beside test-devices test-processes test-masked check fix docs bench soak soak-numbers soak-processes gpu tiny-model clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -23,17 +24,27 @@ setup: $(VENV)/.runtime  ## Make .venv with the tllm command in .venv/bin
 demo: $(VENV)/.runtime  ## Split the tiny model over three processes here and stream a completion
 	@$(BIN)/tllm demo
 
-test: test-numbers test-devices test-processes  ## Run the tests
+test: test-numbers test-apart  ## Run the tests
 
-# Two at a time fill two cores.
+# Three at a time fill two cores: the ranks of a test are threads that wait for each other a fifth of its time.
 test-numbers: $(VENV)/.dev
-	@$(BIN)/python -m pytest -m "not soak" --numprocesses 2 $(PROCESSES:%=--ignore=%) --ignore=tests/devices $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m "not soak" --numprocesses 3 $(PROCESSES:%=--ignore=%) $(BESIDE:%=--ignore=%) \
+		--ignore=tests/devices $(PYTEST_ARGS)
+
+test-apart: $(VENV)/.dev
+	@$(MAKE) --no-print-directory --jobs 2 test-processes test-beside
+
+# What tests with processes leave of two cores these take: those of devices, then some of numbers. House tests read every
+# source file, and here only one process does.
+test-beside: $(VENV)/.dev
+	@status=0; $(MAKE) --no-print-directory test-devices || status=$$?; \
+		$(BIN)/python -m pytest -m "not soak" $(BESIDE) $(PYTEST_ARGS) || status=$$?; exit $$status
 
 # Apart from all others: who imports these has a second device for the rest of the process.
 test-devices: $(VENV)/.dev
-	@$(BIN)/python -m pytest -m "not soak" --numprocesses 2 tests/devices $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m "not soak" tests/devices $(PYTEST_ARGS)
 
-# Each file of these starts its processes once, so it stays in one place. Files of few and long tests come first: one
+# Each file of these starts its processes once, so it stays in one place. Folders of few and long tests come first: a file
 # that began last would keep one core alone. Variants of what is proved here are in `make soak`.
 test-processes: $(VENV)/.dev
 	@$(BIN)/python -m pytest -m "not soak" --numprocesses 2 --dist loadfile --no-loadscope-reorder \
@@ -93,14 +104,23 @@ $(BIN)/python:
 	@echo "making $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 
-# torch comes first and on its own: a build that this machine already offers (CPU only, say) is then taken as it is.
+# pip takes one core, and the compiler what is left. Two of pip at once would be in each other's way.
 $(VENV)/.runtime: requirements.lock requirements-build.lock pyproject.toml setup.py $(KERNELS) | $(BIN)/python
+	@$(PIP) --requirement requirements-build.lock
+	@$(MAKE) --no-print-directory --jobs 2 $(VENV)/.packages $(VENV)/.kernels
+	@$(PIP) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# torch comes first and on its own: a build that this machine already offers (CPU only, say) is then taken as it is.
+$(VENV)/.packages: requirements.lock | $(BIN)/python
 	@echo "installing requirements.lock"
 	@$(PIP) "$(TORCH)" --constraint requirements.lock
 	@$(PIP) --requirement requirements.lock
+	@touch $@
+
+$(VENV)/.kernels: requirements-build.lock setup.py $(KERNELS) | $(BIN)/python
 	@echo "compiling the kernels"
-	@$(PIP) --requirement requirements-build.lock
-	@$(PIP) --no-deps --no-build-isolation --editable .
+	@$(BIN)/python -c "import setup; setup.compile_kernels()"
 	@touch $@
 
 $(VENV)/.dev: requirements-dev.lock $(VENV)/.runtime

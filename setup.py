@@ -7,11 +7,14 @@ instruction set and fits every version of Python.
 
 from __future__ import annotations
 
+import os
 import platform
 import runpy
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -23,23 +26,28 @@ FLAGS = ["-shared", "-fPIC", "-O3", "-std=c11", "-ffp-contract=off", "-fno-math-
 
 
 def compile_kernels(machine: str = platform.machine()) -> None:
-    """One library for each instruction set of this family of processors, unless it is newer than its sources."""
+    """One library for each instruction set of this family of processors, unless it is newer than its sources; as many
+    at once as there are cores."""
     if sys.platform != "linux":
         return
     known = runpy.run_path(str(KERNELS / "instruction_sets.py"))
     out = KERNELS / known["FOLDER"]
     out.mkdir(exist_ok=True)
     sources = sorted((KERNELS / "csrc").iterdir())
+    files = [str(path) for path in sources if path.suffix == ".c"]
     newest = max(path.stat().st_mtime for path in [*sources, Path(__file__)])
-    for one in known["INSTRUCTION_SETS"]:
+
+    def compile_for(one: Any) -> None:
         library = out / one.file
         if one.machine != machine or (library.is_file() and library.stat().st_mtime > newest):
-            continue
+            return
         target = ["-target", f"{machine}-linux-gnu.2.17", f"-mcpu={one.compiled_for}", "-Wno-psabi", "-s"]
-        files = [str(path) for path in sources if path.suffix == ".c"]
         partial = library.with_suffix(".part")
         subprocess.run([sys.executable, "-m", "ziglang", "cc", *FLAGS, *target, *files, "-o", str(partial)], check=True)
         partial.replace(library)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # two thirds of each are one file, which one core compiles
+        list(pool.map(compile_for, known["INSTRUCTION_SETS"]))
 
 
 class WithBinaries(Distribution):

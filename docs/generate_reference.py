@@ -46,6 +46,7 @@ from tllm.server.openai import lora_adapters, reply_format, requests, responses_
 from tllm.server.pooling import requests as pooling_requests
 from tllm.server.pooling.routes import PoolingRoutes
 from tllm.server.stored.routes import ReplyRoutes
+from tllm.text.generation_config import NO_DEFAULTS
 from tllm.training.job.job import LIMITS, Job
 from tllm.training.job.job_file import TABLES, TYPES
 from tllm.training.job.key_limits import KeyLimits
@@ -71,6 +72,7 @@ REQUEST_KINDS: tuple[type[msgspec.Struct], ...] = (
     requests.TokenizeRequest,
     requests.DetokenizeRequest,
     pooling_requests.EmbeddingRequest,
+    pooling_requests.ClassificationRequest,
     pooling_requests.ScoreRequest,
     pooling_requests.RerankRequest,
     pooling_requests.RerankDocument,
@@ -585,7 +587,7 @@ def power(value: float) -> str:
 
 def setting(value: Any) -> str:
     """A setting's default; lists are empty."""
-    if value in ((), "", UNLIMITED, RequestLimits()):
+    if value in ((), "", UNLIMITED, RequestLimits(), NO_DEFAULTS):
         return NONE
     if isinstance(value, int) and value >= 1 << 15 and value != RequestLimits().max_json_containers:
         return f"`{value >> 20} MiB`" if value >= 1 << 20 else f"`{value >> 10} KiB`"

@@ -173,8 +173,8 @@ def page(rows: list[dict[str, Any]]) -> Page:
         "processor.\n"
         "- Messages are as many as their law says: about ten for each node and epoch.\n"
         "- To form, every node is told of every rank: n tables of n places. Packed, and once for all, a place takes "
-        f"{largest['traffic']['bytes_to_nodes']['Places'] / largest['ranks'] ** 2:.1f} bytes or less. Later epochs "
-        "send what has changed, and are O(n).\n" + "\n".join(_churned(row) for row in rows if "churn" in row),
+        f"{largest['traffic']['bytes_to_nodes']['RankAddresses'] / largest['ranks'] ** 2:.1f} bytes or less. Later "
+        "epochs send what has changed, and are O(n).\n" + "\n".join(_churned(row) for row in rows if "churn" in row),
         "Processor seconds are of a machine that others used too, with the simulated nodes' own part, and only show "
         "how they grow. Not simulated: TLS, joining by token (three handshakes for each node), weights that nodes "
         "fetch from each other, replicas of the coordinator, and the ranks themselves, which open links to all others "

@@ -27,16 +27,16 @@ from tllm.cluster.messages import (
     Message,
     News,
     NodeFacts,
-    Places,
     Prepared,
     Progress,
+    RankAddresses,
     Refused,
     Started,
     ToNode,
 )
 from tllm.core.errors import ClusterError, TllmError
 from tllm.node.coordinator.membership import Membership
-from tllm.node.roles.rank_places import KnownPlaces
+from tllm.node.roles.rank_addresses import KnownRankAddresses
 from tllm.training.report.events import RunBegan, RunStepped, encode
 from tllm.training.report.metrics import StepRecord
 
@@ -166,7 +166,7 @@ class SimulatedNode:
         self._has = -1  # the part of a replica whose weights it has
         self.is_here = True
         self.beat = 0.0  # until it is taken in
-        self.places = KnownPlaces()
+        self.places = KnownRankAddresses()
         self._reader: asyncio.StreamReader | None = None
 
     def attach(self) -> None:
@@ -240,7 +240,7 @@ class SimulatedNode:
             self.beat = _attached(body).beat_seconds
             self.later(self.cluster.random.uniform(0, self.beat), self._beat)
             return
-        if name == "Places":
+        if name == "RankAddresses":
             if self.number < LOOK:
                 self._look(_decode(body))
             return
@@ -265,7 +265,7 @@ class SimulatedNode:
             case _:
                 raise AssertionError(f"{self.name} has no answer to {name}")
 
-    def _look(self, told: Places) -> None:
+    def _look(self, told: RankAddresses) -> None:
         try:
             self.places.take(told)
         except ClusterError as error:

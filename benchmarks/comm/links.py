@@ -16,7 +16,7 @@ import msgspec
 from benchmarks.report.markdown import table
 from benchmarks.report.results import Page, write
 from tests.support.cluster.hosts import Hosts, why_not
-from tllm.cli.display.tables import amount
+from tllm.core.memory import amount
 from tllm.recipes.bench.links import LinkBench, LinkTimes, between_machines
 from tllm.recipes.bench.processes import LOOPBACK, free_ports, run_seats, seats_at
 

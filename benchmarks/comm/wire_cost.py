@@ -202,7 +202,7 @@ def be_guarded(options: argparse.Namespace) -> None:
 
 
 async def _be_guarded(options: argparse.Namespace) -> None:
-    def invite(address: str, token: str) -> None:
+    def invite(count: int, address: str, token: str) -> None:
         print(json.dumps({"address": address, "token": token}), flush=True)
 
     nodes = ClusterOptions(threads=1)

@@ -192,7 +192,7 @@ async def run(order: Form) -> None:
         cluster = TrainingCluster(training_work(order.path, [], everybody), Authority.create(), address, here)
     else:
         cluster = ServingCluster(serving_work(order.path, everybody, 64), Authority.create(), address, here)
-    options = ClusterOptions(threads=1, source=JoinLine(lambda *how: answer(how)), join_seconds=JOIN_SECONDS)
+    options = ClusterOptions(threads=1, source=JoinLine(lambda count, *how: answer(how)), join_seconds=JOIN_SECONDS)
     async with forming(cluster, here, order.host, options):
         answer(cluster.nodes.names)
         while line := await asyncio.to_thread(sys.stdin.buffer.readline):

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.report import markdown
-from benchmarks.report.results import Page, raw_of, write
+from benchmarks.report.results import Page, processor, raw_of, write
 from tests.support.cluster.hosts import Hosts, why_not
 from tests.support.double_faults.double_run import DoubleOutcome, DoubleRun, Drawn
 from tests.support.double_faults.equal_hosts import COUNT, EqualHosts
@@ -27,6 +27,8 @@ from tests.support.models.families import save_model
 from tests.support.serving.serving_faults import golden
 
 RUNS = 300
+TRACEBACK = "Traceback (most recent call last)"
+"""In no fault of a machine, a disk or a network may our own code fail; where it does, its log says so."""
 
 
 def main() -> int:
@@ -40,11 +42,12 @@ def main() -> int:
         raise SystemExit(reason)
     torch.set_num_threads(1)
     start, rows = time.monotonic(), list[dict[str, Any]]()
-    raw: dict[str, Any] = {"runs": rows, "minutes": 0.0}
+    raw: dict[str, Any] = {"runs": rows, "minutes": 0.0, "seeds": {}}
     if options.again is not None:
         raw = raw_of(options.again)
         rows = raw["runs"]
     before, done = raw["minutes"], {row["seed"] for row in rows}
+    here = raw["seeds"].setdefault(processor().partition(",")[0], [])
     with tempfile.TemporaryDirectory(prefix="double-faults-") as root:
         model = Path(root) / "model"
         save_model("llama", model, num_hidden_layers=COUNT)
@@ -52,6 +55,7 @@ def main() -> int:
         for seed in range(options.first_seed, options.first_seed + options.runs):
             if seed not in done:
                 rows.append(run(Path(root), model, truth, seed, options.histories))
+                here.append(seed)
                 raw["minutes"] = round(before + (time.monotonic() - start) / 60, 1)
                 write(page(raw), raw)
     return any(row["wrong"] for row in rows)
@@ -69,6 +73,9 @@ def run(root: Path, model: Path, truth: list[list[int]], seed: int, histories: P
     except (AssertionError, TimeoutError) as error:
         why = f"{type(error).__name__}: {error}"[:2000]
         outcome = DoubleOutcome(seed, drawn.names, drawn.strikes_first, None, None, 0, 0, 0, [why])
+    for log in sorted(folder.glob("*.log")):
+        if TRACEBACK in log.read_text(errors="replace"):
+            outcome.wrong.append(f"{log.name} has a traceback")
     row: dict[str, Any] = dict(vars(outcome))
     print(json.dumps(row), flush=True)
     if outcome.wrong:
@@ -91,23 +98,28 @@ READING = """{count} runs of the {all} that the command draws, in {minutes} minu
 machine was struck, which ran the command; in {two} there were two faults. {wrong} had something wrong: {hangs} streams
 that hung, {tokens} with other tokens, {replies} kept replies that were not the same afterwards. `going on`: the end of
 the longest silence that a stream had after the faults, in seconds. `answered`: when every host that was not lost had
-also answered a new request, after the open streams had ended."""
+also answered a new request, after the open streams had ended. `back`, from seed 57 on: when every host that had been
+cut off or stopped had answered one, after its fault was undone; the first machine comes back as one of the nodes."""
 LIMITS = """- Five hosts in network namespaces of one machine, a small model, while streams are open; serving alone.
 - Five hosts share two cores, with whatever else the machine does: seconds are upper bounds.
 - The streams of a host that is killed, stopped or cut off break with it and are not counted.
+- The runs are of several days and commits, which the log names. Rows that name no processor have those of all.
 - A clock is moved for the processes of a host by a library that they load; disks are small file systems in memory."""
 
 
 def page(raw: dict[str, Any]) -> Page:
-    """The page of raw figures: each fault by itself or with others, and all."""
+    """The page of raw figures: each fault by itself or with others, and all on each processor."""
     runs = raw["runs"]
     kinds = sorted({kind_of(fault) for row in runs for fault in row["faults"]})
-    table = [["with", "runs", "wrong", "going on, s: median (worst)", "answered, s: median (worst)"]]
+    table = [["with", "runs", "wrong", *(f"{name}, s: median (worst)" for name in ("going on", "answered", "back"))]]
     groups = [(kind, [row for row in runs if kind in map(kind_of, row["faults"])]) for kind in kinds]
-    groups += [("the first machine", [row for row in runs if row["first"]]), ("all", runs)]
+    groups += [("the first machine", [row for row in runs if row["first"]])]
+    for name, seeds in raw["seeds"].items():
+        groups.append((f"all on {name}", [row for row in runs if row["seed"] in seeds]))
     for name, some in groups:
         wrong = sum(bool(row["wrong"]) for row in some)
-        table.append([name, str(len(some)), str(wrong), spread(some, "recovered"), spread(some, "answered")])
+        spreads = [spread(some, key) for key in ("recovered", "answered", "returned")]
+        table.append([name, str(len(some)), str(wrong), *spreads])
     counts = {
         "count": len(runs),
         "all": RUNS,
@@ -128,7 +140,7 @@ def kind_of(fault: str) -> str:
 
 
 def spread(runs: list[dict[str, Any]], key: str) -> str:
-    found = [row[key] for row in runs if row[key] is not None]
+    found = [row[key] for row in runs if row.get(key) is not None]
     return f"{statistics.median(found):.1f} ({max(found):.1f})" if found else ""
 
 

@@ -91,7 +91,7 @@ def main() -> None:
         notes = Path(root) / "spans"
         os.environ.update(environment(**{FILE: str(notes)}))
         command = worker_forks.worker_command
-        worker_forks.worker_command = lambda threads, _, *words: command(  # type: ignore[assignment]
+        worker_forks.worker_command = lambda threads, _, *words: command(
             threads, "benchmarks.faults.timed_fork_server", *words
         )
         for number, scene in itertools.product(range(args.rounds), SCENES):

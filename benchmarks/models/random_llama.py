@@ -52,14 +52,19 @@ def config_of(
     )
 
 
-def model_folder(size: str, root: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """The folder of a model of this size, without a tokenizer; it is written on first use."""
+def model_folder(size: str, root: Path, dtype: torch.dtype = torch.bfloat16, vocabulary: int | None = None) -> Path:
+    """The folder of a model of this size, without a tokenizer; it is written on first use.
+
+    `vocabulary`: tokens, where they are to be others than the size has.
+    """
     name = str(dtype).removeprefix("torch.")
-    folder = root / f"llama-{size}-random{'' if dtype == torch.bfloat16 else '-' + name}"
+    tokens = "" if vocabulary is None else f"-v{vocabulary}"
+    folder = root / f"llama-{size}{tokens}-random{'' if dtype == torch.bfloat16 else '-' + name}"
     if (folder / "config.json").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    config = config_of(SHAPES[size], name)
+    shape = SHAPES[size] if vocabulary is None else SHAPES[size] | {"vocab_size": vocabulary}
+    config = config_of(shape, name)
     save_file(_weights(config, dtype), folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     return folder

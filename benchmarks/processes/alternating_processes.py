@@ -33,13 +33,17 @@ class Contender:
 
     def take(self, steps: int) -> Report:
         """Take a turn. `seconds` are those of the slowest process, `losses` the mean; the rest is of rank 0."""
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.write(f"{steps}\n")
-            process.stdin.flush()
-        reports = [self._read(number) for number in range(len(self._processes))]
+        reports = self.ask(str(steps))
         losses = [statistics.fmean(step) for step in zip(*(report["losses"] for report in reports), strict=True)]
         return {**reports[0], "losses": losses, "seconds": max(report["seconds"] for report in reports)}
+
+    def ask(self, line: str) -> list[Report]:
+        """Write a line to every process; what each reports then."""
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(f"{line}\n")
+            process.stdin.flush()
+        return [self._read(number) for number in range(len(self._processes))]
 
     def _read(self, number: int) -> Report:
         out = self._processes[number].stdout

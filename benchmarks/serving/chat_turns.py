@@ -21,7 +21,7 @@ from benchmarks.models.random_llama import model_folder, parameters
 from benchmarks.processes.python_module import free_port
 from benchmarks.report.markdown import percent, table
 from benchmarks.report.results import Page, write
-from benchmarks.serving.openai_client import prompt_of, wait_until_ready
+from benchmarks.serving.openai_client import chunks_of, prompt_of, wait_until_ready
 from benchmarks.serving.throughput import server
 
 PROMPT, REPLY, SAID = 3936, 32, 32
@@ -52,13 +52,7 @@ async def turn(client: httpx.AsyncClient, url: str, prompt: list[int]) -> tuple[
     }  # fmt: skip
     begun, times, ids, cached = time.perf_counter(), list[float](), list[int](), 0
     async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
-        response.raise_for_status()
-        async for line in response.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            chunk = json.loads(line[6:])
-            if "error" in chunk:
-                raise RuntimeError(chunk["error"])
+        async for chunk in chunks_of(response):
             for choice in chunk["choices"]:
                 times.append(time.perf_counter() - begun)
                 ids += choice["token_ids"]

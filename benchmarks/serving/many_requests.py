@@ -183,14 +183,16 @@ def cells(rounds: Sequence[Figures], ratio: str) -> list[str]:
     gaps = [1000 * seconds for one in rounds for seconds in one["gaps_s"]]
     rate = statistics.median(one["tok_s"] for one in rounds)
     times = [
-        f"{of(values):.{digits}f}" for values, digits in ((first, 2), (gaps, 0)) for of in (statistics.median, p95)
+        f"{value:.{digits}f}"
+        for values, digits in ((first, 2), (gaps, 0))
+        for value in (statistics.median(values), percentile(values, 95))
     ]
     return [f"{rate:.1f}", ratio, *times]
 
 
-def p95(values: Sequence[float]) -> float:
-    """What 95 of 100 of the values do not exceed."""
-    return sorted(values)[max(0, -(-95 * len(values) // 100) - 1)]
+def percentile(values: Sequence[float], share: int) -> float:
+    """What `share` of 100 of the values do not exceed."""
+    return sorted(values)[max(0, -(-share * len(values) // 100) - 1)]
 
 
 if __name__ == "__main__":

@@ -7,8 +7,10 @@ import json
 import random
 import subprocess
 import time
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import httpx
 
@@ -35,6 +37,17 @@ class Reply:
         return [after - before for before, after in pairwise(self.arrivals)]
 
 
+async def chunks_of(response: httpx.Response) -> AsyncGenerator[dict[str, Any], None]:
+    """The chunks of a streamed reply; RuntimeError for one that tells of an error."""
+    response.raise_for_status()
+    async for line in response.aiter_lines():
+        if line.startswith("data: {"):
+            chunk = json.loads(line.removeprefix("data: "))
+            if "error" in chunk:
+                raise RuntimeError(chunk["error"])
+            yield chunk
+
+
 async def ask(client: httpx.AsyncClient, url: str, model: str, prompt: list[int], max_tokens: int) -> Reply:
     body = {
         "model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0,
@@ -42,13 +55,7 @@ async def ask(client: httpx.AsyncClient, url: str, model: str, prompt: list[int]
     }  # fmt: skip
     start, arrivals, tokens = time.perf_counter(), list[float](), 0
     async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
-        response.raise_for_status()
-        async for line in response.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            chunk = json.loads(line[6:])
-            if "error" in chunk:
-                raise RuntimeError(chunk["error"])
+        async for chunk in chunks_of(response):
             if chunk["choices"]:
                 arrivals.append(time.perf_counter() - start)
             if chunk.get("usage"):

@@ -20,7 +20,8 @@ from tllm.cluster.certificates import Identity
 from tllm.cluster.tls import data_client, data_server
 from tllm.comm.links.connect import LinkOptions, Listener, open_links
 from tllm.comm.links.link import Link
-from tllm.core.memory import LARGEST_TRAINED, keep_freed_memory, reexecute_with_huge_pages
+from tllm.core.memory import LARGEST_TRAINED, keep_freed_memory
+from tllm.core.program import reexecute_to_compute
 from tllm.model.transformer import build
 from tllm.node.roles.colocated_rollouts import colocated_rollouts
 from tllm.parallel.mesh import whole
@@ -43,7 +44,7 @@ DEADLINE = 600.0
 
 
 def main() -> None:
-    reexecute_with_huge_pages()
+    reexecute_to_compute()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("rows", type=Path)

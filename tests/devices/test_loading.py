@@ -66,7 +66,7 @@ def test_an_adapter_is_where_its_model_is_and_changes_the_rows_of_its_requests(f
     found = []
     for device in (CPU, SEPARATE[1]):
         model = loaded(folder, device)
-        updates = read_adapter(source).load(model, source, EXACT)
+        updates = read_adapter(source).load(model, source, EXACT, model.seam.tp)
         assert updates and {x.device for update in updates.values() for x in update.parameters()} == {device}
         stage = make_stage(model, mesh_of(spec, plan, 0, solo()), plan, None, limits)
         stage.adapters.add("a", updates)

@@ -43,7 +43,7 @@ def test_given_memory_is_a_part_of_the_device_and_kept_to(monkeypatch: pytest.Mo
     assert device_name(CUDA) == "cuda:1 Some GPU" and free_memory(CUDA) == 3 * GIB
     assert usable_device_memory(CUDA, None) == 8 * GIB and not set_to
     assert usable_device_memory(CUDA, 2 * GIB) == 2 * GIB and set_to == [(0.25, CUDA)]
-    with pytest.raises(ConfigError, match=rf"{9 * GIB} bytes of memory were given and cuda:1 has {8 * GIB}"):
+    with pytest.raises(ConfigError, match=r"9.00 GiB of memory were given and cuda:1 has 8.00 GiB"):
         usable_device_memory(CUDA, 9 * GIB)
     with pytest.raises(ConfigError, match="before any weight"):
         usable_device_memory(CUDA, 1000)

@@ -8,10 +8,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.support.cluster.commands import Running, run_module, running, tllm
 from tests.support.cluster.hosts import Hosts, why_not
+from tests.support.comm.namespaces import inside
 from tllm.engine.engine import Engine
 from tllm.engine.schedule.limits import EngineConfig
 from tllm.spec.request import SamplingParams
@@ -72,7 +74,8 @@ def test_three_hosts_serve_the_official_client(network: dict[str, Any], plan: st
 
 
 def test_a_cable_pulled_out_is_outlived_and_its_node_taken_back(folder: Path) -> None:
-    """The node is not killed, only silent; plugged in again it finds the coordinator and is of use to it."""
+    """The node is not killed, only silent; plugged in again it finds the coordinator and is of use to it. So is the
+    first machine: meanwhile it answers that it coordinates no more, and then it is a node of whoever does."""
     with Hosts(4, rate="100mbit") as hosts, serve(hosts, folder, "--plan", "pp=3") as server:
         line = server.until(r"tllm join (\S+) --token (\S+)")
         with join(hosts, 1, line), join(hosts, 2, line):
@@ -91,7 +94,37 @@ def test_a_cable_pulled_out_is_outlived_and_its_node_taken_back(folder: Path) ->
             while (status := cluster(hosts, url))["plan"] != "pp=3,tp=1+1+1,layers=1+1+2" or not status["ready"]:
                 time.sleep(0.2)
             assert json.loads(ask(hosts, url).stdout) == expected(folder)
-            assert server.interrupt()[0] == 0
+            while len(cluster(hosts, url)["replicas"]["nodes"]) < 3:
+                time.sleep(0.2)
+            hosts.link(0, up=False)
+            told = until_deposed(hosts, url, folder.name)
+            assert told["code"] == "node_lost" and "it could not reach most of 3 replicas" in told["message"]
+            hosts.link(0, up=True)
+            start = time.monotonic()
+            assert url_of(server) == url, "the first machine serves as one of the nodes"
+            while not (status := cluster(hosts, url))["ready"] or seated(status) != ["host-1", "host-2", "the first"]:
+                time.sleep(0.2)
+            print(f"the first machine has a rank again {time.monotonic() - start:.1f} s after its cable was plugged in")
+            assert json.loads(ask(hosts, url).stdout) == expected(folder)
+            code, said = server.interrupt()
+            assert code == 0 and "Traceback" not in said, said
+
+
+def until_deposed(hosts: Hosts, url: str, model: str) -> dict[str, Any]:
+    """What the first host answers to a request, asked there, once it coordinates no more."""
+    asked = {"model": model, "prompt": [1], "max_tokens": 1}
+    with inside(hosts.names[0]):
+        while True:
+            told = httpx.post(f"{url}/completions", json=asked, headers={"authorization": f"Bearer {KEY}"}, timeout=30)
+            if told.status_code == 503:
+                return dict(told.json()["error"])
+            time.sleep(0.2)
+
+
+def seated(status: dict[str, Any]) -> list[str]:
+    """The nodes that have ranks, by their names; the first machine's is made from that of this machine."""
+    names = [node["node"] for node in status["nodes"] if node["rank"] is not None]
+    return sorted(name if name.startswith("host-") else "the first" for name in names)
 
 
 def cluster(hosts: Hosts, url: str) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import threading
 import time
@@ -20,6 +19,7 @@ import uvicorn
 
 from tests.support.serving.fake_engine import FakeEngine
 from tests.unit.server.kit import TOKENIZER, serve
+from tllm.recipes.bench.processes import free_row
 from tllm.server.http.metrics import _COUNTERS, _GAUGES, _LABELS
 from tllm.server.run import bind
 
@@ -53,8 +53,7 @@ class Prometheus:
         config = config.replace("127.0.0.1:8000", server).replace("15s", "1s").replace("5s", "1s")
         (folder / "prometheus.yml").write_text(config)
         shutil.copy(MONITORING / "prometheus-rules.yml", folder)
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.address = f"127.0.0.1:{free.getsockname()[1]}"
+        self.address = f"127.0.0.1:{free_row(1)}"
         words = [f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"]
         self.process = subprocess.Popen(
             ["prometheus", *words, f"--web.listen-address={self.address}"], stderr=subprocess.DEVNULL

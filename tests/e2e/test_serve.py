@@ -43,7 +43,7 @@ def test_machines_that_share_a_secret_need_no_token_and_find_a_first_machine_aga
         where = server.until(r"tllm join (\S+)$")[1]
         assert where == f"127.0.0.1:{port}"
         stranger = tllm("join", where, env={"TLLM_SECRET": "t" * 32})
-        assert (stranger.returncode, "not the one that the join token" in stranger.stderr) == (5, True)
+        assert (stranger.returncode, stranger.stderr.count("not the one that the join token")) == (5, 1)
         with running("join", where, "--rejoin", "60", env=env) as node:
             assert completed(server.until(r"serving .* at (\S+)")[1], (1, 2, 3), 16) == whole["token_ids"]
             server.process.kill()
@@ -64,7 +64,7 @@ def test_a_wrong_token_is_refused_and_harms_nobody(folder: Path) -> None:
         wrong = line[2][:10] + ("A" if line[2][10] != "A" else "B") + line[2][11:]
         refused = tllm("join", line[1], "--token", wrong)
         assert refused.returncode == 5
-        assert "join token is not one of this cluster" in refused.stderr
+        assert refused.stderr.count("join token is not one of this cluster") == 1
         with running("join", line[1], "--token", line[2], "--name", "lab-2"):
             assert len(completed(server.until(r"serving .* at (\S+)")[1], (1, 2, 3), 16)) == 16
             code, said = server.interrupt()

@@ -103,14 +103,14 @@ def test_told_to_stop_it_saves_and_the_same_command_goes_on_under_any_plan(whole
     """Ctrl-C, then another plan and a scheduler's SIGTERM, then a third plan to the end: as if nothing had happened."""
     words = ["train", str(write_job(tmp_path)), "--set", "seed=7"]
     run = tmp_path / "run"
-    for plan, number, step in (("dp=2", signal.SIGINT, 5), ("pp=2", signal.SIGTERM, 25)):
+    for plan, number in (("dp=2", signal.SIGINT), ("pp=2", signal.SIGTERM)):
         with running(*words, "--plan", plan) as command:
-            command.until(step_line(step))
+            first = command.until(r"^step +(\d+)/")  # the run may be over a second later
             command.process.send_signal(number)
             said = command.until(r"left after step (\d+) of 60; the same command goes on")
             code, errors = command.wait()
             assert code == SAVED and "error" not in errors
-        assert step <= int(said[1]) < 60 and (run / f"step-{said[1]}").is_dir()
+        assert int(first[1]) <= int(said[1]) < 60 and (run / f"step-{said[1]}").is_dir()
         assert not (run / "final").exists()
     done = tllm(*words, "--plan", "tp=2", "--quiet")
     assert done.returncode == 0, done.stderr

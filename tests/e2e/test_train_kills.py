@@ -126,10 +126,9 @@ def killed(words: list[str], dice: random.Random, folder: Folder) -> bool:
     return True
 
 
+@pytest.mark.soak  # `test_training_restart` kills a command, `test_faults` a node, `test_resume` takes plans
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "exact", [pytest.param(False, marks=pytest.mark.soak), True], ids=["any plan", "deterministic"]
-)
+@pytest.mark.parametrize("exact", [False, True], ids=["any plan", "deterministic"])
 def test_three_kills(exact: bool, tmp_path: Path) -> None:
     play(tmp_path, exact, kills=2 if exact else 1, steps=60, seed=5)
 

@@ -180,10 +180,11 @@ def test_what_waits_to_be_sent_is_bounded_and_generation_waits_with_it(monkeypat
     with running(engine, send_seconds=30) as server:
         with slow_reader(server, asked(stream=True, max_tokens=LONG)):
             eventually(lambda: bool(sizes), 20)
-            time.sleep(0.3)
-            made = engine.made
-            time.sleep(0.5)
-            assert engine.made == made, "nothing is made that cannot be sent"
+            made = -1
+            while engine.made != made:
+                made = engine.made
+                time.sleep(0.5)
+            assert engine.running == 1, "nothing is made that cannot be sent"
         eventually(lambda: is_idle(server))
     # Whoever writes goes on until the mark is passed, so by one event at most; an event of 50 words has no 4 KiB.
     assert all(HIGH_WATER < size < HIGH_WATER + 4096 for size in sizes)
@@ -209,7 +210,7 @@ def test_a_body_without_a_key_cannot_go_on_for_ever() -> None:
             while time.monotonic() - began < 10:
                 link.sendall(b"x")
                 time.sleep(0.05)
-        assert time.monotonic() - began < 4
+        assert time.monotonic() - began < 8
 
 
 def test_idle_connections_give_way_to_those_that_ask() -> None:

@@ -63,7 +63,7 @@ def test_a_run_on_cuda_is_the_run_on_the_processor(
     assert len(want) == 6
     assert furthest(ran("cuda", CUDA)[0]) < 1e-7
     assert furthest(ran("narrow", CUDA, "bfloat16")[0]) < 2e-2
-    monkeypatch.setattr("tllm.model.transformer.rotation", rotation_of_the_host)
+    monkeypatch.setattr("tllm.model.rope.rotation", rotation_of_the_host)
     losses, weights = ran("rotated", CUDA)
     assert furthest(losses) < 1e-12
     assert max(float((weights[name] - x).abs().max()) for name, x in kept.items()) < 1e-10

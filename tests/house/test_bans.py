@@ -13,6 +13,7 @@ UNSAFE_CALLS = {"eval", "exec", "torch.load", "torch.save", "yaml.load", "yaml.u
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "stuff"}
 PARALLEL_WORDS = re.compile(r"(^|_)(rank|ranks|world|dist|distributed|environ|cuda|nccl|gloo)($|_)")
 DEVICE_NAMES = re.compile(r"^(cpu|cuda|mps|xpu|npu)(:\d+)?$")
+PACKAGES_OF_RANKS = ("core", "comm", "devices", "quantization", "parallel", "model", "weights", "engine", "training")
 OPEN_ENDS = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
 # Built from pieces, so that this file does not hold what it looks for.
 ONE_MACHINE = re.compile(
@@ -80,6 +81,27 @@ def test_model_knows_no_parallelism() -> None:
             if PARALLEL_WORDS.search(word) or DEVICE_NAMES.search(word):
                 faults.append(f"{name_of(path)}:{getattr(node, 'lineno', 0)}: {word}")
     assert not faults, "\n".join(faults)
+
+
+def test_decoders_are_made_with_their_module() -> None:
+    """Where ranks are threads of a process: two of them that have msgspec look at a type for the first time at once can
+    crash it, as its C code takes what the other has half made."""
+    faults = [
+        f"{name_of(path)}:{node.lineno}: {ast.unparse(node)[:100]}"
+        for package in PACKAGES_OF_RANKS
+        for path in sorted((SOURCE / package).rglob("*.py"))
+        for function in nodes(path)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call) and _looks_at_a_type(node)
+    ]
+    assert not faults, "\n".join(faults)
+
+
+def _looks_at_a_type(call: ast.Call) -> bool:
+    name = _dotted(call.func)
+    is_typed = len(call.args) > 1 or any(keyword.arg == "type" for keyword in call.keywords)
+    return name.startswith("msgspec.") and (name.endswith(".Decoder") or (name.endswith(".decode") and is_typed))
 
 
 def _dotted(node: ast.expr) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+from tests.conftest import FAILURES_VARIABLE
 from tests.house.tree import ROOT
 
 HANG = '''
@@ -41,7 +43,8 @@ def run_guarded(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
     (folder / "test_case.py").write_text(text)
     command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "--rootdir", str(folder), "-p", "no:randomly"]
     command += ["-c", str(ROOT / "pyproject.toml"), str(folder / "test_case.py")]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=50)
+    env = {name: value for name, value in os.environ.items() if name != FAILURES_VARIABLE}  # which are not of these
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=50)
 
 
 def test_a_hang_prints_the_stacks_of_every_process(tmp_path: Path) -> None:

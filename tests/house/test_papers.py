@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 import tomllib
@@ -104,6 +105,27 @@ def test_links_lead_somewhere(page: Path) -> None:
         if "://" not in target and not (page.parent / target).exists():
             faults.append(target)
     assert not faults, f"{name_of(page)} links to {faults}, which do not exist"
+
+
+@pytest.mark.parametrize("page", [p for p in project_files() if p.suffix == ".md"], ids=name_of)
+def test_headings_skip_no_level(page: Path) -> None:
+    """A reader's table of contents has no gap; the documentation site refuses a page that leaves a level out."""
+    text = re.sub(r"^(```+|~~~+).*?^\1", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    levels = [len(marks) for marks in re.findall(r"^(#+) ", text, re.MULTILINE)]
+    skipped = [(above, below) for above, below in itertools.pairwise(levels) if below > above + 1]
+    assert not skipped, f"{name_of(page)} goes from a heading of one level to one two or more below: {skipped}"
+
+
+def test_the_log_lists_each_of_its_entries() -> None:
+    folder = ROOT / "docs" / "log"
+    listed = set(re.findall(r"\]\(([\w-]+\.md#[\w-]+)\)", (folder / "index.md").read_text().partition("\n## [")[2]))
+    missing = [
+        f"{page.name}: {title}"
+        for page in sorted(folder.glob("*.md"))
+        for title in re.findall(r"^## (20\d\d-.*)$", page.read_text(), re.MULTILINE)
+        if f"{page.name}#{re.sub(r'[^a-z0-9_ -]', '', title.lower()).replace(' ', '-')}" not in listed
+    ]
+    assert not missing, "docs/log/index.md has no line of these:\n" + "\n".join(missing)
 
 
 def test_files_that_the_source_names_exist() -> None:

@@ -37,7 +37,7 @@ FLOORS = {
 SUB_PACKAGES = {
     "cluster": (".", "consensus"),
     "cli": ("arguments", "display", ".", "planning", "demonstration", "folders", "commands"),
-    "comm": ("links", "collectives", "c10d"),
+    "comm": ("links", "nccl", "collectives", "c10d"),
     "engine": ("pages", "waiting", "schedule", "compute", "draft", "page_store", ".", "measure"),
     "node": (
         *(
@@ -46,6 +46,7 @@ SUB_PACKAGES = {
             "weights",
             "front_end",
             "roles",
+            "answering",
             ".",
             "sources",
             "coordinator",

@@ -26,6 +26,7 @@ from tllm.spec.plan import Plan
 from tllm.spec.quantized.cache_form import KVCacheDtype, check_kv_cache_dtype
 from tllm.spec.quantized.weight_form import Quantize, with_weight_form
 from tllm.spec.speculative_config import SpeculativeConfig, read_speculative_config
+from tllm.text.generation_config import NO_DEFAULTS, OWN, GenerationConfig, read_generation_config
 from tllm.text.same_vocabulary import check_same_vocabulary
 
 if TYPE_CHECKING:
@@ -82,6 +83,10 @@ class EngineArgs(TypedDict, total=False):
     """What carries tensors between processes."""
     pooler_config: str | Mapping[str, Any] | PoolerConfig | None
     """How embeddings and scores are made: `pooling_type`, `normalize`, `score_type`, as JSON or a dict."""
+    generation_config: str
+    """How tokens are chosen where nobody says: auto (as the model's folder says), vllm (as always), or a folder."""
+    override_generation_config: str | Mapping[str, Any] | None
+    """What counts before that, as JSON or a dict: `{"temperature": 0.6, "top_p": 0.95}`."""
     revision: str | None
     """Branch, tag or commit of a model that is given by its name on the Hugging Face hub (main)."""
 
@@ -120,6 +125,7 @@ class EngineOptions:
     device: str = "cpu"
     hub: HubWeights | None = None
     pooler_config: PoolerConfig | None = None
+    generation_config: GenerationConfig = NO_DEFAULTS
 
     @property
     def max_model_len(self) -> int:
@@ -180,6 +186,9 @@ def engine_options(model: Path | str, plan: str = "pp=1", **args: Unpack[EngineA
         memory=args.get("memory"),
         device=args.get("device", "cpu"),
         pooler_config=read_pooler_config(args.get("pooler_config")),
+        generation_config=read_generation_config(
+            model, args.get("generation_config", OWN), args.get("override_generation_config")
+        ),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Generator
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
@@ -53,17 +53,19 @@ class EngineThread:
             future.cancel()
             raise
 
-    def iterate(self, stream: AsyncIterator[T]) -> Iterator[T]:
+    def iterate(self, stream: AsyncIterator[T]) -> Generator[T, None, None]:
         """What the asynchronous iterator yields, one after the other; ending early closes it."""
-        end = object()
+        end, turn = object(), asyncio.Lock()  # a call that an interrupt cancels is over before the stream is closed
 
         async def following() -> T | object:
-            return await anext(stream, end)
+            async with turn:
+                return await anext(stream, end)
 
         async def closing() -> None:
             aclose = getattr(stream, "aclose", None)
             if aclose is not None:
-                await aclose()
+                async with turn:
+                    await aclose()
 
         try:
             while (item := self.run(following())) is not end:
@@ -79,21 +81,33 @@ def _keep_open(
     closing: asyncio.Event,
     opened: Future[EngineClient],
 ) -> None:
-    """The thread: enter the context, tell whoever waits for it, and leave it when that is asked for."""
+    """The thread: enter the context, tell whoever waits for it, and leave it when that is asked for. If that is asked
+    before it is entered, it is given up."""
 
     async def keep() -> None:
         async with opening as client:
             opened.set_result(client)
             await closing.wait()
 
-    task = loop.create_task(keep())
+    async def give_up() -> None:
+        await closing.wait()
+        if not opened.done():
+            task.cancel()
+
+    task, giving_up = loop.create_task(keep()), loop.create_task(give_up())
     loop.run_until_complete(asyncio.wait((task,)))
+    giving_up.cancel()
     calls = asyncio.all_tasks(loop)  # whose callers still wait
     for call in calls:
         call.cancel()
     if calls:
         loop.run_until_complete(asyncio.wait(calls))
+    loop.run_until_complete(loop.shutdown_default_executor())
     loop.close()
+    if task.cancelled():
+        if not opened.done():  # whoever opened it was interrupted and has left, or waits and would for ever
+            opened.set_exception(ClusterError("the engine was cancelled while it was opened", "open it again"))
+        return
     error = task.exception()
     if error is not None and opened.done():
         raise error

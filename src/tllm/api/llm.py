@@ -25,6 +25,7 @@ from tllm.server.pooling.pooled_prompts import PooledPrompts
 from tllm.server.pooling.score_prompts import ScorePrompts
 from tllm.spec.request import Request, SamplingParams, TokenLogprobs
 from tllm.text.chat_template import ChatTemplate
+from tllm.text.generation_config import effective_temperature, sampling_values
 from tllm.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -91,6 +92,17 @@ class LLM:
         """Tokens of the longest sequence, prompt and reply together."""
         return self._engine.client.max_model_len
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Those of calls that give none: what the model's folder recommends, as `generation_config` has it.
+
+        Its `max_tokens` is a bound: where the context leaves less after a prompt, a call makes so many.
+        """
+        defaults = self.options.generation_config
+        chosen = sampling_values(defaults.fill({}))
+        if defaults.max_new_tokens is not None:
+            chosen["max_tokens"] = defaults.max_new_tokens
+        return SamplingParams(**chosen)
+
     def generate(
         self,
         prompts: str | Sequence[Prompt],
@@ -130,10 +142,11 @@ class LLM:
             lacks = "tokenizer.json" if self.tokenizer is None else "chat template"
             raise ConfigError(f"{self.options.folder} has no {lacks}, so it cannot chat", "`generate` continues a text")
         text = self.chat_template.render([dict(message) for message in messages])
-        params = sampling_params or SamplingParams()
+        prompt_ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
+        params = self._params(sampling_params, prompt_ids)
         if not params.ignore_eos:
             params = msgspec.structs.replace(params, stop_token_ids=(*params.stop_token_ids, *self.tokenizer.eos_ids))
-        reply = self._reply(tuple(self.tokenizer.encode(text, add_special_tokens=False)), params, stop)
+        reply = self._reply(prompt_ids, params, stop)
         self._engine.run(self._finish([reply]))
         return _generation(reply)
 
@@ -192,14 +205,25 @@ class LLM:
             raise ConfigError(f"{self.options.folder} has no tokenizer.json", "give prompts as token ids")
         return tuple(self.tokenizer.encode(prompt))
 
+    def _params(self, given: SamplingParams | None, prompt_ids: tuple[int, ...]) -> SamplingParams:
+        """What a call gave as it is, else the defaults, with as many tokens as the context leaves at the most."""
+        if given is not None:
+            return given
+        defaults = self.get_default_sampling_params()
+        room = self.max_model_len - len(prompt_ids)  # none: the engine refuses a prompt and one token with both numbers
+        return msgspec.structs.replace(defaults, max_tokens=max(1, min(defaults.max_tokens, room)))
+
     def _reply(
         self, prompt_ids: tuple[int, ...], sampling_params: SamplingParams | None, stop: Sequence[str]
     ) -> StreamedReply:
         if stop and self.tokenizer is None:
             raise ConfigError(f"stop needs a tokenizer and {self.options.folder} has none", "leave stop out")
-        params = sampling_params or SamplingParams()
-        if params.seed is None:
-            params = msgspec.structs.replace(params, seed=secrets.randbits(48))
+        params = self._params(sampling_params, prompt_ids)
+        params = msgspec.structs.replace(
+            params,
+            temperature=effective_temperature(params.temperature),
+            seed=secrets.randbits(48) if params.seed is None else params.seed,
+        )
         return StreamedReply(Request(id=uuid.uuid4().hex, prompt_ids=prompt_ids, params=params), self.tokenizer, stop)
 
     async def _finish(self, replies: Sequence[StreamedReply]) -> None:

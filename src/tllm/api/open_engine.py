@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from tllm.api.engine_options import EngineOptions, engine_config
-from tllm.core.errors import PlanError
+from tllm.core.errors import ClusterError, PlanError
 from tllm.core.model_folders import model_name
 
 if TYPE_CHECKING:
+    from tllm.engine.engine import Engine
     from tllm.node.coordinator.cluster_options import ClusterOptions
     from tllm.node.coordinator.plan_selection import PlanChoice
     from tllm.server.openai.engine_client import EngineClient
@@ -26,27 +29,48 @@ async def open_engine(options: EngineOptions, on_progress: OnProgress | None = N
         async with open_nodes(options, cluster_options(options, on_progress=on_progress)) as client:
             yield client
         return
+    from tllm.node.serve.embedded import Embedded
+
+    with await _loaded(options, on_progress or (lambda what, done, total: None)) as engine:
+        yield Embedded(engine, model_name(options.folder))
+
+
+async def _loaded(options: EngineOptions, on_progress: OnProgress) -> Engine:
+    """The engine of one rank. Where this is cancelled, it is given up at its next piece of weights."""
+    given_up = threading.Event()
+
+    def tell(rank: int, done: int, total: int) -> None:
+        if given_up.is_set():
+            raise ClusterError("the engine was given up while it was loaded")
+        on_progress(f"rank {rank}", done, total)
+
+    loading = asyncio.ensure_future(asyncio.to_thread(_load, options, tell))
+    try:
+        return await asyncio.shield(loading)
+    except asyncio.CancelledError:
+        given_up.set()
+        loading.add_done_callback(_close_unwanted)  # which a second cancellation leaves to it
+        await asyncio.wait((loading,))
+        raise
+
+
+def _close_unwanted(loading: asyncio.Future[Engine]) -> None:
+    if not loading.cancelled() and loading.exception() is None:
+        loading.result().close()
+
+
+def _load(options: EngineOptions, tell: Callable[[int, int, int], None]) -> Engine:
     import torch
 
     from tllm.core.memory import keep_freed_memory
     from tllm.devices.choose import choose_device
     from tllm.engine.engine import Engine
-    from tllm.node.serve.embedded import Embedded
 
     device = choose_device(options.device)
     keep_freed_memory()
     if options.threads:
         torch.set_num_threads(options.threads)
-    tell = on_progress or (lambda what, done, total: None)
-    engine = Engine.load(
-        options.folder,
-        options.plan,
-        engine_config(options),
-        lambda rank, done, total: tell(f"rank {rank}", done, total),
-        devices=(device,),
-    )
-    with engine:
-        yield Embedded(engine, model_name(options.folder))
+    return Engine.load(options.folder, options.plan, engine_config(options), tell, devices=(device,))
 
 
 @asynccontextmanager

@@ -11,7 +11,7 @@ from types import ModuleType, TracebackType
 from tllm import __version__
 from tllm.cli.arguments.parser import Parser
 from tllm.core.errors import ConfigError, RequestError, TllmError, nearest
-from tllm.core.memory import reexecute_with_huge_pages
+from tllm.core.program import reexecute_to_compute
 from tllm.core.stacks import show_stacks_on_signal
 
 COMMANDS = {
@@ -20,7 +20,7 @@ COMMANDS = {
     "serve": "serve a model over HTTP, on this machine or over several",
     "train": "train a model: here, on several machines, or under torchrun or Slurm",
     "teach": "let a model teach students that are trained elsewhere",
-    "rollout": "let a machine sample completions for runs elsewhere, with their weights",
+    "rollout": "let a machine sample completions for runs elsewhere",
     "join": "give this machine to a cluster",
     "status": "show a running cluster: nodes, layers, memory, links",
     "top": "watch a running cluster: machines, tokens over time, what happens",
@@ -30,9 +30,9 @@ COMMANDS = {
     "export": "write a model as a new folder, with adapters merged into it",
     "profile": "measure this machine, for plans",
     "plan": "show which rank would hold what, before anything is loaded",
-    "simulate": "play a training step or a serving ring on a cluster that is only described",
+    "simulate": "play a training step or serving on a cluster that is only described",
     "bench": "measure links and collectives beside what others use",
-    "demo": "split the model that ships with the project over three processes here",
+    "demo": "split the model that ships with tllm over three processes here",
 }
 PLACES = {
     "models": "folders",
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (docs/reference/exit-codes.md)."""
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None and COMPUTE & set(words[:1]):
-        reexecute_with_huge_pages()
+        reexecute_to_compute()
     debug = "--debug" in words
     if not debug:
         sys.excepthook = _print_unforeseen
@@ -100,7 +100,7 @@ def _run(words: list[str]) -> int:
     name = words[0]
     if name not in COMMANDS:
         kind = "option" if name.startswith("-") else "command"
-        raise ConfigError(f"tllm has no {kind} {name!r}", nearest(name, COMMANDS) + "; `tllm --help` lists them")
+        raise ConfigError(f"tllm has no {kind} {name!r}", nearest(name, COMMANDS))
     show_stacks_on_signal()
     command = importlib.import_module(module_of(name))
     parser = Parser(prog=f"tllm {name}", description=_description(command))

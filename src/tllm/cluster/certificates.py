@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import os
 import re
 import secrets
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from tllm.core.disk import whole_file
 from tllm.core.errors import AuthError
 
 COORDINATOR = "coordinator"
@@ -260,18 +260,12 @@ def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 def _write_once(path: Path, content: bytes) -> bool:
     """A file that only its owner can read, whole and on the disk; whether no other process has just made it."""
-    beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
-        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        with whole_file(path, 0o600, replaces=False) as file:
             file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.link(beside, path)
-        return True
     except FileExistsError:
         return False
-    finally:
-        beside.unlink(missing_ok=True)
+    return True
 
 
 def _now() -> datetime.datetime:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
 import logging
+import os
 import socket
 import ssl
 from collections.abc import Callable, Coroutine
@@ -24,8 +26,15 @@ Address = tuple[str, int]
 NO_ADDRESS = (ValueError, OverflowError)
 """What the system's functions raise, beside OSError, for a host or a port that none can have; others may name such."""
 
+SEE = (
+    "see that the first machine's command runs, that this is its address in your network (--cluster-host there names "
+    "another), and that no firewall is between"
+)
+"""What to do where nobody answers."""
+
 REASONS = {
     "HTTP_REQUEST": "it speaks plain HTTP, not TLS",
+    "UNEXPECTED_EOF_WHILE_READING": "it closed the connection during the handshake",
     "WRONG_VERSION_NUMBER": "it does not speak TLS",
     "RECORD_LAYER_FAILURE": "it does not speak TLS",
     "UNEXPECTED_MESSAGE": "it does not speak TLS",
@@ -46,7 +55,7 @@ def listen(host: str, port: int) -> socket.socket:
         listening = socket.create_server((str(address[0]), port), family=family, backlog=128)
     except OSError as error:
         raise ConfigError(
-            f"cannot listen on {format_address((host, port))}: {error.strerror}",
+            f"cannot listen on {format_address((host, port))}: {_why(error)}",
             "choose another port, or an address of this machine",
         ) from error
     listening.setblocking(False)
@@ -98,9 +107,7 @@ async def connect_tls(
                 *address, ssl=context, server_hostname=name, limit=BUFFER_BYTES, ssl_shutdown_timeout=1.0
             )
     except TimeoutError as error:
-        raise Unreachable(
-            f"{where} did not answer within {seconds:g} s", "see the address and the firewalls"
-        ) from error
+        raise Unreachable(f"{where} did not answer within {seconds:g} s", SEE) from error
     except OSError as error:
         raise failure(where, error) from error
     except NO_ADDRESS as error:
@@ -132,10 +139,19 @@ def failure(where: str, error: OSError) -> TllmError:
         return AuthError(
             f"no secure connection to {where}: {reason_of(error)}", "see that a tllm coordinator listens there"
         )
-    reason = error.strerror or str(error) or type(error).__name__
-    return Unreachable(
-        f"cannot reach {where}: {reason}", "see that the coordinator runs and that no firewall is between"
-    )
+    if isinstance(error, socket.gaierror):
+        return Unreachable(
+            f"cannot reach {where}: this machine does not know that name ({error.strerror})",
+            "write the address instead, as in 192.168.1.10:8476",
+        )
+    return Unreachable(f"cannot reach {where}: {_why(error)}", SEE)
+
+
+def _why(error: OSError) -> str:
+    """What the system says, without the address that Python's libraries add to it."""
+    if isinstance(error, socket.gaierror) or not error.errno:
+        return error.strerror or str(error) or type(error).__name__
+    return os.strerror(error.errno)
 
 
 def reason_of(error: OSError) -> str:
@@ -159,7 +175,7 @@ def parse_address(text: str) -> Address:
     """Read HOST:PORT. ConfigError for anything else."""
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+    if not colon or not host or "/" in host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigError(f"{text!r} is not an address", "write HOST:PORT, as in 192.168.1.10:8476")
     return host, int(port)
 
@@ -176,6 +192,22 @@ def own_address(towards: Address) -> str:
             f"no way to {towards[0]} from this machine: {error.strerror}",
             "name an address that other machines can reach",
         ) from error
+
+
+class AddressGone(ClusterError):
+    """The address by which other nodes reach this one is not this machine's any more."""
+
+
+def check_own(host: str) -> None:
+    """AddressGone where this machine has not got that address now: its network is away, or gave it another one."""
+    try:
+        listen(host, 0).close()
+    except ConfigError as error:
+        if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRNOTAVAIL:
+            raise AddressGone(
+                f"other nodes knew this machine as {host}, which is not its address any more: run the `tllm join` line "
+                "again that the first machine printed last"
+            ) from error
 
 
 def is_loopback(host: str) -> bool:

@@ -7,13 +7,13 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 from tllm import __version__
 from tllm.cluster.certificates import COORDINATOR, Authority, check_name
 from tllm.cluster.channel import ANSWER, Channel
 from tllm.cluster.connection import Address, accept_tls, listen, reason_of, serve_connections
-from tllm.cluster.join_token import TokenBook
+from tllm.cluster.join_token import StaleToken, TokenBook
 from tllm.cluster.messages import (
     GUEST_BYTES,
     MEMBER_BYTES,
@@ -38,7 +38,19 @@ GUEST_SECONDS = 5.0
 """For its first message and our answer: an honest guest sends at once, but its machine may be busy."""
 MAX_GUESTS = 64  # connections that have not shown a certificate yet
 
-Admit = Callable[[Channel, str], Awaitable[None]]
+
+class Members(Protocol):
+    """Who is in the cluster already."""
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether all of them were told to end."""
+
+    def is_here(self, node: str) -> bool:
+        """Whether a living node has this name."""
+
+    async def admit(self, channel: Channel, node: str) -> None:
+        """Serve a node with a certificate until it goes; its connection is closed then."""
 
 
 class ControlServer:
@@ -46,17 +58,14 @@ class ControlServer:
 
     `refused` counts who was shown out, `refused_frames` what members sent that is no message of theirs.
 
-    `admit(channel, node)` has the connection of a member until it returns. `is_taken` says whether a living node has
-    a name already. A node must run our very program, unless `allow_mixed`; those in `own` do, as we start them.
+    A node must run our very program, unless `allow_mixed`; those in `own` do, as we start them. Of who was refused
+    with a token that was good before, `tokens.on_stale()` hears.
     """
 
-    def __init__(
-        self, authority: Authority, tokens: TokenBook, admit: Admit, is_taken: Callable[[str], bool], address: Address
-    ) -> None:
+    def __init__(self, authority: Authority, tokens: TokenBook, members: Members, address: Address) -> None:
         self._authority = authority
         self._tokens = tokens
-        self._admit = admit
-        self._is_taken = is_taken
+        self._members = members
         self._context = control_server(authority.identity(COORDINATOR))
         self._guests = 0
         self.refused = self.refused_frames = 0
@@ -94,7 +103,7 @@ class ControlServer:
             self._guests -= 1
         channel.promote(name, FromNode, MEMBER_BYTES)
         try:
-            await self._admit(channel, name)
+            await self._members.admit(channel, name)
         except TllmError as error:
             log.warning("%s was shut out: %s", name, error.message)
         finally:
@@ -148,9 +157,13 @@ class ControlServer:
                 "install the same on every machine, or start the coordinator with --allow-mixed",
             )
         now = time.time()
-        self._tokens.check(join.secret, now)
+        try:
+            self._tokens.check(join.secret, now)
+        except StaleToken:
+            self._tokens.on_stale()
+            raise
         check_name(join.node)
-        if self._is_taken(join.node):
+        if self._members.is_here(join.node):
             raise AuthError(f"a node named {join.node} is here already", "give the new node another name")
         certificate = self._authority.sign(join.request, join.node)
         self._tokens.redeem(join.secret, now)
@@ -159,4 +172,5 @@ class ControlServer:
 
     def _refuse(self, peer: str, reason: str) -> None:
         self.refused += 1
-        log.warning("%s was refused: %s", peer, reason)
+        # Nodes that are ended while they join break their handshakes off.
+        log.log(logging.DEBUG if self._members.is_ending else logging.WARNING, "%s was refused: %s", peer, reason)

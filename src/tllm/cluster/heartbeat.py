@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from tllm.cluster.state import ClusterState, NodeLost
+from tllm.cluster.state import ClusterState, Member, NodeLost
 from tllm.core.errors import ConfigError
+from tllm.spec.plan import Plan
 
 BEAT_SECONDS = 0.5
 """The time from one heartbeat to the next."""
@@ -91,9 +92,9 @@ def silent(state: ClusterState, now: float, limit: float) -> tuple[NodeLost, ...
 def fullness(state: ClusterState, node: str) -> str:
     """What a node's last heartbeat said of its memory if that was nearly full: the system may then have killed it."""
     member = state.member(node)
-    if member is None or member.beat.rss_bytes < FULL * member.facts.memory_bytes:
+    if member is None or _held(member) < FULL * member.facts.memory_bytes:
         return ""
-    return f"; its process held {member.beat.rss_bytes} bytes of the machine's {member.facts.memory_bytes}"
+    return f"; its process held {_held(member)} bytes of the machine's {member.facts.memory_bytes}"
 
 
 def overfull(state: ClusterState) -> dict[str, str]:
@@ -101,14 +102,19 @@ def overfull(state: ClusterState) -> dict[str, str]:
     given = [member for member in state.living if member.facts.is_given]
     held = Counter[tuple[str, int]]()
     for member in given:
-        held[member.facts.room] += member.beat.rss_bytes
+        held[member.facts.room] += _held(member)
     return {
-        member.node: f"{describe(state, member.node)} holds {member.beat.rss_bytes} bytes of memory"
-        + (f", all nodes there {held[room]}," if held[room] > member.beat.rss_bytes else "")
+        member.node: f"{describe(state, member.node)} holds {_held(member)} bytes of memory"
+        + (f", all nodes there {held[room]}," if held[room] > _held(member) else "")
         + f" and was given {room[1]}"
         for member in given
         if held[room := member.facts.room] > room[1]
     }
+
+
+def _held(member: Member) -> int:
+    """Bytes that a node holds of those that plans count."""
+    return max(0, member.beat.rss_bytes - member.facts.uncounted_bytes)
 
 
 def holder(state: ClusterState) -> str:
@@ -131,11 +137,15 @@ def describe(state: ClusterState, node: str) -> str:
     member = state.member(node)
     if member is None or member.rank is None or state.plan is None:
         return f"node {node}"
-    plan, rank = state.plan, member.rank
+    return f"node {node} ({describe_rank(state.plan, member.rank)})"
+
+
+def describe_rank(plan: Plan, rank: int) -> str:
+    """A rank in words, with its layers."""
     if rank >= plan.world_size:
-        return f"node {node} (no rank)"
+        return "no rank"
     if rank >= plan.replicas * plan.replica_size:
-        return f"node {node} (rank {rank}, a server)"
+        return f"rank {rank}, a server"
     runs = plan.runs[plan.coordinates(rank).stage :: plan.pp]
     layers = " and ".join(f"[{run.start}, {run.stop})" for run in runs)
-    return f"node {node} (rank {rank}, layers {layers})"
+    return f"rank {rank}, layers {layers}"

@@ -10,6 +10,7 @@ import msgspec
 
 from tllm.cluster.wire_message import Message
 from tllm.spec.request import Request, StageSpan, StreamRecord
+from tllm.text.generation_config import GenerationConfig
 
 
 class ServesHttp(Message, frozen=True):
@@ -31,6 +32,7 @@ class ServedModel(Message, frozen=True, kw_only=True):
     model_aliases: tuple[str, ...]
     tool_call_parser: str
     reasoning_parser: str
+    generation_config: GenerationConfig
     started: int
     fingerprint: str
     pooling: bytes

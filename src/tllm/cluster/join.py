@@ -76,11 +76,10 @@ async def join(address: Address, token: JoinToken, node: str) -> Identity:
             "install the same version of tllm on every machine",
         )
     if not hmac.compare_digest(fingerprint_of(welcome.authority), token.fingerprint):
-        reason = "the cluster at this address is not the one that the join token was made for"
-        log.warning("did not join at %s:%s: %s", *address, reason)
         raise AuthError(
-            reason,
-            "see the address; if it is right, somebody may stand in between: ask for a new token another way",
+            "the cluster at this address is not the one that the join token was made for, or has another secret",
+            "see the address, and that TLLM_SECRET, if you use it, is the same on all machines; if they are right, "
+            "somebody may stand in between: ask for a new token another way",
         )
     key, request = make_request(node)
     context = guest_client(welcome.authority)
@@ -141,7 +140,6 @@ async def _question(channel: Channel, message: Message, wanted: type[Any]) -> An
     if frame is None:
         raise ClusterError(f"{channel.peer} closed the connection without an answer", "see the coordinator's log")
     if isinstance(frame.message, Refused):
-        log.warning("%s refused: %s", channel.peer, frame.message.reason)
         raise error_of(frame.message, f"{channel.peer} refused")
     if not isinstance(frame.message, wanted):
         raise ClusterError(f"{channel.peer} answered {type(message).__name__} with {type(frame.message).__name__}")

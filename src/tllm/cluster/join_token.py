@@ -7,7 +7,7 @@ import binascii
 import hashlib
 import hmac
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -25,6 +25,13 @@ SECRET_SIZE = 32
 FINGERPRINT_SIZE = 32
 HOUR = 3600.0
 ALWAYS_SECONDS, ALWAYS_USES = 10 * 365 * 24 * HOUR, 1 << 40
+
+
+LAST = "that the first machine printed last"
+
+
+class StaleToken(AuthError):
+    """A join token that was good, and is not any more."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +85,15 @@ class TokenRecord(msgspec.Struct):
 
 
 class TokenBook:
-    """The tokens a coordinator has given out. It keeps digests, not secrets. Clock: seconds, passed in."""
+    """The tokens a coordinator has given out. It keeps digests, not secrets. Clock: seconds, passed in.
+
+    `on_stale()` is to be called where somebody was refused with a token that was good before.
+    """
 
     def __init__(self, fingerprint: bytes) -> None:
         self._fingerprint = fingerprint
         self._entries: list[TokenRecord] = []
+        self.on_stale: Callable[[], None] = lambda: None
 
     def restore(self, records: Iterable[TokenRecord]) -> None:
         """Take what another coordinator of the cluster has given out."""
@@ -104,29 +115,29 @@ class TokenBook:
         self._entries.append(TokenRecord(_digest(token.secret), now + ALWAYS_SECONDS, ALWAYS_USES))
 
     def check(self, secret: bytes, now: float) -> None:
-        """AuthError unless `secret` may still be used."""
+        """AuthError unless `secret` may still be used; StaleToken where it once might."""
         self._find(secret, now)
 
     def redeem(self, secret: bytes, now: float) -> None:
         """Take one use of the token. AuthError when it is unknown, expired or used up."""
         self._find(secret, now).uses -= 1
 
-    def withdraw(self, token: JoinToken) -> None:
-        """Make a token void."""
-        digest = _digest(token.secret)
-        self._entries = [entry for entry in self._entries if not hmac.compare_digest(entry.digest, digest)]
+    def open_uses(self, tokens: Iterable[JoinToken], now: float) -> int:
+        """How many nodes may still join by these."""
+        digests = {_digest(token.secret) for token in tokens}
+        return sum(entry.uses for entry in self._entries if entry.digest in digests and now < entry.expires)
 
     def _find(self, secret: bytes, now: float) -> TokenRecord:
         digest = _digest(secret)
         found = [entry for entry in self._entries if hmac.compare_digest(entry.digest, digest)]
         if not found:
-            raise AuthError("the join token is not one of this cluster", "ask the coordinator for a new one")
+            raise AuthError("the join token is not one of this cluster", f"copy the whole line {LAST}")
         entry = found[0]
         if now >= entry.expires:
             late = now - entry.expires
-            raise AuthError(f"the join token expired {late:.0f} s ago", "ask the coordinator for a new one")
+            raise StaleToken(f"the join token expired {late:.0f} s ago", f"take the line {LAST}")
         if entry.uses < 1:
-            raise AuthError("the join token has been used up", "ask the coordinator for a new one")
+            raise StaleToken("the join token has been used up", f"take the line {LAST}")
         return entry
 
 

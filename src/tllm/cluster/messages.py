@@ -14,23 +14,18 @@ from tllm.cluster.http_messages import FromHttpServer, ToHttpServer
 from tllm.cluster.settings import Settings
 from tllm.cluster.weight_messages import (
     AdapterFiles,
-    Bytes,
     ChunkBytes,
-    ChunkFound,
-    ChunkReceived,
     FindPages,
     GetChunk,
     GetPage,
     HeldPiece,
-    HoldsChunks,
     ListPages,
-    LocateChunk,
     ModelFileFacts,
+    OfWeights,
     OpenChunkConnection,
     PageNames,
     PagesFound,
-    Pending,
-    ReadBytes,
+    ToWeights,
 )
 from tllm.cluster.wire_message import Message as Message
 from tllm.hub.repository import Repository
@@ -38,7 +33,7 @@ from tllm.spec.plan import Plan
 from tllm.spec.process_groups import RoleName
 from tllm.spec.request import Output, Request, StageSpan
 
-PROTOCOL = 14
+PROTOCOL = 17
 """Changes with any change to a message here. Both ends must speak the same; there is no guessing."""
 
 GUEST_BYTES = 16 * 1024
@@ -52,6 +47,7 @@ Kind = Literal["run", "config", "model", "plan", "capacity", "cluster", "link", 
 
 
 Port = Annotated[int, Meta(gt=0, lt=65536)]
+TeamName = Annotated[str, Meta(pattern=r"\A(.{1,80}/[0-9a-f]{8})?\Z")]
 
 
 # --- from an end without a certificate, and the answers to it
@@ -112,7 +108,8 @@ class NodeFacts(Message, frozen=True, kw_only=True):
     the same host, 0 if it has none. `can_succeed`: its process can take the coordinator's place.
 
     `memory_bytes` is the machine's memory, or what the node was given of it if `is_given`; that of its device, where it
-    has one in `devices`. `is_shared`: nodes of one machine that were given memory share that amount.
+    has one in `devices`. `is_shared`: nodes of one machine that were given memory share that amount. `uncounted_bytes`
+    are of its process at rest, files of a large build of torch, and in no plan.
     """
 
     node: str
@@ -124,6 +121,7 @@ class NodeFacts(Message, frozen=True, kw_only=True):
     lends: int = 0
     is_given: bool = False
     is_shared: bool = True
+    uncounted_bytes: int = 0
     can_succeed: bool = False
     pid: int = 0
     devices: tuple[DeviceFacts, ...] = ()
@@ -164,10 +162,11 @@ class ReplicaPlace(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RoleTaken(Message, frozen=True):
-    """The node answers in this role, at this port of the host of its data wire."""
+    """The node has this role, as one of its `team`, whose first answers at this port of its data wire; others: 0."""
 
     role: RoleName
-    port: Port
+    port: Annotated[int, Meta(ge=0, lt=65536)]
+    team: TeamName = ""
 
 
 class Attach(Message, frozen=True):
@@ -218,8 +217,7 @@ class ServeReplica(Message, frozen=True):
     """Asks a node that `can_succeed` to hold a replica of the coordinator's state. The answer is `ReplicaServes`.
 
     `election_seconds`: a replica that heard no leader for so long may stand for election (`RaftTiming`). A node refuses
-    on which one of these `files` cannot be read, or the `folder` does not hold this `model`, as whoever coordinates
-    must give other nodes of it.
+    on which one of these `files` cannot be read, or the `folder` lacks this `model`, which others need of it.
     """
 
     election_seconds: Annotated[float, Meta(gt=0, le=3600)]
@@ -251,9 +249,9 @@ class RankAddress(Message, frozen=True):
     lends: int = 0
 
 
-class Places(Message, frozen=True):
-    """Where the ranks of an epoch live, before the `Assign` of that epoch: what has changed `since` an earlier epoch of
-    which the node was told on this connection, or with 0 all of it (`rank_places.pack_places`)."""
+class RankAddresses(Message, frozen=True):
+    """The addresses of an epoch's ranks, sent before its `Assign`: what has changed `since` an earlier epoch whose
+    addresses the node was sent on this connection, or with 0 all of them (`rank_addresses.pack_addresses`)."""
 
     epoch: int
     since: int
@@ -264,10 +262,10 @@ class Assign(Message, frozen=True, kw_only=True):
     """A node's part in the plan of an epoch: build it and connect the wires. The answer is `Prepared`.
 
     It ends the part of the epoch before, whatever is under way; weights that both need are kept. `places` are those of
-    the `Places` that came before it, where it has none itself. `config` is the
-    model's config as JSON. `folder` and `files` say where the model may lie on this node too; there are no files where
-    weights begin at random. Of a model on the `hub` each node fetches what it needs from there. Ranks that serve
-    load their parts of the `adapters` with the weights.
+    the `RankAddresses` that came before it, where it has none itself. `config` is the model's config as JSON. `folder`
+    and `files` say where the model may lie on this node too; there are no files where weights begin at random. Of a
+    model on the `hub` each node fetches what it needs from there. Ranks that serve load their parts of the `adapters`
+    too.
     """
 
     cluster: str
@@ -340,6 +338,7 @@ class Shutdown(Message, frozen=True):
     """End. If `reason` says what is wrong, at once, whatever is under way; it is what the node then ends with."""
 
     reason: str = ""
+    is_unfinished: bool = False  # the work is to go on another time
 
 
 # --- serving
@@ -389,7 +388,7 @@ class Stop(Message, frozen=True):
 
 
 class News(Message, frozen=True):
-    """What a rank reports: rank 0 of a training run an event, as `train.report.events` encodes it; any rank that is
+    """What a rank reports: rank 0 of a training run an event, as `training.report.events` encodes it; any rank that is
     examined or compared its results, as JSON."""
 
     content: bytes
@@ -407,10 +406,14 @@ class TakeRole(Message, frozen=True, kw_only=True):
     that is not to be compared), and `dtype` what a teacher computes in. `folder` and `files` say where its weights may
     lie on this node too. Where they do not, those of a teacher, and of a model beside an adapter (`is_base`), are read
     from the coordinator by `ReadBytes`, as `role_file` names them; all others come from the run.
-    """
+    Nodes that compute one model together have a `rank` of its `plan` and `places` each; their wires, the `team`."""
 
     role: RoleName
     model: str
+    team: TeamName = ""
+    rank: Annotated[int, Meta(ge=0, lt=2**31)] = 0
+    plan: Plan | None = None
+    places: tuple[RankAddress, ...] = ()
     config: str
     vocabulary: str = ""
     dtype: str = ""
@@ -453,12 +456,6 @@ class Findings(Message, frozen=True):
 
 
 # --- which end may send what
-OfWeights = ReadBytes | HoldsChunks | LocateChunk | ChunkReceived | OpenChunkConnection | GetChunk
-"""What a node sends about weights."""
-
-ToWeights = Bytes | Pending | ChunkFound
-"""What the coordinator answers about weights on the control wire."""
-
 OfHttp = FromHttpServer | Submit | Cancel
 """What a node sends whose HTTP server answers requests."""
 
@@ -481,7 +478,7 @@ ToNode = (
         Attached
         | Heartbeat
         | OfReplicas
-        | Places
+        | RankAddresses
         | Assign
         | Load
         | Start

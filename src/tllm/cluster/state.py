@@ -21,7 +21,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     `heard` is when its last heartbeat came, `stepped` when one last reported a new batch, both by time.monotonic().
     `before` is the rank that it had under a coordinator that has ended since. `peer`: the rank that it could not take
     its part for, if it could not, and this was between the two. `role`: what it does beside the plan, without a rank;
-    it answers at the port `answers_at` once that is not 0.
+    it answers at the port `answers_at` once that is not 0, together with those of its `team`.
     """
 
     facts: NodeFacts
@@ -32,6 +32,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     before: int | None = None
     role: RoleName | None = None
     answers_at: int = 0
+    team: str = ""
     parameter_bytes: int = 0
     cache_bytes: int = 0
     progress: Progress = Progress(0, 0)
@@ -226,7 +227,8 @@ def apply(state: ClusterState, event: Event | Planned) -> ClusterState:
     if isinstance(event, NodeJoined):
         new = Member(facts=event.facts, heard=event.at, before=event.rank)
         if event.role is not None:
-            new = msgspec.structs.replace(new, phase="ready", role=event.role.role, answers_at=event.role.port)
+            role, port, team = event.role.role, event.role.port, event.role.team
+            new = msgspec.structs.replace(new, phase="ready", role=role, answers_at=port, team=team)
         before, table = state.member(event.node), state.table.added(event.node, new)
         return _recounted(state, before, new, epoch=max(state.epoch, event.epoch), table=table)
     member = state.member(event.node)
@@ -249,6 +251,7 @@ def _plan(state: ClusterState, event: Planned) -> ClusterState:
             rank=ranks.get(member.node),
             role=member.role,
             answers_at=member.answers_at,
+            team=member.team,
             beat=member.beat,
         )
         for member in kept
@@ -319,9 +322,9 @@ def _change(member: Member, event: Event) -> Member:
             return msgspec.structs.replace(member, phase="done")
         case RoleGiven():
             phase: Phase = "assigned" if event.role else "joined"
-            given = msgspec.structs.replace(member, phase=phase, role=event.role, answers_at=0, rank=None)
+            given = msgspec.structs.replace(member, phase=phase, role=event.role, answers_at=0, team="", rank=None)
             return msgspec.structs.replace(given, before=None) if event.role else given  # it lends no memory any more
         case RoleBegan():
-            return msgspec.structs.replace(member, phase="ready", answers_at=event.taken.port)
+            return msgspec.structs.replace(member, phase="ready", answers_at=event.taken.port, team=event.taken.team)
         case _:
             raise AssertionError(f"no rule for {type(event).__name__}")

@@ -161,3 +161,10 @@ class GetPage(Message, frozen=True):
     model: str
     name: bytes
     box: tuple[int, int, int, int]
+
+
+OfWeights = ReadBytes | HoldsChunks | LocateChunk | ChunkReceived | OpenChunkConnection | GetChunk
+"""What a node sends about weights."""
+
+ToWeights = Bytes | Pending | ChunkFound
+"""What the coordinator answers about weights on the control wire."""

@@ -22,17 +22,27 @@ PART = ".part"
 
 
 @contextlib.contextmanager
-def whole_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
+def whole_file(path: Path, mode: int = 0o666, *, synced: bool = True, replaces: bool = True) -> Iterator[BinaryIO]:
     """A new file that takes the place of `path` when the block has ended well; else nothing is left of it.
 
-    `mode` is of the new file, less what this user's umask takes. What the block or the disk raises goes on.
+    It is on the disk before it gets its name, so that a machine that loses power has the old file or the new one whole;
+    what is checked by its hash when it is read, and made again, need not be `synced`. FileExistsError where it does not
+    replace one and another was there first. `mode` is of the new file, less what this user's umask takes. What the
+    block or the disk raises goes on.
     """
     beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PART}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         with open(os.open(beside, flags, mode), "wb") as file:
             yield file
-        beside.replace(path)
+            if synced:
+                file.flush()
+                os.fsync(file.fileno())
+        if replaces:
+            beside.replace(path)
+        else:
+            os.link(beside, path)
+            beside.unlink()
     except BaseException:  # an interrupt too leaves nothing behind
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tllm.core.errors import WeightsError
 from tllm.core.gguf_header import GgufHeader, GgufTensor, Value, read_gguf_header
-from tllm.core.gguf_heads import as_floats, check_floats, rest_of
+from tllm.core.partial_gguf_files import as_floats, check_floats, rest_of
 
 SUFFIX = ".gguf"
 PIECE = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")

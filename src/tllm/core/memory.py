@@ -1,10 +1,5 @@
-"""The memory of this process: how much it holds, huge pages, and what the C library keeps of freed memory. No torch.
-
-Huge pages: one page of 2 MiB comes with one page fault, where 512 pages of 4 KiB come with one each; so returning
-memory to the system and getting it again costs less (docs/log/memory.md). glibc asks for them only if the
-environment variable GLIBC_TUNABLES says so when a process starts. Therefore a command that computes executes itself
-again with it (`reexecute_with_huge_pages`). Nothing is done where Linux gives huge pages to everybody, or to nobody.
-"""
+"""The memory of this process: how much it holds, and what the C library keeps of freed memory; bytes as people read
+them. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +8,6 @@ import ctypes
 import os
 import resource
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024
@@ -24,6 +18,15 @@ GROUP_FILES = (
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
 )
 """Of control groups, version 2 and version 1: what a group may use, and what it uses."""
+
+
+def amount(count: float) -> str:
+    """Bytes with a binary unit and three digits or so: 12.3 MiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024 or unit == "GiB":
+            break
+        count /= 1024
+    return f"{count:.{dict(B=0, GiB=2).get(unit, 1)}f} {unit}"
 
 
 def rss_bytes() -> int:
@@ -46,13 +49,15 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT
 
 
-def private_bytes(system: Path = Path("/")) -> int:
-    """Bytes of private memory that this process may write to, touched or not (what RLIMIT_DATA limits); 0 where the
-    system does not say."""
+def private_bytes(system: Path = Path("/")) -> tuple[int, int]:
+    """Bytes of private memory that this process may write to, which is what RLIMIT_DATA limits, and how many of these
+    it has touched; 0 and 0 where the system does not say."""
     try:
-        return _table(system / "proc/self/status").get("VmData", 0)
+        table = _table(system / "proc/self/status")
     except OSError:
-        return 0
+        return 0, 0
+    private = table.get("VmData", 0)
+    return private, min(private, table.get("RssAnon", private))
 
 
 def total_bytes(system: Path = Path("/")) -> int:
@@ -96,40 +101,6 @@ def reset_peak_bytes() -> None:
     """Let `peak_bytes` count from now on; where the system has no way to, it goes on counting from the start."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text(RESET_PEAK)
-
-
-POLICY = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-ON_REQUEST = "[madvise]"
-VARIABLE, TUNABLE = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
-
-
-def huge_page_environment(environment: Mapping[str, str], policy: Path = POLICY) -> dict[str, str]:
-    """The environment with the tunable by which glibc asks for huge pages, if Linux gives them on request.
-
-    A value that the user has set stays.
-    """
-    extended = dict(environment)
-    given = extended.get(VARIABLE, "")
-    if TUNABLE not in given and _on_request(policy):
-        extended[VARIABLE] = ":".join(filter(None, (given, f"{TUNABLE}=1")))
-    return extended
-
-
-def reexecute_with_huge_pages(policy: Path = POLICY) -> None:
-    """Execute this program from its start, in the same process, with `huge_page_environment`.
-
-    Returns, and does nothing, if the environment is so already or the system gives no huge pages on request.
-    """
-    environment = huge_page_environment(os.environ, policy)
-    if environment != dict(os.environ):
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
-
-
-def _on_request(policy: Path) -> bool:
-    try:
-        return ON_REQUEST in policy.read_text()
-    except OSError:
-        return False
 
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3

@@ -1,9 +1,12 @@
-"""What a model is called by the path that it lies at."""
+"""What a model is called by the path that it lies at, and the tables in the files of its folder."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
+from tllm.core.errors import TllmError
 from tllm.core.gguf_files import is_gguf
 
 
@@ -26,3 +29,14 @@ def repo_of(snapshot: Path) -> str:
     if snapshot.parent.name != "snapshots" or not folder.startswith("models--"):
         return ""
     return folder.removeprefix("models--").replace("--", "/")
+
+
+def json_table(file: Path, error: type[TllmError]) -> dict[str, Any]:
+    """The object that a JSON file of a model holds. Raises an `error` for a file that holds none."""
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as fault:
+        raise error(f"{file} cannot be read: {fault}", "copy the file again") from fault
+    if not isinstance(found, dict):
+        raise error(f"{file} is not a JSON object", "copy the file again")
+    return found

@@ -17,6 +17,17 @@ def background(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]
     return task
 
 
+async def work_beside(task: asyncio.Task[Any], work: Coroutine[Any, Any, None]) -> None:
+    """Do some work to its end, or until a task ends without which it is of no use. Raises what the work fails with."""
+    working = asyncio.create_task(work)
+    try:
+        await asyncio.wait((working, task), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            await working
+    finally:
+        await end_tasks(working)
+
+
 async def end_tasks(*tasks: asyncio.Task[Any]) -> None:
     """Cancel tasks that are wanted no more, and wait until they have ended. What one failed with before is for whoever
     awaits it, or was logged."""

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from tllm.core.errors import ConfigError
-from tllm.core.memory import peak_bytes, reset_peak_bytes, rss_bytes
+from tllm.core.memory import amount, peak_bytes, reset_peak_bytes, rss_bytes
 from tllm.core.processor import processor_name
 
 CONTEXT_BYTES = 1 << 29
@@ -60,10 +60,11 @@ def usable_device_memory(device: torch.device, given: int | None) -> int:
     if given is None:
         return total
     if given > total:
-        raise ConfigError(f"{given} bytes of memory were given and {device} has {total}", "give it less")
+        raise ConfigError(f"{amount(given)} of memory were given and {device} has {amount(total)}", "give it less")
     if given < CONTEXT_BYTES:
         raise ConfigError(
-            f"{given} bytes of memory were given and a process takes {CONTEXT_BYTES} of {device} before any weight",
+            f"{amount(given)} of memory were given and a process takes {amount(CONTEXT_BYTES)} of {device} before any "
+            "weight",
             "give it more",
         )
     module = torch.get_device_module(device)

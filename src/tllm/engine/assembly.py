@@ -69,8 +69,9 @@ def make_stage(
     cache = KVCache(model.attention_specs(), limits, dtype, model.state_shapes(), is_exact, device)
     cuts = cut_stage(model.spec, plan.stages[mesh.stage].shares, plan.experts)
     stage = PipelineStage(model, cache, mesh.tp, ring, limits, [cut.vocab for cut in cuts])
-    if mesh.tp.size == 1 and trained_on is None:
-        stage.graphs = decode_graphs(model, cache, limits) or decode_recordings(model, cache, limits)
+    if trained_on is None:
+        graphs = decode_graphs(model, cache, limits) if mesh.tp.size == 1 else None
+        stage.graphs = graphs or decode_recordings(model, cache, limits)
     if stage.sampler is not None:
         stage.pooler = Pooler(model.normed, model.scores, stage.sampler)
     if disk is not None and limits.enable_prefix_caching:
@@ -114,6 +115,7 @@ class LocalRanks:
         if failure is not None:
             for thread in self._threads:
                 thread.begin(None)
+                thread.join()
             raise failure
         self.stages = [thread.made.result() for thread in self._threads]
 

@@ -1,4 +1,4 @@
-"""`DecodeGraphs`: a stage's layers over a batch of replies, recorded once as CUDA graphs and played for every token.
+"""`DecodeGraphs`: a stage's layers over a decode batch, captured once as CUDA graphs and replayed for every token.
 
 A token of a reply costs a GPU little, and hundreds of small kernels in each step cost the host more to start than the
 GPU to compute. A graph starts them all at once. It reads and writes the same memory each time, so a batch's numbers are

@@ -1,16 +1,20 @@
-"""`DecodeRecordings`: a stage's layers over a batch of replies on a processor, recorded once and played for each token.
+"""`DecodeRecordings`: a stage's layers over a decode batch on a processor, recorded once and replayed for every token.
 
-There is a recording for each number of rows, made when a batch has them for the second time: in the first one the
-products are chosen. It reads and writes the same memory each time, so a batch's numbers are copied to where it finds
+There is a recording for each number of rows, made when a batch has them for the second time, or later where ways to
+make products of few bits are still tried then; whether layers with plain weights are played is chosen before
+(`recording_choice`). It reads and writes the same memory each time, so a batch's numbers are copied to where it finds
 them. Embedding, cosines and sines, and what comes after the layers are computed as ever.
 
-A played batch has the bits of one that is not. Layers that compute what no kernel stands for (`Recorder.refused`) are
-never played. The weights are read where they lay when it was recorded: nothing moves those of a model that is served.
+All batches of as many rows have the same bits, as they are computed by the products that are played, or none is played.
+Layers that compute what no kernel stands for (`Recorder.refused`) are never played. The weights are read where they lay
+when it was recorded: nothing moves those of a model that is served.
 """
 
 from __future__ import annotations
 
 import logging
+from fractions import Fraction
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,12 +23,24 @@ from torch import Tensor
 from tllm.devices.choose import CPU
 from tllm.engine.compute.kv_cache import KVCache, slot_runs
 from tllm.engine.compute.positions import positions
+from tllm.engine.recording_choice import (
+    CACHED_BYTES,
+    COMPUTED,
+    PLAYED,
+    by_turns,
+    choices,
+    has_plain_products,
+    kind_of,
+)
 from tllm.engine.schedule.batch import Batch, BatchEntry
 from tllm.engine.schedule.limits import Limits
-from tllm.kernels.library import Library, library
+from tllm.kernels import packed_product
+from tllm.kernels.fastest import Choice
+from tllm.kernels.library import Library, library, using
 from tllm.kernels.paged_attention import TiledAttention, TileNumbers, fits
 from tllm.kernels.recording.held_memory import HeldMemory
-from tllm.kernels.recording.recorder import Recorder, Recording
+from tllm.kernels.recording.host_steps import left_out, taken_by
+from tllm.kernels.recording.recorder import Recorder, Recording, recordable
 from tllm.kernels.row_operations import DTYPES, takes, write_codes
 from tllm.model.attention import first_heads
 from tllm.model.recurrence import Advance
@@ -47,7 +63,7 @@ class RecordedSteps(Protocol):
 
 
 class KindNumbers:
-    """The tiles of up to so many replies for layers of one kind, each of a token: where a recording finds them."""
+    """The tiles of up to so many rows for layers of one kind, each of a token: where a recording finds them."""
 
     def __init__(self, most: int, most_keys: int, page_size: int, window: int | None) -> None:
         self._page_size, self._window, self._most_keys = page_size, window, most_keys
@@ -67,12 +83,13 @@ class KindNumbers:
     def write(self, entries: tuple[BatchEntry, ...]) -> None:
         """Let the tiles be these."""
         found, firsts = list[int](), [0]
-        for row, entry in enumerate(entries):
-            first_key = 0 if self._window is None else max(0, entry.stop - self._window)
-            for run in slot_runs(entry, self._page_size, first_key, entry.stop):
+        tokens = [(entry, at) for entry in entries for at in range(entry.start, entry.stop)]
+        for row, (entry, at) in enumerate(tokens):
+            first_key = 0 if self._window is None else max(0, at + 1 - self._window)
+            for run in slot_runs(entry, self._page_size, first_key, at + 1):
                 found += (run.start, len(run))
             firsts.append(len(found) // 2)
-            self._num_keys[row] = entry.stop - first_key
+            self._num_keys[row] = at + 1 - first_key
         self._runs[: len(found)], self._first_run[: len(firsts)] = found, firsts
 
     def of_rows(self, rows: int) -> TileNumbers:
@@ -101,7 +118,8 @@ class DecodeRecordings:
 
     def __init__(self, model: Transformer, cache: KVCache, limits: Limits, kernels: Library) -> None:
         self._model, self._cache, self._kernels = model, cache, kernels
-        self._most = min(MOST_ROWS, limits.max_num_seqs)
+        self._layers = list(model.own_layers().values())
+        self._most = min(MOST_ROWS, limits.max_num_seqs * (1 + limits.num_speculative_tokens))
         most_keys = min(limits.max_model_len, cache.num_slots)
         kinds = [KindNumbers(self._most, most_keys, cache.page_size, spec.window) for spec in cache.kinds]
         turned = rotations(model.ropes(), torch.zeros(self._most, dtype=torch.int64), cache.dtype)
@@ -109,20 +127,21 @@ class DecodeRecordings:
         self._inputs = HeldInputs(x_TD, turned, torch.zeros(self._most, dtype=torch.int64), kinds)
         self._memory = HeldMemory()
         self.recorded: dict[int, Played | None] = {}
-        self.refused = ""
+        self.computed: set[int] = set()  # numbers of rows whose batches are faster computed
+        self.refused, self._checked = "", False
 
     def takes(self, batch: Batch) -> bool:
-        """Whether a batch is one of replies alone, a token of each, without adapters, that may be played."""
-        rows = len(batch.entries)
-        is_decode = rows == len(batch.token_ids) and not any(entry.lora for entry in batch.entries)
-        return is_decode and rows <= self._most and not self.refused
+        """Whether a batch is one of replies alone, maybe with draft tokens, without adapters, that may be played."""
+        rows = len(batch.token_ids)
+        is_plain = batch.is_decode and not any(entry.lora for entry in batch.entries)
+        return is_plain and rows <= self._most and rows not in self.computed and not self.refused
 
     def __call__(self, batch: Batch, x_TD: Tensor | None) -> Tensor:
         """The hidden states after the stage's layers; those before them are `x_TD`, of a stage that is not the first.
 
         They are overwritten by the next call.
         """
-        rows = len(batch.entries)
+        rows = len(batch.token_ids)
         if x_TD is None:
             x_TD = self._model.embed_tokens(torch.tensor(batch.token_ids))
         self._write(batch, x_TD)
@@ -130,41 +149,89 @@ class DecodeRecordings:
         if played is not None:
             played.recording.play()
             return played.x_TD
-        if rows not in self.recorded:
-            self.recorded[rows] = None
-            return self._layers(rows)
-        return self._record(rows)
+        if rows in self.recorded:
+            return self._record(rows)
+        if not self._is_faster_played(rows):
+            self.computed.add(rows)
+            return self._compute(rows)
+        self.recorded[rows] = None
+        with using(recordable(self._kernels)):
+            return self._compute(rows)
 
     def _write(self, batch: Batch, x_TD: Tensor) -> None:
         """Write a batch's numbers to where recordings find them."""
-        held, rows, page_size = self._inputs, len(batch.entries), self._cache.page_size
+        held, rows, page_size = self._inputs, len(batch.token_ids), self._cache.page_size
         held.x_TD[:rows] = x_TD
         for rope, now in rotations(self._model.ropes(), positions(batch), self._cache.dtype).items():
             for there, here in zip(held.turned[rope] or (), now or (), strict=True):
                 if isinstance(there, Tensor) and isinstance(here, Tensor):
                     there[:rows] = here
-        places = [slot_runs(entry, page_size, entry.start, entry.stop)[0].start for entry in batch.entries]
-        held.places[:rows] = torch.tensor(places)
+        runs = [slot_runs(entry, page_size, entry.start, entry.stop) for entry in batch.entries]
+        held.places[:rows] = torch.tensor([slot for of_entry in runs for run in of_entry for slot in run])
         for kind in held.kinds:
             kind.write(batch.entries)
 
-    def _record(self, rows: int) -> Tensor:
-        recorder = Recorder(self._kernels, self._memory)
-        with recorder.recording():
-            x_TD = self._layers(rows)
-        recording, self.refused = recorder.recorded(), recorder.refused
+    def _is_faster_played(self, rows: int) -> bool:
+        if not has_plain_products(self._layers):
+            return True
+        if not self._checked:
+            self._checked = True
+            self._recording_of(rows, None)
+        kind = kind_of(self._layers, rows, self._model.spec.hidden_size, self._cache.dtype)
+        if self.refused or kind.bytes < CACHED_BYTES:
+            return not self.refused
+        choice = choices.choose(kind, (PLAYED, COMPUTED), partial(self._measure, rows, kind.layers))
+        if not choice.seconds:  # refused; layers that are like these in size may be recorded
+            choices.known.pop(kind, None)
+        return choice.name == PLAYED
+
+    def _measure(self, rows: int, layers: int) -> Choice:
+        """Time the first layers over the batch whose numbers are written, without what ranks do together.
+
+        What they leave in the cache is overwritten when the batch itself is computed.
+        """
+        with taken_by(left_out):
+            self._compute(rows, layers)  # products are chosen
+            recording = self._recording_of(rows, layers)
+            if recording is None:
+                return Choice(COMPUTED, {}, is_sure=False)
+            return by_turns({PLAYED: recording.play, COMPUTED: partial(self._compute, rows, layers)})
+
+    def _recording_of(self, rows: int, layers: int | None) -> Recording | None:
+        """A recording of the first layers, or of all of them, without what ranks do together."""
+        recorder = self._recorder(rows)
+        with recorder.recording(), taken_by(left_out):
+            self._compute(rows, layers)
+        recording = recorder.recorded()
         if recording is None:
-            log.debug("replies are not played: %s has no kernel", self.refused)
-            self.recorded.clear()
-        else:
-            self.recorded[rows] = Played(recording, x_TD)
+            self._refuse(recorder.refused)
+        return recording
+
+    def _recorder(self, rows: int) -> Recorder:
+        return Recorder(self._kernels, self._memory, Fraction(self._most, rows))
+
+    def _record(self, rows: int) -> Tensor:
+        recorder, trials = self._recorder(rows), packed_product.trials_made
+        with recorder.recording():
+            x_TD = self._compute(rows)
+        recording = recorder.recorded()
+        if recording is None:
+            self._refuse(recorder.refused)
+        elif trials == packed_product.trials_made:  # else the next batch is recorded, and in time all ways are chosen
+            place = self._memory.place_of(x_TD)
+            self.recorded[rows] = Played(recording, x_TD if place is None else place)
         return x_TD
 
-    def _layers(self, rows: int) -> Tensor:
-        """The layers over the first rows of the inputs that are held."""
+    def _refuse(self, what: str) -> None:
+        log.debug("replies are not played: %s has no kernel", what)
+        self.refused = what
+        self.recorded.clear()
+
+    def _compute(self, rows: int, layers: int | None = None) -> Tensor:
+        """The layers, or the first ones, over the first rows of the inputs that are held."""
         x_TD, attend = self._inputs.x_TD[:rows], HeldAttend(self._cache, self._inputs, rows)
         turned = {rope: _of_rows(rotation, rows) for rope, rotation in self._inputs.turned.items()}
-        for layer in self._model.own_layers().values():
+        for layer in self._layers[:layers]:
             x_TD = layer(x_TD, turned[layer.rope], attend, rows)
         return x_TD
 
@@ -210,7 +277,7 @@ def _of_rows(rotation: Rotation | None, rows: int) -> Rotation | None:
 
 
 def decode_recordings(model: Transformer, cache: KVCache, limits: Limits) -> DecodeRecordings | None:
-    """The recordings of a stage that is not cut among ranks; None where its layers cannot be recorded.
+    """The recordings of a rank of a stage; None where its layers cannot be recorded.
 
     That is so without kernels; with states in place of keys; where rope goes by the length of a sequence; and where
     layers have inputs of their own or use what others made.

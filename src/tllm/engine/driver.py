@@ -26,7 +26,7 @@ from tllm.engine.schedule.batch import ForgetAdapter, Results, RingHeartbeat, St
 from tllm.engine.schedule.scheduler import ScheduledStep, Scheduler
 from tllm.engine.serving_counters import StepTimes
 from tllm.engine.stage import PipelineStage
-from tllm.engine.waiting.grammars_aside import GrammarReady, GrammarsAside
+from tllm.engine.waiting.grammar_compiler_thread import GrammarCompilerThread, GrammarReady
 from tllm.spec.request import Output, Request
 
 HEARTBEAT_SECONDS = 5.0
@@ -83,13 +83,13 @@ class Driver:
 
         Raises what a link or the model raises.
         """
-        with GrammarsAside(self.scheduler.grammars, inbox.put) as aside:
+        with GrammarCompilerThread(self.scheduler.grammars, inbox.put) as grammars:
             while True:
                 for command in self._commands(inbox):
                     if isinstance(command, CloseRing):
-                        deliver(aside.cancel_all() + self.close())
+                        deliver(grammars.cancel_all() + self.close())
                         return
-                    if outputs := self._obey(command, aside):
+                    if outputs := self._obey(command, grammars):
                         deliver(outputs)
                 if self.has_work and (outputs := self.step()):
                     deliver(outputs)
@@ -163,15 +163,15 @@ class Driver:
         ring = {"batches": self.stage.batches, "batches_in_flight": len(self.in_flight)}
         return {**self.scheduler.stats(), **ring, **self.step_times.stats(), **self.page_moves.stats()}
 
-    def _obey(self, command: Command, aside: GrammarsAside) -> list[Output]:
+    def _obey(self, command: Command, grammars: GrammarCompilerThread) -> list[Output]:
         if isinstance(command, CancelRequest):
-            return aside.cancel(command.request_id) or self.cancel(command.request_id)
+            return grammars.cancel(command.request_id) or self.cancel(command.request_id)
         if isinstance(command, ForgetAdapter):
             return self.forget_adapter(command)
         if isinstance(command, GrammarReady):
-            return self.submit(command.request) if aside.releases(command) else []
+            return self.submit(command.request) if grammars.release(command) else []
         assert isinstance(command, Request), "`run` ends with CloseRing"
-        return [] if aside.takes(command) else self.submit(command)
+        return [] if grammars.hold_back(command) else self.submit(command)
 
     def _commands(self, inbox: queue.SimpleQueue[Command]) -> list[Command]:
         """All commands that are there; while there is nothing to do, waits for one and sends heartbeats."""

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import itertools
 import queue
-import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-import msgspec
 import torch
 
 from tllm.cluster.settings import PageDisk
@@ -116,9 +114,7 @@ class Engine:
 
     def start(self, request: Request, put: Put) -> None:
         """`submit` whose outputs are `put`, from the threads of the ranks, by whoever started the request."""
-        if request.params.seed is None:
-            params = msgspec.structs.replace(request.params, seed=secrets.randbits(63))
-            request = msgspec.structs.replace(request, params=params)
+        request = request.seeded()
         with self._lock:
             if self._failure is not None or self._closed:
                 raise ClusterError(f"the engine has ended: {self._failure or 'it was closed'}")
@@ -135,7 +131,8 @@ class Engine:
         """Continue several prompts together; the new ids of each. Raises RequestError if one cannot be served."""
         names = (f"generate-{n}" for n in itertools.count())
         free = (name for name in names if name not in self._puts)
-        requests = [Request(id=next(free), prompt_ids=tuple(prompt), params=params) for prompt in prompts]
+        requests = [Request(id=next(free), prompt_ids=tuple(prompt), params=params).seeded() for prompt in prompts]
+        # Now that all have a seed, whose drawing lets other threads run, no prompt begins before the next is there.
         streams = [self.submit(request) for request in requests]
         return [[token for output in stream for token in output.token_ids] for stream in streams]
 

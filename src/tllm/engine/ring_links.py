@@ -1,4 +1,4 @@
-"""`RingLinks`: the two links by which the leader of a stage has its place in the ring."""
+"""`RingLinks`: the two links that join the leader of a stage to the ring."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank counts while it serves, beside the work itself: `ReplyCounters` of every rank, `StepTimes` of a driver.
+"""What a rank counts while it serves: `ReplyCounters` on every rank, `StepTimes` on the driver's.
 
 Both look at batches that give each of their sequences its next token (`Batch.is_decode`); prompts are left out, but
 for `compute_seconds`. The coordinator reads the numbers from heartbeats and compares them with what the planner

@@ -34,8 +34,8 @@ from tllm.engine.ring_links import RingLinks
 from tllm.engine.schedule.batch import Batch, ForgetAdapter, Results, RingMessage, StopRing, decode, encode
 from tllm.engine.schedule.limits import Limits, check_batch, check_results
 from tllm.engine.serving_counters import ReplyCounters
+from tllm.engine.span_recorder import SpanRecorder
 from tllm.engine.stage_pages import StagePages
-from tllm.engine.traced_work import TracedWork
 from tllm.model.attention import Attend
 from tllm.parallel.linear import Adapt, unadapted
 from tllm.spec.cut import Range
@@ -101,7 +101,7 @@ class PipelineStage:
         self.pooler: Pooler | None = None
         self.graphs: RecordedSteps | None = None
         self.batches = 0
-        self.counters, self.traced = ReplyCounters(tp), TracedWork()
+        self.counters, self.traced = ReplyCounters(tp), SpanRecorder()
         self.adapters = RankAdapters()
         self.pages = StagePages(tp, ring, limits, model.is_last)
 

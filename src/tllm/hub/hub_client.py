@@ -3,6 +3,7 @@ programs share. The library of the hub does both; it is loaded when it is needed
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import shutil
 import sys
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 
 from tllm.core.errors import CapacityError, WeightsError
+from tllm.core.memory import amount
 from tllm.core.model_folders import folder_of_repo
 from tllm.hub.folders import hub_cache, local_file, missing_files
 from tllm.hub.hub_errors import HubUnreachable, endpoint, hub_errors
@@ -63,15 +65,19 @@ def check_room(folder: Path, wanted: int, what: str) -> None:
     free = shutil.disk_usage(place).free
     if free < wanted:
         raise CapacityError(
-            f"{what} takes {wanted} bytes more on the disk of {folder}, and {free} are free",
+            f"{what} takes {amount(wanted)} more on the disk of {folder}, and {amount(free)} are free, "
+            f"{amount(wanted - free)} too little",
             "free some space, set HF_HOME to a larger disk, or let other machines hold a part (--nodes)",
         )
 
 
 def partial_bytes(repository: Repository, file: HubFile) -> int:
     """How much of a file has come so far."""
-    blobs = hub_cache() / folder_of_repo(repository.repo) / "blobs"
-    return max((path.stat().st_size for path in blobs.glob(f"{file.etag}*.incomplete")), default=0)
+    blobs, most = hub_cache() / folder_of_repo(repository.repo) / "blobs", 0
+    for path in blobs.glob(f"{file.etag}*.incomplete"):
+        with contextlib.suppress(OSError):  # another program has fetched it to its end meanwhile
+            most = max(most, path.stat().st_size)
+    return most
 
 
 def _download(repository: Repository, file: HubFile) -> None:

@@ -58,7 +58,8 @@ def _unreachable(repo: str, error: BaseException) -> HubUnreachable:
     reason = str(error).partition("\n")[0] or type(error).__name__
     return HubUnreachable(
         f"{hub_host()} cannot be reached for {repo}: {reason}",
-        "look at the network and at HF_ENDPOINT; what was fetched is kept, and the same command goes on from there",
+        "look at the network and at HF_ENDPOINT; what was fetched is kept, and the same command goes on from there. "
+        "If a path was meant, there is no such folder here",
     )
 
 

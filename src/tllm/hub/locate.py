@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
 from tllm.core.errors import ConfigError, TllmError
 from tllm.core.gguf_files import SUFFIX
+from tllm.core.memory import amount
 from tllm.hub.folders import (
     commit_of,
     keep_reference,
@@ -17,12 +19,12 @@ from tllm.hub.folders import (
     snapshot_folder,
     snapshot_listing,
 )
-from tllm.hub.gguf_heads import fetch_heads
 from tllm.hub.hub_client import download, list_repository
 from tllm.hub.hub_errors import HubOffline, hub_host
 from tllm.hub.lm_studio import find_lm_studio
 from tllm.hub.model_name import SHAPES, ModelName, is_commit, parse_name
 from tllm.hub.ollama_store import find_ollama
+from tllm.hub.partial_gguf import fetch_partial_gguf
 from tllm.hub.repository import (
     INDEX,
     MANIFEST,
@@ -54,23 +56,46 @@ class LocatedModel:
 def locate(text: str, need: Need, revision: str | None = None) -> LocatedModel:
     """A path that exists wins; else the model of that name: in the Hugging Face cache, of ollama or of LM Studio, or
     fetched from the hub. ConfigError where it is nowhere, and what hinders fetching it as an error of its own."""
-    path = Path(text).expanduser()
-    if path.exists():
+    try:
+        path = Path(text).expanduser()
+        is_there = path.exists()
+    except (OSError, RuntimeError) as error:  # a folder that may not be looked into; a user who has no home
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"{text[:200]} cannot be looked for: {reason}", "give a path that this user may read"
+        ) from error
+    if is_there:
         if revision:
             raise ConfigError(f"{text} is a path here and has no revision {revision}", "leave --revision out")
         return LocatedModel(path)
     name = parse_name(text, revision)
     if name is None:
-        raise ConfigError(f"{text} is not a folder or a GGUF file, nor a name that a model can have", SHAPES)
+        raise ConfigError(
+            f"{text} is not a folder or a GGUF file, nor a name that a model can have", _like(path) + SHAPES
+        )
     if name.store == "ollama":
         found = find_ollama(name.repo, name.tag)
         return LocatedModel(found, said=f"{name}: {found.resolve()}")
     if name.store == "lmstudio":
         return _in_lm_studio(name, find_lm_studio(name.repo, name.tag, needed=True))
-    repository, where = _listing(name)
+    try:
+        repository, where = _listing(name)
+    except TllmError as error:
+        error.hint = _like(path) + error.hint
+        raise
     if repository is None:
         return _in_lm_studio(name, find_lm_studio(name.repo, name.tag, needed=True))
     return _files(repository, name, need, where)
+
+
+def _like(path: Path) -> str:
+    """The beginning of a hint where a model with nearly the name of a path lies beside it, else ""."""
+    try:
+        beside = [one.name for one in path.parent.iterdir() if one.suffix == SUFFIX or one.is_dir()]
+    except OSError:
+        return ""
+    close = get_close_matches(path.name, beside, n=1)
+    return f"did you mean {path.parent / close[0]}? " if close else ""
 
 
 def _in_lm_studio(name: ModelName, path: Path | None) -> LocatedModel:
@@ -131,7 +156,7 @@ def _gguf(chosen: Repository, name: ModelName, need: Need, where: str) -> Locate
         download(chosen)
         path = snapshot_folder(chosen.repo, chosen.commit) / chosen.files[0].name
         return LocatedModel(path, said=f"{said}; {fetched}")
-    path = fetch_heads(chosen)
+    path = fetch_partial_gguf(chosen)
     if need == "config":
         return LocatedModel(path, said=f"{said}; of its weights nothing is needed")
     return LocatedModel(path, chosen, f"{said}; {_fetched(chosen)}, each node its own part of them")
@@ -141,5 +166,5 @@ def _fetched(weights: Repository) -> str:
     """How much of the weights is here, in words."""
     missing = missing_files(weights).nbytes
     if not missing:
-        return f"its {weights.nbytes} bytes of weights are in the Hugging Face cache"
-    return f"{missing} of {weights.nbytes} bytes of weights are to be fetched"
+        return f"its {amount(weights.nbytes)} of weights are in the Hugging Face cache"
+    return f"{amount(missing)} of {amount(weights.nbytes)} of weights are to be fetched"

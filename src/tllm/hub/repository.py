@@ -106,20 +106,20 @@ def small_files(repository: Repository) -> Repository:
 
 
 def safetensors_files(repository: Repository, index: bytes | None) -> Repository:
-    """The weights that a loader reads: those that the index names, else `model.safetensors`, else all there are.
+    """The weights that a loader reads: `model.safetensors`, else those that the index names, else all there are.
 
     Weights beside them under other names (`consolidated.safetensors`, other forms in sub-folders) are left alone.
     """
     found = [file.name for file in repository.files if file.name.endswith(".safetensors") and "/" not in file.name]
     named = set() if index is None else index_names(index)
-    if named:
+    if "model.safetensors" in found:
+        found = ["model.safetensors"]
+    elif named:
         for name in sorted(named - set(found)):
             raise WeightsError(
                 f"{INDEX} of {repository} names {name[:80]!r}, which the repository lacks", "give another revision"
             )
         found = sorted(named)
-    elif "model.safetensors" in found:
-        found = ["model.safetensors"]
     return repository.of(found)
 
 

@@ -55,17 +55,22 @@ class Autotuned(Generic[Kind]):
         Ranks that are threads of one process measure one after another, and use what the first has found.
         """
         with _MEASURING:
-            choice = self.known.get(kind)
-            if choice is None:
-                choice = self.known[kind] = self._kept(kind, names, measure)
-            return choice
+            return self.kept(kind, names) or self.put(kind, measure())
 
-    def _kept(self, kind: Kind, names: Collection[str], measure: Callable[[], Choice]) -> Choice:
+    def kept(self, kind: Kind, names: Collection[str]) -> Choice | None:
+        """What is known of this kind, of this process or of an earlier one, if anything is."""
+        choice = self.known.get(kind)
+        file = choice_file() if choice is None else None
+        if file is not None:
+            choice = file.get(self.area, in_words(kind), names)
+            if choice is not None:
+                self.known[kind] = choice
+        return choice
+
+    def put(self, kind: Kind, choice: Choice) -> Choice:
+        """Let this be what is known of a kind, and keep it for later processes if it is sure."""
+        self.known[kind] = choice
         file, words = choice_file(), in_words(kind)
-        choice = None if file is None else file.get(self.area, words, names)
-        if choice is not None:
-            return choice
-        choice = measure()
         is_kept = file is not None and choice.is_sure
         log.debug("%s, %s: %s of %s%s", self.area, words, choice.name, choice.seconds, "" if is_kept else ", not kept")
         if file is not None and choice.is_sure:

@@ -2,13 +2,19 @@
 
 Which of torch's products reads a matrix fastest differs between processors by several times, in either direction
 (docs/log/serving.md). So the first product of each kind (rows, shape, dtype, threads) times the candidates on the
-weight itself, and the winner is kept (`kernels/autotune.py`). Candidates differ by rounding only.
+weight itself, and the winner is kept (`kernels/autotune.py`). Candidates differ by rounding only. Where layers are
+recorded, all products are the kernel's: whether that pays is measured on the layers (`engine/recording_choice.py`).
+
+oneDNN, which makes torch's products of 16-bit numbers, prepares one anew for each number of rows that it does not keep:
+a millisecond on an Intel Xeon with AMX, ten times what a product of a small weight takes, and half a megabyte. A batch
+of a server has any number of rows. So those beside a small weight are rounded up (`padded_rows`), and few are prepared;
+the memory of a server grew for hours by what was prepared, and dropped again, between tensors (docs/log/memory.md).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -17,13 +23,20 @@ from torch import Tensor
 
 from tllm.kernels.autotune import Autotuned
 from tllm.kernels.fastest import Choice, fastest, next_power_of_two
-from tllm.kernels.library import NUMBERS, library
+from tllm.kernels.library import LANES, NUMBERS, library
+from tllm.kernels.row_operations import DTYPES
 
 MEASURED_ROWS = 64
 """For more rows than these a product is bound by arithmetic, and torch's own is taken."""
 
-MEASURED_BYTES = 4 * 2**20
-"""Smaller weights stay in a processor's own caches, where the choice is worth little: torch's own product is taken."""
+MEASURED_BYTES = 2**20
+"""Of smaller weights a product takes less time than what is around it: torch's own is taken."""
+
+PADDED_BYTES = 4 * 2**20
+"""Beside smaller weights rows are rounded up; beside larger ones the rows that are added cost more than they save."""
+
+TILE_ROWS = 16
+"""Rows that oneDNN's products of 16-bit numbers make at once, with AMX."""
 
 Product = Callable[[Tensor, Tensor], Tensor]
 
@@ -48,7 +61,9 @@ def float_matmul(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
 
 def product_name(x_TD: Tensor, weight_FD: Tensor) -> str:
     """The candidate that is the fastest for these, measured if it is not known yet."""
-    rows = len(x_TD)
+    rows, kernels = len(x_TD), library()
+    if kernels is not None and kernels.makes_plain_products and x_TD.dtype in DTYPES and weight_FD.is_contiguous():
+        return "kernel"
     if rows > MEASURED_ROWS or rows == 0 or weight_FD.nbytes < MEASURED_BYTES or x_TD.dtype == torch.float64:
         return "linear"
     kind = ProductKind(
@@ -76,6 +91,36 @@ def _can(name: str, rows: int) -> bool:
     return library() is not None if name == "kernel" else True
 
 
+def padded_rows(rows: int) -> int:
+    """So many rows, or some more: a power of two up to a tile, then whole tiles, of which numbers each doubling beyond
+    128 has 4. So less than a tile is added, or a quarter."""
+    power = next_power_of_two(rows)
+    step = max(TILE_ROWS, power // 8)
+    return power if rows <= TILE_ROWS else -(-rows // step) * step
+
+
+@cache
+def is_prepared(dtype: torch.dtype) -> bool:
+    """Whether torch's products of such numbers are oneDNN's on this processor."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    makes = {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    }
+    return dtype in makes and bool(makes[dtype]())
+
+
+def _linear(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
+    rows = len(x_TD)
+    padded = padded_rows(rows) if weight_FD.nbytes < PADDED_BYTES and is_prepared(x_TD.dtype) else rows
+    if padded == rows:
+        return F.linear(x_TD, weight_FD)
+    x_PD = x_TD.new_zeros(padded, x_TD.shape[1])
+    x_PD[:rows] = x_TD
+    return F.linear(x_PD, weight_FD)[:rows]
+
+
 def _mv(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
     return torch.mv(weight_FD, x_TD[0]).unsqueeze(0)
 
@@ -91,7 +136,7 @@ def _kernel(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
     x_TD = x_TD.contiguous()
     (rows, columns), outputs = x_TD.shape, len(weight_FD)
     y_TF = torch.empty(rows, outputs, dtype=x_TD.dtype)
-    scratch = torch.empty(rows * columns, dtype=torch.float32)
+    scratch = torch.empty(rows * -(-columns // LANES) * LANES, dtype=torch.float32)  # each row of x in whole vectors
     number = NUMBERS[x_TD.dtype]
     kernels.float_matmul(
         weight_FD.data_ptr(),
@@ -109,5 +154,5 @@ def _kernel(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
     return y_TF
 
 
-CANDIDATES: dict[str, Product] = {"linear": F.linear, "torch.mv": _mv, "W x^T": _transposed, "kernel": _kernel}
+CANDIDATES: dict[str, Product] = {"linear": _linear, "torch.mv": _mv, "W x^T": _transposed, "kernel": _kernel}
 """The products by the names that `tllm profile` shows."""

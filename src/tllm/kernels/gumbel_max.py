@@ -14,10 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tllm.kernels.library import DrawArguments, Library
+from tllm.kernels.library import LANES, DrawArguments, Library
 from tllm.kernels.row_operations import takes
-
-LANES = 16
 
 ELEMENTS_AT_ONCE = 2**22
 """Logits of the rows that torch draws from together, which bounds the memory that it takes."""

@@ -30,6 +30,9 @@ CHOICE = "TLLM_KERNELS"
 NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 3, torch.int8: 4, torch.float64: 5}
 """The kernels' numbers of the dtypes, as in csrc/vectors.h."""
 
+LANES = 16
+"""Numbers of one vector of the kernels, as in csrc/vectors.h."""
+
 FLOAT8 = 6
 """The kernels' number of e4m3, which is held in bytes."""
 
@@ -125,8 +128,9 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "tllm_router_scores": (None, [c_void_p, c_int64, c_int64, c_int, c_void_p]),
     "tllm_rotate": (None, [c_void_p, c_int, *[c_int64] * 5, c_void_p, c_void_p]),
     "tllm_add": (None, [c_void_p, c_void_p, c_int, *[c_int64] * 3, c_void_p]),
+    "tllm_scale": (None, [c_void_p, c_int, c_int64, c_float, c_void_p]),
     "tllm_convert": (None, [c_void_p, c_int, c_int64, c_void_p, c_int]),
-    "tllm_copy_rows": (None, [c_void_p, *[c_int64] * 3, c_void_p]),
+    "tllm_copy_rows": (None, [c_void_p, *[c_int64] * 5, c_void_p]),
     "tllm_paged_attention": (None, [POINTER(AttentionArguments), c_int]),
     "tllm_write_codes": (None, [POINTER(CacheRowsArguments), c_int]),
     "tllm_play": (None, [POINTER(CallArguments), c_int64]),
@@ -170,12 +174,18 @@ class RecordedFunctions(NamedTuple):
 
     play: Callable[..., None]
     add: Callable[..., None]
+    scale: Callable[..., None]
     convert: Callable[..., None]
     copy_rows: Callable[..., None]
 
 
 class Library:
-    """The kernels of one instruction set."""
+    """The kernels of one instruction set.
+
+    `makes_plain_products`: each product with plain weights is to be theirs, be it the fastest or not.
+    """
+
+    makes_plain_products = False
 
     def __init__(self, instruction_set: InstructionSet, path: Path) -> None:
         self.instruction_set = instruction_set
@@ -195,21 +205,21 @@ class Library:
         self.rows = RowFunctions(functions.tllm_rms_norm, functions.tllm_gated, functions.tllm_rotate)
         self.cache = CacheFunctions(functions.tllm_paged_attention, functions.tllm_write_codes)
         self.recorded = RecordedFunctions(
-            functions.tllm_play, functions.tllm_add, functions.tllm_convert, functions.tllm_copy_rows
+            *(functions.tllm_play, functions.tllm_add, functions.tllm_scale),
+            *(functions.tllm_convert, functions.tllm_copy_rows),
         )
         self.gumbel_max = functions.tllm_gumbel_max
         self.scratch_bytes = functions.tllm_scratch_bytes
-        self.shares_threads = _share_threads(functions)
+        _share_threads(functions)
 
 
-def _share_threads(functions: ctypes.CDLL) -> bool:
+def _share_threads(functions: ctypes.CDLL) -> None:
     """Fork through torch's OpenMP; without one that is known the kernels run in the calling thread."""
     omp = openmp()
     if omp is None:
-        return False
+        return
     entry = [omp.GOMP_parallel, omp.omp_get_thread_num, omp.omp_get_num_threads]
     functions.tllm_set_threads(*(ctypes.cast(function, c_void_p) for function in entry))
-    return True
 
 
 @functools.cache

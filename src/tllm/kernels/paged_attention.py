@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tllm.kernels.library import FLOAT8, NUMBERS, AttentionArguments, Library
+from tllm.kernels.library import FLOAT8, LANES, NUMBERS, AttentionArguments, Library
 
-LANES, MOST_HEAD_WIDTH, MOST_ROWS = 16, 640, 128
-"""A head's width is whole vectors of so many numbers; the kernel has room for so wide heads, and rows of a tile."""
+MOST_HEAD_WIDTH, MOST_ROWS = 640, 128
+"""The kernel has room for so wide heads, whose width is whole vectors, and for so many rows of a tile."""
 
 ROWS = 32
 """Rows of a tile, which read keys together: its tokens times the query heads of a kv head."""

@@ -19,7 +19,8 @@ import msgspec
 import torch
 
 from tllm.cluster.certificates import Identity, node_name
-from tllm.cluster.connection import own_address
+from tllm.cluster.connection import listen, own_address
+from tllm.cluster.heartbeat import describe_rank
 from tllm.cluster.join import join, locate
 from tllm.cluster.join_token import JoinToken
 from tllm.cluster.messages import (
@@ -38,6 +39,7 @@ from tllm.cluster.messages import (
     TakeRole,
 )
 from tllm.cluster.settings import (
+    AnswerSettings,
     DoctorSettings,
     EngineSettings,
     Settings,
@@ -48,15 +50,17 @@ from tllm.cluster.settings import (
 from tllm.cluster.tls import data_server
 from tllm.comm.links.connect import LinkHello, Listener
 from tllm.core.errors import AuthError, ClusterError, FrameError, LinkError, TllmError
-from tllm.core.memory import keep_freed_memory, private_bytes
+from tllm.core.memory import keep_freed_memory, private_bytes, rss_bytes
 from tllm.core.stacks import show_stacks_on_signal
 from tllm.devices.choose import CPU, choose_device, compute_on
 from tllm.devices.memory import device_name, held_memory, peak_memory, usable_device_memory
 from tllm.engine.driver import Command
+from tllm.node.answering.answering_rank import AnsweringRank
+from tllm.node.answering.answering_role import AnsweringRole
 from tllm.node.machine.memory_limit import keep_to, out_of_memory
 from tllm.node.machine.process_facts import cores, facts_of, usable_memory
-from tllm.node.roles.answering_role import AnsweringRole
-from tllm.node.roles.control import Beside, Control, HttpDoor, ReplicaHost, WorkerOrder
+from tllm.node.roles.control import Control, WorkerOrder
+from tllm.node.roles.controlled_node import Beside, HttpDoor, ReplicaHost
 from tllm.node.roles.doctor_rank import DoctorRank
 from tllm.node.roles.role import MakeRole, RankRole, Role, check_speaker
 from tllm.node.roles.serving_rank import ServingRank
@@ -66,6 +70,7 @@ from tllm.node.roles.verify_rank import VerifyRank
 from tllm.node.topology.numa_binding import bind
 from tllm.node.weights.chunk_fetcher import ChunkFetcher
 from tllm.node.weights.chunk_server import ChunkServer
+from tllm.planner.cost.cache_room import RUNTIME_BYTES
 from tllm.weights.chunk_cache import ChunkCache
 
 log = logging.getLogger("tllm.node")
@@ -78,6 +83,7 @@ ROLES: Mapping[type[Settings], MakeRole] = {
     DoctorSettings: DoctorRank,
     SurveySettings: SurveyRank,
     VerifySettings: VerifyRank,
+    AnswerSettings: AnsweringRank,
 }
 """The role that an assignment makes, by the type of its settings."""
 
@@ -142,14 +148,17 @@ class Worker:
         device = choose_device(settings.device, settings.place)  # what is not here shows before a token is spent
         compute_on(device)
         memory, room = room_of(device, settings.memory)
+        uncounted = max(0, rss_bytes() - RUNTIME_BYTES) if device == CPU else 0
         self._settings, self._http = msgspec.structs.replace(settings, device=str(device)), http
         keep_freed_memory()
         if settings.threads:
             torch.set_num_threads(settings.threads)
         address = asyncio.run(locate((settings.host, settings.port), settings.wait))
+        if settings.listen:
+            listen(settings.listen, 0).close()
         node = settings.node or node_name(socket.gethostname())
         self._identity = asyncio.run(join(address, JoinToken.parse(settings.token), node))
-        self._assign: Assign | None = None
+        self._placed: Assign | TakeRole | None = None  # among the ranks that it has links to
         self._roles = roles
         self._role: Role | None = None
         self._before: Role | None = None  # the role before a survey, which may hold what the next one takes over
@@ -166,7 +175,7 @@ class Worker:
             facts = facts_of(
                 node, self._listener.address, versions, chunk_server.port, memory, settings.is_shared, room
             )
-            facts = msgspec.structs.replace(facts, can_succeed=make_replica is not None)
+            facts = msgspec.structs.replace(facts, can_succeed=make_replica is not None, uncounted_bytes=uncounted)
             replica = None if make_replica is None else make_replica(self._identity, host)
             fetcher = ChunkFetcher(address, self._identity, cache, chunk_server)
             beside = Beside(http, replica)
@@ -180,14 +189,17 @@ class Worker:
     def _device(self) -> torch.device:
         return torch.device(self._settings.device)
 
-    def run(self) -> None:
-        """Follow orders until there are no more. A failure while computing is reported and raised."""
+    def run(self) -> bool:
+        """Follow orders until there are no more; whether the work has then come to its end. A failure while computing
+        is reported and raised."""
         try:
             while (order := self._control.inbox.orders.get()) is not None:
                 self._follow(order)
             if self._control.error is not None:
                 raise self._control.error
-            log.info("ends: %s", self._control.reason)
+            is_unfinished = self._control.inbox.is_unfinished
+            log.info("ends: %s%s", self._control.reason, ", to go on another time" if is_unfinished else "")
+            return not is_unfinished
         except KeyboardInterrupt:
             self._control.leave()
             raise
@@ -239,9 +251,8 @@ class Worker:
 
     def _begin_answering(self, order: TakeRole) -> AnsweringRole:
         self._end_role()
-        self._assign, self._role, self._before, self._is_done = None, None, None, True
-        place = self._listener.address[0], self._identity, self._device
-        self._role = answering = AnsweringRole(order, *place, self._control)
+        self._placed, self._role, self._before, self._is_done = order, None, None, True
+        self._role = answering = AnsweringRole(order, self._listener, self._identity, self._device, self._control)
         return answering
 
     def _end_role(self) -> None:
@@ -251,7 +262,7 @@ class Worker:
 
     def _take_role(self, assign: Assign) -> RankRole:
         self._end_role()
-        self._assign, self._is_done = assign, False
+        self._placed, self._is_done = assign, False
         self._control.fetch.epoch = assign.epoch
         if assign.settings.threads:
             torch.set_num_threads(assign.settings.threads)
@@ -282,6 +293,10 @@ class Worker:
     def _compute(self, message: Start, order: WorkerOrder) -> None:
         """Run the role. If a link breaks, a node whose role can be made anew waits for the next assignment."""
         assert isinstance(self._role, RankRole), "loading comes before the start"
+        assert isinstance(self._placed, Assign), "a role of a rank was assigned"
+        has_plan = isinstance(self._placed.settings, EngineSettings | TrainSettings | AnswerSettings)
+        if has_plan and not self._settings.is_shared:
+            log.info("computes as %s of %s", describe_rank(self._placed.plan, self._role.rank), self._placed.plan)
         order.answer(Started(self._role.rank))
         try:
             self._role.run(self._control)
@@ -293,16 +308,16 @@ class Worker:
             self._control.report_break(message.epoch, error)
 
     def _authorize(self, hello: LinkHello, certificate: Mapping[str, Any] | None) -> None:
-        if self._assign is None or hello.source >= len(self._assign.places):
+        if self._placed is None or hello.source >= len(self._placed.places):
             raise AuthError(f"there is no rank {hello.source}")
-        check_speaker(certificate, self._assign.places[hello.source].node, hello.source)
+        check_speaker(certificate, self._placed.places[hello.source].node, hello.source)
 
     @property
     def outlives(self) -> bool:
         return self._role is None or self._role.outlives or self._is_done
 
     def last_place(self) -> tuple[int, int | None]:
-        return self._control.epoch, self._assign.rank if self._assign is not None else None
+        return self._control.epoch, self._placed.rank if isinstance(self._placed, Assign) else None
 
     def role_taken(self) -> RoleTaken | None:
         role = self._role
@@ -357,14 +372,15 @@ def room_of(device: torch.device, given: int | None) -> tuple[int | None, Device
     what was given, and the facts of the device."""
     if device != CPU:
         return given, DeviceFacts(device_name(device), usable_device_memory(device, given))
-    counted = usable_memory(given, private_bytes())
+    private, touched = private_bytes()
+    counted = usable_memory(given, touched)
     if given is None:
         return None, None
     if counted < given:
         log.info(
             "torch %s takes %d bytes more than plans count, of the %d given", torch.__version__, given - counted, given
         )
-    keep_to(given)
+    keep_to(given + private - touched)  # libraries for GPUs have hundreds of MB that nobody ever writes to
     return counted, None
 
 
@@ -372,7 +388,7 @@ def with_own_device(assign: Assign, device: torch.device) -> Assign:
     """An assignment to compute on this node's device. An examination is of the machine, whatever computes there."""
     settings, own = assign.settings, str(device)
     match settings:
-        case EngineSettings() | TrainSettings() | SurveySettings():
+        case EngineSettings() | TrainSettings() | SurveySettings() | AnswerSettings():
             settings = msgspec.structs.replace(settings, device=own)
         case VerifySettings():
             settings = msgspec.structs.replace(settings, engine=msgspec.structs.replace(settings.engine, device=own))
@@ -387,10 +403,10 @@ def _of_this_machine(error: OSError) -> ClusterError:
     return ClusterError(f"{error.strerror or type(error).__name__}{where}", "see what this machine lacks")
 
 
-def work(settings: WorkerSettings, http: HttpServer | None = None, make_replica: MakeReplica | None = None) -> None:
-    """Be a node until the cluster ends, which can take the coordinator's place with `make_replica`. Raises the error
-    that this node failed with."""
-    Worker(settings, http=http, make_replica=make_replica).run()
+def work(settings: WorkerSettings, http: HttpServer | None = None, make_replica: MakeReplica | None = None) -> bool:
+    """Be a node until the cluster ends, which can take the coordinator's place with `make_replica`; whether the work
+    has then come to its end. Raises the error that this node failed with."""
+    return Worker(settings, http=http, make_replica=make_replica).run()
 
 
 def main() -> int:

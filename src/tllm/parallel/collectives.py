@@ -1,4 +1,4 @@
-"""What ranks of a group do together inside a model, and what its backward pass does for it.
+"""The collectives inside a model, with their gradients.
 
 Two pairs, each the other's mirror: Megatron-LM's f and g (1909.08053, section 3) where every rank holds all rows, and
 those of sequence parallelism (2205.05198, section 4.2) where each holds some. A group of one does nothing, and where
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tllm.comm.collectives.group import Group
+from tllm.kernels.recording.host_steps import host_step
 
 
 def copy_to(x: Tensor, tp: Group) -> Tensor:
@@ -30,7 +31,7 @@ def reduce_from(x: Tensor, tp: Group) -> Tensor:
         return x
     if x.requires_grad:
         return _Reduce.apply(x, tp)  # type: ignore[no-any-return, no-untyped-call]
-    return tp.all_reduce(x)
+    return host_step(tp.all_reduce, x)
 
 
 def gather_rows(x: Tensor, tp: Group, counts: Sequence[int]) -> Tensor:
@@ -54,13 +55,12 @@ def scatter_rows(x: Tensor, tp: Group, counts: Sequence[int]) -> Tensor:
 def gathered(x: Tensor, group: Group, counts: Sequence[int], dim: int = 0) -> Tensor:
     """The ranks' parts, `counts[p]` of rank p along `dim`, put together; without a gradient."""
     shapes = [(*x.shape[:dim], count, *x.shape[dim + 1 :]) for count in counts]
-    return torch.cat(group.all_gather(x.detach().cpu().contiguous(), shapes), dim).to(x.device)
+    return torch.cat(group.all_gather(x.detach(), shapes), dim)
 
 
 def scattered(x: Tensor, group: Group, counts: Sequence[int], dim: int = 0) -> Tensor:
     """This rank's part, along `dim`, of the sum of what the ranks have; without a gradient."""
-    rows = x.detach().cpu().transpose(0, dim)
-    return group.reduce_scatter(rows, counts).to(x.device).transpose(0, dim)
+    return group.reduce_scatter(x.detach().transpose(0, dim), counts).transpose(0, dim)
 
 
 class _Copy(torch.autograd.Function):

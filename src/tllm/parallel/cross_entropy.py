@@ -76,7 +76,7 @@ def gathered(mine: Tensor, tp: Group) -> Tensor:
     """Every rank's numbers, [ranks, ...]; those of a rank alone stay where they are."""
     if tp.size == 1:
         return mine.unsqueeze(0)
-    return torch.stack(tp.all_gather(mine.cpu(), [tuple(mine.shape)] * tp.size)).to(mine.device)
+    return torch.stack(tp.all_gather(mine, [tuple(mine.shape)] * tp.size))
 
 
 def check_labels(labels_T: Tensor, size: int) -> None:

@@ -1,4 +1,5 @@
-"""How far a student's next-token distribution is from a teacher's, where the student's vocabulary is cut between ranks.
+"""The divergence of a student's next-token distribution from a teacher's, where the student's vocabulary is cut between
+ranks.
 
 The generalised Jensen-Shannon divergence of GKD (2306.13649, equation 1), in nats, with TRL's `beta`:
 

@@ -1,4 +1,5 @@
-"""How rows go to the ranks that hold their experts, and come back: GShard's all-to-all (2006.16668), dropping none.
+"""Sends rows to the ranks that hold their experts, and brings them back: GShard's all-to-all (2006.16668), without
+drops.
 
 A row goes once to each rank that holds one or more of its K experts, and what these make of it comes back as one sum.
 Of b bytes a number, D to a row, a rank whose n rows go to others, and to which r rows come from others, sends
@@ -55,10 +56,10 @@ class Route:
     def _exchange(self, rows: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
         """Send `rows[p]` to each rank p; returns what each rank has sent, `counts[p]` rows."""
         mine = rows[self.ep.rank]
-        sends = {peer: rows[peer].cpu().contiguous() for peer in self.ep.send}
-        recvs = {peer: torch.empty(counts[peer], mine.shape[-1], dtype=mine.dtype) for peer in self.ep.recv}
+        sends = {peer: rows[peer].contiguous() for peer in self.ep.send}
+        recvs = {peer: mine.new_empty(counts[peer], mine.shape[-1]) for peer in self.ep.recv}
         self.ep.exchange(sends, recvs)
-        return [mine if peer == self.ep.rank else recvs[peer].to(mine.device) for peer in range(self.ep.size)]
+        return [mine if peer == self.ep.rank else recvs[peer] for peer in range(self.ep.size)]
 
 
 def dispatch(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, route: Route) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,7 +17,7 @@ from tllm.kernels.float_product import float_matmul
 from tllm.kernels.gpu_kernels import gpu_kernels
 from tllm.kernels.router import router_matmul
 from tllm.kernels.row_operations import takes
-from tllm.kernels.trained_product import trained_matmul
+from tllm.kernels.training_matmul import training_matmul
 from tllm.parallel.quantized_weight import QuantizedWeight, quantized
 from tllm.parallel.sequence_parallel import TensorParallelRegion
 from tllm.parallel.shard import Gradient, Shard, ShardPiece, cut_parameter
@@ -57,7 +57,7 @@ def matmul(x_TD: Tensor, weight: Tensor | QuantizedWeight) -> Tensor:
         return packed.matmul(x_TD)
     assert isinstance(weight, Tensor)
     if torch.is_grad_enabled():
-        return trained_matmul(x_TD, weight)
+        return training_matmul(x_TD, weight)
     if not x_TD.is_cpu:
         gpu = gpu_kernels(x_TD.device.type)
         return F.linear(x_TD, weight) if gpu is None else gpu.products.matmul(x_TD, weight)

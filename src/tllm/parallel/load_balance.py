@@ -36,8 +36,8 @@ class LoadBalance:
         self.begin(1)
 
     def begin(self, microbatches: int) -> None:
-        """Start a step with so many microbatches in the global batch: of all replicas, not of this one."""
-        self.scale = 1 / (microbatches * self.layers)
+        """Start a step with so many microbatches in the global batch, or none: of all replicas, not of this one."""
+        self.scale = 1 / (max(microbatches, 1) * self.layers)
         self._mean = torch.zeros((), dtype=torch.float64)
         self._chosen: dict[str, Tensor] = {}
 

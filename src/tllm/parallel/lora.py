@@ -7,7 +7,7 @@ ranks that the layer makes anyway.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -19,6 +19,10 @@ from tllm.parallel.linear import ColumnLinear, RouterLinear, RowLinear
 from tllm.parallel.quantized_weight import quantized
 from tllm.parallel.shard import Shard, ShardPiece, cut_parameter, shard_of
 from tllm.spec.cut import Range
+
+B_NAME = ".lora_B.weight"
+
+Rescale = Callable[[Tensor, Tensor], Tensor]
 
 
 class LoraModule(NamedTuple):
@@ -46,12 +50,14 @@ class LoraUpdate(nn.Module):
     that `tensor_names` gives. Ranks that hold the same elements each compute a part of their gradient.
 
     Beside a weight in few bits or one that is batch-invariant a row has the same bits whatever is computed beside it.
+    With DoRA, whoever uses it hands what it gives, and W x, to `rescale`, which makes of them what is to be added.
     """
 
     def __init__(self, weight: Tensor, modules: Mapping[str, LoraModule]) -> None:
         super().__init__()
         is_plain = quantized(weight) is None and not is_batch_invariant(weight)
         self.matmul = F.linear if is_plain else invariant_matmul
+        self.rescale: Rescale | None = None
         pieces_A: list[ShardPiece] = []
         self.B, self.spans = nn.ParameterList(), list[_Span]()
         self.outputs = at = 0
@@ -110,12 +116,35 @@ def updates_of(model: nn.Module, modules: Mapping[str, LoraModule]) -> dict[nn.M
 
 def tensor_names(module: str) -> tuple[str, str]:
     """What A and B of a module are called."""
-    return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
+    return f"{module}.lora_A.weight", f"{module}{B_NAME}"
 
 
 def magnitude_name(module: str) -> str:
     """What the magnitudes of a module with DoRA are called, [outputs]."""
     return f"{module}.lora_magnitude_vector"
+
+
+def rescaled(factor_F: Tensor, added_NF: Tensor, product_NF: Tensor) -> Tensor:
+    """What is added to W x in all, of scale B A x and of W x, where each output is multiplied by a factor (DoRA)."""
+    return factor_F * added_NF + (factor_F - 1) * product_NF
+
+
+def weight_of(linear: nn.Module) -> Tensor:
+    """The weight of one of the linears that can be adapted."""
+    weight = linear.weight
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+def magnitude_parameters(update: LoraUpdate) -> Iterator[nn.Parameter]:
+    """DoRA's magnitudes of the outputs that an update adapts, module by module, cut as the rows of B are, without
+    values."""
+    for b in update.B:
+        pieces = tuple(
+            ShardPiece(magnitude_name(piece.name.removesuffix(B_NAME)), piece.source[:1], piece.target[:1])
+            for piece in shard_of(b).pieces
+        )
+        yield cut_parameter(b.shape[:1], Shard(pieces, True, "partial"))
 
 
 def _by_module(weight: Tensor) -> Iterator[tuple[str, list[ShardPiece]]]:

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from tllm.kernels.batch_invariant import is_batch_invariant, make_batch_invariant
 from tllm.kernels.gpu_kernels import GpuKernels, gpu_kernels
 from tllm.kernels.library import EXPONENT, NUMBERS, Library, PackedWeightArguments, WeightPartArguments, library
-from tllm.kernels.tiled_product import kind_of, multiply
+from tllm.kernels.packed_product import Way, kind_of, multiply
 from tllm.quantization.blocks import Code, Scheme, table_on
 from tllm.quantization.packed_layout import PackedTensors, padded_columns, unpack_rows
 from tllm.quantization.reference_matmul import reference_matmul
@@ -214,7 +214,7 @@ def _multiply(
     x_ND: Tensor,
     y_NF: Tensor,
     scratch: Tensor,
-    by_tiles: bool,
+    way: Way,
 ) -> None:
     """Write x W^T of each part to its place in y."""
     kernels.quantized_matmul(
@@ -228,7 +228,7 @@ def _multiply(
         y_NF.shape[1],
         NUMBERS[y_NF.dtype],
         scratch.data_ptr(),
-        by_tiles,
+        way,
         torch.get_num_threads(),
     )
 

@@ -1,4 +1,4 @@
-"""Elements that several ranks hold: their gradients brought together, and each counted once."""
+"""Elements that several ranks hold: sums their partial gradients, and counts each element once."""
 
 from __future__ import annotations
 
@@ -39,6 +39,9 @@ class Claim(msgspec.Struct, frozen=True):
 
     block: ReplicatedBlock
     gradient: Gradient
+
+
+_CLAIMS = msgspec.msgpack.Decoder(list[Claim])
 
 
 @dataclass(frozen=True)
@@ -91,12 +94,12 @@ class ReplicatedParameters:
         mine = [gradients[cell.parameter][cell.place] for cell in cells]
         peers = sorted({peer for cell in cells for peer in cell.holders} - {self.group.rank})
         of = {peer: [x for x, cell in zip(mine, cells, strict=True) if peer in cell.holders] for peer in peers}
-        sends = {peer: _run(some).cpu() for peer, some in of.items()}
-        recvs = {peer: torch.empty(x.shape, dtype=x.dtype) for peer, x in sends.items()}
+        sends = {peer: _run(some) for peer, some in of.items()}
+        recvs = {peer: torch.empty_like(x) for peer, x in sends.items()}
         self.group.exchange(sends, recvs)
         read = {peer: _reader(x, of[peer]) for peer, x in recvs.items()}
         for x, cell in zip(mine, cells, strict=True):
-            parts = [x if peer == self.group.rank else next(read[peer]).to(x.device) for peer in cell.holders]
+            parts = [x if peer == self.group.rank else next(read[peer]) for peer in cell.holders]
             for part in parts[1:]:
                 parts[0].add_(part)
             if parts[0] is not x:
@@ -120,14 +123,6 @@ class ReplicatedParameters:
                     yield Cell(ReplicatedBlock(claim.block.name, box), claim.gradient, index, place, tuple(holders))
 
 
-def sum_partial(parameters: Sequence[nn.Parameter], group: Group) -> None:
-    """After a backward pass: complete `.grad` of what ranks of the group computed in part. No gradient is a zero."""
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    ReplicatedParameters(parameters, group).sum_partial([p.grad for p in parameters if p.grad is not None])
-
-
 def _shared_pieces(parameter: nn.Parameter) -> tuple[ShardPiece, ...]:
     shard = shard_of(parameter)
     return shard.pieces if shard.replicated else ()
@@ -143,7 +138,7 @@ def _exchange_claims(mine: list[Claim], group: Group) -> list[list[Claim]]:
     claims = []
     for rank in range(group.size):
         payload = group.broadcast_bytes(msgspec.msgpack.encode(mine) if rank == group.rank else None, root=rank)
-        claims.append(msgspec.msgpack.decode(payload, type=list[Claim]))
+        claims.append(_CLAIMS.decode(payload))
     return claims
 
 

@@ -1,4 +1,4 @@
-"""How a parameter is cut: its `Shard`, written where the parameter is made and read by loader, check and export."""
+"""`Shard`: how a parameter is cut, declared where the parameter is made, and read by loader, check and export."""
 
 from __future__ import annotations
 

@@ -233,7 +233,8 @@ class _Routes:
     async def metrics(self, http: HttpRequest) -> Response:
         keys = self._router.keys
         self._router.metrics.keys.file(keys.faults, bool(keys.fault))
-        return Response(self._router.metrics.render(self._router.client.stats()), media_type=CONTENT_TYPE_LATEST)
+        text = self._router.metrics.render(self._router.client.stats(), len(asyncio.all_tasks()))
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     async def health(self, http: HttpRequest) -> Response:
         return json_reply(about.alive(self._router))

@@ -23,6 +23,8 @@ def plain_spec(config: Config, layers: tuple[LayerSpec, ...], *, tied_default: b
     activation = more.pop("activation", None) or config.get("hidden_act", "silu")
     heads = config.number("num_attention_heads")
     tied, labels = config.flag("tie_word_embeddings", tied_default), num_labels(config)
+    is_headless = not tied and _is_base_model(config)
+    tied = tied or is_headless  # there is no other table, and nobody asks for tokens
     return ModelSpec(
         family=config.family,
         vocab_size=config.number("vocab_size"),
@@ -37,10 +39,10 @@ def plain_spec(config: Config, layers: tuple[LayerSpec, ...], *, tied_default: b
         max_model_len=_max_model_len(config, layers),
         tied=tied and not labels,
         num_labels=labels,
+        is_headless=is_headless,
         dtype=config.dtype(),
         # Where there is no table for logits, that of the embedding is rounded in its place.
         quantization=held_quantization({**config.raw, "tie_word_embeddings": tied or labels > 0}),
-        bos_token_id=config.token_ids("bos_token_id")[0] if config.token_ids("bos_token_id") else None,
         eos_token_ids=config.token_ids("eos_token_id"),
         **more,
     )
@@ -52,15 +54,22 @@ def num_labels(config: Config) -> int:
     Where `classifier_from_token` names tokens the files are those of a causal model, and its log-probabilities score.
     """
     config.ignore("num_labels", "classifier_from_token", "is_original_qwen3_reranker")
-    kinds = config.raw.get("architectures")
-    if not any(
-        str(kind).endswith("ForSequenceClassification") for kind in (kinds if isinstance(kinds, list) else [kinds])
-    ):
+    if not any(kind.endswith("ForSequenceClassification") for kind in _architectures(config)):
         return 0
     if config.raw.get("classifier_from_token"):
         return 0
     names = config.raw.get("id2label")
     return config.number("num_labels", len(names) if isinstance(names, dict) else 2)
+
+
+def _is_base_model(config: Config) -> bool:
+    """Whether the class that saved the model has no head, as `MistralModel`."""
+    return any(kind.endswith("Model") for kind in _architectures(config))
+
+
+def _architectures(config: Config) -> list[str]:
+    kinds = config.raw.get("architectures")
+    return [str(kind) for kind in (kinds if isinstance(kinds, list) else [kinds])]
 
 
 def plain_rope(config: Config, theta: float = 1e4, part: float | None = None) -> RopeSpec:
@@ -75,12 +84,34 @@ def plain_rope(config: Config, theta: float = 1e4, part: float | None = None) ->
 
 def ropes_by_type(config: Config, theta: float, local_theta: float) -> tuple[RopeSpec, RopeSpec]:
     """The rope of layers with a window, whose contexts are not scaled by `rope_scaling`, and that of the others."""
-    parameters, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    of_near, of_far = rope_parameters_by_type(config, theta if theta == local_theta else None)
+    scaling = config.get("rope_scaling") or {}
+    if scaling and of_far:
+        raise ModelError("both rope_parameters and rope_scaling say how rope is scaled", "take one out of config.json")
+    for given in (of_near, of_far, scaling):
+        if given.get("partial_rotary_factor") not in (None, 1.0):
+            raise ModelError(f"partial_rotary_factor={given['partial_rotary_factor']} is not a key of {config.family}")
     head_dim, positions = config.head_dim(), config.number("max_position_embeddings", 2048)
-    near = rope_spec(parameters.get("sliding_attention") or {}, local_theta, head_dim, positions)
-    far = rope_spec(
-        parameters.get("full_attention") or scaling, config.positive("rope_theta", theta), head_dim, positions
-    )
+    near = rope_spec(of_near, local_theta, head_dim, positions)
+    return near, rope_spec(of_far or scaling, config.positive("rope_theta", theta), head_dim, positions)
+
+
+def rope_parameters_by_type(config: Config, theta: float | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What `rope_parameters` says of layers with a window and of the others, in families where it says it of each.
+
+    A table for all layers may say no more than that their ropes are of this `theta`, which they have without it:
+    transformers reads nothing else of such a table.
+    """
+    parameters, kinds = config.get("rope_parameters") or {}, ("sliding_attention", "full_attention")
+    for key, value in parameters.items():
+        if theta is not None and (key, value) in (("rope_type", "default"), ("rope_theta", theta)):
+            continue
+        if key not in kinds or not isinstance(value, dict | None):
+            raise ModelError(
+                f"rope_parameters of a {config.family} model has {key!r} ({str(value)[:60]}), which is not handled",
+                "it has a table for each kind of layers: " + ", ".join(kinds),
+            )
+    near, far = (parameters.get(kind) or {} for kind in kinds)
     return near, far
 
 

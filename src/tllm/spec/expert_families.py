@@ -11,11 +11,16 @@ from tllm.spec.hf_config import Config
 from tllm.spec.model_spec import DeltaSpec, LatentSpec, LayerSpec, ModelSpec, MoeSpec, RopeSpec
 from tllm.spec.rope_config import rope_spec, yarn_scale
 
+NUM_EXPERTS = {"qwen2_moe": 60, "qwen3_moe": 128, "qwen3_next": 512, "qwen3_5_moe_text": 256}
+SCALING = {"deepseek_v3": 2.5, "kimi_k2": 2.5, "glm4_moe_lite": 1.8}
+SHARED = {"deepseek_v2": 2}
+"""How many experts there are, how their weights are scaled and how many are shared, where a file leaves it out."""
+
 
 def mixtral(config: Config) -> ModelSpec:
     config.ignore("router_aux_loss_coef", "router_jitter_noise", "output_router_logits")
     moe = MoeSpec(
-        num_experts=config.number("num_local_experts", 8),
+        num_experts=config.same_number("num_local_experts", "num_experts", default=8),
         top_k=config.number("num_experts_per_tok", 2),
         width=config.number("intermediate_size"),
         style="mixtral",
@@ -46,7 +51,7 @@ def qwen3_moe(config: Config) -> ModelSpec:
 
 def glm4_moe(config: Config) -> ModelSpec:
     """Experts chosen by sigmoids with a correction, as in DeepSeek-V3, behind the first, dense layers."""
-    moe = _grouped_experts(config)
+    moe = _corrected_experts(config)
     rope, dense = plain_rope(config, part=0.5), config.number("first_k_dense_replace", 1)
     count = config.number("num_hidden_layers")
     layers = tuple(LayerSpec(rope=rope, moe=moe if i >= dense else None) for i in range(count))
@@ -54,19 +59,26 @@ def glm4_moe(config: Config) -> ModelSpec:
     return plain_spec(config, layers, qk_norm="head" if norm else "none", attention_bias=bias)
 
 
-def _grouped_experts(config: Config) -> MoeSpec:
+def _corrected_experts(config: Config) -> MoeSpec:
     """Of DeepSeek-V3 (2412.19437): a correction joins in the choice, which is among the best groups."""
-    config.ignore("output_router_logits", "num_local_experts", "num_nextn_predict_layers", "num_mtp_layers")
+    if config.get("scoring_func", "sigmoid") != "sigmoid" or config.get("topk_method", "noaux_tc") != "noaux_tc":
+        raise ModelError(f"scoring_func or topk_method of this {config.family} model is not that of DeepSeek-V3")
+    return _grouped_experts(config)
+
+
+def _grouped_experts(config: Config) -> MoeSpec:
+    """Experts of which those of the best groups are chosen, by DeepSeek-V3's keys."""
+    config.ignore("output_router_logits", "num_nextn_predict_layers", "num_mtp_layers")
     width = config.number("moe_intermediate_size")
     moe = MoeSpec(
-        num_experts=config.number("n_routed_experts"),
+        num_experts=config.same_number("n_routed_experts", "num_local_experts", "num_experts"),
         top_k=config.number("num_experts_per_tok"),
         width=width,
-        shared_width=width * config.number("n_shared_experts", 1),
+        shared_width=width * config.number("n_shared_experts", SHARED.get(config.family, 1)),
         shared_gate=False,
         scores="sigmoid",
-        renormalise=config.flag("norm_topk_prob", True),
-        weight_scale=config.positive("routed_scaling_factor", 1.0),
+        renormalise=config.flag("norm_topk_prob", True, null=False),
+        weight_scale=config.positive("routed_scaling_factor", SCALING.get(config.family, 1.0)),
         correction_bias=True,
         groups=config.number("n_group", 1),
         top_groups=config.number("topk_group", 1),
@@ -78,9 +90,7 @@ def _grouped_experts(config: Config) -> MoeSpec:
 
 def deepseek_v3(config: Config) -> ModelSpec:
     """DeepSeek-V3 (2412.19437): attention over latents, and experts as glm4_moe has them."""
-    if config.get("scoring_func", "sigmoid") != "sigmoid" or config.get("topk_method", "noaux_tc") != "noaux_tc":
-        raise ModelError(f"scoring_func or topk_method of this {config.family} model is not that of DeepSeek-V3")
-    return _with_latents(config, _deepseek_layers(config, _grouped_experts(config)))
+    return _with_latents(config, _deepseek_layers(config, _corrected_experts(config)))
 
 
 def deepseek_v2(config: Config) -> ModelSpec:
@@ -90,7 +100,10 @@ def deepseek_v2(config: Config) -> ModelSpec:
         raise ModelError(f"scoring_func or topk_method={method!r} of this {config.family} model is not handled")
     if config.flag("norm_topk_prob"):
         raise ModelError("norm_topk_prob of a deepseek_v2 model is not handled", "no published model sets it")
-    config.ignore("mlp_bias")
+    if config.flag("mlp_bias") or not config.get("rope_interleave", True):
+        raise ModelError(
+            "mlp_bias or rope_interleave of this deepseek_v2 model is not handled", "no published one sets it"
+        )
     grouped, experts = method == "group_limited_greedy", _grouped_experts(config)
     moe = replace(
         experts,
@@ -111,7 +124,7 @@ def glm4_moe_lite(config: Config) -> ModelSpec:
     if len(kinds) != count or set(kinds) - {"dense", "sparse"}:
         raise ModelError(f"mlp_layer_types {sorted(set(kinds))} for {len(kinds)} of {count} layers is not handled")
     config.ignore("first_k_dense_replace", "partial_rotary_factor")
-    return _with_latents(config, [_grouped_experts(config) if kind == "sparse" else None for kind in kinds])
+    return _with_latents(config, [_corrected_experts(config) if kind == "sparse" else None for kind in kinds])
 
 
 def _deepseek_layers(config: Config, moe: MoeSpec) -> list[MoeSpec | None]:
@@ -123,13 +136,13 @@ def _deepseek_layers(config: Config, moe: MoeSpec) -> list[MoeSpec | None]:
 
 def _with_latents(config: Config, moes: list[MoeSpec | None]) -> ModelSpec:
     """A model whose attention is over latents (2405.04434), with the experts of each layer, or none."""
-    config.ignore("aux_loss_alpha", "seq_aux", "ep_size", "pretraining_tp", "qk_head_dim", "head_dim")
+    config.ignore("aux_loss_alpha", "seq_aux", "ep_size", "qk_head_dim")
     heads = config.number("num_attention_heads")
     if config.number("num_key_value_heads", heads) != heads:
         raise ModelError("num_key_value_heads is not num_attention_heads: all heads of this family share one latent")
     latent = LatentSpec(
         width=config.number("kv_lora_rank"),
-        rope_dim=config.number("qk_rope_head_dim"),
+        rope_dim=config.same_number("qk_rope_head_dim", "head_dim"),
         plain_dim=config.number("qk_nope_head_dim"),
         value_dim=config.number("v_head_dim"),
         q_width=config.number("q_lora_rank", 0),
@@ -141,7 +154,7 @@ def _with_latents(config: Config, moes: list[MoeSpec | None]) -> ModelSpec:
     rope = rope_spec(
         parameters, config.positive("rope_theta", 1e4), latent.rope_dim, config.number("max_position_embeddings")
     )
-    rope = replace(rope, interleaved=config.flag("rope_interleave", True))
+    rope = replace(rope, interleaved=config.flag("rope_interleave", True, null=False))
     bias, scale = config.flag("attention_bias"), latent.query_dim**-0.5
     if rope.kind != "default" and parameters.get("mscale_all_dim"):
         scale *= yarn_scale(rope.factor, float(parameters["mscale_all_dim"])) ** 2
@@ -152,17 +165,19 @@ def _with_latents(config: Config, moes: list[MoeSpec | None]) -> ModelSpec:
 
 def minimax_m2(config: Config) -> ModelSpec:
     """Experts of mixtral's names, chosen by corrected sigmoids; norms over all heads; partial rope."""
-    config.ignore("router_aux_loss_coef", "output_router_logits", "router_jitter_noise", "num_experts")
+    config.ignore("router_aux_loss_coef", "output_router_logits", "router_jitter_noise")
     config.ignore("use_mtp", "num_mtp_modules", "mtp_transformer_layers")
+    config.ignore("mlp_intermediate_size", "shared_moe_mode")  # of an MLP and shared experts that it does not have
     head_dim = config.number("head_dim")
     fixed = dict(scoring_func="sigmoid", use_qk_norm=True, qk_norm_type="per_layer", use_routing_bias=True)
+    fixed |= dict.fromkeys((f"layernorm_{of}_beta" for of in ("full_attention", "linear_attention", "mlp")), 1.0)
     for key, value in fixed.items():
         if config.get(key, value) != value:
             raise ModelError(f"{key}={config.get(key)!r} of a minimax_m2 model is not handled", f"known: {value!r}")
     if set(config.get("attn_type_list") or [1]) != {1} or config.number("shared_intermediate_size", 0):
         raise ModelError("attn_type_list or shared_intermediate_size of this minimax_m2 model is not handled")
     moe = MoeSpec(
-        num_experts=config.number("num_local_experts"),
+        num_experts=config.same_number("num_local_experts", "num_experts"),
         top_k=config.number("num_experts_per_tok"),
         width=config.number("intermediate_size"),
         scores="sigmoid",
@@ -176,14 +191,14 @@ def minimax_m2(config: Config) -> ModelSpec:
 
 def gpt_oss(config: Config) -> ModelSpec:
     """Sinks, windows on every other layer, and experts in stacks with biases and a clamped activation."""
-    config.ignore("router_aux_loss_coef", "output_router_logits", "hidden_act", "num_experts")
-    config.ignore("experts_per_token", "initial_context_length")  # the same numbers under older names
+    config.ignore("router_aux_loss_coef", "output_router_logits", "hidden_act")
+    config.ignore("initial_context_length")  # original_max_position_embeddings under an older name
     config.number("head_dim")
     if not (config.get("rope_parameters") or config.get("rope_scaling")):
         raise ModelError("config.json has no rope_scaling", "every model of this family gives it")
     moe = MoeSpec(
-        num_experts=config.number("num_local_experts"),
-        top_k=config.number("num_experts_per_tok"),
+        num_experts=config.same_number("num_local_experts", "num_experts"),
+        top_k=config.same_number("num_experts_per_tok", "experts_per_token"),
         width=config.number("intermediate_size"),
         scores="chosen_softmax",
         renormalise=False,
@@ -297,10 +312,10 @@ def _moe_layers(
     renormalise: bool | None = None,
 ) -> tuple[LayerSpec, ...]:
     """Layers of which each `decoder_sparse_step`-th has experts, unless `mlp_only_layers` names it."""
-    config.ignore("router_aux_loss_coef", "output_router_logits", "num_local_experts")
+    config.ignore("router_aux_loss_coef", "output_router_logits")
     step, dense = config.number("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     moe = MoeSpec(
-        num_experts=config.number("num_experts", config.number("num_local_experts", 128)),
+        num_experts=config.same_number("num_experts", "num_local_experts", default=NUM_EXPERTS[config.family]),
         top_k=config.number("num_experts_per_tok"),
         width=config.number("moe_intermediate_size"),
         shared_width=shared,

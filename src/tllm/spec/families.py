@@ -11,7 +11,15 @@ from dataclasses import replace
 from typing import Any
 
 from tllm.core.errors import ModelError
-from tllm.spec.config_parts import layer_windows, plain_rope, plain_spec, ropes_by_type, same_layers
+from tllm.spec.config_parts import (
+    layer_windows,
+    plain_rope,
+    plain_spec,
+    rope_parameters_by_type,
+    ropes_by_type,
+    same_layers,
+)
+from tllm.spec.config_types import is_number, is_size
 from tllm.spec.expert_families import (
     deepseek_v2,
     deepseek_v3,
@@ -51,6 +59,9 @@ def spec_from_config(raw: dict[str, Any]) -> ModelSpec:
         raise ModelError("config.json: sliding_window=0 and there are layers with a window", "copy the file again")
     if spec.num_heads % spec.num_kv_heads:
         raise ModelError(f"{spec.num_heads} query heads cannot share {spec.num_kv_heads} kv heads evenly")
+    for moe in {layer.moe for layer in spec.layers} - {None}:
+        if moe is not None and not 1 <= moe.top_k <= moe.num_experts:
+            raise ModelError(f"config.json chooses {moe.top_k} experts of {moe.num_experts}", "copy the file again")
     for of_layer in {layer.num_kv_heads for layer in spec.layers} - {0}:
         if spec.num_heads % of_layer:
             raise ModelError(f"{spec.num_heads} query heads cannot share the {of_layer} kv heads of a layer evenly")
@@ -58,8 +69,9 @@ def spec_from_config(raw: dict[str, Any]) -> ModelSpec:
 
 
 def llama(config: Config) -> ModelSpec:
+    if config.get("activation") not in (None, "swiglu"):  # in files of Falcon3, beside hidden_act
+        raise ModelError(f"activation={config.get('activation')!r} of a llama model is not handled", "known: swiglu")
     bias = config.flag("attention_bias")
-    config.ignore("pretraining_tp")
     layers = same_layers(config, rope=plain_rope(config))
     return plain_spec(config, layers, attention_bias=bias, output_bias=bias, mlp_bias=config.flag("mlp_bias"))
 
@@ -112,8 +124,9 @@ def gemma3(config: Config) -> ModelSpec:
     config.number("head_dim")
     near, far = ropes_by_type(config, theta=1e6, local_theta=config.positive("rope_local_base_freq", 1e4))
     layers = tuple(LayerSpec(rope=far if window is None else near, window=window) for window in windows)
-    softcaps = config.get("attn_logit_softcapping"), config.get("final_logit_softcapping")
-    return _gemma(config, layers, qk_norm="head", attention_softcap=softcaps[0], final_softcap=softcaps[1])
+    if config.get("attn_logit_softcapping") is not None:
+        raise ModelError("attn_logit_softcapping of a gemma3 model is not handled", "no published model sets it")
+    return _gemma(config, layers, qk_norm="head", final_softcap=config.get("final_logit_softcapping"))
 
 
 def gemma4(config: Config) -> ModelSpec:
@@ -133,11 +146,14 @@ def gemma4(config: Config) -> ModelSpec:
         config.number("head_dim"),
         config.flag("attention_k_eq_v"),
     )
-    ropes = config.get("rope_parameters") or {}
+    turns_near, turns_far = rope_parameters_by_type(config)
+    for given in (turns_near, turns_far):
+        if given.get("rope_type", "default") == "default" and given.get("partial_rotary_factor") not in (None, 1.0):
+            raise ModelError(f"partial_rotary_factor={given['partial_rotary_factor']} of a default rope is not handled")
     positions = config.number("max_position_embeddings")
-    near = rope_spec(ropes.get("sliding_attention") or {}, 1e4, near_dim, positions)
+    near = rope_spec(turns_near, 1e4, near_dim, positions)
     turned = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
-    far = rope_spec(ropes.get("full_attention") or turned, 1e6, far_heads[0], positions)
+    far = rope_spec(turns_far or turned, 1e6, far_heads[0], positions)
     moe = _experts_of_gemma4(config)
     of_near = LayerSpec(rope=near, window=window, moe=moe)
     of_far = LayerSpec(rope=far, moe=moe, head_dim=far_heads[0], num_kv_heads=far_heads[1], keys_are_values=shared)
@@ -148,7 +164,7 @@ def gemma4(config: Config) -> ModelSpec:
         layers,
         tied_default=True,
         per_layer_width=_per_layer_width(config),
-        activation=config.get("hidden_activation", "gelu_pytorch_tanh"),
+        activation=config.get("hidden_activation") or "gelu_pytorch_tanh",
         attention_scale=1.0,
         attention_bias=bias,
         output_bias=bias,
@@ -163,12 +179,20 @@ def gemma4(config: Config) -> ModelSpec:
 
 def phi3(config: Config) -> ModelSpec:
     config.ignore("resid_pdrop", "embd_pdrop")
-    original = config.get("original_max_position_embeddings")
+    for key in ("full_attn_mod", "interpolate_factor"):  # in files of Phi-4-mini, which nothing reads
+        if config.number(key, 1) != 1:
+            raise ModelError(f"{key}={config.get(key)} of a phi3 model is not handled", "published models have 1")
+    original = config.number("original_max_position_embeddings", 4096)
     parameters = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     parameters.setdefault("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if parameters.get("rope_type", parameters.get("type")) in ("su", "yarn", "longrope"):
         parameters["rope_type"] = "longrope"
-        parameters.setdefault("original_max_position_embeddings", original)
+        inside = parameters.setdefault("original_max_position_embeddings", original)
+        if inside != original:
+            raise ModelError(
+                f"original_max_position_embeddings is {original}, and {inside} where rope is scaled",
+                "of a phi3 model both must be the same",
+            )
     rope = rope_spec(
         parameters,
         config.positive("rope_theta", 1e4),
@@ -190,7 +214,13 @@ def olmo3(config: Config) -> ModelSpec:
     count = config.number("num_hidden_layers")
     default = ["sliding_attention" if (i + 1) % 4 else "full_attention" for i in range(count)]
     windows = layer_windows(config, default, config.get("sliding_window", 4096))
-    near, far = ropes_by_type(config, theta=5e5, local_theta=config.positive("rope_theta", 5e5))
+    if config.positive("rope_theta", 5e5) != 5e5 and not rope_parameters_by_type(config)[0]:
+        raise ModelError(
+            f"rope_theta={config.get('rope_theta')} of an olmo3 model: whether layers with a window have it depends on "
+            "who reads the file",
+            "give both kinds of layers their rope_theta in rope_parameters",
+        )
+    near, far = ropes_by_type(config, theta=5e5, local_theta=5e5)
     layers = tuple(LayerSpec(rope=far if window is None else near, window=window) for window in windows)
     bias = config.flag("attention_bias")
     return plain_spec(config, layers, qk_norm="full", norm_order="post", attention_bias=bias, output_bias=bias)
@@ -213,14 +243,15 @@ def exaone4(config: Config) -> ModelSpec:
 
 
 def granite(config: Config) -> ModelSpec:
-    bias = config.flag("attention_bias")
+    bias, multiplier = config.flag("attention_bias"), config.positive("embedding_multiplier", 1.0)
     return plain_spec(
         config,
         same_layers(config, rope=plain_rope(config)),
         attention_bias=bias,
         output_bias=bias,
         mlp_bias=config.flag("mlp_bias"),
-        embedding_scale=config.positive("embedding_multiplier", 1.0),
+        embedding_scale=multiplier,
+        noise_scale=multiplier,
         attention_scale=config.positive("attention_multiplier", 1.0),
         residual_scale=config.positive("residual_multiplier", 1.0),
         logits_scaling=config.positive("logits_scaling", 1.0),
@@ -228,7 +259,7 @@ def granite(config: Config) -> ModelSpec:
 
 
 def seed_oss(config: Config) -> ModelSpec:
-    config.ignore("residual_dropout", "pretraining_tp")
+    config.ignore("residual_dropout")
     config.number("head_dim")
     return plain_spec(
         config,
@@ -282,10 +313,10 @@ def ministral3(config: Config) -> ModelSpec:
     config.number("head_dim")
     given = dict(config.get("rope_parameters") or {})
     beta = given.pop("llama_4_scaling_beta", None)
-    if beta is None or not given.get("original_max_position_embeddings"):
+    if not is_number(beta) or not given.get("original_max_position_embeddings"):
         raise ModelError(
             "rope_parameters of a ministral3 model lacks llama_4_scaling_beta or original_max_position_embeddings",
-            "every model of this family gives both",
+            "every model of this family gives both, a number each",
         )
     positions = config.number("max_position_embeddings")
     if given.pop("max_position_embeddings", positions) != positions:
@@ -298,6 +329,10 @@ def ministral3(config: Config) -> ModelSpec:
 def smollm3(config: Config) -> ModelSpec:
     count, interval = config.number("num_hidden_layers"), config.number("no_rope_layer_interval", 4)
     turns = config.get("no_rope_layers") or [int((i + 1) % interval != 0) for i in range(count)]
+    if len(turns) != count:
+        raise ModelError(
+            f"no_rope_layers is of {len(turns)} layers and the model has {count}", "copy config.json again"
+        )
     window = config.get("sliding_window") if config.flag("use_sliding_window") else None
     config.ignore("sliding_window", "max_window_layers")
     default = ["full_attention" if window is None or turned else "sliding_attention" for turned in turns]
@@ -355,8 +390,8 @@ def _gemma(config: Config, layers: tuple[LayerSpec, ...], **more: Any) -> ModelS
         config,
         layers,
         tied_default=True,
-        activation=config.get("hidden_activation", "gelu_pytorch_tanh"),
-        attention_scale=float(config.number("query_pre_attn_scalar", 256)) ** -0.5,
+        activation=config.get("hidden_activation") or "gelu_pytorch_tanh",
+        attention_scale=config.positive("query_pre_attn_scalar", 256) ** -0.5,
         attention_bias=bias,
         output_bias=bias,
         norm_order="both",
@@ -428,14 +463,20 @@ def _far_heads(config: Config, windows: list[int | None]) -> tuple[int, int]:
             f"per_layer_config is not of the layers with full_attention ({', '.join(sorted(expected, key=int))})",
             "copy the file again",
         )
-    sizes = [of for of in given.values() if isinstance(of, dict) and set(of) <= {"head_dim", "num_key_value_heads"}]
-    found = {(of.get("head_dim", config.number("head_dim")), of.get("num_key_value_heads", kv_heads)) for of in sizes}
-    whole = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for pair in found for n in pair)
-    if len(sizes) != len(given) or len(found) != 1 or not whole:
+    sizes = [_far_heads_of_layer(of, config.number("head_dim"), kv_heads) for of in given.values()]
+    if not sizes or sizes[0] is None or any(size != sizes[0] for size in sizes):
         raise ModelError(
             f"per_layer_config {str(given)[:80]} is not handled", "layers with full_attention are all alike"
         )
-    return found.pop()
+    return sizes[0]
+
+
+def _far_heads_of_layer(given: Any, head_dim: int, kv_heads: int) -> tuple[int, int] | None:
+    """The same of one layer, from its entry in `per_layer_config`; None where that is none."""
+    if not isinstance(given, dict) or set(given) - {"head_dim", "num_key_value_heads"}:
+        return None
+    width, heads = given.get("head_dim", head_dim), given.get("num_key_value_heads", kv_heads)
+    return (int(width), int(heads)) if is_size(width) and is_size(heads) else None
 
 
 def _qwen_layers(config: Config) -> tuple[LayerSpec, ...]:

@@ -5,7 +5,6 @@ Of a multimodal checkpoint it is that of the text part alone, its `text_config`.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from functools import lru_cache
@@ -14,6 +13,7 @@ from typing import Any
 
 from tllm.core.errors import ConfigError, ModelError
 from tllm.core.gguf_files import open_gguf
+from tllm.core.model_folders import json_table
 from tllm.spec.config_types import check_types, is_number
 from tllm.spec.gguf.gguf_codings import gguf_quantization
 from tllm.spec.gguf.gguf_config import gguf_config
@@ -29,7 +29,8 @@ HARMLESS = frozenset({
     "cls_token_id", "decoder_start_token_id", "return_dict", "output_attentions", "output_hidden_states",
     "torchscript", "name_or_path", "unsloth_version", "unsloth_fixed", "id2label", "label2id", "problem_type",
     "task_specific_params", "tokenizer_class", "finetuning_task", "cache_implementation", "hidden_dropout",
-    "attn_implementation", "is_encoder_decoder", "auto_map",
+    "attn_implementation", "is_encoder_decoder", "auto_map", "pretraining_tp", "is_llama_config",
+    "transformers.js_config", "max_sequence_length",
 })  # fmt: skip
 """Keys that say how a model was trained, saved or called, not what it computes."""
 
@@ -46,6 +47,9 @@ GEMMA3 = dict(
     rms_norm_eps=1e-6,
 )
 """Published files give only what differs from this."""
+
+HEAD_DIM = {"qwen3": 128, "qwen3_vl_text": 128, "gemma2": 256}
+"""Widths of a head where a file leaves it out; in other families that leave it out, the hidden width over the heads."""
 
 MULTIMODAL: dict[str, dict[str, Any]] = {
     "gemma3": GEMMA3,
@@ -69,7 +73,11 @@ OTHER_PARTS = frozenset({
 """Keys of the whole that say nothing of its text part."""
 
 WHOLE_DECIDES = ("tie_word_embeddings", "eos_token_id", "quantization_config")
-"""Keys that the whole and its text part may both have, and that count as the whole has them."""
+"""Keys that the whole and its text part may both have, and that count as the whole has them.
+
+Where the whole says nothing of `tie_word_embeddings` the text part's counts, and transformers has a default of each
+whole. They come to the same numbers or to an error, as a head in the files is compared with the table.
+"""
 
 
 ROUNDED: dict[str, Coding] = {"int8": Coding(8, 32), "int4": Coding(4, 32)}
@@ -104,6 +112,15 @@ class Config:
             raise ModelError(f"config.json: {key}={value!r} is not a whole number of 0 or more")
         return int(value)
 
+    def same_number(self, *keys: str, default: int | None = None) -> int:
+        """A number that a file gives under any of these names; under several only if they agree."""
+        given = {key: self.number(key) for key in keys if self.raw.get(key) is not None}
+        self.ignore(*keys)
+        if len(set(given.values())) > 1:
+            named = " and ".join(f"{key}={value}" for key, value in given.items())
+            raise ModelError(f"config.json: {named} are to be the same", "take out the one that is wrong")
+        return next(iter(given.values())) if given else self.number(keys[0], default)
+
     def positive(self, key: str, default: float | None = None) -> float:
         self._read.add(key)
         value = self.raw.get(key)
@@ -112,14 +129,26 @@ class Config:
             raise ModelError(f"config.json: {key}={value!r} is not a number above 0")
         return float(value)
 
-    def flag(self, key: str, default: bool = False) -> bool:
+    def flag(self, key: str, default: bool = False, null: bool | None = None) -> bool:
+        """True or false; the default where the file leaves it out. `null`: what null means, if it is not that."""
         self._read.add(key)
         value = self.raw.get(key)
-        return default if value is None else bool(value)
+        if not isinstance(value, bool | None):
+            raise ModelError(f"config.json: {key}={str(value)[:60]!r} is not true or false", "copy the file again")
+        if value is None:
+            return null if null is not None and key in self.raw else default
+        return value
 
     def head_dim(self) -> int:
-        given = self.number("head_dim", 0)
-        return given or self.number("hidden_size") // self.number("num_attention_heads")
+        given = self.number("head_dim", HEAD_DIM.get(self.family, 0))
+        width = given or self.number("hidden_size") // self.number("num_attention_heads")
+        if not width:
+            raise ModelError(
+                f"config.json: hidden_size={self.raw['hidden_size']} is too little for the "
+                f"{self.raw['num_attention_heads']} of num_attention_heads",
+                "copy the file again",
+            )
+        return width
 
     def dtype(self) -> str:
         """The dtype the weights were saved in, float32 where the file does not say."""
@@ -198,20 +227,17 @@ def read_config(folder: Path) -> dict[str, Any]:
     if gguf is not None:
         return gguf_config(gguf)
     path = folder if folder.is_file() else folder / "config.json"
-    try:
-        raw = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise ModelError(f"{folder} has no config.json", "give the folder of a Hugging Face model") from error
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
-    if not isinstance(raw, dict):
-        raise ModelError(f"{path} is not a JSON object")
-    generation = path.parent / "generation_config.json"
+    if (folder / "adapter_config.json").is_file() and not path.exists():
+        raise ModelError(
+            f"{folder} is a LoRA adapter and no whole model",
+            f"serve it beside its model, `tllm serve MODEL --enable-lora --lora-modules NAME={folder}`, or merge "
+            f"it, `tllm export MODEL OUT --adapter {folder}`",
+        )
+    if not path.exists():
+        raise ModelError(f"{folder} has no config.json", "give the folder of a Hugging Face model")
+    raw, generation = json_table(path, ModelError), path.parent / "generation_config.json"
     if generation.is_file():
-        try:
-            extra = json.loads(generation.read_bytes())
-        except ValueError as error:
-            raise ModelError(f"{generation} cannot be read: {error}") from error
+        extra = json_table(generation, ModelError)
         if extra.get("eos_token_id") is not None:
             raw["eos_token_id"] = extra["eos_token_id"]
     if is_multimodal(raw):

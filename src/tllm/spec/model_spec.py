@@ -179,7 +179,7 @@ class ModelSpec:
     `per_layer_width`: each layer has so wide an input of its own for each token, made of a table of its own and of the
     token's embedding (gemma4 of E2B and E4B); 0 where layers have none.
     `num_labels`: the model ends in a classification head of so many labels, and has none for tokens; 0 for those that
-    write.
+    write. `is_headless`: it was saved without a head, and its embedding is none: it embeds and does nothing else.
     `quantization`: which weights are held in few bits, and how; None where all are held as plain numbers.
     `max_model_len`: the longest sequence this version computes exactly as the model defines it.
     """
@@ -213,15 +213,17 @@ class ModelSpec:
     latent: LatentSpec | None = None
     final_softcap: float | None = None
     embedding_scale: float = 1.0
+    noise_scale: float = 1.0
+    """What noise on embeddings is multiplied by: they are scaled behind it where the family scales hidden states."""
     residual_scale: float = 1.0
     logits_scaling: float = 1.0
     gated: bool = True
     fused_qkv: bool = False
     fused_gate_up: bool = False
     num_labels: int = 0
+    is_headless: bool = False
     dtype: str = "float32"
     quantization: Quantization | None = None
-    bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
     @property

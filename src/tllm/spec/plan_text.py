@@ -73,14 +73,10 @@ def read_fields(text: str, num_layers: int) -> PlanFields:
     """The fields of a plan for a model of `num_layers` layers. Raises PlanError where a value cannot be read."""
     given = _pairs(text)
     chunks = _number(given.get("chunks", "1"), "chunks")
-    tps = _numbers(given.get("tp", "1"), "tp", "+")
-    shares = [_numbers(part, "shares", ":") for part in given.get("shares", "").split("+") if part]
     layers = _numbers(given["layers"], "layers", "+") if "layers" in given else ()
-    lengths = [len(values) for values in (tps, shares) if len(values) > 1]
-    pp = _stage_count(text, given, chunks, layers, lengths)
-    tps = tps * pp if len(tps) == 1 else tps
+    of_stages = _stages(text, given, chunks, layers)
+    pp = len(of_stages)
     bounds = _bounds(layers, pp * chunks, num_layers)
-    of_stages = [_stage_shares(shares, stage, tps) for stage in range(pp)]
     runs = tuple(RunFields(bounds[run], bounds[run + 1], of_stages[run % pp]) for run in range(pp * chunks))
     for key, known in CHOICES.items():
         if key in given:
@@ -101,6 +97,29 @@ def read_fields(text: str, num_layers: int) -> PlanFields:
         offload=given.get("offload", "none"),
         servers=_number(given.get("servers", "0"), "servers", 0),
     )
+
+
+def rank_count(text: str) -> int:
+    """Ranks that hold one model by a plan, however many layers it has. PlanError where a value cannot be read, or for a
+    key that says more than who holds what of a model."""
+    given = _pairs(text)
+    if others := [key for key in given if key not in SERVING]:
+        raise PlanError(
+            f"plan {text!r} gives {others[0]}, and one copy of a model answers, for single rows",
+            f"give {' and '.join(SERVING[:2])} alone: more copies are more nodes",
+        )
+    layers = _numbers(given["layers"], "layers", "+") if "layers" in given else ()
+    return sum(map(len, _stages(text, given, 1, layers)))
+
+
+def _stages(text: str, given: dict[str, str], chunks: int, layers: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The shares of each stage's ranks."""
+    tps = _numbers(given.get("tp", "1"), "tp", "+")
+    shares = [_numbers(part, "shares", ":") for part in given.get("shares", "").split("+") if part]
+    lengths = [len(values) for values in (tps, shares) if len(values) > 1]
+    pp = _stage_count(text, given, chunks, layers, lengths)
+    tps = tps * pp if len(tps) == 1 else tps
+    return [_stage_shares(shares, stage, tps) for stage in range(pp)]
 
 
 def _pairs(text: str) -> dict[str, str]:

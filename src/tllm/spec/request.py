@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Annotated, Literal
 
 import msgspec
@@ -118,6 +119,13 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         """The salt under which its pages are known: keys and values follow from the adapter too."""
         return f"{LORA_SALT}{self.lora} {self.cache_salt}" if self.lora else self.cache_salt
 
+    def seeded(self) -> Request:
+        """The same with a seed that is drawn at random, if none is given: whoever goes on with it samples the same."""
+        if self.params.seed is not None:
+            return self
+        params = msgspec.structs.replace(self.params, seed=secrets.randbits(63))
+        return msgspec.structs.replace(self, params=params)
+
 
 class StreamRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What a reply that may be taken up again is made of, beside the outputs of the engine.
@@ -142,11 +150,19 @@ class StreamRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
-    """Log-probability of one token and the `top` likeliest (id, log-probability) at its place, best first."""
+    """Log-probability of one token and the `top` likeliest (id, log-probability) at its place, best first.
+
+    `rank` is the token's own among all of the vocabulary, from 1 on.
+    """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 1
+
+    def cut(self, top: int | None) -> TokenLogprobs:
+        """The same with at most so many likeliest tokens."""
+        return TokenLogprobs(self.token_id, self.logprob, self.top[:top], self.rank)
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True):

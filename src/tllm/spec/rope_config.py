@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tllm.core.errors import ModelError
-from tllm.spec.model_spec import RopeSpec
+from tllm.spec.model_spec import RopeKind, RopeSpec
 
 KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "factors", "proportional")
 
@@ -17,7 +17,7 @@ KEYS = {
     "dynamic": {"factor", "original_max_position_embeddings"},
     "yarn": {
         "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow",
-        "mscale", "mscale_all_dim", "truncate",
+        "mscale", "mscale_all_dim", "truncate", "finetuned",
     },
     "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
     "longrope": {"factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"},
@@ -25,6 +25,17 @@ KEYS = {
     "proportional": {"factor"},
 }  # fmt: skip
 """Keys that each kind understands, beside `rope_type`, `rope_theta` and `partial_rotary_factor`."""
+
+LISTS = ("short_factor", "long_factor", "factors")
+"""Keys that hold lists; all others are numbers or words."""
+
+NEEDED = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor",),
+}
+"""Keys without which a kind says nothing."""
 
 
 def rope_spec(parameters: Mapping[str, Any], theta: float, head_dim: int, max_positions: int) -> RopeSpec:
@@ -38,6 +49,12 @@ def rope_spec(parameters: Mapping[str, Any], theta: float, head_dim: int, max_po
     extra = [key for key, value in parameters.items() if key not in known and value is not None]
     if extra:
         raise ModelError(f"rope_scaling of type {kind!r} has a key {extra[0]!r} that is not handled")
+    for key, value in parameters.items():
+        if isinstance(value, dict | list) and key not in LISTS:
+            raise ModelError(f"rope_scaling: {key}={str(value)[:60]} is not a number", "copy config.json again")
+    for key in NEEDED.get(kind, ()):
+        if not parameters.get(key):
+            raise ModelError(f"rope_scaling of type {kind!r} has no {key}", "copy config.json again")
     base, dim = (
         float(parameters.get("rope_theta") or theta),
         head_dim * (parameters.get("partial_rotary_factor") or 1.0),
@@ -64,17 +81,17 @@ def rope_spec(parameters: Mapping[str, Any], theta: float, head_dim: int, max_po
         beta_slow=float(parameters.get("beta_slow") or 1.0),
         truncate=bool(parameters.get("truncate", True)),
         attention_factor=_attention_factor(kind, parameters, float(factor), original),
-        short_factor=tuple(float(x) for x in parameters.get("short_factor") or ()),
-        factors=_factors(kind, parameters, head_dim),
+        short_factor=_factors("longrope", kind, parameters.get("short_factor"), int(dim)),
+        factors=_factors("factors", kind, parameters.get("factors"), head_dim),
         turned=turned,
     )
 
 
-def _factors(kind: str, parameters: Mapping[str, Any], head_dim: int) -> tuple[float, ...]:
-    """Those of kind "factors", which only GGUF files have: one above 0 for each pair of a head's widths."""
-    factors = tuple(float(x) for x in parameters.get("factors") or ())
-    if kind == "factors" and (len(factors) != head_dim // 2 or not min(factors, default=0.0) > 0):
-        raise ModelError(f"rope has {len(factors)} factors and a head of {head_dim} needs {head_dim // 2} above 0")
+def _factors(of: RopeKind, kind: RopeKind, given: Any, dim: int) -> tuple[float, ...]:
+    """One above 0 for each pair of the widths that are turned, of the kind that has such a list."""
+    factors = tuple(map(float, given)) if kind == of and isinstance(given, list) else ()
+    if kind == of and (len(factors) != dim // 2 or not min(factors, default=0.0) > 0):
+        raise ModelError(f"rope has {len(factors)} factors, and {dim} widths that are turned need {dim // 2} above 0")
     return factors
 
 

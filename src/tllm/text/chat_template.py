@@ -114,7 +114,7 @@ class ChatTemplate:
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"the chat template {file} cannot be read: {error}",

@@ -9,7 +9,8 @@ class StopFinder:
     """Cuts a text at the stop string that is complete first.
 
     Of several that end at the same character the longest counts. The answer depends on the text alone,
-    not on how it was cut into pieces.
+    not on how it was cut into pieces. In text that comes early (before `min_tokens`) a stop string may begin, but none
+    ends there, as in vLLM.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
@@ -18,21 +19,28 @@ class StopFinder:
         self._include = include
         self._longest = max((len(stop) for stop in stops), default=0)
         self._held = ""
+        self._early = 0  # characters of what is held, from its beginning, in which no stop string ends
         self.found: str | None = None
 
-    def push(self, text: str) -> str:
+    def push(self, text: str, is_early: bool = False) -> str:
         """Add text and return what can be given out for good. After a stop was found nothing more comes."""
         if self.found is not None or not self._stops:
             return text if self.found is None else ""
         held = self._held + text
-        ends = [(place + len(stop), -len(stop), stop) for stop in self._stops if (place := held.find(stop)) >= 0]
+        if is_early:
+            self._early = len(held)
+        ends = []
+        for stop in self._stops:
+            place = held.find(stop, max(0, self._early + 1 - len(stop)))
+            if place >= 0:
+                ends.append((place + len(stop), -len(stop), stop))
         if ends:
             end, _, self.found = min(ends)
             self._held = ""
             return held[: end if self._include else end - len(self.found)]
-        keep = self._possible(held)
-        self._held = held[len(held) - keep :]
-        return held[: len(held) - keep]
+        given = len(held) - self._possible(held)
+        self._held, self._early = held[given:], max(0, self._early - given)
+        return held[:given]
 
     def finish(self) -> str:
         """What is still held back, when the text is over without a stop."""

@@ -1,9 +1,17 @@
-"""Where chat templates run: a Jinja sandbox with a clock and a limit on how large anything may grow."""
+"""Where chat templates run: a Jinja sandbox with a clock and a limit on how large anything may grow.
+
+A template comes with a model, from whoever made it. No single step of one may make more than `MAX_OUTPUT` characters,
+nor look at more values than that, nor may all that it writes be more than a few times that; the clock is looked at in
+between. A list that holds one list twice, and so on, is small and means very much: it is what it means that counts.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 import time
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, ValuesView
 from contextvars import ContextVar
 from datetime import datetime
 from typing import Any
@@ -15,12 +23,66 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
 
 MAX_TEMPLATE = 1 << 20  # characters of a template
 MAX_OUTPUT = 16 << 20  # characters that a template may produce
+MAX_WRITTEN = 4 * MAX_OUTPUT  # all that is written, into macros and blocks too, and from them once more
+MAX_ITEMS = 1 << 20  # of a list that is repeated
 MAX_SECONDS = 1.0
+WIDE = re.compile(r"\d{7,}")  # a width in a format that asks for millions of characters
+KEEPING = (
+    "attr",
+    "count",
+    "d",
+    "default",
+    "first",
+    "items",
+    "last",
+    "length",
+    "list",
+    "map",
+    "random",
+    "reject",
+    "rejectattr",
+    "select",
+    "selectattr",
+)
+"""Filters that hand on what a value holds; all others make a text of it, or compare what is in it."""
+WIDENING = ("batch", "center", "indent", "join", "replace", "slice", "tojson", "wordwrap")
+"""Those that may widen it."""
+COMPARING = (
+    "!=",
+    "<",
+    "<=",
+    "==",
+    ">",
+    ">=",
+    "eq",
+    "equalto",
+    "ge",
+    "greaterthan",
+    "gt",
+    "in",
+    "le",
+    "lessthan",
+    "lower",
+    "lt",
+    "ne",
+    "upper",
+)
+"""Tests that look at all that two values hold, or at their texts."""
 
-_deadline: ContextVar[float] = ContextVar("template deadline")
+
+class _Budget:
+    """What one rendering may still take."""
+
+    def __init__(self, seconds: float) -> None:
+        self.deadline = time.monotonic() + seconds
+        self.left = MAX_WRITTEN
+
+
+_budget: ContextVar[_Budget | None] = ContextVar("template budget", default=None)
 
 
 class TemplateLimit(jinja2.TemplateError):
@@ -37,6 +99,26 @@ class _Generation(Extension):
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         # a scope of its own, as names set inside do not reach the text after it
         return [nodes.Scope(body, lineno=line)]
+
+
+class _Weighed(NodeTransformer):
+    """Functions of the sandbox, which look at how large a thing is, where Jinja has none: `a ~ b`, `a == b`."""
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return nodes.Call(nodes.EnvironmentAttribute("joined"), node.nodes, [], None, None).set_lineno(node.lineno)
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
+        self.generic_visit(node)
+        simple = nodes.Const | nodes.Compare | nodes.Test | nodes.Not | nodes.Mod
+        every: list[nodes.Compare | nodes.Operand] = [node, *node.ops]
+        sides = [one for one in every if not isinstance(one.expr, simple)]
+        if len(sides) > 1:  # else a text, a number or a truth is compared, which tells at once
+            for one in sides:
+                weighed = nodes.Call(nodes.EnvironmentAttribute("weighed"), [one.expr], [], None, None)
+                weighed.set_lineno(node.lineno)
+                one.expr = weighed
+        return node
 
 
 class _Names(Namespace):
@@ -58,8 +140,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**", "+", "%"})
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        extensions = [_Generation, loopcontrols]
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions, finalize=_written)
         self.filters["tojson"] = _tojson
+        self.filters = {name: _bounded(name, each) for name, each in self.filters.items()}
+        tests: dict[str, Any] = self.tests
+        self.tests |= {name: _bounded(name, tests[name]) for name in COMPARING}
+        del self.globals["lipsum"]
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
         self.globals["dict"] = _dict
@@ -69,7 +156,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """Compile with a look at the clock in each loop and macro; `jinja2.TemplateError` where it is not Jinja."""
         if len(source) > MAX_TEMPLATE:
             raise TemplateLimit(f"the template has {len(source)} characters, at most {MAX_TEMPLATE} are read")
-        tree = self.parse(source)
+        tree = _Weighed().visit(self.parse(source))
         looping: list[nodes.For | nodes.Macro | nodes.CallBlock] = [
             *tree.find_all(nodes.For),
             *tree.find_all(nodes.Macro),
@@ -87,7 +174,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         seconds: float = MAX_SECONDS,
     ) -> str:
         """The template's text; `TemplateLimit` when it takes longer or grows larger than it may."""
-        token = _deadline.set(time.monotonic() + seconds)
+        token = _budget.set(_Budget(seconds))
         try:
             parts: list[str] = []
             length = 0
@@ -97,24 +184,46 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 parts.append(part)
             return "".join(parts)
         finally:
-            _deadline.reset(token)
+            _budget.reset(token)
 
     @staticmethod
     def tick() -> str:
         """Called in each turn of a loop; the end of the line for a template that never ends."""
-        if time.monotonic() > _deadline.get():
+        budget = _budget.get()
+        if budget is not None and time.monotonic() > budget.deadline:
             raise TemplateLimit("the template ran longer than it may")
         return ""
+
+    @staticmethod
+    def weighed(value: Any) -> Any:
+        """A value that is to be compared, for which all that it holds may be looked at."""
+        _check_weight(value)
+        return value
+
+    @staticmethod
+    def joined(*values: Any) -> str:
+        """What `~` makes of values."""
+        _check_weight(values)
+        return "".join(map(str, values))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Arithmetic, where repetition and powers could fill the memory in one step."""
         self.tick()
         if operator == "*":
             for one, other in ((left, right), (right, left)):
-                if hasattr(one, "__len__") and isinstance(other, int):
+                if isinstance(one, str) and isinstance(other, int):
                     _check_size(len(one) * other)
+                elif hasattr(one, "__len__") and isinstance(other, int) and len(one) * other > MAX_ITEMS:
+                    raise TemplateLimit(
+                        f"the template makes a list of {len(one) * other}, at most {MAX_ITEMS} are allowed"
+                    )
+        if operator == "%" and isinstance(left, str):
+            _check_weight(right)
+            _check_format(left, right if isinstance(right, tuple) else (right,))
         if operator == "**" and isinstance(right, int | float) and right > 64:
             raise TemplateLimit(f"the template takes a power of {right}")
+        if operator == "**" and isinstance(left, int) and left.bit_length() > 64:
+            raise TemplateLimit(f"the template takes a power of a number of {left.bit_length()} bits")
         if operator == "+" and hasattr(left, "__len__"):
             _check_size(len(left))
         return super().call_binop(context, operator, left, right)
@@ -122,17 +231,98 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         """A call from a template; methods of a text that could multiply it are checked before."""
         self.tick()
-        owner = getattr(obj, "__self__", None)
+        owner = getattr(getattr(obj, "__wrapped__", obj), "__self__", None)  # the base class wraps `format`
         if isinstance(owner, str):
-            self._check_growth(len(owner), args)
+            args = tuple(map(_whole, args))
+            given = (*args, *kwargs.values())
+            _check_weight(given)
+            _check_growth(len(owner), given)
+            if getattr(obj, "__name__", "") in ("format", "format_map"):
+                _check_format(owner, given)
+            if getattr(obj, "__name__", "") == "translate":
+                raise TemplateLimit("a template may not translate a text")
         return super().call(context, obj, *args, **kwargs)
 
-    @staticmethod
-    def _check_growth(length: int, args: tuple[Any, ...]) -> None:
-        sizes = [arg if isinstance(arg, int) else len(arg) if hasattr(arg, "__len__") else 0 for arg in args]
-        # 16: a message of the longest kind may still be split or stripped by a tag of 16 characters
-        if max(sizes, default=0) * max(length, 1) > 16 * MAX_OUTPUT:
-            raise TemplateLimit("the template multiplies a text beyond what it may hold")
+
+def _bounded(name: str, made: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter or a test, with a look at the clock and at what it is given to multiply."""
+
+    @functools.wraps(made)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        Sandbox.tick()
+        before = args[: hasattr(made, "jinja_pass_arg")]
+        value, *others = args[len(before) :]
+        given = (*others, *kwargs.values())
+        if name not in KEEPING:
+            value = _whole(value)
+            _check_weight((value, *given))
+        if name in WIDENING:
+            _check_growth(len(value) if hasattr(value, "__len__") else 1, given)
+            _check_size(max((one for one in given if isinstance(one, int)), default=0))
+        if name == "format":
+            _check_format(str(value), given)
+        result = made(*before, value, *others, **kwargs)
+        if isinstance(result, str):
+            _check_size(len(result))
+        return result
+
+    return checked
+
+
+def _whole(value: Any) -> Any:
+    """What `map` and its like give one by one, as a list, which can be weighed; any other value as it is."""
+    return list(value) if isinstance(value, Iterator) else value
+
+
+def _written(value: Any) -> Any:
+    """What is written of an expression: it counts among all that is."""
+    _check_weight(value)
+    budget = _budget.get()
+    if budget is not None and isinstance(value, str):
+        budget.left -= len(value)
+        if budget.left < 0:
+            raise TemplateLimit(f"the template writes more than {MAX_WRITTEN} characters in all")
+    return value
+
+
+def _check_growth(length: int, given: Iterable[Any]) -> None:
+    sizes = [one if isinstance(one, int) else len(one) if hasattr(one, "__len__") else 0 for one in given]
+    # 16: a message of the longest kind may still be split or stripped by a tag of 16 characters
+    if max(sizes, default=0) * max(length, 1) > 16 * MAX_OUTPUT:
+        raise TemplateLimit("the template multiplies a text beyond what it may hold")
+
+
+def _check_format(form: str, values: Iterable[Any]) -> None:
+    """A format may ask for millions of characters by a width, in itself or, by a star, in a value."""
+    star = "*" in form and any(isinstance(value, int) and abs(value) > MAX_OUTPUT for value in values)
+    if star or WIDE.search(form):
+        raise TemplateLimit("the template formats a text with a width of millions of characters")
+
+
+def _check_weight(value: Any) -> None:
+    """Of all that a value holds, to be made a text or compared: it is walked until it is known to be too large."""
+    if isinstance(value, str):
+        _check_size(len(value))
+        return
+    total, waiting = 0, [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, str):
+            total += len(one)
+        else:
+            total += 1
+            waiting += _held(one)
+            Sandbox.tick()
+        _check_size(total)
+
+
+def _held(value: Any) -> Iterable[Any]:
+    """What a value holds that its text shows."""
+    if isinstance(value, Namespace):
+        value = object.__getattribute__(value, "_Namespace__attrs")  # which no template can ask for
+    if isinstance(value, dict):
+        return [*value.keys(), *value.values()]
+    return value if isinstance(value, list | tuple | KeysView | ValuesView | ItemsView) else ()
 
 
 def _check_size(length: int) -> None:

@@ -217,7 +217,9 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not file.exists():
         return {}
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = json.loads(file.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}", "let this user read it") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is not JSON: {error}", "fetch the file again") from error
     if not isinstance(value, dict):
@@ -245,16 +247,14 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 def _add_missing(inner: tokenizers.Tokenizer, config: dict[str, Any], file: Path) -> None:
     """Add the tokens that only tokenizer_config.json declares; their ids must come out as declared."""
-    declared = config.get("added_tokens_decoder") or {}
-    for key in sorted(declared, key=int):
-        entry = declared[key]
-        if inner.id_to_token(int(key)) == entry["content"]:
+    for key, entry in sorted(_declared(config).items()):
+        if inner.id_to_token(key) == entry["content"]:
             continue
         flags = {name: bool(entry[name]) for name in ("single_word", "lstrip", "rstrip", "normalized") if name in entry}
         token = tokenizers.AddedToken(entry["content"], special=bool(entry.get("special")), **flags)
         (inner.add_special_tokens if token.special else inner.add_tokens)([token])
         given = inner.token_to_id(entry["content"])
-        if given != int(key):
+        if given != key:
             raise ConfigError(
                 f"tokenizer_config.json says {entry['content']!r} is id {key}, {file.name} makes it {given}",
                 "the two files belong to different models: fetch both again",
@@ -264,3 +264,21 @@ def _add_missing(inner: tokenizers.Tokenizer, config: dict[str, Any], file: Path
     for content in _special_tokens(config).values():
         if content not in added and inner.token_to_id(content) is not None:
             inner.add_special_tokens([tokenizers.AddedToken(content, special=True, normalized=False)])
+
+
+def _declared(config: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """`added_tokens_decoder` of tokenizer_config.json: by id, each with its `content`."""
+    declared = config.get("added_tokens_decoder") or {}
+    is_right = isinstance(declared, dict) and all(
+        key.isascii()
+        and key.isdigit()
+        and len(key) < 10
+        and isinstance(entry, dict)
+        and isinstance(entry.get("content"), str)
+        for key, entry in declared.items()
+    )
+    if not is_right:
+        raise ConfigError(
+            "tokenizer_config.json: added_tokens_decoder is no table of tokens by their ids", "fetch the file again"
+        )
+    return {int(key): entry for key, entry in declared.items()}

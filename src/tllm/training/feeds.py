@@ -1,4 +1,4 @@
-"""The feed of a rank: rows of the data, or completions that the run samples; and what its evaluations sample."""
+"""Makes the feed of a rank, of rows of the data or of completions that the run samples, and what evaluations sample."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tllm.training.policy.rollouts import Rollouts, sampling_of
 from tllm.training.policy.sample_together import CompletionSampler, StepSampler
 from tllm.training.policy.tool_turns import Tools, make_sampler
 from tllm.training.reward_models.model_rewards import ModelRewards
-from tllm.training.rollout_servers.rollouts_apart import RolloutsApart
+from tllm.training.rollout_servers.remote_rollouts import RemoteRollouts
 from tllm.training.rollout_servers.sampled_ahead import PositionAhead, SampledAhead
 from tllm.training.state.initial_weights import InitialWeights
 from tllm.training.step.rank_groups import RankConfig
@@ -89,7 +89,7 @@ def policy_feed(
     position: DataPosition | None = prompts
     sampler: StepSampler = source.sampler(config)
     if job.rollouts is not None and job.rollouts.max_staleness:
-        assert isinstance(source.rollouts, RolloutsApart), "checked when the run began"
+        assert isinstance(source.rollouts, RemoteRollouts), "checked when the run began"
         sampler = ahead = SampledAhead(config, source.rollouts, source.tools)
         position = None if prompts is None else PositionAhead(prompts, ahead)
     return PolicyFeed(config, sampler, judged, initial_weights, policy, with_positions), position

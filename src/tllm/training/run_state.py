@@ -1,4 +1,4 @@
-"""`RunState`: what of a run outlives a step: checkpoints on disk, and snapshots of ranks' states in others' memory."""
+"""`RunState`: what outlives a step of a run: checkpoints on disk, and snapshots in other ranks' memory."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 from torch import nn
 
+from tllm.core.errors import CapacityError
 from tllm.training.checkpoint.async_saves import AsyncSaves
 from tllm.training.checkpoint.checkpoint import export_checkpoint, write_final
 from tllm.training.checkpoint.commit import SaveResult
@@ -29,6 +30,7 @@ from tllm.training.state.initial_weights import InitialWeights
 from tllm.training.state.train_state import FlatMemory
 from tllm.training.step.rank_groups import RankConfig
 from tllm.training.sync.learner import LearnerState, state_place
+from tllm.weights.export import with_dtype
 from tllm.weights.load import Progress
 
 Adapters = Sequence[TrainedAdapter]
@@ -40,6 +42,9 @@ class _Position(msgspec.Struct, frozen=True):
 
     data: bytes
     evaluations: Standing
+
+
+_POSITIONS = msgspec.msgpack.Decoder(_Position)
 
 
 class FinalModel(NamedTuple):
@@ -121,7 +126,7 @@ class RunState:
         if replicator and snapshot_step is not None and replicator.agree(snapshot_step >= (checkpoint_step or 0)):
             self.origin, step = "memory", snapshot_step
             data_position = replicator.restore(progress)
-            kept = msgspec.msgpack.decode(data_position, type=_Position)
+            kept = _POSITIONS.decode(data_position)
             best.take_up(kept.evaluations)
             self._restore_data(msgspec.msgpack.decode(kept.data))
             learner.snapshot_restored(step, self._learning_rate(step - 1))
@@ -187,14 +192,21 @@ class RunState:
         """The same, once the save that runs has ended."""
         return self._saves.wait()
 
-    def write_final_model(self, best: BestEvaluation) -> FinalModel:
-        """Make the finished model or adapter, on rank 0, of the best save or the last. Every rank calls it."""
+    def write_final_model(self, step: int, best: BestEvaluation) -> FinalModel:
+        """Make the finished model or adapter, on rank 0, of the best save or that of `step`, the last. Every rank calls
+        it. CapacityError where the last step could not be saved: its model is not that of a save before."""
+        if self._saves.best is None and self._saves.latest != step:
+            raise CapacityError(
+                f"all {step} steps were taken, and the last could not be saved, so that there is no finished model",
+                f"make room in {self._saves.root}; the same command then goes on from step {self._saves.latest or 0}",
+            )
         opened = self._saves.open_model(is_here=self._beginning is not None, step=self._saves.best)
         beginning, config = self._beginning, self._config
         if beginning is None:
             return FinalModel("", opened.step)
         if config.job.lora is None:
-            write = partial(export_checkpoint, opened, config=beginning.config, others=beginning.companions)
+            written = with_dtype(beginning.config, config.job.dtype)
+            write = partial(export_checkpoint, opened, config=written, others=beginning.companions)
         else:
             write = partial(export_adapter, opened, beginning, config.job, config.spec)
         folder = str(write_final(Path(config.job.output_dir), write))

@@ -18,6 +18,7 @@ from tllm.training.job.job_parts import (
     is_sampled_apart,
     learning_rate_schedule,
 )
+from tllm.training.job.target_modules import adapter_parameter_count
 from tllm.training.measure.peak_flops import known_peak
 from tllm.training.parameter_server.learner import ParameterServerLearner
 from tllm.training.policy.rollouts import MakeRollouts, Rollouts
@@ -34,7 +35,7 @@ from tllm.training.report.events import (
 )
 from tllm.training.report.metrics import Sink, StepRecord, sinks
 from tllm.training.report.step_report import RankCounters, StepReport
-from tllm.training.rollout_servers.rollouts_apart import RolloutsApart
+from tllm.training.rollout_servers.remote_rollouts import RemoteRollouts
 from tllm.training.run_state import NO_MODEL, RunState
 from tllm.training.snapshot.replication import SnapshotReplicator
 from tllm.training.state.initial_weights import InitialWeights, parameter_count
@@ -84,7 +85,7 @@ class RankTrainer:
         model, beginning = self._model, initial_model
         rollouts: Rollouts | None = None
         if is_sampled_apart(config.job):
-            rollouts = RolloutsApart(config, model, beginning)
+            rollouts = RemoteRollouts(config, model, beginning)
         elif make_rollouts is not None and is_sampled(config.job):
             rollouts = make_rollouts(config, model)
         source = None if rollouts is None else completion_source(config, beginning, rollouts)
@@ -98,12 +99,10 @@ class RankTrainer:
         others = other_evaluations(config, model, beginning, source)
         self._forward = ForwardWork(config, model, beginning, batches, others)
         self._sinks: list[Sink] = []
-        self._step = 0
-        self._closing = ExitStack()
-        for part in (self._feed.close, self._model.close, self._state.close, self._forward.close):
+        self._step, self._closing = 0, ExitStack()
+        parts = [config.groups.close_devices, self._feed.close, model.close, self._state.close, self._forward.close]
+        for part in parts if source is None else [*parts, source.close]:
             self._closing.callback(part)
-        if source is not None:
-            self._closing.callback(source.close)
 
     @property
     def compute_seconds(self) -> float:
@@ -129,14 +128,13 @@ class RankTrainer:
 
         Where rank 0 cannot make a step's batch, the steps before are saved, and every rank raises why: ConfigError.
         """
-        job, groups = self.config.job, self.config.groups
+        job, spec = self.config.job, self.config.spec
         if self.config.rank == 0:
             self._sinks = sinks(Path(job.output_dir), job.report_to, self._step, is_evaluated_by_completions(job))
             for sink in self._sinks:
                 self._closing.callback(sink.close)
-        parameters = parameter_count(self.config.spec)
-        peak, origin = self._report.peak, self._state.origin
-        on_event(RunBegan(self._step, parameters, peak, groups.network, origin, self._model.products))
+        facts = self._report.peak, self.config.groups.network, self._state.origin, self._model.products
+        on_event(RunBegan(self._step, parameter_count(spec), *facts, adapter_parameter_count(job.lora, spec)))
         self._state.complete_restored_step(self._step, self._forward.best.standing)
         stop = bool(self._forward.best.reason)
         if self._step < job.max_steps and not stop:
@@ -152,7 +150,7 @@ class RankTrainer:
             raise ConfigError(*self._fault)
         reason = self._forward.best.reason if self._step < job.max_steps else ""
         is_done = bool(reason) or self._step == job.max_steps
-        final = self._state.write_final_model(self._forward.best) if is_done else NO_MODEL
+        final = self._state.write_final_model(self._step, self._forward.best) if is_done else NO_MODEL
         on_event(RunEnded(self._step, final.folder, reason, final.step, final.choice))
 
     def train_step(self, on_event: OnEvent, stopped: bool = False) -> bool:
@@ -180,7 +178,7 @@ class RankTrainer:
         start += time.monotonic() - trained  # an evaluation is not of the step's time
         ended, balance = self._forward.best.reason if evaluated else "", self._model.load_balance_loss
         work = batch, result, grad_norm, learning_rate, start
-        counters = RankCounters(*work, balance, evaluated, ended, self._feed.role_seconds)
+        counters = RankCounters(*work, balance, evaluated, ended, self._feed.role_seconds, self.config.predicted)
         record, stop = self._record(counters, stopped)
         completions = evaluated.completions if evaluated is not None else ()
         for sink in self._sinks:  # before a save or snapshot of this step can be whole: none is ahead of its lines

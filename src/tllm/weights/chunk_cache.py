@@ -84,7 +84,7 @@ class ChunkCache:
         if self._folder is None or len(data) > self._limit:
             return False
         try:
-            with whole_file(self._folder / digest.hex()) as file:
+            with whole_file(self._folder / digest.hex(), synced=False) as file:
                 file.write(data)
         except OSError as error:
             self._trouble.refused(error)

@@ -94,6 +94,12 @@ def export_tensors(
         _write(beside, config, ordered, max_shard_bytes, others)
 
 
+def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """The config of a model whose numbers have this dtype, in which programs load it that are not told another one."""
+    keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
+    return dict(config) | dict.fromkeys(keys, dtype)
+
+
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
     """A folder to write to, which is synced and has its name when the block ends. WeightsError where one is there."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,27 +23,13 @@ from tllm.weights.byte_spans import Spans
 from tllm.weights.coverage import HeldBlock
 from tllm.weights.load_packed import PackedTask, assemble, is_packed, packed_tasks
 from tllm.weights.safetensors_index import Index
-from tllm.weights.weight_reuse import Kept, key_of
+from tllm.weights.weight_reuse import Kept, Key, key_of
 
 CHUNK_BYTES = 4 * 1024 * 1024
 """Bytes read at once at most: all the memory that loading takes besides the parameters, and the step of progress."""
 
 Progress = Callable[[int, int], None]
 """progress(bytes done, bytes in all)"""
-
-
-@dataclass(frozen=True)
-class LoadReport:
-    """What loading took. `bytes_read` came from the source; `bytes_used` of them are this rank's pieces.
-
-    The two differ where a manifest is checked by the chunk or a remote read takes neighbours along. `unused` are the
-    tensors of the files that no piece of this rank names.
-    """
-
-    bytes_read: int
-    bytes_used: int
-    parameters: int
-    unused: tuple[str, ...]
 
 
 class HeldAs(NamedTuple):
@@ -74,16 +60,17 @@ def load(
     progress: Progress | None = None,
     kept: Kept | None = None,
     held: HeldAs = PLAIN,
-) -> LoadReport:
+) -> None:
     """Fill every parameter of `model`, converted to `dtype` (to its own if None); what is `kept` is not read again.
 
     A parameter on the meta device is given memory first, on the device and in the form that `held` says. Everything is
-    checked before the first byte is read, so a WeightsError about names or shapes leaves the model as it was.
+    checked before the first byte is loaded, so a WeightsError about names, shapes or ties leaves the model as it was.
     """
-    before = source.bytes_read
     parameters = list(model.parameters())
     for parameter in parameters:
         _check(parameter, index)
+    unkept = [x for x in parameters if _held_key(x, dtype) not in (kept or {})]
+    check_tied((piece for parameter in unkept for piece in shard_of(parameter).pieces), index, source)
     few_bits = {id(parameter) for parameter in parameters if held.packed and is_packed(parameter, index)}
     made = _memory_for(parameters, dtype, kept or {}, few_bits, held.device)
     unread = _with_memory(model, parameters, made, kept or {})
@@ -105,9 +92,6 @@ def load(
     assert done == total
     for parameter, tasks in to_pack:
         assemble(parameter, tasks)
-    used = {plane for job in jobs for plane in index.planes(job.name, job.box)}
-    unused = tuple(sorted(name for name in index.entries if name not in used))
-    return LoadReport(source.bytes_read - before, done, len(parameters), unused)
 
 
 def held_of(model: nn.Module) -> list[HeldBlock]:
@@ -125,9 +109,14 @@ def file_order(job: ReadTask | PackedTask, index: Index) -> tuple[str, int, Box]
 def job_spans(job: ReadTask | PackedTask, index: Index) -> Iterator[tuple[str, Spans]]:
     """The bytes that a job reads, in the order in which it reads them."""
     for box in job.boxes() if isinstance(job, PackedTask) else _parts(job, index):
-        for plane, plane_box in index.planes(job.name, box).items():
-            for spans in index.spans(plane, plane_box):
-                yield index.entry(plane).file, spans
+        yield from _box_spans(job.name, box, index)
+
+
+def _box_spans(name: str, box: Box, index: Index) -> Iterator[tuple[str, Spans]]:
+    """The bytes of a box of a tensor, each with its file."""
+    for plane, plane_box in index.planes(name, box).items():
+        for spans in index.spans(plane, plane_box):
+            yield index.entry(plane).file, spans
 
 
 def _check(parameter: nn.Parameter, index: Index) -> None:
@@ -154,6 +143,32 @@ def _check(parameter: nn.Parameter, index: Index) -> None:
         assert len(holders) == 1, f"{pieces[0].name}: {show(box)} of a parameter is written {len(holders)} times"
 
 
+def check_tied(pieces: Iterable[ShardPiece], index: Index, source: ByteSource) -> None:
+    """WeightsError for a head that the files have beside the table which is said to be the head, if it has other
+    numbers in the rows of these pieces."""
+    for piece in pieces:
+        head = index.tied.get(piece.name)
+        if head is not None and not _is_same(piece, head, index, source):
+            raise WeightsError(
+                f"{head} of the files is not {piece.name}, and config.json says that one table is both",
+                "if the model has a head of its own, set tie_word_embeddings to false in config.json",
+            )
+
+
+def _is_same(piece: ShardPiece, other: str, index: Index, source: ByteSource) -> bool:
+    """Whether another tensor of the files has the same shape, and the same numbers in the rows of a piece."""
+    held = [index.entries[name].dtype for name in (piece.name, other) if name in index.entries]
+    plain = len(held) == 2 and all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in held)
+    files = Index(index.entries) if plain else index  # the table alone may be rounded while it is loaded
+    if files.shape(piece.name) != files.shape(other):
+        return False
+    box = piece.source or whole(files.shape(piece.name))
+    boxes = list(chunks(box, CHUNK_BYTES // torch.float64.itemsize))
+    names = (piece.name, other)
+    source.expect([found for box in boxes for name in names for found in _box_spans(name, box, files)])
+    return all(torch.equal(*(read_piece(name, box, files, source).double() for name in names)) for box in boxes)
+
+
 def _thick(box: Box) -> tuple[int, ...]:
     return tuple(width for width in widths(box) if width != 1)
 
@@ -163,6 +178,11 @@ def _unlike(piece: ShardPiece, shape: tuple[int, ...], wanted: str) -> WeightsEr
         f"tensor {piece.name!r} has shape {shape} in the files and the model needs {wanted}",
         "does config.json belong to these weights?",
     )
+
+
+def _held_key(parameter: nn.Parameter, dtype: torch.dtype | None) -> Key:
+    """That of the parameter as it will be held, where it is asked for in a `dtype`."""
+    return *key_of(parameter)[:2], held_dtype(parameter, dtype or parameter.dtype)
 
 
 def _memory_for(
@@ -175,8 +195,8 @@ def _memory_for(
     """
     made: dict[int, nn.Parameter] = {}
     for old in parameters:
-        wanted = held_dtype(old, dtype or old.dtype)
-        found = kept.get((*key_of(old)[:2], wanted))
+        key = _held_key(old, dtype)
+        found, wanted = kept.get(key), key[-1]
         if found is not None:
             made[id(old)] = found
         elif id(old) in few_bits:

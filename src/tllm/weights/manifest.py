@@ -46,7 +46,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if size > MANIFEST_LIMIT:
             raise WeightsError(f"{MANIFEST} has {size} bytes and {MANIFEST_LIMIT} is the most that is read")
         try:
-            manifest = msgspec.json.decode(source.read(MANIFEST, 0, size), type=cls)
+            manifest = _MANIFESTS.decode(source.read(MANIFEST, 0, size))
         except UNREADABLE as error:
             raise WeightsError(f"{MANIFEST} is not a manifest: {error}", CHANGED) from error
         if manifest.version != 1:
@@ -54,6 +54,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if manifest.chunk_bytes < 1:
             raise WeightsError(f"{MANIFEST} gives chunks of {manifest.chunk_bytes} bytes", CHANGED)
         return manifest
+
+
+_MANIFESTS = msgspec.json.Decoder(Manifest)
 
 
 def make_manifest(folder: Path, files: list[str]) -> Manifest:

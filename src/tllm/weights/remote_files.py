@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from tllm.core.memory import amount
 from tllm.weights.byte_source import Fetch, RemoteFiles
 from tllm.weights.byte_spans import Spans, one_span
 from tllm.weights.file_chunks import FileChunk, bounds, chunk_bytes, touched
@@ -30,8 +31,8 @@ class FetchedFiles(RemoteFiles):
     def told(self) -> str:
         """Where the bytes came from, in words."""
         kept = self.bytes_read - self.fetched
-        ways = [f"{count} bytes from {source}" for source, count in sorted(self.sources.items())]
-        return ", ".join([*ways, f"{self._taken} bytes of headers", f"{kept} bytes kept here before"])
+        ways = [f"{amount(count)} from {source}" for source, count in sorted(self.sources.items())]
+        return ", ".join([*ways, f"{amount(self._taken)} of headers", f"{amount(kept)} kept here before"])
 
     def expect(self, wanted: Iterable[tuple[str, Spans]]) -> None:
         numbers = ((file, number) for file, spans in wanted for number in touched(spans, self._chunk_bytes))

@@ -26,6 +26,10 @@ T = TypeVar("T")
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
+NO_HEAD = (
+    "if they are of a model that embeds and was saved without its head, name it by its kind in config.json: "
+    '"architectures": ["Qwen3Model"] (in text_config, if it also sees)'
+)
 
 OTHER_PARTS = (
     *("visual", "vision_tower", "vision_model", "embed_vision", "multi_modal_projector"),
@@ -39,11 +43,13 @@ class Index:
     """Every tensor of a text model's files by name. It holds no bytes: reading takes the source as well.
 
     `stored` are the weights that the files keep in another form, by the name that the model has for them; the tensors
-    that they are made of are among `entries`.
+    that they are made of are among `entries`. `tied` are weights of which `config.json` says that they are another
+    one, which the files have too: table -> head.
     """
 
     entries: dict[str, TensorEntry]
     stored: Mapping[str, StoredTensor] = field(default_factory=dict)
+    tied: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def read(cls, source: ByteSource) -> Index:
@@ -77,9 +83,10 @@ class Index:
         """Where a tensor lies; WeightsError with the nearest name if there is none."""
         if name not in self.entries:
             close = difflib.get_close_matches(name, self.entries, n=1, cutoff=0.0)
+            hint = f"the nearest is {close[0]!r}; does config.json belong to these weights?" if close else ""
             raise WeightsError(
                 f"the weight files have no tensor {name!r} among their {len(self.entries)}",
-                f"the nearest is {close[0]!r}; does config.json belong to these weights?" if close else "",
+                NO_HEAD if name == "lm_head.weight" else hint,
             )
         return self.entries[name]
 

@@ -14,8 +14,7 @@ from tllm.recipes.bench import collectives as bench_collectives
 from tllm.recipes.bench import links as bench_links
 from tllm.recipes.bench.collectives import measure_collectives
 from tllm.recipes.bench.links import measure_links
-from tllm.recipes.bench.processes import LOOPBACK, Seat, free_ports, free_row, seats_at
-from tllm.recipes.bench.two_machines import PORTS
+from tllm.recipes.bench.processes import LOOPBACK, SERVICES, Seat, free_ports, free_row, seats_at
 
 T = TypeVar("T")
 
@@ -76,7 +75,7 @@ def test_processes_measure_gloo_in_the_same_run() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_sides_meet_by_a_token_and_stay_encrypted() -> None:
-    port = free_row(PORTS)
+    port = free_row(3 * SERVICES)  # for the rendezvous, and for each rank
     words = ["links", "--sizes", "64,100000", *QUICK]
     with running("bench", *words, "--listen", f"127.0.0.1:{port}") as command:
         first = command.process

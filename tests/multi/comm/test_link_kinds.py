@@ -181,13 +181,13 @@ def test_a_frame_that_nobody_takes_in_time_fails_the_next_send_of_an_unbounded_l
 
 
 def test_that_nothing_was_sent_for_long_is_no_delay_of_the_next() -> None:
-    source = TransportLink(HELLO, 0.05)
+    source = TransportLink(HELLO, 0.5)
     runs = source.outgoing.chunks()
     source.send(torch.zeros(3))
     next(runs)
     with ThreadPoolExecutor(1) as pool:
         following = pool.submit(next, runs)
-        time.sleep(0.1)  # the first is written, and the thread waits for another
+        time.sleep(0.6)  # the first is written, and the thread waits for another
         with (
             source.outgoing._changed
         ):  # which the thread must have before it takes the next: that waits as this is sent

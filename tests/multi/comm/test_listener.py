@@ -208,12 +208,13 @@ def test_silent_connections_are_closed_and_delay_nobody(contexts: Contexts | Non
 
 
 def test_more_half_open_connections_than_allowed_only_wait(contexts: Contexts | None) -> None:
-    listener = Listener("127.0.0.1", 0, contexts[0] if contexts else None, hello_seconds=0.3)
+    """Until the first of those that say nothing are given up."""
+    listener = Listener("127.0.0.1", 0, contexts[0] if contexts else None, hello_seconds=3.0)
     listener.expect("test", 5, [Wire(0, 1)])
     silent = [socket.create_connection(listener.address) for _ in range(HALF_OPEN + 5)]
     greeting = [t for t in threading.enumerate() if t.name == "link hello"]
     assert len(greeting) <= HALF_OPEN
-    dial(listener, contexts)
+    dial(listener, contexts, seconds=30)
     for sock in silent:
         sock.close()
     listener.close()
@@ -345,7 +346,7 @@ def test_a_rank_that_is_not_there_is_named_in_time(nobody: tuple[str, int]) -> N
     with pytest.raises(LinkTimeout, match=r"rank 0 could not open its link to rank 1 at .* within 0.3 s"):
         connect(nobody, None, GOOD, 0.3)
     listener = Listener("127.0.0.1", 0)
-    with pytest.raises(LinkTimeout, match=r"rank 2 did not open its link to rank 1 within 0\.(3|29\d) s"):
+    with pytest.raises(LinkTimeout, match=r"rank 2 did not open its link to rank 1 within 0\.[123]\d* s"):
         open_links(1, {}, listener, [Wire(2, 1)], cluster="test", epoch=5, options=LinkOptions(deadline=0.3))
     assert time.monotonic() - start < 3
     listener.close()

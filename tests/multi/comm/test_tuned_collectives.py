@@ -48,7 +48,7 @@ class Machines:
     def __init__(self) -> None:
         self.processes: list[ForkServerProcess] = []
 
-    def invite(self, address: str, token: str) -> None:
+    def invite(self, count: int, address: str, token: str) -> None:
         nodes = enumerate(HOSTS)
         self.processes = [start_node(address, token, f"node-{i}", None, listen=host) for i, host in nodes]
 

@@ -138,13 +138,14 @@ def test_a_killed_coordinator_is_followed_by_another_node(model: Path, truth: li
 
 
 def test_a_coordinator_that_was_only_stopped_finds_itself_deposed(model: Path, truth: list[list[int]]) -> None:
-    """It is fenced: when it wakes it says so, begins no epoch and ends no node."""
+    """It is fenced: when it wakes it says so, begins no epoch, ends no node, and finds who coordinates now."""
     with three_machines(model) as (first, nodes):
         os.kill(first.process.pid, signal.SIGSTOP)
         said, _ = taken_over(nodes, 60.0)
         assert said["ids"] == truth
         os.kill(first.process.pid, signal.SIGCONT)
         assert "coordinates no more" in first.says("fault")["fault"]
+        assert first.says("successor")["successor"] is not None
         assert first.process.wait(30) != 0
         time.sleep(1.0)
         assert [node.process.poll() for node in nodes] == [None, None]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import socket
 import threading
 import time
 from collections import Counter
@@ -22,6 +21,7 @@ import pytest
 
 from tests.multi.faults.test_first_machine_dies import ids_of, name_of, replicas
 from tests.support.cluster.commands import EXACT, Running, running
+from tllm.recipes.bench.processes import free_row
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # starts six processes that load torch, three at a time
 
@@ -32,13 +32,6 @@ KINDS = (
 )
 CLIENTS = 2
 WAIT = 90.0
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody has now; all are held until all are known."""
-    with ExitStack() as stack:
-        held = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [int(one.getsockname()[1]) for one in held]
 
 
 class Clients:
@@ -139,7 +132,8 @@ def epoch(url: str) -> int:
 
 
 def test_all_machines_are_restarted_and_no_request_fails(tmp_path: Path) -> None:
-    cluster, *http = free_ports(4)
+    first_port = free_row(4)
+    cluster, *http = range(first_port, first_port + 4)
     urls = [f"http://127.0.0.1:{port}" for port in http]
     first_words = [
         "serve",

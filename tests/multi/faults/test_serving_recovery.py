@@ -202,7 +202,7 @@ def test_with_nobody_left_requests_end_once_and_the_next_node_brings_service_bac
             def join(name: str, address: str, token: str) -> None:
                 stack.enter_context(joining(address, token, name))
 
-            def invite(address: str, token: str) -> None:
+            def invite(count: int, address: str, token: str) -> None:
                 if not invited:
                     for name in ("east", "west"):
                         join(name, address, token)
@@ -257,7 +257,7 @@ def test_a_successor_takes_its_weights_from_a_neighbour_when_the_coordinator_has
             def join(name: str) -> None:
                 stack.enter_context(joining(*invited[-1], name, kept=tmp_path / name))
 
-            def invite(address: str, token: str) -> None:
+            def invite(count: int, address: str, token: str) -> None:
                 invited.append((address, token))
                 for name in ("east", "west") if len(invited) == 1 else ():
                     join(name)
@@ -318,7 +318,7 @@ async def main():
     plan = Plan.parse("pp=3", 4)
     options = EngineOptions(folder, read_spec(folder), plan, "float32", 1, 16, None, 256, 8)
     choice = Two(options, ServingFacts("float32", 8, 12, 1), authority, 3).choice()
-    join = JoinLine(lambda address, token: print(address, token, flush=True))
+    join = JoinLine(lambda count, address, token: print(address, token, flush=True))
     where = ClusterOptions(local=0, address=("127.0.0.1", port), authority=authority, source=join, join_seconds=30)
     async with open_cluster(folder, plan, engine_config(options), where, choice=choice) as cluster:
         params = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)

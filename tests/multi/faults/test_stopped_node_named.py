@@ -34,7 +34,7 @@ def test_a_stopped_node_is_named_alike_to_all_who_look(tmp_path: Path, caplog: p
         with contextlib.ExitStack() as stack:
             nodes = []
 
-            def join(address: str, token: str) -> None:
+            def join(count: int, address: str, token: str) -> None:
                 if not nodes:
                     nodes.append(stack.enter_context(joining(address, token, "east")))
 

@@ -1,13 +1,17 @@
-"""A teacher's process is killed in mid-run: its rows are taught by another, or by the same when it is back."""
+"""A teacher's process is killed in mid-run: its rows are taught by another, or by the same when it is back. So is one
+of several processes that are one teacher."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,9 +19,16 @@ from tests.support.cluster.commands import Running, running
 from tests.support.models.families import save_model
 from tests.support.training.opened_run import training
 from tests.support.training.runs import final, job_for, records
+from tllm.cluster.tls import data_client
+from tllm.core.errors import LinkError
 from tllm.training.job.distillation_keys import DistillationKeys
 from tllm.training.job.job import Job
+from tllm.training.questions.answerer_places import AnswererPlace
+from tllm.training.questions.run_connection import RunConnection
+from tllm.training.questions.shared_secret import shared_identity
 from tllm.training.report.events import RunEvent, RunStepped, RunWaits
+from tllm.training.teachers.teacher_messages import TEACHING, Answer, Lesson, Question, packed
+from tllm.training.teachers.teacher_model import TeacherModel
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # each starts several processes that load torch
 
@@ -30,9 +41,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def teach(folder: Path, port: int = 0) -> contextlib.AbstractContextManager[Running]:
-    words = ["--port", str(port)] if port else []
-    return running("teach", str(folder / "teacher"), "--threads", "1", "--secret", str(folder / "key"), *words)
+def teach(folder: Path, port: int = 0, *more: str) -> contextlib.AbstractContextManager[Running]:
+    words = ["--port", str(port), "--secret", str(folder / "key"), *more]
+    return running("teach", str(folder / "teacher"), "--threads", "1", *words)
 
 
 def taught_job(folder: Path, run: Path, *addresses: str) -> Job:
@@ -81,3 +92,57 @@ def test_killed_teachers_leave_the_weights_of_an_undisturbed_run(folder: Path, t
         assert waits and f"{one} (" in waits[0] and f"{two} (" in waits[0], "it says for whom it waits"
     want, got = (final(tmp_path / name / "run") for name in ("calm", "hurt"))
     assert all(torch.equal(want[name], got[name]) for name in want)
+
+
+LESSON = Lesson(9, 1.0, 101, "", hidden_states=(1, -1), hidden_size=48)
+ROW = Question(1, packed(np.arange(3, 26)), (9, 14), packed(np.array([0, 3, 8, 11, 22])))
+
+
+def asked(folder: Path, address: str, lesson: Lesson = LESSON) -> Answer | str:
+    """What a teacher says of a row, or why it does not teach this. LinkError where none is there."""
+    host, _, port = address.rpartition(":")
+    context = data_client(shared_identity(folder / "key", "student", "tllm teach"))
+    connection = RunConnection.dial(TEACHING, AnswererPlace(address, (host, int(port))), context)
+    try:
+        if refused := connection.introduce(lesson).refused:
+            return refused
+        connection.send_question(ROW)
+        return connection.receive_answer()[0]
+    finally:
+        connection.close()
+
+
+def once_there(folder: Path, address: str) -> Answer | str:
+    """The same of a teacher that may be a moment away."""
+    until = time.monotonic() + 60
+    while True:
+        try:
+            return asked(folder, address)
+        except LinkError:
+            assert time.monotonic() < until
+            time.sleep(0.1)
+
+
+def test_a_teacher_over_nodes_outlives_one_of_them(folder: Path) -> None:
+    """It says what one process says, to the bit; goes on with those that are left, at the same address; and it says
+    which node is lost, and by what line another comes."""
+    want = TeacherModel.open(str(folder / "teacher")).answer(ROW, LESSON)
+    nodes = ["--nodes", "2", "--cluster-host", "127.0.0.1"]
+    line = r"tllm join (\S+) --token (\S+)"
+
+    def join(words: re.Match[str]) -> contextlib.AbstractContextManager[Running]:
+        return running("join", words[1], "--token", words[2], "--name", "other", "--threads", "1")
+
+    with teach(folder, 0, *nodes) as teacher:
+        first = teacher.until(line)
+        with join(first) as other:
+            address = teacher.until(r"teaches at (\S+:\d+)")[1]
+            assert asked(folder, address) == want
+            refused = asked(folder, address, Lesson(9, 1.0, 101, "another"))
+            assert isinstance(refused, str) and "are not the student's" in refused
+            other.process.send_signal(signal.SIGKILL)
+            other.process.wait()
+            assert teacher.until(line)[1] == first[1], "another may come"
+        assert once_there(folder, address) == want
+        code, said = teacher.interrupt()
+    assert code == 0 and "lost other: " in said and "Traceback" not in said, said

@@ -70,7 +70,7 @@ class Joining:
         self.address = ""
         self.processes: list[ForkServerProcess] = []
 
-    def invite(self, address: str, token: str) -> None:
+    def invite(self, count: int, address: str, token: str) -> None:
         self.address = address
         while self.left:
             self.left -= 1

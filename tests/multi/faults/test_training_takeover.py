@@ -19,6 +19,7 @@ from tests.support.training.joined_nodes import JoinedNode, joined, kill, who_sa
 from tests.support.training.runs import final, records, train
 from tests.support.training.small_job import write_job
 from tests.support.training.training_step import furthest
+from tllm.cli.main import INTERRUPTED
 from tllm.recipes.bench.processes import free_row
 from tllm.training.job.job_file import read_job
 from tllm.training.report.metrics import FILE, read_records
@@ -217,28 +218,37 @@ def test_two_of_five_are_killed_at_once(tmp_path: Path) -> None:
             assert f"no step is whole in memory: goes on after step {step}, {again[2]} steps are lost" in heir.said()
         left = stopped(heir)
         assert left > step
-        assert [node.process.wait(60) for node in living] == [0, 0, 0]
+        assert [node.process.wait(60) for node in living] == [INTERRUPTED] * 3
         assert "Traceback" not in "".join(node.said() for node in living)
     check_stopped(job, left)
 
 
-@pytest.mark.soak  # `test_first_machine_dies` has it come back while it serves
-def test_the_first_machine_comes_back_as_a_node_and_the_run_is_stopped_where_it_is_coordinated(tmp_path: Path) -> None:
+@pytest.mark.soak  # `test_rolling_restart` and `test_hosts` have it come back while it serves
+@pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "stood still"])
+def test_the_first_machine_comes_back_as_a_node_and_the_run_is_stopped_where_it_is_coordinated(
+    tmp_path: Path, is_killed: bool
+) -> None:
+    """By the same command once more, or by itself where it was only deposed."""
     job = write_job(tmp_path, CONFIG, save_steps=1000, **LONG)
     cluster = ["--cluster-port", str(free_row(1)), "--cluster-folder", str(tmp_path / "cluster"), "--plan", "pp=3"]
     with ExitStack() as stack:
         first, page, nodes = begun(stack, tmp_path, job, 3, *cluster)
         await_replicas(first, page, 3)
         reach(first, 5)
-        kill(first.process)
+        if is_killed:
+            kill(first.process)
+        else:
+            first.process.send_signal(signal.SIGSTOP)
         heir, again = who_says(nodes, GOES_ON)
         assert again[4].startswith("pp=2")
         words = ["train", str(job), "--nodes", "3", "--threads", "1", "--cluster-host", "127.0.0.1", *cluster]
-        back = stack.enter_context(running(*words))
+        back = stack.enter_context(running(*words)) if is_killed else first
+        back.process.send_signal(signal.SIGCONT)
         who_says([heir], rf"^goes on.* after step \d+, from {MEMORY}; plan pp=3", 90)
         left = stopped(heir)
         code, errors = back.wait()
-        assert code == 0 and "runs, coordinated at 127.0.0.1:" in errors, errors
-        assert [node.process.wait(60) for node in nodes] == [0, 0]
+        assert code == INTERRUPTED and "runs, coordinated at 127.0.0.1:" in errors, errors
+        assert is_killed or "this process coordinates no more" in errors
+        assert [node.process.wait(60) for node in nodes] == [INTERRUPTED] * 2
         assert "Traceback" not in errors + "".join(node.said() for node in nodes)
     check_stopped(job, left)

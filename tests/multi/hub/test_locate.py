@@ -139,9 +139,17 @@ def test_what_another_program_fetched_is_found_without_the_hub(
     assert not (tmp_path / ".cache" / "tllm").exists(), "nothing of ours was needed"
 
 
-def test_who_may_not_read_is_told_so(hub: FakeHub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_may_not_read_is_told_so(
+    hub: FakeHub, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match=r"no model of that name at 127\.0\.0\.1"):
         locate("org/missing", "whole")
+    (tmp_path / "org" / "missed").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for wrong in ("org/misssed", str(tmp_path / "org" / "misssed")):
+        with pytest.raises(ConfigError) as error:
+            locate(wrong, "whole")
+        assert error.value.hint.startswith("did you mean ") and "org/missed? " in error.value.hint
     commit = hub.add("org/private", folder)
     hub.repositories["org/private"] = FakeRepository({"main": folder, commit: folder}, {"friend"}, private=True)
     with pytest.raises(ConfigError, match="org/private"):
@@ -172,7 +180,9 @@ def test_pickles_are_never_fetched(hub: FakeHub, folder: Path, tmp_path: Path) -
 def test_a_full_disk_is_told_before_anything_is_fetched(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage("/")
     monkeypatch.setattr(hub_client.shutil, "disk_usage", lambda path: usage._replace(free=200_000))
-    with pytest.raises(CapacityError, match=r"takes 3952576 bytes more on the disk of .*, and 200000 are free"):
+    with pytest.raises(
+        CapacityError, match=r"takes 3.8 MiB more on the disk of .*, and 195.3 KiB are free, 3.6 MiB too"
+    ):
         locate(NAME, "whole")
     assert hub.weights_sent() == 0
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.support.models.families import save_model
@@ -21,7 +22,7 @@ from tllm.engine.engine import Engine
 from tllm.planner.cost.cache_room import RUNTIME_BYTES
 from tllm.planner.cost.rank_bytes import rank_bytes
 from tllm.planner.cost.serving_load import ServingFacts
-from tllm.planner.measured.outcome import ServingOutcome, TrainingOutcome, read_outcome
+from tllm.planner.measured.outcome import ServingOutcome, TrainingOutcome
 from tllm.planner.measured.survey import read_survey
 from tllm.server.latency import TimedEngine
 from tllm.spec.plan import Plan
@@ -69,8 +70,7 @@ def test_a_server_takes_the_best_plan_and_says_what_came_of_it(
     asyncio.run(scene())
     said = capsys.readouterr().out
     assert "predicted:" in said and "the time goes to" in said and "measured" in said
-    outcome = read_outcome(tmp_path / "kept" / "prediction.json")
-    assert isinstance(outcome, ServingOutcome)
+    outcome = msgspec.json.decode((tmp_path / "kept" / "prediction.json").read_bytes(), type=ServingOutcome)
     assert (outcome.requests, outcome.prompt, outcome.reply, outcome.concurrency) == (2, 5, 12, 1)
     ranks = rank_bytes(spec, Plan.parse(outcome.plan, spec.num_layers), "float32")
     held = RUNTIME_BYTES + max(rank.weights + rank.kv_per_token * chooser.cache_tokens for rank in ranks)
@@ -86,8 +86,8 @@ def test_a_run_takes_the_best_plan_and_its_second_start_knows_better(
     assert main(["train", str(job), "--local", "2", "--threads", "1"]) == 0
     first = capsys.readouterr().out
     assert "measuring them for a plan" in first and "with microbatches of 2" in first, "the job's own size stays"
-    outcome = read_outcome(tmp_path / "run" / "prediction.json")
-    assert isinstance(outcome, TrainingOutcome) and outcome.steps == 4
+    outcome = msgspec.json.decode((tmp_path / "run" / "prediction.json").read_bytes(), type=TrainingOutcome)
+    assert outcome.steps == 4
     records = read_records(tmp_path / "run" / "metrics.jsonl")
     assert [record.step for record in records] == list(range(1, 7))
     starts = [json.loads(line) for line in (tmp_path / "run" / "starts.jsonl").read_text().splitlines()]
@@ -98,8 +98,8 @@ def test_a_run_takes_the_best_plan_and_its_second_start_knows_better(
     given = ["--plan", outcome.plan] if "=2" in outcome.plan else []  # else the machines are not those that it names
     assert main(["train", str(job), "--local", "2", "--threads", "1", "--set", "max_steps=9", *given]) == 0
     assert ("as given" in capsys.readouterr().out) == bool(given)
-    again = read_outcome(tmp_path / "run" / "prediction.json")
-    assert isinstance(again, TrainingOutcome) and corrected is not None
+    again = msgspec.json.decode((tmp_path / "run" / "prediction.json").read_bytes(), type=TrainingOutcome)
+    assert corrected is not None
     if again.plan == outcome.plan:
         assert again.predicted.seconds == pytest.approx(outcome.measured.seconds, rel=0.01)
     else:

@@ -117,7 +117,8 @@ def test_a_node_that_leaves_lets_its_requests_end_and_takes_no_new_ones() -> Non
             asking = asyncio.create_task(http.post("/v1/chat/completions", json=CHAT))
             await until(lambda: served.engine.running == 1)
             served.front_end.leave()
-            await asyncio.sleep(0.1)
+            while (await http.get("/health/ready")).status_code != 503:
+                await asyncio.sleep(0.01)
             refused = await http.post("/v1/chat/completions", json=CHAT)
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
             assert not served.left.is_set() and served.front_end.is_leaving

@@ -204,7 +204,7 @@ def test_closing_a_stream_cancels_the_request(hold: int) -> None:
             assert next(iter(stream)).choices[0].delta.content == " hello"
         eventually(lambda: engine.running == 1)
         stream.response.close()
-        assert eventually(lambda: engine.running == 0) < 0.5
+        eventually(lambda: engine.running == 0)
         assert len(engine.cancelled) == 1
         assert server.app.router.in_hand == 0
 
@@ -214,8 +214,8 @@ def test_a_client_that_gives_up_waiting_cancels_a_whole_reply_too() -> None:
     engine.hold_after = 1
     with running(engine) as server:
         with pytest.raises(openai.APITimeoutError):
-            server.client(timeout=0.3).completions.create(model="tiny", prompt="x", n=2)
-        assert eventually(lambda: engine.running == 0) < 1.0
+            server.client(timeout=1.0).completions.create(model="tiny", prompt="x", n=2)
+        eventually(lambda: engine.running == 0)
         assert len(engine.cancelled) == 2
 
 
@@ -346,9 +346,16 @@ def test_a_whole_reply_cut_off_by_the_end_is_503() -> None:
     engine = say()
     engine.hold_after = 1
     server = Running(engine, drain_seconds=0.2).start()
-    threading.Timer(0.3, server.ask_to_stop).start()
+
+    def stop_in_mid_reply() -> None:
+        eventually(lambda: engine.running == 1)
+        server.ask_to_stop()
+
+    stopping = threading.Thread(target=stop_in_mid_reply)
+    stopping.start()
     with pytest.raises(openai.InternalServerError) as refused:
         server.client().completions.create(model="tiny", prompt="x")
+    stopping.join()
     assert refused.value.code == "draining"
     assert server.join()
     assert engine.running == 0

@@ -1,4 +1,5 @@
-"""Nodes of one cluster teach and sample for a run, and die in the middle of it: nothing of what is learned changes."""
+"""Nodes of one cluster teach and sample for a run, two of them with one teacher and two with one student, and die in
+the middle of it: nothing of what is learned changes."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ SECRET = bytes(range(32))
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # each starts several processes that load torch
 
 
-def job_of(folder: Path, name: str, **nodes: tuple[int | str, ...]) -> Job:
-    return on_policy_job(folder, folder / name, max_steps=8, mirror_steps=1, distill=nodes)
+def job_of(folder: Path, name: str, **nodes: Any) -> Job:
+    return on_policy_job(folder, folder / name, max_steps=10, mirror_steps=1, distill=nodes)
 
 
 def roles(run: TrainingRun) -> dict[str, str]:
@@ -51,11 +52,14 @@ def ask_as(asking: str, run: TrainingRun, asked: str) -> None:
     RunConnection.dial(SAMPLING, place, data_client(Authority.of_secret(SECRET).identity(asking))).close()
 
 
+HAVE = {"local-0": "", "local-1": "rollout", "local-2": "teacher", "local-3": "teacher", "local-4": "rollout"}
+
+
 async def follow(job: Job, killed: dict[int, str]) -> list[RunEvent]:
     """The news of a run in which a node is killed after each of some steps."""
     news: list[RunEvent] = []
     async with training(job, "pp=1", threads=1, on_loss="replan", secret=SECRET) as run:
-        assert roles(run) == {"local-0": "", "local-1": "rollout", "local-2": "teacher"}
+        assert roles(run) == HAVE
         with pytest.raises(LinkError, match="local-2 asks a rollout server of this cluster, which answers local-0"):
             await asyncio.to_thread(ask_as, "local-2", run, "local-1")
         async for one in run.events():
@@ -64,16 +68,17 @@ async def follow(job: Job, killed: dict[int, str]) -> list[RunEvent]:
                 member = run.state.member(node)
                 assert member is not None
                 os.kill(member.facts.pid, signal.SIGKILL)
-        assert roles(run) == {"local-0": "", "local-1": "rollout", "local-2": "teacher"}, "who came again has it again"
+        assert roles(run) == HAVE, "who came again has it again"
     return news
 
 
 def test_nodes_with_roles_die_and_the_weights_are_those_of_the_colocated_run(tmp_path: Path) -> None:
     write_models(tmp_path)
     train(replace(job_of(tmp_path, "calm"), mirror_steps=0), "pp=1")
-    job = job_of(tmp_path, "apart", teacher_nodes=("local-2",), rollout_nodes=(1,))
-    news = asyncio.run(follow(job, {1: "local-1", 3: "local-2", 5: "local-0"}))
-    assert [one.record.step for one in news if isinstance(one, RunStepped)][-1] == 8
+    two = dict(teacher_nodes=("local-2", "local-3"), teacher_plan="pp=2")  # of which the first answers
+    job = job_of(tmp_path, "apart", **two, rollout_nodes=("local-1", "local-4"), rollout_plan="tp=2")
+    news = asyncio.run(follow(job, {1: "local-4", 2: "local-3", 5: "local-2", 8: "local-0"}))
+    assert [one.record.step for one in news if isinstance(one, RunStepped)][-1] == 10
     assert [one.node for one in news if isinstance(one, RunLostRank)] == ["local-0"], "the others interrupt nothing"
     assert sum((one.metrics or {}).get("rollout/weight_bytes", 0.0) for one in records(news)) > 0
     off, where = furthest(final(tmp_path / "apart"), final(tmp_path / "calm"))

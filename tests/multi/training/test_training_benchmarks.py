@@ -35,13 +35,9 @@ def slow_links() -> ModuleType:
     return slow_links_benchmark
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # the benchmark checks the same of its own runs
 @pytest.mark.parametrize(
-    "picked",
-    [
-        pytest.param(("threads: 1",), id="alone"),
-        pytest.param(("zero=3, TLS", "FSDP2"), marks=pytest.mark.soak, id="zero3"),
-    ],
+    "picked", [pytest.param(("threads: 1",), id="alone"), pytest.param(("zero=3, TLS", "FSDP2"), id="zero3")]
 )
 def test_contenders_learn_the_same_from_the_same_rows(
     training: ModuleType, picked: tuple[str, ...], tmp_path: Path

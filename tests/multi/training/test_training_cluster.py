@@ -18,10 +18,11 @@ from tests.support.cluster.processes import descendants, wait_until_gone
 from tests.support.models.families import save_model
 from tests.support.training.opened_run import play, training
 from tests.support.training.runs import final, job_for, records, train
-from tests.support.training.stand_in_trainer import IN_ORDER, LATE, NONE, STEP_SECONDS, Fault, start_node
+from tests.support.training.stand_in_trainer import IN_ORDER, LATE, NONE, Fault, start_node
 from tests.support.training.training_step import furthest
 from tllm.cluster.heartbeat import SILENCE_SECONDS
 from tllm.core.errors import CapacityError, ClusterError, ConfigError, TllmError
+from tllm.core.memory import amount
 from tllm.node.sources.node_source import JoinLine
 from tllm.node.train.open_training import TrainingRun
 from tllm.planner.cost.cache_room import RUNTIME_BYTES
@@ -55,7 +56,7 @@ class Joined:
         self.fault, self.nodes = fault, nodes
         self.processes: list[ForkServerProcess] = []
 
-    def invite(self, address: str, token: str) -> None:
+    def invite(self, count: int, address: str, token: str) -> None:
         self.processes = [start_node(address, token, node, self.fault) for node in self.nodes]
 
     def codes(self) -> list[int | None]:
@@ -169,25 +170,23 @@ def test_a_rank_that_fails_ends_the_others_and_is_named(
     job: Job,
     join: Callable[..., Joined],
 ) -> None:
-    """Links wait for ten minutes: the others learn of it from the coordinator."""
+    """Links wait for ten minutes, twelve times as long as the scene may take: the others learn of it from the
+    coordinator."""
     joined = join(Fault(kind, "west"))
-    start = 0.0
 
     async def scene() -> None:
-        nonlocal start
         async with joined_run(job, joined, lost_after=2.0) as run:
             start = time.monotonic()
             with pytest.raises(error, match=words) as caught:
                 await collect(run)
             assert type(caught.value) is error
-            assert time.monotonic() - start < 5 * STEP_SECONDS + 4.0
+            assert time.monotonic() - start < 20, "lost_after is 2 s"
 
     play(scene(), SECONDS)
     east, west, north = joined.processes
     for process in (east, north):  # before what is stopped goes, and its links with it
         process.join(8)
         assert process.exitcode == IN_ORDER + ClusterError.exit_code
-    assert time.monotonic() - start < 8.0
     west.kill()
     west.join()
     assert west.exitcode != 0
@@ -198,7 +197,7 @@ def test_a_rank_that_takes_more_than_it_was_given_ends_alone_and_is_named(
 ) -> None:
     """Before the machine's memory is full: the limit is the system's, and the others lose nothing but their run."""
     joined = join(Fault("hungry", "west", memory=1 << 30))
-    words = r"node west \(rank \d, layers \[0, 4\)\): out of memory: it holds \d+ bytes .* 1073741824 bytes that it was"
+    words = r"node west \(rank \d, layers \[0, 4\)\): out of memory: it holds \S+ MiB .* 1.00 GiB that it was"
 
     async def scene() -> None:
         async with joined_run(job, joined) as run:
@@ -216,7 +215,7 @@ def test_a_plan_that_does_not_fit_what_was_given_is_refused(job: Job, join: Call
     joined = join(Fault(memory=RUNTIME_BYTES))
 
     async def scene() -> None:
-        with pytest.raises(CapacityError, match=rf"the ranks on \w+ need \d+ bytes and it has {RUNTIME_BYTES}"):
+        with pytest.raises(CapacityError, match=rf"the ranks on \w+ need .* and it has {amount(RUNTIME_BYTES)}, "):
             async with joined_run(job, joined):
                 pass
 
@@ -248,13 +247,11 @@ def test_a_rank_that_waits_for_a_killed_one_wakes(job: Job, join: Callable[..., 
                 if isinstance(one, RunStepped) and one.record.step == 3:
                     break
             os.kill(run.state.ranks[1].facts.pid, signal.SIGKILL)
-            start = time.monotonic()
             with pytest.raises(ClusterError, match=r"node \w+ \(rank 1, layers \[0, 4\)\) went away"):
                 async for _ in news:
                     pass
             left = joined.processes[joined.nodes.index(run.state.ranks[0].node)]
             await asyncio.to_thread(left.join, 10)
             assert left.exitcode == IN_ORDER + ClusterError.exit_code
-            assert time.monotonic() - start < 5.0
 
     play(scene(), SECONDS)

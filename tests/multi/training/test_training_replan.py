@@ -10,6 +10,7 @@ import pytest
 from tests.multi.faults.test_training_recovery import SECONDS, Joining, check, lasting, long_job, model, told, whole
 from tests.support.training.opened_run import play
 from tests.support.training.stand_in_trainer import Fault
+from tllm.cluster.settings import PredictedSeconds
 from tllm.core.errors import PlanError
 from tllm.node.sources.node_source import JoinLine
 from tllm.spec.plan import Plan
@@ -27,7 +28,8 @@ def test_a_run_moves_to_other_plans_and_other_ranks(model: Path, whole: Any, tmp
         async with lasting(job, "dp=2,zero=1") as run:
 
             def move(text: str, nodes: list[str]) -> None:
-                run.move(Plan.parse(text, 4), nodes)
+                plan = Plan.parse(text, 4)
+                run.move(plan, nodes, PredictedSeconds(str(plan), {"step": 7.0}) if text == "tp=2" else None)
 
             with pytest.raises(PlanError):
                 move("ep=2,dp=2", ["local-0", "local-1"])
@@ -50,6 +52,10 @@ def test_a_run_moves_to_other_plans_and_other_ranks(model: Path, whole: Any, tmp
             assert {one.origin for one in told(news, RunResumed)} == {"memory"}
             assert all(one.again <= 1 for one in told(news, RunResumed))
             assert isinstance(news[-1], RunEnded) and news[-1].final
+            last = news.index(tensors)
+            for at, one in enumerate(news):
+                if isinstance(one, RunStepped):
+                    assert one.record.predicted_seconds == ({"step": 7.0} if at > last else None)
 
     play(scene(), SECONDS)
     check(job, whole)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.models.families import save_model
+from tllm.engine import decode_recordings
 from tllm.engine.compute import attention_choice
 from tllm.engine.engine import Engine
 from tllm.engine.schedule.limits import EngineConfig
@@ -35,7 +36,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(Autotuned, "choose", watched)
     monkeypatch.setattr(float_product, "MEASURED_BYTES", 0)
-    for module in (float_product, attention_choice):
+    monkeypatch.setattr(decode_recordings, "CACHED_BYTES", 0)
+    for module in (float_product, attention_choice, decode_recordings):
         monkeypatch.setattr(module.choices, "known", {})
     return areas
 
@@ -44,8 +46,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ("config", "areas"),
     [
         (EngineConfig(dtype="float32", quantize="int4"), set()),
-        (EngineConfig(dtype="float32", kv_cache_dtype="int8"), {"product"}),
-        (EngineConfig(dtype="float32"), {"product", "attention of prompts"}),
+        (EngineConfig(dtype="float32", kv_cache_dtype="int8"), {"product", "layers of replies"}),
+        (EngineConfig(dtype="float32"), {"product", "layers of replies", "attention of prompts"}),
     ],
     ids=["few bits", "a cache of codes", "plain"],
 )

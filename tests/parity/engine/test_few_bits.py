@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.support.models.families import save_model
 from tests.support.models.few_bits import libraries
@@ -183,6 +184,15 @@ def test_weights_take_the_bytes_that_are_planned(folder: Path, kind: Quantize) -
     spec = spec_of(folder)
     padded = -spec.vocab_size % 16 * spec.hidden_size * 8.5 / 8  # of the table of the logits, the last block
     assert held - planned == pytest.approx(padded, abs=1)
+
+
+def test_a_tied_table_is_rounded_though_the_files_have_a_head_too(tmp_path: Path) -> None:
+    save_model("llama", tmp_path, **SIZES, vocab_size=128, tie_word_embeddings=True)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file)
+    held, planned = held_bytes(tmp_path, with_weight_form(read_config(tmp_path), "int8"))
+    assert held == planned
 
 
 FOLDERS = {

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.support.models.adapters import peft_adapter, save_adapter
+from tests.support.models.adapters import peft_adapter, peft_dora, save_adapter
 from tests.support.models.families import save_model
 from tests.support.models.gguf_models import write_gguf
 from tests.support.selection import EACH_PART, in_turn, soak_but
@@ -59,7 +59,8 @@ def engine_with(
         for adapter in adapters:
             held = HeldAdapter.read(adapter.name, adapter, shapes, 16)
             for stage in engine.stages:
-                updates = held.adapter.load(stage.model, HeldFiles(held.contents), stage.cache.dtype)  # type: ignore[arg-type]
+                files, tp = HeldFiles(held.contents), stage.model.seam.tp
+                updates = held.adapter.load(stage.model, files, stage.cache.dtype, tp)  # type: ignore[arg-type]
                 stage.adapters.add(held.lora, updates)
             ids.append(held.lora)
         yield engine, ids
@@ -125,14 +126,38 @@ def test_log_probabilities_are_those_of_peft(case: str, part: str, tmp_path: Pat
             torch.testing.assert_close(scores(engine, lora), exact, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    soak_but(
+        [("phi3", "tp=3,shares=1:2:1"), ("deepseek_v3_moe", "pp=2,tp=1+2")],
+        [(case, layout) for case in TARGETS for layout in ("pp=1", *LAYOUTS)],
+    ),
+)
+def test_dora_beside_the_model_is_what_peft_merges(case: str, layout: str, tmp_path: Path) -> None:
+    truth = save_model(case, tmp_path / "base")
+    peft = peft_dora(truth, tmp_path / "adapter", TARGETS[case], rank_pattern={TARGETS[case][-1]: 6}, use_rslora=True)
+    peft.double().merge_and_unload().save_pretrained(tmp_path / "merged")
+    with engine_with(tmp_path / "merged", [], dtype="float64") as (engine, _):
+        want = scores(engine, "")
+    with engine_with(tmp_path / "base", [tmp_path / "adapter"], layout, dtype="float64") as (engine, (lora,)):
+        bare = scores(engine, "")
+        for _ in range(2):  # f is made in the first batch
+            torch.testing.assert_close(scores(engine, lora), want, rtol=0, atol=1e-10)
+        assert (want - bare).abs().max() > 0.1
+        for stage in engine.stages:
+            for update in stage.adapters._loaded[lora].values():
+                update.rescale = None
+        assert (scores(engine, lora) - want).abs().max() > 1e-3, "magnitudes that do nothing would hide a fault"
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
-    """A model, and three adapters of it of other ranks and modules."""
+    """A model, and three adapters of it of other ranks and modules, the last one with DoRA."""
     folder = tmp_path_factory.mktemp("lora")
     save_model("llama", folder / "base", hidden_size=64, intermediate_size=96)
     ends = ((), ("q_proj", "down_proj"), ("v_proj", "o_proj", "up_proj"))
     made = [
-        save_adapter(folder / "base", folder / f"adapter-{seed}", seed, rank=2 + seed, ends=some)
+        save_adapter(folder / "base", folder / f"adapter-{seed}", seed, rank=2 + seed, ends=some, use_dora=seed == 2)
         for seed, some in enumerate(ends)
     ]
     return folder / "base", made
@@ -156,17 +181,17 @@ def test_adapters_in_one_batch_are_as_each_alone(
     assert len({tuple(token for token, _ in reply) for reply in mixed}) >= 5, "adapters that do nothing hide a fault"
 
 
-@pytest.mark.parametrize("plan", ["pp=1", "tp=2", "pp=2,tp=1+2"])
+@pytest.mark.parametrize(("plan", "place"), [("pp=1", 2), ("tp=2", 0), ("pp=2,tp=1+2", 2)])
 def test_few_bits_with_an_adapter_are_the_rounded_model_with_it(
-    plan: str, folders: tuple[Path, list[Path]], tmp_path: Path
+    plan: str, place: int, folders: tuple[Path, list[Path]], tmp_path: Path
 ) -> None:
     """Against plain weights that were rounded to int4 and back, of which products round their activations no more."""
     base, adapters = folders
-    with engine_with(base, adapters[:1], plan, quantize="int4") as (engine, (lora,)):
+    with engine_with(base, [adapters[place]], plan, quantize="int4") as (engine, (lora,)):
         packed = scores(engine, lora)
         bare = scores(engine, "")
     save_rounded(base, tmp_path)
-    with engine_with(tmp_path, adapters[:1]) as (engine, (lora,)):
+    with engine_with(tmp_path, [adapters[place]]) as (engine, (lora,)):
         plain = scores(engine, lora)
     # Activations rounded to 8 bits: far from nothing, and far less than what the adapter does.
     assert (packed - plain).abs().mean() < 0.1 * (packed - bare).abs().mean()

@@ -17,7 +17,7 @@ from tests.parity.engine.test_few_bits import SIZES
 from tests.parity.engine.test_generation import CHUNKED, LAYOUTS, ROOMY, TIGHT, prompts
 from tests.support.models.families import SHAPE, save_model
 from tests.support.selection import EACH_PART, covering, in_turn
-from tllm.core.errors import RequestError
+from tllm.core.errors import RequestError, WeightsError
 from tllm.engine.compute.pooler import precise_sum
 from tllm.engine.engine import Engine
 from tllm.engine.schedule.limits import EngineConfig
@@ -184,13 +184,26 @@ def test_classification_heads_score_as_transformers_does(prefix: str, labels: in
         pooled(engine, "logprobs", prompts()[:1])
 
 
-def test_a_model_saved_without_its_head_is_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_saved_without_its_head_is_read(tied: bool, tmp_path: Path) -> None:
     """As embedding models are: names without `model.`, and the embedding is the head where they are tied."""
-    model = save_model("qwen3", tmp_path / "whole", tie_word_embeddings=True)
+    model = save_model("qwen3", tmp_path / "whole", tie_word_embeddings=tied)
     wanted = [truth(model, "last", ids) for ids in prompts()]
     model.model.save_pretrained(tmp_path / "headless")
     with Engine.load(tmp_path / "headless", "pp=2", ROOMY) as engine:
         for got, want in zip(pooled(engine, "last", prompts()), wanted, strict=True):
             torch.testing.assert_close(torch.tensor(got, dtype=torch.float64), want, rtol=1e-5, atol=3e-5)
+        if tied:
+            assert len(engine.generate([[1, 2]], NOTHING)[0]) == 1
+        else:
+            with pytest.raises(RequestError, match=r"saved without its head for tokens \(lm_head\.weight\)"):
+                engine.generate([[1, 2]], NOTHING)
+            with pytest.raises(RequestError, match="saved without its head"):
+                pooled(engine, "logprobs", prompts()[:1])
+    if not tied:
+        config = tmp_path / "headless" / "config.json"
+        config.write_text(config.read_text().replace("Qwen3Model", "Qwen3ForCausalLM"))
+        with pytest.raises(WeightsError, match=r"no tensor 'lm_head\.weight'.*\n.*saved without its head"):
+            Engine.load(tmp_path / "headless", "pp=1", ROOMY)
     with Engine.load(tmp_path / "whole", "pp=1", ROOMY) as engine, pytest.raises(RequestError, match=r"score\.weight"):
         pooled(engine, "score", prompts()[:1])

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.support.models.families import FAMILIES, save_model
+from tests.support.models.packed_causal import PackedCausal
 from tests.support.models.slow_load import slow_load
-from tllm.model.attention import PackedCausal
 from tllm.model.transformer import build
 from tllm.parallel.mesh import whole
 from tllm.spec.families import spec_from_config

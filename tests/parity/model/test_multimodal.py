@@ -13,6 +13,7 @@ import transformers
 
 from tests.parity.engine.test_generation import DRAFTED, GREEDY, greedy_truth, prompts
 from tests.support.models.families import FAMILIES, random_model
+from tests.support.models.slow_load import names_read
 from tllm.engine.engine import Engine
 from tllm.model.transformer import build
 from tllm.parallel.mesh import whole
@@ -54,7 +55,8 @@ def test_what_is_written_is_a_text_model(prefix: str, tmp_path: Path, caplog: py
     model = build(spec, whole(spec), torch.float32)
     source = LocalFiles(tmp_path / "whole")
     index = open_index(source, raw)
-    assert load(model, index, source).unused == ()
+    load(model, index, source)
+    assert names_read(model, index) == set(index.entries)
     assert not any("vis" in name or "language_model" in name for name in index.entries)
     export_folder(tmp_path / "text", raw, {0: parts_of(model)})
     assert json.loads((tmp_path / "text" / "config.json").read_text())["model_type"] == raw["model_type"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from tllm.training.attention import attention_dtype
 from tllm.training.attention.context_parallel import cut_tokens
 from tllm.training.attention.packed_attention import TrainAttend
 from tllm.training.attention.ring_attention import RingAttention
-from tllm.training.data.batch_tensors import Tokens
+from tllm.training.data.batch_tensors import PROMPT_LENGTH, Tokens
 from tllm.training.objectives.next_token import NextTokenLoss
 from tllm.training.step.model_chunks import build_chunks
 from tllm.training.step.recompute import recompute
@@ -60,7 +61,8 @@ def kept(
     make = recompute(how, [model], TrainAttend)
     here = len(tokens.ids_T)
     rows = slice_counts(here, tp.size)[tp.rank] if sequence else here
-    batch = Microbatch(tokens.lengths, here, rows, tokens.predicted, dtype.itemsize)
+    before = [0 if prefix is None else tokens.lengths[prefix] for prefix in tokens.prefixes]
+    batch = Microbatch(tokens.lengths, here, rows, tokens.predicted, dtype.itemsize, before=before)
 
     def forward() -> object:
         x = tokens.ids_T if model.is_first else torch.ones(rows, spec.hidden_size, dtype=dtype).requires_grad_()
@@ -126,6 +128,18 @@ def test_kept_bytes_are_planned_bytes(case: str, part: str, tmp_path: Path) -> N
             pairs = zip(local_groups(len(shares)), cut_stage(spec, shares), strict=True)
             for measured, planned in in_threads([partial(of_rank, *pair) for pair in pairs]):
                 assert planned == pytest.approx(measured, rel=0.01), (number, how, dtype)
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma2", "gpt_oss_moe"])
+def test_a_prompt_that_is_shared_is_kept_with_the_keys_of_each_run(case: str, tmp_path: Path) -> None:
+    save_model(case, tmp_path)
+    spec, lengths = spec_of(tmp_path), [60, 33, 33, 9]
+    (cut,) = cut_stage(spec, (1,))
+    prompt = {PROMPT_LENGTH: torch.full((4,), 61)}
+    tokens = replace(documents(lengths, 0.4), prefixes=(None, 0, 0, 0), of_documents=prompt)
+    for how in WAYS[:2]:
+        measured, planned = kept(spec, tokens, range(4), False, how, torch.float32, local_groups(1)[0], cut)
+        assert planned == pytest.approx(measured, rel=0.01), how
 
 
 @pytest.mark.parametrize("case", ["llama", "gemma2"])

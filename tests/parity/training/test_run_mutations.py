@@ -62,7 +62,8 @@ def swap_two_ranges(trainer: RankTrainer) -> None:
     """Each of two ranks updates the range of the other, by the gradients of its own."""
     runs, is_first = learner_of(trainer)._update.flat, replica_of(trainer) == 0
     for number, mine in enumerate(runs.mine):
-        runs.mine[number] = runs.whole[number][-len(mine) :] if is_first else runs.whole[number][: len(mine)]
+        other = runs.whole[number][-len(mine) :] if is_first else runs.whole[number][: len(mine)]
+        runs.mine[number] = other.clone()  # which may overlap the rank's own
 
 
 def take_the_wrong_bucket(trainer: RankTrainer) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,8 @@ from tests.support.models.families import save_model
 from tests.support.selection import soak_but
 from tests.support.training.runs import final, plain_loop, records, rows_file, short_job, train
 from tests.support.training.training_step import furthest, saved
+from tllm.core.errors import CapacityError, ConfigError
+from tllm.training.checkpoint.durable_disk import DurableDisk
 from tllm.training.report.events import RunEnded, RunSaved
 
 GRIDS = ("tp=8,tensor=3d", "tp=8,tensor=2.5d", "dp=2,tp=4,tensor=2d,zero=2,recompute=layer")
@@ -164,11 +169,54 @@ def test_random_weights_do_not_hang_on_the_layout(model: Path, tmp_path: Path) -
 
 
 def test_a_finished_run_has_nothing_left_to_do(model: Path, tmp_path: Path) -> None:
-    job = short_job(model, tmp_path / "run", max_steps=2)
+    job = short_job(model, tmp_path / "run", max_steps=2, dtype="bfloat16")
     train(job, "pp=1")
     again = train(job, "dp=2")
     assert records(again) == [] and isinstance(again[-1], RunEnded) and again[-1].step == 2
-    assert (tmp_path / "run" / "final" / "config.json").is_file()
+    assert json.loads((tmp_path / "run" / "final" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert {tensor.dtype for tensor in final(tmp_path / "run").values()} == {torch.bfloat16}
+
+
+def test_a_row_that_cannot_be_read_costs_no_step_before_it(model: Path, tmp_path: Path) -> None:
+    """Every rank is told the row, and none that another one went away."""
+    rows = rows_file(tmp_path / "bad.jsonl")
+    lines = rows.read_text().splitlines(keepends=True)
+    rows.write_text("".join([*lines[:9], '{"input_ids": [1, 2\n', *lines[10:]]))
+    with pytest.raises(ConfigError, match="line 10: Input data was truncated"):
+        train(short_job(model, tmp_path / "run", train_files=(str(rows),), save_steps=100), "dp=2")
+    assert [path.name for path in (tmp_path / "run").glob("step-*")] == ["step-2"]
+
+
+def test_a_run_whose_last_step_is_not_saved_has_no_finished_model(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of a save before would be taken for it. The same run then takes the steps that are left."""
+    write = DurableDisk.write
+
+    def full(disk: DurableDisk, path: Path, content: Iterable[bytes | memoryview]) -> int:
+        if "step-4" in path.parent.name:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return write(disk, path, content)
+
+    job = short_job(model, tmp_path / "run", save_steps=2)
+    with monkeypatch.context() as patched:
+        patched.setattr(DurableDisk, "write", full)
+        with pytest.raises(CapacityError, match="all 4 steps were taken, and the last could not be saved"):
+            train(job, "dp=2")
+    assert not (tmp_path / "run" / "final").exists()
+    assert [record.step for record in records(train(job, "dp=2"))] == [3, 4]
+    assert (tmp_path / "run" / "final").is_dir()
+
+
+def test_rows_of_which_nothing_is_predicted(model: Path, tmp_path: Path) -> None:
+    """Steps of them alone move nothing, replicas that learn on their own included; held out they have no loss."""
+    rows = tmp_path / "masked.jsonl"
+    rows.write_text('{"input_ids": [1, 2, 3], "labels": [-100, -100, -100]}\n' * 8)
+    job = short_job(model, tmp_path / "run", train_files=(str(rows),), local_steps=2, weight_decay=0.0, max_steps=2)
+    assert [record.loss for record in records(train(job, "dp=2"))] == [0.0, 0.0]
+    assert furthest(final(tmp_path / "run"), saved(model))[0] == 0
+    with pytest.raises(ConfigError, match="nothing of the rows in eval_files is predicted"):
+        train(short_job(model, tmp_path / "held out", eval_files=(str(rows),)), "pp=1")
 
 
 def test_files_are_read_on_one_rank_alone(model: Path, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from tllm.cluster.join_token import TokenBook
 from tllm.cluster.messages import FromGuest, FromNode, Heartbeat
 from tllm.cluster.tls import data_client, data_server, guest_client
 from tllm.comm.links import frame
-from tllm.comm.links.handshake import LinkWelcome, receive_message, send_message
+from tllm.comm.links.handshake import LINK_WELCOMES, LinkWelcome, receive_message, send_message
 from tllm.comm.links.listener import Listener
 from tllm.core.errors import UNREADABLE, FrameError, LinkError, TllmError
 from tllm.node.coordinator.membership import Membership
@@ -129,7 +129,7 @@ class NodePort:
 
     def _greet(self, sock: socket.socket) -> None:
         send_message(sock, GREETING, time.monotonic() + SECONDS)
-        assert receive_message(sock, LinkWelcome, time.monotonic() + SECONDS) == LinkWelcome()
+        assert receive_message(sock, LINK_WELCOMES, time.monotonic() + SECONDS) == LinkWelcome()
 
     def _is_refused(self, sock: socket.socket, data: bytes, before: int) -> None:
         with contextlib.suppress(OSError):
@@ -168,8 +168,7 @@ class ControlPort:
         self.members = Membership(
             self._authority.cluster, self._acts, lambda node, error: None, lambda: None, self._lend
         )
-        admit, is_here = self.members.admit, self.members.is_here
-        self.door = ControlServer(self._authority, self._tokens, admit, is_here, (HERE, 0))
+        self.door = ControlServer(self._authority, self._tokens, self.members, (HERE, 0))
         self.address: Address = (HERE, self.door.port)
 
     async def begin(self) -> None:

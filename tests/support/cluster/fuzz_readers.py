@@ -15,8 +15,7 @@ import msgspec
 import torch
 
 from tests.unit.cluster.kits import facts
-from tllm.cluster import messages
-from tllm.cluster import messages as weight_messages
+from tllm.cluster import messages, weight_messages
 from tllm.cluster.channel import ANSWER, END, HEAD, ITEM, ONE_WAY, QUESTION, REFUSAL, Channel
 from tllm.cluster.consensus.raft_messages import (
     Appended,
@@ -45,16 +44,16 @@ from tllm.cluster.consensus.replicated_state import (
 from tllm.cluster.join_token import JoinToken
 from tllm.cluster.messages import GUEST_BYTES, PROTOCOL, FromFetcher, FromGuest, FromNode, ToFetcher, ToGuest, ToNode
 from tllm.comm.links import frame
-from tllm.comm.links.handshake import LinkHello, LinkWelcome, receive_message, send_message
+from tllm.comm.links.handshake import LINK_HELLOS, LINK_WELCOMES, LinkHello, LinkWelcome, receive_message, send_message
 from tllm.comm.links.tcp_link import TcpLink
 from tllm.core.errors import AuthError, ClusterError, FrameError, LinkClosed, LinkError
 from tllm.engine.pages import page_messages
 from tllm.engine.schedule import batch
 from tllm.engine.schedule.limits import Limits, check_batch
-from tllm.node.roles.rank_places import pack_places
+from tllm.node.roles.rank_addresses import pack_addresses
 from tllm.spec.plan import Plan
 from tllm.spec.request import Output, Request, SamplingParams, StreamRecord
-from tllm.training.questions.run_connection import RunHello
+from tllm.training.questions.run_connection import RUN_HELLOS, RunHello
 
 SHAPE, DTYPE, EPOCH, LIMIT = (3, 5), torch.float32, 7, 256
 SECONDS = 5.0
@@ -96,15 +95,15 @@ def receive_bytes(data: bytes) -> None:
 
 
 def hear_hello(data: bytes) -> None:
-    _hear(data, LinkHello)
+    _hear(data, LINK_HELLOS)
 
 
 def hear_run(data: bytes) -> None:
-    _hear(data, RunHello)
+    _hear(data, RUN_HELLOS)
 
 
 def hear_welcome(data: bytes) -> None:
-    _hear(data, LinkWelcome)
+    _hear(data, LINK_WELCOMES)
 
 
 def from_guest(data: bytes) -> None:
@@ -205,10 +204,10 @@ def _taken(link: TcpLink, receive: Callable[[], Any]) -> Any:
     raise AssertionError("a link that has refused a frame is still open")
 
 
-def _hear(data: bytes, kind: type[Any]) -> None:
+def _hear(data: bytes, decoder: msgspec.msgpack.Decoder[Any]) -> None:
     source, here = _pair(data)
     try:
-        assert isinstance(receive_message(here, kind, time.monotonic() + SECONDS), kind)
+        assert isinstance(receive_message(here, decoder, time.monotonic() + SECONDS), decoder.type)
     except (FrameError, ConnectionError):  # a TimeoutError would say that it waited for what cannot come
         return
     finally:
@@ -333,7 +332,7 @@ def _examples() -> dict[Target, list[bytes]]:
         ],
         to_node: [
             _messages(assign, kind=QUESTION),
-            _messages(messages.Places(1, 0, pack_places((), assign.places))),
+            _messages(messages.RankAddresses(1, 0, pack_addresses((), assign.places))),
             _messages(messages.Submit(request), messages.Cancel("r"), messages.Shutdown("why")),
             _messages(
                 weight_messages.Bytes(b"data", b"digest"),

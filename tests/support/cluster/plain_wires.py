@@ -123,7 +123,7 @@ def serve(sent: Runs, folder: str, plan: str, prompt: str, tokens: str) -> None:
 
 
 def learn(sent: Runs, job: str, plan: str, folder: str) -> None:
-    with patch("tllm.training.step.rank_groups.LocalLink", partial(PlainLink, sent)):
+    with patch("tests.support.training.local_links.LocalLink", partial(PlainLink, sent)):
         train(replace(read_job(Path(job)).job, output_dir=folder), plan)
 
 

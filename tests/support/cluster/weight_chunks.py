@@ -77,7 +77,7 @@ class Giver:
             self._lend,
         )
         self.weights = WeightRegistry(self.folder, self.members, set())
-        door = ControlServer(self.authority, self.tokens, self.members.admit, self.members.is_here, (HERE, 0))
+        door = ControlServer(self.authority, self.tokens, self.members, (HERE, 0))
         self.address = (HERE, door.port)
         self._task = asyncio.create_task(door.run())
         self._up.set()

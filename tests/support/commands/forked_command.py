@@ -16,12 +16,25 @@ from typing import Any, ClassVar, Protocol
 import tllm
 from tests.support.cluster.processes import keep, wait_for
 from tests.support.commands.start import Start
-from tllm.core.memory import huge_page_environment
+from tllm.core.program import computing_environment
 
 OURS = ("tllm.", "tests.", "benchmarks.")
 SOURCE = str(Path(tllm.__file__).parents[1])
 
-READ_AT_IMPORT = ("ATEN_", "GLIBC_", "GOMP_", "KMP_", "LD_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TORCH_")
+READ_AT_IMPORT = (
+    "ATEN_",
+    "GLIBC_",
+    "GOMP_",
+    "KMP_",
+    "LD_",
+    "LRU_CACHE_",
+    "MKL_",
+    "OMP_",
+    "ONEDNN_",
+    "OPENBLAS_",
+    "PYTHON",
+    "TORCH_",
+)
 """Beginnings of the names of variables that are read while modules are imported, or before."""
 
 
@@ -139,7 +152,7 @@ class _Server:
                 [sys.executable, "-m", "tests.support.commands.command_server", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env=huge_page_environment(os.environ) | {"PYTHONPATH": os.pathsep.join(sys.path)},
+                env=computing_environment(os.environ) | {"PYTHONPATH": os.pathsep.join(sys.path)},
                 pass_fds=[theirs.fileno()],
             )
         self._one_at_a_time = threading.Lock()
@@ -163,10 +176,10 @@ def command_server() -> _Server:
 
 
 def read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that are read at import; without where our own modules are and the tunable of huge pages, which
-    the command server has and the program gives to the processes that it starts."""
+    """The variables that are read at import; without where our own modules are and the variables of
+    `computing_environment`, which the command server has and the program gives to the processes that it starts."""
     read = {
-        name: value for name, value in huge_page_environment(environment).items() if name.startswith(READ_AT_IMPORT)
+        name: value for name, value in computing_environment(environment).items() if name.startswith(READ_AT_IMPORT)
     }
     path = read.pop("PYTHONPATH", "").removeprefix(SOURCE).removeprefix(os.pathsep)
     return read | ({"PYTHONPATH": path} if path else {})

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from tests.support.comm.namespaces import enter
-from tllm.core.memory import VARIABLE
+from tllm.core.program import PREPARED, VARIABLE, WAITING
 
 LINE_BYTES = 2**20
 MOST_FILES = 16
@@ -56,9 +56,10 @@ class Start(msgspec.Struct, frozen=True):
         if self.namespace is not None:
             enter(self.namespace)
         os.chdir(self.folder)
-        tunables = os.environ.get(VARIABLE)  # which the C library has read: no need to execute the command again for it
+        # What libraries have read by now: no need to execute the command again for it.
+        read = {name: os.environ[name] for name in (VARIABLE, *WAITING, *PREPARED) if name in os.environ}
         os.environ.clear()
-        os.environ.update(self.environment | ({VARIABLE: tunables} if tunables else {}))
+        os.environ.update(self.environment | read)
         sys.argv[1:] = self.words
         _show(["python", *(["-m", self.module] if self.module else ["-c"]), *self.words])
         if self.is_unbuffered:

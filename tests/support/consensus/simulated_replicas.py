@@ -190,7 +190,7 @@ class SimulatedReplicas:
             self._at(self.dice.uniform(1, 3), self._act, client)
         self._at(self.dice.uniform(4, 8), self._strike, None)
         self.until(self._lasts)
-        self._weather, self._cut = Weather(0, 0, 0, 0.0), set()
+        self.mend()
         if self._has_majority():
             self.until(self._lasts + 20)
             self.check_progress()
@@ -198,6 +198,14 @@ class SimulatedReplicas:
             self._give_up(client)
         if not is_linearizable(self.history):
             raise Broken(f"clients saw what no order of {len(self.history)} operations explains")
+
+    def isolate(self) -> None:
+        """Cut all links."""
+        self._cut = {(a, b) for a in self.processes for b in self.processes if a != b}
+
+    def mend(self) -> None:
+        """Good weather, and no link is cut."""
+        self._weather, self._cut = Weather(0, 0, 0, 0.0), set()
 
     def until(self, end: float) -> None:
         """Go on to a time."""

@@ -26,12 +26,14 @@ BOUND = 60.0
 
 @dataclass(frozen=True)
 class HostFault:
-    """What may come to a host: `begin` does it and `end` undoes it. With `is_lost` its own users lose their streams."""
+    """What may come to a host: `begin` does it and `end` undoes it. With `is_lost` its own users lose their streams; a
+    host that `comes_back` must answer again once the fault is undone."""
 
     name: str
     begin: Callable[[EqualHosts, int, random.Random], None]
     end: Callable[[EqualHosts, int], None]
     is_lost: bool = True
+    comes_back: bool = True
 
 
 def _partition(cluster: EqualHosts, host: int, dice: random.Random) -> None:
@@ -43,7 +45,7 @@ def _partition(cluster: EqualHosts, host: int, dice: random.Random) -> None:
 
 
 HOST_FAULTS = (
-    HostFault("SIGKILL", lambda c, host, dice: c.signal(host, signal.SIGKILL), lambda c, host: None),
+    HostFault("SIGKILL", lambda c, host, dice: c.signal(host, signal.SIGKILL), lambda c, host: None, comes_back=False),
     HostFault(
         "SIGSTOP",
         lambda c, host, dice: c.signal(host, signal.SIGSTOP),
@@ -95,7 +97,8 @@ class Drawn:
 @dataclass(frozen=True)
 class DoubleOutcome:
     """One run. `recovered`: seconds from the faults until every stream of hosts that were not struck had gone on;
-    `answered`: until each of these hosts had answered a new request.
+    `answered`: until each of these hosts had answered a new request; `returned`: from the faults' end until each host
+    that was cut off or stopped had.
     """
 
     seed: int
@@ -107,6 +110,7 @@ class DoubleOutcome:
     wrong_tokens: int
     lost_replies: int
     wrong: list[str]
+    returned: float | None = None
 
 
 class DoubleRun:
@@ -116,6 +120,7 @@ class DoubleRun:
         self.cluster, self.truth, self.drawn = cluster, truth, drawn
         self.history = History()
         lost = {host for fault, host in drawn.faults if fault.is_lost}
+        self.coming_back = [host for fault, host in drawn.faults if fault.is_lost and fault.comes_back]
         self.well = [host for host in range(COUNT) if host not in lost]
         self.streams: dict[int, threading.Thread] = {}
 
@@ -132,25 +137,31 @@ class DoubleRun:
         for thread in self.streams.values():
             thread.join(max(end - time.monotonic(), 0))
         hangs = [f"stream {stream} hangs" for stream, thread in self.streams.items() if thread.is_alive()]
-        with ThreadPoolExecutor(COUNT) as asking:  # a host that answers nothing takes no time from the others
-            answered = list(asking.map(lambda host: self._answers(host, time.monotonic() + BOUND), self.well))
+        answered = self._all_answer(self.well)
         for fault, host in self.drawn.faults:
             fault.end(self.cluster, host)
+        undone, returned = self.history.add("undone"), self._all_answer(self.coming_back)
         lost = [host for host, events in kept.items() if self._kept(host, events[0]) != events[1]]
         wrong = [f"stream {stream}: {why}" for stream in self.streams if (why := self._wrong(stream))]
-        unanswered = [
-            f"host {host} answers nothing new" for host, at in zip(self.well, answered, strict=True) if not at
-        ]
+        silent = [host for host in self.well if host not in answered]
+        gone = [host for host in self.coming_back if host not in returned]
         return DoubleOutcome(
             seed=self.drawn.seed,
             faults=self.drawn.names,
             first=self.drawn.strikes_first,
             recovered=self._recovered(struck.at),
-            answered=None if None in answered else round(max(at for at in answered if at) - struck.at, 2),
+            answered=None if silent else round(max(answered.values()) - struck.at, 2),
             hangs=len(hangs),
             wrong_tokens=sum("tokens" in one for one in wrong),
             lost_replies=len(lost),
-            wrong=[*hangs, *wrong, *unanswered, *(f"the reply that host {host} kept is not the same" for host in lost)],
+            wrong=[
+                *hangs,
+                *wrong,
+                *(f"host {host} answers nothing new" for host in silent),
+                *(f"host {host} does not come back" for host in gone),
+                *(f"the reply that host {host} kept is not the same" for host in lost),
+            ],
+            returned=None if gone or not returned else round(max(returned.values()) - undone.at, 2),
         )
 
     def _body(self, question: Question, **more: Any) -> dict[str, Any]:
@@ -204,6 +215,14 @@ class DoubleRun:
             if len(times) > 1:
                 found.append(max((b - a, b - struck) for a, b in pairwise(times))[1])
         return round(max(found), 2) if len(found) > 1 else None
+
+    def _all_answer(self, hosts: Sequence[int]) -> dict[int, float]:
+        """When each of these hosts, of those that do within BOUND, has answered a new request. One that answers nothing
+        takes no time from the others."""
+        end = time.monotonic() + BOUND
+        with ThreadPoolExecutor(COUNT) as asking:
+            found = zip(hosts, asking.map(lambda host: self._answers(host, end), hosts), strict=True)
+            return {host: at for host, at in found if at is not None}
 
     def _answers(self, host: int, end: float) -> float | None:
         """When a host has given the right tokens to a new request."""

@@ -34,7 +34,7 @@ class ThreadNodes:
             thread.join(END_SECONDS)
             assert not thread.is_alive()
 
-    def _start(self, address: str, token: str) -> None:
+    def _start(self, count: int, address: str, token: str) -> None:
         if not self._threads:
             for name in self._names:
                 thread = threading.Thread(target=self._work, args=(address, token, name), daemon=True)

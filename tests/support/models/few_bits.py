@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tllm.kernels import library
 from tllm.kernels.library import Library, compiled, path_of
+from tllm.kernels.packed_product import Way
 from tllm.parallel import quantized_weight
 from tllm.quantization.blocks import Blocks, Scheme
 from tllm.quantization.round_weights import round_weights
@@ -109,18 +110,21 @@ def libraries() -> list[Library]:
     return [Library(one, path_of(one)) for one in compiled()]
 
 
-def ways() -> list[tuple[Library, bool]]:
-    """The ways to make a product: the kernels of each instruction set, and of those with tiles by tiles too."""
-    return [(one, by_tiles) for one in libraries() for by_tiles in (False, True)[: 1 + one.has_tiles]]
+def ways() -> list[tuple[Library, Way]]:
+    """The ways to make a product: the kernels of each instruction set, by vectors and, if they have tiles, by tiles.
+
+    By vectors single rows have blocks side by side, and those that are left over one by one.
+    """
+    return [(one, way) for one in libraries() for way in (Way.SIDE_BY_SIDE, Way.BY_TILES)[: 1 + one.has_tiles]]
 
 
-def take(way: tuple[Library, bool], monkeypatch: pytest.MonkeyPatch) -> Library:
+def take(way: tuple[Library, Way], monkeypatch: pytest.MonkeyPatch) -> Library:
     """Let all products be made so."""
-    kernels, by_tiles = way
+    kernels, asked = way
     monkeypatch.setattr(library, "loaded", lambda: kernels)
-    monkeypatch.setattr(quantized_weight, "multiply", lambda *arguments: arguments[-1](by_tiles))
+    monkeypatch.setattr(quantized_weight, "multiply", lambda *arguments: arguments[-1](asked))
     return kernels
 
 
-def name_of(way: tuple[Library, bool]) -> str:
-    return way[0].instruction_set.name + " tiles" * way[1]
+def name_of(way: tuple[Library, Way]) -> str:
+    return way[0].instruction_set.name + " tiles" * (way[1] == Way.BY_TILES)

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from tests.support.models.layouts import in_threads, spec_of
-from tests.support.models.reference_gradients import Gradients, put_together
+from tests.support.models.reference_gradients import Gradients, put_together, sum_partial
 from tests.support.models.slow_load import slow_load
 from tllm.comm.collectives.group import Group, local_groups
 from tllm.model.transformer import Transformer, build
 from tllm.parallel.cross_entropy import cross_entropy
 from tllm.parallel.grid.grid_mesh import GridMesh, grid_mesh_of
-from tllm.parallel.replicated import sum_partial
 from tllm.spec.plan import Plan
 from tllm.training.attention.grid_tokens import dealt_documents, grid_tokens
 from tllm.training.attention.packed_attention import TrainAttend

@@ -11,9 +11,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from tests.support.models.packed_causal import PackedCausal
 from tests.support.models.slow_load import slow_load
 from tllm.comm.collectives.group import Group, local_groups
-from tllm.model.attention import PackedCausal
 from tllm.model.transformer import Transformer, build
 from tllm.parallel.mesh import mesh_of
 from tllm.spec.families import spec_from_config

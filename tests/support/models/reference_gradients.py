@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tests.support.models.layouts import in_threads, spec_of
@@ -21,7 +21,7 @@ from tllm.comm.collectives.group import Group, local_groups
 from tllm.model.transformer import Transformer, build
 from tllm.parallel.cross_entropy import IGNORED, cross_entropy
 from tllm.parallel.mesh import mesh_of
-from tllm.parallel.replicated import sum_partial
+from tllm.parallel.replicated import ReplicatedParameters
 from tllm.parallel.sequence_parallel import slice_counts
 from tllm.parallel.shard import shard_of
 from tllm.spec.plan import Plan
@@ -204,3 +204,11 @@ def in_float64(model: transformers.PreTrainedModel) -> Iterator[None]:
         yield
     for hook in hooks:
         hook.remove()
+
+
+def sum_partial(parameters: Sequence[nn.Parameter], group: Group) -> None:
+    """After a backward pass: complete `.grad` of what ranks of the group computed in part. No gradient is a zero."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    ReplicatedParameters(parameters, group).sum_partial([p.grad for p in parameters if p.grad is not None])

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from tests.support.models.layouts import spec_of
+from tests.support.models.packed_causal import PackedCausal
 from tests.support.models.slow_load import slow_load
-from tllm.model.attention import AttentionSpec, PackedCausal
+from tllm.model.attention import AttentionSpec
 from tllm.model.transformer import build
 from tllm.parallel.mesh import whole
 

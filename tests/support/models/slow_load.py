@@ -10,6 +10,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tllm.parallel.shard import Ranges, shard_of
+from tllm.weights.boxes import whole
+from tllm.weights.load import held_of
+from tllm.weights.safetensors_index import Index
 
 
 def slow_load(model: nn.Module, folder: Path) -> None:
@@ -21,6 +24,12 @@ def slow_load(model: nn.Module, folder: Path) -> None:
                 source = tensors[piece.name][slices(piece.source)]
                 target = parameter[slices(piece.target)]
                 target.copy_(source.reshape(target.shape))
+
+
+def names_read(model: nn.Module, index: Index) -> set[str]:
+    """The tensors of the files that a model reads."""
+    held = [(block.name, block.box or whole(index.shape(block.name))) for block in held_of(model)]
+    return {name for block in held for name in index.planes(*block)}
 
 
 def text_tensors_of(folder: Path) -> dict[str, torch.Tensor]:

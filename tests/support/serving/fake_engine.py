@@ -106,7 +106,7 @@ class FakeEngine:
         own = -0.1 - token_id / 1000
         ranked = [(token_id, own), (0, own - 1)] if token_id % 2 == 0 else [(0, own + 0.05), (token_id, own)]
         ranked += [(other, -50.0 - other) for other in range(1, 21)]
-        return TokenLogprobs(token_id, own, tuple(ranked[:top]))
+        return TokenLogprobs(token_id, own, tuple(ranked[:top]), 1 + token_id % 2)
 
     def stats(self) -> Mapping[str, float]:
         return {"running": float(self.running), "waiting": 0.0, "kv_usage": 0.25, "preemptions": 2.0, "links": 3.0}

@@ -1,7 +1,8 @@
 """A coordinator in a process of its own, for tests that kill it: `first_coordinator.py MODEL PLAN LOCAL REPLICAS`.
 
-It prints a line of JSON for each thing: the join line's address and token, that it is ready, then its replicas whenever
-they change. It ends the cluster when its stdin closes; after a line its system refuses it what it needs.
+It prints a line of JSON for each thing: the join line's address and token, that it is ready, its replicas whenever they
+change, that it was deposed, and where its successor is. It ends the cluster when its stdin closes; after a line its
+system refuses it what it needs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 import threading
 from pathlib import Path
 
+from tllm.cluster.consensus.replica import Deposed
 from tllm.core.stacks import show_stacks_on_signal
 from tllm.engine.schedule.limits import EngineConfig
 from tllm.node.coordinator.cluster_options import ClusterOptions
@@ -26,7 +28,7 @@ def say(**what: object) -> None:
 
 
 async def main(folder: Path, plan: str, local: int, replicas: int) -> None:
-    def invite(address: str, token: str) -> None:
+    def invite(count: int, address: str, token: str) -> None:
         say(address=address, token=token)
 
     options = ClusterOptions(local=local, threads=1, source=JoinLine(invite), replicas=replicas)
@@ -50,6 +52,9 @@ async def main(folder: Path, plan: str, local: int, replicas: int) -> None:
                 say(replicas=now)
             if serving.fault is not None:
                 say(fault=serving.fault.message)
+                if isinstance(serving.fault, Deposed):
+                    await serving.coordinator.find_successor(serving.fault, 30.0)
+                    say(successor=serving.fault.successor)
                 return
             await asyncio.sleep(0.05)
 

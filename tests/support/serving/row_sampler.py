@@ -134,7 +134,8 @@ def token_logprobs(logits_V: Tensor, token_id: int, top: int) -> TokenLogprobs:
     logprobs_V = torch.log_softmax(logits_V, -1)
     values, ids = logprobs_V.topk(min(top, logprobs_V.shape[0]))
     likeliest = sorted(zip(ids.tolist(), values.tolist(), strict=True), key=lambda pair: (-pair[1], pair[0]))
-    return TokenLogprobs(token_id, float(logprobs_V[token_id]), tuple(likeliest))
+    rank = 1 + sum(value > logprobs_V[token_id] for value in logprobs_V)
+    return TokenLogprobs(token_id, float(logprobs_V[token_id]), tuple(likeliest), int(rank))
 
 
 def masked(scores_V: Tensor, mask: bytes) -> Tensor:

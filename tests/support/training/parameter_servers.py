@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.support.models.layouts import in_threads, spec_of
-from tests.support.models.slow_load import slices
 from tests.support.training.training_step import Layout, Named, chunks_of, dealt, predicted
 from tllm.comm.collectives.group import solo
 from tllm.comm.links.link import LocalLink
@@ -188,31 +187,15 @@ def train_served(
     damage: Callable[[Served], None] = lambda ranks: None,
     **options: Any,
 ) -> tuple[list[float], list[float], Named]:
-    """Losses and norms by step, and the weights after them, which the last replica pulled and the servers hold."""
+    """Losses and norms by step, and the weights that the servers hold after them."""
     ranks = served(folder, shares, servers, dtype, **options)
     damage(ranks)
 
     def learn(replica: Replica) -> list[tuple[float, float]]:
         if replica.number == 0:
             replica.update.give()
-        results = [replica.step(batch, rate) for batch in batches]
-        replica.update.pull_all()
-        return results
+        return [replica.step(batch, rate) for batch in batches]
 
     results = ranks.run(learn)
-    saved, pulled = ranks.saved(shapes), weights_of(ranks.replicas[-1].parameters, shapes)
-    assert all(torch.equal(saved[name], pulled[name]) for name in saved)
     losses = [sum(of_replica[step][0] for of_replica in results) for step in range(len(batches))]
-    return losses, [norm for _, norm in results[0]], saved
-
-
-def weights_of(parameters: Sequence[nn.Parameter], shapes: Named) -> Named:
-    """A whole model's tensors by the checkpoint's names."""
-    named: Named = {}
-    for parameter in parameters:
-        for piece in parameter.shard.pieces:  # type: ignore[attr-defined]
-            tensor: Tensor = parameter.detach()[slices(piece.target)]
-            whole = named.setdefault(piece.name, torch.full(shapes[piece.name].shape, torch.nan, dtype=tensor.dtype))
-            part = whole[slices(piece.source)]
-            part.copy_(tensor.reshape(part.shape))
-    return named
+    return losses, [norm for _, norm in results[0]], ranks.saved(shapes)

@@ -19,7 +19,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.support.models.layouts import in_threads
+from tests.support.training.local_links import local_links
 from tllm.comm.links.link import Link
+from tllm.comm.nccl.device_backend import DeviceBackend
 from tllm.devices.choose import CPU
 from tllm.node.roles.colocated_rollouts import colocated_rollouts
 from tllm.spec.plan import Plan, Wire
@@ -31,7 +33,7 @@ from tllm.training.parameter_server.server_run import ParameterServerRun
 from tllm.training.report.events import RunEvent, RunStepped
 from tllm.training.report.metrics import StepRecord
 from tllm.training.state.initial_weights import STD, InitialWeights
-from tllm.training.step.rank_groups import RankConfig, groups_of, local_links
+from tllm.training.step.rank_groups import RankConfig, groups_of, on_devices
 from tllm.training.trainer import RankTrainer
 from tllm.weights.byte_source import LocalFiles
 
@@ -79,10 +81,11 @@ def train(
     folders: Sequence[Path] = (),
     damage: Callable[[RankTrainer], None] = lambda trainer: None,
     devices: Sequence[torch.device] = (CPU,),
+    backend: DeviceBackend | None = None,
 ) -> list[RunEvent]:
     """Run the job under a plan; what rank 0 told. `folders` are the nodes' own, rank by rank, if they share no disk.
 
-    Ranks have the `devices` in turn.
+    Ranks have the `devices` in turn. A `backend` connects these, as if all ranks were on one machine.
     """
     beginning = open_initial_model(job)
     plan = Plan.parse(plan_text, beginning.spec.num_layers)
@@ -96,6 +99,8 @@ def train(
         trainer: RankTrainer | ParameterServerRun | None = None
         try:
             first, groups = beginning if number == 0 else None, groups_of(plan, number, mine)
+            if backend is not None:
+                groups = on_devices(groups, plan, number, "here", devices[number % len(devices)], 20.0, backend)
             config = RankConfig(own, plan, beginning.spec, number, groups, devices[number % len(devices)])
             if number in computing(plan):
                 trainer = RankTrainer(config, InitialWeights(source, std), first, None, colocated_rollouts)

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.support.models.layouts import in_threads
+from tests.support.training.local_links import local_links
 from tests.support.training.runs import short_peak
 from tllm.comm.links.link import Link, LocalLink
 from tllm.core.errors import LinkError
@@ -20,7 +21,7 @@ from tllm.training.snapshot.placement import RESTORE, restore_wires, snapshot_wi
 from tllm.training.snapshot.replication import SnapshotReplicator, snapshot_links
 from tllm.training.snapshot.spare_node import SpareNode
 from tllm.training.state.initial_weights import InitialWeights
-from tllm.training.step.rank_groups import RankConfig, group_of, groups_of, local_links
+from tllm.training.step.rank_groups import RankConfig, group_of, groups_of
 from tllm.training.trainer import RankTrainer
 from tllm.weights.byte_source import LocalFiles
 

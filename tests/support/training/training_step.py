@@ -46,7 +46,7 @@ from tllm.training.optim.optimizer import AdamW, Optimizer
 from tllm.training.optim.sharded_update import OptimizerUpdate
 from tllm.training.optim.zero3 import Zero3Gathering, unit_numbers, units_of
 from tllm.training.state.optimizer_offload import StatePlacement
-from tllm.training.step.model_chunks import build_chunks, even_layers, parameters_of
+from tllm.training.step.model_chunks import build_chunks, parameters_of
 from tllm.training.step.pipeline_step import TrainStage, run_schedule
 from tllm.training.step.pipeline_wires import Wires
 from tllm.training.step.recompute import recompute
@@ -85,9 +85,10 @@ class Layout:
 
     def places(self, num_layers: int) -> list[range]:
         """The layers of every place, in the model's order."""
-        if not self.layers:
-            return even_layers(num_layers, self.stages, self.chunks)
-        return [range(a, b) for a, b in itertools.pairwise(itertools.accumulate(self.layers, initial=0))]
+        count = self.stages * self.chunks
+        ends = [num_layers * place // count for place in range(1, count + 1)]
+        starts = itertools.accumulate(self.layers, initial=0) if self.layers else [0, *ends]
+        return [range(a, b) for a, b in itertools.pairwise(starts)]
 
     def tp(self, stage: int) -> tuple[int, ...]:
         return self.shares[stage % len(self.shares)]

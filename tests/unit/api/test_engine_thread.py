@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
@@ -36,3 +37,62 @@ def test_who_waits_for_a_call_when_it_is_closed_is_told() -> None:
             waiting.result(5)
     with pytest.raises(ClusterError, match="was closed"):
         engine.run(wait())
+
+
+@pytest.fixture
+def interrupt() -> Iterator[threading.Timer]:
+    """Started, it is Ctrl-C a moment later."""
+    timer = threading.Timer(0.1, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
+    yield timer
+    timer.cancel()
+
+
+def test_an_interrupt_ends_a_stream_and_no_other_call(interrupt: threading.Timer) -> None:
+    ended = threading.Event()
+
+    async def numbers() -> AsyncIterator[int]:
+        try:
+            yield 1
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.01)
+            ended.set()
+
+    engine = EngineThread(opening())
+    stream = engine.iterate(numbers())
+    assert next(stream) == 1
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        next(stream)
+    assert ended.is_set()
+    assert engine.run(asyncio.sleep(0, "well")) == "well"
+    engine.close()
+
+
+def test_an_interrupt_ends_the_opening(interrupt: threading.Timer) -> None:
+    given_up = threading.Event()
+
+    @asynccontextmanager
+    async def never() -> AsyncIterator[EngineClient]:
+        try:
+            await asyncio.sleep(5)
+        except asyncio.CancelledError:
+            given_up.set()
+            raise
+        yield FakeEngine(lambda request: [])
+
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        EngineThread(never())
+    assert given_up.is_set()
+
+
+def test_an_opening_that_is_cancelled_leaves_nobody_waiting() -> None:
+    @asynccontextmanager
+    async def cancelled() -> AsyncIterator[EngineClient]:
+        if threading.current_thread() is not threading.main_thread():
+            raise asyncio.CancelledError
+        yield FakeEngine(lambda request: [])
+
+    with pytest.raises(ClusterError, match="cancelled while it was opened"):
+        EngineThread(cancelled())

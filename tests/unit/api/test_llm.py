@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -44,6 +46,22 @@ def test_several_prompts_give_the_engines_tokens_in_their_order(ids_only: Path) 
     assert {(reply.text, reply.finish_reason, reply.logprobs) for reply in replies} == {("", "length", ())}
 
 
+def test_an_interrupt_ends_the_loading_of_one_rank(ids_only: Path) -> None:
+    told, caller, before = list[tuple[int, int]](), threading.get_ident(), set(threading.enumerate())
+
+    def on_progress(what: str, done: int, total: int) -> None:
+        if not told:
+            signal.pthread_kill(caller, signal.SIGINT)
+            time.sleep(0.2)  # until the caller has asked for the end
+        told.append((done, total))
+
+    with pytest.raises(KeyboardInterrupt):
+        LLM(ids_only, on_progress=on_progress)
+    done, total = told[-1]
+    assert done < total
+    assert set(threading.enumerate()) <= before
+
+
 def test_a_text_comes_whole_in_pieces_and_over_http_alike(tiny: LLM) -> None:
     reply = tiny.generate("def main():", GREEDY)[0]
     assert reply.text and "".join(tiny.stream("def main():", GREEDY)) == reply.text
@@ -57,7 +75,8 @@ def test_a_prompt_is_computed_once_unless_that_is_switched_off(ids_only: Path) -
     with LLM(ids_only) as llm:
         first, second = (llm.generate([prompt], GREEDY)[0] for _ in range(2))
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 32)
-    with LLM(ids_only, enable_prefix_caching=False) as llm:
+    with LLM(ids_only, enable_prefix_caching=False, override_generation_config={"temperature": 0, "top_k": -1}) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0)
         replies = [llm.generate([prompt], GREEDY)[0] for _ in range(2)]
     assert [reply.num_cached_tokens for reply in replies] == [0, 0]
     assert {reply.token_ids for reply in (first, second, *replies)} == {first.token_ids}
@@ -84,6 +103,21 @@ def test_a_seed_repeats_what_was_sampled(tiny: LLM) -> None:
     assert tiny.generate("class A", params) == tiny.generate("class A", params)
     drawn = {tiny.generate("class A", SamplingParams(max_tokens=12))[0].token_ids for _ in range(6)}
     assert len(drawn) > 1, "without a seed one is drawn each time"
+
+
+def test_defaults_leave_room_for_the_prompt_and_what_is_asked_for_does_not() -> None:
+    config = {"max_new_tokens": 64, "temperature": 1e-6}
+    with LLM(TINY, max_model_len=64, override_generation_config=config) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(max_tokens=64, temperature=0)
+        prompt = [*range(3, 63)]
+        (reply,) = llm.generate([prompt])
+        assert len(reply.token_ids) == 4 or reply.finish_reason == "stop"
+        said = llm.chat([{"role": "user", "content": "Hello"}])
+        assert len(said.prompt_token_ids) + len(said.token_ids) <= 64
+        with pytest.raises(RequestError, match="124"):
+            llm.generate([prompt], SamplingParams(max_tokens=64))
+        with pytest.raises(RequestError, match="65"):
+            llm.generate([[*range(3, 67)]])
 
 
 def test_a_loop_that_is_left_cancels_its_request(tiny: LLM) -> None:

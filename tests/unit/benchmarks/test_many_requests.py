@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.models.gguf_copy import gguf_copy
 from benchmarks.models.random_llama import model_folder
-from benchmarks.serving.many_requests import REPLY, figures_of, p95, page
+from benchmarks.serving.many_requests import REPLY, figures_of, page, percentile
 from benchmarks.serving.openai_client import Reply, ask
 
 
@@ -39,10 +39,10 @@ def test_figures_are_of_all_replies_and_a_short_one_is_refused() -> None:
         figures_of([*replies, Reply((1.0,), REPLY - 1)], 4.0)
 
 
-def test_the_95th_percentile_is_one_of_the_values() -> None:
-    assert p95([1.0]) == 1.0
-    assert p95([float(value) for value in range(100, 0, -1)]) == 95.0
-    assert p95([1.0, 2.0]) == 2.0
+def test_a_percentile_is_one_of_the_values() -> None:
+    hundred = [float(value) for value in range(100, 0, -1)]
+    assert [percentile(hundred, share) for share in (50, 95, 99)] == [50.0, 95.0, 99.0]
+    assert percentile([1.0], 95) == 1.0 and percentile([1.0, 2.0], 95) == 2.0
 
 
 def test_the_page_compares_rounds_and_says_which_aims_are_missed() -> None:

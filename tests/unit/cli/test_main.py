@@ -14,6 +14,15 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     shown = capsys.readouterr().out
     assert all(f"  {name}" in shown for name in cli.COMMANDS)
+    assert max(map(len, shown.splitlines())) <= 80, "a terminal would break it"
+
+
+def test_help_is_as_wide_as_the_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in cli.COMMANDS:
+        with pytest.raises(SystemExit):
+            cli.main([name, "--help"])
+        assert max(map(len, capsys.readouterr().out.splitlines())) <= 80, name
 
 
 def test_no_command_is_a_usage_error() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tllm.cluster.certificates import Authority
-from tllm.cluster.join_token import ALWAYS_SECONDS, JoinToken, TokenBook
+from tllm.cluster.join_token import ALWAYS_SECONDS, JoinToken, StaleToken, TokenBook
 from tllm.core.errors import AuthError
 
 FINGERPRINT = bytes(range(32))
@@ -42,15 +42,17 @@ def test_a_token_expires() -> None:
     book = TokenBook(FINGERPRINT)
     token = book.issue(now=100.0, seconds=60.0)
     book.check(token.secret, now=159.9)
-    with pytest.raises(AuthError, match="expired 0 s ago"):
+    other = book.issue(now=100.0, uses=3, seconds=60.0)
+    assert [book.open_uses(tokens, now=159.9) for tokens in ([token], [token, other], [])] == [1, 4, 0]
+    with pytest.raises(StaleToken, match="expired 0 s ago"):
         book.check(token.secret, now=160.0)
+    assert book.open_uses([token, other], now=160.0) == 0
 
 
-def test_a_secret_that_was_never_given_out_or_was_withdrawn_is_unknown() -> None:
+def test_a_secret_that_was_never_given_out_is_unknown() -> None:
     book = TokenBook(FINGERPRINT)
-    kept, withdrawn = book.issue(now=0.0), book.issue(now=0.0)
-    book.withdraw(withdrawn)
-    for secret in (withdrawn.secret, b"", kept.secret[:-1], bytes(32)):
+    kept, other = book.issue(now=0.0), TokenBook(FINGERPRINT).issue(now=0.0)
+    for secret in (other.secret, b"", kept.secret[:-1], bytes(32)):
         with pytest.raises(AuthError, match="not one of this cluster"):
             book.check(secret, now=0.0)
     book.check(kept.secret, now=0.0)

@@ -25,6 +25,30 @@ def test_it_takes_the_place_of_the_old_one_at_once(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["facts"]
 
 
+@pytest.mark.parametrize("replaces", [True, False])
+def test_all_of_it_is_on_the_disk_before_it_has_its_name(
+    replaces: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path, synced = tmp_path / "facts", list[tuple[bytes, bool]]()
+
+    def sync(descriptor: int) -> None:
+        [beside] = tmp_path.glob("facts.*")
+        assert os.fstat(descriptor).st_ino == beside.stat().st_ino
+        synced.append((beside.read_bytes(), path.exists()))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    with whole_file(path, replaces=replaces) as file:
+        file.write(b"new")
+    assert synced == [(b"new", False)] and path.read_bytes() == b"new"
+    with whole_file(tmp_path / "checked", synced=False) as file:
+        file.write(b"by its hash")
+    assert len(synced) == 1
+    if not replaces:
+        with pytest.raises(FileExistsError), whole_file(path, replaces=False) as file:
+            file.write(b"newer")
+    assert path.read_bytes() == b"new" and sorted(os.listdir(tmp_path)) == ["checked", "facts"]
+
+
 @pytest.mark.parametrize("error", [OSError(28, "no space"), KeyboardInterrupt(), ValueError("no number")])
 def test_what_was_begun_goes_when_it_fails(error: BaseException, tmp_path: Path) -> None:
     path = tmp_path / "facts"

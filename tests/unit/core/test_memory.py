@@ -27,7 +27,7 @@ def test_what_is_free_is_what_the_machine_and_the_control_group_leave(tmp_path: 
     assert free_bytes(tmp_path) == 0, "nobody says"
     for name, text in {
         "proc/meminfo": "MemTotal: 4000 kB\nMemAvailable:    1000 kB\nHugePages_Total:  0\n",
-        "proc/self/status": "Name:\ta\nVmData:\t  10 kB\n",
+        "proc/self/status": "Name:\ta\nVmData:\t  10 kB\nRssAnon:\t  4 kB\n",
         "sys/fs/cgroup/memory.max": "max\n",
         "sys/fs/cgroup/memory.current": "1024\n",
     }.items():
@@ -36,7 +36,7 @@ def test_what_is_free_is_what_the_machine_and_the_control_group_leave(tmp_path: 
     assert free_bytes(tmp_path) == 1000 * 1024
     (tmp_path / "sys/fs/cgroup/memory.max").write_text("3072\n")
     assert free_bytes(tmp_path) == 2048
-    assert total_bytes(tmp_path) == 3072 and private_bytes(tmp_path) == 10 * 1024
+    assert total_bytes(tmp_path) == 3072 and private_bytes(tmp_path) == (10 * 1024, 4 * 1024)
     (tmp_path / "sys/fs/cgroup/memory.max").unlink()
     (tmp_path / "sys/fs/cgroup/memory").mkdir()
     (tmp_path / "sys/fs/cgroup/memory/memory.limit_in_bytes").write_text("4096\n")

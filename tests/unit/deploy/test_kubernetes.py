@@ -103,7 +103,8 @@ def test_a_base_names_all_of_its_files() -> None:
 def test_the_parser_of_the_command_reads_each_command_line(base: str, component: str, workload: Manifest) -> None:
     found = arguments(workload)
     assert container(workload)["args"][0] == {"first": base, "node": "join"}[component]
-    assert found.memory == size(container(workload)["resources"]["limits"]["memory"] + "B")
+    beside = size(container(workload)["resources"]["limits"]["memory"] + "B") - found.memory
+    assert beside >= size("1GiB"), "the first machine's own process and the one that forks workers are in the pod too"
     if component == "node":
         assert found.rejoin >= 300
     assert "command" not in container(workload), "the image's own entry point is tllm"

@@ -111,6 +111,9 @@ def test_a_path_wins_over_a_name(home: Path, gguf: Path, monkeypatch: pytest.Mon
     assert locate("org/name", "whole").said == ""
     with pytest.raises(ConfigError, match="is a path here and has no revision"):
         locate("org/name", "whole", "main")
+    for text in ("x" * 300, "~nobody-of-this-name/model"):
+        with pytest.raises(ConfigError, match="cannot be looked for"):
+            locate(text, "whole")
 
 
 def test_all_models_of_a_machine_are_listed(home: Path, gguf: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,7 +48,8 @@ def test_weights_are_those_that_the_index_names() -> None:
         "model-2.safetensors",
     ]
     whole = repository("consolidated.safetensors", "model.safetensors", "sub/model.safetensors")
-    assert names(safetensors_files(whole, None)) == ["model.safetensors"]
+    for beside in (None, index("consolidated.safetensors")):  # which of the two is read on a disk, and by transformers
+        assert names(safetensors_files(whole, beside)) == ["model.safetensors"]
     assert names(safetensors_files(repository("other.safetensors"), None)) == ["other.safetensors"]
     for named in ("model-3.safetensors", "../../etc/passwd", "/etc/passwd"):
         with pytest.raises(WeightsError, match="which the repository lacks"):

@@ -16,12 +16,12 @@ from tllm.core.cache_folder import cache_folder
 from tllm.core.errors import ConfigError
 from tllm.engine.compute import attention_choice
 from tllm.engine.compute.attention_choice import AttentionKind, fastest_way
-from tllm.kernels import autotune, float_product, tiled_product, trained_product
+from tllm.kernels import autotune, float_product, packed_product, training_matmul
 from tllm.kernels.autotune import VARIABLE, Autotuned, choice_file, in_words
 from tllm.kernels.fastest import Choice, fastest
 from tllm.kernels.float_product import float_matmul
-from tllm.kernels.tiled_product import PackedProductKind
-from tllm.kernels.trained_product import choose_products
+from tllm.kernels.packed_product import PackedProductKind
+from tllm.kernels.training_matmul import choose_products
 from tllm.training.attention import attention_dtype
 
 
@@ -183,26 +183,26 @@ def test_every_area_reads_what_was_kept(measuring: Measuring, monkeypatch: pytes
     counts = []
     for _ in range(2):
         monkeypatch.setattr(float_product, "choices", Autotuned("product"))
-        monkeypatch.setattr(tiled_product, "choices", Autotuned("product of few bits"))
+        monkeypatch.setattr(packed_product, "choices", Autotuned("product of few bits"))
         monkeypatch.setattr(attention_choice, "choices", Autotuned("attention of prompts"))
-        monkeypatch.setattr(trained_product, "measured", Autotuned("product of training"))
+        monkeypatch.setattr(training_matmul, "measured", Autotuned("product of training"))
         monkeypatch.setattr(attention_dtype, "measured", Autotuned("attention of training"))
-        monkeypatch.setattr(trained_product, "choices", {})
+        monkeypatch.setattr(training_matmul, "choices", {})
         monkeypatch.setattr(attention_dtype, "_chosen", {})
         products = Measuring(Choice("linear", dict.fromkeys(float_product.names_for(1), 1.0)))
         packed = Measuring(Choice("tiles", {"tiles": 1.0, "vectors": 2.0}))
         prompts = Measuring(Choice("b", {"a": 2.0, "b": 1.0}))
         trained = Measuring(Choice("float32", {"float32": 1.0, "bfloat16": 2.0}))
         monkeypatch.setattr(float_product, "fastest", products)
-        monkeypatch.setattr(tiled_product, "fastest", packed)
+        monkeypatch.setattr(packed_product, "fastest", packed)
         monkeypatch.setattr(attention_choice, "fastest", prompts)
-        monkeypatch.setattr(trained_product, "wide_or_own", trained)
+        monkeypatch.setattr(training_matmul, "wide_or_own", trained)
         monkeypatch.setattr(attention_dtype, "wide_or_own", trained)
         float_matmul(x_TD, weight_FD)
         has_tiles = SimpleNamespace(has_tiles=True)
-        tiled_product.multiply(has_tiles, packed_kind, lambda by_tiles: None)  # type: ignore[arg-type]
+        packed_product.multiply(has_tiles, packed_kind, lambda way: None)  # type: ignore[arg-type]
         assert fastest_way(kind, {"a": lambda: 1, "b": lambda: 2}, lambda way: None) == 2
-        assert choose_products(weights).popitem()[1] == frozenset(trained_product.PASSES)
+        assert choose_products(weights).popitem()[1] == frozenset(training_matmul.PASSES)
         assert attention_dtype.choose_attention_dtype(torch.bfloat16) == torch.float32
         counts.append((products.count, packed.count, prompts.count, trained.count))
     assert counts == [(1, 1, 1, 4), (0, 0, 0, 0)]

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from tests.support.models.few_bits import libraries
+from tllm.core.program import PREPARED
 from tllm.kernels import float_product
 from tllm.kernels.autotune import Autotuned
 from tllm.kernels.fastest import LONG
-from tllm.kernels.float_product import CANDIDATES, float_matmul, measure
+from tllm.kernels.float_product import CANDIDATES, TILE_ROWS, float_matmul, measure
 
 
 @pytest.fixture(autouse=True)
@@ -38,13 +39,78 @@ def test_candidates_compute_the_same(dtype: torch.dtype, rows: int, outputs: int
         assert ((found.double() - want).abs() / size).max() < rounding, name
 
 
+SHAPES = [(21, 310), (101, 700), (8, 64), (3, 7)]
+"""The second has more outputs than a panel, and more columns than a piece of some rows."""
+
+ROWS = [1, 2, 3, 5, 8, 13, 21]
+"""The last are more than share what is read of a weight."""
+
+
+def twin(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
+    """What the kernel's sums are: over 16 lanes, in float32. Of bfloat16 a lane has two neighbours of 32 columns."""
+    products = x_TD.float()[:, None, :] * weight_FD.float()
+    whole = products.shape[-1] // 32 * 32 if weight_FD.dtype == torch.bfloat16 else 0
+    paired, rest = products[..., :whole], products[..., whole:]
+    steps = [paired[..., k + i : k + 32 : 2] for k in range(0, whole, 32) for i in range(2)]
+    steps += [torch.nn.functional.pad(one, (0, 16 - one.shape[-1])) for one in rest.split(16, -1) if one.shape[-1]]
+    sums = torch.zeros_like(steps[0])
+    for step in steps:
+        sums = sums + step
+    for half in (8, 4, 2, 1):
+        sums = sums[..., :half] + sums[..., half : 2 * half]
+    return sums[..., 0].to(x_TD.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("library", libraries(), ids=lambda library: library.instruction_set.name)
-def test_the_kernel_of_each_instruction_set(library: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_has_the_same_bits_everywhere(
+    library: object, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With every instruction set and for any number of rows: products of two numbers of 16 bits are exact."""
     monkeypatch.setattr(float_product, "library", lambda: library)
-    x, weight = torch.randn(5, 90).bfloat16(), torch.randn(21, 90).bfloat16()
-    torch.testing.assert_close(
-        CANDIDATES["kernel"](x, weight), torch.nn.functional.linear(x, weight), rtol=2e-2, atol=0.1
-    )
+    torch.manual_seed(0)
+    for outputs, columns in SHAPES:
+        x, weight = torch.randn(ROWS[-1], columns).to(dtype).float(), torch.randn(outputs, columns).to(dtype)
+        want = twin(x, weight)
+        for rows in ROWS:
+            assert torch.equal(CANDIDATES["kernel"](x[:rows], weight), want[:rows])
+
+
+def test_beside_a_small_weight_there_are_few_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a batch of a server: all that is prepared for the four weights of a layer is kept."""
+    made = list[int]()
+
+    def linear(x: Tensor, weight: Tensor) -> Tensor:
+        made.append(len(x))
+        return x @ weight.T
+
+    monkeypatch.setattr("torch.nn.functional.linear", linear)
+    monkeypatch.setattr(float_product, "is_prepared", lambda dtype: dtype == torch.bfloat16)
+    weight = torch.ones(2, 3)
+    for rows in range(1, 1025):
+        assert CANDIDATES["linear"](torch.ones(rows, 3).bfloat16(), weight.bfloat16()).tolist() == [[3.0, 3.0]] * rows
+        assert rows <= made[-1] < max(rows + TILE_ROWS, rows * 1.25)
+    assert 4 * len(set(made)) <= int(PREPARED["LRU_CACHE_CAPACITY"])
+    CANDIDATES["linear"](torch.ones(77, 896).bfloat16(), torch.ones(896, 896).bfloat16())
+    assert made[-1] == 80, "a weight whose products are measured is small as well"
+    CANDIDATES["linear"](torch.ones(77, 3), weight)
+    monkeypatch.setattr(float_product, "PADDED_BYTES", 0)
+    CANDIDATES["linear"](torch.ones(77, 3).bfloat16(), weight.bfloat16())
+    assert made[-2:] == [77, 77], "other products are not prepared, and rows beside large weights cost more"
+
+
+@pytest.mark.parametrize("library", libraries(), ids=lambda library: library.instruction_set.name)
+def test_a_number_depends_on_nothing_beside_it(library: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, where sums are rounded in one order whatever other rows and outputs there are."""
+    monkeypatch.setattr(float_product, "library", lambda: library)
+    torch.manual_seed(0)
+    for outputs, columns in SHAPES:
+        x, weight = torch.randn(ROWS[-1], columns), torch.randn(outputs, columns)
+        whole = CANDIDATES["kernel"](x, weight)
+        assert torch.allclose(whole, x @ weight.T, rtol=1e-5, atol=1e-4)
+        for rows in ROWS:
+            assert torch.equal(CANDIDATES["kernel"](x[-rows:], weight), whole[-rows:])
+        assert torch.equal(CANDIDATES["kernel"](x, weight[1:]), whole[:, 1:])
 
 
 def test_the_fastest_is_taken_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,18 +9,20 @@ import torch
 
 from tests.support.models.few_bits import KINDS, libraries, name_of, ways
 from tests.support.models.guarded_memory import GuardedMemory
-from tllm.kernels.library import DrawArguments, Library, WeightPartArguments
+from tllm.kernels.library import LANES, NUMBERS, DrawArguments, Library, WeightPartArguments
+from tllm.kernels.packed_product import Way
 from tllm.parallel.quantized_weight import PackedRows, _multiply
 from tllm.quantization.packed_layout import PackedTensors, pack
 
-OUTPUTS = 37
+OUTPUTS = 150
+"""More than are read side by side, with a part of a block."""
 
 
 @pytest.mark.parametrize("way", ways(), ids=name_of)
 @pytest.mark.parametrize("kind", ["rounded_to_4", "rounded_to_8", "groups_of_16", "four_bits_and_minima"])
-def test_products_of_few_bits(kind: str, way: tuple[Library, bool]) -> None:
-    kernels, by_tiles = way
-    for columns, rows in ((24, 1), (48, 1), (48, 5), (48, 9), (48, 17), (48, 70)):
+def test_products_of_few_bits(kind: str, way: tuple[Library, Way]) -> None:
+    kernels, asked = way
+    for columns, rows in ((24, 1), (48, 1), (48, 5), (48, 9), (48, 17), (48, 150)):
         blocks = KINDS[kind](OUTPUTS, columns)
         for y_dtype in (torch.float32, torch.float64):
             with GuardedMemory() as memory:
@@ -30,8 +32,23 @@ def test_products_of_few_bits(kind: str, way: tuple[Library, bool]) -> None:
                 x, y = torch.randn(rows, columns), torch.full((rows, OUTPUTS), torch.nan, dtype=y_dtype)
                 part = (WeightPartArguments * 1)(WeightPartArguments(arguments, 0, 0))
                 x, y, scratch = (memory.copy(one) for one in (x, y, scratch))
-                _multiply(kernels, part, torch.tensor((0, rows)), x, y, scratch, by_tiles)
+                _multiply(kernels, part, torch.tensor((0, rows)), x, y, scratch, asked)
                 assert y.isfinite().all()
+
+
+@pytest.mark.parametrize("kernels", libraries(), ids=lambda one: one.instruction_set.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_products_of_plain_numbers(dtype: torch.dtype, kernels: Library) -> None:
+    for rows, outputs, columns in ((1, 1, 1), (3, 7, 15), (8, 49, 47), (17, 101, 700)):
+        with GuardedMemory() as memory:
+            scratch = memory.copy(torch.empty(rows * -(-columns // LANES) * LANES))
+            weight, x = (memory.copy(torch.ones(one, columns, dtype=dtype)) for one in (outputs, rows))
+            y, number = memory.copy(torch.full((rows, outputs), torch.nan, dtype=dtype)), NUMBERS[dtype]
+            kernels.float_matmul(
+                *(weight.data_ptr(), number, outputs, columns, x.data_ptr(), number, rows),
+                *(y.data_ptr(), number, scratch.data_ptr(), 1),
+            )
+            assert (y == torch.tensor(columns, dtype=dtype)).all()
 
 
 @pytest.mark.parametrize("kernels", libraries(), ids=lambda one: one.instruction_set.name)

@@ -15,10 +15,10 @@ from tllm.quantization.blocks import Blocks, Scheme, dequantize
 from tllm.quantization.packed_layout import pack, unpack_rows
 from tllm.quantization.reference_matmul import reference_matmul, round_rows
 
-SHAPES = [(16, 256), (37, 544), (100, 320), (5, 48)]
-"""The second has more columns than a piece of codes that rows share."""
+SHAPES = [(16, 256), (37, 544), (150, 320), (5, 48)]
+"""The second has more columns than a piece of codes that rows share, the third more outputs than lie side by side."""
 
-ROWS = [1, 2, 3, 4, 8, 13, 70]
+ROWS = [1, 2, 3, 4, 8, 13, 150]
 
 
 @pytest.fixture(params=ways(), ids=name_of)
@@ -52,13 +52,13 @@ def test_bits_are_those_of_the_slow_twin(kind: str, kernels: Library) -> None:
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_bits_depend_neither_on_threads_nor_on_what_is_beside(kernels: Library, threads: int) -> None:
     torch.manual_seed(0)
-    blocks, x = KINDS["four_bits_and_minima"](200, 512), torch.randn(70, 512)
+    blocks, x = KINDS["four_bits_and_minima"](200, 512), torch.randn(150, 512)
     whole = reference_matmul(x, pack(blocks), blocks.scheme, 200)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         assert torch.equal(weight_of(blocks).matmul(x), whole)
-        for row in range(0, 70, 8):
+        for row in range(0, 150, 8):
             assert torch.equal(weight_of(blocks).matmul(x[row : row + 1]), whole[row : row + 1])
         assert torch.equal(weight_of(blocks.narrow(-2, 50, 101)).matmul(x), whole[:, 50:101])
     finally:
@@ -162,3 +162,17 @@ def test_codes_that_eight_bits_with_a_sign_do_not_hold(kernels: Library) -> None
     for exact in (False, True):
         want = reference_matmul(x, pack(blocks), blocks.scheme, 20, exact)
         assert torch.equal(weight_of(blocks).matmul(x, exact), want)
+
+
+@pytest.mark.parametrize("kind", ["rounded_to_4", "four_bits_and_minima", "groups_of_16", "zeros_of_groups"])
+def test_exact_sums_of_parts_of_all_sizes(kind: str, kernels: Library) -> None:
+    """Small ones may be added as whole numbers; not those from 2 on, nor what is no number."""
+    torch.manual_seed(8)
+    blocks, x = KINDS[kind](20, 1280), torch.randn(83, 1280) * 2e-5
+    x[20, 600:] *= 1e6
+    x[33, 40] = 1e9
+    x[52] *= 1e10
+    x[71, 1279] = math.nan
+    want = reference_matmul(x, pack(blocks), blocks.scheme, 20, exact=True)
+    found = weight_of(blocks).matmul(x, exact=True)
+    torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import inspect
+from fractions import Fraction
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 from tests.support.models.few_bits import libraries
 from tllm.kernels.library import Library
 from tllm.kernels.recording.held_memory import ROUNDED_TO, HeldMemory
+from tllm.kernels.recording.host_steps import host_step, left_out, taken_by
 from tllm.kernels.recording.recorder import Recorder, Recording
 from tllm.kernels.row_operations import row_operations
 
@@ -27,9 +30,10 @@ def numbers(rows: int, width: int, dtype: torch.dtype) -> Tensor:
 
 def steps(x: Tensor, y: Tensor, bias: Tensor, sums: Tensor) -> Tensor:
     """Of operations that can all be recorded."""
-    added = (x + y) + bias
+    added = (x * 0.22 + y) + bias
     heads = added.unflatten(-1, (-1, 3))[:, 1:].contiguous()  # rows that lie apart, but for a single one
-    return (heads.flatten(1) + sums.to(x.dtype)).float()
+    rows = heads.flatten(1) + sums.to(x.dtype)
+    return torch.nn.functional.pad(rows, (2, 0)).float() + torch.nn.functional.pad(rows.float(), (1, 1))
 
 
 @torch.inference_mode()
@@ -85,6 +89,28 @@ def _normed(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
+def test_what_the_host_does_between_kernels_is_done_again() -> None:
+    """In the memory that a tensor had then, which is not kept from later ones; and only if somebody takes it."""
+    x, memory = torch.randn(2, 48), HeldMemory()
+    recorder = Recorder(libraries()[0], memory)
+    with recorder.recording():
+        out = host_step(Tensor.neg_, x + x) + x
+        for _ in range(2):
+            out = host_step(Tensor.neg_, out + x)
+    recording = recorder.recorded()
+    assert recording is not None and len(recording) == 4 and memory.nbytes == 2 * ROUNDED_TO
+    x.copy_(torch.arange(96).view(2, 48))
+    recording.play()
+    assert torch.equal(out, -x)
+    with taken_by(left_out):
+        assert torch.equal(host_step(Tensor.neg_, x + 1), x + 1)
+    recorder = Recorder(libraries()[0], memory)
+    with recorder.recording():
+        host_step(Tensor.neg_, x)
+    assert "may move" in recorder.refused
+
+
+@torch.inference_mode()
 def test_what_has_no_kernel_is_computed_and_refused() -> None:
     x = torch.randn(2, 16)
     for compute in (torch.tanh, lambda x: x.add(x, alpha=2), lambda x: x.clone().add_(1), lambda x: x.to(torch.int64)):
@@ -106,3 +132,29 @@ def test_memory_goes_on_to_later_tensors_once_no_view_is_left() -> None:
     again = memory.empty((5, 5), torch.float32)
     assert again.data_ptr() == place and again.shape == (5, 5) and memory.nbytes == 2 * ROUNDED_TO
     assert memory.empty((ROUNDED_TO,), torch.float64).numel() == ROUNDED_TO and memory.nbytes == 10 * ROUNDED_TO
+
+
+@torch.inference_mode()
+def test_more_and_more_rows_are_recorded_in_the_same_blocks() -> None:
+    """Also where what comes of a recording is held, as its place."""
+    memory, most, found = HeldMemory(), 32, []
+    weight = torch.randn(700)
+    for rows in (1, 2, 3, 5, 31, 32):
+        recorder = Recorder(libraries()[0], memory, Fraction(most, rows))
+        x = torch.randn(rows, 700)
+        with recorder.recording():
+            operations = row_operations(x)
+            assert operations is not None
+            out = operations.gated(operations.rms_norm(x, weight, 1e-5, False) + x, "silu")
+        recording, place = recorder.recorded(), memory.place_of(out)
+        assert recording is not None and place is not None
+        found.append((recording, x, place, out.clone(), memory.nbytes))
+        del out
+    for recording, _, place, want, nbytes in found:  # what a recording reads has to be there
+        recording.play()
+        assert torch.equal(place, want) and nbytes == found[0][-1] <= 4 * most * 700 * 3 + ROUNDED_TO
+
+
+def test_torch_loads_no_compiler_for_it() -> None:
+    """Torch would wrap what a mode does with an operation, and load its compiler, 800 modules, at the first one."""
+    assert Recorder.__torch_dispatch__.__code__.co_filename == inspect.getsourcefile(Recorder)

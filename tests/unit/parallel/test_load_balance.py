@@ -56,6 +56,8 @@ def test_alike_experts_cost_k_and_a_chosen_few_e() -> None:
 
 def test_it_is_a_mean_over_microbatches_and_layers() -> None:
     balance = LoadBalance(0.5, layers=3)
+    balance.begin(0)  # as where no completion is good enough to be learned
+    assert balance.mean == 0
     balance.begin(4)
     gradient, alone = learned(balance, logits()), learned(LoadBalance(0.5, layers=1), logits())
     torch.testing.assert_close(gradient, alone / 12, rtol=1e-13, atol=1e-17)

@@ -51,9 +51,9 @@ def weight_of(blocks: Blocks) -> QuantizedWeight:
 def test_a_stack_multiplies_each_experts_rows_with_its_weight(kind: str, exact: bool, kernels: Library) -> None:
     torch.manual_seed(0)
     weights = [weight_of(KINDS[kind](37, 256)) for _ in range(COUNT)]
-    stack, counts = QuantizedStack(weights), (3, 0, 13, 1, 8)
+    stack, counts = QuantizedStack(weights), (3, 0, 141, 1, 20)
     bounds = list(itertools.accumulate(counts, initial=0))
-    x = torch.randn(bounds[-1], 256)
+    x = torch.randn(bounds[-1], 256) * 2e-5
     want = [weight.matmul(x[a:b], exact) for weight, (a, b) in zip(weights, itertools.pairwise(bounds), strict=True)]
     before = torch.get_num_threads()
     try:

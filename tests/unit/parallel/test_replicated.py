@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.comm.ranks import run_ranks
+from tests.support.models.reference_gradients import sum_partial
 from tllm.comm.collectives.group import Group, local_groups, solo
-from tllm.parallel.replicated import ReplicatedParameters, sum_partial
+from tllm.parallel.replicated import ReplicatedParameters
 from tllm.parallel.shard import Gradient, Shard, ShardPiece, cut_parameter
 
 ROWS = ((0, 4), (2, 6), (5, 9))  # of a table of 9: rows 2, 3 and 5 are held twice, none three times

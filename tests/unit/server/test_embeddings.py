@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.unit.server.kit import POOLING, TOKENIZER, post, refusal, run, say, serve
-from tllm.core.errors import ClusterError, RequestError
+from tllm.core.errors import ClusterError, RequestError, TllmError
 from tllm.server.admission.token_bucket import RateLimits
 from tllm.server.pooling.pooled_prompts import AT_ONCE, PooledPrompts
 from tllm.server.pooling.pooler_config import ModelPooling
@@ -185,6 +185,32 @@ def test_a_classification_head_scores_pairs() -> None:
     assert "3 labels" in refusal(post(serve(say(), pooling=three), "/score", asked), 400)["message"]
 
 
+@pytest.mark.parametrize(
+    ("problem_type", "probs"),
+    [
+        ("", [1 / (1 + math.exp(-2.0) + math.exp(-3.0)), math.exp(-2.0), math.exp(-3.0)]),
+        ("multi_label_classification", [1 / (1 + math.exp(-1.0)), 1 / (1 + math.exp(1.0)), 1 / (1 + math.exp(2.0))]),
+        ("regression", [1.0, -1.0, -2.0]),
+    ],
+)
+def test_texts_are_classified_as_vllm_does(problem_type: str, probs: list[float]) -> None:
+    if not problem_type:
+        probs = [probs[0], probs[0] * probs[1], probs[0] * probs[2]]
+    engine = say()
+    engine._pooled = lambda request: (1.0, -1.0, -2.0)  # type: ignore[method-assign]
+    named = dict(labels=("calm", "angry", "sad"), problem_type=problem_type)
+    pooling = ModelPooling(score_type="classification", hidden_size=4, num_labels=3, **named)  # type: ignore[arg-type]
+    app = serve(engine, pooling=pooling)
+    reply = post(app, "/classify", {"input": ["the dog", "hello"]}).json()
+    assert [one["label"] for one in reply["data"]] == ["calm"] * 2 and reply["data"][1]["num_classes"] == 3
+    assert reply["data"][0]["probs"] == pytest.approx(probs)
+    assert reply["usage"]["prompt_tokens"] == sum(len(TOKENIZER.encode(text)) for text in ("the dog", "hello"))
+    bare = post(app, "/classify", {"input": "hello", "use_activation": False}).json()
+    assert bare["data"][0]["probs"] == [1.0, -1.0, -2.0]
+    assert refusal(post(app, "/classify", {"input": "a", "messages": [1]}), 400)["param"] == "messages"
+    assert "no classification head" in refusal(post(serve(say()), "/classify", {"input": "a"}), 400)["message"]
+
+
 def test_ollama_embeds_texts_by_both_names() -> None:
     wanted = [embed(input=text)["data"][0]["embedding"] for text in ("the dog", "hello")]
     reply = post(serve(say()), "/api/embed", {"model": "tiny:latest", "input": ["the dog", "hello"]}).json()
@@ -203,7 +229,13 @@ def test_ollama_embeds_texts_by_both_names() -> None:
     assert refused.status_code == 400 and "context" in refused.json()["error"]
 
 
-def test_prompts_that_are_done_are_paid_for_though_a_later_one_fails() -> None:
+@pytest.mark.parametrize(
+    ("error", "status", "least", "most_left"),
+    [(RequestError("no"), 400, 940, 989), (ClusterError("gone"), 503, 1000, 1000)],
+)
+def test_prompts_that_are_done_are_paid_for_unless_the_server_fails(
+    error: TllmError, status: int, least: int, most_left: int
+) -> None:
     engine = say()
     app = serve(engine, max_sequences=2, rate_limit=RateLimits(tokens_per_minute=1000))
     most = 0
@@ -212,14 +244,14 @@ def test_prompts_that_are_done_are_paid_for_though_a_later_one_fails() -> None:
         nonlocal most
         most = max(most, engine.running)
         if request.prompt_ids[0] == 5:
-            raise ClusterError("gone")
+            raise error
         return (1.0,) * 4
 
     engine._pooled = pooled  # type: ignore[method-assign]
-    assert post(app, "/v1/embeddings", {"input": [[n] * 10 for n in range(1, 9)]}).status_code == 503
+    assert post(app, "/v1/embeddings", {"input": [[n] * 10 for n in range(1, 9)]}).status_code == status
     assert most == 2, "no more than are taken at once"
     left = int(app.keys.anonymous.headers()["x-ratelimit-remaining-tokens"])
-    assert 940 <= left < 990, "those before the fifth, and one or two after it, of ten tokens each"
+    assert least <= left <= most_left, "those before the fifth, and one or two after it, of ten tokens each"
 
 
 def test_the_first_prompt_that_fails_ends_the_others() -> None:

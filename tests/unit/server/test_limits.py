@@ -15,6 +15,7 @@ import pytest
 from tests.support.serving.fake_engine import FakeEngine
 from tests.unit.server.kit import TOKENIZER, client, run, say, serve
 from tests.unit.server.test_tools import TEMPLATE
+from tllm.core.errors import ClusterError
 from tllm.server.admission.token_bucket import RateLimits
 from tllm.server.app import App
 from tllm.server.http import attended_request
@@ -246,6 +247,17 @@ def test_requests_and_tokens_of_a_key(interface: str) -> None:
     assert 1 <= int(third.headers["retry-after-ms"]) <= 30_000
     left = int(second.headers["x-ratelimit-remaining-tokens"])
     assert 9500 < left < 10_000 and int(third.headers["x-ratelimit-remaining-tokens"]) >= left
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("interface", INTERFACES)
+def test_a_reply_that_is_lost_costs_what_was_written_of_it(interface: str, stream: bool) -> None:
+    engine = say()
+    engine.fail_after, engine.error = 2, ClusterError("gone")
+    app = over(engine, rate_limit=RateLimits(tokens_per_minute=100))
+    assert send(app, INTERFACES[interface], {"stream": stream}).status_code == (200 if stream else 503)
+    left = int(app.keys.anonymous.headers()["x-ratelimit-remaining-tokens"])
+    assert left < 100 if stream else left == 100
 
 
 @pytest.mark.parametrize("interface", INTERFACES)

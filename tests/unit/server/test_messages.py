@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import typing
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import anthropic
 import httpx2
 import pytest
+from anthropic.types import ContentBlockParam
 
 from tests.support.serving.fake_engine import FakeEngine
 from tests.unit.server.kit import TOKENIZER, get, post, say, serve
@@ -157,6 +159,39 @@ def test_what_was_in_the_cache_is_counted_apart() -> None:
     made = by_client(over(engine), lambda client: client.messages.create(**ASKED))
     assert made.usage.cache_read_input_tokens == 4
     assert made.usage.input_tokens == len(engine.submitted[-1].prompt_ids) - 4
+
+
+def test_documents_of_text_and_search_results_are_read_as_text() -> None:
+    plain = {"type": "document", "title": "T", "source": {"type": "text", "media_type": "text/plain", "data": "words"}}
+    parts = {
+        "type": "document",
+        "context": "C",
+        "source": {"type": "content", "content": [{"type": "text", "text": "a"}]},
+    }
+    found = {"type": "search_result", "title": "F", "source": "S", "content": [{"type": "text", "text": "b"}]}
+    results = [{"type": "tool_result", "tool_use_id": "t", "content": [found]}]
+    engine = say(" x")
+    asked = {**ASKED, "messages": [{"role": "user", "content": [plain, parts]}, {"role": "user", "content": results}]}
+    assert post(over(engine), "/v1/messages", asked).status_code == 200
+    assert "<user>T\nwords\nC\na<tool>F\nS\nb<assistant>" in prompt_of(engine)
+
+
+def kinds_of(union: Any) -> dict[str, Any]:
+    """The types of blocks that the installed client knows, each by the name that it has in JSON."""
+    hints = [typing.get_type_hints(kind) for kind in typing.get_args(union)]
+    return {typing.get_args(hint["type"])[0]: hint for hint in hints}
+
+
+def test_every_block_of_the_client_is_read_or_refused_by_its_name() -> None:
+    kinds = kinds_of(ContentBlockParam)
+    read = {"text", "thinking", "redacted_thinking", "tool_use", "tool_result", "document", "search_result"}
+    assert read < set(kinds) and len(kinds) >= 16
+    for kind in sorted(set(kinds) - read):
+        block = {"type": kind, "id": "a", "name": "f", "input": {}, "tool_use_id": "a", "source": {}, "content": {}}
+        for role in ("user", "assistant"):
+            asked = {**ASKED, "messages": [{"role": role, "content": [block]}, *HELLO]}
+            refused = post(over(say()), "/v1/messages", asked)
+            assert refused.status_code == 400 and repr(kind) in refused.json()["error"]["message"], refused.text
 
 
 IMAGE = [{"role": "user", "content": [{"type": "image", "source": {}}]}]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import typing
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import httpx
 import openai
 import pydantic
 import pytest
+from openai.types.responses import ResponseInputItemParam
 
 from tests.support.serving.fake_engine import FakeEngine
 from tests.unit.server.kit import TOKENIZER, post, refusal, say, serve
@@ -168,6 +170,39 @@ def test_a_choice_of_tools_holds_the_reply(choice: Any, kind: str) -> None:
 )
 def test_what_is_not_done_is_refused_by_name(body: Any, words: str) -> None:
     assert words in refusal(post(over(say()), PATH, body), 400)["message"]
+
+
+def test_every_item_of_the_client_is_read_or_refused_by_its_name() -> None:
+    hints = [typing.get_type_hints(kind)["type"] for kind in typing.get_args(ResponseInputItemParam)]
+    literals = [one for hint in hints for one in (hint, *typing.get_args(hint)) if typing.get_origin(one) is Literal]
+    kinds = {typing.get_args(literal)[0] for literal in literals}
+    read = {"message", "function_call", "function_call_output", "reasoning"}
+    assert read < kinds and len(kinds) >= 31
+    for kind in sorted(kinds - read):
+        refused = refusal(post(over(say()), PATH, {"input": [{"type": kind, "id": "a", "call_id": "a"}]}), 400)
+        assert repr(kind) in refused["message"] and refused["param"] == "input"
+
+
+def test_log_probabilities_are_of_the_message_alone() -> None:
+    """However many tokens come at once, and streamed or whole."""
+    asked = {"input": "hi", "tools": TOOLS, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    found = []
+    for together in (1, 3, 100):
+        engine = say(SAID)
+        engine.together = together
+        made = post(over(engine), PATH, asked).json()
+        [message] = [item for item in made["output"] if item["type"] == "message"]
+        found.append(message["content"][0]["logprobs"])
+        events = post(over(engine), PATH, {**asked, "stream": True}).text.strip().split("\n\n")
+        deltas = [json.loads(event.split("data: ")[1]) for event in events if "output_text.delta" in event]
+        assert [one for delta in deltas for one in delta["logprobs"]] == found[-1]
+    assert found == [found[0]] * 3
+    assert "Ok." in "".join(one["token"] for one in found[0]) and "so" not in [one["token"] for one in found[0]]
+    assert {len(one["top_logprobs"]) for one in found[0]} == {2}
+    bare = post(over(say(SAID)), PATH, {"input": "hi", "include": ["reasoning.encrypted_content"]}).json()
+    assert [part["logprobs"] for item in bare["output"] if item["type"] == "message" for part in item["content"]] == [
+        []
+    ]
 
 
 def test_an_error_in_mid_stream_is_two_events() -> None:

@@ -89,7 +89,10 @@ def test_factors_of_rope(tmp_path: Path) -> None:
     rope = spec.layers[0].rope
     assert rope is not None
     assert (rope.kind, rope.factors) == ("factors", tuple(factors))
-    for bad, says in (([1.0] * 7, "a head of 16 needs 8 above 0"), ([1.0] * 7 + [0.0], "not a number above 0")):
+    for bad, says in (
+        ([1.0] * 7, "16 widths that are turned need 8 above 0"),
+        ([1.0] * 7 + [0.0], "not a number above 0"),
+    ):
         with pytest.raises(ModelError, match=says):
             spec_from_config(config(tmp_path, vector("rope_freqs.weight", *bad)))
 

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.training.schedule_check import check
 from tllm.core.errors import PlanError
-from tllm.spec.pipeline_schedule import DEEP, ORDERS, Op, Schedule, StageChunk, StageTransfer, build, check, play
+from tllm.spec.pipeline_schedule import DEEP, ORDERS, Op, Schedule, StageChunk, StageTransfer, build, play
 
 
 @st.composite

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.spec.test_families import LLAMA, MLA
+from tests.unit.spec.test_families import HALF, LLAMA, MLA
 from tllm.core.errors import ModelError, PlanError
 from tllm.spec.families import spec_from_config
 from tllm.spec.model_spec import ModelSpec, RopeSpec
@@ -338,6 +338,7 @@ def test_layers_of_e2b_share_keys_and_have_inputs_of_their_own() -> None:
         (dict(num_kv_shared_layers=20, enable_moe_block=True, use_double_wide_mlp=True, **MOE4), "use_double_wide_mlp"),
         (dict(enable_moe_block=True, num_experts=128), "top_k_experts"),
         (dict(use_bidirectional_attention="all"), "use_bidirectional_attention"),
+        (dict(rope_parameters=dict(full_attention=HALF)), "partial_rotary_factor=0.5"),
         (dict(num_global_key_value_heads=3), "16 query heads cannot share the 3 kv heads of a layer"),
         (dict(layer_types=["full_attention"] * 47 + ["sliding_attention"]), "the last layer"),
         (dict(per_layer_config={"5": dict(head_dim=512)}), "per_layer_config is not of the layers"),
@@ -347,6 +348,21 @@ def test_layers_of_e2b_share_keys_and_have_inputs_of_their_own() -> None:
 def test_what_gemma4_has_and_is_not_computed_is_named(change: dict[str, Any], named: str) -> None:
     with pytest.raises(ModelError, match=named):
         spec_from_config({**GEMMA4_TEXT, **change})
+
+
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        (LLAMA, {"is_llama_config": True, "transformers.js_config": {"dtype": "q4"}}),  # SmolLM2
+        (LLAMA, dict(max_sequence_length=2048)),  # LLaMA
+        (dict(LLAMA, model_type="smollm3", num_key_value_heads=2), dict(pretraining_tp=2)),
+        (dict(LLAMA, model_type="phi3"), dict(full_attn_mod=1, interpolate_factor=1)),  # Phi-4-mini
+        (dict(LLAMA, **{**MLA, "model_type": "glm4_moe_lite"}), dict(topk_method="noaux_tc")),  # GLM-4.7-Flash
+        (MINIMAX_M2, dict(layernorm_mlp_beta=1.0, mlp_intermediate_size=8192, shared_moe_mode="sigmoid")),
+    ],
+)
+def test_what_published_files_have_and_nothing_reads(family: dict[str, Any], keys: dict[str, Any]) -> None:
+    assert spec_from_config({**family, **keys}) == spec_from_config(family)
 
 
 DAMAGED: tuple[Any, ...] = ("x", [], {}, -1, 0, 1.5, True, [1], {"a": 1}, "9" * 20, float("nan"), None)

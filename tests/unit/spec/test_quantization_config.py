@@ -169,8 +169,12 @@ def test_how_weights_are_held() -> None:
         (compressed({"targets": ["Linear"], "weights": None}), "group_0: weights is 'None'"),
         (compressed({"targets": ["Linear"], "weights": INT4}, transform_config={"R1": {}}), "transform_config is"),
         (
+            compressed({"targets": ["Linear"], "weights": INT4}, sparsity_config="dense"),
+            "sparsity_config is 'dense' and not a table",
+        ),
+        (
             compressed({"targets": ["Linear"], "weights": INT4}, sparsity_config={"format": "sparse-24-bitmask"}),
-            "sparsity_config is",
+            "sparsity_config: format is",
         ),
         ({**FP8, "weight_block_size": [128]}, r"weight_block_size is \[128\]"),
         ({**FP8, "weight_block_size": [0, 128]}, r"weight_block_size is \[0, 128\]"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from tests.unit.spec.test_families import LLAMA
 from tllm.core.errors import ModelError
 from tllm.spec.families import spec_from_config
-from tllm.spec.hf_config import text_config
+from tllm.spec.hf_config import read_config, text_config
 
 TEXT: dict[str, Any] = {**LLAMA, "model_type": "mistral", "num_key_value_heads": 2, "sliding_window": None}
 WHOLE: dict[str, Any] = dict(
@@ -40,3 +42,25 @@ def test_what_is_not_known_is_refused(change: dict[str, Any], says: str) -> None
 
 def test_a_text_model_is_returned_as_it_is() -> None:
     assert text_config(LLAMA) is LLAMA
+
+
+def test_files_that_other_machines_wrote(tmp_path: Path) -> None:
+    """With a byte order mark and Windows' line ends they are read; what is no table is said to be none."""
+    config, generation = tmp_path / "config.json", tmp_path / "generation_config.json"
+    config.write_bytes(b"\xef\xbb\xbf" + json.dumps(LLAMA, indent=1).replace("\n", "\r\n").encode())
+    generation.write_bytes(b'\xef\xbb\xbf{"eos_token_id": [3, 4]}')
+    assert spec_from_config(read_config(tmp_path)).eos_token_ids == (3, 4)
+    for file in (generation, config):
+        for damage in (b"", b"[3]", b"null", b"[" * 9999, b'{"a": \xff}'):
+            file.write_bytes(damage)
+            with pytest.raises(ModelError, match=file.name):
+                read_config(tmp_path)
+
+
+def test_a_folder_of_an_adapter_is_told_from_one_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        read_config(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match="is a LoRA adapter") as refused:
+        read_config(tmp_path)
+    assert f"--adapter {tmp_path}" in refused.value.hint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,7 @@ def test_named_templates_and_a_file_of_its_own(tmp_path: Path) -> None:
     chat = CHATS[0]
     assert ours.render(chat) == theirs.apply_chat_template(chat, tokenize=False) == "D"
     assert ours.render(chat, tools=TOOLS) == theirs.apply_chat_template(chat, tools=TOOLS, tokenize=False) == "T"
-    (tmp_path / "chat_template.jinja").write_text("F")
+    (tmp_path / "chat_template.jinja").write_text("F", encoding="utf-8-sig")
     alone = ChatTemplate.from_folder(tmp_path, Tokenizer.from_folder(tmp_path))
     assert alone is not None
     assert alone.render(chat) == "F"
@@ -145,6 +146,26 @@ def test_what_is_not_a_template_is_a_config_error(source: str) -> None:
         ChatTemplate(source)
 
 
+TOWERS = {
+    "lists": "{% set n = namespace(a=['x' * 999], b=['x' * 999]) %}{% for i in range(40) %}"
+    "{% set n.a = [n.a, n.a] %}{% set n.b = [n.b, n.b] %}{% endfor %}",
+    "numbers": "{% set n = namespace(a=10) %}{% for i in range(9) %}{% set n.a = n.a ** 64 %}{% endfor %}",
+}
+"""What is small and means very much."""
+
+TOWERS_USED = (
+    "{{ n }}",
+    "{{ {1: n.a}.values() }}",
+    "{{ n.a | upper | length }}",
+    "{{ ('%s' % n.a) | length }}",
+    "{{ '{}'.format(n.a) | length }}",
+    "{{ n.a == n.b }}",
+    "{{ n.a is eq(n.b) }}",
+    "{{ [n.a, n.b] | unique | list | length }}",
+    "{% set x = 'x' * 9000000 %}{{ ''.join([x] * 1000) | length }}",
+    "{% set x = 'x' * 9000000 %}{{ ([x] * 1000) | map('string') | join | length }}",
+)
+
 HOSTILE = {
     "class": "{{ ''.__class__.__mro__ }}",
     "subclasses": "{{ ().__class__.__base__.__subclasses__() }}",
@@ -165,18 +186,35 @@ HOSTILE = {
     "pad": "{{ 'x'.ljust(10000000000) }}",
     "replace": "{% set x = 'x' * 100000 %}{{ x.replace('x', x) }}",
     "range": "{{ range(10000000000) | list }}",
+    "width": "{{ '%02000000000d' % 1 }}",
+    "star": "{{ '%*d' % (2000000000, 1) }}",
+    "brace": "{{ '{:>2000000000}'.format(1) }}",
+    "filter width": "{{ '%02000000000d' | format(1) }}",
+    "center": "{{ 'x' | center(2000000000) }}",
+    "indent": "{{ [1] | tojson(indent=2000000000) }}",
+    "batch": "{{ [1] | batch(2000000000, 'x') | list }}",
+    "swap": "{% set x = 'x' * 1000000 %}{{ x | replace('x', x) }}",
+    "joined": "{% set x = 'x' * 9000000 %}{{ ([x] * 1000) | join | length }}",
+    "tilde": "{% set n = namespace(s='x' * 9000000) %}{% for i in range(9) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+    "block": "{% set x = 'x' * 9000000 %}{% set b %}" + "{{ x }}" * 90 + "{% endset %}",
+    "nested": "{% set x = ['x' * 9000000] * 1000 %}{{ x }}",
+    "tabs": "{{ 'a\tb'.expandtabs(tabsize=2000000000) | length }}",
+    "filler": "{{ lipsum(n=100000000) }}",
+    "numbers": TOWERS["numbers"] + "{{ n.a % 7 }}",
+    **{f"tower {use}": TOWERS["lists"] + use for use in TOWERS_USED},
 }
 
 
 @pytest.mark.parametrize("name", list(HOSTILE))
 def test_a_hostile_template_neither_hangs_nor_grows_nor_leaves(name: str) -> None:
+    started, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     template = ChatTemplate(HOSTILE[name])
-    started = time.monotonic()
     try:
         text = template.render(CHATS[0])
     except RequestError:
         text = ""
     assert time.monotonic() - started < 3
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 * 1024, "KiB"
     assert len(text) <= MAX_OUTPUT
     assert "class" not in text
     assert "module" not in text
@@ -191,3 +229,5 @@ def test_a_long_honest_chat_is_rendered() -> None:
     template = ChatTemplate(TEMPLATES["plain"], {"eos_token": "</s>"})
     chat = [{"role": "user", "content": "word " * 2000}] * 300
     assert len(template.render(chat)) > 3_000_000
+    numbers = "{{ '%d' % 1700000000 }} {{ n | default(1700000000) }} {{ '{:>8}'.format(5) }} {{ 1 ~ none ~ 'x' }}"
+    assert ChatTemplate(numbers).render(chat) == "1700000000 1700000000        5 1Nonex"

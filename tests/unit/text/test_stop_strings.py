@@ -9,9 +9,12 @@ import pytest
 from tllm.text.stop_strings import StopFinder
 
 
-def whole_text_answer(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """Grow the text character by character; cut at the first stop that is complete, the longest of those."""
-    for end in range(len(text) + 1):
+def whole_text_answer(text: str, stops: list[str], include: bool, early: int) -> tuple[str, str | None]:
+    """Grow the text character by character; cut at the first stop that is complete, the longest of those.
+
+    The first `early` characters end none.
+    """
+    for end in range(early + 1, len(text) + 1):
         done = [stop for stop in stops if text[:end].endswith(stop)]
         if done:
             stop = max(done, key=len)
@@ -27,12 +30,14 @@ def test_pieces_give_the_answer_of_the_whole_text(seed: int) -> None:
         text = "".join(rng.choices("abAé\n", k=rng.randint(0, 24)))
         stops = ["".join(rng.choices("abAé\n", k=rng.randint(1, 5))) for _ in range(rng.randint(0, 4))]
         include = rng.random() < 0.3
-        expected, stop = whole_text_answer(text, stops, include)
+        early = rng.choice([0, 0, rng.randint(0, len(text))])
+        expected, stop = whole_text_answer(text, stops, include, early)
         finder = StopFinder(stops, include)
         given, place = "", 0
         while place < len(text) and finder.found is None:
             step = rng.randint(0, 4)
-            given += finder.push(text[place : place + step])
+            step = min(step, early - place) if place < early else step
+            given += finder.push(text[place : place + step], place < early)
             place += step
             assert expected.startswith(given), "text was given out that a stop string then took back"
         if finder.found is None:

@@ -44,6 +44,9 @@ def test_tokens_declared_only_in_the_config_are_added(tmp_path: Path) -> None:
     assert ours is not None
     assert ours.encode("<|tool|>", add_special_tokens=False) == [size]
     assert ours.is_special(size)
+    file = tmp_path / "tokenizer_config.json"
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())  # as an editor of Windows saves it
+    assert Tokenizer.from_folder(tmp_path) is not None
     extra = {str(size + 7): {"content": "<|tool|>", "special": True}}
     kits.save(tmp_path, inner, {"added_tokens_decoder": extra})
     with pytest.raises(ConfigError, match=f"is id {size + 7}, tokenizer.json makes it {size}"):
@@ -67,9 +70,11 @@ def test_torn_files_are_config_errors(content: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         Tokenizer.from_folder(tmp_path)
     kits.save(tmp_path, kits.byte_level(), {})
-    (tmp_path / "tokenizer_config.json").write_text("[1]")
-    with pytest.raises(ConfigError, match=r"tokenizer_config\.json"):
-        Tokenizer.from_folder(tmp_path)
+    tables = ("[1]", '{"x": {}}', '{"1": {}}', '{"99999999999": {"content": "x"}}')
+    for damage in ("[1]", *(f'{{"added_tokens_decoder": {one}}}' for one in tables)):
+        (tmp_path / "tokenizer_config.json").write_text(damage)
+        with pytest.raises(ConfigError, match=r"tokenizer_config\.json"):
+            Tokenizer.from_folder(tmp_path)
 
 
 def test_stop_ids_prefer_the_generation_config(tmp_path: Path) -> None:

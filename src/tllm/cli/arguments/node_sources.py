@@ -6,20 +6,15 @@ import argparse
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tllm.cli.arguments.ray_arguments import add_ray, check_ray, ray_nodes
 from tllm.core.errors import ConfigError
 from tllm.node.machine.launcher_env import Launched, check_slurm, launched
-
-if TYPE_CHECKING:
-    from tllm.node.sources.node_source import NodeSource
+from tllm.node.sources.node_source import JoinLine, SayLine
 
 ENGINES = ("slurm", "ray")
 ANYWHERE = "0.0.0.0"
-
-Say = Callable[[str, str], None]
-"""say(HOST:PORT, token): tells the operator what to run on other machines"""
 
 
 def add_on(group: argparse._ActionsContainer) -> None:
@@ -89,17 +84,19 @@ def from_ray(args: argparse.Namespace, spare: int = 0) -> dict[str, Any] | None:
     return dict(source=source, secret=secret, join_seconds=args.ray_seconds + MEET_SECONDS)
 
 
-def joining(tasks: Launched | None, folder: Path, say: Say, say_where: Callable[[str], None]) -> dict[str, Any]:
+def joining(
+    tasks: Launched | None, folder: Path, say: SayLine, say_where: Callable[[int, str], None]
+) -> dict[str, Any]:
     """Options of a cluster whose other nodes are these tasks, which meet in a folder, or come by what is said.
 
-    `say_where` tells the operator the address alone, where nodes know the secret.
+    `say_where` tells the operator how many and the address alone, where nodes know the secret.
     """
     from tllm.comm.c10d.secret import secret_from_environment
     from tllm.node.sources.launched_tasks import MEET_SECONDS, LaunchedTasks
-    from tllm.node.sources.node_source import JoinLine
 
     secret = secret_from_environment(os.environ)
     if tasks is not None:
         return dict(source=LaunchedTasks(tasks, folder), secret=secret, join_seconds=MEET_SECONDS)
-    source: NodeSource = JoinLine(say if secret is None else lambda address, token: say_where(address))
-    return dict(source=source, secret=secret)
+    if secret is None:
+        return dict(source=JoinLine(say), secret=None)
+    return dict(source=JoinLine(lambda count, address, _: say_where(count, address)), secret=secret)

@@ -11,15 +11,16 @@ from typing import Any, cast, get_args
 from tllm.api import engine_options as api_options
 from tllm.api.engine_options import EngineArgs, EngineOptions
 from tllm.cli.arguments.model_argument import add_model_argument
-from tllm.cli.arguments.parser import count, size, whole
+from tllm.cli.arguments.parser import count, port, size, whole
 from tllm.cluster.heartbeat import SILENCE_SECONDS
-from tllm.cluster.settings import OUR_LINKS, LinkKind, Narrowing, Wiring
+from tllm.cluster.settings import OUR_LINKS, IntraHost, LinkKind, Narrowing, Wiring
 from tllm.core.errors import AuthError, PlanError
 from tllm.node.topology.numa_binding import NumaBinding
 from tllm.planner.cost.cache_room import CACHE_DIR_BYTES, MAX_NUM_SEQS, PAGE_SIZE
 from tllm.server.http.settings import is_loopback
 from tllm.spec.quantized.cache_form import KVCacheDtype
 from tllm.spec.speculative_config import read_speculative_config
+from tllm.text.generation_config import KEYS, NOTHING, OWN
 
 API_KEY_VARIABLE = "TLLM_API_KEY"
 ACCEPTANCE = 0.3
@@ -165,6 +166,33 @@ def add_acceptance(parser: argparse._ActionsContainer, goal: str = "") -> None:
     )
 
 
+def add_local(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--local", type=whole, metavar="N", help="N worker processes here, as if they were machines")
+
+
+def add_spare_nodes(parser: argparse._ActionsContainer, purpose: str) -> None:
+    """`purpose` says in the help what they are for."""
+    parser.add_argument(
+        "--spare-nodes", type=count, default=0, metavar="N", help=f"so many more may join{purpose} (%(default)s)"
+    )
+
+
+def add_on_loss(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--on-loss",
+        choices=("replan", "wait"),
+        default="replan",
+        help="of a node: go on with what is left, or wait for another (%(default)s)",
+    )
+
+
+def add_cluster_address(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--cluster-host", default="0.0.0.0", metavar="HOST", help="with --nodes: address that the others reach (all)"
+    )
+    parser.add_argument("--cluster-port", type=port, default=0, metavar="PORT", help="with --nodes (any free one)")
+
+
 def add_allow_mixed(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--allow-mixed", action="store_true", help="take nodes whose tllm has the same version and other source (no)"
@@ -207,6 +235,12 @@ def add_link(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--trusted-network", action="store_true", help="let --link torch go unencrypted between machines (no)"
     )
+    parser.add_argument(
+        "--intra-host",
+        choices=get_args(IntraHost),
+        default="links",
+        help="what carries tensors between CUDA devices of processes on one machine (%(default)s)",
+    )
 
 
 def wiring(args: argparse.Namespace) -> Wiring:
@@ -218,26 +252,44 @@ def wiring(args: argparse.Namespace) -> Wiring:
             f"--link torch does not encrypt, and --nodes {args.nodes} are other machines",
             "give --trusted-network if nobody else is on their network, or leave out --link torch",
         )
-    return Wiring(args.link, args.trusted_network)
+    return Wiring(args.link, args.trusted_network, args.intra_host)
 
 
-def add_sampling(parser: argparse.ArgumentParser, temperature: float, max_tokens: int) -> None:
-    """How tokens are chosen. Names as in the HTTP interface."""
+def add_generation_config(parser: argparse._ActionsContainer) -> None:
+    """Whose defaults count where nobody says how tokens are chosen."""
+    parser.add_argument(
+        "--generation-config",
+        default=OWN,
+        metavar="FROM",
+        help="where nothing else is said, tokens are chosen as the model's generation_config.json or GGUF file has it: "
+        f"{OWN}; {NOTHING}: not so; a folder: as the file there has it (%(default)s)",
+    )
+    parser.add_argument(
+        "--override-generation-config",
+        metavar="JSON",
+        help=f"""before that: '{{"temperature": 0.6, "top_p": 0.95}}'; keys: {", ".join(KEYS)}""",
+    )
+
+
+def add_sampling(parser: argparse.ArgumentParser, temperature: float, max_tokens: int, *, greedy: bool) -> None:
+    """How tokens are chosen. Names as in the HTTP interface. `greedy`: whatever a model's file has."""
     group = parser.add_argument_group("choosing tokens")
     group.add_argument(
         "--max-tokens", type=whole, metavar="N", help=f"at most ({max_tokens}, or what the context leaves)"
     )
-    parser.set_defaults(default_max_tokens=max_tokens)
-    group.add_argument("--temperature", type=float, default=temperature, metavar="T", help="0: greedy (%(default)s)")
-    group.add_argument("--top-k", type=count, default=0, metavar="K", help="of the K likeliest (0: all)")
-    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="of the likeliest that make up P")
-    group.add_argument("--min-p", type=float, default=0.0, metavar="P", help="of those P times as likely as the best")
-    group.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X")
+    parser.set_defaults(default_max_tokens=max_tokens, default_temperature=temperature, is_greedy=greedy)
+    whose = "that of --override-generation-config" if greedy else "the model's own"
+    group.add_argument("--temperature", type=float, metavar="T", help=f"0: greedy ({whose}, else {temperature})")
+    group.add_argument("--top-k", type=count, metavar="K", help="of the K likeliest (0: all)")
+    group.add_argument("--top-p", type=float, metavar="P", help="of the likeliest that make up P")
+    group.add_argument("--min-p", type=float, metavar="P", help="of those P times as likely as the best")
+    group.add_argument("--repetition-penalty", type=float, metavar="X")
     group.add_argument("--presence-penalty", type=float, default=0.0, metavar="X")
     group.add_argument("--frequency-penalty", type=float, default=0.0, metavar="X")
     group.add_argument("--seed", type=int, metavar="S", help="same seed, same text (drawn when left out)")
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
     group.add_argument("--ignore-eos", action="store_true", help="go on after the model's end token")
+    add_generation_config(group)
 
 
 def add_api_key(parser: argparse._ActionsContainer) -> None:
@@ -254,6 +306,7 @@ def api_key(args: argparse.Namespace) -> str | None:
 def engine_options(args: argparse.Namespace, plan: str | None = None) -> EngineOptions:
     """The engine that a command line asks for; every fault in it shows here, before anything is started."""
     given = {name: getattr(args, name) for name in EngineArgs.__annotations__ if hasattr(args, name)}
+    given.setdefault("generation_config", NOTHING)  # a command that samples nothing does not fail over its faults
     asked = cast(EngineArgs, {**given, "wiring": wiring(args)})
     options = api_options.engine_options(args.model, plan or args.plan or "pp=1", **asked)
     return dataclasses.replace(options, hub=getattr(args, "hub", None))

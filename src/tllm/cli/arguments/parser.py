@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
+import textwrap
 from typing import NoReturn
 
 from tllm.core.errors import ConfigError, nearest
@@ -18,6 +20,19 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             prog=prog, description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
         )
+
+    def format_help(self) -> str:
+        """The help, with the paragraphs of the description as wide as the rest of it; examples stay as they are."""
+        whole, width = self.description, max(20, shutil.get_terminal_size().columns - 2)
+        assert whole is not None
+        self.description = "\n\n".join(
+            paragraph if paragraph.startswith(" ") else textwrap.fill(paragraph, width, break_on_hyphens=False)
+            for paragraph in whole.split("\n\n")
+        )
+        try:
+            return super().format_help()
+        finally:
+            self.description = whole
 
     def error(self, message: str) -> NoReturn:
         known = sorted(set(re.findall(r"--[a-z][a-z-]+", self.format_help())))
@@ -69,7 +84,9 @@ def token_ids(text: str) -> tuple[int, ...]:
 
 def address(text: str) -> tuple[str, int]:
     """HOST:PORT; an IPv6 address stands in brackets."""
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT")
-    return host.removeprefix("[").removesuffix("]"), int(port)
+    from tllm.cluster.connection import parse_address  # with asyncio and ssl, which few options need
+
+    try:
+        return parse_address(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT, as in 192.168.1.10:8476") from error

@@ -1,7 +1,7 @@
 """Measure the links and collectives of this project beside what others use, in one run.
 
-    tllm bench links                                two processes of this machine
-    tllm bench links --listen HOST:PORT             two machines: here, and there the line that this prints
+    tllm bench links                       two processes of this machine
+    tllm bench links --listen HOST:PORT    two machines; prints the other's line
     tllm bench collectives --ranks 4
 
 Others are measured where they are installed: gloo and torch RPC come with torch; grpcio, pyzmq and ray are packages.
@@ -21,8 +21,9 @@ import msgspec
 
 from tllm.cli.arguments.parser import address, size, whole
 from tllm.cli.commands.join import TOKEN_VARIABLE
-from tllm.cli.display.tables import amount, table
+from tllm.cli.display.tables import table
 from tllm.core.errors import ConfigError, nearest
+from tllm.core.memory import amount
 
 if TYPE_CHECKING:
     from tllm.recipes.bench.collectives import CollectiveTimes

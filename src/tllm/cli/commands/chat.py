@@ -1,22 +1,21 @@
 """Talk to a model in the terminal, with the chat template that the model came with.
 
-/new starts over, /exit or Ctrl-D ends. Ctrl-C stops a reply.
+/new starts over, /exit or Ctrl-D ends. Ctrl-C stops a reply, and ends the chat where none is
+under way.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
-import signal
 import sys
 import uuid
 from functools import partial
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from tllm.api.engine_options import EngineOptions, check_device
+from tllm.api.engine_thread import EngineThread
 from tllm.api.open_engine import open_engine
 from tllm.api.streamed_reply import StreamedReply
 from tllm.cli.arguments.model_argument import resolve_model
@@ -28,15 +27,12 @@ from tllm.spec.request import Request, SamplingParams
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from tllm.server.openai.engine_client import EngineClient
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine(parser)
     parser.set_defaults(max_num_seqs=1)  # so the cache takes no more memory than one sequence needs
     parser.add_argument("--system", metavar="TEXT", help="system message")
-    add_sampling(parser, temperature=0.7, max_tokens=512)
+    add_sampling(parser, temperature=0.7, max_tokens=512, greedy=False)
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
 
 
@@ -50,11 +46,11 @@ def run(args: argparse.Namespace) -> int:
         lacks = "tokenizer.json" if tokenizer is None else "chat template"
         raise ConfigError(f"{args.model} has no {lacks}, so it cannot chat", "`tllm generate` continues a text or ids")
     stop_ids = () if args.ignore_eos else tokenizer.eos_ids
-    params = sampling_params(args, args.max_tokens or args.default_max_tokens, stop_token_ids=stop_ids)
+    params = sampling_params(args, options, args.max_tokens or args.default_max_tokens, stop_token_ids=stop_ids)
     chat = Chat(tokenizer, template, params, args.stop, options.max_model_len)
     if args.system:
         chat.messages.append({"role": "system", "content": args.system})
-    return asyncio.run(_talk(chat, options, args.quiet))
+    return _talk(chat, options, args.quiet)
 
 
 class Chat:
@@ -98,15 +94,16 @@ class Chat:
         self.messages.append({"role": "assistant", "content": reply.text})
 
 
-async def _talk(chat: Chat, options: EngineOptions, quiet: bool) -> int:
+def _talk(chat: Chat, options: EngineOptions, quiet: bool) -> int:
+    """The engine has a thread of its own, so that Ctrl-C ends `input` here as anywhere else."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (line editing and history in input())
-    async with loading(quiet, partial(open_engine, options)) as client:
-        while (text := await asyncio.to_thread(_ask_user)) is not None:
+    with contextlib.closing(EngineThread(loading(quiet, partial(open_engine, options)))) as engine:
+        while (text := _ask_user()) is not None:
             if text == "/new":
                 chat.restart()
             elif text:
-                await _answer(chat, client, text)
+                _answer(chat, engine, text)
     return 0
 
 
@@ -116,29 +113,23 @@ def _ask_user() -> str | None:
         text = input("> " if sys.stdin.isatty() else "").strip()
     except EOFError:
         return None
+    except KeyboardInterrupt:
+        print()
+        raise
     return None if text in ("/exit", "/quit") else text
 
 
-async def _answer(chat: Chat, client: EngineClient, text: str) -> None:
+def _answer(chat: Chat, engine: EngineThread, text: str) -> None:
     try:
         reply = chat.ask(text)
     except RequestError as error:
         print(error, file=sys.stderr)
         return
-    showing = asyncio.create_task(_show(reply, client))
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGINT, showing.cancel)
-    try:
-        await showing
-    except asyncio.CancelledError:
-        if not showing.cancelled():
-            raise
-    finally:
-        loop.remove_signal_handler(signal.SIGINT)
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        contextlib.closing(engine.iterate(reply.stream(engine.client))) as pieces,
+    ):
+        for piece in pieces:
+            print(piece, end="", flush=True)
     print()
     chat.answered(reply)
-
-
-async def _show(reply: StreamedReply, client: EngineClient) -> None:
-    async for piece in reply.stream(client):
-        print(piece, end="", flush=True)

@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tllm.cli.arguments.parser import address, port, whole
+from tllm.cli.arguments.options import add_cluster_address, add_local
+from tllm.cli.arguments.parser import address, whole
 from tllm.cli.commands.join import TOKEN_VARIABLE
 from tllm.cli.commands.profile import products_table
 from tllm.cli.display.logs import start_log
 from tllm.cli.display.machine_topology import topologies_text
 from tllm.cli.display.progress import progress
-from tllm.cli.display.tables import amount, table
+from tllm.cli.display.tables import table
 from tllm.core.errors import ConfigError
+from tllm.core.memory import amount
 from tllm.node.coordinator.cluster_options import LOOPBACK
 from tllm.node.doctor.machine_rules import diagnose
 from tllm.node.doctor.network_rules import MEGABIT
@@ -44,9 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     count = parser.add_mutually_exclusive_group()
     count.add_argument("--nodes", type=whole, metavar="N", help="examine N machines, this one included")
-    count.add_argument("--local", type=whole, metavar="N", help="N worker processes here, as if they were machines")
-    parser.add_argument("--cluster-host", default="0.0.0.0", metavar="HOST", help="with --nodes: that the others reach")
-    parser.add_argument("--cluster-port", type=port, default=0, metavar="PORT", help="with --nodes (any free one)")
+    add_local(count)
+    add_cluster_address(parser)
     parser.add_argument("--seconds", type=whole, default=6, metavar="S", help="each node measures itself (%(default)s)")
     parser.add_argument("--threads", type=whole, default=0, metavar="N", help="to compute with (all cores)")
     parser.add_argument("--json", action="store_true", help="print what was found as JSON")
@@ -105,7 +106,7 @@ async def _probe_cluster(args: argparse.Namespace) -> ClusterProbe:
             threads=args.threads,
             numa_binding="none",  # so that each worker sees the whole machine
             address=where,
-            source=JoinLine(lambda *how: print_join_line(joining, *how)),
+            source=JoinLine(print_join_line),
         ),
         measure_seconds=args.seconds,
     )

@@ -31,6 +31,7 @@ from tllm.core.errors import ConfigError, RequestError
 from tllm.planner.cost.serving_load import ServingFacts
 from tllm.server.latency import TimedEngine
 from tllm.spec.request import Request, SamplingParams
+from tllm.text.generation_config import read_override, sampling_values
 from tllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="text to continue")
     prompt.add_argument("--prompt-ids", type=token_ids, metavar="IDS", help="token ids to continue: 1,2,3")
-    add_sampling(parser, temperature=0.0, max_tokens=128)
+    add_sampling(parser, temperature=0.0, max_tokens=128, greedy=True)
     parser.add_argument("--logprobs", type=count, metavar="K", help="with --json: the K likeliest at each place too")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end, and no text before it")
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
@@ -61,16 +62,17 @@ def run(args: argparse.Namespace) -> int:
     options = engine_options(args)
     tokenizer = Tokenizer.from_folder(args.model)
     prompt_ids = _prompt(args, tokenizer)
-    max_tokens = room_for(args, len(prompt_ids), options.max_model_len)
-    params = sampling_params(args, max_tokens, logprobs=(args.logprobs or 0) if args.json else None)
+    max_tokens = room_for(args, len(prompt_ids), options)
+    params = sampling_params(args, options, max_tokens, logprobs=(args.logprobs or 0) if args.json else None)
     request = Request(id=uuid.uuid4().hex, prompt_ids=prompt_ids, params=params)
     if args.stop and tokenizer is None:
         raise ConfigError(f"--stop needs a tokenizer and {args.model} has none", "leave --stop out")
     return asyncio.run(_generate(args, options, StreamedReply(request, tokenizer, args.stop)))
 
 
-def room_for(args: argparse.Namespace, prompt_length: int, context: int) -> int:
+def room_for(args: argparse.Namespace, prompt_length: int, options: EngineOptions) -> int:
     """How many tokens to make: --max-tokens, else the command's own number, or as many as the context leaves."""
+    context = options.max_model_len
     room = context - prompt_length
     asked: int = args.max_tokens or 1
     if room < asked:
@@ -82,21 +84,30 @@ def room_for(args: argparse.Namespace, prompt_length: int, context: int) -> int:
     return min(int(args.max_tokens or args.default_max_tokens), room)
 
 
-def sampling_params(args: argparse.Namespace, max_tokens: int, **more: Any) -> SamplingParams:
-    """The options of `add_sampling` as the engine takes them; a seed is drawn where none is given."""
+def sampling_params(args: argparse.Namespace, options: EngineOptions, max_tokens: int, **more: Any) -> SamplingParams:
+    """The options of `add_sampling` as the engine takes them, with the model's defaults; a seed is drawn where none is
+    given."""
+    chosen = options.generation_config.fill({**vars(args), "temperature": _temperature(args)})
+    most = options.generation_config.max_new_tokens
     return SamplingParams(
-        max_tokens=max_tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
+        max_tokens=max_tokens if most is None else min(max_tokens, most),
+        **{"temperature": args.default_temperature, **sampling_values(chosen)},
         presence_penalty=args.presence_penalty,
         frequency_penalty=args.frequency_penalty,
         seed=args.seed if args.seed is not None else secrets.randbits(48),
         ignore_eos=args.ignore_eos,
         **more,
     )
+
+
+def _temperature(args: argparse.Namespace) -> float | None:
+    """What the user asks for, by either option. None, where nothing, for the model's own; a command that is greedy does
+    not take that."""
+    if args.temperature is not None or not args.is_greedy:
+        temperature: float | None = args.temperature
+        return temperature
+    override = read_override(args.override_generation_config).temperature
+    return args.default_temperature if override is None else override
 
 
 def _prompt(args: argparse.Namespace, tokenizer: Tokenizer | None) -> tuple[int, ...]:
@@ -107,10 +118,17 @@ def _prompt(args: argparse.Namespace, tokenizer: Tokenizer | None) -> tuple[int,
         raise ConfigError("there is no prompt", "give --prompt TEXT or --prompt-ids 1,2,3, or pipe a text in")
     if tokenizer is None:
         raise ConfigError(f"{args.model} has no tokenizer.json, so a text means nothing", "give --prompt-ids 1,2,3")
-    found = tuple(tokenizer.encode(args.prompt if args.prompt is not None else sys.stdin.read()))
+    found = tuple(tokenizer.encode(args.prompt if args.prompt is not None else _piped()))
     if not found:
         raise ConfigError("the prompt is empty", "give some text: this model has no token that begins one")
     return found
+
+
+def _piped() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"what is piped in is no text: {error}", "give a text in UTF-8") from error
 
 
 async def _generate(args: argparse.Namespace, options: EngineOptions, reply: StreamedReply) -> int:

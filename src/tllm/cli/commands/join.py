@@ -8,8 +8,11 @@ here: its lines come on this terminal, with --page PORT on a page too, and the f
 run's job says so (`teacher_nodes`, `rollout_nodes`), the node teaches or samples and has no part of the model that is
 trained.
 
-Ctrl-C or SIGTERM: the node takes no new HTTP requests, lets those in hand end, and leaves; the others go on. A second
-one ends it at once.
+The exit code is 0 when the work has come to its end, and 130 where it goes on another time: a training run was told to
+end before its last step.
+
+Ctrl-C or SIGTERM: the node takes no new HTTP requests, lets those in hand end, and leaves; the others go on. The exit
+code is then 0 with an HTTP server, and 130 without one. A second one ends it at once.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ import argparse
 import dataclasses
 import os
 import sys
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from tllm.cli.arguments.http_options import add_http, http_settings
 from tllm.cli.arguments.model_argument import CACHE_BYTES, add_weights_cache, size_or_none
@@ -28,7 +32,10 @@ from tllm.cli.arguments.parser import address, count, size, whole
 from tllm.cli.arguments.run_page_options import add_page, page_settings
 from tllm.cli.arguments.tracing_options import add_tracing, check_tracing, tracing_at
 from tllm.cli.display.logs import start_log
+from tllm.cli.main import INTERRUPTED
 from tllm.cli.planning.followed_run import successors
+from tllm.cluster.connection import Address
+from tllm.cluster.consensus.replica import Deposed
 from tllm.core.cache_folder import cache_folder
 from tllm.core.errors import ConfigError
 from tllm.node.front_end.departure import Departure
@@ -37,8 +44,13 @@ from tllm.server.http.settings import ServerSettings
 from tllm.server.run import bind
 from tllm.server.tracing.tracing import no_tracing
 
+if TYPE_CHECKING:
+    from tllm.node.replication.coordinated_elsewhere import RunningCluster
+
 TOKEN_VARIABLE, SECRET_VARIABLE = "TLLM_JOIN_TOKEN", "TLLM_SECRET"
-REJOIN_SECONDS = 30
+REJOIN_SECONDS = 300
+"""More than a home router or a machine takes to start again, which is one to three minutes."""
+
 NOTHING_ASKED = ServerSettings(version="")
 
 
@@ -101,10 +113,13 @@ def run(args: argparse.Namespace) -> int:
         page.check()
         bind(page.host, page.port).close()
     start_log(args.debug, args.quiet)
-    # Loads torch, so it waits until the line is known to make sense.
     from tllm.cluster.certificates import Identity
     from tllm.cluster.join_token import JoinToken
     from tllm.comm.c10d.secret import secret_from_environment
+
+    if token:
+        JoinToken.parse(token)
+    # Loads torch, so it waits until the line is known to make sense.
     from tllm.node.replication.replica_host import JoinedReplica
     from tllm.node.worker import WorkerSettings, work
 
@@ -135,28 +150,57 @@ def run(args: argparse.Namespace) -> int:
         device=args.device,
     )
     departure = Departure(http, training.stop, tracing_at(args.otlp_endpoint))
-    departure.run(lambda: work(settings, departure.front_end, make_replica))
-    return 0
+    return 0 if departure.run(lambda: work(settings, departure.front_end, make_replica)) else INTERRUPTED
 
 
-def join_again(args: argparse.Namespace, http: ServerSettings | None, page: ServerSettings | None, **own: Any) -> bool:
+def join_again(
+    args: argparse.Namespace, http: ServerSettings | None, page: ServerSettings | None, **own: Any
+) -> int | None:
     """Be a node of the cluster that this command (`tllm serve` or `train` with --cluster-folder) began before and that
-    another machine coordinates now, to its end; False where there is none. `own` are fields of `WorkerSettings`."""
+    another machine coordinates now, to its end: the exit code, None where there is none. `own` are fields of
+    `WorkerSettings`."""
     if not (args.cluster_folder / REPLICAS_FILE).exists():
-        return False
+        return None
     start_log(args.debug, args.quiet)
     from tllm.comm.c10d.secret import secret_from_environment
-    from tllm.node.replication.returning import return_to, running_cluster
+    from tllm.node.replication.coordinated_elsewhere import running_cluster
 
     cluster = running_cluster(args.cluster_folder, secret_from_environment(os.environ))
     if cluster is None:
-        return False
+        return None
+    return _be_node(args, cluster, (args.cluster_host, args.cluster_port), (http, page), own)
+
+
+def join_successor(
+    args: argparse.Namespace, deposed: Deposed, http: ServerSettings | None, page: ServerSettings | None, **own: Any
+) -> int:
+    """Be a node of the cluster that this command began, after it was deposed by the machine that coordinates it now, to
+    its end: the exit code. Raises the error again where no such machine was found. `own` are fields of
+    `WorkerSettings`."""
+    from tllm.node.replication.coordinated_elsewhere import Succeeded
+
+    if not isinstance(deposed, Succeeded):
+        raise deposed
+    return _be_node(args, deposed.cluster, deposed.door, (http, page), own)
+
+
+def _be_node(
+    args: argparse.Namespace,
+    cluster: RunningCluster,
+    door: Address,
+    pages: tuple[ServerSettings | None, ServerSettings | None],
+    own: Mapping[str, Any],
+) -> int:
+    """Be a node of a cluster that runs, with an HTTP server and a page of a run, each if there are settings for it;
+    whoever comes to join at `door` is sent on."""
+    from tllm.node.replication.rejoin import rejoin
+
+    http, page = pages
     here = "" if args.cluster_host == ANYWHERE else args.cluster_host
     settings = dict(own, listen=here, threads=args.threads or 0, rejoin=REJOIN_SECONDS, memory=args.memory)
     every, training = successors(page, args.quiet)
     departure = Departure(http, training.stop, tracing_at(args.otlp_endpoint) if http is not None else no_tracing)
-    return_to(cluster, (args.cluster_host, args.cluster_port), departure, every, settings)
-    return True
+    return 0 if rejoin(cluster, door, departure, every, settings) else INTERRUPTED
 
 
 def _http(args: argparse.Namespace) -> ServerSettings | None:

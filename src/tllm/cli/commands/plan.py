@@ -16,10 +16,11 @@ import msgspec
 from tllm.api.engine_options import EngineOptions
 from tllm.cli.arguments.model_argument import resolve_model
 from tllm.cli.arguments.options import add_cache, add_model, engine_options
-from tllm.cli.display.tables import amount, span, table
+from tllm.cli.display.tables import span, table
 from tllm.cli.planning.best_plans import add_goal, choose
 from tllm.cli.planning.job_plan import is_job, plan_job
 from tllm.core.gguf_files import open_gguf
+from tllm.core.memory import amount
 from tllm.planner.cost.cache_room import MAX_NUM_BATCHED_TOKENS, RUNTIME_BYTES, cache_pages, working_bytes
 from tllm.planner.cost.draft_bytes import DraftBytes, draft_bytes
 from tllm.planner.cost.rank_bytes import ITEM_BYTES, RankBytes, rank_bytes

@@ -22,7 +22,8 @@ from tllm import __version__
 from tllm.cli.arguments.options import add_device
 from tllm.cli.arguments.parser import whole
 from tllm.cli.display.logs import start_log
-from tllm.cli.display.tables import amount, table
+from tllm.cli.display.tables import table
+from tllm.core.memory import amount
 from tllm.planner.cluster.profile import Hardware, LoopbackWire, ProductSpeed, Profile, ShapeChoice
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import logging
 import os
 import time
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
-from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -37,29 +37,35 @@ from tllm.cli.arguments.node_sources import (
 )
 from tllm.cli.arguments.options import (
     add_allow_mixed,
+    add_cluster_address,
     add_engine,
     add_link,
+    add_local,
     add_lost_after,
     add_memory,
     add_narrow_wire,
+    add_on_loss,
+    add_spare_nodes,
     engine_options,
     even_plan,
 )
-from tllm.cli.arguments.parser import count, port, whole
+from tllm.cli.arguments.parser import whole
 from tllm.cli.arguments.replica_count import add_replicas, replica_count
 from tllm.cli.arguments.server_limits import add_server_limits, server_limits
 from tllm.cli.arguments.survey_settings import serving_facts
 from tllm.cli.arguments.tracing_options import add_tracing, check_tracing, tracing_at
-from tllm.cli.commands.join import join_again
+from tllm.cli.commands.join import REJOIN_SECONDS, join_again, join_successor
 from tllm.cli.display.logs import start_log
 from tllm.cli.display.progress import ShowProgress, loading
 from tllm.cli.planning.best_plans import add_load
 from tllm.cli.planning.outcome import conclude_serving
 from tllm.cli.planning.plan_chooser import ServingChooser
 from tllm.cli.planning.serving_watch import ServingWatch
+from tllm.cluster.consensus.replica import Deposed
 from tllm.cluster.http_messages import ServedModel
 from tllm.core.disk import print_line
 from tllm.core.errors import ConfigError, PlanError
+from tllm.core.tasks import background, end_tasks
 from tllm.node.coordinator.cluster_options import LOOPBACK
 from tllm.node.machine.launcher_env import Launched
 from tllm.server.app import App, build_app
@@ -71,7 +77,13 @@ from tllm.server.pooling.pooler_config import ModelPooling
 from tllm.server.run import bind, serve_http
 from tllm.server.tracing.tracing import NodeSpan, SpansOf
 from tllm.text.chat_template import ChatTemplate
+from tllm.text.generation_config import NOTHING, OWN, GenerationConfig
 from tllm.text.tokenizer import Tokenizer
+
+log = logging.getLogger("tllm.model")
+
+TOLD_SECONDS = 1.0
+"""How long requests have to end with what the cluster failed of, before those that wait for more are broken off."""
 
 ALONE = "only this process answers HTTP, and Slurm or Ray ends the nodes with it"
 """Why no node of theirs could take over."""
@@ -83,22 +95,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = parser.add_argument_group("machines")
     number = where.add_mutually_exclusive_group()
     number.add_argument("--nodes", type=whole, metavar="N", help="serve from N machines, this one included")
-    number.add_argument("--local", type=whole, metavar="N", help="N worker processes here, as if they were machines")
+    add_local(number)
     add_on(where)
-    where.add_argument(
-        "--spare-nodes",
-        type=count,
-        default=0,
-        metavar="N",
-        help="so many more may join: in reserve for a loss, or only to answer HTTP (%(default)s)",
-    )
+    add_spare_nodes(where, ": in reserve for a loss, or only to answer HTTP")
     add_allow_mixed(where)
     add_narrow_wire(where)
     add_link(where)
-    where.add_argument(
-        "--cluster-host", default="0.0.0.0", metavar="HOST", help="with --nodes: address that the others reach (all)"
-    )
-    where.add_argument("--cluster-port", type=port, default=0, metavar="PORT", help="with --nodes (any free one)")
+    add_cluster_address(where)
     where.add_argument(
         "--cluster-folder",
         type=Path,
@@ -112,12 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="without --plan: nodes with which it would be slower, or none (%(default)s)",
     )
-    where.add_argument(
-        "--on-loss",
-        choices=("replan", "wait"),
-        default="replan",
-        help="of a node: go on with what is left, or wait for another (%(default)s)",
-    )
+    add_on_loss(where)
     add_lost_after(where)
     add_replicas(where, "the cluster")
     where.add_argument(
@@ -154,19 +152,26 @@ def run(args: argparse.Namespace) -> int:
         cache_dir_size=args.cache_dir_size,
         device=args.device,
     )
-    if tasks is None and args.nodes and args.cluster_folder and join_again(args, settings, None, **kept):
-        return 0
+    may_return = tasks is None and args.nodes and args.cluster_folder
+    if may_return and (code := join_again(args, settings, None, **kept)) is not None:
+        return code
     ray = from_ray(args, args.spare_nodes)
     resolve_model(args, "ranges" if args.nodes or args.local else "whole")
     options, adapters = _options(args), lora_modules(args)
     options.pooling()  # what is wrong with it shows now
+    settings = dataclasses.replace(settings, generation_config=options.generation_config)
     start_log(args.debug, args.quiet)
+    if options.generation_config.given:
+        log.info("%s", _taken(args, options.generation_config))
     if tasks is not None and not is_first:
         _work(args, tasks)
         return 0
     tokenizer = Tokenizer.from_folder(args.model)
     template = _template(args, tokenizer)
-    return asyncio.run(_serve(args, options, settings, (tokenizer, template), adapters, tasks, ray))
+    try:
+        return asyncio.run(_serve(args, options, settings, (tokenizer, template), adapters, tasks, ray))
+    except Deposed as deposed:
+        return join_successor(args, deposed, settings, None, **kept)
 
 
 async def _serve(
@@ -181,14 +186,6 @@ async def _serve(
     to_join = from_elsewhere(args)
     others = to_join + args.spare_nodes
     address = (args.cluster_host, args.cluster_port) if others else LOOPBACK
-    counts = chain((others,), repeat(1))  # all others at first, one more after each loss
-
-    def ask(where: str, token: str) -> None:
-        invite(next(counts), where, token)
-
-    def ask_by_secret(where: str) -> None:
-        invite_by_secret(next(counts), where)
-
     chooser = _chooser(args, options)
     if args.replan and chooser is None:
         raise ConfigError(
@@ -197,7 +194,7 @@ async def _serve(
         )
     choice = chooser.choice() if chooser else None
     where = dict(
-        **(ray or joining(tasks, _meeting_folder(args), ask, ask_by_secret)),
+        **(ray or joining(tasks, _meeting_folder(args), invite, invite_by_secret)),
         address=address,
         authority=args.cluster_folder,
         spare_nodes=args.spare_nodes,
@@ -217,11 +214,7 @@ async def _serve(
         app.tracing = tracing_at(args.otlp_endpoint)(client.model_name, _node_spans(client))
         watch = _watch(chooser, client, timed, args.replan)
         async with watch.looking() if watch else nullcontext():
-            await serve_http(
-                app,
-                lambda url: print_line(f"serving {client.model_name} at {url}/v1"),
-                leaves=lambda: _can_hand_over(client),
-            )
+            await _answer(client, app)
         if app.tracing is not None:
             await app.tracing.close()
         if app.router.leaving:
@@ -236,6 +229,42 @@ def _can_hand_over(client: EngineClient) -> bool:
     from tllm.node.serve.serving import Serving
 
     return isinstance(client, Serving) and client.can_hand_over
+
+
+async def _answer(client: EngineClient, app: App) -> None:
+    """Answer HTTP requests until a signal comes, or nothing is served from here any more."""
+    stop = asyncio.Event()
+    ending = background(_stop_with_cluster(client, app, stop), "the end of the server")
+    try:
+        await serve_http(
+            app,
+            lambda url: print_line(f"serving {client.model_name} at {url}/v1"),
+            stop,
+            leaves=lambda: _can_hand_over(client),
+        )
+    finally:
+        await end_tasks(ending)
+
+
+async def _stop_with_cluster(client: EngineClient, app: App, stop: asyncio.Event) -> None:
+    """Once nothing is served from here any more, refuse what is asked, and set `stop`. A process that was deposed
+    refuses it until it knows where to join its cluster again."""
+    from tllm.node.serve.serving import Serving
+    from tllm.server.stored.stream_store import LocalStreamStore
+
+    if not isinstance(client, Serving):
+        return
+    await client.ended.wait()
+    try:
+        assert client.fault is not None, "it is why nothing is served"
+        assert isinstance(app.store, LocalStreamStore), "the first machine runs its replies itself"
+        app.store.refuse(client.fault)
+        await asyncio.sleep(TOLD_SECONDS)
+        app.stop()
+        if isinstance(client.fault, Deposed):
+            await client.coordinator.find_successor(client.fault, REJOIN_SECONDS)
+    finally:
+        stop.set()
 
 
 def _node_spans(client: EngineClient) -> SpansOf:
@@ -278,6 +307,7 @@ def _open_to_nodes(
         model_aliases=settings.model_aliases,
         tool_call_parser=settings.tool_call_parser,
         reasoning_parser=settings.reasoning_parser,
+        generation_config=settings.generation_config,
         started=settings.started,
         fingerprint=settings.fingerprint,
         pooling=msgspec.json.encode(pooling),
@@ -368,6 +398,14 @@ def invite_by_secret(joining: int, address: str) -> None:
     """Tell the operator what to run where the secret is known, and no token."""
     others = f"{joining} other machines that know" if joining > 1 else "one other machine that knows"
     print_line(f"waits for {others} TLLM_SECRET. Run there:\n\n  tllm join {address}\n")
+
+
+def _taken(args: argparse.Namespace, defaults: GenerationConfig) -> str:
+    """Which defaults requests get, and, where nobody here chose them, that they are the model's."""
+    values = ", ".join(f"{name} {value}" for name, value in defaults.given.items())
+    is_own = args.generation_config == OWN and args.override_generation_config is None
+    origin = f" (the model's own; --generation-config {NOTHING} serves without)" if is_own else ""
+    return f"where a request does not say: {values}{origin}"
 
 
 def _settings(args: argparse.Namespace) -> ServerSettings:

@@ -6,10 +6,9 @@ import argparse
 import json
 from typing import Any
 
-from tllm.cli.arguments.options import add_api_key, api_key
-from tllm.cli.arguments.parser import port
-from tllm.cli.arguments.running_cluster import fetch
-from tllm.cli.display.tables import amount, span, table
+from tllm.cli.arguments.running_cluster import add_running_cluster, fetch
+from tllm.cli.display.tables import span, table
+from tllm.core.memory import amount
 from tllm.server.live.samples import bytes_of_links
 
 TITLES = [
@@ -30,14 +29,12 @@ TITLES = [
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--host", default="127.0.0.1", metavar="HOST", help="of the server (%(default)s)")
-    parser.add_argument("--port", type=port, default=8000, metavar="PORT", help="of the server (%(default)s)")
-    add_api_key(parser)
+    add_running_cluster(parser)
     parser.add_argument("--json", action="store_true", help="print what the server says as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    status = fetch(args.host, args.port, api_key(args))
+    status = fetch(args)
     print(json.dumps(status, indent=2) if args.json else as_text(status))
     return 0
 
@@ -47,7 +44,8 @@ def as_text(status: dict[str, Any]) -> str:
     state = "ready" if status["ready"] else "not ready"
     lines = [f"{status['model']}: {state}, plan {status['plan'] or 'none yet'}"]
     if status["losses"] or not status["ready"]:
-        lines.append(f"{status['doing']}; {status['losses']} nodes lost so far")
+        lost = f"{status['losses']} node{'s' if status['losses'] != 1 else ''}"
+        lines.append(f"{status['doing']}; {lost} lost so far")
     if status["plan"] not in ("", status["wanted"]):
         lines.append(f"the whole plan is {status['wanted']}")
     if status["fault"]:

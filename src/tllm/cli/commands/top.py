@@ -13,9 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tllm.cli.arguments.options import add_api_key, api_key
-from tllm.cli.arguments.parser import port
-from tllm.cli.arguments.running_cluster import fetch
+from tllm.cli.arguments.running_cluster import add_running_cluster, fetch
 from tllm.cli.display.live_screen import LiveHistory, live_screen
 from tllm.core.errors import AuthError, ClusterError
 
@@ -23,9 +21,7 @@ SECONDS = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--host", default="127.0.0.1", metavar="HOST", help="of the server (%(default)s)")
-    parser.add_argument("--port", type=port, default=8000, metavar="PORT", help="of the server (%(default)s)")
-    add_api_key(parser)
+    add_running_cluster(parser)
     parser.add_argument("--once", action="store_true", help="print it once and end, for scripts and logs")
 
 
@@ -57,14 +53,10 @@ def _watch(args: argparse.Namespace, history: LiveHistory, text: str) -> None:
 
 def _look(args: argparse.Namespace, history: LiveHistory) -> str:
     """Ask the server, and make the screen of what it says."""
-    status = _fetch(args, "/v1/cluster")
-    if not history.add(_fetch(args, history.path)):
-        history.add(_fetch(args, history.path))
+    status = fetch(args)
+    if not history.add(fetch(args, history.path)):
+        history.add(fetch(args, history.path))
     return live_screen(status, history)
-
-
-def _fetch(args: argparse.Namespace, path: str) -> dict[str, Any]:
-    return fetch(args.host, args.port, api_key(args), path)
 
 
 @contextmanager

@@ -15,7 +15,6 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ from tllm.cli.arguments.node_sources import add_on, be_first, from_elsewhere, fr
 from tllm.cli.arguments.options import (
     add_allow_mixed,
     add_api_key,
+    add_cluster_address,
     add_device,
     add_link,
     add_lost_after,
@@ -33,10 +33,10 @@ from tllm.cli.arguments.options import (
     add_numa_binding,
     wiring,
 )
-from tllm.cli.arguments.parser import port, whole
+from tllm.cli.arguments.parser import whole
 from tllm.cli.arguments.replica_count import add_replicas, replica_count
 from tllm.cli.arguments.run_page_options import add_page, page_settings
-from tllm.cli.commands.join import join_again
+from tllm.cli.commands.join import REJOIN_SECONDS, join_again, join_successor
 from tllm.cli.commands.serve import invite, invite_by_secret
 from tllm.cli.display.logs import start_log
 from tllm.cli.display.progress import ShowProgress, loading
@@ -46,11 +46,13 @@ from tllm.cli.planning.followed_run import follow_run
 from tllm.cli.planning.plan_chooser import TrainingChooser
 from tllm.cli.planning.run_page import RunPage
 from tllm.cli.planning.run_watch import Watch
+from tllm.cluster.consensus.replica import Deposed
 from tllm.cluster.heartbeat import check_lost_after
 from tllm.core.errors import ConfigError
 from tllm.node.coordinator.cluster_options import LOOPBACK, ClusterOptions
 from tllm.node.machine.launcher_env import Launched
 from tllm.planner.measured.survey import FILE
+from tllm.training.job.job import Job
 from tllm.training.job.job_file import DEFAULT
 from tllm.training.job.job_parts import can_mirror, role_nodes, row_file
 
@@ -85,10 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_on(where)
     add_allow_mixed(where)
     add_link(where)
-    where.add_argument(
-        "--cluster-host", default="0.0.0.0", metavar="HOST", help="with --nodes: address that the others reach (all)"
-    )
-    where.add_argument("--cluster-port", type=port, default=0, metavar="PORT", help="with --nodes (any free one)")
+    add_cluster_address(where)
     where.add_argument(
         "--cluster-folder",
         type=Path,
@@ -126,8 +125,8 @@ def run(args: argparse.Namespace) -> int:
         be_first(args, tasks)
     ray = from_ray(args)
     may_return = tasks is None and args.nodes and args.cluster_folder and not args.dry_run
-    if may_return and join_again(args, None, page_settings(args), device=args.device):
-        return 0
+    if may_return and (code := join_again(args, None, page_settings(args), device=args.device)) is not None:
+        return code
     wiring(args)
     ranks = args.nodes or args.local or (here.world_size if here else None)
     trainer = Trainer(args.job, plan=args.plan, overrides=args.set, ranks=ranks)
@@ -137,6 +136,9 @@ def run(args: argparse.Namespace) -> int:
         chooser = _chooser(args, trainer, "", outlives) if here is None else None
         place = here.local_rank if here is not None else 0
         dry_run(job, trainer.plan, trainer.spec, Computing(args.threads, args.device, place), outlives, chooser)
+        return 0
+    if args.nodes and tasks is None and (final := final_model(job)):  # and the machines that it had may be gone
+        print(f"has taken its {job.max_steps} steps; the model is in {final}", flush=True)
         return 0
     if (other := tasks or here) is not None and other.rank:
         from tllm.node.sources.launched_tasks import MEET_SECONDS, PLAIN, work_launched
@@ -151,8 +153,23 @@ def run(args: argparse.Namespace) -> int:
     chooser = _chooser(args, trainer, trainer.config, outlives) if here is None else None
     try:
         return asyncio.run(_train(args, here, tasks, ray, trainer, chooser))
+    except Deposed as deposed:
+        return join_successor(args, deposed, None, page_settings(args), device=args.device)
     except asyncio.CancelledError:  # told a second time
         return INTERRUPTED
+
+
+def final_model(job: Job) -> Path | None:
+    """The model of a run that has taken its steps: saved after the last, and made since. One of fewer steps stays where
+    it is until another is written in its place."""
+    from tllm.training.checkpoint.checkpoint import FOLDER
+    from tllm.training.checkpoint.save_folders import folder_of, steps_here
+
+    final = Path(job.output_dir) / FOLDER
+    if not final.is_dir() or job.max_steps not in steps_here(final.parent):
+        return None
+    is_newer = final.stat().st_mtime_ns >= folder_of(final.parent, job.max_steps).stat().st_mtime_ns
+    return final if is_newer else None
 
 
 def _check_machines(args: argparse.Namespace, here: Launched | None) -> None:
@@ -190,12 +207,12 @@ async def _train(
     roles = f" and {beside} node{'s' if beside > 1 else ''} with a role beside them" if beside else ""
     print(f"{how}: bringing up {plan.world_size} rank{'s' if plan.world_size > 1 else ''}{roles}", flush=True)
 
-    folder, to_join = Path(trainer.resolved.job.output_dir), from_elsewhere(args)
-    say, say_where = partial(invite, to_join), partial(invite_by_secret, to_join)
+    folder = Path(trainer.resolved.job.output_dir)
+    source = ray or joining(tasks, folder, invite, invite_by_secret)
 
     def opening(on_progress: ShowProgress) -> AbstractAsyncContextManager[TrainingRun]:
         return trainer.open(
-            _cluster_options(args, machines, on_progress, ray or joining(tasks, folder, say, say_where), replicas),
+            _cluster_options(args, machines, on_progress, source, replicas),
             choice=chooser.choice() if chooser else None,
             on_loss=args.on_loss or "replan",
             wiring=wiring(args),
@@ -211,7 +228,11 @@ async def _train(
         _stop_on_signals(run)
         page.watch = Watch(chooser, args.replan) if chooser and chooser.chosen else None
         resolved = chooser.resolved if chooser else trainer.resolved
-        return await follow_run(trainer.follow(run, resolved), page, resolved.job, args.quiet)
+        try:
+            return await follow_run(trainer.follow(run, resolved), page, resolved.job, args.quiet)
+        except Deposed as deposed:
+            await run.coordinator.find_successor(deposed, REJOIN_SECONDS)
+            raise
 
 
 def _cluster_options(
@@ -290,6 +311,9 @@ def _stop_on_signals(run: TrainingRun) -> None:
             loop.add_signal_handler(number, call)
 
     def stop() -> None:
+        if run.fault is not None:  # it is another machine's by now, which this one looks for
+            end()
+            return
         print("\nsaving, then leaving; once more ends at once", flush=True)
         answer(end)
         run.stop()

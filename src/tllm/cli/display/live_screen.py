@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tllm.cli.display.curve import curve
-from tllm.cli.display.tables import amount, table
+from tllm.cli.display.tables import table
+from tllm.core.memory import amount
 
 LATELY = 5
 """Samples over which rates and shares of time are averaged."""

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import logging
 import sys
+from typing import TextIO
+
+
+class Stderr(logging.StreamHandler[TextIO]):
+    """Writes to what `sys.stderr` is at the moment: while bars are shown, that puts lines above them."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.setStream(sys.stderr)
+        super().emit(record)
 
 
 def start_log(debug: bool, quiet: bool = False) -> None:
     """Info and above for a command that stays, warnings for one that ends by itself, everything with --debug."""
     level = logging.DEBUG if debug else logging.WARNING if quiet else logging.INFO
-    logging.basicConfig(stream=sys.stderr, level=level, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+    logging.basicConfig(handlers=[Stderr()], level=level, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
     if not debug:
         logging.getLogger("asyncio").setLevel(logging.ERROR)
         logging.getLogger("uvicorn").setLevel(logging.WARNING)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from tllm.cli.display.tables import amount
+from tllm.core.memory import amount
 from tllm.node.machine.machine_facts import Interface, NodeProbe
 from tllm.node.topology.machine_topology import (
     CacheLevel,

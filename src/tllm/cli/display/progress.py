@@ -1,4 +1,4 @@
-"""Progress on stderr: a bar on a terminal, else one line every few seconds."""
+"""Progress on stderr: a bar on a terminal, else one line every few seconds. What is not bytes is counted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
 from typing import Protocol, TypeVar
 
-from tllm.cli.display.tables import amount
+from tllm.core.memory import amount
+from tllm.node.coordinator.cluster_options import COUNTED
 
 SECONDS_BETWEEN_LINES = 5.0
 
@@ -17,7 +18,7 @@ T = TypeVar("T")
 
 
 class ShowProgress(Protocol):
-    """Told how far a thing is: so many of so many bytes."""
+    """Told how far a thing is: so many of so many bytes, or of what is counted (`COUNTED`)."""
 
     def __call__(self, title: str, done: int, total: int) -> None: ...
 
@@ -56,25 +57,37 @@ class Lines:
         last = self._spoke.get(title, start)
         finished = done >= total and title in self._spoke
         if finished or (done < total and now - last >= SECONDS_BETWEEN_LINES):
-            print(f"{title}: {amount(done)} of {amount(total)}", file=sys.stderr, flush=True)
+            print(f"{title}: {_so_far(title, done, total)}", file=sys.stderr, flush=True)
             self._spoke[title] = now
         if done >= total:
             self._start.pop(title, None)
             self._spoke.pop(title, None)
 
 
+def _so_far(title: str, done: int, total: int) -> str:
+    return f"{done} of {total}" if title in COUNTED else f"{amount(done)} of {amount(total)}"
+
+
 @contextmanager
 def _bars() -> Iterator[ShowProgress]:
     from rich.console import Console  # 40 ms that only a terminal pays
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, ProgressColumn, Task, TextColumn
     from rich.progress import Progress as Bars
+    from rich.text import Text
+
+    class SoFar(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            speed = f", {amount(task.speed)}/s" if task.speed and task.description not in COUNTED else ""
+            return Text(_so_far(task.description, int(task.completed), int(task.total or 0)) + speed)
 
     console = Console(stderr=True, no_color=bool(os.environ.get("NO_COLOR")) or None)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
-    bars = Bars(*columns, console=console, transient=True)
+    bars = Bars(TextColumn("{task.description}"), BarColumn(), SoFar(), console=console, transient=True)
     tasks = {}
+    is_over = False
 
     def tell(title: str, done: int, total: int) -> None:
+        if is_over:  # what comes late would show the bars anew, and nothing take them away
+            return
         bars.start()  # with the first news, not while nodes are waited for
         if title not in tasks:
             tasks[title] = bars.add_task(title, total=total)
@@ -83,4 +96,5 @@ def _bars() -> Iterator[ShowProgress]:
     try:
         yield tell
     finally:
+        is_over = True
         bars.stop()

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from tllm.cli.display.tables import terminal_width
 from tllm.training.report.console import show_bytes, show_seconds, step_line
 from tllm.training.report.events import RunBegan, RunEnded, RunLostRank, RunResumed, RunSaved
 from tllm.training.report.metrics import StepRecord
@@ -28,6 +29,7 @@ class RunDisplay:
         self._max_steps, self._quiet = max_steps, quiet
         self._average: float | None = None
         self._has_begun = False
+        self._unsaved: int | None = None  # the step of the last save, if that failed
         self._stack = ExitStack()
         self._bar: tuple[Progress, TaskID] | None = None
 
@@ -44,7 +46,10 @@ class RunDisplay:
             return
         self._has_begun = True
         went_on = f", going on after step {news.step}" if news.step else ""
-        print(f"{folder}: {news.parameters:,} parameters{went_on}", flush=True)
+        count = f"{news.parameters + news.adapter_parameters:,} parameters"
+        if news.adapter_parameters:
+            count = f"trains {news.adapter_parameters:,} of {count}"
+        print(f"{folder}: {count}{went_on}", flush=True)
         print(f"matrix peak of all ranks: {news.peak / 1e9:,.0f} Gflop/s", flush=True)
         if news.products:
             print(f"products: {news.products}", flush=True)
@@ -57,13 +62,15 @@ class RunDisplay:
         seconds = record.seconds
         self._average = seconds if self._average is None else WEIGHT * seconds + (1 - WEIGHT) * self._average
         if not self._quiet:
-            self._say(step_line(record, self._max_steps, None if self._bar else self._average))
+            average = None if self._bar else self._average
+            self._say(step_line(record, self._max_steps, average, terminal_width()))
         if self._bar is not None:
             bar, task = self._bar
             left = show_seconds((self._max_steps - record.step) * self._average)
             bar.update(task, completed=record.step, left=left)
 
     def saved(self, news: RunSaved) -> None:
+        self._unsaved = news.step if news.error else None
         if news.error:
             self._say(f"the save of step {news.step} failed, the run goes on: {news.error}")
         elif not self._quiet:
@@ -89,7 +96,9 @@ class RunDisplay:
         if news.final:
             print(f"done after {news.step} steps; the model is in {news.final}{news.of_step}", flush=True)
         else:
-            print(f"left after step {news.step} of {self._max_steps}; the same command goes on", flush=True)
+            whence = ", whose save failed; the same command goes on from the last that is whole"
+            said = whence if self._unsaved == news.step else "; the same command goes on"
+            print(f"left after step {news.step} of {self._max_steps}{said}", flush=True)
 
     def _say(self, line: str) -> None:
         if self._bar is not None:

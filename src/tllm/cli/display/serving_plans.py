@@ -9,9 +9,10 @@ from typing import Any
 import msgspec
 
 from tllm.cli.arguments.survey_settings import serving_facts, within
-from tllm.cli.display.tables import amount, table
+from tllm.cli.display.tables import table
 from tllm.cli.display.timeline import as_svg, as_text
 from tllm.core.errors import PlanError
+from tllm.core.memory import amount
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.cost.serving_load import ServingFacts, ServingLoad
 from tllm.planner.search.serving_search import ServingChoice, ServingSearchResult, best_serving

@@ -11,9 +11,10 @@ import msgspec
 
 from tllm.cli.arguments.survey_settings import serving_facts
 from tllm.cli.display.serving_plans import drafting, whose
-from tllm.cli.display.tables import amount, brief, table
+from tllm.cli.display.tables import brief, table
 from tllm.cli.display.timeline import as_svg, as_text
 from tllm.core.errors import PlanError
+from tllm.core.memory import amount
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.cost.message_time import TimeBreakdown
 from tllm.planner.cost.serving_load import ServingFacts

@@ -8,9 +8,10 @@ from typing import Any
 
 import msgspec
 
-from tllm.cli.display.tables import amount, brief, span, table
+from tllm.cli.display.tables import brief, span, table
 from tllm.cli.display.timeline import as_svg, as_text
 from tllm.core.errors import ConfigError, PlanError
+from tllm.core.memory import amount
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.cluster.failures import Failures
 from tllm.planner.cluster.quantity import SECONDS, positive

@@ -1,21 +1,14 @@
-"""Plain text for people: amounts with units, and columns that line up."""
+"""Plain text for people: columns that line up."""
 
 from __future__ import annotations
 
 import re
+import shutil
+import sys
 from collections.abc import Sequence
 from itertools import groupby
 
 from tllm.spec.plan import Plan
-
-
-def amount(count: float) -> str:
-    """Bytes with a binary unit and three digits or so: 12.3 MiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024 or unit == "GiB":
-            break
-        count /= 1024
-    return f"{count:.{dict(B=0, GiB=2).get(unit, 1)}f} {unit}"
 
 
 def span(start: int, stop: int) -> str:
@@ -34,14 +27,32 @@ def brief(plan: Plan) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows in columns, the first row their titles; numbers with units line up at the right."""
+    """Rows in columns, the first row their titles; numbers with units line up at the right. Columns for which the
+    terminal has no room follow below, beside the first column once more."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     right = [all(row[i][:1].isdigit() for row in rows[1:] if row[i]) for i in range(len(widths))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if aligned else cell.ljust(width)
-            for cell, width, aligned in zip(row, widths, right, strict=True)
-        ]
-        lines.append("  ".join(cells).rstrip())
+    lines: list[str] = []
+    for columns in _beside_each_other(widths, terminal_width()):
+        lines += [""] if lines else []
+        for row in rows:
+            cells = [row[i].rjust(widths[i]) if right[i] else row[i].ljust(widths[i]) for i in columns]
+            lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def terminal_width() -> int | None:
+    """Characters in a line of the terminal that is written to; None where it is none, and lines may have any length."""
+    # Within a live display of rich sys.stdout is its proxy, and with older ones isatty() of that is always false.
+    out = getattr(sys.stdout, "rich_proxied_file", sys.stdout)
+    return shutil.get_terminal_size().columns if out.isatty() else None
+
+
+def _beside_each_other(widths: Sequence[int], room: int | None) -> list[list[int]]:
+    """The columns of each block of lines that has room; each block begins with column 0."""
+    blocks = [[0]]
+    for i in range(1, len(widths)):
+        taken = sum(widths[j] + 2 for j in blocks[-1])
+        if room is not None and taken + widths[i] > room and len(blocks[-1]) > 1:
+            blocks.append([0])
+        blocks[-1].append(i)
+    return blocks

@@ -12,12 +12,15 @@ from typing import Any
 import msgspec
 
 from tllm.cli.display.serving_plans import certainty, given_plan
-from tllm.cli.display.tables import amount, span, table
+from tllm.cli.display.tables import span, table
 from tllm.cli.display.timeline import as_svg, as_text
+from tllm.core.memory import amount
 from tllm.planner.bounds.training_bound import least_step_seconds
 from tllm.planner.cluster.device import Cluster, LinkSpeed
 from tllm.planner.cost.flops import BACKWARD
 from tllm.planner.cost.rank_work import TrainingFacts, rank_works
+from tllm.planner.memory.heap import TRAINER_BYTES
+from tllm.planner.memory.role_memory import judge_bytes, rollout_bytes
 from tllm.planner.memory.training_memory import RankMemory, training_bytes
 from tllm.planner.search.training_constraints import MICROBATCHES
 from tllm.planner.search.training_search import TrainingChoice, TrainingSearchResult, best_training
@@ -26,9 +29,18 @@ from tllm.planner.simulate.placed_plan import PlacedPlan
 from tllm.planner.simulate.training_step import StepPrediction, predict_step
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
-from tllm.training.job.initial_model import teacher_spec
+from tllm.training.job.initial_model import judge_specs
 from tllm.training.job.job import Job
-from tllm.training.job.job_parts import can_mirror, training_facts
+from tllm.training.job.job_parts import (
+    can_mirror,
+    role_nodes,
+    role_plan_text,
+    shares_prompts,
+    training_facts,
+    with_role_nodes,
+    with_role_plans,
+)
+from tllm.training.job.key_limits import AUTO
 from tllm.training.job.preference_tables import needs_reference
 
 KINDS = (
@@ -46,11 +58,15 @@ KINDS = (
     "cache",
     "reference",
     "teacher",
+    "reward",
     "copies",
     "saving",
     "runtime",
 )
 
+
+NOTHING = 1e-9
+"""Seconds that are only the rounding of a difference."""
 
 LOOPBACK = LinkSpeed(latency=40e-6, bandwidth=0.8e9)
 """A link between two processes of one machine, encrypted (measured; docs/log/communication.md)."""
@@ -60,18 +76,42 @@ def show_plan(job: Job, plan: Plan, spec: ModelSpec, lasting: bool = False) -> s
     """The plan, rank by rank, and the memory that each takes; with copies of steps in a `lasting` run."""
     facts = facts_of(job, spec, lasting)
     ranks = training_bytes(spec, plan, facts)
-    head = [
+    return "\n".join([*head_of(job, plan, spec), "", table(_rows(spec, plan, facts, ranks)), *_apart(job, spec)])
+
+
+def head_of(job: Job, plan: Plan, spec: ModelSpec) -> list[str]:
+    """Lines with the model, the plan, and what a step learns from."""
+    microbatches = training_facts(job).microbatches
+    return [
         f"{spec.family}: {spec.num_layers} layers, width {spec.hidden_size}, vocabulary {spec.vocab_size}, {job.dtype}",
         f"plan {plan}: {plan.world_size} ranks",
-        f"a step: {job.global_batch_size} rows of {job.seq_len} tokens in {facts.microbatches} microbatches",
-        "",
+        f"a step: {job.global_batch_size} rows of {job.seq_len} tokens in {microbatches} microbatches",
     ]
-    return "\n".join([*head, table(_rows(spec, plan, facts, ranks))])
+
+
+def _apart(job: Job, spec: ModelSpec) -> list[str]:
+    """The nodes that have roles beside the plan, and what each of them holds."""
+    roles, alone = role_nodes(job), job
+    for role in roles:
+        alone = with_role_nodes(alone, role, ())
+    facts = with_role_plans(job, training_facts(alone, judges=judge_specs(job)), spec)
+    lines = list[str]()
+    for role, wanted in roles.items():
+        judge = {"teacher": facts.teacher, "reward": facts.reward}.get(role)
+        nbytes = TRAINER_BYTES + (rollout_bytes(spec, facts) if judge is None else judge_bytes(judge))
+        who = " ".join(wanted.names) or ("as many nodes as are best" if wanted.is_auto else f"{wanted.count} nodes")
+        by = judge.plan if judge is not None else facts.sampling and facts.sampling.plan
+        plan = f", by {by} together" if by is not None else ""
+        if role_plan_text(job, role) == AUTO:
+            plan = ", by the plan that is best"
+        lines.append(f"{role}: {who}{plan}, {amount(nbytes)} at most on each")
+    return ["", *lines] if lines else []
 
 
 def facts_of(job: Job, spec: ModelSpec, lasting: bool = False) -> TrainingFacts:
     """What of a job decides its cost, where processors compute."""
-    return training_facts(job, lasting and can_mirror(job), teacher_spec(job), has_value_pass(job, spec))
+    passes = has_value_pass(job, spec), shares_prompts(job, spec)
+    return training_facts(job, lasting and can_mirror(job), judge_specs(job), *passes)
 
 
 def has_value_pass(job: Job, spec: ModelSpec, device: str = "cpu") -> bool:
@@ -110,7 +150,7 @@ def show_prediction(job: Job, plan: Plan, spec: ModelSpec, speed: float, where: 
     predicted = predict_step(spec, plan, facts_of(job, spec), speed, LOOPBACK)
     sent = sum(traffic.total for traffic in predicted.bytes_sent)
     parts = {"layers' sums": predicted.layers, "pipeline": predicted.pipeline, "gradients": predicted.gradients}
-    waits = "".join(f", {name} {seconds:.3g}" for name, seconds in parts.items() if seconds > 0)
+    waits = "".join(f", {name} {seconds:.3g}" for name, seconds in parts.items() if seconds > NOTHING)
     return "\n".join(
         [
             f"predicted: {predicted.seconds:.3g} s a step (compute {predicted.compute:.3g}{waits}), "
@@ -128,10 +168,30 @@ def _policy_alone(job: Job, spec: ModelSpec) -> list[str]:
     roles = {
         "sampling": facts.sampling is not None and facts.sampling.share > 0,
         "the reference": facts.reference,
+        "the reward model": facts.reward is not None,
         "the teacher": facts.teacher is not None,
     }
     named = [name for name, is_there in roles.items() if is_there]
-    return [f"this is the policy's part: {' and '.join(named)} come on top (tllm plan JOB.toml)"] if named else []
+    alone = [f"this is the policy's part: {' and '.join(named)} come on top (tllm plan JOB.toml)"] if named else []
+    return alone + not_predicted(job)
+
+
+def roles_elsewhere(job: Job) -> dict[str, str]:
+    """Roles of programs that the job names by their addresses, as records of steps call them, and the key of each."""
+    found = dict[str, str]()
+    if job.rollouts is not None and job.rollouts.rollout_servers:
+        found["sampling"] = f"{job.task}.rollout_servers"
+    if job.distill is not None and job.distill.teachers:
+        found["teacher"] = "distill.teachers"
+    return found
+
+
+def not_predicted(job: Job) -> list[str]:
+    """That such programs take time too, of which nothing is known before the run."""
+    return [
+        f"without the {role} at {key}: these machines are not measured, and what a step waits for them comes on top"
+        for role, key in roles_elsewhere(job).items()
+    ]
 
 
 def show_training(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) -> None:
@@ -218,10 +278,12 @@ def reference_before(job: Job, predicted: StepPrediction) -> list[str]:
 
 def not_timed(facts: TrainingFacts, predicted: StepPrediction) -> list[str]:
     """What is not in the seconds of a step, as nothing says how fast it is."""
-    if facts.teacher is None or "teacher" in dict(predicted.roles):
-        return []
+    judges = ("teacher", "teacher", facts.teacher), ("rewards", "reward model", facts.reward)
+    counted = dict(predicted.roles)
     return [
-        f"the teacher's seconds are not counted: it computes in {facts.teacher.dtype}, in which no machine was measured"
+        f"the {name}'s seconds are not counted: it computes in {judge.dtype}, in which no machine was measured"
+        for role, name, judge in judges
+        if judge is not None and role not in counted
     ]
 
 

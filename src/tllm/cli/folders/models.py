@@ -12,8 +12,9 @@ from pathlib import Path
 
 import msgspec
 
-from tllm.cli.display.tables import amount, table
+from tllm.cli.display.tables import table
 from tllm.core.errors import TllmError
+from tllm.core.memory import amount
 from tllm.hub.found_models import FoundModel, found_models
 from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config

@@ -6,8 +6,9 @@ import argparse
 from pathlib import Path
 
 from tllm.api.engine_options import draft_options, read_spec
-from tllm.cli.arguments.options import add_acceptance, add_api_key, add_device, add_speculation
-from tllm.cli.arguments.parser import port, whole
+from tllm.cli.arguments.options import add_acceptance, add_cluster_address, add_device, add_speculation
+from tllm.cli.arguments.parser import whole
+from tllm.cli.arguments.running_cluster import add_running_cluster
 from tllm.cli.display.serving_plans import show_serving
 from tllm.cli.display.training_plans import show_training
 from tllm.cli.planning.live_survey import survey_for
@@ -25,15 +26,10 @@ def add_goal(parser: argparse.ArgumentParser) -> None:
     live.add_argument("--nodes", type=whole, metavar="N", help="instead: measure N machines, this one included")
     live.add_argument("--live", action="store_true", help="instead: those of a running server (--host, --port)")
     live.add_argument("--local", type=whole, metavar="N", help="instead: measure N worker processes here")
-    group.add_argument("--cluster-host", default="0.0.0.0", metavar="HOST", help="with --nodes: that the others reach")
-    group.add_argument("--cluster-port", type=port, default=0, metavar="PORT", help="with --nodes (any free one)")
+    add_cluster_address(group)
     group.add_argument("--threads", type=whole, metavar="N", help="with --nodes or --local: of each worker here")
     add_device(group)
-    group.add_argument("--host", default="127.0.0.1", metavar="HOST", help="with --live: of the server (%(default)s)")
-    group.add_argument(
-        "--port", type=port, default=8000, metavar="PORT", help="with --live: of the server (%(default)s)"
-    )
-    add_api_key(group)
+    add_running_cluster(group, "with --live: ")
     group.add_argument("--keep", type=Path, metavar="DIR", help="keep there what was measured; it counts again (no)")
     group.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="one key of a job that is planned; repeatable"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tllm.cli.display.training_plans import show_plan, show_prediction
+from tllm.cli.display.tensor_modes import show_tensor_modes
+from tllm.cli.display.training_plans import head_of, show_plan, show_prediction
 from tllm.cli.planning.plan_chooser import TrainingChooser
 from tllm.node.machine.process_facts import cores
 from tllm.spec.model_spec import ModelSpec
@@ -33,7 +34,12 @@ def dry_run(
         return
     if chooser is not None and chooser.given is None:
         print(_unknown(job, plan, chooser), flush=True)
-    print(show_plan(job, plan, spec, lasting), flush=True)
+    modes = show_tensor_modes(job, plan, spec)
+    if plan.grid is not None:
+        told = *head_of(job, plan, spec), "", modes, "", "memory and time of ranks on a grid are not predicted"
+        print("\n".join(told), flush=True)
+        return
+    print(show_plan(job, plan, spec, lasting) + f"\n\n{modes}".rstrip(), flush=True)
     print("\n" + _predicted_here(job, plan, spec, computing), flush=True)
 
 

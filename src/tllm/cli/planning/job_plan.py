@@ -7,7 +7,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from tllm.cli.display.training_plans import reference_before, show_choices
+from tllm.cli.display.training_plans import not_predicted, reference_before, show_choices
 from tllm.cli.planning.live_survey import measured
 from tllm.cli.planning.plan_chooser import TrainingChooser
 from tllm.cli.planning.role_plan import has_roles, show_roles
@@ -18,8 +18,9 @@ from tllm.planner.measured.survey import FILE, cluster_of, read_survey
 from tllm.planner.search.training_search import TrainingSearchResult
 from tllm.spec.plan import Plan
 from tllm.training.job.initial_model import config_of, spec_of
+from tllm.training.job.job import Job
 from tllm.training.job.job_file import ResolvedJob, read_job
-from tllm.training.job.job_parts import can_mirror
+from tllm.training.job.job_parts import can_mirror, role_nodes
 
 
 def is_job(name: str) -> bool:
@@ -45,13 +46,20 @@ def plan_job(args: argparse.Namespace) -> int:
     result = result_of(chooser, cluster, args.top)
     show_choices(args, cluster, result)
     if not args.json:
-        print("\n".join(["", *reference_before(resolved.job, result.choices[0].predicted)]))
+        before = reference_before(resolved.job, result.choices[0].predicted)
+        print("\n".join(["", *_policy_alone(resolved.job), *not_predicted(resolved.job), *before]))
     return 0
 
 
 def result_of(chooser: TrainingChooser, cluster: Cluster, top: int) -> TrainingSearchResult:
     """The best plans of a job, or the one that is given."""
     return chooser.predicted(cluster) if chooser.given else chooser.best(cluster, top=top)
+
+
+def _policy_alone(job: Job) -> list[str]:
+    """That nodes with roles take time too, which are chosen and timed only together with the plan."""
+    named = " and ".join(f"{role} nodes" for role in role_nodes(job))
+    return [f"this is the policy's part: {named} come on top (leave --plan out to see all)"] if named else []
 
 
 def _cluster(args: argparse.Namespace, chooser: TrainingChooser, resolved: ResolvedJob) -> Cluster:

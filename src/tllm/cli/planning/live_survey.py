@@ -8,7 +8,6 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from tllm.cli.arguments.options import api_key
 from tllm.cli.arguments.running_cluster import fetch
 from tllm.cli.arguments.survey_settings import serving_facts, serving_settings, training_settings, within
 from tllm.cli.display.progress import progress
@@ -30,7 +29,7 @@ def survey_for(args: argparse.Namespace, spec: ModelSpec) -> Survey:
 
 
 def _of_cluster(args: argparse.Namespace, spec: ModelSpec) -> Survey:
-    found = fetch(args.host, args.port, api_key(args)).get("survey")
+    found = fetch(args).get("survey")
     if found is None:
         raise ClusterError(
             f"the server at {args.host}:{args.port} has not measured its machines: its plan was given",
@@ -84,7 +83,7 @@ def measured(args: argparse.Namespace, request: SurveyRequest, config: str) -> S
                     threads=args.threads or 0,
                     device=args.device,
                     address=(args.cluster_host, args.cluster_port) if joining else LOOPBACK,
-                    source=JoinLine(lambda *how: _invite(joining, *how)),
+                    source=JoinLine(_invite),
                     on_progress=tell,
                 ),
             )

@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from tllm.cli.arguments.survey_settings import within
-from tllm.cli.display.tables import amount, table
+from tllm.cli.display.tables import table
 from tllm.cli.planning.plan_chooser import ServingChooser, TrainingChooser
-from tllm.cli.planning.role_outcome import as_long_as_measured, mean_seconds, measured_roles, predicted_roles
+from tllm.cli.planning.role_outcome import as_long_as_measured, mean_seconds, measured_roles
+from tllm.core.memory import amount
 from tllm.planner.cost.rank_bytes import rank_bytes
 from tllm.planner.cost.serving_load import ServingFacts
 from tllm.planner.measured.outcome import (
@@ -45,6 +46,7 @@ def training_outcome(chooser: TrainingChooser, records: Sequence[StepRecord]) ->
         return None
     placed = as_long_as_measured(chooser.chosen.placed, records)
     predicted = chooser.chosen.predicted if placed is chooser.chosen.placed else placed.predict()
+    step_seconds = chooser.step_seconds(placed, predicted)
     sent = sum(traffic.total for traffic in predicted.bytes_sent)
     seconds = mean_seconds(records) if predicted.roles else median([record.seconds for record in records])
     memory, bytes_sent = (median([getattr(record, name) for record in records]) for name in SIZES)
@@ -55,13 +57,13 @@ def training_outcome(chooser: TrainingChooser, records: Sequence[StepRecord]) ->
         microbatch_size=placed.facts.microbatch_size,
         steps=len(records[WARM:] or records),
         predicted=StepNumbers(
-            seconds=predicted.seconds,
-            tokens_per_second=predicted.tokens_per_second,
-            mfu=None if mfu is None else mfu * seconds / predicted.seconds,
+            seconds=step_seconds,
+            tokens_per_second=predicted.tokens_per_second * predicted.seconds / step_seconds,
+            mfu=None if mfu is None else mfu * seconds / step_seconds,
             bubble=predicted.bubble if placed.plan.pp > 1 else None,
             memory=max(rank.total for rank in chooser.chosen.memory),
             bytes_sent=sent * placed.plan.replicas // len(placed.replicas),
-            **predicted_roles(predicted),
+            **chooser.seconds_by_role(placed, predicted),
         ),
         measured=StepNumbers(
             seconds=seconds,
@@ -120,7 +122,7 @@ def conclude_training(chooser: TrainingChooser, records: Sequence[StepRecord], f
 
     def seconds(survey: Survey) -> float:
         moved = replace(placed, cluster=cluster_of(survey, chooser.spec))
-        return PlacedPlan.predict(moved).seconds
+        return chooser.step_seconds(moved, PlacedPlan.predict(moved))
 
     _conclude(outcome, folder, outcome.measured.seconds, seconds, chooser)
 

@@ -10,14 +10,25 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
+
 from tllm.api.engine_options import EngineOptions
 from tllm.cli.arguments.survey_settings import serving_settings, training_settings, within
 from tllm.cli.display.serving_plans import advice, certainty, drafting
-from tllm.cli.display.tables import amount
-from tllm.cli.display.training_plans import has_value_pass, left_out, not_timed, reference_before, seconds_by_role
+from tllm.cli.display.training_plans import (
+    has_value_pass,
+    left_out,
+    not_predicted,
+    not_timed,
+    reference_before,
+    roles_elsewhere,
+    seconds_by_role,
+)
+from tllm.cli.planning.role_outcome import predicted_roles
 from tllm.cli.planning.role_wishes import taught_of, wishes_of
-from tllm.cluster.settings import OUR_LINKS, EngineSettings, SurveySettings
+from tllm.cluster.settings import OUR_LINKS, EngineSettings, PredictedSeconds, SurveySettings
 from tllm.core.errors import CapacityError, PlanError
+from tllm.core.memory import amount
 from tllm.node.coordinator.cluster_options import DEFAULTS
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.cost.cache_room import DEFAULT_CACHE_BYTES, MAX_NUM_BATCHED_TOKENS, working_bytes
@@ -25,19 +36,22 @@ from tllm.planner.cost.rank_bytes import rank_bytes
 from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.cost.serving_load import ServingFacts
 from tllm.planner.measured.survey import FILE, Goal, Survey, cluster_of, digest, read_survey
-from tllm.planner.roles.role_machines import RoleChoice, RolesAsked, RoleWish, role_choices
+from tllm.planner.roles.role_machines import RoleChoice, RolesAsked, RoleWish, role_choices, taught_seconds
+from tllm.planner.roles.teacher_machines import teaching_seconds
 from tllm.planner.search.serving_search import ServingChoice, ServingSearchResult, best_serving
 from tllm.planner.search.training_constraints import MICROBATCHES, TrainingConstraints
 from tllm.planner.search.training_search import TrainingChoice, TrainingSearchResult, best_training
 from tllm.planner.simulate.explain import serving_bottleneck, stage_names, training_bottleneck
 from tllm.planner.simulate.placed_plan import PlacedPlan
 from tllm.planner.simulate.serving import predict_serving
+from tllm.planner.simulate.training_step import StepPrediction
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 from tllm.spec.process_groups import RoleName
-from tllm.training.job.initial_model import teacher_spec
+from tllm.training.job.initial_model import judge_specs
 from tllm.training.job.job_file import DEFAULT, ResolvedJob
-from tllm.training.job.job_parts import role_nodes, training_facts, with_role_nodes
+from tllm.training.job.job_parts import role_nodes, shares_prompts, training_facts, with_role_nodes, with_role_plans
+from tllm.training.job.key_limits import ALONE
 
 if TYPE_CHECKING:
     from tllm.node.coordinator.plan_selection import PlanChoice
@@ -87,10 +101,10 @@ class _Chooser(ABC):
 
     def recalled(self) -> Survey | None:
         """The saved survey, if it is of this model and of as many nodes."""
-        known, dtype = self.known, self.settings().dtype
-        if known is None or (known.model, known.goal, known.dtype) != (digest(self.spec), self.goal, dtype):
+        known, asked = self.known, self.settings()
+        if known is None or (known.model, known.goal, known.dtype) != (digest(self.spec), self.goal, asked.dtype):
             return None
-        if self.settings().rollouts and not known.has_sampling:
+        if not known.has_measured(bool(asked.rollouts), asked.intra_host):
             return None
         return known if len(known.nodes) == self.nodes else None
 
@@ -125,7 +139,8 @@ class ServingChooser(_Chooser):
         """Tokens that the engine made room for in its cache, once a plan was chosen."""
 
     def settings(self) -> SurveySettings:
-        return serving_settings(self.facts, self.nodes)
+        asked = serving_settings(self.facts, self.nodes)
+        return msgspec.structs.replace(asked, intra_host=self.options.wiring.intra_host)
 
     def __call__(self, survey: Survey) -> tuple[Workload, tuple[int, ...]]:
         from tllm.api.engine_options import engine_config
@@ -222,17 +237,21 @@ class TrainingChooser(_Chooser):
         self.resolved, self.config = resolved, config
         self.wiring, self.cluster = OUR_LINKS, DEFAULTS  # as the command line asks for them
         self.chosen: TrainingChoice | None = None
-        self._teacher = teacher_spec(resolved.job)
+        self.roles: RoleChoice | None = None
+        """Who does what, where the job gives roles to nodes and it was chosen."""
+        self._judges = judge_specs(resolved.job)
 
     def settings(self) -> SurveySettings:
         job = self.resolved.job
-        return training_settings(self.facts(apart=()), self._sizes(), job.optimizer, self.nodes)
+        asked = training_settings(self.facts(apart=()), self._sizes(), job.optimizer, self.nodes)
+        return msgspec.structs.replace(asked, intra_host=self.wiring.intra_host)
 
     def __call__(self, survey: Survey) -> tuple[Workload, tuple[int, ...]]:
         from tllm.node.train.training_work import TrainingWork
 
-        placed = self.decide(survey).placed
-        work = TrainingWork(self.resolved, placed.plan, self.config, self.wiring)
+        chosen = self.decide(survey)
+        placed, predicted = chosen.placed, self.predicted_seconds(chosen.placed, chosen.predicted)
+        work = TrainingWork(self.resolved, placed.plan, self.config, self.wiring, predicted)
         return work.workload(self.cluster), placed.devices
 
     def decide(self, survey: Survey) -> TrainingChoice:
@@ -253,6 +272,7 @@ class TrainingChooser(_Chooser):
             f"{amount(max(rank.total for rank in best.memory))} at most on a rank",
             *seconds_by_role(predicted),
             *not_timed(placed.facts, predicted),
+            *not_predicted(job),
             *reference_before(job, predicted),
             f"the time goes to {training_bottleneck(predicted)}",
             *([] if self.given or beside else left_out(cluster, best)),
@@ -276,10 +296,14 @@ class TrainingChooser(_Chooser):
     ) -> list[RoleChoice]:
         """The best plan for each choice of machines for the roles that the job gives to nodes, and for these `others`,
         the fastest first."""
-        job, facts = self.resolved.job, self.facts(apart=())
+        job, facts = self.resolved.job, self._all_facts()
         wishes = {**others, **wishes_of(cluster, job)}
         asked = RolesAsked(self.spec, facts, wishes, taught_of(job, facts))
         return role_choices(cluster, asked, lambda part, own: self.best(part, sizes, facts=own).choices[0])
+
+    def _all_facts(self) -> TrainingFacts:
+        """Of all roles, with the plans by which nodes divide their models."""
+        return with_role_plans(self.resolved.job, self.facts(apart=()), self.spec)
 
     def best_as_chosen(self, cluster: Cluster, sizes: tuple[int, ...]) -> TrainingChoice:
         """The best plan for machines as they are now, where each role stays on the machines that were chosen for it."""
@@ -301,11 +325,40 @@ class TrainingChooser(_Chooser):
         for role, devices in best.by_role.items():
             if role in roles:
                 names = [cluster.name(device) for device in devices]
-                job = with_role_nodes(job, role, names)
-                said.append(f"{role}: {' '.join(names) or 'none apart'}")
-        self.resolved = dataclasses.replace(self.resolved, job=job)
+                plan = str(best.plans.get(role, ALONE))
+                job = with_role_nodes(job, role, names, plan)
+                takes = f"{best.seconds_by_role[role]:.3g} s a step, {amount(best.held[role])} on each"
+                by = f"by {plan}, " if plan != ALONE else ""
+                said.append(f"{role}: {' '.join(names)} ({by}{takes})" if names else f"{role}: none apart")
+        self.resolved, self.roles = dataclasses.replace(self.resolved, job=job), best
         told = f"{', '.join(said)}; {best.seconds:.3g} s a step with all roles"
         return f"the best of {len(choices)} choices of machines for its roles", [told]
+
+    def teaching(self, placed: PlacedPlan) -> float:
+        """Seconds in which teachers apart judge the rows of a step of this plan; 0 where there are none."""
+        taught = taught_of(self.resolved.job, self._all_facts())
+        if self.roles is None or not self.roles.teachers or taught is None:
+            return 0.0
+        return teaching_seconds(placed.cluster, taught, self.roles.teachers, placed.devices[0])
+
+    def seconds_by_role(self, placed: PlacedPlan, predicted: StepPrediction) -> dict[str, float]:
+        """Of a step, what is waited for each role, and what the policy takes; nothing where it is alone. Teachers that
+        are apart are waited for in the steps in which they judge what was sampled for these."""
+        keys = self.resolved.job.distill
+        return predicted_roles(predicted, 0.0 if keys is None else keys.lmbda * self.teaching(placed))
+
+    def predicted_seconds(self, placed: PlacedPlan, predicted: StepPrediction) -> PredictedSeconds:
+        """As a run tells it beside what it measures: of no whole step where programs elsewhere have a part in it."""
+        if roles_elsewhere(self.resolved.job):
+            by_role = dict(predicted.roles) | {"policy": predicted.policy}
+        else:
+            by_role = {"step": self.step_seconds(placed, predicted), **self.seconds_by_role(placed, predicted)}
+        return PredictedSeconds(str(placed.plan), by_role)
+
+    def step_seconds(self, placed: PlacedPlan, predicted: StepPrediction) -> float:
+        """Of a step of all roles together, of which the prediction lacks teachers that are apart."""
+        taught, teaching = taught_of(self.resolved.job, self._all_facts()), self.teaching(placed)
+        return predicted.seconds if taught is None or not teaching else taught_seconds(predicted, taught, teaching)
 
     def _that_fits(self, search: Callable[[], Found]) -> Found:
         """What is best; where nothing has room for snapshots, without them, unless the job asks for snapshots."""
@@ -332,12 +385,17 @@ class TrainingChooser(_Chooser):
         roles = role_nodes(job)
         for role in roles:
             job = with_role_nodes(job, role, ())
-        facts = training_facts(job, self.mirrored, self._teacher, has_value_pass(job, self.spec, self.cluster.device))
+        passes = (
+            has_value_pass(job, self.spec, self.cluster.device),
+            shares_prompts(job, self.spec, self.cluster.device),
+        )
+        facts = training_facts(job, self.mirrored, self._judges, *passes)
         apart = roles if apart is None else apart
         sampling = None if "rollout" in apart else facts.sampling
         if sampling is not None and (rollouts := self.resolved.job.rollouts) is not None:
             sampling = dataclasses.replace(sampling, ahead=rollouts.max_staleness)
-        return dataclasses.replace(facts, teacher=None if "teacher" in apart else facts.teacher, sampling=sampling)
+        teacher, reward = None if "teacher" in apart else facts.teacher, None if "reward" in apart else facts.reward
+        return dataclasses.replace(facts, teacher=teacher, sampling=sampling, reward=reward)
 
     def _sizes(self) -> tuple[int, ...]:
         """Sizes of a microbatch: the job's, if it gives one."""

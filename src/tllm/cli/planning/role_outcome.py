@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+
+import msgspec
 
 from tllm.planner.measured.outcome import WARM
 from tllm.planner.simulate.placed_plan import PlacedPlan
@@ -19,18 +21,42 @@ def as_long_as_measured(placed: PlacedPlan, records: Sequence[StepRecord]) -> Pl
 
     What was predicted before the run is for the longest that the job allows.
     """
-    sampling, counted = placed.facts.sampling, [one for one in _counted(records) if LENGTH in (one.metrics or {})]
-    if sampling is None or not sampling.share or not counted:
+    sampling, shared = placed.facts.sampling, placed.facts.shared_prompts
+    counted = [one for one in _counted(records) if LENGTH in (one.metrics or {})]
+    is_sampled = shared is not None or (sampling is not None and sampling.share > 0)  # perhaps by servers elsewhere
+    if not is_sampled or not counted:
         return placed
-    completion = statistics.fmean((one.metrics or {})[LENGTH] for one in counted)
+    mean = statistics.fmean((one.metrics or {})[LENGTH] for one in counted)
     kept = statistics.fmean((one.metrics or {}).get("rejection/kept_ratio", 1.0) for one in counted)
     rows = max(1, round(kept * placed.facts.global_batch_size))
     whole = statistics.fmean(one.tokens for one in counted) / rows
-    found = replace(sampling, prompt=max(1, round(whole - completion)), completion=max(1, round(completion)))
-    facts = replace(
-        placed.facts, sampling=found, seq_len=max(1, min(placed.facts.seq_len, round(whole))), global_batch_size=rows
+    reward = placed.facts.reward
+    if reward is not None:
+        row = max(1, min(reward.row, round(whole)))
+        reward = replace(reward, tokens=reward.tokens // reward.row * row, row=row)
+    prompt, completion = max(1, round(whole - mean)), max(1, round(mean))
+    sampling = sampling and replace(sampling, prompt=prompt, completion=completion)
+    shared = shared and shared._replace(prompt=prompt, completion=completion)
+    seq_len = max(1, min(placed.facts.seq_len, round(whole)))
+    targets = None if placed.facts.target_tokens is None else completion
+    sized = replace(placed.facts, seq_len=seq_len, global_batch_size=rows, target_tokens=targets)
+    return replace(placed, facts=replace(sized, sampling=sampling, shared_prompts=shared, reward=reward))
+
+
+def without_roles(record: StepRecord, roles: Collection[str]) -> StepRecord:
+    """The step without what these roles took of it, as if nobody had waited for them."""
+    taken = sum(seconds for role, seconds in (record.role_seconds or {}).items() if role in roles)
+    if not taken or taken >= record.seconds:
+        return record
+    longer = record.seconds / (record.seconds - taken)
+    return msgspec.structs.replace(
+        record,
+        seconds=record.seconds - taken,
+        tokens_per_second=record.tokens_per_second * longer,
+        mfu=None if record.mfu is None else record.mfu * longer,
+        bubble=None if record.bubble is None else record.bubble * longer,
+        role_seconds={role: seconds for role, seconds in (record.role_seconds or {}).items() if role not in roles},
     )
-    return replace(placed, facts=facts)
 
 
 def mean_seconds(records: Sequence[StepRecord]) -> float:
@@ -46,9 +72,10 @@ def measured_roles(records: Sequence[StepRecord]) -> dict[str, float]:
     return found | {"policy": mean_seconds(records) - sum(found.values())} if found else {}
 
 
-def predicted_roles(predicted: StepPrediction) -> dict[str, float]:
-    """The same as predicted."""
-    return dict(predicted.roles) | {"policy": predicted.policy} if predicted.roles else {}
+def predicted_roles(predicted: StepPrediction, teaching: float = 0.0) -> dict[str, float]:
+    """The same as predicted, with what teachers elsewhere take."""
+    apart = {"teacher": teaching} if teaching else {}
+    return dict(predicted.roles) | apart | {"policy": predicted.policy} if predicted.roles or apart else {}
 
 
 def _counted(records: Sequence[StepRecord]) -> Sequence[StepRecord]:

@@ -11,7 +11,8 @@ from tllm.planner.roles.role_machines import RoleWish
 from tllm.planner.roles.teacher_machines import Taught
 from tllm.spec.process_groups import RoleName
 from tllm.training.job.job import Job
-from tllm.training.job.job_parts import role_key, role_nodes
+from tllm.training.job.job_parts import role_key, role_nodes, role_plan_text
+from tllm.training.job.key_limits import AUTO
 
 
 def wishes_of(cluster: Cluster, job: Job) -> dict[RoleName, RoleWish]:
@@ -24,19 +25,21 @@ def wishes_of(cluster: Cluster, job: Job) -> dict[RoleName, RoleWish]:
                 f"{key} takes {wanted.count} of {len(cluster)} machines", "one at least must train: give fewer"
             )
         devices = named_devices(cluster, wanted.names, key) if wanted.names else None
-        found[role] = RoleWish(devices, None if wanted.is_auto else wanted.count)
+        divides = role_plan_text(job, role) == AUTO
+        found[role] = RoleWish(devices, None if wanted.is_auto else wanted.count, divides)
     return found
 
 
 def named_devices(cluster: Cluster, names: Sequence[str], key: str) -> tuple[int, ...]:
-    """The devices of machines that a job names. ConfigError for names that cannot be."""
+    """The devices of machines that a job names, in its order. ConfigError for names that cannot be."""
     unknown = [name for name in names if name not in cluster.names]
     if unknown:
         raise ConfigError(
             f"{key} names {unknown[0]!r}, and the cluster has {', '.join(cluster.names)}",
             "give the names of machines of the cluster",
         )
-    devices = tuple(d for d in range(len(cluster)) if cluster.names[cluster.node_of[d]] in names)
+    of_names = {name: [d for d in range(len(cluster)) if cluster.names[cluster.node_of[d]] == name] for name in names}
+    devices = tuple(device for own in of_names.values() for device in own)
     if 0 in devices:
         raise ConfigError(
             f"{key} names {cluster.name(0)}, the first machine, which has the data and trains", "name another one"

@@ -102,6 +102,7 @@ class RunPage:
                 "max_steps": self._job.max_steps,
                 "first_step": began.step if began else 0,
                 "parameters": began.parameters if began else 0,
+                "adapter_parameters": began.adapter_parameters if began else 0,
                 "network": began.network if began else "",
                 "products": began.products if began else "",
             },

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from tllm.cli.display.training_plans import roles_elsewhere
 from tllm.cli.planning.outcome import conclude_training, training_outcome
 from tllm.cli.planning.plan_advice import Adviser, computing_of
 from tllm.cli.planning.plan_chooser import TrainingChooser
+from tllm.cli.planning.role_outcome import without_roles
 from tllm.planner.measured.survey import cluster_of
 from tllm.planner.search.training_search import TrainingChoice
 from tllm.training.report.metrics import StepRecord
@@ -30,6 +32,7 @@ class Watch:
 
     def __init__(self, chooser: TrainingChooser, moves: bool) -> None:
         self._chooser, self._moves = chooser, moves
+        self._elsewhere = roles_elsewhere(chooser.resolved.job)
         self._adviser: Adviser | None = Adviser(chooser)
         self._records = deque[StepRecord](maxlen=KEPT)
         self._before: TrainingChoice | None = None  # what the run last moved from
@@ -38,6 +41,7 @@ class Watch:
         """Called after each step. Returns what to print, if anything, and moves the run if it should."""
         from tllm.node.train.elastic_run import ElasticRun
 
+        record = without_roles(record, self._elsewhere)  # the rest of a step tells how fast the ranks are
         self._records.append(record)
         advice = self._adviser.stepped(record, computing_of(run)) if self._adviser else None
         if advice is None:
@@ -47,8 +51,8 @@ class Watch:
         choice, survey = advice.move
         self._before = self._chooser.chosen
         self._chooser.chosen, self._chooser.survey = choice, survey
-        placed = choice.placed
-        run.move(placed.plan, [placed.cluster.name(device) for device in placed.devices])
+        placed, predicted = choice.placed, self._chooser.predicted_seconds(choice.placed, choice.predicted)
+        run.move(placed.plan, [placed.cluster.name(device) for device in placed.devices], predicted)
         return f"{advice.text}; moves to it"
 
     def shown(self) -> dict[str, Any] | None:
@@ -56,11 +60,13 @@ class Watch:
         nothing was predicted for it."""
         if self._adviser is None or self._chooser.chosen is None:
             return None
-        predicted = self._chooser.chosen.predicted
+        placed, predicted = self._chooser.chosen.placed, self._chooser.chosen.predicted
         outcome = training_outcome(self._chooser, list(self._records))
+        seconds = self._chooser.step_seconds(placed, predicted)
         return {
-            "seconds": predicted.seconds,
-            "tokens_per_second": predicted.tokens_per_second,
+            "seconds": seconds,
+            "tokens_per_second": predicted.tokens_per_second * predicted.seconds / seconds,
+            **self._chooser.seconds_by_role(placed, predicted),
             "memory": max(rank.total for rank in self._chooser.chosen.memory),
             "beside": None if outcome is None else msgspec.to_builtins(outcome),
         }

@@ -48,7 +48,10 @@ COMMIT_SECONDS = 10.0
 
 
 class Deposed(ClusterError):
-    """This process does not lead the replicas of the cluster's state any more: another may coordinate already."""
+    """This process does not lead the replicas of the cluster's state any more: another may coordinate already, at the
+    address of its `successor` where that was found."""
+
+    successor: Address | None = None
 
 
 class Replica:
@@ -230,20 +233,20 @@ class Silence:
             self._timer = asyncio.get_running_loop().call_later(left, self._watch)
 
 
-async def ask_replicas(places: Iterable[ReplicaPlace], identity: Identity) -> tuple[Address | None, int]:
-    """Where the first of these replicas that knows it says that the coordinator listens, and how many answer without
+async def ask_replicas(places: Iterable[ReplicaPlace], identity: Identity) -> tuple[CoordinatorFound | None, int]:
+    """What the first of these replicas says that knows where the coordinator listens, and how many answer without
     knowing. If none knows, those are asked too that they name. Those that cannot be reached are passed over."""
     known = tuple(places)
-    answers = await _answers(known, identity)
+    answers = await answers_of(known, identity)
     if not any(answer.address for answer in answers):
         named = dict.fromkeys(place for answer in answers for place in answer.replicas if place not in known)
-        answers += await _answers(named, identity)
-    found = next((answer.address for answer in answers if answer.address), None)
+        answers += await answers_of(named, identity)
+    found = next((answer for answer in answers if answer.address), None)
     return found, sum(not answer.address for answer in answers)
 
 
-async def _answers(places: Iterable[ReplicaPlace], identity: Identity) -> list[CoordinatorFound]:
-    """What those say that can be reached."""
+async def answers_of(places: Iterable[ReplicaPlace], identity: Identity) -> list[CoordinatorFound]:
+    """What those of these replicas say of the coordinator that can be reached."""
     asked = (find_coordinator(place, identity) for place in places)
     answers = await asyncio.gather(*asked, return_exceptions=True)
     for answer in answers:

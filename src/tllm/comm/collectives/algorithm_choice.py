@@ -1,4 +1,4 @@
-"""Which algorithm carries out a collective: `LengthChoice` knows nothing of the links, `MeasuredChoice` what they cost.
+"""Chooses the algorithm of a collective: `LengthChoice` by the message alone, `MeasuredChoice` by the measured links.
 
 All ranks of a group must choose alike. So a choice depends only on the message's length, dtype and operation, which all
 ranks know, and on numbers that are the same on all of them.
@@ -76,16 +76,6 @@ class LengthChoice:
 
     def broadcast(self, x: torch.Tensor, root: int) -> BroadcastAlgorithm:
         return direct_broadcast
-
-
-class FixedChoice(LengthChoice):
-    """One algorithm for every all-reduce."""
-
-    def __init__(self, algorithm: AllReduceAlgorithm) -> None:
-        self.algorithm = algorithm
-
-    def all_reduce(self, x: torch.Tensor, op: str) -> AllReduceAlgorithm:
-        return self.algorithm
 
 
 class MeasuredChoice:

@@ -31,7 +31,7 @@ from itertools import pairwise
 import torch
 
 from tllm.comm.collectives.fold import COMBINE, finish_reduction, fold, widened
-from tllm.comm.collectives.group_links import GroupLinks, equal_pieces, exchange_messages
+from tllm.comm.collectives.group_links import GroupLinks, equal_pieces
 from tllm.comm.collectives.reduce_and_broadcast import tree_broadcast, tree_reduce
 
 LATENCY_BYTES = 64 * 1024
@@ -52,9 +52,7 @@ def one_shot_all_reduce(x: torch.Tensor, links: GroupLinks, op: str = "sum") -> 
     """All-reduce in one round: every rank sends all of `x` to every other, and combines what it receives."""
     rank, buffers, shape, dtype = links.rank, links.buffers, x.shape, x.dtype
     pieces = [x if peer == rank else buffers.piece(peer, shape, dtype) for peer in range(links.size)]
-    exchange_messages(
-        [(link, x) for link in links.send.values()], [(link, pieces[peer]) for peer, link in links.recv.items()]
-    )
+    links.exchange(dict.fromkeys(links.send, x), {peer: pieces[peer] for peer in links.recv})
     fold(pieces, x, op)
 
 
@@ -73,19 +71,13 @@ def direct_reduce_scatter(pieces: Sequence[torch.Tensor], mine: torch.Tensor, li
     parts = [
         mine if peer == links.rank else links.buffers.piece(peer, mine.shape, mine.dtype) for peer in range(links.size)
     ]
-    exchange_messages(
-        [(link, pieces[peer]) for peer, link in links.send.items()],
-        [(link, parts[peer]) for peer, link in links.recv.items()],
-    )
+    links.exchange({peer: pieces[peer] for peer in links.send}, {peer: parts[peer] for peer in links.recv})
     fold(parts, mine, op)
 
 
 def direct_all_gather(pieces: Sequence[torch.Tensor], links: GroupLinks) -> None:
     """Every rank gets every other's piece, received in place; one round, a rank sends (n - 1) / n S bytes."""
-    exchange_messages(
-        [(link, pieces[links.rank]) for link in links.send.values()],
-        [(link, pieces[peer]) for peer, link in links.recv.items()],
-    )
+    links.exchange(dict.fromkeys(links.send, pieces[links.rank]), {peer: pieces[peer] for peer in links.recv})
 
 
 def ring_all_reduce(x: torch.Tensor, links: GroupLinks, op: str = "sum") -> None:
@@ -96,19 +88,17 @@ def ring_all_reduce(x: torch.Tensor, links: GroupLinks, op: str = "sum") -> None
     in the order p, p + 1, …, p - 1.
     """
     rank, size = links.rank, links.size
-    following, previous = links.send[(rank + 1) % size], links.recv[(rank - 1) % size]
+    following, previous = (rank + 1) % size, (rank - 1) % size
     totals, pieces = equal_pieces(widened(x, op), size), equal_pieces(x, size)
     for step in range(size - 1):
         mine = totals[(rank - step - 1) % size]
-        part = links.buffers.piece((rank - 1) % size, mine.shape, mine.dtype)
-        exchange_messages([(following, totals[(rank - step) % size])], [(previous, part)])
+        part = links.buffers.piece(previous, mine.shape, mine.dtype)
+        links.exchange({following: totals[(rank - step) % size]}, {previous: part})
         COMBINE[op](part, mine, out=mine)
     complete = (rank + 1) % size
     finish_reduction(totals[complete], pieces[complete], op, size)
     for step in range(size - 1):
-        exchange_messages(
-            [(following, pieces[(complete - step) % size])], [(previous, pieces[(complete - step - 1) % size])]
-        )
+        links.exchange({following: pieces[(complete - step) % size]}, {previous: pieces[(complete - step - 1) % size]})
 
 
 def tree_all_reduce(x: torch.Tensor, links: GroupLinks, op: str = "sum") -> None:
@@ -197,10 +187,7 @@ def _weighted_round(pieces: list[torch.Tensor], combined: list[torch.Tensor], li
     sends = {peer: torch.cat((pieces[peer], done)) for peer in links.send}
     lengths = {peer: mine.numel() + combined[peer].numel() for peer in links.recv}
     recvs = {peer: links.buffers.piece(peer, (length,), mine.dtype) for peer, length in lengths.items()}
-    exchange_messages(
-        [(links.send[peer], sent) for peer, sent in sends.items()],
-        [(links.recv[peer], received) for peer, received in recvs.items()],
-    )
+    links.exchange(sends, recvs)
     for peer, received in recvs.items():
         combined[peer].copy_(received[mine.numel() :])
     if mine.numel():

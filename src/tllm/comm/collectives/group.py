@@ -4,8 +4,9 @@ It is what MPI calls a communicator and `torch.distributed` a process group. A g
 public methods are, in the order below:
 
     collectives       all_reduce, reduce, reduce_scatter, reduce_scatter_, broadcast, scatter, gather, all_gather,
-                      all_gather_into, all_to_all, barrier; and of byte strings broadcast_bytes, all_gather_bytes
-    point to point    send_to and recv_from, exchange of several at once, send_any and recv_any of an unknown shape
+                      all_gather_into, all_to_all, barrier; and of byte strings broadcast_bytes, scatter_bytes,
+                      gather_bytes, all_gather_bytes
+    point to point    send_to and recv_from, exchange of several at once
     administration    start, set_deadline, stats, close
 
 `group.start` has the same collectives in a thread of the group's own, as `AsyncCollectives`: each call returns a
@@ -28,9 +29,9 @@ from torch import Tensor
 
 from tllm.comm.collectives.algorithm_choice import AlgorithmChoice, LengthChoice
 from tllm.comm.collectives.all_reduce import direct_reduce_scatter
+from tllm.comm.collectives.device_links import DeviceLinks
 from tllm.comm.collectives.fold import check_op
-from tllm.comm.collectives.group_links import GroupLinks, ReceiveBuffers, equal_pieces, exchange_messages
-from tllm.comm.collectives.typed_tensors import recv_typed, send_typed
+from tllm.comm.collectives.group_links import GroupLinks, ReceiveBuffers, equal_pieces
 from tllm.comm.collectives.worker_thread import Handle, WorkerThread
 from tllm.comm.links.frame import is_plain
 from tllm.comm.links.link import DEADLINE, Link, LocalLink
@@ -59,8 +60,10 @@ class Group:
     that failed.
 
     Tensors may be on any device and have any strides; those that are not contiguous in this process's memory are
-    copied. Costs in rounds and bytes are in `all_reduce.py` and `reduce_and_broadcast.py`; scatter, gather, all-gather
-    and all-to-all are direct, with one message for each pair of ranks, all in one round.
+    copied. With `device_links` tensors of that device go to ranks of the same machine without the host, but for those
+    of `send_to`; in one call two such ranks must both have theirs on it, or neither. Costs in rounds and
+    bytes are in `all_reduce.py` and `reduce_and_broadcast.py`; scatter, gather, all-gather and all-to-all are direct,
+    with one message for each pair of ranks, all in one round.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class Group:
         self.send, self.recv = send, recv
         self.choice: AlgorithmChoice = choice or LengthChoice(size)
         self._links = GroupLinks(rank, send, recv, ReceiveBuffers())
+        self.device_links: DeviceLinks | None = None
         self.seconds = 0.0  # that `all_reduce` took so far, with the time that it waited for others
         self._failure: LinkError | None = None
         self._started: AsyncCollectives | None = None
@@ -90,9 +94,7 @@ class Group:
             check_op(op, x.dtype)
         if self.size == 1:
             return x
-        y = x if is_plain(x) else x.detach().cpu().contiguous()
-        if y.requires_grad:
-            y = y.detach()
+        y, links = self._routed(x)
         if self._started is not None:
             self._started.wait_all()
         if self._failure is not None:
@@ -100,7 +102,7 @@ class Group:
         began = time.perf_counter()
         try:
             for part in (y,) if y.nbytes <= ROOM_BYTES else equal_pieces(y, -(-y.nbytes // ROOM_BYTES)):
-                self.choice.all_reduce(part, op)(part, self._links, op)
+                self.choice.all_reduce(part, op)(part, links, op)
         except LinkError as error:
             self._failure = error
             raise
@@ -112,34 +114,39 @@ class Group:
         check_op(op, x.dtype)
         if self.size == 1:
             return x
-        y = _flat(x).clone()
+        y, links = self._routed(x)
+        y = y.clone()
         with self._in_step():
-            self.choice.reduce(y, op, root)(y, self._links, op, root)
+            self.choice.reduce(y, op, root)(y, links, op, root)
         return _filled(x, y) if self.rank == root else x
 
     def reduce_scatter(self, x: torch.Tensor, counts: Sequence[int], op: str = "sum") -> torch.Tensor:
         """This rank's rows of all ranks' `x` combined, with the bits of `all_reduce`; rank p gets `counts[p]` rows."""
-        rows = self._rows(x.detach().contiguous(), counts, op)
-        return self._reduce_scattered(rows, rows[self.rank].clone(), op)
+        y, links = self._routed(x)
+        rows = self._rows(y, counts, op)
+        return self._reduce_scattered(rows, rows[self.rank].clone(), op, links).to(x.device)
 
     def reduce_scatter_(self, x: torch.Tensor, counts: Sequence[int], op: str = "sum") -> torch.Tensor:
         """`reduce_scatter` in the memory of `x`: returns a view of this rank's rows; other rows stay as they are."""
-        rows = self._rows(_flat(x), counts, op)
-        return _filled(torch.split(x, list(counts))[self.rank], self._reduce_scattered(rows, rows[self.rank], op))
+        y, links = self._routed(x)
+        rows = self._rows(y, counts, op)
+        mine = self._reduce_scattered(rows, rows[self.rank], op, links)
+        return _filled(torch.split(x, list(counts))[self.rank], mine)
 
     def broadcast(self, x: torch.Tensor, root: int = 0) -> torch.Tensor:
         """Everyone's `x` becomes the root's, in place."""
         if self.size == 1:
             return x
-        y = _flat(x)
+        y, links = self._routed(x)
         with self._in_step():
-            self.choice.broadcast(y, root)(y, self._links, root)
+            self.choice.broadcast(y, root)(y, links, root)
         return x if self.rank == root else _filled(x, y)
 
     def scatter(self, pieces: Sequence[torch.Tensor] | None, out: torch.Tensor, root: int = 0) -> torch.Tensor:
         """This rank's `out` becomes the root's piece for it, in place; only the root has `pieces`, one a rank."""
         if self.rank != root:
-            return self.recv_from(root, out)
+            self.exchange({}, {root: out})
+            return out
         assert pieces is not None and len(pieces) == self.size, "root has a piece for each rank"
         self.exchange({peer: pieces[peer].contiguous() for peer in self.send}, {})
         return _filled(out, pieces[root])
@@ -147,26 +154,34 @@ class Group:
     def gather(self, x: torch.Tensor, shapes: Sequence[Shape], root: int = 0) -> list[torch.Tensor] | None:
         """Every rank's `x` at the root, in rank order; None elsewhere. `shapes` has each rank's, which may differ."""
         self._check_shapes(x, shapes)
+        y, links = self._routed(x)
         with self._in_step():
             if self.rank != root:
-                self.send[root].send(x)
+                links.exchange({root: y}, {})
                 return None
-            return [x if p == root else self.recv[p].recv(tuple(shapes[p]), x.dtype) for p in range(self.size)]
+            pieces = self._pieces(x, y, shapes)
+            links.exchange({}, {peer: pieces[peer] for peer in self.recv})
+        return [piece.to(x.device) for piece in pieces]
 
     def all_gather(self, x: torch.Tensor, shapes: Sequence[Shape]) -> list[torch.Tensor]:
         """Every rank's `x` on every rank, in rank order; this rank's own entry is `x` itself."""
         self._check_shapes(x, shapes)
-        pieces = [x if peer == self.rank else torch.empty(shapes[peer], dtype=x.dtype) for peer in range(self.size)]
-        self.exchange(dict.fromkeys(self.send, x), {peer: pieces[peer] for peer in self.recv})
-        return pieces
+        y, links = self._routed(x)
+        pieces = self._pieces(x, y, shapes)
+        with self._in_step():
+            links.exchange(dict.fromkeys(self.send, y), {peer: pieces[peer] for peer in self.recv})
+        return [piece.to(x.device) for piece in pieces]
 
     def all_gather_into(self, out: torch.Tensor, x: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
         """Every rank's rows, in rank order, in `out`; rank p has `counts[p]` rows, by default all have as many."""
-        rows = torch.split(out, list(counts or [len(x)] * self.size))
+        y, links = self._routed(x)
+        whole = out if out.device == y.device else torch.empty_like(out, device=y.device)
+        rows = torch.split(whole, list(counts or [len(x)] * self.size))
         assert len(rows) == self.size and rows[self.rank].shape == x.shape, "`out` holds every rank's rows"
-        self.exchange(dict.fromkeys(self.send, x.contiguous()), {peer: rows[peer] for peer in self.recv})
-        _filled(rows[self.rank], x)
-        return out
+        with self._in_step():
+            links.exchange(dict.fromkeys(self.send, y), {peer: rows[peer] for peer in self.recv})
+        _filled(rows[self.rank], y)
+        return _filled(out, whole)
 
     def all_to_all(self, pieces: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
         """Rank p's `pieces[q]` becomes rank q's `outs[p]`, which has its shape; empty ones travel too."""
@@ -189,6 +204,16 @@ class Group:
             for link in self.send.values():
                 link.send_bytes(payload)
         return payload
+
+    def scatter_bytes(self, payloads: Sequence[bytes] | None, limit: int = BYTES_LIMIT) -> bytes:
+        """On each rank its own of rank 0's `payloads`; the others pass None. FrameError for more than `limit` bytes."""
+        with self._in_step():
+            if self.rank != 0:
+                return self.recv[0].recv_bytes(limit)
+            assert payloads is not None and len(payloads) == self.size, "rank 0 has one payload for each rank"
+            for peer, link in self.send.items():
+                link.send_bytes(payloads[peer])
+            return payloads[0]
 
     def all_gather_bytes(self, payload: bytes, limit: int = GATHERED_LIMIT) -> list[bytes]:
         """Every rank's `payload` on every rank, in rank order: gathered by rank 0, which broadcasts the list.
@@ -229,19 +254,7 @@ class Group:
     def exchange(self, sends: Mapping[int, torch.Tensor], recvs: Mapping[int, torch.Tensor]) -> None:
         """Send one tensor to each of some ranks and receive one from each of some, by index, all at once."""
         with self._in_step():
-            exchange_messages(
-                [(self.send[peer], x) for peer, x in sends.items()], [(self.recv[peer], x) for peer, x in recvs.items()]
-            )
-
-    def send_any(self, peer: int, x: torch.Tensor) -> None:
-        """Send to one rank that does not know the shape, and calls `recv_any`."""
-        with self._in_step():
-            send_typed(self.send[peer], x)
-
-    def recv_any(self, peer: int, limit: int) -> torch.Tensor:
-        """Receive a tensor of any shape and dtype; one of more than `limit` bytes ends the group before it is read."""
-        with self._in_step():
-            return recv_typed(self.recv[peer], limit)
+            self._links_for([*sends.values(), *recvs.values()]).exchange(sends, recvs)
 
     # Administration.
 
@@ -255,6 +268,8 @@ class Group:
         """Seconds that each send and each receive may take."""
         for link in self._all_links():
             link.set_deadline(seconds)
+        if self.device_links is not None:
+            self.device_links.channel.deadline = seconds
 
     def stats(self) -> dict[str, int]:
         """Payload bytes moved over each link so far, by "source>target", with their ranks in the plan."""
@@ -263,6 +278,7 @@ class Group:
     def close(self) -> None:
         """Close every link; the first failure among them is raised when all are closed."""
         failures = []
+        self.close_devices()
         for link in self._all_links():
             try:
                 link.close()
@@ -273,6 +289,12 @@ class Group:
         self._failure = self._failure or LinkClosed(f"the {self.name} group of rank {self.rank} is closed")
         if failures:
             raise failures[0]
+
+    def close_devices(self) -> None:
+        """Give up the way between devices; from now on tensors of the device go by links."""
+        if self.device_links is not None:
+            self.device_links.channel.close()
+            self.device_links = None
 
     def _all_links(self) -> list[Link]:
         return [*self.send.values(), *self.recv.values()]
@@ -286,13 +308,30 @@ class Group:
         check_op(op, x.dtype)
         return torch.split(x, list(counts))
 
-    def _reduce_scattered(self, rows: Sequence[torch.Tensor], mine: torch.Tensor, op: str) -> torch.Tensor:
+    def _routed(self, x: torch.Tensor) -> tuple[torch.Tensor, GroupLinks]:
+        """`x`, contiguous, where what it is sent by can read and write it; and by what it is sent."""
+        links = self._links_for((x,))
+        on_host = links is self._links and self.size > 1
+        return (_flat(x) if on_host else x.detach().contiguous()), links
+
+    def _links_for(self, tensors: Sequence[torch.Tensor]) -> GroupLinks:
+        near = self.device_links
+        return self._links if near is None or any(x.device != near.device for x in tensors) else near
+
+    def _pieces(self, x: torch.Tensor, y: torch.Tensor, shapes: Sequence[Shape]) -> list[torch.Tensor]:
+        """`x`, and room for the other ranks' beside `y`, which is `x` as it is sent."""
+        room = partial(torch.empty, dtype=y.dtype, device=y.device)
+        return [x if peer == self.rank else room(shapes[peer]) for peer in range(self.size)]
+
+    def _reduce_scattered(
+        self, rows: Sequence[torch.Tensor], mine: torch.Tensor, op: str, links: GroupLinks
+    ) -> torch.Tensor:
         """`mine`, which holds this rank's part of its own rows, combined with the others' parts of them."""
         if self.size > 1:
             parts = max(1, -(-sum(piece.nbytes for piece in rows) // ROOM_BYTES))
             with self._in_step():
                 for out, *pieces in zip(*(equal_pieces(piece, parts) for piece in (mine, *rows)), strict=True):
-                    direct_reduce_scatter(pieces, out, self._links, op)
+                    direct_reduce_scatter(pieces, out, links, op)
         return mine
 
     def _unusable(self) -> LinkClosed:
@@ -428,8 +467,11 @@ def _filled(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return x
 
 
+_LISTS = msgspec.msgpack.Decoder(list[bytes])
+
+
 def _unpack_list(content: bytes) -> list[bytes]:
     try:
-        return msgspec.msgpack.decode(content, type=list[bytes])
+        return _LISTS.decode(content)
     except UNREADABLE as error:
         raise FrameError(f"what rank 0 passed on is no list of bytes: {error}") from error

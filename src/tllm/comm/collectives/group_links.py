@@ -1,7 +1,8 @@
-"""What one rank of a group sends and receives by: its links, its receive buffers, and one exchange of several messages.
+"""`GroupLinks`: one rank's links in a group, its receive buffers, and one exchange of several messages.
 
 `GroupLinks` is what every algorithm of `reduce_and_broadcast.py` and `all_reduce.py` is handed. An algorithm is a
-sequence of calls of `exchange_messages`, each of which is one round of messages.
+sequence of calls of its `exchange`, each of which is one round of messages. `DeviceLinks` carries out those between
+devices of one machine otherwise.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ from tllm.comm.links.tcp_link import push_all
 from tllm.core.errors import LinkError
 
 VIEWS_KEPT = 256
+HOST = torch.device("cpu")
 
 LinksByRank = Mapping[int, Link]
 """By the index, in the group, of the rank at the other end."""
+
+TensorsByRank = Mapping[int, torch.Tensor]
 
 Message = tuple[Link, torch.Tensor]
 
@@ -28,10 +32,12 @@ Message = tuple[Link, torch.Tensor]
 class ReceiveBuffers:
     """Memory that partial results are received into, kept from call to call so that an all-reduce allocates nothing.
 
-    Each peer has one run of bytes, as long as its longest message so far, viewed as the tensor that is received.
+    It is on the `device` where what is sent lies. Each peer has one run of bytes, as long as its longest message so
+    far, viewed as the tensor that is received.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device = HOST) -> None:
+        self.device = device
         self._memory: dict[int, torch.Tensor] = {}
         self._views: dict[tuple[int, tuple[int, ...], torch.dtype], torch.Tensor] = {}
 
@@ -45,7 +51,7 @@ class ReceiveBuffers:
         # Made outside inference mode: only such tensors may be written both inside and outside it.
         with torch.inference_mode(False):
             if peer not in self._memory or self._memory[peer].numel() < size:
-                self._memory[peer] = torch.empty(size, dtype=torch.uint8)
+                self._memory[peer] = torch.empty(size, dtype=torch.uint8, device=self.device)
                 self._views = {key: view for key, view in self._views.items() if key[0] != peer}
             if len(self._views) >= VIEWS_KEPT:
                 self._views.clear()
@@ -66,6 +72,12 @@ class GroupLinks:
     @property
     def size(self) -> int:
         return len(self.send) + 1
+
+    def exchange(self, sends: TensorsByRank, recvs: TensorsByRank) -> None:
+        """Send one tensor to each of some ranks and receive one from each of some, by index, all at once."""
+        exchange_messages(
+            [(self.send[peer], x) for peer, x in sends.items()], [(self.recv[peer], x) for peer, x in recvs.items()]
+        )
 
     def among(self, ranks: Sequence[int]) -> GroupLinks:
         """The same rank in the smaller group of `ranks`, which holds it; each rank's index is its place in `ranks`."""

@@ -73,9 +73,3 @@ class NetworkModel:
             for other in range(self.size)
             if other != rank and (self.hosts[other] == self.hosts[rank]) == inside
         )
-
-
-def equal(size: int, latency: float, rate: float, message: float = 0.0) -> NetworkModel:
-    """A model of `size` machines with one rank each, whose links are all the same."""
-    row = (latency,) * size, (rate,) * size
-    return NetworkModel((row[0],) * size, (row[1],) * size, tuple(range(size)), message)

@@ -20,16 +20,16 @@ from __future__ import annotations
 import torch
 
 from tllm.comm.collectives.fold import COMBINE, finish_reduction, fold, left_subtree_size, widened
-from tllm.comm.collectives.group_links import GroupLinks, equal_pieces, exchange_messages
+from tllm.comm.collectives.group_links import GroupLinks, equal_pieces
 
 
 def direct_reduce(x: torch.Tensor, links: GroupLinks, op: str, root: int) -> None:
     """The root's `x` becomes all ranks' combined; every other rank sends the root all its `x`."""
     if links.rank != root:
-        exchange_messages([(links.send[root], x)], [])
+        links.exchange({root: x}, {})
         return
     pieces = [x if peer == root else links.buffers.piece(peer, x.shape, x.dtype) for peer in range(links.size)]
-    exchange_messages([], [(link, pieces[peer]) for peer, link in links.recv.items()])
+    links.exchange({}, {peer: pieces[peer] for peer in links.recv})
     fold(pieces, x, op)
 
 
@@ -47,9 +47,9 @@ def tree_reduce(x: torch.Tensor, links: GroupLinks, op: str, root: int) -> None:
 def direct_broadcast(x: torch.Tensor, links: GroupLinks, root: int) -> None:
     """Everyone's `x` becomes the root's, which sends it to each other rank."""
     if links.rank == root:
-        exchange_messages([(link, x) for link in links.send.values()], [])
+        links.exchange(dict.fromkeys(links.send, x), {})
     else:
-        exchange_messages([], [(links.recv[root], x)])
+        links.exchange({}, {root: x})
 
 
 def tree_broadcast(x: torch.Tensor, links: GroupLinks, root: int) -> None:
@@ -61,11 +61,11 @@ def scatter_all_gather_broadcast(x: torch.Tensor, links: GroupLinks, root: int) 
     """Everyone's `x` becomes the root's, which sends each rank one piece; each passes its piece on to all others."""
     pieces = equal_pieces(x, links.size)
     if links.rank == root:
-        exchange_messages([(link, pieces[peer]) for peer, link in links.send.items()], [])
+        links.exchange({peer: pieces[peer] for peer in links.send}, {})
     else:
-        exchange_messages([], [(links.recv[root], pieces[links.rank])])
-    passed_on = [(link, pieces[links.rank]) for peer, link in links.send.items() if peer != root]
-    exchange_messages(passed_on, [(link, pieces[peer]) for peer, link in links.recv.items() if links.rank != root])
+        links.exchange({}, {root: pieces[links.rank]})
+    passed_on = {peer: pieces[links.rank] for peer in links.send if peer != root}
+    links.exchange(passed_on, {peer: pieces[peer] for peer in links.recv if links.rank != root})
 
 
 def tree_pair(root: int, start: int, middle: int, stop: int) -> tuple[int, int]:
@@ -83,10 +83,10 @@ def _reduce_subtree(x: torch.Tensor, links: GroupLinks, op: str, root: int, star
     _reduce_subtree(x, links, op, root, *((start, middle) if links.rank < middle else (middle, stop)))
     receiver, sender = tree_pair(root, start, middle, stop)
     if links.rank == sender:
-        exchange_messages([(links.send[receiver], x)], [])
+        links.exchange({receiver: x}, {})
     elif links.rank == receiver:
         part = links.buffers.piece(sender, x.shape, x.dtype)
-        exchange_messages([], [(links.recv[sender], part)])
+        links.exchange({}, {sender: part})
         COMBINE[op](x, part, out=x)
 
 
@@ -97,7 +97,7 @@ def _broadcast_subtree(x: torch.Tensor, links: GroupLinks, root: int, start: int
     middle = start + left_subtree_size(stop - start)
     sender, receiver = tree_pair(root, start, middle, stop)
     if links.rank == sender:
-        exchange_messages([(links.send[receiver], x)], [])
+        links.exchange({receiver: x}, {})
     elif links.rank == receiver:
-        exchange_messages([], [(links.recv[sender], x)])
+        links.exchange({}, {sender: x})
     _broadcast_subtree(x, links, root, *((start, middle) if links.rank < middle else (middle, stop)))

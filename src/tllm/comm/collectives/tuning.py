@@ -1,4 +1,4 @@
-"""Measuring the links of a group when it begins, and letting the group choose its algorithms by what was measured.
+"""Measures the links of a group when it begins, and lets the group choose its algorithms by that.
 
 `measure_network` takes a bounded time and gives a `NetworkModel`, the same on every rank; `tune_group` lets the group
 use it. Of each pair of ranks the lower one probes and the higher one answers: first some round trips of a few bytes,
@@ -17,6 +17,7 @@ import torch
 
 from tllm.comm.collectives.algorithm_choice import AlgorithmChoice, MeasuredChoice
 from tllm.comm.collectives.group import Group
+from tllm.comm.collectives.group_links import HOST
 from tllm.comm.collectives.network_model import Matrix, NetworkModel
 
 PINGS = 8
@@ -125,13 +126,13 @@ class _LinkProbe:
 
     def _timed(self, there: int, back: int) -> float:
         """Seconds of a request, `there` bytes to the peer and `back` bytes from it."""
-        payload, answer = (torch.zeros(size, dtype=torch.uint8) for size in (there, back))
+        payload, answer = (_payload(self._group, size) for size in (there, back))
         start = time.perf_counter()
         self._request(there, back)
         self.send_seconds = min(self.send_seconds, time.perf_counter() - start)
         if there:
             self._group.exchange({self._peer: payload}, {})
-        self._group.recv_from(self._peer, answer)
+        self._group.exchange({}, {self._peer: answer})
         return time.perf_counter() - start
 
 
@@ -143,8 +144,14 @@ def _answer_probe(group: Group, peer: int) -> None:
             return
         assert max(there, back) <= LAST_BYTES
         if there:
-            group.recv_from(peer, torch.empty(there, dtype=torch.uint8))
-        group.exchange({peer: torch.zeros(back, dtype=torch.uint8)}, {})
+            group.exchange({}, {peer: _payload(group, there)})
+        group.exchange({peer: _payload(group, back)}, {})
+
+
+def _payload(group: Group, size: int) -> torch.Tensor:
+    """So many bytes, where the group's own tensors are."""
+    device = HOST if group.device_links is None else group.device_links.device
+    return torch.zeros(size, dtype=torch.uint8, device=device)
 
 
 def _host_numbers(host: str, group: Group) -> tuple[int, ...]:

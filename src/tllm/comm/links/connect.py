@@ -22,13 +22,20 @@ from tllm.cluster.connection import NO_ADDRESS
 from tllm.cluster.settings import Wiring
 from tllm.comm.links.errors import link_named
 from tllm.comm.links.grpc_link import GrpcTransport
-from tllm.comm.links.handshake import LinkHello, LinkWelcome, peer_certificate, receive_message, send_message, start_tls
-from tllm.comm.links.link import DEADLINE, Link
+from tllm.comm.links.handshake import (
+    LINK_WELCOMES,
+    LinkHello,
+    peer_certificate,
+    receive_message,
+    send_message,
+    start_tls,
+)
+from tllm.comm.links.link import DEADLINE, Link, break_off
 from tllm.comm.links.listener import Authorize, Listener
 from tllm.comm.links.tcp_link import TcpLink, set_socket_options
 from tllm.comm.links.torch_link import TorchTransport
 from tllm.comm.links.transport_link import Transport
-from tllm.core.errors import AuthError, FrameError, LinkClosed, LinkError, LinkTimeout, TllmError
+from tllm.core.errors import AuthError, FrameError, LinkClosed, LinkTimeout, TllmError
 from tllm.spec.plan import Wire
 
 __all__ = ["Authorize", "LinkHello", "LinkOptions", "Listener", "connect", "open_links", "transport_for"]
@@ -148,10 +155,7 @@ def open_links(
         if options.transport is not None:
             _replace_all(options.transport, links, LinkHello(cluster, epoch, rank, rank), addresses, until)
     except TllmError:
-        for link in links.values():
-            link.interrupt()
-            with contextlib.suppress(LinkError):  # it ends with what is raised here
-                link.close()
+        break_off(links.values())
         raise
     return links
 
@@ -215,7 +219,7 @@ def _try(
         if authorize is not None:
             authorize(hello, peer_certificate(sock))
         send_message(sock, hello, until)
-        answer = receive_message(sock, LinkWelcome, until)
+        answer = receive_message(sock, LINK_WELCOMES, until)
         welcomed = not answer.refused
     except (ssl.SSLError, FrameError) as error:
         raise _distrusted(hello, address, str(error)) from error
@@ -243,7 +247,9 @@ def _dial(address: Address, hello: LinkHello, until: float) -> socket.socket:
         raise _TryAgain(str(error)) from error
     except (OSError, *NO_ADDRESS) as error:
         raise LinkClosed(
-            f"rank {hello.source} cannot reach {_name(hello, address)}: {error}", "see whether that address is right"
+            f"rank {hello.source} cannot reach {_name(hello, address)}: {getattr(error, 'strerror', None) or error}",
+            "a machine with several networks is reached at the address that it is given: --cluster-host of the first "
+            "machine, --listen of `tllm join`",
         ) from error
     set_socket_options(sock)
     return sock

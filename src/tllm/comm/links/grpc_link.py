@@ -45,6 +45,9 @@ class Call(msgspec.Struct, frozen=True):
     secret: bytes
 
 
+_CALLS = msgspec.msgpack.Decoder(Call)
+
+
 class GrpcTransport:
     """The gRPC transport. ConfigError where gRPC is not installed."""
 
@@ -123,7 +126,7 @@ class _Server:
 
     def _refused(self, request: bytes) -> str:
         try:
-            call = msgspec.msgpack.decode(request, type=Call)
+            call = _CALLS.decode(request)
         except UNREADABLE as error:
             return f"not a Call: {error}"
         if self.called.is_set():

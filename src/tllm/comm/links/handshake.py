@@ -40,6 +40,8 @@ class LinkWelcome(msgspec.Struct, frozen=True):
     again: bool = False
 
 
+LINK_HELLOS, LINK_WELCOMES = msgspec.msgpack.Decoder(LinkHello), msgspec.msgpack.Decoder(LinkWelcome)
+
 Message = TypeVar("Message", bound=msgspec.Struct)
 
 
@@ -50,22 +52,22 @@ def send_message(sock: socket.socket, message: msgspec.Struct, until: float) -> 
     sock.sendall(frame.seal(frame.bytes_prefix(len(payload), epoch=0) + frame.pack_sequence(0), payload))
 
 
-def receive_message(sock: socket.socket, kind: type[Message], until: float) -> Message:
-    """Receive one handshake message before the monotonic time `until`.
+def receive_message(sock: socket.socket, decoder: msgspec.msgpack.Decoder[Message], until: float) -> Message:
+    """Receive one handshake message, of the decoder's type, before the monotonic time `until`.
 
     FrameError when anything else arrives, an OSError (TimeoutError, ConnectionError) when nothing does.
     """
-    raw = _read(sock, frame.HEADER_SIZE, until)
+    name, raw = decoder.type.__name__, _read(sock, frame.HEADER_SIZE, until)
     header = frame.parse(raw)
     if header.dtype is not None or header.length > HELLO_LIMIT or header.epoch or header.sequence:
-        raise FrameError(f"{header} where at most {HELLO_LIMIT} bytes of {kind.__name__} belong")
+        raise FrameError(f"{header} where at most {HELLO_LIMIT} bytes of {name} belong")
     payload = _read(sock, header.length, until)
     if not frame.is_sealed(raw, payload):
-        raise FrameError(f"a {kind.__name__} whose checksum is not that of its bytes")
+        raise FrameError(f"a {name} whose checksum is not that of its bytes")
     try:
-        return msgspec.msgpack.decode(payload, type=kind)
+        return decoder.decode(payload)
     except UNREADABLE as error:
-        raise FrameError(f"not a {kind.__name__}: {error}") from error
+        raise FrameError(f"not a {name}: {error}") from error
 
 
 def start_tls(sock: socket.socket, context: ssl.SSLContext, server_name: str | None = None) -> ssl.SSLSocket:

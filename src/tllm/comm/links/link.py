@@ -5,10 +5,11 @@ The links between processes are `TcpLink` (`tcp_link.py`) and `TransportLink` (`
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from tllm.comm.links import errors as faults
 from tllm.comm.links import frame
 from tllm.comm.links.send_buffer import PendingSend
-from tllm.core.errors import FrameError
+from tllm.core.errors import FrameError, LinkError
 
 DEADLINE = 30.0
 """Seconds that a send or a receive may take, unless `set_deadline` says otherwise."""
@@ -85,6 +86,15 @@ class Link(Protocol):
 
     def close(self) -> None:
         """Let what was sent leave, then end the link. Called from another thread, it ends a receive that waits."""
+
+
+def break_off(links: Collection[Link]) -> None:
+    """Interrupt and close links on which nothing that is under way matters any more, nor an error that comes of it."""
+    for link in links:
+        link.interrupt()
+    for link in links:
+        with contextlib.suppress(LinkError):
+            link.close()
 
 
 class LocalLink:

@@ -15,7 +15,15 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from tllm.comm.links.errors import link_named, not_opened
-from tllm.comm.links.handshake import LinkHello, LinkWelcome, peer_certificate, receive_message, send_message, start_tls
+from tllm.comm.links.handshake import (
+    LINK_HELLOS,
+    LinkHello,
+    LinkWelcome,
+    peer_certificate,
+    receive_message,
+    send_message,
+    start_tls,
+)
 from tllm.comm.links.link import DEADLINE
 from tllm.comm.links.send_buffer import shut
 from tllm.comm.links.tcp_link import TcpLink, set_socket_options
@@ -84,7 +92,9 @@ class EpochLinks:
         if epoch < 0 or (hello.cluster == cluster and hello.epoch > epoch):
             return LinkWelcome(f"epoch {hello.epoch} has not begun here", again=True)
         if hello.cluster != cluster:
-            return LinkWelcome(f"this is not cluster {hello.cluster!r}")
+            # Nodes of one cluster that compute together beside its plan have a name under the cluster's.
+            is_coming = hello.cluster.partition("/")[0] == cluster.partition("/")[0]
+            return LinkWelcome(f"this is not cluster {hello.cluster!r}", again=is_coming)
         if hello.epoch != epoch:
             return LinkWelcome(f"epoch {hello.epoch} is over, epoch {epoch} runs")
         if not wanted:
@@ -221,12 +231,14 @@ class Listener:
             sock.settimeout(self._hello_seconds)
             if self._context is not None:
                 sock = start_tls(sock, self._context)
-            hello = receive_message(sock, LinkHello, until)
+            hello = receive_message(sock, LINK_HELLOS, until)
             answer = self._answer(hello, sock)
             if answer.refused and not answer.again:
                 self._refuse(peer, answer.refused)
             send_message(sock, answer, until)  # before anyone else may use the socket
             welcomed = not answer.refused and self._links.put(hello, sock)
+        except ssl.SSLEOFError:  # such as whoever only asks whether this machine answers
+            self._refuse(peer, "it closed the connection during the handshake")
         except (OSError, FrameError) as error:  # ssl.SSLError and TimeoutError are OSErrors
             self._refuse(peer, str(error))
         finally:

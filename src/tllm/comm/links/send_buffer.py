@@ -28,6 +28,8 @@ DRAIN_SECONDS = 5.0
 INLINE_BYTES = 64 * 1024
 """A frame of up to so many bytes is written in the caller's thread; a longer one goes to the link's thread at once."""
 
+HUNG_UP = getattr(select, "POLLRDHUP", select.POLLHUP)  # Linux reports it before what came is read
+
 Buffer = bytes | memoryview
 
 
@@ -188,6 +190,9 @@ class SendBuffer(FrameQueue):
             raise self._failure from error
 
     def _put(self, frame: memoryview) -> None:
+        if has_hung_up(self._sock):  # else the frame would wait for a thread that is still to find out
+            self._failure = self._failure or target_gone(self.source, self.target, "connection closed")
+            raise self._failure
         if self._thread is None:
             name = f"link {self.source}>{self.target}"
             self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -253,6 +258,16 @@ def is_authentic(sock: socket.socket) -> bool:
     """Whether what is read from this socket is what the other end wrote, by more than TCP's 16 bits: TLS ends the
     connection at the first record whose tag is wrong."""
     return isinstance(sock, ssl.SSLSocket)
+
+
+def has_hung_up(sock: socket.socket) -> bool:
+    """Whether the other end has closed this connection, or this one; what came before may still be unread."""
+    hung_up = select.poll()
+    try:
+        hung_up.register(sock, HUNG_UP)
+    except ValueError:  # closed here
+        return True
+    return bool(hung_up.poll(0))
 
 
 def shut(sock: socket.socket) -> None:

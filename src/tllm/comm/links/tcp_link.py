@@ -20,12 +20,11 @@ from tllm.comm.links.errors import nothing_taken
 from tllm.comm.links.frame import Memory
 from tllm.comm.links.framed_link import FramedLink
 from tllm.comm.links.link import DEADLINE
-from tllm.comm.links.send_buffer import PendingSend, SendBuffer, is_authentic, shut
+from tllm.comm.links.send_buffer import PendingSend, SendBuffer, has_hung_up, is_authentic, shut
 
 # A peer in step sends within this, and waking a sleeping thread costs about as much: half the time of a short sum.
 # With a yield in each turn it costs others nothing, even where ranks and other work share a core.
 SPIN_SECONDS = 100e-6
-HUNG_UP = getattr(select, "POLLRDHUP", select.POLLHUP)  # Linux reports it before what came is read
 
 
 class TcpLink(FramedLink):
@@ -93,12 +92,7 @@ class ReceiveBuffer:
     @property
     def is_over(self) -> bool:
         """Whether the other end has hung up; what it sent before may still be here."""
-        hung_up = select.poll()
-        try:
-            hung_up.register(self._sock, HUNG_UP)
-        except ValueError:  # closed here
-            return True
-        return bool(hung_up.poll(0))
+        return has_hung_up(self._sock)
 
     def close(self) -> None:
         """Close, waking a thread that reads."""

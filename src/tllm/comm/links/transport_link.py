@@ -84,9 +84,12 @@ class TransportOffer(msgspec.Struct, frozen=True):
         payload = ours.recv_bytes(OFFER_LIMIT)
         ours.close()
         try:
-            return msgspec.msgpack.decode(payload, type=cls)
+            return _OFFERS.decode(payload)
         except UNREADABLE as error:
             raise FrameError(f"rank {ours.source} sent rank {ours.target} what is no offer: {error}") from error
+
+
+_OFFERS = msgspec.msgpack.Decoder(TransportOffer)
 
 
 class TransportLink(FramedLink):

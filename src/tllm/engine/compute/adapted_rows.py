@@ -1,5 +1,5 @@
-"""`RankAdapters`: the LoRA adapters that one rank has loaded, and what they add to a batch of which each row has its
-own adapter or none."""
+"""`RankAdapters`: the LoRA adapters that one rank has loaded, and what they add to a batch whose rows may each have
+another adapter."""
 
 from __future__ import annotations
 
@@ -90,6 +90,8 @@ class AdaptedRows:
             update = updates.get(linear)
             if update is not None:
                 added_NF = update(x_TD[rows_N].to(update.A.dtype))  # one that is trained may be wider than the model
+                if update.rescale is not None:
+                    added_NF = update.rescale(added_NF, y_TF[rows_N])
                 is_exact = y_TF.dtype == torch.float64 and x_TD.dtype != torch.float64
                 y_TF.index_add_(0, rows_N, on_grid(added_NF) if is_exact else added_NF.to(y_TF.dtype))
         return y_TF

@@ -1,4 +1,4 @@
-"""Which way a batch with prompts attends: measured on this machine, never assumed.
+"""Chooses how a batch with prompts attends, by measuring on this machine.
 
 The first batch of each kind is computed in every way, and which was the fastest is kept (`kernels/autotune.py`). The
 ways differ by rounding only.

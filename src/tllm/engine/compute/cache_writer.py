@@ -1,4 +1,4 @@
-"""How the new keys and values of a batch come into a layer's cache: as they are, or rounded to codes."""
+"""Writes the new keys and values of a batch into a layer's cache, as they are or rounded to codes."""
 
 from __future__ import annotations
 

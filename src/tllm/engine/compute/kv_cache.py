@@ -1,4 +1,4 @@
-"""The paged KV cache of one rank: where the keys and values of its layers lie, and how a batch's are written there.
+"""The paged KV cache of one rank: the memory of its layers' keys and values, and the slots that a batch writes.
 
 Every layer has `num_pages * page_size` slots for one token's keys and values each. The scheduler's `PagePool` gives
 pages to sequences; a batch entry's `page_table` says which. Page p is the slots [p * page_size, (p + 1) * page_size).

@@ -1,5 +1,5 @@
-"""What requests ask of logits before a token is drawn, for all rows of a batch at once: penalties, bias, bans, and what
-a grammar allows; then temperature, min-p, top-k and top-p as the `Draws` that `gumbel_max` takes.
+"""Changes the logits of all rows of a batch as their requests ask, before tokens are drawn: penalties, bias, bans, and
+what a grammar allows. Temperature, min-p, top-k and top-p become the `Draws` that `gumbel_max` takes.
 
 Rows are over the whole vocabulary, [R, V], and one that asks for nothing stays as it is. What the host knows of all
 rows becomes a few tensors, which are moved to the device of the logits once.

@@ -29,15 +29,17 @@ def token_logprobs(
             divisors = [[temperatures[row]] for row in rows]
             scores_NV = scores_NV / torch.tensor(divisors, dtype=scores_NV.dtype).to(scores_NV.device)
         logprobs_NV = torch.log_softmax(scores_NV, -1)
-        parts += (logprobs_NV.gather(1, ids_N1.clamp(max=vocab_size - 1)), *logprobs_NV.topk(min(top, vocab_size)))
+        own_N1 = logprobs_NV.gather(1, ids_N1.clamp(max=vocab_size - 1))
+        ranks_N1 = 1 + (logprobs_NV > own_N1).sum(1, keepdim=True)
+        parts += (own_N1, ranks_N1, *logprobs_NV.topk(min(top, vocab_size)))
     token_ids, *numbers = (part.tolist() for part in on_host(parts))
     if vocab_size in token_ids:
         raise no_numbers()
     logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
     for place, rows in enumerate(by_top.values()):
-        for row, (own,), values, ids in zip(rows, *numbers[3 * place : 3 * place + 3], strict=True):
+        for row, (own,), (rank,), values, ids in zip(rows, *numbers[4 * place : 4 * place + 4], strict=True):
             likeliest = sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
-            logprobs[row] = TokenLogprobs(token_ids[row], own, tuple(likeliest))
+            logprobs[row] = TokenLogprobs(token_ids[row], own, tuple(likeliest), rank)
     return token_ids, logprobs
 
 

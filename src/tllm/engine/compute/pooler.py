@@ -1,4 +1,4 @@
-"""`Pooler`: from the last layer's hidden states to what prompts come to that are pooled: embeddings and scores.
+"""`Pooler`: turns the last layer's hidden states into embeddings and scores, for prompts that are pooled.
 
 A row of a hidden state is pooled by itself, so that nothing depends on what else is in the batch. A mean is of sums
 that have twice the digits of a float64, so that it does not depend on how the prompt is cut into chunks either.

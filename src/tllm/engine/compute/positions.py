@@ -1,4 +1,4 @@
-"""Where a batch's tokens stand in their sequences, as the model's rope needs it."""
+"""The positions of a batch's tokens in their sequences, as the model's rope takes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The states of running sequences, in layers that have those in place of keys and values; how a batch advances them.
+"""The states of running sequences in layers that have a state in place of keys and values, and how a batch advances
+them.
 
 Each running sequence has a slot, the same in all layers and on all ranks, which the scheduler gives it. A slot holds
 what the sequence's tokens came to when its last batch was computed. A sequence that begins finds zeros there, whoever

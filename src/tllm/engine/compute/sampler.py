@@ -1,4 +1,4 @@
-"""From the last layer's hidden states to tokens: the `Sampler`, which ends every batch on the last stage.
+"""`Sampler`: turns the last layer's hidden states into tokens. Every batch ends there, on the last stage.
 
 1. It picks the rows after which an entry wants a token and asks the model for their logits, `ROWS_AT_ONCE` at a time.
 2. The ranks of the stage have a part of the vocabulary each. Where every row is plain greedy, only each rank's best

@@ -1,4 +1,8 @@
-"""Attention of a batch over the paged cache by torch, one entry after another, for what the kernel is not used for."""
+"""Attention over the paged cache in torch, one entry of a batch after another, where no kernel is used.
+
+Of 16-bit numbers torch's product keeps what it has prepared for each number of rows and keys for ever, some 80 KB
+(docs/log/memory.md). So both are rounded up, by rows of nothing and keys that no row of the entry sees.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tllm.devices.choose import CPU
 from tllm.engine.compute.cache_codes import numbers_of
 from tllm.engine.compute.kernel_attention import KernelAttention
 from tllm.engine.compute.kv_cache import KVCache, LayerCache, slot_runs
 from tllm.engine.schedule.batch import BatchEntry
+from tllm.kernels.float_product import is_prepared
 from tllm.model.attention import AttentionSpec
 
 SCORES_AT_ONCE = 2**24
 """Scores that the path for caps and sinks, which writes them out, has in memory at a time."""
+
+
+ALIKE = 32
+"""Numbers of rows, and of keys, up to a multiple of this count as the same where torch prepares for each."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +35,12 @@ class AttentionSegment:
 
     The keys are one of three: the rows' own, where the sequence starts here (`is_fresh`) and they were not rounded to
     codes; one run of slots (`first_slot`, `length`); or `scattered` slots. `mask` [rows, keys] is added to the scores.
+    `padding` rows are added, of which nothing is wanted, and where keys are the rows' own as many of these.
     """
 
     start: int
     stop: int
+    padding: int
     is_fresh: bool
     first_slot: int
     length: int
@@ -44,7 +56,8 @@ def is_written_out(spec: AttentionSpec) -> bool:
 class SegmentedAttention:
     """The first entries by `first`, if that is given; the rest by torch, one entry after another.
 
-    A sequence's cached keys are read in place where its pages follow one another, and gathered where they do not.
+    A sequence's cached keys are read in place where its pages follow one another and no keys are added; else they are
+    gathered.
     """
 
     def __init__(
@@ -90,6 +103,8 @@ def _plain(spec: AttentionSpec, segment: AttentionSegment, q_TNH: Tensor, k_KSH:
     """Attention of one segment by torch's own product."""
     T, N, H = q_TNH.shape
     K = k_KSH.shape[0]
+    if segment.padding:
+        q_TNH = F.pad(q_TNH, (0, 0, 0, 0, 0, segment.padding))
     k_1KSH, v_1KSH = k_KSH.unsqueeze(0), v_KSH.unsqueeze(0)
     if T == 1:
         o = F.scaled_dot_product_attention(q_TNH.view(1, K, N // K, H), k_1KSH, v_1KSH, scale=spec.scale)
@@ -103,7 +118,7 @@ def _plain(spec: AttentionSpec, segment: AttentionSegment, q_TNH: Tensor, k_KSH:
         scale=spec.scale,
         enable_gqa=N != K,
     )
-    return o_1NTH[0].transpose(0, 1)
+    return o_1NTH[0].transpose(0, 1)[:T]
 
 
 def _written_out(
@@ -140,7 +155,8 @@ def _written_out(
 def _visible(segment: AttentionSegment, cache_KSH: Tensor, scales_KS1: Tensor | None, new_TKH: Tensor) -> Tensor:
     """The keys (or values) that a segment's rows see, [kv heads, keys, head width]."""
     if segment.is_fresh:
-        return new_TKH[segment.start : segment.stop].transpose(0, 1)
+        own_KSH = new_TKH[segment.start : segment.stop].transpose(0, 1)
+        return F.pad(own_KSH, (0, 0, 0, segment.padding)) if segment.padding else own_KSH
     if scales_KS1 is not None:
         return numbers_of(_in_slots(segment, cache_KSH), _in_slots(segment, scales_KS1), new_TKH.dtype)
     return _in_slots(segment, cache_KSH)
@@ -157,28 +173,40 @@ def _segment(cache: KVCache, entry: BatchEntry, row: int, spec: AttentionSpec) -
     """The segment of an entry whose first row in the batch is `row`."""
     first_key = 0 if spec.window is None else max(0, entry.start - spec.window + 1)
     runs = slot_runs(entry, cache.page_size, first_key, entry.stop)
-    is_fresh = entry.start == 0 and cache.coding is None
+    is_fresh, length = entry.start == 0 and cache.coding is None, entry.stop - first_key
+    rounds = entry.count > 1 and cache.device == CPU and is_prepared(cache.dtype) and not is_written_out(spec)
+    rows, keys = (-entry.count % ALIKE, -length % ALIKE) if rounds else (0, 0)
+    in_place = is_fresh or (len(runs) == 1 and not keys)
     return AttentionSegment(
         start=row,
         stop=row + entry.count,
+        padding=rows,
         is_fresh=is_fresh,
         first_slot=runs[0].start,
-        length=entry.stop - first_key,
-        scattered=None if is_fresh or len(runs) == 1 else _slots_of(runs).to(cache.device),
-        mask=_mask(entry, first_key, spec, cache),
+        length=length,
+        scattered=None if in_place else _slots_of(runs, keys).to(cache.device),
+        mask=_mask(entry, first_key, spec, cache, (rows, keys)),
     )
 
 
-def _slots_of(runs: list[range]) -> Tensor:
-    return torch.cat([torch.arange(run.start, run.stop) for run in runs])
+def _slots_of(runs: list[range], padding: int) -> Tensor:
+    """The slots of the runs, and the first of them again and again."""
+    slots = torch.cat([torch.arange(run.start, run.stop) for run in runs])
+    return torch.cat((slots, slots[:1].expand(padding)))
 
 
-def _mask(entry: BatchEntry, first_key: int, spec: AttentionSpec, cache: KVCache) -> Tensor | None:
-    """0 where a row sees a key, -inf where not; None where it sees them all or plain causal attention says the same."""
+def _mask(
+    entry: BatchEntry, first_key: int, spec: AttentionSpec, cache: KVCache, padding: tuple[int, int]
+) -> Tensor | None:
+    """0 where a row sees a key, -inf where not; None where it sees them all or plain causal attention says the same.
+
+    The rows and keys of the `padding` are taken to come after all others.
+    """
     is_windowed = spec.window is not None and entry.count > spec.window
     if entry.count == 1 or (entry.start == 0 and not is_windowed and not is_written_out(spec)):
         return None
-    keys = torch.arange(first_key, entry.stop, device=cache.device)
-    distance = torch.arange(entry.start, entry.stop, device=cache.device)[:, None] - keys[None, :]
+    rows = torch.arange(entry.start, entry.stop + padding[0], device=cache.device)
+    keys = torch.arange(first_key, entry.stop + padding[1], device=cache.device)
+    distance = rows[:, None] - keys[None, :]
     hidden = distance < 0 if spec.window is None else (distance < 0) | (distance >= spec.window)
     return torch.zeros(hidden.shape, dtype=cache.dtype, device=cache.device).masked_fill_(hidden, float("-inf"))

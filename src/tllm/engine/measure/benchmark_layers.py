@@ -1,4 +1,4 @@
-"""Some layers of a model, filled with numbers of ordinary size, whose speed is measured where a model is not loaded."""
+"""Some layers of a model, filled with ordinary numbers, to measure their speed without loading the model."""
 
 from __future__ import annotations
 
@@ -114,14 +114,17 @@ class BenchmarkLayers:
 
     @torch.inference_mode()
     def _recordings(self, cache: KVCache, limits: Limits, batch: Batch) -> DecodeRecordings | None:
-        """As a stage has them that is not cut among ranks, if they take such batches: one is recorded."""
-        recordings = decode_recordings(self.model, cache, limits) if self.ranks == 1 else None
+        """As a stage has them, if they take such batches: one is recorded. All ranks of a group make as many passes."""
+        recordings = decode_recordings(self.model, cache, limits)
+        if recordings is None or not recordings.takes(batch):
+            return None
         x_TD = torch.ones(len(batch.token_ids), self.model.received_width, dtype=self.dtype)
         for _ in range(2):  # computed, and recorded
-            if recordings is None or not recordings.takes(batch):
-                return None
-            recordings(batch, x_TD)
-        return recordings if recordings is not None and recordings.takes(batch) else None
+            if recordings.takes(batch):
+                recordings(batch, x_TD)
+            else:
+                _forward(self.model, cache, batch, x_TD)
+        return recordings if recordings.takes(batch) else None
 
     def _cache(self, limits: Limits) -> KVCache:
         model = self.model

@@ -1,4 +1,4 @@
-"""How fast a device serves a model's layers, worked out from whole steps of stages with one layer and with several.
+"""How fast a device serves a model's layers: the difference between steps of stages with one layer and with several.
 
 A device computes while its host goes on, and a step on it may be a replay of one that was recorded: there is no moment
 at which its layers begin or end. So whole steps are measured, up to the tokens on the host. What a step through several

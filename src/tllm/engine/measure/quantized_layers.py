@@ -1,4 +1,4 @@
-"""Layers filled with numbers, held in as many bits as the model's weights are: what they are measured with."""
+"""Layers filled with numbers and held in the model's own few bits, with which surveys measure quantised models."""
 
 from __future__ import annotations
 

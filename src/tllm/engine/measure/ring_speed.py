@@ -1,4 +1,4 @@
-"""How long a token takes round a ring of two ranks, beside their layers: what neither rank shows alone.
+"""How long a token takes round a ring of two ranks beside their layers, which neither rank can measure alone.
 
 In a ring a batch comes after a wait, when caches are cold, and from a rank that was computing just before; and the
 driver sends the batch on before it computes its own layers.
@@ -75,8 +75,11 @@ def _follow(layers: BenchmarkLayers, ring: RingLinks) -> None:
     ring.next.send_bytes(msgspec.json.encode(timed.seconds))
 
 
+_SECONDS = msgspec.json.Decoder(list[float])
+
+
 def _decode_seconds(payload: bytes) -> list[float]:
     try:
-        return msgspec.json.decode(payload, type=list[float])
+        return _SECONDS.decode(payload)
     except UNREADABLE as error:
         raise FrameError(f"no seconds came from the other rank of a ring: {error}") from error

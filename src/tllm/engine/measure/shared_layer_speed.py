@@ -1,4 +1,4 @@
-"""How fast ranks serve layers that are cut between them: measured together, as no rank's part alone shows it."""
+"""How fast ranks serve layers that are cut between them, measured on all of them together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a stage's step takes, and how much of it its layers: both are timed in the very same step.
+"""How long a stage's step takes, and how much of that its layers take: both are timed in the same step.
 
 So a moment at which this machine is slow makes the overhead of a step (all but its layers) no longer.
 """

@@ -1,4 +1,4 @@
-"""Opens a rank's pages on disk."""
+"""Opens the store of pages that a rank keeps on disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`PageBuffer`: pages of one rank beside its cache, on their way to disk or from it."""
+"""`PageBuffer`: pages of one rank in memory beside its cache, on their way to disk or from it."""
 
 from __future__ import annotations
 

@@ -64,6 +64,9 @@ class PageHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     pieces: tuple[LayerPiece, ...]
 
 
+_HEADERS = msgspec.msgpack.Decoder(PageHeader)
+
+
 def identity_of(model: str, chain: PageChain, place: int) -> PageIdentity:
     """The identity of one page of a chain."""
     return PageIdentity(model, chain.names[place], chain.parent_of(place), chain.tokens_of(place), chain.salt)
@@ -115,7 +118,7 @@ def read_header(file: BinaryIO, size: int, name: str) -> PageHeader:
     if hashlib.sha256(encoded).digest() != start[-32:]:
         raise WeightsError(f"the header of {name} has another hash than it should have")
     try:
-        header = msgspec.msgpack.decode(encoded, type=PageHeader)
+        header = _HEADERS.decode(encoded)
     except UNREADABLE as error:
         raise WeightsError(f"the header of {name} is none: {error}") from error
     wanted = START + length + sum(piece.nbytes for piece in header.pieces)

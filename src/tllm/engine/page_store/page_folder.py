@@ -130,7 +130,7 @@ class PageFolder:
         try:
             for parent in (self.folder, path.parent):
                 parent.mkdir(mode=0o700, exist_ok=True)
-            with whole_file(path, 0o600) as file:
+            with whole_file(path, 0o600, synced=False) as file:
                 fill(file)
         except OSError as error:
             self._trouble.refused(error)

@@ -1,4 +1,4 @@
-"""Whose pages a page is one of: the model, and all else that the numbers of its keys and values follow from."""
+"""What the contents of stored pages depend on: the model, and all else from which keys and values follow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`RankPages`: one rank's part of saving pages of the KV cache to disk and of reading them again.
+"""`RankPages`: one rank's part in saving pages of the KV cache to disk and in reading them back.
 
 The rank's thread only copies between the cache and a buffer. A thread writes what was copied, another reads what is to
 be taken; hashes are made and checked there. What is copied and not yet written is bounded: more is not saved.
@@ -19,7 +19,6 @@ from typing import NamedTuple
 import torch
 
 from tllm.core.errors import WeightsError
-from tllm.engine.page_store.other_disks import OtherDisks
 from tllm.engine.page_store.page_buffer import HeldLayer, PageBuffer
 from tllm.engine.page_store.page_file import (
     LayerPiece,
@@ -33,6 +32,7 @@ from tllm.engine.page_store.page_file import (
     write_page,
 )
 from tllm.engine.page_store.page_folder import Box, PageFolder, covers
+from tllm.engine.page_store.remote_pages import RemotePages
 from tllm.engine.pages.page_messages import FetchPages, PageChain, SavePages, TakePages, num_pages
 from tllm.spec.cut import size
 
@@ -76,7 +76,7 @@ class RankPages:
         self._reader = ThreadPoolExecutor(1, "tllm-page-reader")
         self._fetches: dict[int, tuple[Future[Fetched], float]] = {}  # and when each was asked for
         self._writes = PendingWrites()
-        self.others: OtherDisks | None = None
+        self.others: RemotePages | None = None
 
     def keeps(self, name: bytes) -> bool:
         """Whether this rank's part of a page is on disk, or on its way."""

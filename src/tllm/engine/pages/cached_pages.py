@@ -1,4 +1,4 @@
-"""`CachedPages`: pages that nobody holds and that are kept for others; which of them go first, and where room is made.
+"""`CachedPages`: pages that no sequence holds and that are kept for later ones; which of them are evicted first.
 
 Pages that were let go together are a group: a sequence's pages, its last ones first. What follows a lost page can no
 longer be found, so whoever takes a page takes what follows it in its group as well.

@@ -1,4 +1,4 @@
-"""`DraftPhases`: whether a draft model pays, found by going without it and with it in turns.
+"""`DraftPhases`: finds whether a draft model pays, by alternating phases with and without it.
 
 What a draft model costs a ring is not only its own time: other batches may wait for the first rank meanwhile, or they
 may not. So tokens a second are counted in phases with the draft model and in phases without. The phases of whoever

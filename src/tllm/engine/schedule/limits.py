@@ -1,4 +1,4 @@
-"""The sizes that the ranks of a replica agree on before the first batch, and the checks that keep to them.
+"""The sizes on which the ranks of a replica agree before the first batch, and the checks that enforce them.
 
 `EngineConfig` is what the user may say about the engine's sizes, `Limits` what follows for a model and a plan. Requests
 are checked when they come (`check_request`), batches and results by the rank that receives them (`check_batch`,
@@ -49,7 +49,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     With `enable_prefix_caching` pages outlive their sequences, for others with the same prefix. `kv_cache_dtype` says
     how keys and values are held (`spec.quantized.cache_form`). `num_state_slots` sequences can have states, in layers
     that have those in place of keys and values: as many as can run, or 0. `hidden_size` is the model's width, and
-    `num_labels` those of its classification head, or 0.
+    `num_labels` those of its classification head, or 0; a model that `is_headless` has no head for tokens either.
     """
 
     num_pages: int
@@ -64,6 +64,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     num_state_slots: int = 0
     hidden_size: int = 0
     num_labels: int = 0
+    is_headless: bool = False
 
     def check(self) -> None:
         """Refuse sizes with which no batch could be made, and a cache that nobody knows."""
@@ -197,6 +198,8 @@ def _head_faults(request: Request, limits: Limits) -> Iterator[str]:
     if pooling is None or pooling.kind == "logprobs":
         if limits.num_labels:
             yield f"the model has a head of {limits.num_labels} labels and none for tokens: it scores and cannot write"
+        if limits.is_headless:
+            yield "the model was saved without its head for tokens (lm_head.weight): it embeds and cannot write"
     elif pooling.kind == "score" and not limits.num_labels:
         yield "the model has no classification head (score.weight): it is no model for sequence classification"
     if pooling is not None:
@@ -394,6 +397,7 @@ def limits_of(spec: ModelSpec, plan: Plan, config: EngineConfig) -> Limits:
         num_state_slots=config.max_num_seqs if spec.delta else 0,
         hidden_size=spec.hidden_size,
         num_labels=spec.num_labels,
+        is_headless=spec.is_headless,
         kv_cache_dtype=config.kv_cache_dtype,
     )
     limits.check()

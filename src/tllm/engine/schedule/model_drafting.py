@@ -1,4 +1,4 @@
-"""`ModelDrafting`: when a draft model drafts and how far, by what its steps take and how often it was right.
+"""`ModelDrafting`: when a draft model drafts and how many tokens, by what its steps cost and how often it was right.
 
 A draft of k tokens takes k steps of the draft model, one after the other, before the batch can leave. So it pays only
 where a step of the target takes much longer than one of the draft model: a large model, or links with a delay.

@@ -1,4 +1,5 @@
-"""`PromptValues`: what is gathered of a prompt, chunk by chunk, beside its keys and values. Plain Python, no torch."""
+"""`PromptValues`: values gathered from a prompt's tokens chunk by chunk, such as log-probabilities. Plain Python, no
+torch."""
 
 from __future__ import annotations
 

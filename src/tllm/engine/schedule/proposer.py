@@ -1,4 +1,4 @@
-"""`Proposer`: whatever drafts tokens that a batch then checks; and `AcceptanceRates`, how often it was right of late.
+"""`Proposer`: the interface of whatever drafts tokens; and `AcceptanceRates`, how often drafts were right of late.
 
 There are two: `NGramProposer` looks tokens up in the text so far, and `engine.draft.draft_model.DraftModel` is a small
 model. What is proposed never changes a reply: a draft token counts only where it is the token that is sampled there.

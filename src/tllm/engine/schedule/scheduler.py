@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-from tllm.engine.schedule.batch import Batch, Results
+from tllm.engine.schedule.batch import Batch, BatchEntry, Results
 from tllm.engine.schedule.grammar_state import begin_grammar, with_grammars
 from tllm.engine.schedule.limits import Limits, check_request
 from tllm.engine.schedule.proposer import Proposer, num_accepted_tokens
@@ -55,8 +55,8 @@ class Scheduler:
     where they do not fit (chunked prefill). With several batches in flight the sequences that reply are spread evenly
     over them and prompts are cut smaller, so that all stages have work.
 
-    A sequence that finds no page preempts the youngest: that one lets go of its pages and starts again later. For draft
-    tokens no sequence is preempted. Pages are reused while batches that read them are under way: a stage computes
+    A sequence that finds no page preempts the least urgent, which lets go of its pages and starts again later. For
+    draft tokens no sequence is preempted. Pages are reused while batches that read them are under way: a stage computes
     batches in order. A sequence begins after its first full pages that are in the cache from others, or from itself.
     """
 
@@ -115,8 +115,8 @@ class Scheduler:
     def schedule(self) -> ScheduledStep | None:
         """The next batch, or None if nothing can be computed before something under way comes back."""
         preemptions = self.preemptions
-        ready = self._ready_decodes()
-        # Each may preempt others, so whether a sequence still runs is asked only when its turn has come.
+        ready = sorted(self._ready_decodes(), key=self.waiting.preempted_after)
+        # Each may preempt those after it, so whether a sequence still runs is asked only when its turn has come.
         decodes = [one for one in ready if one.state is SequenceState.RUNNING and self._cover_next_token(one)]
         chunks = self._with_draft_tokens(decodes)
         room = self.limits.max_num_batched_tokens - sum(1 + len(chunk.draft_tokens) for chunk in chunks)
@@ -232,23 +232,22 @@ class Scheduler:
         return sequence
 
     def _cover_next_token(self, sequence: Sequence) -> bool:
-        """Find a page for the next token, preempting the youngest as often as need be; False if that was itself."""
+        """Find a page for the next token, preempting others as often as need be; False if that was itself."""
         while not self.pages.cover(sequence, sequence.scheduled + 1):
-            youngest = self.running.pop()
-            self.pages.release(youngest)
-            youngest.restart()
+            preempted = self.waiting.preempt(self.running)
+            self.pages.release(preempted)
+            preempted.restart()
             if self.speculation is not None:
-                self.speculation.preempted(youngest.key)
-            self.waiting.put_back(youngest)
+                self.speculation.preempted(preempted.key)
+            self.waiting.put_back(preempted)
             self.preemptions += 1
-            if youngest is sequence:
+            if preempted is sequence:
                 return False
         return True
 
     def _make_step(self, chunks: list[ScheduledChunk]) -> ScheduledStep:
         """The batch of these chunks. Their tokens count as scheduled from now on, and their full pages as written."""
-        entries = []
-        token_ids: list[int] = []
+        entries, token_ids = list[BatchEntry](), list[int]()
         for sequence, count, draft_tokens in chunks:
             start = sequence.scheduled
             entries.append(sequence.batch_entry(count, self.pages.table(sequence), draft_tokens))
@@ -305,6 +304,7 @@ class Scheduler:
         else:
             self.waiting.remove(sequence)
             self.pages.drop(sequence)
+        self.waiting.forget(sequence)
         if self.speculation is not None:
             self.speculation.forget(sequence.key)
         sequence.state = SequenceState.DONE

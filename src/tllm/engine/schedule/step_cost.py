@@ -1,4 +1,4 @@
-"""`StepCost`: what steps take by their number of rows, measured, so that no more is drafted than pays."""
+"""`StepCost`: the measured time of a step by its number of rows, so that no more tokens are drafted than pay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`StoredPrefixes`: which pages are saved to disk, and what of a waiting sequence is read from there before it begins.
+"""`StoredPrefixes`: which pages are saved to disk, and which part of a waiting sequence is read from there first.
 
 It lives beside the scheduler. The driver sends the messages that it gives round the ring (`page_moves.py`).
 

@@ -1,4 +1,4 @@
-"""`WaitingQueue`: the sequences that wait for a place in the batch, and which of them begins next.
+"""`WaitingQueue`: the sequences that wait for a place in the batch, which of them begins next, and who gives way.
 
 The order follows from `Request.scheduling` alone: lower `priority` first, then the tenant that has had least service
 for its weight (`VirtualTokenCounters`), and within a tenant the order of arrival. Where nobody gives priorities and
@@ -7,6 +7,10 @@ from the tokens before it, the seed and the position.
 
 Each `OLDEST_TURN`-th sequence that begins is the one that came first, whatever its priority. So nobody starves: one
 with k others before it in order of arrival begins among the next OLDEST_TURN * (k + 1), whatever comes after it.
+
+Where those that run lack memory, the one of the highest `priority` gives way, and of several the youngest, as in vLLM.
+Who has given way to a younger one does so no more: those are spared until none is left that has not, and then the
+youngest goes. So the oldest of all is set back once at the most.
 """
 
 from __future__ import annotations
@@ -39,6 +43,7 @@ class WaitingQueue(Generic[S]):
         self._clock = clock
         self._groups: dict[tuple[int, str], list[S]] = {}  # each in order of arrival; none is empty
         self._deadlines: dict[int, tuple[float, S]] = {}  # by key, of those that wait only so long
+        self._spared: set[int] = set()  # keys of those that gave way to younger ones
         self._num_begun = 0
 
     def __len__(self) -> int:
@@ -69,6 +74,23 @@ class WaitingQueue(Generic[S]):
         if sequence.request.scheduling.tenant not in tenants:
             self.shares.arrive(sequence.request.scheduling.tenant, tenants)
         insort(self._groups.setdefault(_group(sequence), []), sequence, key=lambda other: other.key)
+
+    def preempted_after(self, sequence: S) -> tuple[bool, int, int]:
+        """Of those that run, all with higher values give way before this one."""
+        is_spared = sequence.key in self._spared
+        return not is_spared, 0 if is_spared else sequence.request.scheduling.priority, sequence.key
+
+    def preempt(self, running: list[S]) -> S:
+        """Takes the one that gives way from those that run, which are in order of arrival."""
+        sequence = max(running, key=self.preempted_after)
+        if sequence is not running[-1]:
+            self._spared.add(sequence.key)
+        running.remove(sequence)
+        return sequence
+
+    def forget(self, sequence: S) -> None:
+        """One has ended."""
+        self._spared.discard(sequence.key)
 
     def remove(self, sequence: S) -> None:
         """One waits no longer."""

@@ -144,24 +144,6 @@ INLINE int next_16(const Attention *a, Slots *slots, Cached from, int64_t kv_hea
     }
 }
 
-#define PAIR(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
-
-/* Lane i is the sum of the lanes of x[i], in the order of sum_of_lanes. */
-INLINE f32x16 sums_of_16(const f32x16 *x) {
-    f32x16 by_8[8], by_4[4], by_2[2];
-    for (int i = 0; i < 8; i++)
-        by_8[i] = PAIR(x[2 * i], x[2 * i + 1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-                  PAIR(x[2 * i], x[2 * i + 1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-    for (int i = 0; i < 4; i++)
-        by_4[i] = PAIR(by_8[2 * i], by_8[2 * i + 1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-                  PAIR(by_8[2 * i], by_8[2 * i + 1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-    for (int i = 0; i < 2; i++)
-        by_2[i] = PAIR(by_4[2 * i], by_4[2 * i + 1], 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
-                  PAIR(by_4[2 * i], by_4[2 * i + 1], 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
-    return PAIR(by_2[0], by_2[1], 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-           PAIR(by_2[0], by_2[1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-}
-
 /* Scores of the rows of a tile for one kv head: row by row, from the first key that a token sees. */
 INLINE void score(const Attention *a, int64_t tile, int64_t kv_head, float *scores, int64_t vectors) {
     const Rows rows = rows_of(a, tile, kv_head);

@@ -12,6 +12,7 @@ enum {
     GATED,
     ROTATE,
     ADD,
+    SCALE,
     CONVERT,
     COPY_ROWS,
     PAGED_ATTENTION,
@@ -45,8 +46,9 @@ static void make(const Call *call) {
     case GATED: tllm_gated(AT(0), INT(1), w[2], w[3], INT(4), AT(5), INT(6)); break;
     case ROTATE: tllm_rotate(AT(0), INT(1), w[2], w[3], w[4], w[5], w[6], AT(7), AT(8)); break;
     case ADD: tllm_add(AT(0), AT(1), INT(2), w[3], w[4], w[5], AT(6)); break;
+    case SCALE: tllm_scale(AT(0), INT(1), w[2], (float)call->number, AT(3)); break;
     case CONVERT: tllm_convert(AT(0), INT(1), w[2], AT(3), INT(4)); break;
-    case COPY_ROWS: tllm_copy_rows(AT(0), w[1], w[2], w[3], AT(4)); break;
+    case COPY_ROWS: tllm_copy_rows(AT(0), w[1], w[2], w[3], w[4], w[5], AT(6)); break;
     case PAGED_ATTENTION: tllm_paged_attention(AT(0), INT(1)); break;
     case WRITE_CODES: tllm_write_codes(AT(0), INT(1)); break;
     }

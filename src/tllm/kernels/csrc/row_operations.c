@@ -138,6 +138,14 @@ void tllm_add(const void *x, const void *y, int dtype, int64_t rows, int64_t wid
         }
 }
 
+/* y [count] = x times a number, as torch has it: in float32, rounded once. */
+void tllm_scale(const void *x, int dtype, int64_t count, float factor, void *y) {
+    for (int64_t k = 0; k < count; k += LANES) {
+        int64_t left = count - k;
+        store_some(y, k, some(left), dtype, load_up_to(x, k, left, dtype) * factor);
+    }
+}
+
 /* The first of 16 float64 as float32. */
 INLINE f32x16 narrowed(const double *x, int count) {
     f64x16 wide = {};
@@ -154,8 +162,12 @@ void tllm_convert(const void *x, int dtype, int64_t count, void *y, int y_dtype)
     }
 }
 
-/* Rows of so many bytes, `stride` bytes apart, one after another. */
-void tllm_copy_rows(const void *x, int64_t rows, int64_t bytes, int64_t stride, void *y) {
-    for (int64_t row = 0; row < rows; row++)
-        memcpy((char *)y + row * bytes, (const char *)x + row * stride, (size_t)bytes);
+/* Rows of so many bytes, `stride` bytes apart, one after another, with so many bytes of zeros before and after each. */
+void tllm_copy_rows(const void *x, int64_t rows, int64_t bytes, int64_t stride, int64_t before, int64_t after, void *y) {
+    char *to = y;
+    for (int64_t row = 0; row < rows; row++, to += before + bytes + after) {
+        memset(to, 0, (size_t)before);
+        memcpy(to + before, (const char *)x + row * stride, (size_t)bytes);
+        memset(to + before + bytes, 0, (size_t)after);
+    }
 }

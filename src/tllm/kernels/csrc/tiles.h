@@ -1,6 +1,6 @@
 /* Exact sums for 16 rows and 16 outputs at once, on processors that multiply tiles of memory (AMX).
  *
- * A tile is a register of up to 16 rows of 64 bytes. `tile_sums` multiplies one with rows of x by one with codes: each
+ * A tile is a register of up to 16 rows of 64 bytes. A product multiplies one with rows of x by one with codes: each
  * row of the result has, for 16 outputs, sums over 16 or 32 columns. HAS_TILES: 0 where the processor has none; nothing
  * here is called then.
  */
@@ -21,52 +21,41 @@ typedef struct {
 
 #define HAS_TILES 1
 
-/* Registers 0 and 1 have sums, 2 and 3 rows of x, 4 and 5 codes. */
+/* Register 0 has sums, 1 rows of x, 2 codes. */
 INLINE void configure_tiles(int rows, int columns) {
     struct {
         uint8_t palette, start, reserved[14];
         uint16_t bytes[16];
         uint8_t rows[16];
-    } config = {.palette = 1};
-    for (int i = 0; i < 2; i++) {
-        config.rows[i] = (uint8_t)rows, config.bytes[i] = 64;
-        config.rows[2 + i] = (uint8_t)rows, config.bytes[2 + i] = (uint16_t)columns;
-        config.rows[4 + i] = (uint8_t)(columns / 4), config.bytes[4 + i] = 64;
-    }
+    } config = {
+        .palette = 1,
+        .bytes = {64, (uint16_t)columns, 64},
+        .rows = {(uint8_t)rows, (uint8_t)rows, (uint8_t)(columns / 4)},
+    };
     _tile_loadconfig(&config);
 }
 
 INLINE void release_tiles(void) { _tile_release(); }
 
-/* x: codes of the configured rows, `pitch` bytes apart. codes: signed, [columns / 4, 16 outputs, 4]. `odd`: which of two
- * sets of registers, so that a product need not wait for the one before. */
-INLINE void tile_sums(TileSums *sums, const int8_t *x, int64_t pitch, const int8_t *codes, int odd) {
-    if (odd) {
-        _tile_zero(1);
-        _tile_loadd(3, x, pitch);
-        _tile_loadd(5, codes, 64);
-        _tile_dpbssd(1, 3, 5);
-        _tile_stored(1, sums, 64);
-    } else {
-        _tile_zero(0);
-        _tile_loadd(2, x, pitch);
-        _tile_loadd(4, codes, 64);
-        _tile_dpbssd(0, 2, 4);
-        _tile_stored(0, sums, 64);
-    }
+/* Has the compiler compute a vector here, before the quarter of a product that follows. */
+#define HERE(x) __asm__ volatile("" : "+v"(x))
+
+/* A quarter of what makes a product; the four of them, one after another, put it to `sums`. What else is to be computed
+ * should lie between them: a processor does not come to what follows all of them while it waits for tiles.
+ *
+ * x: codes of the configured rows, `pitch` bytes apart. codes: signed, [columns / 4, 16 outputs, 4]. */
+INLINE void tile_quarter(int quarter, TileSums *sums, const int8_t *x, int64_t pitch, const int8_t *codes) {
+    if (quarter == 0) _tile_zero(0), _tile_loadd(1, x, pitch);
+    if (quarter == 1) _tile_loadd(2, codes, 64);
+    if (quarter == 2) _tile_dpbssd(0, 1, 2);
+    if (quarter == 3) _tile_stored(0, sums, 64);
 }
 
 #else
 
 #define HAS_TILES 0
 
-INLINE void configure_tiles(int rows, int columns) { (void)rows, (void)columns; }
-
 INLINE void release_tiles(void) {}
-
-INLINE void tile_sums(TileSums *sums, const int8_t *x, int64_t pitch, const int8_t *codes, int odd) {
-    (void)sums, (void)x, (void)pitch, (void)codes, (void)odd;
-}
 
 #endif
 

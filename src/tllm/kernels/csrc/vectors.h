@@ -134,14 +134,15 @@ INLINE void store_some(void *to, int64_t at, int count, int dtype, f32x16 x) {
     }
 }
 
-/* a b + c, rounded once where the processor has an instruction for it: the same bits everywhere if a b is exact. */
-INLINE f32x16 multiply_add(f32x16 a, f32x16 b, f32x16 c) {
+/* a b + c of vectors, rounded once where the processor has an instruction for it: the same bits everywhere if a b is
+ * exact. */
 #if defined(__FMA__) || defined(__AVX512F__) || defined(__ARM_FEATURE_FMA)
-    return __builtin_elementwise_fma(a, b, c);
+#define MULTIPLY_ADD(a, b, c) __builtin_elementwise_fma(a, b, c)
 #else
-    return a * b + c;
+#define MULTIPLY_ADD(a, b, c) ((a) * (b) + (c))
 #endif
-}
+
+INLINE f32x16 multiply_add(f32x16 a, f32x16 b, f32x16 c) { return MULTIPLY_ADD(a, b, c); }
 
 INLINE float sum_of_lanes(f32x16 x) {
     float lanes[LANES];
@@ -149,6 +150,24 @@ INLINE float sum_of_lanes(f32x16 x) {
     for (int half = LANES / 2; half; half /= 2)
         for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
     return lanes[0];
+}
+
+#define SHUFFLE(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
+
+/* Lane i is the sum of the lanes of x[i], in the order of sum_of_lanes. */
+INLINE f32x16 sums_of_16(const f32x16 *x) {
+    f32x16 by_8[8], by_4[4], by_2[2];
+    for (int i = 0; i < 8; i++)
+        by_8[i] = SHUFFLE(x[2 * i], x[2 * i + 1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+                  SHUFFLE(x[2 * i], x[2 * i + 1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    for (int i = 0; i < 4; i++)
+        by_4[i] = SHUFFLE(by_8[2 * i], by_8[2 * i + 1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+                  SHUFFLE(by_8[2 * i], by_8[2 * i + 1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    for (int i = 0; i < 2; i++)
+        by_2[i] = SHUFFLE(by_4[2 * i], by_4[2 * i + 1], 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
+                  SHUFFLE(by_4[2 * i], by_4[2 * i + 1], 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
+    return SHUFFLE(by_2[0], by_2[1], 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+           SHUFFLE(by_2[0], by_2[1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
 }
 
 #endif

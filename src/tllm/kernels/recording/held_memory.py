@@ -6,6 +6,7 @@ import math
 import weakref
 from bisect import insort
 from collections.abc import Sequence
+from fractions import Fraction
 
 import numpy as np
 import torch
@@ -20,7 +21,8 @@ Block = np.ndarray[tuple[int], np.dtype[np.uint8]]
 class HeldMemory:
     """Tensors in blocks that are kept: one that is let go leaves its block to a later tensor, and never to others.
 
-    So recordings that are made one after another use the same few blocks, as none of them is played beside another.
+    So recordings that are made one after another use the same few blocks, as none of them is played beside another. A
+    block has room for the most rows that a later recording may have; the system gives it no memory that nobody uses.
     """
 
     def __init__(self) -> None:
@@ -32,13 +34,25 @@ class HeldMemory:
         """Bytes of all blocks."""
         return sum(len(block) for block in self._blocks)
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor of whatever numbers. Its block is free again when it and all its views are gone."""
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, growth: Fraction = Fraction(1)) -> Tensor:
+        """A tensor of whatever numbers, in a block in which `growth` times as large a one has room.
+
+        The block is free again when the tensor and all its views are gone.
+        """
         nbytes = max(1, math.prod(shape)) * dtype.itemsize
-        number = self._block_of(nbytes)
+        number = self._block_of(math.ceil(nbytes * growth))
         bytes_here = self._blocks[number][:nbytes]  # an object of its own, which the tensor's storage keeps alive
         weakref.finalize(bytes_here, self._give_back, number)
         return torch.from_numpy(bytes_here).view(dtype)[: math.prod(shape)].view(tuple(shape))
+
+    def place_of(self, x: Tensor) -> Tensor | None:
+        """The memory that x has now, as a tensor that keeps no block from later ones; None if x has none of here, or
+        lies apart."""
+        for block in self._blocks if x.is_contiguous() else ():
+            at = x.data_ptr() - block.ctypes.data
+            if 0 <= at < len(block):
+                return torch.from_numpy(block[at : at + x.nbytes]).view(x.dtype).view(x.shape)
+        return None
 
     def _block_of(self, nbytes: int) -> int:
         """The smallest free block of so many bytes, or a new one."""

@@ -10,6 +10,8 @@ that is computed: kernels are noted, views and new tensors cost nothing later, a
 kernels that stand for them, with the same bits. With anything else the computation is `refused`: it has its result, and
 no recording.
 
+Sums over ranks are no kernels: a recording has parts, and makes the sum between them (`host_steps`).
+
 What a recording reads and writes has to stay where it is. New tensors come from `HeldMemory`; everything else that the
 computation is given (weights, caches, its inputs) belongs to the caller, who may change the numbers there.
 """
@@ -21,12 +23,13 @@ import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import c_float
+from fractions import Fraction
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from tllm.kernels.library import (
     NUMBERS,
@@ -39,6 +42,7 @@ from tllm.kernels.library import (
     using,
 )
 from tllm.kernels.recording.held_memory import HeldMemory
+from tllm.kernels.recording.host_steps import Step, taken_by
 from tllm.kernels.row_operations import DTYPES
 
 KERNELS = (
@@ -48,6 +52,7 @@ KERNELS = (
     "gated",
     "rotate",
     "add",
+    "scale",
     "convert",
     "copy_rows",
     "paged_attention",
@@ -61,43 +66,75 @@ CONSTANTS = {aten.lift_fresh.default, aten.detach_.default}
 """What torch makes a tensor of Python's numbers by: these stay as they are."""
 
 
-class Recording:
-    """Kernel calls in their order, and what they point to. Whoever plays it does so with torch's threads."""
+class Part(NamedTuple):
+    """Kernel calls in their order, and what is done after them, if anything is."""
 
-    def __init__(self, kernels: Library, calls: list[CallArguments], kept: list[object]) -> None:
-        self._play, self._kept = kernels.recorded.play, kept
-        self._calls = (CallArguments * len(calls))(*calls)
+    calls: ctypes.Array[CallArguments]
+    step: Callable[[], object] | None
+
+
+class Recording:
+    """What was computed, in parts, and what their calls point to. Whoever plays it does so with torch's threads."""
+
+    def __init__(self, kernels: Library, parts: list[Part], kept: list[object]) -> None:
+        self._play, self._parts, self._kept = kernels.recorded.play, parts, kept
 
     def __len__(self) -> int:
-        return len(self._calls)
+        return sum(len(part.calls) for part in self._parts)
 
     def play(self) -> None:
-        """Make all calls again."""
-        self._play(self._calls, len(self._calls))
+        """Make all calls again, and what is done between them."""
+        for calls, step in self._parts:
+            self._play(calls, len(calls))
+            if step is not None:
+                step()
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records what is computed in the block of `recording`, where there are no gradients.
 
-    `refused` says what cannot be recorded, if anything was computed that cannot.
+    `growth`: how many times as many rows a later recording in the same memory may have. `refused` says what cannot be
+    recorded, if anything was computed that cannot.
     """
 
-    def __init__(self, kernels: Library, memory: HeldMemory) -> None:
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing here is ever compiled; else torch loads its compiler for the first call, in over a second."""
+        return False
+
+    def __init__(self, kernels: Library, memory: HeldMemory, growth: Fraction = Fraction(1)) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.refused = ""
         self._kernels, self._memory = kernels, memory
+        self._new = partial(memory.empty, growth=growth)
         self._calls: list[CallArguments] = []
+        self._parts: list[Part] = []
         self._kept: list[object] = [memory]
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Write down what is computed here."""
-        with using(self._noting(self._kernels)), self:
+        with using(self._noting(self._kernels)), taken_by(self._host_step), self:
             yield
 
     def recorded(self) -> Recording | None:
         """What was written down; None if it was refused."""
-        return None if self.refused else Recording(self._kernels, self._calls, self._kept)
+        self._end_part(None)
+        return None if self.refused else Recording(self._kernels, self._parts, self._kept)
+
+    def _end_part(self, step: Callable[[], object] | None) -> None:
+        self._parts.append(Part((CallArguments * len(self._calls))(*self._calls), step))
+        self._calls = []
+
+    def _host_step(self, step: Step, x: Tensor) -> Tensor:
+        """Make a step of the host, and write it down."""
+        place = self._memory.place_of(x)
+        if place is None:
+            self.refused = self.refused or f"{step} of a tensor that may move"
+        else:
+            self._end_part(partial(step, place))
+        with _disable_current_modes(), taken_by(None):
+            return step(x)
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -118,10 +155,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Tensor | None:
         if device is not None and torch.device(device).type != "cpu":
             return None
-        return self._memory.empty(shape, dtype or torch.get_default_dtype())
+        return self._new(shape, dtype or torch.get_default_dtype())
 
     def _empty_like(self, x: Tensor, **form: Any) -> Tensor | None:
-        return self._memory.empty(x.shape, x.dtype) if not any(form.values()) and x.is_contiguous() else None
+        return self._new(x.shape, x.dtype) if not any(form.values()) and x.is_contiguous() else None
 
     def _add(self, x: Tensor, y: Any, *, alpha: float = 1) -> Tensor | None:
         """Of rows, or of one row to each."""
@@ -129,18 +166,27 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         if not (x.dim() == 2 and x.is_contiguous() and y.is_contiguous()) or y.shape not in (x.shape, x.shape[1:]):
             return None
-        added = self._memory.empty(x.shape, x.dtype)
+        added = self._new(x.shape, x.dtype)
         stride = 0 if y.dim() == 1 else x.shape[1]
         where = x.data_ptr(), y.data_ptr(), NUMBERS[x.dtype], *x.shape, stride, added.data_ptr()
         self._make("add", self._kernels.recorded.add, *where)
         return added
+
+    def _scale(self, x: Tensor, factor: Any) -> Tensor | None:
+        """By a number."""
+        if not isinstance(factor, float) or not x.is_contiguous() or x.dtype not in DTYPES:
+            return None
+        scaled = self._new(x.shape, x.dtype)
+        where = x.data_ptr(), NUMBERS[x.dtype], x.numel()
+        self._make("scale", self._kernels.recorded.scale, *where, factor, scaled.data_ptr())
+        return scaled
 
     def _to(self, x: Tensor, dtype: torch.dtype, *options: Any, **form: Any) -> Tensor | None:
         if x.dtype == dtype or any((*options, *form.values())) or not x.is_contiguous() or dtype not in DTYPES:
             return None  # the same tensor, or not as there is a kernel for it
         if x.dtype not in (*DTYPES, torch.float64):
             return None
-        converted = self._memory.empty(x.shape, dtype)
+        converted = self._new(x.shape, dtype)
         where = x.data_ptr(), NUMBERS[x.dtype], x.numel(), converted.data_ptr(), NUMBERS[dtype]
         self._make("convert", self._kernels.recorded.convert, *where)
         return converted
@@ -149,14 +195,26 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Of rows that lie apart."""
         if x.is_contiguous() or any(form.values()) or x.dim() < 2 or not x[0].is_contiguous():
             return None
-        together, size = self._memory.empty(x.shape, x.dtype), x.dtype.itemsize
-        where = x.data_ptr(), len(x), x[0].numel() * size, x.stride(0) * size, together.data_ptr()
-        self._make("copy_rows", self._kernels.recorded.copy_rows, *where)
+        return self._copied(x, 0, 0)
+
+    def _pad(self, x: Tensor, pad: list[int], mode: str = "constant", value: float | None = None) -> Tensor | None:
+        """Of rows, with zeros before and after each."""
+        if x.dim() != 2 or not x.is_contiguous() or len(pad) != 2 or min(pad) < 0 or mode != "constant" or value:
+            return None
+        return self._copied(x, *pad)
+
+    def _copied(self, x: Tensor, before: int, after: int) -> Tensor:
+        """Rows that may lie apart, one after another, with so many zeros before and after each."""
+        width, size = x[0].numel(), x.dtype.itemsize
+        shape = x.shape if before == after == 0 else (len(x), before + width + after)
+        together = self._new(shape, x.dtype)
+        where = x.data_ptr(), len(x), *(size * number for number in (width, x.stride(0), before, after))
+        self._make("copy_rows", self._kernels.recorded.copy_rows, *where, together.data_ptr())
         return together
 
     def _noting(self, kernels: Library) -> Library:
         """These kernels, of which each call is written down."""
-        noting: Any = copy.copy(kernels)
+        noting: Any = recordable(kernels)
         k = kernels
         noting.quantized_matmul = partial(self._make, "quantized_matmul", k.quantized_matmul)
         noting.float_matmul = partial(self._make, "float_matmul", k.float_matmul)
@@ -192,12 +250,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return call
 
 
+def recordable(kernels: Library) -> Library:
+    """These kernels, with which a computation has the bits that it has when it is recorded and played."""
+    alone = copy.copy(kernels)
+    alone.makes_plain_products = True
+    return alone
+
+
 OPERATIONS: dict[Any, Callable[..., Tensor | None]] = {
     aten.empty.memory_format: Recorder._empty,
     aten.empty_like.default: Recorder._empty_like,
     aten.add.Tensor: Recorder._add,
+    aten.mul.Tensor: Recorder._scale,
     aten.to.dtype: Recorder._to,
     aten.contiguous.default: Recorder._contiguous,
+    aten.pad.default: Recorder._pad,
 }
 """What stands for torch's operations; where it gives None, torch makes them."""
 

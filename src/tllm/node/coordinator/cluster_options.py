@@ -15,7 +15,11 @@ LOOPBACK: Address = ("127.0.0.1", 0)
 """Only this machine, on any free port."""
 
 OnProgress = Callable[[str, int, int], None]
-"""on_progress(what, done, in all): called while nodes load weights or measure"""
+"""on_progress(what, done, in all): called while nodes load weights, in bytes, or measure, in things of `COUNTED`"""
+
+NODES_MEASURED, LINKS_MEASURED = "nodes measured", "links measured"
+COUNTED = frozenset({NODES_MEASURED, LINKS_MEASURED})
+"""What `on_progress` is told of that is not bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)

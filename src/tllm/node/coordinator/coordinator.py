@@ -1,4 +1,4 @@
-"""`Coordinator`: keeps the cluster's state and assigns ranks to nodes; what these then do is its job's matter."""
+"""`Coordinator`: keeps the cluster's state and assigns ranks to nodes. What the nodes then do is decided by its job."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tllm.node.coordinator.plan_selection import PlanSelection
 from tllm.node.coordinator.weight_registry import WeightRegistry
 from tllm.node.coordinator.workload import Workload
 from tllm.node.sources.local_workers import LocalWorkers
-from tllm.node.sources.node_source import Invitation
+from tllm.node.sources.node_source import Invitation, JoinLine
 from tllm.node.weights.hub_chunks import HubChunks
 from tllm.node.weights.hub_folder import HubFolder
 from tllm.node.weights.model_folder import ModelFolder
@@ -61,6 +61,9 @@ class Replication(Protocol):
 
     async def hand_over(self, leaving: Sequence[str]) -> bool:
         """Let another process coordinate, under which these nodes are not waited for; whether this one does no more."""
+
+    async def find_successor(self, seconds: float) -> Address | None:
+        """Once another process has taken this one's place, or may: look for it so long; where it coordinates."""
 
     async def end(self) -> None:
         """The cluster ends, and nobody is to take over."""
@@ -102,8 +105,9 @@ class Coordinator:
         self.members = Membership(authority.cluster, *callbacks, work.lost_after)
         self.members.interval.expected = work.nodes
         self.loss_policy: LossPolicy = EndOnLoss(job, self.members)
-        self.control_server = ControlServer(authority, self.tokens, self.members.admit, self.members.is_here, address)
+        self.control_server = ControlServer(authority, self.tokens, self.members, address)
         self.control_server.allow_mixed = work.allow_mixed
+        self.tokens.on_stale = self._invite_missing
         self.weights = WeightRegistry(_model_folder(work), self.members, self.control_server.own)
         self.selection = PlanSelection(self.members, self.weights, self.bring_up)
 
@@ -125,7 +129,18 @@ class Coordinator:
     def invite(self, count: int) -> None:
         """Ask for so many nodes more, from elsewhere."""
         if self.invitation is not None:
-            self.invitation.source.start(count, self.invitation.address, str(self.token(count)))
+            self.invitation.tokens.append(token := self.token(count))
+            self.invitation.source.start(count, self.invitation.address, str(token))
+
+    def _invite_missing(self) -> None:
+        """Somebody with a token that is good no more wants to join: where nodes are missing that no good token is out
+        for, say the line anew. A node may have used its token up and have failed before it was a member."""
+        if self.invitation is None or not isinstance(self.invitation.source, JoinLine):
+            return
+        here = sum(member.node not in self.control_server.own for member in self.state.living)
+        missing = self.invitation.nodes - here - self.tokens.open_uses(self.invitation.tokens, time.time())
+        if missing > 0:
+            self.invite(missing)
 
     async def run(self) -> None:
         """Serve the control port, watch heartbeats and mind losses, for ever. Raises what any of these fails with:
@@ -149,7 +164,7 @@ class Coordinator:
                     "another machine of the cluster does; see `tllm status` there",
                 ) from error
             if isinstance(error, Deposed):
-                self._let_go()
+                self.let_go()
                 raise error from None
             raise
 
@@ -205,6 +220,9 @@ class Coordinator:
         if not self.state.is_ready:
             reasons = "; ".join(member.reason for member in self.state.ranks if member.reason)
             raise ClusterError(f"a node was lost while the cluster started: {reasons}")
+        if survey is not None:
+            log.info("%d nodes and the links between them are measured, to choose a plan", len(nodes))
+            return
         log.info("cluster %s is ready, epoch %d: %s", self.state.cluster, self.state.epoch, plan)
         for words in dict.fromkeys(member.loaded.network for member in self.state.ranks if member.loaded):
             if words:
@@ -225,10 +243,18 @@ class Coordinator:
         and `leaving` nodes end with this process. False where nobody could, and nothing has changed."""
         if self.replication is None or not await self.replication.hand_over(leaving):
             return False
-        self._let_go()
+        self.let_go()
         return True
 
-    def _let_go(self) -> None:
+    async def find_successor(self, deposed: Deposed, seconds: float) -> None:
+        """Once this process was deposed, look so long for the one that coordinates now, and let the error name it."""
+        assert self.replication is not None, "nobody else deposes"
+        log.warning("looks for the process that coordinates now, for %g s, to join it as a node", seconds)
+        deposed.successor = await self.replication.find_successor(seconds)
+        if deposed.successor is None:
+            log.error("no other process was found within %g s that coordinates this cluster: ends", seconds)
+
+    def let_go(self) -> None:
         """Of all nodes, which go to another coordinator, but for workers of this machine."""
         self.members.abandon()
         if self.local is not None:

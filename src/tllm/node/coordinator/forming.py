@@ -1,4 +1,4 @@
-"""A whole cluster for the length of a block: the coordinator here, some workers here, others by join token."""
+"""Forms a cluster for the length of a `with` block: coordinator and some workers here, other nodes by join token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tllm.devices.choose import CPU, choose_device
 from tllm.node.coordinator.cluster_options import ClusterOptions, OnProgress
 from tllm.node.coordinator.coordinator import Coordinator
 from tllm.node.coordinator.job import ClusterJob
-from tllm.node.machine.process_facts import cores, usable_memory
+from tllm.node.machine.process_facts import LOOPBACKS, cores, usable_memory
 from tllm.node.sources.local_workers import LocalWorkers, WorkersRoom, local_workers
 from tllm.node.sources.node_source import Invitation
 from tllm.node.topology.numa_binding import NumaBinding, binding_of
@@ -75,21 +75,23 @@ async def forming(job: FormableJob, local: list[str], host: str, options: Cluste
     async with contextlib.AsyncExitStack() as stack:
         if options.source is not None:
             stack.callback(options.source.stop)
-        await stack.enter_async_context(_running(job))
+        running = await stack.enter_async_context(_running(job))
         share = options.threads or max(1, cores() // max(len(local), 1))
-        early_end = _EarlyEnd(coordinator)
+        early_end = _EarlyEnd(coordinator, running)
         if local:
             bound = stack.enter_context(binding_of(numa_binding(options), len(local), share))
-            room = WorkersRoom(share, options.memory, coordinator.work.hub, options.device, bound)
-            workers = LocalWorkers(control, coordinator.token, early_end.on_end, room)
+            room = WorkersRoom(share, options.memory, coordinator.work.hub, options.device, bound, host)
+            inside = LOOPBACKS.get(options.address[0], host), control[1]
+            workers = LocalWorkers(inside, coordinator.token, early_end.on_end, room)
             coordinator.local = await stack.enter_async_context(local_workers(local, workers))
         stack.enter_context(_ending(coordinator))
         if options.secret is not None:
             coordinator.tokens.keep(JoinToken.of_secret(options.secret), time.time())
+        joining = wanted - len(local) + options.spare_nodes
         if (source := options.source) is not None:
-            coordinator.invitation = Invitation(source, format_address(control))
+            coordinator.invitation = Invitation(source, format_address(control), joining)
             source.watch(early_end.fail)
-        if joining := wanted - len(local) + options.spare_nodes:
+        if joining:
             coordinator.invite(joining)
         seconds = LOCAL_SECONDS if wanted == len(local) else options.join_seconds
         await early_end.unless(job.form(seconds, options.on_progress))
@@ -129,7 +131,7 @@ def _ending(coordinator: Coordinator) -> Iterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def _running(job: FormableJob) -> AsyncIterator[None]:
+async def _running(job: FormableJob) -> AsyncIterator[asyncio.Task[None]]:
     """Run the coordinator's tasks; should they fail, so does the job, and leaving raises what they failed with."""
     task = asyncio.create_task(job.coordinator.run(), name="coordinator")
 
@@ -137,27 +139,32 @@ async def _running(job: FormableJob) -> AsyncIterator[None]:
         if done.cancelled() or (error := done.exception()) is None:
             return
         if isinstance(error, Deposed):
-            log.error("%s", error.message)
+            log.error("%s", "; ".join(filter(None, (error.message, error.hint))))
             job.fail(error)
         else:
             log.error("the coordinator failed", exc_info=error)
             job.fail(ClusterError(f"the coordinator failed: {error}"))
 
     task.add_done_callback(ended)
+    passed_over: tuple[type[BaseException], ...] = (asyncio.CancelledError,)
     try:
-        yield
+        yield task
+    except asyncio.CancelledError:  # told to end, which it does though it was deposed before
+        passed_over += (Deposed,)
+        raise
     finally:
         if not task.done():
             task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
+        with contextlib.suppress(*passed_over):
             await task
 
 
 class _EarlyEnd:
-    """Is told of nodes that end or cannot come, which is enough to give up a cluster that is still forming."""
+    """Is told of nodes that end or cannot come, which is enough to give up a cluster that is still forming; so is the
+    end of `running`, the coordinator's tasks."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
-        self._coordinator = coordinator
+    def __init__(self, coordinator: Coordinator, running: asyncio.Task[None]) -> None:
+        self._coordinator, self._running = coordinator, running
         self._loop = asyncio.get_running_loop()
         self._first: asyncio.Future[TllmError] = self._loop.create_future()
 
@@ -186,11 +193,14 @@ class _EarlyEnd:
         """Let the cluster form, unless a node ends before it has, or cannot come."""
         task = asyncio.create_task(forming)
         try:
-            await asyncio.wait((task, self._first), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((task, self._first, self._running), return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 # What the node itself has said tells more than that its process ended.
                 await asyncio.wait((task,), timeout=1.0)
             if not task.done():
+                if self._running.done():
+                    await self._running
+                assert self._first.done(), "what the coordinator runs ends with an error, while the cluster forms"
                 raise self._first.result()
             await task
         finally:

@@ -1,4 +1,4 @@
-"""`ClusterJob`: what a coordinator brings nodes together for, and asks about it."""
+"""`ClusterJob`: what a coordinator brings nodes together for, as the coordinator calls it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from tllm.cluster.channel import Act
 from tllm.cluster.messages import Prepared
 from tllm.core.errors import TllmError
 from tllm.node.coordinator.workload import Workload
+from tllm.weights.coverage import HeldBlock, check_coverage
 
 
 class ClusterJob(Protocol):
@@ -31,3 +32,12 @@ class ClusterJob(Protocol):
 
     def adopt(self, work: Workload) -> Workload:
         """Take up work that was chosen for the nodes that are here; what the coordinator is to run then."""
+
+
+def check_pieces(prepared: Mapping[int, Prepared]) -> None:
+    """PlanError unless each element that the model needs is held once, or as often as the plan means it to be."""
+    held = {
+        rank: [HeldBlock(piece.name, piece.source, piece.replicated) for piece in one.pieces]
+        for rank, one in prepared.items()
+    }
+    check_coverage(held, prepared[0].needed)

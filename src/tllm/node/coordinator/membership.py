@@ -1,4 +1,4 @@
-"""`Membership`: the coordinator's nodes: who is here, one channel to each, and word of whoever is lost, and why."""
+"""`Membership`: the nodes of a cluster as its coordinator knows them: one channel to each, who is lost, and why."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tllm.cluster.state import (
 from tllm.cluster.weight_messages import OpenChunkConnection
 from tllm.core.errors import ClusterError, TllmError
 from tllm.core.tasks import end_tasks
-from tllm.node.coordinator.place_news import PlaceNews
+from tllm.node.coordinator.rank_address_updates import RankAddressUpdates
 
 log = logging.getLogger("tllm.node")
 
@@ -93,7 +93,11 @@ async def why_silent(address: Address, seconds: float = PROBE_SECONDS) -> ProbeR
     except NO_ADDRESS as error:
         return ProbeResult(f"it gave an address that is none ({error})", False)
     writer.transport.abort()
-    return ProbeResult("its machine answers and its process does not: it is stopped, or starved of the processor", True)
+    return ProbeResult(
+        "its machine answers and its process does not: it is stopped, starved of the processor, or large packets are "
+        "lost on the way, as over a VPN that takes less than the mtu",
+        True,
+    )
 
 
 class Surroundings(NamedTuple):
@@ -107,6 +111,15 @@ class Surroundings(NamedTuple):
     why_silent: Callable[[Address], Awaitable[ProbeResult]] = why_silent
 
 
+class _Calls(NamedTuple):
+    """Whom a `Membership` calls, as its own description says."""
+
+    acts: Callable[[str], Mapping[type, Act]]
+    on_loss: OnLoss
+    on_break: Callable[[], None]
+    serve_chunks: ServeChunks
+
+
 class Membership:
     """Keeps `state`, the cluster's one state, and `channels`, the connection to each node that is here.
 
@@ -114,7 +127,8 @@ class Membership:
     that is lost, before its connection is closed; `on_break` when a node stays but its rank can compute no more.
     `serve_chunks` is given a second connection that a node opens to read weights on. A node that is silent for more
     than `lost_after` seconds, or longer where `interval` says so, is lost. `places` tells nodes where all ranks are.
-    `changed` is notified whenever something about the nodes has changed.
+    `changed` is notified whenever something about the nodes has changed. `is_unfinished`: what the nodes do is to go on
+    another time, which they are told when they are to end.
     """
 
     def __init__(
@@ -129,13 +143,12 @@ class Membership:
         self.state = ClusterState(cluster=cluster)
         self.channels: dict[str, Channel] = {}
         self.changed = asyncio.Condition()
-        self.places = PlaceNews()
+        self.places = RankAddressUpdates()
         self._warnings = _Warnings()
-        self._acts = acts
-        self._on_loss, self._on_break, self._serve_chunks = on_loss, on_break, serve_chunks
+        self._calls = _Calls(acts, on_loss, on_break, serve_chunks)
         self.interval = HeartbeatInterval(lost_after)
         self.surroundings = Surroundings()
-        self.is_ending = False
+        self.is_ending = self.is_unfinished = False
 
     def now(self) -> float:
         """The time, as `Member.heard` has it."""
@@ -159,7 +172,7 @@ class Membership:
         if frame is None:
             return
         if isinstance(frame.message, OpenChunkConnection) and self.is_here(node):
-            await self._serve_chunks(channel, node)
+            await self._calls.serve_chunks(channel, node)
             return
         if not isinstance(frame.message, Attach) or frame.message.facts.node != node:
             raise ClusterError(f"{node} began with a {type(frame.message).__name__} that is not its own Attach")
@@ -176,7 +189,7 @@ class Membership:
                 await channel.write(ANSWER, frame.number, attached)
                 await self.notify()
                 await channel.run(
-                    {Heartbeat: self._on_heartbeat(node), Failure: self._on_failure(node), **self._acts(node)}
+                    {Heartbeat: self._on_heartbeat(node), Failure: self._on_failure(node), **self._calls.acts(node)}
                 )
             await self.mark_lost(
                 node, ClusterError(f"{describe(self.state, node)} went away{fullness(self.state, node)}")
@@ -193,7 +206,7 @@ class Membership:
             return
         log.warning("lost %s: %s", node, error.message)
         self.record(NodeLost(node, error.message))
-        self._on_loss(node, error)
+        self._calls.on_loss(node, error)
         await self.notify()
         if node in self.channels:
             self.channels[node].abort()
@@ -208,7 +221,9 @@ class Membership:
             was_late, last, turn = now - last > BEAT_SECONDS + OWN_DELAY_SECONDS, now, (turn + 1) % turns
             for channel in islice(self.channels.values(), turn, None, turns):
                 channel.post_frame(beat)
-            if was_late:  # this process itself was held up: what members sent meanwhile is still to be read
+            # Where this process itself was held up, what members sent meanwhile is still to be read. Who was told to
+            # end sends nothing more.
+            if was_late or self.is_ending:
                 continue
             if turn == 0:
                 await self._look(now)
@@ -277,7 +292,7 @@ class Membership:
         if not self.is_ending:
             self.is_ending = True
             for channel in self.channels.values():
-                channel.post(Shutdown(reason))
+                channel.post(Shutdown(reason, self.is_unfinished))
 
     def abandon(self) -> None:
         """Let all members go without a word: another coordinator has them."""
@@ -307,7 +322,7 @@ class Membership:
             elif failure.epoch == self.state.epoch:
                 log.warning("%s", error.message)
                 self.record(RankBroken(node, error.message))
-                self._on_break()
+                self._calls.on_break()
                 await self.notify()
 
         return fail

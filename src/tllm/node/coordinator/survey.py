@@ -14,12 +14,12 @@ import msgspec
 from tllm.cluster.messages import Findings, NodeFacts, Probe
 from tllm.cluster.settings import SurveySettings
 from tllm.core.errors import UNREADABLE, ClusterError
-from tllm.node.coordinator.cluster_options import OnProgress
+from tllm.node.coordinator.cluster_options import LINKS_MEASURED, NODES_MEASURED, OnProgress
 from tllm.node.coordinator.membership import Membership
 from tllm.node.coordinator.survey_paths import paths_with_sums
 from tllm.node.machine.machine_facts import NetworkPath
 from tllm.node.roles.sum_latency import Met
-from tllm.planner.measured.survey import Goal, Survey, SurveyedNode, SurveyedPath, digest
+from tllm.planner.measured.survey import Goal, Machine, Survey, SurveyedNode, SurveyedPath, digest
 from tllm.spec.model_spec import ModelSpec
 
 LATE_SECONDS = 60.0
@@ -44,12 +44,15 @@ class SurveyRequest:
 
     def recalled(self, facts: Sequence[NodeFacts]) -> Survey | None:
         """The survey that was kept, if these are its nodes; by the names that they have now."""
-        machines = [(node.host_name, node.cores, node.device) for node in facts]
-        if self.known is None or not self.known.is_of(self.spec, self.goal, self.settings.dtype, machines):
+        kept = self.kept([(node.host_name, node.cores, node.device) for node in facts])
+        return None if kept is None else kept.named([node.node for node in facts])
+
+    def kept(self, machines: Sequence[Machine]) -> Survey | None:
+        """The survey that was kept, if it is of nodes of these machines, in this order, and has all that is asked."""
+        known, settings = self.known, self.settings
+        if known is None or not known.is_of(self.spec, self.goal, settings.dtype, machines):
             return None
-        if self.settings.rollouts and not self.known.has_sampling:
-            return None
-        return self.known.named([node.node for node in facts])
+        return known if known.has_measured(bool(settings.rollouts), settings.intra_host) else None
 
 
 def _is_in_turn(settings: SurveySettings) -> bool:
@@ -89,28 +92,40 @@ class Examiner:
         Afterwards they are free again. The paths between two nodes are measured in both directions at once, as ranks
         that sum send in both, and each processor encrypts and decrypts.
         """
-        measured = await self._measure_nodes(nodes, hosts)
+        tell = on_progress or (lambda what, done, total: None)
+        measured = await self._measure_nodes(nodes, hosts, tell)
         paths, pairs = list[SurveyedPath](), list(combinations(range(len(nodes)), 2))
-        for done, (first, second) in enumerate(pairs):
-            if on_progress is not None:
-                on_progress("links", done, len(pairs))
+        tell(LINKS_MEASURED, 0, len(pairs))
+        for done, (first, second) in enumerate(pairs, 1):
             both = await asyncio.gather(
                 self._measure_path(nodes, first, second), self._measure_path(nodes, second, first)
             )
             sums = await self._measure_sums(nodes, both)
             paths += paths_with_sums(asked.spec, self._settings, (measured[first], measured[second]), both, sums)
+            tell(LINKS_MEASURED, done, len(pairs))
         for node in nodes:
             self._members.channels[node].post(Probe(None))
-        dtype = self._settings.dtype
-        return Survey(model=digest(asked.spec), goal=asked.goal, dtype=dtype, nodes=tuple(measured), paths=tuple(paths))
+        return Survey(
+            model=digest(asked.spec),
+            goal=asked.goal,
+            dtype=self._settings.dtype,
+            nodes=tuple(measured),
+            paths=tuple(paths),
+            intra_host=self._settings.intra_host,
+        )
 
-    async def _measure_nodes(self, nodes: Sequence[str], hosts: Sequence[str]) -> list[SurveyedNode]:
+    async def _measure_nodes(self, nodes: Sequence[str], hosts: Sequence[str], tell: OnProgress) -> list[SurveyedNode]:
         """All at the same time, or those of one host one after another."""
-        free = defaultdict[str, asyncio.Lock](asyncio.Lock)
+        free, done = defaultdict[str, asyncio.Lock](asyncio.Lock), 0
+        tell(NODES_MEASURED, done, len(nodes))
 
         async def measure(rank: int, host: str) -> SurveyedNode:
+            nonlocal done
             async with free[host if _is_in_turn(self._settings) else nodes[rank]]:
-                return await self._ask(nodes[rank], rank, self._settings.measure_seconds, SurveyedNode)
+                measured = await self._ask(nodes[rank], rank, self._settings.measure_seconds, SurveyedNode)
+            done += 1
+            tell(NODES_MEASURED, done, len(nodes))
+            return measured
 
         return await asyncio.gather(*(measure(rank, host) for rank, host in enumerate(hosts)))
 

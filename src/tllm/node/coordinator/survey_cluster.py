@@ -73,12 +73,18 @@ async def survey_nodes(
 
 def survey_here(asked: SurveyRequest, threads: int = 0, device: str = "cpu") -> Survey:
     """This process alone: as it was kept, else as it measures itself now, on so many threads (0: as it is)."""
-    own, dtype = choose_device(device), asked.settings.dtype
-    machine = socket.gethostname(), cores(), "" if own == CPU else device_name(own)
-    if asked.known is not None and asked.known.is_of(asked.spec, asked.goal, dtype, [machine]):
-        return asked.known
+    own, settings = choose_device(device), asked.settings
+    kept = asked.kept([(socket.gethostname(), cores(), "" if own == CPU else device_name(own))])
+    if kept is not None:
+        return kept
     if threads:
         torch.set_num_threads(threads)
     compute_on(own)
-    node = examined("here", asked.spec, msgspec.structs.replace(asked.settings, device=str(own)))
-    return Survey(model=digest(asked.spec), goal=asked.goal, dtype=dtype, nodes=(node,))
+    node = examined("here", asked.spec, msgspec.structs.replace(settings, device=str(own)))
+    return Survey(
+        model=digest(asked.spec),
+        goal=asked.goal,
+        dtype=settings.dtype,
+        nodes=(node,),
+        intra_host=settings.intra_host,
+    )

@@ -1,4 +1,4 @@
-"""`Doctor`: a cluster that is only examined. Its nodes measure themselves, and one after another the paths between."""
+"""`Doctor`: a cluster that is only examined. Its nodes measure themselves, and then the network paths one by one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tllm.cluster.messages import News, Prepared, Probe
 from tllm.cluster.settings import DoctorSettings
 from tllm.cluster.state import ClusterState
 from tllm.core.errors import UNREADABLE, ClusterError, TllmError
-from tllm.node.coordinator.cluster_options import DEFAULTS, ClusterOptions, OnProgress
+from tllm.node.coordinator.cluster_options import DEFAULTS, LINKS_MEASURED, ClusterOptions, OnProgress
 from tllm.node.coordinator.coordinator import Coordinator
 from tllm.node.coordinator.forming import forming, local_names, open_authority
 from tllm.node.coordinator.workload import Workload
@@ -58,10 +58,10 @@ class Doctor:
         paths, pairs = [], list(permutations(ranks, 2))
         for done, (source, target) in enumerate(pairs):
             if on_progress is not None:
-                on_progress("ways", done, len(pairs))
+                on_progress(LINKS_MEASURED, done, len(pairs))
             paths.append(await self.probe_path(source, target))
         if on_progress is not None and pairs:
-            on_progress("ways", len(pairs), len(pairs))
+            on_progress(LINKS_MEASURED, len(pairs), len(pairs))
         return ClusterProbe(tuple(nodes), tuple(paths))
 
     async def probe_node(self, rank: int) -> NodeProbe:

@@ -1,5 +1,4 @@
-"""What is wrong with machines and with the network paths between them, in words, and what to do: pure rules over a
-`ClusterProbe`.
+"""Diagnoses of machines and of the network paths between them, each with what to do: pure rules over a `ClusterProbe`.
 
 A diagnosis is `wrong` where something fails, or is many times slower than such machines can be; the rest is advice.
 """
@@ -135,7 +134,9 @@ def _of_processor(found: NodeProbe) -> Iterator[Diagnosis]:
     if machine.load > machine.cores / 2:
         yield Diagnosis(
             node,
-            f"other programs keep {machine.load:.1f} of {machine.cores} processors busy",
+            f"other programs want {machine.load:.1f} processors, and it has {machine.cores}"
+            if machine.load > machine.cores
+            else f"other programs keep {machine.load:.1f} of {machine.cores} processors busy",
             "End them, or expect every step to wait for this node",
             wrong=False,
         )

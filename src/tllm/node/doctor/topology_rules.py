@@ -1,6 +1,7 @@
-"""What of a machine's topology costs speed: threads, processors, cards and lanes that do not fit together.
+"""What in a machine's topology costs speed: threads, processors, cards and PCIe lanes that do not fit together.
 
-All of it is advice: such a machine computes the same, and may be all that there is."""
+All of it is advice: such a machine computes the same numbers, and the user may have no other.
+"""
 
 from __future__ import annotations
 

@@ -33,13 +33,16 @@ class Departure:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
 
-    def run(self, work: Callable[[], None]) -> None:
-        """Do this, which signals end by a KeyboardInterrupt. It is raised where a second one was needed."""
+    def run(self, work: Callable[[], bool]) -> bool:
+        """Do this, which signals end by a KeyboardInterrupt, and return what it does: whether the work has come to its
+        end. A node that was told to leave left work that goes on, but for a server, whose own requests have ended. The
+        KeyboardInterrupt is raised where a second signal was needed."""
         try:
-            work()
+            return work()
         except KeyboardInterrupt:
             if self._asked != 1:
                 raise
+            return self.front_end is not None
 
     def _on_signal(self, number: int, frame: object) -> None:
         if self._is_drained:  # our own

@@ -89,7 +89,10 @@ class FrontEnd:
     def leave(self) -> None:
         """Take no new requests, and let those in hand end, as `tllm serve` does on its first signal."""
         self._is_leaving = True
-        self._in_loop(self._leaving.set)
+        if self._thread.is_alive():
+            self._in_loop(self._leaving.set)
+        else:  # it failed, and there is nothing to wait for
+            self._on_left()
 
     def close(self) -> None:
         """End: the node has nothing more to do, and what is in hand fails for want of a coordinator."""
@@ -105,9 +108,12 @@ class FrontEnd:
 
     # --- its own thread
     def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._follow())
-        self._on_left()
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._follow())
+        finally:
+            if self._is_leaving:
+                self._on_left()
 
     def _serve(self, model: ServedModel) -> None:
         if model != self._model:
@@ -154,6 +160,7 @@ class FrontEnd:
             model_aliases=model.model_aliases,
             tool_call_parser=model.tool_call_parser,
             reasoning_parser=model.reasoning_parser,
+            generation_config=model.generation_config,
             started=model.started,
             fingerprint=model.fingerprint,
         )

@@ -33,7 +33,7 @@ from tllm.node.front_end.engine_link import EngineLink
 from tllm.server.admission.account import Account
 from tllm.server.http.errors import rate_limited
 from tllm.server.openai.engine_client import Health
-from tllm.server.stored.stream_store import TakenStream, seeded, size_of
+from tllm.server.stored.stream_store import TakenStream, size_of
 from tllm.server.tracing.tracing import NodeSpan
 from tllm.spec.request import Output, Request, StreamRecord
 
@@ -60,7 +60,7 @@ class RemoteEngine:
         If the coordinator goes away, the request goes on at the one that takes its place, from the tokens that came.
         The rest is what it would have been, as a token follows from those before it, the request's seed and its place.
         """
-        request = seeded(request)
+        request = request.seeded()
         token_ids = list(request.output_ids)
         until: float | None = None
         for tries in count():

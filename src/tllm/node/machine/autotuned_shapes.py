@@ -1,6 +1,6 @@
-"""Which ways to compute win on this machine, with the times of all: for shapes that large models have.
+"""Which ways to compute are the fastest on this machine for the shapes of large models, with the times of all of them.
 
-They are chosen as a model's own are, kept where these are kept, and only measured if they are not known there.
+They are chosen as those of a running model are, and kept in the same file; only what is not known there is measured.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tllm.kernels import float_product
 from tllm.kernels.autotune import choice_file, in_words
 from tllm.kernels.fastest import Choice, fastest
 from tllm.kernels.library import library
-from tllm.kernels.trained_product import PASSES, TRAINED_IN_16_BITS, PassKind, choose_pass
+from tllm.kernels.training_matmul import PASSES, TRAINED_IN_16_BITS, PassKind, choose_pass
 from tllm.model.attention import AttentionSpec, first_heads
 from tllm.planner.cluster.profile import ShapeChoice
 from tllm.training.attention.attention_dtype import TrainedAttentionKind, choose_attention

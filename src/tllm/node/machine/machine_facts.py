@@ -117,12 +117,14 @@ class PathMeasurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class NetworkPath(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """From `source` to `target`, by their names: measured, or a fault in words."""
+    """From `source` to `target`, by their names: measured, or a fault in words with what helps against it, if that is
+    known."""
 
     source: str
     target: str
     measured: PathMeasurement | None = None
     fault: str = ""
+    advice: str = ""
 
 
 class ClusterProbe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -11,12 +11,17 @@ from tllm import __version__
 from tllm.cluster.connection import Address, own_address
 from tllm.cluster.messages import DeviceFacts, NodeFacts
 from tllm.core.errors import ConfigError
-from tllm.core.memory import total_bytes
+from tllm.core.memory import amount, total_bytes
 from tllm.core.program import source_digest
 from tllm.planner.cost.cache_room import AT_REST_BYTES, RUNTIME_BYTES
 
-WILDCARDS = ("0.0.0.0", "::", "")
-OUTSIDE = ("192.0.2.1", 9)  # an address kept for documentation (RFC 5737); nothing is sent to it
+OUTSIDE = {"0.0.0.0": ("192.0.2.1", 9), "": ("192.0.2.1", 9), "::": ("2001:db8::1", 9)}
+"""For each wildcard an address of what it listens to, kept for documentation (RFC 5737, RFC 3849); nothing is sent."""
+
+WILDCARDS = tuple(OUTSIDE)
+
+LOOPBACKS = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}
+"""For each wildcard the address by which this machine reaches itself, also while its network is away."""
 
 
 def facts_of(
@@ -50,20 +55,25 @@ def facts_of(
     )
 
 
-def usable_memory(given: int | None, private: int = 0) -> int:
+def usable_memory(given: int | None, at_rest: int = 0) -> int:
     """Bytes that plans may count on: what was given, else all. ConfigError for more than there is, or too little.
 
-    A worker that has `private` bytes of its own at rest, more than plans count, leaves so much less of what was given.
+    A worker that has touched `at_rest` bytes before it does anything, more than plans count, leaves so much less of
+    what was given.
     """
-    has, surplus = total_bytes(), max(0, private - AT_REST_BYTES)
+    has, surplus = total_bytes(), max(0, at_rest - AT_REST_BYTES)
     if given is None:
         return has
     if given > has:
-        raise ConfigError(f"{given} bytes of memory were given and this machine has {has}", "give it less")
-    if given < RUNTIME_BYTES + surplus:
         raise ConfigError(
-            f"{given} bytes of memory were given and a worker takes {RUNTIME_BYTES + surplus} before any weight",
-            "give it more",
+            f"{amount(given)} of memory were given and this machine has {amount(has)}, "
+            f"{amount(given - has)} too little",
+            "give it less",
+        )
+    if given < (least := RUNTIME_BYTES + surplus):
+        raise ConfigError(
+            f"{amount(given)} of memory were given and a worker takes {amount(least)} before any weight",
+            f"give it more than {(least >> 20) + 1}MiB: weights and the cache come on top (`tllm plan` says how much)",
         )
     return given - surplus
 
@@ -80,5 +90,15 @@ def cores() -> int:
 
 
 def reachable(host: str) -> str:
-    """How others reach a host that this process listens on: as it is, or for a wildcard this machine's address."""
-    return own_address(OUTSIDE) if host in WILDCARDS else host
+    """How others reach a host that this process listens on: as it is, or for a wildcard this machine's address on the
+    default route. ConfigError where there is no such route."""
+    if host not in OUTSIDE:
+        return host
+    try:
+        return own_address(OUTSIDE[host])
+    except ConfigError as error:
+        kind, example = ("IPv6", "fd00::10") if host == "::" else ("IPv4", "192.168.1.10, or :: for that of IPv6")
+        raise ConfigError(
+            f"there is no default route for {kind} on this machine, which would tell by which address others reach it",
+            f"name the address: --cluster-host {example}",
+        ) from error

@@ -1,11 +1,11 @@
-"""`Growth`: when ranks that could be had are worth the pause that taking them in costs.
+"""`Growth`: when to stop a running cluster for a moment to take in ranks that waiting nodes could have.
 
-A pause stops every rank that computes. Without it the ranks are missed that nodes are here for, until the next loss,
-which stops all ranks anyway and takes them in at no price. When that comes nobody knows. So the work goes on until it
-has missed as much as the pause costs, as one rents skis until the rent comes to their price: whatever happens then, it
-has lost at most twice what it would have lost had all been foreseen (Karlin, Manasse, Rudolph and Sleator, Competitive
-snoopy caching, Algorithmica 3, 1988). One of two ranks is taken in after as many seconds as a pause has, 16 of 10,000
-after some hours.
+Taking them in costs a pause of every rank that computes. Without a pause they wait for the next loss, which stops all
+ranks anyway and takes them in at no extra cost; nobody knows when it comes. So the work goes on until the computing
+that it has missed equals the cost of a pause, as one rents skis until the rent has come to their price. Whatever
+happens then, it has lost at most twice what the best choice in hindsight would have lost (Karlin, Manasse, Rudolph and
+Sleator, Competitive snoopy caching, Algorithmica 3, 1988). One of two ranks is taken in after as many seconds as a
+pause takes, 16 of 10,000 after some hours.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`LeftOut`: nodes that are here and get no rank, since an epoch could not begin with them."""
+"""`LeftOut`: nodes that are here but get no rank, because an epoch could not begin with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`CoordinatorReplication`: keeps what a coordinator knows on other nodes too, and ends it when another follows it."""
+"""`CoordinatorReplication`: keeps copies of the coordinator's state on other nodes, and ends this coordinator when
+another one has taken its place."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from tllm.cluster.certificates import Authority
+from tllm.cluster.certificates import COORDINATOR, Authority
 from tllm.cluster.connection import Address
 from tllm.cluster.consensus.replica import Deposed, Replica
 from tllm.cluster.consensus.replicated_state import (
@@ -32,6 +33,7 @@ from tllm.core.tasks import end_tasks
 from tllm.node.coordinator.coordinator import Coordinator
 from tllm.node.coordinator.workload import Workload
 from tllm.node.recovery.recovery import Policy
+from tllm.node.replication.find_successor import HAND_OVER_SECONDS, find_successor
 from tllm.node.replication.replicated_replies import ReplicatedReplies
 from tllm.node.replication.replicated_work import replicated_work
 from tllm.server.stored.stored_streams import StoredStreams
@@ -54,9 +56,6 @@ END_SECONDS = 1.0
 
 HEIR_SECONDS = 10.0
 """How long a coordinator that is told to leave waits for another node to have the state."""
-
-HAND_OVER_SECONDS = 5.0
-"""How long another replica may take to lead."""
 
 
 class NoReplica(NamedTuple):
@@ -108,7 +107,7 @@ class CoordinatorReplication:
                 return
             raise Deposed(
                 f"this process coordinates no more: it could not reach most of {self._count()} replicas of its state",
-                "another of them takes over; see `tllm status` there, or the logs of the nodes",
+                "another of them takes over: ask another machine (`tllm status` there)",
             )
         finally:
             await end_tasks(keeping, replying, leaving)
@@ -123,13 +122,17 @@ class CoordinatorReplication:
         self._replies.keep(streams, self._replica.state.replies)
 
     async def propose(self, entry: AnyEntry) -> None:
-        """Agree on any entry. Deposed where another coordinates, or may."""
+        """Agree on any entry. Deposed where another coordinates, or may, and where this process was elected anew since:
+        it has let go of its nodes."""
+        if not self._leads:
+            raise Deposed(f"a {type(entry).__name__} cannot be agreed on: this process coordinates no more")
         await self._replica.propose(entry)
 
     async def hand_over(self, leaving: Sequence[str]) -> bool:
         """Wait until another process has the state, agree that nobody waits for `leaving` nodes, and let it lead."""
         if not await self._wait(lambda: self._phase == "founded" and self._has_heir(), HEIR_SECONDS):
-            log.error("no other node could take the coordinator's place within %g s", HEIR_SECONDS)
+            if self._leads:
+                log.error("no other node could take the coordinator's place within %g s", HEIR_SECONDS)
             return not self._leads
         self._coordinator.control_server.own.update(leaving)
         self._phase = "hands over"
@@ -143,6 +146,9 @@ class CoordinatorReplication:
         else:
             self._phase = "founded"
         return handed
+
+    async def find_successor(self, seconds: float) -> Address | None:
+        return await find_successor(self._replica, self._authority.identity(COORDINATOR), seconds)
 
     async def end(self) -> None:
         """The cluster ends on purpose: nobody is to take over."""

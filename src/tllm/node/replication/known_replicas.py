@@ -1,5 +1,5 @@
-"""`KnownReplicas`: where the replicas of a cluster's state are, kept in a folder, so that a first machine that starts
-again finds who coordinates now."""
+"""`KnownReplicas`: a file with the addresses of a cluster's replicas, by which a first machine that starts again finds
+who coordinates now."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -29,10 +30,11 @@ AGAIN_SECONDS = 10.0
 
 
 class KnownReplicas:
-    """The file in `folder` and, for those that answer, who leads them. `authority` is the cluster's."""
+    """The file in `folder`, or memory alone without one, and for those that answer who leads them. `authority` is the
+    cluster's."""
 
-    def __init__(self, folder: Path, authority: Authority) -> None:
-        self._path = folder / REPLICAS_FILE
+    def __init__(self, folder: Path | None, authority: Authority) -> None:
+        self._path = None if folder is None else folder / REPLICAS_FILE
         self._identity = authority.identity(COORDINATOR)
         self._last = self._read()
         self._trouble = DiskTrouble(
@@ -41,16 +43,8 @@ class KnownReplicas:
 
     def keep(self, places: tuple[ReplicaPlace, ...]) -> None:
         """These are the replicas from now on. One alone is of no use to whoever looks for another."""
-        if len(places) < 2 or places == self._last:
-            return
-        try:
-            with whole_file(self._path) as file:
-                file.write(msgspec.json.encode(places))
-        except OSError as error:
-            self._trouble.refused(error)
-            return
-        self._trouble.accepted()
-        self._last = places
+        if len(places) > 1 and places != self._last and (self._path is None or self._write(self._path, places)):
+            self._last = places
 
     async def follow(self, replica: Replica) -> None:
         """Keep what changes, as this replica knows it, for ever; what could not be written, again after a while."""
@@ -68,16 +62,41 @@ class KnownReplicas:
         while True:
             found, living = await ask_replicas(self._last, self._identity)
             if found is not None or not living:
-                return found
+                return None if found is None else found.address
             if time.monotonic() > until:
+                anew = f"; to begin a new cluster instead, end those and remove {self._path}" if self._path else ""
                 raise ClusterError(
                     f"{living} of {len(self._last)} replicas of the cluster's state answer, and none has led for "
                     f"{seconds:g} s",
-                    f"start the other machines; to begin a new cluster instead, end those and remove {self._path}",
+                    f"start the other machines{anew}",
                 )
             await asyncio.sleep(LOOK_SECONDS)
 
+    async def until_led(self, is_wanted: Callable[[], bool]) -> Address | None:
+        """Where the coordinator listens, once one of the replicas that are known now says it; None where there are
+        none, or once it is not wanted any more."""
+        places = self._last
+        while places and is_wanted():
+            found, _ = await ask_replicas(places, self._identity)
+            if found is not None and is_wanted():
+                return found.address
+            await asyncio.sleep(AGAIN_SECONDS)
+        return None
+
+    def _write(self, path: Path, places: tuple[ReplicaPlace, ...]) -> bool:
+        """Whether the disk took it."""
+        try:
+            with whole_file(path) as file:
+                file.write(msgspec.json.encode(places))
+        except OSError as error:
+            self._trouble.refused(error)
+            return False
+        self._trouble.accepted()
+        return True
+
     def _read(self) -> tuple[ReplicaPlace, ...]:
+        if self._path is None:
+            return ()
         try:
             return msgspec.json.decode(self._path.read_bytes(), type=tuple[ReplicaPlace, ...])
         except FileNotFoundError:

@@ -1,4 +1,5 @@
-"""`JoinedReplica`: a joined node's replica of the coordinator's state, and what it does when that is elected."""
+"""`JoinedReplica`: the replica of the coordinator's state on a node that joined, and what that node does when it is
+elected."""
 
 from __future__ import annotations
 

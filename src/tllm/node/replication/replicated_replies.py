@@ -1,7 +1,7 @@
-"""`ReplicatedReplies`: keeps replies that may be taken up on the replicas of the coordinator's state.
+"""`ReplicatedReplies`: keeps replies that clients can resume on the replicas of the coordinator's state.
 
-Readers see an output once the replicas have agreed on it. So whoever takes the coordinator's place has all that was
-seen, and its reply goes on from there, to the byte what it would have been.
+A reader sees an output only after the replicas have agreed on it. So a new coordinator has everything that any reader
+has seen, and continues each reply byte for byte as it would have gone on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A coordinator's `Workload` as its replicas keep it, and back."""
+"""Turns a coordinator's `Workload` into the form that its replicas keep, and back."""
 
 from __future__ import annotations
 

@@ -1,16 +1,19 @@
-"""`ColocatedRollouts`: an engine over the ranks of a replica that trains, with the very weights that are trained.
+"""`ColocatedRollouts`: an inference engine over the ranks of a training replica, which samples with the weights that
+are trained.
 
 Trainer and engine share one model: the layers that a rank trains are those that its stage of the engine computes with,
-in the same memory, and so is an adapter that is trained beside them; they compute on one device. The engine's messages
-go over the links of the replica's ranks, which nothing else uses meanwhile.
+in the same memory and on the same device, and so is an adapter that is trained beside them. The engine's messages go
+over the links of the replica's ranks, which nothing else uses meanwhile.
 
-A learner moves the weights to memory of its own when it begins, and from then on changes them there. Recorded layers
-(`DecodeGraphs`) read the weights where they lay, so whether these lie there still is asked before each sampling.
+A learner moves the weights to memory of its own when it begins, and from then on changes them in place. Recorded layers
+(`DecodeGraphs`, `DecodeRecordings`) read the weights at the addresses that they had, so each sampling first checks that
+they are still there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 
 import torch
@@ -18,16 +21,20 @@ import torch
 from tllm.core.errors import RequestError
 from tllm.engine.assembly import make_stage
 from tllm.engine.decode_graphs import addresses_of, decode_graphs
+from tllm.engine.decode_recordings import RecordedSteps, decode_recordings
 from tllm.engine.driver import Driver
 from tllm.engine.ring_links import RingLinks
 from tllm.engine.schedule.limits import EngineConfig, Limits, limits_of
 from tllm.engine.schedule.scheduler import Scheduler
 from tllm.engine.stage import PipelineStage
+from tllm.kernels.library import library, using
+from tllm.kernels.recording.recorder import recordable
 from tllm.model.transformer import Transformer
 from tllm.parallel.mesh import mesh_of
 from tllm.spec.plan import Plan
 from tllm.spec.request import Output, Request, SamplingParams
 from tllm.training.job.job_parts import sampling_facts
+from tllm.training.lora.trained_adapter import TrainedAdapter
 from tllm.training.policy.rollouts import Completion, CompletionSampling, PromptGroup, RolloutOrder
 from tllm.training.step.rank_groups import Groups, RankConfig
 from tllm.training.step.rank_model import RankModel
@@ -45,10 +52,10 @@ def colocated_rollouts(config: RankConfig, model: RankModel) -> ColocatedRollout
     stage = make_stage(chunk, mesh, plan, ring_of(plan, mesh.stage, groups), limits, trained_on=config.device)
     for adapter in model.adapters:
         stage.adapters.add(POLICY, adapter.of_linear)
-    is_recorded = groups.tp.size == 1 and not model.adapters  # what requests with an adapter ask for is not recorded
-    layers = RecordedLayers(chunk, stage) if is_recorded else None
+    layers = None if model.adapters else RecordedLayers(chunk, stage, config.job.deterministic)
     one_by_one = config.job.deterministic and not model.is_batch_invariant
-    return ColocatedRollouts(config, stage, layers, mesh.stage == 0 and groups.tp.rank == 0, one_by_one)
+    is_first = mesh.stage == 0 and groups.tp.rank == 0
+    return ColocatedRollouts(config, stage, layers, model.adapters, is_first, one_by_one)
 
 
 def rollout_limits(config: RankConfig) -> Limits:
@@ -75,10 +82,14 @@ def ring_of(plan: Plan, stage: int, groups: Groups) -> RingLinks | None:
 
 
 class RecordedLayers:
-    """The layers of a stage as graphs, where its device has them, of the weights as they lie now."""
+    """The layers of a stage as they are recorded for replies, where they can be, of the weights as they lie now.
 
-    def __init__(self, model: Transformer, stage: PipelineStage) -> None:
-        self._model, self._stage = model, stage
+    What requests with an adapter ask for is not recorded. Nor are layers on a processor where a run is `deterministic`,
+    as it is measured whether they are played or computed, which differ by rounding.
+    """
+
+    def __init__(self, model: Transformer, stage: PipelineStage, deterministic: bool) -> None:
+        self._model, self._stage, self._deterministic = model, stage, deterministic
         self._addresses: tuple[int, ...] = ()
 
     @torch.inference_mode()
@@ -87,7 +98,14 @@ class RecordedLayers:
         stage, now = self._stage, addresses_of(self._model)
         if stage.graphs is None or self._addresses != now:
             stage.graphs = None  # its memory is for the next
-            stage.graphs, self._addresses = decode_graphs(self._model, stage.cache, stage.limits), now
+            stage.graphs, self._addresses = self._recorded(), now
+
+    def _recorded(self) -> RecordedSteps | None:
+        stage = self._stage
+        graphs = decode_graphs(self._model, stage.cache, stage.limits) if stage.tp.size == 1 else None
+        if graphs is not None or self._deterministic:
+            return graphs
+        return decode_recordings(self._model, stage.cache, stage.limits)
 
 
 class ColocatedRollouts:
@@ -100,12 +118,13 @@ class ColocatedRollouts:
         config: RankConfig,
         stage: PipelineStage,
         layers: RecordedLayers | None,
+        adapters: Sequence[TrainedAdapter],
         is_first: bool,
         one_by_one: bool,
     ) -> None:
         self._plan, self._eos_ids = config.plan, config.spec.eos_token_ids
         self._replica = config.plan.coordinates(config.rank).replica
-        self._stage, self._layers = stage, layers
+        self._stage, self._layers, self._adapters = stage, layers, adapters
         self._is_first, self._one_by_one = is_first, one_by_one
         self._lora = POLICY if config.job.lora is not None else ""
         self._scheduler = self._new_scheduler()
@@ -121,8 +140,25 @@ class ColocatedRollouts:
     def sample(
         self, groups: Sequence[PromptGroup], stop_ids: Sequence[int], sampling: CompletionSampling
     ) -> list[Completion]:
+        with self._products():
+            return self._sample(groups, stop_ids, sampling)
+
+    def close(self) -> None:
+        self._stage.pages.close()
+
+    def _products(self) -> AbstractContextManager[None]:
+        """Where each group is computed by itself, to have the same bits everywhere, only the kernel's: which of all is
+        the fastest is measured, and they differ by rounding."""
+        kernels = library() if self._one_by_one else None
+        return nullcontext() if kernels is None else using(recordable(kernels))
+
+    def _sample(
+        self, groups: Sequence[PromptGroup], stop_ids: Sequence[int], sampling: CompletionSampling
+    ) -> list[Completion]:
         if self._layers is not None:
             self._layers.follow_weights()
+        for adapter in self._adapters:
+            adapter.hold_factors()
         if not self._is_first:
             self._stage.serve()
             return []
@@ -133,9 +169,6 @@ class ColocatedRollouts:
         # Products are not batch-invariant: a group that is alone is rounded alike wherever it is sampled.
         each = (self._sampled(self._new_scheduler(), [group], stop_ids, sampling) for group in groups)
         return [one for completions in each for one in completions]
-
-    def close(self) -> None:
-        self._stage.pages.close()
 
     def _new_scheduler(self) -> Scheduler:
         """One that knows of nothing in the cache."""

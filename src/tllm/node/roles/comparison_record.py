@@ -1,4 +1,4 @@
-"""What a model's parts give, seen from outside by hooks, and its weights' digests: what a comparison compares."""
+"""What `tllm verify` compares: the outputs of a model's parts, taken by hooks, and digests of its weights."""
 
 from __future__ import annotations
 

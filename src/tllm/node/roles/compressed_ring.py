@@ -1,4 +1,4 @@
-"""A pipeline's ring whose hidden states are sent in fewer bits where the user allowed it, and the error of that."""
+"""Sends a pipeline's hidden states in fewer bits, where the user has allowed it, and measures the error of that."""
 
 from __future__ import annotations
 

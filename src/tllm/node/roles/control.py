@@ -8,20 +8,19 @@ import os
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any
 
 import msgspec
 
 from tllm.cluster.certificates import Identity
 from tllm.cluster.channel import Act, Channel
-from tllm.cluster.connection import Address, format_address
+from tllm.cluster.connection import Address, AddressGone, Unreachable, check_own, format_address
 from tllm.cluster.consensus.replica import ask_replicas
 from tllm.cluster.join import attach
 from tllm.cluster.messages import (
-    AdapterReady,
     Assign,
     Attached,
     Cancel,
@@ -31,15 +30,14 @@ from tllm.cluster.messages import (
     Message,
     NodeFacts,
     Outputs,
-    Places,
     Probe,
     Progress,
+    RankAddresses,
     ReplicaPlace,
     Replicas,
     ReplicaServes,
     RoleAsker,
     RolePlaces,
-    RoleTaken,
     ServeReplica,
     Shutdown,
     Start,
@@ -50,9 +48,11 @@ from tllm.cluster.messages import (
 )
 from tllm.cluster.remote_errors import failure
 from tllm.core.errors import AuthError, ClusterError, LinkError, TllmError
-from tllm.engine.driver import CancelRequest, CloseRing, Command
+from tllm.core.tasks import background, end_tasks, work_beside
+from tllm.engine.driver import CancelRequest, CloseRing
 from tllm.engine.schedule.batch import ForgetAdapter
-from tllm.node.roles.rank_places import KnownPlaces
+from tllm.node.roles.controlled_node import Beside, ControlledNode
+from tllm.node.roles.rank_addresses import KnownRankAddresses
 from tllm.node.weights.chunk_fetcher import ChunkFetcher
 from tllm.spec.request import Output
 from tllm.training.questions.answerer_places import AnswererPlace, AnswererPlaces, AskingRun
@@ -84,73 +84,6 @@ class WorkerOrder:
     answer: Callable[[Answer], None]
 
 
-class ControlledNode(Protocol):
-    """What the control thread asks of its node; the main thread computes meanwhile."""
-
-    @property
-    def outlives(self) -> bool:
-        """Whether the node is worth something to another coordinator when this one is lost."""
-
-    def last_place(self) -> tuple[int, int | None]:
-        """The last epoch that it had a part in, and its rank there."""
-
-    def role_taken(self) -> RoleTaken | None:
-        """The role that it has beside any plan."""
-
-    def heartbeat(self) -> Heartbeat:
-        """How it is, for the coordinator."""
-
-    def command(self, command: Command) -> None:
-        """Give this to the driver, if it has one."""
-
-    def load_adapter(self, message: LoadAdapter) -> AdapterReady:
-        """Load an adapter, in a thread of its own. ClusterError where this node serves nothing."""
-
-    def supersede(self, assign: Assign) -> None:
-        """Wake the main thread, whatever it waits for: what it does is for an epoch that is over."""
-
-    def interrupt(self) -> None:
-        """Wake the main thread, should it wait for other nodes, or answer a run: it is to end what it does at once."""
-
-
-class HttpDoor(Protocol):
-    """What the control thread asks of the node's HTTP server, where it has one."""
-
-    def attached(self, channel: Channel) -> None:
-        """This is the coordinator from now on."""
-
-    def detached(self) -> None:
-        """The coordinator is lost."""
-
-    def acts(self) -> Mapping[type, Act]:
-        """What to do with its messages."""
-
-
-class ReplicaHost(Protocol):
-    """Holds a replica of the coordinator's state in a node's process, and takes the coordinator's place if it is to."""
-
-    async def serve(self, asked: ServeReplica) -> ReplicaPlace:
-        """Begin, if it has not begun. It belongs to the loop of the control thread. ConfigError for files that are not
-        here."""
-
-    async def hand_over(self) -> bool:
-        """If this process coordinates, let another do so, which does not wait for this node; whether it did."""
-
-    def known(self, places: tuple[ReplicaPlace, ...]) -> None:
-        """The coordinator says where the replicas are."""
-
-    async def close(self) -> None:
-        """End."""
-
-
-class Beside(NamedTuple):
-    """What runs in a node's process beside its part, where it is wanted: an HTTP server, and a replica of the
-    coordinator's state by which the node may take the coordinator's place."""
-
-    http: HttpDoor | None = None
-    replica: ReplicaHost | None = None
-
-
 class Inbox:
     """What the control thread has for the main thread.
 
@@ -159,6 +92,7 @@ class Inbox:
     stopped: set when the training is to save and end.
     answerers: where nodes answer the run's questions; the rank that asks them follows it.
     asker: whose questions this node answers in its role, once the coordinator has said it.
+    is_unfinished: the cluster ended before its work had come to its end.
     """
 
     def __init__(self) -> None:
@@ -167,6 +101,7 @@ class Inbox:
         self.stopped = threading.Event()
         self.answerers = AnswererPlaces()
         self.asker: AskingRun | None = None
+        self.is_unfinished = False
 
     def end(self) -> None:
         """There is no more to measure or to do."""
@@ -190,12 +125,10 @@ class CoordinatorFinder:
         return await attach(self.address, self._identity, self._facts)
 
     async def find_again(self, lost: str, node: ControlledNode) -> tuple[Channel, Attached]:
-        """The coordinator, or another of its authority, once it is back. ClusterError where the node is to end instead.
-
-        `lost` says how the coordinator was lost.
-        """
+        """The coordinator, or another of its authority, once it is back; `lost` says how it was lost. ClusterError
+        where the node is to end instead."""
         seconds = self._rejoin if node.outlives else 0.0
-        until = time.monotonic() + seconds
+        until, why, told = time.monotonic() + seconds, "", set[str]()
         if seconds:
             where = format_address(self.address)
             if self.replicas:
@@ -207,26 +140,31 @@ class CoordinatorFinder:
         while time.monotonic() < until:
             try:
                 self.address = await self._named() or self.address
+                check_own(self._facts.host)
                 place = *node.last_place(), node.role_taken()
                 found = await attach(self.address, self._identity, self._facts, *place)
                 log.info("found the coordinator at %s", format_address(self.address))
                 return found
             except AuthError as error:
-                lost = error.message
+                why = error.message
                 break
-            except TllmError:
+            except TllmError as error:
+                why = error.message if isinstance(error, AddressGone) else ""
+                if error.message not in told and not isinstance(error, Unreachable):  # somebody is there, and says no
+                    told.add(error.message)
+                    log.warning("%s", error.message)
                 await asyncio.sleep(REJOIN_EVERY)
-        raise ClusterError(lost)
+        raise ClusterError(why or lost)
 
     async def _named(self) -> Address | None:
-        """Where the coordinator is that the replicas have elected. None where there are no replicas. ClusterError while
+        """Where the coordinator is that the replicas have elected. None where there are no replicas. Unreachable while
         none names it: the one that was lost may have been deposed, and would give no orders that count."""
         if not self.replicas:
             return None
         found, _ = await ask_replicas(self.replicas, self._identity)
         if found is None:
-            raise ClusterError("no replica names a coordinator yet")
-        return found
+            raise Unreachable("no replica names a coordinator yet")
+        return found.address
 
 
 class HeartbeatExchange:
@@ -241,7 +179,7 @@ class HeartbeatExchange:
         self._channel, self._attached, self._node = channel, attached, node
         self._received = time.monotonic()
 
-    def received(self) -> None:
+    async def received(self, _: Heartbeat) -> None:
         """The coordinator's heartbeat has come."""
         self._received = time.monotonic()
 
@@ -298,7 +236,7 @@ class Control:
 
     def report_break(self, epoch: int, error: LinkError) -> None:
         """Tell the coordinator that this node's part cannot go on, and that the node can."""
-        log.warning("waits for a new part: %s", error.message)
+        log.info("waits for a new part: %s", error.message)
         self.post(msgspec.structs.replace(failure(error), epoch=epoch))
 
     def report(self, error: BaseException) -> None:
@@ -344,6 +282,9 @@ class Control:
         except ClusterError as error:
             self._fail(error.message)
         finally:
+            if not self.reason:  # a fault of ours is on its way out, and the process may end before it is there
+                log.error("the control thread failed", exc_info=True)
+                self._break_down()
             if self._beside.replica is not None:
                 await self._beside.replica.close()
             await self.fetch.close()
@@ -354,48 +295,44 @@ class Control:
         self._channel = channel
         self.inbox.stopped.clear()  # which a coordinator asked for that has ended since
         heartbeats = HeartbeatExchange(channel, attached, self._node, self._finder)
-        places = KnownPlaces()
-
-        async def received(_: Heartbeat) -> None:
-            heartbeats.received()
-
-        async def take_places(message: Places) -> None:
-            places.take(message)
+        places, command = KnownRankAddresses(), self._node.command
 
         async def assign(message: Assign) -> Message:
             return await self._assign(places.complete(message))
 
-        sending = asyncio.create_task(heartbeats.run())
         acts: dict[type, Act] = {
-            Places: take_places,
+            RankAddresses: _at_once(places.take),
             Assign: assign,
             Start: self._order_once,
             TakeRole: self._take_role,
             RolePlaces: self._know_answerers,
             RoleAsker: self._know_asker,
             Load: self._order,
-            Submit: self._submit,
-            Cancel: self._cancel,
+            Submit: _at_once(lambda message: command(message.request)),
+            Cancel: _at_once(lambda message: command(CancelRequest(message.request_id))),
             LoadAdapter: self._load_adapter,
-            UnloadAdapter: self._unload_adapter,
-            Stop: self._stop,
-            Probe: self._probe,
+            UnloadAdapter: _at_once(lambda message: command(ForgetAdapter(message.lora, message.number))),
+            Stop: _at_once(lambda _: self.inbox.stopped.set()),
+            Probe: _at_once(self.inbox.probes.put),
             Replicas: self._know_replicas,
             ServeReplica: self._serve_replica,
-            Heartbeat: received,
+            Heartbeat: heartbeats.received,
             Shutdown: self._shut_down,
             **(self._beside.http.acts() if self._beside.http is not None else {}),
         }
+        sending = background(heartbeats.run(), "sending heartbeats")
         try:
             await self.fetch.follow(channel, self._finder.address)
             if self._beside.http is not None:
                 self._beside.http.attached(channel)
-            await channel.run(acts)
+            await work_beside(sending, channel.run(acts))
+            if sending.done():  # by a fault of ours, without which it never is
+                self._break_down()
             return heartbeats.silence or "the coordinator went away"
         except TllmError as error:
             return heartbeats.silence or error.message
         finally:
-            sending.cancel()
+            await end_tasks(sending)
             if self._beside.http is not None:
                 self._beside.http.detached()
 
@@ -403,6 +340,11 @@ class Control:
         """The node cannot go on, unless it was to end anyway."""
         if not self.reason:
             self.reason, self.error = reason, ClusterError(reason)
+
+    def _break_down(self) -> None:
+        """This thread cannot go on by a fault of ours, which the log has: end the node, and tell the coordinator."""
+        self._fail("its control thread failed, as its log says")
+        self._channel.post(failure(ClusterError(self.reason)))
 
     async def _end(self) -> None:
         """The main thread ends in its own time, or else the process ends without it."""
@@ -451,33 +393,16 @@ class Control:
         return await self._order_once(message)
 
     async def _know_answerers(self, message: RolePlaces) -> None:
-        places = [
-            AnswererPlace(place.node, (place.host, place.port), place.node, message.run) for place in message.places
-        ]
+        places = [AnswererPlace(at.node, (at.host, at.port), at.node, message.run) for at in message.places]
         self.inbox.answerers.tell(message.role, places)
 
     async def _know_asker(self, message: RoleAsker) -> None:
         self.inbox.asker = AskingRun(message.node, message.run)
 
-    async def _submit(self, message: Submit) -> None:
-        self._node.command(message.request)
-
-    async def _cancel(self, message: Cancel) -> None:
-        self._node.command(CancelRequest(message.request_id))
-
     async def _load_adapter(self, message: LoadAdapter) -> Message:
         if message.epoch != self.epoch:
             raise ClusterError(f"epoch {message.epoch} is over")
         return await asyncio.to_thread(self._node.load_adapter, message)
-
-    async def _unload_adapter(self, message: UnloadAdapter) -> None:
-        self._node.command(ForgetAdapter(message.lora, message.number))
-
-    async def _stop(self, _: Stop) -> None:
-        self.inbox.stopped.set()
-
-    async def _probe(self, message: Probe) -> None:
-        self.inbox.probes.put(message)
 
     async def _know_replicas(self, message: Replicas) -> None:
         self._finder.replicas = message.places
@@ -493,6 +418,15 @@ class Control:
         if message.reason:
             self._fail(message.reason)
             raise ClusterError(message.reason)  # which ends the channel
-        self.reason = "the coordinator ended the cluster"
+        self.reason, self.inbox.is_unfinished = "the coordinator ended the cluster", message.is_unfinished
         self._node.command(CloseRing())
         self.inbox.end()
+
+
+def _at_once(work: Callable[[Any], None]) -> Act:
+    """What is to be done with a message, where that waits for nothing."""
+
+    async def act(message: Message) -> None:
+        work(message)
+
+    return act

@@ -1,4 +1,4 @@
-"""`DoctorRank`: one node's part in an examination: it measures itself, and the path to any other node when asked."""
+"""`DoctorRank`: one node's part in an examination. It measures itself and, when asked, the path to another node."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tllm.cluster.settings import DoctorSettings, SurveySettings
 from tllm.cluster.tls import data_client
 from tllm.comm.links.connect import LinkHello, Listener, connect
 from tllm.comm.links.link import Link
-from tllm.core.errors import AuthError, LinkError
+from tllm.core.errors import AuthError, LinkError, LinkTimeout
 from tllm.core.memory import rss_bytes
 from tllm.devices.choose import CPU
 from tllm.devices.memory import available_memory
@@ -131,7 +131,8 @@ class DoctorRank:
                 self._links[ask], self._links[answer], self._hosts[target], self.settings.way_seconds
             )
         except LinkError as error:
-            return NetworkPath(source=source, target=there, fault=error.message)
+            advice = error.hint if isinstance(error, LargePacketsLost) else ""
+            return NetworkPath(source=source, target=there, fault=error.message, advice=advice)
         return NetworkPath(source=source, target=there, measured=measured)
 
     def _serve(self, asker: int) -> None:
@@ -178,6 +179,8 @@ def connect_all(
     assign: Assign, identity: Identity, listener: Listener, seconds: float = CONNECT_SECONDS
 ) -> tuple[dict[Wire, Link], dict[Wire, str]]:
     """This rank's ends of all wires that can be connected, and for each other one why not."""
+    assert isinstance(assign.settings, DoctorSettings | SurveySettings), "another part"
+    link_seconds = assign.settings.link_seconds
     mine = [wire for wire in all_wires(len(assign.places)) if assign.rank in (wire.source, wire.target)]
     listener.expect(assign.cluster, assign.epoch, [wire for wire in mine if wire.target == assign.rank])
     context, links, faults = data_client(identity), dict[Wire, Link](), dict[Wire, str]()
@@ -196,7 +199,7 @@ def connect_all(
         except (LinkError, AuthError) as error:
             faults[wire] = error.message
             return
-        link.set_deadline(assign.settings.link_seconds)
+        link.set_deadline(link_seconds)
         links[wire] = link
 
     with ThreadPoolExecutor(max(1, len(mine)), "reach") as pool:
@@ -219,14 +222,19 @@ def answer(ask: Link, back: Link) -> None:
 
 def measure_path(ask: Link, back: Link, host: str, seconds: float, clock: Clock = time.perf_counter) -> PathMeasurement:
     """Measure for about so many seconds in all: short requests for the round trip, then longer and longer ones for the
-    bandwidth."""
+    bandwidth. LargePacketsLost where only the short ones are answered."""
     request = _Request(ask, back, clock)
     request(0)  # which pages in the code of both ends
     trips = [request(0) for _ in range(_pings(request(0).seconds, seconds / 3))]
     round_trips = [trip.seconds for trip in trips]
     best = min(trips, key=lambda trip: trip.seconds)  # its clock offset has the smallest error (RFC 5905)
     sent, resent = resent_packets()
-    bandwidth = _bandwidth(request, statistics.median(round_trips), seconds / 3)
+    try:
+        bandwidth = _bandwidth(request, statistics.median(round_trips), seconds / 3)
+    except LinkTimeout as error:
+        if request.answered_tiles:
+            raise
+        raise LargePacketsLost(len(trips), path_mtu(host)) from error
     sent, resent = (after - before for after, before in zip(resent_packets(), (sent, resent), strict=True))
     return PathMeasurement(
         round_trip=statistics.median(round_trips),
@@ -238,6 +246,19 @@ def measure_path(ask: Link, back: Link, host: str, seconds: float, clock: Clock 
     )
 
 
+class LargePacketsLost(LinkTimeout):
+    """Of a path that carries short messages and no long one, as where a tunnel takes smaller packets than it says."""
+
+    def __init__(self, short: int, mtu: int | None) -> None:
+        packets = "" if mtu is None else f", in packets of {mtu} bytes"
+        super().__init__(
+            f"{short} short messages were answered, and none of {TILE_BYTES // 1024} KiB{packets}: large packets seem "
+            "to be lost on the way",
+            "Try a smaller mtu on both machines (`ip link set dev INTERFACE mtu 1280`): a tunnel or VPN between them "
+            "may drop larger packets without a word",
+        )
+
+
 class _Trip(msgspec.Struct, frozen=True):
     """A request and its answer: the time here when it left, the time there, and how long it took in all."""
 
@@ -247,11 +268,15 @@ class _Trip(msgspec.Struct, frozen=True):
 
 
 class _Request:
-    """Sends one request after another over a pair of wires, each followed by some tiles, and waits for the answer."""
+    """Sends one request after another over a pair of wires, each followed by some tiles, and waits for the answer.
+
+    `answered_tiles`: of the requests that were answered.
+    """
 
     def __init__(self, ask: Link, back: Link, clock: Clock) -> None:
         self._ask, self._back, self._clock = ask, back, clock
         self._tile = torch.arange(TILE_BYTES, dtype=torch.int32).to(torch.uint8)
+        self.answered_tiles = 0
 
     def __call__(self, tiles: int) -> _Trip:
         here, begun = time.time(), self._clock()
@@ -259,6 +284,7 @@ class _Request:
         for _ in range(tiles):
             self._ask.send(self._tile)
         there: float = TIME.unpack(self._back.recv_bytes(TIME.size))[0]
+        self.answered_tiles += tiles
         return _Trip(here, there, self._clock() - begun)
 
 

@@ -1,4 +1,4 @@
-"""The undivided model over one prompt. Whole layers are computed one by one, so that memory for one is enough."""
+"""The undivided model over one prompt, layer by layer, so that memory for a single layer is enough."""
 
 from __future__ import annotations
 

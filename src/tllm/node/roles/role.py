@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from tllm.cluster.certificates import Identity
-from tllm.cluster.messages import Assign, Loaded, Prepared
+from tllm.cluster.messages import Assign, Loaded, Prepared, RankAddress
 from tllm.cluster.settings import Wiring
 from tllm.cluster.tls import data_client
 from tllm.comm.links.connect import LinkHello, LinkOptions, Listener, open_links, transport_for
@@ -77,8 +77,24 @@ class MakeRole(Protocol):
     ) -> RankRole: ...
 
 
+class Placed(Protocol):
+    """One of several ranks, and where all of them are."""
+
+    @property
+    def cluster(self) -> str: ...
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def places(self) -> tuple[RankAddress, ...]: ...
+
+
 def connect_wires(
-    assign: Assign,
+    assign: Placed,
     wires: Iterable[Wire],
     identity: Identity,
     listener: Listener,

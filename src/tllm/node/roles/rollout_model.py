@@ -1,20 +1,22 @@
-"""`RolloutModel`: a whole model in this process that samples completions for runs elsewhere, with their weights.
+"""`RolloutModel`: a model, whole or a rank's part of it, that samples completions for training runs, with their
+weights.
 
-Of each run it builds what one rank would that trained and sampled alone: the layers, in the run's precision, and an
-engine over them. So a completion is what the trainer itself would have sampled.
+For each run it builds what a rank of its plan would have that trains and samples: the layers, in the run's precision,
+and an engine over them. So a completion is the one that the trainer itself would have sampled under this plan.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
-from tllm.core.errors import UNREADABLE, ConfigError, FrameError
+from tllm.core.errors import UNREADABLE, ConfigError, FrameError, PlanError
 from tllm.devices.choose import CPU, compute_on
 from tllm.node.roles.colocated_rollouts import ColocatedRollouts, colocated_rollouts
 from tllm.spec.families import spec_from_config
@@ -22,6 +24,7 @@ from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 from tllm.text.same_vocabulary import vocabulary_digest
 from tllm.training.job.job import Job, decode_job
+from tllm.training.job.rollout_combinations import check_sampling_plan
 from tllm.training.policy.rollouts import PromptGroup
 from tllm.training.questions.causal_model import CausalModel
 from tllm.training.rollout_servers.base_digest import base_digest, has_weights
@@ -45,7 +48,8 @@ from tllm.weights.byte_source import ByteSource, LocalFiles
 class RolloutModel:
     """`name` is how it was asked for, `vocabulary` the digest of its tokens, "" where it has none. `weights` are those
     that it has: what a run has too need not travel. Those of a `folder` are compared with what a run has beside an
-    adapter; all others came from the run's own cluster. It computes on `device`."""
+    adapter; all others came from the run's own cluster. It computes on `device`, as a `rank` of a `plan` with others
+    (`groups`); without a plan alone."""
 
     name: str
     config: dict[str, Any]
@@ -54,6 +58,9 @@ class RolloutModel:
     weights: ByteSource | None
     folder: Path | None = None
     device: torch.device = CPU
+    plan: Plan | None = None
+    rank: int = 0
+    groups: Groups = field(default_factory=Groups)
 
     @classmethod
     def open(cls, name: str, device: torch.device = CPU) -> RolloutModel:
@@ -66,18 +73,23 @@ class RolloutModel:
     def open_session(self, run: RolloutRun) -> RolloutSession:
         """A model and an engine of this run's own. ConfigError where this model is not the one that it trains, or the
         device cannot sample for it. The thread that calls this is the one that will ask."""
-        job, spec = _read(run)
-        if reason := self._refusal(run, job, spec):
+        if reason := self.refusal(run):
             raise ConfigError(reason)
-        return RolloutSession(self, job)
+        return RolloutSession(self, _read(run)[0])
 
-    def _refusal(self, run: RolloutRun, job: Job, spec: ModelSpec) -> str:
-        """Why this model cannot sample for the run, in words; "" where it can."""
+    def refusal(self, run: RolloutRun) -> str:
+        """Why this model cannot sample for the run, in words; "" where it can. FrameError for what is no run."""
+        job, spec = _read(run)
         if spec != self.spec:
             return f"its model is another: {', '.join(_differences(self.spec, spec))}"
         if self.vocabulary and run.vocabulary and self.vocabulary != run.vocabulary:
             both = f"{self.vocabulary} and {run.vocabulary}"
             return f"its tokens are others: the digests of the two tokenizers are {both}"
+        try:
+            if self.plan is not None:
+                check_sampling_plan(job, self.plan, spec, f"its plan is {self.plan}")
+        except PlanError as error:
+            return error.message
         if job.lora is None:
             return ""
         if self.weights is None:
@@ -91,28 +103,55 @@ class RolloutSession:
     """One run's model, whose weights become those that it sends, and the engine that samples with them."""
 
     def __init__(self, served: RolloutModel, job: Job) -> None:
-        plan = Plan.parse("pp=1", served.spec.num_layers)
-        config = RankConfig(job, plan, served.spec, 0, Groups(), served.device)
+        plan = served.plan or Plan.parse("pp=1", served.spec.num_layers)
+        config = RankConfig(job, plan, served.spec, served.rank, served.groups, served.device)
         check_device(config)
         compute_on(served.device)
         self._spec, self._model = served.spec, RankModel(config)
         self._fill(served, job)
-        self._weights = HeldWeights(self._model.trained)
+        is_filled = served.weights is not None and job.lora is None  # what is learned of an adapter comes from the run
+        self._weights = HeldWeights(self._model.trained, served.groups.world, is_filled)
         self._rollouts: ColocatedRollouts = colocated_rollouts(config, self._model)
-        self._room = job.seq_len
+        self._rank, self._room = served.rank, job.seq_len
         self._sampled_with = b""
 
     def answer(self, question: RolloutQuestion) -> RolloutAnswer:
         """FrameError for bytes that are not what their hashes say, and for prompts that are none."""
+        self.check(question)
+        return self.compute(question)
+
+    def check(self, question: RolloutQuestion) -> None:
+        """On the first rank, which alone knows the hashes of all weights."""
         if isinstance(question, WeightHashes):
-            return RolloutAnswer(lacking=tuple(self._weights.want(question.table, question.hashes)))
+            self._weights.check_hashes(question.table, question.hashes)
+        elif isinstance(question, WeightBytes):
+            self._weights.check(question.numbers, question.contents)
+        else:
+            if question.root != self._weights.root:
+                raise FrameError("prompts to complete with weights that are not those that were sent")
+            for group in question.groups:
+                self._check(group, group.most_tokens(question.sampling))
+
+    def part_of(self, question: RolloutQuestion, rank: int) -> RolloutQuestion | None:
+        """Of weights what the rank holds a part of; prompts go round the ring of stages, which all ranks wait for."""
+        if isinstance(question, PromptGroups):
+            return msgspec.structs.replace(question, groups=())
+        if isinstance(question, WeightHashes):
+            return None
+        contents = dict(zip(question.numbers, question.contents, strict=True))
+        own = self._weights.of_rank(question.numbers, rank)
+        return WeightBytes(tuple(own), tuple(contents[number] for number in own)) if own else None
+
+    def compute(self, question: RolloutQuestion) -> RolloutAnswer:
+        weights = self._weights
+        if isinstance(question, WeightHashes):
+            return RolloutAnswer(lacking=tuple(weights.want(question.table, question.hashes)))
         if isinstance(question, WeightBytes):
-            self._weights.put(question.numbers, question.contents)
-            return RolloutAnswer(lacking=tuple(self._weights.lacking))
-        if question.root != self._weights.root:
-            raise FrameError("prompts to complete with weights that are not those that were sent")
-        for group in question.groups:
-            self._check(group, group.most_tokens(question.sampling))
+            weights.put(question.numbers, question.contents)
+            if self._rank:
+                return RolloutAnswer()
+            weights.confirm(question.numbers)
+            return RolloutAnswer(lacking=tuple(weights.lacking))
         # Turns that go on may be the first that come to this server since the weights changed.
         goes_on = question.sampling.goes_on and question.root == self._sampled_with
         self._sampled_with = question.root

@@ -17,6 +17,7 @@ from tllm.cluster.messages import AdapterReady, Assign, Loaded, Prepared
 from tllm.cluster.settings import EngineSettings, PageDisk
 from tllm.cluster.weight_messages import AdapterFiles, HeldPiece, adapter_file
 from tllm.comm.collectives.group import Group
+from tllm.comm.collectives.intra_host import connect_devices
 from tllm.comm.collectives.tuning import tune_between_hosts
 from tllm.comm.links.connect import Listener
 from tllm.comm.links.link import Link
@@ -28,8 +29,8 @@ from tllm.engine.assembly import make_driver, make_stage
 from tllm.engine.draft.draft_model import DraftModel
 from tllm.engine.draft.load_draft import draft_loader
 from tllm.engine.driver import CloseRing, Command, Driver
-from tllm.engine.page_store.other_disks import OtherDisks
 from tllm.engine.page_store.page_folder import make_private
+from tllm.engine.page_store.remote_pages import RemotePages
 from tllm.engine.ring_links import RingLinks
 from tllm.engine.schedule.limits import Limits
 from tllm.engine.stage import PipelineStage
@@ -72,7 +73,11 @@ class RankLinks:
         self.all = connect_wires(assign, wires(plan), identity, listener, settings.link_seconds, settings.wiring)
         self.group = _group(plan, rank, self.all)
         stage, _ = plan.place(rank)
-        self.network = tune_between_hosts(self.group, [assign.places[rank].host for rank in plan.ranks(stage)])
+        hosts = [assign.places[rank].host for rank in plan.ranks(stage)]
+        device, seconds = torch.device(settings.device), settings.link_seconds
+        on_devices = settings.wiring.intra_host == "nccl"
+        joined = connect_devices(self.group, hosts[self.group.rank], device, seconds) if on_devices else ""
+        self.network = "; ".join(filter(None, (joined, tune_between_hosts(self.group, hosts))))
         self.ring = _ring(plan, rank, self.all)
 
     def compress(self, assign: Assign, width: int) -> None:
@@ -90,6 +95,7 @@ class RankLinks:
 
     def close(self) -> None:
         """Let what was sent leave; that a link broke is known by then."""
+        self.group.close_devices()
         for link in self.all.values():
             with contextlib.suppress(LinkError):
                 link.close()
@@ -214,7 +220,8 @@ class ServingRank:
 
         source = RemoteFiles(ask, adapter.sizes)
         dtype = torch_dtype(self._settings.dtype)
-        stage.adapters.add(adapter.lora, read_adapter(source).load(self._model, source, dtype), adapter.number)
+        updates = read_adapter(source).load(self._model, source, dtype, self._mesh.tp)
+        stage.adapters.add(adapter.lora, updates, adapter.number)
         return AdapterReady(stage.adapters.nbytes)
 
     def _share_pages(self, stage: PipelineStage) -> None:
@@ -229,7 +236,7 @@ class ServingRank:
         others = dict.fromkeys(place for place in before if place.node != own and place.lends)
         if store is not None and others:
             disks = [PageExchange(self._fetch, place, model) for place in others]
-            store.others = OtherDisks(store.folder, disks, disks[0], lambda: stage.batches)
+            store.others = RemotePages(store.folder, disks, disks[0], lambda: stage.batches)
 
     def run(self, control: Control) -> None:
         """Compute until the driver is told to close, and with it the ring."""
@@ -337,4 +344,5 @@ def _limits(settings: EngineSettings, spec: ModelSpec) -> Limits:
         num_state_slots=settings.max_num_seqs if spec.delta else 0,
         hidden_size=spec.hidden_size,
         num_labels=spec.num_labels,
+        is_headless=spec.is_headless,
     )

@@ -1,4 +1,4 @@
-"""`SurveyRank`: one node's part in a survey: as in an examination, but it measures itself with the model's layers."""
+"""`SurveyRank`: one node's part in a survey. It is a `DoctorRank` that measures itself with the model's layers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tllm.cluster.certificates import Identity
 from tllm.cluster.messages import Assign, Findings
 from tllm.cluster.settings import SurveySettings
 from tllm.comm.collectives.group import Group
+from tllm.comm.collectives.intra_host import connect_devices
 from tllm.comm.collectives.tuning import max_over_ranks
 from tllm.comm.links.connect import Listener
 from tllm.core.memory import LARGEST_TRAINED, keep_freed_memory, rss_bytes
@@ -80,7 +81,12 @@ class SurveyRank(DoctorRank):
         assert isinstance(self.settings, SurveySettings), "a survey"
         serves, seconds = bool(self.settings.sequences), self.settings.way_seconds
         device = torch.device(self.settings.device)
-        met = measure_sums(group, seconds, not serves, device)
+        if self.settings.intra_host == "nccl":
+            connect_devices(group, self._hosts[self.rank], device, self.settings.link_seconds)
+        try:
+            met = measure_sums(group, seconds, not serves, device)
+        finally:
+            group.close_devices()
         if not serves or max_over_ranks(group, float(device != CPU)):
             return met
         dtype, prompt = torch_dtype(self.settings.dtype), self.settings.length

@@ -40,7 +40,7 @@ from tllm.training.snapshot.placement import RESTORE, restore_wires, snapshot_wi
 from tllm.training.snapshot.replication import SnapshotReplicator, snapshot_links
 from tllm.training.snapshot.spare_node import SpareNode
 from tllm.training.state.initial_weights import STD, InitialWeights
-from tllm.training.step.rank_groups import RankConfig, group_of, groups_of, tuned
+from tllm.training.step.rank_groups import RankConfig, group_of, groups_of, on_devices, tuned
 from tllm.training.trainer import RankTrainer
 from tllm.weights.byte_source import Fetch
 from tllm.weights.load import Progress
@@ -146,20 +146,29 @@ class TrainingRank:
         give_back_memory()
         if self.rank >= len(self._hosts):
             return self._give_snapshots(progress, start)
-        assert isinstance(self._assign.settings, TrainSettings)
-        device = torch.device(self._assign.settings.device)
+        settings = self._assign.settings
+        assert isinstance(settings, TrainSettings)
+        device = torch.device(settings.device)
         forget_peak(device)  # of the part before, in another epoch or a survey
         source = model_source(self._assign, self._fetch) if self._assign.files else None
         plan = self._assign.plan
-        groups = tuned(groups_of(plan, self.rank, self._links), plan, self.rank, self._hosts)
-        replicator = self._replicator(groups.save) if self._assign.settings.mirrored else None
-        model_config = json.loads(self._assign.config)
-        job = decode_job(self._assign.settings.job)
-        spec = spec_from_config(model_config)
-        config = RankConfig(job, plan, spec, self.rank, groups, device, self._answerers)
-        std = model_config.get("initializer_range")
-        initial_weights = InitialWeights(source, STD if std is None else float(std), model_config)
-        self._trainer = self._make(config, initial_weights, replicator)
+        groups = groups_of(plan, self.rank, self._links)
+        with contextlib.ExitStack() as unmade:
+            unmade.callback(groups.close_devices)  # which the trainer does, once it is there
+            if settings.wiring.intra_host == "nccl":
+                groups = on_devices(groups, plan, self.rank, self._hosts[self.rank], device, settings.link_seconds)
+            groups = tuned(groups, plan, self.rank, self._hosts)
+            replicator = self._replicator(groups.save) if settings.mirrored else None
+            model_config = json.loads(self._assign.config)
+            job = decode_job(settings.job)
+            spec = spec_from_config(model_config)
+            predicted = settings.predicted
+            of_this_plan = predicted.by_role if predicted is not None and predicted.plan == str(plan) else {}
+            config = RankConfig(job, plan, spec, self.rank, groups, device, self._answerers, of_this_plan)
+            std = model_config.get("initializer_range")
+            initial_weights = InitialWeights(source, STD if std is None else float(std), model_config)
+            self._trainer = self._make(config, initial_weights, replicator)
+            unmade.pop_all()
         ready = self._trainer.prepare(progress)
         self._step, self._held = ready.step, ready.parameter_bytes + ready.state_bytes
         read = source.bytes_read if source else 0
@@ -197,7 +206,8 @@ class TrainingRank:
         control.post(messages.Done())
 
     def stats(self) -> dict[str, float]:
-        return {"step": self._step, "computing": self._trainer.compute_seconds if self._trainer is not None else 0.0}
+        trainer = self._trainer  # once: the main thread lets go of it
+        return {"step": self._step, "computing": 0.0 if trainer is None else trainer.compute_seconds}
 
     def link_bytes(self) -> dict[str, int]:
         return bytes_by_wire(self._links)

@@ -1,5 +1,5 @@
-"""`VerifyRank`: one node's part in a comparison: computes one prompt as a serving rank does, and compares it with the
-reference."""
+"""`VerifyRank`: one node's part in `tllm verify`. It computes one prompt as a serving rank does, and compares the
+result with the reference."""
 
 from __future__ import annotations
 

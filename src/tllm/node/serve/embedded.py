@@ -1,4 +1,4 @@
-"""An engine in this process, its ranks as threads, as the HTTP server and the other commands want one."""
+"""An engine in this process, with its ranks as threads, for the HTTP server and the commands."""
 
 from __future__ import annotations
 

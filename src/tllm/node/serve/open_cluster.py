@@ -1,4 +1,4 @@
-"""Opens a cluster that serves requests: what each of its ranks is told, and the cluster itself for a block's length."""
+"""Opens a cluster that serves requests for the length of a `with` block, and tells each rank what it is to serve."""
 
 from __future__ import annotations
 

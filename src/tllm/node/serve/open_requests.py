@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
@@ -58,9 +57,7 @@ class OpenRequests:
         """The request's outputs; closing this cancels it. Raises RequestError, or what the cluster failed with."""
         if request.id in self._open:
             raise RequestError(f"a request with id {request.id!r} is already running", "give each its own id")
-        if request.params.seed is None:
-            params = msgspec.structs.replace(request.params, seed=secrets.randbits(63))
-            request = msgspec.structs.replace(request, params=params)
+        request = request.seeded()
         self._send(Submit(request))
         if not self._open:
             self.busy_since = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import time
@@ -14,6 +15,7 @@ import msgspec
 from tllm.cluster.certificates import Authority
 from tllm.cluster.channel import Act
 from tllm.cluster.connection import Address
+from tllm.cluster.consensus.replica import Deposed
 from tllm.cluster.heartbeat import holder
 from tllm.cluster.http_messages import AskSpans, ServedModel, ToldSpans
 from tllm.cluster.messages import Message, Outputs, Prepared
@@ -23,6 +25,7 @@ from tllm.core.errors import ClusterError, TllmError
 from tllm.core.model_folders import model_name
 from tllm.node.coordinator.cluster_options import OnProgress
 from tllm.node.coordinator.coordinator import Coordinator
+from tllm.node.coordinator.job import check_pieces
 from tllm.node.coordinator.losses import Loss
 from tllm.node.coordinator.status_report import engine_stats, report
 from tllm.node.coordinator.workload import Workload
@@ -42,7 +45,6 @@ from tllm.spec.families import spec_from_config
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 from tllm.spec.request import Output, Request
-from tllm.weights.coverage import HeldBlock, check_coverage
 
 
 class Serving:
@@ -52,7 +54,8 @@ class Serving:
     It is the coordinator's job, and one that outlives lost nodes: `recovery` begins the epochs. `advice` says what
     another plan would gain, and `gain` is that as a part of 1; `predicted` is what the present plan is predicted to do
     (`ServingPrediction.shown`) and, as `beside`, the outcome of what was served; None where nobody predicted it.
-    Whoever watches over the plan writes all three.
+    Whoever watches over the plan writes all three. `ended` is set once nothing can be served from here any more, for
+    which `fault` is the reason.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class Serving:
         self.advice, self.gain = "", 0.0
         self.predicted: Mapping[str, Any] | None = None
         self._settings = work.settings
-        self._is_over = False
+        self.ended = asyncio.Event()
         self.coordinator = Coordinator(self, work, authority, address, first)
         self.recovery = Recovery(self, self.coordinator, policy)
         self.adapters = LoraAdapters(self.model_name, self._spec, self.coordinator, self.recovery, self._check_present)
@@ -179,11 +182,13 @@ class Serving:
         }
 
     def health(self) -> Health:
+        if self.ended.is_set():  # a process that was deposed joins whoever followed it
+            why = "" if self.fault is None else self.fault.message
+            return Health(alive=isinstance(self.fault, Deposed), ready=False, reason=why)
         ranks, running = self.state.ranks, len(self.requests)
         since = max(self.requests.busy_since, ranks[0].stepped if ranks else 0.0)
         node, reason = self.recovery.trouble()
         return Health(
-            alive=not self._is_over,
             ready=(self.is_open and self.state.is_ready) or self._only_moves(),
             running=running,
             seconds_since_step=time.monotonic() - since if running else 0.0,
@@ -199,7 +204,7 @@ class Serving:
 
     def fail(self, error: TllmError) -> None:
         """The coordinator itself cannot go on: every open request ends with this, and no new one is taken."""
-        self._is_over = True
+        self.ended.set()
         self.fault = error
         self.requests.fail(error)
 
@@ -254,12 +259,7 @@ class Serving:
             self.check_room(self.state.plan, [member.node for member in self.state.ranks])
 
     def check(self, prepared: Mapping[int, Prepared]) -> None:
-        """Each element that the model needs is held exactly once, or as often as the plan means it to be."""
-        held = {
-            rank: [HeldBlock(piece.name, piece.source, piece.replicated) for piece in one.pieces]
-            for rank, one in prepared.items()
-        }
-        check_coverage(held, prepared[0].needed)
+        check_pieces(prepared)
 
     def acts(self, node: str) -> Mapping[type, Act]:
         async def outputs(message: Outputs) -> None:

@@ -1,4 +1,4 @@
-"""A node's process takes the place of a coordinator that serves: it runs what nodes' HTTP servers are asked for."""
+"""Lets a node's process take the place of a coordinator that serves, and answer the requests of nodes' HTTP servers."""
 
 from __future__ import annotations
 

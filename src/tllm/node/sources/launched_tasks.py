@@ -1,5 +1,5 @@
-"""`LaunchedTasks`: processes that torchrun or srun has started. The first writes address and token to a file that only
-this user can read, and the others join by it.
+"""`LaunchedTasks`: nodes that torchrun or srun has started. The first one writes its address and a token to a file that
+only this user can read, and the others join by it.
 
 All of them must see one folder (one machine, or a shared disk). Otherwise the variable `TLLM_JOIN="HOST:PORT TOKEN"`
 tells the others what they would find there; the token may be left out where `TLLM_SECRET` is set. A file that an

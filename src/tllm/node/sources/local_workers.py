@@ -59,7 +59,11 @@ class LocalWorker:
     async def _watch(self) -> None:
         async for text in lines_of(self.process.stderr):
             self._tail.append(text)
-            log.debug("%s: %s", self.node, text)
+            level, _, said = text.partition(" ")
+            if level == "WARNING":  # of this machine, as a full disk; what a worker fails by comes as its answer
+                log.warning("%s: %s", self.node, said)
+            else:
+                log.debug("%s: %s", self.node, text)
         code = await self.process.exit_code
         self.process.stdin.close()
         if code is None:
@@ -72,7 +76,8 @@ class WorkersRoom:
     """What the workers of this machine have of it: so many threads each, and the processors that each is `bound` to.
 
     All of them together may use `memory` bytes, or all of the machine's if None; on a `device` that is not the
-    processor, each so much of its own. Weights of a model on the `hub` are kept where it says.
+    processor, each so much of its own. Weights of a model on the `hub` are kept where it says. Other nodes reach them
+    at `host`.
     """
 
     threads: int
@@ -80,6 +85,7 @@ class WorkersRoom:
     hub: HubWeights | None = None
     device: str = "cpu"
     bound: BoundRanks = field(default_factory=BoundRanks)
+    host: str = ""
 
 
 class LocalWorkers:
@@ -90,7 +96,7 @@ class LocalWorkers:
         self._forks = WorkerForks(room.threads)
         self._bound, hub = room.bound, room.hub
         self._room: dict[str, Any] = dict(memory=room.memory, is_shared=True, runs_own_code=True, device=room.device)
-        self._room |= dict(threads=room.threads)
+        self._room |= dict(threads=room.threads, listen=room.host)
         if hub is not None:
             self._room |= dict(weights_cache=hub.cache, weights_cache_bytes=hub.cache_bytes)
         self._places: dict[str, int] = {}  # each worker's number among them: which chooses its device and processors

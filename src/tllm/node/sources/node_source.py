@@ -15,16 +15,19 @@ take the first ranks, and one that ends is started again.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 from tllm.core.errors import TllmError
+
+if TYPE_CHECKING:
+    from tllm.cluster.join_token import JoinToken
 
 Labels = Mapping[str, str]
 """What an engine calls a node, and where it put it: for status, and nothing is decided by it."""
 
-SayLine = Callable[[str, str], None]
-"""say(HOST:PORT, token): called with what other machines need to join"""
+SayLine = Callable[[int, str, str], None]
+"""say(count, HOST:PORT, token): called with what so many other machines need to join"""
 
 OnFailure = Callable[[TllmError], None]
 """fail(error): called from any thread when a node cannot come, or its process has ended"""
@@ -51,10 +54,13 @@ class NodeSource(Protocol):
 
 @dataclass(frozen=True)
 class Invitation:
-    """A source, and the HOST:PORT of the coordinator that it tells."""
+    """A source, the HOST:PORT of the coordinator that it tells, how many nodes at a time are to come by it, and the
+    tokens that it was given for them."""
 
     source: NodeSource
     address: str
+    nodes: int
+    tokens: list[JoinToken] = field(default_factory=list)
 
 
 class JoinLine:
@@ -67,7 +73,7 @@ class JoinLine:
         """Nothing: who reads the line sees what becomes of it."""
 
     def start(self, count: int, address: str, token: str) -> None:
-        self._say(address, token)
+        self._say(count, address, token)
 
     def nodes(self) -> Mapping[str, Labels]:
         return {}

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import tllm
-from tllm.core.memory import huge_page_environment
+from tllm.core.program import computing_environment
 
 log = logging.getLogger("tllm.node")
 
@@ -170,7 +170,7 @@ def worker_command(threads: int, module: str = "tllm.node.worker", *words: str) 
     """The command of a worker's process, which reads its settings from stdin, and its environment."""
     source = str(Path(tllm.__file__).parents[1])
     path = os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))
-    environment = {**huge_page_environment(os.environ), "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
+    environment = {**computing_environment(os.environ), "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
     return [sys.executable, "-m", module, *words], environment
 
 

@@ -1,4 +1,5 @@
-"""`MachineTopology`: what a machine is made of, as far as its system tells: records without any reading.
+"""`MachineTopology`: what a machine is made of, as far as its operating system tells. Records only; nothing is read
+here.
 
 A processor is what the system schedules threads on; a core has one or, with simultaneous multithreading (SMT), several
 of them, which share its arithmetic units. What is not told is empty, and `unknown` says so in words.

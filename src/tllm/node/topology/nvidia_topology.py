@@ -1,7 +1,8 @@
 """How the GPUs of a machine are connected, as `nvidia-smi topo -m` says it.
 
 Its table has a row and a column for each GPU and network card, then columns for the processors and the NUMA node next
-to a GPU. Columns are divided by tabs, and after the affinities there are tabs too many; so words are counted here.
+to a GPU. Columns are separated by tabs, but there are more tabs than columns after the affinities, so the parser counts
+words.
 """
 
 from __future__ import annotations

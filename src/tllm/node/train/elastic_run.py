@@ -1,4 +1,5 @@
-"""`ElasticRun`: a training run that outlives its nodes: what a lost one held others have in memory, or a save."""
+"""`ElasticRun`: a training run that outlives its nodes. What a lost node held is restored from other nodes' memory, or
+from a save."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import msgspec
 from tllm.cluster.certificates import Authority
 from tllm.cluster.connection import Address
 from tllm.cluster.consensus.replicated_state import TrainedSteps
-from tllm.cluster.settings import TrainSettings
+from tllm.cluster.settings import PredictedSeconds, TrainSettings
 from tllm.core.errors import CapacityError, ClusterError, PlanError, TllmError
 from tllm.core.tasks import end_tasks
 from tllm.node.coordinator.cluster_options import OnProgress
@@ -102,13 +103,15 @@ class ElasticRun(TrainingRun):
             return nodes
         return await super().choose(nodes, on_progress)
 
-    def move(self, plan: Plan, nodes: Sequence[str]) -> None:
+    def move(self, plan: Plan, nodes: Sequence[str], predicted: PredictedSeconds | None = None) -> None:
         """Go on under another plan, whose ranks these nodes take in order: from the last step that is whole in memory.
 
         The step that is under way is taken again. PlanError where the job and the plan do not go together.
         """
         check_combination(self._job, plan, self._spec)
-        self.recovery.move.begin(plan, nodes)
+        self.recovery.move.begin(plan, nodes)  # which keeps what was predicted before, should it be taken back
+        work = self.coordinator.work
+        self.coordinator.work = replace(work, settings=msgspec.structs.replace(work.settings, predicted=predicted))
         self.progress.pause()
 
     def take_up(self, trained: TrainedSteps | None, is_mirrored: bool) -> None:

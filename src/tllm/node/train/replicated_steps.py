@@ -1,4 +1,4 @@
-"""How far a training run has come, as the replicas of its coordinator's state know it."""
+"""How far a training run has come, as the replicas of its coordinator's state record it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`RoleNodes`: which nodes of a cluster teach a training run, or sample for it, beside the ranks of its plan.
 
-A node that is lost costs the run nothing but time: what it was asked, others are asked. Who joins later takes its role.
+A lost node costs the run nothing but time: its questions are put to others. A node that joins later takes its role.
 """
 
 from __future__ import annotations
@@ -9,19 +9,30 @@ import asyncio
 import contextlib
 import json
 import logging
+import secrets
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
+from itertools import islice
+
+import msgspec
 
 from tllm.cluster.messages import RankAddress, RoleAsker, RolePlaces, RoleTaken, TakeRole
 from tllm.cluster.settings import TrainSettings
 from tllm.cluster.state import Member, RankRefused, RoleBegan, RoleGiven
-from tllm.core.errors import ClusterError, ConfigError, TllmError, WeightsError
+from tllm.core.errors import ClusterError, ConfigError, LinkError, TllmError, WeightsError
 from tllm.core.tasks import background, end_tasks
+from tllm.node.answering.answering_team import BROKEN, team_number
 from tllm.node.coordinator.coordinator import Coordinator
+from tllm.node.train import role_teams
+from tllm.node.train.role_teams import FailedTeams, larger_parts_first, possible_teams
 from tllm.node.weights.model_folder import ModelFolder
+from tllm.spec.families import spec_from_config
+from tllm.spec.plan import Plan
+from tllm.spec.plan_text import rank_count
 from tllm.spec.process_groups import RoleName
 from tllm.text.same_vocabulary import vocabulary_digest
 from tllm.training.job.job import Job
-from tllm.training.job.job_parts import role_key, role_nodes
+from tllm.training.job.job_parts import check_teams, role_key, role_nodes, role_plan, role_plan_text
 from tllm.training.job.key_limits import WantedNodes
 from tllm.training.questions.causal_model import CausalModel
 from tllm.training.reward_models.reward_model import ScoringModel
@@ -37,17 +48,25 @@ DOES: dict[RoleName, str] = {
 
 RETRY_SECONDS = 10.0
 
+TEAMS_LOOKED_AT = 64
+"""Of all that could be made of the nodes that are there, where some are left alone for a while."""
+
+LOOK_SECONDS = 0.5
+"""Between two looks at whose team is broken, which a heartbeat says that wakes nobody."""
+
 
 class RoleNodes:
     """Of the job that the coordinator's nodes are brought together for; `job` may be chosen later.
 
-    Nodes have their roles beside any epoch, and keep them when the next begins.
+    Nodes have their roles beside any epoch, and keep them when the next begins. Those that compute one model together,
+    by the role's plan, are a team: it answers as long as all of them are there.
     """
 
     def __init__(self, coordinator: Coordinator, job: Job) -> None:
         self.job = job
         self._coordinator, self._members = coordinator, coordinator.members
         self._unable = set[tuple[str, int]]()  # processes of nodes that could not take a role
+        self._failed = FailedTeams()
         self._told: object = None
 
     @property
@@ -58,6 +77,8 @@ class RoleNodes:
     def reserve(self, nodes: Sequence[str]) -> set[str]:
         """Choose who is to have a role, of nodes of which the first is to be rank 0: those that are named, else the
         last; beside those that have had it from a coordinator before. ConfigError for names that cannot be."""
+        for role, wanted in self.wanted.items():
+            check_teams(self.job, role, wanted, self._size(role))
         reserved = set[str]()
         lacking = {role: wanted.count - len(self._holders(role)) for role, wanted in self.wanted.items()}
         for role, wanted in self.wanted.items():
@@ -115,20 +136,20 @@ class RoleNodes:
         """Those that were reserved take their roles while the block runs. Raises what any of them fails with, by its
         name; one that is lost meanwhile may have a successor."""
 
-        async def take(member: Member, order: TakeRole) -> None:
+        async def take(team: Sequence[Member], order: TakeRole) -> None:
             try:
-                await self._give(member, order)
+                await self._give(team, order)
             except TllmError as error:
-                now = self._members.state.member(member.node)
-                if now is not None and now.is_living:
+                now = [self._members.state.member(member.node) for member in team]
+                if all(one is not None and one.is_living for one in now):
                     raise
                 log.warning("%s", error.message)
 
-        reserved = [one for one in self._members.state.living if one.role is not None and not one.answers_at]
-        roles = {one.role for one in reserved if one.role is not None}
+        reserved = {role: self._waiting(role) for role in self.wanted}
         # What this machine lacks shows before anything is built.
-        orders = {role: await asyncio.to_thread(self._order, role) for role in roles}
-        taking = [asyncio.create_task(take(one, orders[one.role])) for one in reserved if one.role is not None]
+        orders = {role: await asyncio.to_thread(self._order, role) for role, nodes in reserved.items() if nodes}
+        teams = [(team, orders[role]) for role, nodes in reserved.items() for team in self._teams(role, nodes)]
+        taking = [asyncio.create_task(take(team, order)) for team, order in teams]
         try:
             yield
             await asyncio.gather(*taking)
@@ -167,43 +188,89 @@ class RoleNodes:
             self.tell()
 
     async def _fill(self, is_settled: Callable[[], bool]) -> None:
+        def is_due() -> bool:
+            return is_settled() and (bool(self._stranded()) or self._vacancy() is not None)
+
         while True:
-            await self._members.until(lambda: self._vacancy(is_settled) is not None)
-            vacancy = self._vacancy(is_settled)
-            assert vacancy is not None, "nothing was awaited since"
-            role, member = vacancy
+            while not is_due():
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_SECONDS):
+                        await self._members.until(is_due)
+            self._free_stranded()
+            vacancy = self._vacancy()
+            if vacancy is None:
+                continue
+            role, team = vacancy
             try:
                 order = await asyncio.to_thread(self._order, role)
             except (TllmError, OSError) as error:  # this machine's lack, and no node's
                 log.warning("nobody else can %s, as this machine cannot say how: %s", DOES[role], error)
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
-            now = self._vacancy(is_settled)
-            if now is None or (now[0], now[1].node) != (role, member.node):
+            now = self._vacancy() if is_settled() else None
+            if now is None or (now[0], _names(now[1])) != (role, _names(team)):
                 continue
-            self._members.record(RoleGiven(member.node, role))
+            self._put_together(role, team)
             try:
-                await self._give(member, order)
+                await self._give(team, order)
+                self._failed.met(team)
+            except LinkError as error:  # between those of a team, of whom one may be lost
+                self._failed.forget_gone(self._members.state.living)
+                again, whom = self._failed.failed(team), " with ".join(_names(team))
+                log.warning("%s; %s is tried again in %g s at the earliest", error.message, whom, again)
+                await asyncio.sleep(role_teams.FIRST_SECONDS)
             except TllmError as error:
                 log.warning("%s", error.message)
-                self._unable.add((member.node, member.facts.pid))
-                self._members.record(RoleGiven(member.node, None))
+                for member in team:
+                    given = self._members.state.member(member.node)
+                    if given is not None and given.phase == "refused":
+                        self._unable.add((member.node, member.facts.pid))
+                        self._members.record(RoleGiven(member.node, None))
 
-    async def _give(self, member: Member, order: TakeRole) -> None:
-        node, role = member.node, order.role
+    def _put_together(self, role: RoleName, team: Sequence[Member]) -> None:
+        """These have a role, and of those that wait for others no more than are wanted."""
+        for member in team:
+            self._members.record(RoleGiven(member.node, role))
+        surplus = len(self._holders(role)) - self.wanted[role].count
+        left = [one for one in self._waiting(role) if one.node not in _names(team)]
+        for member in left[: max(0, surplus)]:
+            self._members.record(RoleGiven(member.node, None))
+
+    async def _give(self, team: Sequence[Member], order: TakeRole) -> None:
+        """Let a team take a role, all of whom must. Raises what one fails of by itself, else what it fails of with
+        another; the others then have the role and wait."""
+        role, state = order.role, self._members.state
+        if order.plan is not None and not self.wanted[role].names:
+            team = larger_parts_first(team, order.plan)
+        name = f"{state.cluster}/{role}/{secrets.token_hex(4)}"
+        places = tuple(RankAddress(member.node, member.facts.host, member.facts.port) for member in team)
+        order = msgspec.structs.replace(order, team=name, places=places if len(team) > 1 else ())
+        asked = [self._ask(one.node, msgspec.structs.replace(order, rank=rank)) for rank, one in enumerate(team)]
+        found = await asyncio.gather(*asked)
+        faults = [one for one in found if isinstance(one, TllmError)]
+        if faults:
+            raise min(faults, key=lambda fault: isinstance(fault, LinkError))
+        for member, taken in zip(team, found, strict=True):
+            assert isinstance(taken, RoleTaken), "nobody failed"
+            self._members.record(RoleBegan(member.node, taken))
+        log.info("%s is to %s", " with ".join(member.node for member in team), DOES[role])
+        self.tell()
+
+    async def _ask(self, node: str, order: TakeRole) -> RoleTaken | TllmError:
+        """What a node answers, or what it fails of, which is said of it where it is its own."""
         try:
             channel = self._members.channels.get(node)
             if channel is None:
                 raise ClusterError("it went away")
             taken = await channel.ask(order, self._coordinator.work.load_seconds)
         except TllmError as error:
+            why = error.message if node in error.message else f"{node} cannot {DOES[order.role]}: {error.message}"
+            if isinstance(error, LinkError) or error.peer is not None:  # between two of a team
+                return LinkError(why, error.hint)
             self._members.record(RankRefused(node, error.message))
-            why = error.message if node in error.message else f"{node} cannot {DOES[role]}: {error.message}"
-            raise type(error)(why, error.hint) from error
+            return type(error)(why, error.hint)
         assert isinstance(taken, RoleTaken), "what a node answers"
-        self._members.record(RoleBegan(node, taken))
-        log.info("%s is to %s, at port %d", node, DOES[role], taken.port)
-        self.tell()
+        return taken
 
     def _order(self, role: RoleName) -> TakeRole:
         """What a node must know to take a role. ConfigError or WeightsError where this machine lacks the teacher."""
@@ -212,8 +279,15 @@ class RoleNodes:
             own = weights.folder
             model, config = self.job.model_name_or_path or self.job.config_name or "", self._coordinator.work.config
             folder, files = (str(own.path), own.files) if own is not None else ("", ())
-            is_base = self.job.lora is not None
-            return TakeRole(role=role, model=model, config=config, folder=folder, files=files, is_base=is_base)
+            return TakeRole(
+                role=role,
+                model=model,
+                config=config,
+                folder=folder,
+                files=files,
+                is_base=self.job.lora is not None,
+                plan=self._plan(role, spec_from_config(json.loads(config)).num_layers),
+            )
         name, dtype, found = self._model_of(role)
         if (lent := weights.beside.get(role)) is None:
             lent = weights.beside[role] = ModelFolder(found.folder)
@@ -228,6 +302,7 @@ class RoleNodes:
             dtype=dtype,
             folder=str(lent.path),
             files=lent.files,
+            plan=self._plan(role, found.spec.num_layers),
         )
 
     def _model_of(self, role: RoleName) -> tuple[str, str, CausalModel | ScoringModel]:
@@ -242,6 +317,48 @@ class RoleNodes:
         name = config.reward_model_name_or_path
         return name, config.reward_dtype, ScoringModel.find(name)
 
+    def _plan(self, role: RoleName, num_layers: int) -> Plan | None:
+        """By which a team divides the model; None where each node has all of it."""
+        return role_plan(self.job, role, num_layers) if self._size(role) > 1 else None
+
+    def _size(self, role: RoleName) -> int:
+        """Nodes of a team."""
+        return rank_count(role_plan_text(self.job, role))
+
+    def _teams(self, role: RoleName, nodes: Sequence[Member]) -> list[Sequence[Member]]:
+        """As many whole teams as there are nodes for, in the order in which the job names them."""
+        size, ordered = self._size(role), self._in_order(role, nodes)
+        return [ordered[at : at + size] for at in range(0, len(ordered) - size + 1, size)]
+
+    def _in_order(self, role: RoleName, nodes: Sequence[Member]) -> list[Member]:
+        """By the names that the job has, as the plan may give its first ranks other shares than its last."""
+        names = self.wanted[role].names
+        return sorted(nodes, key=lambda one: names.index(one.node) if one.node in names else len(names))
+
+    def _waiting(self, role: RoleName) -> list[Member]:
+        """Those that have a role and do not answer, alone or in a team."""
+        return [member for member in self._holders(role) if not member.team and not member.answers_at]
+
+    def _free_stranded(self) -> None:
+        """Let those whose team is over wait for another one, and rank 0 ask them no more."""
+        if stranded := self._stranded():
+            for role, member in stranded:
+                log.warning("%s waits for another to %s with, as one of its team is lost", member.node, DOES[role])
+                self._members.record(RoleGiven(member.node, role))
+            self.tell()
+
+    def _stranded(self) -> list[tuple[RoleName, Member]]:
+        """Those that had a team, of which somebody is lost."""
+        found = list[tuple[RoleName, Member]]()
+        for role in self.wanted:
+            size, teams = self._size(role), defaultdict[str, list[Member]](list)
+            for member in self._holders(role):
+                teams[member.team].append(member)
+            for name, team in teams.items():
+                if name and (len(team) < size or any(one.beat.stats.get(BROKEN) == team_number(name) for one in team)):
+                    found += [(role, member) for member in team]
+        return found
+
     def _holders(self, role: RoleName) -> list[Member]:
         return [member for member in self._members.state.living if member.role == role]
 
@@ -253,10 +370,9 @@ class RoleNodes:
         """What rank 0 is to know, and in which epoch."""
         return self._members.state.epoch, [self._places(role) for role in self.wanted]
 
-    def _vacancy(self, is_settled: Callable[[], bool]) -> tuple[RoleName, Member] | None:
-        """A role that lacks a node, and one that is free for it: not wanted by the plan, unless nobody has the role."""
-        if not is_settled():
-            return None
+    def _vacancy(self) -> tuple[RoleName, Sequence[Member]] | None:
+        """A role that lacks a team, and nodes for it: those that have the role and no team, and such as are free: not
+        wanted by the plan, unless nobody answers in the role, nor by another role that lacks them by their names."""
         state, wanted = self._members.state, self.wanted
         free = [
             member
@@ -264,11 +380,25 @@ class RoleNodes:
             if member.rank is None and (member.node, member.facts.pid) not in self._unable
         ]
         short = max(0, self._coordinator.work.plan.world_size - state.seated_count)
+        lack = [role for role in wanted if len(self._holders(role)) < wanted[role].count]
+        named = {name: role for role in lack for name in wanted[role].names}
         for role in sorted(wanted, key=lambda role: len(self._holders(role))):
-            held = len(self._holders(role))
-            if held < wanted[role].count and len(free) > (short if held else 0):
-                return role, free[-1]
+            held, size = self._holders(role), self._size(role)
+            waiting, answers = self._waiting(role), any(member.answers_at for member in held)
+            others = [member for member in free if named.get(member.node, role) == role]
+            others.sort(key=lambda member: member.node in named)  # the last are taken
+            spare = max(0, len(others) - (short if answers else 0))
+            if len(held) - len(waiting) + size > wanted[role].count:
+                continue
+            candidates = self._failed.fewest_first([*waiting, *reversed(others)])
+            for team in islice(possible_teams(candidates, size, spare), TEAMS_LOOKED_AT):
+                if self._failed.may_try(team):
+                    return role, self._in_order(role, [one for one in [*waiting, *others] if one in team])
         return None
+
+
+def _names(team: Sequence[Member]) -> list[str]:
+    return [member.node for member in team]
 
 
 def _check_names(names: Sequence[str], nodes: Sequence[str], key: str) -> None:

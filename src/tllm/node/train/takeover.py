@@ -1,7 +1,8 @@
-"""A node's process takes the place of a coordinator that trains: the run goes on from what ranks have in memory.
+"""Lets a node's process take the place of a coordinator that trains. The run goes on from what its ranks have in
+memory.
 
-Its own worker gets rank 0, which reads the rows and writes metrics and the finished model: so these are on the machine
-that coordinates, as they were before.
+Its own worker gets rank 0, which reads the rows and writes metrics and the finished model. So these stay on the machine
+that coordinates, as before.
 """
 
 from __future__ import annotations

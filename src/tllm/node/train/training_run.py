@@ -23,7 +23,7 @@ from tllm.planner.memory.training_memory import rank_totals
 from tllm.spec.families import spec_from_config
 from tllm.spec.plan import Plan
 from tllm.training.job.job import Job, decode_job
-from tllm.training.job.job_parts import training_facts
+from tllm.training.job.job_parts import shares_prompts, training_facts
 from tllm.training.report.events import RunEnded, RunEvent, decode
 
 
@@ -119,7 +119,8 @@ class TrainingRun:
         if plan.grid is not None:
             return
         rooms = {member.node: member.facts.room for member in self.state.living}
-        needs = rank_totals(self._spec, plan, training_facts(self._job, mirrored))
+        facts = training_facts(self._job, mirrored, shares_prompts=shares_prompts(self._job, self._spec))
+        needs = rank_totals(self._spec, plan, facts)
         check_machines(needs, [rooms[node] for node in nodes])
 
     def stop(self) -> None:
@@ -155,6 +156,7 @@ class TrainingRun:
         async def done(_: Done) -> None:
             self.coordinator.members.record(RankDone(node))
             if self.state.is_done and self._ended is not None:
+                self.coordinator.members.is_unfinished = not self._ended.final
                 self._events.put_nowait(self._ended)
 
         async def stop(_: Stop) -> None:

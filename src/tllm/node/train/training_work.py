@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from tllm.cluster.settings import OUR_LINKS, TrainSettings, Wiring
+from tllm.cluster.settings import OUR_LINKS, PredictedSeconds, TrainSettings, Wiring
 from tllm.node.coordinator.cluster_options import DEFAULTS, ClusterOptions
 from tllm.node.coordinator.workload import Workload
 from tllm.spec.families import spec_from_config
@@ -31,13 +31,14 @@ class TrainingWork:
     """What a cluster trains: a job, and the plan by which its ranks divide the model.
 
     `config` is the text of the model's config.json, as every rank is sent it. `wiring` says what the links between
-    ranks are made of.
+    ranks are made of, `predicted` what the plan was chosen by.
     """
 
     resolved: ResolvedJob
     plan: Plan
     config: str
     wiring: Wiring = OUR_LINKS
+    predicted: PredictedSeconds | None = None
 
     @property
     def spec(self) -> ModelSpec:
@@ -59,6 +60,7 @@ class TrainingWork:
             link_seconds=link_seconds,
             run=run_name(job),
             wiring=self.wiring,
+            predicted=self.predicted,
         )
         return Workload(
             Path(job.model_name_or_path) if job.model_name_or_path else None,

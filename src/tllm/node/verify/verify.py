@@ -20,6 +20,7 @@ from tllm.engine.schedule.limits import Limits
 from tllm.node.coordinator.cluster_options import LOOPBACK, ClusterOptions, OnProgress
 from tllm.node.coordinator.coordinator import Coordinator
 from tllm.node.coordinator.forming import forming, local_names
+from tllm.node.coordinator.job import check_pieces
 from tllm.node.coordinator.workload import Workload
 from tllm.node.roles.comparison_record import Compared, digest, part_of, place_of
 from tllm.node.roles.reference_model import batches_of, limits_for, write_reference
@@ -30,7 +31,6 @@ from tllm.spec.plan import Plan
 from tllm.spec.quantized.weight_form import with_weight_form
 from tllm.weights.boxes import Box, show
 from tllm.weights.byte_source import LocalFiles
-from tllm.weights.coverage import HeldBlock, check_coverage
 from tllm.weights.dtypes import torch_dtype
 from tllm.weights.formats.open_index import open_index
 from tllm.weights.load import read_piece
@@ -67,12 +67,7 @@ class VerifyJob:
         self._results.put_nowait(error)
 
     def check(self, prepared: Mapping[int, Prepared]) -> None:
-        """Each element that the model needs is held exactly once, or as often as the plan means it to be."""
-        held = {
-            rank: [HeldBlock(piece.name, piece.source, piece.replicated) for piece in one.pieces]
-            for rank, one in prepared.items()
-        }
-        check_coverage(held, prepared[0].needed)
+        check_pieces(prepared)
 
     def acts(self, node: str) -> Mapping[type, Act]:
         async def compared(message: News) -> None:

@@ -1,4 +1,4 @@
-"""`AdapterRegistry`: the adapters that a coordinator has, whole and in memory, for the nodes that load them."""
+"""`AdapterRegistry`: the LoRA adapters that a coordinator holds in memory, whole, for the nodes that load them."""
 
 from __future__ import annotations
 

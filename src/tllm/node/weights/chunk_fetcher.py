@@ -1,4 +1,5 @@
-"""`ChunkFetcher`: brings the chunks of weights that a node lacks, from whom the coordinator names, some at a time."""
+"""`ChunkFetcher`: fetches the chunks of weights that a node lacks, several at a time, each from the node that the
+coordinator names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ChunkServer`: passes chunks of weights on to other nodes, each on a connection of its own that carries nothing else.
+"""`ChunkServer`: sends chunks of weights to other nodes, over connections that carry nothing else.
 
 Connections are mutual TLS, as on the data wire: only nodes of this cluster may ask, and only for chunks by their hash.
 """

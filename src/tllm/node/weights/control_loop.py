@@ -1,4 +1,4 @@
-"""`ControlLoop`: the event loop of a node's control thread, as other threads use it until that thread ends."""
+"""`ControlLoop`: lets other threads call the event loop of a node's control thread, until that thread ends."""
 
 from __future__ import annotations
 

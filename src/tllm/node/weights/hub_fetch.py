@@ -1,5 +1,5 @@
-"""`HubFetch`: a node's `Fetch` of a model on the Hugging Face hub. A node fetches its own chunks straight from there,
-and what it cannot get there from the other nodes. No torch."""
+"""`HubFetch`: how a node gets a model that is on the Hugging Face hub: its own chunks straight from there, and what it
+cannot get there from other nodes. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folder of model weights as nodes share it: its files, whether two folders hold the same model, and bytes of it."""
+"""A folder of model weights as nodes share it: its files, their bytes, and whether two folders hold the same model."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from tllm.cluster.channel import Channel
 from tllm.cluster.messages import Message, RankAddress
 from tllm.cluster.weight_messages import FindPages, GetPage, ListPages, PageNames, PagesFound
 from tllm.core.errors import ClusterError, WeightsError
-from tllm.engine.page_store.other_disks import FILE_BYTES
 from tllm.engine.page_store.page_folder import Box, PageFolder
+from tllm.engine.page_store.remote_pages import FILE_BYTES
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ class NodeChannels(Protocol):
 
 
 class PageExchange:
-    """The disk of one other node, for the threads of a rank: an `OtherDisk`."""
+    """The disk of one other node, for the threads of a rank: a `RemoteDisk`."""
 
     def __init__(self, channels: NodeChannels, place: RankAddress, model: str) -> None:
         self._channels, self._place, self._model = channels, place, model

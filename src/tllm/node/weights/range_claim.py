@@ -1,4 +1,4 @@
-"""`claimed`: one program of a machine at a time fetches a part of a file, so that what several want comes once."""
+"""`claimed`: lets only one program of a machine fetch a given part of a file at a time, so that it is fetched once."""
 
 from __future__ import annotations
 

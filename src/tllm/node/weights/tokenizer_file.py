@@ -1,7 +1,7 @@
-"""The model's tokenizer, as the node of the first rank has it of the coordinator when the first grammar comes.
+"""The model's tokenizer, which the node of the first rank gets from the coordinator when the first grammar comes.
 
-It is read as bytes of a file, with the messages that bring the headers of weights: the length in 8 bytes, then what
-`Tokenizer.to_bytes` gave; nothing after the length where the model has no tokenizer.
+It travels like the headers of weights, as bytes of a file: the length in 8 bytes, then what `Tokenizer.to_bytes` gave;
+nothing after the length where the model has no tokenizer.
 """
 
 from __future__ import annotations

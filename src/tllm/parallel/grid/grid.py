@@ -1,4 +1,4 @@
-"""`Grid`: one rank's place among the ranks that divide weights and activations both ways, and whom it works with.
+"""`Grid`: one rank's place among ranks that divide both weights and activations, and the groups that it works in.
 
 Notation, here and beside: rank (l, i, j) of d layers of q x q ranks; D_j is block j of the width of hidden states, F_j
 of any other width (heads, MLP, vocabulary).
@@ -106,7 +106,9 @@ def subgroup(group: Group, ranks: Sequence[int], name: str) -> Group:
     others = {n: rank for n, rank in enumerate(ranks) if rank != group.rank}
     send = {n: group.send[rank] for n, rank in others.items()}
     recv = {n: group.recv[rank] for n, rank in others.items()}
-    return Group(list(ranks).index(group.rank), len(ranks), send, recv, name)
+    part = Group(list(ranks).index(group.rank), len(ranks), send, recv, name)
+    part.device_links = None if group.device_links is None else group.device_links.among(ranks)
+    return part
 
 
 def blocks(width: int, count: int) -> list[Range]:

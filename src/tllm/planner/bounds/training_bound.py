@@ -53,7 +53,7 @@ def _least(spec: ModelSpec, devices: Counter[Device], facts: TrainingFacts) -> f
     targets = min(tokens, of_row * facts.microbatch_size)
     # The weights of a model beside an adapter have no gradients.
     passes = (1 + BACKWARD if facts.adapter is None else BACKWARD) * facts.microbatches
-    layers = passes * sum(layer_flops(spec, layer, whole, facts.lengths) for layer in spec.layers)
+    layers = passes * sum(layer_flops(spec, layer, whole, facts.lengths, facts.before) for layer in spec.layers)
     logits = passes * logits_flops(spec, whole, targets)
     rates = [(_best_rates(device, facts, tokens, targets), count) for device, count in devices.items()]
     ratios = sorted({of_layers / of_logits for (of_layers, of_logits), _ in rates})

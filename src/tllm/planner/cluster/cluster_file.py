@@ -1,4 +1,4 @@
-"""Reads a `Cluster` from TOML, strictly: what a key may be, and what is missing, in one line.
+"""Reads a `Cluster` from TOML, strictly: an unknown or missing key is an error of one line.
 
 [link]                          # between any two nodes, unless a group or a pair says otherwise
 latency = "0.2 ms"
@@ -131,7 +131,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def read_cluster(path: Path) -> Cluster:
     """Read a cluster file. ConfigError, in one line, for what is wrong in it."""
     try:
-        text = path.read_text()
+        text = path.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"cannot read the cluster {path}: {why}", "give a TOML file") from error

@@ -1,4 +1,4 @@
-"""`Execution`: how a trainer carries out a step, by what its software does; the defaults are tllm's."""
+"""`Execution`: how a trainer's software carries out a step. The defaults are tllm's."""
 
 from __future__ import annotations
 

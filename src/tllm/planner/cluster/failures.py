@@ -58,16 +58,3 @@ class Failures:
             else:
                 high = middle
         return low * mean
-
-
-def young(save: float, mean: float) -> float:
-    """The best interval while saves are short: sqrt(2 d M) (Young, 1974, A first order approximation)."""
-    return math.sqrt(2 * save * mean)
-
-
-def daly(save: float, mean: float) -> float:
-    """The same to a higher order (Daly, 2006, equation 37); beyond d = 2 M it is M."""
-    if save >= 2 * mean:
-        return mean
-    ratio = save / (2 * mean)
-    return young(save, mean) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save

@@ -1,4 +1,5 @@
-"""`Profile`: what one machine was measured to do, as a JSON file that people read and plans are made from. No torch."""
+"""`Profile`: what one machine was measured to do, in a JSON file that people can read and plans are made from. No
+torch."""
 
 from __future__ import annotations
 

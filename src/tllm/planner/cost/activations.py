@@ -51,6 +51,13 @@ class Microbatch:
     """Bytes of one number."""
     cp: bool = False
     """Whether several ranks share the microbatch, so that attention goes round a ring (context parallelism)."""
+    before: Sequence[int] = ()
+    """Tokens of another document that each document sees before its own; left out, none."""
+
+    @property
+    def documents(self) -> list[tuple[int, int]]:
+        """Of each document its tokens, and those that it sees before them."""
+        return list(zip(self.lengths, self.before or (0,) * len(self.lengths), strict=True))
 
     @property
     def upcast_bytes(self) -> int:
@@ -212,13 +219,14 @@ def _core(spec: ModelSpec, layer: LayerSpec, N: int, K: int, batch: Microbatch) 
         return _Core(T * (2 * K * H * b + N * w), uses_kv=False)
     calls = _calls(layer, batch)
     if spec.attention_softcap is None and not spec.attention_sinks:
-        masks = sum(rows * keys * b for _, rows, keys, masked in calls if masked)
+        masks = sum(rows * keys * b for _, rows, keys, masked, _ in calls if masked)
         # Of several calls each keeps its result, and all are put together.
-        return _Core(T * N * w + masks + (T * N * H * b if len(calls) > 1 else 0))
+        copies = sum(2 * B * K * keys * H * b for B, _, keys, _, joined in calls if joined)
+        return _Core(T * N * w + masks + copies + (T * N * H * b if len(calls) > 1 else 0))
     kept, sinks, capped = 0, spec.attention_sinks, spec.attention_softcap is not None
-    for B, rows, keys, _ in calls:
+    for B, rows, keys, _, joined in calls:
         kept += rows * keys + B * N * rows * (keys * (b * capped + (b if b < w else 0)) + (keys + sinks) * w)
-        kept += (B * N * rows * H * b if B > 1 else 0) + (2 * B * N * keys * H * b if B > 1 or N != K else 0)
+        kept += (B * N * rows * H * b if B > 1 else 0) + (2 * B * N * keys * H * b if B > 1 or N != K or joined else 0)
     alone = any(B == 1 for B, *_ in calls)
     return _Core(kept, uses_q=alone, uses_kv=alone and N == K)
 
@@ -227,33 +235,38 @@ def scores_bytes(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch)
     """Bytes of the gradients of scores that are written out in the largest call of attention; others never are."""
     if (spec.attention_softcap is None and not spec.attention_sinks) or batch.cp:
         return 0
-    return max(B * rows * keys for B, rows, keys, _ in _calls(layer, batch)) * size(cut.heads) * batch.upcast_bytes
+    return max(B * rows * keys for B, rows, keys, *_ in _calls(layer, batch)) * size(cut.heads) * batch.upcast_bytes
 
 
 class AttentionCall(NamedTuple):
-    """One call of attention: so many documents with so many queries and keys each."""
+    """One call of attention: so many documents with so many queries and keys each, which are `joined` of a shared
+    prompt's and their own."""
 
     documents: int
     queries: int
     keys: int
     is_masked: bool
+    is_joined: bool = False
 
 
 def _calls(layer: LayerSpec, batch: Microbatch) -> list[AttentionCall]:
     """The calls of attention for one microbatch: documents of equal length that follow one another share them."""
-    groups = [(length, len(list(group))) for length, group in groupby(batch.lengths)]
+    groups = [(*one, len(list(group))) for one, group in groupby(batch.documents)]
     return [
-        AttentionCall(count, *block) for length, count in groups for block in attention_blocks(length, layer.window)
+        AttentionCall(count, *block, is_joined=first > 0)
+        for length, first, count in groups
+        for block in attention_blocks(first + length, layer.window, first)
     ]
 
 
-def attention_blocks(length: int, window: int | None) -> list[tuple[int, int, bool]]:
-    """The blocks of queries in which a document is computed: (queries, keys, whether it needs a mask)."""
+def attention_blocks(length: int, window: int | None, first: int = 0) -> list[tuple[int, int, bool]]:
+    """The blocks of queries in which a document's tokens from `first` on are computed: (queries, keys, whether it needs
+    a mask)."""
     if window is None or window >= length:
-        return [(length, length, False)]
+        return [(length - first, length, first > 0)]
     at_once = max(window, ROWS_AT_ONCE)
     blocks: list[tuple[int, int, bool]] = []
-    for start in range(0, length, at_once):
+    for start in range(first, length, at_once):
         stop, low = min(start + at_once, length), max(0, start - window + 1)
         blocks.append((stop - start, stop - low, low < start or window < stop - start))
     return blocks

@@ -1,4 +1,4 @@
-"""How gradients are all-reduced: in buckets, from the last parameter to the first (`train.gradients.bucket_layout`)."""
+"""How gradients are all-reduced: in buckets, last parameter first, as `training.gradients.bucket_layout` makes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a draft model takes on the node of the first rank: its weights, and a cache for the target's tokens."""
+"""Bytes of a draft model on the node of the first rank: its weights, and a cache for the target's tokens."""
 
 from __future__ import annotations
 

@@ -39,13 +39,10 @@ def training_flops(
     return 2 * forward + sum(attention_flops(spec, layer, whole, lengths) for layer in spec.layers)
 
 
-def flops_per_token(spec: ModelSpec, seq_len: int) -> float:
-    """A forward and a backward pass, for each token of a document of `seq_len` tokens."""
-    return training_flops(spec, [seq_len]) / seq_len
-
-
-def layer_flops(spec: ModelSpec, layer: LayerSpec, cut: Cut, lengths: Sequence[int]) -> float:
-    """A forward pass of one layer on a rank that holds `cut`.
+def layer_flops(
+    spec: ModelSpec, layer: LayerSpec, cut: Cut, lengths: Sequence[int], before: Sequence[int] = ()
+) -> float:
+    """A forward pass of one layer on a rank that holds `cut`. `before`: as `attention_flops` has it.
 
     It is a whole number, unless experts are spread over ranks: then each expert is taken to be chosen equally often.
     """
@@ -54,7 +51,7 @@ def layer_flops(spec: ModelSpec, layer: LayerSpec, cut: Cut, lengths: Sequence[i
     own_input = 3 * 2 * spec.hidden_size * spec.per_layer_width  # made of the embedding; its gate and projection
     own, of_layer = as_layer(spec, layer, cut)
     each = _mlp_flops(own, layer, of_layer) + own_input
-    return projections + attention_flops(spec, layer, cut, lengths) + tokens * each
+    return projections + attention_flops(spec, layer, cut, lengths, before) + tokens * each
 
 
 class AttentionMatrix(NamedTuple):
@@ -104,15 +101,20 @@ def delta_widths(of: DeltaSpec, cut: Cut) -> int:
     return delta_channels(of, cut) + delta_values(of, cut) + 2 * size(cut.value_heads)
 
 
-def attention_flops(spec: ModelSpec, layer: LayerSpec, cut: Cut, lengths: Sequence[int]) -> int:
-    """Forward pass of the core of attention: scores, and values by their weights.
+def attention_flops(
+    spec: ModelSpec, layer: LayerSpec, cut: Cut, lengths: Sequence[int], before: Sequence[int] = ()
+) -> int:
+    """Forward pass of the core of attention: scores, and values by their weights. `before`: tokens of others that each
+    document sees as well, as if it began with them; left out, none.
 
     Of a gated delta net what one token after another takes: each state is read, corrected, and read once more.
     """
     if layer.delta:
         return 3 * 2 * layer.delta.key_dim * delta_values(layer.delta, cut) * sum(lengths)
     spec, cut = as_layer(spec, layer, cut)
-    return 2 * 2 * spec.head_dim * size(cut.heads) * sum(seen(length, layer.window) for length in lengths)
+    documents = zip(lengths, before or (0,) * len(lengths), strict=True)
+    pairs = sum(seen(first + length, layer.window) - seen(first, layer.window) for length, first in documents)
+    return 2 * 2 * spec.head_dim * size(cut.heads) * pairs
 
 
 def logits_flops(spec: ModelSpec, cut: Cut, tokens: int) -> int:

@@ -6,9 +6,10 @@ All costs of a training step are derived from these two.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from itertools import accumulate, chain, pairwise
+from typing import NamedTuple
 
 from tllm.core.errors import PlanError
 from tllm.planner.cost.activations import Microbatch
@@ -38,17 +39,46 @@ class ProjectionFacts:
 
 
 @dataclass(frozen=True)
-class TeacherFacts:
-    """A teacher that is computed whole, by one device."""
+class JudgeFacts:
+    """A teacher or a reward model: it judges each row alone, in a forward pass by one device, or several together."""
 
     spec: ModelSpec
     dtype: str
     tokens: int
-    """Tokens that it judges in a step."""
+    """Tokens that are judged in a step."""
     row: int
     """Tokens of a row, which it judges at once."""
     told: int = 0
-    """Bytes of hidden states that it tells of each token."""
+    """Bytes that it holds of each token to tell it: hidden states, and log-probabilities where all of them are told."""
+    devices: tuple[int, ...] = ()
+    """Devices that judge and do not train; left out, that of rank 0 does."""
+    plan: Plan | None = None
+    """By which so many of these devices in a row divide one model; left out, each has a whole one."""
+
+    @property
+    def size(self) -> int:
+        """Devices that compute one model."""
+        return 1 if self.plan is None else self.plan.world_size
+
+    @property
+    def whole(self) -> JudgeFacts:
+        """The same on the device of rank 0, which shares it with nobody."""
+        return replace(self, devices=(), plan=None)
+
+    @property
+    def answered(self) -> int:
+        """Tokens of a row whose logits are computed: a reward model scores the last."""
+        return 1 if self.spec.num_labels else self.row
+
+
+class SharedPrompts(NamedTuple):
+    """Prompts that a microbatch has once for all of their completions, whoever samples these
+    (`training.step.shared_prompts`): tokens of a prompt and of a completion, as long as they may be, and completions of
+    each prompt."""
+
+    prompt: int
+    completion: int
+    completions: int
 
 
 @dataclass(frozen=True)
@@ -74,11 +104,11 @@ class TrainingFacts:
     mirror_steps: int = 0
     """After so many steps each, the training state is replicated to another rank's memory; 0 never."""
     deterministic: bool = False
-    """Whether gradients are added as one tree, whatever the plan (`train.gradients.accumulation_order`)."""
+    """Whether gradients are added as one tree, whatever the plan (`training.gradients.accumulation_order`)."""
     local: bool = False
-    """Whether replicas train on their own between outer steps (`train.sync.diloco`)."""
+    """Whether replicas train on their own between outer steps (`training.sync.diloco`)."""
     residual: bool = False
-    """Whether each replica keeps what its compressed gradients left out (`train.gradients.error_feedback`)."""
+    """Whether each replica keeps what its compressed gradients left out (`training.gradients.error_feedback`)."""
     late: bool = False
     """Whether gradients are applied one step late, so that their all-reduce overlaps with the next step."""
     adapter: AdapterFacts | None = None
@@ -90,8 +120,12 @@ class TrainingFacts:
     reference: bool = False
     """Whether each rank holds its part of a reference model (GRPO's `beta`); one under an adapter is the model beside
     it, and takes time alone."""
-    teacher: TeacherFacts | None = None
+    teacher: JudgeFacts | None = None
     """The teacher in the process of rank 0."""
+    reward: JudgeFacts | None = None
+    """The reward model that scores what is sampled."""
+    shared_prompts: SharedPrompts | None = None
+    """The prompts that completions in a microbatch share; left out, each has its own."""
     value_pass: bool = False
     """Whether a pass forward that is to be learned from is computed a second time, without gradients, for the engine's
     bits (`training.step.invariant_layers`)."""
@@ -123,10 +157,32 @@ class TrainingFacts:
         """Whether an optimizer updates float32 copies in the place of 16-bit weights."""
         return self.learned_bytes < self.full_precision_bytes
 
-    @property
+    @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each document of one microbatch."""
-        return (self.documents or (self.seq_len,)) * self.microbatch_size
+        return tuple(tokens for tokens, _ in self._documents)
+
+    @cached_property
+    def before(self) -> tuple[int, ...]:
+        """Tokens of another document that each of them sees before its own."""
+        return tuple(before for _, before in self._documents)
+
+    @cached_property
+    def _documents(self) -> tuple[tuple[int, int], ...]:
+        """Both of each document. A prompt without its last token stands before the completions that see it, each of
+        which begins with that token and is without its own last; all are as long as they may be."""
+        asked, size = self.shared_prompts, self.microbatch_size
+        of_prompt = 1 if asked is None else min(size, asked.completions)
+        if asked is None or of_prompt == 1:
+            return tuple((tokens, 0) for tokens in (self.documents or (self.seq_len,))) * size
+        counts = [of_prompt] * (size // of_prompt) + [size % of_prompt] * (size % of_prompt > 0)
+        shared = asked.prompt - 1
+        groups = [((shared, 0),) * (shared > 0) + ((asked.completion, shared),) * count for count in counts]
+        return tuple(chain.from_iterable(groups))
+
+    def in_ring(self, cp: int) -> TrainingFacts:
+        """The same where so many ranks share a microbatch: several share no prompt."""
+        return replace(self, shared_prompts=None) if cp > 1 and self.shared_prompts else self
 
     @property
     def microbatches(self) -> int:
@@ -192,6 +248,7 @@ def rank_works(
     PlanError where the plan does not fit the model, or has a grid.
     """
     plan.check(spec.num_layers)
+    facts = facts.in_ring(plan.cp)
     if plan.grid is not None:
         raise PlanError(
             f"plan {plan}: the memory and the time of ranks on a grid are not predicted",
@@ -235,7 +292,7 @@ def cached_schedule(name: str, stages: int, microbatches: int, depth: Depth, chu
 
 
 def deal_microbatches(count: int, shares: tuple[int, ...]) -> list[int]:
-    """How many of `count` microbatches each replica takes, in proportion to its share (`train.data` deals them so)."""
+    """How many of `count` microbatches each replica takes, in proportion to its share, as `training.data` does."""
     whole = sum(shares)
     bounds = [count * taken // whole for taken in (0, *accumulate(shares))]
     return [stop - start for start, stop in pairwise(bounds)]
@@ -247,7 +304,7 @@ def _batch(plan: Plan, facts: TrainingFacts, at: Coordinates, tp: int) -> Microb
     rows = tokens * (at.tp + 1) // tp - tokens * at.tp // tp if plan.sequence else tokens
     of_row = facts.seq_len if facts.target_tokens is None else facts.target_tokens
     predicted = min(tokens, -(-of_row * facts.microbatch_size * tokens // whole))
-    return Microbatch(facts.lengths, tokens, rows, predicted, facts.item_bytes, plan.cp > 1)
+    return Microbatch(facts.lengths, tokens, rows, predicted, facts.item_bytes, plan.cp > 1, facts.before)
 
 
 def zigzag_spans(tokens: int, ranks: int) -> list[tuple[tuple[int, int], ...]]:

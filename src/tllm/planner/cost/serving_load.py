@@ -10,6 +10,7 @@ from tllm.core.errors import PlanError
 from tllm.planner.cost.cache_room import MAX_NUM_BATCHED_TOKENS, PAGE_SIZE
 from tllm.planner.cost.rank_bytes import ITEM_BYTES
 from tllm.spec.model_spec import ModelSpec
+from tllm.spec.plan import Plan
 from tllm.spec.quantized.cache_form import check_kv_cache_dtype
 
 SMALLEST_CHUNK = 128
@@ -98,8 +99,16 @@ class SamplingFacts:
     """Of the steps, those before which completions are sampled; 0 where only evaluations sample some."""
     servers: tuple[int, ...] = ()
     """Devices that sample and do not train; left out, the ranks sample."""
+    plan: Plan | None = None
+    """By which so many of these devices in a row divide one model; left out, each has a whole one."""
     ahead: int = 0
     """Steps by which these are ahead of the ranks (`max_staleness`); 0: the ranks wait for them."""
+
+    @property
+    def teams(self) -> list[tuple[int, ...]]:
+        """The `servers`, by those that have one model together."""
+        size = 1 if self.plan is None else self.plan.world_size
+        return [self.servers[at : at + size] for at in range(0, len(self.servers), size)]
 
     @property
     def cached_tokens(self) -> int:

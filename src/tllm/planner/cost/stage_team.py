@@ -113,6 +113,8 @@ class StageTeam:
                 item = self.facts.weight_bytes
                 table = size(cut.vocab) * D * item - saved_table_bytes(self._held, cut, item, head=True)
                 flops = logits_flops(self.spec, cut, 1) * batch.rows
+                if self.spec.num_labels:  # a head of its own, and small
+                    table, flops = self.spec.num_labels * D * item, 2 * self.spec.num_labels * D * batch.rows
                 works.append(
                     _slower(flops / device.logits_rate(self.facts.dtype, batch.rows), table / device.memory_bandwidth)
                 )

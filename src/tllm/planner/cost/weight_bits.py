@@ -1,4 +1,4 @@
-"""The linears of a layer that may be in few bits, and how many bytes they take less than plain numbers.
+"""The linears of a layer that may be quantised, and how many bytes they save.
 
 Biases, norms and routers are always plain, and so are the model's ends unless its config says otherwise.
 """

@@ -1,8 +1,7 @@
-"""`Outcome`: what was predicted for a run and what was measured, as the run's folder keeps both (`prediction.json`).
+"""`Outcome`: what was predicted for a run and what was measured, as its folder keeps both (`prediction.json`).
 
-A survey from which a wrong time was predicted is corrected by one factor on all that is computed: the factor with
-which the same prediction would have been right. The next prediction, of this plan or another, starts from the corrected
-survey.
+A survey that led to a wrong prediction is corrected by one factor on all that is computed: the factor with which the
+same prediction would have been right. The next prediction, of this plan or another, starts from the corrected survey.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from tllm.core.errors import UNREADABLE, ConfigError
+from tllm.core.errors import ConfigError
 from tllm.planner.measured.survey import Survey
 
 VERSION = 1
@@ -89,20 +88,11 @@ Outcome = TrainingOutcome | ServingOutcome
 
 
 def save_outcome(outcome: Outcome, path: Path) -> None:
-    """Write it for `read_outcome`. Raises ConfigError where the file cannot be written."""
+    """Write it as JSON. Raises ConfigError where the file cannot be written."""
     try:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(outcome), indent=2) + b"\n")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}", "give a folder that can be written") from error
-
-
-def read_outcome(path: Path) -> Outcome:
-    """A saved outcome. Raises ConfigError for a file that is not one."""
-    try:
-        outcome: Outcome = msgspec.json.decode(path.read_bytes(), type=Outcome)
-    except (OSError, *UNREADABLE) as error:
-        raise ConfigError(f"{path} is not the outcome of a run: {error}", "a run writes it at its end") from error
-    return outcome
 
 
 def median(numbers: Sequence[float | None]) -> float | None:

@@ -168,11 +168,17 @@ class Survey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     dtype: str
     nodes: tuple[SurveyedNode, ...]
     paths: tuple[SurveyedPath, ...] = msgspec.field(default=(), name="ways")
+    intra_host: str = "links"
+    """What carried tensors between devices of one machine."""
 
     @property
     def has_sampling(self) -> bool:
         """Whether every node was measured when it samples."""
         return all(node.sampling is not None for node in self.nodes)
+
+    def has_measured(self, samples: bool, intra_host: str) -> bool:
+        """Whether it tells how nodes sample, if that is asked, and sums inside a machine as they will be made."""
+        return self.intra_host == intra_host and (self.has_sampling or not samples)
 
     def is_of(self, spec: ModelSpec, goal: Goal, dtype: str, machines: Sequence[Machine]) -> bool:
         """Whether it is a survey of this model on nodes of these machines, in this order."""
@@ -212,6 +218,8 @@ def read_survey(path: Path) -> Survey | None:
         return None
     try:
         raw = msgspec.json.decode(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"cannot read the survey {path}: {error.strerror}", REMOVE) from error
     except UNREADABLE as error:
         raise ConfigError(f"{path} is not a survey: {error}", REMOVE) from error
     return decoded(raw, str(path))

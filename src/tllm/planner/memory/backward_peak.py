@@ -1,4 +1,4 @@
-"""Bytes that a step's passes have in memory at its peak: activations, logits, gradients, and workspace."""
+"""Bytes that the passes of a step take in memory at their peak: activations, logits, gradients and workspace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activation memory at its peak: a rank's schedule played op by op, adding up what passes under way keep."""
+"""Peak activation memory: plays a rank's schedule op by op, and adds up what the passes under way keep."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Bytes that a training rank holds for roles beside the policy that learns: sampling, a reference, a teacher.
+"""Bytes that a training rank holds for roles beside the policy: sampling, a reference, a teacher, a reward model.
 
-They are there as long as the run: the KV cache of completions (`node.roles.colocated_rollouts`), the weights of a
-reference model, and on rank 0 a teacher's. A batch of completions is computed when no backward pass is under way.
+They are held for the whole run: the KV cache of completions (`node.roles.colocated_rollouts`), the weights of a
+reference model, and on rank 0 those of a teacher and of a reward model. A batch of completions is computed when no
+backward pass is under way.
 """
 
 from __future__ import annotations
@@ -12,21 +13,22 @@ from typing import NamedTuple
 
 from tllm.planner.cost.cache_room import working_bytes
 from tllm.planner.cost.rank_bytes import (
-    ITEM_BYTES,
     RankBytes,
     cached_layers,
-    end_bytes,
     kv_bytes,
-    layer_bytes,
+    rank_bytes,
     state_bytes,
 )
-from tllm.planner.cost.rank_work import RankWork, TeacherFacts, TrainingFacts, rank_works
+from tllm.planner.cost.rank_work import JudgeFacts, RankWork, TrainingFacts, rank_works
 from tllm.planner.cost.stage_team import whole_model
-from tllm.spec.cut import cut_stage
 from tllm.spec.model_spec import ModelSpec
 
-TEACHER_ROWS = 128
+LOGITS_AT_ONCE = 128
 """Tokens whose logits a teacher has in memory at once."""
+
+LOGITS_COPIES = 4
+"""Of these logits in float32, at most, of all tokens also where ranks have made parts of them: as they are, over the
+temperature, their exponentials, and those beside the likeliest (`kl_budget`)."""
 
 
 class RoleMemory(NamedTuple):
@@ -37,6 +39,8 @@ class RoleMemory(NamedTuple):
     reference: int = 0
     teacher: int = 0
     """Its weights, and one row under way."""
+    reward: int = 0
+    """The same of a reward model."""
     sampling: int = 0
     """Workspace of a batch of completions, while nothing is learned."""
 
@@ -49,26 +53,51 @@ def role_memory(spec: ModelSpec, facts: TrainingFacts, work: RankWork) -> RoleMe
     return RoleMemory(
         cache,
         math.ceil(sum(weights)) if is_held else 0,
-        teacher_bytes(facts.teacher) if facts.teacher is not None and work.rank == 0 else 0,
+        _beside_rank_0(facts.teacher, work),
+        _beside_rank_0(facts.reward, work),
         sampling,
     )
 
 
-def teacher_bytes(teacher: TeacherFacts) -> int:
-    """A whole model in its dtype, and the row that it judges, with the hidden states that it tells of it."""
-    spec, item = teacher.spec, ITEM_BYTES[teacher.dtype]
-    (cut,), layers = cut_stage(spec, (1,)), range(spec.num_layers)
-    weights = sum(end_bytes(spec, layers, cut, item)) + sum(layer_bytes(spec, n, cut, item) for n in layers)
-    whole = RankBytes(0, 0, layers, cut, 0, 0)
-    working = working_bytes(spec, whole, teacher.dtype, teacher.row, TEACHER_ROWS)
-    return math.ceil(weights) + working + teacher.row * teacher.told
+def _beside_rank_0(judge: JudgeFacts | None, work: RankWork) -> int:
+    return judge_bytes(judge.whole) if judge is not None and not judge.devices and work.rank == 0 else 0
+
+
+def judge_bytes(judge: JudgeFacts) -> int:
+    """The most that one device holds."""
+    return max(judge_parts(judge))
+
+
+def judge_parts(judge: JudgeFacts) -> tuple[int, ...]:
+    """What the devices of one model hold, in their order: each its part in its dtype, and the row that it judges, with
+    the hidden states that it tells of it."""
+    spec, told, logits = judge.spec, judge.row * judge.told, 0
+    if not spec.num_labels:
+        logits = LOGITS_COPIES * 4 * min(judge.row, LOGITS_AT_ONCE) * spec.vocab_size
+
+    def held(rank: RankBytes) -> int:
+        ends = rank.layers.stop == spec.num_layers
+        return rank.weights + working_bytes(spec, rank, judge.dtype, judge.row, 1) + told + ends * logits
+
+    return tuple(map(held, rank_bytes(spec, judge.plan or whole_model(spec), judge.dtype)))
 
 
 def rollout_bytes(spec: ModelSpec, facts: TrainingFacts) -> int:
-    """A whole model that samples for others: its weights, the cache, and a batch under way."""
-    (work,) = rank_works(spec, whole_model(spec), replace(facts, global_batch_size=1, microbatch_size=1))
-    weights = sum(parameter.nbytes(facts.item_bytes) for unit in work.parameters(spec) for parameter in unit)
-    return math.ceil(weights) + sum(_sampling_bytes(spec, facts, work))
+    """The most that one device holds that samples and does not train."""
+    return max(rollout_parts(spec, facts))
+
+
+def rollout_parts(spec: ModelSpec, facts: TrainingFacts) -> tuple[int, ...]:
+    """What the devices of one model that samples for others hold, in their order: each its part of the weights and of
+    the cache, and a batch under way."""
+    assert facts.sampling is not None, "asked of a job that samples"
+    plan = facts.sampling.plan or whole_model(spec)
+
+    def held(work: RankWork) -> int:
+        weights = (parameter.nbytes(facts.item_bytes) for unit in work.parameters(spec) for parameter in unit)
+        return math.ceil(sum(weights)) + sum(_sampling_bytes(spec, facts, work))
+
+    return tuple(map(held, rank_works(spec, plan, replace(facts, global_batch_size=1, microbatch_size=1))))
 
 
 def _sampling_bytes(spec: ModelSpec, facts: TrainingFacts, work: RankWork) -> tuple[int, int]:

@@ -1,8 +1,8 @@
-"""Bytes that in-memory snapshots of the training state take, and those that saving a checkpoint copies.
+"""Bytes of in-memory snapshots of the training state, and of the copies that a checkpoint is saved from.
 
-Of each element of weights and optimizer states two ranks keep a snapshot, each of the last two steps
-(`train.snapshot.placement`). What several ranks hold, two of them copy, and nothing is sent. What one rank holds alone
-it copies and sends to the next rank. Over n ranks that share their gradients:
+Two ranks keep a snapshot of each element of weights and optimizer states, each of the last two steps
+(`training.snapshot.placement`). What several ranks hold, two of them copy, and nothing is sent. What one rank holds
+alone it copies, and sends the copy to the next rank. Over n ranks that share their gradients:
 
     zero 0      all n ranks hold everything       alone: nothing                copied: 2 / n of everything
     zero 1, 2   all n ranks hold the weights      alone: 1 / n of the states
@@ -48,8 +48,8 @@ def snapshot_bytes(spec: ModelSpec, plan: Plan, facts: TrainingFacts, works: Seq
 def save_bytes(spec: ModelSpec, plan: Plan, facts: TrainingFacts, works: Sequence[RankWork]) -> list[int]:
     """Bytes at most that each of these ranks copies when the run is saved, to write them while training goes on.
 
-    What several ranks hold is assigned to one of them, as by `train.checkpoint.shard_assignment`. With states on a disk
-    the copies lie there too.
+    What several ranks hold is assigned to one of them, as by `training.checkpoint.shard_assignment`. With states on a
+    disk the copies lie there too.
     """
     if plan.servers or plan.offload == "disk":
         return [0] * len(works)

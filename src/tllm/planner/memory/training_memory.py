@@ -1,4 +1,4 @@
-"""Bytes that each rank of a training plan takes at most, by what they are for.
+"""Bytes that each rank of a training plan takes at most, by kind.
 
 With Ψ parameters of b bytes on a rank, w bytes of a gradient element (4, or 8 of float64), S bytes of optimizer state
 per parameter (2 w for AdamW, and w more for the float32 master weights of 16-bit ones), n ranks that share a bucket and
@@ -77,12 +77,14 @@ class RankMemory:
     """The weights of a reference model."""
     teacher: int = 0
     """A teacher beside the student."""
+    reward: int = 0
+    """A reward model in the process of rank 0."""
 
     @property
     def total(self) -> int:
         state = self.weights + self.gradients + self.optimizer + self.wide_weights + self.waiting_sums + self.outer
         passes = self.activations + self.logits + self.working + self.heap
-        roles = self.cache + self.reference + self.teacher
+        roles = self.cache + self.reference + self.teacher + self.reward
         return state + passes + roles + self.buffers + self.runtime + self.copies + self.saving
 
 
@@ -172,6 +174,7 @@ def _computing(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork
         cache=roles.cache,
         reference=roles.reference,
         teacher=roles.teacher,
+        reward=roles.reward,
     )
 
 

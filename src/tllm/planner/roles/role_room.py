@@ -1,67 +1,91 @@
-"""`Room`: whether a machine can have a role, and how fast it is in it."""
+"""`Room`: whether a machine has the memory for a role, and how fast it is in it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from tllm.core.errors import CapacityError
 from tllm.planner.cluster.device import Cluster
-from tllm.planner.cost.rank_work import TeacherFacts, TrainingFacts
+from tllm.planner.cost.rank_work import JudgeFacts, TrainingFacts
 from tllm.planner.memory.heap import TRAINER_BYTES
-from tllm.planner.memory.role_memory import rollout_bytes, teacher_bytes
-from tllm.planner.simulate.role_seconds import group_seconds, teacher_seconds
+from tllm.planner.memory.role_memory import judge_parts, rollout_parts
+from tllm.planner.simulate.role_seconds import group_seconds, row_seconds
 from tllm.spec.model_spec import ModelSpec
+from tllm.spec.plan import Plan
 
 
 @dataclass(frozen=True)
 class Room:
-    """For a role that is to `does` ("teach"), whose model takes `nbytes` and computes in `dtype`.
+    """For a role that is to `does` ("teach"), whose model computes in `dtype`.
 
-    `seconds` of a device: of the same work on each, to compare them.
+    `parts`: bytes of each device of those that hold one model together by a `plan`, in their order. `seconds` of a
+    device: of the same work on each, to compare them.
     """
 
     cluster: Cluster
     does: str
-    nbytes: int
+    parts: tuple[int, ...]
     dtype: str
     seconds: Callable[[int], float]
+    plan: Plan | None = None
+
+    @property
+    def size(self) -> int:
+        """Devices that hold one model."""
+        return len(self.parts)
+
+    @property
+    def needs(self) -> int:
+        """Bytes of the largest part, with the process before any tensor."""
+        return max(self.parts) + TRAINER_BYTES
 
     def is_there(self, device: int) -> bool:
-        """Whether a device has room for the whole model, and its speed in the model's dtype is known."""
-        own = self.cluster.as_serving().devices[device]
-        return own.knows(self.dtype) and self.nbytes + TRAINER_BYTES <= self.cluster.devices[device].memory
+        """Whether a device has room for any part of the model, and its speed in the model's dtype is known."""
+        return self._has(device, self.needs)
 
-    def check(self, device: int) -> None:
-        """CapacityError for a device that was named and has none."""
-        if not self.is_there(device):
-            needs, has = self.nbytes + TRAINER_BYTES, self.cluster.devices[device].memory
+    def placed(self, devices: Sequence[int]) -> tuple[int, ...]:
+        """The same devices, of each model those that have most memory where the parts are largest."""
+        largest, found = sorted(range(self.size), key=lambda place: -self.parts[place]), list(devices)
+        for at in range(0, len(devices), self.size):
+            memory = {one: self.cluster.devices[one].memory for one in devices[at : at + self.size]}
+            if len(set(memory.values())) > 1:
+                for place, device in zip(largest, sorted(memory, key=lambda one: -memory[one]), strict=True):
+                    found[at + place] = device
+        return tuple(found)
+
+    def check(self, device: int, place: int) -> None:
+        """CapacityError for a device that was named, at this place, and has none for the part that it then gets."""
+        needs, has = self.parts[place % self.size] + TRAINER_BYTES, self.cluster.devices[device].memory
+        if not self._has(device, needs):
             raise CapacityError(
                 f"{self.cluster.name(device)} is to {self.does}: its model needs {needs / 2**30:.2f} GiB and it has "
                 f"{has / 2**30:.2f} GiB, or its speed in {self.dtype} is unknown",
                 "name another machine, or none",
             )
 
+    def _has(self, device: int, nbytes: int) -> bool:
+        own = self.cluster.as_serving().devices[device]
+        return own.knows(self.dtype) and nbytes <= self.cluster.devices[device].memory
 
-def teacher_room(cluster: Cluster, teacher: TeacherFacts) -> Room:
-    """For a teacher."""
+
+def judge_room(cluster: Cluster, does: str, judge: JudgeFacts) -> Room:
+    """For a teacher or a reward model."""
     serving = cluster.as_serving()
-    return Room(
-        cluster,
-        "teach",
-        teacher_bytes(teacher),
-        teacher.dtype,
-        lambda device: teacher_seconds(teacher, serving, device),
-    )
+
+    def seconds(device: int) -> float:
+        return row_seconds(judge.whole, serving, device)
+
+    return Room(cluster, does, judge_parts(judge), judge.dtype, seconds, judge.plan)
 
 
 def rollout_room(cluster: Cluster, spec: ModelSpec, facts: TrainingFacts) -> Room:
-    """For a whole copy of the policy that samples."""
-    serving = cluster.as_serving()
-    return Room(
-        cluster,
-        "sample",
-        rollout_bytes(spec, facts),
-        facts.dtype,
-        lambda device: group_seconds(spec, facts, serving, device, 1),
-    )
+    """For a copy of the policy that samples. Devices are compared by what each takes for a prompt with all of it."""
+    serving, sampling = cluster.as_serving(), facts.sampling
+    assert sampling is not None, "asked of a job that samples"
+    whole = replace(facts, sampling=replace(sampling, plan=None))
+
+    def seconds(device: int) -> float:
+        return group_seconds(spec, whole, serving, 1, device)
+
+    return Room(cluster, "sample", rollout_parts(spec, facts), facts.dtype, seconds, sampling.plan)

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tllm.planner.cluster.alike import Counts, contains, minus
 from tllm.planner.cluster.device import Cluster
+from tllm.planner.cluster.device_kinds import Counts, contains, minus
 from tllm.planner.cost.serving_load import RingSeconds, ServingLoad
 from tllm.planner.search.stage_options import TimedOption
 from tllm.planner.simulate.serving import hop_time
@@ -31,7 +31,7 @@ class SearchSpace:
     cluster: Cluster
     load: ServingLoad
     kinds: Sequence[Sequence[int]]
-    """The devices that may be used, by kind (`cluster.alike`)."""
+    """The devices that may be used, by kind (`cluster.device_kinds`)."""
     options: Sequence[TimedOption]
     """What may hold a stage."""
     device_count: int

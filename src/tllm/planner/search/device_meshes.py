@@ -1,5 +1,4 @@
-"""`DeviceMesh`: devices in the order of ranks, arranged along the axes of a training plan; and every mesh that a small
-cluster can make."""
+"""`DeviceMesh`: devices in rank order, arranged along the axes of a training plan. All meshes of a small cluster."""
 
 from __future__ import annotations
 
@@ -9,8 +8,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
-from tllm.planner.cluster.alike import Counts, counts_upto, kinds_of
 from tllm.planner.cluster.device import Cluster
+from tllm.planner.cluster.device_kinds import Counts, counts_upto, kinds_of
 
 MOST_ORDERS = 24
 """Orders of devices that are all tried; of more only the cluster's own and those by speed."""

@@ -1,4 +1,4 @@
-"""`DriftDetector`: how much slower ranks compute and links carry than when a training run began; `replan_gain`: what
+"""`DriftDetector`: how much slower ranks compute and links carry than when a training run began. `replan_gain`: what
 another plan would gain by that.
 
 Ranks that all-reduce in every layer wait for each other there, so a tensor-parallel stage is as slow as its slowest

@@ -1,4 +1,4 @@
-"""A training plan for a cluster of many devices: the fastest of the even plans over all axes that fit.
+"""A training plan for a cluster of many devices: the fastest even plan over all axes that fits.
 
 Tensor-parallel ranks are on one node. Plans are tried in the order of a lower bound on their step,
 
@@ -6,7 +6,8 @@ Tensor-parallel ranks are on one node. Plans are tried in the order of a lower b
 
 whose last term is the bubble of an interleaved 1F1B schedule (Narayanan et al., 2104.04473, section 2.2). Each plan
 that fits is simulated, with every ZeRO stage and as little recomputation as fits with it. The first PLAYED of them
-count."""
+count.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Cuts of a model's layers into runs: the even one, the one whose slowest run is as fast as possible, and of those that
-are as fast the one whose largest run has the fewest weights."""
+"""Cuts of a model's layers into runs: the even one, and the one whose slowest run is as fast as possible (of several
+such, the one whose largest run has the fewest weights)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`StageSeconds`: what a stage takes for a microbatch; `ReplicaBound`: what a replica takes at least for so many; and
-the deal of a step's microbatches with which the slowest replica ends as early as possible."""
+"""`StageSeconds`: what a stage takes for a microbatch. `ReplicaBound`: what a replica takes at least for a number of
+them. And the deal of a step's microbatches to replicas with which the slowest one ends as early as possible."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Meshes of a large cluster that are worth a closer look.
+"""The meshes of a large cluster that are worth timing.
 
-There are too many devices to try all orders. What may be left out, the axes and the microbatch size are first chosen by
-an estimate of the step, and the best choices are then laid out over devices in a few orders, by speed, site and memory.
+There are too many devices to try all orders. First an estimate of the step chooses which devices to leave out, the axes
+and the microbatch size. The best choices are then laid out over devices in a few orders, by speed, site and memory.
 
 The estimate, of R flop/s of all devices that are used, for M microbatches of F flops (forward) over dp replicas:
 
@@ -21,8 +21,8 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from tllm.planner.cluster.alike import best_bandwidths, sites_of
 from tllm.planner.cluster.device import Cluster, LinkSpeed, worst
+from tllm.planner.cluster.device_kinds import best_bandwidths, sites_of
 from tllm.planner.cost.collective_bytes import all_reduce
 from tllm.planner.cost.flops import BACKWARD, layer_flops, logits_flops
 from tllm.planner.cost.message_time import sending_seconds

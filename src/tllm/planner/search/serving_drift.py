@@ -1,5 +1,5 @@
-"""`ServingDriftDetector`: how much slower ranks compute and messages travel than when a server began;
-`serving_gain`: what another plan would gain by that.
+"""`ServingDriftDetector`: how much slower ranks compute and messages travel than when a server began. `serving_gain`:
+what another plan would gain by that.
 
 No two batches are alike, so the seconds that a rank takes are compared with those predicted for the same rows and keys;
 only how this ratio changes counts. What messages take is what is left of a decode step when one batch has the ring for

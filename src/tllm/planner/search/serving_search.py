@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from tllm.core.errors import CapacityError, PlanError
-from tllm.planner.cluster.alike import kinds_of
 from tllm.planner.cluster.device import Cluster
+from tllm.planner.cluster.device_kinds import kinds_of
 from tllm.planner.cost.serving_load import ServingFacts, ServingLoad, loads
 from tllm.planner.cost.stage_team import StageTeam, single_stage_plan
 from tllm.planner.search.branch_and_bound import BranchAndBound, SearchSpace

@@ -1,5 +1,5 @@
-"""What may hold one stage of a serving plan: devices with their shares (`StageOption`), and the seconds that layers
-take on them under one load (`TimedOption`)."""
+"""What may hold one stage of a serving plan: devices with their shares (`StageOption`), and the seconds of layers on
+them under one load (`TimedOption`)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 from tllm.core.errors import PlanError
-from tllm.planner.cluster.alike import Counts, Order, counts_upto, devices_for, orders_of
 from tllm.planner.cluster.device import Cluster
+from tllm.planner.cluster.device_kinds import Counts, Order, counts_upto, devices_for, orders_of
 from tllm.planner.cost.serving_load import ExpectedBatch, ServingFacts, ServingLoad
 from tllm.planner.cost.stage_team import StageTeam, single_stage_plan
 from tllm.spec.cut import Cut, cut_stage, size

@@ -1,4 +1,4 @@
-"""`TrainingConstraints`: what the search for a training plan may not choose."""
+"""`TrainingConstraints`: what the search for a training plan has to keep to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts of a training step over devices that are worth trying.
+"""Layouts of a training step over devices, as far as they are worth trying.
 
 A layout fixes which devices are used in which order, the widths of the axes (dp, pp, cp, tp, ep), the shares of ranks,
 the layers of each run, the microbatch size, and each replica's share of the microbatches. The search
@@ -212,14 +212,16 @@ class TrainingLayouts:
         """What the slowest rank of a team takes for a microbatch. `team`: its devices, those of a cp rank in a row."""
         of_ranks = []
         cuts = cut_stage(self.spec, shares)
-        tokens, ring = sum(facts.lengths), len(team) // len(shares)
+        ring = len(team) // len(shares)
+        facts = facts.in_ring(ring)
+        tokens = sum(facts.lengths)
         for place, device in enumerate(team):
             cut = cuts[place % len(shares)]
             rate = device.matrix_rate(facts.dtype, tokens // ring) * ring
             of_kind: dict[object, float] = {}
             for layer in self.spec.layers:
                 if layer not in of_kind:
-                    of_kind[layer] = layer_flops(self.spec, layer, cut, facts.lengths) / rate
+                    of_kind[layer] = layer_flops(self.spec, layer, cut, facts.lengths, facts.before) / rate
             logits_rate = device.logits_rate(facts.dtype, tokens // ring) * ring
             logits = logits_flops(self.spec, cut, tokens) / logits_rate
             of_ranks.append(StageSeconds(tuple(of_kind[layer] for layer in self.spec.layers), logits))

@@ -25,6 +25,7 @@ WORDS = {
 }
 
 WORDS_OF_ROLES = {
+    "rewards": "the reward model",
     "sampling": "sampling completions",
     "reference": "the reference's forward pass",
     "teacher": "the teacher beside the student",

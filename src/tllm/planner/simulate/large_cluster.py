@@ -1,8 +1,9 @@
-"""A training step of every rank of a large cluster: each replica's schedule on its clocks, then all-reduces over them.
+"""A training step of all ranks of a large cluster: each replica's schedule on clocks, then all-reduces over replicas.
 
 Replicas with the same work on devices that are equally fast and equally far apart take the same time: one of them is
 played and stands for all. The ranks of a stage share a clock, as they synchronize in every layer; each has its own
-links."""
+links.
+"""
 
 from __future__ import annotations
 

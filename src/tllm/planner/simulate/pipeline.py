@@ -1,5 +1,4 @@
-"""The pipeline simulator: plays a schedule on ideal clocks, and says when each stage does what and how long it
-waits."""
+"""The pipeline simulator: plays a schedule on ideal clocks, and tells when each stage does what and when it waits."""
 
 from __future__ import annotations
 
@@ -57,23 +56,6 @@ class StepTimeline:
         return 1 - math.fsum(self.busy) / (len(self.busy) * self.total) if self.total else 0.0
 
 
-def simulate(
-    schedule: Schedule,
-    work: StageWork | Sequence[Sequence[StageWork]],
-    links: LinkSpeed | Mapping[tuple[int, int], LinkSpeed] | None = None,
-    hop_bytes: int = 0,
-    one_port: Collection[int] = (),
-) -> StepTimeline:
-    """Play a schedule. `work`: one for all places or `work[stage][chunk]`; `links`: one for all or by (source, target).
-
-    A stage starts an op when the one before is done and its input has landed. Links work beside the stages; each
-    carries one tensor of `hop_bytes` bytes at a time, in the order sent. All that a stage of `one_port` sends leaves
-    by one port, as fast as its fastest link, in the order sent. Without `links` hops take no time. Lists that `build`
-    did not make want `check` first.
-    """
-    return SchedulePlayer(schedule).play(work, links, hop_bytes, one_port)
-
-
 class SchedulePlayer:
     """A schedule in an order in which each op's input was played before it, made once to be played on many clocks."""
 
@@ -103,7 +85,12 @@ class SchedulePlayer:
         hop_bytes: int = 0,
         one_port: Collection[int] = (),
     ) -> StepTimeline:
-        """As `simulate`."""
+        """Play it. `work`: one for all places or `work[stage][chunk]`; `links`: one for all or by (source, target).
+
+        A stage starts an op when the one before is done and its input has landed. Links work beside the stages; each
+        carries one tensor of `hop_bytes` bytes at a time, in the order sent. All that a stage of `one_port` sends
+        leaves by one port, as fast as its fastest link, in the order sent. Without `links` hops take no time.
+        """
         schedule = self.schedule
         costs, speeds = _costs(schedule, work), _speeds(self.pairs, LinkSpeed() if links is None else links)
         sending, latency = [hop_bytes / link.rate(hop_bytes) for link in speeds], [link.latency for link in speeds]

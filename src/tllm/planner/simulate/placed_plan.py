@@ -128,19 +128,19 @@ class PlacedPlan:
         """Flop/s of a rank: the measured rate of its layers and logits; with a `product_dtype`, of linear layers in
         that dtype and attention in the job's."""
         device, tokens = self._device(work.rank), work.batch.tokens
-        layer, lengths = self.spec.layers[work.runs[0].start], self.facts.lengths
+        layer, documents = self.spec.layers[work.runs[0].start], (work.batch.lengths, work.batch.before)
         if self.product_dtype is None:
             part = 1.0
             if work.tp > 1:
-                uncut = layer_flops(self.spec, layer, cut_stage(self.spec, (1,))[0], lengths)
-                part = layer_flops(self.spec, layer, work.cut, lengths) / uncut
+                uncut = layer_flops(self.spec, layer, cut_stage(self.spec, (1,))[0], *documents)
+                part = layer_flops(self.spec, layer, work.cut, *documents) / uncut
             rate = device.cut_rate(self.facts.dtype, tokens, part)
             return self._with_logits(
                 work, rate / device.split_backward_factor if self.plan.schedule == "zero_bubble" else rate
             )
         rate = device.matrix_rate(self.facts.dtype, tokens)
-        attention = attention_flops(self.spec, layer, work.cut, lengths)
-        whole = layer_flops(self.spec, layer, work.cut, lengths)
+        attention = attention_flops(self.spec, layer, work.cut, *documents)
+        whole = layer_flops(self.spec, layer, work.cut, *documents)
         linear = (whole - attention) / device.matrix_rate(self.product_dtype, tokens)
         return whole / (linear + attention / rate)
 
@@ -150,9 +150,10 @@ class PlacedPlan:
         if logits_rate == rate or all(run.stop != self.spec.num_layers for run in work.runs):
             return rate
         logits = logits_flops(self.spec, work.cut, work.batch.target_tokens)
-        share = work.batch.tokens / sum(self.facts.lengths)
+        lengths, before = work.batch.lengths, work.batch.before
+        share = work.batch.tokens / sum(lengths)
         numbers = [number for run in work.runs for number in run]
-        layers = sum(layer_flops(self.spec, self.spec.layers[n], work.cut, self.facts.lengths) for n in numbers) * share
+        layers = sum(layer_flops(self.spec, self.spec.layers[n], work.cut, lengths, before) for n in numbers) * share
         return (layers + logits) / (layers / rate + logits / logits_rate)
 
     def peak(self) -> float:

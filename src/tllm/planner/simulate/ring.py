@@ -1,5 +1,4 @@
-"""Simulates the ring that the serving engine runs: batches go round the stages, in each round one decode step
-further."""
+"""Simulates the ring of the serving engine: batches go round the stages, and each round is one decode step."""
 
 from __future__ import annotations
 

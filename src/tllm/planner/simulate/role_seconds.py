@@ -1,32 +1,39 @@
-"""Seconds that roles beside the policy take of a training step: sampling completions, the reference, a teacher.
+"""Seconds that the roles beside the policy take of a training step: sampling, rewards, the reference, a teacher.
 
 Completions are sampled by an engine over the ranks of each replica, which is timed as one that serves is
 (`simulate.serving`): each prompt is computed once for its group, and then as many completions as have room are decoded
 at once, in waves. Replicas wait for the slowest. Devices that sample and do not train get the weights first, and then
 a share of the prompts each. A reference is one forward pass of the rows that are learned. A
-teacher beside the student computes on the device of rank 0, which it takes from the student.
+teacher beside the student computes on the device of rank 0, which it takes from the student; so does a reward model
+that no other device computes, while all ranks wait for the scores of the completions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
+from itertools import pairwise
 from typing import NamedTuple
 
 from tllm.core.errors import PlanError
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.cost.cache_room import PAGE_SIZE
 from tllm.planner.cost.flops import BACKWARD
-from tllm.planner.cost.rank_work import TeacherFacts, TrainingFacts, deal_microbatches, rank_works
+from tllm.planner.cost.message_time import transfer_after_compute
+from tllm.planner.cost.rank_work import JudgeFacts, TrainingFacts, deal_microbatches, rank_works
 from tllm.planner.cost.serving_load import ExpectedBatch, SamplingFacts, ServingFacts
-from tllm.planner.cost.stage_team import StageTeam, single_stage_plan, whole_model
+from tllm.planner.cost.stage_team import StageTeam, whole_model
 from tllm.planner.simulate.serving import predict_serving, ring_seconds
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 
 Roles = Mapping[str, float]
-"""Seconds of a step, on an average over the steps, by role: "sampling", "reference", "teacher"."""
+"""Seconds of a step, on an average over the steps, by role: "sampling", "rewards", "reference", "teacher"."""
+
+
+Answering = Callable[[int], float]
+"""answer(device): seconds that one of its answers travels"""
 
 
 class Learning(NamedTuple):
@@ -49,18 +56,22 @@ def role_seconds(
 ) -> Roles:
     """Those roles that a job has; of sampling what the ranks wait for it.
 
-    A teacher is left out whose dtype was not measured.
+    A teacher or a reward model is left out whose dtype was not measured.
     """
     found, serving = dict[str, float](), cluster.as_serving()
     sampling = facts.sampling
     if sampling is not None and sampling.share and not sampling.servers:
         found["sampling"] = sampling.share * sampling_seconds(spec, plan, facts, serving, devices)
+    if facts.reward is not None and sampling is not None:
+        reward = facts.reward if facts.reward.devices else replace(facts.reward.whole, devices=tuple(devices[:1]))
+        if all(serving.devices[device].knows(reward.dtype) for device in reward.devices):
+            found["rewards"] = sampling.share * dealt_seconds(reward, serving, reward.devices)
     if facts.reference:
         share = 1.0 if sampling is None else sampling.share
         again = (plan.recompute == "layer") + facts.value_pass
         found["reference"] = share * learning.passes / (1 + BACKWARD + again)
     if facts.teacher is not None and serving.devices[devices[0]].knows(facts.teacher.dtype):
-        found["teacher"] = teacher_seconds(facts.teacher, serving, devices[0])
+        found["teacher"] = dealt_seconds(facts.teacher.whole, serving, devices[:1])
     if sampling is not None and sampling.share and sampling.servers:
         apart = rollout_seconds(spec, plan, facts, serving, devices)
         hidden = learning.seconds + sum(found.values()) if sampling.ahead else 0.0
@@ -93,7 +104,8 @@ def rollout_seconds(
     spec: ModelSpec, plan: Plan, facts: TrainingFacts, cluster: Cluster, devices: Sequence[int]
 ) -> RolloutSeconds:
     """Of the completions of one step, with the weights' way to the servers, all of which have changed: to rank 0 from
-    the others of its replica, and from there to each server over the one port that it has."""
+    the others of its replica, and from there to each server over the one port that it has; of several that have one
+    model to the first, which sends the others their parts."""
     sampling = facts.sampling
     assert sampling is not None and sampling.servers, "asked of a job whose completions servers sample"
     (work,) = rank_works(spec, whole_model(spec), replace(facts, global_batch_size=1, microbatch_size=1))
@@ -101,43 +113,72 @@ def rollout_seconds(
     first, *others = devices[: plan.replica_size]
     part = nbytes / plan.replica_size
     gathered = sum(part / cluster.link(other, first).rate(part) for other in others)
-    sent = sum(nbytes / cluster.link(first, server).rate(nbytes) for server in sampling.servers)
+    sent = 0.0
+    for server, *others in sampling.teams:
+        part = nbytes / (1 + len(others))
+        sent += nbytes / cluster.link(first, server).rate(nbytes)
+        sent += sum(part / cluster.link(server, other).rate(part) for other in others)
     return RolloutSeconds(gathered, sent + _served_seconds(spec, facts, cluster, sampling))
 
 
-def group_seconds(spec: ModelSpec, facts: TrainingFacts, cluster: Cluster, device: int, groups: int) -> float:
-    """One device alone samples the completions of so many prompts."""
-    assert facts.sampling is not None, "asked of a job that samples"
-    return _replica_seconds(spec, whole_model(spec), cluster, (device,), facts.sampling, groups, facts.dtype)
+def group_seconds(spec: ModelSpec, facts: TrainingFacts, cluster: Cluster, groups: int, *devices: int) -> float:
+    """The devices of one model, which do not train, sample the completions of so many prompts."""
+    sampling = facts.sampling
+    assert sampling is not None, "asked of a job that samples"
+    return _replica_seconds(spec, sampling.plan or whole_model(spec), cluster, devices, sampling, groups, facts.dtype)
 
 
 def _served_seconds(spec: ModelSpec, facts: TrainingFacts, cluster: Cluster, sampling: SamplingFacts) -> float:
     """Prompts go out as `training.rollout_servers` asks them: about one question a server, to whichever is free."""
-    servers = sampling.servers
+    teams = sampling.teams
     most = max(1, sampling.at_once // sampling.num_generations)
-    each = min(most, -(-sampling.groups // len(servers)))
+    each = min(most, -(-sampling.groups // len(teams)))
     known = dict[tuple[object, int], float]()
 
-    def seconds(server: int, groups: int) -> float:
-        key = cluster.devices[server], groups
+    def seconds(team: tuple[int, ...], groups: int) -> float:
+        key = cluster.pattern(team), groups
         if key not in known:
-            known[key] = group_seconds(spec, facts, cluster, server, groups)
+            known[key] = group_seconds(spec, facts, cluster, groups, *team)
         return known[key]
 
-    free = [(0.0, server) for server in servers]
+    free = [(0.0, team) for team in teams]
     for at in range(0, sampling.groups, each):
-        now, server = heappop(free)
-        heappush(free, (now + seconds(server, min(each, sampling.groups - at)), server))
+        now, team = heappop(free)
+        heappush(free, (now + seconds(team, min(each, sampling.groups - at)), team))
     return max(end for end, _ in free)
 
 
-def teacher_seconds(teacher: TeacherFacts, cluster: Cluster, device: int) -> float:
-    """The rows of a step on one device, which computes nothing else meanwhile."""
-    layers = range(teacher.spec.num_layers)
-    facts = ServingFacts(teacher.dtype, teacher.row, 1)
-    team = StageTeam(teacher.spec, cluster, (device,), single_stage_plan((1,), len(layers), "cut"), 0, facts)
-    row = ExpectedBatch(teacher.row, 1, (teacher.row + 1) / 2, teacher.row)
-    return teacher.tokens / teacher.row * team.batch_time(layers, row).seconds
+def row_seconds(judge: JudgeFacts, cluster: Cluster, *devices: int) -> float:
+    """One row on the devices of one model, which compute nothing else meanwhile: stage after stage."""
+    spec, plan = judge.spec, judge.plan or whole_model(judge.spec)
+    facts = ServingFacts(judge.dtype, judge.row, 1)
+    row = ExpectedBatch(judge.row, 1, (judge.row + 1) / 2, judge.answered)
+    of_stages = [[devices[rank] for rank in plan.ranks(index)] for index in range(plan.pp)]
+    seconds = 0.0
+    for index, (stage, own) in enumerate(zip(plan.stages, of_stages, strict=True)):
+        team = StageTeam(spec, cluster, own, plan, index, facts)
+        seconds += team.batch_time(range(stage.start, stage.stop), row).seconds
+    for (source, *_), (target, *_) in pairwise(of_stages):
+        hop = judge.row * spec.widest_hop * facts.item_bytes
+        seconds += transfer_after_compute(hop, cluster.link(source, target)).seconds
+    return seconds
+
+
+def dealt_seconds(
+    judge: JudgeFacts, cluster: Cluster, devices: Sequence[int], answer: Answering | None = None
+) -> float:
+    """Until all rows of a step are judged, each by those who are free first and have a model together. Answers travel
+    while the next row is computed."""
+    rows, size = -(-judge.tokens // judge.row), judge.size
+    teams = [devices[at : at + size] for at in range(0, len(devices), size)]
+    each = [max(row_seconds(judge, cluster, *team), answer(team[0]) if answer else 0.0) for team in teams]
+    ends, last = [(seconds, seconds) for seconds in each], 0.0
+    heapify(ends)
+    for _ in range(rows):
+        end, seconds = ends[0]
+        last = max(last, end)
+        heapreplace(ends, (end + seconds, seconds))
+    return last
 
 
 def _replica_seconds(

@@ -1,4 +1,4 @@
-"""What serving takes under a plan on given devices: time to first token, seconds per token, memory, bytes sent.
+"""What serving takes under a plan: time to first token, seconds per token, memory, bytes sent.
 
 `concurrency` requests come at once, each with a prompt, and each is given a reply. A stage computes a batch in the time
 of its products, of reading its weights once and its keys and values, and of two all-reduces in each layer over its

@@ -1,10 +1,10 @@
-"""`SteadyPlayer`: a schedule of very many microbatches, of which only the first are played.
+"""`SteadyPlayer`: plays a schedule of very many microbatches by playing only the first of them.
 
 Once a pipeline is full, every further microbatch takes as long as those before it: the clocks of a schedule that
-repeats itself grow linearly in the end (Baccelli et al. 1992, Synchronization and Linearity). So a step of n
-microbatches takes what one of b takes, and (n - b) / (b - a) of what b - a microbatches more than a took. Where stages
-are nearly equally slow this is off by some thousandths, so a search compares plans by it, and plays what it chooses
-whole.
+repeats itself grow linearly in the end (Baccelli et al. 1992, Synchronization and Linearity). So from steps of a and of
+b microbatches, a < b, the step of n follows by a straight line: it takes what that of b takes, and (n - b) / (b - a)
+times the difference of the two. Where stages are nearly equally slow this is off by some thousandths. So a search
+compares plans by it, and plays the plan that it chooses whole.
 """
 
 from __future__ import annotations

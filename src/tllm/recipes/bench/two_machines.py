@@ -28,8 +28,6 @@ MEETING, EPOCH = "bench meeting", 1
 WIRE = Wire(1, 0, "meeting")
 HOST_BYTES = 256
 FIRST, SECOND = "bench-0", "bench-1"
-PORTS = 3 * SERVICES
-"""Ports from the given one on: those of the first machine for this rendezvous, then those of each rank."""
 
 
 def wait_for_second_machine(address: Address, show: Callable[[str], None]) -> Seat:
@@ -42,7 +40,7 @@ def wait_for_second_machine(address: Address, show: Callable[[str], None]) -> Se
     try:
         listener.expect(MEETING, EPOCH, [WIRE])
         show(str(book.issue(time.time())))
-        server = ControlServer(authority, book, _no_members, lambda name: False, address)
+        server = ControlServer(authority, book, _NoMembers(), address)
         link = asyncio.run(_admit_second_machine(server, listener))
     finally:
         listener.close()
@@ -71,8 +69,16 @@ async def _admit_second_machine(server: ControlServer, listener: Listener) -> Li
         await asyncio.wait([serving])
 
 
-async def _no_members(channel: Channel, name: str) -> None:
-    raise AuthError(f"{name} wants to be a member, and this is a bench")
+class _NoMembers:
+    """A bench has none."""
+
+    is_ending = False
+
+    def is_here(self, node: str) -> bool:
+        return False
+
+    async def admit(self, channel: Channel, node: str) -> None:
+        raise AuthError(f"{node} wants to be a member, and this is a bench")
 
 
 def _seat(rank: int, first: str, second: str, port: int, identity: Identity) -> Seat:

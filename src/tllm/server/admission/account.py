@@ -4,7 +4,8 @@ A request costs tokens: those of its prompt that are not found in the prefix cac
 Neither is known when it comes. So it is charged at admission with the whole prompt, and for the reply with what this
 key's replies took before, or `max_tokens` where that is less. A reply that gets longer is charged as it grows, and at
 the end the charge is corrected to what it was. So a bucket can be overdrawn by replies that are longer than expected,
-and then nothing more is admitted until that is made up: over a longer time no key gets more than its rate.
+and then nothing more is admitted until that is made up: over a longer time no key gets more than its rate. What the
+server lost before any of it was written costs no tokens.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ class Refusal:
 
 @dataclass
 class Charge:
-    """What a request was charged with, in tokens, and what it has used so far; the bucket follows."""
+    """What a request was charged with, in tokens, and what it has used so far; the bucket follows.
+
+    `is_written`: whether its client is given the reply as it grows, and has some of it.
+    """
 
     bucket: TokenBucket | None
     prompt_tokens: int
@@ -53,6 +57,7 @@ class Charge:
     generated: int = 0
     cached: int = 0
     has_begun: bool = False
+    is_written: bool = False
 
     def use(self, generated: int, cached: int) -> None:
         """So many tokens in all have been generated, and so many of the prompt were found in the cache."""
@@ -63,6 +68,10 @@ class Charge:
     def used(self) -> int:
         """Tokens that count: none of a request that never began."""
         return self.prompt_tokens - self.cached + self.generated if self.has_begun else 0
+
+    def lost(self) -> None:
+        """The server failed: what it has not written costs nothing, and what it has written stays."""
+        self.has_begun = self.has_begun and self.is_written
 
     def close(self) -> None:
         """It is over: the charge becomes what was used."""

@@ -69,7 +69,7 @@ def read_keys(path: Path, defaults: RateLimits, hears_priorities: bool) -> list[
         if path.suffix == ".json":
             values = msgspec.json.decode(text)
         else:
-            values = tomllib.loads(text.decode())
+            values = tomllib.loads(text.decode("utf-8-sig"))
         entries = msgspec.convert(values, KeyFile).keys
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {error}", "the guide to serving shows such a file") from error

@@ -100,7 +100,7 @@ def message_of(job: GenerationJob, events: Sequence[ReplyEvent]) -> Event:
 async def message(job: GenerationJob) -> Event:
     """Run to the end."""
     events = list[ReplyEvent]()
-    async with aclosing(job.steps()) as steps:
+    async with aclosing(job.steps(is_whole=True)) as steps:
         async for progress in steps:
             events += progress.events
     return message_of(job, events)

@@ -31,8 +31,11 @@ class MessageBlock(msgspec.Struct, kw_only=True):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: str | list[MessageBlock] | None = None
+    content: str | list[MessageBlock] | dict[str, Any] | None = None
     is_error: bool | None = None
+    source: str | dict[str, Any] | None = None
+    title: str | None = None
+    context: str | None = None
 
 
 class MessageTurn(msgspec.Struct, kw_only=True):
@@ -155,6 +158,8 @@ def _turn(turn: MessageTurn) -> list[RequestMessage]:
 
 
 def _result(block: MessageBlock) -> RequestMessage:
+    if isinstance(block.content, dict):
+        raise RequestError("a tool_result's content is a text, or a list of blocks", param="messages")
     text = _text(block.content or "", "messages")
     content = f"Error: {text}" if block.is_error else text
     return RequestMessage(role="tool", content=content, tool_call_id=_needed(block.tool_use_id, block, "tool_use_id"))
@@ -165,9 +170,35 @@ def _text(content: str | list[MessageBlock], param: str) -> str:
 
 
 def _block_text(block: MessageBlock, param: str) -> str:
-    if block.type != "text" or block.text is None:
-        raise RequestError(f"a block of type {block.type[:50]!r} is not supported there, only text is", param=param)
-    return block.text
+    """A block as text: what is known of a document or of what was found stands above its words."""
+    if block.type == "text" and block.text is not None:
+        return block.text
+    if block.type == "document":
+        return _joined(block.title, block.context, _document_text(block, param))
+    if block.type == "search_result" and isinstance(block.source, str) and isinstance(block.content, list):
+        return _joined(block.title, block.source, _text(block.content, param))
+    raise RequestError(f"a block of type {block.type[:50]!r} is not supported there, only text is", param=param)
+
+
+def _document_text(block: MessageBlock, param: str) -> str:
+    source = block.source if isinstance(block.source, dict) else {}
+    kind, data, content = source.get("type"), source.get("data"), source.get("content")
+    if kind == "text" and isinstance(data, str):
+        return data
+    if kind == "content" and isinstance(content, str):
+        return content
+    if kind == "content" and isinstance(content, list):
+        try:
+            return _text(msgspec.convert(content, list[MessageBlock]), param)
+        except msgspec.ValidationError as error:
+            raise RequestError(f"a document's content cannot be read: {error}", param=param) from error
+    raise RequestError(
+        f"a document with a source of type {str(kind)[:50]!r} is not supported, only text is", param=param
+    )
+
+
+def _joined(*texts: str | None) -> str:
+    return "\n".join(text for text in texts if text)
 
 
 def _needed(value: str | None, block: MessageBlock, name: str) -> str:

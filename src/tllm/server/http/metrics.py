@@ -292,8 +292,11 @@ class Metrics:
         self.refused = Counter("tllm_auth_failures", "Requests without a valid key", registry=self.registry)
         self.keys = KeyMetrics(registry)
         self.engine = EngineMetrics(registry)
+        text = "Tasks of the server's event loop: a few of its own, and those of requests"
+        self._tasks = registry.gauges("tllm_tasks", text, ()).labels(**registry.with_labels())
 
-    def render(self, stats: Mapping[str, float]) -> bytes:
-        """The text that Prometheus reads, with the engine's numbers of this moment."""
+    def render(self, stats: Mapping[str, float], tasks: int = 0) -> bytes:
+        """The text that Prometheus reads, with the engine's numbers of this moment and how many tasks there are."""
         self.engine.update(stats)
+        self._tasks.set(tasks)
         return generate_latest(self.registry)

@@ -9,6 +9,7 @@ from typing import Literal
 from tllm.core.errors import ConfigError
 from tllm.server.admission.key_file import check_key
 from tllm.server.admission.token_bucket import UNLIMITED, RateLimits
+from tllm.text.generation_config import NO_DEFAULTS, GenerationConfig
 
 SchedulingPolicy = Literal["fcfs", "priority"]
 
@@ -69,6 +70,7 @@ class ServerSettings:
     version: str = "0"
     tool_call_parser: str = "auto"  # how calls of tools are read; "auto": as the chat template writes them
     reasoning_parser: str = "auto"
+    generation_config: GenerationConfig = NO_DEFAULTS  # how tokens are chosen where requests do not say
     keep_streams: float = 600.0  # seconds for which a reply that may be taken up is kept after its end; 0: none is
     keep_streams_bytes: int = 256 << 20  # of all of them together
     started: int = 0  # Unix seconds: when the models of `/v1/models` were "created"

@@ -114,7 +114,7 @@ async def reply_lines(reply: OllamaReply, job: GenerationJob) -> AsyncGenerator[
 async def whole_reply(reply: OllamaReply, job: GenerationJob) -> Line:
     """Run to the end; the last line, with what all of them say."""
     lines = list[Line]()
-    async with aclosing(job.steps()) as steps:
+    async with aclosing(job.steps(is_whole=True)) as steps:
         async for progress in steps:
             lines += reply.lines(progress)
     said = [line.get("message", line) for line in lines]

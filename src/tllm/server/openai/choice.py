@@ -15,11 +15,15 @@ from tllm.text.tokenizer import Tokenizer
 
 @dataclass
 class ScoredToken:
-    """One token, where its text begins in the choice's text, and its log-probabilities (None where there are none)."""
+    """One token, where its text begins in the choice's text, and its log-probabilities (None where there are none).
+
+    `num_events`: how many events of its progress there were when it had been read.
+    """
 
     token_id: int
     offset: int
     logprobs: TokenLogprobs | None
+    num_events: int = 0
 
 
 @dataclass
@@ -31,6 +35,7 @@ class ChoiceProgress:
     events: list[ReplyEvent] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     scored: list[ScoredToken] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
@@ -101,8 +106,10 @@ class ReplyChoice:
         progress = ChoiceProgress(self.index)
         if not self.completion_tokens:  # a reply that another process goes on with would tell of it once more
             self.cached_tokens += output.cached_tokens
+        progress.prompt_logprobs = output.prompt_logprobs
         if self._echo is not None and output.prompt_logprobs:
-            self._echo.logprobs = output.prompt_logprobs
+            top = self.request.params.logprobs
+            self._echo.logprobs = tuple(None if one is None else one.cut(top) for one in output.prompt_logprobs)
         is_ready = output.token_ids or output.finish_reason is not None
         if is_ready and self._echo is not None:
             self._add_prompt(progress, self._echo)
@@ -120,6 +127,8 @@ class ReplyChoice:
             length = len(progress.text)
             self._add_token(progress, token_id, logprobs, is_shown)
             self._parse(progress, length, 1)
+            if progress.scored:
+                progress.scored[-1].num_events = len(progress.events)
             if self.finish_reason is not None:
                 break
             if is_stop:
@@ -161,20 +170,18 @@ class ReplyChoice:
             return
         text = self._detokenizer.push([token_id])
         self._length += len(text)
-        if self.completion_tokens <= self.request.params.min_tokens:
-            progress.text += text  # too early to stop
-            return
-        progress.text += self._stop_finder.push(text)
-        self._look_for_stop()
+        self._add_text(progress, text)
 
     def _finish(self, progress: ChoiceProgress, reason: str) -> None:
         if self._detokenizer is not None:
-            progress.text += self._stop_finder.push(self._detokenizer.finish())
-            self._look_for_stop()
+            self._add_text(progress, self._detokenizer.finish())
             if self.finish_reason is None:
                 progress.text += self._stop_finder.finish()
         self.finish_reason = self.finish_reason or reason
 
-    def _look_for_stop(self) -> None:
+    def _add_text(self, progress: ChoiceProgress, text: str) -> None:
+        """Text of the last token, which may end the reply where a stop string ends in it, after `min_tokens`."""
+        is_early = self.completion_tokens <= self.request.params.min_tokens
+        progress.text += self._stop_finder.push(text, is_early)
         if self._stop_finder.found is not None:
             self.finish_reason, self._stop_reason = "stop", self._stop_finder.found

@@ -183,6 +183,7 @@ class Completions:
             logprobs=logprobs,
             return_tokens_as_token_ids=bool(request.return_tokens_as_token_ids),
             return_token_ids=bool(request.return_token_ids),
+            prompt_logprobs=request.prompt_logprobs,
         )
 
     def _choices(
@@ -196,16 +197,18 @@ class Completions:
     ) -> list[ReplyChoice]:
         """A choice for each prompt and each of its `n` replies, with the engine's request for it.
 
-        `logprobs`: how many are wanted of each token of the replies, and of the prompts.
+        `logprobs`: how many are wanted of each token of the replies, and of prompts that are echoed.
         """
         tokenizer, (ids, scheduling) = self._prompts.tokenizer, called
+        defaults = self._settings.generation_config
+        request.fill_from(defaults)
         eos_ids = tokenizer.eos_ids if tokenizer is not None else ()
         lora = self.adapters.id_of(request.model or "")
         choices: list[ReplyChoice] = []
         for prompt in prompts:
             self._check_length(prompt)
             max_tokens = request.allowed_max_tokens(
-                len(prompt.ids), self._router.client.max_model_len, default_max_tokens
+                len(prompt.ids), self._router.client.max_model_len, default_max_tokens, defaults.max_new_tokens
             )
             options = ChoiceOptions(
                 stops=request.stops,

@@ -16,7 +16,7 @@ from tllm.core.errors import ClusterError, TllmError
 from tllm.server.admission.account import Account, Charge
 from tllm.server.admission.drain_rate import DrainRate
 from tllm.server.admission.key_ring import KeyRing
-from tllm.server.http.errors import HttpError, draining, overloaded, queue_timeout, rate_limited
+from tllm.server.http.errors import HttpError, as_http, draining, overloaded, queue_timeout, rate_limited
 from tllm.server.http.metrics import Metrics, SequenceTimer
 from tllm.server.http.settings import ServerSettings
 from tllm.server.openai.choice import ChoiceProgress, ReplyChoice
@@ -70,6 +70,10 @@ rule of dynamic thresholds for shared buffers (Choudhury and Hahne, IEEE/ACM Tra
 """
 
 
+LOST = {429, 500, 503}
+"""How a reply ends that the server failed to give. What took too long, or is refused as written, was computed."""
+
+
 class RequestRouter:
     """Hands requests to the engine. It refuses those beyond `max_sequences`, those beyond what their key may use, and
     all while it is `draining`.
@@ -117,6 +121,10 @@ class RequestRouter:
         with self.held(count, lasting), account.charged(count, prompt_tokens, max_tokens) as charge:
             try:
                 yield charge
+            except TllmError as error:
+                if as_http(error).status in LOST:
+                    charge.lost()
+                raise
             finally:
                 if charge.has_begun:
                     self.metrics.keys.used(account.key.name, charge.prompt_tokens, charge.cached, charge.generated)

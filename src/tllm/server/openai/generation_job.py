@@ -50,12 +50,14 @@ class GenerationJob:
     async def reply(self) -> ApiReply:
         """Run to the end."""
         whole = {choice.index: ChoiceProgress(choice.index) for choice in self.choices}
-        async with aclosing(self.steps()) as steps:
+        async with aclosing(self.steps(is_whole=True)) as steps:
             async for progress in steps:
                 _add(whole[progress.index], progress)
         choices = [self.reply_format.choice(whole[index]) for index in sorted(whole)]
         reply = self._reply(self.reply_format.object_name, choices)
         reply.usage = self.usage()
+        if self.reply_format.reads_events:  # a chat has one prompt
+            reply.prompt_logprobs = self.reply_format.fields.of_prompt(whole[0])
         return reply
 
     async def chunks(self) -> AsyncGenerator[ApiReply, None]:
@@ -74,8 +76,9 @@ class GenerationJob:
             last.usage = self.usage()
             yield last
 
-    async def steps(self) -> AsyncGenerator[ChoiceProgress, None]:
-        """What all choices make, as it comes. Room for them is taken first, unless somebody else runs them.
+    async def steps(self, is_whole: bool = False) -> AsyncGenerator[ChoiceProgress, None]:
+        """What all choices make, as it comes. Room for them is taken first, unless somebody else runs them. A reply
+        that `is_whole` is written at its end, and costs nothing if it is lost before.
 
         HttpError after `request_seconds`.
         """
@@ -92,6 +95,7 @@ class GenerationJob:
                 async for progress in steps:
                     generated = sum(choice.completion_tokens for choice in self.choices)
                     charge.use(generated, self._cached_tokens())
+                    charge.is_written = not is_whole
                     yield progress
 
     async def _side_by_side(self) -> AsyncGenerator[ChoiceProgress, None]:
@@ -171,5 +175,6 @@ def _add(whole: ChoiceProgress, progress: ChoiceProgress) -> None:
     whole.events += progress.events
     whole.token_ids += progress.token_ids
     whole.scored += progress.scored
+    whole.prompt_logprobs = progress.prompt_logprobs or whole.prompt_logprobs
     whole.finish_reason = progress.finish_reason or whole.finish_reason
     whole.stop_reason = progress.stop_reason if progress.stop_reason is not None else whole.stop_reason

@@ -54,7 +54,11 @@ def _stalled(health: Health, stall_seconds: float) -> str:
     if health.running and health.seconds_since_step > stall_seconds:
         waited = f"{health.running} sequences in hand and no step for {health.seconds_since_step:.0f} s"
         return waited + (f", waiting for node {health.waits_for}" if health.waits_for and not health.node else "")
-    return f"{health.running} sequences in hand do not move" if health.node else ""
+    if not health.node:
+        return ""
+    return {0: "a sequence would not move", 1: "the sequence in hand does not move"}.get(
+        health.running, f"{health.running} sequences in hand do not move"
+    )
 
 
 def _unwell(message: str, code: str, health: Health) -> HttpError:
@@ -63,9 +67,11 @@ def _unwell(message: str, code: str, health: Health) -> HttpError:
 
 
 def _with_node(message: str, health: Health) -> str:
-    if health.node:
-        message += f"; node {health.node}"
-    return f"{message}: {health.reason}" if health.reason else message
+    name = f"node {health.node}" if health.node else ""
+    said = [message, *(words for words in (name, health.reason) if words)]
+    if name and name in health.reason:  # as it is where the cluster says it
+        said.remove(name)
+    return ": ".join(said)
 
 
 def model_card(name: str, client: EngineClient, created: int, adapter: str = "") -> dict[str, Any]:

@@ -22,6 +22,7 @@ from tllm.server.reply.events import (
     ToolCallBegin,
     merged,
 )
+from tllm.spec.request import TokenLogprobs
 from tllm.text.tokenizer import Tokenizer
 
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity, which is the logarithm for a token that was ruled out
@@ -90,6 +91,18 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
+class RankedLogprob(msgspec.Struct):
+    """One token at a place of a prompt; `rank` is 1 for the likeliest of all."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, RankedLogprob] | None]
+"""For each token of a prompt, it and the likeliest ones at its place by their ids; the first token has none."""
+
+
 class CompletionChoice(msgspec.Struct, kw_only=True):
     """One text; also a piece of it in a stream."""
 
@@ -100,6 +113,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     stop_reason: str | int | None = None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class CalledFunction(msgspec.Struct):
@@ -170,6 +184,7 @@ class ApiReply(msgspec.Struct, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
     system_fingerprint: str | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 def labeller(tokenizer: Tokenizer | None, return_tokens_as_token_ids: bool) -> Callable[[int], str]:
@@ -197,6 +212,22 @@ def completion_logprobs(scored: Iterable[ScoredToken], label: Callable[[int], st
         logprobs.token_logprobs.append(own)
         logprobs.top_logprobs.append(top)
     return logprobs
+
+
+def prompt_logprobs(values: Iterable[TokenLogprobs | None], top: int, label: Callable[[int], str]) -> PromptLogprobs:
+    """vLLM's shape: of each prompt token and of so many likeliest ones."""
+    places: PromptLogprobs = []
+    for of_token in values:
+        if of_token is None:
+            places.append(None)
+            continue
+        named = [(of_token.token_id, of_token.logprob, of_token.rank)]
+        named += ((token_id, value, rank) for rank, (token_id, value) in enumerate(of_token.top[:top], 1))
+        place: dict[str, RankedLogprob] = {}
+        for token_id, value, rank in named:
+            place.setdefault(str(token_id), RankedLogprob(max(value, _LEAST_LOGPROB), rank, label(token_id)))
+        places.append(place)
+    return places
 
 
 def chat_logprobs(
@@ -241,6 +272,18 @@ class ReplyFields:
     logprobs: bool = False
     return_tokens_as_token_ids: bool = False
     return_token_ids: bool = False
+    prompt_logprobs: int | None = None
+
+    @property
+    def label(self) -> Callable[[int], str]:
+        """How tokens are called."""
+        return labeller(self.tokenizer, self.return_tokens_as_token_ids)
+
+    def of_prompt(self, progress: ChoiceProgress) -> PromptLogprobs | UnsetType:
+        """Log-probabilities of the prompt's tokens, where asked for."""
+        if self.prompt_logprobs is None:
+            return UNSET
+        return prompt_logprobs(progress.prompt_logprobs, self.prompt_logprobs, self.label)
 
     def ids(self, progress: ChoiceProgress) -> list[int] | UnsetType:
         """Token ids, where asked for; without a tokenizer they are all there is."""
@@ -255,7 +298,7 @@ class CompletionFormat:
 
     def __init__(self, fields: ReplyFields) -> None:
         self.fields = fields
-        self._label = labeller(fields.tokenizer, fields.return_tokens_as_token_ids)
+        self._label = fields.label
 
     def choice(self, choice: ChoiceProgress) -> CompletionChoice:
         return CompletionChoice(
@@ -265,6 +308,7 @@ class CompletionFormat:
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
             token_ids=self.fields.ids(choice),
+            prompt_logprobs=self.fields.of_prompt(choice),
         )
 
     chunk_choice = choice
@@ -325,11 +369,7 @@ class ChatFormat:
     def _logprobs(self, progress: ChoiceProgress) -> ChatLogprobs | None:
         if not self.fields.logprobs:
             return None
-        return chat_logprobs(
-            progress.scored,
-            self.fields.tokenizer,
-            labeller(self.fields.tokenizer, self.fields.return_tokens_as_token_ids),
-        )
+        return chat_logprobs(progress.scored, self.fields.tokenizer, self.fields.label)
 
 
 def _delta(events: Iterable[ReplyEvent]) -> tuple[Delta, str | None]:

@@ -18,6 +18,7 @@ from tllm.server.http.errors import HttpError
 from tllm.server.http.settings import RequestLimits
 from tllm.server.openai.tools import Tool, ToolChoice
 from tllm.spec.request import Grammar, SamplingParams
+from tllm.text.generation_config import GenerationConfig, sampling_values
 
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Count = Annotated[int, Meta(ge=1)]
@@ -28,7 +29,6 @@ Refused = Any
 Priority = Annotated[int, Meta(gt=-(1 << 31), lt=1 << 31)]
 MAX_SALT_LENGTH = 1024
 _SEEDS = 1 << 63
-_GREEDY_BELOW = 1e-5  # a smaller temperature divides logits out of range and means the same
 
 
 class StreamOptions(msgspec.Struct):
@@ -62,6 +62,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
     min_tokens: TokenCount | None = None
+    prompt_logprobs: Top | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -85,7 +86,6 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     bad_words: Refused = None
     truncate_prompt_tokens: Refused = None
     use_beam_search: Refused = None
-    prompt_logprobs: Refused = None
 
     def check(self, limits: RequestLimits) -> None:
         """What types alone do not say. RequestError for what is wrong, or more than the limits."""
@@ -99,14 +99,24 @@ class SamplingFields(msgspec.Struct, kw_only=True):
             raise RequestError("a stop string is empty", "leave it out", "stop")
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only for a stream", "add stream: true", "stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError("a stream has no prompt_logprobs", "leave stream out", "prompt_logprobs")
 
     @property
     def stops(self) -> tuple[str, ...]:
         """Stop strings, none to many."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
-    def allowed_max_tokens(self, prompt_tokens: int, max_model_len: int, default: int | None) -> int:
-        """How many tokens may be generated: `max_tokens`, else `default`, or (None) all that the context leaves.
+    def fill_from(self, defaults: GenerationConfig) -> None:
+        """Choose tokens by the model's defaults where the request does not say how."""
+        for name, value in defaults.fill(msgspec.structs.asdict(self)).items():
+            setattr(self, name, value)
+
+    def allowed_max_tokens(
+        self, prompt_tokens: int, max_model_len: int, default: int | None, most: int | None = None
+    ) -> int:
+        """How many tokens may be generated: `max_tokens`, else `default`, or (None) all that the context leaves; of
+        any reply not more than `most`.
 
         Raises HttpError where the context is too short, RequestError where `min_tokens` is more.
         """
@@ -125,8 +135,11 @@ class SamplingFields(msgspec.Struct, kw_only=True):
             )
         if max_tokens is None:
             max_tokens = room if default is None else min(default, room)
+        bound = f"max_tokens {max_tokens}"
+        if most is not None and most < max_tokens:
+            max_tokens, bound = most, f"this server gives at most {most} tokens of any reply (max_new_tokens)"
         if self.min_tokens and self.min_tokens > max_tokens:
-            raise RequestError(f"min_tokens is {self.min_tokens} and max_tokens {max_tokens}", param="min_tokens")
+            raise RequestError(f"min_tokens is {self.min_tokens} and {bound}", "ask for fewer", "min_tokens")
         return max_tokens
 
     def seeds(self) -> list[int]:
@@ -140,19 +153,15 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         seed: int,
         eos_ids: tuple[int, ...],
         logprobs: int | None,
-        prompt_logprobs: int | None = None,
+        echoed_logprobs: int | None = None,
         grammar: Grammar | None = None,
     ) -> SamplingParams:
         """The engine's parameters. The engine always makes one token; a caller that wants none drops it."""
-        temperature = 1.0 if self.temperature is None else self.temperature
+        of_prompt = [top for top in (self.prompt_logprobs, echoed_logprobs) if top is not None]
         stop_token_ids = tuple(self.stop_token_ids or ())
         return SamplingParams(
             max_tokens=max(1, max_tokens),
-            temperature=0.0 if temperature < _GREEDY_BELOW else temperature,
-            top_k=max(0, self.top_k or 0),
-            top_p=1.0 if self.top_p is None else self.top_p,
-            min_p=self.min_p or 0.0,
-            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            **sampling_values(msgspec.structs.asdict(self)),
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
             logit_bias=_logit_bias(self.logit_bias or {}),
@@ -161,7 +170,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
             ignore_eos=bool(self.ignore_eos),
             min_tokens=self.min_tokens or 0,
             logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
+            prompt_logprobs=max(of_prompt, default=None),
             grammar=grammar,
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -11,8 +11,10 @@ import msgspec
 from tllm.core.errors import RequestError, TllmError
 from tllm.server.http.errors import as_http
 from tllm.server.http.sse import named_event
+from tllm.server.openai.choice import ChoiceProgress, ScoredToken
 from tllm.server.openai.generation_job import GenerationJob
 from tllm.server.openai.prepared_reply import PreparedReply
+from tllm.server.openai.reply_format import chat_logprobs
 from tllm.server.openai.responses_request import ResponsesRequest
 from tllm.server.reply.events import ArgumentsPiece, ReasoningPiece, ReplyEvent, ReplyFinish, TextPiece, ToolCallBegin
 
@@ -24,7 +26,7 @@ class ResponseStream:
     """Makes the stream's events of one reply, and the response that they add up to.
 
     Items follow one another; each is opened by what comes first of it, and closed before the next. `is_stored`: the
-    response can be asked for again.
+    response can be asked for again. Tokens with log-probabilities are those of the text that came with them or next.
     """
 
     def __init__(self, request: ResponsesRequest, job: GenerationJob, is_stored: bool = False) -> None:
@@ -33,6 +35,8 @@ class ResponseStream:
         self._open: str | int = ""  # the kind of the item that is open, or for a call its number
         self._text = ""  # of the open item
         self._number = 0  # of the next event
+        self._scored: list[ScoredToken] = []  # those whose text has not come
+        self._logprobs: list[Event] = []  # of the open item
         self._finish: ReplyFinish | None = None
 
     def begin(self) -> Iterator[bytes]:
@@ -40,11 +44,20 @@ class ResponseStream:
         yield self._event("response.created", response=self.response())
         yield self._event("response.in_progress", response=self.response())
 
-    def events(self, events: Iterable[ReplyEvent]) -> Iterator[bytes]:
+    def progress(self, progress: ChoiceProgress) -> Iterator[bytes]:
         """What more of a reply becomes."""
+        at = 0
+        for token in progress.scored:
+            self._scored.append(token)
+            yield from self._events(progress.events[at : token.num_events])
+            at = token.num_events
+        yield from self._events(progress.events[at:])
+
+    def _events(self, events: Iterable[ReplyEvent]) -> Iterator[bytes]:
         for event in events:
+            scored, self._scored = self._scored, []
             if isinstance(event, TextPiece):
-                yield from self._piece("output_text", event.text)
+                yield from self._piece("output_text", event.text, self._named(scored))
             elif isinstance(event, ReasoningPiece):
                 yield from self._piece("reasoning_text", event.text)
             elif isinstance(event, ToolCallBegin):
@@ -76,7 +89,7 @@ class ResponseStream:
 
     def response(self) -> Event:
         """As far as it has come."""
-        request, finish = self._request, self._finish
+        request, finish, params = self._request, self._finish, self._job.choices[0].request.params
         is_cut = finish is not None and finish.reason == "length"
         return {
             "id": f"resp_{self._job.ids.stem}",
@@ -95,16 +108,22 @@ class ResponseStream:
             "previous_response_id": None,
             "reasoning": {"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
             "store": self._is_stored,
-            "temperature": 1.0 if request.temperature is None else request.temperature,
+            "temperature": params.temperature,
             "text": {"format": (request.text and request.text.format) or {"type": "text"}},
             "tool_choice": msgspec.to_builtins(request.tool_choice or "auto"),
             "tools": msgspec.to_builtins(request.functions()),
-            "top_p": 1.0 if request.top_p is None else request.top_p,
+            "top_logprobs": request.top_logprobs or 0,
+            "top_p": params.top_p,
             "truncation": "disabled",
             "usage": None if finish is None else _usage(self._job),
         }
 
-    def _piece(self, kind: str, text: str) -> Iterator[bytes]:
+    def _named(self, scored: list[ScoredToken]) -> list[Event]:
+        fields = self._job.reply_format.fields
+        named = chat_logprobs(scored, fields.tokenizer, fields.label).content
+        return [msgspec.to_builtins(one) for one in named]
+
+    def _piece(self, kind: str, text: str, logprobs: Sequence[Event] = ()) -> Iterator[bytes]:
         """More text of a message, or of reasoning."""
         if self._open != kind:
             yield from self._close()
@@ -116,13 +135,14 @@ class ResponseStream:
                 yield self._opened(
                     kind, {"id": self._job.ids.new("rs"), "type": "reasoning", "summary": [], "content": []}
                 )
-            yield self._of_item("response.content_part.added", content_index=0, part=_part(kind, ""))
+            yield self._of_item("response.content_part.added", content_index=0, part=_part(kind, "", []))
         self._text += text
-        more: Event = {"logprobs": []} if kind == "output_text" else {}
+        self._logprobs += logprobs
+        more: Event = {"logprobs": list(logprobs)} if kind == "output_text" else {}
         yield self._of_item(f"response.{kind}.delta", content_index=0, delta=text, **more)
 
     def _opened(self, kind: str | int, item: Item) -> bytes:
-        self._open, self._text = kind, ""
+        self._open, self._text, self._logprobs = kind, "", []
         self._items.append({**item, "status": "in_progress"})
         return self._event("response.output_item.added", output_index=len(self._items) - 1, item=self._items[-1])
 
@@ -137,8 +157,8 @@ class ResponseStream:
             name = item["name"]
             yield self._of_item("response.function_call_arguments.done", arguments=self._text, name=name)
         else:
-            item["content"] = [_part(kind, self._text)]
-            more: Event = {"logprobs": []} if kind == "output_text" else {}
+            item["content"] = [_part(kind, self._text, self._logprobs)]
+            more: Event = {"logprobs": self._logprobs} if kind == "output_text" else {}
             yield self._of_item(f"response.{kind}.done", content_index=0, text=self._text, **more)
             yield self._of_item("response.content_part.done", content_index=0, part=item["content"][0])
         yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
@@ -154,9 +174,9 @@ class ResponseStream:
 
 async def response(stream: ResponseStream, job: GenerationJob) -> Event:
     """Run to the end."""
-    async with aclosing(job.steps()) as steps:
+    async with aclosing(job.steps(is_whole=True)) as steps:
         async for progress in steps:
-            for _ in stream.events(progress.events):
+            for _ in stream.progress(progress):
                 pass
     return stream.response()
 
@@ -179,7 +199,7 @@ async def response_events(stream: ResponseStream, job: GenerationJob) -> AsyncGe
                     has_begun = True
                     for event in stream.begin():
                         yield event
-                for event in stream.events(progress.events):
+                for event in stream.progress(progress):
                     yield event
     except TllmError as error:
         if not has_begun:
@@ -188,8 +208,8 @@ async def response_events(stream: ResponseStream, job: GenerationJob) -> AsyncGe
             yield event
 
 
-def _part(kind: str, text: str) -> Event:
-    more: Event = {"annotations": [], "logprobs": []} if kind == "output_text" else {}
+def _part(kind: str, text: str, logprobs: list[Event]) -> Event:
+    more: Event = {"annotations": [], "logprobs": logprobs} if kind == "output_text" else {}
     return {"type": kind, "text": text, **more}
 
 

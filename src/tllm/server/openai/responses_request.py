@@ -21,13 +21,14 @@ from tllm.server.openai.requests import (
     Refused,
     RequestMessage,
     TokenCount,
+    Top,
     refuse,
 )
 from tllm.server.openai.tools import FunctionTool, NamedFunction, NamedTool, Tool, ToolChoice
 
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 LOGPROBS = "message.output_text.logprobs"
-"""What `include` may not ask for. The others are of tools that OpenAI's servers run, and nothing of those comes."""
+"""What `include` may ask for. The others are of tools that OpenAI's servers run, and nothing of those comes."""
 
 
 class InputPart(msgspec.Struct, kw_only=True):
@@ -101,10 +102,10 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     priority: Priority | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_LENGTH)] | None = None
     include: list[str] | None = None
+    top_logprobs: Top | None = None
     previous_response_id: Refused = None
     conversation: Refused = None
     prompt: Refused = None
-    top_logprobs: Refused = None
     max_tool_calls: Refused = None
     moderation: Refused = None
 
@@ -124,10 +125,6 @@ def as_chat(request: ResponsesRequest) -> ChatRequest:
     refuse(request, ResponsesRequest)
     if request.background and request.store is False:
         raise RequestError("a response in the background is stored until it is fetched", "leave store out", "store")
-    if LOGPROBS in (request.include or ()):
-        raise RequestError(
-            f"include asks for {LOGPROBS}, which is not supported", "/v1/chat/completions has them", "include"
-        )
     chat = ChatRequest(
         model=request.model,
         messages=_messages(request),
@@ -140,6 +137,8 @@ def as_chat(request: ResponsesRequest) -> ChatRequest:
         response_format=_format(request.text),
         priority=request.priority,
         cache_salt=request.cache_salt,
+        logprobs=LOGPROBS in (request.include or ()) or request.top_logprobs is not None,
+        top_logprobs=request.top_logprobs,
     )
     if request.reasoning is not None:
         chat.reasoning_effort = request.reasoning.effort

@@ -120,6 +120,23 @@ class PooledPrompts:
             values = tuple(logistic(one.pooled[0]) if activation else one.pooled[0] for one in outputs)
         return Scores(values, sum(map(len, ids)))
 
+    async def classify(
+        self, prompts: Sequence[Sequence[int]], asker: Asker = ANYBODY, activation: bool = True
+    ) -> list[Vector]:
+        """The probability of each label for each prompt; without `activation` the numbers of the head themselves.
+
+        As in vLLM: those of one of several labels are their softmax, one label's or several independent ones' the
+        logistic function of each, and a regression's are as they are.
+        """
+        if self.pooling.score_type != "classification":
+            message = "the model has no classification head (score.weight)"
+            raise RequestError(message, "serve a model for sequence classification")
+        outputs = await self.pooled(prompts, PoolingParams(kind="score"), asker)
+        if not activation or self.pooling.problem_type == "regression":
+            return [one.pooled for one in outputs]
+        is_one_of_several = self.pooling.num_labels > 1 and self.pooling.problem_type != "multi_label_classification"
+        return [softmax(one.pooled) if is_one_of_several else tuple(map(logistic, one.pooled)) for one in outputs]
+
     async def pooled(
         self, prompts: Sequence[Sequence[int]], params: PoolingParams, asker: Asker = ANYBODY
     ) -> list[Output]:
@@ -161,6 +178,13 @@ class PooledPrompts:
 async def aside(encode: Callable[[T], Sequence[int]], texts: Sequence[T]) -> list[Sequence[int]]:
     """What each text is encoded as, in another thread: many take long, and other requests go on."""
     return await asyncio.to_thread(lambda: [encode(text) for text in texts])
+
+
+def softmax(values: Vector) -> Vector:
+    """e^x of each over the sum of all, without overflow."""
+    largest = max(values)
+    powers = [math.exp(value - largest) for value in values]
+    return tuple(power / math.fsum(powers) for power in powers)
 
 
 def logistic(x: float) -> float:

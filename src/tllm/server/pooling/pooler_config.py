@@ -40,6 +40,8 @@ class ModelPooling(msgspec.Struct, frozen=True, kw_only=True):
     """How the prompts of one model are pooled. `score_type` is none but "auto".
 
     `answers` are the tokens, as texts, whose log-probabilities are a generative score; the second one says yes.
+    `labels` are the names of a classification head's numbers, and `problem_type` what they are, in the words of
+    `config.json`: one of several labels where it says nothing.
     """
 
     kind: PoolingKind = "last"
@@ -48,6 +50,8 @@ class ModelPooling(msgspec.Struct, frozen=True, kw_only=True):
     hidden_size: int
     num_labels: int = 0
     answers: tuple[str, str] = ANSWERS
+    labels: tuple[str, ...] = ()
+    problem_type: str = ""
 
 
 def read_pooler_config(given: str | Mapping[str, Any] | PoolerConfig | None) -> PoolerConfig:
@@ -82,8 +86,10 @@ def model_pooling(
     if score_type == "auto":
         asks = bool(answers) or "rerank" in model_name(folder).lower()
         score_type = "classification" if spec.num_labels else "generative" if asks else "embedding"
-    if (score_type == "classification" and not spec.num_labels) or (score_type == "generative" and spec.num_labels):
-        has = f"a classification head of {spec.num_labels} labels" if spec.num_labels else "a head for tokens alone"
+    lacks_tokens = spec.num_labels > 0 or spec.is_headless
+    if (score_type == "classification" and not spec.num_labels) or (score_type == "generative" and lacks_tokens):
+        plain = "no head" if spec.is_headless else "a head for tokens alone"
+        has = f"a classification head of {spec.num_labels} labels" if spec.num_labels else plain
         raise ConfigError(f"score_type is {score_type!r} and the model has {has}", "leave score_type out")
     return ModelPooling(
         kind=kind,
@@ -92,7 +98,15 @@ def model_pooling(
         hidden_size=spec.hidden_size,
         num_labels=spec.num_labels,
         answers=_answers(answers),
+        labels=_labels(config.get("id2label"), spec.num_labels),
+        problem_type=str(config.get("problem_type") or ""),
     )
+
+
+def _labels(names: Any, count: int) -> tuple[str, ...]:
+    """The name of each label, as transformers has it where the config says none."""
+    given = names if isinstance(names, dict) else {}
+    return tuple(str(given.get(str(number), f"LABEL_{number}")) for number in range(count))
 
 
 def _answers(given: Any) -> tuple[str, str]:

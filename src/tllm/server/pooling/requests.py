@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -33,9 +34,25 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
     def check(self) -> None:
         """What types alone do not say."""
         refuse(self, EmbeddingRequest)
-        is_batch = isinstance(self.input, list) and not isinstance(self.input[0], int)
-        if is_batch and len(self.input) > MAX_INPUTS:
-            raise RequestError(f"{len(self.input)} inputs, at most {MAX_INPUTS} are taken", "send several", "input")
+        _check_count(self.input)
+
+
+class ClassificationRequest(msgspec.Struct, kw_only=True):
+    """`POST /classify`: a text, ids, or a batch of either, for a model with a classification head. `user` is taken and
+    has no effect."""
+
+    input: str | Annotated[list[str | int | list[int]], Meta(min_length=1)]
+    model: str | None = None
+    use_activation: bool | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: Salt | None = None
+    truncate_prompt_tokens: Refused = None
+    messages: Refused = None
+
+    def check(self) -> None:
+        """What types alone do not say."""
+        refuse(self, ClassificationRequest)
+        _check_count(self.input)
 
 
 class ScoreRequest(msgspec.Struct, kw_only=True):
@@ -89,3 +106,9 @@ class RerankRequest(msgspec.Struct, kw_only=True):
         """The documents. RequestError for what is not done here."""
         refuse(self, RerankRequest)
         return [one if isinstance(one, str) else one.text for one in self.documents]
+
+
+def _check_count(given: str | Sequence[str | int | list[int]]) -> None:
+    is_batch = not isinstance(given, str) and not isinstance(given[0], int)
+    if is_batch and len(given) > MAX_INPUTS:
+        raise RequestError(f"{len(given)} inputs, at most {MAX_INPUTS} are taken", "send several", "input")

@@ -24,7 +24,7 @@ from tllm.server.openai.engine_client import RequestRouter
 from tllm.server.openai.prompts import Prompts
 from tllm.server.pooling.pooled_prompts import AT_ONCE, Asker, EmbeddedPrompt, PooledPrompts, Scores
 from tllm.server.pooling.pooler_config import ModelPooling
-from tllm.server.pooling.requests import EmbeddingRequest, RerankRequest, ScoreRequest
+from tllm.server.pooling.requests import ClassificationRequest, EmbeddingRequest, RerankRequest, ScoreRequest
 from tllm.server.pooling.score_prompts import ScorePrompts
 from tllm.server.pooling.vectors import as_base64, as_list
 
@@ -55,6 +55,7 @@ class PoolingRoutes:
     def table(self) -> list[Route]:
         post = {
             "/v1/embeddings": self.embeddings,
+            "/classify": self.classify,
             "/score": self.score,
             "/v1/score": self.score,
             "/rerank": self.rerank,
@@ -72,6 +73,23 @@ class PoolingRoutes:
         write = as_base64 if request.encoding_format == "base64" else as_list
         data = [{"object": "embedding", "index": i, "embedding": write(one.vector)} for i, one in enumerate(found)]
         return json_reply({"object": "list", "data": data, "model": model, "usage": _usage(sum(map(len, ids)))})
+
+    async def classify(self, http: HttpRequest) -> Response:
+        request = decode(await http.body(), ClassificationRequest)
+        model = self.model(request.model)
+        request.check()
+        ids = await self.encoded(request.input, request.add_special_tokens is not False)
+        caller, tokens = caller_of(http.scope), sum(map(len, ids))
+        with self._room(len(ids), caller, tokens) as (pooled, pays):
+            asker = self._asker(http.scope, request.cache_salt, caller, pays)
+            found = await pooled.classify(ids, asker, request.use_activation is not False)
+            labels = pooled.pooling.labels
+        data = [
+            {"index": i, "label": labels[probs.index(max(probs))], "probs": probs, "num_classes": len(probs)}
+            for i, probs in enumerate(found)
+        ]
+        head = {"id": f"classify-{uuid.uuid4().hex}", "object": "list", "created": int(time.time()), "model": model}
+        return json_reply({**head, "data": data, "usage": _usage(tokens)})
 
     async def score(self, http: HttpRequest) -> Response:
         request = decode(await http.body(), ScoreRequest)

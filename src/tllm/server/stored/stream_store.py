@@ -6,7 +6,6 @@ A node's HTTP server has another one, which asks the first machine's.
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack, aclosing
@@ -75,12 +74,18 @@ class LocalStreamStore:
         self.streams = StoredStreams(settings.keep_streams, settings.keep_streams_bytes, self._dropped, clock)
         self._router, self._tokenizer, self._seconds = router, tokenizer, settings.keep_streams
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._refusal: TllmError | None = None
+
+    def refuse(self, why: TllmError) -> None:
+        """Begin no reply and give none any more, for which this is the reason: another process may go on with them."""
+        self._refusal = why
 
     async def open(self, record: StreamRecord, requests: Sequence[Request], account: Account) -> None:
         """Begin. It counts among what is in hand until all its requests have ended."""
+        self._check_refusal()
         with ExitStack() as entered:
             charge = entered.enter_context(self._router.admit(len(requests), account, *size_of(requests), lasting=True))
-            stream = self.streams.opened(record, [seeded(request) for request in requests])
+            stream = self.streams.opened(record, [request.seeded() for request in requests])
             if not self.streams.is_kept(stream):
                 raise no_room()
             admitted = entered.pop_all()
@@ -132,6 +137,7 @@ class LocalStreamStore:
 
     async def take_up(self, stream_id: str, owner: str) -> TakenStream | None:
         """The stream from its beginning on; None where there is none that is this owner's."""
+        self._check_refusal()
         stream = self.streams.find(stream_id, owner)
         if stream is None:
             return None
@@ -146,6 +152,10 @@ class LocalStreamStore:
         if forget:
             self.streams.forget(stream)
         return True
+
+    def _check_refusal(self) -> None:
+        if self._refusal is not None:
+            raise type(self._refusal)(self._refusal.message, self._refusal.hint)
 
     async def _run(self, stream: StoredStream, choices: Sequence[ReplyChoice], charge: Charge) -> None:
         """Run all choices, until each has ended or the first fails, which ends all, as does too long a time."""
@@ -214,14 +224,6 @@ class LocalStreamStore:
 def no_room() -> HttpError:
     """A reply is too large to be kept beside those that somebody reads."""
     return overloaded("the replies that are kept leave no room for this one", 1.0)
-
-
-def seeded(request: Request) -> Request:
-    """The request with a seed, so that whoever goes on with it samples the same."""
-    if request.params.seed is not None:
-        return request
-    params = msgspec.structs.replace(request.params, seed=secrets.randbits(63))
-    return msgspec.structs.replace(request, params=params)
 
 
 def continued(request: Request, outputs: Sequence[Output]) -> Request:

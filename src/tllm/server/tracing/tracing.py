@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from typing import NamedTuple, Protocol
 
@@ -12,8 +11,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tllm.core.tasks import end_tasks
 from tllm.server.tracing.request_trace import CURRENT, RequestTrace
 from tllm.spec.request import StageSpan
-
-log = logging.getLogger("tllm.server")
 
 SPANS_SECONDS = 1.2
 """How long after its end a request's ranks are waited for: they tell what they did with each heartbeat."""

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from tllm.core.errors import UNREADABLE, WeightsError, nearest
+from tllm.spec.quantized.quantization_config import text_name
 
 CONFIG_FILE = "adapter_config.json"
 CONFIG_LIMIT = 1 << 20
@@ -56,7 +57,8 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The keys that decide what is computed.
 
     `rank_pattern` and `alpha_pattern` say otherwise than `r` and `lora_alpha` for modules whose name ends with a key,
-    or is it where the key begins with ^. `target_modules` are ends of names, or "all-linear", or an expression.
+    or is it where the key begins with ^; in a model that also sees, names of the whole count as of its text part.
+    `target_modules` are ends of names, or "all-linear", or an expression.
     """
 
     r: int = 8
@@ -80,7 +82,7 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Whether a module is among the targets. Where these are an expression, the file's tensors are believed."""
         if not isinstance(self.target_modules, tuple):
             return True
-        return any(module == end or module.endswith(f".{end}") for end in self.target_modules)
+        return any(module == end or module.endswith(f".{end}") for end in map(text_name, self.target_modules))
 
 
 class ServedLoras(msgspec.Struct, frozen=True):
@@ -146,7 +148,7 @@ def _check_patterns(key: str, patterns: Mapping[str, object]) -> None:
 def _by_pattern(patterns: Mapping[str, T], module: str, otherwise: T) -> T:
     """The value of the first pattern that fits."""
     for pattern, value in patterns.items():
-        end = pattern.removeprefix("^")
+        end = text_name(pattern.removeprefix("^"))
         if module == end or (end == pattern and module.endswith(f".{end}")):
             return value
     return otherwise

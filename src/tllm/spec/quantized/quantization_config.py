@@ -167,9 +167,9 @@ PACKED, INTEGER, FLOAT, NAIVE = "pack-quantized", "int-quantized", "float-quanti
 def _compressed_tensors(settings: _Settings) -> Rules:
     """Activations that are to be quantised too are computed with as they are, and so are keys and values."""
     settings.ignore("quantization_status", "global_compression_ratio", "version", "kv_cache_scheme")
-    sparsity = settings.get("sparsity_config")
-    if sparsity and sparsity.get("format", "dense") != "dense":
-        settings.refuse("sparsity_config", sparsity, "only format dense is read")
+    _Settings(settings.get("sparsity_config") or {}, "quantization_config: sparsity_config").one_of(
+        "format", ("dense",), "dense"
+    )
     formats = (PACKED, INTEGER, FLOAT, NAIVE, "mixed-precision")
     settings.one_of("format", formats)
     exact: Rules = []

@@ -1,8 +1,9 @@
-"""In which dtype attention of 16-bit models is computed while they train: their own, or float32 where that is faster.
+"""The dtype in which attention of 16-bit models is computed while they train: their own, or float32 where that is
+faster.
 
-torch's attention for processors multiplies in the dtype it is given. Without instructions for bfloat16 that takes up to
-twelve times as long as float32 does (docs/log/training.md), so each machine times both once, and keeps
-what it found (`kernels/autotune.py`).
+torch's attention for processors multiplies in the dtype that it is given. Without instructions for bfloat16 that takes
+up to twelve times as long as float32 does (docs/log/training.md). So each machine times both once, and keeps what it
+found (`kernels/autotune.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from tllm.kernels.autotune import Autotuned
 from tllm.kernels.fastest import Choice
-from tllm.kernels.trained_product import TRAINED_IN_16_BITS, WIDE, in_own, wide_or_own
+from tllm.kernels.training_matmul import TRAINED_IN_16_BITS, WIDE, in_own, wide_or_own
 
 HEADS, LENGTH, WIDTH = 1, 256, 64
 """Of what is timed, forward and backward."""

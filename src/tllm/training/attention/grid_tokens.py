@@ -1,4 +1,4 @@
-"""Which tokens of a microbatch each block of a grid has: whole documents, so that attention stays on a rank."""
+"""Which tokens of a microbatch each block of a grid has: whole documents, so that attention needs no other rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def grid_tokens(tokens: Tokens, grid: Grid) -> Tokens:
     Its ids are those of all blocks that it looks up. Blocks are filled to equal lengths, each by a last document of
     id 0 that is not learned.
     """
-    assert tokens.spans is None, "a microbatch is cut once"
+    assert tokens.spans is None and not tokens.prefixes, "a microbatch is cut once, and its documents are on their own"
     dealt = dealt_documents(tokens.lengths, grid.shape.token_blocks)
     room = max(sum(tokens.lengths[n] for n in block) for block in dealt)
     documents = torch.split(tokens.ids_T, tokens.lengths)

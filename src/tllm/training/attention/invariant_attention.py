@@ -1,7 +1,7 @@
-"""`InvariantAttend`: attention over packed documents whose forward pass has the bits of the engine's.
+"""`InvariantAttend`: attention over packed documents whose forward pass gives the engine's numbers to the bit.
 
-The engine attends by a kernel of which a token's numbers are the same in any tile and batch. Where nothing is learned
-(without gradients) so does this; with gradients it is `TrainAttend`.
+The engine attends by a batch-invariant kernel: a token's numbers are the same in any tile and batch. Without gradients
+this uses the same kernel; with gradients it is `TrainAttend`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ class InvariantAttend(TrainAttend):
     """Takes no part of a microbatch: its keys are all here, in the order of its tokens."""
 
     def __init__(self, specs: dict[int, AttentionSpec], tokens: Tokens) -> None:
+        assert not tokens.prefixes, "a prompt that is shared is not rounded as the engine rounds it"
         super().__init__(specs, tokens)
         self.lengths = tokens.lengths
         self.kernels: dict[AttentionSpec, TiledAttention] = {}

@@ -1,8 +1,9 @@
-"""`TrainAttend`: attention over packed documents that has a gradient and never writes out scores that nobody sees."""
+"""`TrainAttend`: attention over packed documents, with gradients, which computes no scores that the mask hides."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 
@@ -22,8 +23,18 @@ ROWS_AT_ONCE = 256
 """Queries that a window narrower than this takes together; a wider one takes as many as it is wide."""
 
 
+@dataclass(frozen=True)
+class DocumentRun:
+    """So many documents of one length that follow one another; all of them see the keys of run `prefix` first, which is
+    one document, if it is not None."""
+
+    length: int
+    count: int
+    prefix: int | None = None
+
+
 class TrainAttend:
-    """Causal attention inside each document of a microbatch, which is here as a whole.
+    """Causal attention inside each document of a microbatch, which is here as a whole, and over its prefix.
 
     Documents of one length that follow one another are one call. A window costs tokens times window, not the square.
     """
@@ -31,8 +42,8 @@ class TrainAttend:
     def __init__(self, specs: dict[int, AttentionSpec], tokens: Tokens) -> None:
         assert tokens.spans is None, "a part of a microbatch is attended over by a ring"
         self.specs = specs
-        self.runs = [(length, len(list(same))) for length, same in groupby(tokens.lengths)]
-        self.tokens = [length * count for length, count in self.runs]
+        self.runs = document_runs(tokens)
+        self.tokens = [run.length * run.count for run in self.runs]
 
     def __call__(
         self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, sinks_N: Tensor | None = None
@@ -42,12 +53,20 @@ class TrainAttend:
             k_TKH, v_TKH = k_TKH[:, list(spec.kv_index)], v_TKH[:, list(spec.kv_index)]
         attend = _plain if spec.softcap is None and sinks_N is None else partial(_written_out, sinks_N)
         outs = []
-        parts = zip(*(torch.split(x, self.tokens) for x in (q_TNH, k_TKH, v_TKH)), strict=True)
-        for (length, count), qkv in zip(self.runs, parts, strict=True):
-            q_BNTH, k_BKTH, v_BKTH = (x.unflatten(0, (count, length)).transpose(1, 2) for x in qkv)
+        q_R, k_R, v_R = (self._by_run(x) for x in (q_TNH, k_TKH, v_TKH))
+        for at, (run, q_BNTH) in enumerate(zip(self.runs, q_R, strict=True)):
+            k_BKSH, v_BKSH = self._seen(at, k_R), self._seen(at, v_R)
+            length = k_BKSH.shape[2]
+            first = length - run.length
             blocks = [
-                attend(spec, q_BNTH[:, :, start:stop], k_BKTH[:, :, low:stop], v_BKTH[:, :, low:stop], start - low)
-                for start, stop, low in _blocks(length, spec.window)
+                attend(
+                    spec,
+                    q_BNTH[:, :, start - first : stop - first],
+                    k_BKSH[:, :, low:stop],
+                    v_BKSH[:, :, low:stop],
+                    start - low,
+                )
+                for start, stop, low in _blocks(first, length, spec.window)
             ]
             o_BNTH = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
             outs.append(o_BNTH.transpose(1, 2).flatten(0, 1))
@@ -55,16 +74,43 @@ class TrainAttend:
 
     def recur(self, layer: int, advance: Advance, *rows: Tensor) -> Tensor:
         """Each document begins without a state; those of one length that follow one another are advanced together."""
-        return recur_afresh([(count, length) for length, count in self.runs], advance, *rows)
+        assert all(run.prefix is None for run in self.runs), "a state is not taken from one document to another"
+        return recur_afresh([(run.count, run.length) for run in self.runs], advance, *rows)
+
+    def _by_run(self, x_TNH: Tensor) -> list[Tensor]:
+        """[count, N, length, H] of each run."""
+        parts = zip(self.runs, torch.split(x_TNH, self.tokens), strict=True)
+        return [x.view(run.count, run.length, *x.shape[1:]).transpose(1, 2) for run, x in parts]
+
+    def _seen(self, at: int, x_R: list[Tensor]) -> Tensor:
+        """Keys or values that each document of run `at` sees, [count, K, S, H]: its prefix's, and its own."""
+        own_BKTH, prefix = x_R[at], self.runs[at].prefix
+        if prefix is None:
+            return own_BKTH
+        return torch.cat((x_R[prefix].expand(len(own_BKTH), -1, -1, -1), own_BKTH), dim=2)
 
 
-def _blocks(length: int, window: int | None) -> Iterator[tuple[int, int, int]]:
-    """Queries [start, stop) of a document and the first key that they see."""
+def document_runs(tokens: Tokens) -> list[DocumentRun]:
+    """The documents of a microbatch, as many at once as are alike; one that others see is a run of its own."""
+    prefixes = tokens.prefixes or (None,) * len(tokens.lengths)
+    seen = set(prefixes) - {None}
+    kinds = [(tokens.lengths[n], prefixes[n], n if n in seen else None) for n in range(len(prefixes))]
+    runs: list[DocumentRun] = []
+    run_of = dict[int, int]()
+    for (length, prefix, own), same in groupby(kinds):
+        if own is not None:
+            run_of[own] = len(runs)
+        runs.append(DocumentRun(length, len(list(same)), None if prefix is None else run_of[prefix]))
+    return runs
+
+
+def _blocks(first: int, length: int, window: int | None) -> Iterator[tuple[int, int, int]]:
+    """Queries [start, stop) of a document from its token `first` on, and the first key that they see."""
     if window is None or window >= length:
-        yield 0, length, 0
+        yield first, length, 0
         return
     rows = max(window, ROWS_AT_ONCE)
-    for start in range(0, length, rows):
+    for start in range(first, length, rows):
         yield start, min(start + rows, length), max(0, start - window + 1)
 
 
@@ -107,10 +153,10 @@ def _written_out(
 
 def _mask(spec: AttentionSpec, q_BNTH: Tensor, before: int) -> Tensor | None:
     """Which keys each query sees; None where it is all that came before, and nothing but a triangle."""
-    rows = q_BNTH.shape[2]
-    if before == 0 and (spec.window is None or spec.window >= rows):
+    keys = before + q_BNTH.shape[2]
+    window = keys if spec.window is None else min(spec.window, keys)
+    if before == 0 and window == keys:
         return None
-    assert spec.window is not None, "without a window a document is one block"
-    place_T = torch.arange(before, before + rows, device=q_BNTH.device)
-    distance_TS = place_T[:, None] - torch.arange(before + rows, device=q_BNTH.device)
-    return (distance_TS >= 0) & (distance_TS < spec.window)
+    place_T = torch.arange(before, keys, device=q_BNTH.device)
+    distance_TS = place_T[:, None] - torch.arange(keys, device=q_BNTH.device)
+    return (distance_TS >= 0) & (distance_TS < window)

@@ -47,10 +47,10 @@ class RingAttention:
         self._thread.shutdown(cancel_futures=True)
 
     def _swap(self, target: int, x: Tensor, source: int, shape: Shape) -> Tensor:
-        came = torch.empty(shape, dtype=x.dtype)
-        sends = {target: x.cpu().contiguous()} if x.numel() else {}
+        came = torch.empty(shape, dtype=x.dtype, device=x.device)
+        sends = {target: x.contiguous()} if x.numel() else {}
         self.cp.exchange(sends, {source: came} if came.numel() else {})
-        return came.to(x.device)
+        return came
 
 
 class RingRound(NamedTuple):
@@ -67,6 +67,7 @@ class RingAttend:
     """Causal attention inside each document of a microbatch, of which this rank has the tokens of `zigzag`."""
 
     def __init__(self, ring: RingAttention, specs: dict[int, AttentionSpec], tokens: Tokens) -> None:
+        assert not tokens.prefixes, "a ring knows of no keys that several documents see"
         self.ring, self.specs, self.tokens = ring, specs, tokens
         self.spans = zigzag(sum(tokens.lengths), ring.cp.size)
         held = self.spans[ring.cp.rank] if ring.cp.size > 1 else None

@@ -1,8 +1,8 @@
 """`VarlenAttend`: on CUDA, attention over documents of unlike lengths, or within a window, in one call a layer.
 
 torch's flash attention (2307.08691) is told where each document starts, so that many short ones are no more launches
-than one. It is not the fastest of one length without a window, and has no cap on scores and no sinks: those are left to
-`TrainAttend`.
+than one. It is not the fastest of one length without a window, and has no cap on scores, no sinks and no prompts that
+are shared: those are left to `TrainAttend`.
 """
 
 from __future__ import annotations
@@ -48,12 +48,13 @@ class VarlenAttend(TrainAttend):
         starts = torch.tensor([0, *accumulate(tokens.lengths)], dtype=torch.int32)
         self.starts_D = copied(starts, tokens.ids_T.device)
         self.longest = max(tokens.lengths, default=0)
+        self.is_shared = bool(tokens.prefixes)
 
     def __call__(
         self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, sinks_N: Tensor | None = None
     ) -> Tensor:
         spec = self.specs[layer]
-        if sinks_N is not None or not self._is_better(spec) or not _takes(q_TNH, v_TKH):
+        if self.is_shared or sinks_N is not None or not self._is_better(spec) or not _takes(q_TNH, v_TKH):
             return super().__call__(layer, q_TNH, k_TKH, v_TKH, sinks_N)
         if spec.kv_index is not None:
             k_TKH, v_TKH = k_TKH[:, list(spec.kv_index)], v_TKH[:, list(spec.kv_index)]

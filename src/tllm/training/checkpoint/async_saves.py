@@ -1,4 +1,4 @@
-"""`AsyncSaves`: the saves of a run, written in the background by all ranks together, the last few kept.
+"""`AsyncSaves`: the saves of a run, written in the background by all ranks together. Only the last few are kept.
 
 A save that fails (a disk that is full) is reported and the run goes on; the saves before it stay as they are.
 """
@@ -21,7 +21,7 @@ from tllm.training.checkpoint.durable_disk import DurableDisk
 from tllm.training.checkpoint.fetch_files import bring_files, bring_list
 from tllm.training.checkpoint.manifest import LIMIT, decode
 from tllm.training.checkpoint.retention import Retention, Worth, unknown
-from tllm.training.checkpoint.shard_assignment import HeldBox, ShardAssignment, assign_shards, shapes_of
+from tllm.training.checkpoint.shard_assignment import HELD_BOXES, HeldBox, ShardAssignment, assign_shards, shapes_of
 from tllm.training.checkpoint.shard_writer import ShardSnapshot
 from tllm.training.state.optimizer_offload import OnDevice, StatePlacement
 from tllm.training.state.tensor_blocks import TensorBlock
@@ -162,7 +162,7 @@ class AsyncSaves:
         except OSError as error:
             raise ConfigError(f"cannot make {self.root}: {error.strerror}", "give another output_dir") from error
         listings = self._group.all_gather_bytes(msgspec.msgpack.encode(folders.look(self.root)))
-        found = [msgspec.msgpack.decode(listing, type=list[folders.FoundSave]) for listing in listings]
+        found = [folders.FOUND_SAVES.decode(listing) for listing in listings]
         chosen = folders.choose(found)
         if not chosen and is_needed:
             folders.check_found(found)
@@ -193,7 +193,7 @@ class AsyncSaves:
         held = [HeldBox(b.name, b.box, NAMES[b.tensor.dtype], b.tensor.dtype.itemsize) for b in blocks]
         if self._assignment is None:
             gathered = self._group.all_gather_bytes(msgspec.msgpack.encode(held))
-            of_ranks = [msgspec.msgpack.decode(content, type=list[HeldBox]) for content in gathered]
+            of_ranks = [HELD_BOXES.decode(content) for content in gathered]
             self._assignment = ShardAssignment(held, shapes_of(of_ranks), assign_shards(of_ranks)[self._group.rank])
         assert held == self._assignment.held, "a run holds the same blocks at every save"
         return self._assignment

@@ -1,4 +1,4 @@
-"""`Checkpoint`: one complete save, opened for reading by a rank of any plan; and the model in it as a folder.
+"""`Checkpoint`: one complete save, which a rank of any plan can read, and which can be exported as a model's folder.
 
 `final/`: the trained model as a Hugging Face folder, made from the last save.
 """

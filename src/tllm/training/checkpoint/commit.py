@@ -1,4 +1,4 @@
-"""One save from its files to its name, as the thread of every rank runs it, and what is removed for it."""
+"""Commits one save: every rank writes its files, all agree, and only then the save gets its name and older ones go."""
 
 from __future__ import annotations
 
@@ -42,6 +42,9 @@ class _Report(msgspec.Struct, frozen=True):
     error: str
 
 
+_REPORTS = msgspec.msgpack.Decoder(_Report)
+
+
 class SaveCommit:
     """Writes saves under `root`, which ranks may share or not. A failing disk is a result, a failing link is raised."""
 
@@ -62,10 +65,7 @@ class SaveCommit:
         """Files, then agreement, then the list and the name; returns the steps that are complete after it."""
         start = time.monotonic()
         report = self._write_files(step, snapshot, facts)
-        reports = [
-            msgspec.msgpack.decode(one, type=_Report)
-            for one in self._group.all_gather_bytes(msgspec.msgpack.encode(report), LIMIT)
-        ]
+        reports = [_REPORTS.decode(one) for one in self._group.all_gather_bytes(msgspec.msgpack.encode(report), LIMIT)]
         nbytes = sum(file.size for report in reports for file in report.written.files.values())
         kept = list(complete)
         error = "; ".join(report.error for report in reports if report.error)

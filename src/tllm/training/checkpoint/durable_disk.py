@@ -1,5 +1,4 @@
-"""`DurableDisk`: the few durable steps that a save is made of, each with a point before and after it where a test
-can stop."""
+"""`DurableDisk`: the durable steps of which a save is made. Tests can stop before and after each of them."""
 
 from __future__ import annotations
 

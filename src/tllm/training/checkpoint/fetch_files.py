@@ -1,10 +1,11 @@
-"""Files of a save that a node lacks, brought from the nodes that have them: no disk need be shared."""
+"""Brings files of a save that a node lacks from the nodes that have them, so that no shared disk is needed."""
 
 from __future__ import annotations
 
 import os
 import socket
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +29,9 @@ class LocalSave(msgspec.Struct, frozen=True):
     wants: tuple[str, ...]
 
 
+_SAVES = msgspec.msgpack.Decoder(LocalSave)
+
+
 class FileTransfer(NamedTuple):
     """One file from the rank that reads it to the rank that writes it."""
 
@@ -46,19 +50,20 @@ def bring_list(disk: DurableDisk, root: Path, step: int, group: Group) -> None:
         raise WeightsError(f"no node has the list of the save of step {step}", "start the nodes that took part in it")
     for rank in range(group.size):  # in turn, as ranks may share the folder
         if rank == group.rank and not path.is_file():
-            disk.make_folder(path.parent)
-            disk.write(path, [text])
+            with _written(path):
+                disk.make_folder(path.parent)
+                disk.write(path, [text])
         group.barrier()
 
 
 def bring_files(root: Path, step: int, wanted: Collection[str], group: Group) -> int:
-    """Copy what is `wanted` here and not there from others; the bytes that came. All ranks call."""
+    """Copy what is `wanted` and not whole here from others; the bytes that came. All ranks call."""
     folder = folders.folder_of(root, step)
-    files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
+    _, sizes = folders.list_of(folder / NAME)
+    found = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
+    files = {name: size for name, size in found.items() if sizes.get(name) == size}
     mine = LocalSave(_place(folder), files, tuple(sorted(set(wanted) - set(files))))
-    everyone = [
-        msgspec.msgpack.decode(one, type=LocalSave) for one in group.all_gather_bytes(msgspec.msgpack.encode(mine))
-    ]
+    everyone = [_SAVES.decode(one) for one in group.all_gather_bytes(msgspec.msgpack.encode(mine))]
     brought = 0
     for way in _ways(everyone, step):
         if way.source == group.rank:
@@ -94,10 +99,15 @@ def _send(path: Path, size: int, group: Group, target: int) -> None:
 
 def _receive(path: Path, size: int, group: Group, source: int) -> None:
     """Beside its place first: a half-brought file is not taken for a whole one. Its hashes are checked when read."""
+    with _written(path), whole_file(path) as file:
+        for _ in range(0, size, CHUNK_BYTES):
+            file.write(group.recv[source].recv_bytes(CHUNK_BYTES))
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[None]:
     try:
-        with whole_file(path) as file:
-            for _ in range(0, size, CHUNK_BYTES):
-                file.write(group.recv[source].recv_bytes(CHUNK_BYTES))
+        yield
     except OSError as error:
         raise WeightsError(f"cannot write {path}: {error.strerror or error}", "see that the disk has room") from error
 

@@ -62,6 +62,9 @@ class _Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     checkpoint: msgspec.Raw
 
 
+_ENVELOPES, _MANIFESTS = msgspec.json.Decoder(_Envelope), msgspec.json.Decoder(CheckpointManifest)
+
+
 def encode(saved: CheckpointManifest) -> bytes:
     """The file's bytes."""
     content = msgspec.json.encode(saved)
@@ -71,10 +74,10 @@ def encode(saved: CheckpointManifest) -> bytes:
 def decode(content: bytes) -> CheckpointManifest:
     """What the bytes say, once they are found to be true in themselves; WeightsError if they are not."""
     try:
-        envelope = msgspec.json.decode(content, type=_Envelope)
+        envelope = _ENVELOPES.decode(content)
         if hashlib.sha256(envelope.checkpoint).hexdigest() != envelope.sha256:
             raise WeightsError(f"{NAME} does not have the hash that it gives", CHANGED)
-        saved = msgspec.json.decode(envelope.checkpoint, type=CheckpointManifest)
+        saved = _MANIFESTS.decode(envelope.checkpoint)
     except UNREADABLE as error:
         raise WeightsError(f"{NAME} is not the list of a save: {error}", CHANGED) from error
     if saved.version != VERSION:

@@ -1,4 +1,4 @@
-"""`Retention`: which saves of a run stay when a new one is whole, and which of them is the best. No torch."""
+"""`Retention`: which saves of a run are kept when a new one is complete, and which of them is the best. No torch."""
 
 from __future__ import annotations
 

@@ -30,6 +30,9 @@ class FoundSave(msgspec.Struct, frozen=True):
     files: dict[str, int]
 
 
+FOUND_SAVES = msgspec.msgpack.Decoder(list[FoundSave])
+
+
 class Chosen(msgspec.Struct, frozen=True):
     """A save that is whole over all nodes together, and a rank that has the list of it."""
 
@@ -60,7 +63,7 @@ def look(root: Path) -> list[FoundSave]:
     for path in sorted(root.iterdir()):
         match = STEP.fullmatch(path.name)
         if match and match[2] != ".gone" and path.is_dir():
-            digest, needs = _list_of(path / NAME)
+            digest, needs = list_of(path / NAME)
             files = {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
             found.append(FoundSave(int(match[1]), match[2] is None, digest, needs, files))
     return found
@@ -102,11 +105,19 @@ def list_text(root: Path, chosen: Chosen) -> bytes:
 
 
 def keep_complete(disk: DurableDisk, root: Path, lists: dict[int, bytes]) -> None:
-    """Leave only complete saves here: finish those of `lists`, by step, and remove every other that was begun."""
+    """Leave only complete saves here: finish those of `lists`, by step, and remove every other that was begun.
+
+    So is one of the same step with another list, or a torn one: of a node that was away while its step was taken again,
+    or that died while it was brought the list. All that the save is made of is whole elsewhere, and is brought again.
+    """
     for step, text in lists.items():
-        digest, _ = _list_of(folder_of(root, step) / NAME)
-        if digest != hashlib.sha256(text).hexdigest() and unfinished(root, step).is_dir():
+        digest, _ = list_of(folder_of(root, step) / NAME)
+        if digest == hashlib.sha256(text).hexdigest():
+            continue
+        if unfinished(root, step).is_dir():
             finish(disk, root, step, text)
+        else:
+            discard(disk, root, step)
     for path in sorted(root.iterdir()):
         match = STEP.fullmatch(path.name)
         if match and match[2]:
@@ -146,7 +157,7 @@ def _of_save(some: Sequence[FoundSave], digest: str) -> dict[str, int]:
     return next((found.files for found in some if not found.finished and not found.digest), {})
 
 
-def _list_of(path: Path) -> tuple[str, dict[str, int]]:
+def list_of(path: Path) -> tuple[str, dict[str, int]]:
     """The hash of a save's list and the files it needs; nothing of one that is not there or not true."""
     try:
         text = path.read_bytes()

@@ -1,4 +1,4 @@
-"""Who writes what of a save: every element once, whoever holds it, and about as many bytes from each rank. No torch."""
+"""Assigns the elements of a save to ranks: each is written once, and every rank writes about as much. No torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
+
+import msgspec
 
 from tllm.core.errors import PlanError
 from tllm.weights.boxes import Box, Shape, regions, show, widths
@@ -19,6 +21,8 @@ class HeldBox(NamedTuple):
     dtype: str
     itemsize: int
 
+
+HELD_BOXES = msgspec.msgpack.Decoder(list[HeldBox])
 
 Place = tuple[int, int]
 """A rank, and the number of one of its blocks."""

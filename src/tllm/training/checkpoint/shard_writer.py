@@ -1,4 +1,4 @@
-"""One rank's part of a save: its shares copied while training waits, then written and hashed while it goes on."""
+"""One rank's part of a save: copied while training waits, then written and hashed while training goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows of each step on their way from rank 0, which alone reads the data, to the ranks that compute them."""
+"""Sends the rows of each step from rank 0, which alone reads the data, to the ranks that compute them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tllm.comm.links.link import Link
-from tllm.core.errors import UNREADABLE, FrameError
+from tllm.core.errors import UNREADABLE, ConfigError, FrameError
 from tllm.spec.plan import Plan
 from tllm.training.data.batch_tensors import Tokens, tokens_of
 from tllm.training.data.encoder import IGNORED, Values
@@ -60,17 +60,19 @@ class ReplicaBatch(msgspec.Struct, frozen=True):
     `global_microbatches`, the documents' `lengths`, the number of `predicted` tokens and the `denominator`, which
     divides the sum of the losses, are of the whole global batch.
     `next_position` says where in the data the next step begins, for snapshots; else it is empty. `metrics` are what
-    rank 0 knows of the batch as a whole. A `fault` in place of rows says, with a hint, why there is no batch.
+    rank 0 knows of the batch as a whole. `shares_prompts`: a prompt is computed once for its completions. A `fault` in
+    place of rows says, with a hint, why there is no batch.
     """
 
-    rows: tuple[tuple[EncodedRow, ...], ...]
-    first: int
-    global_microbatches: int
-    lengths: tuple[int, ...]
-    predicted: int
-    denominator: float
+    rows: tuple[tuple[EncodedRow, ...], ...] = ()
+    first: int = 0
+    global_microbatches: int = 0
+    lengths: tuple[int, ...] = ()
+    predicted: int = 0
+    denominator: float = 0.0
     next_position: bytes = b""
     metrics: dict[str, float] = {}
+    shares_prompts: bool = False
     fault: tuple[str, str] | None = None
 
     @property
@@ -180,11 +182,17 @@ class BatchFeed:
         """In the thread: read a step's rows and send each rank its part, or receive this rank's from rank 0."""
         if self._batches is None:
             return receive_part(self._links)
-        rows = self._batches.step(step)
-        next_position = msgspec.msgpack.encode(self._batches.state(step + 1)) if self._with_positions else b""
-        parts = split_global_batch(rows, self._plan.dp, self._microbatch_size, next_position)
+        try:
+            rows = self._batches.step(step)
+            next_position = msgspec.msgpack.encode(self._batches.state(step + 1)) if self._with_positions else b""
+            parts = split_global_batch(rows, self._plan.dp, self._microbatch_size, next_position)
+        except ConfigError as error:  # a row that cannot be read: all ranks are told, and save the steps before it
+            parts = [ReplicaBatch(fault=(error.message, error.hint))] * len(self._plan.dp)
         send_parts(parts, self._plan, self._links)
         return parts[0]
+
+
+_BATCHES = msgspec.msgpack.Decoder(ReplicaBatch)
 
 
 def send_parts(parts: Sequence[ReplicaBatch], plan: Plan, links: Mapping[int, Link]) -> None:
@@ -195,9 +203,8 @@ def send_parts(parts: Sequence[ReplicaBatch], plan: Plan, links: Mapping[int, Li
 
 def receive_part(links: Mapping[int, Link]) -> ReplicaBatch:
     """On another rank: what rank 0 sent."""
-    content = links[0].recv_bytes(LIMIT)
     try:
-        return msgspec.msgpack.decode(content, type=ReplicaBatch)
+        return _BATCHES.decode(links[0].recv_bytes(LIMIT))
     except UNREADABLE as error:
         raise FrameError(f"what rank 0 sent are no rows: {error}") from error
 
@@ -214,16 +221,9 @@ def split_global_batch(
     predicted = sum(int((row.labels != IGNORED).sum()) for row in rows)
     denominator = sum(row.weight for row in rows)
     packed = [tuple(_packed(row) for row in microbatch) for microbatch in microbatches]
+    of_all = len(microbatches), lengths, predicted, denominator, next_position
     return [
-        ReplicaBatch(
-            tuple(packed[part.start : part.stop]),
-            part.start,
-            len(microbatches),
-            lengths,
-            predicted,
-            denominator,
-            next_position,
-        )
+        ReplicaBatch(tuple(packed[part.start : part.stop]), part.start, *of_all)
         for part in deal(len(microbatches), shares)
     ]
 

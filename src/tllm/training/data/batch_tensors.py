@@ -1,4 +1,4 @@
-"""Rows of a batch as the tensors that the model takes: all tokens of a microbatch in one line."""
+"""Rows of a batch as the tensors that the model takes: all tokens of a microbatch, end to end."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ class Tokens:
     `lengths` are the documents' tokens of the whole microbatch, in order, those of filling included. `of_documents` are
     numbers of each of these documents, `of_tokens` of each token here, by name: 0 for filling. `at_host` is the same
     on the processor, of what was copied to a device: to ask the copy would be to wait for all that the device does.
+    `prefixes`: of each document the number of an earlier one whose tokens it sees before its own, as if it began with
+    them, or None; left out, no document does.
     """
 
     ids_T: Tensor
@@ -37,6 +39,7 @@ class Tokens:
     of_documents: Mapping[str, Tensor] = field(default_factory=dict)
     of_tokens: Mapping[str, Tensor] = field(default_factory=dict)
     at_host: Tokens | None = None
+    prefixes: tuple[int | None, ...] = ()
 
     @property
     def predicted(self) -> int:
@@ -61,6 +64,7 @@ class Tokens:
 
         That is the whole length, but of a completion's token its place + 1.
         """
+        assert not self.prefixes or PROMPT_LENGTH in self.of_documents, "the length of what begins elsewhere"
         if PROMPT_LENGTH in self.of_documents:
             prompt_T = self.of_documents[PROMPT_LENGTH][self.document_T]
             return torch.maximum(prompt_T.to(self.positions_T.dtype), self.positions_T + 1)
@@ -89,7 +93,7 @@ class Tokens:
 
     def only(self, keep_N: Tensor) -> Tokens:
         """These documents alone, of a microbatch that is whole."""
-        assert self.spans is None, "documents are chosen before their tokens are cut"
+        assert self.spans is None and not self.prefixes, "documents are chosen before their tokens are cut or shared"
         keep_T = keep_N[self.document_T]
         return Tokens(
             self.ids_T[keep_T],

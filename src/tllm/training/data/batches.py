@@ -1,4 +1,4 @@
-"""The rows of each step: they depend on the job and the step, never on how many ranks there are or which one asks."""
+"""The rows of each step. They depend on the job and the step alone, never on the number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A conversation as token ids, with a mark on each token that the model says: its turns, and the token that ends each.
+"""Encodes a conversation, and labels the tokens that the model says: its turns, and the token that ends each of them.
 
 The ids are those of the whole conversation's text. What the model says is found in that text: by the template's own
 `{% generation %}` marks where it has them, else from what the template makes of the conversation's beginnings. A turn

@@ -1,4 +1,4 @@
-"""What encodes the rows of a job's task, and the rows that it reads."""
+"""Chooses the encoder for the rows of a job's task."""
 
 from __future__ import annotations
 

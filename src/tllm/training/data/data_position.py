@@ -1,4 +1,4 @@
-"""What has been read of the global order, as row numbers: it says the same whatever number of ranks reads on."""
+"""How much of the global order has been read, in row numbers, which any number of ranks can go on from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All rows of a job's files under one number each, and what the files were, so that a changed one is noticed."""
+"""The rows of all files of a job, numbered through; and facts of the files by which a changed one is noticed."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ Documents = Literal["blank_lines", "stream"]
 COMPRESSED = (".jsonl", ".ndjson", ".txt")
 
 
-class DataFileFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a file was when it was read through. The hash is of the content, unpacked, and alone says if it changed."""
+class DataFileFacts(msgspec.Struct, frozen=True):
+    """What a file was when it was read through. The hash is of the content, unpacked, and alone says if it changed.
+
+    Saves of earlier versions also have a time of change, which is passed over.
+    """
 
     name: str
     rows: int
     size: int
-    mtime_ns: int
     sha256: str
 
 
@@ -97,7 +99,8 @@ def check_same(then: Sequence[DataFileFacts], now: Sequence[DataFileFacts]) -> N
             raise ConfigError(
                 f"{new.name} has changed since the run began: {old.rows} rows and {old.size} bytes then "
                 f"(sha256 {old.sha256[:12]}), {new.rows} rows and {new.size} bytes now (sha256 {new.sha256[:12]})",
-                "bring the old file back, or begin a new run from the weights of this one",
+                "bring the old file back: the run goes on with it, or ends if max_steps is the step of its last save, "
+                "and a new run can begin with the weights in final/",
             )
 
 
@@ -116,5 +119,4 @@ def _open(path: Path, documents: Documents) -> RowFile:
 
 
 def _facts(file: RowFile) -> DataFileFacts:
-    status = file.path.stat()
-    return DataFileFacts(file.path.name, file.count, status.st_size, status.st_mtime_ns, file.sha256)
+    return DataFileFacts(file.path.name, file.count, file.path.stat().st_size, file.sha256)

@@ -1,4 +1,4 @@
-"""A row of a file as token ids and targets, whichever of the forms it is written in."""
+"""Encodes a row of a file, in any of the forms that rows have, into token ids and targets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ OverLong = Literal["split", "truncate", "refuse"]
 
 IGNORED = -100
 """The target of a position at which nothing is learned, as torch's cross-entropy knows it."""
-FORMS = 'a row is {"input_ids": […]}, {"text": …}, {"prompt": …, "completion": …} or {"messages": […]}'
+FORMS = (
+    'a row is {"input_ids": […]}, {"text": …}, {"prompt": …, "completion": …} (texts, or lists of messages) or '
+    '{"messages": […]}'
+)
 GIVE_TOKENIZER = 'give a model folder with a tokenizer.json, or rows of {"input_ids": […]}'
 
 
@@ -75,7 +78,7 @@ class Encoder:
             if "input_ids" in row:
                 return self._given(row)
             if "messages" in row:
-                return self._conversation(row)
+                return self._conversation(row["messages"], row.get("tools"))
             if "prompt" in row and "completion" in row:
                 return self._completion(row)
             if "text" in row:
@@ -102,25 +105,26 @@ class Encoder:
     def _text(self, text: str, whole: bool) -> Document:
         tokenizer = self._needed()
         ids = tokenizer.encode(text, add_special_tokens=whole)
-        if whole and ids[-1:] != self._eos:
-            ids += self._eos
+        ids = ended(ids, self._eos) if whole else ids
         return _document(ids, ids)
 
     def _completion(self, row: dict[str, Any]) -> Document:
+        if isinstance(row["prompt"], list) and isinstance(row["completion"], list):
+            return self._conversation([*row["prompt"], *row["completion"]], row.get("tools"), len(row["prompt"]))
         tokenizer = self._needed()
         prompt = tokenizer.encode(_text_of(row, "prompt"))
-        completion = tokenizer.encode(_text_of(row, "completion"), add_special_tokens=False) + self._eos
+        completion = ended(tokenizer.encode(_text_of(row, "completion"), add_special_tokens=False), self._eos)
         return _document(prompt + completion, [IGNORED] * len(prompt) + completion)
 
-    def _conversation(self, row: dict[str, Any]) -> Document:
+    def _conversation(self, messages: Any, tools: Any, first: int = 0) -> Document:
+        """Of the messages before number `first` nothing is learned."""
         self._needed()
         if self._conversations is None:
             raise ConfigError("rows of messages need a chat template and the model has none", "give one in the job")
-        messages, tools = row["messages"], row.get("tools")
         for value in (messages, [] if tools is None else tools):
             if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
                 raise ConfigError("messages and tools must be lists of objects", FORMS)
-        ids, said = self._conversations.encode(messages, tools)
+        ids, said = self._conversations.encode(messages, tools, first)
         if not any(said):
             raise ConfigError("the conversation has no turn of the assistant to learn from", "leave the row out")
         return _document(ids, [id_ if learned else IGNORED for id_, learned in zip(ids, said, strict=True)])
@@ -146,6 +150,11 @@ def fit(document: Document, seq_len: int, over_long: OverLong) -> Document:
     targets = document.targets[:seq_len].copy()
     targets[-1] = IGNORED  # the next token is cut off with the rest
     return Document(document.ids[:seq_len].copy(), targets)
+
+
+def ended(ids: list[int], end: list[int]) -> list[int]:
+    """With the end of a text, unless it is there already."""
+    return ids if ids[-1:] == end else ids + end
 
 
 def _document(ids: Sequence[int], labels: Sequence[int]) -> Document:

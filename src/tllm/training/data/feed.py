@@ -1,4 +1,4 @@
-"""`Feed`: where a rank has the microbatches of each step from, as its trainer sees it."""
+"""`Feed`: where a rank's trainer gets the microbatches of each step."""
 
 from __future__ import annotations
 

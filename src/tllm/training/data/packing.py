@@ -1,8 +1,6 @@
-"""Documents packed into rows of at most `seq_len` tokens, and the rows of a batch dealt to ranks.
+"""Packs documents into rows of at most `seq_len` tokens, end to end, and deals the rows of a batch to ranks.
 
-Both see the global order only: how many ranks there are changes which rank takes a row, never what is in it.
-
-One row of a batch: the pieces of its documents put end to end, as numbers.
+Both see the global order only. The number of ranks changes which rank takes a row, never what is in the row.
 """
 
 from __future__ import annotations

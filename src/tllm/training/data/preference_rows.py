@@ -1,6 +1,7 @@
 """Rows of preferences as documents whose parts stay together: a pair's two replies, or one reply and a mismatched one.
 
-Each part is the prompt and a reply. A number of each part says what it is (`role`); 0 is filling, which nobody learns.
+Each part is the prompt and a reply. A number of each part says which reply it is (`role`); 0 is padding, from which
+nothing is learned.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from tllm.core.errors import ConfigError, RequestError
 from tllm.text.tokenizer import Tokenizer
 from tllm.training.data.chat_labels import ChatEncoder
 from tllm.training.data.dataset import Dataset
-from tllm.training.data.encoder import GIVE_TOKENIZER, IGNORED, Document
+from tllm.training.data.encoder import GIVE_TOKENIZER, IGNORED, Document, ended
 
 CHOSEN, REJECTED, MISMATCHED = 1, 2, 3
 """Roles of a part: a reply that is wanted, one that is not, and another row's reply to this row's prompt."""
@@ -53,7 +54,7 @@ class ReplyEncoder:
             raise ConfigError("the row is text and the model has no tokenizer", GIVE_TOKENIZER)
         if isinstance(prompt, str) and isinstance(reply, str):
             before = self._tokenizer.encode(prompt)
-            after = self._tokenizer.encode(reply, add_special_tokens=False) + self._end
+            after = ended(self._tokenizer.encode(reply, add_special_tokens=False), self._end)
             found = Reply(before + after, [False] * len(before) + [True] * len(after))
         else:
             assert isinstance(prompt, list) and isinstance(reply, list)
@@ -69,8 +70,7 @@ class ReplyEncoder:
         if self._tokenizer is None:
             raise ConfigError("the row is text and the model has no tokenizer", GIVE_TOKENIZER)
         if isinstance(text, str):
-            ids = self._tokenizer.encode(text)
-            return ids if ids[-1:] == self._end else ids + self._end
+            return ended(self._tokenizer.encode(text), self._end)
         return self._conversation(text, tools, len(text)).ids
 
     def _conversation(self, messages: Messages, tools: Messages | None, first: int) -> Reply:

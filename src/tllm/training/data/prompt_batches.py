@@ -1,4 +1,4 @@
-"""The prompts of each step, whose completions the run samples itself: of rows with a prompt, or with its reply too."""
+"""The prompts of each step, for runs that sample completions. A row has a prompt, and may have a reply."""
 
 from __future__ import annotations
 

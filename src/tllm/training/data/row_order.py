@@ -1,6 +1,6 @@
-"""The global order of rows: which row stands at position 0, 1, 2, … of a run without end, found without a list.
+"""The global order of rows: the row at position 0, 1, 2, … of an endless run, computed without a list.
 
-Everything here is a function of the position alone, so a run goes on from a position and any number of ranks agree.
+Everything here is a function of the position alone, so a run can go on from a position, and any number of ranks agree.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Random numbers that depend on what is computed and never on where: keys from names, seeds from (step, row)."""
+"""Random numbers that depend on what is computed, never on which rank computes it: by name, and by step and row."""
 
 from __future__ import annotations
 

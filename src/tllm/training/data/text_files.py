@@ -1,6 +1,6 @@
-"""Rows of JSONL and text files: the file is read through once for where they begin, then row by row as asked.
+"""Rows of JSONL, text and parquet files. A text file is read through once to find where rows begin, then row by row.
 
-Rows of parquet files, through pyarrow where it is installed (the extra `data`).
+Parquet files are read by pyarrow, where it is installed (the extra `data`).
 """
 
 from __future__ import annotations
@@ -110,8 +110,11 @@ def _runs(lines: Iterator[bytes]) -> Iterator[tuple[int, int]]:
         at += len(line)
 
 
+_ROWS = msgspec.json.Decoder(dict[str, Any])
+
+
 def _json_row(content: bytes) -> dict[str, Any]:
-    return msgspec.json.decode(content, type=dict[str, Any])
+    return _ROWS.decode(content)
 
 
 def _document_row(content: bytes) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`BestEvaluation`: a run's best evaluation so far, how many after it gained nothing, and how good a save is."""
+"""`BestEvaluation`: a run's best evaluation so far, how many since then gained nothing, and how good each save is."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from tllm.training.job.job_parts import LM_EVAL
 
 FACT = "evaluations"
 """What a save calls it."""
+LESS_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
+"""What the names end with of metrics that are smaller for a better model: as in transformers, and lm-eval's own."""
 
 
 class Standing(msgspec.Struct, frozen=True):
@@ -114,4 +116,6 @@ class BestEvaluation:
     @property
     def _sign(self) -> int:
         greater = self._job.greater_is_better
-        return 1 if (self.name != "loss" if greater is None else greater) else -1
+        if greater is None:
+            greater = not any(part.endswith(LESS_IS_BETTER) for part in self.name.split("/"))
+        return 1 if greater else -1

@@ -1,4 +1,4 @@
-"""`CompletionRecord`: a completion to be read, as the files of a run, TensorBoard and the page have it. No torch."""
+"""`CompletionRecord`: a completion for people to read, in a run's files, in TensorBoard and on the page. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Rows for forward passes alone: dealt to replicas so that each has as many microbatches, and sent to every rank."""
+"""Rows for forward passes alone: dealt so that every replica has the same number of microbatches, and sent to all
+ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from tllm.training.data.batch_feed import ReplicaBatch, receive_part, send_parts
 from tllm.training.data.encoder import IGNORED
 from tllm.training.data.packing import PackedRow
 
-NOTHING = ReplicaBatch((), 0, 0, (), 0, 0.0)
+NOTHING = ReplicaBatch()
 """What is sent when no further rows come."""
 
 

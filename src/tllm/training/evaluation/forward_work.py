@@ -1,4 +1,4 @@
-"""Work done by forward passes alone: references before the first step, estimates before each, evaluations after."""
+"""The forward passes of a run beside its steps: references at its begin, estimates before steps, evaluations after."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`HeldOut`: rows that are evaluated and not learned, kept by each rank in the form that its passes take."""
+"""`HeldOut`: rows that are evaluated and never learned, kept by each rank as its forward passes take them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from tllm.core.errors import ConfigError
 from tllm.training.data.batch_feed import ReplicaBatch
 from tllm.training.data.batches import Batches
 from tllm.training.evaluation.completion_record import CompletionRecord
@@ -50,13 +51,18 @@ class HeldOut:
         self._parts: list[ReplicaBatch] = []
         if batches is None:
             self._parts += feed.receive()
-            return
-        step = 0
-        while rows := batches.step(step):
-            size = feed.rows_at_once
-            self._parts += [feed.send(rows[at : at + size]) for at in range(0, len(rows), size)]
-            step += 1
-        feed.end()
+        else:
+            step, size = 0, feed.rows_at_once
+            while rows := batches.step(step):
+                self._parts += [feed.send(rows[at : at + size]) for at in range(0, len(rows), size)]
+                step += 1
+            feed.end()
+        self._denominator = sum(part.denominator for part in self._parts)
+        if not self._denominator:
+            raise ConfigError(
+                "nothing of the rows in eval_files is predicted, so that they have no loss",
+                "see that replies find room in seq_len after their prompts, and are not all labelled -100",
+            )
 
     def evaluate(self) -> Evaluated:
         """The loss and metrics with the weights that the model has now, alike on every rank."""
@@ -67,9 +73,8 @@ class HeldOut:
         mine = [result.loss_sum, *(number for found in metrics for number in (found.total, found.count))]
         sums = self._groups.world.all_reduce(torch.tensor(mine, dtype=torch.float64) * speaks).tolist()
         means = [total / count if count else 0.0 for total, count in zip(sums[1::2], sums[2::2], strict=True)]
-        denominator = sum(part.denominator for part in self._parts)
-        loss = sums[0] / (denominator or 1.0)
-        perplexity = perplexity_of(loss) if self._has_perplexity and denominator else None
+        loss = sums[0] / self._denominator
+        perplexity = perplexity_of(loss) if self._has_perplexity else None
         return Evaluated(loss, dict(zip(names, means, strict=True)), perplexity)
 
 

@@ -1,4 +1,5 @@
-"""What the initial weights make of each reply, kept in the run's folder: a run that goes on does not ask them again."""
+"""Keeps the initial weights' log-probabilities of each reply in the run's folder, so that a resumed run need not
+compute them."""
 
 from __future__ import annotations
 

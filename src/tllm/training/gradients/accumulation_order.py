@@ -1,4 +1,4 @@
-"""In which order the gradients of a rank's microbatches are added, one after another or as a part of one fixed tree.
+"""The order in which the gradients of a rank's microbatches are added: one after another, or as part of a fixed tree.
 
 The tree (`deterministic`): of the M microbatches of a step, V is the largest power of two that divides M. Those of each
 of V virtual shards, M / V in a row, are added one after another, and the V sums as a balanced binary tree. R ranks that

@@ -1,4 +1,4 @@
-"""`BucketLayout`: parameters laid end to end in buckets, which are summed in one message each and cut into ranges."""
+"""`BucketLayout`: parameters laid end to end in buckets, each all-reduced at once and cut into ranges for ZeRO."""
 
 from __future__ import annotations
 

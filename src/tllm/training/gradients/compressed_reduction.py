@@ -34,7 +34,7 @@ class Bf16Reduction(StatelessReduction):
         return run if group.size == 1 else run.copy_(group.all_reduce(run.bfloat16()))
 
     def reduce_scatter(self, number: int, run: Tensor, counts: Sequence[int], group: Group) -> Tensor:
-        return group.reduce_scatter(run.bfloat16().cpu(), counts).to(run)
+        return group.reduce_scatter(run.bfloat16(), counts).to(run)
 
 
 class Int8Reduction:

@@ -1,5 +1,4 @@
-"""`DelayedReduction`: the sum of a step's gradients travels while the next step computes, and is applied one step
-later."""
+"""`DelayedReduction`: sums a step's gradients while the next step computes, and applies the sum one step later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Error feedback (1809.07599): the residual that a lossy sum has not sent yet, added to the next step's gradient."""
+"""Error feedback (1809.07599): what a lossy sum has left out is added to the next step's gradient."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Residuals:
         for number, bucket in enumerate(self.layout.buckets):
             group, run = self._group_of(number), self.of(number)
             if group.size > 1:
-                mine = group.reduce_scatter(run.cpu(), bucket.counts(group.size))
+                mine = group.reduce_scatter(run, bucket.counts(group.size))
                 start, stop = bucket.range_of(group.rank, group.size)
                 run.zero_()[start:stop].copy_(mine)
 

@@ -1,5 +1,5 @@
-"""Gradient clipping: the norm of a gradient that is sharded over the mesh, each element counted once, and what to do
-where it is not finite."""
+"""Gradient clipping by the norm over the whole mesh, in which each element counts once; and what follows if that norm
+is not finite."""
 
 from __future__ import annotations
 

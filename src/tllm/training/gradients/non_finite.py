@@ -1,4 +1,4 @@
-"""Which tensor is not finite when a step's norm is not: found on the rank that has it, agreed on by every rank."""
+"""Finds the tensor that is not finite when a step's norm is not. All ranks agree on it."""
 
 from __future__ import annotations
 
@@ -33,6 +33,9 @@ class NonFiniteFound(msgspec.Struct, frozen=True, order=True):
     name: str
 
 
+_FOUND = msgspec.msgpack.Decoder(list[NonFiniteFound])
+
+
 def places_of(parameters: Sequence[nn.Parameter]) -> dict[str, Place]:
     """Where each tensor stands: its layer, or before or after all layers, and its number on this rank."""
     places: dict[str, Place] = {}
@@ -59,9 +62,7 @@ def agree(found: list[NonFiniteFound], groups: Iterable[Group]) -> list[NonFinit
     found = _ends(found)
     for group in groups:
         payloads = group.all_gather_bytes(msgspec.msgpack.encode(found))
-        found = _ends(
-            [bad for payload in payloads for bad in msgspec.msgpack.decode(payload, type=list[NonFiniteFound])]
-        )
+        found = _ends([bad for payload in payloads for bad in _FOUND.decode(payload)])
     return found
 
 

@@ -1,4 +1,4 @@
-"""`PowerSGD`: each matrix of the sum by r columns and r rows of it (1905.13727), as a `Reduction`.
+"""`PowerSGD`: sums a matrix by a low-rank approximation of r columns and r rows (1905.13727), as a `Reduction`.
 
 A rank's matrix M_i (its gradient and what it has not sent yet) is summed as
 

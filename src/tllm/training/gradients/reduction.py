@@ -1,4 +1,5 @@
-"""Over whom gradients are summed, and how: `GradientGroups`, and the protocol `Reduction`; `Exact` sends all bits."""
+"""Over whom gradients are summed (`GradientGroups`), and how: the protocol `Reduction`, and `Exact`, which loses no
+bit."""
 
 from __future__ import annotations
 

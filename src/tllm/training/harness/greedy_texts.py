@@ -1,8 +1,8 @@
-"""`GreedyTexts`: what the model writes after prompts, decoded greedily up to one of some texts.
+"""`GreedyTexts`: what the model writes after prompts, decoded greedily until one of some stop texts.
 
-The engine ends completions by tokens. So a completion is sampled a piece at a time, each on top of the last one's
-pages, until its text has a stop: what comes after that is cut off, and does not change what stands before it. No more
-are under way than the engine has pages for; where one has ended, another begins with the next piece.
+The engine ends completions by tokens, not by texts. So a completion is sampled in pieces, each of which finds the pages
+of those before it, until its text has a stop; whatever comes after the stop is cut off. No more completions are under
+way than the engine has pages for; when one has ended, another begins with the next piece.
 """
 
 from __future__ import annotations

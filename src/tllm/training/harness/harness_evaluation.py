@@ -1,4 +1,4 @@
-"""`HarnessEvaluation`: tasks of lm-evaluation-harness, answered in a run by the weights that it has then.
+"""`HarnessEvaluation`: runs tasks of lm-evaluation-harness within a training run, with the weights of that moment.
 
 Rank 0 runs the harness. Each of its questions is one to all ranks: how likely continuations are (`LikelihoodPass`), or
 what the model writes (`GreedyTexts`).

@@ -1,6 +1,7 @@
-"""`HarnessModel`: the model that is trained, as lm-evaluation-harness asks one. Only this module imports its package.
+"""`HarnessModel`: the model that is trained, behind the interface of lm-evaluation-harness. Only this module imports
+that package.
 
-Requests become tokens as its model `hf` makes them, with the tokenizer of the run.
+Requests are turned into tokens as its model `hf` does it, with the run's tokenizer.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`LikelihoodPass`: how likely given continuations of given tokens are, with the weights that a run has now.
 
-Computed by forward passes of the trainer's own model, so under every plan that trains; several continuations share a
-row, in which they do not see each other. Rows reach the ranks by the group of all of them: on the links that rows of
-the data travel by, those of the next step may be under way.
+They are computed by forward passes of the trainer's own model, and so under every plan that trains. Several
+continuations share a row, and do not see each other there. Rows are sent by the group of all ranks, because rows of the
+next step may be under way on the links of the data.
 """
 
 from __future__ import annotations
@@ -108,9 +108,12 @@ class LikelihoodPass:
         return self._groups.world.all_reduce(recorded.found * speaks)
 
 
+_BATCHES = msgspec.msgpack.Decoder(list[ReplicaBatch])
+
+
 def _decoded(content: bytes) -> list[ReplicaBatch]:
     try:
-        return msgspec.msgpack.decode(content, type=list[ReplicaBatch])
+        return _BATCHES.decode(content)
     except UNREADABLE as error:
         raise FrameError(f"what rank 0 sent are no rows: {error}") from error
 

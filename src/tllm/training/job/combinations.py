@@ -1,10 +1,12 @@
-"""Combinations of job, plan and model that cannot work: refused before anything is started, with the reason."""
+"""Refuses combinations of job, plan and model that cannot work, with the reason, before anything is started."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 
 from tllm.core.errors import ConfigError, PlanError
+from tllm.core.memory import amount
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 from tllm.spec.trainable import check_trainable
@@ -38,6 +40,7 @@ def check_combination(job: Job, plan: Plan, spec: ModelSpec) -> None:
     _check_eval_files(job)
     _check_lm_eval(job, plan)
     _check_noise(job)
+    _check_unread(job)
     if job.deterministic:
         check_deterministic(plan, total, spec.tied)
 
@@ -47,6 +50,47 @@ def microbatches_of(job: Job) -> int:
     return -(-learned_rows(job) // job.microbatch_size)
 
 
+def _check_unread(job: Job) -> None:
+    """A value that nothing would read, beside the others as they are, would be passed over in silence."""
+    defaults = {field.name: field.default for field in fields(Job)}
+    is_evaluated = bool(job.eval_files or job.lm_eval_tasks)
+    for names, is_read, why, hint in (
+        (("momentum",), job.optimizer == "sgd", "optimizer is adamw, which has adam_beta1", 'optimizer = "sgd"'),
+        (
+            ("adam_beta1", "adam_beta2", "adam_epsilon"),
+            job.optimizer == "adamw",
+            "optimizer is sgd",
+            'optimizer = "adamw"',
+        ),
+        (
+            ("powersgd_rank",),
+            job.gradient_compression == "powersgd",
+            "gradients are not compressed so",
+            'gradient_compression = "powersgd"',
+        ),
+        (("outer_learning_rate", "outer_momentum"), job.local_steps > 1, "local_steps is 1", "local_steps above 1"),
+        (("eval_steps",), is_evaluated, "nothing is evaluated", "eval_files or lm_eval_tasks"),
+        (("eval_max_new_tokens",), job.eval_num_prompts > 0, "no prompts are completed", "eval_num_prompts"),
+        (
+            ("early_stopping_threshold",),
+            job.early_stopping_patience > 0,
+            "no evaluation ends the run",
+            "early_stopping_patience",
+        ),
+        (
+            ("metric_for_best_model", "greater_is_better"),
+            job.early_stopping_patience > 0 or job.load_best_model_at_end,
+            "evaluations are not compared",
+            "early_stopping_patience or load_best_model_at_end",
+        ),
+    ):
+        for name in names:
+            if getattr(job, name) != defaults[name] and not is_read:
+                raise ConfigError(
+                    f"{name} is {getattr(job, name)} and would not be read: {why}", f"leave {name} out, or give {hint}"
+                )
+
+
 def _check_head(job: Job, spec: ModelSpec) -> None:
     """A reward model has a head with one score; all other tasks need one for tokens."""
     if job.task != "reward" and spec.num_labels:
@@ -54,6 +98,11 @@ def _check_head(job: Job, spec: ModelSpec) -> None:
             f"the model has a classification head of {spec.num_labels} labels, and the task {job.task!r} is for models "
             "that write",
             'give the folder of a causal language model, or task = "reward"',
+        )
+    if spec.is_headless:
+        raise ConfigError(
+            "the model was saved without its head for tokens (lm_head.weight)",
+            "give the folder of a causal language model",
         )
     if job.task == "reward" and spec.num_labels != 1:
         raise ConfigError(
@@ -263,8 +312,8 @@ def _check_hidden_state_bytes(job: Job, plan: Plan, counts: Sequence[int]) -> No
     taken = rows * job.seq_len * job.distill.hidden_state_bytes
     if taken > LIMIT:
         raise PlanError(
-            f"the teacher's hidden states of {rows} rows of {job.seq_len} tokens take {taken:,} bytes at "
-            f"{job.distill.hidden_state_bytes:,} a token, and one message has at most {LIMIT:,}",
+            f"the teacher's hidden states of {rows} rows of {job.seq_len} tokens take {amount(taken)} at "
+            f"{amount(job.distill.hidden_state_bytes)} a token, and one message has at most {amount(LIMIT)}",
             'name fewer in distill.hidden_state_layers, give hidden_state_dtype = "bfloat16", or a smaller step',
         )
 
@@ -310,6 +359,13 @@ def _check_communication(job: Job, plan: Plan) -> None:
             raise PlanError(
                 f"{name} and {shared}: replicas that are out of step cannot share their weights",
                 f"leave out {shared}, or {name}",
+            )
+    for name, taken in (("local_steps", local), ("delay_steps", late)):
+        if taken and job.deterministic:
+            raise PlanError(
+                f"deterministic=true and {name}={getattr(job, name)}: what is learned hangs on how many replicas there "
+                "are",
+                "leave one of them out",
             )
     if local and plan.cp > 1:
         raise PlanError(

@@ -1,4 +1,4 @@
-"""`DistillationKeys`: the table `[distill]` of a job, who teaches and what is learned of it."""
+"""`DistillationKeys`: the table `[distill]` of a job: who teaches, and what is learned from the teacher."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from tllm.core.errors import ConfigError
-from tllm.training.job.key_limits import KeyLimits, WantedNodes, check_addresses, check_one_place
+from tllm.training.job.key_limits import (
+    ALONE,
+    KeyLimits,
+    WantedNodes,
+    check_addresses,
+    check_one_place,
+    check_role_plan,
+)
 from tllm.training.job.rollout_keys import RolloutConfig
 
 
@@ -52,6 +59,9 @@ class DistillationKeys:
     """Nodes of the run's own cluster that compute the teacher instead, and do not train: so many, or by their names; or
     "auto", as many as the planner finds best, none perhaps. Left out, the teacher is beside the student, and `tllm plan
     JOB.toml` says what would be best."""
+    teacher_plan: str = ALONE
+    """With `teacher_nodes`: how the nodes of one teacher divide it, by `pp` and `tp`: with "pp=2" two nodes are one
+    teacher, and four are two. "auto": as the planner finds best. Left out, each node holds it whole."""
     top_k: int = 64
     """Tokens whose probabilities the teacher gives, the most likely ones; all others together are one bucket more. 0:
     every token."""
@@ -99,6 +109,9 @@ class DistillationKeys:
     rollout_nodes: tuple[int | str, ...] = ()
     """With `lmbda`, instead of `rollout_servers`: nodes of the run's own cluster that sample and do not train, so many,
     or by their names; or "auto", as many as the planner finds best, none perhaps."""
+    rollout_plan: str = ALONE
+    """With `rollout_nodes`: how the nodes of one engine divide the student, by `pp` and `tp`: with "pp=2" two nodes are
+    one engine, and four are two. "auto": as the planner finds best. Left out, each node holds it whole."""
     max_staleness: int = 0
     """With `rollout_servers` or `rollout_nodes`: optimizer steps by which the student that writes may be older than the
     one that learns. These machines then write so many steps ahead while the student learns; 0: it waits for them."""
@@ -128,6 +141,7 @@ class DistillationKeys:
             rollout_servers=self.rollout_servers,
             rollout_secret=self.rollout_secret,
             rollout_nodes=self.rollout_nodes,
+            rollout_plan=self.rollout_plan,
             max_staleness=self.max_staleness,
         )
 
@@ -144,6 +158,8 @@ class DistillationKeys:
                 "of the top_k tokens are sent",
                 "give top_k the most of a place, 256 say and less than 65536, or leave kl_budget out",
             )
+        check_role_plan("distill", "teacher", self.teacher_plan, self.teacher_nodes)
+        check_role_plan("distill", "rollout", self.rollout_plan, self.rollout_nodes)
         self._check_hidden_states()
         if self.alpha and self.lmbda:
             raise ConfigError(

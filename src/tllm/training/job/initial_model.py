@@ -1,4 +1,4 @@
-"""`InitialModel`: what a run starts from, kept in its folder: config, tokenizer, and where the first weights are."""
+"""`InitialModel`: what a run starts from, kept in its folder: config, tokenizer, and where the initial weights are."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tllm.core.gguf_files import open_gguf
 from tllm.hub.locate import Need, locate
 from tllm.hub.model_name import parse_name
 from tllm.spec.families import spec_from_config
-from tllm.spec.hf_config import read_config, text_config
+from tllm.spec.hf_config import read_config
 from tllm.spec.model_spec import ModelSpec
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
@@ -33,7 +33,7 @@ from tllm.training.data.dataset import Dataset, Documents
 from tllm.training.data.encoder import FORMS
 from tllm.training.data.prompt_batches import PromptBatches, PromptEncoder, RepliedPromptEncoder
 from tllm.training.job.job import Job
-from tllm.training.job.job_parts import data_config, eval_data_config, steps_of_one_sampling
+from tllm.training.job.job_parts import JudgeSpecs, data_config, eval_data_config, steps_of_one_sampling
 from tllm.training.job.reward_head import with_reward_head
 from tllm.training.job.rollout_keys import RolloutConfig, completions_evaluated
 
@@ -132,10 +132,12 @@ def config_of(job: Job) -> dict[str, Any]:
     return _config_for(job, _named(job))
 
 
-def teacher_spec(job: Job) -> ModelSpec | None:
-    """The teacher that a student's job names, from its config alone; None where addresses are named, or none learns."""
-    name = None if job.distill is None else job.distill.teacher_model_name_or_path
-    return None if not name else spec_from_config(read_config(locate(name, "config").path))
+def judge_specs(job: Job) -> JudgeSpecs:
+    """The teacher and the reward model that a job names."""
+    teacher = None if job.distill is None else job.distill.teacher_model_name_or_path
+    reward = None if job.rollouts is None else job.rollouts.reward_model_name_or_path
+    found = [spec_from_config(read_config(locate(name, "config").path)) if name else None for name in (teacher, reward)]
+    return JudgeSpecs(*found)
 
 
 def open_initial_model(job: Job, name: str = "") -> InitialModel:
@@ -255,11 +257,7 @@ def _config_for(job: Job, named: Path) -> dict[str, Any]:
 
 def _config_of(named: Path) -> dict[str, Any]:
     if named.suffix == ".json" and named.is_file():
-        try:
-            found = json.loads(named.read_text("utf-8"))
-        except ValueError as error:
-            raise ConfigError(f"{named} is not JSON: {error}", "give the config.json of a model") from error
-        return text_config(dict(found))
+        return read_config(named)
     if open_gguf(named) is not None:
         raise ConfigError(
             f"{named} is a GGUF model, and training starts from a Hugging Face folder",

@@ -1,4 +1,5 @@
-"""`Job`: all that a training run is asked to do, under the names that Hugging Face's trainer gave where it has one."""
+"""`Job`: everything that a training run is asked to do. Keys have the names of Hugging Face's trainer where it has
+them."""
 
 from __future__ import annotations
 
@@ -84,7 +85,11 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "documents": ("blank_lines", "stream"),
     "gradient_compression": ("none", "bf16", "int8", "powersgd"),
 }
-LIMITS = KeyLimits(AT_LEAST, BELOW, CHOICES)
+HINTS = {
+    "max_steps": "count steps: rows / global_batch_size are an epoch, fewer with packing",
+    "save_total_limit": "one save is there if the other is torn: the older one goes when the newer one is whole",
+}
+LIMITS = KeyLimits(AT_LEAST, BELOW, CHOICES, HINTS)
 
 
 @dataclass(frozen=True)
@@ -92,8 +97,8 @@ class Job:
     """The job. Paths are relative to where the command runs.
 
     It starts from the folder `model_name_or_path`, or from random weights: then `config_name` is needed. What each step
-    of `lr_scheduler_type` does: see `train.job.lr_schedule`. `plan` and `deterministic` change where and how the work
-    is done, not what is learned. `router_aux_loss_coef` and the keys after it change what is learned, and are off
+    of `lr_scheduler_type` does: see `training.job.lr_schedule`. `plan` and `deterministic` change where and how work is
+    done, not what is learned. `router_aux_loss_coef` and the keys after it change what is learned, and are off
     unless asked for; all but the first two of these send less over slow links.
     """
 
@@ -175,7 +180,7 @@ class Job:
     mirror_steps: int = 1
     """Steps between copies of each rank's state in another rank's memory, for when a node is lost; 0: no copies."""
     report_to: tuple[str, ...] = ()
-    """Where metrics go besides `metrics.jsonl`: nothing, or ["tensorboard"]."""
+    """Where metrics go besides `metrics.jsonl`: nothing (or ["none"]), or ["tensorboard"]."""
     plan: str = "pp=1"
     """Which rank computes what (docs/guides/train.md); `--plan` on the command line wins over it."""
     deterministic: bool = False
@@ -237,7 +242,8 @@ class Job:
     """What evaluations are compared by: "loss", a metric of the task ("rewards/accuracies") or one of lm-eval's
     ("lm_eval/TASK/acc"). Left out: "loss", and "reward" for the tasks that sample completions."""
     greater_is_better: bool | None = None
-    """Whether a greater `metric_for_best_model` is a gain; left out, it is for all but "loss"."""
+    """Whether a greater `metric_for_best_model` is a gain; left out, it is for all but losses ("loss", "nll_loss"),
+    perplexities and bits per byte."""
     dpo: DPOConfig | None = None
     """Direct preference optimization: keys of the task "dpo"."""
     kto: KTOConfig | None = None
@@ -289,7 +295,10 @@ def encode_job(job: Job) -> str:
     return msgspec.json.encode(job).decode()
 
 
+_JOBS = msgspec.json.Decoder(Job)  # made once: two threads that make msgspec look into a dataclass at once can crash
+
+
 @lru_cache(maxsize=4)
 def decode_job(content: str) -> Job:
     """What `encode_job` made; the same object each time, as a process asks for the job of its run again and again."""
-    return msgspec.json.decode(content, type=Job)
+    return _JOBS.decode(content)

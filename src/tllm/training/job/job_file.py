@@ -1,4 +1,5 @@
-"""A job from its file, from `--set key=value` and from defaults, each value with where it came from; and back again."""
+"""Reads a job from its file, from `--set key=value` and from defaults, knowing where each value came from; and writes
+it."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from fnmatch import fnmatchcase
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -29,25 +32,103 @@ REQUIRED = tuple(field.name for field in fields(Job) if field.default is MISSING
 ROW_FILES = ("train_files", "eval_files")
 DEFAULT, SET, PLAN = "default", "--set", "--plan"
 
-ELSEWHERE = {
-    "per_device_train_batch_size": "microbatch_size is what a rank computes at once, global_batch_size all of a step",
-    "gradient_accumulation_steps": "it follows from global_batch_size and microbatch_size",
-    "batch_size": "global_batch_size counts the rows of a step over all ranks",
-    "num_train_epochs": "give max_steps",
-    "epochs": "give max_steps",
-    "steps": "give max_steps",
-    "bf16": 'give dtype = "bfloat16"',
-    "fp16": 'give dtype = "bfloat16"',
-    "optim": 'give optimizer = "adamw" or "sgd"',
-    "lr": "give learning_rate",
-    "warmup_ratio": "give warmup_steps",
-    "max_length": "give seq_len",
-    "max_seq_length": "give seq_len",
-    "block_size": "give seq_len",
-    "train_file": "give train_files, a list",
-    "clip_grad_norm": "give max_grad_norm",
-}
-"""Keys that people know from elsewhere, and what stands here in their place."""
+_SAID = (
+    (
+        "microbatch_size is what a rank computes at once, global_batch_size all of a step",
+        "per_device_train_batch_size train_batch_size micro_batch_size auto_find_batch_size",
+    ),
+    ("it follows from global_batch_size and microbatch_size", "gradient_accumulation_steps"),
+    ("global_batch_size counts the rows of a step over all ranks", "batch_size"),
+    (
+        "give max_steps: rows / global_batch_size are an epoch, fewer with packing",
+        "num_train_epochs num_epochs epochs",
+    ),
+    ("give max_steps", "steps max_train_steps"),
+    ('give dtype = "bfloat16"', "bf16 fp16 tf32 torch_dtype *_full_eval"),
+    ('give optimizer = "adamw" or "sgd"', "optim optim_args optim_target_modules"),
+    ("give learning_rate", "lr"),
+    ("give warmup_steps, a number of steps", "warmup_ratio"),
+    ("give num_cycles, min_lr_ratio or num_decay_steps", "lr_scheduler_kwargs"),
+    ("give seq_len", "max_length max_seq_length block_size sequence_len model_max_length"),
+    ("give train_files, a list", "train_file train_dataset dataset dataset_name datasets dataset_config"),
+    ("give eval_files, a list", "validation_file eval_dataset dataset_test_split"),
+    ("give max_grad_norm", "clip_grad_norm gradient_clipping"),
+    ("give seed, which draws weights and the order of rows", "data_seed"),
+    ("give deterministic", "full_determinism"),
+    ("give packing", "sample_packing eval_packing"),
+    (
+        "packing fills rows by best fit, and their documents do not see each other",
+        "packing_strategy padding_free pad_to_multiple_of group_by_length train_sampling_strategy length_column_name",
+    ),
+    ('give over_long = "truncate", which cuts ends off, or "refuse"', "truncation_mode"),
+    ("a prompt and its reply have seq_len together", "max_prompt_length"),
+    (
+        "rank 0 reads and encodes rows while the step before is computed",
+        "dataset_num_proc preprocessing_num_workers dataloader_*",
+    ),
+    (
+        "other columns than those of a known form are passed over",
+        "dataset_text_field dataset_kwargs remove_unused_columns label_names",
+    ),
+    (
+        "of completions and conversations only what the model says is learned",
+        "completion_only_loss assistant_only_loss",
+    ),
+    ("a loss is the mean over all tokens that a step predicts", "average_tokens_across_devices"),
+    ("next tokens have none; [dpo] and [simpo] have label_smoothing", "label_smoothing_factor"),
+    (
+        "metrics.jsonl has a line for each step",
+        "logging_* log_level* log_on_each_node disable_tqdm include_num_input_tokens_seen skip_memory_metrics",
+    ),
+    ("output_dir names the run", "run_name project trackio_*"),
+    (
+        "evaluations come every eval_steps where eval_files are given",
+        "eval_strategy evaluation_strategy do_eval do_predict eval_delay eval_on_start "
+        "eval_accumulation_steps eval_do_concat_batches eval_use_gather_object batch_eval_metrics "
+        "include_for_metrics per_device_eval_batch_size prediction_loss_only",
+    ),
+    (
+        "saves come every save_steps, and hold all that a run needs to go on",
+        "save_strategy save_only_model save_safetensors save_on_each_node enable_jit_checkpoint",
+    ),
+    (
+        "the same command goes on from the last save",
+        "resume_from_checkpoint restore_callback_states_from_checkpoint ignore_data_skip overwrite_output_dir do_train",
+    ),
+    ('give plan = "recompute=layer"', "gradient_checkpointing* activation_checkpointing*"),
+    ('give plan = "offload=host"', "activation_offloading cpu_offload"),
+    (
+        'plan says who computes what: "dp=2,zero=3"',
+        "fsdp fsdp_config deepspeed parallelism_config accelerator_config ddp_* local_rank",
+    ),
+    ("give --device", "use_cpu no_cuda device_map"),
+    (
+        "how products are computed is chosen by measuring",
+        "torch_compile* torch_empty_cache_steps *liger_kernel* attn_implementation use_cache",
+    ),
+    ("final/ is a Hugging Face folder, which `hf upload` takes", "push_to_hub hub_*"),
+    ("write [lora]", "use_peft peft_config adapter"),
+    ("write [lora], and r below it", "lora_r lora_rank"),
+    ("write [lora], and target_modules below it", "lora_target_modules"),
+    ('write [lora], and quantize = "int4" below it', "load_in_4bit load_in_8bit"),
+    ("a reference is computed once, before the first step", "precompute_ref_log_probs"),
+    ("write rollout_servers or rollout_nodes below the table of the task", "use_vllm vllm_*"),
+)
+"""What stands here in the place of keys that people know from elsewhere; `*` is any end or beginning of one."""
+
+ELSEWHERE = {key: hint for hint, keys in _SAID for key in keys.split()}
+
+
+def _hint_for(key: str) -> str:
+    """What a key that there is not was meant to be: one of another place or another trainer, or a mistyped one."""
+    table, _, name = key.rpartition(".")
+    if table and name in TYPES:
+        return f"it is no key of a table: write it above [{table}]"
+    tables = [known.partition(".")[0] for known in TYPES if known.endswith(f".{name}")]
+    if tables:
+        return f"write it below {' or '.join(f'[{known}]' for known in tables)}"
+    said = next((hint for pattern, hint in ELSEWHERE.items() if fnmatchcase(name, pattern)), None)
+    return said or nearest(key, TYPES)
 
 
 @dataclass(frozen=True)
@@ -77,7 +158,7 @@ def read_job(source: Path | Mapping[str, Any] | None, sets: Sequence[str] = (), 
     tables: dict[str, dict[str, Any]] = {}
     for key, value, origin in _flattened(given, tables):
         if key not in TYPES:
-            raise ConfigError(f"{origin}: {key!r} is no key of a job", ELSEWHERE.get(key) or nearest(key, TYPES))
+            raise ConfigError(f"{origin}: {key!r} is no key of a job", _hint_for(key))
         table, _, name_in_table = key.rpartition(".")
         place = tables.setdefault(table, {}) if table else values
         place[name_in_table], origins[key] = _converted(key, value, origin), origin
@@ -135,7 +216,7 @@ def _flattened(
 
 def _read_toml(file: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(file.read_text("utf-8"))
+        return tomllib.loads(file.read_text("utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"cannot read the job {file}: {error.strerror}", "give the path of a TOML file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -179,6 +260,10 @@ def _holds_text(known: Any) -> bool:
 
 
 def _converted(key: str, value: Any, origin: str) -> Any:
+    if isinstance(value, list | tuple):
+        value = [fspath(one) if isinstance(one, PathLike) else one for one in value]
+    elif isinstance(value, PathLike):
+        value = fspath(value)
     if _is_list(TYPES[key]) and isinstance(value, str | int | float):
         value = [value]  # one file, one weight
     try:
@@ -186,7 +271,9 @@ def _converted(key: str, value: Any, origin: str) -> Any:
     except msgspec.ValidationError as error:
         why = str(error).split(" - at")[0]
         why = why[0].lower() + why[1:].replace("`", "").replace("array", "list")
-        raise ConfigError(f"{origin}: {key} = {value!r}: {why}") from error
+        is_part = isinstance(value, float) and 0 < value < 1 and key.endswith("_steps")
+        hint = "give a number of steps: a part of max_steps is not read" if is_part else ""
+        raise ConfigError(f"{origin}: {key} = {value!r}: {why}", hint) from error
 
 
 def _toml(value: Any) -> str:

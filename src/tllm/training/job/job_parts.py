@@ -1,23 +1,24 @@
-"""What a job says about the data, the learning rates, the planner's facts and the snapshots of its run. No torch."""
+"""Parts of a job as others need them: data, learning rates, facts for the planner, snapshots. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 from tllm.core.errors import ConfigError
 from tllm.planner.cost.rank_bytes import AdapterFacts
-from tllm.planner.cost.rank_work import ProjectionFacts, TeacherFacts, TrainingFacts
+from tllm.planner.cost.rank_work import JudgeFacts, ProjectionFacts, SharedPrompts, TrainingFacts
 from tllm.planner.cost.serving_load import SamplingFacts
 from tllm.spec.model_spec import ModelSpec
+from tllm.spec.plan import Plan
 from tllm.spec.process_groups import RoleName
 from tllm.training.data.batches import DataConfig
 from tllm.training.data.dataset import Documents
 from tllm.training.data.encoder import OverLong
 from tllm.training.job.job import Job
-from tllm.training.job.key_limits import WantedNodes
+from tllm.training.job.key_limits import ALONE, AUTO, WantedNodes
 from tllm.training.job.lora_job import LoraJob
 from tllm.training.job.lr_schedule import LearningRateSchedule
 from tllm.training.job.preference_tables import KTOConfig
@@ -94,17 +95,38 @@ EVAL_PROMPTS_AT_ONCE = 32
 """Completions to be read after an evaluation that are computed together, where a run samples no others."""
 
 
+TOLD_COPIES = 4
+"""Of all log-probabilities of a row in a teacher that tells them: in parts, put together, as numbers, and as bytes."""
+
+
+class JudgeSpecs(NamedTuple):
+    """The models that judge rows for a job, from their configs alone; None where it has none, or names addresses."""
+
+    teacher: ModelSpec | None = None
+    reward: ModelSpec | None = None
+
+
+NO_JUDGES = JudgeSpecs()
+
+
 def training_facts(
-    job: Job, mirrored: bool = False, teacher: ModelSpec | None = None, value_pass: bool = False
+    job: Job,
+    mirrored: bool = False,
+    judges: JudgeSpecs = NO_JUDGES,
+    value_pass: bool = False,
+    shares_prompts: bool = False,
 ) -> TrainingFacts:
-    """What of a job decides its cost. `mirrored`: snapshots of steps are kept in memory. `teacher`: the one beside the
-    student, where it is known. `value_pass`: whether the run is batch-invariant (`wants_batch_invariance`)."""
+    """What of a job decides its cost, of its roles those that its ranks have. `mirrored`: snapshots of steps are kept
+    in memory. `judges`: where they are known. `value_pass`: whether the run is batch-invariant
+    (`wants_batch_invariance`). `shares_prompts`: as the function of that name says."""
+    apart, rewarded = role_nodes(job), job.rollouts if job.task in ("grpo", "rejection") else None
     return TrainingFacts(
         seq_len=job.seq_len,
         global_batch_size=learned_rows(job),
         microbatch_size=job.microbatch_size,
         dtype=job.dtype,
         states=STATES[job.optimizer],
+        target_tokens=None if rewarded is None else rewarded.max_completion_length,
         mirror_steps=snapshot_steps(job) if mirrored else 0,
         deterministic=job.deterministic,
         local=job.local_steps > 1,
@@ -114,9 +136,18 @@ def training_facts(
         projections=_projection_facts(job),
         sampling=None if is_sampled_apart(job) else sampling_facts(job),
         reference=job.task == "grpo" and job.grpo is not None and job.grpo.beta > 0,
-        teacher=None if teacher is None else teacher_facts(job, teacher),
+        teacher=None if judges.teacher is None or "teacher" in apart else teacher_facts(job, judges.teacher),
+        reward=None if judges.reward is None or "reward" in apart else reward_facts(job, judges.reward),
         value_pass=value_pass,
+        shared_prompts=_prompts_to_share(job) if shares_prompts else None,
     )
+
+
+def _prompts_to_share(job: Job) -> SharedPrompts:
+    config = job.rollouts
+    assert config is not None, "completions are learned"
+    longest = config.max_completion_length
+    return SharedPrompts(job.seq_len - longest, longest, config.num_generations)
 
 
 def _projection_facts(job: Job) -> ProjectionFacts | None:
@@ -156,11 +187,20 @@ def sampling_facts(job: Job) -> SamplingFacts | None:
     )
 
 
-def teacher_facts(job: Job, teacher: ModelSpec) -> TeacherFacts:
+def reward_facts(job: Job, model: ModelSpec) -> JudgeFacts:
+    """What a step asks of a reward model: every prompt with its completion, each as long as it may be."""
+    assert job.rollouts is not None, "somebody is rewarded"
+    row = min(job.seq_len, model.max_model_len)
+    return JudgeFacts(model, job.rollouts.reward_dtype, job.global_batch_size * row, row)
+
+
+def teacher_facts(job: Job, teacher: ModelSpec) -> JudgeFacts:
     """What a step asks of a teacher: every row, each as long as it may be."""
     assert job.distill is not None, "a student has a teacher"
     tokens, told = job.global_batch_size * job.seq_len, job.distill.hidden_state_bytes
-    return TeacherFacts(teacher, job.distill.teacher_dtype, tokens, job.seq_len, told)
+    if not job.distill.top_k:
+        told += TOLD_COPIES * 4 * teacher.vocab_size
+    return JudgeFacts(teacher, job.distill.teacher_dtype, tokens, job.seq_len, told)
 
 
 def can_mirror(job: Job, servers: int = 0) -> bool:
@@ -178,6 +218,20 @@ def states_of(job: Job) -> tuple[object, ...]:
 def steps_of_one_sampling(job: Job) -> int:
     """Steps that learn from the same completions, after which a run can be broken off and go on; 1 without any."""
     return job.grpo.num_iterations if job.task == "grpo" and job.grpo is not None else 1
+
+
+def shares_prompts(job: Job, spec: ModelSpec, device: str = "cpu", cp: int = 1) -> bool:
+    """Whether completions of one prompt that are learned together have its tokens computed once for all of them
+    (`training.step.shared_prompts`).
+
+    Not where that would change more than the rounding: over how many tokens the experts' loads are added up. Nor with
+    states that each sequence has of its own, in a ring of context parallelism, or where numbers are to be those of the
+    engine to the bit. On other devices than processors it would take attention from their fast kernels; `device` is the
+    first rank's, and "auto" is taken for a processor.
+    """
+    is_changed = job.router_aux_loss_coef > 0 or job.deterministic
+    has_states = any(layer.delta for layer in spec.layers)
+    return job.task == "grpo" and not is_changed and not has_states and device in ("cpu", "auto") and cp == 1
 
 
 def is_evaluated_by_completions(job: Job) -> bool:
@@ -212,10 +266,56 @@ def role_key(job: Job, role: RoleName) -> str:
     return f"{job.task}.{role}_nodes"
 
 
-def with_role_nodes(job: Job, role: RoleName, nodes: Sequence[int | str]) -> Job:
-    """The job with other nodes for a role; none: the ranks that train do it, and nothing is sampled ahead."""
+def role_plan_text(job: Job, role: RoleName) -> str:
+    """As the job has it, by which nodes of one model divide it; each a whole one where the task has no such key."""
+    text: str = getattr(getattr(job, job.task, None), f"{role}_plan", ALONE)
+    return text
+
+
+def role_plan(job: Job, role: RoleName, num_layers: int) -> Plan:
+    """PlanError for one that does not fit the model."""
+    plan = Plan.parse(role_plan_text(job, role), num_layers)
+    plan.check(num_layers)
+    return plan
+
+
+def check_teams(job: Job, role: RoleName, wanted: WantedNodes, size: int) -> None:
+    """ConfigError where nodes would be left over, as each model takes `size` of them."""
+    if wanted.count % size:
+        raise ConfigError(
+            f"{role_key(job, role)} gives {wanted.count} nodes, and by {job.task}.{role}_plan = "
+            f"{role_plan_text(job, role)!r} each {role} takes {size}",
+            f"give a multiple of {size} nodes",
+        )
+
+
+def with_role_plans(job: Job, facts: TrainingFacts, spec: ModelSpec) -> TrainingFacts:
+    """Facts of all roles, with the plans by which nodes divide their models, where the job says them; `spec` is of the
+    model that is trained. ConfigError where nodes would be left over."""
+
+    def plan(role: RoleName, num_layers: int) -> Plan | None:
+        if role_plan_text(job, role) in (ALONE, AUTO):
+            return None
+        found = role_plan(job, role, num_layers)
+        check_teams(job, role, role_nodes(job)[role], found.world_size)
+        return found
+
+    teacher, reward, sampling = facts.teacher, facts.reward, facts.sampling
+    return replace(
+        facts,
+        teacher=teacher and replace(teacher, plan=plan("teacher", teacher.spec.num_layers)),
+        reward=reward and replace(reward, plan=plan("reward", reward.spec.num_layers)),
+        sampling=sampling and replace(sampling, plan=plan("rollout", spec.num_layers)),
+    )
+
+
+def with_role_nodes(job: Job, role: RoleName, nodes: Sequence[int | str], plan: str = "") -> Job:
+    """The job with other nodes for a role, and with another `plan` if one is given; without nodes the ranks that train
+    do it, and nothing is sampled ahead."""
     table = getattr(job, job.task)
     changed: dict[str, object] = {f"{role}_nodes": tuple(nodes)}
+    if plan or not nodes:
+        changed[f"{role}_plan"] = plan if nodes else ALONE
     if role == "rollout" and not nodes:
         changed["max_staleness"] = 0
     table = replace(table, **changed)
@@ -223,11 +323,16 @@ def with_role_nodes(job: Job, role: RoleName, nodes: Sequence[int | str]) -> Job
 
 
 def check_no_auto(job: Job, reason: str) -> None:
-    """ConfigError where the planner is to say how many nodes have a role, and cannot for this reason."""
+    """ConfigError where the planner is to say which nodes have a role or by which plan, and cannot for this reason."""
     for role, wanted in role_nodes(job).items():
         if wanted.is_auto:
             raise ConfigError(
                 f'{role_key(job, role)} is "auto", and {reason}', "give the number of nodes, or their names"
+            )
+        if role_plan_text(job, role) == AUTO:
+            raise ConfigError(
+                f'{job.task}.{role}_plan is "auto", and {reason}',
+                'give a plan: "pp=2" divides the model over two nodes',
             )
 
 

@@ -1,4 +1,4 @@
-"""`KeyLimits`: what the values of keys may be, of a job and of the tables in it."""
+"""`KeyLimits`: the limits on the values of a job's keys, and of those in its tables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tllm.core.errors import ConfigError, nearest
+from tllm.core.errors import ConfigError, PlanError, nearest
+from tllm.spec.plan_text import rank_count
 
 
 def check_task_tables(task: str, tables: Mapping[str, object], needed: Mapping[str, str]) -> None:
@@ -22,16 +23,20 @@ def check_task_tables(task: str, tables: Mapping[str, object], needed: Mapping[s
 
 
 AUTO = "auto"
-"""In the place of how many nodes: as the planner finds best."""
+"""In the place of how many nodes, or of a role's plan: as the planner finds best."""
+ALONE = "pp=1"
+"""The plan of a role's model that each node holds whole."""
 
 
 @dataclass(frozen=True)
 class KeyLimits:
-    """By key: the least value, the value that it must stay below, and the texts that it may be."""
+    """By key: the least value, the value that it must stay below, the texts that it may be, and what else is to be said
+    of one that is too small."""
 
     at_least: Mapping[str, float] = field(default_factory=dict)
     below: Mapping[str, float] = field(default_factory=dict)
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    hints: Mapping[str, str] = field(default_factory=dict)
 
     def check(self, values: Mapping[str, object], table: str = "") -> None:
         """ConfigError for the first value outside its limits. `table` names where the keys stand, if not at the top."""
@@ -41,7 +46,8 @@ class KeyLimits:
                 raise ConfigError(f"{name} is {value}", "give a finite number")
             if isinstance(value, int | float):
                 if key in self.at_least and value < self.at_least[key]:
-                    raise ConfigError(f"{name} is {value} and must be {self.at_least[key]} or more")
+                    hint = self.hints.get(key, "")
+                    raise ConfigError(f"{name} is {value} and must be {self.at_least[key]} or more", hint)
                 if key in self.below and value >= self.below[key]:
                     raise ConfigError(f"{name} is {value} and must be less than {self.below[key]}")
             if key in self.choices and value not in self.choices[key]:
@@ -95,6 +101,19 @@ def check_one_place(addresses: Sequence[str], nodes: Sequence[int | str], key: s
     if addresses and nodes:
         raise ConfigError(
             f"{key} gives addresses and {nodes_key} nodes of the cluster for the same role", "leave one of them out"
+        )
+
+
+def check_role_plan(table: str, role: str, plan: str, nodes: Sequence[int | str]) -> None:
+    """ConfigError for a plan of a role that no nodes have, or for one that is none."""
+    try:
+        rank_count(ALONE if plan == AUTO else plan)
+    except PlanError as error:
+        raise ConfigError(f"{table}.{role}_plan: {error.message}", error.hint) from error
+    if plan != ALONE and not nodes:
+        raise ConfigError(
+            f"{table}.{role}_plan is {plan!r} and {table}.{role}_nodes is left out: nobody divides the model",
+            f"say which nodes have it, or leave {role}_plan out",
         )
 
 

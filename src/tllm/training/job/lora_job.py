@@ -1,4 +1,4 @@
-"""`LoraJob`: the table `[lora]` of a job, which trains an adapter beside a model that stays as it is."""
+"""`LoraJob`: the table `[lora]` of a job, which trains an adapter while the model's own weights are frozen."""
 
 from __future__ import annotations
 

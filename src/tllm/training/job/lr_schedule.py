@@ -10,6 +10,9 @@ from tllm.core.errors import ConfigError, nearest
 
 Shape = Callable[["LearningRateSchedule", int], float]
 
+ONE_FALL = 0.5
+"""Waves of a cosine that goes down once."""
+
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
@@ -23,12 +26,13 @@ class LearningRateSchedule:
     max_steps: int
     warmup_steps: int = 0
     decay_steps: int = 0
-    cycles: float = 0.5
+    cycles: float = ONE_FALL
     floor: float = 0.0
 
     def __post_init__(self) -> None:
         if self.kind not in SHAPES:
-            raise ConfigError(f"lr_scheduler_type {self.kind!r} is not known", nearest(self.kind, SHAPES))
+            hint = ELSEWHERE.get(self.kind) or nearest(self.kind, SHAPES)
+            raise ConfigError(f"lr_scheduler_type {self.kind!r} is not known", hint)
         if self.warmup_steps and self.kind == "constant":
             raise ConfigError(
                 f"lr_scheduler_type constant has no warm-up, and warmup_steps is {self.warmup_steps}",
@@ -39,6 +43,12 @@ class LearningRateSchedule:
                 f"lr_scheduler_type {self.kind} has no decay of its own, and {self.decay_steps} decay steps are given",
                 "only warmup_stable_decay has",
             )
+        for name, asked in (("min_lr_ratio", self.floor), ("num_cycles", self.cycles - ONE_FALL)):
+            if asked and self.kind not in WAVES:
+                raise ConfigError(
+                    f"lr_scheduler_type {self.kind} has no cosine, and {name} is given",
+                    f"take {' or '.join(WAVES)}, or leave {name} out",
+                )
         if self.warmup_steps + self.decay_steps > self.max_steps:
             raise ConfigError(
                 f"{self.warmup_steps} warm-up and {self.decay_steps} decay steps are more than all {self.max_steps}",
@@ -89,3 +99,17 @@ SHAPES: dict[str, Shape] = {
     "cosine": _cosine,
     "warmup_stable_decay": _stable_then_decay,
 }
+
+WAVES = ("cosine", "warmup_stable_decay")
+"""Those that fall along a cosine: as often as `cycles` says, and no lower than `floor`."""
+
+_WITH_FLOOR = 'take "cosine", and give min_lr_ratio'
+ELSEWHERE = {
+    "cosine_with_min_lr": _WITH_FLOOR,
+    "cosine_warmup_with_min_lr": _WITH_FLOOR,
+    "cosine_with_restarts": 'take "cosine": num_cycles of 1.5 falls, rises and falls again',
+    "polynomial": 'take "linear", which is a polynomial of power 1',
+    "inverse_sqrt": 'take "warmup_stable_decay", which holds the rate and lets it fall at the end',
+    **dict.fromkeys(("reduce_lr_on_plateau", "greedy"), 'take "cosine": rates hang on steps alone here, not on losses'),
+}
+"""Names of transformers' schedules that are not here, and what stands in their place."""

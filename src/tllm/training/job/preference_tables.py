@@ -128,9 +128,6 @@ class RewardConfig:
 PREFERENCE_TABLES = ("dpo", "kto", "orpo", "simpo", "reward")
 """Each table is of the task with its name."""
 
-PAIRED = ("dpo", "orpo", "simpo", "reward")
-"""Tasks whose rows are pairs of replies."""
-
 
 def check_table(
     name: str, table: DPOConfig | KTOConfig | ORPOConfig | SimPOConfig | RewardConfig, limits: KeyLimits

@@ -1,4 +1,4 @@
-"""The config of a reward model that a causal language model becomes: the same layers, and a head with one score."""
+"""The config of a reward model that is made of a causal language model: the same layers, and a head with one score."""
 
 from __future__ import annotations
 

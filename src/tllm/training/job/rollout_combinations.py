@@ -1,4 +1,4 @@
-"""What cannot go with completions that are sampled in a run: refused before anything is started, with the reason."""
+"""Refuses what cannot be combined with sampled completions, with the reason, before anything is started."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from tllm.kernels.paged_attention import fits
 from tllm.spec.model_spec import LayerSpec, ModelSpec
 from tllm.spec.plan import Plan
 from tllm.training.job.job import Job
-from tllm.training.job.job_parts import is_sampled, steps_of_one_sampling
+from tllm.training.job.job_parts import is_sampled, role_plan, steps_of_one_sampling
+from tllm.training.job.key_limits import ALONE, AUTO
 from tllm.training.job.rollout_keys import RejectionConfig, RolloutConfig
 
 SAMPLING_TASKS = ("grpo", "rejection")
@@ -25,6 +26,7 @@ def check_rollouts(job: Job, plan: Plan, spec: ModelSpec) -> None:
     config = job.rollouts
     if config is not None:
         _check_sizes(job, config)
+        _check_rollout_plan(job, config, spec)
         _check_staleness(job, config)
         _check_steps(job)
 
@@ -90,6 +92,31 @@ def _check_sizes(job: Job, config: RolloutConfig) -> None:
             "deterministic=true and rejection.threshold: how many rows a step has, and with them the order of its "
             "sums, would hang on rewards",
             "leave one of them out",
+        )
+
+
+def _check_rollout_plan(job: Job, config: RolloutConfig, spec: ModelSpec) -> None:
+    """The plan by which nodes that sample divide the model, where they do."""
+    if config.rollout_plan == AUTO and job.deterministic:
+        raise ConfigError(
+            f'{job.task}.rollout_plan is "auto" and deterministic=true: tensor parallelism, which may be chosen, adds '
+            "parts of sums in another order than the ranks that train do",
+            'give a plan by pp alone, such as "pp=2", or leave deterministic out',
+        )
+    if config.rollout_plan in (ALONE, AUTO):
+        return
+    plan = role_plan(job, "rollout", spec.num_layers)
+    check_sampling_plan(job, plan, spec, f"{job.task}.rollout_plan is {config.rollout_plan!r}")
+
+
+def check_sampling_plan(job: Job, plan: Plan, spec: ModelSpec, which: str) -> None:
+    """PlanError where nodes that sample for the job cannot divide its model by this plan; `which` one, in words."""
+    _check_plan(job, plan, spec)
+    if job.deterministic and any(stage.tp > 1 for stage in plan.stages):
+        raise PlanError(
+            f"{which} and deterministic=true: tensor parallelism adds parts of sums in another order than the ranks "
+            "that train do",
+            "divide the model by pp alone, or leave deterministic out",
         )
 
 

@@ -13,7 +13,14 @@ from types import MappingProxyType
 from typing import Self
 
 from tllm.core.errors import ConfigError, nearest
-from tllm.training.job.key_limits import KeyLimits, WantedNodes, check_addresses, check_one_place
+from tllm.training.job.key_limits import (
+    ALONE,
+    KeyLimits,
+    WantedNodes,
+    check_addresses,
+    check_one_place,
+    check_role_plan,
+)
 
 FUNCTION = re.compile(r"(?P<module>.*\.py|\w+(\.\w+)*):(?P<function>[A-Za-z_]\w*)")
 """`module:function`, and `PATH.py:function`, as a job has it once its folder is known."""
@@ -57,7 +64,11 @@ class RolloutConfig:
     reward_dtype: str = "float32"
     """What the reward model computes in: "float32", "bfloat16" or "float64"."""
     reward_nodes: tuple[int | str, ...] = ()
-    """Nodes of the run's own cluster that compute the reward model and do not train: so many, or by their names."""
+    """Nodes of the run's own cluster that compute the reward model and do not train: so many, or by their names; or
+    "auto", as many as the planner finds best, none perhaps."""
+    reward_plan: str = ALONE
+    """With `reward_nodes`: how the nodes of one reward model divide it, by `pp` and `tp`: with "pp=2" two nodes are one
+    model, and four are two. "auto": as the planner finds best. Left out, each node holds it whole."""
     reward_timeout: float = 60.0
     """Seconds that a reward function may take for the completions of one step, and tools for all calls of one turn of
     them; then the run saves and ends."""
@@ -89,6 +100,9 @@ class RolloutConfig:
     rollout_nodes: tuple[int | str, ...] = ()
     """Instead of `rollout_servers`: nodes of the run's own cluster that sample and do not train, so many, or by their
     names; or "auto", as many as the planner finds best, none perhaps."""
+    rollout_plan: str = ALONE
+    """With `rollout_nodes`: how the nodes of one engine divide the model, by `pp` and `tp`: with "pp=2" two nodes are
+    one engine, and four are two. "auto": as the planner finds best. Left out, each node holds it whole."""
     max_staleness: int = 0
     """With `rollout_servers` or `rollout_nodes`: optimizer steps by which the weights that sample may be older than
     those that learn. These machines then sample so many steps ahead while the trainer learns; 0: the trainer waits."""
@@ -134,6 +148,7 @@ class RolloutConfig:
         limits.check({field.name: getattr(self, field.name) for field in fields(self)}, table)
         check_addresses(self.rollout_servers, f"{table}.rollout_servers")
         check_one_place(self.rollout_servers, self.rollout_nodes, f"{table}.rollout_servers", f"{table}.rollout_nodes")
+        check_role_plan(table, "rollout", self.rollout_plan, self.rollout_nodes)
         self._check_reward_model(table)
         if not self.reward_funcs and self.environment_factory is None and not self.reward_model:
             raise ConfigError(
@@ -178,11 +193,7 @@ class RolloutConfig:
                 f"{table}.reward_nodes is given and {table}.reward_model_name_or_path is not",
                 "name the reward model that they compute, or leave reward_nodes out",
             )
-        if wanted.is_auto:
-            raise ConfigError(
-                f'{table}.reward_nodes is "auto", and what a reward model takes is not predicted',
-                "give the number of nodes, or their names",
-            )
+        check_role_plan(table, "reward", self.reward_plan, self.reward_nodes)
         sampling = WantedNodes.of(self.rollout_nodes, f"{table}.rollout_nodes").names
         if twice := sorted(set(wanted.names) & set(sampling)):
             raise ConfigError(f"{table}.reward_nodes and rollout_nodes both name {twice[0]}", "give each node one role")

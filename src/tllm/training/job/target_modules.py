@@ -8,7 +8,7 @@ import torch
 
 from tllm.core.errors import ConfigError, nearest
 from tllm.model.transformer import build
-from tllm.parallel.lora import LoraModule, module_shapes, tensor_names
+from tllm.parallel.lora import B_NAME, LoraModule, module_shapes, tensor_names
 from tllm.parallel.mesh import whole
 from tllm.parallel.shard import shard_of
 from tllm.spec.model_spec import ModelSpec
@@ -35,6 +35,15 @@ def adapter_shapes(lora: LoraJob, spec: ModelSpec) -> dict[str, tuple[int, int]]
         outputs, inputs = of_modules[name]
         found |= zip(tensor_names(name), ((rank, inputs), (outputs, rank)), strict=True)
     return found
+
+
+def adapter_parameter_count(lora: LoraJob | None, spec: ModelSpec) -> int:
+    """Of an adapter of the whole model, if there is one: A and B, and with DoRA a magnitude of each output."""
+    if lora is None:
+        return 0
+    shapes = adapter_shapes(lora, spec).items()
+    magnitudes = sum(outputs for name, (outputs, _) in shapes if lora.use_dora and name.endswith(B_NAME))
+    return sum(rows * columns for _, (rows, columns) in shapes) + magnitudes
 
 
 def target_names(chosen: Iterable[str], spec: ModelSpec) -> list[str]:

@@ -11,10 +11,7 @@ from torch import Tensor, nn
 
 from tllm.comm.collectives.group import Group
 from tllm.parallel.linear import RowLinear
-from tllm.parallel.lora import LoraUpdate, magnitude_name
-from tllm.parallel.shard import Shard, ShardPiece, cut_parameter, shard_of
-
-B_NAME = ".lora_B.weight"
+from tllm.parallel.lora import LoraUpdate, magnitude_parameters
 
 
 class Magnitudes(nn.Module):
@@ -25,7 +22,7 @@ class Magnitudes(nn.Module):
 
     def __init__(self, linear: nn.Module, update: LoraUpdate, tp: Group) -> None:
         super().__init__()
-        self.m = nn.ParameterList(_beside(b) for b in update.B)
+        self.m = nn.ParameterList(magnitude_parameters(update))
         self.tp = tp if isinstance(linear, RowLinear) else None
 
     def forward(self, weight: Tensor, update: LoraUpdate) -> Tensor:
@@ -56,11 +53,3 @@ class Magnitudes(nn.Module):
         if self.tp is not None and self.tp.size > 1:
             squares = self.tp.all_reduce(squares)
         return list(torch.split(squares.sqrt(), [len(whole) for whole in wholes]))
-
-
-def _beside(b: Tensor) -> nn.Parameter:
-    pieces = tuple(
-        ShardPiece(magnitude_name(piece.name.removesuffix(B_NAME)), piece.source[:1], piece.target[:1])
-        for piece in shard_of(b).pieces
-    )
-    return cut_parameter(b.shape[:1], Shard(pieces, True, "partial"))

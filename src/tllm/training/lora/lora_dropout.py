@@ -1,5 +1,5 @@
-"""Dropout of an update's inputs, drawn by counting: what is dropped depends on seed, step, row, token, linear and
-column, and never on who computes it. So every plan, and a layer that is computed again, drops the same."""
+"""Dropout of a LoRA update's inputs by a counter-based random generator. What is dropped depends on seed, step, row,
+token, linear and column alone, so every plan drops the same, and so does a layer that is recomputed."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -13,6 +12,7 @@ from tllm.core.gguf_files import open_gguf
 from tllm.model.transformer import build
 from tllm.parallel.lora import module_shapes
 from tllm.parallel.mesh import whole
+from tllm.parallel.shard import ShardPiece
 from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
 from tllm.spec.model_spec import ModelSpec
@@ -20,8 +20,9 @@ from tllm.training.job.initial_model import COMPANIONS
 from tllm.training.state.initial_weights import shapes_of
 from tllm.weights.byte_source import LocalFiles
 from tllm.weights.dtypes import torch_dtype
-from tllm.weights.export import export_tensors
+from tllm.weights.export import export_tensors, with_dtype
 from tllm.weights.formats.open_index import open_index
+from tllm.weights.load import check_tied
 from tllm.weights.lora.adapter_files import read_adapter
 from tllm.weights.lora.merge import AdapterSource, merged_tensors
 from tllm.weights.manifest import checked
@@ -30,7 +31,8 @@ from tllm.weights.manifest import checked
 def write_merged(folder: Path, out: Path, adapters: Sequence[Path] = (), dtype: str | None = None) -> None:
     """Write the model of a folder into a new one, `out`, with adapters merged into it.
 
-    ConfigError or WeightsError, before anything is written, for an adapter that is not of this model.
+    ConfigError or WeightsError, before anything is written, for an adapter that is not of this model, and for a head in
+    the files that is not the table which config.json says it is.
     """
     if open_gguf(folder) is not None:
         raise ConfigError(f"{folder} is a GGUF model", "give the model's Hugging Face folder, in safetensors")
@@ -43,9 +45,11 @@ def write_merged(folder: Path, out: Path, adapters: Sequence[Path] = (), dtype: 
             "merge such an adapter alone",
         )
     wanted = None if dtype is None else torch_dtype(dtype)
-    tensors = merged_tensors(shapes_of(spec), open_index(source, config), source, found, wanted)
+    shapes, index = shapes_of(spec), open_index(source, config)
+    check_tied(map(ShardPiece, shapes), index, source)
+    tensors = merged_tensors(shapes, index, source, found, wanted)
     others = [folder / name for name in COMPANIONS if (folder / name).is_file()]
-    export_tensors(out, _with_dtype(config, dtype), tensors, others=others)
+    export_tensors(out, config if dtype is None else with_dtype(config, dtype), tensors, others=others)
 
 
 def _adapter(path: Path, spec: ModelSpec) -> AdapterSource:
@@ -56,11 +60,3 @@ def _adapter(path: Path, spec: ModelSpec) -> AdapterSource:
     except WeightsError as error:
         raise WeightsError(f"{path}: {error.message}", error.hint) from error
     return AdapterSource(adapter, source)
-
-
-def _with_dtype(config: dict[str, Any], dtype: str | None) -> dict[str, Any]:
-    """The config of a model whose numbers have another dtype."""
-    if dtype is None:
-        return config
-    keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
-    return config | dict.fromkeys(keys, dtype)

@@ -1,4 +1,4 @@
-"""`TrainedAdapter`: what is learned of a rank's chunk of layers where the model itself is not: updates of its linears.
+"""`TrainedAdapter`: the LoRA updates that are trained on a rank's chunk of layers, whose own weights are frozen.
 
 The model knows nothing of it: it calls the `Adapt` that a microbatch is given.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from tllm.devices.choose import CPU
 from tllm.model.transformer import Transformer
 from tllm.parallel.linear import Adapt, matmul, unadapted
-from tllm.parallel.lora import LoraModule, LoraUpdate, updates_of
+from tllm.parallel.lora import LoraModule, LoraUpdate, rescaled, updates_of, weight_of
 from tllm.parallel.shard import shard_of
 from tllm.quantization.reference_matmul import on_grid
 from tllm.training.data.batch_tensors import Tokens
@@ -74,8 +75,16 @@ class TrainedAdapter(nn.Module):
         """DoRA's first values, of the model as it was filled. All ranks of a tensor-parallel group call it together."""
         found = dict[nn.Parameter, Tensor]()
         for linear, magnitudes in self.magnitudes.items():
-            found |= magnitudes.first_values(_weight(linear), self.of_linear[linear])
+            found |= magnitudes.first_values(weight_of(linear), self.of_linear[linear])
         return found
+
+    @torch.no_grad()
+    def hold_factors(self) -> None:
+        """Give the updates DoRA's factors as they are now, for an engine that samples, which computes with `of_linear`
+        alone. All ranks of a tensor-parallel group call it together."""
+        for linear, magnitudes in self.magnitudes.items():
+            update = self.of_linear[linear]
+            update.rescale = partial(rescaled, magnitudes(weight_of(linear), update))
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,17 +110,11 @@ class AdaptedMicrobatch:
             first = shard_of(update.A).pieces[0]
             x_TD = dropped_out(x_TD, self.draws_T, first.name, first.source[1][0], self.dropout)
             if magnitudes is not None:  # as PEFT has it, what magnitudes change goes by the inputs that are left
-                base_TF = matmul(x_TD.to(dtype), _weight(linear))
+                base_TF = matmul(x_TD.to(dtype), weight_of(linear))
         added_TF: Tensor = update(x_TD)
         if magnitudes is not None:
-            factor_F: Tensor = magnitudes(_weight(linear), update)
-            added_TF = factor_F * added_TF + (factor_F - 1) * base_TF
+            factor_F: Tensor = magnitudes(weight_of(linear), update)
+            added_TF = rescaled(factor_F, added_TF, base_TF)
         if y_TF.dtype == torch.float64 != dtype and not torch.is_grad_enabled():
             added_TF = on_grid(added_TF)  # beside exact partial sums, as the engine has it
         return y_TF + added_TF.to(y_TF.dtype)
-
-
-def _weight(linear: nn.Module) -> Tensor:
-    weight = linear.weight
-    assert isinstance(weight, Tensor)
-    return weight

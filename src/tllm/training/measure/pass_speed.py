@@ -1,4 +1,4 @@
-"""How fast this process trains a model's layers, its logits and its optimizer: what seconds of a step come from.
+"""Measures how fast this process trains: a model's layers, its logits and its optimizer. Predictions of steps use it.
 
 How fast this machine trains one layer of a model: what the seconds of a step are predicted from.
 """
@@ -29,8 +29,8 @@ from tllm.training.data.batch_tensors import Tokens
 from tllm.training.objectives.next_token import NextTokenLoss
 from tllm.training.optim.optimizer import Optimizer
 from tllm.training.state.initial_weights import STD, fill_randomly
+from tllm.training.step.matmul_dtype import choose_matmul_dtype
 from tllm.training.step.split_backward import input_half
-from tllm.training.step.trained_products import choose_trained_products
 
 LAYERS = 2
 """Layers of a pass: what the first of them needs beside is then not all that is measured."""
@@ -94,7 +94,7 @@ def _filled(spec: ModelSpec, mesh: Mesh, dtype: torch.dtype, device: torch.devic
         for parameter in model.parameters():
             parameter.normal_(std=STD)
     if device == CPU:  # only the processor has a choice
-        choose_trained_products(model.parameters(), dtype)
+        choose_matmul_dtype(model.parameters(), dtype)
     return model
 
 

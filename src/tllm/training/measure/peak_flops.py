@@ -1,4 +1,4 @@
-"""What a device can do at best: the rate of its matrix products, which a model's own rate is held against."""
+"""The peak rate of a device's matrix products, against which a model's rate is held as MFU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`HiddenStateLoss`: how far a student's hidden states, projected to a teacher's width, are from the teacher's.
+"""`HiddenStateLoss`: the distance of a student's hidden states, projected to the teacher's width, from the teacher's.
 
 FitNets (1412.6550) has a student learn from what is in the middle of its teacher through a regressor that is learned
 with it, TinyBERT (1909.10351, equation 7) from several layers by the mean square, DistilBERT (1910.01108) by the

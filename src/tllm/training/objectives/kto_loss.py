@@ -1,4 +1,4 @@
-"""`KTOLoss`: the objective of the task "kto", replies of which each is wanted or not (2402.01306)."""
+"""`KTOLoss`: the objective of the task "kto", whose replies are each desirable or undesirable (2402.01306)."""
 
 from __future__ import annotations
 

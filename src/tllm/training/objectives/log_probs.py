@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens of a microbatch, and their sums over documents: what objectives are made of."""
+"""Log-probabilities of the tokens of a microbatch, and their sums over documents, of which objectives are made."""
 
 from __future__ import annotations
 

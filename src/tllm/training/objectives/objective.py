@@ -1,4 +1,4 @@
-"""`Objective`: what a run learns from the last stage's hidden states, as the tasks of a job say."""
+"""`Objective`: what a run learns from the last stage's hidden states. Each task has one."""
 
 from __future__ import annotations
 

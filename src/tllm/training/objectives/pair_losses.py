@@ -1,4 +1,5 @@
-"""The losses of pairs of replies by their log-probabilities: DPO and its kin, ORPO, SimPO. Each is of its pair alone.
+"""The losses of preference pairs by their log-probabilities: DPO and its variants, ORPO, SimPO. Each depends on its
+pair alone.
 
 Names and, where papers leave it open, forms are those of TRL. With r = log p(y | x) - log p_ref(y | x), chosen r_w and
 rejected r_l, and d = r_w - r_l.
@@ -7,7 +8,7 @@ rejected r_l, and d = r_w - r_l.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -28,9 +29,6 @@ class PairLosses:
     chosen_log_probs_P: Tensor
     rejected_log_probs_P: Tensor
     more: Mapping[str, Tensor] = field(default_factory=dict)
-
-
-PairLoss = Callable[[Pairs], PairLosses]
 
 
 class DPOPairs:

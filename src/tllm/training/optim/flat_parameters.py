@@ -48,14 +48,7 @@ class FlatParameters:
     def gather(self, number: int) -> None:
         """All-gather a bucket's whole flat tensor from the ranges of the ranks of its group."""
         bucket, group, mine = self.layout.buckets[number], self.layout.group_of(number), self.mine[number]
-        run = self.whole[number]
-        here = run if run.is_cpu else torch.empty_like(run, device="cpu")
-        parts = [here[slice(*bucket.range_of(rank, group.size))] for rank in range(group.size)]
-        if here is not run or self.is_sharded(number):
-            parts[group.rank].copy_(mine)
-        group.exchange(dict.fromkeys(group.send, mine.cpu()), {rank: parts[rank] for rank in group.recv})
-        if here is not run:
-            run.copy_(here)
+        group.all_gather_into(self.whole[number], mine, bucket.counts(group.size))
 
     def fill(self, fill: Callable[[nn.Module], object]) -> None:
         """Values for all parameters, of which `fill` is given those of a bucket at a time; only ranges stay."""

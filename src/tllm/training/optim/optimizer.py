@@ -1,4 +1,4 @@
-"""Optimizers (AdamW, SGD) on flat tensors. Each is a rule without state of its own; the state is handed in."""
+"""Optimizers (AdamW, SGD) on flat tensors. Each is a stateless rule; its state is an argument."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""ZeRO-3: the weights of a layer are whole while it is used, and in between spread over dp (1910.02054, 2304.11277).
+"""ZeRO-3: the weights of a layer are gathered while it is used, and sharded over dp in between (1910.02054,
+2304.11277).
 
 Forward and backward pass gather each unit's weights and let them go again; what was used next in the step before is
 gathered ahead, while this one is used. So a rank's weights take its ranges and at most two units that follow one

@@ -1,8 +1,8 @@
-"""`ParameterServerClient`: a replica's side of the parameter-server architecture, in the place of an
-`OptimizerUpdate` of its own.
+"""`ParameterServerClient`: a replica's side of the parameter-server architecture. It takes the place of an
+`OptimizerUpdate`.
 
-Of Ψ parameters the input table's V D are not tied; a step of which u different rows of it are touched moves, for each
-replica, beside messages of some bytes,
+Ψ are the parameters, V D of them those of an input table that is not tied. A step that touches u different rows of the
+table moves, for each replica, beside messages of some bytes,
 
     4 (Ψ - V D + u D) up in gradients (8 in float64)        4 u up in row numbers
     b (Ψ - V D + u D) down in weights of b bytes             u = V and no row numbers where the table is tied
@@ -31,7 +31,7 @@ class ParameterServerClient:
     """Pulls a step's weights from the servers at `lines` and pushes its gradient, held in `buckets` of solo groups.
 
     The parameters become views of flat tensors that are made here. `table` is the number of the parameter that travels
-    by rows: a row that no token of a step uses is as old as when it was last pulled, and `pull_all` renews all of them.
+    by rows: a row that no token of a step uses is as old as when it was last pulled.
     `world` are all replicas, who tell each other what was not finite where the step is one for all.
     """
 
@@ -105,11 +105,6 @@ class ParameterServerClient:
         assert len(updates) == 1, f"servers have taken unlike numbers of updates at a save: {updates}"
         return updates.pop()
 
-    def pull_all(self) -> None:
-        """The whole model as it is after every replica's present step: waits for all of them."""
-        with self.servers.explained():
-            self._pull(None)
-
     def close(self, failure: BaseException | None = None) -> None:
         """Say farewell, or what this replica fails with."""
         if failure is not None:
@@ -123,12 +118,11 @@ class ParameterServerClient:
         """Payload over all links, both ways."""
         return self.servers.bytes_moved
 
-    def _pull(self, rows: list[Tensor] | None) -> None:
+    def _pull(self, rows: list[Tensor]) -> None:
         """Receive weights straight into their places, those of rows by way of a tensor of their own."""
         for server, line in enumerate(self.servers.lines):
-            say.send(line.send, say.Pull(self.step + 1, None if rows is None else len(rows[server])))
-            if rows is not None:
-                line.send.send(rows[server].int())
+            say.send(line.send, say.Pull(self.step + 1, len(rows[server])))
+            line.send.send(rows[server].int())
         clocks = [reply.clocks for reply in self.servers.replies(say.Weights)]
         self.clocks = tuple(min(of_replica) for of_replica in zip(*clocks, strict=True))
         for group in self._segments.rounds():
@@ -138,7 +132,7 @@ class ParameterServerClient:
             ]
             self.servers.receive_into([(s, x) for x, (s, _) in zip(received, group, strict=True)])
             for place, x, (s, segment) in zip(places, received, group, strict=True):
-                if segment.row and rows is not None:
+                if segment.row:
                     segment.by_rows(place)[rows[s]] = x
 
     def _send(self, of: Callable[[int, ServerSegment], Tensor]) -> None:
@@ -171,6 +165,6 @@ class ParameterServerClient:
             self.close(error)
             raise
 
-    def _travelling(self, x: Tensor, server: int, segment: ServerSegment, rows: list[Tensor] | None) -> Tensor:
-        """What travels of a segment: a copy of the given rows of the table, or all that there is."""
-        return x if not segment.row or rows is None else segment.by_rows(x)[rows[server]]
+    def _travelling(self, x: Tensor, server: int, segment: ServerSegment, rows: list[Tensor]) -> Tensor:
+        """What travels of a segment: a copy of the given rows of the table; of any other all that there is."""
+        return segment.by_rows(x)[rows[server]] if segment.row else x

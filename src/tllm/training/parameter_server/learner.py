@@ -1,5 +1,5 @@
-"""`ParameterServerLearner`: a replica whose weights and optimizer's state lie on servers
-(`train.parameter_server.client`), as a `Learner`."""
+"""`ParameterServerLearner`: a `Learner` whose weights and optimizer states are on parameter servers
+(`training.parameter_server.client`)."""
 
 from __future__ import annotations
 

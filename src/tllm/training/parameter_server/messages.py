@@ -22,13 +22,10 @@ class Give(_Message, frozen=True):
 
 
 class Pull(_Message, frozen=True):
-    """Asks for the weights to compute step `step` with; the numbers of `rows` of the table follow, if it has any.
-
-    Without `rows` it asks for every row, and for weights that hold all replicas' steps before `step`.
-    """
+    """Asks for the weights to compute step `step` with; the numbers of so many `rows` of the table follow."""
 
     step: int
-    rows: int | None
+    rows: int
 
 
 class Push(_Message, frozen=True):
@@ -89,6 +86,7 @@ class Failed(_Message, frozen=True):
 Request = Give | Pull | Push | Apply | Save | Farewell | Failed
 Reply = Weights | Square | Settled | Failed
 _REQUESTS, _REPLIES = msgspec.msgpack.Decoder(Request), msgspec.msgpack.Decoder(Reply)
+_FAILURES = msgspec.msgpack.Decoder(Failed)
 
 WORDS_SECONDS = 1.0
 """How long one whose link has failed may take to say why."""
@@ -133,7 +131,7 @@ def last_words(link: Link) -> LinkClosed | None:
     with contextlib.suppress(LinkError):
         while link.wait(WORDS_SECONDS):
             with contextlib.suppress(*UNREADABLE):
-                said = msgspec.msgpack.decode(link.recv_bytes(LIMIT), type=Failed)
+                said = _FAILURES.decode(link.recv_bytes(LIMIT))
                 return LinkClosed(said.message, said.hint)
     return None
 

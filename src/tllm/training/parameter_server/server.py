@@ -181,17 +181,14 @@ class ParameterServer:
     def _give(self, replica: int, line: ReplicaLinks, pull: say.Pull) -> None:
         rows = self._asked_rows(line, pull)
         with self._changed:
-            self._wait(lambda: self._filled and self.clocks.may_read(pull.step, exact=rows is None))
+            self._wait(lambda: self._filled and self.clocks.may_read(pull.step))
             weights, clocks = self.state.weights(rows), self.clocks.pushed
-        if rows is not None:
-            self._rows[replica] = rows
+        self._rows[replica] = rows
         say.send(line.send, say.Weights(clocks))
         for tensor in weights:
             line.send.send(tensor)
 
-    def _asked_rows(self, line: ReplicaLinks, pull: say.Pull) -> Tensor | None:
-        if pull.rows is None:
-            return None
+    def _asked_rows(self, line: ReplicaLinks, pull: say.Pull) -> Tensor:
         held = sum(segment.rows for segment in self.state.segments)
         if not 0 <= pull.rows <= held:
             raise FrameError(f"rank {line.recv.source} asks for {pull.rows} rows; rank {line.recv.target} holds {held}")

@@ -1,5 +1,5 @@
-"""`ParameterServerRun`: the rank of one parameter server in a run. The replicas' ranks lead; it serves their steps and
-saves."""
+"""`ParameterServerRun`: the rank of one parameter server in a run. It serves the replicas' steps, and saves when they
+do."""
 
 from __future__ import annotations
 

@@ -64,10 +64,10 @@ class ServerState:
             if own is not weights:
                 own.copy_(weights)
 
-    def weights(self, rows: Tensor | None) -> list[Tensor]:
-        """A copy of the weights, of the table these rows only; None is all of it."""
+    def weights(self, rows: Tensor) -> list[Tensor]:
+        """A copy of the weights, of the table these rows only."""
         return [
-            own.clone() if rows is None or not segment.row else segment.by_rows(own)[rows]
+            segment.by_rows(own)[rows] if segment.row else own.clone()
             for segment, own in zip(self.segments, self._weights, strict=True)
         ]
 

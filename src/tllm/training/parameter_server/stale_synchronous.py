@@ -1,5 +1,5 @@
-"""`StaleSynchronousClocks`: how far each replica has come, and who may go on (stale synchronous parallel, Ho et al.,
-NIPS 2013)."""
+"""`StaleSynchronousClocks`: how many steps each replica has taken, and who may go on (stale synchronous parallel, Ho et
+al., NIPS 2013)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,6 @@ class StaleSynchronousClocks:
         """A replica is done, and nobody waits for it any more."""
         self._pushed[replica] = math.inf
 
-    def may_read(self, step: int, exact: bool = False) -> bool:
-        """Whether the weights may be read to compute `step` with; `exact`: with nothing of the steps before lacking."""
-        slack = 0 if exact else self.max_staleness
-        return slack == ASYNCHRONOUS or min(self._pushed) >= step - 1 - slack
+    def may_read(self, step: int) -> bool:
+        """Whether the weights may be read to compute `step` with."""
+        return self.max_staleness == ASYNCHRONOUS or min(self._pushed) >= step - 1 - self.max_staleness

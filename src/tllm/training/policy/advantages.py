@@ -1,7 +1,7 @@
-"""Advantages: how much better a completion's reward is than what it is compared with.
+"""Advantages: how much better a completion's reward is than a baseline.
 
-GRPO (2402.03300): the mean of its group, in units of the group's standard deviation. Dr. GRPO (2503.20783) leaves the
-division out. RLOO (2402.14740): the mean of the others of its group.
+GRPO (2402.03300): the baseline is the mean of the completion's group, and the unit the group's standard deviation. Dr.
+GRPO (2503.20783) does not divide. RLOO (2402.14740): the baseline is the mean of the group's other completions.
 """
 
 from __future__ import annotations

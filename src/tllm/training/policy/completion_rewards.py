@@ -1,4 +1,4 @@
-"""`CompletionRewards`: rank 0's reward functions, loaded once, and what they make of completions of prompts."""
+"""`CompletionRewards`: rank 0's reward functions, loaded once, and the rewards that they give to completions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of completions to be read in a run's folder: of each step what it learned from, and of each evaluation."""
+"""Completions for people to read, as files in a run's folder: those of each step, and those of each evaluation."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from tllm.core.errors import UNREADABLE, ConfigError
 from tllm.training.evaluation.completion_record import CompletionRecord
 
 COMPLETIONS, EVAL_COMPLETIONS = "completions.jsonl", "eval_completions.jsonl"
+
+_RECORDS = msgspec.json.Decoder(CompletionRecord)
 
 
 class CompletionsFile:
@@ -53,7 +55,7 @@ def _kept(path: Path, done: int) -> int:
     with path.open("rb") as file:
         for line in file:
             try:
-                step = msgspec.json.decode(line, type=CompletionRecord).step if line.endswith(b"\n") else done + 1
+                step = _RECORDS.decode(line).step if line.endswith(b"\n") else done + 1
             except UNREADABLE:
                 return end
             if step > done:

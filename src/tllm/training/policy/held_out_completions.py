@@ -1,6 +1,6 @@
-"""`HeldOutCompletions`: what the model writes to a few prompts of the rows held out, after each evaluation, to be read.
+"""`HeldOutCompletions`: completions of a few held-out prompts after each evaluation, for people to read.
 
-The same prompts each time, decoded greedily, so that what changes from one evaluation to the next is the model.
+The prompts are the same each time and decoding is greedy, so that only the model changes between evaluations.
 """
 
 from __future__ import annotations

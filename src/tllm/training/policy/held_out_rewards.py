@@ -1,7 +1,7 @@
-"""`HeldOutRewards`: what completions of prompts held out are worth, which nothing is learned from.
+"""`HeldOutRewards`: the rewards of completions of held-out prompts, from which nothing is learned.
 
-They are sampled as those of steps are, at the job's temperature, each with a seed of its own that is the same at every
-evaluation: what changes from one to the next is the model.
+They are sampled as those of steps are, at the job's temperature. Each has a seed of its own, the same at every
+evaluation, so that only the model changes between evaluations.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ class Outcome(msgspec.Struct, frozen=True):
 
     metrics: dict[str, float] = {}
     fault: tuple[str, str] | None = None
+
+
+_OUTCOMES = msgspec.msgpack.Decoder(Outcome)
 
 
 class RewardedPrompts(NamedTuple):
@@ -146,6 +149,6 @@ class HeldOutRewards:
 def decode_outcome(content: bytes) -> Outcome:
     """FrameError for anything else."""
     try:
-        return msgspec.msgpack.decode(content, type=Outcome)
+        return _OUTCOMES.decode(content)
     except UNREADABLE as error:
         raise FrameError(f"what rank 0 sent is no outcome of an evaluation: {error}") from error

@@ -54,6 +54,9 @@ class RewardAnswer(msgspec.Struct):
     rewards: list[float | None]
 
 
+_SCORES, _REWARDS = msgspec.json.Decoder(ScoreAnswer), msgspec.json.Decoder(RewardAnswer)
+
+
 def http_reward(url: str, seconds: float) -> RewardFunction:
     """What the server at `url` says of completions. ConfigError, in one line, where it says nothing of use."""
     ask = _scores if url.rstrip("/").endswith("/score") else _rewards
@@ -61,7 +64,7 @@ def http_reward(url: str, seconds: float) -> RewardFunction:
 
 
 def _rewards(url: str, columns: Mapping[str, Sequence[Any]], seconds: float) -> list[float | None]:
-    return _asked(url, columns, seconds, RewardAnswer).rewards
+    return _asked(url, columns, seconds, _REWARDS).rewards
 
 
 def _scores(url: str, columns: Mapping[str, Sequence[Any]], seconds: float) -> list[float]:
@@ -74,12 +77,12 @@ def _scores(url: str, columns: Mapping[str, Sequence[Any]], seconds: float) -> l
     found: list[float] = []
     for at in range(0, len(prompts), AT_ONCE):
         texts = {"text_1": prompts[at : at + AT_ONCE], "text_2": completions[at : at + AT_ONCE]}
-        found += [one.score for one in _asked(url, {**texts, "use_activation": False}, seconds, ScoreAnswer).data]
+        found += [one.score for one in _asked(url, {**texts, "use_activation": False}, seconds, _SCORES).data]
     return found
 
 
-def _asked(url: str, question: Mapping[str, Any], seconds: float, kind: type[T]) -> T:
-    """The answer to a question, as `kind`."""
+def _asked(url: str, question: Mapping[str, Any], seconds: float, decoder: msgspec.json.Decoder[T]) -> T:
+    """The answer to a question."""
     headers = {"content-type": "application/json"}
     if key := os.environ.get(KEY_VARIABLE):
         headers["authorization"] = f"Bearer {key}"
@@ -98,7 +101,7 @@ def _asked(url: str, question: Mapping[str, Any], seconds: float, kind: type[T])
         reason = getattr(error, "reason", error)
         raise ConfigError(f"the server at {url} cannot be asked: {reason}", "start it, and go on") from error
     try:
-        return msgspec.json.decode(content, type=kind)
+        return decoder.decode(content)
     except UNREADABLE as error:
         raise ConfigError(
             f"the server at {url} answered with something else than rewards: {error}",

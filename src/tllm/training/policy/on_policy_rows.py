@@ -1,7 +1,8 @@
-"""`OnPolicyRows`: rank 0's part of on-policy distillation (GKD, 2306.13649): a teacher judges what the student writes.
+"""`OnPolicyRows`: rank 0's part in on-policy distillation (GKD, 2306.13649), where a teacher judges what the student
+writes.
 
-In each step either the student writes all completions or all are those of the data; which, is drawn from the job's
-seed and the step, so that it is the same under every plan and where a run goes on.
+In each step either the student writes all completions, or all are those of the data. Which of the two is drawn from the
+job's seed and the step, so that it is the same under every plan and in a resumed run.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from tllm.core.errors import ConfigError
 from tllm.training.data.batch_feed import ReplicaBatch, receive_part, send_parts, split_global_batch
 from tllm.training.data.batch_tensors import Tokens
 from tllm.training.data.packing import PackedRow
-from tllm.training.job.job_parts import steps_of_one_sampling
+from tllm.training.job.job_parts import shares_prompts, steps_of_one_sampling
 from tllm.training.objectives.policy_gradient import KEPT, OLD, REFERENCE
 from tllm.training.policy.reference_model import ReferenceModel
 from tllm.training.policy.rollouts import Completion, PromptGroup, RolloutOrder
@@ -34,6 +34,7 @@ from tllm.training.policy.sample_together import StepSampler, dealt
 from tllm.training.state.initial_weights import InitialWeights
 from tllm.training.step.rank_groups import RankConfig
 from tllm.training.step.rank_model import RankModel
+from tllm.training.step.shared_prompts import share_prompts
 from tllm.weights.dtypes import torch_dtype
 
 
@@ -113,7 +114,8 @@ class PolicyFeed:
         """The batch as tensors, with log-probabilities of the pass before and of the reference."""
         is_first = (self._step - 1) % self._passes == 0
         if is_first:
-            self._microbatches = [self._with_room(tokens) for tokens in self._with_reference(batch.unpack())]
+            computed = [share_prompts(tokens) if batch.shares_prompts else tokens for tokens in batch.unpack()]
+            self._microbatches = [self._with_room(tokens) for tokens in self._with_reference(computed)]
         if self._passes == 1 or is_first:
             return self._microbatches
         return [
@@ -141,7 +143,7 @@ class PolicyFeed:
             self.role_seconds["tools"] = self._sampler.tool_seconds
             self.role_seconds["sampling"] -= self._sampler.tool_seconds
         if asked.fault is not None:
-            return _faulty(asked.fault)
+            return ReplicaBatch(fault=asked.fault)
         if self._judged is None:
             return receive_part(config.groups.data)
         with self._timed("teacher" if config.job.distill is not None else "rewards"):
@@ -165,11 +167,12 @@ class PolicyFeed:
         try:
             rows, metrics = self._judged.learned(self._step, completions)
         except ConfigError as error:
-            return [_faulty((error.message, error.hint))] * plan.replicas
+            return [ReplicaBatch(fault=(error.message, error.hint))] * plan.replicas
         position = self._judged.position(self._step + self._passes) if self._with_positions else b""
         batches = split_global_batch(rows, plan.dp, self._config.job.microbatch_size, position)
         metrics = {**metrics, **self._sampler.metrics}
-        return [msgspec.structs.replace(batch, metrics=metrics) for batch in batches]
+        shares = shares_prompts(self._config.job, self._config.spec, self._config.device.type, plan.cp)
+        return [msgspec.structs.replace(batch, metrics=metrics, shares_prompts=shares) for batch in batches]
 
     def _with_reference(self, microbatches: list[Tokens]) -> list[Tokens]:
         if self._reference is None:
@@ -201,7 +204,3 @@ class PolicyFeed:
 
 def _without(tokens: Tokens, name: str) -> dict[str, Tensor]:
     return {key: x_T for key, x_T in tokens.of_tokens.items() if key != name}
-
-
-def _faulty(fault: tuple[str, str]) -> ReplicaBatch:
-    return ReplicaBatch((), 0, 0, (), 0, 0.0, fault=fault)

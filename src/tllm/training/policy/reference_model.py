@@ -1,6 +1,6 @@
-"""`ReferenceModel`: the model that a run began with, which the policy is kept near.
+"""`ReferenceModel`: the model that a run began with, to which the KL penalty holds the policy.
 
-Of a policy that is an adapter beside a model, it is that model. Else it takes the memory of the weights again.
+Where the policy is an adapter, the reference is the model without it. Otherwise it takes as much memory as the weights.
 """
 
 from __future__ import annotations

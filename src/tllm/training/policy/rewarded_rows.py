@@ -1,4 +1,5 @@
-"""`RewardedRows`: rank 0's part of sampling: which prompts, what completions are worth, what is learned of them."""
+"""`RewardedRows`: rank 0's part in learning from rewards: it chooses prompts, has completions rewarded, and makes rows
+of them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`Rollouts`: what samples completions with the weights that are trained, as the trainer sees it; and what it is asked.
+"""`Rollouts`: the interface by which a trainer has completions sampled with the weights that it trains.
 
-The engine and the trainer know nothing of each other: whoever starts a rank hands in what samples.
+Engine and trainer know nothing of each other: whoever starts a rank hands in what samples.
 """
 
 from __future__ import annotations
@@ -134,10 +134,13 @@ class SampledPart(msgspec.Struct, frozen=True, array_like=True):
     fault: tuple[str, str] | None = None
 
 
+_PARTS, _ORDERS = msgspec.msgpack.Decoder(SampledPart), msgspec.msgpack.Decoder(RolloutOrder)
+
+
 def decode_part(content: bytes) -> SampledPart:
     """FrameError for anything else."""
     try:
-        return msgspec.msgpack.decode(content, type=SampledPart)
+        return _PARTS.decode(content)
     except UNREADABLE as error:
         raise FrameError(f"what a replica sent are no completions: {error}") from error
 
@@ -145,6 +148,6 @@ def decode_part(content: bytes) -> SampledPart:
 def decode_order(content: bytes) -> RolloutOrder:
     """What rank 0 asks for; FrameError for anything else."""
     try:
-        return msgspec.msgpack.decode(content, type=RolloutOrder)
+        return _ORDERS.decode(content)
     except UNREADABLE as error:
         raise FrameError(f"what rank 0 sent are no prompts: {error}") from error

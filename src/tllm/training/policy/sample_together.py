@@ -1,4 +1,4 @@
-"""Completions that all replicas sample of what rank 0 asks for, brought back to rank 0 in order."""
+"""Lets all replicas sample the completions that rank 0 asks for, and brings them back to rank 0 in order."""
 
 from __future__ import annotations
 

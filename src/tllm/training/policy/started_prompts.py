@@ -1,4 +1,4 @@
-"""`StartedPrompts`: what each completion goes on from: its row's prompt, and what its environment adds to that."""
+"""`StartedPrompts`: the prompts that completions continue: those of the rows, with what environments add to them."""
 
 from __future__ import annotations
 

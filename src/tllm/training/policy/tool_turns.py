@@ -1,4 +1,5 @@
-"""`ToolTurns`: completions of several turns: the model writes, rank 0 runs the tools that it calls, the model goes on.
+"""`ToolTurns`: completions of several turns. The model writes, rank 0 runs the tools that it calls, the model
+continues.
 
 As in TRL's `GRPOTrainer`:
 

@@ -1,4 +1,4 @@
-"""`AnswererPlaces`: where programs answer a run's questions, by their role, as they come and go while it runs."""
+"""`AnswererPlaces`: the addresses of programs that answer a run's questions, by role. They come and go during a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`AnswererPool`: the threads that ask a run's questions, one for each program that answers them."""
+"""`AnswererPool`: one thread for each program that answers a run's questions."""
 
 from __future__ import annotations
 

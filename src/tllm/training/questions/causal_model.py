@@ -1,4 +1,4 @@
-"""`CausalModel`: a model that predicts tokens, opened by a folder or by its name to answer runs. No weights yet."""
+"""`CausalModel`: a causal language model that is to answer runs, found by its folder or name. No weights yet."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ class CausalModel(NamedTuple):
 
     @classmethod
     def find(cls, name: str, lack: str, hint: str) -> CausalModel:
-        """ConfigError for a model with a classification head, which `lack` says what it cannot do."""
+        """ConfigError for a model without a head for tokens, of which `lack` says what it cannot do."""
         folder = Path(name) if Path(name).is_dir() else locate(name, "whole").path
         config = read_config(folder)
         spec = spec_from_config(config)
         if spec.num_labels:
             raise ConfigError(f"{name} has a classification head of {spec.num_labels} labels and {lack}", hint)
+        if spec.is_headless:
+            raise ConfigError(f"{name} was saved without its head for tokens and {lack}", hint)
         return cls(folder, config, spec)

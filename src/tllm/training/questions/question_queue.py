@@ -1,4 +1,4 @@
-"""`QuestionQueue`: questions that several programs answer, each the next that it is free for. None is lost."""
+"""`QuestionQueue`: a queue of questions for several programs. Each takes the next when it is free, and none is lost."""
 
 from __future__ import annotations
 

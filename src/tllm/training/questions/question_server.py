@@ -1,4 +1,4 @@
-"""`QuestionServer`: answers the questions of runs on other machines, any number of them at a time."""
+"""`QuestionServer`: answers the questions of training runs on other machines, any number of runs at a time."""
 
 from __future__ import annotations
 
@@ -15,9 +15,16 @@ from tllm.cluster.tls import peer_name
 from tllm.comm.links.handshake import LinkWelcome, receive_message, send_message, start_tls
 from tllm.comm.links.send_buffer import shut
 from tllm.comm.links.tcp_link import set_socket_options
-from tllm.core.errors import ClusterError, FrameError, LinkError, TllmError
+from tllm.core.errors import ClusterError, FrameError, LinkClosed, LinkError, TllmError
 from tllm.training.questions.answerer_places import AskingRun
-from tllm.training.questions.run_connection import Conversation, Direction, Greeting, RunConnection, RunHello
+from tllm.training.questions.run_connection import (
+    RUN_HELLOS,
+    Conversation,
+    Direction,
+    Greeting,
+    RunConnection,
+    RunHello,
+)
 
 HELLO_SECONDS = 5.0
 """For the handshake of one connection, and for the second of a run's two to follow the first."""
@@ -35,7 +42,8 @@ A = TypeVar("A")
 
 
 class Session(Protocol[Questioned, Answered]):
-    """What answers one run. `answer` is called by one thread at a time."""
+    """What answers one run. `answer` is called by one thread at a time. A LinkClosed of it ends the session: processes
+    that it computed with are lost, and the run asks another."""
 
     def answer(self, question: Questioned) -> Answered:
         """An error, FrameError for a question that is none, is told to the run by `failed`."""
@@ -96,6 +104,11 @@ class QuestionServer(Generic[Intro, Q, A]):
         self.answered = 0
         """Questions so far, of all runs."""
 
+    @property
+    def is_computing(self) -> bool:
+        """Whether a question is at hand."""
+        return self._computing.locked()
+
     def serve(self) -> None:
         """Take connections until `close`."""
         with ThreadPoolExecutor(HALF_OPEN, "tllm hello") as pool:
@@ -131,7 +144,7 @@ class QuestionServer(Generic[Intro, Q, A]):
             set_socket_options(sock)
             sock.settimeout(HELLO_SECONDS)
             sock = start_tls(sock, self._context)
-            hello = receive_message(sock, RunHello, until)
+            hello = receive_message(sock, RUN_HELLOS, until)
             speaker = AskingRun(peer_name(sock) or "", hello.run)
             refusal = self._refusal(speaker)
             send_message(sock, LinkWelcome(refusal), until)
@@ -209,6 +222,9 @@ class QuestionServer(Generic[Intro, Q, A]):
                 session = self._answerer.open_session(introduction)
         except FrameError:
             raise
+        except LinkClosed as error:  # of others who compute the model with this process: the run asks whoever is left
+            log.warning("cannot serve the run at %s: %s", peer, error.message)
+            return None
         except (TllmError, RuntimeError) as error:
             log.warning("cannot serve the run at %s: %s", peer, _reason(error))
             connection.send_answer(Greeting(self._answerer.name, _reason(error)))
@@ -236,6 +252,9 @@ class QuestionServer(Generic[Intro, Q, A]):
                     with self._computing:
                         answer = session.answer(question)
                         self.answered += 1
+                except LinkClosed as error:  # of others who compute it with this process: the run asks whoever is left
+                    log.warning("answers %s no more: %s", peer, error.message)
+                    return
                 except (TllmError, RuntimeError) as error:
                     answer = session.failed(question, _reason(error))
                 connection.send_answer(answer)

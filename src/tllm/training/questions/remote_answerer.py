@@ -1,4 +1,4 @@
-"""`RemoteAnswerer`: a thread that asks a program elsewhere what waits in a queue, and dials it while it is lost."""
+"""`RemoteAnswerer`: a thread that puts a queue's questions to a program elsewhere, and reconnects when it is lost."""
 
 from __future__ import annotations
 

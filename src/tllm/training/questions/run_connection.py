@@ -1,7 +1,7 @@
-"""`RunConnection`: two links over TLS between a run and a program elsewhere, one for questions and one for answers.
+"""`RunConnection`: two TLS connections between a run and a program elsewhere, one for questions and one for answers.
 
-Both are dialled by the run, which may be where nobody can dial it. What is said is msgpack in frames of bounded length;
-a `Conversation` says which messages there are: those of teachers, say, or of rollout servers.
+The run dials both, as it may be where nobody can dial it. Messages are msgpack in frames of bounded length; a
+`Conversation` lists their types, such as those of teachers or of rollout servers.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from typing import Any, Generic, Literal, TypeVar
 import msgspec
 
 from tllm.comm.links import frame
-from tllm.comm.links.handshake import LinkWelcome, peer_certificate, receive_message, send_message, start_tls
+from tllm.comm.links.handshake import LINK_WELCOMES, peer_certificate, receive_message, send_message, start_tls
+from tllm.comm.links.link import break_off
 from tllm.comm.links.tcp_link import TcpLink, set_socket_options
-from tllm.core.errors import UNREADABLE, AuthError, FrameError, LinkClosed, LinkError
+from tllm.core.errors import UNREADABLE, AuthError, FrameError, LinkClosed
 from tllm.training.questions.answerer_places import AnswererPlace
 
 RUN, ANSWERER = 0, 1
@@ -49,6 +50,9 @@ class RunHello(msgspec.Struct, frozen=True):
     session: str
     direction: Direction
     run: str = ""
+
+
+RUN_HELLOS = msgspec.msgpack.Decoder(RunHello)
 
 
 class Greeting(msgspec.Struct, frozen=True):
@@ -130,10 +134,7 @@ class RunConnection(Generic[Intro, Q, A]):
         _sent(self.answers, answer)
 
     def close(self) -> None:
-        for link in (self.questions, self.answers):
-            link.interrupt()
-            with contextlib.suppress(LinkError):  # what was under way is asked again
-                link.close()
+        break_off((self.questions, self.answers))  # what was under way is asked again
 
 
 def decoded(content: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
@@ -163,7 +164,7 @@ def _dial(place: AnswererPlace, context: ssl.SSLContext, hello: RunHello, answer
         if place.node and place.node not in names:
             raise FrameError(f"{' '.join(names) or 'nobody'} answers there, and not {place.node}")
         send_message(sock, hello, until)
-        refused = receive_message(sock, LinkWelcome, until).refused
+        refused = receive_message(sock, LINK_WELCOMES, until).refused
         if not refused:
             return sock
         error: Exception = LinkClosed(refused)

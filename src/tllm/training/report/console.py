@@ -9,32 +9,41 @@ UNITS = ("B", "KB", "MB", "GB", "TB")
 TELLING = {"reward": "reward", "rewards/margins": "margin", "accuracy": "accuracy", "divergence": "divergence"}
 """Of what tasks tell beside their loss, what says whether they learn: GRPO's loss is 0, say, whatever it learns."""
 
+LEAST_FIRST = ("sent", "bubble", "mem", "mfu", "lr", "norm", "tok/s")
+"""What a narrow terminal does without, before what the task tells, the time left and the loss."""
 
-def step_line(record: StepRecord, max_steps: int, average_seconds: float | None = None) -> str:
+
+def step_line(record: StepRecord, max_steps: int, average_seconds: float | None = None, room: int | None = None) -> str:
     """`step 30/500  loss 2.3456  norm 1.02  lr 3.00e-04  12,345 tok/s  …`; what was not measured is left out.
 
-    `average_seconds` a step gives the time left.
+    `average_seconds` a step gives the time left. Where that is more than `room` characters, parts are left out
+    that say less (`LEAST_FIRST`).
     """
     width = len(str(max_steps))
-    parts = [
-        f"step {record.step:{width}d}/{max_steps}",
-        f"loss {record.loss:8.4f}",
-        *_told(record),
-        f"norm {record.grad_norm:8.3f}",
-        f"lr {record.learning_rate:.2e}",
-        f"{record.tokens_per_second:9,.0f} tok/s",
-    ]
+    told = {f"told {n}": one for n, one in enumerate(_told(record))}
+    parts = {
+        "step": f"step {record.step:{width}d}/{max_steps}",
+        "loss": f"loss {record.loss:8.4f}",
+        **told,
+        "norm": f"norm {record.grad_norm:8.3f}",
+        "lr": f"lr {record.learning_rate:.2e}",
+        "tok/s": f"{record.tokens_per_second:9,.0f} tok/s",
+    }
     if record.mfu is not None:
-        parts.append(f"mfu {100 * record.mfu:4.1f} %")
+        parts["mfu"] = f"mfu {100 * record.mfu:4.1f} %"
     if record.memory is not None:
-        parts.append(f"mem {show_bytes(record.memory)}")
+        parts["mem"] = f"mem {show_bytes(record.memory)}"
     if record.bubble is not None:
-        parts.append(f"bubble {100 * record.bubble:4.1f} %")
+        parts["bubble"] = f"bubble {100 * record.bubble:4.1f} %"
     if record.bytes_sent:
-        parts.append(f"sent {show_bytes(record.bytes_sent)}")
+        parts["sent"] = f"sent {show_bytes(record.bytes_sent)}"
     if average_seconds is not None:
-        parts.append(f"left {show_seconds((max_steps - record.step) * average_seconds)}")
-    return "  ".join(parts)
+        parts["left"] = f"left {show_seconds((max_steps - record.step) * average_seconds)}"
+    for name in (*LEAST_FIRST, *reversed(told), "left", "loss"):
+        if room is None or len("  ".join(parts.values())) <= room:
+            break
+        parts.pop(name, None)
+    return "  ".join(parts.values())
 
 
 def _told(record: StepRecord) -> list[str]:

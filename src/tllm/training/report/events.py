@@ -22,6 +22,7 @@ TOLD_COMPLETIONS = 16
 class RunBegan(msgspec.Struct, frozen=True, tag=True):
     """Every rank is ready. `step` steps were done before; `peak` is what all ranks' matrix products reach, flop/s.
 
+    `parameters` are the model's, and `adapter_parameters` those that are trained in their place, 0 without an adapter.
     `network` says what links between machines measured and how rank 0 sums over them, `products` what it computes
     matrix products in.
     """
@@ -32,6 +33,7 @@ class RunBegan(msgspec.Struct, frozen=True, tag=True):
     network: str = ""
     origin: Origin = "start"
     products: str = ""
+    adapter_parameters: int = 0
 
 
 class RunStepped(msgspec.Struct, frozen=True, tag=True):
@@ -119,7 +121,10 @@ def encode(event: RunEvent) -> bytes:
     return msgspec.msgpack.encode(event)
 
 
+_EVENTS = msgspec.msgpack.Decoder(RunEvent)
+
+
 def decode(content: bytes) -> RunEvent:
     """What `encode` made."""
-    event: RunEvent = msgspec.msgpack.decode(content, type=RunEvent)
+    event: RunEvent = _EVENTS.decode(content)
     return event

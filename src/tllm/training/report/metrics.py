@@ -19,8 +19,12 @@ if TYPE_CHECKING:
 
 
 FILE = "metrics.jsonl"
-TENSORBOARD = "tensorboard"
-NOT_OF_TRAINING = ("step", "metrics", "role_seconds", "eval_loss", "eval_metrics", "eval_perplexity", "early_stopping")
+TENSORBOARD, NOTHING = "tensorboard", "none"
+"""What `report_to` may name; "none" is what transformers has for nothing."""
+NOT_OF_TRAINING = (
+    *("step", "metrics", "role_seconds", "predicted_seconds"),
+    *("eval_loss", "eval_metrics", "eval_perplexity", "early_stopping"),
+)
 TAIL_BYTES = 64 * 1024
 
 
@@ -31,7 +35,9 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     beside the loss, by TRL's names. After an evaluation `eval_loss` and `eval_metrics` are those of rows held out, and
     `eval_perplexity` is exp(eval_loss) where the loss is a mean of -log p over tokens. `early_stopping` says why
     evaluations end the run after this step. `role_seconds` are those parts of `seconds` that rank 0 spent on roles
-    beside the policy: "sampling", "rewards" or "teacher", "reference".
+    beside the policy: "sampling", "rewards" or "teacher", "reference". `predicted_seconds` are what the planner that
+    chose the plan predicted: of the whole "step", of those roles and of the "policy", with rows as long as they may be;
+    of no "step" where programs elsewhere sample or teach, as nobody measured them.
     """
 
     step: int
@@ -52,6 +58,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     eval_perplexity: float | None = None
     early_stopping: str | None = None
     role_seconds: dict[str, float] | None = None
+    predicted_seconds: dict[str, float] | None = None
 
 
 class Sink(Protocol):
@@ -106,6 +113,7 @@ class TensorBoard:
     def write(self, record: StepRecord, completions: Sequence[CompletionRecord] = ()) -> None:
         numbers = {name: value for name, value in fields(record).items() if name not in NOT_OF_TRAINING}
         of_roles = {f"seconds/{name}": value for name, value in (record.role_seconds or {}).items()}
+        of_roles |= {f"predicted_seconds/{name}": value for name, value in (record.predicted_seconds or {}).items()}
         for name, value in {**numbers, **(record.metrics or {}), **of_roles}.items():
             if value is not None:
                 self._writer.add_scalar(f"train/{name}", value, record.step)
@@ -138,10 +146,10 @@ class EvalCompletions:
 
 def check_sinks(report_to: tuple[str, ...]) -> None:
     """Refuse, before anything is begun, what `sinks` could not give. ConfigError."""
-    unknown = [name for name in report_to if name != TENSORBOARD]
+    unknown = [name for name in report_to if name not in (TENSORBOARD, NOTHING)]
     if unknown:
-        raise ConfigError(f"report_to names {unknown[0]!r}", f"known: {TENSORBOARD}")
-    if report_to:
+        raise ConfigError(f"report_to names {unknown[0]!r}", f"known: {TENSORBOARD}, {NOTHING}")
+    if TENSORBOARD in report_to:
         _summary_writer()
 
 
@@ -154,14 +162,15 @@ def sinks(folder: Path, report_to: tuple[str, ...] = (), done: int = 0, with_com
     first: list[Sink] = [MetricsFile(folder, done)]
     if with_completions:
         first.append(EvalCompletions(folder, done))
-    return [*first, *(TensorBoard(folder / TENSORBOARD, done) for _ in report_to[:1])]
+    return [*first, TensorBoard(folder / TENSORBOARD, done)] if TENSORBOARD in report_to else first
+
+
+_RECORDS = msgspec.json.Decoder(StepRecord)
 
 
 def read_records(path: Path) -> list[StepRecord]:
     """The lines of a file, those that are whole."""
-    return [
-        msgspec.json.decode(line, type=StepRecord) for line in path.read_bytes().splitlines(True) if _is_whole(line)
-    ]
+    return [_RECORDS.decode(line) for line in path.read_bytes().splitlines(True) if _is_whole(line)]
 
 
 def last_step(folder: Path) -> int:

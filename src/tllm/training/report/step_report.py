@@ -1,4 +1,4 @@
-"""A step's record, made of the counters of every rank, which one short all-gather brings together."""
+"""Makes a step's record from the counters of all ranks, which one short all-gather brings together."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ class RankCounters:
     evaluated: Evaluated | None = None
     reason: str = ""
     role_seconds: Mapping[str, float] = field(default_factory=dict)
+    predicted: Mapping[str, float] = field(default_factory=dict)
 
 
 class StepReport:
@@ -128,6 +129,7 @@ class StepReport:
             eval_perplexity=None if counters.evaluated is None else counters.evaluated.perplexity,
             early_stopping=counters.reason or None,
             role_seconds=dict(counters.role_seconds) or None,
+            predicted_seconds=dict(counters.predicted) or None,
         )
         return record, stop > 0
 

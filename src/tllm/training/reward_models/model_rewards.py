@@ -1,7 +1,8 @@
-"""`ModelRewards`: what a reward model says of completions, beside the trainer or on nodes of the run's cluster.
+"""`ModelRewards`: the scores that a reward model gives to completions, beside the trainer or on nodes of the run's
+cluster.
 
-As in TRL, it scores the prompt with its completion as its own tokenizer writes them, without tokens that it would add
-by itself; prompts of messages by its own chat template.
+As in TRL, it scores prompt and completion as its own tokenizer encodes them, without tokens that this would add by
+itself. Prompts that are messages go through its own chat template.
 """
 
 from __future__ import annotations

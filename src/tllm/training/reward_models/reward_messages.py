@@ -1,4 +1,4 @@
-"""What a run and a reward model elsewhere say to each other: ids of one text, and the score of its last token."""
+"""The messages between a run and a reward model elsewhere: the ids of one text, and the score of its last token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`RewardModel`: a whole model with one label in this process, which scores texts by their last token."""
+"""`RewardModel`: a model with one label, whole or a rank's part of it, which scores a text by its last token."""
 
 from __future__ import annotations
 
@@ -7,27 +7,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
+from torch import Tensor
 
 from tllm.core.errors import ConfigError, FrameError
 from tllm.hub.locate import locate
-from tllm.model.transformer import Transformer
-from tllm.parallel.mesh import whole
 from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
 from tllm.spec.model_spec import ModelSpec
-from tllm.training.attention.packed_attention import TrainAttend
-from tllm.training.data.batch_tensors import tokens_of
 from tllm.training.data.encoder import IGNORED
 from tllm.training.data.packing import PackedRow
+from tllm.training.questions.run_connection import ANSWER_LIMIT, decoded
+from tllm.training.questions.stateless_session import StatelessSession
 from tllm.training.reward_models.reward_messages import ScoringRun, TextScore, TextToScore
-from tllm.training.step.model_chunks import build_chunks
+from tllm.training.step.frozen_model import FrozenModel
 from tllm.weights.byte_source import ByteSource, LocalFiles
-from tllm.weights.dtypes import torch_dtype
-from tllm.weights.formats.open_index import open_index
-from tllm.weights.load import load
-from tllm.weights.manifest import checked
+
+_SAID: msgspec.msgpack.Decoder[TextScore | None] = msgspec.msgpack.Decoder(TextScore | None)
 
 
 class ScoringModel(NamedTuple):
@@ -57,31 +55,36 @@ class RewardModel:
     """`name` is how it was asked for. Each text is computed alone, so that its score hangs on nothing else."""
 
     name: str
-    spec: ModelSpec
-    model: Transformer
+    part: FrozenModel
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.part.spec
 
     @classmethod
     def of(cls, name: str, config: dict[str, Any], source: ByteSource, dtype: str) -> RewardModel:
-        """A model whose weights come from a source, be its files here or elsewhere."""
-        spec, source = spec_from_config(config), checked(source)
-        (model,) = build_chunks(spec, whole(spec), [range(spec.num_layers)], torch_dtype(dtype))
-        load(model, open_index(source, config), source, torch_dtype(dtype))
-        return cls(name, spec, model.requires_grad_(False))
+        """A whole model whose weights come from a source, be its files here or elsewhere."""
+        return cls(name, FrozenModel.load(config, source, dtype))
 
     @classmethod
     def open(cls, name: str, found: ScoringModel, dtype: str) -> RewardModel:
         """The model of a folder on this machine."""
         return cls.of(name, found.config, LocalFiles(found.folder), dtype)
 
-    def open_session(self, run: ScoringRun) -> RewardSession:
-        """What answers one run. ConfigError for one that knows other tokens."""
+    def refusal(self, run: ScoringRun) -> str:
+        """Why this model cannot score for the run, in words; "" where it can."""
         if run.vocab_size != self.spec.vocab_size:
-            raise ConfigError(f"it has {self.spec.vocab_size} tokens and the run sends those of {run.vocab_size}")
-        return RewardSession(self)
+            return f"it has {self.spec.vocab_size} tokens and the run sends those of {run.vocab_size}"
+        return ""
 
-    @torch.inference_mode()
-    def answer(self, question: TextToScore) -> TextScore:
-        """The score of a text. FrameError for a question that is not one."""
+    def open_session(self, run: ScoringRun) -> StatelessSession[TextToScore, TextScore]:
+        """What answers one run. ConfigError for one that knows other tokens."""
+        if reason := self.refusal(run):
+            raise ConfigError(reason)
+        return StatelessSession(self.check, self.answer, _failed)
+
+    def check(self, question: TextToScore) -> None:
+        """FrameError for a question that is not one."""
         if not question.ids or len(question.ids) % 4:
             raise FrameError(f"{len(question.ids)} bytes of tokens of 4 bytes each")
         ids = np.frombuffer(question.ids, dtype="<i4").astype(np.int64)
@@ -90,27 +93,28 @@ class RewardModel:
                 f"a text of {len(ids)} tokens from {ids.min()} to {ids.max()}, where the model has "
                 f"{self.spec.vocab_size} and its context {self.spec.max_model_len}"
             )
-        row = PackedRow(0, ids, np.full_like(ids, IGNORED), np.arange(len(ids)), (len(ids),), ())
-        tokens = tokens_of([row])
-        attend = TrainAttend(self.model.attention_specs(), tokens)
-        x_TD = self.model(tokens.ids_T, tokens.positions_T, attend, tokens.lengths_T)
-        score = float(self.model.scores(x_TD[-1:])[0, 0])
-        if not math.isfinite(score):
-            return TextScore(question.number, error=f"the reward model {self.name} gives the score {score}")
-        return TextScore(question.number, score)
 
-
-@dataclass(frozen=True)
-class RewardSession:
-    """A reward model, for one run."""
-
-    model: RewardModel
-
+    @torch.inference_mode()
     def answer(self, question: TextToScore) -> TextScore:
-        return self.model.answer(question)
+        """The score of a text; on ranks that are not the first without it. FrameError for a question that is not
+        one."""
+        self.check(question)
+        ids = np.frombuffer(question.ids, dtype="<i4").astype(np.int64)
+        x_TD = self.part(PackedRow(0, ids, np.full_like(ids, IGNORED), np.arange(len(ids)), (len(ids),), ()))
+        said = None if x_TD is None else self._said(question.number, x_TD)
+        if not self.part.is_cut:
+            assert said is not None, "the whole model is here"
+            return said
+        told = msgspec.msgpack.encode(said if self.part.tells else None)
+        every = [decoded(one, _SAID) for one in self.part.gathered(told, ANSWER_LIMIT)]
+        return next((one for one in every if one is not None), TextScore(question.number))
 
-    def failed(self, question: TextToScore, reason: str) -> TextScore:
-        return TextScore(question.number, error=reason)
+    def _said(self, number: int, x_TD: Tensor) -> TextScore:
+        score = float(self.part.model.scores(x_TD[-1:])[0, 0])
+        if not math.isfinite(score):
+            return TextScore(number, error=f"the reward model {self.name} gives the score {score}")
+        return TextScore(number, score)
 
-    def close(self) -> None:
-        """Nothing is held for one run."""
+
+def _failed(text: TextToScore, reason: str) -> TextScore:
+    return TextScore(text.number, error=reason)

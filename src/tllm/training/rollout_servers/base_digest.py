@@ -1,4 +1,4 @@
-"""What names the files of a model that is not trained, so that two machines know that theirs are the same."""
+"""A digest of the files of a frozen model, by which two machines know that theirs are the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""`HeldWeights`: the weights of a rollout server, chunk by chunk, and how they become those of a run."""
+"""`HeldWeights`: the weights of a rollout server, chunk by chunk, which are replaced by those of a run.
+
+Where several ranks hold a part each, the first knows the hashes of all chunks, and sends each rank those of which it
+has a part.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +12,37 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from tllm.comm.collectives.group import Group
 from tllm.core.errors import FrameError
-from tllm.training.rollout_servers.gathered_weights import whole_tensors
-from tllm.training.rollout_servers.weight_chunks import HASH_BYTES, ChunkTable, sha256
-from tllm.training.state.tensor_blocks import TensorBlock, model_blocks
-from tllm.weights.boxes import widths
+from tllm.training.rollout_servers.gathered_weights import GatheredWeights
+from tllm.training.rollout_servers.weight_chunks import HASH_BYTES, ChunkTable, chunk_hashes, sha256
+from tllm.training.state.tensor_blocks import TensorBlock
+from tllm.weights.boxes import Box, overlap, runs, widths
 from tllm.weights.dtypes import memory
 from tllm.weights.load import part
 
 
 class HeldWeights:
-    """What `modules` of a whole model hold, as a run names it. A chunk is written once its bytes have its hash."""
+    """What `modules` of the ranks of a `group` hold, as a run names it; they are made together, by all of them.
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    `is_filled`: whether the modules have values yet. Where one rank's have none, no chunk counts as held: parts that
+    several ranks have alike would be told by one of them. A chunk is written once its bytes have its hash.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], group: Group, is_filled: bool = True) -> None:
+        gathered = GatheredWeights(group, modules)
+        self._boxes = [defaultdict[str, list[Box]](list) for _ in gathered.held]
+        for boxes, held in zip(self._boxes, gathered.held, strict=True):
+            for one in held:
+                boxes[one.name].append(one.box)
         self._blocks: dict[str, list[TensorBlock]] = defaultdict(list)
-        for module in modules:
-            for block in model_blocks(module):
-                self._blocks[block.name].append(block)
-        whole = whole_tensors([block for blocks in self._blocks.values() for block in blocks])
-        self._shapes = {name: tensor.shape for name, tensor in whole.items()}
-        self.table = ChunkTable.of(whole)
-        del whole
-        self._hashes = self.table.hashes({name: self._read(name) for name in self._blocks})
+        for block in gathered.blocks():
+            self._blocks[block.name].append(block)
+        self._whole = gathered.room("meta")
+        self.table = ChunkTable.of(self._whole)
+        self._hashes = bytes(HASH_BYTES * len(self.table.places))  # of the first rank, as is what is wanted
+        if group.size == 1 or all(content == _FILLED for content in group.all_gather_bytes(_FILLED * is_filled)):
+            self._hashes = b"".join(chunk_hashes(tensor) for tensor in gathered.each())
         self._wanted = b""
 
     @property
@@ -37,13 +50,17 @@ class HeldWeights:
         """What names the weights as they are (`ChunkTable.root`)."""
         return self.table.root(self._hashes)
 
-    def want(self, table: bytes, hashes: bytes) -> list[int]:
-        """The numbers of the chunks that are to become others. FrameError for hashes of another model."""
+    def check_hashes(self, table: bytes, hashes: bytes) -> None:
+        """FrameError for hashes of another model."""
         if table != self.table.digest or len(hashes) != HASH_BYTES * len(self.table.places):
             raise FrameError(
                 f"the weights of the run are {len(hashes) // HASH_BYTES} chunks and those of this server "
                 f"{len(self.table.places)}, or their tensors have other names, shapes or types"
             )
+
+    def want(self, table: bytes, hashes: bytes) -> list[int]:
+        """The numbers of the chunks that are to become others. FrameError for hashes of another model."""
+        self.check_hashes(table, hashes)
         self._wanted = hashes
         return self.lacking
 
@@ -52,9 +69,9 @@ class HeldWeights:
         """The chunks that are wanted and not here."""
         return self.table.unlike(self._hashes, self._wanted)
 
-    def put(self, numbers: Sequence[int], contents: Sequence[bytes]) -> None:
-        """Write chunks that are wanted. FrameError, with nothing written, for bytes that do not have their hashes."""
-        table, by_name = self.table, defaultdict[str, list[tuple[int, bytes]]](list)
+    def check(self, numbers: Sequence[int], contents: Sequence[bytes]) -> None:
+        """FrameError for chunks that are not wanted, or for bytes that do not have their hashes."""
+        table = self.table
         if len(numbers) != len(contents) or not self._wanted:
             raise FrameError(f"{len(contents)} chunks of weights with {len(numbers)} numbers, or without hashes")
         for number, content in zip(numbers, contents, strict=True):
@@ -65,23 +82,41 @@ class HeldWeights:
                 raise FrameError(
                     f"the {len(content)} bytes of {place.name} from byte {place.start} on do not have their SHA-256"
                 )
-            by_name[place.name].append((number, content))
-        hashes = bytearray(self._hashes)
-        for name, chunks in by_name.items():
+
+    def of_rank(self, numbers: Sequence[int], rank: int) -> list[int]:
+        """Those of some chunks of which a rank holds something."""
+        return [number for number in numbers if self._is_of_rank(number, rank)]
+
+    def put(self, numbers: Sequence[int], contents: Sequence[bytes]) -> None:
+        """Write what this rank holds of chunks that were checked."""
+        table, by_name = self.table, defaultdict[str, list[tuple[int, bytes]]](list)
+        for number, content in zip(numbers, contents, strict=True):
+            by_name[table.places[number].name].append((number, content))
+        for name in by_name.keys() & self._blocks.keys():
             tensor = self._read(name)
             held = memory(tensor)
-            for number, content in chunks:
+            for number, content in by_name[name]:
                 place = table.places[number]
                 held[place.start : place.stop] = content
-                hashes[number * HASH_BYTES : (number + 1) * HASH_BYTES] = table.hash_of(self._wanted, number)
             self._write(name, tensor)
+
+    def confirm(self, numbers: Sequence[int]) -> None:
+        """On the first rank: these chunks are as they were wanted, wherever they lie."""
+        hashes = bytearray(self._hashes)
+        for number in numbers:
+            hashes[number * HASH_BYTES : (number + 1) * HASH_BYTES] = self.table.hash_of(self._wanted, number)
         self._hashes = bytes(hashes)
 
+    def _is_of_rank(self, number: int, rank: int) -> bool:
+        name, start, stop = self.table.places[number]
+        size, shape = self._whole[name].dtype.itemsize, tuple(self._whole[name].shape)
+        chunk, held = list(runs(shape, start // size, stop // size)), self._boxes[rank].get(name, ())
+        return any(overlap(one, box) is not None for one in held for box in chunk)
+
     def _read(self, name: str) -> Tensor:
-        """A copy of a whole tensor."""
-        blocks = self._blocks[name]
-        tensor = torch.empty(self._shapes[name], dtype=blocks[0].tensor.dtype)
-        for block in blocks:
+        """A tensor of the whole's shape with a copy of what this rank has of it."""
+        tensor = torch.empty_like(self._whole[name], device="cpu")
+        for block in self._blocks[name]:
             part(tensor, block.box).copy_(block.tensor)
         return tensor
 
@@ -89,3 +124,6 @@ class HeldWeights:
     def _write(self, name: str, tensor: Tensor) -> None:
         for block in self._blocks[name]:
             block.tensor.copy_(part(tensor, block.box).view(widths(block.box)))
+
+
+_FILLED = b"filled"

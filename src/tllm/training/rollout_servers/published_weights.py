@@ -1,7 +1,7 @@
-"""`PublishedWeights`: a run's weights as rollout servers get them, and how many bytes of them have travelled.
+"""`PublishedWeights`: the versions of a run's weights that rollout servers get, and how many bytes of them were sent.
 
-Where steps are sampled ahead, servers may need several versions: a question keeps that of its weights, also when it is
-asked a second time because a server was lost with it.
+Where steps are sampled ahead, servers may need several versions. A question keeps the version that it was asked with,
+also when it is asked again because a server was lost.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`RolloutInquirer`: what a run says to each of its rollout servers, and whether what comes back can be true."""
+"""`RolloutInquirer`: what a run sends to each of its rollout servers, and the checks of what comes back."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a run and a rollout server say to each other.
+"""The messages between a run and a rollout server.
 
-A run introduces itself by its job. Before it asks for completions it tells the hashes of its weights, chunk by chunk;
-the server names the chunks that it lacks, and gets these.
+A run introduces itself by its job. Before it asks for completions it sends the hashes of its weights, chunk by chunk;
+the server names the chunks that it lacks, and is sent these.
 """
 
 from __future__ import annotations

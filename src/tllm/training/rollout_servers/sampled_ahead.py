@@ -1,11 +1,11 @@
-"""`SampledAhead`: completions of steps that are to come, sampled by servers while the trainer learns (`max_staleness`).
+"""`SampledAhead`: completions of future steps, which servers sample while the trainer learns (`max_staleness`).
 
-Where step k begins, the first being 0, the servers get its weights, and the prompts of step k + n, n being the job's
-`max_staleness`. So step k learns from completions of the weights that step k - n began with, and the first steps from
-those of the run's first weights. That hangs on the number of the step and never on who was faster.
+When step k begins (the first is 0), the servers get its weights, and the prompts of step k + n, where n is the job's
+`max_staleness`. So step k learns from completions of the weights with which step k - n began, and the first steps from
+completions of the run's first weights. This depends on the number of the step alone, never on who was faster.
 
-Weights of earlier steps are in no save. What was sampled with them is, so that a run that goes on learns from the same
-completions: saves and snapshots of step k hold those of the steps k to k + n - 1, and wait for them.
+No save holds the weights of earlier steps. It holds the completions that were sampled with them, so that a resumed run
+learns from the same: saves and snapshots of step k wait for the completions of the steps k to k + n - 1, and hold them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tllm.training.data.prompt_batches import PromptBatches
 from tllm.training.job.job_parts import steps_of_one_sampling
 from tllm.training.policy.rollouts import Completion, RolloutOrder, SampledPart, decode_order, decode_part, sampling_of
 from tllm.training.policy.tool_turns import Tools
-from tllm.training.rollout_servers.rollouts_apart import METRICS, AskedCompletions, RolloutsApart, groups_of
+from tllm.training.rollout_servers.remote_rollouts import METRICS, AskedCompletions, RemoteRollouts, groups_of
 from tllm.training.rollout_servers.turns_ahead import AskedTurns, TurnsAhead
 from tllm.training.step.rank_groups import RankConfig
 
@@ -75,7 +75,7 @@ class SampledAhead:
 
     tool_seconds = 0.0
 
-    def __init__(self, config: RankConfig, rollouts: RolloutsApart, tools: Tools | None = None) -> None:
+    def __init__(self, config: RankConfig, rollouts: RemoteRollouts, tools: Tools | None = None) -> None:
         assert config.job.rollouts is not None, "checked when the run began"
         self._world, self._rollouts, self._sampling = config.groups.world, rollouts, sampling_of(config.job)
         self._staleness, self._passes = config.job.rollouts.max_staleness, steps_of_one_sampling(config.job)

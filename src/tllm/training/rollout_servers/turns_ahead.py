@@ -1,8 +1,8 @@
-"""`TurnsAhead`: completions of several turns that are sampled ahead: servers write, rank 0 makes the calls meanwhile.
+"""`TurnsAhead`: completions of several turns that are sampled ahead: servers write, and rank 0 runs the tool calls.
 
 All turns of a step are written with the weights that the step was asked for with, whatever the trainer has learned
-since. One step's turns come after those of the step before: a server holds one version of the weights, and would get
-the others at every turn.
+since. The turns of one step follow those of the step before: a server holds one version of the weights, and would
+otherwise need another one at every turn.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from concurrent.futures import Future
 
 from tllm.training.policy.rollouts import Completion, CompletionSampling, RolloutOrder
 from tllm.training.policy.tool_turns import StepTurns, Tools, play_again
-from tllm.training.rollout_servers.rollouts_apart import FixedWeights, RolloutsApart, groups_of
+from tllm.training.rollout_servers.remote_rollouts import FixedWeights, RemoteRollouts, groups_of
 from tllm.training.tools.user_functions import told_of_errors
 
 
 class TurnsAhead:
     """Rank 0's: a thread that samples the turns of one step after another."""
 
-    def __init__(self, rollouts: RolloutsApart, tools: Tools, sampling: CompletionSampling) -> None:
+    def __init__(self, rollouts: RemoteRollouts, tools: Tools, sampling: CompletionSampling) -> None:
         self._rollouts, self._tools, self._sampling = rollouts, tools, sampling
         self._waiting = queue.SimpleQueue[AskedTurns | None]()
         threading.Thread(target=self._run, name="tllm-turns", daemon=True).start()

@@ -1,7 +1,7 @@
-"""The weights of a model as numbered chunks of bytes, each known by its SHA-256, so that only changed ones need travel.
+"""The weights of a model as numbered chunks of bytes, each known by its SHA-256, so that only changed ones are sent.
 
-Chunks are counted through the tensors in the order of their names. They are of whole tensors, as a checkpoint has them,
-so that they are the same however a plan cuts the model.
+Chunks are numbered through the tensors in the order of their names. Tensors are whole, as a checkpoint has them, so the
+chunks are the same however a plan cuts the model.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ class ChunkTable:
 
     def hashes(self, tensors: Mapping[str, Tensor]) -> bytes:
         """The SHA-256 of every chunk, one after another. The tensors are contiguous and in this process's memory."""
-        contents = {name: memory(tensor) for name, tensor in tensors.items()}
-        return b"".join(sha256(contents[name][start:stop]) for name, start, stop in self.places)
+        return b"".join(chunk_hashes(tensors[name]) for name in dict.fromkeys(place.name for place in self.places))
 
     def root(self, hashes: bytes) -> bytes:
         """What names all the weights: a hash of all chunks' hashes."""
@@ -68,6 +67,12 @@ class ChunkTable:
     def nbytes(self, numbers: list[int]) -> int:
         """Bytes of these chunks together."""
         return sum(self.places[number].stop - self.places[number].start for number in numbers)
+
+
+def chunk_hashes(tensor: Tensor) -> bytes:
+    """Those of one tensor's chunks."""
+    content = memory(tensor)
+    return b"".join(sha256(content[start : start + CHUNK_BYTES]) for start in range(0, len(content), CHUNK_BYTES))
 
 
 def sha256(content: bytes | memoryview) -> bytes:

@@ -1,5 +1,5 @@
-"""`MemorySnapshots`: the snapshots of the run's last steps in a rank's memory, of its own boxes and of others'. They
-outlive the plan."""
+"""`MemorySnapshots`: snapshots of the last steps in a rank's memory, of its own state and of others'. They outlive the
+plan."""
 
 from __future__ import annotations
 

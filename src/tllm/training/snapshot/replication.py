@@ -1,4 +1,4 @@
-"""`SnapshotReplicator`: an in-memory checkpoint of each step, on two ranks (`train.snapshot.placement`), from which a
+"""`SnapshotReplicator`: an in-memory checkpoint of each step on two ranks (`training.snapshot.placement`), from which a
 run goes on when any one rank is lost.
 
 A step's snapshot is taken when its weights are updated, and travels while the next step is computed. Of each pair of
@@ -41,6 +41,9 @@ class SnapshotHead(NamedTuple):
 
     label: SnapshotLabel
     data_position: bytes
+
+
+_HEADS = msgspec.msgpack.Decoder(SnapshotHead)
 
 
 class SnapshotLinks(NamedTuple):
@@ -244,6 +247,6 @@ def is_the_same_for_all(offers: Sequence[RankOffer]) -> bool:
 
 def _head(content: bytes) -> SnapshotHead:
     try:
-        return msgspec.msgpack.decode(content, type=SnapshotHead)
+        return _HEADS.decode(content)
     except UNREADABLE as error:
         raise FrameError(f"what comes before a copy does not say of what it is: {error}") from error

@@ -1,7 +1,8 @@
-"""`SnapshotRestore`: restores the last step that is complete in the memory of all ranks, each box to who needs it.
+"""`SnapshotRestore`: restores the last step that all ranks' memory together holds complete, and sends each box to the
+rank that needs it.
 
 The plan under which the snapshots were made does not matter: as with saves, names and boxes say all. What each replica
-had of its own is dealt out anew where there are more or fewer replicas (`train.state.replica_local`).
+had of its own is dealt out anew where there are more or fewer replicas (`training.state.replica_local`).
 """
 
 from __future__ import annotations
@@ -49,6 +50,9 @@ class RankOffer(msgspec.Struct, frozen=True, array_like=True):
     snapshots: list[OfferedSnapshot]
     needed: list[HeldBox]
     layout_bound: list[HeldBox] = []
+
+
+_OFFERS = msgspec.msgpack.Decoder(RankOffer)
 
 
 class BoxPlace(NamedTuple):
@@ -125,7 +129,7 @@ def _exchange_offers(group: Group, snapshots: Sequence[StepSnapshot], state: Tra
     needed = held_boxes([*state.updated, *state.reduction])
     mine = msgspec.msgpack.encode(RankOffer(offered, needed, held_boxes(state.layout_bound)))
     try:
-        return [msgspec.msgpack.decode(content, type=RankOffer) for content in group.all_gather_bytes(mine, LIMIT)]
+        return [_OFFERS.decode(content) for content in group.all_gather_bytes(mine, LIMIT)]
     except UNREADABLE as error:
         raise FrameError(f"a rank's offer of copies is none: {error}") from error
 

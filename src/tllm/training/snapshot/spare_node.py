@@ -1,4 +1,4 @@
-"""`SpareNode`: a node without a rank of the plan, whose memory holds snapshots that the ranks go on from."""
+"""`SpareNode`: a node without a rank of the plan, whose memory may hold snapshots from which the ranks go on."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Where an optimizer's states lie between two steps, and copies of a save: in memory beside the weights or on the
-host, or on a disk."""
+"""Where an optimizer's states, and copies for a save, are kept between two steps: in device memory, in host memory or
+on disk."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tllm.core.errors import CapacityError, ConfigError
+from tllm.core.memory import amount
 
 
 class OffloadedStates(Protocol):
@@ -88,7 +89,8 @@ class OnDisk:
         except OSError as error:
             free = shutil.disk_usage(self.folder).free
             raise CapacityError(
-                f"{self.folder} has {free} bytes free and the optimizer's states need {size} more: {error.strerror}",
+                f"{self.folder} has {amount(free)} free and the optimizer's states need {amount(size)} more: "
+                f"{error.strerror}",
                 "free some, name a folder of another disk, or spread the states over more ranks (zero=1 or more)",
             ) from error
 

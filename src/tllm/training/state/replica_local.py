@@ -1,5 +1,5 @@
-"""`ReplicaLocal`: the name of what one replica alone has of a parameter's state, and what becomes of it when a run goes
-on with more or fewer replicas.
+"""`ReplicaLocal`: state that belongs to one replica alone, its name, and what becomes of it when a run goes on with
+more or fewer replicas.
 
 Only snapshots in memory hold such states. A save holds what all replicas agree on, under the state's plain name.
 """

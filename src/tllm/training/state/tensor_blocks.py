@@ -1,5 +1,5 @@
-"""`TensorBlock`: a part of a named tensor that this rank holds, as a view of its memory; what is saved and what is
-filled.
+"""`TensorBlock`: the part of a named tensor that this rank holds, as a view of its memory. Saves and loads go by
+blocks.
 
 A parameter's blocks come from its `Shard`. An optimizer's tensor lies as its parameter does, or holds a flat range of
 it (ZeRO); its blocks carry the parameter's names after the state's own: `exp_avg/model.norm.weight`.

@@ -1,4 +1,4 @@
-"""`TrainState`: all that a rank holds between two steps, as it is: what a snapshot in memory copies."""
+"""`TrainState`: everything that a rank holds between two steps, which is what an in-memory snapshot copies."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class FlatMemory:
 
 
 class TrainState(NamedTuple):
-    """Blocks that are views, to copy and to fill. What one replica alone has is named by `train.state.replica_local`.
+    """Blocks that are views, to copy and to fill. Names of what one replica alone has are `replica_local`'s.
 
     `updated`: what the step has updated, weights and optimizer states; it has its values when the step is done.
     `reduction`: what a `Reduction` keeps from step to step (residuals, delayed sums). `layout_bound`: what of that is

@@ -1,4 +1,4 @@
-"""What a rank of a run cannot do on a device that is not the processor, refused by name before it begins."""
+"""Refuses, by name and before a run begins, what a rank cannot do on a device other than the processor."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """NEFTune (Jain et al., 2310.05914): uniform noise on the embeddings of the tokens that are trained on.
 
-The noise is drawn by counting, as the dropout of adapters is: it depends on seed, step, row, token and column, and
-never on who computes it. So every plan has the same.
+The noise comes from a counter-based random generator, as the dropout of adapters does. It depends on seed, step, row,
+token and column alone, so every plan has the same.
 """
 
 from __future__ import annotations

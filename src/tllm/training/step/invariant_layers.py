@@ -1,8 +1,8 @@
-"""Layers whose forward pass has the bits of the engine's, where a run learns from what the engine samples.
+"""Layers whose forward pass gives the engine's numbers to the bit, for runs that learn from what the engine samples.
 
-Each layer is computed twice: as the engine computes it, without gradients, by products and attention of which a row
-does not depend on the others; and as it always is, for the gradient. The numbers are those of the first, also what the
-next layer is given, so a gradient is that of the same layer at the same input.
+Each layer is computed twice: without gradients as the engine computes it, by batch-invariant products and attention;
+and as usual, for the gradient. Both use the same input, and the numbers of the first go on to the next layer. So a
+gradient is that of the same layer at the same input.
 """
 
 from __future__ import annotations

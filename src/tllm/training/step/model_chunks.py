@@ -1,10 +1,9 @@
-"""The runs of layers that one rank trains: one chunk of the model, or several where the schedule is interleaved."""
+"""Builds the runs of layers that one rank trains: one chunk of the model, or several for an interleaved schedule."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import torch
 from torch import nn
@@ -14,17 +13,6 @@ from tllm.model.transformer import Transformer, build
 from tllm.parallel.mesh import Mesh
 from tllm.parallel.shard import shard_of
 from tllm.spec.model_spec import ModelSpec
-
-
-def even_layers(num_layers: int, stages: int, chunks: int = 1) -> list[range]:
-    """The layers of every place in the model's order: chunk 0 of each stage, then chunk 1 of each, …"""
-    places = stages * chunks
-    if places > num_layers:
-        raise PlanError(
-            f"{num_layers} layers are too few for {stages} stages of {chunks} chunks",
-            f"a model of {num_layers} layers makes at most {num_layers} runs of layers",
-        )
-    return [range(a, b) for a, b in pairwise(num_layers * place // places for place in range(places + 1))]
 
 
 def build_chunks(

@@ -10,19 +10,24 @@ from typing import Any
 import torch
 
 from tllm.comm.collectives.group import Group, solo
+from tllm.comm.collectives.intra_host import connect_devices
 from tllm.comm.collectives.tuning import tune_between_hosts
-from tllm.comm.links.link import DEADLINE, Link, LocalLink
+from tllm.comm.links.link import Link
+from tllm.comm.nccl.device_backend import DeviceBackend
 from tllm.devices.choose import CPU
 from tllm.spec.grid.grid_shape import GridShape
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan, Wire
-from tllm.spec.process_groups import DATA, PIPELINE, SERVERS, computing, members, wires
+from tllm.spec.process_groups import DATA, PIPELINE, SERVERS, computing, members
 from tllm.training.job.job import Job
 from tllm.training.questions.answerer_pool import ClusterAnswerers
 from tllm.training.step.pipeline_wires import Wires
 
 SUMMED = ("tp", "dp", "edp")
 """Groups that sum activations or gradients; the others pass pieces on, or sum a few numbers a step."""
+
+ON_DEVICES = ("tp", "cp", "dp", "ep", "edp")
+"""Groups that exchange tensors of the device; the others exchange what the host has made."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,11 @@ class Groups:
     def all(self) -> tuple[Group, ...]:
         return (self.tp, self.cp, self.dp, self.ep, self.edp, self.replica, self.world, self.save)
 
+    def close_devices(self) -> None:
+        """Give up the ways from device to device, of those that have one."""
+        for group in self.all:
+            group.close_devices()
+
     @property
     def tells_losses(self) -> bool:
         """Whether this rank tells the losses of its tokens: of those who have the same, the first does."""
@@ -71,7 +81,7 @@ class RankConfig:
     """What one rank is asked to do: the job, the plan with this rank's number in it, the model, and the links.
 
     `device` is where it keeps its part of the model, and computes. `answerers` are nodes of the cluster that rank 0 may
-    ask, where it has any.
+    ask, where it has any. `predicted` are the seconds of a step, by role, if the plan was predicted.
     """
 
     job: Job
@@ -81,6 +91,7 @@ class RankConfig:
     groups: Groups
     device: torch.device = CPU
     answerers: ClusterAnswerers | None = None
+    predicted: Mapping[str, float] = field(default_factory=dict)
 
 
 def groups_of(plan: Plan, rank: int, links: Mapping[Wire, Link]) -> Groups:
@@ -94,6 +105,26 @@ def groups_of(plan: Plan, rank: int, links: Mapping[Wire, Link]) -> Groups:
     return Groups(**groups, wires=_wires(plan, rank, links), data=data, to=to, back=back, grid=plan.grid)
 
 
+def on_devices(
+    groups: Groups,
+    plan: Plan,
+    rank: int,
+    host: str,
+    device: torch.device,
+    seconds: float,
+    backend: DeviceBackend | None = None,
+) -> Groups:
+    """The groups that exchange tensors of the device, connected inside each machine as `connect_devices` says.
+
+    Every rank calls it, with the name of its machine and the seconds that an exchange may take.
+    """
+    if rank not in computing(plan):
+        return groups
+    names = [name for name in ON_DEVICES if name != "edp" or plan.ep > 1]  # else nobody uses it
+    lines = [connect_devices(getattr(groups, name), host, device, seconds, backend) for name in names]
+    return replace(groups, network=_joined(groups.network, *lines))
+
+
 def tuned(groups: Groups, plan: Plan, rank: int, hosts: Sequence[str]) -> Groups:
     """The groups whose sums are long, tuned to the links between machines; `hosts` names that of each rank.
 
@@ -103,12 +134,7 @@ def tuned(groups: Groups, plan: Plan, rank: int, hosts: Sequence[str]) -> Groups
         return groups
     mates = members(plan, rank)
     lines = [tune_between_hosts(getattr(groups, name), [hosts[mate] for mate in mates[name]]) for name in SUMMED]
-    return replace(groups, network="; ".join(filter(None, lines)))
-
-
-def local_links(plan: Plan, deadline: float = DEADLINE) -> dict[Wire, Link]:
-    """Every wire of a plan whose ranks are threads of one process."""
-    return {wire: LocalLink(wire.source, wire.target, deadline) for wire in wires(plan)}
+    return replace(groups, network=_joined(groups.network, *lines))
 
 
 def group_of(name: str, group: Sequence[int], rank: int, links: Mapping[Wire, Link]) -> Group:
@@ -117,6 +143,10 @@ def group_of(name: str, group: Sequence[int], rank: int, links: Mapping[Wire, Li
     send = {index: links[Wire(rank, other, name)] for index, other in others.items()}
     recv = {index: links[Wire(other, rank, name)] for index, other in others.items()}
     return Group(group.index(rank), len(group), send, recv, name)
+
+
+def _joined(*lines: str) -> str:
+    return "; ".join(filter(None, lines))
 
 
 def _wires(plan: Plan, rank: int, links: Mapping[Wire, Link]) -> Wires:

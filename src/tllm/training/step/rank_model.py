@@ -32,11 +32,11 @@ from tllm.training.objectives.hidden_state_loss import hidden_state_loss
 from tllm.training.objectives.objective import Objective
 from tllm.training.step.embedding_noise import with_noise
 from tllm.training.step.invariant_layers import make_layers_invariant
+from tllm.training.step.matmul_dtype import choose_matmul_dtype
 from tllm.training.step.model_chunks import build_chunks, without_memory
 from tllm.training.step.pipeline_step import StepResult, TrainStage, run_forward, run_schedule
 from tllm.training.step.rank_groups import RankConfig
 from tllm.training.step.recompute import recompute
-from tllm.training.step.trained_products import choose_trained_products
 from tllm.weights.dtypes import torch_dtype
 
 
@@ -71,13 +71,13 @@ class RankModel:
                 without_memory(model, self._config.device)
         parameters = (parameter for model in self.chunks for parameter in model.parameters())
         fixed = config.job.deterministic or self._config.device != CPU  # only the processor has a choice
-        self.products = choose_trained_products(parameters, torch_dtype(config.job.dtype), fixed)
+        self.products = choose_matmul_dtype(parameters, torch_dtype(config.job.dtype), fixed)
         """What its products are computed in, in words."""
         self._ring = RingAttention(groups.cp) if plan.cp > 1 else None
         of_whole: MakeAttend = InvariantAttend if invariant else attention_on(config.device)
         make_attend = recompute(plan.recompute, self.chunks, self._ring or of_whole)
         self.objective = choose_objective(config.job, mesh, groups.cp, invariant, of_states)
-        adapt = with_noise(self._make_adapt(learns=True), config.job.neftune_noise_alpha)
+        adapt = with_noise(self._make_adapt(learns=True), config.job.neftune_noise_alpha * config.spec.noise_scale)
         self._stage = TrainStage(mesh.stage, self.chunks, groups.wires, self.objective, make_attend, adapt, of_states)
         self._schedules: dict[int, Schedule] = {}
         self.compute_seconds = 0.0

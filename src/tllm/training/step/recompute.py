@@ -1,10 +1,10 @@
-"""Activations that are not kept but worked out again in the backward pass: of whole layers, or of attention alone.
+"""Activation recomputation: activations that are not kept but computed again in the backward pass.
 
 "layer" keeps a layer's input and runs its forward pass again (Chen et al., 1604.06174). "selective" does so for the
 core of attention only, whose scores take most memory for the work they are (2205.05198, section 5). Either way the
 numbers are the same to the bit: the same products are made in the same order, and nothing in the model is random.
 
-Of a gated delta net the chunks are always forgotten: they take many times the memory of what goes into them.
+The chunks of a gated delta net are always recomputed: they take many times the memory of their inputs.
 """
 
 from __future__ import annotations

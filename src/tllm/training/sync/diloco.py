@@ -1,13 +1,12 @@
-"""`DiLoCo`: replicas learn on their own for some steps, then agree on one set of weights (DiLoCo, 2311.08105).
+"""`DiLoCo`: replicas train on their own for some steps, then agree on one set of weights (DiLoCo, 2311.08105).
 
 Each replica r takes H steps of the inner optimizer from the anchor w with gradients of its own tokens, t_r of them, and
 comes to w_r. Then all take one step of gradient descent with Nesterov momentum from the anchor:
 
     delta = sum_r t_r / t (w - w_r)      v = momentum v + delta      w = w - rate (delta + momentum v)
 
-What is sent is one sum in H steps. With H = 1, rate 1, momentum 0 and plain descent inside it is data parallel.
-
-`DiLoCoLearner`: replicas that learn on their own for some steps and then agree (`train.sync.diloco`), as a `Learner`.
+One sum is sent in H steps. With H = 1, rate 1, momentum 0 and plain descent inside, it is data parallelism.
+`DiLoCoLearner` does this as a `Learner`.
 """
 
 from __future__ import annotations
@@ -132,10 +131,9 @@ class DiLoCo:
         return sum(tensor.nbytes for tensor in self.anchors + self.velocities)
 
     def _part(self) -> float:
-        """t_r / t of the last outer step."""
+        """t_r / t of the last outer step; an even share where no replica had a token to learn."""
         total = int(self.dp.all_reduce(self._counted.clone()).item())
-        assert total > 0, "an outer step follows inner ones"
-        return self._counted.item() / total
+        return self._counted.item() / total if total else 1 / self.dp.size
 
 
 class DiLoCoLearner:

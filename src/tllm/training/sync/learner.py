@@ -1,4 +1,4 @@
-"""`Learner`: what turns a step's gradients into the next weights; `SynchronousLearner` is the usual one."""
+"""`Learner`: turns a step's gradients into the next weights. `SynchronousLearner` is the usual one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hidden states of a teacher: taken from its model, as they travel, and as numbers of a row's tokens."""
+"""A teacher's hidden states: taken from its model, encoded for the wire, and decoded as numbers of a row's tokens."""
 
 from __future__ import annotations
 
@@ -34,18 +34,20 @@ class TakenStates:
         if last in self._numbers:
             self._taken[last] = self._model.normed(x_PD)
 
-    def encoded(self) -> bytes | None:
-        """As they travel; None where one is not finite."""
-        dtype, parts = torch_dtype(self._lesson.hidden_state_dtype), list[bytes]()
-        for number in self._numbers:
+    def encoded(self) -> dict[int, bytes] | None:
+        """As they travel, by the number that the lesson has for each that was taken here; None where one is not
+        finite."""
+        dtype, found = torch_dtype(self._lesson.hidden_state_dtype), dict[int, bytes]()
+        letters = HIDDEN_STATE_TYPES[self._lesson.hidden_state_dtype]
+        for asked, number in zip(self._lesson.hidden_states, self._numbers, strict=True):
+            if number not in self._taken:  # another rank has it
+                continue
             x_PD = self._taken[number].to(dtype)
             if not torch.isfinite(x_PD).all():
                 return None
-            letters = HIDDEN_STATE_TYPES[self._lesson.hidden_state_dtype]
-            parts.append(
-                (x_PD.view(torch.int16) if dtype == torch.bfloat16 else x_PD).numpy().astype(letters).tobytes()
-            )
-        return b"".join(parts)
+            numbers = x_PD.view(torch.int16) if dtype == torch.bfloat16 else x_PD
+            found[asked] = numbers.numpy().astype(letters).tobytes()
+        return found
 
 
 def states_of_tokens(answer: Answer, lesson: Lesson, places: NDArray[np.int64], tokens: int) -> dict[str, NDArray[Any]]:

@@ -1,4 +1,4 @@
-"""`TaughtBatches`: the rows of a job with what its teachers say of each token, asked ahead of their steps."""
+"""`TaughtBatches`: the rows of a job with its teachers' answers for each token, asked ahead of the steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run and a teacher elsewhere say to each other."""
+"""The messages between a run and a teacher elsewhere."""
 
 from __future__ import annotations
 

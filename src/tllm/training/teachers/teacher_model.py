@@ -1,10 +1,11 @@
-"""`TeacherModel`: a whole model in this process that says how likely each next token of a row is."""
+"""`TeacherModel`: a model, whole or a rank's part of it, that gives the probabilities of each next token of a row."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,29 +15,33 @@ from torch import Tensor
 
 from tllm.comm.collectives.group import solo
 from tllm.core.errors import ConfigError, FrameError
-from tllm.model.transformer import Transformer
-from tllm.parallel.mesh import whole
 from tllm.parallel.top_log_probs import top_log_probs
-from tllm.spec.families import spec_from_config
 from tllm.spec.model_spec import ModelSpec
 from tllm.text.same_vocabulary import vocabulary_digest
-from tllm.training.attention.packed_attention import TrainAttend
-from tllm.training.data.batch_tensors import tokens_of
 from tllm.training.data.encoder import IGNORED
 from tllm.training.data.packing import PackedRow
 from tllm.training.questions.causal_model import CausalModel
-from tllm.training.step.model_chunks import build_chunks
+from tllm.training.questions.run_connection import ANSWER_LIMIT, decoded
+from tllm.training.questions.stateless_session import StatelessSession
+from tllm.training.step.frozen_model import FrozenModel
 from tllm.training.teachers.hidden_states import TakenStates
 from tllm.training.teachers.teacher_messages import Answer, Lesson, Question, unpacked
 from tllm.training.teachers.top_k_choice import entropy, fewest_within, lost_by_count
-from tllm.weights.byte_source import ByteSource, LocalFiles
-from tllm.weights.dtypes import torch_dtype
-from tllm.weights.formats.open_index import open_index
-from tllm.weights.load import load
-from tllm.weights.manifest import checked
+from tllm.weights.byte_source import LocalFiles
+from tllm.weights.load import Progress
 
 PLACES_AT_ONCE = 128
 """Tokens whose logits are in memory together."""
+
+
+class PartOfAnswer(msgspec.Struct, frozen=True):
+    """What one rank has found: the answer, where it has the last layer; hidden states, None where one is not finite."""
+
+    answer: Answer | None = None
+    states: dict[int, bytes] | None = {}
+
+
+PARTS = msgspec.msgpack.Decoder(PartOfAnswer)
 
 
 @dataclass(frozen=True)
@@ -44,26 +49,22 @@ class TeacherModel:
     """`name` is how it was asked for; `vocabulary` the digest of its tokens, which are in `folder` if that is known."""
 
     name: str
-    spec: ModelSpec
-    model: Transformer
+    part: FrozenModel
     vocabulary: str
     folder: Path | None = None
 
-    @classmethod
-    def open(cls, name: str, dtype: str = "float32") -> TeacherModel:
-        """The model of a folder, or by its name."""
-        hint = "take a causal language model as the teacher"
-        folder, config, _ = CausalModel.find(name, "gives no next token", hint)
-        opened = cls.of(name, config, LocalFiles(folder), vocabulary_digest(folder), dtype)
-        return replace(opened, folder=folder)
+    @property
+    def spec(self) -> ModelSpec:
+        return self.part.spec
 
     @classmethod
-    def of(cls, name: str, config: dict[str, Any], source: ByteSource, vocabulary: str, dtype: str) -> TeacherModel:
-        """A model whose weights come from a source, be its files here or elsewhere."""
-        spec, source = spec_from_config(config), checked(source)
-        (model,) = build_chunks(spec, whole(spec), [range(spec.num_layers)], torch_dtype(dtype))
-        load(model, open_index(source, config), source, torch_dtype(dtype))
-        return cls(name, spec, model.requires_grad_(False), vocabulary)
+    def open(cls, name: str, dtype: str = "float32", progress: Progress | None = None) -> TeacherModel:
+        """The model of a folder, or by its name. `progress` hears of the bytes that are read."""
+        hint = "take a causal language model as the teacher"
+        folder, config, _ = CausalModel.find(name, "gives no next token", hint)
+        vocabulary = vocabulary_digest(folder)  # before weights are read: it may refuse the tokenizer
+        part = FrozenModel.load(config, LocalFiles(folder), dtype, progress=progress)
+        return cls(name, part, vocabulary, folder)
 
     def refusal(self, lesson: Lesson) -> str:
         """Why this model cannot teach a student of these tokens, in words; "" where it can."""
@@ -91,29 +92,56 @@ class TeacherModel:
                 )
         return ""
 
-    def open_session(self, lesson: Lesson) -> TeacherSession:
+    def open_session(self, lesson: Lesson) -> StatelessSession[Question, Answer]:
         """What answers one run. ConfigError for a student that this model cannot teach."""
         if reason := self.refusal(lesson):
             raise ConfigError(reason)
-        return TeacherSession(self, lesson)
+        return StatelessSession(self.check, partial(self.answer, lesson=lesson), _failed)
+
+    def check(self, question: Question) -> None:
+        """FrameError for a question that is not one."""
+        _check(unpacked(question.ids), unpacked(question.places), question.lengths, self.spec.vocab_size)
 
     @torch.inference_mode()
     def answer(self, question: Question, lesson: Lesson) -> Answer:
-        """The log-probabilities that are asked for. FrameError for a question that is not one."""
+        """The log-probabilities that are asked for; on ranks that are not the first without any. FrameError for a
+        question that is not one."""
+        self.check(question)
         ids, places = unpacked(question.ids), unpacked(question.places)
-        _check(ids, places, question.lengths, self.spec.vocab_size)
         positions = np.concatenate([np.arange(length) for length in question.lengths])
         row = PackedRow(0, ids, np.full_like(ids, IGNORED), positions, question.lengths, ())
-        tokens = tokens_of([row])
-        attend = TrainAttend(self.model.attention_specs(), tokens)
         places_P = torch.from_numpy(places)
-        states = TakenStates(lesson, self.model, places_P)
-        x_TD = self.model(tokens.ids_T, tokens.positions_T, attend, tokens.lengths_T, observe=states)[places_P]
-        states.take_last(x_TD)
+        states = TakenStates(lesson, self.part.model, places_P)
+        x_TD, said = self.part(row, states), None
+        if x_TD is not None:
+            states.take_last(x_TD[places_P])
+            said = self._said(question.number, x_TD[places_P], lesson)
+        found = PartOfAnswer(said, states.encoded()) if self.part.tells else PartOfAnswer()
+        if not self.part.is_cut:
+            return self._joined([found], lesson)
+        every = self.part.gathered(msgspec.msgpack.encode(found), ANSWER_LIMIT)
+        return self._joined([decoded(one, PARTS) for one in every], lesson) if every else Answer(question.number)
+
+    def _joined(self, parts: Sequence[PartOfAnswer], lesson: Lesson) -> Answer:
+        """The answer, with the hidden states of all ranks."""
+        (answer,) = [part.answer for part in parts if part.answer is not None]
+        if answer.error:
+            return answer
+        states = dict[int, bytes]()
+        for part in parts:
+            if part.states is None:
+                return Answer(answer.number, error=f"the teacher {self.name} gives hidden states that are not finite")
+            states |= part.states
+        return msgspec.structs.replace(
+            answer, hidden_states=b"".join(states[number] for number in lesson.hidden_states)
+        )
+
+    def _said(self, number: int, x_TD: Tensor, lesson: Lesson) -> Answer:
+        """Of the last layer's rows at the places."""
         known = min(lesson.vocab_size, self.spec.vocab_size)
         found_ids, found, lost = [], [], []
-        for x_PD in x_TD.split(PLACES_AT_ONCE):
-            logits_PV = self.model.logits(x_PD)[:, :known] / lesson.temperature
+        for x_PD in torch.split(x_TD, PLACES_AT_ONCE):
+            logits_PV = self.part.logits(x_PD)[:, :known] / lesson.temperature
             if not lesson.top_k:
                 found.append(logits_PV.log_softmax(-1))
                 continue
@@ -125,32 +153,15 @@ class TeacherModel:
         log_p_PB = torch.cat(found)
         if not torch.isfinite(log_p_PB).all():
             reason = f"the teacher {self.name} gives log-probabilities that are not finite"
-            return Answer(question.number, error=reason)
-        hidden_states = states.encoded()
-        if hidden_states is None:
-            return Answer(question.number, error=f"the teacher {self.name} gives hidden states that are not finite")
+            return Answer(number, error=reason)
         if lost:
-            answer = _within_budget(question.number, torch.cat(found_ids), log_p_PB, torch.cat(lost), lesson)
-            return msgspec.structs.replace(answer, hidden_states=hidden_states)
+            return _within_budget(number, torch.cat(found_ids), log_p_PB, torch.cat(lost), lesson)
         sent = torch.cat(found_ids).numpy().astype(lesson.id_type).tobytes() if found_ids else b""
-        return Answer(question.number, sent, _floats(log_p_PB), hidden_states=hidden_states)
+        return Answer(number, sent, _floats(log_p_PB))
 
 
-@dataclass(frozen=True)
-class TeacherSession:
-    """A teacher and what one run wants of it."""
-
-    teacher: TeacherModel
-    lesson: Lesson
-
-    def answer(self, question: Question) -> Answer:
-        return self.teacher.answer(question, self.lesson)
-
-    def failed(self, question: Question, reason: str) -> Answer:
-        return Answer(question.number, error=reason)
-
-    def close(self) -> None:
-        """Nothing is held for one run."""
+def _failed(question: Question, reason: str) -> Answer:
+    return Answer(question.number, error=reason)
 
 
 def _within_budget(number: int, ids_PK: Tensor, log_p_PB: Tensor, lost_PK: Tensor, lesson: Lesson) -> Answer:

@@ -1,4 +1,4 @@
-"""`TeacherPool`: the teachers of a run, who are asked for a row each, and what they answer as numbers of its tokens."""
+"""`TeacherPool`: the teachers of a run. Each is asked for a row at a time, and answers with numbers of its tokens."""
 
 from __future__ import annotations
 

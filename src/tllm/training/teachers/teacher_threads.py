@@ -1,4 +1,4 @@
-"""Who answers the questions of a run: a model in this process, or teachers elsewhere; each in a thread of its own."""
+"""Threads that answer a run's questions to teachers: by a model in this process, or by a teacher elsewhere."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""How many of its most likely tokens a teacher sends of each place, so that little of its distribution is lost.
+"""How many of its most likely tokens a teacher sends at each position, so that little of its distribution is lost.
 
-What is sent of a distribution p over V tokens are its k likeliest tokens and the mass R of all others. Who knows no
-more takes the others for equally likely: p'(i) = p(i) of the k, R / (V - k) of each other. What is lost, in nats, is
+Of a distribution p over V tokens the teacher sends its k likeliest tokens and the mass R of all others. The student
+takes the others for equally likely: p'(i) = p(i) of the k, R / (V - k) of each other. What is lost, in nats, is
 
     KL(p || p') = sum over the others of p(i) log(p(i) (V - k) / R) = R (log(V - k) - H(p given the others))
 
-It is what the forward KL lacks for a student to whom the others are all alike, so that no student is needed to know it.
-As p' is p averaged over the others, it is also H(p') - H(p), which each further token lowers or leaves.
+This is what the forward KL lacks for a student to whom the others are all alike, so no student is needed to know it. As
+p' is p averaged over the others, it is also H(p') - H(p), which no further token raises.
 """
 
 from __future__ import annotations

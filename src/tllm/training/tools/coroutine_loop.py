@@ -1,7 +1,7 @@
-"""`CoroutineLoop`: the event loop in which coroutines of the user's own are awaited, all at once.
+"""`CoroutineLoop`: the event loop in which the user's own coroutines are awaited, all at once.
 
-It is the same for a whole run and has a thread of its own, so that what a coroutine opens and keeps from call to call,
-say an HTTP client, stays of use.
+There is one for a whole run, in a thread of its own. So what a coroutine keeps open from call to call, an HTTP client
+say, stays usable.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`Environments`: objects of the user's own whose methods are tools with a state, one for each completion.
+"""`Environments`: objects of the user's own, one for each completion, whose methods are tools with state.
 
 The rules are those of TRL's `environment_factory`:
 

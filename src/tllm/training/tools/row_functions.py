@@ -1,8 +1,9 @@
-"""Rows that functions of the user's own give, a dataset of Ray Data say: written down once, where the run begins.
+"""Rows that come from functions of the user's own, such as a dataset of Ray Data. They are written down once, where the
+run begins.
 
 The run's folder keeps them as a file of JSON lines, so that all that holds of files holds of them: each row has a
-number, any order can be drawn over them, a run goes on at a row, and they are never in memory together. The function is
-called in the process of `tllm train`, once for the life of the run.
+number, any order can be drawn over them, a run can go on at any row, and they are never in memory all at once. The
+function is called in the process of `tllm train`, once in the life of the run.
 """
 
 from __future__ import annotations

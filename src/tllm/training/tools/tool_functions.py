@@ -1,4 +1,4 @@
-"""`ToolFunctions`: the functions that a model may call while it writes a completion, and what its calls come to.
+"""`ToolFunctions`: the functions that a model may call while it writes a completion, and the results of its calls.
 
 What a function returns becomes the text of a tool's message. As in TRL, what it raises does too, as `{"error": …}`, and
 the run goes on: the model may call it otherwise. A function that does not return, or returns what no text can stand

@@ -1,6 +1,6 @@
-"""`ToolReplies`: a turn that the model wrote, as a message of the assistant with its calls of tools.
+"""`ToolReplies`: parses a turn that the model wrote into a message of the assistant with its tool calls.
 
-Which parser reads it is chosen by the model's chat template, as `tllm serve` chooses.
+The model's chat template decides which parser reads it, as in `tllm serve`.
 """
 
 from __future__ import annotations

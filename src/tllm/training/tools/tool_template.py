@@ -1,4 +1,4 @@
-"""`ToolTemplate`: how results of tools are put into a conversation whose turns the model wrote, as token ids.
+"""`ToolTemplate`: puts the results of tools into a conversation whose turns the model wrote, as token ids.
 
 What the model wrote is never encoded anew: its ids may not be those that its text has, and a template may write
 earlier turns otherwise, say without their reasoning. So the ids of a result are found in a conversation of no meaning,

@@ -1,4 +1,4 @@
-"""Functions of the user's own, from files that a job names: loaded once, and called with a time by which they return.
+"""Functions of the user's own, from files that a job names: loaded once, and called with a deadline.
 
 This is the one place where code is loaded that is not part of the package: a file of the user's own, which the job
 names, in the user's own command or on rank 0 alone, in a process that this command has started (`node.worker` sees to

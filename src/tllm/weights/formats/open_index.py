@@ -12,6 +12,7 @@ from tllm.core.errors import WeightsError
 from tllm.core.gguf_files import gguf_files
 from tllm.quantization.blocks import Blocks, dequantize
 from tllm.quantization.stored_tensor import Box, StoredTensor
+from tllm.spec.families import spec_from_config
 from tllm.spec.quantized.quantization_config import read_quantization
 from tllm.spec.quantized.weight_bits import Quantization, has_products
 from tllm.weights.byte_source import ByteSource
@@ -26,6 +27,8 @@ from tllm.weights.formats.rounded_tensor import rounded_tensors
 from tllm.weights.formats.stacked_experts import with_experts_apart
 from tllm.weights.safetensors_header import TensorEntry
 from tllm.weights.safetensors_index import Index
+
+TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 Reader = Callable[[Index, Quantization], Index]
 """reader(index of the files, what the config says of them) -> the index with the weights that are in few bits too."""
@@ -47,7 +50,15 @@ def open_index(source: ByteSource, config: Mapping[str, Any]) -> Index:
     Where it asks for plain weights to be rounded (`spec.quantized.weight_form`), the index has them so.
     """
     index = _index_of_files(source, config)
-    return Index(index.entries, {**index.stored, **rounded_tensors(index, config)})
+    return Index(index.entries, {**index.stored, **rounded_tensors(index, config)}, _tied(index, config))
+
+
+def _tied(index: Index, config: Mapping[str, Any]) -> dict[str, str]:
+    """The table and the head of a model whose table is its head, where the files have both."""
+    if TABLE not in index or HEAD not in index or "model_type" not in config:
+        return {}
+    spec = spec_from_config(dict(config))
+    return {TABLE: HEAD} if spec.tied and not spec.is_headless else {}
 
 
 def _index_of_files(source: ByteSource, config: Mapping[str, Any]) -> Index:

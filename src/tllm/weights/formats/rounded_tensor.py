@@ -12,7 +12,8 @@ from tllm.core.errors import ConfigError
 from tllm.quantization.blocks import Blocks, Scheme
 from tllm.quantization.round_weights import GROUP, SCHEMES, round_weights
 from tllm.quantization.stored_tensor import Box, StoredTensor
-from tllm.spec.quantized.weight_form import Quantize, rounding_of
+from tllm.spec.families import spec_from_config
+from tllm.spec.quantized.weight_form import QUANTIZE, Quantize, rounding_of
 from tllm.weights.formats.stacked_experts import with_stack
 from tllm.weights.safetensors_index import Index
 
@@ -70,7 +71,10 @@ def _whole_groups(box: Box, columns: int) -> Box:
 
 def rounded_tensors(index: Index, config: Mapping[str, Any]) -> dict[str, StoredTensor]:
     """The weights of the files that are to be rounded. ConfigError where they have few bits already."""
-    tied = "lm_head.weight" not in index.entries
+    if not config.get(QUANTIZE):
+        return {}
+    # Files may have a head beside a table that takes its place, which is then not read.
+    tied = "lm_head.weight" not in index.entries or ("model_type" in config and spec_from_config(dict(config)).tied)
     kinds = {name: kind for name in index.entries if (kind := rounding_of(name, config, tied)) is not None}
     if index.stored and kinds:
         raise ConfigError(

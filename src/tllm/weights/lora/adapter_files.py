@@ -8,14 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from tllm.comm.collectives.group import Group
 from tllm.core.errors import ConfigError, WeightsError, nearest
-from tllm.devices.choose import CPU
-from tllm.parallel.lora import LoraModule, LoraUpdate, magnitude_name, tensor_names, updates_of
+from tllm.parallel.lora import LoraModule, LoraUpdate, magnitude_name, tensor_names, updates_of, weight_of
 from tllm.spec.lora.lora_config import CONFIG_FILE, CONFIG_LIMIT, LoraConfig, read_lora_config
 from tllm.spec.quantized.quantization_config import text_name
 from tllm.weights.boxes import Shape
 from tllm.weights.byte_source import ByteSource
 from tllm.weights.load import load
+from tllm.weights.lora.dora_factors import DoraFactors
 from tllm.weights.safetensors_header import TensorEntry, read_header
 from tllm.weights.safetensors_index import PICKLED, Index
 
@@ -68,15 +69,22 @@ class Adapter:
                         "is the adapter of this model, and of this adapter_config.json?",
                     )
 
-    def load(self, model: nn.Module, source: ByteSource, dtype: torch.dtype) -> dict[nn.Module, LoraUpdate]:
+    def load(self, model: nn.Module, source: ByteSource, dtype: torch.dtype, tp: Group) -> dict[nn.Module, LoraUpdate]:
         """The updates of a rank's linears, read from the adapter's files: this rank's parts and no other bytes.
 
-        They are on the device of the model; on the processor, if the model has no memory yet.
+        They are on the device of the model, whose weights must be there: the norms of DoRA are those of their rows.
+        `tp` are the ranks that have the other parts. Magnitudes are kept in float32 at least.
         """
-        device = next(model.parameters()).device
-        with CPU if device.type == "meta" else device:
+        with next(model.parameters()).device:
             updates = updates_of(model, self.modules)
+            some = updates.items() if self.config.use_dora else ()
+            factors = {linear: DoraFactors(linear, update, tp) for linear, update in some}
         load(nn.ModuleList(updates.values()), self.index, source, dtype)
+        if factors:
+            load(nn.ModuleList(factors.values()), self.index, source, torch.promote_types(dtype, torch.float32))
+        for linear, of_linear in factors.items():
+            of_linear.measure(weight_of(linear), updates[linear])
+            updates[linear].rescale = of_linear
         return updates
 
 

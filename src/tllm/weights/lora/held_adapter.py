@@ -13,7 +13,6 @@ from functools import cached_property
 from pathlib import Path
 
 from tllm.core.errors import WeightsError
-from tllm.spec.lora.lora_config import CONFIG_FILE
 from tllm.weights.byte_source import LocalFiles
 from tllm.weights.byte_spans import Spans
 from tllm.weights.lora.adapter_files import ADAPTER_FILES, Adapter, check_rank, read_adapter
@@ -97,10 +96,5 @@ class HeldAdapter:
 
 
 def _check(adapter: Adapter, shapes: Mapping[str, tuple[int, int]], max_rank: int) -> None:
-    if adapter.config.use_dora:
-        raise WeightsError(
-            f"{CONFIG_FILE} has use_dora, which is not supported where adapters are served beside a model",
-            "merge it and serve the merged model: tllm export MODEL OUT --adapter FOLDER",
-        )
     check_rank(adapter, max_rank)
     adapter.check(shapes)

@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from tests.parity.training.policy.test_rollouts_apart import HangsUp
+from tests.parity.training.policy.test_remote_rollouts import HangsUp
 from tests.support.models.reference_gradients import in_float64
 from tests.support.selection import soak_but
 from tests.support.training.post_training.distilled_task import K, on_policy_job, write_models

@@ -77,7 +77,11 @@ def test_noise_is_uniform_and_of_the_size_that_its_document_gives() -> None:
     assert torch.equal(uniform_noise(draws_T[100:130], lengths_T[100:130], 64, 5.0), noise_TD[100:130])
 
 
-def test_a_run_is_that_of_a_slow_loop_with_noise_after_the_embedding(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["llama", "granite"])
+def test_a_run_is_that_of_a_slow_loop_with_noise_after_the_embedding(case: str, tmp_path: Path) -> None:
+    """Granite's hidden states are scaled behind the embedding, and the noise with them."""
+    model = tmp_path / "model"
+    save_model(case, model)
     job = noisy_job(model, tmp_path / "run", max_steps=3, max_grad_norm=1.0)
     truth = transformers.AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager")
     documents = itertools.count()

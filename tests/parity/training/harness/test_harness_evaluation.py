@@ -13,13 +13,13 @@ import transformers
 
 from tests.support.models.families import save_model
 from tests.support.training import runs
+from tests.support.training.local_links import local_links
 from tests.support.training.runs import job_for, records, train
 from tests.unit.server.kit import TOKENIZER
 from tllm.core.errors import ConfigError
 from tllm.training.harness import greedy_texts
 from tllm.training.job import job_parts
 from tllm.training.job.job import Job
-from tllm.training.step.rank_groups import local_links
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is an extra: pip install together-llm[eval]")
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]

@@ -14,7 +14,7 @@ import transformers
 from peft import PeftModel
 from safetensors.torch import load_file
 
-from tests.parity.engine.test_lora import engine_with, peft_scores
+from tests.parity.engine.test_lora import engine_with, peft_scores, scores
 from tests.parity.training.lora.test_lora import (
     TARGETS,
     TOKENS,
@@ -24,7 +24,7 @@ from tests.parity.training.lora.test_lora import (
     peft_gradients,
     trained_scores,
 )
-from tests.support.models.adapters import peft_adapter
+from tests.support.models.adapters import peft_dora
 from tests.support.models.families import save_model
 from tests.support.models.layouts import spec_of
 from tests.support.models.reference_gradients import apart, in_float64
@@ -32,7 +32,7 @@ from tests.support.models.slow_load import slow_load
 from tests.support.selection import soak_but
 from tests.support.training.runs import records, train
 from tests.support.training.training_step import furthest
-from tllm.core.errors import ConfigError, WeightsError
+from tllm.core.errors import ConfigError
 from tllm.model.transformer import build
 from tllm.parallel.mesh import whole
 from tllm.training.data.seeds import DRAWS, draws_of
@@ -54,17 +54,6 @@ PLANS = (
     "dp=3:1,zero=1",
     "pp=2,chunks=2",
 )
-
-
-def peft_dora(truth: transformers.PreTrainedModel, folder: Path, targets: Any, **config: Any) -> PeftModel:
-    """PEFT's DoRA with magnitudes that are not the norms."""
-    peft = peft_adapter(truth, folder, targets, use_dora=True, **config)
-    draw = torch.Generator().manual_seed(3)
-    for name, parameter in peft.named_parameters():
-        if MAGNITUDE in name:
-            parameter.data *= 1 + 0.4 * torch.rand(parameter.shape, generator=draw)
-    peft.save_pretrained(str(folder))
-    return peft.eval()
 
 
 @pytest.mark.parametrize("case", ["llama", "phi3", "qwen2_moe", "deepseek_v3_moe", "qwen3_next_moe"])
@@ -180,6 +169,8 @@ def test_peft_reads_a_finished_run_and_merges_it_alike(model: Path, golden: Any,
     want = peft_scores(peft)
     assert (want - bare).abs().max() > 0.05, "an adapter that does nothing would hide a fault"
     torch.testing.assert_close(trained_scores(model, final), want, rtol=0, atol=2e-5)
+    with engine_with(model, [final], "tp=2") as (engine, (lora,)):
+        torch.testing.assert_close(scores(engine, lora), want, rtol=0, atol=2e-5)
     write_merged(model, tmp_path / "merged", [final], "float64")
     got = load_file(tmp_path / "merged" / "model.safetensors")
     merged = peft.double().merge_and_unload()
@@ -199,12 +190,6 @@ def test_a_merged_model_is_that_of_peft_in_float64(model: Path, tmp_path: Path) 
         torch.testing.assert_close(got[name], x.detach(), rtol=1e-10, atol=1e-10)
     with pytest.raises(ConfigError, match="2 adapters are to be merged, and one has use_dora"):
         write_merged(model, tmp_path / "two", [tmp_path / "adapter"] * 2)
-
-
-def test_serving_it_beside_the_model_is_refused_and_says_what_to_do(model: Path, golden: Any) -> None:
-    with pytest.raises(WeightsError, match="use_dora") as caught, engine_with(model, [golden[1] / "final"]):
-        pass
-    assert "tllm export" in caught.value.hint
 
 
 def test_few_bits_are_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -27,9 +28,9 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def adapted_job(task: Path, run: Path, dtype: str = "float64", **more: str) -> Job:
+def adapted_job(task: Path, run: Path, dtype: str = "float64", **more: Any) -> Job:
     """With a reference, and at a rate at which the second sampling is another one."""
-    lora = LoraJob(r=4, lora_alpha=8.0, **more)  # type: ignore[arg-type]
+    lora = LoraJob(r=4, lora_alpha=8.0, **more)
     begin = dict(config_name=None, tokenizer_name=None, model_name_or_path=str(task / "base" / "final"))
     return policy_job(task, run, grpo(task, beta=0.1), dtype=dtype, lora=lora, learning_rate=0.05, **begin)
 
@@ -39,10 +40,10 @@ def metric(record: StepRecord, name: str) -> float:
     return record.metrics[name]
 
 
-@pytest.mark.parametrize("plan", ["dp=2,zero=1", "pp=2,tp=1+2"])
-def test_every_plan_is_one_process(plan: str, task: Path, tmp_path: Path) -> None:
-    want = records(train(adapted_job(task, tmp_path / "alone"), "pp=1"))
-    got = records(train(adapted_job(task, tmp_path / "cut"), plan))
+@pytest.mark.parametrize(("plan", "use_dora"), [("dp=2,zero=1", False), ("pp=2,tp=1+2", True)])
+def test_every_plan_is_one_process(plan: str, use_dora: bool, task: Path, tmp_path: Path) -> None:
+    want = records(train(adapted_job(task, tmp_path / "alone", use_dora=use_dora), "pp=1"))
+    got = records(train(adapted_job(task, tmp_path / "cut", use_dora=use_dora), plan))
     assert (tmp_path / "cut" / COMPLETIONS).read_text() == (tmp_path / "alone" / COMPLETIONS).read_text()
     for one, other in zip(got, want, strict=True):
         assert abs(one.loss - other.loss) < 1e-12

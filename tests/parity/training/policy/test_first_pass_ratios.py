@@ -103,10 +103,10 @@ def test_a_later_pass_has_other_ratios_and_compares_the_same(task: Path, tmp_pat
     assert (first.metrics or {})["kl"] == 0 < (third.metrics or {})["kl"]
 
 
-@pytest.mark.parametrize("quantize", ["none", "int8"])
-def test_an_adapter_is_sampled_with_as_it_is_trained(quantize: str, task: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lora", [dict(use_dora=True), dict(quantize="int8")], ids=["dora", "int8"])
+def test_an_adapter_is_sampled_with_as_it_is_trained(lora: dict[str, Any], task: Path, tmp_path: Path) -> None:
     train(policy_job(task, tmp_path / "base", max_steps=2), "pp=1")
-    job = adapted(task, tmp_path, quantize=quantize)
+    job = adapted(task, tmp_path, **lora)
     assert [mismatch(record) for record in records(train(job, "dp=2"))] == [NONE] * 4
 
 

@@ -13,14 +13,19 @@ import torch
 from tests.support.models.families import save_model
 from tests.support.selection import pairs_in_turn, soak_but
 from tests.support.training.post_training.policy_task import grpo, policy_job, write_task
-from tests.support.training.post_training.sampled_log_probs import sampled_and_trained
+from tests.support.training.post_training.sampled_log_probs import policy_of, sampled_and_trained
 from tests.support.training.post_training.told_runs import Told, check_same_run, told
 from tests.support.training.runs import final, records, train
 from tests.support.training.training_step import furthest
 from tllm.core.errors import ConfigError
+from tllm.engine.decode_recordings import DecodeRecordings
+from tllm.kernels import library
+from tllm.kernels.recording.recorder import recordable
+from tllm.node.roles.colocated_rollouts import RecordedLayers, colocated_rollouts
 from tllm.training.job.job import Job
 from tllm.training.job.rollout_keys import RejectionConfig
 from tllm.training.policy.completions_file import COMPLETIONS
+from tllm.training.policy.rollouts import PromptGroup, sampling_of
 from tllm.training.report.events import RunEnded
 from tllm.training.report.metrics import read_records
 
@@ -172,6 +177,34 @@ def test_the_engine_tells_the_log_probabilities_that_the_trainer_finds(family: s
         for found_T in found:
             off_T = (told_T - found_T).abs()
             assert float(off_T.max() / told_T.abs().max()) < most and float(off_T.mean()) < most
+
+
+def test_layers_that_are_played_have_the_weights_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changed where they lie, as a step does, and moved. The products are those of layers that are computed."""
+    kernels = library.loaded()
+    assert kernels is not None
+    alone = recordable(kernels)
+    monkeypatch.setattr(library, "loaded", lambda: alone)
+    save_model("llama", tmp_path, head_dim=32)
+    config, model = policy_of(tmp_path, "float32", length=6)
+    played, computed = colocated_rollouts(config, model), colocated_rollouts(config, model)
+    computed._layers = None
+    groups, seen = [PromptGroup((3, 1, 4), (1, 2, 3, 4)), PromptGroup((1, 5), (6, 7, 8, 9))], []
+    parameters = list(model.chunks[0].parameters())
+    for moves in (False, False, True):
+        with torch.no_grad():
+            for weight in parameters:
+                weight.data = weight.data.clone() if moves else weight.data
+                weight.mul_(1.1)
+        seen.append(played.sample(groups, (), sampling_of(config.job)))
+        assert seen[-1] == computed.sample(groups, (), sampling_of(config.job))
+        recordings = played._stage.graphs
+        assert isinstance(recordings, DecodeRecordings) and recordings.recorded[8] is not None
+    assert seen[0] != seen[1] != seen[2]
+    stage = played._stage
+    stage.graphs = None
+    RecordedLayers(model.chunks[0], stage, deterministic=True).follow_weights()
+    assert stage.graphs is None, "which way is faster is measured, and the two differ by rounding"
 
 
 @pytest.mark.soak

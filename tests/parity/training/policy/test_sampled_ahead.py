@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parity.training.policy.test_rollouts_apart import HangsUp
+from tests.parity.training.policy.test_remote_rollouts import HangsUp
 from tests.support.training.post_training.policy_task import grpo, policy_job, write_task
 from tests.support.training.post_training.rollout_servers import sampling
 from tests.support.training.post_training.teachers import address_of
@@ -26,8 +26,8 @@ from tllm.training.policy.completions_file import COMPLETIONS
 from tllm.training.policy.rollouts import completion_seed
 from tllm.training.questions.question_server import Session
 from tllm.training.rollout_servers.gathered_weights import GatheredWeights
+from tllm.training.rollout_servers.remote_rollouts import METRICS
 from tllm.training.rollout_servers.rollout_messages import PromptGroups, RolloutAnswer, RolloutQuestion, RolloutRun
-from tllm.training.rollout_servers.rollouts_apart import METRICS
 from tllm.training.rollout_servers.sampled_ahead import STALENESS
 from tllm.training.rollout_servers.weight_chunks import ChunkTable
 from tllm.training.trainer import RankTrainer

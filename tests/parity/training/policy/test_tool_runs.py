@@ -38,7 +38,7 @@ from tllm.training.policy.completions_file import COMPLETIONS
 from tllm.training.policy.rollouts import Completion
 from tllm.training.report.metrics import read_records
 
-PLANS = ("dp=5", "dp=2,pp=2,tp=2,zero=1,schedule=zero_bubble", "pp=2", "tp=2", "dp=2,zero=2,recompute=layer")
+PLANS = ("dp=5", "pp=2", "tp=2", "dp=2,zero=2,recompute=layer", "dp=2,pp=2,tp=2,zero=1,schedule=zero_bubble")
 
 LEARNED = '''
 def right(completions, number, **columns):

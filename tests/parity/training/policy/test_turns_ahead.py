@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from tests.parity.training.policy.test_environment_runs import DESK, keys
-from tests.parity.training.policy.test_rollouts_apart import HangsUp
+from tests.parity.training.policy.test_remote_rollouts import HangsUp
 from tests.support.training.post_training.plain_tools import (
     plain_advantages,
     plain_completion,

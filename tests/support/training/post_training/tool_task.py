@@ -30,7 +30,6 @@ CALLS = (
     '<tool_call>{"name": "gone", "arguments": {}}</tool_call>',
     '<tool_call>{"name": "add", "arguments": [1]}</tool_call>',
 )
-FAILING = CALLS[3:]
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 \n?!'.:,_[]{}<>/\""
 
 TEMPLATE = (

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.support.models.layouts import in_threads
+from tests.support.training.local_links import local_links
 from tests.support.training.post_training.policy_task import grpo
 from tllm.comm.links.link import Link
 from tllm.engine.schedule.limits import Limits
@@ -34,7 +35,7 @@ from tllm.training.objectives.policy_gradient import SAMPLED, PolicyGradientLoss
 from tllm.training.policy.rewarded_rows import completion_row
 from tllm.training.policy.rollouts import Completion, PromptGroup, sampling_of
 from tllm.training.state.initial_weights import InitialWeights
-from tllm.training.step.rank_groups import RankConfig, groups_of, local_links
+from tllm.training.step.rank_groups import RankConfig, groups_of
 from tllm.training.step.rank_model import RankModel
 from tllm.weights.byte_source import LocalFiles
 

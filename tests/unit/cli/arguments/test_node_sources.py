@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
 from tllm.cli.arguments.node_sources import be_first, joining, launched_here
 from tllm.cli.main import main
+from tllm.cli.planning.live_survey import measured
 from tllm.core.errors import AuthError, ConfigError
+from tllm.node.coordinator import survey_cluster
+from tllm.node.coordinator.cluster_options import ClusterOptions
 from tllm.node.machine.launcher_env import Launched
 from tllm.node.sources.launched_tasks import MEET_SECONDS, LaunchedTasks, meeting_file, work_launched
 from tllm.node.sources.node_source import JoinLine
@@ -55,8 +59,8 @@ def test_the_first_task_is_told_what_an_operator_would_say() -> None:
 
 
 def test_tasks_are_told_by_a_file_and_others_by_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[tuple[str, ...]] = []
-    found = joining(TASKS, tmp_path, lambda *how: said.append(how), lambda where: said.append((where,)))
+    said: list[tuple[object, ...]] = []
+    found = joining(TASKS, tmp_path, lambda *how: said.append(how), lambda *where: said.append(where))
     source = found["source"]
     assert isinstance(source, LaunchedTasks) and found["join_seconds"] == MEET_SECONDS
     source.start(2, "10.0.0.1:7", "tllm1-x")
@@ -67,11 +71,11 @@ def test_tasks_are_told_by_a_file_and_others_by_a_line(tmp_path: Path, monkeypat
     assert not list(tmp_path.iterdir()) and not said
     for secret in ("", "s" * 32):
         monkeypatch.setenv("TLLM_SECRET", secret)
-        found = joining(None, tmp_path, lambda *how: said.append(how), lambda where: said.append((where,)))
+        found = joining(None, tmp_path, lambda *how: said.append(how), lambda *where: said.append(where))
         assert isinstance(found["source"], JoinLine) and found["secret"] == (secret.encode() or None)
         found["source"].start(2, "10.0.0.1:7", "tllm1-x")
         assert found["source"].nodes() == {}
-    assert said == [("10.0.0.1:7", "tllm1-x"), ("10.0.0.1:7",)], "no token where there is a secret"
+    assert said == [(2, "10.0.0.1:7", "tllm1-x"), (2, "10.0.0.1:7")], "no token where there is a secret"
 
 
 def test_a_file_that_others_could_have_written_leads_nobody_anywhere(tmp_path: Path) -> None:
@@ -106,3 +110,22 @@ def test_bad_input_of_a_server_under_srun(
 def test_slurm_that_is_asked_for_must_be_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", str(folder), "--on", "slurm"]) == ConfigError.exit_code
     assert "this is no job of Slurm" in capsys.readouterr().err
+
+
+def test_a_line_that_is_said_again_is_for_as_many_as_are_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a survey and of `tllm doctor`, as of commands that run a model."""
+
+    async def survey_nodes(request: object, config: str, nodes: int, options: ClusterOptions) -> NoReturn:
+        assert options.source is not None
+        for count in (2, 1):
+            options.source.start(count, "box:7000", "tllm1-abc")
+        raise ConfigError("far enough")
+
+    monkeypatch.setattr(survey_cluster, "survey_nodes", survey_nodes)
+    where: Any = dict(cluster_host="127.0.0.1", cluster_port=0, device="cpu", threads=None, keep=None)
+    with pytest.raises(ConfigError, match="far enough"):
+        measured(argparse.Namespace(nodes=3, local=None, **where), None, "{}")  # type: ignore[arg-type]
+    said = capsys.readouterr().err
+    assert said.index("each of 2 other machines") < said.index("one other machine")

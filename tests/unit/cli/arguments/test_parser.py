@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tllm.cli.arguments.parser import address, count, size, token_ids, whole
+from tllm.cli.arguments.parser import Parser, address, count, size, token_ids, whole
 
 
 @pytest.mark.parametrize(
@@ -52,3 +52,9 @@ def test_values(read: Callable[[str], Any], text: str, value: object) -> None:
 def test_refusals(read: Callable[[str], Any], text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
         read(text)
+
+
+@pytest.mark.parametrize("columns", ["1", "2", "80"])
+def test_help_in_a_terminal_of_any_width(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert "a few" in Parser("tllm", "Only a few words.").format_help()

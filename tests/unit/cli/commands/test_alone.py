@@ -20,7 +20,7 @@ from tllm.cli.commands.train import _chooser_of as training_chooser
 from tllm.cli.main import main
 from tllm.cluster.settings import TrainSettings, Wiring
 from tllm.planner.measured.outcome import FILE as OUTCOME
-from tllm.planner.measured.outcome import ServingOutcome, read_outcome
+from tllm.planner.measured.outcome import ServingOutcome
 from tllm.planner.measured.survey import FILE, digest
 from tllm.spec.plan import Plan
 
@@ -45,8 +45,7 @@ def test_a_reply_is_predicted_beside_its_text(
     said = capsys.readouterr()
     assert said.out == plain.out
     assert "ms a token" in said.err and "measured is" in said.err
-    outcome = read_outcome(tmp_path / "kept" / OUTCOME)
-    assert isinstance(outcome, ServingOutcome)
+    outcome = msgspec.json.decode((tmp_path / "kept" / OUTCOME).read_bytes(), type=ServingOutcome)
     assert (outcome.plan, outcome.requests, outcome.prompt) == ("pp=1,tp=1,layers=4", 1, 3)
     monkeypatch.setattr("tllm.node.coordinator.survey_cluster.examined", None)  # which is called no more
     before = (tmp_path / "kept" / FILE).read_bytes()
@@ -65,8 +64,8 @@ def test_what_was_right_of_drafts_takes_the_place_of_what_was_expected(
     assert main([*asked, "--num-speculative-tokens", "4", "--keep", str(tmp_path / "kept")]) == 0
     said = capsys.readouterr()
     assert said.out == plain, "drafts change no token"
-    outcome = read_outcome(tmp_path / "kept" / OUTCOME)
-    assert isinstance(outcome, ServingOutcome) and outcome.acceptance is not None
+    outcome = msgspec.json.decode((tmp_path / "kept" / OUTCOME).read_bytes(), type=ServingOutcome)
+    assert outcome.acceptance is not None
     assert outcome.acceptance != ACCEPTANCE and 0 <= outcome.acceptance <= 1
     assert f"{100 * outcome.acceptance:.3g} % of drafted tokens were right" in said.err
 

@@ -101,6 +101,34 @@ def test_options_reach_the_engine(
     assert getattr(engine.requests[0].params, field) == value
 
 
+@pytest.mark.parametrize(
+    ("options", "values"),
+    [
+        ([], (0.0, 0, 1.0, 126)),
+        (["--temperature", "1"], (1.0, 20, 0.9, 126)),
+        (["--temperature", "1", "--top-k", "0"], (1.0, 0, 0.9, 126)),
+        (["--temperature", "1", "--generation-config", "vllm"], (1.0, 0, 1.0, 126)),
+        (["--temperature", "0.000001"], (0.0, 0, 1.0, 126)),
+        (["--override-generation-config", '{"max_new_tokens": 3}'], (0.0, 0, 1.0, 3)),
+        (["--override-generation-config", '{"temperature": 0.6}'], (0.6, 20, 0.9, 126)),
+        (["--override-generation-config", '{"temperature": 0.6}', "--temperature", "0"], (0.0, 0, 1.0, 126)),
+    ],
+)
+def test_a_models_defaults(
+    options: list[str], values: tuple[float, ...], letters: Path, engine: ListedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are those of `tllm chat`, and of `tllm generate` with a temperature: without one it is greedy."""
+    (letters / "generation_config.json").write_text('{"temperature": 0.3, "top_k": 20, "top_p": 0.9}')
+    assert main(["generate", str(letters), "--prompt-ids", "1,2", *options]) == 0
+    params = engine.requests[0].params
+    assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == values
+    (letters / "chat_template.jinja").write_text("a")
+    for words, temperature in (([], 0.3), (["--generation-config", "vllm"], 0.7)):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("a\n"))
+        assert main(["chat", str(letters), *words]) == 0
+        assert engine.requests[-1].params.temperature == temperature
+
+
 def test_a_seed_is_drawn(folder: Path, engine: ListedEngine) -> None:
     for _ in range(2):
         main(["generate", str(folder), "--prompt-ids", "1,2", "--temperature", "1"])
@@ -141,6 +169,16 @@ def test_chat_remembers(
     assert capsys.readouterr().out == "fgh\n" * 3
     prompts = ["".join(chr(ord("a") + i) for i in request.prompt_ids) for request in engine.requests]
     assert prompts == ["abx", "abxfghxcx", "dx"]
+
+
+def test_chat_ends_at_ctrl_c(letters: Path, engine: ListedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    (letters / "chat_template.jinja").write_text("a")
+
+    def interrupted(prompt: str) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.input", interrupted)
+    assert main(["chat", str(letters)]) == 130
 
 
 def test_chat_without_a_template(letters: Path, capsys: pytest.CaptureFixture[str]) -> None:

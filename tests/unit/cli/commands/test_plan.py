@@ -109,3 +109,10 @@ def test_a_cache_in_one_byte_each(folder: Path, capsys: pytest.CaptureFixture[st
 def test_what_cannot_be(folder: Path, more: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(folder), *more]) == code
     assert "error: " in capsys.readouterr().err
+
+
+def test_a_bad_sampling_file_is_no_matter_of_a_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "generation_config.json").write_text('{"temperature": "warm"}')
+    assert main(["plan", str(folder)]) == 0
+    assert main(["generate", str(folder), "--prompt-ids", "1"]) == 2, "who samples is told"
+    assert "generation_config.json: " in capsys.readouterr().err

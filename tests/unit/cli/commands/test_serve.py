@@ -11,6 +11,7 @@ import pytest
 from tests.support.serving.scripted_engine import ListedEngine
 from tllm.api.engine_options import EngineOptions, engine_options
 from tllm.api.open_engine import cluster_options
+from tllm.cli.commands import serve
 from tllm.cli.main import main
 from tllm.core.errors import ConfigError
 from tllm.node.coordinator.cluster_options import ClusterOptions
@@ -38,7 +39,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             source.start(1, "10.0.0.1:7000", "tllm1-def")
         yield ListedEngine()
 
-    async def serve(app: Any, on_ready: Any, leaves: Any) -> None:
+    async def serve(app: Any, on_ready: Any, stop: Any, leaves: Any) -> None:
         assert not leaves(), "there is no cluster"
         seen.append(app.settings)
         on_ready("http://127.0.0.1:1")
@@ -155,3 +156,23 @@ def test_memory_is_for_the_workers_here(opened: list[Any], folder: Path, monkeyp
 def test_the_device_is_that_of_the_workers_here(folder: Path) -> None:
     assert cluster_options(engine_options(folder, "pp=2", device="cuda")).device == "cuda"
     assert cluster_options(engine_options(folder, "pp=2")).device == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ([], "temperature 0.6, top_k 20 (the model's own; --generation-config vllm serves without)"),
+        (["--override-generation-config", '{"top_k": 5}'], "temperature 0.6, top_k 5"),
+        (["--generation-config", "vllm", "--override-generation-config", '{"top_k": 5}'], "top_k 5"),
+        (["--generation-config", "."], "temperature 0.6, top_k 20"),
+    ],
+)
+def test_only_the_models_own_defaults_are_called_so(
+    more: list[str], said: str, folder: Path, opened: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
+    monkeypatch.chdir(folder)
+    logged: list[str] = []
+    monkeypatch.setattr(serve.log, "info", lambda form, *values: logged.append(form % values))
+    assert main(["serve", str(folder), *more]) == 0
+    assert logged == [f"where a request does not say: {said}"]

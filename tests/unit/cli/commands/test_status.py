@@ -116,6 +116,8 @@ def test_json_is_what_the_server_says(answer: list[Any], capsys: pytest.CaptureF
         (urllib.error.URLError(ConnectionRefusedError(111, "Connection refused")), 4, "no server at 127.0.0.1:8000"),
         (TimeoutError("timed out"), 4, "no server at"),
         (b"<html>", 4, "no server at"),
+        (b"[1]", 4, "is no tllm: /v1/cluster answers [1]"),
+        (b'{"detail": 3}', 4, "is no tllm"),
     ],
 )
 def test_who_does_not_answer(

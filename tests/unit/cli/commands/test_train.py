@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,6 +16,7 @@ from tllm.cli.main import main
 from tllm.core.errors import ConfigError, TllmError
 from tllm.node.coordinator.cluster_options import ClusterOptions
 from tllm.node.train import open_training as training
+from tllm.training.checkpoint import save_folders
 
 
 class FarEnough(TllmError):
@@ -47,6 +49,25 @@ def test_memory_and_patience(
     assert main(["train", *job, "--memory", "12GiB", "--lost-after", "20"]) == FarEnough.exit_code
     assert main(["train", *job]) == FarEnough.exit_code
     assert [(one.memory, one.lost_after) for one in opened] == [(12 << 30, 20.0), (None, 5.0)]
+
+
+def test_a_run_that_is_over_waits_for_no_machines(
+    tmp_path: Path, opened: list[ClusterOptions], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", str(write_job(tmp_path, max_steps=9)), "--nodes", "3"]
+    steps = [6]
+    monkeypatch.setattr(save_folders, "steps_here", lambda folder: steps)
+    final = tmp_path / "run" / "final"
+    final.mkdir(parents=True)
+    assert main(words) == FarEnough.exit_code, "the model is that of a shorter run"
+    steps.append(9)
+    save = final.parent / "step-9"
+    save.mkdir()
+    os.utime(final, ns=(0, 0))
+    assert main(words) == FarEnough.exit_code, "it was killed before the model was made"
+    os.utime(final)
+    assert main(words) == 0 and len(opened) == 2
+    assert f"has taken its 9 steps; the model is in {final}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -93,6 +114,8 @@ def test_nobody_is_given_up_before_it_can_be_late(
 
 class Run:
     """A run that notes that it is told to stop, and does not."""
+
+    fault = None
 
     def __init__(self) -> None:
         self.told = asyncio.Event()

@@ -3,7 +3,9 @@ from __future__ import annotations
 import pytest
 
 from tllm.cli.display import progress as module
-from tllm.cli.display.tables import amount, span, table
+from tllm.cli.display.tables import span, table
+from tllm.core.memory import amount
+from tllm.node.coordinator.cluster_options import LINKS_MEASURED
 
 
 def test_lines_come_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -15,6 +17,24 @@ def test_lines_come_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         tell("rank 0", step << 20, 12 << 20)
     lines = capsys.readouterr().err.splitlines()
     assert lines == [f"rank 0: {done}.0 MiB of 12.0 MiB" for done in (5, 10, 12)]
+    tell(LINKS_MEASURED, 0, 3)
+    now += 9
+    tell(LINKS_MEASURED, 1, 3)
+    assert capsys.readouterr().err == "links measured: 1 of 3\n"
+
+
+def test_bars_tell_bytes_from_what_is_counted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # which rich takes for a terminal
+    with module._bars() as tell:
+        tell(LINKS_MEASURED, 1, 3)
+        tell("rank 0 on a", 1 << 20, 3 << 20)
+    said = capsys.readouterr().err
+    tell("rank 0 on a", 3 << 20, 3 << 20)
+    assert capsys.readouterr().err == "", "what comes late shows nothing anew"
+    assert "1 of 3" in said and "1.0 MiB of 3.0 MiB" in said
 
 
 def test_what_is_quick_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,6 +47,14 @@ def test_what_is_quick_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 def test_no_terminal_no_bars() -> None:
     with module.progress() as tell:
         assert isinstance(tell, module.Lines)
+
+
+def test_a_table_fits_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [["rank", "layers", "memory"], ["0", "[0, 3)", "1.5 MiB"]]
+    assert table(rows) == "rank  layers   memory\n   0  [0, 3)  1.5 MiB"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "20")
+    assert table(rows) == "rank  layers\n   0  [0, 3)\n\nrank   memory\n   0  1.5 MiB"
 
 
 @pytest.mark.parametrize(

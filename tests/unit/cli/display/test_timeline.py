@@ -9,11 +9,11 @@ import pytest
 from tllm.cli.display.tables import brief
 from tllm.cli.display.timeline import COLOURS, LEFT, MOST, WIDTH, as_svg, as_text
 from tllm.planner.simulate.explain import StageTimeline, TimelineBar
-from tllm.planner.simulate.pipeline import StageWork, simulate
+from tllm.planner.simulate.pipeline import SchedulePlayer, StageWork
 from tllm.spec.pipeline_schedule import build
 from tllm.spec.plan import Plan
 
-TIMELINE = simulate(build("zero_bubble", 3, 4), StageWork(1, 1, 1))
+TIMELINE = SchedulePlayer(build("zero_bubble", 3, 4)).play(StageWork(1, 1, 1))
 LINES = [
     StageTimeline(
         f"stage {number} & more", tuple(TimelineBar(one.start, one.stop, str(one.op), one.op.kind) for one in spans)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.support.models.adapters import peft_adapter, save_adapter
 from tests.support.models.families import save_model
@@ -84,6 +84,12 @@ def test_what_cannot_be_merged_is_refused_and_nothing_is_written(tmp_path: Path)
     (dora / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
     with pytest.raises(WeightsError, match=r"lacks .*lora_magnitude_vector"):
         write_merged(tmp_path / "base", out, [dora])
+    save_model("llama_mha_tied_bias", tmp_path / "tied")
+    tied = tensors_of(tmp_path / "tied")
+    tied["lm_head.weight"] = 2 * tied["model.embed_tokens.weight"]
+    save_file(tied, tmp_path / "tied" / "model.safetensors")
+    with pytest.raises(WeightsError, match=r"lm_head\.weight of the files is not model\.embed_tokens\.weight"):
+        write_merged(tmp_path / "tied", out)
     assert not out.exists()
     with pytest.raises(WeightsError, match="exists already"):
         write_merged(tmp_path / "base", tmp_path / "other")

@@ -171,6 +171,7 @@ def test_who_is_left_out_and_what_that_is_worth(folder: Path, capsys: pytest.Cap
 def test_a_chosen_serving_plan_waits_as_long_as_was_asked_for(folder: Path) -> None:
     options = engine_options(folder, "pp=2", dtype="bfloat16", lost_after=40.0, allow_mixed=True)
     work, _ = ServingChooser(options, ServingFacts("bfloat16", 64, 16, 1), None, 2)(survey_of_two(folder))
+    assert isinstance(work.settings, EngineSettings)
     assert (work.settings.link_seconds, work.lost_after, work.allow_mixed) == (80.0, 40.0, True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import msgspec
@@ -48,6 +49,23 @@ def test_a_layer_is_timed_on_the_device_that_is_asked_for(
     assert told == [("thread", second), second] and "reaches here on cuda:1 Some GPU" in capsys.readouterr().out
 
 
+def test_ways_to_cut_a_layer_are_compared_by_what_they_send(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A square sends less than one dimension only where a microbatch has many tokens; no other grid has four ranks."""
+    for tokens, plan, least in ((16, "tp=4", "1d"), (128, "tp=4", "2d"), (128, "tp=4,tensor=2d", "2d")):
+        sizes = ["--set", "microbatch_size=1", "--set", f"seq_len={tokens}"]
+        assert main(["train", str(job), "--plan", plan, "--dry-run", "--threads", "1", *sizes]) == 0
+        out = capsys.readouterr().out
+        assert f"a microbatch of {tokens} tokens" in out and f"tensor={least} sends the fewest bytes" in out
+        assert [line.split()[:2] for line in out.split("messages\n")[1].splitlines()[:2]] == [
+            ["1d", "4"],
+            ["2d", "2x2"],
+        ]
+        assert ("predicted: " in out) == ("tensor" not in plan)
+        assert ("ranks on a grid are not predicted" in out) == ("tensor" in plan)
+    assert main(["train", str(job), "--plan", "tp=2,dp=2", "--dry-run", "--threads", "1"]) == 0
+    assert "tensor" not in capsys.readouterr().out
+
+
 def test_without_a_survey_it_says_what_would_choose(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", str(job), *LOCAL]) == 0
     out = capsys.readouterr().out
@@ -74,6 +92,10 @@ def test_a_survey_of_other_machines_is_not_taken(job: Path, capsys: pytest.Captu
 
 
 def test_a_plan_that_is_given_stays(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", str(job), "--plan", "pp=2", "--dry-run", "--threads", "1"]) == 0
+    """So do the nodes that are to have a role beside it: they are shown with what they hold."""
+    keys = (f"teacher_model_name_or_path={job.parent}", "teacher_nodes=2", "teacher_plan=pp=2")
+    taught = ["--set", "task=distill", *(word for key in keys for word in ("--set", f"distill.{key}"))]
+    assert main(["train", str(job), "--plan", "pp=2", "--local", "4", "--dry-run", "--threads", "1", *taught]) == 0
     out = capsys.readouterr().out
+    assert re.search(r"^teacher: 2 nodes, by pp=2,\S* together, 2\d\d\S* MiB at most on each$", out, re.MULTILINE), out
     assert "no plan is given" not in out and "plan pp=2,tp=1+1,layers=1+1: 2 ranks" in out

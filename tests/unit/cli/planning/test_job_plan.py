@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from tests.support.training.post_training.policy_task import write_task
 from tests.unit.planner.measured.test_survey import SPEC, serving_node, survey_of, training_node
+from tests.unit.planner.roles.test_role_machines import cluster as machines_of
 from tllm.cli.commands.train import _chooser_of
 from tllm.cli.main import main
 from tllm.cli.planning.outcome import training_outcome
 from tllm.cli.planning.plan_chooser import TrainingChooser
+from tllm.cli.planning.role_outcome import as_long_as_measured
+from tllm.cli.planning.role_wishes import named_devices
+from tllm.cli.planning.run_watch import Watch
 from tllm.planner.measured.survey import SampledPasses, Survey, SurveyedNode, cluster_of, read_survey
+from tllm.planner.simulate.placed_plan import PlacedPlan
 from tllm.spec.plan import Plan
 from tllm.training.job.job_file import ResolvedJob, read_job
 from tllm.training.report.metrics import StepRecord
@@ -94,6 +101,34 @@ def test_each_role_has_its_seconds_and_its_memory(job: Path, capsys: pytest.Capt
     assert "seconds of a step by role: sampling " in out and "cache" in out
 
 
+def test_machines_that_score_are_planned_with_all_others(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rewards have seconds, and who computes them has memory: in what is shown, and in the commands that start it."""
+    (job.parent / "REWARD").mkdir()
+    config = json.loads((job.parent / "config.json").read_text()) | {
+        "architectures": ["LlamaForSequenceClassification"],
+        "num_labels": 1,
+    }
+    (job.parent / "REWARD" / "config.json").write_text(json.dumps(config))
+    named = ("--set", "grpo.reward_model_name_or_path=REWARD")
+    here = planned(capsys, *named, "--plan", "pp=1")
+    assert here["roles"]["rewards"] > 0 and here["memory"][0]["reward"] > 0  # type: ignore[index]
+    found = planned(capsys, *named, "--set", "grpo.reward_nodes=1")
+    assert found["memory"]["reward"] > 0  # type: ignore[index]
+    assert found["rewards"] == ["box1"] and found["scoring"] == pytest.approx(here["roles"]["rewards"])  # type: ignore[index]
+    assert main(["plan", "job.toml", "--cluster", "cluster.toml", *named, "--set", "grpo.reward_nodes=auto"]) == 0
+    out = capsys.readouterr().out
+    assert "a machine that scores holds " in out and "scoring s" in out and "--set grpo.reward_nodes=" in out
+    divided = ("--set", "grpo.reward_nodes=auto", "--set", "grpo.reward_plan=pp=2")
+    assert main(["plan", "job.toml", "--cluster", "cluster.toml", "--json", *named, *divided]) == 0
+    words = shlex.split(json.loads(capsys.readouterr().out)["commands"][0][1])
+    sets = [words[at + 1] for at, word in enumerate(words) if word == "--set"]
+    assert read_job(job, sets).job.grpo.reward_nodes == (), "one machine beside the first is no reward model"  # type: ignore[union-attr]
+
+
+def test_machines_are_taken_in_the_order_in_which_the_job_names_them() -> None:
+    assert named_devices(machines_of(1.0, 1.0, 1.0, 1.0), ("n3", "n1"), "grpo.reward_nodes") == (3, 1)
+
+
 def test_a_reference_that_is_computed_once_is_told_apart(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [line for line in JOB.replace("grpo", "dpo").splitlines() if "max_comp" not in line]
     job.write_text("\n".join(line for line in lines if "reward" not in line and "num_gen" not in line))
@@ -107,6 +142,22 @@ def test_a_plan_for_more_machines_than_there_are_is_refused(job: Path, capsys: p
     assert "has 3 ranks and the cluster 2 devices" in capsys.readouterr().err
     assert main(["plan", "job.toml"]) == 2
     assert "no machines are given for job.toml" in capsys.readouterr().err
+
+
+def test_a_plan_that_is_given_is_timed_without_the_nodes_of_its_roles(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("plan", "job.toml", "--cluster", "cluster.toml", "--plan", "pp=1")
+    for more, is_alone in (((), False), (("--set", "grpo.rollout_nodes=1"), True)):
+        assert main([*given, *more]) == 0
+        assert ("policy's part: rollout nodes come on top" in capsys.readouterr().out) == is_alone
+    survey_of("train", sampling_node("a")).save(tmp_path / "survey.json")
+
+    class Told:
+        resolved = read_job(job, [f"output_dir={tmp_path}", "grpo.rollout_nodes=1"], "dp=2")
+        plan, spec = Plan.parse("dp=2", SPEC.num_layers), SPEC
+
+    assert _chooser_of(Told, "{}", True) is None, "a run is not told seconds of a part as those of its steps"  # type: ignore[arg-type]
 
 
 def test_a_run_that_samples_has_its_plan_chosen_by_machines_measured_so(job: Path) -> None:
@@ -137,8 +188,20 @@ def as_serving(survey: Survey) -> Survey:
     return msgspec.structs.replace(survey, goal="serve", nodes=(found,))
 
 
-def resolved(folder: Path) -> ResolvedJob:
-    return read_job(None, [*ASKED[:4], f"output_dir={folder}", *ASKED[5:]])
+def resolved(folder: Path, *sets: str) -> ResolvedJob:
+    return read_job(None, [*ASKED[:4], f"output_dir={folder}", *ASKED[5:], *sets])
+
+
+LENGTHS = {"completions/mean_length": 5.0}
+
+
+def steps(roles: dict[str, float]) -> list[StepRecord]:
+    """Five, each of eight rows of 15 tokens, 5 of these sampled."""
+    zero = dict.fromkeys(("loss", "grad_norm", "learning_rate", "tokens_per_second"), 0.0)
+    return [
+        StepRecord(step=step, tokens=8 * 15, seconds=4.0, metrics=LENGTHS, role_seconds=roles, **zero)  # type: ignore[arg-type]
+        for step in range(1, 6)
+    ]
 
 
 def test_a_step_is_told_by_role_for_completions_as_long_as_they_were(tmp_path: Path) -> None:
@@ -146,14 +209,7 @@ def test_a_step_is_told_by_role_for_completions_as_long_as_they_were(tmp_path: P
     chooser = TrainingChooser(resolved(tmp_path), "{}", SPEC, 1, Plan.parse("pp=1", SPEC.num_layers))
     chooser.says = lambda text: None
     chosen = chooser.decide(survey)
-    zero = dict.fromkeys(("loss", "grad_norm", "learning_rate", "tokens_per_second"), 0.0)
-    roles = {"sampling": 2.0, "rewards": 0.5}
-    metrics = {"completions/mean_length": 5.0}
-    records = [
-        StepRecord(step=step, tokens=8 * 15, seconds=4.0, metrics=metrics, role_seconds=roles, **zero)  # type: ignore[arg-type]
-        for step in range(1, 6)
-    ]
-    outcome = training_outcome(chooser, records)
+    outcome = training_outcome(chooser, steps({"sampling": 2.0, "rewards": 0.5}))
     assert outcome is not None
     measured, predicted = outcome.measured, outcome.predicted
     assert (measured.sampling, measured.rewards, measured.policy, measured.seconds) == (2.0, 0.5, 1.5, 4.0)
@@ -162,6 +218,31 @@ def test_a_step_is_told_by_role_for_completions_as_long_as_they_were(tmp_path: P
     longest = dict(chosen.predicted.roles)["sampling"]
     assert 0.1 * longest < predicted.sampling < 0.5 * longest, "5 tokens where 16 were allowed"
     assert predicted.policy < chosen.predicted.policy
+
+
+def test_servers_elsewhere_are_in_no_prediction_and_correct_no_survey(tmp_path: Path) -> None:
+    asked = resolved(tmp_path, "grpo.rollout_servers=there:7070")
+    chooser, said = TrainingChooser(asked, "{}", SPEC, 1, Plan.parse("pp=1", SPEC.num_layers)), list[str]()
+    chooser.says = said.append
+    chosen = chooser.decide(survey_of("train", sampling_node("a")))
+    assert "without the sampling at grpo.rollout_servers: these machines are not measured" in said[0]
+    told = chooser.predicted_seconds(chosen.placed, chosen.predicted)
+    assert told.by_role == {"policy": chosen.predicted.seconds}
+    watch, run = Watch(chooser, moves=False), SimpleNamespace(state=SimpleNamespace(ranks=()))
+    for one in steps({"sampling": 2.5, "rewards": 0.5}):
+        watch.stepped(one, run)  # type: ignore[arg-type]
+    shown = watch.shown()
+    assert shown is not None and shown["beside"]["measured"]["seconds"] == 1.5, "of the 4 s that the step took"
+    watch.close()
+
+
+@pytest.mark.parametrize("who", [(), ("grpo.rollout_servers=there:7070",), ("grpo.rollout_nodes=1",)])
+def test_a_shared_prompt_is_as_long_as_measured_whoever_samples(tmp_path: Path, who: tuple[str, ...]) -> None:
+    chooser = TrainingChooser(resolved(tmp_path, "microbatch_size=4", *who), "{}", SPEC, 1)
+    cluster = cluster_of(survey_of("train", sampling_node("a")), SPEC)
+    placed = PlacedPlan(SPEC, Plan.parse("pp=1", SPEC.num_layers), chooser.facts(), cluster, (0,))
+    assert placed.facts.lengths == (15, 16, 16, 16, 16)
+    assert as_long_as_measured(placed, steps({})).facts.lengths == (9, 5, 5, 5, 5)
 
 
 def test_a_run_that_samples_is_chosen_for_as_any_other(tmp_path: Path) -> None:

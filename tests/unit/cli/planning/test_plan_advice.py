@@ -14,6 +14,7 @@ from tests.unit.planner.measured.test_survey import SPEC, survey_of, training_no
 from tllm.cli.planning.plan_advice import Advice, Adviser, changes
 from tllm.cli.planning.plan_chooser import TrainingChooser
 from tllm.cli.planning.run_watch import Watch
+from tllm.cluster.settings import PredictedSeconds
 from tllm.core.errors import PlanError
 from tllm.node.train.elastic_run import ElasticRun
 from tllm.planner.cluster.device import Cluster
@@ -23,6 +24,7 @@ from tllm.planner.measured.survey import cluster_of
 from tllm.planner.search.drift import BEGINNING, LATELY, Slowdown
 from tllm.planner.search.training_search import TrainingChoice, best_training
 from tllm.planner.simulate.placed_plan import PlacedPlan
+from tllm.planner.simulate.training_step import StepPrediction
 from tllm.spec.plan import Plan
 from tllm.training.job.job import Job
 from tllm.training.job.job_file import ResolvedJob
@@ -40,11 +42,15 @@ class Chooser:
         cluster = cluster_of(SURVEY, SPEC)
         placed = PlacedPlan(SPEC, Plan.parse("dp=2", SPEC.num_layers), FACTS, cluster, (0, 1))
         self.chosen = TrainingChoice(placed, placed.predict(), tuple(placed.memory()))
+        self.resolved = ResolvedJob(Job("run", ("rows.jsonl",), max_steps=1, config_name="config.json"), {})
         self.sizes: list[tuple[int, ...]] = []
 
     def best_as_chosen(self, cluster: Cluster, sizes: tuple[int, ...]) -> TrainingChoice:
         self.sizes.append(sizes)
         return best_training(SPEC, cluster, FACTS, steps=5000).choices[0]
+
+    def predicted_seconds(self, placed: PlacedPlan, predicted: StepPrediction) -> PredictedSeconds:
+        return PredictedSeconds(str(placed.plan), {"step": predicted.seconds})
 
 
 def record(seconds: float) -> StepRecord:
@@ -119,7 +125,8 @@ class Moved(ElasticRun):
         self.recovery = SimpleNamespace(is_open=True)  # type: ignore[assignment]
         self.coordinator = SimpleNamespace(state=SimpleNamespace(ranks=()))  # type: ignore[assignment]
 
-    def move(self, plan: Plan, nodes: Sequence[str]) -> None:
+    def move(self, plan: Plan, nodes: Sequence[str], predicted: PredictedSeconds | None = None) -> None:
+        assert predicted is not None and predicted.plan == str(plan)
         self.plans.append(str(plan))
 
 

@@ -5,18 +5,23 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.unit.planner.measured.test_survey import SPEC, survey_of, training_node
 from tllm.cli.planning.plan_chooser import TrainingChooser
-from tllm.core.errors import CapacityError
+from tllm.core.errors import CapacityError, ConfigError
 from tllm.kernels.library import library
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.measured.survey import cluster_of
+from tllm.planner.memory.heap import TRAINER_BYTES
+from tllm.planner.memory.role_memory import rollout_bytes
 from tllm.planner.search.training_search import TrainingSearchResult
 from tllm.spec.model_spec import ModelSpec
+from tllm.spec.plan import Plan
 from tllm.training.job.job_file import ResolvedJob, read_job
+from tllm.training.job.job_parts import check_no_auto
 
 CLUSTER = cluster_of(survey_of("train", training_node("a"), training_node("b")), SPEC)
 
@@ -49,6 +54,7 @@ def test_the_nodes_that_were_chosen_for_a_role_are_named_in_the_job(tmp_path: Pa
     for asked, count in (("1", 1), ("2", 2), ("b", 1)):
         sets = ("task=grpo", "grpo.reward_funcs=r:f", "grpo.max_completion_length=8", f"grpo.rollout_nodes={asked}")
         chooser = TrainingChooser(job(tmp_path, *sets), "{}", SPEC, 3)
+        assert chooser.facts().sampling is None and chooser.facts().lengths == chooser.facts(apart=()).lengths
         said: list[str] = []
         chooser.says = said.append
         placed = chooser.decide(survey).placed
@@ -61,6 +67,26 @@ def test_the_nodes_that_were_chosen_for_a_role_are_named_in_the_job(tmp_path: Pa
         assert asked.isdecimal() or names == ("b",)
         again = chooser.best_as_chosen(placed.cluster, (2,)).placed
         assert again.facts.sampling == placed.facts.sampling, "a role stays where it is"
+
+
+def test_the_plan_by_which_nodes_divide_a_model_is_written_in_the_job(tmp_path: Path) -> None:
+    """Where none of two has room for all of it."""
+    sets = ("task=grpo", "grpo.reward_funcs=r:f", "grpo.max_completion_length=8", "grpo.rollout_nodes=2")
+    chooser = TrainingChooser(job(tmp_path, *sets, "grpo.rollout_plan=auto"), "{}", SPEC, 3)
+    small = TRAINER_BYTES + int(0.9 * rollout_bytes(SPEC, chooser.facts(apart=())))
+    nodes = [msgspec.structs.replace(training_node(name), memory_bytes=small) for name in "bc"]
+    said: list[str] = []
+    chooser.says = said.append
+    chosen = chooser.decide(survey_of("train", training_node("a"), *nodes))
+    table = chooser.resolved.job.grpo
+    assert table is not None and table.rollout_nodes == ("b", "c")
+    assert Plan.parse(table.rollout_plan, SPEC.num_layers).world_size == 2
+    assert f"rollout: b c (by {table.rollout_plan}, " in said[0]
+    told = chooser.predicted_seconds(chosen.placed, chosen.predicted)
+    assert told.plan == str(chosen.placed.plan) and told.by_role.keys() == {"step", "sampling", "policy"}
+    assert told.by_role["step"] == pytest.approx(told.by_role["sampling"] + told.by_role["policy"])
+    with pytest.raises(ConfigError, match=r'grpo\.rollout_plan is "auto", and nobody chooses'):
+        check_no_auto(replace(chooser.resolved.job, grpo=replace(table, rollout_plan="auto")), "nobody chooses")
 
 
 def test_a_plan_that_is_given_is_only_foretold(tmp_path: Path) -> None:
@@ -77,6 +103,8 @@ def test_the_second_forward_pass_of_a_deterministic_run_counts_where_there_is_on
     def facts(chosen: ResolvedJob, spec: ModelSpec) -> TrainingFacts:
         return TrainingChooser(chosen, "{}", spec, 2).facts()
 
-    assert facts(same, wide) == replace(facts(plain, wide), deterministic=True, value_pass=library() is not None)
+    known, has_pass = facts(plain, wide), library() is not None
+    assert known.shared_prompts, "which would not be rounded as the engine rounds it"
+    assert facts(same, wide) == replace(known, deterministic=True, value_pass=has_pass, shared_prompts=None)
     assert not facts(same, replace(SPEC, head_dim=5)).value_pass, "no kernel takes such heads"
     assert not facts(job(tmp_path, "deterministic=true"), wide).value_pass, "nothing is sampled"

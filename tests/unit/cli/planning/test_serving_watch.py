@@ -42,7 +42,7 @@ class Cluster:
 
     def move(self, plan: Plan, nodes: Sequence[str]) -> None:
         if self.refuses:
-            raise CapacityError("the ranks on box need 9 bytes and it has 8")
+            raise CapacityError("the ranks on box need 9 B and it has 8 B, 1 B too little")
         self.moves.append((str(plan), list(nodes)))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.consensus.simulated_replicas import SimulatedReplicas
+from tests.support.consensus.simulated_replicas import TICK, SimulatedReplicas, place
 from tllm.cluster.consensus import raft_log
 
 SCHEDULES = 200
@@ -53,3 +53,27 @@ def test_a_seed_gives_the_same_schedule_again() -> None:
     first.run()
     again.run()
     assert (first.steps, first.history) == (again.steps, again.history)
+
+
+def test_others_go_on_without_the_first_of_them_which_lets_another_lead() -> None:
+    """All are cut off from each other for a while. If the first is elected then, whose process was deposed and has no
+    nodes any more, it gives the lead away at once (`find_successor`), and no rule is broken by that."""
+    was_elected = 0
+    for seed in range(30):
+        schedule = SimulatedReplicas(seed)
+        first = schedule.processes[place(0).id]
+        schedule.mend()
+        schedule.until(5.0)
+        assert first.raft.leadership is not None and len(first.raft.log.configuration) == 3
+        schedule.isolate()
+        schedule.until(10.0)
+        assert all(one.raft.leadership is None for one in schedule.processes.values())
+        schedule.mend()
+        while schedule.now < 20.0:
+            schedule.until(schedule.now + TICK)
+            if first.raft.leadership is not None:
+                was_elected += 1
+                first.raft.hand_over(first.clock(schedule.now))
+        schedule.check_progress()
+        assert first.raft.leadership is None
+    assert was_elected, "the first is elected in some of them"

@@ -35,7 +35,7 @@ class LateLinks:
         self.begun.set()
         assert cancelled.wait(5)
         time.sleep(0.05)
-        return TcpLink(self._sock, wire.source, wire.target, deadline=3)
+        return TcpLink(self._sock, wire.source, wire.target, deadline=60)
 
 
 @pytest.mark.parametrize("end", ["close", "interrupt"])
@@ -51,5 +51,5 @@ def test_a_link_that_opens_when_all_end_is_ended_too(end: str) -> None:
     with pytest.raises(LinkError):
         received.wait(5)
     messages.close()
-    assert time.monotonic() - start < 2 and theirs.recv(1) == b""
+    assert time.monotonic() - start < 20 and theirs.recv(1) == b""
     theirs.close()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.support.comm.even_network import even_network
 from tests.support.comm.ranks import run_ranks, tcp_groups
 from tllm.comm.collectives import tuning as measuring
-from tllm.comm.collectives.algorithm_choice import FixedChoice, LengthChoice, MeasuredChoice, _coarse
+from tllm.comm.collectives.algorithm_choice import LengthChoice, MeasuredChoice, _coarse
 from tllm.comm.collectives.all_reduce import (
     HierarchicalAllReduce,
     WeightedAllReduce,
@@ -18,7 +19,7 @@ from tllm.comm.collectives.all_reduce import (
 )
 from tllm.comm.collectives.group import Group, local_groups
 from tllm.comm.collectives.message_rounds import one_shot_rounds, two_step_rounds
-from tllm.comm.collectives.network_model import NetworkModel, equal
+from tllm.comm.collectives.network_model import NetworkModel
 from tllm.comm.collectives.reduce_and_broadcast import (
     direct_broadcast,
     direct_reduce,
@@ -29,7 +30,7 @@ from tllm.comm.collectives.reduce_and_broadcast import (
 from tllm.comm.collectives.tuning import measure_network, pair_rounds, tune_group
 
 GIGABIT = 125e6
-WIDE = equal(4, latency=10e-3, rate=GIGABIT)
+WIDE = even_network(4, latency=10e-3, rate=GIGABIT)
 DECODE = torch.empty(4096, dtype=torch.bfloat16)
 LONG = torch.empty(16 << 20, dtype=torch.uint8)
 
@@ -45,19 +46,19 @@ def with_hosts(hosts: tuple[int, ...]) -> NetworkModel:
 
 @pytest.mark.parametrize("size", [2, 3, 8, 64])
 def test_over_a_slow_wire_a_decode_step_takes_one_delay(size: int) -> None:
-    network = equal(size, latency=10e-3, rate=GIGABIT)
+    network = even_network(size, latency=10e-3, rate=GIGABIT)
     assert MeasuredChoice(network).all_reduce(DECODE, "sum") is one_shot_all_reduce
 
 
 def test_equal_links_cost_what_the_closed_formulas_say() -> None:
-    network = equal(4, latency=1e-3, rate=1e6, message=1e-5)
+    network = even_network(4, latency=1e-3, rate=1e6, message=1e-5)
     assert network.seconds(one_shot_rounds(4, 1000)) == pytest.approx(1e-3 + 6 * 1e-5 + 3 * 1000 / 1e6)
     assert network.seconds(two_step_rounds(4, 1000)) == pytest.approx(2 * (1e-3 + 6 * 1e-5 + 3 / 4 * 1000 / 1e6))
 
 
 def test_long_sums_take_two_steps_and_many_ranks_a_tree() -> None:
     assert MeasuredChoice(WIDE).all_reduce(LONG, "max") is two_step_all_reduce
-    many = equal(64, latency=1e-6, rate=1e9, message=20e-6)
+    many = even_network(64, latency=1e-6, rate=1e9, message=20e-6)
     assert MeasuredChoice(many).all_reduce(torch.empty(8), "sum") is tree_all_reduce
     assert MeasuredChoice(WIDE, any_order=True).all_reduce(LONG, "max") is two_step_all_reduce, (
         "on equal links a ring is no better"
@@ -66,7 +67,7 @@ def test_long_sums_take_two_steps_and_many_ranks_a_tree() -> None:
 
 def test_a_slow_rank_sums_less() -> None:
     slow = tuple(tuple(GIGABIT / 10 if 3 in (a, b) else GIGABIT for b in range(4)) for a in range(4))
-    network = NetworkModel(equal(4, 1e-4, 1).latency, slow, (0, 1, 2, 3))
+    network = NetworkModel(even_network(4, 1e-4, 1).latency, slow, (0, 1, 2, 3))
     chosen = MeasuredChoice(network).all_reduce(LONG, "max")
     assert isinstance(chosen, WeightedAllReduce)
     assert chosen.shares == pytest.approx((1 / 3, 1 / 3, 1 / 3, 0))
@@ -87,21 +88,20 @@ def test_an_order_of_its_own_is_taken_only_where_it_may() -> None:
     # Side by side in a ring of machines, links between others are slow: only a ring goes round them.
     ranks = range(6)
     rates = tuple(tuple(GIGABIT if (a - b) % 6 in (1, 5) else GIGABIT / 50 for b in ranks) for a in ranks)
-    odd = NetworkModel(equal(6, 1e-6, 1).latency, rates, tuple(ranks))
+    odd = NetworkModel(even_network(6, 1e-6, 1).latency, rates, tuple(ranks))
     assert MeasuredChoice(odd, any_order=True).all_reduce(LONG, "max") is ring_all_reduce
     assert MeasuredChoice(odd).all_reduce(LONG, "max") is not ring_all_reduce
 
 
 def test_spreads_and_folds() -> None:
-    choice = MeasuredChoice(equal(16, 100e-6, GIGABIT, message=10e-6))
+    choice = MeasuredChoice(even_network(16, 100e-6, GIGABIT, message=10e-6))
     assert choice.broadcast(LONG, 3) is scatter_all_gather_broadcast
     assert choice.reduce(LONG, "max", 3) is tree_reduce
-    few = MeasuredChoice(equal(3, 10e-3, GIGABIT))
+    few = MeasuredChoice(even_network(3, 10e-3, GIGABIT))
     assert few.broadcast(DECODE, 0) is direct_broadcast
     assert few.reduce(DECODE, "sum", 0) is direct_reduce
-    assert MeasuredChoice(equal(64, 1e-6, 1e9, message=20e-6)).broadcast(DECODE, 0) is tree_broadcast
+    assert MeasuredChoice(even_network(64, 1e-6, 1e9, message=20e-6)).broadcast(DECODE, 0) is tree_broadcast
     assert LengthChoice(3).broadcast(LONG, 0) is direct_broadcast
-    assert FixedChoice(tree_all_reduce).reduce(LONG, "sum", 0) is direct_reduce
 
 
 def test_choices_are_made_once_for_lengths_that_are_almost_the_same() -> None:

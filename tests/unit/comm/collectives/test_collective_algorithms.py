@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from tests.support.comm.clocked_links import clocked_groups
+from tests.support.comm.fixed_choice import FixedChoice
 from tests.support.comm.ranks import run_ranks
-from tests.support.selection import soak_but
+from tests.support.selection import covering, soak_but
 from tllm.comm.collectives import message_rounds as rounds
-from tllm.comm.collectives.algorithm_choice import FixedChoice
 from tllm.comm.collectives.all_reduce import (
     AllReduceAlgorithm,
     HierarchicalAllReduce,
@@ -99,9 +99,9 @@ def test_all_that_add_as_a_tree_have_its_bits(size: int, op: str) -> None:
                 assert torch.equal(got, want), f"{name} of {dtype}"
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("op", ["sum", "mean", "max"])
-@pytest.mark.parametrize("way", ["ring", "odd machines"])
+@pytest.mark.parametrize(
+    ("size", "op", "way"), covering(SIZES, ["sum", "mean", "max"], ["ring", "odd machines"], together=2)
+)
 def test_other_orders_agree_among_ranks_and_with_the_tree_to_rounding(size: int, op: str, way: str) -> None:
     algorithm = (
         ring_all_reduce

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import threading
 
-import msgspec
 import pytest
 import torch
 
 from tests.support.comm.ranks import run_ranks
 from tllm.comm.collectives.group import Group, local_groups, solo
-from tllm.comm.collectives.typed_tensors import TensorHeader
 from tllm.comm.links import frame
-from tllm.core.errors import ConfigError, FrameError, LinkClosed, LinkTimeout
+from tllm.core.errors import ConfigError, LinkClosed, LinkTimeout
 
 SIZES = [1, 2, 3, 4]
 
@@ -94,52 +92,6 @@ def test_ops_that_make_no_sense_are_refused() -> None:
             call(torch.ones(2), op="average")
     with pytest.raises(ConfigError, match="no mean"):
         solo().reduce_scatter(torch.ones(2, dtype=torch.int32), [2], "mean")
-
-
-@pytest.mark.parametrize("dtype", frame.DTYPES)
-def test_a_tensor_of_unknown_shape_arrives(dtype: torch.dtype) -> None:
-    shapes = [(), (0,), (5,), (2, 3, 4), (1,) * 8]
-
-    def work(group: Group) -> None:
-        for shape in shapes:
-            x = numbers(3, shape, dtype)
-            if group.rank == 0:
-                group.send_any(1, x)
-            else:
-                got = group.recv_any(0, limit=x.nbytes)
-                assert torch.equal(got, x)
-                assert got.dtype == dtype
-                assert got.shape == shape
-
-    run_ranks(local_groups(2, deadline=10), work)
-
-
-def test_a_tensor_beyond_the_limit_is_refused_before_it_is_read() -> None:
-    left, right = local_groups(2, deadline=10)
-    left.send_any(1, torch.ones(5))
-    with pytest.raises(FrameError, match=r"float32 \(5,\) of 20 bytes; the plan says up to 19 bytes"):
-        right.recv_any(0, limit=19)
-    with pytest.raises(LinkClosed, match="group is over"):
-        right.recv_any(0, limit=100)
-
-
-@pytest.mark.parametrize(
-    "header",
-    [
-        b"\xc1",
-        msgspec.msgpack.encode(TensorHeader(99, (1,))),
-        msgspec.msgpack.encode(TensorHeader(-1, (1,))),
-        msgspec.msgpack.encode(TensorHeader(7, (-1, -4))),
-        msgspec.msgpack.encode(TensorHeader(7, (1,) * 9)),
-        msgspec.msgpack.encode(TensorHeader(7, (2**33,))),
-        msgspec.msgpack.encode({"code": 1}),
-    ],
-)
-def test_a_header_that_is_none_ends_the_link(header: bytes) -> None:
-    left, right = local_groups(2, deadline=10)
-    left.send[1].send_bytes(header)
-    with pytest.raises(FrameError):
-        right.recv_any(0, limit=1 << 40)
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -148,7 +148,7 @@ def test_a_late_rank_is_named_and_the_group_is_over() -> None:
     def work(group: Group) -> str:
         if group.rank == 1:
             return ""
-        with pytest.raises(LinkTimeout, match=r"rank 1 sent nothing to rank \d within 0.2 s") as late:
+        with pytest.raises(LinkTimeout, match=r"rank 1 sent nothing to rank \d within 1 s") as late:
             group.all_reduce(torch.ones(4))
         with pytest.raises(LinkClosed, match="tp group is over: rank 1 sent nothing"):
             group.all_reduce(torch.ones(4))
@@ -156,7 +156,7 @@ def test_a_late_rank_is_named_and_the_group_is_over() -> None:
             group.all_gather_bytes(b"")
         return late.value.message
 
-    messages = run_ranks(local_groups(3, deadline=0.2), work)
+    messages = run_ranks(local_groups(3, deadline=1.0), work)
     assert "waited for float32 (4,)" in messages[0]
 
 

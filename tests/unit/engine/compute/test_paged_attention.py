@@ -5,16 +5,18 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from tllm.engine.compute import attention_choice
+from tllm.engine.compute import attention_choice, segmented_attention
 from tllm.engine.compute.kernel_attention import KernelAttention
 from tllm.engine.compute.kv_cache import KVCache, slot_runs
 from tllm.engine.compute.paged_attention import PagedAttend
-from tllm.engine.compute.segmented_attention import SegmentedAttention
+from tllm.engine.compute.segmented_attention import ALIKE, SegmentedAttention
 from tllm.engine.schedule.batch import BatchEntry
 from tllm.engine.schedule.limits import Limits
 from tllm.kernels.autotune import Autotuned
@@ -99,12 +101,36 @@ STEPS = [
 @pytest.mark.parametrize("scrambled", [False, True], ids=["one run", "scrambled"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", SPECS)
-@torch.inference_mode()
 def test_any_mixture_is_plain_attention(name: str, dtype: torch.dtype, scrambled: bool) -> None:
-    spec = SPECS[name]
+    check_mixtures(SPECS[name], dtype, scrambled)
+
+
+@pytest.mark.parametrize("scrambled", [False, True], ids=["one run", "scrambled"])
+@pytest.mark.parametrize("name", SPECS)
+def test_rows_and_keys_are_few_numbers_where_torch_prepares_for_each(
+    name: str, scrambled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes, product = set[tuple[int, int]](), F.scaled_dot_product_attention
+
+    def noting(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Tensor:
+        shapes.add((q.shape[2], k.shape[2]))
+        return product(q, k, v, **more)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noting)
+    monkeypatch.setattr(segmented_attention, "is_prepared", lambda dtype: True)
+    check_mixtures(SPECS[name], torch.float64, scrambled)  # which goes by torch alone
+    of_replies = {(rows, keys) for rows, keys in shapes if rows < HEADS}  # a row for each head of a group
+    assert shapes - of_replies == {(ALIKE, ALIKE)}
+
+
+@torch.inference_mode()
+def check_mixtures(spec: AttentionSpec, dtype: torch.dtype, scrambled: bool) -> None:
     sequences = Sequences([25, 20, 20], dtype, scrambled)
     other = AttentionSpec(scale=1.0, kv_shape=SHAPE)
     cache = KVCache({3: spec, 5: other, 8: spec}, sequences.limits, dtype)
+    for held in cache.layers.values():  # by others before, which is to reach nobody
+        held.keys.fill_(float("nan"))
+        held.values.fill_(float("nan"))
     tolerance = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 3e-2}[dtype]
     for pieces in STEPS:
         entries, q, k, v = sequences.batch(pieces)
@@ -119,18 +145,6 @@ def test_any_mixture_is_plain_attention(name: str, dtype: torch.dtype, scrambled
                 want = reference(cache.kinds[cache.layers[layer].kind], q[rows], k_all, v_all, entry.start)
                 torch.testing.assert_close(got[rows].double(), want, rtol=0, atol=tolerance)
                 row += entry.count
-
-
-@torch.inference_mode()
-def test_slots_that_hold_what_is_not_a_number_reach_nobody() -> None:
-    sequences = Sequences([25, 20, 20], torch.float32, scrambled=True)
-    cache = KVCache({0: SPECS["plain"]}, sequences.limits, torch.float32)
-    for held in cache.layers.values():
-        held.keys.fill_(float("nan"))
-        held.values.fill_(float("nan"))
-    for pieces in STEPS:
-        entries, q, k, v = sequences.batch(pieces)
-        assert torch.isfinite(PagedAttend(cache, entries)(0, q, k, v)).all()
 
 
 @pytest.mark.parametrize("faster", ["kernel", "torch"])

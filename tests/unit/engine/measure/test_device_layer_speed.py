@@ -21,6 +21,7 @@ SIZES = ServingSizes((1, 3), prompt=20, chunk=16)
 LAYER, STEP = 0.01, 0.03
 
 
+@pytest.mark.usefixtures("own_clock")
 def test_layers_and_what_a_step_takes_beside_them_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     def slow_layer(self: Layer, *values: Any) -> Tensor:
         time.sleep(LAYER)

@@ -38,6 +38,13 @@ def test_a_rest_costs_what_the_next_step_takes_longer(monkeypatch: pytest.Monkey
     assert 0 <= rest < 0.05, "the rest itself is not counted"
 
 
+@pytest.fixture
+def _computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No layers are played: those would not see what is made slow."""
+    monkeypatch.setattr("tllm.engine.measure.benchmark_layers.decode_recordings", lambda *stage: None)
+
+
+@pytest.mark.usefixtures("own_clock", "_computed")
 def test_layers_that_are_slow_in_a_step_make_it_cool_and_not_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside them it takes what it took."""
 
@@ -51,6 +58,7 @@ def test_layers_that_are_slow_in_a_step_make_it_cool_and_not_long(monkeypatch: p
     assert max(found.turns[0].seconds, found.follows[0].seconds) < SLOW / 2 < found.cooled
 
 
+@pytest.mark.usefixtures("own_clock", "_computed")
 def test_all_else_that_is_slow_makes_a_step_long(monkeypatch: pytest.MonkeyPatch) -> None:
     def late(*values: Any) -> Tensor:
         time.sleep(SLOW)

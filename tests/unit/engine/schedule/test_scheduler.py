@@ -11,7 +11,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.unit.engine.kits import VOCAB, FakeRing, continuation, expected, limits, repeating, request
 from tllm.core.errors import ConfigError, RequestError
 from tllm.engine.schedule.scheduler import SMALLEST_CHUNK, Scheduler
-from tllm.spec.request import Output, Request
+from tllm.engine.schedule.sequence import Sequence
+from tllm.spec.request import Output, Request, Scheduling
+
+
+def urgent(asked: Request, priority: int) -> Request:
+    return msgspec.structs.replace(asked, scheduling=Scheduling(priority=priority))
 
 
 def served(scheduler: Scheduler, *requests: Request) -> dict[str, tuple[list[int], str | None]]:
@@ -73,6 +78,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt=PROMPTS,
         again=st.booleans(),
         salt=st.sampled_from(["", "", "one", "two"]),
+        priority=st.sampled_from([0, 0, 1, -1]),
         max_tokens=st.integers(1, 12),
         stops=st.sets(st.integers(0, VOCAB - 1), max_size=4),
         ignore_eos=st.booleans(),
@@ -83,6 +89,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt: list[int],
         again: bool,
         salt: str,
+        priority: int,
         max_tokens: int,
         stops: set[int],
         ignore_eos: bool,
@@ -103,7 +110,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             ignore_eos=ignore_eos,
             prompt_logprobs=prompt_logprobs,
         )
-        asked = msgspec.structs.replace(asked, cache_salt=salt)
+        asked = msgspec.structs.replace(asked, cache_salt=salt, scheduling=Scheduling(priority=priority))
         self.asked[name] = asked
         self.ring.scheduler.add(asked)
 
@@ -279,6 +286,40 @@ def test_the_youngest_gives_way_and_comes_back() -> None:
     assert scheduler.preemptions > 0
     assert found == {one.id: expected(one) for one in requests}
     assert scheduler.pages.pool.num_free == 6
+
+
+@pytest.mark.parametrize("priorities", [(0, 0, 0), (9, 0, 0), (9, 5, 7), (-1, 5, 0)])
+def test_the_least_urgent_gives_way_first_and_the_youngest_of_those(
+    priorities: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = Scheduler(limits(num_pages=6, max_num_seqs=3, max_model_len=24))
+    requests = [urgent(request(name, 6, 16), priority) for name, priority in zip("abc", priorities, strict=True)]
+    gave_way, preempt = list[str](), scheduler.waiting.preempt
+
+    def noting(running: list[Sequence]) -> Sequence:
+        gave_way.append(preempt(running).request.id)
+        return scheduler.by_id[gave_way[-1]]
+
+    monkeypatch.setattr(scheduler.waiting, "preempt", noting)
+    assert served(scheduler, *requests) == {one.id: expected(one) for one in requests}
+    assert gave_way[0] == max(zip(priorities, "abc", strict=True))[1]
+
+
+def test_nobody_is_preempted_for_ever() -> None:
+    """Urgent requests keep coming, while a patient one needs several batches for its prompt, and pages are short."""
+    short = dict(num_pages=8, max_num_seqs=3, max_model_len=40, max_num_batched_tokens=4)
+    scheduler = Scheduler(limits(**short, enable_prefix_caching=False))
+    ring, patient = FakeRing(scheduler), urgent(request("patient", 20, 4), 9)
+    scheduler.add(patient)
+    ids, steps = list[int](), 0
+    while "patient" in scheduler.by_id:
+        if len(scheduler.by_id) < 4:
+            scheduler.add(request(f"urgent{steps}", [steps % VOCAB, 1, 2, 3, 4, 5], 8))
+        ids += [token for output in ring.step() if output.request_id == "patient" for token in output.token_ids]
+        steps += 1
+        assert steps < 200, "the patient one never ends"
+    assert scheduler.preemptions > 0
+    assert ids == expected(patient)[0]
 
 
 def test_first_come_first_served() -> None:

@@ -196,3 +196,17 @@ def test_terms_that_mean_nothing_are_refused(wrong: dict[str, float]) -> None:
     made = one(0, "", **wrong)  # type: ignore[arg-type]
     with pytest.raises(RequestError):
         Scheduler(limits()).add(made.request)
+
+
+def test_who_gave_way_to_younger_ones_does_so_no_more() -> None:
+    waiting, patient = queue(), one(0, priority=9)
+    running = [patient, one(1), one(2)]
+    assert waiting.preempt(running) is patient and [other.key for other in running] == [1, 2]
+    running.insert(0, patient)  # it begins again
+    for key in range(3, 40):
+        running.append(one(key, priority=key % 3))
+        assert waiting.preempt(running) is not patient
+    alone = [patient]
+    assert waiting.preempt(alone) is patient and not alone
+    waiting.forget(patient)
+    assert waiting.preempt([patient, one(50)]) is patient, "its place among those that are spared has gone with it"

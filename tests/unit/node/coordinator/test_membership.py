@@ -62,6 +62,10 @@ def test_a_late_node_is_named_to_the_operator_once_each_time(
         members.record(NodeJoined("late", facts("late"), time.monotonic() - LATE_SECONDS - 1.0))
         await asyncio.sleep(BEAT_SECONDS / 5)
         assert len(caplog.messages) == 2
+        members.end()
+        members.record(NodeJoined("well", facts("well"), time.monotonic() - LATE_SECONDS - 1.0))
+        await asyncio.sleep(BEAT_SECONDS / 5)
+        assert len(caplog.messages) == 2, "who was told to end is not late"
         watch.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await watch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,9 @@ from tests.unit.planner.search.test_serving_search import spec_of
 from tllm.cluster.messages import DeviceFacts, Findings, NodeFacts, Probe
 from tllm.cluster.settings import SurveySettings
 from tllm.core.errors import ClusterError
+from tllm.node.coordinator import survey_cluster
 from tllm.node.coordinator.survey import Examiner, SurveyRequest, in_time
+from tllm.node.coordinator.survey_cluster import survey_here
 from tllm.node.machine.machine_facts import NetworkPath, PathMeasurement
 from tllm.node.roles.sum_latency import Met
 
@@ -172,3 +175,15 @@ def test_a_survey_that_was_kept_is_of_these_nodes_or_none() -> None:
     assert asked.recalled([facts("new-1", "a")]) is None
     assert SurveyRequest(spec_of(9), "serve", SETTINGS, known).recalled([facts("a", "a"), facts("b", "b")]) is None
     assert ASKED.recalled([facts("a", "a"), facts("b", "b")]) is None, "nothing was kept"
+
+
+def test_one_process_measures_again_what_its_survey_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured, here = serving_node("here"), serving_node("here", socket.gethostname())
+    monkeypatch.setattr(survey_cluster, "examined", lambda *asked: measured)
+    monkeypatch.setattr(survey_cluster, "cores", lambda: here.cores)
+    known = survey_of("serve", here)
+    assert survey_here(SurveyRequest(SPEC, "serve", SETTINGS, known)) is known
+    for lacking in ({"intra_host": "nccl"}, {"rollouts": (8,)}):
+        asked = SurveyRequest(SPEC, "serve", msgspec.structs.replace(SETTINGS, **lacking), known)
+        survey = survey_here(asked)
+        assert survey.nodes == (measured,) and survey.intra_host == asked.settings.intra_host

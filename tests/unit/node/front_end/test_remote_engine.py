@@ -30,6 +30,7 @@ from tllm.server.openai.engine_client import Health, RequestRouter
 from tllm.server.pooling.pooler_config import ModelPooling
 from tllm.server.stored.stream_store import LocalStreamStore, TakenStream
 from tllm.spec.request import Output, Request, SamplingParams, StreamRecord
+from tllm.text.generation_config import GenerationConfig
 
 IDS = list(range(10, 30))
 MODEL = ServedModel(
@@ -40,6 +41,7 @@ MODEL = ServedModel(
     model_aliases=(),
     tool_call_parser="auto",
     reasoning_parser="auto",
+    generation_config=GenerationConfig(temperature=0.6),
     started=1,
     fingerprint="",
     pooling=msgspec.json.encode(ModelPooling(hidden_size=8)),
@@ -220,7 +222,7 @@ def test_a_request_goes_on_at_the_coordinator_that_takes_anothers_place() -> Non
     play(scene)
 
 
-def test_a_request_fails_where_no_coordinator_comes() -> None:
+def test_a_request_fails_where_no_coordinator_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene() -> None:
         node = Node(Coordinator(engine(hold_after=3)).open(), "lab-2")
         reading = asyncio.create_task(node.read(request()))
@@ -229,10 +231,9 @@ def test_a_request_fails_where_no_coordinator_comes() -> None:
         with pytest.raises(Gone, match="went away"):
             await reading
         node.link.is_closed = True
-        began = time.monotonic()
+        monkeypatch.setattr(remote_engine, "RESUME_SECONDS", 600.0)  # longer than a scene may take
         with pytest.raises(Gone):
-            await node.read(request("s"))
-        assert time.monotonic() - began < remote_engine.RESUME_SECONDS / 2, "a node that ends waits for nothing"
+            await node.read(request("s"))  # a node that ends waits for nothing
 
     play(scene)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tllm.engine.compute import attention_choice
-from tllm.kernels import float_product, trained_product
+from tllm.kernels import float_product, training_matmul
 from tllm.kernels.autotune import Autotuned
 from tllm.kernels.fastest import Choice
 from tllm.kernels.float_product import float_matmul
@@ -21,7 +21,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for module, area in (
         (float_product, "choices"),
         (attention_choice, "choices"),
-        (trained_product, "measured"),
+        (training_matmul, "measured"),
         (attention_dtype, "measured"),
     ):
         monkeypatch.setattr(module, area, Autotuned(getattr(module, area).area))
@@ -58,7 +58,7 @@ def test_every_area_with_all_its_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     assert areas["attention of a token"].taken == ("kernel" if kernel else "torch"), "whatever is faster"
     trained = [one for one in found if one.what == "product of training"]
     assert {(one.shape.partition("computes=")[2], *one.seconds) for one in trained} == {
-        (name, "float32", dtype) for name in trained_product.PASSES for dtype in ("bfloat16", "float16")
+        (name, "float32", dtype) for name in training_matmul.PASSES for dtype in ("bfloat16", "float16")
     }
     assert len(first) == (4 if kernel else 3)
     words = shapes.kept_in()

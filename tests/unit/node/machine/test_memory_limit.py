@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tllm.core.errors import CapacityError
+from tllm.core.memory import amount
 from tllm.node.machine.memory_limit import out_of_memory
 
 GIVEN = 600 * 2**20  # a process with torch at rest has a third of it
@@ -42,8 +43,8 @@ def test_what_does_not_fit_is_refused_before_it_is_held(what: str, size: str) ->
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=False)
     assert ended.returncode == 0, ended.stderr
     words = ended.stdout.strip()
-    assert words.startswith("out of memory: it holds ") and words.endswith(f"{GIVEN} bytes that it was given")
-    assert int(words.split("(")[1].split()[0]) < GIVEN + 150 * 2**20, "libraries' file pages do not count"
+    assert words.startswith("out of memory: it holds ") and words.endswith(f"{amount(GIVEN)} that it was given")
+    assert float(words.split("(")[1].split(" MiB")[0]) < GIVEN / 2**20 + 150, "libraries' file pages do not count"
 
 
 def test_only_a_lack_of_memory_is_told_as_one() -> None:

@@ -13,14 +13,15 @@ import pytest
 from tests.support.faults.full_disk import no_room
 from tllm.cluster.certificates import COORDINATOR, Authority
 from tllm.cluster.connection import Address
-from tllm.cluster.consensus.replica import Replica
+from tllm.cluster.consensus.replica import Deposed, Replica
 from tllm.cluster.consensus.replicated_state import CoordinatorBegan
 from tllm.cluster.join import join, locate
 from tllm.cluster.join_token import JoinToken, TokenBook
 from tllm.cluster.messages import ReplicaPlace
 from tllm.core.errors import AuthError, ClusterError, ConfigError
 from tllm.node.replication import known_replicas as known_replicas_module
-from tllm.node.replication.coordinator_door import CoordinatorDoor
+from tllm.node.replication.coordinator_redirect import CoordinatorRedirect
+from tllm.node.replication.first_replica import given_up_for_before
 from tllm.node.replication.known_replicas import REPLICAS_FILE, KnownReplicas
 
 GONE = ReplicaPlace("gone/" + "0" * 16, "127.0.0.1", 9)
@@ -53,6 +54,34 @@ def test_the_coordinator_is_found_by_any_replica_that_is_left(tmp_path: Path, au
             await replica.propose(CoordinatorBegan(replica.term, HERE, 4711))
             assert await known.coordinator() == (HERE, 4711)
         assert await known.coordinator() is None, "nobody is left, so a new cluster may begin"
+
+    asyncio.run(scene())
+
+
+def test_a_cluster_that_forms_is_given_up_once_the_one_before_is_reached(
+    tmp_path: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the first machine was started again while its network was away."""
+    monkeypatch.setattr(known_replicas_module, "AGAIN_SECONDS", 0.05)
+
+    async def scene() -> None:
+        async with leading(authority) as replica:
+            known = KnownReplicas(tmp_path, authority)
+            known.keep((GONE, replica.place))
+
+            let_go = list[bool]()
+
+            async def form(is_forming: bool) -> None:
+                async with given_up_for_before(known, lambda: is_forming, lambda: let_go.append(is_forming)):
+                    await asyncio.sleep(0.1)
+                    await replica.propose(CoordinatorBegan(replica.term, HERE, 4711))
+                    await asyncio.sleep(0.5)
+
+            await form(is_forming=False)
+            with pytest.raises(Deposed) as raised:
+                await form(is_forming=True)
+            assert raised.value.successor == (HERE, 4711)
+            assert let_go == [True], "nodes that came are not told to end, and only where the cluster is given up"
 
     asyncio.run(scene())
 
@@ -115,7 +144,7 @@ def test_a_guest_is_told_where_the_coordinator_is_and_nothing_else(authority: Au
         return places.pop(0)
 
     async def scene() -> None:
-        door = CoordinatorDoor((HERE, 0), authority, find)
+        door = CoordinatorRedirect((HERE, 0), authority, find)
         running = asyncio.create_task(door.run())
         assert await locate(door.address) == (HERE, 4711)
         with pytest.raises(ClusterError, match="not to be found at the moment"):

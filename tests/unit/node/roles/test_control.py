@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.unit.cluster.kits import facts
-from tllm.cluster.messages import Attached, Heartbeat, Message, Stop
-from tllm.core.errors import ClusterError
+from tllm.cluster.connection import Unreachable
+from tllm.cluster.messages import Attached, Cancel, Failure, Heartbeat, Message, Stop
+from tllm.engine.driver import CancelRequest
 from tllm.node.roles import control as control_module
 from tllm.node.roles.control import Control
 
@@ -75,7 +78,7 @@ def places(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int | None]]:
     ) -> object:
         told.append((epoch, rank))
         if len(told) > 2:
-            raise ClusterError("nobody listens there")
+            raise Unreachable("nobody listens there")
         return Gone(*[Stop()][: len(told) % 2]), Attached("c", 9.0, 9.0)
 
     monkeypatch.setattr(control_module, "attach", attach)
@@ -97,3 +100,91 @@ def test_a_node_waits_for_its_coordinator_by_name_and_gives_up_in_time(
     assert [record.message for record in caplog.records] == [waits] * 2
     assert control.error is not None
     assert control.error.message == f"{went}, and none was at box:7000 again within 0.3 s"
+
+
+def test_a_node_whose_address_changed_says_so(places: list[tuple[int, int | None]]) -> None:
+    """It would be found, and no other node could reach it."""
+    moved = msgspec.structs.replace(facts("east"), host="192.0.2.77")
+    arguments: Any = (("box", 7000), None, moved, Node(), Fetch(), REJOIN)
+    control = Control(*arguments)
+    assert control.inbox.orders.get(timeout=20) is None, "it is to end"
+    control.close()
+    assert places == [(0, None)], "no coordinator is told of an address that is not there"
+    assert control.error is not None and "192.0.2.77, which is not its address any more" in control.error.message
+
+
+class Faulty(Node):
+    """A node with a fault of ours, in its heartbeats or in what it does with a command."""
+
+    def __init__(self, beats: bool) -> None:
+        self.beats = beats
+
+    def heartbeat(self) -> Heartbeat:
+        if self.beats:
+            raise RuntimeError("dictionary changed size during iteration")
+        return Heartbeat()
+
+    def command(self, command: object) -> None:
+        if isinstance(command, CancelRequest):
+            raise RuntimeError("there is no driver")
+
+
+class Open(Gone):
+    """The channel to a coordinator that says something, and stays until it is told that the node is lost. `heard` is
+    what it is told."""
+
+    def __init__(self, *messages: Message) -> None:
+        super().__init__(*messages)
+        self.heard = list[Message]()
+        self.over = asyncio.Event()
+
+    async def run(self, acts: dict[type, Any]) -> None:
+        await super().run(acts)
+        await self.over.wait()
+
+    def post(self, message: Message) -> None:
+        self.heard.append(message)
+
+    async def send(self, message: Message) -> None:
+        self.post(message)
+        self.over.set()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("beats", [True, False], ids=["heartbeats", "a message"])
+def test_a_fault_of_the_control_thread_ends_the_node_and_the_coordinator_hears_of_it(
+    beats: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    channel = Open(*[Cancel("r")][beats:])
+
+    async def attach(*of: object) -> object:
+        return channel, Attached("c", 0.01, 9.0)
+
+    monkeypatch.setattr(control_module, "attach", attach)
+    arguments: Any = (("box", 7000), None, facts("east"), Faulty(beats), Fetch(), REJOIN)
+    control = Control(*arguments)
+    assert control.inbox.orders.get(timeout=20) is None, "it is to end"
+    assert "RuntimeError: " in caplog.text, "also where the process ends before the thread can"
+    control.close()
+    said = "its control thread failed, as its log says"
+    assert control.error is not None and control.error.message == said
+    assert [message.message for message in channel.heard if isinstance(message, Failure)] == [said]
+
+
+def test_a_node_that_is_told_to_leave_joins_no_coordinator_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would have a part in one more epoch, and be lost with it."""
+    channels = list[Open]()
+
+    async def attach(*of: object) -> object:
+        channels.append(Open())
+        return channels[-1], Attached("c", 9.0, 9.0)
+
+    monkeypatch.setattr(control_module, "attach", attach)
+    arguments: Any = (("box", 7000), None, facts("east"), Node(), Fetch(), REJOIN)
+    control = Control(*arguments)
+    control.leave()
+    assert control.inbox.orders.get(timeout=20) is None, "it is to end"
+    control.close()
+    assert control.error is None
+    (channel,) = channels
+    assert [message.message for message in channel.heard if isinstance(message, Failure)] == [control.reason]

@@ -8,8 +8,10 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import pytest
 
+from tests.unit.node.visits import visit
 from tllm.cluster.certificates import Authority, Identity
 from tllm.cluster.messages import Assign, RankAddress
 from tllm.cluster.settings import DoctorSettings
@@ -17,11 +19,14 @@ from tllm.cluster.tls import data_server
 from tllm.comm.links.connect import Listener
 from tllm.comm.links.link import LocalLink
 from tllm.core.errors import LinkError
+from tllm.node.doctor.network_rules import of_paths
+from tllm.node.machine.machine_facts import NetworkPath
 from tllm.node.roles.doctor_rank import (
     REQUEST,
     TILE_BYTES,
     TIME,
     DoctorRank,
+    LargePacketsLost,
     _bandwidth,
     _pings,
     _Trip,
@@ -81,6 +86,24 @@ def test_a_clock_that_is_ahead_and_a_count_of_everything_sent() -> None:
     assert found.bandwidth > 0
     assert ask.bytes_moved == sum(seen) * TILE_BYTES + len(seen) * REQUEST.size
     assert sum(1 for tiles in seen if tiles == 0) >= 7
+
+
+def test_a_path_that_loses_all_large_packets_is_told_by_its_short_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tllm.node.roles.doctor_rank.path_mtu", lambda host: 1500)
+    ask, back = LocalLink(0, 1, 5.0), LocalLink(1, 0, 0.1)
+
+    def answers_short_ones() -> None:
+        while REQUEST.unpack(ask.recv_bytes(REQUEST.size))[0] == 0:
+            back.send_bytes(TIME.pack(time.time()))
+
+    thread = threading.Thread(target=answers_short_ones)
+    thread.start()
+    with pytest.raises(LargePacketsLost, match=r"of 256 KiB, in packets of 1500 bytes: large") as raised:
+        measure_path(ask, back, "127.0.0.1", SECONDS)
+    thread.join()
+    path = NetworkPath(source="a", target="b", fault=raised.value.message, advice=raised.value.hint)
+    (found,) = of_paths(msgspec.structs.replace(visit("ab"), ways=(path,)))
+    assert "mtu 1280" in found.advice
 
 
 @pytest.fixture

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from types import SimpleNamespace
+
+import pytest
 
 from tllm.node.sources.local_workers import LocalWorker
 from tllm.node.sources.worker_forks import WorkerProcess
 
 
-def test_a_line_that_does_not_end_is_read_and_the_workers_end_is_heard() -> None:
+def test_whatever_a_worker_prints_is_read_its_warnings_are_told_and_its_end_is_heard(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """A progress bar may write megabytes without a line's end. If nobody read on, the worker would stand still."""
     ends = list[tuple[str, ...]]()
 
@@ -20,12 +25,15 @@ def test_a_line_that_does_not_end_is_read_and_the_workers_end_is_heard() -> None
         for _ in range(48):
             stderr.feed_data(b"x" * 65536)
             await asyncio.sleep(0)
+        stderr.feed_data(b"\nINFO tllm.node: ready\nWARNING tllm.engine: the disk is full\n")
         stderr.feed_data(b"\r50 %\r100 %\nits last words\n")
         stderr.feed_eof()
         process.exit_code.set_result(1)
         await worker.end()
 
-    asyncio.run(hear())
+    with caplog.at_level(logging.INFO):
+        asyncio.run(hear())
+    assert [record.message for record in caplog.records] == ["local-0: tllm.engine: the disk is full"]
     ((node, how, tail),) = ends
     assert (node, how) == ("local-0", "ended with exit code 1")
     assert tail.endswith("\n50 %\n100 %\nits last words")

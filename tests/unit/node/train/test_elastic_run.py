@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -16,9 +17,11 @@ from tests.support.training.stand_in_trainer import record
 from tests.unit.cluster.kits import facts
 from tllm.cli.arguments.survey_settings import training_settings
 from tllm.cluster.certificates import Authority
-from tllm.cluster.settings import TrainSettings
+from tllm.cluster.messages import Done
+from tllm.cluster.settings import PredictedSeconds, TrainSettings
 from tllm.cluster.state import NodeJoined, NodeLost, Planned, RankReady
 from tllm.core.errors import CapacityError, ClusterError, ConfigError, PlanError, TllmError
+from tllm.core.memory import amount
 from tllm.node.coordinator.cluster_options import LOOPBACK, ClusterOptions
 from tllm.node.coordinator.plan_selection import PlanChoice
 from tllm.node.coordinator.survey import SurveyRequest
@@ -37,7 +40,7 @@ from tllm.spec.hf_config import read_config
 from tllm.spec.plan import Plan
 from tllm.training.job.job_file import ResolvedJob
 from tllm.training.job.job_parts import training_facts
-from tllm.training.report.events import RunBegan, RunEvent, RunLostRank, RunResumed, RunStepped
+from tllm.training.report.events import RunBegan, RunEnded, RunEvent, RunLostRank, RunResumed, RunStepped
 from tllm.training.report.metrics import MetricsFile
 
 
@@ -181,6 +184,19 @@ def test_a_rank_that_fails_by_itself_ends_the_run(make: Make) -> None:
     play(scene)
 
 
+@pytest.mark.parametrize("final", ["", "run/final"])
+def test_nodes_learn_whether_the_run_goes_on_another_time(final: str, make: Make) -> None:
+    async def scene() -> None:
+        run = make("pp=2", "ab")
+        run.publish(RunEnded(2, final))
+        for node in "ab":
+            await run.acts(node)[Done](Done())
+        assert run.coordinator.members.is_unfinished == (not final)
+        assert await told(run, 1) == [RunEnded(2, final)]
+
+    play(scene)
+
+
 @pytest.mark.parametrize("steps", [False, True])
 def test_losses_without_a_step_between_them_end_the_run(steps: bool, make: Make) -> None:
     async def scene() -> None:
@@ -218,9 +234,11 @@ def test_a_move_whose_ranks_fail_before_a_step_is_taken_back(make: Make) -> None
     """Under the plan before the same failure is the run's own."""
     run = make("dp=2", "ab")
     run.publish(RunBegan(0, 1, 1.0))
-    before = run.coordinator.work
-    run.move(Plan.parse("pp=2", 4), "ba")
-    assert run.recovery.can_grow() and run.coordinator.work.plan.pp == 2
+    known, foretold = (PredictedSeconds(plan, {"step": 7.0}) for plan in ("dp=2", "pp=2"))
+    work = run.coordinator.work
+    before = run.coordinator.work = replace(work, settings=msgspec.structs.replace(work.settings, predicted=known))
+    run.move(Plan.parse("pp=2", 4), "ba", foretold)
+    assert run.recovery.can_grow() and run.coordinator.work.plan.pp == 2 and settings(run).predicted == foretold
     run.publish(RunStepped(record(1, 2.0)))  # of the epoch that is to end
     begin(run, run.coordinator.work.plan, "ba")
     lose(run, "b", CapacityError("no memory"))
@@ -342,15 +360,16 @@ def test_copies_that_find_no_room_are_not_kept_and_that_is_said(make: Make, capl
     assert settings(run).mirrored and not caplog.records
     for memory in (most - 1, least):
         join(run, "a", memory=memory)
-        with pytest.raises(CapacityError, match=f"with copies of steps .* on a need {most} bytes and it has {memory}"):
+        words = f"with copies of steps .* on a need .*, {amount(most - memory)} too little"
+        with pytest.raises(CapacityError, match=words):
             run.before_epoch(run.coordinator.work.plan, "ab")
     assert asyncio.run(run.choose(("a", "b"))) == ("a", "b")
     run.must_mirror = False
     run.before_epoch(run.coordinator.work.plan, "ab")
     assert not settings(run).mirrored
-    assert f"on a need {most} bytes and it has {least}" in caplog.text
+    assert f"and it has {amount(least)}, {amount(most - least)} too little" in caplog.text
     join(run, "a", memory=least - 1)
-    with pytest.raises(CapacityError, match=f"need {least} bytes and it has {least - 1}"):
+    with pytest.raises(CapacityError, match=r"need .*, 1 B too little"):
         asyncio.run(run.choose(("a", "b")))
 
 

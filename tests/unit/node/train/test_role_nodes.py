@@ -5,21 +5,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import shutil
+import time
 from collections.abc import AsyncIterator
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.support.models.families import save_model
 from tests.support.training.runs import job_for
 from tests.unit.cluster.kits import facts
 from tllm.cluster.certificates import Authority
-from tllm.cluster.messages import Message, RoleAsker, RolePlaces, RoleTaken, TakeRole
-from tllm.cluster.state import NodeJoined, NodeLost, Planned, RankReady
-from tllm.core.errors import ConfigError, WeightsError
+from tllm.cluster.messages import Heartbeat, Message, RoleAsker, RolePlaces, RoleTaken, TakeRole
+from tllm.cluster.state import Member, NodeHeard, NodeJoined, NodeLost, Planned, RankReady
+from tllm.core.errors import AuthError, ConfigError, LinkClosed, WeightsError
+from tllm.node.answering.answering_team import BROKEN, team_number
 from tllm.node.coordinator.cluster_options import LOOPBACK
+from tllm.node.train import role_nodes, role_teams
 from tllm.node.train.elastic_run import ElasticRun
 from tllm.node.train.training_work import TrainingWork
 from tllm.spec.hf_config import read_config
@@ -29,10 +35,10 @@ from tllm.training.job.job_file import ResolvedJob
 
 
 class Node:
-    """The coordinator's connection to one, which takes any role unless it is told to fail."""
+    """The coordinator's connection to one, which takes any role unless it is told to fail, or once with another."""
 
     def __init__(self, port: int) -> None:
-        self.port, self.fails = port, False
+        self.port, self.fails, self.distrusts, self.reaches_nobody = port, False, False, False
         self.orders: list[TakeRole] = []
         self.told: dict[str, list[str]] = {}
         self.asker = ""
@@ -41,7 +47,13 @@ class Node:
         self.orders.append(order)
         if self.fails:
             raise WeightsError("there is no model.safetensors")
-        return RoleTaken(order.role, self.port)
+        if self.reaches_nobody:
+            raise LinkClosed("rank 1 does not answer")
+        if self.distrusts:
+            self.distrusts, error = False, AuthError("it hung up in the middle of the handshake")
+            error.peer = 1
+            raise error
+        return RoleTaken(order.role, 0 if order.rank else self.port, order.team)
 
     def post(self, message: Message) -> None:
         if isinstance(message, RoleAsker):
@@ -62,12 +74,12 @@ class Scene:
         self.members, self.roles = self.run.coordinator.members, self.run.roles
         self.nodes: dict[str, Node] = {}
 
-    async def join(self, *names: str, fails: bool = False) -> None:
+    async def join(self, *names: str, fails: bool = False, had: RoleTaken | None = None) -> None:
         for name in names:
             self.nodes[name] = Node(ord(name[0]))
             self.nodes[name].fails = fails
             self.members.channels[name] = self.nodes[name]  # type: ignore[assignment]
-            self.members.record(NodeJoined(name, facts(name), 0.0))
+            self.members.record(NodeJoined(name, facts(name), 0.0, role=had))
         await self.settle()
 
     async def lose(self, name: str) -> None:
@@ -76,6 +88,9 @@ class Scene:
 
     async def settle(self) -> None:
         await self.members.notify()
+        await self.rest()
+
+    async def rest(self) -> None:
         for _ in range(20):
             await asyncio.sleep(0.005)  # a thread reads the teacher's folder
 
@@ -143,6 +158,201 @@ def test_who_joins_takes_the_role_of_a_lost_node_and_rank_0_is_told(model: Path,
             assert askers == {"b": "d", "c": "a", "d": "", "e": "d"}, "who had a role then was told who asks"
 
     play(scene)
+
+
+def test_who_is_named_for_a_role_that_lacks_it_takes_no_other(model: Path, tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with playing(model, tmp_path, "pp=1", "abcd", teacher_nodes=("c", "d"), rollout_nodes=(1,)) as one:
+            await one.lose("b")
+            await one.lose("d")
+            await one.join("d")
+            assert (one.having("teacher"), one.having("rollout")) == (["c", "d"], [])
+            await one.join("b")
+            assert (one.having("teacher"), one.having("rollout")) == (["c", "d"], ["b"])
+
+    play(scene)
+
+
+def test_nodes_that_have_one_teacher_together_answer_as_long_as_all_are_there(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(role_nodes, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(role_teams, "FIRST_SECONDS", 0.02)
+
+    async def scene() -> None:
+        async with playing(model, tmp_path, "pp=1", "abcde", teacher_nodes=(4,), teacher_plan="pp=2") as one:
+            assert one.having("teacher") == ["b", "d"], "the first of each two"
+            orders = [one.nodes[name].orders[-1] for name in "bcde"]
+            assert [order.rank for order in orders] == [0, 1, 0, 1] and all(order.plan for order in orders)
+            assert [[place.node for place in order.places] for order in orders[::2]] == [["b", "c"], ["d", "e"]]
+            first = one.nodes["a"]
+            await one.lose("c")
+            assert first.told["teacher"] == [f"d:{ord('d')}"], "half of a teacher says nothing"
+            await one.join("f")
+            again = [one.nodes[name].orders[-1] for name in "bf"]
+            assert [order.rank for order in again] == [0, 1] and again[0].team == again[1].team
+            assert again[0].team not in {order.team for order in orders}, "no wire of before is taken for theirs"
+            assert first.told["teacher"] == [f"b:{ord('b')}", f"d:{ord('d')}"]
+            broken = Heartbeat(stats={BROKEN: team_number(orders[3].team)})
+            one.nodes["d"].distrusts = True
+            one.members.record(NodeHeard("e", broken, 1.0))  # which wakes nobody
+            await one.rest()
+            assert one.nodes["e"].orders[-1].team not in {order.team for order in orders}, "links broke, no node"
+            assert len(one.nodes["e"].orders) == 3 == len(one.nodes["d"].orders), "twice, as d is not at fault alone"
+            assert len(one.having("teacher")) == 2
+
+    play(scene)
+    three = Scene(model, tmp_path, "pp=1", teacher_nodes=(3,), teacher_plan="pp=2")
+    with pytest.raises(ConfigError, match=r"gives 3 nodes, and by distill.teacher_plan = 'pp=2' each teacher takes 2"):
+        three.roles.reserve(("a", "b", "c", "d"))
+    three.run.coordinator.control_server.close()
+
+
+def test_a_team_is_what_it_was_under_the_next_coordinator_and_ranks_are_those_of_the_names(
+    model: Path, tmp_path: Path
+) -> None:
+    async def scene() -> None:
+        one = Scene(model, tmp_path, "pp=1", teacher_nodes=("c", "b"), teacher_plan="tp=2,shares=1:3")
+        is_open = False
+        await one.join("a")
+        async with one.roles.kept(lambda: is_open):
+            await one.join("b", had=RoleTaken("teacher", 0, "cluster/teacher/1"))
+            await one.join("c", had=RoleTaken("teacher", 7, "cluster/teacher/1"))
+            one.begin("a")
+            is_open = True
+            await one.settle()
+            assert one.having("teacher") == ["c"] and not one.nodes["b"].orders, "it answers, and reads nothing anew"
+            await one.lose("c")
+            assert one.nodes["a"].told["teacher"] == []
+            await one.join("c")
+            ranks = {name: one.nodes[name].orders[-1].rank for name in "bc"}
+            assert ranks == {"c": 0, "b": 1}, "b has room for the larger share"
+        one.run.coordinator.control_server.close()
+
+    play(scene)
+
+
+def test_nodes_that_cannot_reach_each_other_are_left_alone_for_longer_each_time_and_others_take_their_place(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(role_nodes, "LOOK_SECONDS", 0.005)
+    monkeypatch.setattr(role_teams, "FIRST_SECONDS", 0.01)
+
+    async def scene() -> None:
+        async with playing(model, tmp_path, "pp=1", "abc", teacher_nodes=(2,), teacher_plan="pp=2") as one:
+            await one.lose("c")
+            await one.join("d")
+            assert len(one.nodes["b"].orders) == 2
+            one.nodes["d"].reaches_nobody = True
+            broken = Heartbeat(stats={BROKEN: team_number(one.nodes["d"].orders[-1].team)})
+            one.members.record(NodeHeard("b", broken, 1.0))
+            began = time.monotonic()
+            for _ in range(5):
+                await one.rest()
+            tried = len(one.nodes["d"].orders) - 1
+            most = 1 + math.log2(1 + (time.monotonic() - began) / 0.01)
+            assert 2 <= tried <= most, "each time after twice as long"
+            assert "rank 1 does not answer; b with d is tried again in 0.02 s at the earliest" in caplog.text
+            await one.join("e")
+            for _ in range(5):
+                await one.rest()
+            assert [order.places[1].node for order in one.nodes["b"].orders[-1:]] == ["e"]
+            assert one.having("teacher") == ["b"] and one.run.coordinator.nodes == ("a", "d"), "d may have a rank"
+
+    play(scene)
+    now, teams = (
+        [0.0],
+        [[Member(facts=facts("b"), heard=0.0)], [Member(facts=msgspec.structs.replace(facts("b"), pid=7), heard=0.0)]],
+    )
+    failed = role_teams.FailedTeams(lambda: now[0])
+    waits = [failed.failed(teams[0]) for _ in range(20)]
+    assert waits[:3] == [0.01, 0.02, 0.04] and waits[-1] == role_teams.MOST_SECONDS
+    assert not failed.may_try(teams[0]) and failed.may_try(teams[1]), "a process that is new"
+    now[0] = role_teams.MOST_SECONDS
+    assert failed.may_try(teams[0])
+    failed.met(teams[0])
+    assert failed.failed(teams[0]) == 0.01
+
+
+def test_a_node_that_nobody_reaches_keeps_no_others_from_their_role(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(role_nodes, "LOOK_SECONDS", 0.005)
+    monkeypatch.setattr(role_nodes, "TEAMS_LOOKED_AT", 2)
+    monkeypatch.setattr(role_teams, "FIRST_SECONDS", 0.01)
+
+    async def scene() -> None:
+        async with playing(model, tmp_path, "pp=1", "abc", teacher_nodes=(2,), teacher_plan="pp=2") as one:
+            one.nodes["b"].reaches_nobody = True
+            await one.lose("c")
+            await one.join("d", "e", "f")
+            for _ in range(3):
+                await one.rest()
+            assert one.having("teacher") and "b" not in one.having("teacher")
+            assert len(one.nodes["b"].orders) <= 4, "one of before, and no more than one with each of the others"
+
+    play(scene)
+
+
+def test_who_failed_most_is_taken_last_until_it_is_gone_or_comes_together() -> None:
+    now, names = [0.0], "bcdefghijklmn"
+    members = [Member(facts=facts(name), heard=0.0, role="teacher" if name < "e" else None) for name in names]
+    failed, tried = role_teams.FailedTeams(lambda: now[0]), list[str]()
+
+    def take() -> list[Member]:
+        teams = role_teams.possible_teams(failed.fewest_first(members), 3, 12)
+        team = next(team for team in teams if failed.may_try(team))
+        tried.append("".join(one.node for one in team))
+        return list(team)
+
+    failed.failed(take())
+    failed.failed([members[0], *take()[:2]])
+    take()
+    assert tried == ["bcd", "efg", "ghi"], "none of those of before"
+    assert [one.node for one in failed.fewest_first(members)][-1] == "b", "the one that was in both"
+    failed.met(members[:3])
+    assert failed.fewest_first(members)[:3] == members[:3]
+    failed.forget_gone(members[:4])
+    assert failed.fewest_first(members[3:])[:2] == members[4:6], "e is there still, and f is forgotten"
+
+
+def test_teams_of_whom_few_may_be_without_a_role_are_found_at_once() -> None:
+    members = [Member(facts=facts(name), heard=0.0, role="teacher" if name in "cf" else None) for name in "bcdef"]
+    for size, spare in product(range(1, 6), range(5)):
+        every = [team for team in combinations(members, size) if sum(one.role is None for one in team) <= spare]
+        assert list(role_teams.possible_teams(members, size, spare)) == every
+    crowd = [Member(facts=facts(f"n{number}"), heard=0.0) for number in range(200)]
+    assert next(role_teams.possible_teams([*crowd, *members[1::3]], 8, 5), None) is None
+    found = next(role_teams.possible_teams([*crowd, *members[1::3]], 8, 6))
+    assert [one.node for one in found[-2:]] == ["c", "f"] and found[:6] == tuple(crowd[:6])
+
+
+def test_who_has_more_memory_gets_the_larger_part() -> None:
+    team = [
+        Member(facts=msgspec.structs.replace(facts(name), memory_bytes=size), heard=0.0)
+        for name, size in (("b", 2), ("c", 9), ("d", 5))
+    ]
+    for text, order in (
+        ("tp=3,shares=1:2:3", "bdc"),
+        ("tp=3,shares=3:2:1", "cdb"),
+        ("pp=2,tp=1+2,layers=4+8", "bcd"),
+        ("pp=3,layers=2+9+1", "dcb"),
+        ("pp=3", "bcd"),
+    ):
+        plan = Plan.parse(text, 12)
+        assert "".join(one.node for one in role_teams.larger_parts_first(team, plan)) == order, text
+    alike = [msgspec.structs.replace(one, facts=facts(one.facts.node)) for one in team]
+    assert role_teams.larger_parts_first(alike, Plan.parse("tp=3,shares=1:2:3", 12)) == alike
+
+
+def test_the_name_of_a_team_ends_in_its_number() -> None:
+    def came(name: str) -> str:
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(RoleTaken("teacher", 0, name)), type=RoleTaken).team
+
+    assert came("") == "" and team_number(came("c/teacher/000000ff")) == 255
+    for name in ("c", "c/teacher/", "c/teacher/0000-0ff", "c/teacher/000000ff\n"):
+        with pytest.raises(msgspec.ValidationError):  # it would end the run that this node is to answer
+            came(name)
 
 
 def test_the_plan_comes_before_a_role_that_somebody_has(model: Path, tmp_path: Path) -> None:

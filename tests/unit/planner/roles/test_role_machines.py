@@ -10,19 +10,21 @@ import pytest
 from tests.unit.planner.search.test_serving_search import spec_of
 from tllm.core.errors import CapacityError, PlanError
 from tllm.planner.cluster.device import Cluster, Device, LinkSpeed
-from tllm.planner.cost.rank_work import TeacherFacts, TrainingFacts, rank_works
+from tllm.planner.cost.rank_work import JudgeFacts, TrainingFacts, rank_works
 from tllm.planner.cost.serving_load import SamplingFacts
-from tllm.planner.memory.role_memory import rollout_bytes, teacher_bytes
+from tllm.planner.memory.heap import TRAINER_BYTES
+from tllm.planner.memory.role_memory import judge_bytes, rollout_bytes
 from tllm.planner.roles.role_machines import RoleChoice, RolesAsked, RoleWish, role_choices
 from tllm.planner.roles.teacher_machines import Taught, teaching_seconds
 from tllm.planner.search.training_layouts import TrainingConstraints
 from tllm.planner.search.training_search import TrainingChoice, best_training
-from tllm.planner.simulate.role_seconds import Learning, group_seconds, role_seconds, teacher_seconds
+from tllm.planner.simulate.role_seconds import Learning, group_seconds, role_seconds, row_seconds
 from tllm.spec.plan import Plan
+from tllm.spec.process_groups import RoleName
 
 STUDENT = spec_of(2)
 FACTS = TrainingFacts(64, 8, 2)
-TEACHER = TeacherFacts(spec_of(6), "float32", 8 * 64, 64)
+TEACHER = JudgeFacts(spec_of(6), "float32", 8 * 64, 64)
 TAUGHT = Taught(TEACHER, 64 * 64 * 6)
 
 
@@ -77,8 +79,7 @@ def test_the_fast_machine_teaches_where_the_teacher_is_the_larger() -> None:
 
 def test_rows_go_to_whichever_teacher_is_free() -> None:
     machines = cluster(1.0, 1.0, 3.0, bandwidth=1e12)
-    row = replace(TEACHER, tokens=TEACHER.row)
-    slow, fast = (teacher_seconds(row, machines, device) for device in (1, 2))
+    slow, fast = (row_seconds(TEACHER, machines, device) for device in (1, 2))
     free = {1: 0.0, 2: 0.0}
     for _ in range(8):
         device = min(free, key=lambda one: free[one] + (slow if one == 1 else fast))
@@ -101,7 +102,7 @@ def test_what_the_student_writes_is_judged_after_it_is_there() -> None:
 
 def test_a_machine_that_lacks_room_for_the_teacher_does_not_teach() -> None:
     machines = cluster(1.0, 1.0, 6.0)
-    small = replace(machines.devices[2], memory=300 * 2**20 + teacher_bytes(TEACHER) // 2)
+    small = replace(machines.devices[2], memory=300 * 2**20 + judge_bytes(TEACHER) // 2)
     tight = replace(machines, devices=(*machines.devices[:2], small))
     assert all(2 not in one.teachers for one in taught_choices(tight, TAUGHT))
     with pytest.raises(CapacityError, match="n2 is to teach: its model needs"):
@@ -137,13 +138,118 @@ def test_no_other_choice_of_rollout_servers_is_faster(speeds: tuple[float, ...])
     assert just_one[0].seconds == pytest.approx(min(found[(1,)], found[(2,)]))
 
 
+SCORER = JudgeFacts(replace(spec_of(6), num_labels=1), "float32", 24 * 64, 64)
+
+
+def reward_choices(machines: Cluster, wishes: dict[RoleName, RoleWish]) -> list[RoleChoice]:
+    return role_choices(machines, RolesAsked(STUDENT, replace(SAMPLED, reward=SCORER), wishes), best)
+
+
+def test_no_other_choice_of_machines_that_sample_and_score_is_faster() -> None:
+    """All ranks wait for the completions and then for their scores, wherever these are computed."""
+    machines, found = cluster(1.0, 2.0, 6.0), list[float]()
+    for rollouts, rewards in (((), ()), ((1,), ()), ((), (1,)), ((2,), ()), ((), (2,)), ((2,), (1,)), ((1,), (2,))):
+        (one,) = reward_choices(machines, {"rollout": RoleWish(rollouts), "reward": RoleWish(rewards)})
+        assert (one.rollouts, one.rewards) == (rollouts, rewards)
+        assert set(one.policy).isdisjoint((*rollouts, *rewards)) and one.policy[0] == 0
+        roles = dict(one.training.predicted.roles)
+        assert roles["rewards"] == pytest.approx(24 * row_seconds(SCORER, machines, *(rewards or (0,))))
+        assert one.seconds == pytest.approx(one.training.predicted.policy + roles["sampling"] + roles["rewards"])
+        assert bool(one.training.memory[0].reward) == (not rewards), "rank 0 holds it where nobody else does"
+        found.append(one.seconds)
+    every = reward_choices(machines, {"rollout": RoleWish(), "reward": RoleWish()})
+    both = [one.seconds for one in every if len(one.rollouts) < 2 and len(one.rewards) < 2]
+    assert sorted(both) == pytest.approx(sorted(found)) and every[0].seconds <= min(found)
+    named = reward_choices(machines, {"rollout": RoleWish((1,)), "reward": RoleWish()})
+    assert [one.seconds for one in named] == pytest.approx(sorted((found[1], found[6])))
+    with pytest.raises(CapacityError, match="no choice"):
+        reward_choices(machines, {"rollout": RoleWish((1,)), "reward": RoleWish((1,))})
+
+
+def test_two_machines_hold_a_teacher_together_that_neither_has_room_for() -> None:
+    """A row goes through both, one after the other; the next row is another pair's, if there is one."""
+    plan = Plan.parse("pp=2", 6)
+    halves = replace(TEACHER, plan=plan)
+    assert 0.5 * judge_bytes(TEACHER) < judge_bytes(halves) < 0.6 * judge_bytes(TEACHER)
+    machines = cluster(*(1.0,) * 5)
+    tight = replace(machines.devices[1], memory=TRAINER_BYTES + int(0.7 * judge_bytes(TEACHER)))
+    machines = replace(machines, devices=(machines.devices[0], *(tight,) * 4))
+    with pytest.raises(CapacityError, match="n1 is to teach"):
+        taught_choices(machines, TAUGHT, (1, 2))
+    taught = Taught(halves, 1.0)
+    (pair,), (quad,) = (taught_choices(machines, taught, named) for named in ((1, 2), (1, 2, 3, 4)))
+    row = row_seconds(halves, machines, 1, 2)
+    hop = 64 * TEACHER.spec.hidden_size * 4 / 1e8 + 1e-4
+    assert row == pytest.approx(row_seconds(TEACHER, machines, 1) + hop, rel=0.05)
+    assert pair.teaching == pytest.approx(8 * row) and quad.teaching == pytest.approx(4 * row)
+    three = cluster(*(1.0,) * 4)
+    three = replace(three, devices=machines.devices[:4])
+    assert {one.teachers for one in taught_choices(three, taught)} == {(), (2, 3)}, "one alone is nothing"
+    uneven = Taught(replace(TEACHER, plan=Plan.parse("pp=2,layers=5+1", 6)), 1.0)
+    small = replace(tight, memory=TRAINER_BYTES + int(0.4 * judge_bytes(TEACHER)))
+    large = replace(tight, memory=TRAINER_BYTES + judge_bytes(TEACHER))
+    unlike = replace(machines, devices=(machines.devices[0], small, large, small, large))
+    assert taught_choices(unlike, uneven, (2, 1, 4, 3))[0].teachers == (2, 1, 4, 3), "each has room for its own part"
+    with pytest.raises(CapacityError, match="n1 is to teach"):
+        taught_choices(unlike, uneven, (1, 2, 3, 4))
+
+
+def test_the_plan_by_which_machines_hold_a_teacher_is_chosen_too() -> None:
+    """Where one machine has no room for it, or where several are faster together."""
+    machines, given = cluster(*(1.0,) * 5), dict[tuple[str, int], float]()
+    texts = {Plan.parse(text, 6): text for text in ("pp=2", "pp=3", "pp=4", "tp=2", "tp=3", "tp=4")}
+    for text in ("pp=1", *texts.values()):
+        size = Plan.parse(text, 6).world_size
+        taught = replace(TAUGHT, teacher=replace(TEACHER, plan=Plan.parse(text, 6) if size > 1 else None))
+        for one in role_choices(machines, asked_of(taught, RoleWish()), best):
+            assert one.plans == ({"teacher": Plan.parse(text, 6)} if one.teachers and size > 1 else {})
+            given[text if one.teachers else "", len(one.teachers)] = one.seconds
+    every = role_choices(machines, asked_of(TAUGHT, RoleWish(divides=True)), best)
+    found = {
+        (texts[one.plans["teacher"]] if one.plans else "pp=1" if one.teachers else "", len(one.teachers)): one.seconds
+        for one in every
+    }
+    assert found == pytest.approx(given)
+    tight = replace(machines.devices[1], memory=TRAINER_BYTES + int(0.7 * judge_bytes(TEACHER)))
+    small = replace(machines, devices=(machines.devices[0], *(tight,) * 4))
+    chosen = role_choices(small, asked_of(TAUGHT, RoleWish(count=2, divides=True)), best)
+    assert {texts[one.plans["teacher"]] for one in chosen} == {"pp=2", "tp=2"}
+    named = role_choices(small, asked_of(TAUGHT, RoleWish((2, 1, 4, 3), divides=True)), best)
+    assert {one.teachers for one in named} == {(2, 1, 4, 3)}
+    assert {texts[one.plans["teacher"]] for one in named} == {"pp=2", "tp=2", "pp=4", "tp=4"}
+    with pytest.raises(CapacityError, match="n2 is to teach"):
+        role_choices(small, asked_of(TAUGHT, RoleWish((2,), divides=True)), best)
+    large = replace(small.devices[0], memory=TRAINER_BYTES + judge_bytes(TEACHER))
+    half = replace(large, memory=TRAINER_BYTES + judge_bytes(TEACHER) // 2)
+    unlike = replace(small, devices=(small.devices[0], half, large))
+    unlike = replace(unlike, names=unlike.names[:3], node_of=unlike.node_of[:3], inside=unlike.inside[:3])
+    uneven = replace(TAUGHT, teacher=replace(TEACHER, plan=Plan.parse("pp=2,layers=5+1", 6)))
+    assert not [one for one in role_choices(unlike, asked_of(uneven, RoleWish()), best) if one.teachers], "n1 is small"
+    even = replace(unlike, devices=(unlike.devices[0], large, replace(large, memory=2 * large.memory)))
+    assert {one.teachers for one in role_choices(even, asked_of(uneven, RoleWish()), best)} == {(), (2, 1)}
+
+
+def asked_of(taught: Taught, wish: RoleWish) -> RolesAsked:
+    return RolesAsked(STUDENT, replace(FACTS, teacher=taught.teacher), {"teacher": wish}, taught)
+
+
+def test_a_machine_without_room_for_the_reward_model_does_not_score() -> None:
+    machines = cluster(1.0, 1.0, 6.0)
+    small = replace(machines.devices[2], memory=TRAINER_BYTES + judge_bytes(SCORER) // 2)
+    tight = replace(machines, devices=(*machines.devices[:2], small))
+    assert {one.rewards for one in reward_choices(tight, {"reward": RoleWish()})} == {(), (1,)}
+    with pytest.raises(CapacityError, match="n2 is to score: its model needs"):
+        reward_choices(tight, {"reward": RoleWish((2,))})
+    assert judge_bytes(SCORER) < judge_bytes(TEACHER), "it gives one number and no logits"
+
+
 def test_servers_take_the_weights_over_one_port_and_then_what_is_free_takes_the_next_prompts() -> None:
     machines = cluster(1.0, 1.0, 3.0, bandwidth=1e7)
     facts = replace(SAMPLED, sampling=replace(SAMPLING, servers=(1, 2), share=0.5))
     free = {1: 0.0, 2: 0.0}
     for _ in range(3):  # six prompts: as many at once as a server computes, which are two
         device = min(free, key=lambda one: (free[one], one))
-        free[device] += group_seconds(STUDENT, SAMPLED, machines, device, 2)
+        free[device] += group_seconds(STUDENT, SAMPLED, machines, 2, device)
     numbers = sum(
         one.elements for unit in rank_works(STUDENT, Plan.parse("pp=1", 2), FACTS)[0].learned(STUDENT) for one in unit
     )
@@ -162,6 +268,28 @@ def test_servers_take_the_weights_over_one_port_and_then_what_is_free_takes_the_
         assert waits == pytest.approx(max(0.0, found["sampling"] - learning)), "a step takes as long as the slower one"
     gathers = role_seconds(STUDENT, Plan.parse("pp=2", 2), ahead, apart, (0, 3), Learning(1e9, 1.0))["sampling"]
     assert gathers == pytest.approx(0.5 * numbers * 4 / 2 / 1e7), "nobody learns meanwhile"
+
+
+def test_two_machines_hold_a_policy_together_that_neither_has_room_for() -> None:
+    machines, plan = cluster(*(1.0,) * 5, bandwidth=1e7), Plan.parse("pp=2", 2)
+    halves = replace(SAMPLING, plan=plan)
+    needs = rollout_bytes(STUDENT, SAMPLED)
+    assert 0.5 * needs < rollout_bytes(STUDENT, replace(SAMPLED, sampling=halves)) < 0.8 * needs, "with the head"
+    tight = replace(machines.devices[1], memory=TRAINER_BYTES + int(0.8 * needs))
+    machines = replace(machines, devices=(machines.devices[0], *(tight,) * 4))
+    with pytest.raises(CapacityError, match="n1 is to sample"):
+        rollout_choices(machines, RoleWish((1, 2)))
+    assert {len(one.rollouts) for one in rollout_choices(machines, RoleWish(), halves)} == {0, 2, 4}
+    work, *_ = rank_works(STUDENT, Plan.parse("pp=1", 2), FACTS)
+    way = sum(one.elements for unit in work.learned(STUDENT) for one in unit) * 4 / 1e7
+    for servers in ((1, 2), (1, 2, 3, 4)):
+        (one,) = rollout_choices(machines, RoleWish(servers), halves)
+        teams = len(servers) // 2
+        questions = -(-3 // teams)  # of two prompts each
+        facts = replace(SAMPLED, sampling=replace(halves, servers=servers))
+        samples = questions * group_seconds(STUDENT, facts, machines, 2, 1, 2)
+        sampling = dict(one.training.predicted.roles)["sampling"]
+        assert sampling == pytest.approx(teams * 1.5 * way + samples, rel=1e-6), "each first one sends a half on"
 
 
 def test_a_machine_without_room_for_the_cache_does_not_sample() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tllm.core.errors import PlanError
 from tllm.planner.cluster.device import LinkSpeed
-from tllm.planner.simulate.pipeline import StageWork, StepTimeline, simulate
+from tllm.planner.simulate.pipeline import SchedulePlayer, StageWork, StepTimeline
 from tllm.spec.pipeline_schedule import DEEP, ORDERS, Op, Schedule, build
 
 counts = st.integers(1, 8)
@@ -41,7 +41,7 @@ def stages_of(schedule: Schedule) -> st.SearchStrategy[set[int]]:
 @given(counts, microbatch_counts, seconds, seconds)
 def test_gpipe_and_1f1b_bubble(p: int, m: int, forward: int, backward: int) -> None:
     for name in ("gpipe", "1f1b"):
-        timeline = simulate(build(name, p, m), StageWork(forward, backward, 0))
+        timeline = SchedulePlayer(build(name, p, m)).play(StageWork(forward, backward, 0))
         assert timeline.total == (m + p - 1) * (forward + backward)
         assert timeline.bubble == pytest.approx((p - 1) / (m + p - 1))
 
@@ -49,7 +49,7 @@ def test_gpipe_and_1f1b_bubble(p: int, m: int, forward: int, backward: int) -> N
 @given(counts, microbatch_counts, st.integers(2, 4), seconds, seconds)
 def test_interleaved_bubble(p: int, m: int, v: int, forward: int, backward: int) -> None:
     """(p-1) / (v*m + p-1) for any m of p or more, divisible or not; with fewer, each chunk waits for p stages."""
-    timeline = simulate(build("interleaved", p, m, chunks=v), StageWork(forward, backward, 0))
+    timeline = SchedulePlayer(build("interleaved", p, m, chunks=v)).play(StageWork(forward, backward, 0))
     assert timeline.total == (v * max(m, p) + min(m, p) - 1) * (forward + backward)
     if m >= p:
         assert timeline.bubble == pytest.approx((p - 1) / (v * m + p - 1))
@@ -59,18 +59,18 @@ def test_interleaved_bubble(p: int, m: int, v: int, forward: int, backward: int)
 def test_zero_bubble(p: int, m: int, forward: int, inputs: int, weights: int) -> None:
     """(p-1) (F + I - W) as in Qi et al., 2023, table 1, while W is the shortest; else that takes its place."""
     work = StageWork(forward, inputs, weights)
-    timeline = simulate(build("zero_bubble", p, m), work)
+    timeline = SchedulePlayer(build("zero_bubble", p, m)).play(work)
     waits = timeline.total - m * (forward + inputs + weights)
     if m >= p:
         assert waits == (p - 1) * (forward + inputs - min(forward, inputs, weights))
-    classic = simulate(build("1f1b", p, m), work)
+    classic = SchedulePlayer(build("1f1b", p, m)).play(work)
     assert timeline.total < classic.total if p > 1 else timeline.total == classic.total
     assert max(timeline.peak_live) == max(classic.peak_live)
 
 
 @pytest.mark.parametrize("p", [2, 4, 6])
 def test_zero_bubble_of_depth_2_leaves_no_stage_idle_once_it_began(p: int) -> None:
-    timeline = simulate(build("zero_bubble", p, 3 * p, depth=2), StageWork(1, 1, 1))
+    timeline = SchedulePlayer(build("zero_bubble", p, 3 * p, depth=2)).play(StageWork(1, 1, 1))
     assert [row[-1].stop - row[0].start for row in timeline.spans] == [9 * p] * p
     assert timeline.peak_live == (2 * p - 1,) * p
 
@@ -80,13 +80,13 @@ def test_zero_bubble_of_depth_2_leaves_no_stage_idle_once_it_began(p: int) -> No
 )
 def test_slow_links_want_a_longer_warm_up(name: str, depth: int, total: int, peak: int) -> None:
     """The table in the house's map: four stages, 32 microbatches, forward 1, backward 2, one hop 2."""
-    timeline = simulate(build(name, 4, 32, depth), StageWork(1, 1, 1), LinkSpeed(latency=2))
+    timeline = SchedulePlayer(build(name, 4, 32, depth)).play(StageWork(1, 1, 1), LinkSpeed(latency=2))
     assert (timeline.total, max(timeline.peak_live)) == (total, peak)
 
 
 def test_a_depth_for_the_slow_hop_alone_holds_less() -> None:
     links = {pair: LinkSpeed(latency=2 if 1 in pair and 2 in pair else 0) for pair in pairs_of(4)}
-    timeline = simulate(build("1f1b", 4, 32, depth=(1, 3, 1)), StageWork(1, 1, 1), links)
+    timeline = SchedulePlayer(build("1f1b", 4, 32, depth=(1, 3, 1))).play(StageWork(1, 1, 1), links)
     assert timeline.total == (32 + 3) * 3 + 2 * 2
     assert timeline.peak_live == (6, 5, 2, 1)
 
@@ -98,12 +98,12 @@ def test_the_depth_that_hides_a_hop(p: int, m: int, forward: int, backward: int,
     depth = 1 + math.ceil(2 * hop / (forward + backward))
     work, link = StageWork(forward, backward, 0), LinkSpeed(latency=hop)
     ideal = m * (forward + backward) + (p - 1) * (forward + backward + 2 * hop)
-    assert simulate(build("gpipe", p, m), work, link).total == ideal
-    assert simulate(build("1f1b", p, m, depth), work, link).total == ideal
+    assert SchedulePlayer(build("gpipe", p, m)).play(work, link).total == ideal
+    assert SchedulePlayer(build("1f1b", p, m, depth)).play(work, link).total == ideal
     if hop:
         many = 20 * p
-        shallow = simulate(build("1f1b", p, many, depth - 1), work, link).total
-        assert shallow > simulate(build("1f1b", p, many, depth), work, link).total
+        shallow = SchedulePlayer(build("1f1b", p, many, depth - 1)).play(work, link).total
+        assert shallow > SchedulePlayer(build("1f1b", p, many, depth)).play(work, link).total
 
 
 @settings(max_examples=15)
@@ -113,10 +113,11 @@ def test_unequal_stages_are_paced_by_the_slowest(works: list[StageWork], m: int)
     forward = [work.forward for work in works]
     backward = [work.backward_input + work.backward_weight for work in works]
     gpipe = sum(forward) + sum(backward) + (m - 1) * (max(forward) + max(backward))
-    assert simulate(build("gpipe", p, m), rows).total == gpipe
+    assert SchedulePlayer(build("gpipe", p, m)).play(rows).total == gpipe
     slowest = max(f + b for f, b in zip(forward, backward, strict=True))
     for name in ("1f1b", "zero_bubble"):
-        some, more = (simulate(build(name, p, n), rows).total for n in (150, 160))  # it may begin a little slower
+        # It may begin a little slower.
+        some, more = (SchedulePlayer(build(name, p, n)).play(rows).total for n in (150, 160))
         assert more - some == 10 * slowest
 
 
@@ -141,7 +142,7 @@ def test_gpipe_over_unequal_stages_and_hops(given_: tuple[list[StageWork], list[
     forward = [work.forward for work in works]
     backward = [work.backward_input + work.backward_weight for work in works]
     way = sum(forward) + sum(backward) + sum(map(sum, hops))
-    total = simulate(build("gpipe", len(works), m), [[work] for work in works], links_of(hops)).total
+    total = SchedulePlayer(build("gpipe", len(works), m)).play([[work] for work in works], links_of(hops)).total
     assert total == way + (m - 1) * (max(forward) + max(backward))
 
 
@@ -158,7 +159,7 @@ def around(works: list[StageWork], hops: list[tuple[int, int]], last: bool) -> f
 def pace(name: str, works: list[StageWork], hops: list[tuple[int, int]]) -> float:
     """Seconds of a microbatch once begun: 60 more of them, which all numbers of stages divide."""
     rows, links = [[work] for work in works], links_of(hops)
-    some, more = (simulate(build(name, len(works), m), rows, links).total for m in (90, 150))
+    some, more = (SchedulePlayer(build(name, len(works), m)).play(rows, links).total for m in (90, 150))
     return (more - some) / 60
 
 
@@ -180,7 +181,9 @@ def test_zero_bubble_over_unequal_stages_and_hops(given_: tuple[list[StageWork],
 
 @given(counts, st.integers(2, 4), seconds, seconds, st.integers(0, 9))
 def test_one_microbatch_goes_once_round_all_chunks(p: int, v: int, forward: int, backward: int, hop: int) -> None:
-    timeline = simulate(build("interleaved", p, 1, chunks=v), StageWork(forward, backward, 0), LinkSpeed(hop))
+    timeline = SchedulePlayer(build("interleaved", p, 1, chunks=v)).play(
+        StageWork(forward, backward, 0), LinkSpeed(hop)
+    )
     assert timeline.total == p * v * (forward + backward) + 2 * (p * v - 1) * (hop if p > 1 else 0)
 
 
@@ -195,7 +198,7 @@ def test_a_slower_link_or_stage_never_makes_it_faster(schedule: Schedule, data: 
     one_port = data.draw(stages_of(schedule))
 
     def total(links: dict[tuple[int, int], LinkSpeed], work: list[list[StageWork]] = work) -> float:
-        return simulate(schedule, work, links, size, one_port).total
+        return SchedulePlayer(schedule).play(work, links, size, one_port).total
 
     base = total(links)
     for pair, speed in links.items():
@@ -203,7 +206,7 @@ def test_a_slower_link_or_stage_never_makes_it_faster(schedule: Schedule, data: 
         assert total(links | {pair: LinkSpeed(speed.latency, speed.bandwidth / 2)}) >= base
     slow = StageWork(work[0][0].forward + 1, work[0][0].backward_input, work[0][0].backward_weight)
     assert total(links, [[slow, *work[0][1:]], *work[1:]]) >= base
-    assert base >= simulate(schedule, work, links, size).total, "what shares a port comes no sooner"
+    assert base >= SchedulePlayer(schedule).play(work, links, size).total, "what shares a port comes no sooner"
 
 
 @settings(deadline=None)
@@ -212,7 +215,7 @@ def test_equals_the_slow_relaxation(schedule: Schedule, data: st.DataObject) -> 
     work, size = uneven(data, schedule), data.draw(st.integers(0, 6))
     link = LinkSpeed(data.draw(st.integers(0, 5)), data.draw(st.sampled_from([1, 2])))
     one_port = data.draw(stages_of(schedule))
-    timeline = simulate(schedule, work, link, size, one_port)
+    timeline = SchedulePlayer(schedule).play(work, link, size, one_port)
     slow = relaxed(schedule, work, link.latency, size / link.bandwidth, one_port)
     assert [[span.stop for span in row] for row in timeline.spans] == slow
     assert timeline.total == max(map(max, slow))
@@ -264,7 +267,9 @@ def pairs_of(stages: int) -> list[tuple[int, int]]:
 
 def test_a_link_carries_one_tensor_at_a_time() -> None:
     """Sending takes 4, a forward 1: the second stage gets one activation every 4, whatever the latency."""
-    timeline = simulate(build("gpipe", 2, 5), StageWork(1, 1, 1), LinkSpeed(latency=7, bandwidth=25), hop_bytes=100)
+    timeline = SchedulePlayer(build("gpipe", 2, 5)).play(
+        StageWork(1, 1, 1), LinkSpeed(latency=7, bandwidth=25), hop_bytes=100
+    )
     assert [span.start for span in timeline.spans[1][:5]] == [12, 16, 20, 24, 28]
     assert timeline.link_busy == {(0, 1): 20, (1, 0): 20}
 
@@ -272,7 +277,7 @@ def test_a_link_carries_one_tensor_at_a_time() -> None:
 def test_what_leaves_by_one_port_waits_for_what_left_before() -> None:
     """The second stage has a gradient to send at 17, for 4, and an activation at 18: it lands at 25, not at 22."""
     schedule, ways = build("1f1b", 3, 4), {pair: LinkSpeed(bandwidth=1) for pair in pairs_of(3)}
-    apart, shared = (simulate(schedule, StageWork(1, 1, 0), ways, 4, ports) for ports in ((), {1}))
+    apart, shared = (SchedulePlayer(schedule).play(StageWork(1, 1, 0), ways, 4, ports) for ports in ((), {1}))
     assert [line.spans[1][2].stop for line in (apart, shared)] == [17, 17]
     assert [line.spans[1][3].stop for line in (apart, shared)] == [18, 18]
     assert [line.spans[2][4].start for line in (apart, shared)] == [22, 25]
@@ -281,26 +286,28 @@ def test_what_leaves_by_one_port_waits_for_what_left_before() -> None:
 def test_a_slow_wire_does_not_hold_up_a_fast_port() -> None:
     """Two activations are on their way until 38; the first gradient, there at 29, has left long before."""
     ways = {pair: LinkSpeed(bandwidth=1) for pair in pairs_of(3)} | {(1, 2): LinkSpeed(bandwidth=0.25)}
-    timeline = simulate(build("1f1b", 3, 4), StageWork(1, 1, 0), ways, 4, {1})
+    timeline = SchedulePlayer(build("1f1b", 3, 4)).play(StageWork(1, 1, 0), ways, 4, {1})
     assert timeline.spans[2][2].start == 38
     assert (timeline.spans[1][2].stop, timeline.spans[0][3].start) == (29, 33)
 
 
 def test_hops_inside_a_stage_are_free() -> None:
-    timeline = simulate(build("interleaved", 1, 3, chunks=2), StageWork(1, 1, 1), LinkSpeed(latency=100))
+    timeline = SchedulePlayer(build("interleaved", 1, 3, chunks=2)).play(StageWork(1, 1, 1), LinkSpeed(latency=100))
     assert (timeline.total, timeline.bubble, timeline.link_busy) == (18, 0, {})
 
 
 def test_many_stages_take_linear_time() -> None:
     """16,384 stages: a scan of all stages for each op would meet this test's time limit."""
     p, m = 16_384, 4
-    timeline = simulate(build("1f1b", p, m), StageWork(1, 1, 1))
+    timeline = SchedulePlayer(build("1f1b", p, m)).play(StageWork(1, 1, 1))
     assert timeline.total == (m + p - 1) * 3
 
 
 def test_the_same_twice() -> None:
     def once() -> StepTimeline:
-        return simulate(build("zero_bubble", 4, 9, 2), StageWork(0.1, 0.2, 0.3), LinkSpeed(0.05, 1e6), 12_345)
+        return SchedulePlayer(build("zero_bubble", 4, 9, 2)).play(
+            StageWork(0.1, 0.2, 0.3), LinkSpeed(0.05, 1e6), 12_345
+        )
 
     assert once() == once()
 
@@ -316,6 +323,8 @@ def test_untrue_numbers_are_refused() -> None:
     with pytest.raises(PlanError, match="latency of -1 s"):
         LinkSpeed(latency=-1)
     with pytest.raises(PlanError, match="from stage 1 to stage 0, and no link"):
-        simulate(schedule, StageWork(1, 1, 1), {(0, 1): LinkSpeed(), (1, 2): LinkSpeed(), (2, 1): LinkSpeed()})
+        SchedulePlayer(schedule).play(
+            StageWork(1, 1, 1), {(0, 1): LinkSpeed(), (1, 2): LinkSpeed(), (2, 1): LinkSpeed()}
+        )
     with pytest.raises(PlanError, match="work for 2 stages with 1 chunks, in a schedule of 3 stages with 1"):
-        simulate(schedule, [[StageWork(1, 1, 1)]] * 2)
+        SchedulePlayer(schedule).play([[StageWork(1, 1, 1)]] * 2)

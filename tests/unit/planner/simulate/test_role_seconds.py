@@ -13,10 +13,10 @@ from tllm.engine.schedule.scheduler import Scheduler
 from tllm.planner.cluster.device import Cluster, Device, LinkSpeed
 from tllm.planner.cost.cache_room import PAGE_SIZE
 from tllm.planner.cost.flops import BACKWARD, layer_flops, logits_flops
-from tllm.planner.cost.rank_work import TeacherFacts, TrainingFacts
+from tllm.planner.cost.rank_work import JudgeFacts, TrainingFacts
 from tllm.planner.cost.serving_load import SamplingFacts, ServingFacts
 from tllm.planner.simulate.placed_plan import PlacedPlan
-from tllm.planner.simulate.role_seconds import computed_prompts, sampling_seconds, teacher_seconds
+from tllm.planner.simulate.role_seconds import computed_prompts, dealt_seconds, sampling_seconds
 from tllm.planner.simulate.serving import predict_serving
 from tllm.spec.cut import cut_stage
 from tllm.spec.plan import Plan
@@ -112,12 +112,12 @@ def test_roles_are_added_to_the_policys_step() -> None:
 
 
 def test_a_teacher_takes_a_forward_pass_of_every_row() -> None:
-    teacher = TeacherFacts(spec_of(6), "float32", 8 * 64, 64)
+    teacher = JudgeFacts(spec_of(6), "float32", 8 * 64, 64)
     whole = cut_stage(teacher.spec, (1,))[0]
     flops = 6 * layer_flops(teacher.spec, teacher.spec.layers[0], whole, (64,)) + logits_flops(teacher.spec, whole, 64)
-    found = teacher_seconds(teacher, cluster(1.0), 0)
+    found = dealt_seconds(teacher, cluster(1.0), (0,))
     assert found == pytest.approx(8 * flops / RATE, rel=0.03), "and the starts of operations"
-    assert teacher_seconds(teacher, cluster(1.0, 2.0), 1) < 0.6 * found
+    assert dealt_seconds(teacher, cluster(1.0, 2.0), (1,)) < 0.6 * found
     facts = TrainingFacts(64, 8, teacher=replace(teacher, dtype="bfloat16"))
     unknown = PlacedPlan(SPEC, Plan.parse("pp=1", 4), facts, cluster(1.0), (0,)).predict()
     assert unknown.roles == (), "no device says how fast it is in bfloat16"

@@ -12,7 +12,7 @@ from tllm.planner.cluster.execution import TLLM, Execution
 from tllm.planner.cost.flops import forward_flops, training_flops
 from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.cost.traffic import step_traffic
-from tllm.planner.simulate.pipeline import StageWork, simulate
+from tllm.planner.simulate.pipeline import SchedulePlayer, StageWork
 from tllm.planner.simulate.training_step import Links, StepPrediction, predict_step
 from tllm.spec.model_spec import LayerSpec, ModelSpec, RopeSpec
 from tllm.spec.pipeline_schedule import build
@@ -90,7 +90,7 @@ def test_a_pipeline_is_the_schedule_that_is_played(order: str) -> None:
     half = forward_flops(SPEC, [64], 0) / 2 / SPEED
     logits = (forward_flops(SPEC, [64]) - forward_flops(SPEC, [64], 0)) / SPEED
     works = [[StageWork(half, half, half)], [StageWork(half + logits, half + logits, half + logits)]]
-    played = simulate(build(order, 2, 12), works, link, hop)
+    played = SchedulePlayer(build(order, 2, 12)).play(works, link, hop)
     got = predict(f"pp=2,schedule={order}", link)
     assert got.seconds == pytest.approx(played.total) and got.bubble == pytest.approx(played.bubble)
     assert got.compute + got.pipeline == pytest.approx(got.seconds)

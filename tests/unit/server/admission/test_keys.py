@@ -49,7 +49,7 @@ def look(ring: KeyRing) -> None:
 
 def test_toml_and_json_say_the_same(tmp_path: Path) -> None:
     defaults = RateLimits(tokens_per_minute=1000, max_concurrent=9)
-    as_toml = read_keys(write(tmp_path / "keys.toml", TOML), defaults, False)
+    as_toml = read_keys(write(tmp_path / "keys.toml", "\ufeff" + TOML.replace("\n", "\r\n")), defaults, False)
     values = {
         "keys": [
             {"name": "alice", "key": ALICE, "requests_per_minute": 60, "weight": 2.5},

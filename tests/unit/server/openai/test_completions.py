@@ -145,6 +145,25 @@ def test_a_batch_for_scoring_as_lm_eval_sends_it() -> None:
     assert reply["usage"]["completion_tokens"] == 2
 
 
+@pytest.mark.parametrize("top", [0, 2])
+def test_values_of_the_prompt_have_vllms_shape(top: int) -> None:
+    """0 asks for the prompt's own tokens. An echo's likeliest tokens stay as many as `logprobs` says."""
+    engine, prompt = say(), [4, 6, 9]
+    [choice] = ask(engine, prompt=prompt, prompt_logprobs=top, echo=True, logprobs=1)["choices"]
+    assert engine.submitted[0].params.prompt_logprobs == max(top, 1)
+    six = {"6": {"logprob": -0.1 - 6 / 1000, "rank": 1, "decoded_token": TOKENIZER.token_label(6)}}
+    nine = {"9": {"logprob": -0.1 - 9 / 1000, "rank": 2, "decoded_token": TOKENIZER.token_label(9)}}
+    if top:
+        six["0"] = {"logprob": -0.1 - 6 / 1000 - 1, "rank": 2, "decoded_token": TOKENIZER.token_label(0)}
+        nine["0"] = {"logprob": -0.1 - 9 / 1000 + 0.05, "rank": 1, "decoded_token": TOKENIZER.token_label(0)}
+    assert choice["prompt_logprobs"] == [None, six, nine]
+    assert [len(likeliest) for likeliest in choice["logprobs"]["top_logprobs"][1:3]] == [1, 2]
+    messages = [{"role": "user", "content": "hello"}]
+    chat = post(serve(say()), "/v1/chat/completions", {"messages": messages, "prompt_logprobs": top}).json()
+    assert [len(place or ()) <= top + 1 for place in chat["prompt_logprobs"]] == [True] * chat["usage"]["prompt_tokens"]
+    assert chat["prompt_logprobs"][0] is None and all(chat["prompt_logprobs"][1:])
+
+
 @pytest.mark.parametrize("prompt", ["the dog", TOKENIZER.encode("the dog")])
 def test_echo_with_no_tokens_only_scores_the_prompt(prompt: Any) -> None:
     engine = say()
@@ -200,9 +219,12 @@ def test_stop_token_ids_end_without_showing() -> None:
     assert fine != dog
 
 
-def test_min_tokens_keeps_stop_strings_off() -> None:
-    [choice] = ask(stop="hello", min_tokens=3)["choices"]
-    assert choice["text"] == SAID
+def test_min_tokens_keeps_stop_strings_off_that_end_before() -> None:
+    """One that begins before and ends after ends the reply where it begins, as in vLLM."""
+    count = len(TOKENIZER.encode(" hello", add_special_tokens=False))
+    assert ask(stop="hello", min_tokens=count)["choices"][0]["text"] == SAID
+    choice = ask(stop=["hello", "llo wor"], min_tokens=count)["choices"][0]
+    assert (choice["text"], choice["stop_reason"]) == (" he", "llo wor")
 
 
 @pytest.mark.parametrize("together", [1, 3])

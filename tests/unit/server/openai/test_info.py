@@ -29,6 +29,10 @@ def test_three_kinds_of_health() -> None:
         error = refusal(get(app, path), 503)
         assert error["code"] == code and "lab-2 went away" in error["message"]
     assert get(app, "/health").status_code == 200
+    silent = "node c (rank 2, layers [4, 6)) has been silent for 2.3 s"
+    engine.well = Health(running=2, node="c", reason=silent)
+    said = refusal(get(app, "/health/progress"), 503)["message"]
+    assert said == f"2 sequences in hand do not move: {silent}", "the node is named once"
     engine.well = Health(running=0, seconds_since_step=600.0)
     assert get(app, "/health/progress").status_code == 200
     engine.well = Health(alive=False)

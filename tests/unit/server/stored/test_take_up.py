@@ -224,6 +224,22 @@ def test_an_engine_that_fails_is_told_of_to_whoever_comes() -> None:
     run(work())
 
 
+def test_a_store_that_refuses_says_why_of_what_it_keeps_and_of_what_is_new() -> None:
+    async def work() -> None:
+        asker = Asker(serve(say()))
+        assert isinstance(asker.app.store, LocalStreamStore)
+        for path in PATHS:
+            events, reading = await asker.begin(path)
+            await reading
+            asker.app.store.refuse(ClusterError("another machine coordinates"))
+            kept = id_of(path, events)
+            for reply in (await asker.get(kept), await asker.http.post(path, json=ASKED[path] | {"store": True})):
+                assert (reply.status_code, reply.json()["error"]["message"]) == (503, "another machine coordinates")
+            asker.app.store._refusal = None
+
+    run(work())
+
+
 def test_only_the_key_that_began_it_takes_it_up() -> None:
     async def work() -> None:
         app = serve(say(), api_keys=KEYS)
@@ -299,7 +315,8 @@ def test_what_finds_no_room_runs_for_nobody_and_is_in_hand_no_more() -> None:
         assert isinstance(app.store, LocalStreamStore)
         app.store.restore(KeptReply(record=records[0], requests=(asked[0],)), account)
         await asyncio.sleep(0.01)
-        assert app.router.in_hand == 0 and not engine.submitted
+        await until(lambda: app.router.in_hand == 0)
+        assert not engine.submitted
 
         app = serve(engine, keep_streams_bytes=1000)  # for one of them
         account = app.keys.anonymous

@@ -41,6 +41,14 @@ def test_patterns_fit_as_in_peft() -> None:
         assert config.scale(module) == wanted / config.rank(module)
 
 
+def test_a_model_that_also_sees_names_its_modules_at_length() -> None:
+    whole = "model.language_model.layers.1.self_attn.q_proj"
+    plain = whole.replace("language_model.", "")
+    config = read(r=2, lora_alpha=2, rank_pattern={f"^{whole}": 4}, alpha_pattern={whole: 16}, target_modules=[whole])
+    assert (config.rank(plain), config.scale(plain), config.names(plain)) == (4, 4.0, True)
+    assert not config.names(plain.replace("q_proj", "k_proj"))
+
+
 @pytest.mark.parametrize(
     ("keys", "words"),
     [

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
-from tllm.model.attention import Attend, AttentionSpec, PackedCausal
+from tests.support.models.packed_causal import PackedCausal
+from tllm.model.attention import Attend, AttentionSpec
 from tllm.training.attention import packed_attention as module
 from tllm.training.attention import varlen_attention
 from tllm.training.attention.packed_attention import TrainAttend
@@ -45,6 +48,32 @@ def test_equals_the_plain_one(name: str, lengths: list[int], rows: int, monkeypa
     q, k, v = (torch.randn(sum(lengths), n, 8, generator=chance, dtype=torch.float64) for n in (4, 2, 2))
     want = results(PackedCausal({0: SPECS[name]}, lengths), q, k, v)
     got = results(TrainAttend({0: SPECS[name]}, documents(lengths)), q, k, v)
+    for ours, plain in zip(got, want, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("rows", [4, 256])
+@pytest.mark.parametrize("name", SPECS)
+def test_a_prefix_is_seen_as_if_each_document_began_with_it(
+    name: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a prefix that lies beside a document of its length, of one of a token, and gradients that add up in it."""
+    monkeypatch.setattr(module, "ROWS_AT_ONCE", rows)
+    lengths, prefixes = [9, 9, 4, 4, 6, 1, 2, 30], (None, None, 1, 1, 1, None, 5, 1)
+    tokens = replace(documents(lengths), prefixes=prefixes)
+    chance = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(sum(lengths), n, 8, generator=chance, dtype=torch.float64) for n in (4, 2, 2))
+    places = torch.arange(sum(lengths)).split(lengths)
+    whole = [(*([places[one]] if one is not None else []), own) for one, own in zip(prefixes, places, strict=True)]
+    each = [torch.cat(parts) for parts in whole]
+    own = torch.cat([torch.arange(len(x)) >= len(x) - n for x, n in zip(each, lengths, strict=True)])
+
+    def written_out(layer: int, *of_tokens: Tensor) -> Tensor:
+        plain = PackedCausal({0: SPECS[name]}, [len(x) for x in each])
+        return plain(layer, *(x[torch.cat(each)] for x in of_tokens))[own]
+
+    want = results(written_out, q, k, v)  # type: ignore[arg-type]
+    got = results(TrainAttend({0: SPECS[name]}, tokens), q, k, v)
     for ours, plain in zip(got, want, strict=True):
         torch.testing.assert_close(ours, plain, rtol=0, atol=1e-12)
 

@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tests.support.models.layouts import in_threads
+from tests.support.models.packed_causal import PackedCausal
 from tests.unit.training.attention.test_packed_attention import LENGTHS, SPECS, documents
 from tllm.comm.collectives.group import local_groups
 from tllm.core.errors import LinkError
-from tllm.model.attention import AttentionSpec, PackedCausal
+from tllm.model.attention import AttentionSpec
 from tllm.training.attention import context_parallel as context
 from tllm.training.attention.context_parallel import VisibleKeys, cut_tokens, zigzag
 from tllm.training.attention.ring_attention import RingAttention, count

@@ -10,9 +10,9 @@ import torch
 import transformers
 
 from tests.support.models.families import save_model
+from tests.support.models.packed_causal import PackedCausal
 from tests.unit.training.saves import Cut, Truth, held, on_ranks, world
 from tllm.core.errors import WeightsError
-from tllm.model.attention import PackedCausal
 from tllm.model.transformer import build
 from tllm.parallel.mesh import whole
 from tllm.spec.families import spec_from_config

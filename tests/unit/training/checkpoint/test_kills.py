@@ -242,6 +242,42 @@ def test_a_node_that_is_lost_does_not_let_the_run_begin_anew(tmp_path: Path) -> 
     assert start(["west", "east"]) == [[5], [5]]
 
 
+def test_a_node_with_another_or_a_torn_copy_of_the_save_is_brought_the_whole_one(tmp_path: Path) -> None:
+    """One that was away while the step was taken again, or whose power went while it was brought files."""
+
+    def start(nodes: Sequence[str], value: int = 0) -> list[bool]:
+        """Save, the elements being `value` more than usual; or hold what is restored against `blocks_at`."""
+
+        def work(group: Group) -> bool:
+            checkpoints = AsyncSaves(tmp_path / nodes[group.rank], group)
+            blocks, wanted = (blocks_at(5, group.rank, len(nodes)) for _ in range(2))
+            if checkpoints.complete:
+                for block in blocks:
+                    block.tensor.fill_(-1)
+                checkpoints.restore(blocks)
+            else:
+                for block in blocks:
+                    block.tensor.add_(value)
+                checkpoints.save(5, blocks, {"step": 5})
+                assert checkpoints.wait()[0].error == ""
+            checkpoints.close()
+            return all(torch.equal(a.tensor, b.tensor) for a, b in zip(blocks, wanted, strict=True))
+
+        return on_ranks(len(nodes), work)
+
+    def torn(name: str, content: bytes) -> None:
+        (tmp_path / "north" / "step-5" / name).write_bytes(content)
+
+    start(["lost", "north"], value=7)
+    assert start(["east", "west"]) == [True, True]
+    nodes = ["east", "west", "north"]
+    assert start(nodes) == [True] * 3, "north had the save of an attempt that was lost"
+    torn(NAME, (tmp_path / "east" / "step-5" / NAME).read_bytes()[:50])
+    assert start(nodes) == [True] * 3
+    torn("model-00001.safetensors", b"")
+    assert start(nodes) == [True] * 3
+
+
 def test_the_last_few_are_kept(tmp_path: Path) -> None:
     checkpoints = saved_until(tmp_path, 5)
     assert checkpoints.complete == [4, 5]

@@ -40,8 +40,9 @@ def test_text_begins_and_ends(end: bool) -> None:
 
 
 def test_an_end_that_is_there_is_not_doubled() -> None:
-    ids, _ = lists(Encoder(TOKENIZER).encode({"text": "hello</s>"}))
-    assert ids.count(EOS or -1) == 1
+    for row in ({"text": "hello</s>"}, {"prompt": "say", "completion": " hello</s>"}):
+        ids, _ = lists(Encoder(TOKENIZER).encode(row))
+        assert ids.count(EOS or -1) == 1
 
 
 def test_a_part_of_a_stream_neither_begins_nor_ends() -> None:
@@ -55,6 +56,19 @@ def test_only_the_completion_is_learned() -> None:
     completion = [*TOKENIZER.encode(" world", add_special_tokens=False), EOS]
     assert ids == prompt + completion
     assert targets == [IGNORED] * (len(prompt) - 1) + completion + [IGNORED]
+
+
+def test_a_completion_of_messages_is_learned_and_what_was_said_in_its_prompt_is_not() -> None:
+    roles = ("user", "assistant", "user", "assistant")
+    words = ("hello", "you", "wide", "world")
+    said = [{"role": role, "content": word} for role, word in zip(roles, words, strict=True)]
+    encoder = Encoder(TOKENIZER, TEMPLATE)
+    whole = lists(encoder.encode({"messages": said}))
+    ids, targets = lists(encoder.encode({"prompt": said[:3], "completion": said[3:]}))
+    assert ids == whole[0]
+    last = TOKENIZER.encode("<|user|>world</s>", add_special_tokens=False)
+    assert targets == [IGNORED] * (len(ids) - len(last) - 1) + last + [IGNORED]
+    assert sum(target != IGNORED for target in whole[1]) > len(last)
 
 
 def test_an_empty_text_has_nothing() -> None:

@@ -47,6 +47,20 @@ def test_what_counts_as_a_gain(losses: list[float], keys: dict[str, Any], standi
     assert msgspec.convert(msgspec.json.decode(msgspec.json.encode(now)), Standing) == now
 
 
+def test_losses_and_perplexities_are_better_smaller() -> None:
+    def is_gain(name: str) -> bool:
+        keys: dict[str, Any] = dict(metric_for_best_model=name, lm_eval_tasks=("some",))
+        job = Job(output_dir="run", train_files=("a",), max_steps=9, config_name="c", **keys)
+        best = BestEvaluation(job, ("loss", "nll_loss", "rewards/margins"))
+        best.add(1, Evaluated(None, {best.name: 2.0}))
+        best.add(2, Evaluated(None, {best.name: 3.0}))
+        return best.standing.best == 3.0
+
+    smaller = ["eval_nll_loss", "lm_eval/some/word_perplexity", "lm_eval/some/bits_per_byte/none"]
+    assert [is_gain(name) for name in smaller] == [False, False, False]
+    assert is_gain("rewards/margins") and is_gain("lm_eval/some/acc")
+
+
 def went_on(before: BestEvaluation, **keys: Any) -> BestEvaluation:
     """The same run from its save, with another job."""
     best = best_of(early_stopping_patience=2, **keys)

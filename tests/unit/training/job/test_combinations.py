@@ -78,6 +78,8 @@ def check(plan: str, config: dict[str, Any], **more: Any) -> None:
         ("dp=2", GLM, {"router_aux_loss_coef": 0.01}, "no probabilities"),
         ("dp=2", GLM, {"dtype": "bfloat16"}, "correction bias of a glm4_moe router needs float32"),
         ("dp=2", LLAMA, {"gradient_compression": "int8", "deterministic": True}, "deterministic=true"),
+        ("pp=1", LLAMA, {"local_steps": 2, "deterministic": True}, "local_steps=2: what is learned hangs"),
+        ("dp=2", LLAMA, {"delay_steps": 1, "deterministic": True}, "delay_steps=1: what is learned hangs"),
         ("tp=2", LLAMA, {"deterministic": True}, "tp=2"),
         ("dp=3", LLAMA, {"deterministic": True}, "does not divide 8"),
         ("pp=2", TIED, {"deterministic": True}, "tied embeddings"),
@@ -122,7 +124,7 @@ STATES = DistillationKeys("t", hidden_state_layers=((0, 0), (-1, -1)), teacher_h
             "dp=2",
             {"teacher_hidden_size": 8192},
             {"seq_len": 8192},
-            "of 4 rows of 8192 tokens take 2,147,483,648 bytes at 65,536 a token, and .* 1,073,741,824",
+            "of 4 rows of 8192 tokens take 2.00 GiB at 64.0 KiB a token, and .* 1.00 GiB",
         ),
     ],
 )
@@ -168,6 +170,26 @@ def test_rates_that_cannot_be_are_refused_before_anything_starts() -> None:
 
 
 @pytest.mark.parametrize(
+    ("more", "reads"),
+    [
+        ({"momentum": 0.5}, {"optimizer": "sgd"}),
+        ({"adam_beta2": 0.95, "optimizer": "sgd"}, {"optimizer": "adamw"}),
+        ({"powersgd_rank": 8}, {"gradient_compression": "powersgd"}),
+        ({"outer_momentum": 0.5}, {"local_steps": 2}),
+        ({"eval_steps": 10}, {"eval_files": ("b.jsonl",)}),
+        ({"eval_max_new_tokens": 64, "seq_len": 128}, {"eval_files": ("b.jsonl",), "eval_num_prompts": 1}),
+        ({"early_stopping_threshold": 0.1}, {"eval_files": ("b.jsonl",), "early_stopping_patience": 1}),
+        ({"greater_is_better": True}, {"eval_files": ("b.jsonl",), "early_stopping_patience": 1}),
+    ],
+)
+def test_a_value_that_nothing_would_read_is_refused(more: dict[str, Any], reads: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(more))} is .* and would not be read") as caught:
+        check("pp=1", LLAMA, **more)
+    assert list(reads)[-1] in caught.value.hint
+    check("pp=1", LLAMA, **{**more, **reads})
+
+
+@pytest.mark.parametrize(
     ("plan", "config", "more"),
     [
         ("dp=2,pp=2,cp=2,tp=2,zero=3,sequence=true,recompute=layer", LLAMA, {}),
@@ -208,6 +230,7 @@ THREE = dict(SCORING, id2label={"0": "a", "1": "b", "2": "c"})
     [
         ("pp=1", SCORING, {"task": "dpo"}, "classification head of 1 labels, and the task 'dpo'"),
         ("pp=1", SCORING, {}, "classification head of 1 labels, and the task 'sft'"),
+        ("pp=1", dict(LLAMA, architectures=["LlamaModel"]), {}, "saved without its head for tokens"),
         ("pp=1", THREE, {"task": "reward"}, "this model's head has 3 labels"),
         ("pp=1", LLAMA, {"task": "reward"}, "this model's head has 0 labels"),
         ("dp=2,servers=1", LLAMA, {"task": "dpo"}, "servers and the task 'dpo'"),

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import subprocess
+import sys
 from dataclasses import fields
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.house.tree import SOURCE, imports, nodes, sources
 from tllm.core.errors import ConfigError
+from tllm.training.job import job as job_module
 from tllm.training.job.job import AT_LEAST, BELOW, CHOICES, Job
 from tllm.training.job.job_file import ELSEWHERE, TYPES, ResolvedJob, read_job, write_job
 from tllm.training.job.job_parts import data_config, learning_rate_schedule
@@ -101,8 +106,18 @@ def test_what_comes_later_wins_and_says_where_it_came_from(tmp_path: Path) -> No
     ],
 )
 def test_values_of_the_command_line(tmp_path: Path, sets: list[str], values: dict[str, Any]) -> None:
-    job = read_job(base_file(tmp_path), sets).job
+    file = base_file(tmp_path)
+    file.write_text(file.read_text(), "utf-8-sig")  # as an editor of Windows saves it
+    job = read_job(file, sets).job
     assert {name: getattr(job, name) for name in values} == values
+
+
+def test_paths_of_a_program_are_texts() -> None:
+    one, several = (
+        {**BASE, "output_dir": Path("run"), "train_files": files} for files in (Path("a"), [Path("a"), "b"])
+    )
+    assert [read_job(keys).job.train_files for keys in (one, several)] == [("a",), ("a", "b")]
+    assert read_job(one).job.output_dir == "run"
 
 
 def test_one_text_where_a_list_is_meant(tmp_path: Path) -> None:
@@ -123,7 +138,16 @@ def test_one_text_where_a_list_is_meant(tmp_path: Path) -> None:
         ("seed = 1.5", "seed = 1.5: expected int, got float", ""),
         ("train_weights = ['x']", "expected float, got str", ""),
         ("seq_len = 0", "seq_len is 0 and must be 1 or more", ""),
-        ("save_total_limit = 1", "save_total_limit is 1 and must be 2 or more", ""),
+        ("save_total_limit = 1", "save_total_limit is 1 and must be 2 or more", "one save is there if the other is"),
+        ("num_train_epochs = 3", "is no key", "give max_steps: rows / global_batch_size"),
+        ("warmup_steps = 0.1", "warmup_steps = 0.1: expected int, got float", "give a number of steps"),
+        ("logging_steps = 10", "is no key", "metrics.jsonl has a line for each step"),
+        ("gradient_checkpointing = true", "is no key", 'plan = "recompute=layer"'),
+        ("dataloader_num_workers = 4", "is no key", "rank 0 reads"),
+        ("num_generations = 8", "is no key", "write it below [grpo] or [rejection]"),
+        ("lora_r = 16", "is no key", "write [lora], and r below it"),
+        ("[lora]\nsave_steps = 5", "'lora.save_steps' is no key", "write it above [lora]"),
+        ("[lora]\nbeta = 0.1", "'lora.beta' is no key", "write it below [dpo] or [kto]"),
         ("adam_beta1 = 1.0", "adam_beta1 is 1.0 and must be less than 1", ""),
         ("learning_rate = nan", "learning_rate is nan", "finite"),
         ("weight_decay = inf", "weight_decay is inf", "finite"),
@@ -143,6 +167,16 @@ def test_mistakes(tmp_path: Path, line: str, message: str, hint: str) -> None:
         read_job(base_file(tmp_path, line))
     assert message in caught.value.message
     assert hint in caught.value.hint
+
+
+def test_no_key_of_transformers_is_taken_for_a_mistyped_one(tmp_path: Path) -> None:
+    """'did you mean local_steps?' for logging_steps would be a run that learns something else."""
+    habits = {field.name for field in fields(transformers.TrainingArguments)} - set(TYPES)
+    assert len(habits) > 80
+    for key in habits:
+        with pytest.raises(ConfigError) as caught:
+            read_job(base_file(tmp_path, f"{key} = 1"))
+        assert "did you mean" not in caught.value.hint, key
 
 
 def test_mistakes_of_the_whole(tmp_path: Path) -> None:
@@ -211,7 +245,7 @@ def test_every_key_is_read_by_somebody() -> None:
     assert not keys - read, f"nothing reads {sorted(keys - read)}"
     for table in (AT_LEAST, BELOW, CHOICES):
         assert set(table) <= keys
-    assert not set(ELSEWHERE) & keys
+    assert not [key for key in TYPES if any(fnmatchcase(key, pattern) for pattern in ELSEWHERE)]
 
 
 def test_the_parts_take_the_jobs_values() -> None:
@@ -244,6 +278,16 @@ def test_the_parts_take_the_jobs_values() -> None:
     assert (rates.decay_steps, rates.cycles, rates.floor) == (3, 0.25, 0.1)
     assert optimizer_of(job) == AdamW(0.8, 0.95, 1e-6)
     assert optimizer_of(Job(**BASE, optimizer="sgd", momentum=0.5)) == SGD(0.5)  # type: ignore[arg-type]
+
+
+def test_what_reads_a_job_is_made_before_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads that make it at once, each for the run that it serves, end their process in msgspec's C code."""
+    found = importlib.util.spec_from_file_location("job_again", job_module.__file__)
+    assert found is not None and found.loader is not None
+    again = importlib.util.module_from_spec(found)
+    monkeypatch.setitem(sys.modules, "job_again", again)
+    found.loader.exec_module(again)
+    assert "__msgspec_cache__" in vars(again.Job), "what msgspec knows of a class that it has a decoder of"
 
 
 def test_the_run_folder_says_what_ran(tmp_path: Path) -> None:

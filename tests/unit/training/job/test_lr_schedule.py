@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import SchedulerType
 from transformers import optimization as theirs
 
 from tllm.core.errors import ConfigError
-from tllm.training.job.lr_schedule import LearningRateSchedule
+from tllm.training.job.lr_schedule import SHAPES, LearningRateSchedule
 
 STEPS = 40
 
@@ -67,5 +68,19 @@ def test_what_would_be_ignored_is_refused() -> None:
         LearningRateSchedule("constant", 10, 3)
     with pytest.raises(ConfigError, match="4 decay steps"):
         LearningRateSchedule("linear", 10, 0, 4)
+    with pytest.raises(ConfigError, match="linear has no cosine, and min_lr_ratio is given"):
+        LearningRateSchedule("linear", 10, floor=0.1)
+    with pytest.raises(ConfigError, match="constant has no cosine, and num_cycles is given"):
+        LearningRateSchedule("constant", 10, cycles=1.0)
     with pytest.raises(ConfigError, match="more than all 10"):
         LearningRateSchedule("linear", 10, 11)
+
+
+def test_schedules_of_transformers_work_or_are_named_with_what_to_take() -> None:
+    for kind in (member.value for member in SchedulerType):
+        if kind in SHAPES:
+            LearningRateSchedule(kind, 10)
+            continue
+        with pytest.raises(ConfigError, match=f"{kind}' is not known") as caught:
+            LearningRateSchedule(kind, 10)
+        assert any(f'take "{known}"' in caught.value.hint for known in SHAPES), kind

@@ -79,6 +79,8 @@ def test_functions_are_named_from_the_folder_of_the_jobs_file(tmp_path: Path) ->
         ),
         (GRPOConfig, {**FUNCTIONS, "max_staleness": 1}, "max_staleness is 1 and grpo.rollout_servers and"),
         (GRPOConfig, {**FUNCTIONS, "max_staleness": 1, "rollout_nodes": ("auto",)}, "which may come to none"),
+        (GRPOConfig, {**APART, "rollout_plan": "pp=2"}, "rollout_plan is 'pp=2' and grpo.rollout_nodes is left out"),
+        (GRPOConfig, {**FUNCTIONS, "rollout_nodes": (2,), "rollout_plan": "dp=2"}, "rollout_plan: plan .* gives dp"),
         (GRPOConfig, {**APART, "max_staleness": -1}, "grpo.max_staleness is -1 and must be 0 or more"),
         (GRPOConfig, {**APART, "max_staleness": 3, "num_iterations": 2}, "3 and grpo.num_iterations is 2"),
         (
@@ -131,6 +133,19 @@ def test_a_deterministic_run_samples_on_one_stage(task: Path, tmp_path: Path) ->
     check_combination(job, Plan.parse("dp=2", 2), spec_of(job))
     with pytest.raises(PlanError, match="task=grpo with deterministic=true and pp=2"):
         check_combination(job, Plan.parse("pp=2", 2), spec_of(job))
+
+
+def test_who_samples_the_same_bits_divides_the_model_by_stages_alone(task: Path, tmp_path: Path) -> None:
+    for plan, words in (
+        ("pp=2", "task=grpo with deterministic=true and pp=2"),  # heads of 16 are the least that the kernel takes
+        ("tp=2", r"grpo\.rollout_plan is 'tp=2' and deterministic=true"),
+        ("auto", r'grpo\.rollout_plan is "auto" and deterministic=true'),
+    ):
+        table = grpo(task, rollout_nodes=(2,), rollout_plan=plan)
+        for deterministic in (False, True):
+            job = policy_job(task, tmp_path / "run", table, deterministic=deterministic)
+            with pytest.raises((ConfigError, PlanError), match=words) if deterministic else nullcontext():
+                check_combination(job, Plan.parse("pp=1", 2), spec_of(job))
 
 
 @pytest.mark.parametrize("plan", ["pp=1", "dp=2", "pp=2", "tp=2,sequence=false", "dp=2,zero=2,recompute=layer"])

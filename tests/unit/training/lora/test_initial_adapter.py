@@ -11,11 +11,12 @@ from tests.support.models.families import save_model
 from tests.support.models.layouts import spec_of
 from tests.support.models.slow_load import slices
 from tllm.comm.collectives.group import local_groups
-from tllm.parallel.mesh import mesh_of
+from tllm.model.transformer import build
+from tllm.parallel.mesh import mesh_of, whole
 from tllm.parallel.shard import shard_of
 from tllm.spec.plan import Plan
 from tllm.training.job.lora_job import LoraJob
-from tllm.training.job.target_modules import adapted_modules, adapter_shapes
+from tllm.training.job.target_modules import adapted_modules, adapter_parameter_count, adapter_shapes
 from tllm.training.lora.initial_adapter import adapter_filler
 from tllm.training.lora.trained_adapter import TrainedAdapter
 from tllm.training.step.model_chunks import build_chunks
@@ -48,6 +49,17 @@ def test_values_hang_on_names_and_the_seed_alone(case: str, tmp_path: Path) -> N
         assert all(torch.equal(one[name], other[name]) for name in one)
     unlike = first_values(tmp_path, lora, "pp=1", seed=2)
     assert all(torch.equal(one[name], unlike[name]) == (".lora_B." in name) for name in one)
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3_next_moe"])
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_an_adapter_has_as_many_parameters_as_are_counted(case: str, use_dora: bool, tmp_path: Path) -> None:
+    save_model(case, tmp_path)
+    spec, lora = spec_of(tmp_path), LoraJob(r=4, use_dora=use_dora)
+    adapter = TrainedAdapter(
+        build(spec, whole(spec), torch.float32, "meta"), adapted_modules(lora, spec), torch.float32
+    )
+    assert adapter_parameter_count(lora, spec) == sum(parameter.numel() for parameter in adapter.parameters())
 
 
 @pytest.mark.parametrize("how", [True, "gaussian"])

@@ -68,6 +68,11 @@ class Replica:
         self.update.buckets.finish()
         return self.update.apply(self.update.step + 1, 1.0, loss)
 
+    def clear(self) -> None:
+        """Numbers where nothing was pulled yet."""
+        for run in self.update.flat.whole:
+            run.zero_()
+
     def holds(self, row: int) -> list[int]:
         """The units that were taken from weights in several places: the first and last elements, and a row's."""
         ends = [end for index in (0, 2, 3) for end in (self.parameters[index].flatten()[[0, -1]],)]
@@ -123,6 +128,22 @@ class Ranks:
         return server.updates
 
 
+def weights_of(server: ParameterServer) -> list[tuple[str, Tensor]]:
+    """Copies of the blocks of weights that a server keeps, with their names; of the table only row 20."""
+    found = list[tuple[str, Tensor]]()
+    for block in server.state.blocks():
+        if block.name != f"p{TABLE}":
+            found += [(block.name, block.tensor.clone())] if "/" not in block.name else []
+        elif block.box[0][0] <= 20 < block.box[0][1]:
+            found.append((block.name, block.tensor[20 - block.box[0][0]].clone()))
+    return found
+
+
+def units_of(servers: list[ParameterServer]) -> set[int]:
+    """The units that were taken from the servers' weights."""
+    return {round(-float(x) / UNIT) for server in servers for _, held in weights_of(server) for x in held.flatten()}
+
+
 def close(lines: Any) -> None:
     for line in lines:
         line.send.close()
@@ -155,7 +176,7 @@ def test_no_read_is_older_than_allowed_and_every_push_is_taken_once(
         if turn < replicas and max_staleness != 0:
             gates[turn].release()
 
-    def work(replica: Replica) -> list[int]:
+    def work(replica: Replica) -> None:
         def look() -> None:
             at, row = replica.update.step + 1, replica.number
             slack = at if max_staleness == ASYNCHRONOUS else max_staleness
@@ -168,19 +189,16 @@ def test_no_read_is_older_than_allowed_and_every_push_is_taken_once(
             if max_staleness != 0:
                 gates[replica.number].acquire(timeout=PATIENCE)
             replica.step(bit(replica.number, step) * UNIT, replica.number, 20, look=look)
-        replica.update.pull_all()
-        return replica.holds(row=20)
 
     results = ranks.run(work)
-    for held in results[:replicas]:
-        assert set(held) == {everything(replicas, steps)}
+    assert units_of(ranks.servers) == {everything(replicas, steps)}
     assert results[replicas:] == [steps if max_staleness == 0 else steps * replicas] * servers
 
 
 def test_one_that_stands_still_stops_nobody_who_need_not_wait() -> None:
     ranks, done = Ranks(2, 2, ASYNCHRONOUS), threading.Event()
 
-    def work(replica: Replica) -> list[int]:
+    def work(replica: Replica) -> None:
         if replica.number == 0:
             for step in range(1, 13):
                 replica.step(bit(0, step) * UNIT, 20)
@@ -191,10 +209,9 @@ def test_one_that_stands_still_stops_nobody_who_need_not_wait() -> None:
             )  # computes until the other has finished
             for step in range(2, 13):
                 replica.step(bit(1, step) * UNIT, 20)
-        replica.update.pull_all()
-        return replica.holds(row=20)
 
-    assert all(set(held) == {everything(2, 12)} for held in ranks.run(work)[:2])
+    ranks.run(work)
+    assert units_of(ranks.servers) == {everything(2, 12)}
 
 
 def test_the_fastest_waits_where_the_bound_is() -> None:
@@ -219,7 +236,7 @@ def test_the_fastest_waits_where_the_bound_is() -> None:
 
 
 @pytest.mark.parametrize("max_staleness", [0, ASYNCHRONOUS])
-def test_only_rows_of_the_batch_travel_until_all_are_wanted(max_staleness: int) -> None:
+def test_only_rows_of_the_batch_travel(max_staleness: int) -> None:
     ranks = Ranks(2, 3, max_staleness)
 
     def work(replica: Replica) -> Tensor:
@@ -227,10 +244,7 @@ def test_only_rows_of_the_batch_travel_until_all_are_wanted(max_staleness: int) 
             return replica.step(UNIT, 0)  # type: ignore[return-value]
         replica.step(UNIT, 2, 7, 7)
         rows = replica.parameters[TABLE].detach()
-        known = ~rows.isnan().any(1)
-        replica.update.pull_all()
-        assert not rows.isnan().any()
-        return known.nonzero().flatten()
+        return (~rows.isnan().any(1)).nonzero().flatten()
 
     assert ranks.run(work)[1].tolist() == [2, 7]
 
@@ -240,16 +254,12 @@ def test_only_rows_of_the_batch_travel_until_all_are_wanted(max_staleness: int) 
 def test_bytes_are_the_formula(table: int | None, max_staleness: int) -> None:
     replicas, servers, steps = 2, 3, 2
     ranks = Ranks(replicas, servers, max_staleness, table=table)
-    before = [0] * replicas
 
     def work(replica: Replica) -> int:
-        replica.update.pull_all()
-        before[replica.number] = replica.update.bytes_moved
+        before = replica.update.bytes_moved
         for _ in range(steps):
             replica.step(UNIT, 3, 9, 20, 9)
-        moved = replica.update.bytes_moved - before[replica.number]
-        replica.update.pull_all()
-        return moved
+        return replica.update.bytes_moved - before
 
     size = sum(bucket.size for bucket in ranks.replicas[0].update.buckets.layout.buckets)
     padded = -(-21 * 5 // 16) * 16  # the table in whole lines
@@ -276,7 +286,7 @@ def test_what_is_no_number_ends_the_run_before_a_weight_moves(
     ranks = Ranks(2, 2, max_staleness, optimizer=AdamW())
 
     def work(replica: Replica) -> None:
-        replica.update.pull_all()
+        replica.clear()
         replica.step(UNIT, 20)
         if replica.number == 1:
             replica.step(amount, 20, loss=loss)
@@ -293,14 +303,14 @@ def test_what_is_no_number_ends_the_run_before_a_weight_moves(
         assert first.message == f"rank 1 ended the run: {said}"
     assert all(isinstance(server, LinkClosed) for server in servers)
     assert any(f"ended the run: {said}" in server.message for server in servers)
-    assert all(bool(x.isfinite().all()) for server in ranks.servers for x in server.state.weights(None))
+    assert all(bool(x.isfinite().all()) for server in ranks.servers for _, x in weights_of(server))
 
 
 def test_gradients_too_large_together_end_the_run_on_every_replica() -> None:
     ranks = Ranks(2, 1)
 
     def work(replica: Replica) -> None:
-        replica.update.pull_all()
+        replica.clear()
         replica.step(torch.finfo(torch.float64).max, 20)
 
     results = ranks.run(work)
@@ -310,27 +320,22 @@ def test_gradients_too_large_together_end_the_run_on_every_replica() -> None:
 def test_a_replica_alone_is_clipped_by_its_own_norm() -> None:
     ranks, count = Ranks(2, 2, ASYNCHRONOUS, limit=2.0**-20), sum(math.prod(SHAPES[i]) for i in (0, 2, 3)) + 5
 
-    def work(replica: Replica) -> float:
-        norm = replica.step((1 + replica.number) * 1.0, 20)
-        replica.update.pull_all()
-        return norm
-
-    first, second, *_ = ranks.run(work)
+    first, second, *_ = ranks.run(lambda replica: replica.step((1 + replica.number) * 1.0, 20))
     assert (first, second) == (pytest.approx(math.sqrt(count)), pytest.approx(2 * math.sqrt(count)))
-    moved = ranks.replicas[0].parameters[0].detach()
-    torch.testing.assert_close(moved, torch.full_like(moved, -2 * 2.0**-20 / math.sqrt(count)))
+    for _, moved in (block for server in ranks.servers for block in weights_of(server)):
+        torch.testing.assert_close(moved, torch.full_like(moved, -2 * 2.0**-20 / math.sqrt(count)))
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, ASYNCHRONOUS])
 def test_a_save_holds_every_step_before_it_and_none_after(max_staleness: int) -> None:
     ranks = Ranks(3, 2, max_staleness)
-    saves: dict[tuple[int, int], list[Tensor]] = {}
+    saves: dict[tuple[int, int], set[int]] = {}
     moved = [threading.Event() for _ in ranks.servers]
 
     def save(server: int, step: int) -> None:
         moved[server].clear()
         moved[server].wait(0.05)  # a chance to go on too early
-        saves[server, step] = ranks.servers[server].state.weights(None)
+        saves[server, step] = units_of([ranks.servers[server]])
 
     def work(replica: Replica) -> list[int]:
         updates = [replica.update.save()]
@@ -345,10 +350,7 @@ def test_a_save_holds_every_step_before_it_and_none_after(max_staleness: int) ->
     results = ranks.run(work, save)
     assert results[:3] == [[0, 2, 4, 6] if max_staleness == 0 else [0, 6, 12, 18]] * 3
     assert sorted(saves) == [(server, step) for server in (0, 1) for step in (0, 2, 4, 6)]
-    for (server, step), weights in saves.items():
-        for segment, tensor in zip(ranks.servers[server].state.segments, weights, strict=True):
-            if not segment.row:
-                assert round(-float(tensor[0]) / UNIT) == everything(3, step)
+    assert all(units == {everything(3, step)} for (_, step), units in saves.items())
 
 
 def test_a_run_goes_on_from_what_servers_held() -> None:
@@ -471,11 +473,13 @@ def test_the_same_over_tcp() -> None:
     def work(replica: Replica) -> None:
         for step in range(1, 4):
             replica.step(bit(replica.number, step) * UNIT, replica.number, 20)
-        replica.update.pull_all()
-        assert set(replica.holds(row=20)) == {everything(replicas, 3)}
-        if replica.number == 1:
-            close(replica.update.servers.lines)
-        replica.step(UNIT, 20)
+
+        def look() -> None:
+            assert set(replica.holds(row=20)) == {everything(replicas, 3)}
+            if replica.number == 1:
+                close(replica.update.servers.lines)
+
+        replica.step(UNIT, 20, look=look)
 
     results = ranks.run(work)
     for rank in (0, 2, 3):

@@ -21,14 +21,21 @@ def test_nobody_reads_what_is_too_old_and_somebody_may_always_go_on(
         assert clocks.may_read(min(taken) + 1), "the slowest never waits"
 
 
-def test_asynchronous_waits_for_nobody_unless_all_is_wanted() -> None:
+def test_asynchronous_waits_for_nobody() -> None:
     clocks = StaleSynchronousClocks(2, ASYNCHRONOUS)
     for step in range(1, 9):
         clocks.push(0, step)
-    assert clocks.may_read(9) and not clocks.may_read(9, exact=True)
+    assert clocks.may_read(9)
     clocks.leave(1)
-    assert clocks.may_read(9, exact=True), "nobody waits for one that left"
     assert clocks.pushed == (8, 8)
+
+
+def test_nobody_waits_for_one_that_left() -> None:
+    clocks = StaleSynchronousClocks(2, 0)
+    clocks.push(0, 1)
+    assert not clocks.may_read(2)
+    clocks.leave(1)
+    assert clocks.may_read(2)
 
 
 def test_a_run_that_goes_on_has_its_steps_behind_it() -> None:

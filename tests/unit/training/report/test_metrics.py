@@ -109,6 +109,8 @@ def test_tensorboard_is_asked_for_and_not_there(tmp_path: Path, monkeypatch: pyt
     assert "pip install tensorboard" in caught.value.hint
     with pytest.raises(ConfigError, match="wandb"):
         sinks(tmp_path, ("wandb",))
+    (file,) = sinks(tmp_path, ("none",))
+    file.close()
 
 
 def test_tensorboard_gets_the_scalars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,6 +153,12 @@ def test_the_line_for_people() -> None:
     )
     bare = StepRecord(step=7, loss=1, grad_norm=2, learning_rate=0.1, tokens=1, seconds=1.0, tokens_per_second=123456.0)
     assert step_line(bare, 9) == "step 7/9  loss   1.0000  norm    2.000  lr 1.00e-01    123,456 tok/s"
+    assert step_line(bare, 9, room=60) == "step 7/9  loss   1.0000  norm    2.000    123,456 tok/s"
+    assert step_line(record(30), 500, 0.5, room=80) == (
+        "step  30/500  loss   2.5000  norm    1.250      8,192 tok/s  left 3m55s"
+    )
+    assert step_line(record(30), 500, 0.5, room=30) == "step  30/500  loss   2.5000"
+    assert step_line(record(30), 500, 0.5, room=3) == "step  30/500"
     told = msgspec.structs.replace(bare, metrics={"rewards/margins": 0.25, "logps/chosen": -9.0}, eval_loss=0.6)
     assert step_line(told, 9).startswith("step 7/9  loss   1.0000  margin   0.250  eval 0.6000  norm    2.000")
     assert [show_bytes(n) for n in (0, 999, 1000, 2.5e15)] == ["0 B", "999 B", "1.0 KB", "2500.0 TB"]

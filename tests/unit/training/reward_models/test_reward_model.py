@@ -142,7 +142,6 @@ def test_models_that_cannot_be_asked_are_refused(folder: Path, tmp_path: Path) -
     ("more", "words"),
     [
         ({"reward_nodes": (1,)}, "grpo.reward_nodes is given and grpo.reward_model_name_or_path is not"),
-        ({"reward_model_name_or_path": "m", "reward_nodes": ("auto",)}, "what a reward model takes is not predicted"),
         ({"reward_model_name_or_path": "m", "reward_dtype": "float"}, "grpo.reward_dtype is 'float'"),
         (
             {"reward_model_name_or_path": "m", "reward_nodes": ("a", "b"), "rollout_nodes": ("b",)},

@@ -16,7 +16,7 @@ from tllm.core.errors import ConfigError
 from tllm.spec.plan import Plan
 from tllm.training.policy.rollouts import Completion, CompletionSampling, PromptGroup, RolloutOrder
 from tllm.training.rollout_servers.published_weights import PublishedWeights
-from tllm.training.rollout_servers.rollouts_apart import RolloutsApart
+from tllm.training.rollout_servers.remote_rollouts import RemoteRollouts
 from tllm.training.rollout_servers.sampled_ahead import STALENESS, SampledAhead
 from tllm.training.step.rank_groups import Groups, RankConfig
 
@@ -37,7 +37,7 @@ class Asked:
 
 
 class Recorded:
-    """`RolloutsApart` without servers: counts the versions of the weights, and fails for some steps."""
+    """`RemoteRollouts` without servers: counts the versions of the weights, and fails for some steps."""
 
     def __init__(self, fails: Sequence[int] = ()) -> None:
         self.version, self.asked, self._fails = -1, list[tuple[int, int]](), fails
@@ -54,7 +54,7 @@ class Recorded:
 def ahead(rollouts: Recorded, max_staleness: int, num_iterations: int = 1) -> SampledAhead:
     table = grpo(Path(), rollout_servers=("h:1",), max_staleness=max_staleness, num_iterations=num_iterations)
     config = RankConfig(policy_job(Path(), Path("run"), table), Plan.parse("pp=1", 2), cast(Any, None), 0, Groups())
-    return SampledAhead(config, cast(RolloutsApart, rollouts))
+    return SampledAhead(config, cast(RemoteRollouts, rollouts))
 
 
 def order_of(step: int) -> RolloutOrder:

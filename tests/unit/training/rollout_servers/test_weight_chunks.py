@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from tests.support.models.families import save_model
 from tests.support.models.layouts import in_threads
+from tests.support.training.local_links import local_links
+from tllm.comm.collectives.group import Group, solo
 from tllm.core.errors import FrameError
 from tllm.model.transformer import Transformer
 from tllm.parallel.mesh import mesh_of, whole
@@ -25,7 +28,7 @@ from tllm.training.rollout_servers.held_weights import HeldWeights
 from tllm.training.rollout_servers.weight_chunks import ChunkTable
 from tllm.training.state.initial_weights import fill_randomly
 from tllm.training.step.model_chunks import build_chunks
-from tllm.training.step.rank_groups import groups_of, local_links
+from tllm.training.step.rank_groups import groups_of
 
 FAMILIES = ("llama", "qwen3_moe", "qwen3_next_moe", "gpt_oss_moe")
 
@@ -70,14 +73,16 @@ def test_the_parts_of_a_replica_make_the_whole_tensors(family: str, plan_text: s
     links = local_links(plan)
 
     def rank(number: int) -> dict[str, Tensor]:
-        groups = groups_of(plan, number, {wire: link for wire, link in links.items() if number in wire[:2]})
-        mesh = mesh_of(spec, plan, number, groups.tp)
-        chunks = build_chunks(spec, mesh, plan.runs, torch.float32)
-        gathered = GatheredWeights(groups.replica, chunks)
+        chunks, replica = parts_of(number)
+        gathered = GatheredWeights(replica, chunks)
         for chunk in chunks:  # after it was made, as a run does
             fill_randomly(chunk.parameters(), spec, seed=3)
         gathered.gather(tensors := {} if number else gathered.room())
         return tensors
+
+    def parts_of(number: int) -> tuple[Sequence[Transformer], Group]:
+        groups = groups_of(plan, number, {wire: link for wire, link in links.items() if number in wire[:2]})
+        return build_chunks(spec, mesh_of(spec, plan, number, groups.tp), plan.runs, torch.float32), groups.replica
 
     got, *others = in_threads([partial(rank, number) for number in range(plan.world_size)])
     want = tensors_of(whole_model(spec, seed=3))
@@ -87,6 +92,33 @@ def test_the_parts_of_a_replica_make_the_whole_tensors(family: str, plan_text: s
     assert table.hashes(want) == hashes_by_hand(want) == table.hashes(got)
     assert table == ChunkTable.of(got)
 
+    def held_by(number: int, seed: int = 4) -> tuple[HeldWeights, Sequence[Transformer]]:
+        """What a rank of a team that samples holds, and finds of it with the others."""
+        chunks, replica = parts_of(number)
+        for chunk in chunks:
+            fill_randomly(chunk.parameters(), spec, seed)
+        return HeldWeights(chunks, replica, is_filled=seed != 0), chunks
+
+    ranks = in_threads([partial(held_by, number) for number in range(plan.world_size)])
+    (first, _), *_ = ranks
+    alone = HeldWeights([whole_model(spec, seed=4)], solo())
+    assert first.root == alone.root and first.table == alone.table
+    lacking = first.want(table.digest, hashes := table.hashes(want))
+    assert lacking == alone.want(table.digest, hashes)
+    sent = [first.of_rank(lacking, number) for number in range(plan.world_size)]
+    assert set().union(*sent) == set(lacking) and ("tp" in plan_text or not set(sent[0]) & set(sent[1]))
+    for (server, _), numbers in zip(ranks, sent, strict=True):
+        server.put(numbers, [content_of(table, want, number) for number in numbers])
+    first.confirm(lacking)
+    assert first.root == table.root(hashes) and not first.lacking
+    for number, (_, chunks) in enumerate(ranks):
+        theirs, _ = parts_of(number)
+        fill_randomly((one for chunk in theirs for one in chunk.parameters()), spec, seed=3)
+        held = [one for chunk in chunks for one in chunk.parameters()]
+        assert all(torch.equal(a, b) for a, b in zip(held, theirs[0].parameters(), strict=True))
+    empty, *_ = in_threads([partial(held_by, number, min(number, 1) * 4) for number in range(plan.world_size)])
+    assert len(empty[0].want(table.digest, hashes)) == len(table.places), "one has no values"
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -95,7 +127,7 @@ def test_what_is_lacking_makes_a_model_another(family: str, dtype: torch.dtype, 
     held, theirs = whole_model(spec, 1, dtype), whole_model(spec, 2, dtype)
     tensors = tensors_of(theirs)
     table = ChunkTable.of(tensors)
-    server = HeldWeights([held])
+    server = HeldWeights([held], solo())
     assert server.table.digest == table.digest
     lacking = server.want(table.digest, hashes := table.hashes(tensors))
     assert 0 < len(lacking) < len(table.places), "norms are the same"
@@ -109,7 +141,10 @@ def test_what_is_lacking_makes_a_model_another(family: str, dtype: torch.dtype, 
 
 
 def put(server: HeldWeights, table: ChunkTable, tensors: dict[str, Tensor], numbers: list[int]) -> None:
-    server.put(numbers, [content_of(table, tensors, number) for number in numbers])
+    contents = [content_of(table, tensors, number) for number in numbers]
+    server.check(numbers, contents)
+    server.put(numbers, contents)
+    server.confirm(numbers)
 
 
 def content_of(table: ChunkTable, tensors: dict[str, Tensor], number: int) -> bytes:
@@ -120,10 +155,10 @@ def content_of(table: ChunkTable, tensors: dict[str, Tensor], number: int) -> by
 def test_bytes_that_are_not_what_their_hashes_say_are_not_written(tmp_path: Path) -> None:
     spec = spec_of("llama", tmp_path)
     held, tensors = whole_model(spec, 1), tensors_of(whole_model(spec, 2))
-    table, server = ChunkTable.of(tensors), HeldWeights([held])
+    table, server = ChunkTable.of(tensors), HeldWeights([held], solo())
     before, root = [one.clone() for one in held.parameters()], server.root
     with pytest.raises(FrameError, match="without hashes"):
-        server.put([0], [b""])
+        server.check([0], [b""])
     lacking = server.want(table.digest, table.hashes(tensors))
     good = content_of(table, tensors, lacking[0])
     for numbers, contents in (
@@ -135,7 +170,7 @@ def test_bytes_that_are_not_what_their_hashes_say_are_not_written(tmp_path: Path
         ([lacking[0]], [good, good]),
     ):
         with pytest.raises(FrameError, match=r"chunk|SHA-256"):
-            server.put(numbers, contents)
+            server.check(numbers, contents)
     assert server.root == root and all(torch.equal(a, b) for a, b in zip(before, held.parameters(), strict=True))
     with pytest.raises(FrameError, match="other names, shapes or types"):
         server.want(table.digest[::-1], table.hashes(tensors))

@@ -139,7 +139,7 @@ def test_a_full_disk_is_an_error_before_the_first_step(tmp_path: Path, monkeypat
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(CapacityError, match=r"bytes free and the optimizer's states need \d+ more: No space left"):
+    with pytest.raises(CapacityError, match=r"iB free and the optimizer's states need .*B more: No space left"):
         OptimizerUpdate(buckets_of(torch.float32), AdamW(), 0.0, OnDisk(tmp_path))
 
 

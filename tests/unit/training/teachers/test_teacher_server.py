@@ -348,7 +348,7 @@ def test_secrets_that_are_none_are_refused(tmp_path: Path) -> None:
 def test_log_probabilities_that_are_not_finite_are_an_error(folder: Path) -> None:
     broken = TeacherModel.open(str(folder))
     with torch.no_grad():
-        next(broken.model.parameters()).fill_(float("nan"))
+        next(broken.part.model.parameters()).fill_(float("nan"))
     assert "are not finite" in broken.answer(ROW, LESSON).error
 
 

@@ -158,7 +158,7 @@ async def stuck(how: str) -> str:
         how: Whether others can.
     """
     if how == "blocked":
-        time.sleep(0.5)
+        time.sleep(1.0)
     if how == "raise":
         raise ValueError(how)
     if how == "exit":
@@ -189,15 +189,15 @@ def test_coroutines_of_all_completions_are_awaited_at_once_in_one_loop(tmp_path:
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("asleep", r"the tool stuck of tools\.py has not returned: the calls of one turn have 0\.2 s"),
-        ("blocked", r"the tool stuck of tools\.py has not returned: the calls of one turn have 0\.2 s"),
+        ("asleep", r"the tool stuck of tools\.py has not returned: the calls of one turn have 0\.5 s"),
+        ("blocked", r"the tool stuck of tools\.py has not returned: the calls of one turn have 0\.5 s"),
         ("exit", r"the tool stuck of tools\.py raised SystemExit: exit"),
     ],
 )
 def test_a_coroutine_that_cannot_go_on_is_named(how: str, words: str, tmp_path: Path) -> None:
     """Also where it lets no other return."""
     (tmp_path / "tools.py").write_text(LATER)
-    with closing(load(tmp_path, "quick", "meet", "stuck", seconds=0.2)) as tools:
+    with closing(load(tmp_path, "quick", "meet", "stuck", seconds=0.5)) as tools:
         first = FunctionCall("1", "meet", {"name": "a"}) if how == "blocked" else FunctionCall("1", "quick", {})
         with pytest.raises(ConfigError, match=words) as caught:
             results(tools, first, FunctionCall("2", "stuck", {"how": how}))

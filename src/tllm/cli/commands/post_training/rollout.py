@@ -26,4 +26,4 @@ def run(args: argparse.Namespace) -> int:
     from tllm.node.roles.rollout_model import RolloutModel
     from tllm.training.rollout_servers.rollout_messages import SAMPLING
 
-    return answer_runs(args, SAMPLES, SAMPLING, lambda: RolloutModel.open(args.model, choose_device(args.device)))
+    return answer_runs(args, SAMPLES, SAMPLING, lambda _: RolloutModel.open(args.model, choose_device(args.device)))

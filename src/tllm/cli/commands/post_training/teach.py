@@ -24,4 +24,4 @@ def run(args: argparse.Namespace) -> int:
     from tllm.training.teachers.teacher_messages import TEACHING
     from tllm.training.teachers.teacher_model import TeacherModel
 
-    return answer_runs(args, TEACHES, TEACHING, lambda: TeacherModel.open(args.model, args.dtype))
+    return answer_runs(args, TEACHES, TEACHING, lambda progress: TeacherModel.open(args.model, args.dtype, progress))

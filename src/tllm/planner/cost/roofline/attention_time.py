@@ -51,20 +51,20 @@ def attention_seconds(
     share = batch.tokens / sum(batch.lengths)
     if execution.scores == "fused" or layer.delta:
         rate = execution.attention * device.matrix_rate(dtype, layer.head_dim or spec.head_dim)
-        forward = share * attention_flops(spec, layer, cut, batch.lengths) / rate
+        forward = share * attention_flops(spec, layer, cut, batch.lengths, batch.before) / rate
         return AttentionSeconds(forward, FUSED_BACKWARD * forward)
     own, of_layer = as_layer(spec, layer, cut)
     heads, width, item = size(of_layer.heads), own.head_dim, batch.item_bytes
     products = [
         product.seconds(device, dtype, item)
-        for length in batch.lengths
+        for length, before in batch.documents
         for product in (
-            MatrixProduct(length, width, length, heads),
-            MatrixProduct(length, length, width, heads),
+            MatrixProduct(length, width, before + length, heads),
+            MatrixProduct(length, before + length, width, heads),
         )
     ]
     computed = share * sum(products)
-    scores = share * heads * sum(length**2 for length in batch.lengths)
+    scores = share * heads * sum(length * (before + length) for length, before in batch.documents)
     dropped = (execution.scores == "dropout") * (DROPOUT * item + MASK_BYTES)
     early = scores * (SOFTMAX_FORWARD * item + dropped) / device.memory_bandwidth
     late = scores * (SOFTMAX_BACKWARD * item + dropped) / device.memory_bandwidth

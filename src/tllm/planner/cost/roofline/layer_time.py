@@ -79,10 +79,10 @@ class ConstantRate:
 
     def pass_seconds(self, run: range) -> PassSeconds:
         spec, cut, batch = self.spec, self.work.cut, self.work.batch
-        share = batch.tokens / sum(self.facts.lengths) / self.flops
+        share = batch.tokens / sum(batch.lengths) / self.flops
         layers = [spec.layers[number] for number in run]
-        whole = share * sum(layer_flops(spec, layer, cut, self.facts.lengths) for layer in layers)
-        core = share * sum(attention_flops(spec, layer, cut, self.facts.lengths) for layer in layers)
+        whole = share * sum(layer_flops(spec, layer, cut, batch.lengths, batch.before) for layer in layers)
+        core = share * sum(attention_flops(spec, layer, cut, batch.lengths, batch.before) for layer in layers)
         again = {"none": 0.0, "selective": core, "layer": whole}[self.plan.recompute]
         end = logits_flops(spec, cut, batch.target_tokens) / self.flops if run.stop == spec.num_layers else 0
         forward = whole + end

@@ -1,4 +1,4 @@
-"""Seconds of gradients' and weights' own traffic through memory, which takes as long however few tokens a step has.
+"""Seconds in which gradients and weights go through memory once a step, however few tokens it has.
 
 For each element of the weights, at w bytes of full precision, b of an activation and s states of the optimizer:
 

@@ -73,9 +73,10 @@ export class Chat {
 
   /** The path and the body of the next request. */
   request() {
-    const temperature = Number(find("temperature").value);
+    const temperature = find("temperature").value;
     const limit = find("max-tokens").value;
-    const options = { temperature, stream_options: { include_usage: true } };
+    const options = { stream_options: { include_usage: true } };
+    if (temperature) options.temperature = Number(temperature);
     if (limit) options.max_tokens = Number(limit);
     if (!this.hasTemplate) {
       const prompt = this.messages.map((message) => message.content).join("");

@@ -56,6 +56,11 @@ export function drawPredicted(parent, predicted) {
   );
 }
 
+/** How many a run trains, of the model's and those of its adapter, where it has one. */
+function parameters({ parameters: own, adapter_parameters: added }) {
+  return added ? `${count(added)} trained, of ${count(own + added)}` : count(own);
+}
+
 /** Where a training run is. */
 export function drawRun(parent, training, samples) {
   const last = samples.at(-1)?.record;
@@ -65,7 +70,7 @@ export function drawRun(parent, training, samples) {
     ["step", last ? `${count(last.step)} of ${count(training.max_steps)}` : `of ${count(training.max_steps)}`],
     ["loss", last ? last.loss.toFixed(4) : "–"],
     ["time left", last ? seconds((training.max_steps - last.step) * step) : "–"],
-    ["parameters", count(training.parameters)],
+    ["parameters", parameters(training)],
     ["folder", training.output_dir],
   ];
   if (training.products) rows.push(["products", training.products]);
@@ -114,6 +119,7 @@ export function drawPredictedStep(parent, predicted) {
   const expected = beside.predicted ?? predicted;
   const rows = [
     ["time of a step", seconds, "seconds"],
+    ...["policy", "sampling", "rewards", "reference", "teacher"].map((role) => [`of which ${role}`, seconds, role]),
     ["tokens per second", count, "tokens_per_second"],
     ["memory of the fullest rank", bytes, "memory"],
     ["pipeline bubble", percent, "bubble"],

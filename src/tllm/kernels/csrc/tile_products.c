@@ -1,0 +1,182 @@
+/* Products of many rows by tiles, whose sums are then scaled by vectors.
+ *
+ * A processor computes both at once only if they come to it by turns: while it waits for a tile, it looks a few hundred
+ * operations ahead. So a product of tiles is made in quarters between the vectors' operations on one that was begun
+ * before, also where the next rows follow.
+ */
+#include "piece.h"
+
+#if HAS_TILES
+
+/* Columns [first, last) of a piece, and sums of the product that is scaled now and of the next one, which is begun before. */
+typedef struct {
+    const Piece *piece;
+    int64_t first, last;
+    TileSums sums[2];
+    int scaled; /* which of both */
+} TileProducts;
+
+/* Of numbers [columns / width, rows], the place of the one for a column and a row. Without a sign the division is a shift. */
+INLINE int64_t place_of(const QuantizedRows *x, int64_t row, int64_t column, uint64_t width) {
+    return (int64_t)((uint64_t)column / width) * x->rows + row;
+}
+
+/* x's codes of a row, from a column on. */
+INLINE const int8_t *codes_at(const QuantizedRows *x, int64_t row, int64_t column) {
+    return x->codes + place_of(x, row, column, X_GROUP) * X_GROUP + (uint64_t)column % X_GROUP;
+}
+
+/* Adds the piece's part to `rows` rows, 8 or 16, from `row` on, of which the first product was begun; that of row `then` is
+ * begun at the end. `step`: columns of which a sum is exact, those of x's groups or of the weight's if these are fewer;
+ * `is_wide`: a group of the weight has more of them. `rest` times the sum of x's codes is still to be taken from sums of
+ * signed codes. Returns whether it was done: on the grid it may not be possible. */
+INLINE int add_tiles(TileProducts *of, Sums *sums_of_rows, int64_t row, int64_t then, int rows, int kept, int step,
+                     int is_wide, int has_minimum, int32_t rest) {
+    const Piece *piece = of->piece;
+    const QuantizedRows x = piece->product->x;
+    const int64_t width = is_wide ? piece->product->weight->group : step, first = of->first, last = of->last;
+    Row row_of[TILE_ROWS];
+    GridSums on_grid[TILE_ROWS];
+    i32x16 least = {};
+    int scaled = of->scaled;
+    take_up(row_of, on_grid, sums_of_rows, rows);
+    for (int64_t number = 0, at = first; at < last; number++) {
+        const Group group = group_of_piece(piece, number, has_minimum, is_wide, kept);
+        begin_group(row_of, rows);
+        for (const int64_t end = at + width < last ? at + width : last; at < end; at += step) {
+            TileSums *here = of->sums + scaled, *next = of->sums + (scaled ^= 1);
+            const int64_t column = at + step < last ? at + step : first;
+            const int8_t *next_x = codes_at(&x, at + step < last ? row : then, column);
+            const int8_t *next_codes = piece->signed_codes + (column - first) * LANES;
+            const float *d = x.scales + place_of(&x, row, at, X_GROUP);
+            const int32_t *halves = x.sums + place_of(&x, row, at, X_HALF);
+            union {
+                i32x16 codes;
+                f32x16 numbers;
+                int32_t sum_of_codes[TILE_ROWS];
+                float sum_of_x[TILE_ROWS];
+            } of_rows;
+            if (has_minimum || rest) {
+                f32x16 d_of_rows;
+                i32x16 other_half;
+                memcpy(&d_of_rows, d, sizeof d_of_rows);
+                memcpy(&of_rows, halves, sizeof of_rows);
+                memcpy(&other_half, halves + x.rows, sizeof other_half);
+                if (step == X_GROUP) of_rows.codes += other_half;
+                for (int r = 0; rest && r < rows; r++) here->rows[r] -= rest * of_rows.sum_of_codes[r];
+                of_rows.numbers = __builtin_convertvector(of_rows.codes, f32x16) * d_of_rows;
+            }
+            UNROLLED for (int r = 0; r < rows; r++) {
+                if (4 * r % rows == 0) tile_quarter(4 * r / rows, next, next_x, X_GROUP, next_codes);
+                f32x16 sums = __builtin_convertvector(here->rows[r], f32x16);
+                add_part(row_of + r, on_grid + r, &least, &group, kept, sums, d[r], has_minimum ? of_rows.sum_of_x[r] : 0);
+                if (kept == ON_GRID) HERE(on_grid[r].of_halves);
+                if (kept == ROUNDED && is_wide) HERE(row_of[r].scaled);
+                if (kept == ROUNDED && !is_wide) HERE(row_of[r].y);
+            }
+        }
+        end_group(row_of, &group, rows);
+    }
+    of->scaled = scaled;
+    if (!all_on_grid(least)) return 0;
+    put_down(sums_of_rows, row_of, on_grid, rows, kept);
+    return 1;
+}
+
+/* Each of these is compiled by itself. */
+#define ADD_TILES(name, rows, kept, has_minimum)                                                                       \
+    static int name(TileProducts *of, Sums *sums, int64_t row, int64_t then, int32_t rest) {                           \
+        const int64_t group = of->piece->product->weight->group;                                                       \
+        if (group < X_GROUP) return add_tiles(of, sums, row, then, rows, kept, X_HALF, 0, has_minimum, rest);          \
+        if (group == X_GROUP) return add_tiles(of, sums, row, then, rows, kept, X_GROUP, 0, has_minimum, rest);        \
+        return add_tiles(of, sums, row, then, rows, kept, X_GROUP, 1, has_minimum, rest);                              \
+    }
+
+ADD_TILES(add_tile, TILE_ROWS, ROUNDED, 0)
+ADD_TILES(add_tile_with_minima, TILE_ROWS, ROUNDED, 1)
+ADD_TILES(add_half_tile, TILE_ROWS / 2, ROUNDED, 0)
+ADD_TILES(add_half_tile_with_minima, TILE_ROWS / 2, ROUNDED, 1)
+ADD_TILES(add_exact_tile, TILE_ROWS, EXACT, 0)
+ADD_TILES(add_exact_tile_with_minima, TILE_ROWS, EXACT, 1)
+ADD_TILES(add_tile_on_grid, TILE_ROWS, ON_GRID, 0)
+ADD_TILES(add_tile_with_minima_on_grid, TILE_ROWS, ON_GRID, 1)
+
+/* A piece's products, of which the first one of some rows is begun. */
+static void begin(TileProducts *of, const Piece *piece, int64_t row) {
+    const PackedWeight *w = piece->product->weight;
+    const int64_t last = piece->last * w->group;
+    of->piece = piece, of->scaled = 0;
+    of->first = piece->first * w->group, of->last = last < w->padded ? last : w->padded;
+    const int8_t *x = codes_at(&piece->product->x, row, of->first);
+    for (int quarter = 0; quarter < 4; quarter++) tile_quarter(quarter, of->sums, x, X_GROUP, piece->signed_codes);
+}
+
+/* Adds to the sums of the n-th tile's rows in float64: on the grid unless that failed before, or what lies behind the last
+ * row might make it fail. */
+static void add_exactly(TileProducts *of, Piece *piece, int n, Sums *sums, int64_t row, int64_t then, int is_whole,
+                        int32_t rest) {
+    const int has_minima = piece->product->weight->minima != 0;
+    if (!is_whole || piece->off_grid >> n & 1) {
+        (has_minima ? add_exact_tile_with_minima : add_exact_tile)(of, sums, row, then, rest);
+    } else if (!(has_minima ? add_tile_with_minima_on_grid : add_tile_on_grid)(of, sums, row, then, rest)) {
+        piece->off_grid |= 1u << n;
+        TileProducts again;
+        begin(&again, piece, row);
+        (has_minima ? add_exact_tile_with_minima : add_exact_tile)(&again, sums, row, row, rest);
+    }
+}
+
+/* Codes of a piece less `bias`, [columns / 4, 16 outputs, 4]. Whether 8 bits with a sign hold all of them, which is
+ * looked at if `is_open`. */
+INLINE int unpack_codes(Piece *piece, int64_t first, int64_t columns, int kind, int bias, int is_open) {
+    const uint8_t *codes = piece->codes + first * (kind == BYTES ? 16 : 8);
+    u8x16 table;
+    memcpy(&table, piece->product->weight->table, sizeof table);
+    u8x64 largest = {}, least = ~largest;
+    for (int64_t k = 0; k < columns; k += kind == BYTES ? 4 : 8, codes += 64) {
+        u8x64 bytes;
+        memcpy(&bytes, codes, sizeof bytes);
+        __builtin_prefetch(codes + AHEAD);
+        for (int part = 0; part < (kind == BYTES ? 1 : 2); part++) {
+            u8x64 some = kind == BYTES ? bytes : part ? bytes >> 4 : bytes & 15;
+            if (kind == NIBBLES_BY_TABLE) some = look_up(some, table);
+            if (is_open) largest = __builtin_elementwise_max(largest, some), least = __builtin_elementwise_min(least, some);
+            some -= (uint8_t)bias;
+            memcpy(piece->signed_codes + (k + 4 * part) * LANES, &some, sizeof some);
+        }
+    }
+    return !is_open || (__builtin_reduce_max(largest) - bias <= 127 && __builtin_reduce_min(least) - bias >= -128);
+}
+
+static int unpack(Piece *piece, int64_t first, int64_t columns, int bias) {
+    const int kind = piece->product->weight->kind;
+    if (kind == NIBBLES) return unpack_codes(piece, first, columns, NIBBLES, bias, bias > 128);
+    if (kind == BYTES && bias == 128) return unpack_codes(piece, first, columns, BYTES, bias, 0);
+    return kind == BYTES ? unpack_codes(piece, first, columns, BYTES, bias, 1)
+                         : unpack_codes(piece, first, columns, NIBBLES_BY_TABLE, bias, 1);
+}
+
+void multiply_by_tiles(Piece *piece, Sums *sums, int64_t row, int64_t rows, int exact) {
+    const PackedWeight *w = piece->product->weight;
+    const int64_t first = piece->first * w->group, end = piece->last * w->group;
+    const int64_t columns = (end < w->padded ? end : w->padded) - first;
+    int32_t rest = 0;
+    if (!unpack(piece, first, columns, w->offset)) {
+        unpack(piece, first, columns, 128);
+        rest = w->offset - 128;
+    }
+    configure_tiles(rows <= TILE_ROWS / 2 ? TILE_ROWS / 2 : TILE_ROWS, w->group < X_GROUP ? X_HALF : X_GROUP);
+    TileProducts products;
+    begin(&products, piece, row);
+    for (int64_t r = 0; r < rows; r += TILE_ROWS) {
+        const int64_t then = r + TILE_ROWS < rows ? row + r + TILE_ROWS : row;
+        if (exact)
+            add_exactly(&products, piece, (int)(r / TILE_ROWS), sums + r, row + r, then, rows - r >= TILE_ROWS, rest);
+        else if (rows - r <= TILE_ROWS / 2)
+            (w->minima ? add_half_tile_with_minima : add_half_tile)(&products, sums + r, row + r, then, rest);
+        else
+            (w->minima ? add_tile_with_minima : add_tile)(&products, sums + r, row + r, then, rest);
+    }
+}
+
+#endif

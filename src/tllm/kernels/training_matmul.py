@@ -1,0 +1,227 @@
+"""x W^T with gradients, for weights of 16 bits: each pass in their own dtype, or in float32 where that is faster here.
+
+A processor without instructions for bfloat16 multiplies float32 several to forty times as fast
+(docs/log/training.md); one with them is fastest without a detour. So each machine times both, once for each kind of
+product, and keeps what it found (`kernels/autotune.py`). A product in float32 is rounded to the weight's dtype once, at
+its end, as torch's own are.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tllm.kernels.autotune import Autotuned
+from tllm.kernels.fastest import BestTimes, Choice
+
+MARGIN = 1.5
+"""So many times as fast must float32 be to be taken: what is nearly equal is not left to the noise of a machine."""
+
+REPEATS = 12
+"""Of which the first, in which libraries set themselves up, does not count. So many that others on this machine
+interrupt not all of them: a product takes a millisecond or two where neither way is hopeless."""
+
+HOPELESS = 3.0
+LONG = 0.05
+"""A way that has taken so many times the other's best time, and so many seconds, is not timed again. In less time it
+may only have been interrupted."""
+
+ROWS = 128
+WIDTH = 1024
+"""Rows, and the most outputs and columns, of what is timed: a tenth of a second where a processor is at its slowest."""
+
+SMALLEST = 2**16
+"""Elements. Smaller matrices are left to torch: what they take is calls, not arithmetic."""
+
+PASSES = ("forward", "gradient of inputs", "gradient of weights")
+
+WIDE = "float32"
+"""The name of the way that computes in it."""
+
+TRAINED_IN_16_BITS = (torch.bfloat16, torch.float16)
+
+Run = Callable[[], Tensor]
+
+
+class TrainedKind(NamedTuple):
+    """Weights that are alike."""
+
+    outputs: int
+    columns: int
+    dtype: torch.dtype
+    threads: int
+
+
+class PassKind(NamedTuple):
+    """One of PASSES with weights that are alike."""
+
+    outputs: int
+    columns: int
+    dtype: torch.dtype
+    threads: int
+    computes: str
+
+
+Widened = frozenset[str]
+"""Those of PASSES that are computed in float32."""
+
+NONE: Widened = frozenset()
+
+choices: dict[TrainedKind, Widened] = {}
+"""What products of weights are computed by now; of kinds that are not there all is left to torch."""
+
+measured = Autotuned[PassKind]("product of training")
+_CHOOSING = threading.Lock()
+
+
+def choose_products(weights: Iterable[Tensor], fixed: bool = False) -> dict[TrainedKind, Widened]:
+    """Choose for all matrices among these weights, which need no values yet; `fixed` leaves all to torch."""
+    kinds = {_kind(weight) for weight in weights if _has_choice(weight)}
+    with _CHOOSING:
+        for kind in sorted(kinds, key=str):
+            choices[kind] = NONE if fixed else _widened(kind)
+    return {kind: choices[kind] for kind in kinds}
+
+
+def training_matmul(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
+    """x W^T in x's dtype, with gradients."""
+    if weight_FD.dtype not in TRAINED_IN_16_BITS or not x_TD.is_cpu or x_TD.dtype != weight_FD.dtype:
+        return F.linear(x_TD, weight_FD)
+    widened = choices.get(_kind(weight_FD), NONE)
+    if not widened:
+        return F.linear(x_TD, weight_FD)
+    y_TF = _OfInputs.apply(x_TD, weight_FD.detach(), widened)  # type: ignore[no-untyped-call]
+    if not weight_FD.requires_grad:
+        return y_TF  # type: ignore[no-any-return]
+    nothing_TF = _OfWeight.apply(weight_FD, x_TD.detach(), y_TF.shape, widened)  # type: ignore[no-untyped-call]
+    return _Both.apply(y_TF, nothing_TF)  # type: ignore[no-any-return, no-untyped-call]
+
+
+# The gradients of x and of W are of a node each: where a backward pass goes in halves (`split_backward`), autograd runs
+# the nodes on the way to what is asked for, but each of them whole.
+
+
+class _OfInputs(torch.autograd.Function):
+    """The product, with the gradient of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weight_FD: Tensor, widened: Widened) -> Tensor:
+        ctx.save_for_backward(weight_FD)
+        ctx.widened = widened
+        return forward_product(x_TD, weight_FD, PASSES[0] in widened)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_TF: Tensor) -> tuple[Tensor, None, None]:
+        (weight_FD,) = ctx.saved_tensors
+        return input_gradient(gradient_TF, weight_FD, PASSES[1] in ctx.widened), None, None
+
+
+class _OfWeight(torch.autograd.Function):
+    """Zeros of the product's shape, which take no memory, with the gradient that W has from the product."""
+
+    @staticmethod
+    def forward(ctx: Any, weight_FD: Tensor, x_TD: Tensor, shape: torch.Size, widened: Widened) -> Tensor:
+        ctx.save_for_backward(x_TD)
+        ctx.widened = widened
+        return weight_FD.new_zeros(()).expand(shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_TF: Tensor) -> tuple[Tensor, None, None, None]:
+        (x_TD,) = ctx.saved_tensors
+        return weight_gradient(gradient_TF, x_TD, PASSES[2] in ctx.widened), None, None, None
+
+
+class _Both(torch.autograd.Function):
+    """The sum of the two, which is the first, with the gradient of the product for each."""
+
+    @staticmethod
+    def forward(ctx: Any, y_TF: Tensor, nothing_TF: Tensor) -> Tensor:
+        return y_TF.view_as(y_TF)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_TF: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient_TF, gradient_TF
+
+
+def forward_product(x_TD: Tensor, weight_FD: Tensor, wide: bool) -> Tensor:
+    """x W^T."""
+    return F.linear(x_TD.float(), weight_FD.float()).to(x_TD.dtype) if wide else F.linear(x_TD, weight_FD)
+
+
+def input_gradient(gradient_TF: Tensor, weight_FD: Tensor, wide: bool) -> Tensor:
+    """The gradient of x."""
+    if wide:
+        return torch.matmul(gradient_TF.float(), weight_FD.float()).to(gradient_TF.dtype)
+    return torch.matmul(gradient_TF, weight_FD)
+
+
+def weight_gradient(gradient_TF: Tensor, x_TD: Tensor, wide: bool) -> Tensor:
+    """The gradient of W."""
+    gradient_FT, x_TD = gradient_TF.flatten(0, -2).t(), x_TD.flatten(0, -2)
+    return torch.mm(gradient_FT.float(), x_TD.float()).to(x_TD.dtype) if wide else torch.mm(gradient_FT, x_TD)
+
+
+def _widened(kind: TrainedKind) -> Widened:
+    found = {name: choose_pass(PassKind(*kind, name)) for name in PASSES}
+    return frozenset(name for name, choice in found.items() if choice.name == WIDE)
+
+
+def choose_pass(kind: PassKind) -> Choice:
+    """What is known of this pass, measured if nothing is."""
+    return measured.choose(kind, (WIDE, in_own(kind.dtype)), partial(measure, kind))
+
+
+def in_own(dtype: torch.dtype) -> str:
+    """The name of the way that computes in the weight's own dtype."""
+    return str(dtype).removeprefix("torch.")
+
+
+@torch.no_grad()
+def measure(kind: PassKind) -> Choice:
+    """Time both ways of a pass."""
+    x_TD, weight_FD, gradient_TF = (
+        torch.full(shape, 0.5, dtype=kind.dtype)
+        for shape in ((ROWS, kind.columns), (kind.outputs, kind.columns), (ROWS, kind.outputs))
+    )
+    ways = (
+        partial(forward_product, x_TD, weight_FD),
+        partial(input_gradient, gradient_TF, weight_FD),
+        partial(weight_gradient, gradient_TF, x_TD),
+    )
+    way = ways[PASSES.index(kind.computes)]
+    return wide_or_own(partial(way, True), partial(way, False), kind.dtype)
+
+
+def wide_or_own(wide: Run, own: Run, dtype: torch.dtype) -> Choice:
+    """float32, if its best time, times the margin, is less than that of the dtype; timed by turns."""
+    best, ways = BestTimes(), {WIDE: wide, in_own(dtype): own}
+    for repeat in range(REPEATS):
+        for name, run in ways.items():
+            taken = best.seconds[name] if repeat > 1 else 0.0
+            if taken > LONG and taken > HOPELESS * min(best.seconds.values()):
+                continue
+            best.run(name, run, replaces=repeat == 1)
+    if best.seconds[WIDE] * MARGIN < best.seconds[in_own(dtype)]:
+        return best.choice(WIDE, MARGIN)
+    return best.choice(in_own(dtype), 1 / MARGIN)
+
+
+def _has_choice(weight: Tensor) -> bool:
+    narrow = weight.dtype in TRAINED_IN_16_BITS and weight.device.type in ("cpu", "meta")  # ZeRO-3's have no values
+    return narrow and weight.ndim >= 2 and weight.shape[-2:].numel() >= SMALLEST
+
+
+def _kind(weight: Tensor) -> TrainedKind:
+    """Longer sides than WIDTH count as it."""
+    outputs, columns = weight.shape[-2:]
+    return TrainedKind(min(outputs, WIDTH), min(columns, WIDTH), weight.dtype, torch.get_num_threads())

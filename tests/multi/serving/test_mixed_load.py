@@ -1,0 +1,37 @@
+"""An hour of chats, tools, long prompts, clients that go away and bad requests leaves nothing behind."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+
+from benchmarks.faults.mixed_load import left_behind, page, run
+from benchmarks.processes.python_module import ROOT
+
+HOUR = 3600.0
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(2 * HOUR)
+def test_an_hour_of_mixed_load_leaves_nothing_behind() -> None:
+    found = run(str(ROOT / "models" / "tiny"), "pp=2", HOUR)
+    assert not found["faults"]
+    assert not found["left"]
+    assert all(seen["done"] for seen in found["seen"].values())
+    assert "Nothing was left behind." in page(found).meaning
+
+
+def test_what_is_left_behind_is_told() -> None:
+    process = {"name": "tllm.cli", "rss_kib": 1000, "threads": 3, "descriptors": 9}
+    rest = {"processes": [process, process], "tasks": 16.0, "running": 0.0, "waiting": 0.0, "pages": 0.0}
+    assert left_behind(rest, rest) == []
+    later = deepcopy(rest)
+    later |= {"tasks": 17.0, "pages": 0.5, "processes": [process, process | {"rss_kib": 1021, "descriptors": 10}]}
+    assert left_behind(rest, later) == [
+        "tasks: 16 before, 17 after",
+        "pages: 0.5 at rest",
+        "process 1 (tllm.cli): 9 descriptors before, 10 after",
+        "process 1 (tllm.cli): 1000 KiB before, 1021 after",
+    ]
+    assert left_behind(rest, rest | {"processes": [process]}) == ["2 processes before, 1 after"]

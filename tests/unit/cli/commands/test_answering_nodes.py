@@ -1,0 +1,66 @@
+"""What `tllm teach` and `tllm rollout` refuse of the machines that are to hold a model, before any is waited for."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.support.models.families import save_model
+from tllm.cli.main import main
+from tllm.core.errors import ConfigError, PlanError
+from tllm.node.coordinator.cluster_options import ClusterOptions
+from tllm.node.serve.answering_cluster import Answerers
+from tllm.spec.plan import Plan
+from tllm.spec.process_groups import RoleName
+from tllm.training.questions.causal_model import CausalModel
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_model("llama", folder)
+    return folder
+
+
+@pytest.mark.parametrize("command", ["teach", "rollout"])
+@pytest.mark.parametrize(
+    ("words", "code", "line"),
+    [
+        (["--spare-nodes", "1"], ConfigError, "--spare-nodes is for a model that several processes hold"),
+        (["--nodes", "3", "--plan", "pp=2"], PlanError, "has 2 ranks and --nodes is 3"),
+        (["--on-loss", "wait"], ConfigError, "--on-loss is for a model that several processes hold"),
+        (["--local", "2", "--plan", "tp=3"], PlanError, "has 3 ranks and --local is 2"),
+        (["--plan", "dp=2"], PlanError, "gives dp, and one copy of a model answers"),
+        (["--nodes", "9"], PlanError, "9 nodes cannot share 4 layers"),
+        (["--nodes", "2", "--lost-after", "0.1"], ConfigError, "cannot be given up after 0.1 s"),
+        (["--nodes", "2", "--port", "BUSY"], ConfigError, "Address already in use"),
+    ],
+)
+def test_a_wrong_option_gets_one_line(
+    command: str,
+    words: list[str],
+    code: type[ConfigError | PlanError],
+    line: str,
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        given = [word.replace("BUSY", str(busy.getsockname()[1])) for word in words]
+        assert main([command, str(model), "--secret", str(tmp_path / "key"), *given]) == code.exit_code
+    said = capsys.readouterr()
+    assert not said.out and line in said.err and len(said.err.splitlines()) == 2, said.err
+
+
+@pytest.mark.parametrize(("role", "is_read"), [("teacher", True), ("rollout", False)])
+def test_only_a_policys_weights_may_come_from_runs(role: RoleName, is_read: bool, tmp_path: Path) -> None:
+    """A teacher's files are read whatever they are, be it GGUF or none, of which whoever reads them then tells."""
+    save_model("llama", tmp_path)
+    for file in tmp_path.glob("*.safetensors"):
+        file.unlink()
+    model = CausalModel.find(str(tmp_path), "", "")
+    plan = Plan.parse("pp=2", model.spec.num_layers)
+    answerers = Answerers(role, "model", model, plan, ("127.0.0.1", 1), tmp_path / "key", "float32")
+    assert answerers.workload(ClusterOptions(authority=None)).folder == (tmp_path if is_read else None)

@@ -1,0 +1,90 @@
+"""In which way products of few bits are made: what was measured decides, and what the processor may do."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+
+from tllm.kernels import instruction_sets, packed_product
+from tllm.kernels.instruction_sets import AMX, VNNI, may_use, supported
+from tllm.kernels.library import PackedWeightArguments
+from tllm.kernels.packed_product import TURNS, Way, choices, kind_of, multiply
+
+KERNELS = SimpleNamespace(has_tiles=True)
+WEIGHT = PackedWeightArguments(columns=64, kind=0, group=32)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Way]:
+    """The products that were made, and how; nothing is known of any kind."""
+    monkeypatch.setattr(choices, "known", {})
+    monkeypatch.setattr(packed_product, "_trials", {})
+    monkeypatch.setenv("TLLM_AUTOTUNE_CACHE", "off")
+    return []
+
+
+def slow_in(made: list[Way], slow: Way) -> Callable[[Way], None]:
+    def product(way: Way) -> None:
+        made.append(way)
+        if way == slow:
+            time.sleep(0.002)
+
+    return product
+
+
+@pytest.mark.parametrize(("slow", "faster"), [(Way.BY_TILES, Way.ONE_BY_ONE), (Way.ONE_BY_ONE, Way.BY_TILES)])
+def test_the_faster_way_is_taken_for_products_that_are_alike(made: list[Way], slow: Way, faster: Way) -> None:
+    product = slow_in(made, slow)
+    multiply(KERNELS, kind_of(20, 48, WEIGHT, False), product)  # type: ignore[arg-type]
+    assert set(made) == {slow, faster} and made[-1] is faster
+    made.clear()
+    multiply(KERNELS, kind_of(32, 48, WEIGHT, False), product)  # type: ignore[arg-type]
+    assert made == [faster]
+    assert [(kind.rows, kind.outputs, kind.columns, kind.codes, kind.group) for kind in choices.known] == [
+        (32, 48, 64, 0, 32)
+    ]
+    multiply(KERNELS, kind_of(5000, 48, WEIGHT, True), product)  # type: ignore[arg-type]
+    assert {(kind.rows, kind.exact) for kind in choices.known} == {(32, False), (512, True)}
+
+
+def test_nothing_is_measured_of_several_rows_without_tiles(made: list[Way]) -> None:
+    multiply(SimpleNamespace(has_tiles=False), kind_of(512, 48, WEIGHT, False), made.append)  # type: ignore[arg-type]
+    assert made == [Way.ONE_BY_ONE] and not choices.known
+
+
+@pytest.mark.parametrize(("slow", "faster"), [(Way.SIDE_BY_SIDE, Way.ONE_BY_ONE), (Way.ONE_BY_ONE, Way.SIDE_BY_SIDE)])
+def test_single_rows_are_made_once_each_and_by_turns_until_one_way_is_known(
+    made: list[Way], slow: Way, faster: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, product = kind_of(1, 48, WEIGHT, False), slow_in(made, slow)
+    for _ in range(2 * TURNS + 3):
+        multiply(KERNELS, kind, product)  # type: ignore[arg-type]
+    assert made == [Way.ONE_BY_ONE, Way.SIDE_BY_SIDE] * TURNS + [faster] * 3
+    monkeypatch.setenv("TLLM_AUTOTUNE_CACHE", "on")
+    choices.put(kind, choices.known[kind]._replace(is_sure=True))
+    choices.known.clear()
+    made.clear()
+    multiply(KERNELS, kind, product)  # type: ignore[arg-type]
+    assert made == [faster]
+
+
+def test_tiles_that_linux_refuses_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int | None] = []
+
+    def refuse(registers: int | None) -> bool:
+        asked.append(registers)
+        return registers is None
+
+    monkeypatch.setattr(instruction_sets, "may_use", refuse)
+    assert [one.name for one in supported("x86_64", AMX)] == ["avx512vnni", "avx2", "generic"]
+    asked.clear()
+    assert supported("x86_64", VNNI)[0].name == "avx512vnni" and set(asked) == {None}
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="asks what Linux asks of x86-64 alone")
+def test_registers_that_there_are_not_are_refused() -> None:
+    assert may_use(None) and not may_use(1)
