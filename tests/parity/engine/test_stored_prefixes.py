@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from array import array
 from pathlib import Path
 
 import msgspec
@@ -15,6 +16,7 @@ from tllm.core.errors import ConfigError
 from tllm.engine.engine import Engine
 from tllm.engine.page_store import page_buffer
 from tllm.engine.schedule.limits import EngineConfig
+from tllm.engine.schedule.prefix_cache import FIRST, PageContent, page_name
 from tllm.spec.request import Request, SamplingParams
 
 PLANS = ("pp=1", "tp=3,shares=1:2:1", "pp=2,tp=1+2", "pp=3,layers=1+2+1")
@@ -124,8 +126,8 @@ def test_damage_and_a_full_disk_end_no_request(tmp_path: Path, caplog: pytest.Lo
     config, prompt = on_disk(tmp_path / "pages"), random_ids(40, 5)
     with Engine.load(tmp_path / "model", "pp=2", config) as engine:
         truth, _ = asked(engine, prompt)
-    files = [path for path in (tmp_path / "pages").rglob("*.*-*") if path.is_file()]
-    victim = max(files, key=lambda path: path.stat().st_mtime_ns)  # of the first page of the chat
+    first_page = page_name(PageContent("", FIRST, array("i", prompt[: config.page_size]).tobytes())).hex()
+    victim, *_ = (tmp_path / "pages").rglob(f"{first_page}.*-*")
     victim.write_bytes(victim.read_bytes()[:-1] + b"?")
     with caplog.at_level(logging.WARNING), Engine.load(tmp_path / "model", "pp=2", config) as engine:
         ids, found = asked(engine, prompt)

@@ -143,8 +143,9 @@ def test_a_folder_that_cannot_be_written_to_is_told_once(folder: Path, caplog: p
     assert [record.levelname for record in caplog.records if "is not kept in" in record.message] == ["INFO"]
 
 
-def test_several_that_write_at_once_lose_nothing(folder: Path) -> None:
-    """Each has its own object and lock file descriptor, as processes have."""
+def test_several_that_write_at_once_lose_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its own object and lock file descriptor, as processes have, and waits for the lock however long."""
+    monkeypatch.setattr(choice_file, "LOCK_TRIES", 10**6)
     files = [opened(folder) for _ in range(4)]
 
     def write(number: int) -> None:
