@@ -29,6 +29,11 @@ class Prompt:
     text: str | None = None
 
 
+def count_prompts(given: str | Sequence[str | int | list[int]] | None) -> int:
+    """How many prompts a text is, or ids, or a batch of either."""
+    return 1 if not given or isinstance(given, str) or isinstance(given[0], int) else len(given)
+
+
 class Prompts:
     """Makes prompts with a model's tokenizer and chat template, where it has them."""
 
