@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import math
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -273,3 +274,27 @@ def test_the_first_prompt_that_fails_ends_the_others() -> None:
         run(pooled.embed([[1], [2], [3]]))
     assert sorted(cancelled) == [1, 3]
     assert embedding((3.0, 4.0), normalize=True) == (0.6, 0.8)
+
+
+def test_nothing_is_encoded_after_a_pair_that_is_too_long() -> None:
+    """A query is part of each pair: one of 4 MB with 2048 documents would have been encoded 2048 times, for hours, in
+    one of the few threads that encode long texts for all."""
+    encoded = list[str]()
+
+    class Prompts(ScorePrompts):
+        def pair(self, text: str, other: str) -> tuple[int, ...]:
+            encoded.append(other)
+            return super().pair(text, other)
+
+    def check(ids: Sequence[int]) -> None:
+        if len(ids) > 50:
+            raise RequestError(f"an input has {len(ids)} tokens")
+
+    async def run_pooled(request: Request) -> Output:
+        raise AssertionError("nothing is computed")
+
+    pooling = ModelPooling(score_type="classification", hidden_size=4, num_labels=1)
+    pooled = PooledPrompts(run_pooled, pooling, Prompts(TOKENIZER, None, ANSWERS), check)
+    with pytest.raises(RequestError, match="an input has"):
+        run(pooled.score([("the dog " * 100, str(number)) for number in range(2048)]))
+    assert encoded == ["0"]
