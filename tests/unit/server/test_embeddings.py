@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import tokenizers
 
 from tests.unit.server.kit import POOLING, TOKENIZER, post, refusal, run, say, serve
 from tllm.core.errors import ClusterError, RequestError, TllmError
@@ -18,6 +19,7 @@ from tllm.server.pooling.pooler_config import ModelPooling
 from tllm.server.pooling.score_prompts import AFTER, BEFORE, INSTRUCTION, ScorePrompts
 from tllm.server.pooling.vectors import cosine, embedding
 from tllm.spec.request import Output, PoolingParams, Request
+from tllm.text.tokenizer import Tokenizer
 
 ANSWERS = (TOKENIZER.inner.id_to_token(40), TOKENIZER.inner.id_to_token(41))
 IDS = [5, 6, 7, 9, 13]
@@ -225,9 +227,25 @@ def test_ollama_embeds_texts_by_both_names() -> None:
     long = {"model": "tiny", "input": "the dog " * 300}
     engine = say()
     assert post(serve(engine), "/api/embed", long).status_code == 200
-    assert len(engine.submitted[0].prompt_ids) == engine.max_model_len, "it is cut at its end"
+    assert engine.submitted[0].prompt_ids == tuple(TOKENIZER.encode(long["input"])[: engine.max_model_len]), "cut"
+    huge = {**long, "input": ["the dog " * 50_000, "hello"]}
+    assert len(post(serve(say()), "/api/embed", huge).json()["embeddings"]) == 2
     refused = post(serve(say()), "/api/embed", {**long, "truncate": False})
     assert refused.status_code == 400 and "context" in refused.json()["error"]
+
+
+def test_a_text_that_is_cut_keeps_the_token_after_it() -> None:
+    """Models that embed are trained to be read there: of another token the embedding says something else."""
+    inner = tokenizers.Tokenizer.from_str(TOKENIZER.inner.to_str())
+    ends = [(token, inner.token_to_id(token)) for token in ("<s>", "</s>")]
+    inner.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ends)
+    tokenizer, engine = Tokenizer(inner, TOKENIZER.config), say()
+    text = "the dog " * 300
+    assert post(serve(engine, tokenizer), "/api/embed", {"model": "tiny", "input": [text, "a"]}).status_code == 200
+    cut, short = (request.prompt_ids for request in engine.submitted)
+    assert len(cut) == engine.max_model_len
+    assert cut == (*tokenizer.encode(text)[: len(cut) - 1], inner.token_to_id("</s>"))
+    assert short == tuple(tokenizer.encode("a"))
 
 
 @pytest.mark.parametrize(

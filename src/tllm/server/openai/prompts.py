@@ -61,6 +61,12 @@ class Prompts:
         [prompt] = await self._texts([text], add_special_tokens)
         return prompt
 
+    async def cut(self, texts: Sequence[str]) -> list[Prompt]:
+        """The prompts of texts, each cut to what the context holds."""
+        tokenizer, most = self.need_tokenizer("a text"), self._max_model_len
+        found = await asyncio.to_thread(lambda: [tokenizer.encode_cut(text, most) for text in texts])
+        return _prompts(texts, found)
+
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Ids of any text."""
         [ids] = await self._encoded([text], add_special_tokens)
@@ -73,10 +79,7 @@ class Prompts:
             if longest > most:
                 message = f"the prompt has {longest} characters; {self._max_model_len} tokens hold at most {most}"
                 raise HttpError(400, message, code="context_length_exceeded", param="prompt")
-        found = await self._encoded(texts, add_special_tokens)
-        if not all(found):
-            raise RequestError("the prompt has no tokens", "give at least one character", "prompt")
-        return [Prompt(tuple(ids), text) for ids, text in zip(found, texts, strict=True)]
+        return _prompts(texts, await self._encoded(texts, add_special_tokens))
 
     async def _encoded(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         """Much text is encoded aside, so that other requests go on."""
@@ -126,6 +129,12 @@ class Prompts:
         if not all(isinstance(i, int) for i in ids) or min(ids) < 0 or max(ids) >= _IDS:
             raise RequestError(f"token ids are numbers from 0 to {_IDS - 1}", param="prompt")
         return Prompt(tuple(ids))
+
+
+def _prompts(texts: Sequence[str], found: Sequence[list[int]]) -> list[Prompt]:
+    if not all(found):
+        raise RequestError("the prompt has no tokens", "give at least one character", "prompt")
+    return [Prompt(tuple(ids), text) for ids, text in zip(found, texts, strict=True)]
 
 
 def _for_template(message: RequestMessage, template: str) -> dict[str, Any]:
