@@ -48,9 +48,10 @@ class Prompts:
             raise RequestError("a prompt is needed", "give a text, token ids, or a list of either", "prompt")
         if isinstance(prompt, str):
             return [await self.text(prompt, add_special_tokens)]
-        if all(isinstance(item, int) for item in prompt):
+        kinds = set(map(type, prompt))  # of what may be millions of ids
+        if kinds == {int}:
             return [self._ids(prompt)]
-        if any(isinstance(item, int) for item in prompt):
+        if int in kinds:
             raise RequestError("a batch holds texts or lists of ids, not bare ids among them", param="prompt")
         texts = [item for item in prompt if isinstance(item, str)]
         made = iter(await self._texts(texts, add_special_tokens) if texts else ())
@@ -126,7 +127,7 @@ class Prompts:
     def _ids(self, ids: list[int]) -> Prompt:
         if not ids:
             raise RequestError("a prompt has no tokens", "give at least one id", "prompt")
-        if not all(isinstance(i, int) for i in ids) or min(ids) < 0 or max(ids) >= _IDS:
+        if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= _IDS:
             raise RequestError(f"token ids are numbers from 0 to {_IDS - 1}", param="prompt")
         return Prompt(tuple(ids))
 

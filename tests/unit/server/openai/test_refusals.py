@@ -229,6 +229,14 @@ def test_too_many_prompts_are_refused_before_there_is_work_on_them() -> None:
     assert message.startswith("the request asks for 320000 sequences, at most 319999 are taken at once")
 
 
+def test_parts_that_are_bare_texts_have_a_limit_too() -> None:
+    """8 MiB have room for 2 million of them, which kept everybody waiting for 4 s; those that are objects were limited."""
+    parts = {"messages": [{"role": "user", "content": ["a"] * 100_000}]}
+    for path in ("/v1/chat/completions", "/tokenize"):
+        message = refusal(post(serve(say()), path, parts), 400)["message"]
+        assert message.startswith("messages has 100000 parts of contents, at most 65536 are taken")
+
+
 def test_too_much_in_hand_is_429_and_a_drain_is_503() -> None:
     app = serve(say(), max_sequences=3)
     assert refusal(post(app, PATH, {**GOOD, "n": 4}), 400)["code"] == "too_many_sequences"
