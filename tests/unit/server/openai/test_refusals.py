@@ -230,7 +230,7 @@ def test_too_many_prompts_are_refused_before_there_is_work_on_them() -> None:
 
 
 def test_parts_that_are_bare_texts_have_a_limit_too() -> None:
-    """8 MiB have room for 2 million of them, which kept everybody waiting for 4 s; those that are objects were limited."""
+    """8 MiB have room for 2 million of them, which kept everybody waiting for 4 s; objects were limited before."""
     parts = {"messages": [{"role": "user", "content": ["a"] * 100_000}]}
     for path in ("/v1/chat/completions", "/tokenize"):
         message = refusal(post(serve(say()), path, parts), 400)["message"]
