@@ -126,7 +126,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         if max_tokens is not None and self.takes_what_is_left:
             max_tokens = min(max_tokens, max(1, room))
         if room < 1 or (max_tokens is not None and max_tokens > room):
-            needs = f"{prompt_tokens} prompt tokens" + (f" and {max_tokens} to generate" if max_tokens else "")
+            needs = f"{prompt_tokens} prompt tokens and {max_tokens or 1} to generate"  # the engine makes one at least
             raise HttpError(
                 400,
                 f"the model's context is {max_model_len} tokens, the request needs {needs}; shorten the prompt or "

@@ -220,6 +220,13 @@ def test_an_engines_refusal_has_a_status_even_for_a_stream(
     assert reply["code"] == code
 
 
+@pytest.mark.parametrize("asked", [{}, {"max_tokens": 0, "echo": True}, {"max_tokens": 1}])
+def test_a_prompt_that_fills_the_context_leaves_no_room_for_a_token(asked: dict[str, Any]) -> None:
+    body = {"model": "tiny", "prompt": [5] * 256, **asked}
+    message = refusal(post(serve(say()), PATH, body), 400)["message"]
+    assert "context is 256 tokens, the request needs 256 prompt tokens and 1 to generate" in message
+
+
 def test_too_many_prompts_are_refused_before_there_is_work_on_them() -> None:
     """A body of 100 KB, with 16 choices of each prompt, had kept everybody waiting for 43 s until it was refused."""
     body = {**GOOD, "prompt": ["a"] * 20_000, "n": 16}
