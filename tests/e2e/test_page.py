@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.server
 import json
 import os
 import re
 import signal
+import threading
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Page, Route, expect
+from playwright.sync_api import Page, Request, Route, expect
 
 from tests.support.cluster.commands import running
 from tests.support.serving.browser import CHROMIUM, Watched, tab
@@ -41,6 +44,7 @@ def test_the_page() -> None:
             sees_what_was_predicted(watched.page)
             fits_its_window(watched)
             sees_a_node_lost_while_a_chat_is_written(watched.page, address)
+            begins_a_new_chat_while_one_is_written(watched.page)
             assert watched.faults == []
             is_told_that_nobody_answers(watched.page)
         assert server.interrupt()[0] == 0
@@ -120,6 +124,28 @@ def sees_a_node_lost_while_a_chat_is_written(page: Page, address: str) -> None:
     expect(page.locator("#state")).to_have_text("tiny ready", timeout=30_000)
 
 
+def begins_a_new_chat_while_one_is_written(page: Page) -> None:
+    """It knows nothing of the one before."""
+    asked = list[Any]()
+
+    def note(request: Request) -> None:
+        if request.method == "POST":
+            asked.append(json.loads(request.post_data or ""))
+
+    page.on("request", note)
+    page.get_by_role("tab", name="Chat").click()
+    page.get_by_role("button", name="New chat").click()
+    for words in ("first", "second"):
+        page.get_by_label("Message", exact=True).fill(words)
+        page.get_by_role("button", name="Send").click()
+        expect(page.locator("#messages li.assistant div").first).to_be_attached(timeout=30_000)
+        page.get_by_role("button", name="New chat").click()
+        expect(page.get_by_role("button", name="Send")).to_be_visible()
+    page.remove_listener("request", note)
+    assert [[one["content"] for one in body["messages"]] for body in asked] == [["first"], ["second"]]
+    page.get_by_role("tab", name="Cluster").click()
+
+
 def is_told_that_nobody_answers(page: Page) -> None:
     page.route("**/v1/**", lambda route: route.abort())
     expect(page.locator("#state")).to_have_text("no answer")
@@ -127,6 +153,42 @@ def is_told_that_nobody_answers(page: Page) -> None:
     page.unroute_all()
     expect(page.locator("#state")).to_have_text("tiny ready")
     expect(page.locator("#trouble")).to_be_hidden()
+
+
+class Site(http.server.BaseHTTPRequestHandler):
+    """A site whose pages are empty."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("content-type", "text/html")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing."""
+
+
+ASK = """async (url) => {
+  const headers = {"content-type": "application/json", authorization: "Bearer KEY", "x-stainless-lang": "js"};
+  const body = JSON.stringify({messages: [{role: "user", content: "a"}], max_tokens: 2});
+  const reply = await fetch(url + "/v1/chat/completions", {method: "POST", headers, body}).catch((error) => null);
+  return reply && [(await reply.json()).object, Boolean(reply.headers.get("x-request-id"))];
+}"""
+
+
+def test_a_page_of_another_site_may_call_if_its_origin_is_allowed() -> None:
+    with contextlib.ExitStack() as entered:
+        sites = [entered.enter_context(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Site)) for _ in range(2)]
+        for site in sites:
+            threading.Thread(target=site.serve_forever, daemon=True).start()
+            entered.callback(site.shutdown)
+        allowed, other = (f"http://127.0.0.1:{site.server_address[1]}" for site in sites)
+        words = ["--port", "0", "--api-key", KEY, "--allow-origin", allowed]
+        server = entered.enter_context(running("serve", "models/tiny", *words))
+        url = server.until(r"serving .* at (http://[^/]+)/v1")[1]
+        for origin, said in ((allowed, ["chat.completion", True]), (other, None)):
+            with tab(origin + "/") as watched:
+                assert watched.page.evaluate(ASK.replace("KEY", KEY), url) == said
+        assert server.interrupt()[0] == 0
 
 
 def test_the_page_of_a_training_run(tmp_path: Path) -> None:

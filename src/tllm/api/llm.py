@@ -108,12 +108,12 @@ class LLM:
         prompts: str | Sequence[Prompt],
         sampling_params: SamplingParams | None = None,
         *,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
     ) -> list[Generation]:
         """Continue one prompt or several together; the replies in the order of the prompts.
 
-        A reply ends before any text of `stop`. Raises RequestError where one cannot be served as it is, and
-        ClusterError where a rank is lost and nobody can take over; no reply is then returned.
+        A reply ends before any text of `stop`, one or several. Raises RequestError where one cannot be served as it is,
+        and ClusterError where a rank is lost and nobody can take over; no reply is then returned.
         """
         given = [prompts] if isinstance(prompts, str) else prompts
         replies = [self._reply(self._encode(prompt), sampling_params, stop) for prompt in given]
@@ -121,7 +121,7 @@ class LLM:
         return [_generation(reply) for reply in replies]
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, stop: Sequence[str] = ()
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, stop: str | Sequence[str] = ()
     ) -> Iterator[str]:
         """The text that continues one prompt, in pieces as they come. Ending the loop early cancels the request."""
         reply = self._reply(self._encode(prompt), sampling_params, stop)
@@ -132,7 +132,7 @@ class LLM:
         messages: Sequence[Mapping[str, str]],
         sampling_params: SamplingParams | None = None,
         *,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
     ) -> Generation:
         """The reply to a conversation of {"role", "content"} messages, by the chat template that the model came with.
 
@@ -214,17 +214,20 @@ class LLM:
         return msgspec.structs.replace(defaults, max_tokens=max(1, min(defaults.max_tokens, room)))
 
     def _reply(
-        self, prompt_ids: tuple[int, ...], sampling_params: SamplingParams | None, stop: Sequence[str]
+        self, prompt_ids: tuple[int, ...], sampling_params: SamplingParams | None, stop: str | Sequence[str]
     ) -> StreamedReply:
-        if stop and self.tokenizer is None:
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        if stops and self.tokenizer is None:
             raise ConfigError(f"stop needs a tokenizer and {self.options.folder} has none", "leave stop out")
+        if not all(stops):
+            raise RequestError("a stop string is empty", "leave it out", "stop")
         params = self._params(sampling_params, prompt_ids)
         params = msgspec.structs.replace(
             params,
             temperature=effective_temperature(params.temperature),
             seed=secrets.randbits(48) if params.seed is None else params.seed,
         )
-        return StreamedReply(Request(id=uuid.uuid4().hex, prompt_ids=prompt_ids, params=params), self.tokenizer, stop)
+        return StreamedReply(Request(id=uuid.uuid4().hex, prompt_ids=prompt_ids, params=params), self.tokenizer, stops)
 
     async def _finish(self, replies: Sequence[StreamedReply]) -> None:
         """Play all replies to their ends; the first that fails ends the others, and is raised."""

@@ -36,6 +36,10 @@ _OTHER_FORMATS = (
 
 MAX_UNPACKED_BYTES = 512 * 1024 * 1024
 
+LONG = 20_000
+"""Characters, or ids, that take milliseconds. While the library works on one text, no other thread of Python runs;
+while it works on a batch, others do. So what is long is given to it as a batch of one."""
+
 
 class PackedTokenizer(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """A tokenizer as it travels: the library's own JSON, tokenizer_config.json, and the tokens that end a reply."""
@@ -124,17 +128,33 @@ class Tokenizer:
         `add_bos_token` in tokenizer_config.json changes nothing: it was for tokenizers built from other files.
         """
         try:
-            return self.inner.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) < LONG:
+                return self.inner.encode(text, add_special_tokens=add_special_tokens).ids
+            [encoded] = self.inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return encoded.ids
         except (TypeError, UnicodeEncodeError) as error:  # the library calls a text it cannot encode no text
             raise RequestError(
                 "the text holds half of a surrogate pair, which no UTF-8 has",
                 param="prompt",
             ) from error
 
+    def encode_cut(self, text: str, most: int) -> list[int]:
+        """Token ids of `text` and what belongs around it, `most` of them: of a longer text the end is left out. What
+        belongs after a text, as an end token of which an embedding is read, stays."""
+        text = text[: (most + 1) * self.longest_piece]  # the rest would be left out in any case
+        ids = self.encode(text)
+        if len(ids) <= most:
+            return ids
+        plain = self.encode(text, add_special_tokens=False)
+        around = len(ids) - len(plain)
+        after = next((around - at for at in range(around + 1) if ids[at : at + len(plain)] == plain), 0)
+        return ids[: max(0, most - after)] + ids[len(ids) - after :]
+
     def encode_pair(self, text: str, other: str) -> list[int]:
         """Token ids of two texts as one input, joined as tokenizer.json says."""
         try:
-            return self.inner.encode(text, other).ids
+            [encoded] = self.inner.encode_batch_fast([(text, other)])
+            return encoded.ids
         except (TypeError, UnicodeEncodeError) as error:
             raise RequestError("a text holds half of a surrogate pair, which no UTF-8 has", param="prompt") from error
 
@@ -144,7 +164,10 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Text of `ids`; an id outside the vocabulary gives nothing."""
-        return self.inner.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        if len(ids) < LONG:
+            return self.inner.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        [text] = self.inner.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
+        return text
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token stands for."""

@@ -91,6 +91,18 @@ def test_log_probabilities_and_stop_strings(tiny: LLM) -> None:
     assert all(len(entry.top) == 2 for entry in reply.logprobs)
 
 
+def test_a_stop_string_alone_is_one_and_not_its_characters(tiny: LLM) -> None:
+    plain = tiny.generate("import os\n", GREEDY)[0].text
+    stop = "\nim"
+    cut = plain[: plain.index(stop)]
+    assert "i" in cut, "else both end alike"
+    assert tiny.generate("import os\n", GREEDY, stop=stop)[0].text == cut
+    assert "".join(tiny.stream("import os\n", GREEDY, stop=stop)) == cut
+    assert tiny.chat([{"role": "user", "content": "Hello"}], GREEDY, stop="xyz").text
+    with pytest.raises(RequestError, match="a stop string is empty"):
+        tiny.generate("import os\n", GREEDY, stop=["a", ""])
+
+
 def test_a_conversation_is_the_templates_text(tiny: LLM) -> None:
     assert tiny.chat_template is not None
     messages = [{"role": "user", "content": "Hello"}]

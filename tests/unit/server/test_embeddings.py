@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import math
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import tokenizers
 
 from tests.unit.server.kit import POOLING, TOKENIZER, post, refusal, run, say, serve
 from tllm.core.errors import ClusterError, RequestError, TllmError
@@ -17,6 +19,7 @@ from tllm.server.pooling.pooler_config import ModelPooling
 from tllm.server.pooling.score_prompts import AFTER, BEFORE, INSTRUCTION, ScorePrompts
 from tllm.server.pooling.vectors import cosine, embedding
 from tllm.spec.request import Output, PoolingParams, Request
+from tllm.text.tokenizer import Tokenizer
 
 ANSWERS = (TOKENIZER.inner.id_to_token(40), TOKENIZER.inner.id_to_token(41))
 IDS = [5, 6, 7, 9, 13]
@@ -224,9 +227,25 @@ def test_ollama_embeds_texts_by_both_names() -> None:
     long = {"model": "tiny", "input": "the dog " * 300}
     engine = say()
     assert post(serve(engine), "/api/embed", long).status_code == 200
-    assert len(engine.submitted[0].prompt_ids) == engine.max_model_len, "it is cut at its end"
+    assert engine.submitted[0].prompt_ids == tuple(TOKENIZER.encode(long["input"])[: engine.max_model_len]), "cut"
+    huge = {**long, "input": ["the dog " * 50_000, "hello"]}
+    assert len(post(serve(say()), "/api/embed", huge).json()["embeddings"]) == 2
     refused = post(serve(say()), "/api/embed", {**long, "truncate": False})
     assert refused.status_code == 400 and "context" in refused.json()["error"]
+
+
+def test_a_text_that_is_cut_keeps_the_token_after_it() -> None:
+    """Models that embed are trained to be read there: of another token the embedding says something else."""
+    inner = tokenizers.Tokenizer.from_str(TOKENIZER.inner.to_str())
+    ends = [(token, inner.token_to_id(token)) for token in ("<s>", "</s>")]
+    inner.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ends)
+    tokenizer, engine = Tokenizer(inner, TOKENIZER.config), say()
+    text = "the dog " * 300
+    assert post(serve(engine, tokenizer), "/api/embed", {"model": "tiny", "input": [text, "a"]}).status_code == 200
+    cut, short = (request.prompt_ids for request in engine.submitted)
+    assert len(cut) == engine.max_model_len
+    assert cut == (*tokenizer.encode(text)[: len(cut) - 1], inner.token_to_id("</s>"))
+    assert short == tuple(tokenizer.encode("a"))
 
 
 @pytest.mark.parametrize(
@@ -273,3 +292,27 @@ def test_the_first_prompt_that_fails_ends_the_others() -> None:
         run(pooled.embed([[1], [2], [3]]))
     assert sorted(cancelled) == [1, 3]
     assert embedding((3.0, 4.0), normalize=True) == (0.6, 0.8)
+
+
+def test_nothing_is_encoded_after_a_pair_that_is_too_long() -> None:
+    """A query is part of each pair: one of 4 MB with 2048 documents would have been encoded 2048 times, for hours, in
+    one of the few threads that encode long texts for all."""
+    encoded = list[str]()
+
+    class Prompts(ScorePrompts):
+        def pair(self, text: str, other: str) -> tuple[int, ...]:
+            encoded.append(other)
+            return super().pair(text, other)
+
+    def check(ids: Sequence[int]) -> None:
+        if len(ids) > 50:
+            raise RequestError(f"an input has {len(ids)} tokens")
+
+    async def run_pooled(request: Request) -> Output:
+        raise AssertionError("nothing is computed")
+
+    pooling = ModelPooling(score_type="classification", hidden_size=4, num_labels=1)
+    pooled = PooledPrompts(run_pooled, pooling, Prompts(TOKENIZER, None, ANSWERS), check)
+    with pytest.raises(RequestError, match="an input has"):
+        run(pooled.score([("the dog " * 100, str(number)) for number in range(2048)]))
+    assert encoded == ["0"]

@@ -74,6 +74,14 @@ def test_a_stream_adds_up_to_the_reply() -> None:
     assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 4
 
 
+def test_names_of_tools_are_as_long_as_agents_make_them() -> None:
+    """`mcp__SERVER__TOOL` has more than 64 characters soon."""
+    for length, status in ((128, 200), (129, 400)):
+        tools = [{**TOOLS[0], "name": "m" * length}]
+        reply = post(over(say(SAID, max_model_len=2000)), "/v1/messages", {**ASKED, "tools": tools})
+        assert reply.status_code == status, reply.text
+
+
 def test_events_are_named_and_in_the_order_of_the_api() -> None:
     reply = post(over(say(" a b")), "/v1/messages", {**ASKED, "stream": True})
     events = [dict(line.split(": ", 1) for line in event.split("\n")) for event in reply.text.strip().split("\n\n")]

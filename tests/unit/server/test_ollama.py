@@ -122,8 +122,10 @@ def test_options_mean_what_they_say() -> None:
     params = engine.submitted[-1].params
     assert (params.temperature, params.top_k, params.repetition_penalty, params.max_tokens) == (0.0, 3, 1.5, 9)
     assert made.message.content == " one"
-    by_client(over(engine), lambda client: client.chat("tiny", HELLO, options={"num_predict": -1}))
-    assert engine.submitted[-1].params.max_tokens > 100
+    for most in (0, -1, -2):
+        options = {"num_predict": most}
+        by_client(over(engine), lambda client, options=options: client.chat("tiny", HELLO, options=options))
+        assert engine.submitted[-1].params.max_tokens > 100
     for most in (2, 100_000):  # or what the context leaves
         options = {"num_predict": most}
         engine = say(" a" * 900)

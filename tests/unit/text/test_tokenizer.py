@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -114,3 +116,40 @@ def test_an_added_token_outside_the_byte_alphabet_stands_for_itself() -> None:
     [token_id] = tokenizer.encode("<｜assistant｜>", add_special_tokens=False)
     assert tokenizer.token_bytes(token_id).decode() == "<｜assistant｜>"
     assert tokenizer.token_bytes(10**6) == b""
+
+
+def test_other_threads_run_while_a_long_text_is_encoded_and_decoded() -> None:
+    """Else the server's event loop would stand still, and with it heartbeats of the cluster."""
+    tokenizer = Tokenizer.from_folder(Path("models/tiny"))
+    assert tokenizer is not None
+    text = "hello world " * 40_000
+    ended, ticks = threading.Event(), list[float]()
+
+    def tick() -> None:
+        while not ended.wait(0.01):
+            ticks.append(time.monotonic())
+
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    began = time.monotonic()
+    ids = tokenizer.encode(text)
+    encoded = time.monotonic()
+    decoded = tokenizer.decode(ids * 8)
+    after = time.monotonic()
+    ended.set()
+    ticking.join()
+    assert sum(began < at < encoded for at in ticks) > 5, f"no other thread ran for {encoded - began:.1f} s"
+    assert sum(encoded < at < after for at in ticks) > 5, f"no other thread ran for {after - encoded:.1f} s"
+    assert (ids, decoded) == (tokenizer.inner.encode(text).ids, text * 8)
+
+
+def test_long_pairs_and_halves_of_surrogates_are_as_short_ones() -> None:
+    tokenizer = Tokenizer.from_folder(Path("models/tiny"))
+    assert tokenizer is not None
+    long = "one two " * 4000
+    assert tokenizer.encode_pair(long, "three") == tokenizer.inner.encode(long, "three").ids
+    for broken in ("\ud800", long + "\ud800"):
+        with pytest.raises(RequestError, match="half of a surrogate pair"):
+            tokenizer.encode(broken)
+        with pytest.raises(RequestError, match="half of a surrogate pair"):
+            tokenizer.encode_pair("a", broken)

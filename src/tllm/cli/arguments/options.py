@@ -11,7 +11,7 @@ from typing import Any, cast, get_args
 from tllm.api import engine_options as api_options
 from tllm.api.engine_options import EngineArgs, EngineOptions
 from tllm.cli.arguments.model_argument import add_model_argument
-from tllm.cli.arguments.parser import count, port, size, whole
+from tllm.cli.arguments.parser import count, nonempty, port, size, whole
 from tllm.cluster.heartbeat import SILENCE_SECONDS
 from tllm.cluster.settings import OUR_LINKS, IntraHost, LinkKind, Narrowing, Wiring
 from tllm.core.errors import AuthError, PlanError
@@ -287,7 +287,9 @@ def add_sampling(parser: argparse.ArgumentParser, temperature: float, max_tokens
     group.add_argument("--presence-penalty", type=float, default=0.0, metavar="X")
     group.add_argument("--frequency-penalty", type=float, default=0.0, metavar="X")
     group.add_argument("--seed", type=int, metavar="S", help="same seed, same text (drawn when left out)")
-    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
+    group.add_argument(
+        "--stop", type=nonempty, action="append", default=[], metavar="TEXT", help="end before this text; repeatable"
+    )
     group.add_argument("--ignore-eos", action="store_true", help="go on after the model's end token")
     add_generation_config(group)
 

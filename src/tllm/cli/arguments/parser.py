@@ -74,6 +74,13 @@ def size(text: str) -> int:
     return int(float(match[1]) * UNITS[unit])
 
 
+def nonempty(given: str) -> str:
+    """Any text but an empty one."""
+    if not given:
+        raise argparse.ArgumentTypeError("an empty text is none: leave it out")
+    return given
+
+
 def token_ids(text: str) -> tuple[int, ...]:
     """Token ids joined by commas: 1,2,3."""
     parts = [part.strip() for part in text.split(",")]

@@ -38,7 +38,8 @@ class PageStore(Protocol):
 
 @dataclass
 class PrefixLoad:
-    """Pages of a waiting sequence that come from disk: numbers [start, stop) of its pages, into `pages`.
+    """Pages of a waiting sequence that come from disk: numbers [start, stop) of its pages, with these `names`, into
+    `pages`.
 
     `owner` holds these pages in the pool. The first `taken` of them are in the cache. `parts` were fetched and not
     taken yet: the number of each message, and its count of pages. `is_taking`: a message to take the first of them
@@ -48,6 +49,7 @@ class PrefixLoad:
     sequence: Sequence
     owner: int
     start: int
+    names: frozenset[bytes]
     pages: list[int]
     fetched: int = 0
     taken: int = 0
@@ -138,11 +140,13 @@ class StoredPrefixes:
         if sequence.prefix.is_sought or sequence.in_flight or sequence.prompt.needs_every_token:
             return False
         found = self._prefix_cache.find(sequence)
-        names = self._names_on_disk(sequence, len(found))
-        if names and any(names[0] in load.sequence.prefix.names[load.start :] for load in self.loads.values()):
+        # Of many that wait, most are looked at in each step, so no more of their pages than need be.
+        first = next(self._names_on_disk(sequence, len(found)), None)
+        if first is not None and any(first in load.names for load in self.loads.values()):
             return True  # another sequence with this prefix has it read
-        if names and len(self.loads) == MAX_LOADS:
+        if first is not None and len(self.loads) == MAX_LOADS:
             return True
+        names = list(self._names_on_disk(sequence, len(found)))
         tokens = (len(found) + len(names)) * self._pool.page_size
         owner = -1 - sequence.key
         if names and not self._pool.begin(owner, found, tokens):
@@ -150,7 +154,7 @@ class StoredPrefixes:
         sequence.prefix.is_sought = True
         if names:
             pages = [page for first, n in self._pool.page_table(owner) for page in range(first, first + n)]
-            self.loads[sequence.key] = PrefixLoad(sequence, owner, len(found), pages[len(found) :])
+            self.loads[sequence.key] = PrefixLoad(sequence, owner, len(found), frozenset(names), pages[len(found) :])
         return bool(names)
 
     def next_fetch(self, load: PrefixLoad) -> FetchPages | None:
@@ -207,14 +211,12 @@ class StoredPrefixes:
         """The counts, under the names that metrics have."""
         return {"external_prefix_queries": self.queries, "external_prefix_hits": self.hits}
 
-    def _names_on_disk(self, sequence: Sequence, start: int) -> list[bytes]:
+    def _names_on_disk(self, sequence: Sequence, start: int) -> Iterator[bytes]:
         """The names of its pages from number `start` on that the driver's disk has, up to the first that it lacks."""
-        names = []
         for name, _ in self._prefix_cache.chain(sequence, start, (len(sequence.token_ids) - 1) // self._pool.page_size):
             if name in self._lacking or not self._store.may_have(name):
-                break
-            names.append(name)
-        return names
+                return
+            yield name
 
     def _end(self, load: PrefixLoad) -> None:
         self._prefix_cache.add_pages(load.sequence, load.start, load.pages[: load.taken])

@@ -46,6 +46,9 @@ OPEN_SECONDS = 30.0
 MOST_OUTPUTS = 256
 """In one message, where many are there at once."""
 
+MOST_UNWANTED = 1024
+"""Names that were cancelled and are not read, the newest. Most have just ended; the others have not begun yet."""
+
 
 class NodeRequests:
     """What nodes ask for whose HTTP servers answer requests, from when it is open to them.
@@ -65,6 +68,7 @@ class NodeRequests:
         self._store: StreamStore | None = None
         self._adapters: ServedAdapters = NoAdapters()
         self._reading: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._unwanted: dict[tuple[str, str], None] = {}
 
     def open(
         self, model: ServedModel, router: RequestRouter, store: StreamStore, adapters: ServedAdapters | None = None
@@ -94,8 +98,7 @@ class NodeRequests:
             return self._submit(node, message)
 
         async def cancel(message: Cancel) -> None:
-            if (reading := self._reading.get((node, message.request_id))) is not None:
-                reading.cancel()
+            self._cancel((node, message.request_id))
 
         async def open_stream(message: OpenStream) -> StreamOpened:
             try:
@@ -119,6 +122,16 @@ class NodeRequests:
             FollowStream: follow,
             EndStream: end,
         }
+
+    def _cancel(self, name: tuple[str, str]) -> None:
+        """End what is read under this name, or what will be: the task of a question may begin after its cancellation
+        has come, or wait for the coordinator."""
+        if (reading := self._reading.get(name)) is not None:
+            reading.cancel()
+            return
+        self._unwanted[name] = None
+        if len(self._unwanted) > MOST_UNWANTED:
+            del self._unwanted[next(iter(self._unwanted))]
 
     async def _submit(self, node: str, message: Submit) -> AsyncGenerator[Message, None]:
         await self._until_open()
@@ -147,7 +160,10 @@ class NodeRequests:
                 yield answer
 
     async def _read(self, node: str, name: str, source: AsyncGenerator[Output, None]) -> AsyncGenerator[Outputs, None]:
-        """The outputs of a source, until it ends or the node cancels that name."""
+        """The outputs of a source, until it ends or the node cancels that name, as it may have done already."""
+        if (node, name) in self._unwanted:
+            del self._unwanted[node, name]
+            return
         arrived: asyncio.Queue[Output | TllmError | None] = asyncio.Queue()
 
         async def read() -> None:

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tllm.server.admission.account import Account
 from tllm.server.admission.key_ring import KeyRing
+from tllm.server.http.cross_origin import preflight_reply, readable_by
 from tllm.server.http.errors import HttpError, reply_of
 from tllm.server.http.metrics import Metrics
 from tllm.server.http.settings import ServerSettings, is_loopback
@@ -27,7 +28,8 @@ class Guard:
     """Denies by default: with keys set, only `/health` and what is below it, and the page's files answer without one.
 
     A foreign Host is a sign of DNS rebinding, a foreign Origin of another site's page; both are refused for every
-    method. Addresses as Host are always fine, as no name was looked up.
+    method. Addresses as Host are always fine, as no name was looked up. Browsers are told that pages which are allowed
+    may call (`cross_origin`).
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics, keys: KeyRing) -> None:
@@ -43,16 +45,31 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse or hand on."""
         if scope["type"] == "http":
+            origin = self._allowed_page(scope)
+            if origin:
+                send = readable_by(origin, send)
             try:
-                self._check(scope)
+                self._check_names(scope)
+                asked = preflight_reply(scope) if origin else None
+                if asked is not None:
+                    await asked(scope, receive, send)
+                    return
+                self._check_key(scope)
             except HttpError as error:
                 await reply_of(error, scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
-    def _check(self, scope: Scope) -> None:
+    def _allowed_page(self, scope: Scope) -> str:
+        """The origin of a page of another site that may call, "" for any other request."""
+        values = _all(scope, b"origin")
+        return values[0] if len(values) == 1 and values[0].lower() in self._origins else ""
+
+    def _check_names(self, scope: Scope) -> None:
         host = self._host(_all(scope, b"host"))
         self._origin(_all(scope, b"origin"), host)
+
+    def _check_key(self, scope: Scope) -> None:
         if not _is_open(scope["method"], scope["path"]):
             account = self._keys.anonymous
             if not self._keys.is_open:

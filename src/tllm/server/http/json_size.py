@@ -10,7 +10,9 @@ import re
 
 from tllm.server.http.errors import HttpError
 
-_TEXTS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+# Texts and what is between them up to a bracket are one match, as there may be millions of texts. One that never ends
+# goes to the end of the body: else each quote in it would be tried as a beginning anew.
+_TEXTS = re.compile(rb'(?:"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)[^"\[\]{}]*+)++', re.DOTALL)
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 

@@ -18,8 +18,8 @@ from tllm.server.pooling.requests import MAX_INPUTS
 
 Made = TypeVar("Made", bound=SamplingFields)
 
-UNLIMITED = (-1, -2)
-"""Values of `num_predict` that ask for as many tokens as there are room for."""
+UNLIMITED = (0, -1, -2)
+"""Values of `num_predict` that ask for as many tokens as there is room for; ollama takes 0 so, too."""
 
 
 SWITCHED_OFF: dict[str, tuple[float, ...]] = {

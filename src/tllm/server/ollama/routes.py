@@ -95,9 +95,8 @@ class OllamaRoutes:
     async def embed(self, http: HttpRequest) -> Response:
         request, began = decode(await http.body(), OllamaEmbedRequest), time.monotonic()
         self._pooled.model(named(request.model))
-        ids = await self._pooled.encoded(request.input)
-        if request.truncate is not False:
-            ids = [one[: self._client.max_model_len] for one in ids]
+        encoded = self._pooled.encoded if request.truncate is False else self._pooled.cut
+        ids = await encoded(request.input)
         found = await self._pooled.embed(ids, http.scope, dimensions=request.dimensions)
         counts = {
             "total_duration": round((time.monotonic() - began) * NANOSECONDS),

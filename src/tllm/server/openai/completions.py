@@ -25,7 +25,7 @@ from tllm.server.openai.choice import ChoiceOptions, ReplyChoice
 from tllm.server.openai.engine_client import RequestRouter
 from tllm.server.openai.generation_job import GenerationJob
 from tllm.server.openai.lora_adapters import NoAdapters, ServedAdapters
-from tllm.server.openai.prompts import Prompt, Prompts
+from tllm.server.openai.prompts import Prompt, Prompts, count_prompts
 from tllm.server.openai.reply_format import ChatFormat, CompletionFormat, ReplyFields, ReplyFormat
 from tllm.server.openai.requests import ChatRequest, CompletionRequest, SamplingFields
 from tllm.server.openai.structured_output import asked_grammar, checked_grammar
@@ -79,6 +79,8 @@ class Completions:
         """`/v1/completions`. With the `ids` of an earlier reply to the same request, that reply's job."""
         ids = ids or ReplyIds()
         scheduling = self._checked_caller(request, caller, ids)
+        # Before there is work on them: a body has room for millions of prompts.
+        self._router.check_count(count_prompts(request.prompt) * (request.n or 1))
         prompts = await self._prompts.batch(request.prompt, request.add_special_tokens is not False)
         fields = self._fields(request, request.logprobs is not None)
         logprobs = (request.logprobs, request.logprobs if request.echo else None)

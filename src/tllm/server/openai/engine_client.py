@@ -102,6 +102,12 @@ class RequestRouter:
             self.metrics.keys.refused(account.key.name, refusal.limit)
             raise rate_limited(refusal)
 
+    def check_count(self, count: int) -> None:
+        """HttpError for a request of more sequences than are ever taken."""
+        if count > self.max_sequences:
+            message = f"the request asks for {count} sequences, at most {self.max_sequences} are taken at once"
+            raise HttpError(400, f"{message} (split the request)", code="too_many_sequences")
+
     @contextmanager
     def admit(
         self, count: int, account: Account, prompt_tokens: int, max_tokens: int, lasting: bool = False
@@ -112,9 +118,7 @@ class RequestRouter:
         """
         if self.draining and not (lasting and self.leaving):
             raise draining()
-        if count > self.max_sequences:
-            message = f"the request asks for {count} sequences, at most {self.max_sequences} are taken at once"
-            raise HttpError(400, f"{message} (split the request)", code="too_many_sequences")
+        self.check_count(count)
         self._check_room(count, account)
         self.check(account, prompt_tokens, max_tokens)
         self.metrics.keys.admitted(account.key.name)

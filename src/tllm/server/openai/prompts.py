@@ -29,6 +29,11 @@ class Prompt:
     text: str | None = None
 
 
+def count_prompts(given: str | Sequence[str | int | list[int]] | None) -> int:
+    """How many prompts a text is, or ids, or a batch of either."""
+    return 1 if not given or isinstance(given, str) or isinstance(given[0], int) else len(given)
+
+
 class Prompts:
     """Makes prompts with a model's tokenizer and chat template, where it has them."""
 
@@ -43,9 +48,10 @@ class Prompts:
             raise RequestError("a prompt is needed", "give a text, token ids, or a list of either", "prompt")
         if isinstance(prompt, str):
             return [await self.text(prompt, add_special_tokens)]
-        if all(isinstance(item, int) for item in prompt):
+        kinds = set(map(type, prompt))  # of what may be millions of ids
+        if kinds == {int}:
             return [self._ids(prompt)]
-        if any(isinstance(item, int) for item in prompt):
+        if int in kinds:
             raise RequestError("a batch holds texts or lists of ids, not bare ids among them", param="prompt")
         texts = [item for item in prompt if isinstance(item, str)]
         made = iter(await self._texts(texts, add_special_tokens) if texts else ())
@@ -55,6 +61,12 @@ class Prompts:
         """A text's prompt. A text that cannot fit is refused before work is spent on it."""
         [prompt] = await self._texts([text], add_special_tokens)
         return prompt
+
+    async def cut(self, texts: Sequence[str]) -> list[Prompt]:
+        """The prompts of texts, each cut to what the context holds."""
+        tokenizer, most = self.need_tokenizer("a text"), self._max_model_len
+        found = await asyncio.to_thread(lambda: [tokenizer.encode_cut(text, most) for text in texts])
+        return _prompts(texts, found)
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Ids of any text."""
@@ -68,10 +80,7 @@ class Prompts:
             if longest > most:
                 message = f"the prompt has {longest} characters; {self._max_model_len} tokens hold at most {most}"
                 raise HttpError(400, message, code="context_length_exceeded", param="prompt")
-        found = await self._encoded(texts, add_special_tokens)
-        if not all(found):
-            raise RequestError("the prompt has no tokens", "give at least one character", "prompt")
-        return [Prompt(tuple(ids), text) for ids, text in zip(found, texts, strict=True)]
+        return _prompts(texts, await self._encoded(texts, add_special_tokens))
 
     async def _encoded(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         """Much text is encoded aside, so that other requests go on."""
@@ -118,9 +127,15 @@ class Prompts:
     def _ids(self, ids: list[int]) -> Prompt:
         if not ids:
             raise RequestError("a prompt has no tokens", "give at least one id", "prompt")
-        if not all(isinstance(i, int) for i in ids) or min(ids) < 0 or max(ids) >= _IDS:
+        if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= _IDS:
             raise RequestError(f"token ids are numbers from 0 to {_IDS - 1}", param="prompt")
         return Prompt(tuple(ids))
+
+
+def _prompts(texts: Sequence[str], found: Sequence[list[int]]) -> list[Prompt]:
+    if not all(found):
+        raise RequestError("the prompt has no tokens", "give at least one character", "prompt")
+    return [Prompt(tuple(ids), text) for ids, text in zip(found, texts, strict=True)]
 
 
 def _for_template(message: RequestMessage, template: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ its values into the engine's `SamplingParams`, which keep their names from there
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -125,7 +126,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         if max_tokens is not None and self.takes_what_is_left:
             max_tokens = min(max_tokens, max(1, room))
         if room < 1 or (max_tokens is not None and max_tokens > room):
-            needs = f"{prompt_tokens} prompt tokens" + (f" and {max_tokens} to generate" if max_tokens else "")
+            needs = f"{prompt_tokens} prompt tokens and {max_tokens or 1} to generate"  # the engine makes one at least
             raise HttpError(
                 400,
                 f"the model's context is {max_model_len} tokens, the request needs {needs}; shorten the prompt or "
@@ -248,6 +249,7 @@ class ChatRequest(SamplingFields, kw_only=True):
         if others := set(self.modalities or ()) - {"text"}:
             raise RequestError(f"modalities asks for {sorted(others)[0][:50]!r}, replies are text", param="modalities")
         at_most(len(self.messages), limits.max_messages, "messages", "messages")
+        at_most(num_parts(self.messages), limits.max_json_containers, "messages", "parts of contents")
         at_most(len(self.tools or ()), limits.max_tools, "tools", "tools")
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
@@ -272,6 +274,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     def check(self, limits: RequestLimits) -> None:
         """RequestError for more than the limits."""
         at_most(len(self.messages or ()), limits.max_messages, "messages", "messages")
+        at_most(num_parts(self.messages or ()), limits.max_json_containers, "messages", "parts of contents")
         at_most(len(self.tools or ()), limits.max_tools, "tools", "tools")
         check_template_kwargs(self.chat_template_kwargs)
 
@@ -280,6 +283,11 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     """`POST /detokenize`."""
 
     tokens: list[TokenId]
+
+
+def num_parts(messages: Sequence[RequestMessage]) -> int:
+    """How many parts the contents of messages have. Those that are bare texts are no objects, and not counted there."""
+    return sum(len(message.content) for message in messages if isinstance(message.content, list))
 
 
 def at_most(have: int, most: int, param: str, what: str) -> None:

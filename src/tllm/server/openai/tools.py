@@ -13,7 +13,7 @@ from tllm.server.reply.held_calls import HeldTool
 from tllm.server.reply.tool_formats import ToolFormat, named_call, required_calls
 from tllm.spec.request import Grammar
 
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}\Z")  # as long as Anthropic's and MCP's; OpenAI's end at 64
 Schema = dict[str, Any]
 
 
@@ -59,7 +59,7 @@ class OfferedTools:
         names = [tool.function.name for tool in given]
         for name in names:
             if not _NAME.match(name):
-                message = f"a tool is called {name[:80]!r}; names have 1 to 64 letters, digits, '_', '.' and '-'"
+                message = f"a tool is called {name[:80]!r}; names have 1 to 128 letters, digits, '_', '.' and '-'"
                 raise RequestError(message, param="tools")
             if names.count(name) > 1:
                 raise RequestError(f"two tools are called {name!r}", "give each its own name", "tools")

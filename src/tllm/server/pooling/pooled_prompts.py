@@ -106,7 +106,7 @@ class PooledPrompts:
         if kind == "embedding":
             return await self._by_embeddings(pairs, asker)
         if kind == "generative":
-            ids = await aside(lambda pair: self._prompts.question(*pair, instruction), pairs)
+            ids = await self._encoded(lambda pair: self._prompts.question(*pair, instruction), pairs)
             params = PoolingParams(kind="logprobs", token_ids=self._prompts.answer_ids())
             outputs = await self.pooled(ids, params, asker)
             # e^yes / (e^no + e^yes): what the two would have if there were no other tokens
@@ -115,7 +115,7 @@ class PooledPrompts:
             if self.pooling.num_labels != 1:
                 message = f"the model's head has {self.pooling.num_labels} labels, and a score is one number"
                 raise RequestError(message, "serve a model with one label")
-            ids = await aside(lambda pair: self._prompts.pair(*pair), pairs)
+            ids = await self._encoded(lambda pair: self._prompts.pair(*pair), pairs)
             outputs = await self.pooled(ids, PoolingParams(kind="score"), asker)
             values = tuple(logistic(one.pooled[0]) if activation else one.pooled[0] for one in outputs)
         return Scores(values, sum(map(len, ids)))
@@ -169,15 +169,25 @@ class PooledPrompts:
     async def _by_embeddings(self, pairs: Sequence[tuple[str, str]], asker: Asker) -> Scores:
         """Each text is embedded once, however many pairs it is in."""
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-        ids = await aside(self._prompts.tokenizer.encode, texts)
+        ids = await self._encoded(self._prompts.tokenizer.encode, texts)
         vectors = {text: one.vector for text, one in zip(texts, await self.embed(ids, asker=asker), strict=True)}
         values = tuple(cosine(vectors[text], vectors[other]) for text, other in pairs)
         return Scores(values, sum(map(len, ids)))
 
+    async def _encoded(self, encode: Callable[[T], Sequence[int]], texts: Sequence[T]) -> list[Sequence[int]]:
+        """What each text is encoded as, in another thread: many take long, and other requests go on.
 
-async def aside(encode: Callable[[T], Sequence[int]], texts: Sequence[T]) -> list[Sequence[int]]:
-    """What each text is encoded as, in another thread: many take long, and other requests go on."""
-    return await asyncio.to_thread(lambda: [encode(text) for text in texts])
+        Nothing is encoded after the first that is too long, such as a long query, which is part of each pair.
+        """
+
+        def encode_all() -> list[Sequence[int]]:
+            found = list[Sequence[int]]()
+            for text in texts:
+                found.append(encode(text))
+                self._check(found[-1])
+            return found
+
+        return await asyncio.to_thread(encode_all)
 
 
 def softmax(values: Vector) -> Vector:

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from tllm.core.errors import RequestError
+from tllm.server.openai.prompts import count_prompts
 from tllm.server.openai.requests import MAX_SALT_LENGTH, Refused, refuse
 
 MAX_INPUTS = 2048
@@ -109,6 +110,6 @@ class RerankRequest(msgspec.Struct, kw_only=True):
 
 
 def _check_count(given: str | Sequence[str | int | list[int]]) -> None:
-    is_batch = not isinstance(given, str) and not isinstance(given[0], int)
-    if is_batch and len(given) > MAX_INPUTS:
-        raise RequestError(f"{len(given)} inputs, at most {MAX_INPUTS} are taken", "send several", "input")
+    count = count_prompts(given)
+    if count > MAX_INPUTS:
+        raise RequestError(f"{count} inputs, at most {MAX_INPUTS} are taken", "send several", "input")

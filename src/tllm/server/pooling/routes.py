@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from tllm.server.http.routed import decode, json_reply
 from tllm.server.http.settings import ServerSettings
 from tllm.server.openai.completions import Completions
 from tllm.server.openai.engine_client import RequestRouter
-from tllm.server.openai.prompts import Prompts
+from tllm.server.openai.prompts import Prompt, Prompts
 from tllm.server.pooling.pooled_prompts import AT_ONCE, Asker, EmbeddedPrompt, PooledPrompts, Scores
 from tllm.server.pooling.pooler_config import ModelPooling
 from tllm.server.pooling.requests import ClassificationRequest, EmbeddingRequest, RerankRequest, ScoreRequest
@@ -114,11 +114,11 @@ class PoolingRoutes:
 
     async def encoded(self, given: Any, add_special_tokens: bool = True) -> list[tuple[int, ...]]:
         """A text, ids, or a batch of either, as ids."""
-        try:
-            prompts = await self._prompts.batch(given, add_special_tokens)
-        except RequestError as error:
-            raise RequestError(error.message, error.hint, "input") from error
-        return [prompt.ids for prompt in prompts]
+        return await _ids_of(self._prompts.batch(given, add_special_tokens))
+
+    async def cut(self, given: str | Sequence[str]) -> list[tuple[int, ...]]:
+        """A text, or several, as ids, of which the context holds all."""
+        return await _ids_of(self._prompts.cut([given] if isinstance(given, str) else given))
 
     async def embed(
         self,
@@ -173,6 +173,13 @@ class PoolingRoutes:
         if most and len(ids) > most:
             message = f"an input has {len(ids)} tokens, at most {most} are taken (shorten it)"
             raise HttpError(400, message, code="prompt_too_long", param="input")
+
+
+async def _ids_of(prompts: Awaitable[Sequence[Prompt]]) -> list[tuple[int, ...]]:
+    try:
+        return [prompt.ids for prompt in await prompts]
+    except RequestError as error:
+        raise RequestError(error.message, error.hint, "input") from error
 
 
 def _usage(tokens: int) -> dict[str, int]:

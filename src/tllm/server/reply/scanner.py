@@ -16,8 +16,9 @@ Steps = Generator[ReplyEvent | None, None, T]
 Emit = Callable[[str], ReplyEvent]
 Parser = Callable[["Scanner"], Steps[None]]
 
-MAX_HELD = 64 * 1024
-"""Characters that a parser may hold while it does not know yet what they are: a name, a header, a parameter."""
+MAX_HELD = 1 << 20
+"""Characters that a parser may hold while it does not know yet what they are: a name, a header, a parameter. A tool
+that writes a file has all of it in a parameter, so this is more than a reply has."""
 
 
 class Scanner:
@@ -72,14 +73,20 @@ class Scanner:
             yield None
 
     def text_until(self, marks: tuple[str, ...]) -> Steps[tuple[str, str]]:
-        """The text before the first of these marks and the mark, both read; ("", "") where none comes in time."""
+        """The text before the first of these marks and the mark, both read; ("", "") where none comes in time.
+
+        What holds no mark is put aside, so that it is looked through once however many pieces follow.
+        """
+        aside, size = list[str](), 0
         while True:
             at, mark = self._first(marks)
-            if at > MAX_HELD or (self.is_ended and not mark):
+            if size + at > MAX_HELD or (self.is_ended and not mark):
+                self.text = "".join((*aside, self.text))
                 return "", ""
+            aside.append(self.text[:at])
+            size, self.text = size + at, self.text[at + len(mark) :]
             if mark:
-                before, self.text = self.text[:at], self.text[at + len(mark) :]
-                return before, mark
+                return "".join(aside), mark
             yield None
 
     def _first(self, marks: tuple[str, ...]) -> tuple[int, str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tllm.cli.arguments.parser import Parser, address, count, size, token_ids, whole
+from tllm.cli.arguments.parser import Parser, address, count, nonempty, size, token_ids, whole
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,7 @@ from tllm.cli.arguments.parser import Parser, address, count, size, token_ids, w
         (size, "2g", 2 << 30),
         (token_ids, "1, 2,3", (1, 2, 3)),
         (address, "lab-3:7000", ("lab-3", 7000)),
+        (nonempty, "\n", "\n"),
         (address, "[::1]:7000", ("::1", 7000)),
     ],
 )
@@ -47,6 +48,7 @@ def test_values(read: Callable[[str], Any], text: str, value: object) -> None:
         (address, ":7000"),
         (address, "lab-3:0"),
         (address, "lab-3:70000"),
+        (nonempty, ""),
     ],
 )
 def test_refusals(read: Callable[[str], Any], text: str) -> None:

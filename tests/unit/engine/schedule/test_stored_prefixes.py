@@ -22,6 +22,7 @@ from tllm.engine.schedule import prefix_cache
 from tllm.engine.schedule.batch import decode, encode
 from tllm.engine.schedule.prefix_cache import PageContent
 from tllm.engine.schedule.scheduler import Scheduler
+from tllm.engine.schedule.stored_prefixes import MAX_LOADS
 from tllm.engine.stage_pages import StagePages, check_pages
 from tllm.spec.request import Output, Request
 
@@ -358,3 +359,26 @@ def test_what_comes_back_must_be_what_was_sent() -> None:
     for came in (TakePages(4, ((0, 2),), 2), TakePages(3, ((1, 2),), 2), TakePages(3, ((0, 2),), 3), object()):
         with pytest.raises(FrameError):
             stage.check_back(sent, came)
+
+
+def test_of_those_that_wait_for_their_turn_at_the_disk_a_step_looks_at_one_page_each() -> None:
+    """All their pages were looked up in each step: 200 prompts of 8,192 tokens took it 500 ms, for which the replies of
+    others waited."""
+
+    class CountedDisk(FakeDisk):
+        asked = 0
+
+        def may_have(self, name: bytes) -> bool:
+            self.asked += 1
+            return True
+
+    disk = CountedDisk()
+    scheduler = Scheduler(limits(num_pages=400, max_model_len=200))
+    scheduler.pages.keep_on_disk(disk, part_pages=2)
+    for number in range(20):
+        scheduler.add(request(str(number), [number + 1] * 100))
+    assert scheduler.schedule() is None and scheduler.pages.stored is not None
+    assert len(scheduler.pages.stored.loads) == MAX_LOADS
+    disk.asked = 0
+    assert scheduler.schedule() is None
+    assert disk.asked == 20 - MAX_LOADS

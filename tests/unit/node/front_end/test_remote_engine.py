@@ -13,9 +13,9 @@ import pytest
 
 from tests.support.cluster.channel_pair import channel_pair
 from tests.support.serving.fake_engine import FakeEngine
-from tllm.cluster.channel import Channel, Gone
+from tllm.cluster.channel import HEAD, QUESTION, Channel, Gone, one_way
 from tllm.cluster.http_messages import ServedModel, ServesHttp
-from tllm.cluster.messages import Message
+from tllm.cluster.messages import Cancel, Message, Submit
 from tllm.core.errors import ClusterError, RequestError
 from tllm.node.front_end import remote_engine
 from tllm.node.front_end.engine_link import EngineLink
@@ -164,6 +164,31 @@ def test_a_request_runs_on_the_clusters_engine() -> None:
             await node.read(request("s"))
         assert refused.value.hint == "leave it out"
         assert coordinator.router.in_hand == 0
+
+    play(scene)
+
+
+def test_a_request_that_is_cancelled_before_it_began_is_not_computed() -> None:
+    """The question and its cancellation may be read at one go, before the question's task has begun; or while the
+    coordinator is not ready. It had run to its end then, for nobody."""
+
+    async def scene() -> None:
+        coordinator = Coordinator(engine())
+        early = Node(coordinator, "lab-2")
+        reading = asyncio.create_task(early.read(request("early")))
+        await asyncio.sleep(0.05)
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        await asyncio.sleep(0.05)
+        coordinator.open()
+        body = msgspec.msgpack.encode(Submit(request("r")))
+        question = HEAD.pack(len(body), QUESTION, 7) + body
+        early.here.post_frame(question + one_way(Cancel("r")))
+        assert await early.read(request("s")) == IDS
+        assert [one.id for one in coordinator.engine.submitted] == ["s"]
+        other = Node(coordinator, "lab-3")
+        assert await other.read(request("r")) == IDS, "what another node calls alike is another request"
+        assert coordinator.router.is_idle
 
     play(scene)
 

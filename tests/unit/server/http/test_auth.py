@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from tests.unit.server.kit import get, refusal, say, serve
+from tests.unit.server.kit import get, post, refusal, say, serve
 
 METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD", "TRACE", "WEIRD"]
 PATHS = [
@@ -94,3 +94,51 @@ def test_names_and_pages_that_were_allowed() -> None:
     wide = serve(say(), host="0.0.0.0", api_keys=KEYS)
     assert get(wide, "/health", headers={"host": mine}).status_code == 200
     assert get(wide, "/health", headers={"host": "evil.example"}).status_code == 403
+
+
+def test_a_page_that_is_allowed_may_call_from_a_browser() -> None:
+    """A browser sends the page's request once the preflight, which brings no key, was answered, and gives the page only
+    replies that name its origin."""
+    app = serve(say(), api_keys=KEYS, allowed_origins=("https://chat.lan",))
+    page = {"origin": "https://chat.lan"}
+    wanted = "authorization,content-type,x-stainless-lang"
+    asks = {**page, "access-control-request-method": "POST", "access-control-request-headers": wanted}
+    preflight = get(app, "/v1/chat/completions", "OPTIONS", headers=asks)
+    assert preflight.status_code == 204
+    assert preflight.headers["access-control-allow-origin"] == "https://chat.lan"
+    assert preflight.headers["access-control-allow-headers"] == wanted
+    assert "POST" in preflight.headers["access-control-allow-methods"]
+    key = {**page, "authorization": f"Bearer {KEYS[0]}"}
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+    replies = [
+        get(app, "/v1/models", headers=key),
+        get(app, "/v1/models", headers=page),  # 401, whose words the page may show
+        post(app, "/v1/chat/completions", body, headers=key),
+        post(app, "/v1/chat/completions", {**body, "stream": True}, headers=key),
+        post(app, "/v1/chat/completions", b"{", headers=key),
+    ]
+    assert [reply.status_code for reply in replies] == [200, 401, 200, 200, 400]
+    for reply in replies:
+        assert reply.headers.get_list("access-control-allow-origin") == ["https://chat.lan"]
+        assert reply.headers["vary"] == "Origin"
+        assert "x-request-id" in reply.headers["access-control-expose-headers"]
+
+
+@pytest.mark.parametrize("origin", ["https://chat.lan.evil", "http://chat.lan", "null", "http://127.0.0.1:8000"])
+def test_no_other_page_is_told_that_it_may_call(origin: str) -> None:
+    app = serve(say(), api_keys=KEYS, allowed_origins=("https://chat.lan",))
+    asks = {"origin": origin, "access-control-request-method": "POST"}
+    for method, path in (("OPTIONS", "/v1/models"), ("GET", "/health"), ("GET", "/v1/models")):
+        response = get(app, path, method, headers=asks)
+        assert not [name for name in response.headers if name.startswith("access-control")]
+        assert response.status_code == 200 if path == "/health" and "127" in origin else response.status_code >= 400
+
+
+def test_headers_that_a_page_asks_for_are_names_and_nothing_else() -> None:
+    app = serve(say(), allowed_origins=("https://chat.lan",))
+    asks = {"origin": "https://chat.lan", "access-control-request-method": "GET"}
+    reply = get(app, "/", "OPTIONS", headers={**asks, "access-control-request-headers": "a;b=<c>"})
+    assert reply.status_code == 204 and "access-control-allow-headers" not in reply.headers
+    twice = [("host", "localhost"), ("origin", "https://chat.lan"), ("origin", "https://chat.lan")]
+    reply = get(app, "/health", headers=twice)
+    assert "access-control-allow-origin" not in reply.headers

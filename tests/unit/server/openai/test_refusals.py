@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import pytest
@@ -217,6 +218,30 @@ def test_an_engines_refusal_has_a_status_even_for_a_stream(
     reply = refusal(post(serve(engine), PATH, {**GOOD, "stream": stream, "n": 2}), status)
     assert error.message in reply["message"]
     assert reply["code"] == code
+
+
+@pytest.mark.parametrize("asked", [{}, {"max_tokens": 0, "echo": True}, {"max_tokens": 1}])
+def test_a_prompt_that_fills_the_context_leaves_no_room_for_a_token(asked: dict[str, Any]) -> None:
+    body = {"model": "tiny", "prompt": [5] * 256, **asked}
+    message = refusal(post(serve(say()), PATH, body), 400)["message"]
+    assert "context is 256 tokens, the request needs 256 prompt tokens and 1 to generate" in message
+
+
+def test_too_many_prompts_are_refused_before_there_is_work_on_them() -> None:
+    """A body of 100 KB, with 16 choices of each prompt, had kept everybody waiting for 43 s until it was refused."""
+    body = {**GOOD, "prompt": ["a"] * 20_000, "n": 16}
+    began = time.process_time()
+    message = refusal(post(serve(say(), max_sequences=320_000 - 1), PATH, body), 400)["message"]
+    assert time.process_time() - began < 2
+    assert message.startswith("the request asks for 320000 sequences, at most 319999 are taken at once")
+
+
+def test_parts_that_are_bare_texts_have_a_limit_too() -> None:
+    """8 MiB have room for 2 million of them, which kept everybody waiting for 4 s; objects were limited before."""
+    parts = {"messages": [{"role": "user", "content": ["a"] * 100_000}]}
+    for path in ("/v1/chat/completions", "/tokenize"):
+        message = refusal(post(serve(say()), path, parts), 400)["message"]
+        assert message.startswith("messages has 100000 parts of contents, at most 65536 are taken")
 
 
 def test_too_much_in_hand_is_429_and_a_drain_is_503() -> None:

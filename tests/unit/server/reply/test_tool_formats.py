@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 
 import pytest
 from hypothesis import given
@@ -269,3 +270,27 @@ def test_what_a_grammar_leaves_free_follows_from_the_prompt() -> None:
     assert parsers.free_part("<|assistant|><think>\n") == ("", "</think>")
     assert parsers.free_part("<|assistant|><think>\n\n</think>\n\n") == ("", "")
     assert ReplyParsers("hermes").free_part("<think>") == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("parser", "begin", "end"),
+    [
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=s>\n", "\n</parameter>\n</function>\n</tool_call>"),
+        ("glm45", "<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>", "</arg_value>\n</tool_call>"),
+    ],
+)
+def test_a_file_of_200_kb_is_a_parameter_like_another(parser: str, begin: str, end: str) -> None:
+    """One of more than 64 KB was given out as text, and the call had no arguments. It is looked through once: else so
+    many tokens would take minutes."""
+    content = "x = [1, 2] if a < b else {}\n" * 8000
+    reply = ReplyParsers(parser).parser("", schemas=SCHEMAS)
+    text, events = begin + content + end, list[ReplyEvent]()
+    began = time.process_time()
+    for at in range(0, len(text), 4):
+        events += reply.push(text[at : at + 4])
+    events += reply.finish("stop", None)
+    assert time.process_time() - began < 10
+    found = merged(events)
+    assert found.text == "" and [call.name for call in found.calls] == ["f"]
+    assert json.loads(found.calls[0].arguments) == {"s": content.removesuffix("\n") if parser == "glm45" else content}
+    assert found.finish is not None and found.finish.reason == "tool_calls"

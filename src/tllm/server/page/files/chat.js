@@ -50,7 +50,8 @@ export class Chat {
     const text = find("message").value;
     if (!text.trim() || this.running || this.hasTemplate === null) return;
     find("message").value = "";
-    this.messages.push({ role: "user", content: text });
+    const messages = this.messages; // a new chat that begins meanwhile has others
+    messages.push({ role: "user", content: text });
     show("user").append(...paragraphs(text));
     const item = show("assistant");
     this.running = new AbortController();
@@ -64,7 +65,7 @@ export class Chat {
     } catch (error) {
       if (error.name !== "AbortError") item.append(element("p", { class: "fault" }, error.message));
     } finally {
-      this.messages.push({ role: "assistant", content: reply.text });
+      messages.push({ role: "assistant", content: reply.text });
       item.append(element("p", { class: "quiet" }, summary(reply)));
       this.running = null;
       this.working(false);
