@@ -22,6 +22,7 @@ from tllm.training.job.target_modules import adapter_parameter_count
 from tllm.training.measure.peak_flops import known_peak
 from tllm.training.parameter_server.learner import ParameterServerLearner
 from tllm.training.policy.rollouts import MakeRollouts, Rollouts
+from tllm.training.questions.stop_signal import STOPPED
 from tllm.training.report.events import (
     TOLD_COMPLETIONS,
     IsStopped,
@@ -126,9 +127,11 @@ class RankTrainer:
     def run(self, on_event: OnEvent, is_stopped: IsStopped = lambda: False) -> None:
         """Take the steps that are left, or end after the one in which any rank is stopped or evaluations end it; saved.
 
-        Where rank 0 cannot make a step's batch, the steps before are saved, and every rank raises why: ConfigError.
+        Where rank 0 cannot make a step's batch, the steps before are saved, and every rank raises why: ConfigError. One
+        that it was waiting for when it was stopped is not taken, where nobody could be reached who makes it.
         """
         job, spec = self.config.job, self.config.spec
+        self.config.stop.follow(is_stopped)
         if self.config.rank == 0:
             self._sinks = sinks(Path(job.output_dir), job.report_to, self._step, is_evaluated_by_completions(job))
             for sink in self._sinks:
@@ -161,8 +164,7 @@ class RankTrainer:
         """
         start = time.monotonic()
         batch = self._feed.next(lambda reason: on_event(RunWaits(self._step, reason)))
-        if batch.fault is not None:
-            self._fault = batch.fault
+        if self._is_ended_by(batch.fault):
             return True
         microbatches = self._forward.before_passes(self._feed.microbatches(batch))
         loss_scale = self._learner.begin_step(batch, microbatches)
@@ -189,13 +191,18 @@ class RankTrainer:
         if self._state.is_save_due(self._step):
             self._state.save(self._step, self._forward.best.standing)
         self._report_saves(self._state.finished_saves(), on_event)
-        if evaluated is not None:
-            self._fault = self._fault or evaluated.fault
-        return stop or self._fault is not None or bool(self._forward.best.reason)
+        is_ended = evaluated is not None and self._is_ended_by(evaluated.fault)
+        return stop or is_ended or bool(self._forward.best.reason)
 
     def close(self) -> None:
         """End the threads of this rank, once its links are closed or the run has ended."""
         self._closing.close()
+
+    def _is_ended_by(self, fault: tuple[str, str] | None) -> bool:
+        """Whether there is a fault, which is raised at the end of the run unless that was stopped."""
+        if fault is not None and fault != STOPPED:
+            self._fault = self._fault or fault
+        return fault is not None
 
     def _record(self, counters: RankCounters, stopped: bool) -> tuple[StepRecord, bool]:
         """The step's record and whether any rank is stopped, where ranks meet in this step; else this rank's own."""
