@@ -65,8 +65,8 @@ class Room:
             return tuple(found)
         strongest, teams = iter(sorted(devices, key=self.strength, reverse=True)), len(devices) // self.size
         for place in largest:
-            for team in range(teams):
-                found[team * self.size + place] = next(strongest)
+            for number in range(teams):
+                found[number * self.size + place] = next(strongest)
         return tuple(found)
 
     def strength(self, device: int) -> tuple[int, float]:
