@@ -11,6 +11,9 @@ from tllm.planner.roles.role_room import Room
 from tllm.planner.search.layer_cuts import balanced_bounds
 from tllm.spec.plan import Plan
 
+MOST_TEAMS = 8
+"""Sets of unlike devices, of so many each, for which layers are cut: each cut is tried on every set of devices."""
+
 
 def divisions(whole: Room, by_layer: Sequence[int], named: Sequence[int] | None, size: int) -> Iterator[Plan]:
     """Of a model for `size` devices: stages, each of which some hold by tensor parallelism; and, where devices are
@@ -30,15 +33,17 @@ def divisions(whole: Room, by_layer: Sequence[int], named: Sequence[int] | None,
 
 
 def _teams(whole: Room, named: Sequence[int] | None, size: int) -> Iterator[Sequence[int]]:
-    """Devices that may hold one model: those that are named, else of each kind any so many, the strongest first."""
+    """Devices that may hold one model, in the order of its parts: those that are named, else the strongest first, of
+    any kinds; of many such choices those with most memory."""
     if named is not None:
         yield from (named[at : at + size] for at in range(0, len(named), size))
         return
-    kinds = kinds_of(whole.cluster, range(1, len(whole.cluster)))
+    kinds, teams = kinds_of(whole.cluster, range(1, len(whole.cluster))), list[list[int]]()
     for counts in counts_upto(tuple(map(len, kinds)), size):
         if sum(counts) == size:
             team = [device for kind, count in zip(kinds, counts, strict=True) for device in kind[:count]]
-            yield sorted(team, key=whole.strength, reverse=True)
+            teams.append(sorted(team, key=whole.strength, reverse=True))
+    yield from sorted(teams, key=lambda team: -sum(whole.cluster.devices[one].memory for one in team))[:MOST_TEAMS]
 
 
 def _cuts(whole: Room, by_layer: Sequence[int], team: Sequence[int]) -> Iterator[tuple[int, ...]]:
