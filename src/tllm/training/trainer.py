@@ -44,6 +44,7 @@ from tllm.training.state.train_state import FlatMemory
 from tllm.training.step.device_limits import check_device
 from tllm.training.step.rank_groups import RankConfig
 from tllm.training.step.rank_model import RankModel
+from tllm.training.step.shared_prompts import with_shared_prompts
 from tllm.training.sync.diloco import DiLoCoLearner
 from tllm.training.sync.learner import Learner, SynchronousLearner
 from tllm.weights.dtypes import torch_dtype
@@ -79,7 +80,7 @@ class RankTrainer:
         make_rollouts: MakeRollouts | None = None,
     ) -> None:
         check_device(config)
-        self.config = config
+        self.config = config = with_shared_prompts(config)
         self._model = RankModel(config)
         self._meet_steps = MEET_STEPS if config.plan.servers and config.job.max_staleness else 1
         with_positions = replicator is not None
@@ -149,7 +150,7 @@ class RankTrainer:
         self._learner.finish()
         self._state.flush_snapshot()
         self._report_saves(self._state.wait_for_saves(), on_event)
-        if self._fault is not None:
+        if self._fault is not None and self._fault != STOPPED:
             raise ConfigError(*self._fault)
         reason = self._forward.best.reason if self._step < job.max_steps else ""
         is_done = bool(reason) or self._step == job.max_steps
@@ -164,7 +165,8 @@ class RankTrainer:
         """
         start = time.monotonic()
         batch = self._feed.next(lambda reason: on_event(RunWaits(self._step, reason)))
-        if self._is_ended_by(batch.fault):
+        if batch.fault is not None:
+            self._fault = batch.fault
             return True
         microbatches = self._forward.before_passes(self._feed.microbatches(batch))
         loss_scale = self._learner.begin_step(batch, microbatches)
@@ -191,18 +193,13 @@ class RankTrainer:
         if self._state.is_save_due(self._step):
             self._state.save(self._step, self._forward.best.standing)
         self._report_saves(self._state.finished_saves(), on_event)
-        is_ended = evaluated is not None and self._is_ended_by(evaluated.fault)
-        return stop or is_ended or bool(self._forward.best.reason)
+        if evaluated is not None:
+            self._fault = self._fault or evaluated.fault
+        return stop or self._fault is not None or bool(self._forward.best.reason)
 
     def close(self) -> None:
         """End the threads of this rank, once its links are closed or the run has ended."""
         self._closing.close()
-
-    def _is_ended_by(self, fault: tuple[str, str] | None) -> bool:
-        """Whether there is a fault, which is raised at the end of the run unless that was stopped."""
-        if fault is not None and fault != STOPPED:
-            self._fault = self._fault or fault
-        return fault is not None
 
     def _record(self, counters: RankCounters, stopped: bool) -> tuple[StepRecord, bool]:
         """The step's record and whether any rank is stopped, where ranks meet in this step; else this rank's own."""

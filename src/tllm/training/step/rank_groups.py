@@ -83,7 +83,7 @@ class RankConfig:
 
     `device` is where it keeps its part of the model, and computes. `answerers` are nodes of the cluster that rank 0 may
     ask, where it has any. `predicted` are the seconds of a step, by role, if the plan was predicted. `stop` says if the
-    run is to save and end.
+    run is to save and end. `shares_prompts`: a prompt is computed once for its completions.
     """
 
     job: Job
@@ -95,6 +95,7 @@ class RankConfig:
     answerers: ClusterAnswerers | None = None
     predicted: Mapping[str, float] = field(default_factory=dict)
     stop: StopSignal = field(default_factory=StopSignal)
+    shares_prompts: bool = False
 
 
 def groups_of(plan: Plan, rank: int, links: Mapping[Wire, Link]) -> Groups:
