@@ -78,7 +78,10 @@ class Trainer:
     @cached_property
     def beginning(self) -> InitialModel:
         """What the run begins from. Asking for it makes the run's folder, where there is none, and calls functions of
-        the job that give rows."""
+        the job that give rows. AuthError where programs at addresses that the job names do not trust the run."""
+        from tllm.training.answerer_trust import check_trust
+
+        check_trust(self.resolved.job)
         keep_rows(self.resolved.job)
         return open_initial_model(self.resolved.job)
 

@@ -68,7 +68,7 @@ def rows_feed(
     config: RankConfig, initial_model: InitialModel | None, prefetch: int, with_positions: bool
 ) -> FeedAndPosition:
     """Of rows that stand in the data; the next `prefetch` steps are read meanwhile."""
-    batches = None if initial_model is None else open_batches(config.job, initial_model, config.answerers)
+    batches = None if initial_model is None else open_batches(config.job, initial_model, config.answerers, config.stop)
     links, size = config.groups.data, config.job.microbatch_size
     return BatchFeed(config.plan, links, size, batches, prefetch, with_positions), batches
 
@@ -101,7 +101,7 @@ def _judged(
     """What rank 0 makes of completions: rewards judge them, or a teacher."""
     job = config.job
     if job.distill is not None:
-        teachers = TeacherPool.open(job.distill, initial_model, config.answerers)
+        teachers = TeacherPool.open(job.distill, initial_model, config.answerers, config.stop)
         return OnPolicyRows(job, prompts, initial_model.reply_tokenizer.eos_ids, teachers)
     assert rewards is not None, "rank 0 has them where nothing else judges"
     return RewardedRows(job, prompts, rewards)
@@ -116,7 +116,7 @@ def completion_source(config: RankConfig, initial_model: InitialModel | None, ro
     if job.rollouts.calls_tools:
         tools = Tools(job.rollouts, tokenizer, ChatTemplate.from_folder(initial_model.folder, tokenizer), modules)
     environments = None if tools is None else tools.functions.environments
-    model = ModelRewards.open(job.rollouts, config.answerers)
+    model = ModelRewards.open(job.rollouts, config.answerers, config.stop)
     return CompletionSource(rollouts, CompletionRewards(job.rollouts, tokenizer, modules, environments, model), tools)
 
 

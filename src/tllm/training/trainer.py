@@ -22,6 +22,7 @@ from tllm.training.job.target_modules import adapter_parameter_count
 from tllm.training.measure.peak_flops import known_peak
 from tllm.training.parameter_server.learner import ParameterServerLearner
 from tllm.training.policy.rollouts import MakeRollouts, Rollouts
+from tllm.training.questions.stop_signal import STOPPED
 from tllm.training.report.events import (
     TOLD_COMPLETIONS,
     IsStopped,
@@ -43,6 +44,7 @@ from tllm.training.state.train_state import FlatMemory
 from tllm.training.step.device_limits import check_device
 from tllm.training.step.rank_groups import RankConfig
 from tllm.training.step.rank_model import RankModel
+from tllm.training.step.shared_prompts import with_shared_prompts
 from tllm.training.sync.diloco import DiLoCoLearner
 from tllm.training.sync.learner import Learner, SynchronousLearner
 from tllm.weights.dtypes import torch_dtype
@@ -78,7 +80,7 @@ class RankTrainer:
         make_rollouts: MakeRollouts | None = None,
     ) -> None:
         check_device(config)
-        self.config = config
+        self.config = config = with_shared_prompts(config)
         self._model = RankModel(config)
         self._meet_steps = MEET_STEPS if config.plan.servers and config.job.max_staleness else 1
         with_positions = replicator is not None
@@ -126,9 +128,11 @@ class RankTrainer:
     def run(self, on_event: OnEvent, is_stopped: IsStopped = lambda: False) -> None:
         """Take the steps that are left, or end after the one in which any rank is stopped or evaluations end it; saved.
 
-        Where rank 0 cannot make a step's batch, the steps before are saved, and every rank raises why: ConfigError.
+        Where rank 0 cannot make a step's batch, the steps before are saved, and every rank raises why: ConfigError. One
+        that it was waiting for when it was stopped is not taken, where nobody could be reached who makes it.
         """
         job, spec = self.config.job, self.config.spec
+        self.config.stop.follow(is_stopped)
         if self.config.rank == 0:
             self._sinks = sinks(Path(job.output_dir), job.report_to, self._step, is_evaluated_by_completions(job))
             for sink in self._sinks:
@@ -146,7 +150,7 @@ class RankTrainer:
         self._learner.finish()
         self._state.flush_snapshot()
         self._report_saves(self._state.wait_for_saves(), on_event)
-        if self._fault is not None:
+        if self._fault is not None and self._fault != STOPPED:
             raise ConfigError(*self._fault)
         reason = self._forward.best.reason if self._step < job.max_steps else ""
         is_done = bool(reason) or self._step == job.max_steps

@@ -12,13 +12,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from itertools import product
 from typing import get_args
 
 from tllm.core.errors import CapacityError, PlanError
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.cluster.device_kinds import counts_upto, kinds_of
 from tllm.planner.cost.rank_work import TrainingFacts
+from tllm.planner.roles.role_divisions import divisions
 from tllm.planner.roles.role_room import Room, judge_room, rollout_room
 from tllm.planner.roles.teacher_machines import Taught, teaching_seconds
 from tllm.planner.search.training_search import TrainingChoice
@@ -149,8 +149,9 @@ def _sets(
         return
     for room in rooms:
         for devices in _of_any(cluster, wish, room, taken):
-            if devices or room is rooms[0]:
-                yield room.placed(devices), room
+            placed = room.placed(devices)
+            if room.fits(placed) and (devices or room is rooms[0]):
+                yield placed, room
 
 
 def _of_named(devices: Devices, rooms: Sequence[Room]) -> Iterator[tuple[Devices, Room]]:
@@ -193,13 +194,17 @@ def _rooms(cluster: Cluster, asked: RolesAsked, role: RoleName) -> list[Room]:
     if given is None or wish is None or not wish.divides:
         return [] if given is None else [given]
     count = len(wish.devices) if wish.devices is not None else wish.count
-    found = [given]
-    for axis, size in product(("pp", "tp"), range(2, min(count or len(cluster) - 1, MOST_DEVICES) + 1)):
-        with contextlib.suppress(PlanError):  # more stages than layers, or heads that so many cannot share
-            plan = Plan.parse(f"{axis}={size}", _layers(asked, role))
-            room = _room(cluster, _divided(asked, {role: plan}), role)
-            if room is not None and (count or size) % size == 0:
-                found.append(room)
+    found, layers = [given], _layers(asked, role)
+    one_by_one = _room(cluster, _divided(asked, {role: Plan.parse(f"pp={layers}", layers)}), role)
+    assert one_by_one is not None, "the job has the role"
+    for size in range(2, min(count or len(cluster) - 1, MOST_DEVICES) + 1):
+        if (count or size) % size:
+            continue
+        for plan in divisions(given, one_by_one.parts, wish.devices, size):
+            with contextlib.suppress(PlanError):  # heads that so many cannot share
+                room = _room(cluster, _divided(asked, {role: plan}), role)
+                if room is not None:
+                    found.append(room)
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle
 
 from tllm.core.errors import CapacityError
 from tllm.planner.cluster.device import Cluster
@@ -41,18 +42,36 @@ class Room:
         return max(self.parts) + TRAINER_BYTES
 
     def is_there(self, device: int) -> bool:
-        """Whether a device has room for any part of the model, and its speed in the model's dtype is known."""
-        return self._has(device, self.needs)
+        """Whether a device has room for some part of the model, and its speed in the model's dtype is known."""
+        return self._has(device, min(self.parts) + TRAINER_BYTES)
+
+    def fits(self, devices: Sequence[int]) -> bool:
+        """Whether each has room for its own part."""
+        parts = cycle(self.parts)
+        return all(self._has(device, part + TRAINER_BYTES) for device, part in zip(devices, parts, strict=False))
 
     def placed(self, devices: Sequence[int]) -> tuple[int, ...]:
-        """The same devices, of each model those that have most memory where the parts are largest."""
+        """The same devices, of each model those that have most memory, and of these the fastest, where the parts are
+        largest. Neighbours have a model together, unless some of them have no room then: the largest parts then go to
+        the strongest of all.
+        """
         largest, found = sorted(range(self.size), key=lambda place: -self.parts[place]), list(devices)
         for at in range(0, len(devices), self.size):
-            memory = {one: self.cluster.devices[one].memory for one in devices[at : at + self.size]}
-            if len(set(memory.values())) > 1:
-                for place, device in zip(largest, sorted(memory, key=lambda one: -memory[one]), strict=True):
+            team = devices[at : at + self.size]
+            if len(set(map(self.strength, team))) > 1:
+                for place, device in zip(largest, sorted(team, key=self.strength, reverse=True), strict=True):
                     found[at + place] = device
+        if self.fits(found):
+            return tuple(found)
+        strongest, teams = iter(sorted(devices, key=self.strength, reverse=True)), len(devices) // self.size
+        for place in largest:
+            for number in range(teams):
+                found[number * self.size + place] = next(strongest)
         return tuple(found)
+
+    def strength(self, device: int) -> tuple[int, float]:
+        """By what devices of one model are ordered: memory, and then speed."""
+        return self.cluster.devices[device].memory, -self.seconds(device)
 
     def check(self, device: int, place: int) -> None:
         """CapacityError for a device that was named, at this place, and has none for the part that it then gets."""

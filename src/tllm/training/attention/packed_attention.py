@@ -20,7 +20,9 @@ MakeAttend = Callable[[dict[int, AttentionSpec], Tokens], Attend]
 """(the attention spec of each layer, a microbatch) -> its attention, for one pass over the layers."""
 
 ROWS_AT_ONCE = 256
-"""Queries that a window narrower than this takes together; a wider one takes as many as it is wide."""
+"""Queries that a window narrower than this takes together; a wider one takes as many as it is wide. So many also of a
+document with a prefix, as no kernel knows its mask: of the keys after its own, a block's query meets this many at most.
+"""
 
 
 @dataclass(frozen=True)
@@ -107,11 +109,11 @@ def document_runs(tokens: Tokens) -> list[DocumentRun]:
 def _blocks(first: int, length: int, window: int | None) -> Iterator[tuple[int, int, int]]:
     """Queries [start, stop) of a document from its token `first` on, and the first key that they see."""
     if window is None or window >= length:
-        yield first, length, 0
-        return
-    rows = max(window, ROWS_AT_ONCE)
+        seen, rows = length, ROWS_AT_ONCE if first else length
+    else:
+        seen, rows = window, max(window, ROWS_AT_ONCE)
     for start in range(first, length, rows):
-        yield start, min(start + rows, length), max(0, start - window + 1)
+        yield start, min(start + rows, length), max(0, start - seen + 1)
 
 
 def _plain(spec: AttentionSpec, q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, before: int) -> Tensor:

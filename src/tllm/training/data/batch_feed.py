@@ -60,8 +60,7 @@ class ReplicaBatch(msgspec.Struct, frozen=True):
     `global_microbatches`, the documents' `lengths`, the number of `predicted` tokens and the `denominator`, which
     divides the sum of the losses, are of the whole global batch.
     `next_position` says where in the data the next step begins, for snapshots; else it is empty. `metrics` are what
-    rank 0 knows of the batch as a whole. `shares_prompts`: a prompt is computed once for its completions. A `fault` in
-    place of rows says, with a hint, why there is no batch.
+    rank 0 knows of the batch as a whole. A `fault` in place of rows says, with a hint, why there is no batch.
     """
 
     rows: tuple[tuple[EncodedRow, ...], ...] = ()
@@ -72,7 +71,6 @@ class ReplicaBatch(msgspec.Struct, frozen=True):
     denominator: float = 0.0
     next_position: bytes = b""
     metrics: dict[str, float] = {}
-    shares_prompts: bool = False
     fault: tuple[str, str] | None = None
 
     @property

@@ -17,6 +17,9 @@ from tllm.training.data.chat_labels import ChatEncoder
 from tllm.training.data.dataset import Dataset
 from tllm.training.data.encoder import GIVE_TOKENIZER, IGNORED, Document, ended
 
+ROLE = "role"
+"""The number of each part that says which reply it is."""
+
 CHOSEN, REJECTED, MISMATCHED = 1, 2, 3
 """Roles of a part: a reply that is wanted, one that is not, and another row's reply to this row's prompt."""
 
@@ -100,7 +103,7 @@ class PairEncoder:
         _check_unlike(found[0].ids, found[1].ids)
         lengths = [sum(reply.said) for reply in found]
         values = {
-            "role": np.array([CHOSEN, REJECTED], dtype=np.int32),
+            ROLE: np.array([CHOSEN, REJECTED], dtype=np.int32),
             "reply_tokens": np.array(lengths, dtype=np.int32),
             "tail": np.array([_tail(reply, min(lengths)) for reply in found], dtype=np.int32),
         }
@@ -131,7 +134,7 @@ class ScoredPairEncoder:
         _check_unlike(chosen, rejected)
         margin = _number(row, "margin")
         values = {
-            "role": np.array([CHOSEN, REJECTED], dtype=np.int32),
+            ROLE: np.array([CHOSEN, REJECTED], dtype=np.int32),
             "margin": np.array([margin, margin], dtype=np.float64),
         }
         return _joined([Reply(ids, [False] * len(ids)) for ids in (chosen, rejected)], values)
@@ -158,7 +161,7 @@ class UnpairedEncoder:
             found.append(self._replies.encode(prompt, other, _tools(row), "the completion of the row before"))
             roles.append(MISMATCHED)
         values = {
-            "role": np.array(roles, dtype=np.int32),
+            ROLE: np.array(roles, dtype=np.int32),
             "reply_tokens": np.array([sum(reply.said) for reply in found], dtype=np.int32),
             "tail": np.array([len(reply.ids) for reply in found], dtype=np.int32),
         }

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from tllm.training.data.batch_tensors import Tokens
-from tllm.training.data.preference_rows import MISMATCHED
+from tllm.training.data.preference_rows import MISMATCHED, ROLE
 from tllm.training.objectives.kto_loss import DIVERGENCE, MismatchedRatios
 from tllm.training.objectives.reply_log_probs import ReplyLogProbs
 from tllm.training.step.rank_groups import Groups
@@ -44,12 +44,12 @@ class DivergenceEstimate:
         mine = (0.0, 0.0) if found is None else (found.total, found.count)
         total, count = self._groups.world.all_reduce(torch.tensor(mine, dtype=torch.float64)).tolist()
         kl = max(0.0, total / count) if count else 0.0
-        return [_told(tokens.only(tokens.of_documents["role"] != MISMATCHED), kl) for tokens in microbatches]
+        return [_told(tokens.only(tokens.of_documents[ROLE] != MISMATCHED), kl) for tokens in microbatches]
 
 
 def _mismatched(tokens: Tokens) -> Tokens:
     """The prompts with other rows' replies; of filling, which has none, all."""
-    is_mismatched = tokens.of_documents["role"] == MISMATCHED
+    is_mismatched = tokens.of_documents[ROLE] == MISMATCHED
     return tokens.only(is_mismatched) if bool(is_mismatched.any()) else tokens
 
 

@@ -143,9 +143,10 @@ def training_facts(
     )
 
 
-def _prompts_to_share(job: Job) -> SharedPrompts:
-    config = job.rollouts
-    assert config is not None, "completions are learned"
+def _prompts_to_share(job: Job) -> SharedPrompts | None:
+    """As long as they may be; None where the data alone says how long they are, and whole rows are counted."""
+    if (config := job.rollouts) is None:
+        return None
     longest = config.max_completion_length
     return SharedPrompts(job.seq_len - longest, longest, config.num_generations)
 
@@ -221,17 +222,22 @@ def steps_of_one_sampling(job: Job) -> int:
 
 
 def shares_prompts(job: Job, spec: ModelSpec, device: str = "cpu", cp: int = 1) -> bool:
-    """Whether completions of one prompt that are learned together have its tokens computed once for all of them
-    (`training.step.shared_prompts`).
+    """Whether completions of one prompt that are learned together, or the two replies of a pair, have its tokens
+    computed once for all of them (`training.step.shared_prompts`).
 
-    Not where that would change more than the rounding: over how many tokens the experts' loads are added up. Nor with
+    Not where that would change more than the rounding: over how many tokens the experts' loads are added up; for a
+    pair, whose replies are of unlike lengths, rope by a row's length and numbers drawn for each token. Nor with
     states that each sequence has of its own, in a ring of context parallelism, or where numbers are to be those of the
     engine to the bit. On other devices than processors it would take attention from their fast kernels; `device` is the
     first rank's, and "auto" is taken for a processor.
     """
     is_changed = job.router_aux_loss_coef > 0 or job.deterministic
     has_states = any(layer.delta for layer in spec.layers)
-    return job.task == "grpo" and not is_changed and not has_states and device in ("cpu", "auto") and cp == 1
+    if row_kind(job) == "pairs":
+        is_changed = is_changed or spec.scales_by_length or data_config(job).draws
+    elif job.task != "grpo":
+        return False
+    return not is_changed and not has_states and device in ("cpu", "auto") and cp == 1
 
 
 def is_evaluated_by_completions(job: Job) -> bool:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tllm.model.transformer import Transformer
 from tllm.training.data.batch_tensors import Tokens
-from tllm.training.data.preference_rows import CHOSEN, MISMATCHED, REJECTED
+from tllm.training.data.preference_rows import CHOSEN, MISMATCHED, REJECTED, ROLE
 from tllm.training.job.preference_tables import KTOConfig
 from tllm.training.objectives.objective import MicrobatchLoss
 from tllm.training.objectives.reply_log_probs import REFERENCE, ReplyLogProbs, sums
@@ -33,7 +33,7 @@ class KTOLoss:
         ratio_N = log_probs_N - tokens.of_documents[REFERENCE].to(log_probs_N.dtype)
         known = tokens.of_documents.get(DIVERGENCE)
         kl_N = torch.zeros_like(ratio_N) if known is None else known.to(ratio_N.dtype)
-        role_N = tokens.of_documents["role"]
+        role_N = tokens.of_documents[ROLE]
         chosen, rejected = role_N == CHOSEN, role_N == REJECTED
         chosen_losses = 1 - torch.sigmoid(config.beta * (ratio_N - kl_N)[chosen])
         rejected_losses = 1 - torch.sigmoid(config.beta * (kl_N - ratio_N)[rejected])
@@ -59,6 +59,6 @@ class MismatchedRatios:
 
     def __call__(self, model: Transformer, x_TD: Tensor, tokens: Tokens) -> MicrobatchLoss:
         log_probs_N = self._log_probs(model, x_TD, tokens)
-        is_mismatched = tokens.of_documents["role"] == MISMATCHED
+        is_mismatched = tokens.of_documents[ROLE] == MISMATCHED
         ratio_N = log_probs_N - tokens.of_documents[REFERENCE].to(log_probs_N.dtype)
         return MicrobatchLoss(log_probs_N.sum(), metrics=sums(self._log_probs.cp, kl=ratio_N[is_mismatched].double()))

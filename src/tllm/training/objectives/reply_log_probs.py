@@ -11,7 +11,7 @@ from tllm.comm.collectives.group import Group
 from tllm.model.transformer import Transformer
 from tllm.parallel.mesh import Mesh
 from tllm.training.data.batch_tensors import Tokens
-from tllm.training.data.preference_rows import CHOSEN, REJECTED
+from tllm.training.data.preference_rows import CHOSEN, REJECTED, ROLE
 from tllm.training.objectives.log_probs import TokenLosses, document_sums
 from tllm.training.objectives.objective import MetricSum
 
@@ -71,7 +71,7 @@ def pairs_of(log_probs_N: Tensor, tokens: Tokens) -> Pairs:
 
 def pair_places(tokens: Tokens) -> tuple[Tensor, Tensor]:
     """The numbers of the chosen and of the rejected documents of a microbatch, pair by pair."""
-    role_N = tokens.of_documents["role"]
+    role_N = tokens.of_documents[ROLE]
     chosen_P, rejected_P = (role_N == CHOSEN).nonzero()[:, 0], (role_N == REJECTED).nonzero()[:, 0]
     assert len(chosen_P) == len(rejected_P), "a pair stays together"
     return chosen_P, rejected_P

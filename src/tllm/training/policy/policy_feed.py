@@ -26,7 +26,7 @@ from tllm.core.errors import ConfigError
 from tllm.training.data.batch_feed import ReplicaBatch, receive_part, send_parts, split_global_batch
 from tllm.training.data.batch_tensors import Tokens
 from tllm.training.data.packing import PackedRow
-from tllm.training.job.job_parts import shares_prompts, steps_of_one_sampling
+from tllm.training.job.job_parts import steps_of_one_sampling
 from tllm.training.objectives.policy_gradient import KEPT, OLD, REFERENCE
 from tllm.training.policy.reference_model import ReferenceModel
 from tllm.training.policy.rollouts import Completion, PromptGroup, RolloutOrder
@@ -114,7 +114,8 @@ class PolicyFeed:
         """The batch as tensors, with log-probabilities of the pass before and of the reference."""
         is_first = (self._step - 1) % self._passes == 0
         if is_first:
-            computed = [share_prompts(tokens) if batch.shares_prompts else tokens for tokens in batch.unpack()]
+            shares = self._config.shares_prompts
+            computed = [share_prompts(tokens) if shares else tokens for tokens in batch.unpack()]
             self._microbatches = [self._with_room(tokens) for tokens in self._with_reference(computed)]
         if self._passes == 1 or is_first:
             return self._microbatches
@@ -171,8 +172,7 @@ class PolicyFeed:
         position = self._judged.position(self._step + self._passes) if self._with_positions else b""
         batches = split_global_batch(rows, plan.dp, self._config.job.microbatch_size, position)
         metrics = {**metrics, **self._sampler.metrics}
-        shares = shares_prompts(self._config.job, self._config.spec, self._config.device.type, plan.cp)
-        return [msgspec.structs.replace(batch, metrics=metrics, shares_prompts=shares) for batch in batches]
+        return [msgspec.structs.replace(batch, metrics=metrics) for batch in batches]
 
     def _with_reference(self, microbatches: list[Tokens]) -> list[Tokens]:
         if self._reference is None:

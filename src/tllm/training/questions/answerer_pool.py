@@ -6,7 +6,7 @@ import ssl
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from tllm.training.questions.answerer_places import AnswererPlace, AnswererPlaces
 from tllm.training.questions.question_queue import QuestionQueue
@@ -15,6 +15,13 @@ from tllm.training.questions.remote_answerer import Inquirer, RemoteAnswerer
 Intro = TypeVar("Intro")
 Q = TypeVar("Q")
 A = TypeVar("A")
+
+
+class NamedAnswerers(NamedTuple):
+    """Programs that a job names: their addresses, and whom the run and they trust."""
+
+    addresses: Sequence[tuple[str, int]]
+    context: ssl.SSLContext
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 from tllm.core.errors import ClusterError, TllmError
+from tllm.training.questions.stop_signal import StopSignal
 
 Q = TypeVar("Q")
 A = TypeVar("A")
@@ -30,11 +31,11 @@ class Asked(Generic[Q, A]):
 class QuestionQueue(Generic[Q, A]):
     """Questions in order, each answered by whoever takes it. All methods may be called from any thread.
 
-    `whom`: whom a run waits for, as messages call it.
+    `whom`: whom a run waits for, as messages call it. `stop`: whether it still waits where nobody can be reached.
     """
 
-    def __init__(self, whom: str) -> None:
-        self._whom = whom
+    def __init__(self, whom: str, stop: StopSignal | None = None) -> None:
+        self._whom, self.stop = whom, stop or StopSignal()
         self._changed = threading.Condition()
         self._waiting: deque[Asked[Q, A]] = deque()
         self._unanswered: set[Asked[Q, A]] = set()

@@ -14,11 +14,15 @@ from tllm.core.errors import AuthError, ClusterError, ConfigError, FrameError, L
 from tllm.training.questions.answerer_places import AnswererPlace
 from tllm.training.questions.question_queue import Asked, QuestionQueue
 from tllm.training.questions.run_connection import Conversation, RunConnection
+from tllm.training.questions.stop_signal import STOPPED, StopSignal
 
 RETRY_SECONDS = 0.5
 
-LOOK_SECONDS = 5.0
-"""Between two looks whether anybody can be reached."""
+LOOK_SECONDS = 0.5
+"""Between two looks whether anybody can be reached, and whether the run is stopped."""
+
+NOTICE_SECONDS = 5.0
+"""Between two notices of whom a run waits for."""
 
 LOST_SECONDS = 500.0
 """How long the run waits where nobody can be reached: less than other ranks wait for their rows (`LINK_SECONDS`),
@@ -165,12 +169,14 @@ def wait_for(
     step: str,
     waits_for: Callable[[], str],
     on_wait: Callable[[str], object],
+    stop: StopSignal,
 ) -> tuple[A, int]:
     """The answer and the bytes that it took; `on_wait` hears now and then for whom `step` waits.
 
-    ClusterError where none of the `threads` can reach anybody for LOST_SECONDS.
+    While none of the `threads` can reach anybody: ConfigError with the words of `STOPPED` once the run is stopped, and
+    ClusterError after LOST_SECONDS.
     """
-    reached = time.monotonic()
+    reached = told = time.monotonic()
     while True:
         try:
             return asked.answered.result(timeout=LOOK_SECONDS)
@@ -178,9 +184,13 @@ def wait_for(
             now = time.monotonic()
             if any(not thread.trouble for thread in threads):
                 reached = now
+            elif stop.is_set():
+                raise ConfigError(*STOPPED) from None
             if now - reached > LOST_SECONDS:
                 raise ClusterError(
                     f"{step} waits for {waits_for()}; none could be reached for {now - reached:.0f} s",
                     "start them again: the run goes on from its last save",
                 ) from None
-            on_wait(waits_for())
+            if now - told >= NOTICE_SECONDS:
+                told = now
+                on_wait(waits_for())

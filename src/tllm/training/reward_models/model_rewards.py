@@ -24,6 +24,7 @@ from tllm.training.questions.answerer_pool import AnswererPool, ClusterAnswerers
 from tllm.training.questions.question_queue import QuestionQueue
 from tllm.training.questions.remote_answerer import NOBODY, wait_for
 from tllm.training.questions.run_connection import RunConnection
+from tllm.training.questions.stop_signal import StopSignal
 from tllm.training.reward_models.reward_messages import SCORING, ScoringRun, TextScore, TextToScore
 from tllm.training.reward_models.reward_model import RewardModel, ScoringModel
 
@@ -60,14 +61,14 @@ class ModelRewards:
         self._longest = model.spec.max_model_len
 
     @classmethod
-    def open(cls, config: RolloutConfig, cluster: ClusterAnswerers | None) -> ModelRewards | None:
+    def open(cls, config: RolloutConfig, cluster: ClusterAnswerers | None, stop: StopSignal) -> ModelRewards | None:
         """The one that a job names, if it does. ConfigError for a model that scores nothing."""
         if (name := config.reward_model_name_or_path) is None:
             return None
         model, scorer = ScoringModel.find(name), None
         if config.reward_nodes:
             assert cluster is not None, "checked when the run began"
-            scorer = NodesThatScore(ScoringRun(model.spec.vocab_size), cluster)
+            scorer = NodesThatScore(ScoringRun(model.spec.vocab_size), cluster, stop)
         return cls(model, config.reward_model, scorer or ScorerHere(RewardModel.open(name, model, config.reward_dtype)))
 
     def __call__(self, arguments: Mapping[str, Sequence[Any]]) -> list[float]:
@@ -142,14 +143,15 @@ class NodesThatScore:
     """A `Scorer` of nodes of the cluster, whoever has the role at the time: what one was asked that is lost, others are
     asked."""
 
-    def __init__(self, run: ScoringRun, cluster: ClusterAnswerers) -> None:
-        self._queue = QuestionQueue[TextToScore, TextScore]("reward model")
+    def __init__(self, run: ScoringRun, cluster: ClusterAnswerers, stop: StopSignal) -> None:
+        self._queue = QuestionQueue[TextToScore, TextScore]("reward model", stop)
         self._pool = AnswererPool.of("reward", cluster, RewardInquirer(run), self._queue)
 
     def scores(self, texts: Sequence[TextToScore]) -> list[float]:
         asked = [self._queue.ask(text) for text in texts]
         try:
-            found = [wait_for(one, self._pool, "the run", self._waits_for, self._tell) for one in asked]
+            telling = self._waits_for, self._tell, self._queue.stop
+            found = [wait_for(one, self._pool, "the run", *telling) for one in asked]
         except TllmError as error:
             raise ConfigError(error.message, error.hint) from error
         return [answer.score for answer, _ in found]

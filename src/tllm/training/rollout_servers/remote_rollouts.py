@@ -22,7 +22,7 @@ from tllm.training.job.job_parts import sampling_facts
 from tllm.training.job.key_limits import address_of
 from tllm.training.job.rollout_keys import RolloutConfig
 from tllm.training.policy.rollouts import Completion, CompletionSampling, PromptGroup, RolloutOrder
-from tllm.training.questions.answerer_pool import AnswererPool, ClusterAnswerers
+from tllm.training.questions.answerer_pool import AnswererPool, NamedAnswerers
 from tllm.training.questions.question_queue import Asked, QuestionQueue
 from tllm.training.questions.remote_answerer import NOBODY, wait_for
 from tllm.training.questions.shared_secret import shared_identity
@@ -56,7 +56,7 @@ class RemoteRollouts:
         if initial_model is not None:
             assert self._gathered is not None, "rank 0 is of the first replica"
             weights = PublishedWeights(self._gathered.room)
-            self._servers = RolloutServers(config.job, initial_model, weights, config.answerers)
+            self._servers = RolloutServers(config, initial_model, weights)
 
     def share(self, order: RolloutOrder) -> Sequence[PromptGroup]:
         """All, on the ranks of the first replica."""
@@ -107,14 +107,13 @@ class RemoteRollouts:
 class RolloutServers:
     """Rank 0's: the servers, and the questions that they take in turn."""
 
-    def __init__(
-        self, job: Job, initial_model: InitialModel, weights: PublishedWeights, cluster: ClusterAnswerers | None = None
-    ) -> None:
+    def __init__(self, rank_config: RankConfig, initial_model: InitialModel, weights: PublishedWeights) -> None:
+        job, cluster = rank_config.job, rank_config.answerers
         config, spec, facts = job.rollouts, initial_model.spec, sampling_facts(job)
         assert config is not None and facts is not None, "checked when the run began"
         self.weights, self._at_once = weights, facts.at_once
         self._published: FixedWeights | None = None
-        self._queue = QuestionQueue[RolloutQuestion, RolloutAnswer]("rollout server")
+        self._queue = QuestionQueue[RolloutQuestion, RolloutAnswer]("rollout server", rank_config.stop)
         inquirer = RolloutInquirer(_introduction(job, initial_model), weights, spec.vocab_size, spec.eos_token_ids)
         self._numbers = count(1)
         self._pool: AnswererPool[RolloutRun, RolloutQuestion, RolloutAnswer]
@@ -122,8 +121,8 @@ class RolloutServers:
             assert cluster is not None, "checked when the run began"
             self._pool = AnswererPool.of("rollout", cluster, inquirer, self._queue)
         else:
-            context = data_client(shared_identity(Path(config.rollout_secret), "policy", "tllm rollout"))
-            self._pool = AnswererPool.at(addresses_of(config, job.task), inquirer, self._queue, context)
+            addresses, context = named_servers(config, job.task)
+            self._pool = AnswererPool.at(addresses, inquirer, self._queue, context)
 
     def publish(self, gather: Callable[[Mapping[str, Tensor]], None]) -> None:
         """The weights are those that `gather` writes into the tensors that it is given."""
@@ -159,7 +158,7 @@ class RolloutServers:
     def answer_of(self, asked: Asked[RolloutQuestion, RolloutAnswer]) -> tuple[RolloutAnswer, int]:
         """The answer, once it is there, and the bytes that it took. ConfigError where nobody can answer."""
         try:
-            return wait_for(asked, self._pool, "the run", self.waits_for, self._tell)
+            return wait_for(asked, self._pool, "the run", self.waits_for, self._tell, self._queue.stop)
         except TllmError as error:
             raise ConfigError(error.message, error.hint) from error
 
@@ -239,9 +238,10 @@ def groups_of(order: RolloutOrder) -> list[PromptGroup]:
     return list(chain.from_iterable(order.groups))
 
 
-def addresses_of(config: RolloutConfig, table: str) -> list[tuple[str, int]]:
-    """Of the servers that a job names; ConfigError for what is no address."""
-    return [address_of(text, f"{table}.rollout_servers") for text in config.rollout_servers]
+def named_servers(config: RolloutConfig, table: str) -> NamedAnswerers:
+    """The servers that a job names. ConfigError for what is no address, AuthError for a secret that is none."""
+    context = data_client(shared_identity(Path(config.rollout_secret), "policy", "tllm rollout"))
+    return NamedAnswerers([address_of(text, f"{table}.rollout_servers") for text in config.rollout_servers], context)
 
 
 def _introduction(job: Job, initial_model: InitialModel) -> RolloutRun:

@@ -21,6 +21,7 @@ from tllm.spec.plan import Plan, Wire
 from tllm.spec.process_groups import DATA, PIPELINE, SERVERS, computing, members
 from tllm.training.job.job import Job
 from tllm.training.questions.answerer_pool import ClusterAnswerers
+from tllm.training.questions.stop_signal import StopSignal
 from tllm.training.step.pipeline_wires import Wires
 
 SUMMED = ("tp", "dp", "edp")
@@ -81,7 +82,8 @@ class RankConfig:
     """What one rank is asked to do: the job, the plan with this rank's number in it, the model, and the links.
 
     `device` is where it keeps its part of the model, and computes. `answerers` are nodes of the cluster that rank 0 may
-    ask, where it has any. `predicted` are the seconds of a step, by role, if the plan was predicted.
+    ask, where it has any. `predicted` are the seconds of a step, by role, if the plan was predicted. `stop` says if the
+    run is to save and end. `shares_prompts`: a prompt is computed once for its completions.
     """
 
     job: Job
@@ -92,6 +94,8 @@ class RankConfig:
     device: torch.device = CPU
     answerers: ClusterAnswerers | None = None
     predicted: Mapping[str, float] = field(default_factory=dict)
+    stop: StopSignal = field(default_factory=StopSignal)
+    shares_prompts: bool = False
 
 
 def groups_of(plan: Plan, rank: int, links: Mapping[Wire, Link]) -> Groups:

@@ -37,6 +37,7 @@ from tllm.training.step.model_chunks import build_chunks, without_memory
 from tllm.training.step.pipeline_step import StepResult, TrainStage, run_forward, run_schedule
 from tllm.training.step.rank_groups import RankConfig
 from tllm.training.step.recompute import recompute
+from tllm.training.step.shared_prompts import share_pairs
 from tllm.weights.dtypes import torch_dtype
 
 
@@ -132,6 +133,7 @@ class RankModel:
     def _here(self, batch: Sequence[Tokens]) -> list[Tokens]:
         """The tokens of each microbatch that this rank computes, on its device."""
         cp, device = self._config.groups.cp, self._config.device
+        batch = share_pairs(batch) if self._config.shares_prompts else batch
         if device != CPU:
             for tokens in batch:
                 check_labels(tokens.labels_T, self._config.spec.vocab_size)

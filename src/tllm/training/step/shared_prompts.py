@@ -1,4 +1,5 @@
-"""`share_prompts`: a microbatch in which the tokens of a prompt stand once for all its completions.
+"""`share_prompts`: a microbatch in which the tokens of a prompt stand once for all its completions, those that a policy
+wrote or the two replies of a preference.
 
 Nothing in a transformer but attention mixes tokens, and a prompt's tokens see none of a completion. So rows of one
 prompt, G of them,
@@ -16,7 +17,7 @@ last label of a row, or of one without labels all but its first own token. Gradi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -26,6 +27,19 @@ from torch import Tensor
 
 from tllm.training.data.batch_tensors import PROMPT_LENGTH, Tokens, picked
 from tllm.training.data.encoder import IGNORED
+from tllm.training.data.preference_rows import ROLE
+from tllm.training.job.job_parts import shares_prompts
+from tllm.training.step.rank_groups import RankConfig
+
+
+def with_shared_prompts(config: RankConfig) -> RankConfig:
+    """The same, which says whether this run shares prompts: if all ranks can, which they tell each other."""
+    job, plan = config.job, config.plan
+    if not shares_prompts(job, config.spec, cp=plan.cp):
+        return config
+    cannot = not shares_prompts(job, config.spec, config.device.type, plan.cp)
+    unable = config.groups.world.all_reduce(torch.tensor([float(cannot)], dtype=torch.float64))
+    return replace(config, shares_prompts=not float(unable))
 
 
 class _Piece(NamedTuple):
@@ -39,8 +53,8 @@ class _Piece(NamedTuple):
 
 
 def share_prompts(tokens: Tokens) -> Tokens:
-    """The same loss, of fewer tokens. Documents must tell their `PROMPT_LENGTH`, and are taken to be of one prompt
-    where they follow one another and begin with the same as many tokens.
+    """The same loss, of fewer tokens. Documents are taken to be of one prompt where they follow one another and begin
+    with the same as many tokens: their `PROMPT_LENGTH`, or where they do not tell it, those up to the first label.
 
     A prompt becomes a document of its own, with 0 for all numbers of documents but the length of the prompt. The
     microbatch must be whole.
@@ -64,11 +78,17 @@ def share_prompts(tokens: Tokens) -> Tokens:
     )
 
 
+def share_pairs(batch: Sequence[Tokens]) -> list[Tokens]:
+    """The same with the prompts of pairs shared; of completions that were sampled they are already."""
+    return [share_prompts(tokens) if ROLE in tokens.of_documents else tokens for tokens in batch]
+
+
 def _pieces(tokens: Tokens) -> Iterator[_Piece]:
     """What is computed, in order."""
-    prompts = tokens.of_documents[PROMPT_LENGTH].tolist()
     starts = list(accumulate(tokens.lengths, initial=0))
     ids, labels = (torch.split(x_T, tokens.lengths) for x_T in (tokens.ids_T, tokens.labels_T))
+    told_N = tokens.of_documents.get(PROMPT_LENGTH)
+    prompts = [_before_labels(labels_T) for labels_T in labels] if told_N is None else told_N.tolist()
     count, first = 0, 0
     while first < len(prompts):
         last = first + 1
@@ -88,6 +108,12 @@ def _pieces(tokens: Tokens) -> Iterator[_Piece]:
 def _is_same(ids_T: Tensor, other_T: Tensor, prompt: int, other: int) -> bool:
     """Whether two documents begin with the same prompt."""
     return prompt == other and torch.equal(ids_T[:prompt], other_T[:prompt])
+
+
+def _before_labels(labels_T: Tensor) -> int:
+    """Tokens of a document up to the first that has a label, which is the last of its prompt; 0 if none has."""
+    (places,) = torch.nonzero(labels_T != IGNORED, as_tuple=True)
+    return int(places[0]) + 1 if len(places) else 0
 
 
 def _learned(labels_T: Tensor) -> int:

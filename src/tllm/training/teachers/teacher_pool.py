@@ -21,9 +21,10 @@ from tllm.training.job.distillation_keys import DistillationKeys
 from tllm.training.job.initial_model import InitialModel
 from tllm.training.job.key_limits import address_of
 from tllm.training.objectives.distillation import BYTES, IDS, LOG_PROBS, LOST
-from tllm.training.questions.answerer_pool import AnswererPool, ClusterAnswerers
+from tllm.training.questions.answerer_pool import AnswererPool, ClusterAnswerers, NamedAnswerers
 from tllm.training.questions.remote_answerer import NOBODY, AnsweringThread, wait_for
 from tllm.training.questions.shared_secret import shared_identity
+from tllm.training.questions.stop_signal import StopSignal
 from tllm.training.teachers.hidden_states import states_of_tokens
 from tllm.training.teachers.teacher_messages import Answer, HiddenStateDtype, Lesson, Question, packed
 from tllm.training.teachers.teacher_model import TeacherModel
@@ -46,10 +47,10 @@ class TeacherPool:
 
     @classmethod
     def open(
-        cls, keys: DistillationKeys, beginning: InitialModel, cluster: ClusterAnswerers | None = None
+        cls, keys: DistillationKeys, beginning: InitialModel, cluster: ClusterAnswerers | None, stop: StopSignal
     ) -> TeacherPool:
         """Those that a job names. ConfigError where teacher and student do not fit each other."""
-        spec, queue = beginning.spec, TeacherQueue("teacher")
+        spec, queue = beginning.spec, TeacherQueue("teacher", stop)
         lesson = Lesson(
             keys.top_k,
             keys.temperature,
@@ -126,7 +127,7 @@ class TeacherPool:
         )
 
     def _wait_for(self, asked: AskedRow, step: int, on_wait: Callable[[str], object]) -> tuple[Answer, int]:
-        return wait_for(asked, self._teachers, f"step {step + 1}", self.waits_for, on_wait)
+        return wait_for(asked, self._teachers, f"step {step + 1}", self.waits_for, on_wait, self._queue.stop)
 
 
 def _of_places(answer: Answer, places: int, lesson: Lesson) -> tuple[Numbers, Numbers]:
@@ -156,6 +157,11 @@ def _teachers(
         beside = LocalTeacher(teacher, compared, queue)
         beside.start()
         return [beside]
-    context = data_client(shared_identity(Path(keys.teacher_secret), "student", "tllm teach"))
-    addresses = [address_of(text, "distill.teachers") for text in keys.teachers]
+    addresses, context = named_teachers(keys)
     return AnswererPool.at(addresses, TeacherInquirer(lesson), queue, context)
+
+
+def named_teachers(keys: DistillationKeys) -> NamedAnswerers:
+    """Those whose addresses a job gives. ConfigError for what is no address, AuthError for a secret that is none."""
+    context = data_client(shared_identity(Path(keys.teacher_secret), "student", "tllm teach"))
+    return NamedAnswerers([address_of(text, "distill.teachers") for text in keys.teachers], context)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from tllm.training.job.lora_job import LoraJob
 from tllm.training.policy.completions_file import COMPLETIONS
 from tllm.training.questions import remote_answerer
 from tllm.training.questions.question_server import Session
+from tllm.training.report.events import RunEnded
 from tllm.training.report.metrics import StepRecord
 from tllm.training.rollout_servers.rollout_messages import PromptGroups, RolloutAnswer, RolloutQuestion, RolloutRun
 from tllm.training.trainer import RankTrainer
@@ -204,6 +207,24 @@ def test_of_an_adapter_only_the_adapter_travels(
     assert wide * numbers / 2 < metric(got[0], "weight_bytes") < 2 * wide * numbers + 12_000
 
 
+def after_two_steps(act: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> Callable[[RankTrainer], None]:
+    """What rank 0 does once, after its second step."""
+    acts = [act]
+
+    def damage(trainer: RankTrainer) -> None:
+        step = trainer.train_step
+
+        def train_step(*arguments: Any) -> bool:
+            found = step(*arguments)
+            if trainer.config.rank == 0 and acts and trainer._step == 2:
+                acts.pop()()
+            return found
+
+        monkeypatch.setattr(trainer, "train_step", train_step)
+
+    return damage
+
+
 def test_servers_that_are_lost_for_good_cost_no_step(
     task: Path, alone: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,19 +233,7 @@ def test_servers_that_are_lost_for_good_cost_no_step(
     secret, run = tmp_path / "key", tmp_path / "run"
     with sampling(task, secret) as one:
         job = job_of(task, run, [address_of(one)], secret, dtype="float64", save_steps=4)
-        stop = [one.close]
-
-        def lose(trainer: RankTrainer) -> None:
-            step = trainer.train_step
-
-            def train_step(*arguments: Any) -> bool:
-                found = step(*arguments)
-                if trainer.config.rank == 0 and stop and trainer._step == 2:
-                    stop.pop()()
-                return found
-
-            monkeypatch.setattr(trainer, "train_step", train_step)
-
+        lose = after_two_steps(one.close, monkeypatch)
         with pytest.raises(ConfigError, match=rf"rollout servers {address_of(one)} \(.*none could be reached"):
             train(job, "dp=2", damage=lose)
     assert (run / "step-2").is_dir(), "the steps before are saved"
@@ -232,6 +241,39 @@ def test_servers_that_are_lost_for_good_cost_no_step(
         train(job_of(task, run, [address_of(two)], secret, dtype="float64"), "pp=1")
     off, where = furthest(final(run), alone[1])
     assert off < 1e-11, where
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_a_run_that_waits_for_lost_servers_ends_when_it_is_stopped(
+    max_staleness: int, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, on all ranks, without an error; the steps before are saved, and the same run goes on from there."""
+    secret, run, stopped, began = tmp_path / "key", tmp_path / "run", threading.Event(), list[float]()
+    keys: dict[str, Any] = dict(dtype="float64", save_steps=4, max_steps=8)
+
+    def job_at(server: RolloutServer) -> Job:
+        apart = dict(rollout_servers=(address_of(server),), rollout_secret=str(secret), max_staleness=max_staleness)
+        return policy_job(task, run, grpo(task, num_generations=4, **apart), **keys)
+
+    with sampling(task, secret) as one:
+
+        def lose() -> None:
+            one.close()
+
+            def stop() -> None:
+                began.append(time.monotonic())
+                stopped.set()
+
+            threading.Timer(1.0, stop).start()  # it waits by then
+
+        news = train(job_at(one), "dp=2", stopped.is_set, damage=after_two_steps(lose, monkeypatch))
+    assert time.monotonic() - began[0] < 5, "it does not wait for the servers"
+    ended = news[-1]
+    assert isinstance(ended, RunEnded) and not ended.final
+    steps = len(records(news))
+    assert steps in (2, 2 + max_staleness) and (run / f"step-{steps}").is_dir()
+    with sampling(task, secret) as two:
+        assert len(records(train(job_at(two), "pp=1"))) == 8 - steps
 
 
 def test_evaluations_are_sampled_apart_too(task: Path, tmp_path: Path) -> None:

@@ -67,6 +67,8 @@ PLANS = (
 )
 MEET = (
     ("dpo", "dp=2,pp=2,cp=2,recompute=layer"),
+    ("dpo", "dp=2,zero=3"),
+    ("dpo", PLANS[-2]),
     ("orpo", "tp=2,sequence=true"),
     ("simpo", "dp=3:1"),
     ("kto", "cp=2"),
@@ -74,7 +76,8 @@ MEET = (
     ("reward", "cp=2"),
     ("reward", PLANS[-2]),
 )
-"""What each task has code of its own for: tokens that are spread, of a head too. All make the same sums beside it."""
+"""What each task has code of its own for: tokens that are spread, of a head too. All make the same sums beside it.
+With cp whole rows are computed, and elsewhere the prompts of pairs once."""
 
 
 @pytest.fixture(scope="module")

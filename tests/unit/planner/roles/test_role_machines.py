@@ -197,7 +197,7 @@ def test_two_machines_hold_a_teacher_together_that_neither_has_room_for() -> Non
 def test_the_plan_by_which_machines_hold_a_teacher_is_chosen_too() -> None:
     """Where one machine has no room for it, or where several are faster together."""
     machines, given = cluster(*(1.0,) * 5), dict[tuple[str, int], float]()
-    texts = {Plan.parse(text, 6): text for text in ("pp=2", "pp=3", "pp=4", "tp=2", "tp=3", "tp=4")}
+    texts = {Plan.parse(text, 6): text for text in ("pp=2", "pp=3", "pp=4", "tp=2", "tp=3", "tp=4", "pp=2,tp=2")}
     for text in ("pp=1", *texts.values()):
         size = Plan.parse(text, 6).world_size
         taught = replace(TAUGHT, teacher=replace(TEACHER, plan=Plan.parse(text, 6) if size > 1 else None))
@@ -216,7 +216,7 @@ def test_the_plan_by_which_machines_hold_a_teacher_is_chosen_too() -> None:
     assert {texts[one.plans["teacher"]] for one in chosen} == {"pp=2", "tp=2"}
     named = role_choices(small, asked_of(TAUGHT, RoleWish((2, 1, 4, 3), divides=True)), best)
     assert {one.teachers for one in named} == {(2, 1, 4, 3)}
-    assert {texts[one.plans["teacher"]] for one in named} == {"pp=2", "tp=2", "pp=4", "tp=4"}
+    assert {texts[one.plans["teacher"]] for one in named} == {"pp=2", "tp=2", "pp=4", "tp=4", "pp=2,tp=2"}
     with pytest.raises(CapacityError, match="n2 is to teach"):
         role_choices(small, asked_of(TAUGHT, RoleWish((2,), divides=True)), best)
     large = replace(small.devices[0], memory=TRAINER_BYTES + judge_bytes(TEACHER))
@@ -224,9 +224,43 @@ def test_the_plan_by_which_machines_hold_a_teacher_is_chosen_too() -> None:
     unlike = replace(small, devices=(small.devices[0], half, large))
     unlike = replace(unlike, names=unlike.names[:3], node_of=unlike.node_of[:3], inside=unlike.inside[:3])
     uneven = replace(TAUGHT, teacher=replace(TEACHER, plan=Plan.parse("pp=2,layers=5+1", 6)))
-    assert not [one for one in role_choices(unlike, asked_of(uneven, RoleWish()), best) if one.teachers], "n1 is small"
+    assert {one.teachers for one in role_choices(unlike, asked_of(uneven, RoleWish()), best)} == {(), (2, 1)}
+    tiny = replace(half, memory=TRAINER_BYTES + judge_bytes(TEACHER) // 9)
+    without = replace(unlike, devices=(small.devices[0], tiny, large))
+    assert not [one for one in role_choices(without, asked_of(uneven, RoleWish()), best) if one.teachers], "n1 is small"
+    four = replace(machines, devices=(small.devices[0], half, half, large, large))
+    every = role_choices(four, asked_of(uneven, RoleWish(count=4)), best)
+    assert {one.teachers for one in every} == {(3, 1, 4, 2)}, "each model has one of the large machines"
     even = replace(unlike, devices=(unlike.devices[0], large, replace(large, memory=2 * large.memory)))
     assert {one.teachers for one in role_choices(even, asked_of(uneven, RoleWish()), best)} == {(), (2, 1)}
+
+
+def test_stages_of_unlike_machines_are_chosen_as_they_have_room() -> None:
+    """Where even stages find none, where one machine is the faster, and in the order of the machines that are named."""
+    machines = cluster(1.0, 1.0, 1.0)
+    rooms = [TRAINER_BYTES + int(part * judge_bytes(TEACHER)) for part in (0.4, 0.9)]
+    small, large = (replace(machines.devices[1], memory=room) for room in rooms)
+    unlike = replace(machines, devices=(machines.devices[0], small, large))
+    apart = [one for one in role_choices(unlike, asked_of(TAUGHT, RoleWish(divides=True)), best) if one.teachers]
+    assert {one.teachers for one in apart} == {(2, 1)}, "the first part is the larger, and the other machine's"
+    plans = {one.plans["teacher"] for one in apart}
+    assert plans and Plan.parse("pp=2", 6) not in plans and "tp=2" not in set(map(str, plans))
+    for plan in plans:
+        first, second = plan.stages
+        assert first.stop - first.start > second.stop - second.start
+    (named, *_) = role_choices(unlike, asked_of(TAUGHT, RoleWish((1, 2), divides=True)), best)
+    first, second = named.plans["teacher"].stages
+    assert named.teachers == (1, 2) and first.stop - first.start < second.stop - second.start
+    fast = cluster(1.0, 1.0, 3.0)
+    tight = [replace(one, memory=TRAINER_BYTES + int(0.9 * judge_bytes(TEACHER))) for one in fast.devices[1:]]
+    fast = replace(fast, devices=(fast.devices[0], *tight))
+    every = role_choices(fast, asked_of(TAUGHT, RoleWish(count=2, divides=True)), best)
+    by_pipeline = [one for one in every if one.plans["teacher"].pp == 2]
+    even = next(one for one in by_pipeline if one.plans["teacher"] == Plan.parse("pp=2", 6))
+    quickest = min(by_pipeline, key=lambda one: one.teaching)
+    first, second = quickest.plans["teacher"].stages
+    assert quickest.teachers == (2, 1) and first.stop - first.start > second.stop - second.start
+    assert quickest.teaching < 0.9 * even.teaching
 
 
 def asked_of(taught: Taught, wish: RoleWish) -> RolesAsked:

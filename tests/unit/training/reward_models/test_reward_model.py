@@ -20,6 +20,7 @@ from tllm.training.job.rollout_keys import GRPOConfig
 from tllm.training.questions.answerer_places import AnswererPlace
 from tllm.training.questions.answerer_pool import ClusterAnswerers
 from tllm.training.questions.question_server import QuestionServer
+from tllm.training.questions.stop_signal import StopSignal
 from tllm.training.reward_models.model_rewards import ModelRewards
 from tllm.training.reward_models.reward_messages import SCORING, ScoringRun, TextScore, TextToScore
 from tllm.training.reward_models.reward_model import RewardModel, ScoringModel
@@ -51,7 +52,7 @@ def keys(folder: Path, **more: Any) -> GRPOConfig:
 
 
 def here(folder: Path, **more: Any) -> ModelRewards:
-    found = ModelRewards.open(keys(folder, **more), None)
+    found = ModelRewards.open(keys(folder, **more), None, StopSignal())
     assert found is not None
     return found
 
@@ -69,7 +70,7 @@ def on_nodes(folder: Path, *models: Any) -> Iterator[ModelRewards]:
             places.append(AnswererPlace(f"n{number}", server.address, f"n{number}"))
             model.server = server
         cluster.places.tell("reward", places)
-        rewards = ModelRewards.open(keys(folder, reward_nodes=(len(models),)), cluster)
+        rewards = ModelRewards.open(keys(folder, reward_nodes=(len(models),)), cluster, StopSignal())
         assert rewards is not None
         yield rewards
         rewards.close()

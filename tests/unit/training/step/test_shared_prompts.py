@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,18 +17,25 @@ from tests.support.training.post_training.policy_task import grpo
 from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
 from tllm.spec.plan import Plan
+from tllm.training.attention import packed_attention
+from tllm.training.attention.packed_attention import _blocks
 from tllm.training.data.batch_tensors import Tokens, tokens_of
 from tllm.training.data.encoder import IGNORED
+from tllm.training.data.packing import RowPiece, put_together
+from tllm.training.data.preference_rows import PairEncoder, ReplyEncoder
+from tllm.training.evaluation.forward_rows import filled_up
 from tllm.training.job.job import Job
 from tllm.training.job.job_parts import shares_prompts
 from tllm.training.job.lora_job import LoraJob
+from tllm.training.job.preference_tables import DPOConfig, ORPOConfig, SimPOConfig
 from tllm.training.objectives.policy_gradient import OLD, REFERENCE, SAMPLED
+from tllm.training.objectives.reply_log_probs import REFERENCE as REFERENCE_LOG_PROBS
 from tllm.training.policy.rewarded_rows import completion_row
 from tllm.training.policy.rollouts import Completion, Turns
 from tllm.training.state.initial_weights import InitialWeights
 from tllm.training.step.rank_groups import Groups, RankConfig
 from tllm.training.step.rank_model import RankModel
-from tllm.training.step.shared_prompts import share_prompts
+from tllm.training.step.shared_prompts import share_prompts, with_shared_prompts
 from tllm.weights.byte_source import LocalFiles
 
 FAMILIES = ("llama_dynamic", "gpt_oss_moe", "gemma4_e2b", "gemma3", "glm4_moe_lite", "gemma4_moe")
@@ -118,3 +127,93 @@ def test_what_would_change_more_than_rounding_shares_no_prompt(tmp_path: Path) -
     ):
         assert not shares_prompts(job_of(tmp_path, **more), spec_of["llama"]), more
     assert shares_prompts(job_of(tmp_path, lora=LoraJob()), spec_of["llama"])
+
+
+class Numbers:
+    """A tokenizer of texts that are ids."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [int(one) for one in text.split()]
+
+
+def pairs(dice: torch.Generator) -> Tokens:
+    """Pairs as their encoder gives them, end to end in two rows: two of one prompt, replies of unlike lengths, one that
+    begins as the other does, a prompt of one token, one whose tail is weighed, and a row of filling."""
+    prompts = [torch.randint(101, (count,), generator=dice).tolist() for count in (17, 17, 6, 1, 9)]
+    prompts[1] = prompts[0]
+    encoder, rows = PairEncoder(ReplyEncoder(cast(Any, Numbers()), None, ()), "numbers"), []
+    for place, prompt in enumerate(prompts):
+        chosen, rejected = (torch.randint(101, (count,), generator=dice).tolist() for count in (5 + place, 4))
+        if place == 2:
+            rejected[:3] = chosen[:3]
+        texts = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+        document = encoder.encode({name: " ".join(map(str, ids)) for name, ids in texts.items()})
+        reference = -4 - torch.rand(2, generator=dice).double().numpy()
+        rows.append(document._replace(values={**document.values, REFERENCE_LOG_PROBS: reference}))
+    pieces = [RowPiece(number, 0, len(row.ids)) for number, row in enumerate(rows)]
+    packed = [put_together(0, tuple(pieces[:2]), rows.__getitem__)]
+    packed += [put_together(place - 1, (pieces[place],), rows.__getitem__) for place in (2, 3, 4)]
+    return tokens_of(filled_up(packed, 5))
+
+
+PAIRED: dict[str, dict[str, object]] = {
+    "dpo": {"dpo": DPOConfig(beta=0.3, ld_alpha=0.5)},
+    "orpo": {"orpo": ORPOConfig(beta=0.4)},
+    "simpo": {"simpo": SimPOConfig(cpo_alpha=0.2)},
+}
+PAIRED_FAMILIES = ("gpt_oss_moe", "gemma3", "llama", "glm4_moe_lite", "gemma4_moe")
+
+
+@pytest.mark.parametrize(
+    ("task", "family"),
+    soak_but(zip(PAIRED, PAIRED_FAMILIES, strict=False), itertools.product(PAIRED, PAIRED_FAMILIES)),
+)
+def test_pairs_learn_what_whole_rows_learn(
+    task: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a reply takes several blocks of queries."""
+    monkeypatch.setattr(packed_attention, "ROWS_AT_ONCE", 3)
+    save_model(family, tmp_path)
+    raw = read_config(tmp_path)
+    spec = spec_from_config(raw)
+    job = job_of(tmp_path, task=task, grpo=None, **PAIRED[task])
+    config = RankConfig(job, Plan.parse("pp=1", spec.num_layers), spec, 0, Groups())
+    assert with_shared_prompts(config).shares_prompts
+    tokens = pairs(torch.Generator().manual_seed(6))
+    found = []
+    for each in (config, with_shared_prompts(config)):
+        model = RankModel(each)
+        InitialWeights(LocalFiles(tmp_path), config=raw).filler(spec, 0, "float64")(model.chunks[0])
+        found.append(learned(model, tokens))
+    (want, whole), (told, gradients) = found
+    assert told == pytest.approx(want, rel=1e-11)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, whole[name], rtol=1e-10, atol=1e-10 * float(whole[name].abs().max()))
+
+
+def test_a_reply_behind_a_prompt_meets_few_keys_that_it_does_not_see() -> None:
+    assert list(_blocks(0, 600, None)) == [(0, 600, 0)], "a triangle, which kernels know"
+    assert list(_blocks(10, 600, None)) == [(10, 266, 0), (266, 522, 0), (522, 600, 0)]
+    assert list(_blocks(10, 600, 300)) == [(10, 310, 0), (310, 600, 11)]
+
+
+def test_a_prompt_of_pairs_is_there_once() -> None:
+    tokens = pairs(torch.Generator().manual_seed(6))
+    shared = share_prompts(tokens)
+    # Two pairs of one prompt; filling has no labels, and is one token of each of its documents.
+    assert shared.lengths == [16, 5, 4, 6, 4, 5, 7, 4, 8, 4, 8, 9, 4, 1, 1, 1, 1]
+    assert shared.prefixes[:8] == (None, 0, 0, 0, 0, None, 5, 5)
+    assert shared.predicted == tokens.predicted
+    assert shared.of_documents["role"].tolist()[:8] == [0, 1, 2, 1, 2, 0, 1, 2]
+
+
+def test_pairs_that_would_differ_share_no_prompt(tmp_path: Path) -> None:
+    spec_of = {}
+    for family in ("llama", "llama_dynamic"):
+        save_model(family, tmp_path / family)
+        spec_of[family] = spec_from_config(read_config(tmp_path / family))
+    dpo: dict[str, object] = dict(task="dpo", grpo=None)
+    assert shares_prompts(job_of(tmp_path, **dpo), spec_of["llama"])
+    assert not shares_prompts(job_of(tmp_path, **dpo), spec_of["llama_dynamic"]), "rows of a pair are of two lengths"
+    for more in ({"neftune_noise_alpha": 5.0}, {"lora": LoraJob(lora_dropout=0.1)}, {"task": "kto"}):
+        assert not shares_prompts(job_of(tmp_path, **{**dpo, **more}), spec_of["llama"]), more
