@@ -203,6 +203,12 @@ def teacher_facts(job: Job, teacher: ModelSpec) -> JudgeFacts:
     return JudgeFacts(teacher, job.distill.teacher_dtype, tokens, job.seq_len, told)
 
 
+def learns_from_own_tokens(job: Job, servers: int = 0) -> bool:
+    """Whether a replica's gradient is the mean over its own tokens: in local steps, and where replicas do not wait for
+    each other at `servers`. Else it is a part of the mean over all tokens of a step."""
+    return job.local_steps > 1 or (servers > 0 and job.max_staleness != 0)
+
+
 def can_mirror(job: Job, servers: int = 0) -> bool:
     """Whether snapshots of steps are kept in memory; never of servers, whose weights are of no one step."""
     return job.mirror_steps > 0 and not servers
