@@ -6,9 +6,10 @@ of one microbatch, so that f adds up to K, the loss of one layer is equations 4 
     aux = E sum_e (f_e / T) P_e        K where all experts are alike, up to E where all tokens choose the same
 
 What is learned is the mean loss over tokens + coefficient * the mean of aux over the model's layers that have experts
-and over the microbatches of the global batch. So it does not depend on which rank has which microbatch. For one
-microbatch and one such layer this is what `transformers` adds for `router_aux_loss_coef`; of several layers it takes f
-and P together before it multiplies, so that one layer may there make up for another.
+and over the microbatches of the global batch. So it does not depend on which rank has which microbatch. Replicas that
+learn from their own tokens alone for a while take the mean over their own microbatches. For one microbatch and one such
+layer this is what `transformers` adds for `router_aux_loss_coef`; of several layers it takes f and P together before it
+multiplies, so that one layer may there make up for another.
 """
 
 from __future__ import annotations
@@ -35,9 +36,14 @@ class LoadBalance:
         self.tp, self.cp = tp or solo(), cp or solo()
         self.begin(1)
 
-    def begin(self, microbatches: int) -> None:
-        """Start a step with so many microbatches in the global batch, or none: of all replicas, not of this one."""
+    def begin(self, microbatches: int, own: int | None = None) -> None:
+        """Start a step with so many microbatches in the global batch, or none: of all replicas, not of this one.
+
+        `own`: where a replica learns from its own microbatches alone, how many these are. What is learned is then the
+        mean over them; what `mean` tells stays this rank's part of the mean over all.
+        """
         self.scale = 1 / (max(microbatches, 1) * self.layers)
+        self.gradient_scale = self.coefficient * max(microbatches, 1) / max(microbatches if own is None else own, 1)
         self._mean = torch.zeros((), dtype=torch.float64)
         self._chosen: dict[str, Tensor] = {}
 
@@ -57,7 +63,7 @@ class LoadBalance:
             self._mean += value.cpu()
             self._chosen[name] = self._chosen.get(name, 0) + mine_E
 
-        return with_loss(weights_TK, part * self.coefficient, record)
+        return with_loss(weights_TK, part * self.gradient_scale, record)
 
     @property
     def mean(self) -> float:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 from torch import nn
 
-from tllm.core.errors import CapacityError
+from tllm.core.errors import CapacityError, ConfigError
 from tllm.training.checkpoint.async_saves import AsyncSaves
 from tllm.training.checkpoint.checkpoint import export_checkpoint, write_final
 from tllm.training.checkpoint.commit import SaveResult
@@ -112,7 +112,7 @@ class RunState:
     ) -> int:
         """Fill the learner from the last snapshot, else the last save, else with the first weights; the steps done.
 
-        `best` takes up how evaluations stood then.
+        `best` takes up how evaluations stood then. ConfigError where the run has taken more steps than its job has.
         """
         config, replicator, self._learner = self._config, self._replicator, learner
         snapshot_step = None if replicator is None else replicator.find(learner.train_state())
@@ -142,6 +142,11 @@ class RunState:
             self._restore_data(opened.facts["data"] if self._batches is not None else {})
         elif not self._is_initial:
             self.initialize(learner, adapters, progress)
+        if step > config.job.max_steps:
+            raise ConfigError(
+                f"max_steps is {config.job.max_steps} and the run in {root} has taken {step} steps",
+                f"give max_steps = {step}, and the model of its last save is finished, or more; or another output_dir",
+            )
         if replicator is not None:
             replicator.begin(step, data_position, is_restored=self.origin == "memory")
         return step

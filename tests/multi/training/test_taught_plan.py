@@ -38,8 +38,7 @@ def job(tmp_path: Path) -> Path:
     lines = [
         f'model_name_or_path = "{tmp_path}/student"\ntrain_files = "{tmp_path}/rows.jsonl"\n'
         f'output_dir = "{tmp_path}/run"\ntask = "distill"\nmax_steps = 2\nseq_len = 16\nglobal_batch_size = 4\n'
-        f'[distill]\nteacher_model_name_or_path = "{tmp_path}/teacher"\nteacher_secret = "{tmp_path}/teacher.key"\n'
-        "top_k = 6\n"
+        f'[distill]\nteacher_model_name_or_path = "{tmp_path}/teacher"\ntop_k = 6\n'
     ]
     (tmp_path / "job.toml").write_text("".join(lines))
     return tmp_path / "job.toml"

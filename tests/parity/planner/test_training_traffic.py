@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from tests.support.models.families import save_model
 from tests.support.models.layouts import in_threads, spec_of
 from tests.support.selection import EACH_PART, in_turn
 from tests.support.training.plans import full_rows, plan_of
+from tests.support.training.runs import job_for, records, train
 from tests.support.training.training_step import Layout, Rank, close, ranks_of
 from tllm.comm.collectives import all_reduce as algorithms
 from tllm.comm.collectives.group import Group
@@ -20,9 +23,12 @@ from tllm.planner.cost import buckets, collective_bytes
 from tllm.planner.cost import rank_work as ranks
 from tllm.planner.cost.rank_work import TrainingFacts, schedule_of
 from tllm.planner.cost.traffic import Traffic, step_traffic
+from tllm.spec.plan import Plan
 from tllm.training.attention import context_parallel as context
 from tllm.training.data import packing
 from tllm.training.gradients import bucket_layout as flat
+from tllm.training.gradients import compressed_reduction as compressed
+from tllm.training.job.job_parts import training_facts
 
 TOKENS, COUNT = 90, 4
 TP2, TP3 = ((1, 1),), ((1, 2, 1),)
@@ -120,6 +126,7 @@ def test_the_planner_counts_as_those_who_send() -> None:
     for size in (2, 3, 4, 9):
         assert collective_bytes.one_shot_limit(size) == algorithms.one_shot_limit(size)
     assert ranks.BUCKET_BYTES == flat.BUCKET_BYTES and buckets.LINE == flat.LINE
+    assert ranks.INT8_BLOCK == compressed.BLOCK
     for tokens, size in ((7, 3), (64, 2), (3, 4)):
         assert ranks.zigzag_spans(tokens, size) == context.zigzag(tokens, size)
     for shares in ((1,), (3, 1), (1, 1, 1)):
@@ -131,3 +138,33 @@ def test_a_schedule_has_the_plans_depth_and_chunks(tmp_path: Path) -> None:
     spec = spec_of(tmp_path)
     plan = plan_of(Layout(2, "1f1b", depth=2), spec.num_layers)
     assert schedule_of(plan, 5).peak_live(0) == 3
+
+
+LESS: dict[str, tuple[dict[str, Any], str]] = {
+    "bf16": (dict(gradient_compression="bf16"), "dp=2"),
+    "int8": (dict(gradient_compression="int8"), "dp=3"),
+    "int8 cut": (dict(gradient_compression="int8"), "dp=2,zero=2"),
+    "powersgd": (dict(gradient_compression="powersgd", powersgd_rank=2), "dp=2"),
+    "powersgd cut": (dict(gradient_compression="powersgd", powersgd_rank=2), "dp=2,zero=1"),
+    "local": (dict(local_steps=3), "dp=2,pp=2"),
+    "local int8": (dict(local_steps=2, gradient_compression="int8"), "dp=2"),
+}
+"""Ways to send less, each with a plan."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", LESS)
+def test_what_a_run_does_not_send_is_not_planned(way: str, tmp_path: Path) -> None:
+    """The mean over the steps of a run, whose rows and numbers of each step are some thousand bytes beside."""
+    more, text = LESS[way]
+    save_model("llama", tmp_path / "model", hidden_size=96, intermediate_size=256)
+    job = job_for(tmp_path / "model", tmp_path / "run", **more, save_steps=6, global_batch_size=6)
+    counted = fmean(record.bytes_sent for record in records(train(job, text)))
+    spec, facts = spec_of(tmp_path / "model"), training_facts(job)
+    plan = Plan.parse(text, spec.num_layers)
+    expected, exact = (
+        sum(one.total for one in step_traffic(spec, plan, of))
+        for of in (facts, dataclasses.replace(facts, local_steps=1, compression="none"))
+    )
+    assert counted == pytest.approx(expected, rel=0.05, abs=4096)
+    assert expected < 0.7 * exact

@@ -6,6 +6,7 @@ import errno
 import itertools
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -224,3 +225,13 @@ def test_files_are_read_on_one_rank_alone(model: Path, tmp_path: Path) -> None:
     opened = []
     train(job, "dp=2,pp=2", damage=lambda trainer: opened.append(trainer._feed._batches is not None))
     assert sorted(opened) == [False, False, False, True]
+
+
+def test_a_run_that_has_taken_more_steps_than_its_job_has_says_so(tmp_path: Path) -> None:
+    """It has nothing to do and no model to finish; it ended as if it had been stopped."""
+    save_model("llama", tmp_path / "model")
+    job = short_job(tmp_path / "model", tmp_path / "run", save_steps=2)
+    train(job, "pp=1")
+    with pytest.raises(ConfigError, match=r"max_steps is 2 and the run in .* has taken 4 steps"):
+        train(replace(job, max_steps=2), "pp=1")
+    train(job, "pp=1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -123,3 +124,29 @@ def test_experts_are_balanced_alike_under_every_plan(tmp_path: Path) -> None:
             assert a.aux_loss is not None and b.aux_loss is not None
             assert abs(a.loss - b.loss) < 1e-12 * b.loss and abs(a.aux_loss - b.aux_loss) < 1e-12 * b.aux_loss, plan
         assert furthest(final(tmp_path / plan), final(tmp_path / "one"))[0] < 1e-11
+
+
+ALONE = {
+    "local": (dict(local_steps=2, outer_learning_rate=1.0, outer_momentum=0.0), "dp=2"),
+    "stale": (dict(max_staleness=1), "dp=2,servers=1"),
+}
+"""Ways in which a replica's gradient is of its own tokens, and a plan for each."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ALONE)
+def test_a_replica_that_learns_alone_balances_experts_as_much(way: str, tmp_path: Path) -> None:
+    """Two replicas of the same rows take the steps that one takes: the load-balance loss is not halved between them."""
+    save_model("qwen3_moe", tmp_path / "model")
+    rows = tmp_path / "alike.jsonl"
+    rows.write_text(json.dumps({"input_ids": list(range(1, 20))}) + "\n")
+    plain: dict[str, Any] = dict(optimizer="sgd", momentum=0.0, lr_scheduler_type="constant", learning_rate=0.05)
+    plain |= dict(router_aux_loss_coef=1.0, dtype="float64", max_steps=2, save_steps=2, train_files=(str(rows),))
+    more, plan = ALONE[way]
+    one = short_job(tmp_path / "model", tmp_path / "one", **plain, global_batch_size=2)
+    two = short_job(tmp_path / "model", tmp_path / "two", **plain, global_batch_size=4, **more)
+    want, got = records(train(one, "pp=1")), records(train(two, plan))
+    assert got[0].grad_norm == pytest.approx(want[0].grad_norm, rel=1e-12)
+    assert got[0].aux_loss == pytest.approx(want[0].aux_loss, rel=1e-12)
+    if way == "local":
+        assert furthest(final(tmp_path / "two"), final(tmp_path / "one"))[0] < 1e-12

@@ -23,6 +23,9 @@ from tllm.spec.plan import Coordinates, Plan
 BUCKET_BYTES = 16 * 1024 * 1024
 """Bytes of gradients that are all-reduced in one message."""
 
+INT8_BLOCK = 256
+"""Elements of a compressed gradient that share one scale (`training.gradients.compressed_reduction`)."""
+
 
 @dataclass(frozen=True)
 class ProjectionFacts:
@@ -105,8 +108,13 @@ class TrainingFacts:
     """After so many steps each, the training state is replicated to another rank's memory; 0 never."""
     deterministic: bool = False
     """Whether gradients are added as one tree, whatever the plan (`training.gradients.accumulation_order`)."""
-    local: bool = False
-    """Whether replicas train on their own between outer steps (`training.sync.diloco`)."""
+    local_steps: int = 1
+    """Steps that replicas take on their own before an outer step of all of them (`training.sync.diloco`); 1: each step
+    is one of all."""
+    compression: str = "none"
+    """How gradients travel, as the job's `gradient_compression` says."""
+    powersgd_rank: int = 1
+    """Columns and rows that "powersgd" sends of each matrix."""
     residual: bool = False
     """Whether each replica keeps what its compressed gradients left out (`training.gradients.error_feedback`)."""
     late: bool = False
@@ -151,6 +159,29 @@ class TrainingFacts:
     def learned_bytes(self) -> int:
         """Bytes of one number of what is learned: of the model's weights, or of an adapter, which has more bits."""
         return self.item_bytes if self.adapter is None else self.full_precision_bytes
+
+    @property
+    def local(self) -> bool:
+        """Whether replicas train on their own between outer steps."""
+        return self.local_steps > 1
+
+    def gradient_share(self, parameters: Sequence[Parameter], columns: int) -> float:
+        """The part that travels of the bytes of these parameters' gradients, if their matrices have so many columns.
+
+        Exact but for what is not compressed at all (norms, biases), which is little, and for "powersgd", of which
+        matrices of other widths send other numbers.
+        """
+        exact = self.full_precision_bytes
+        match self.compression:
+            case "bf16":
+                return ITEM_BYTES["bfloat16"] / exact
+            case "int8":
+                return (1 + exact / INT8_BLOCK) / exact
+            case "powersgd":
+                rank, sizes = self.powersgd_rank, [one.elements for one in parameters]
+                sent = sum(min(size, rank * (columns + size / columns)) for size in sizes)
+                return sent / sum(sizes) if sent else 1.0
+        return 1.0
 
     @property
     def float32_weights(self) -> bool:

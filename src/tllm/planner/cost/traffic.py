@@ -10,7 +10,8 @@ of an activation or weight and w bytes of a gradient element:
              those that this rank attends to (ring attention, 2310.01889)
     dp, edp  zero 0: an all-reduce of Ψ w; zero 1, 2: a reduce-scatter of Ψ w and an all-gather of Ψ b;
              zero 3: the reduce-scatter, and an all-gather of each unit for each use that does not directly follow
-             another use of it (1910.02054)
+             another use of it (1910.02054); gradients in fewer bytes where they are compressed, and weights in one
+             step of H with H local steps
     ep       tokens to their experts and back (`parallel.expert_dispatch`), for a token that goes to as many ranks as it
              has choices: the most that there can be
     replica  gradients of which several ranks have parts (shared key-value heads, tied tables), once a step
@@ -183,20 +184,28 @@ def _seen(low: Callable[[int], int], queries: Sequence[Span], keys: Sequence[Spa
 
 def _shared(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, spread: bool) -> int:
     """Bytes for gradients and weights of ordinary parameters, or of experts that are divided over replicas
-    (`spread`)."""
+    (`spread`). Of local steps a part of what the outer step sends: the mean over all of them."""
     ranks = work.expert_replicas if spread else work.replicas
-    whole = sum(
-        padded_elements(parameter) for unit in work.learned(spec) for parameter in unit if parameter.spread == spread
-    )
+    parameters = [parameter for unit in work.learned(spec) for parameter in unit if parameter.spread == spread]
+    whole = sum(map(padded_elements, parameters))
     if ranks == 1 or not whole:
         return 0
+    share = facts.gradient_share(parameters, spec.hidden_size)
     if plan.zero == 0:
         buckets = max(1, round(whole * facts.full_precision_bytes / facts.bucket_bytes))
-        return buckets * all_reduce(whole // buckets, facts.full_precision_bytes, 0, ranks)
+        sums = buckets * all_reduce(whole // buckets, facts.full_precision_bytes, 0, ranks)
+        return round(sums * share / facts.local_steps)
     weights = _gathered(spec, plan, work, spread) if plan.zero == 3 else whole
-    return (reduce_scatter(whole, whole // ranks)) * facts.full_precision_bytes + all_gather(
+    return round(scattered_bytes(whole, ranks, facts, share)) + all_gather(
         weights // ranks * facts.learned_bytes, ranks
     )
+
+
+def scattered_bytes(whole: int, ranks: int, facts: TrainingFacts, share: float) -> float:
+    """Bytes for the gradients of so many elements with ZeRO, of which this `share` travels. PowerSGD has all ranks get
+    all of its columns and rows, which takes twice as many."""
+    hops = 2 if facts.compression == "powersgd" else 1
+    return hops * share * reduce_scatter(whole, whole // ranks) * facts.full_precision_bytes
 
 
 def _gathered(spec: ModelSpec, plan: Plan, work: RankWork, spread: bool) -> int:

@@ -189,8 +189,10 @@ class StepEstimate:
             layer_flops(spec, layer, whole, facts.documents or (facts.seq_len,)) for layer in spec.layers
         )
         self._logits = logits_flops(spec, whole, facts.seq_len)
-        learned = run_parameters(spec, range(spec.num_layers), whole, 0)
-        self._elements = sum(parameter.elements for unit in learned for parameter in unit)
+        units = run_parameters(spec, range(spec.num_layers), whole, 0)
+        learned = [parameter for unit in units for parameter in unit]
+        self._elements = sum(parameter.elements for parameter in learned)
+        self._gradient_share = facts.gradient_share(learned, spec.hidden_size)
 
     def seconds(self, group: DeviceGroup, axes: Axes, size: int) -> tuple[float, float]:
         """The estimate for microbatches of so many rows, and what messages take of it."""
@@ -231,7 +233,11 @@ class StepEstimate:
         if ranks == 1:
             return work
         elements, facts = self._elements / (axes.pp * axes.tp) * (ranks - 1) / ranks, self.facts
-        scattered = sending_seconds(elements * facts.full_precision_bytes, group.widest)
+        scattered = sending_seconds(elements * facts.full_precision_bytes * self._gradient_share, group.widest)
         gathered = sending_seconds(elements * facts.learned_bytes, group.widest)
+        if facts.local:
+            return work + 2 * scattered / facts.local_steps
+        if facts.late:
+            return max(work, scattered) + gathered
         after = work + scattered + gathered
         return min(after, max(work, 2 * gathered) + scattered) if axes.pp == 1 else after

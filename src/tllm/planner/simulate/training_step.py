@@ -22,13 +22,13 @@ from tllm.core.errors import PlanError
 from tllm.planner.cluster.device import LinkSpeed
 from tllm.planner.cluster.execution import TLLM, Execution
 from tllm.planner.cost.buckets import exposed_seconds, fill_order, padded_elements
-from tllm.planner.cost.collective_bytes import all_gather, reduce_scatter
+from tllm.planner.cost.collective_bytes import all_gather
 from tllm.planner.cost.flops import BACKWARD
 from tllm.planner.cost.message_time import group_link, sending_seconds, stage_overheads
 from tllm.planner.cost.rank_bytes import Parameter
 from tllm.planner.cost.rank_work import RankWork, TrainingFacts, cached_schedule, rank_works
 from tllm.planner.cost.roofline.layer_time import ComputeTime, ConstantRate
-from tllm.planner.cost.traffic import Traffic, expected_dispatch_share, step_traffic
+from tllm.planner.cost.traffic import Traffic, expected_dispatch_share, scattered_bytes, step_traffic
 from tllm.planner.simulate.pipeline import SchedulePlayer, StageWork, StepTimeline
 from tllm.planner.simulate.steady_player import SteadyPlayer, played_counts
 from tllm.spec.model_spec import ModelSpec
@@ -270,19 +270,23 @@ class RankStep:
         return others + exposed + execution.exposed_seconds("dp", sending_seconds(gather, link), self.compute)
 
     def _exposed_all_reduces(self, all_reduces: float) -> float:
-        """Of the seconds of all-reduces of gradients over dp, those that outlast the last backward pass."""
-        if not all_reduces or not self.setup.execution.overlap_gradients:
-            return all_reduces
+        """Of the seconds of all-reduces of gradients over dp, those that outlast the last backward pass; or the whole
+        next step, where they are applied one step late. Weights of local steps are sent when nothing is computed."""
         facts = self.setup.facts
+        if facts.late:
+            return max(0.0, all_reduces - self.compute - self.layers)
+        if not all_reduces or facts.local or not self.setup.execution.overlap_gradients:
+            return all_reduces
         sizes = [padded_elements(parameter) * facts.full_precision_bytes for parameter in self._parameters()]
         last = self.works[0]
         buckets = fill_order(sizes, facts.bucket_bytes)
         return exposed_seconds(buckets, all_reduces, last.backward_input + last.backward_weight)
 
-    def _scattered(self) -> int:
+    def _scattered(self) -> float:
         """Bytes that the rank sends of its gradients, which are reduce-scattered (ZeRO 1 to 3)."""
-        whole = self._shared_elements()
-        return reduce_scatter(whole, whole // self.work.replicas) * self.setup.facts.full_precision_bytes
+        facts, parameters = self.setup.facts, [one for one in self._parameters() if not one.spread]
+        share = facts.gradient_share(parameters, self.setup.spec.hidden_size)
+        return scattered_bytes(self._shared_elements(), self.work.replicas, facts, share)
 
     def _new_weights(self) -> int:
         """Bytes that the rank sends when new weights are gathered after an update."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
+from typing import NamedTuple
 
 from tllm.core.errors import ConfigError, PlanError
 from tllm.core.memory import amount
@@ -13,10 +14,12 @@ from tllm.spec.trainable import check_trainable
 from tllm.training.data.batch_feed import LIMIT
 from tllm.training.data.packing import deal
 from tllm.training.gradients.accumulation_order import check_deterministic
+from tllm.training.job.distillation_keys import DistillationKeys
 from tllm.training.job.job import Job
 from tllm.training.job.job_parts import LM_EVAL, learned_rows, learning_rate_schedule
 from tllm.training.job.preference_tables import PREFERENCE_TABLES
-from tllm.training.job.rollout_combinations import check_rollouts
+from tllm.training.job.rollout_combinations import SAMPLING_TASKS, check_rollouts
+from tllm.training.job.rollout_keys import GRPOConfig, RolloutConfig
 from tllm.training.job.target_modules import adapted_modules
 
 
@@ -50,45 +53,98 @@ def microbatches_of(job: Job) -> int:
     return -(-learned_rows(job) // job.microbatch_size)
 
 
+class ReadWhere(NamedTuple):
+    """Keys that are read only where `is_read`; else `why` nothing reads them, and what else to give (`hint`)."""
+
+    keys: tuple[str, ...]
+    is_read: bool
+    why: str
+    hint: str
+
+
 def _check_unread(job: Job) -> None:
     """A value that nothing would read, beside the others as they are, would be passed over in silence."""
-    defaults = {field.name: field.default for field in fields(Job)}
+    _refuse_unread("", job, _read_where(job))
+    if job.rollouts is not None and job.distill is None:
+        _refuse_unread(f"{job.task}.", job.rollouts, _read_where_sampled(job, job.rollouts))
+    if job.distill is not None:
+        _refuse_unread("distill.", job.distill, _read_where_taught(job.distill))
+
+
+def _refuse_unread(prefix: str, table: Job | RolloutConfig | DistillationKeys, rules: Iterable[ReadWhere]) -> None:
+    defaults = {field.name: field.default for field in fields(table)}
+    for keys, is_read, why, hint in rules:
+        for key in keys:
+            if not is_read and getattr(table, key) != defaults[key]:
+                raise ConfigError(
+                    f"{prefix}{key} is {getattr(table, key)} and would not be read: {why}",
+                    f"leave {key} out, or give {hint}",
+                )
+
+
+def _read_where(job: Job) -> tuple[ReadWhere, ...]:
+    is_adamw, is_powersgd = job.optimizer == "adamw", job.gradient_compression == "powersgd"
     is_evaluated = bool(job.eval_files or job.lm_eval_tasks)
-    for names, is_read, why, hint in (
-        (("momentum",), job.optimizer == "sgd", "optimizer is adamw, which has adam_beta1", 'optimizer = "sgd"'),
-        (
-            ("adam_beta1", "adam_beta2", "adam_epsilon"),
-            job.optimizer == "adamw",
-            "optimizer is sgd",
-            'optimizer = "adamw"',
+    is_compared = job.early_stopping_patience > 0 or job.load_best_model_at_end
+    compared = "early_stopping_patience or load_best_model_at_end"
+    texts = [name for name in (*job.train_files, *job.eval_files) if name.removesuffix(".gz").endswith(".txt")]
+    return (
+        ReadWhere(("momentum",), not is_adamw, "optimizer is adamw, which has adam_beta1", 'optimizer = "sgd"'),
+        ReadWhere(("adam_beta1", "adam_beta2", "adam_epsilon"), is_adamw, "optimizer is sgd", 'optimizer = "adamw"'),
+        ReadWhere(
+            ("powersgd_rank",), is_powersgd, "gradients are not compressed so", 'gradient_compression = "powersgd"'
         ),
-        (
-            ("powersgd_rank",),
-            job.gradient_compression == "powersgd",
-            "gradients are not compressed so",
-            'gradient_compression = "powersgd"',
+        ReadWhere(
+            ("outer_learning_rate", "outer_momentum"), job.local_steps > 1, "local_steps is 1", "local_steps above 1"
         ),
-        (("outer_learning_rate", "outer_momentum"), job.local_steps > 1, "local_steps is 1", "local_steps above 1"),
-        (("eval_steps",), is_evaluated, "nothing is evaluated", "eval_files or lm_eval_tasks"),
-        (("eval_max_new_tokens",), job.eval_num_prompts > 0, "no prompts are completed", "eval_num_prompts"),
-        (
+        ReadWhere(("documents",), bool(texts), "no file of rows is a .txt", "a text file in train_files"),
+        ReadWhere(
+            ("add_eos",),
+            job.task not in SAMPLING_TASKS,
+            f"the task {job.task!r} takes prompts from the rows, and completions end as the model ends them",
+            "another task",
+        ),
+        ReadWhere(("eval_steps",), is_evaluated, "nothing is evaluated", "eval_files or lm_eval_tasks"),
+        ReadWhere(("eval_max_new_tokens",), job.eval_num_prompts > 0, "no prompts are completed", "eval_num_prompts"),
+        ReadWhere(
             ("early_stopping_threshold",),
             job.early_stopping_patience > 0,
             "no evaluation ends the run",
             "early_stopping_patience",
         ),
-        (
-            ("metric_for_best_model", "greater_is_better"),
-            job.early_stopping_patience > 0 or job.load_best_model_at_end,
-            "evaluations are not compared",
-            "early_stopping_patience or load_best_model_at_end",
+        ReadWhere(
+            ("metric_for_best_model", "greater_is_better"), is_compared, "evaluations are not compared", compared
         ),
-    ):
-        for name in names:
-            if getattr(job, name) != defaults[name] and not is_read:
-                raise ConfigError(
-                    f"{name} is {getattr(job, name)} and would not be read: {why}", f"leave {name} out, or give {hint}"
-                )
+    )
+
+
+def _read_where_sampled(job: Job, config: RolloutConfig) -> Iterator[ReadWhere]:
+    """Of the tables `[grpo]` and `[rejection]`."""
+    yield ReadWhere(("rollout_secret",), bool(config.rollout_servers), "no servers are named", "rollout_servers")
+    yield ReadWhere(("reward_dtype",), bool(config.reward_model), "no model gives rewards", "reward_model_name_or_path")
+    yield ReadWhere(("max_tool_calling_iterations",), config.calls_tools, "there are no tools", "tools")
+    yield ReadWhere(("num_generations_eval",), bool(job.eval_files), "nothing is evaluated", "eval_files")
+    if isinstance(config, GRPOConfig):
+        of_ratios = tuple(f"rollout_importance_sampling_{end}" for end in ("mode", "clip_max", "clip_min"))
+        why = "ratios to the weights that sampled weigh nothing"
+        yield ReadWhere(("kl_estimator",), config.beta > 0, "beta is 0: there is no divergence", "beta above 0")
+        yield ReadWhere(of_ratios, config.is_corrected, why, "rollout_importance_sampling_correction = true")
+
+
+def _read_where_taught(keys: DistillationKeys) -> Iterator[ReadWhere]:
+    """Of the table `[distill]`."""
+    sampled = ("max_completion_length", "mask_truncated_completions", "max_num_seqs")
+    compared = ("hidden_state_loss", "hidden_state_loss_weight", "hidden_state_dtype")
+    yield ReadWhere(sampled, keys.lmbda > 0, "lmbda is 0: the student writes nothing", "lmbda above 0")
+    yield ReadWhere(("rollout_secret",), bool(keys.rollout_servers), "no servers are named", "rollout_servers")
+    yield ReadWhere(("teacher_secret",), bool(keys.teachers), "no addresses of teachers are named", "teachers")
+    yield ReadWhere(
+        ("teacher_dtype",),
+        not keys.teachers,
+        "teachers elsewhere compute in what they were started with",
+        "--dtype to `tllm teach`",
+    )
+    yield ReadWhere(compared, bool(keys.hidden_state_layers), "no hidden states are named", "hidden_state_layers")
 
 
 def _check_head(job: Job, spec: ModelSpec) -> None:

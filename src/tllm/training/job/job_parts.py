@@ -129,7 +129,9 @@ def training_facts(
         target_tokens=None if rewarded is None else rewarded.max_completion_length,
         mirror_steps=snapshot_steps(job) if mirrored else 0,
         deterministic=job.deterministic,
-        local=job.local_steps > 1,
+        local_steps=job.local_steps,
+        compression=job.gradient_compression,
+        powersgd_rank=job.powersgd_rank,
         residual=job.gradient_compression in LOSSY,
         late=job.delay_steps > 0,
         adapter=None if job.lora is None else _adapter_facts(job.lora),
@@ -202,6 +204,12 @@ def teacher_facts(job: Job, teacher: ModelSpec) -> JudgeFacts:
     if not job.distill.top_k:
         told += TOLD_COPIES * 4 * teacher.vocab_size
     return JudgeFacts(teacher, job.distill.teacher_dtype, tokens, job.seq_len, told)
+
+
+def learns_from_own_tokens(job: Job, servers: int = 0) -> bool:
+    """Whether a replica's gradient is the mean over its own tokens: in local steps, and where replicas do not wait for
+    each other at `servers`. Else it is a part of the mean over all tokens of a step."""
+    return job.local_steps > 1 or (servers > 0 and job.max_staleness != 0)
 
 
 def can_mirror(job: Job, servers: int = 0) -> bool:

@@ -24,6 +24,7 @@ from tllm.training.attention.packed_attention import MakeAttend
 from tllm.training.attention.ring_attention import RingAttention
 from tllm.training.attention.varlen_attention import attention_on
 from tllm.training.data.batch_tensors import Tokens
+from tllm.training.job.job_parts import learns_from_own_tokens
 from tllm.training.job.rollout_combinations import wants_batch_invariance
 from tllm.training.job.target_modules import adapted_modules
 from tllm.training.lora.trained_adapter import MakeAdapt, TrainedAdapter, as_it_is
@@ -102,10 +103,11 @@ class RankModel:
     def forward_backward(self, batch: Sequence[Tokens], global_microbatches: int, loss_scale: float) -> StepResult:
         """The passes over this replica's microbatches of a step, perhaps none; each rank computes its own tokens.
 
-        `global_microbatches` are those of all replicas, whose mean the load-balance loss is.
+        `global_microbatches` are those of all replicas, whose mean the load-balance loss is where all learn together.
         """
         if self._balance is not None:
-            self._balance.begin(global_microbatches)
+            learns_alone = learns_from_own_tokens(self._config.job, self._config.plan.servers)
+            self._balance.begin(global_microbatches, len(batch) if learns_alone else None)
         microbatches = self._here(batch)
         if not microbatches:
             return StepResult(0.0, 0)

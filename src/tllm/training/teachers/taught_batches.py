@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
+from tllm.core.errors import ConfigError
 from tllm.training.data.batch_feed import StepRows
 from tllm.training.data.packing import PackedRow
 from tllm.training.job.initial_model import InitialModel
@@ -34,10 +36,15 @@ class TaughtBatches:
 
     def step(self, step: int) -> list[PackedRow]:
         """The rows of a step, when all are taught; those of the next are asked meanwhile."""
-        for ahead in range(step, min(step + STEPS_AHEAD + 1, max(self._max_steps, step + 1))):
-            if ahead not in self._asked:
-                self._asked[ahead] = [(row, self._teachers.ask(row)) for row in self._batches.step(ahead)]
+        self._ask(step)
+        for ahead in range(step + 1, min(step + STEPS_AHEAD + 1, self._max_steps)):
+            with contextlib.suppress(ConfigError):  # a row that cannot be read is told in its own step
+                self._ask(ahead)
         return [self._teachers.taught(row, asked, step) for row, asked in self._asked.pop(step)]
+
+    def _ask(self, step: int) -> None:
+        if step not in self._asked:
+            self._asked[step] = [(row, self._teachers.ask(row)) for row in self._batches.step(step)]
 
     def state(self, step: int) -> dict[str, Any]:
         return self._batches.state(step)

@@ -15,7 +15,7 @@ FACTS = (
     TrainingFacts(64, 23),
     TrainingFacts(64, 24, mirror_steps=2),
     TrainingFacts(64, 32, deterministic=True),
-    TrainingFacts(64, 24, local=True),
+    TrainingFacts(64, 24, local_steps=2),
 )
 
 

@@ -97,6 +97,19 @@ def test_a_pipeline_is_the_schedule_that_is_played(order: str) -> None:
     assert got.pipeline > 0
 
 
+def test_sums_of_local_and_late_steps_are_waited_for_less() -> None:
+    plan = Plan.parse("dp=2", SPEC.num_layers)
+    sums = 1.5 * WHOLE / 2  # of which two thirds are hidden by the whole of the next step
+    slow = LinkSpeed(bandwidth=step_traffic(SPEC, plan, FACTS)[0].dp / sums)
+    assert predict("dp=2", slow).gradients == pytest.approx(sums, rel=1e-3)
+    late = predict_step(SPEC, plan, replace(FACTS, late=True), SPEED, slow)
+    assert late.gradients == pytest.approx(sums - WHOLE / 2)
+    local = predict_step(SPEC, plan, replace(FACTS, local_steps=10), SPEED, slow)
+    assert local.gradients == pytest.approx(sums / 10, rel=1e-3)
+    halved = predict_step(SPEC, plan, replace(FACTS, compression="bf16"), SPEED, slow)
+    assert halved.gradients == pytest.approx(sums / 2, rel=1e-3)
+
+
 def test_the_slowest_rank_is_waited_for() -> None:
     assert predict("dp=2", speed=[SPEED, SPEED / 4]).seconds == pytest.approx(4 * WHOLE / 2)
     assert predict("dp=4:1", speed=[SPEED, SPEED / 4]).seconds < 4 * WHOLE / 2

@@ -16,6 +16,7 @@ from tllm.training.job.combinations import check_combination
 from tllm.training.job.distillation_keys import DistillationKeys
 from tllm.training.job.job import Job
 from tllm.training.job.lora_job import LoraJob
+from tllm.training.job.rollout_keys import GRPOConfig
 
 LLAMA = dict(
     SHAPE, model_type="llama", architectures=["LlamaForCausalLM"], rms_norm_eps=1e-6, tie_word_embeddings=False
@@ -176,6 +177,7 @@ def test_rates_that_cannot_be_are_refused_before_anything_starts() -> None:
         ({"adam_beta2": 0.95, "optimizer": "sgd"}, {"optimizer": "adamw"}),
         ({"powersgd_rank": 8}, {"gradient_compression": "powersgd"}),
         ({"outer_momentum": 0.5}, {"local_steps": 2}),
+        ({"documents": "stream"}, {"train_files": ("a.txt.gz",)}),
         ({"eval_steps": 10}, {"eval_files": ("b.jsonl",)}),
         ({"eval_max_new_tokens": 64, "seq_len": 128}, {"eval_files": ("b.jsonl",), "eval_num_prompts": 1}),
         ({"early_stopping_threshold": 0.1}, {"eval_files": ("b.jsonl",), "early_stopping_patience": 1}),
@@ -187,6 +189,59 @@ def test_a_value_that_nothing_would_read_is_refused(more: dict[str, Any], reads:
         check("pp=1", LLAMA, **more)
     assert list(reads)[-1] in caught.value.hint
     check("pp=1", LLAMA, **{**more, **reads})
+
+
+ADDRESSES = ("10.0.0.7:7070",)
+REWARDED = dict(reward_funcs=("rewards.py:right",), num_generations=4, max_completion_length=32)
+UNREAD: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
+    "distill": [
+        ({"max_num_seqs": 8}, {"max_completion_length": 16, "lmbda": 0.5}),
+        ({"mask_truncated_completions": True}, {"max_completion_length": 16, "lmbda": 0.5}),
+        ({"max_completion_length": 16}, {"lmbda": 0.5}),
+        ({"rollout_secret": "s", "max_completion_length": 16, "lmbda": 0.5}, {"rollout_servers": ADDRESSES}),
+        ({"teacher_secret": "s"}, {"teacher_model_name_or_path": None, "teachers": ADDRESSES}),
+        ({"hidden_state_loss": "cosine"}, {"teacher_hidden_size": 9, "hidden_state_layers": ((1, 2),)}),
+        ({"hidden_state_dtype": "bfloat16"}, {"teacher_hidden_size": 9, "hidden_state_layers": ((1, 2),)}),
+    ],
+    "grpo": [
+        ({"rollout_secret": "s"}, {"rollout_servers": ADDRESSES}),
+        ({"reward_dtype": "float64"}, {"reward_model_name_or_path": "scorer"}),
+        ({"max_tool_calling_iterations": 3}, {"tools": ("tools.py:add",)}),
+        ({"kl_estimator": "k1"}, {"beta": 0.1}),
+        ({"rollout_importance_sampling_clip_max": 2.0}, {"rollout_importance_sampling_correction": True}),
+    ],
+}
+"""By task keys of its table that nothing reads, each with others by which it is read, the one that is named last."""
+
+
+@pytest.mark.parametrize(("task", "more", "reads"), [(task, *one) for task, some in UNREAD.items() for one in some])
+def test_keys_of_tables_that_nothing_would_read_are_refused(
+    task: str, more: dict[str, Any], reads: dict[str, Any]
+) -> None:
+    def job(keys: dict[str, Any]) -> None:
+        given: dict[str, Any] = {**(REWARDED if task == "grpo" else {"teacher_model_name_or_path": "t"}), **keys}
+        table = DistillationKeys(**given) if task == "distill" else GRPOConfig(**given)
+        check("pp=1", LLAMA, task=task, seq_len=64, **{task: table})
+
+    with pytest.raises(ConfigError, match=f"{task}.{next(iter(more))} is .* and would not be read") as caught:
+        job(more)
+    assert list(reads)[-1] in caught.value.hint
+    job({**more, **reads})
+
+
+def test_the_dtype_of_teachers_elsewhere_is_their_own() -> None:
+    keys = DistillationKeys(teachers=ADDRESSES, teacher_dtype="bfloat16")
+    with pytest.raises(ConfigError, match=r"distill\.teacher_dtype is bfloat16 and would not be read"):
+        check("pp=1", LLAMA, task="distill", distill=keys)
+
+
+def test_completions_that_no_evaluation_samples_are_refused() -> None:
+    grpo = GRPOConfig(**REWARDED, num_generations_eval=2)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"grpo\.num_generations_eval is 2 and would not be read"):
+        check("pp=1", LLAMA, task="grpo", grpo=grpo, seq_len=64)
+    check("pp=1", LLAMA, task="grpo", grpo=grpo, seq_len=64, eval_files=("b.jsonl",))
+    with pytest.raises(ConfigError, match="add_eos is False and would not be read"):
+        check("pp=1", LLAMA, task="grpo", grpo=replace(grpo, num_generations_eval=None), seq_len=64, add_eos=False)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tllm.core.errors import ClusterError
+from tllm.core.errors import ClusterError, ConfigError
 from tllm.training.data.encoder import IGNORED
 from tllm.training.data.packing import PackedRow
 from tllm.training.objectives.distillation import BYTES, IDS, LOG_PROBS
@@ -100,3 +100,22 @@ def test_a_run_whose_teachers_are_all_away_ends_with_their_names(monkeypatch: py
     with pytest.raises(ClusterError, match=r"step 1 waits for 1 rows of the teachers far:1 \(no route\); none could"):
         taught.step(0)
     taught.close()
+
+
+class ThirdIsTorn(TwoRows):
+    """The third step has a row that cannot be read."""
+
+    def step(self, step: int) -> list[PackedRow]:
+        if step == 2:
+            raise ConfigError("rows.jsonl, line 5: no row", "repair it")
+        return super().step(step)
+
+
+def test_a_row_that_cannot_be_read_ends_its_own_step_and_no_earlier_one() -> None:
+    """It is asked for while the step before it is taught, whose rows are all there."""
+    queue = TeacherQueue("teacher")
+    taught = TaughtBatches(ThirdIsTorn(), TeacherPool(LESSON, queue, [AtOnce(queue)]), 4)
+    for step in (0, 1):
+        assert len(taught.step(step)) == 2
+    with pytest.raises(ConfigError, match="line 5"):
+        taught.step(2)
