@@ -54,6 +54,8 @@ class ClusterOptions:
     replicas: how many processes, this one included, are to know the coordinator's state, so that one of them takes
         over when this process dies: as many as there are, an odd number. 1: only this process knows it, and the cluster
         ends with it. To serve, and to train where a lost node does not end the run.
+    successor_seconds: how long this process, if it was deposed, looks for the one that coordinates then, to join it as
+        a node. 0: it does not join.
     """
 
     local: int | None = None
@@ -72,6 +74,7 @@ class ClusterOptions:
     device: str = "cpu"
     numa_binding: NumaBinding = "auto"
     replicas: int = 1
+    successor_seconds: float = 0.0
 
 
 DEFAULTS = ClusterOptions()
