@@ -13,7 +13,6 @@ from tllm.core.errors import ClusterError, PlanError
 from tllm.core.model_folders import model_name
 
 if TYPE_CHECKING:
-    from tllm.cluster.http_messages import ServedModel
     from tllm.engine.engine import Engine
     from tllm.node.coordinator.cluster_options import ClusterOptions
     from tllm.node.coordinator.plan_selection import PlanChoice
@@ -81,19 +80,16 @@ async def open_nodes(
     *,
     policy: Literal["replan", "wait"] = "replan",
     choice: PlanChoice | None = None,
-    served: ServedModel | None = None,
 ) -> AsyncIterator[EngineClient]:
     """An engine over the nodes of a cluster, ended with the block.
 
     `policy` is for nodes that are lost: go on with what is left, or wait for another. With a `choice` the options'
-    plan only says how many nodes there are. `served` is what HTTP servers are to serve.
+    plan only says how many nodes there are.
     """
     from tllm.node.serve.open_cluster import open_cluster
 
     sizes = engine_config(options)
-    opening = open_cluster(
-        options.folder, options.plan, sizes, cluster, policy=policy, choice=choice, hub=options.hub, served=served
-    )
+    opening = open_cluster(options.folder, options.plan, sizes, cluster, policy=policy, choice=choice, hub=options.hub)
     async with opening as client:
         yield client
 

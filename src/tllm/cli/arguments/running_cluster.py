@@ -16,7 +16,7 @@ from tllm.core.errors import AuthError, ClusterError, TllmError
 
 SECONDS = 10.0
 STATUS = "/v1/cluster"
-WHERE = 'give the address that `tllm serve` or `tllm join --serve` printed behind "serving"'
+WHERE = "give HOST:PORT as `tllm serve` has printed it"
 MOST_BYTES = 64 << 20
 """Of an answer, as whoever answers may be no server of ours. That of 10,000 nodes has 10 MB."""
 
@@ -99,9 +99,7 @@ def _silent(where: str) -> ClusterError:
 
 
 def _another(where: str, why: str) -> ClusterError:
-    return ClusterError(
-        f"what listens at {where} is no HTTP server of tllm: {why}", f"{WHERE}, not that of `tllm join`"
-    )
+    return ClusterError(f"{where} is no HTTP server of tllm: {why}", f"{WHERE}, not that of `tllm join`")
 
 
 def _shown(found: object) -> str:

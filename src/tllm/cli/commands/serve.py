@@ -212,11 +212,12 @@ def _opening(
         spare_nodes=args.spare_nodes,
         replicas=replica_count(args.replicas_of_coordinator, args.nodes or 1, ALONE if tasks or ray else ""),
         successor_seconds=REJOIN_SECONDS,
+        served=served,
     )
 
     def opening(on_progress: ShowProgress) -> AbstractAsyncContextManager[EngineClient]:
         cluster = cluster_options(options, to_join, on_progress=on_progress, **where)
-        return open_nodes(options, cluster, policy=args.on_loss, choice=choice, served=served)
+        return open_nodes(options, cluster, policy=args.on_loss, choice=choice)
 
     return _Opening(chooser, opening)
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import msgspec
 
-from tllm.cluster.http_messages import ServedModel
 from tllm.cluster.settings import EngineSettings
 from tllm.engine.page_store.page_folder import make_private
 from tllm.engine.page_store.page_model import page_disk
@@ -43,16 +42,15 @@ async def open_cluster(
     policy: Policy = "replan",
     choice: PlanChoice | None = None,
     hub: HubWeights | None = None,
-    served: ServedModel | None = None,
 ) -> AsyncIterator[Serving]:
     """A cluster that is ready to serve the model in a folder, ended with the block.
 
     `config` sets the engine's sizes. `policy` is for nodes that are lost: go on with those that are left, or wait for
     others. With a `choice` the plan only says for how many nodes to wait; theirs is chosen when they are here. Weights
-    on the `hub` need not be in the folder. `served` is what HTTP servers are to serve, but for the longest sequence.
+    on the `hub` need not be in the folder.
     """
     work = serving_workload(folder, plan, config or EngineConfig(), options, hub=hub)
-    if served is not None:  # known from the first moment on to whoever takes this process's place
+    if (served := options.served) is not None:  # known from the first moment on to whoever takes this process's place
         assert isinstance(work.settings, EngineSettings), "serving"
         served = msgspec.structs.replace(served, max_model_len=work.settings.max_model_len)
         work = dataclasses.replace(work, served=served)

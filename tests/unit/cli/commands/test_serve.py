@@ -13,7 +13,6 @@ from tllm.api.engine_options import EngineOptions, engine_options
 from tllm.api.open_engine import cluster_options
 from tllm.cli.commands import serve
 from tllm.cli.main import main
-from tllm.cluster.http_messages import ServedModel
 from tllm.core.errors import ConfigError
 from tllm.node.coordinator.cluster_options import ClusterOptions
 
@@ -25,12 +24,12 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     @asynccontextmanager
     async def open_listed(
-        options: EngineOptions, cluster: ClusterOptions, *, policy: str, choice: Any, served: ServedModel
+        options: EngineOptions, cluster: ClusterOptions, *, policy: str, choice: Any
     ) -> AsyncIterator[ListedEngine]:
         source, authority = cluster.source, cluster.authority
         assert source is not None and cluster.local is not None
         joining = options.plan.world_size - cluster.local
-        assert served.model_name == options.folder.name and served.keep_streams > 0
+        assert cluster.served is not None and cluster.served.model_name == options.folder.name
         seen.extend(((str(options.plan), joining, cluster.address), cluster.replicas))
         assert options.memory == (12 << 30 if "--memory" in sys.argv else None)
         assert (choice is None) == (options.plan.world_size == 1 or "--plan" in sys.argv), "a plan that is given stays"

@@ -84,6 +84,13 @@ def test_a_row_for_each_node(answer: list[Any], capsys: pytest.CaptureFixture[st
     assert answer[1].get_header("Authorization") == "Bearer secret-key"
 
 
+def test_memory_that_nobody_was_given_has_no_column() -> None:
+    assert "given" in as_text(FOUND)
+    found = copy.deepcopy(FOUND)
+    found["nodes"][0]["memory_given"] = False
+    assert "given" not in as_text(found)
+
+
 def test_what_the_prefix_cache_found() -> None:
     found = copy.deepcopy(FOUND)
     assert "prefix" not in as_text(found)
@@ -117,8 +124,12 @@ def test_json_is_what_the_server_says(answer: list[Any], capsys: pytest.CaptureF
         (refused(401), 5, "asks for an API key, and none was given"),
         (refused(403, {"error": {"message": "the host is not allowed"}}), 5, "refuses: the host is not allowed"),
         (refused(503, {"error": {"message": "it ends"}}), 4, "answers 503: it ends"),
-        (refused(503), 4, "is no HTTP server of tllm: it answers 503 Service Unavailable"),
-        (refused(404, {"error": {"message": "no route"}}), 4, "is no HTTP server of tllm: it answers 404 Not Found"),
+        (refused(503), 4, "127.0.0.1:8000 is no HTTP server of tllm: it answers 503 Service Unavailable"),
+        (
+            refused(404, {"error": {"message": "no route"}}),
+            4,
+            "127.0.0.1:8000 is no HTTP server of tllm: it answers 404 Not Found",
+        ),
         (urllib.error.URLError(ConnectionRefusedError(111, "Connection refused")), 4, "no server at 127.0.0.1:8000"),
         (urllib.error.URLError(socket.gaierror(-2, "Name or service not known")), 4, "Name or service not known"),
         (TimeoutError("timed out"), 4, "127.0.0.1:8000 did not answer within 10 s"),
@@ -126,7 +137,7 @@ def test_json_is_what_the_server_says(answer: list[Any], capsys: pytest.CaptureF
         (http.client.RemoteDisconnected("closed"), 4, "it does not speak HTTP"),
         (http.client.BadStatusLine("SSH-2.0"), 4, "it does not speak HTTP"),
         (b"<html>", 4, "it answers /v1/cluster with something else than JSON"),
-        (b"[1]", 4, "is no HTTP server of tllm: it answers /v1/cluster with [1]"),
+        (b"[1]", 4, "127.0.0.1:8000 is no HTTP server of tllm: it answers /v1/cluster with [1]"),
         (b'{"detail": 3}', 4, 'it answers /v1/cluster with {"detail": 3}'),
     ],
 )
