@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType, TracebackType
@@ -83,10 +84,14 @@ def module_of(name: str) -> str:
 
 
 def print_error(error: TllmError) -> None:
-    """One line of what and why, one of what to do, on stderr."""
-    print(f"{_red('error:')} {error.message}", file=sys.stderr)
+    """One line of what and why, one of what to do, on stderr; on a terminal they end between words."""
+    from tllm.cli.display.tables import wrapped
+
+    width = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
+    message = wrapped(f"error: {error.message}", width, "").removeprefix("error:")
+    print(f"{_red('error:')}{message}", file=sys.stderr)
     if error.hint:
-        print(f"hint: {error.hint}", file=sys.stderr)
+        print(wrapped(f"hint: {error.hint}", width, ""), file=sys.stderr)
 
 
 def _run(words: list[str]) -> int:

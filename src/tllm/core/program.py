@@ -32,8 +32,8 @@ VARIABLE, TUNABLE = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
 WAITING = {"GOMP_SPINCOUNT": "1000"}
 """Turns of a waiting thread until it sleeps: some tens of microseconds, about what waking it costs."""
 
-PREPARED = dict.fromkeys(("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"), "128")
-"""Shapes of products that stay prepared: those of one batch are some tens at most."""
+PREPARED = dict.fromkeys(("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"), "192")
+"""Shapes of products that stay prepared: the four weights of a layer meet 36 numbers of rows each at most."""
 
 SAYS_HOW_TO_WAIT = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}
 

@@ -7,7 +7,7 @@ recorded, all products are the kernel's: whether that pays is measured on the la
 
 oneDNN, which makes torch's products of 16-bit numbers, prepares one anew for each number of rows that it does not keep:
 a millisecond on an Intel Xeon with AMX, ten times what a product of a small weight takes, and half a megabyte. A batch
-of a server has any number of rows. So those beside a small weight are rounded up (`padded_rows`), and few are prepared;
+of a server has any number of rows. So they are rounded up (`padded_rows`), and few are prepared;
 the memory of a server grew for hours by what was prepared, and dropped again, between tensors (docs/log/memory.md).
 """
 
@@ -32,8 +32,12 @@ MEASURED_ROWS = 64
 MEASURED_BYTES = 2**20
 """Of smaller weights a product takes less time than what is around it: torch's own is taken."""
 
-PADDED_BYTES = 4 * 2**20
-"""Beside smaller weights rows are rounded up; beside larger ones the rows that are added cost more than they save."""
+LARGE_BYTES = 4 * 2**20
+"""From such a weight on the rows that are added cost more than a product that is prepared anew: fewer are added."""
+
+IN_DOUBLING, IN_DOUBLING_OF_LARGE = 4, 8
+"""Numbers of rows between a power of two and the next one: at most a quarter is added, and beside large weights an
+eighth."""
 
 TILE_ROWS = 16
 """Rows that oneDNN's products of 16-bit numbers make at once, with AMX."""
@@ -91,11 +95,11 @@ def _can(name: str, rows: int) -> bool:
     return library() is not None if name == "kernel" else True
 
 
-def padded_rows(rows: int) -> int:
-    """So many rows, or some more: a power of two up to a tile, then whole tiles, of which numbers each doubling beyond
-    128 has 4. So less than a tile is added, or a quarter."""
+def padded_rows(rows: int, in_doubling: int) -> int:
+    """So many rows, or some more: a power of two up to a tile, then whole tiles, and where those are more than that, so
+    many numbers in each doubling. So less than a tile is added, or than that part."""
     power = next_power_of_two(rows)
-    step = max(TILE_ROWS, power // 8)
+    step = max(TILE_ROWS, power // (2 * in_doubling))
     return power if rows <= TILE_ROWS else -(-rows // step) * step
 
 
@@ -111,14 +115,21 @@ def is_prepared(dtype: torch.dtype) -> bool:
     return dtype in makes and bool(makes[dtype]())
 
 
-def _linear(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
+def _padded(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
+    """x with rows of zeros, so many that a product with this weight is one of those few that are prepared."""
     rows = len(x_TD)
-    padded = padded_rows(rows) if weight_FD.nbytes < PADDED_BYTES and is_prepared(x_TD.dtype) else rows
+    if not is_prepared(x_TD.dtype):
+        return x_TD
+    padded = padded_rows(rows, IN_DOUBLING if weight_FD.nbytes < LARGE_BYTES else IN_DOUBLING_OF_LARGE)
     if padded == rows:
-        return F.linear(x_TD, weight_FD)
+        return x_TD
     x_PD = x_TD.new_zeros(padded, x_TD.shape[1])
     x_PD[:rows] = x_TD
-    return F.linear(x_PD, weight_FD)[:rows]
+    return x_PD
+
+
+def _linear(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
+    return F.linear(_padded(x_TD, weight_FD), weight_FD)[: len(x_TD)]
 
 
 def _mv(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
@@ -126,7 +137,7 @@ def _mv(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
 
 
 def _transposed(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
-    return torch.mm(weight_FD, x_TD.t()).t().contiguous()
+    return torch.mm(weight_FD, _padded(x_TD, weight_FD).t()).t()[: len(x_TD)].contiguous()
 
 
 def _kernel(x_TD: Tensor, weight_FD: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tllm.kernels.batch_invariant import invariant_matmul, is_batch_invariant
+from tllm.kernels.float_product import float_matmul
 from tllm.parallel.linear import ColumnLinear, RouterLinear, RowLinear
 from tllm.parallel.quantized_weight import quantized
 from tllm.parallel.shard import Shard, ShardPiece, cut_parameter, shard_of
@@ -56,7 +57,7 @@ class LoraUpdate(nn.Module):
     def __init__(self, weight: Tensor, modules: Mapping[str, LoraModule]) -> None:
         super().__init__()
         is_plain = quantized(weight) is None and not is_batch_invariant(weight)
-        self.matmul = F.linear if is_plain else invariant_matmul
+        self.matmul = _plain_matmul if is_plain else invariant_matmul
         self.rescale: Rescale | None = None
         pieces_A: list[ShardPiece] = []
         self.B, self.spans = nn.ParameterList(), list[_Span]()
@@ -145,6 +146,13 @@ def magnitude_parameters(update: LoraUpdate) -> Iterator[nn.Parameter]:
             for piece in shard_of(b).pieces
         )
         yield cut_parameter(b.shape[:1], Shard(pieces, True, "partial"))
+
+
+def _plain_matmul(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
+    """x W^T, without gradients by one of the few products that are prepared."""
+    if torch.is_grad_enabled() or not x_TD.is_cpu:
+        return F.linear(x_TD, weight_FD)
+    return float_matmul(x_TD, weight_FD)
 
 
 def _by_module(weight: Tensor) -> Iterator[tuple[str, list[ShardPiece]]]:

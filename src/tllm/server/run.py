@@ -28,11 +28,13 @@ async def serve_http(
     stop: asyncio.Event | None = None,
     signals: bool = True,
     leaves: Callable[[], bool] = lambda: False,
-) -> None:
+    lingers: Callable[[], bool] = lambda: False,
+) -> OpenReplies | None:
     """Serve until a signal or until `stop` is set, then let requests in hand finish for `drain_seconds`.
 
     If `leaves` says so on a SIGTERM, another process will go on with what nodes have asked for and with what is kept:
-    that is not waited for (`RequestRouter.leaving`).
+    that is not waited for (`RequestRouter.leaving`). If `lingers` says so in the end, nothing is waited for: what is in
+    hand goes on in this event loop, and is returned, while others may listen at the address.
 
     `on_ready` gets the URL once connections are taken. A second signal ends it at once. A busy port is a `ConfigError`.
     Used inside another program, `signals=False` leaves signal handlers alone.
@@ -53,6 +55,8 @@ async def serve_http(
                 on_ready(_url(listening))
             await _first(serving, asked.wait())
             app.router.draining = True
+            if lingers():
+                return await _let_linger(server, serving, listening, app)
             await _first(serving, now.wait(), _idle(app), asyncio.sleep(app.settings.drain_seconds))
             if not app.router.is_idle:
                 _log.warning("stopping with %d sequences in hand", app.router.in_hand)
@@ -61,10 +65,40 @@ async def serve_http(
         finally:
             recording.cancel()
             watching.cancel()
-            server.should_exit = True
-            server.force_exit = now.is_set()
-            await serving
-            listening.close()
+            if server.config.timeout_graceful_shutdown is not None:  # else it lingers
+                server.should_exit = True
+                server.force_exit = now.is_set()
+                await serving
+                listening.close()
+    return None
+
+
+class OpenReplies:
+    """What a server has in hand that takes no more requests; `serving` ends with the last of it."""
+
+    def __init__(self, app: App, serving: asyncio.Task[None]) -> None:
+        self._app, self._serving = app, serving
+
+    async def end(self) -> None:
+        """Let it finish for `drain_seconds`, and break off what is left then."""
+        await _first(self._serving, asyncio.sleep(self._app.settings.drain_seconds))
+        if not self._serving.done():
+            _log.warning("stopping with %d sequences in hand", self._app.router.in_hand)
+            self._app.stop()
+            await _first(self._serving, asyncio.sleep(_CLOSING_SECONDS))
+        if self._app.tracing is not None:
+            await self._app.tracing.close()
+
+
+async def _let_linger(
+    server: _Server, serving: asyncio.Task[None], listening: socket.socket, app: App
+) -> OpenReplies | None:
+    """Take no more connections, and wait for none of those that are open."""
+    server.config.timeout_graceful_shutdown = None
+    server.should_exit = True
+    while listening.fileno() != -1 and not serving.done():
+        await asyncio.sleep(0.005)
+    return OpenReplies(app, serving)
 
 
 @contextlib.asynccontextmanager

@@ -10,8 +10,10 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import httpx
@@ -122,3 +124,48 @@ def test_requests_go_on_when_the_first_machine_is_killed(tmp_path: Path) -> None
                 node for node in httpx.get(f"{url}/v1/cluster", timeout=60).json()["nodes"] if node["rank"] is not None
             ]
             assert sorted(node["node"] for node in seated) == ["north", "south"]
+
+
+def test_replies_of_the_first_machine_outlive_its_office(tmp_path: Path) -> None:
+    """It stands still until another machine coordinates, and its clients stay: a stream, a reply that is told as a
+    whole, and a stream that is kept."""
+    with ExitStack() as stack:
+        words = ["--nodes", "3", "--plan", "pp=3", "--threads", "1", "--cluster-host", "127.0.0.1", "--port", "0"]
+        server = stack.enter_context(running("serve", str(TINY), *words, *EXACT))
+        line = server.until(r"tllm join (\S+) --token (\S+)")
+        for name in ("north", "south"):
+            joining = [line[1], "--token", line[2], "--name", name, "--threads", "1", "--serve", "--port", "0"]
+            node = stack.enter_context(running("join", *joining))
+        first = server.until(r"serving tiny at (\S+)/v1")[1]
+        other = node.until(r"serving tiny at (\S+)/v1")[1]
+        undisturbed = completed(first, SAMPLED)
+        while replicas(first) < 3:
+            time.sleep(0.2)
+        pool = stack.enter_context(ThreadPoolExecutor())
+        begun = Event()
+        kept = pool.submit(completed, first, SAMPLED | {"store": True}, 1, begun.set)
+        whole = pool.submit(httpx.post, f"{first}/v1/completions", json=SAMPLED | {"stream": False}, timeout=60)
+        begun.wait(60)
+        while httpx.get(f"{first}/health/progress", timeout=60).json()["running"] < 2:
+            time.sleep(0.01)
+
+        def stand_still() -> None:
+            server.process.send_signal(signal.SIGSTOP)
+            until_another_coordinates(other)
+            server.process.send_signal(signal.SIGCONT)
+
+        assert completed(first, SAMPLED, SHOWN, stand_still) == undisturbed
+        assert kept.result() == undisturbed
+        assert whole.result().json()["choices"][0]["token_ids"] == undisturbed
+        again = server.until(r"serving tiny at (\S+)/v1")[1]
+        assert completed(again, SAMPLED) == undisturbed
+
+
+def until_another_coordinates(url: str) -> None:
+    """Until the node that answers there has another coordinator, which is in a later term."""
+    while True:
+        with suppress(httpx.HTTPError):
+            told = httpx.get(f"{url}/v1/cluster", timeout=5).json()
+            if (told.get("replicas") or {"term": 0})["term"] > 1:
+                return
+        time.sleep(0.2)

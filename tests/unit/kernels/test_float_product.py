@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -13,7 +16,16 @@ from tllm.core.program import PREPARED
 from tllm.kernels import float_product
 from tllm.kernels.autotune import Autotuned
 from tllm.kernels.fastest import LONG
-from tllm.kernels.float_product import CANDIDATES, TILE_ROWS, float_matmul, measure
+from tllm.kernels.float_product import (
+    CANDIDATES,
+    IN_DOUBLING,
+    IN_DOUBLING_OF_LARGE,
+    LARGE_BYTES,
+    TILE_ROWS,
+    float_matmul,
+    is_prepared,
+    measure,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +88,10 @@ def test_the_kernel_has_the_same_bits_everywhere(
             assert torch.equal(CANDIDATES["kernel"](x[:rows], weight), want[:rows])
 
 
-def test_beside_a_small_weight_there_are_few_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("least", "added"), [(LARGE_BYTES, 1 / 4), (0, 1 / 8)], ids=["small", "large"])
+def test_beside_a_weight_there_are_few_numbers_of_rows(
+    least: int, added: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those of a batch of a server: all that is prepared for the four weights of a layer is kept."""
     made = list[int]()
 
@@ -86,17 +101,52 @@ def test_beside_a_small_weight_there_are_few_numbers_of_rows(monkeypatch: pytest
 
     monkeypatch.setattr("torch.nn.functional.linear", linear)
     monkeypatch.setattr(float_product, "is_prepared", lambda dtype: dtype == torch.bfloat16)
+    monkeypatch.setattr(float_product, "LARGE_BYTES", least)
     weight = torch.ones(2, 3)
     for rows in range(1, 1025):
-        assert CANDIDATES["linear"](torch.ones(rows, 3).bfloat16(), weight.bfloat16()).tolist() == [[3.0, 3.0]] * rows
-        assert rows <= made[-1] < max(rows + TILE_ROWS, rows * 1.25)
+        for name in ("linear", "W x^T"):
+            made_so = CANDIDATES[name](torch.ones(rows, 3).bfloat16(), weight.bfloat16())
+            assert made_so.tolist() == [[3.0, 3.0]] * rows
+        assert rows <= made[-1] < max(rows + TILE_ROWS, rows * (1 + added))
     assert 4 * len(set(made)) <= int(PREPARED["LRU_CACHE_CAPACITY"])
-    CANDIDATES["linear"](torch.ones(77, 896).bfloat16(), torch.ones(896, 896).bfloat16())
-    assert made[-1] == 80, "a weight whose products are measured is small as well"
     CANDIDATES["linear"](torch.ones(77, 3), weight)
-    monkeypatch.setattr(float_product, "PADDED_BYTES", 0)
-    CANDIDATES["linear"](torch.ones(77, 3).bfloat16(), weight.bfloat16())
-    assert made[-2:] == [77, 77], "other products are not prepared, and rows beside large weights cost more"
+    assert made[-1] == 77, "other products are not prepared"
+
+
+COUNT = """
+import torch
+from tllm.kernels import float_product
+from tllm.parallel.lora import LoraModule, LoraUpdate
+from tllm.parallel.shard import Shard, ShardPiece, cut_parameter
+
+float_product.LARGE_BYTES = {least}
+whole = (0, 48), (0, 32)
+weight = cut_parameter((48, 32), Shard((ShardPiece("m.weight", whole),), True))
+update = LoraUpdate(weight, {{"m": LoraModule(rank=16, scale=1.0)}}).bfloat16()
+weight = weight.bfloat16()
+with torch.inference_mode():
+    for rows in range(65, 1025, 5):
+        {product}(torch.ones(rows, 32, dtype=torch.bfloat16))
+"""
+
+
+@pytest.mark.skipif(not is_prepared(torch.bfloat16), reason="nothing is prepared on this processor")
+@pytest.mark.parametrize("least", [LARGE_BYTES, 0], ids=["small", "large"])
+def test_what_onednn_prepares_does_not_grow_with_the_batches(least: int) -> None:
+    """Counted by oneDNN itself: 192 numbers of rows, and each that is new to it would be prepared."""
+    in_doubling = IN_DOUBLING if least else IN_DOUBLING_OF_LARGE
+    numbers = 4 + 3 * in_doubling  # of tiles up to 128, and in the three doublings to 1,024
+    assert 0 < prepared(least, "(lambda x: float_product.float_matmul(x, weight))") <= numbers
+    assert 0 < prepared(least, "update") <= 2 * numbers, "A and B of an adapter"
+
+
+def prepared(least: int, product: str) -> int:
+    """How many products oneDNN prepares in a process for 192 numbers of rows."""
+    words = [sys.executable, "-c", COUNT.format(least=least, product=product)]
+    env = {**os.environ, "ONEDNN_VERBOSE": "profile_create", "PYTHONPATH": os.pathsep.join(sys.path)}
+    said = subprocess.run(words, env=env, capture_output=True, text=True)
+    assert said.returncode == 0, said.stderr
+    return said.stdout.count("create:cache_miss")
 
 
 @pytest.mark.parametrize("library", libraries(), ids=lambda library: library.instruction_set.name)

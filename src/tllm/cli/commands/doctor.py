@@ -21,7 +21,7 @@ from tllm.cli.commands.profile import products_table
 from tllm.cli.display.logs import start_log
 from tllm.cli.display.machine_topology import topologies_text
 from tllm.cli.display.progress import progress
-from tllm.cli.display.tables import table
+from tllm.cli.display.tables import table, terminal_width, wrapped
 from tllm.core.errors import ConfigError
 from tllm.core.memory import amount
 from tllm.node.coordinator.cluster_options import LOOPBACK
@@ -138,7 +138,7 @@ def as_text(probe: ClusterProbe, diagnoses: list[Diagnosis]) -> str:
     for title, wrong in (("wrong:", True), ("advice:", False)):
         lines = [f"  {diagnosis}" for diagnosis in diagnoses if diagnosis.wrong is wrong]
         if lines:
-            parts.append("\n".join([title, *lines]))
+            parts.append(wrapped("\n".join([title, *lines]), terminal_width()))
     if not any(diagnosis.wrong for diagnosis in diagnoses):
         parts.append("nothing is wrong")
     return "\n\n".join(parts)

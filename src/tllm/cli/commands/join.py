@@ -39,6 +39,7 @@ from tllm.cluster.consensus.replica import Deposed
 from tllm.core.cache_folder import cache_folder
 from tllm.core.errors import ConfigError
 from tllm.node.front_end.departure import Departure
+from tllm.node.front_end.server_loop import ServerLoop
 from tllm.node.replication.known_replicas import REPLICAS_FILE
 from tllm.server.http.settings import ServerSettings
 from tllm.server.run import bind
@@ -172,16 +173,21 @@ def join_again(
 
 
 def join_successor(
-    args: argparse.Namespace, deposed: Deposed, http: ServerSettings | None, page: ServerSettings | None, **own: Any
+    args: argparse.Namespace,
+    deposed: Deposed,
+    http: ServerSettings | None,
+    page: ServerSettings | None,
+    loop: ServerLoop | None = None,
+    **own: Any,
 ) -> int:
     """Be a node of the cluster that this command began, after it was deposed by the machine that coordinates it now, to
-    its end: the exit code. Raises the error again where no such machine was found. `own` are fields of
-    `WorkerSettings`."""
+    its end: the exit code. Raises the error again where no such machine was found. With a `loop` the HTTP server goes
+    on in that of the one before it, and `own` are fields of `WorkerSettings`."""
     from tllm.node.replication.coordinated_elsewhere import Succeeded
 
     if not isinstance(deposed, Succeeded):
         raise deposed
-    return _be_node(args, deposed.cluster, deposed.door, (http, page), own)
+    return _be_node(args, deposed.cluster, deposed.door, (http, page), own, loop)
 
 
 def _be_node(
@@ -190,6 +196,7 @@ def _be_node(
     door: Address,
     pages: tuple[ServerSettings | None, ServerSettings | None],
     own: Mapping[str, Any],
+    loop: ServerLoop | None = None,
 ) -> int:
     """Be a node of a cluster that runs, with an HTTP server and a page of a run, each if there are settings for it;
     whoever comes to join at `door` is sent on."""
@@ -199,7 +206,8 @@ def _be_node(
     here = "" if args.cluster_host == ANYWHERE else args.cluster_host
     settings = dict(own, listen=here, threads=args.threads or 0, rejoin=REJOIN_SECONDS, memory=args.memory)
     every, training = successors(page, args.quiet)
-    departure = Departure(http, training.stop, tracing_at(args.otlp_endpoint) if http is not None else no_tracing)
+    tracing = tracing_at(args.otlp_endpoint) if http is not None else no_tracing
+    departure = Departure(http, training.stop, tracing, loop)
     return 0 if rejoin(cluster, door, departure, every, settings) else INTERRUPTED
 
 

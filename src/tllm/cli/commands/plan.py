@@ -62,6 +62,10 @@ def beside(options: EngineOptions, rank: RankBytes) -> int:
     return RUNTIME_BYTES + working_bytes(options.spec, rank, options.dtype, tokens, options.max_num_seqs)
 
 
+def ranks_of(count: int) -> str:
+    return f"{count} rank{'s' if count > 1 else ''}"
+
+
 def _as_text(options: EngineOptions, ranks: list[RankBytes]) -> str:
     spec, tokens = options.spec, cache_tokens(options, ranks)
     rows = [["rank", "stage", "layers", "share", "heads", "kv heads", "vocabulary", "weights", "cache", "work", "sum"]]
@@ -90,7 +94,7 @@ def _as_text(options: EngineOptions, ranks: list[RankBytes]) -> str:
     head = [
         f"{spec.family}: {spec.num_layers} layers, width {spec.hidden_size}, {spec.num_heads} heads, "
         f"{spec.num_kv_heads} kv heads, vocabulary {spec.vocab_size}, {options.dtype}",
-        f"plan {options.plan}: {options.plan.world_size} ranks, {amount(weights)} of weights{_in_bits(options)}",
+        f"plan {options.plan}: {ranks_of(options.plan.world_size)}, {amount(weights)} of weights{_in_bits(options)}",
         *_of_file(options),
         f"cache: {tokens} tokens in pages of {options.page_size}, {amount(per_token)} for each token over all ranks"
         f"{_in_codes(options)}",

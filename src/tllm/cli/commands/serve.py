@@ -15,10 +15,10 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -65,16 +65,19 @@ from tllm.cluster.consensus.replica import Deposed
 from tllm.cluster.http_messages import ServedModel
 from tllm.core.disk import print_line
 from tllm.core.errors import ConfigError, PlanError
+from tllm.core.model_folders import model_name
 from tllm.core.tasks import background, end_tasks
 from tllm.node.coordinator.cluster_options import LOOPBACK
+from tllm.node.front_end.lasting_engine import LastingEngine
+from tllm.node.front_end.remote_engine import RemoteEngine, RemoteStreamStore
+from tllm.node.front_end.server_loop import ServerLoop
 from tllm.node.machine.launcher_env import Launched
 from tllm.server.app import App, build_app
 from tllm.server.http.settings import ServerSettings
 from tllm.server.latency import TimedEngine
 from tllm.server.openai.engine_client import EngineClient
 from tllm.server.openai.lora_adapters import ServedAdapters
-from tllm.server.pooling.pooler_config import ModelPooling
-from tllm.server.run import bind, serve_http
+from tllm.server.run import OpenReplies, bind, serve_http
 from tllm.server.tracing.tracing import NodeSpan, SpansOf
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.generation_config import NOTHING, OWN, GenerationConfig
@@ -168,21 +171,30 @@ def run(args: argparse.Namespace) -> int:
         return 0
     tokenizer = Tokenizer.from_folder(args.model)
     template = _template(args, tokenizer)
+    loop = ServerLoop()
+    opening = _opening(args, options, _served_model(options, settings, template), tasks, ray)
     try:
-        return asyncio.run(_serve(args, options, settings, (tokenizer, template), adapters, tasks, ray))
+        return loop.runner.run(_serve(args, options, settings, (tokenizer, template), adapters, opening, loop))
     except Deposed as deposed:
-        return join_successor(args, deposed, settings, None, **kept)
+        return join_successor(args, deposed, settings, None, loop, **kept)
+    finally:
+        loop.close_unless_taken()
 
 
-async def _serve(
+class _Opening(NamedTuple):
+    """How the cluster is opened, or the engine of one rank, and what chooses and watches its plan."""
+
+    chooser: ServingChooser | None
+    open: Callable[[ShowProgress], AbstractAsyncContextManager[EngineClient]]
+
+
+def _opening(
     args: argparse.Namespace,
     options: EngineOptions,
-    settings: ServerSettings,
-    text: tuple[Tokenizer | None, ChatTemplate | None],
-    adapters: dict[str, str],
+    served: ServedModel,
     tasks: Launched | None,
     ray: Mapping[str, Any] | None,
-) -> int:
+) -> _Opening:
     to_join = from_elsewhere(args)
     others = to_join + args.spare_nodes
     address = (args.cluster_host, args.cluster_port) if others else LOOPBACK
@@ -199,29 +211,53 @@ async def _serve(
         authority=args.cluster_folder,
         spare_nodes=args.spare_nodes,
         replicas=replica_count(args.replicas_of_coordinator, args.nodes or 1, ALONE if tasks or ray else ""),
+        successor_seconds=REJOIN_SECONDS,
+        served=served,
     )
 
     def opening(on_progress: ShowProgress) -> AbstractAsyncContextManager[EngineClient]:
         cluster = cluster_options(options, to_join, on_progress=on_progress, **where)
         return open_nodes(options, cluster, policy=args.on_loss, choice=choice)
 
-    async with loading(args.quiet, opening) as client:
-        timed = TimedEngine(client)
+    return _Opening(chooser, opening)
+
+
+async def _serve(
+    args: argparse.Namespace,
+    options: EngineOptions,
+    settings: ServerSettings,
+    text: tuple[Tokenizer | None, ChatTemplate | None],
+    adapters: dict[str, str],
+    opening: _Opening,
+    loop: ServerLoop,
+) -> int:
+    chooser = opening.chooser
+    async with loading(args.quiet, opening.open) as client:
+        lasting = _lasting(client, loop)
+        timed = TimedEngine(lasting or client)
         served = await open_adapters(args, adapters, client)
-        pooling = options.pooling()
-        app = build_app(timed, *text, settings, adapters=served, pooling=pooling)
-        _open_to_nodes(client, app, text[1], served, pooling)
+        app = build_app(timed, *text, settings, adapters=served, pooling=options.pooling())
+        _open_to_nodes(client, app, served)
         app.tracing = tracing_at(args.otlp_endpoint)(client.model_name, _node_spans(client))
         watch = _watch(chooser, client, timed, args.replan)
         async with watch.looking() if watch else nullcontext():
-            await _answer(client, app)
-        if app.tracing is not None:
+            loop.replies = await _answer(client, app, lasting, loop)
+        if app.tracing is not None and loop.replies is None:
             await app.tracing.close()
         if app.router.leaving:
             await _hand_over(client)
         if chooser and (watch is None or watch.is_planned):
             conclude_serving(chooser, timed, _most_memory(client.status()))
     return 0
+
+
+def _lasting(client: EngineClient, loop: ServerLoop) -> LastingEngine | None:
+    """The engine whose requests go on when this process coordinates no more; None where nobody else could."""
+    from tllm.node.serve.serving import Serving
+
+    if not isinstance(client, Serving) or client.served is None:
+        return None
+    return LastingEngine(client, RemoteEngine(loop.link, client.served))
 
 
 def _can_hand_over(client: EngineClient) -> bool:
@@ -231,38 +267,56 @@ def _can_hand_over(client: EngineClient) -> bool:
     return isinstance(client, Serving) and client.can_hand_over
 
 
-async def _answer(client: EngineClient, app: App) -> None:
-    """Answer HTTP requests until a signal comes, or nothing is served from here any more."""
+async def _answer(
+    client: EngineClient, app: App, lasting: LastingEngine | None, loop: ServerLoop
+) -> OpenReplies | None:
+    """Answer HTTP requests until a signal comes, or nothing is served from here any more. What is in hand then, if
+    another machine can go on with it."""
     stop = asyncio.Event()
-    ending = background(_stop_with_cluster(client, app, stop), "the end of the server")
+    ending = background(_stop_with_cluster(client, app, lasting, loop, stop), "the end of the server")
     try:
-        await serve_http(
+        return await serve_http(
             app,
             lambda url: print_line(f"serving {client.model_name} at {url}/v1"),
             stop,
             leaves=lambda: _can_hand_over(client),
+            lingers=lambda: _is_succeeded(client),
         )
     finally:
         await end_tasks(ending)
 
 
-async def _stop_with_cluster(client: EngineClient, app: App, stop: asyncio.Event) -> None:
+def _is_succeeded(client: EngineClient) -> bool:
+    """Whether this process was deposed, and knows who coordinates now."""
+    from tllm.node.serve.serving import Serving
+
+    return isinstance(client, Serving) and isinstance(client.fault, Deposed) and client.fault.successor is not None
+
+
+async def _stop_with_cluster(
+    client: EngineClient, app: App, lasting: LastingEngine | None, loop: ServerLoop, stop: asyncio.Event
+) -> None:
     """Once nothing is served from here any more, refuse what is asked, and set `stop`. A process that was deposed
-    refuses it until it knows where to join its cluster again."""
+    refuses it until it knows where to join its cluster again, and keeps what is in hand until then."""
     from tllm.node.serve.serving import Serving
     from tllm.server.stored.stream_store import LocalStreamStore
 
     if not isinstance(client, Serving):
         return
     await client.ended.wait()
+    fault = client.fault
     try:
-        assert client.fault is not None, "it is why nothing is served"
+        assert fault is not None, "it is why nothing is served"
         assert isinstance(app.store, LocalStreamStore), "the first machine runs its replies itself"
-        app.store.refuse(client.fault)
-        await asyncio.sleep(TOLD_SECONDS)
-        app.stop()
-        if isinstance(client.fault, Deposed):
-            await client.coordinator.find_successor(client.fault, REJOIN_SECONDS)
+        if isinstance(fault, Deposed) and lasting is not None and client.served is not None:
+            lasting.refuse(fault)
+            app.store.refuse(fault, RemoteStreamStore(loop.link, client.served).rest)
+            await client.coordinator.find_successor(fault, REJOIN_SECONDS)
+        else:
+            app.store.refuse(fault)
+            await asyncio.sleep(TOLD_SECONDS)
+        if not _is_succeeded(client):
+            app.stop()
     finally:
         stop.set()
 
@@ -284,24 +338,21 @@ async def _hand_over(client: EngineClient) -> None:
     await client.hand_over()
 
 
-def _open_to_nodes(
-    client: EngineClient,
-    app: App,
-    template: ChatTemplate | None,
-    adapters: ServedAdapters | None,
-    pooling: ModelPooling,
-) -> None:
+def _open_to_nodes(client: EngineClient, app: App, adapters: ServedAdapters | None) -> None:
     """Let nodes that were joined with `--serve` answer as this machine does."""
     from tllm.node.serve.serving import Serving
     from tllm.server.stored.stream_store import LocalStreamStore
 
-    if not isinstance(client, Serving):
-        return
-    assert isinstance(app.store, LocalStreamStore), "the first machine runs its replies itself"
-    settings = app.settings
-    model = ServedModel(
-        model_name=client.model_name,
-        max_model_len=client.max_model_len,
+    if isinstance(client, Serving):
+        assert isinstance(app.store, LocalStreamStore), "the first machine runs its replies itself"
+        client.open_to_nodes(app.router, app.store, adapters)
+
+
+def _served_model(options: EngineOptions, settings: ServerSettings, template: ChatTemplate | None) -> ServedModel:
+    """What every HTTP server of the cluster serves. The cluster says how long a sequence may be."""
+    return ServedModel(
+        model_name=model_name(options.folder),
+        max_model_len=0,
         chat_template=template.source if template is not None else None,
         tool_template=template.tool_source if template is not None else None,
         model_aliases=settings.model_aliases,
@@ -310,13 +361,12 @@ def _open_to_nodes(
         generation_config=settings.generation_config,
         started=settings.started,
         fingerprint=settings.fingerprint,
-        pooling=msgspec.json.encode(pooling),
+        pooling=msgspec.json.encode(options.pooling()),
         max_sequences=settings.max_sequences,
         request_seconds=settings.request_seconds,
         keep_streams=settings.keep_streams,
         keep_streams_bytes=settings.keep_streams_bytes,
     )
-    client.open_to_nodes(model, app.router, app.store, adapters)
 
 
 def _tasks(args: argparse.Namespace) -> Launched | None:

@@ -64,9 +64,14 @@ def as_text(status: dict[str, Any]) -> str:
 
 
 def nodes_table(status: dict[str, Any]) -> str:
-    """A row for each node, by rank; those without a rank come last, with the role that they have in its place."""
+    """A row for each node, by rank; those without a rank come last, with the role that they have in its place.
+
+    Memory that was given is shown where any node was given some.
+    """
     nodes = sorted(status["nodes"], key=lambda node: (node["rank"] is None, node["rank"]))
-    return table([TITLES, *(_row(node) for node in nodes)])
+    rows = [_row(node) for node in nodes]
+    shown = [place for place, title in enumerate(TITLES) if title != "given" or any(row[place] for row in rows)]
+    return table([[row[place] for place in shown] for row in (TITLES, *rows)])
 
 
 def links_line(status: dict[str, Any]) -> str:

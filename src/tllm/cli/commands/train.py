@@ -228,11 +228,7 @@ async def _train(
         _stop_on_signals(run)
         page.watch = Watch(chooser, args.replan) if chooser and chooser.chosen else None
         resolved = chooser.resolved if chooser else trainer.resolved
-        try:
-            return await follow_run(trainer.follow(run, resolved), page, resolved.job, args.quiet)
-        except Deposed as deposed:
-            await run.coordinator.find_successor(deposed, REJOIN_SECONDS)
-            raise
+        return await follow_run(trainer.follow(run, resolved), page, resolved.job, args.quiet)
 
 
 def _cluster_options(
@@ -253,6 +249,7 @@ def _cluster_options(
         device=args.device,
         numa_binding=args.numa_binding,
         replicas=replicas,
+        successor_seconds=REJOIN_SECONDS,
     )
 
 

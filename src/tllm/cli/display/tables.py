@@ -1,10 +1,11 @@
-"""Plain text for people: columns that line up."""
+"""Plain text for people: columns that line up, and lines that end between words."""
 
 from __future__ import annotations
 
 import re
 import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -38,6 +39,22 @@ def table(rows: Sequence[Sequence[str]]) -> str:
             cells = [row[i].rjust(widths[i]) if right[i] else row[i].ljust(widths[i]) for i in columns]
             lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def wrapped(text: str, width: int | None, indent: str = "  ") -> str:
+    """Lines of prose that end between words where a terminal is so wide; without one they are as they were."""
+    if width is None:
+        return text
+    return "\n".join(
+        textwrap.fill(
+            line,
+            max(width, 20),
+            subsequent_indent=re.match(" *", line)[0] + indent,  # type: ignore[index]
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for line in text.split("\n")
+    )
 
 
 def terminal_width() -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from tllm.api.engine_options import draft_options, read_spec
@@ -14,7 +15,7 @@ from tllm.cli.display.training_plans import show_training
 from tllm.cli.planning.live_survey import survey_for
 from tllm.core.errors import ConfigError
 from tllm.planner.cluster.cluster_file import read_cluster
-from tllm.planner.measured.survey import cluster_of
+from tllm.planner.measured.survey import Survey, cluster_of
 
 
 def add_goal(parser: argparse.ArgumentParser) -> None:
@@ -59,6 +60,16 @@ def _add_requests(group: argparse._ArgumentGroup, goal: str) -> None:
     add_acceptance(group, goal)
 
 
+def nodes_beside_others(survey: Survey) -> list[str]:
+    """A line for each node that was measured while other programs ran on its machine."""
+    return [
+        f"{node.node} was measured beside other programs: its {node.threads} threads had {node.busy:.1f} processors on "
+        "an average. Seconds are longer and rates lower than what it does alone"
+        for node in survey.nodes
+        if node.is_beside_others
+    ]
+
+
 def choose(args: argparse.Namespace) -> int:
     """Choose, and print."""
     machines = args.cluster or args.nodes or args.local or args.live
@@ -70,7 +81,13 @@ def choose(args: argparse.Namespace) -> int:
             )
     spec = read_spec(args.model, args.quantize, args.dequantize)
     draft_options(args.model, spec, args.speculative_config)
-    cluster = read_cluster(args.cluster) if args.cluster else cluster_of(survey_for(args, spec), spec)
+    if args.cluster:
+        cluster = read_cluster(args.cluster)
+    else:
+        survey = survey_for(args, spec)
+        for line in nodes_beside_others(survey):
+            print(line, file=sys.stderr)
+        cluster = cluster_of(survey, spec)
     show = show_serving if args.goal == "serve" else show_training
     show(args, spec, cluster)
     return 0

@@ -10,7 +10,7 @@ from pathlib import Path
 from tllm.cli.arguments.survey_settings import within
 from tllm.cli.display.tables import table
 from tllm.cli.planning.plan_chooser import ServingChooser, TrainingChooser
-from tllm.cli.planning.role_outcome import as_long_as_measured, mean_seconds, measured_roles
+from tllm.cli.planning.role_outcome import as_long_as_measured, mean_seconds, measured_roles, share_of_peak
 from tllm.core.memory import amount
 from tllm.planner.cost.rank_bytes import rank_bytes
 from tllm.planner.cost.serving_load import ServingFacts
@@ -59,7 +59,7 @@ def training_outcome(chooser: TrainingChooser, records: Sequence[StepRecord]) ->
         predicted=StepNumbers(
             seconds=step_seconds,
             tokens_per_second=predicted.tokens_per_second * predicted.seconds / step_seconds,
-            mfu=None if mfu is None else mfu * seconds / step_seconds,
+            mfu=None if mfu is None else share_of_peak(mfu * seconds / step_seconds),
             bubble=predicted.bubble if placed.plan.pp > 1 else None,
             memory=max(rank.total for rank in chooser.chosen.memory),
             bytes_sent=sent * placed.plan.replicas // len(placed.replicas),

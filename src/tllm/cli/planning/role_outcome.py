@@ -53,10 +53,15 @@ def without_roles(record: StepRecord, roles: Collection[str]) -> StepRecord:
         record,
         seconds=record.seconds - taken,
         tokens_per_second=record.tokens_per_second * longer,
-        mfu=None if record.mfu is None else record.mfu * longer,
+        mfu=None if record.mfu is None else share_of_peak(record.mfu * longer),
         bubble=None if record.bubble is None else record.bubble * longer,
         role_seconds={role: seconds for role, seconds in (record.role_seconds or {}).items() if role not in roles},
     )
+
+
+def share_of_peak(mfu: float) -> float | None:
+    """An MFU; None where it would be more than all: the peak was measured while other programs ran, and is higher."""
+    return mfu if mfu <= 1 else None
 
 
 def mean_seconds(records: Sequence[StepRecord]) -> float:

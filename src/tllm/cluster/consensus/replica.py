@@ -49,9 +49,10 @@ COMMIT_SECONDS = 10.0
 
 class Deposed(ClusterError):
     """This process does not lead the replicas of the cluster's state any more: another may coordinate already, at the
-    address of its `successor` where that was found."""
+    address of its `successor` where that was found, once it `was_sought`."""
 
     successor: Address | None = None
+    was_sought: bool = False
 
 
 class Replica:

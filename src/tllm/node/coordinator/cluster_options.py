@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tllm.cluster.connection import Address
 from tllm.cluster.heartbeat import SILENCE_SECONDS
+from tllm.cluster.http_messages import ServedModel
 from tllm.node.sources.node_source import NodeSource
 from tllm.node.topology.numa_binding import NumaBinding
 
@@ -54,6 +55,9 @@ class ClusterOptions:
     replicas: how many processes, this one included, are to know the coordinator's state, so that one of them takes
         over when this process dies: as many as there are, an odd number. 1: only this process knows it, and the cluster
         ends with it. To serve, and to train where a lost node does not end the run.
+    successor_seconds: how long this process, if it was deposed, looks for the one that coordinates then, to join it as
+        a node. 0: it does not join.
+    served: what HTTP servers serve, here and on nodes, but for the longest sequence; None where none do. To serve.
     """
 
     local: int | None = None
@@ -72,6 +76,8 @@ class ClusterOptions:
     device: str = "cpu"
     numa_binding: NumaBinding = "auto"
     replicas: int = 1
+    successor_seconds: float = 0.0
+    served: ServedModel | None = None
 
 
 DEFAULTS = ClusterOptions()

@@ -249,6 +249,7 @@ class Coordinator:
     async def find_successor(self, deposed: Deposed, seconds: float) -> None:
         """Once this process was deposed, look so long for the one that coordinates now, and let the error name it."""
         assert self.replication is not None, "nobody else deposes"
+        deposed.was_sought = True
         log.warning("looks for the process that coordinates now, for %g s, to join it as a node", seconds)
         deposed.successor = await self.replication.find_successor(seconds)
         if deposed.successor is None:

@@ -164,15 +164,19 @@ def _of_processor(found: NodeProbe) -> Iterator[Diagnosis]:
 
 
 def _of_dtypes(found: NodeProbe) -> Iterator[Diagnosis]:
-    best: dict[str, float] = {}
+    """Of products of several rows that both dtypes were measured with: a busy machine had no time for others."""
+    rates: dict[str, dict[tuple[int, int], float]] = {"float32": {}, "bfloat16": {}}
     for product in found.products:
-        best[product.dtype] = max(best.get(product.dtype, 0.0), product.flops_per_second)
-    full = best.get("float32", 0.0)
-    for name, rate in best.items():
-        if name == "bfloat16" and rate < SLOW_HALF * full:
-            yield Diagnosis(
-                found.node,
-                f"computes in {name} at {rate / full:.0%} of its speed in float32",
-                "If memory allows, --dtype float32 reads a prompt faster here",
-                wrong=False,
-            )
+        if product.dtype in rates and product.rows > 1:
+            rates[product.dtype][product.rows, product.width] = product.flops_per_second
+    full, half = rates["float32"], rates["bfloat16"]
+    if not (both := full.keys() & half.keys()):
+        return
+    part = max(half[shape] for shape in both) / max(full[shape] for shape in both)
+    if part < SLOW_HALF:
+        yield Diagnosis(
+            found.node,
+            f"computes in bfloat16 at {part:.0%} of its speed in float32",
+            "If memory allows, --dtype float32 reads a prompt faster here",
+            wrong=False,
+        )

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from tllm.core.disk import print_line
 from tllm.node.front_end.front_end import FrontEnd
+from tllm.node.front_end.server_loop import ServerLoop
 from tllm.server.http.settings import ServerSettings
 from tllm.server.tracing.tracing import OpenTracing, no_tracing
 
@@ -17,7 +18,7 @@ class Departure:
 
     With `http` settings the node has an HTTP server (`front_end`), whose requests are traced by `open_tracing`, and
     those in hand end first. If the node coordinates a training run, the first signal is for the run: `stop_run` lets it
-    save and end, and the cluster with it.
+    save and end, and the cluster with it. With a `loop` the HTTP server goes on in that of a server before it.
     """
 
     def __init__(
@@ -25,11 +26,12 @@ class Departure:
         http: ServerSettings | None,
         stop_run: Callable[[], bool] = lambda: False,
         open_tracing: OpenTracing = no_tracing,
+        loop: ServerLoop | None = None,
     ) -> None:
         self._stop_run = stop_run
         self._asked = 0
         self._is_drained = False
-        self.front_end = None if http is None else FrontEnd(http, _say_ready, self._drained, open_tracing)
+        self.front_end = None if http is None else FrontEnd(http, _say_ready, self._drained, open_tracing, loop)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
 

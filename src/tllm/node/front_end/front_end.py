@@ -16,8 +16,8 @@ from tllm.cluster.http_messages import ServedModel, ServesHttp
 from tllm.cluster.weight_messages import ReadBytes
 from tllm.core.errors import TllmError
 from tllm.core.tasks import background, end_tasks
-from tllm.node.front_end.engine_link import EngineLink
 from tllm.node.front_end.remote_engine import RemoteAdapters, RemoteEngine, RemoteStreamStore
+from tllm.node.front_end.server_loop import ServerLoop
 from tllm.node.weights.model_folder import checked_bytes
 from tllm.node.weights.tokenizer_file import fetch_tokenizer
 from tllm.server.app import App, build_app
@@ -40,7 +40,7 @@ class FrontEnd:
     `settings` are this node's own: its address, keys, names and limits. What the replies are made by comes from the
     first machine (`ServedModel`). `on_ready` gets the model's name and the URL; `on_left` is called once `leave` was
     asked for and the requests in hand have ended.
-    `open_tracing` makes what traces them.
+    `open_tracing` makes what traces them. With a `loop` it runs in that of a server before it, whose replies go on.
     """
 
     def __init__(
@@ -49,12 +49,13 @@ class FrontEnd:
         on_ready: Callable[[str, str], None],
         on_left: Callable[[], None],
         open_tracing: OpenTracing = no_tracing,
+        loop: ServerLoop | None = None,
     ) -> None:
         settings.check()
         self._settings, self._on_ready, self._on_left = settings, on_ready, on_left
         self._open_tracing = open_tracing
-        self._link = EngineLink()
-        self._loop = asyncio.new_event_loop()
+        self._server_loop = loop or ServerLoop()
+        self._loop = self._server_loop.take()
         self._model: ServedModel | None = None
         self._changed, self._leaving = asyncio.Event(), asyncio.Event()
         self._is_leaving = False
@@ -64,13 +65,13 @@ class FrontEnd:
     # --- the control thread
     def attached(self, channel: Channel) -> None:
         """This is the coordinator from now on."""
-        self._link.attach(channel)
+        self._server_loop.link.attach(channel)
         channel.post(ServesHttp())
         log.info("HTTP is served once the first machine has said what it serves")
 
     def detached(self) -> None:
         """The coordinator is lost. Requests are refused until there is another."""
-        self._link.detach()
+        self._server_loop.link.detach()
 
     def acts(self) -> Mapping[type, Act]:
         """What to do with its messages."""
@@ -96,8 +97,8 @@ class FrontEnd:
 
     def close(self) -> None:
         """End: the node has nothing more to do, and what is in hand fails for want of a coordinator."""
-        self._link.is_closed = True
-        self._link.detach()
+        self._server_loop.link.is_closed = True
+        self._server_loop.link.detach()
         self._is_leaving, self._on_left = True, lambda: None
         self._in_loop(self._leaving.set)
         self._thread.join(CLOSE_SECONDS)
@@ -109,7 +110,7 @@ class FrontEnd:
     # --- its own thread
     def _run(self) -> None:
         try:
-            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            with self._server_loop.runner as runner:
                 runner.run(self._follow())
         finally:
             if self._is_leaving:
@@ -135,9 +136,11 @@ class FrontEnd:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(RETRY_SECONDS):
                         await self._leaving.wait()
+        if self._server_loop.replies is not None:
+            await self._server_loop.replies.end()
 
     async def _serve_model(self, model: ServedModel) -> None:
-        engine = RemoteEngine(self._link, model)
+        engine = RemoteEngine(self._server_loop.link, model)
         await engine.refresh()
         tokenizer = await asyncio.to_thread(fetch_tokenizer, self._read)
         app = self._app(engine, model, tokenizer)
@@ -167,14 +170,14 @@ class FrontEnd:
         template = None
         if model.chat_template is not None and tokenizer is not None:
             template = ChatTemplate(model.chat_template, tokenizer.special_tokens, model.tool_template)
-        store = RemoteStreamStore(self._link, model)
+        store = RemoteStreamStore(self._server_loop.link, model)
         pooling = msgspec.json.decode(model.pooling, type=ModelPooling)
         return build_app(engine, tokenizer, template, settings, store, RemoteAdapters(engine), pooling)
 
     def _read(self, file: str, start: int, stop: int) -> bytes:
         """Bytes of one of the model's files, in a thread beside the loop."""
         wanted = ReadBytes(file, start, stop)
-        asked = asyncio.run_coroutine_threadsafe(self._link.ask(wanted), self._loop)
+        asked = asyncio.run_coroutine_threadsafe(self._server_loop.link.ask(wanted), self._loop)
         return checked_bytes(wanted, asked.result())
 
 

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import aclosing
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -166,6 +166,14 @@ def _elsewhere() -> RequestError:
     return RequestError("this node's server loads and unloads no adapters", "ask the first machine's", "lora_name")
 
 
+class _Followed(NamedTuple):
+    """A stored reply that the coordinator tells of, until `name` is cancelled."""
+
+    name: str
+    answers: AsyncGenerator[Any, None]
+    found: StreamFound
+
+
 class RemoteStreamStore:
     """The `StreamStore` of the first machine, asked for by `link`."""
 
@@ -187,33 +195,45 @@ class RemoteStreamStore:
 
     async def take_up(self, stream_id: str, owner: str) -> TakenStream | None:
         """The stream from its beginning on; None where there is none that is this owner's."""
-        follower, answers, found = await self._followed(stream_id, owner)
+        followed = await self._follow(stream_id, owner)
+        found = followed.found
         if found.record is None:
-            await answers.aclose()
             return None
-        outputs = self._outputs(answers, follower, stream_id, owner)
-        return TakenStream(found.record, found.seen, found.is_over, outputs)
+        return TakenStream(found.record, found.seen, found.is_over, self._outputs(stream_id, owner, followed))
 
     async def end(self, stream_id: str, owner: str, forget: bool) -> bool:
         """Cancel what still runs of it, and with `forget` keep it no more; whether there was such a stream."""
         ended: StreamEnded = await self._link.ask(EndStream(stream_id, owner, forget))
         return ended.found
 
-    async def _followed(self, stream_id: str, owner: str) -> tuple[str, AsyncGenerator[Any, None], StreamFound]:
+    async def rest(self, stream_id: str, owner: str, given: int) -> AsyncGenerator[Output, None]:
+        """What follows the first outputs of a stream, which another process gave as long as that coordinated."""
+        async with aclosing(self._outputs(stream_id, owner, None, given)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def _follow(self, stream_id: str, owner: str) -> _Followed:
         follower = uuid.uuid4().hex
         answers = self._link.answers(FollowStream(follower, stream_id, owner))
-        return follower, answers, await anext(answers, StreamFound())
+        found: StreamFound = await anext(answers, StreamFound())
+        if found.record is None:
+            await answers.aclose()
+        return _Followed(follower, answers, found)
 
     async def _outputs(
-        self, answers: AsyncGenerator[Any, None], follower: str, stream_id: str, owner: str
+        self, stream_id: str, owner: str, followed: _Followed | None, given: int = 0
     ) -> AsyncGenerator[Output, None]:
         """All of a stream. A coordinator that takes the place of a lost one has every output that was given here."""
-        given, until = 0, None
+        follower, until = "", None
+        lost = Gone(f"reply {stream_id} is not kept any more")
         try:
             while True:
-                place = 0
                 try:
-                    async with aclosing(answers):
+                    followed = followed or await self._follow(stream_id, owner)
+                    if followed.found.record is None:
+                        break
+                    follower, place = followed.name, 0
+                    async with aclosing(followed.answers) as answers:
                         async for answer in answers:
                             for output in answer.outputs:
                                 place += 1
@@ -221,21 +241,10 @@ class RemoteStreamStore:
                                     given, until = place, None
                                     yield output
                     return
-                except Gone as gone:
-                    until = until or time.monotonic() + RESUME_SECONDS
+                except Gone as gone:  # which another coordinator may be too
+                    lost, followed, until = gone, None, until or time.monotonic() + RESUME_SECONDS
                     await until_another(self._link, gone, until)
-                    follower, answers, found = await self._taken_over(stream_id, owner, gone, until)
-                    if found.record is None:
-                        raise gone
+            raise lost
         finally:
-            self._link.post(Cancel(follower))
-
-    async def _taken_over(
-        self, stream_id: str, owner: str, gone: Gone, until: float
-    ) -> tuple[str, AsyncGenerator[Any, None], StreamFound]:
-        """The same stream at another coordinator, which may be lost too."""
-        while True:
-            try:
-                return await self._followed(stream_id, owner)
-            except Gone:
-                await until_another(self._link, gone, until)
+            if follower:
+                self._link.post(Cancel(follower))

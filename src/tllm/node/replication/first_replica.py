@@ -24,8 +24,9 @@ from tllm.node.replication.succession import SuccessorJob
 async def replicated(job: SuccessorJob, authority: Authority, options: ClusterOptions) -> AsyncIterator[None]:
     """While the block runs, let nodes that join keep what the coordinator knows, if `options.replicas` says so.
 
-    Where the block ends as this process was deposed, and its successor was found, that is Succeeded; also while nodes
-    are waited for, once the cluster that this machine began before is found to run.
+    Where the block ends as this process was deposed, and its successor was found, that is Succeeded: at whatever moment
+    it was deposed, for who has not looked for the successor in the block does so here, as long as the options say. Also
+    while nodes are waited for, once the cluster that this machine began before is found to run.
     """
     if options.replicas == 1:
         yield
@@ -48,6 +49,8 @@ async def replicated(job: SuccessorJob, authority: Authority, options: ClusterOp
         async with given_up_for_before(known, lambda: coordinator.state.plan is None, coordinator.let_go):
             yield
     except Deposed as deposed:
+        if deposed.successor is None and not deposed.was_sought and options.successor_seconds:
+            await coordinator.find_successor(deposed, options.successor_seconds)
         if deposed.successor is None:
             raise
         door = options.address[0], coordinator.control_server.port

@@ -38,9 +38,13 @@ from tllm.spec.families import spec_from_config
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Wire
 from tllm.training.measure.pass_speed import training_passes
+from tllm.training.measure.peak_flops import matrix_peak
 from tllm.training.optim.optimizer import SGD, AdamW
 from tllm.weights.byte_source import Fetch
 from tllm.weights.dtypes import torch_dtype
+
+PEAK_PART, PEAK_SECONDS = 0.05, 0.2
+"""Of the time of a survey, and at most: how long each of two looks for the fastest product takes."""
 
 
 class SurveyRank(DoctorRank):
@@ -111,7 +115,7 @@ def examined(
             return serving_passes(spec, dtype, *sizes, seconds, deliver)._asdict()
         return device_serving_passes(spec, dtype, sizes, device, free, seconds, deliver)._asdict()
 
-    begun, used = time.perf_counter(), time.process_time()
+    begun, used, peak = time.perf_counter(), time.process_time(), 0.0
     if settings.sequences:
         passes = serving(ServingSizes(settings.sequences, settings.length, settings.rows[0]), seconds)
         rested = passes.pop("rested")
@@ -120,7 +124,10 @@ def examined(
         optimizer = SGD() if settings.optimizer == "sgd" else AdamW()
         share = 2 if settings.rollouts else 1
         through = settings.length, settings.rows
-        passes = training_passes(spec, dtype, *through, optimizer, seconds / share, device)._asdict()
+        part = min(PEAK_PART * seconds, PEAK_SECONDS)
+        peak = matrix_peak(dtype, part, device)  # and once more: other programs may run just now
+        passes = training_passes(spec, dtype, *through, optimizer, seconds / share - 2 * part, device)._asdict()
+        peak = max(peak, matrix_peak(dtype, part, device))
         rested = 0.0
         if settings.rollouts:
             found = serving(ServingSizes(settings.rollouts, settings.prompt, settings.prompt), seconds / share)
@@ -134,6 +141,7 @@ def examined(
         threads=torch.get_num_threads(),
         busy=(time.process_time() - used) / (time.perf_counter() - begun - rested),
         memory_bytes=free,
+        peak=peak,
         device="" if device == CPU else device_name(device),
         **passes,
     )

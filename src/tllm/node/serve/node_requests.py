@@ -150,6 +150,7 @@ class NodeRequests:
             raise _busy(error) from error
 
     async def _follow(self, node: str, message: FollowStream) -> AsyncGenerator[Message, None]:
+        await self._until_open()
         taken = await self._open_store().take_up(message.stream_id, message.owner)
         if taken is None:
             yield StreamFound()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+
+import msgspec
 
 from tllm.cluster.settings import EngineSettings
 from tllm.engine.page_store.page_folder import make_private
@@ -47,6 +50,10 @@ async def open_cluster(
     on the `hub` need not be in the folder.
     """
     work = serving_workload(folder, plan, config or EngineConfig(), options, hub=hub)
+    if (served := options.served) is not None:  # known from the first moment on to whoever takes this process's place
+        assert isinstance(work.settings, EngineSettings), "serving"
+        served = msgspec.structs.replace(served, max_model_len=work.settings.max_model_len)
+        work = dataclasses.replace(work, served=served)
     nodes = local_names(work.plan, options.local)
     authority = await open_authority(options.authority, options.secret)
     serving = Serving(work, authority, options.address, nodes, policy)

@@ -106,17 +106,20 @@ class Serving:
         nodes = await self.coordinator.choose(await self.coordinator.wait_for_nodes(seconds), on_progress)
         await self.recovery.begin(nodes, on_progress)
 
-    def open_to_nodes(
-        self, model: ServedModel, router: RequestRouter, store: LocalStreamStore, adapters: ServedAdapters | None
-    ) -> None:
-        """Let HTTP servers of nodes answer as this machine's does, and under a coordinator that takes its place.
+    @property
+    def served(self) -> ServedModel | None:
+        """What HTTP servers serve, here and on nodes; None where none do."""
+        return self.coordinator.work.served
 
-        That one keeps the replies of `store` too.
+    def open_to_nodes(self, router: RequestRouter, store: LocalStreamStore, adapters: ServedAdapters | None) -> None:
+        """Let HTTP servers of nodes answer as this machine's does.
+
+        A coordinator that takes this one's place keeps the replies of `store` too.
         """
-        self.coordinator.work = dataclasses.replace(self.coordinator.work, served=model)
+        assert self.served is not None, "it was said when the cluster was opened"
         if self.coordinator.replication is not None:
             self.coordinator.replication.keep_replies(store.streams)
-        self.node_requests.open(model, router, store, adapters)
+        self.node_requests.open(self.served, router, store, adapters)
 
     @property
     def can_hand_over(self) -> bool:
@@ -200,7 +203,9 @@ class Serving:
     def adopt(self, work: Workload) -> Workload:
         assert isinstance(work.settings, EngineSettings), "serving stays serving"
         self._settings = work.settings
-        return work
+        if (served := self.served) is not None:
+            served = msgspec.structs.replace(served, max_model_len=work.settings.max_model_len)
+        return dataclasses.replace(work, served=served)
 
     def fail(self, error: TllmError) -> None:
         """The coordinator itself cannot go on: every open request ends with this, and no new one is taken."""

@@ -46,7 +46,7 @@ async def answer_nodes(serving: Serving, state: ReplicatedState) -> None:
     account = Account(ApiKey(NODES, b""), time.monotonic)
     for reply in state.replies.values():
         store.restore(reply, account)
-    serving.open_to_nodes(model, router, store, None if work.adapters is None else serving.adapters)
+    serving.open_to_nodes(router, store, None if work.adapters is None else serving.adapters)
 
 
 async def take_over_serving(office: Office, on_takeover: OnTakeover = answer_nodes) -> None:

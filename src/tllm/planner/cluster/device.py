@@ -36,7 +36,7 @@ class Device:
     disk_bandwidth: float = 0.0
     """Bytes per second; 0: unknown."""
     peaks: tuple[tuple[str, float], ...] = ()
-    """By dtype, flop/s that its maker promises."""
+    """By dtype, flop/s that its maker promises, or that the fastest product of matrices reached."""
     logits_rates: tuple[tuple[str, Points], ...] = ()
     """By dtype, flop/s of logits over rows, where these differ from other products."""
     update_seconds: float = 0.0
@@ -59,9 +59,12 @@ class Device:
     """How fast it is when it serves, where a survey of training measured that apart; None: as here."""
 
     def peak(self, dtype: str) -> float:
-        """Peak flop/s, of which MFU is a share: what its maker promises, or the most that was measured."""
-        promised = dict(self.peaks).get(dtype)
-        return promised if promised is not None else max(rate for _, rate in dict(self.flop_rates)[dtype])
+        """Peak flop/s, of which MFU is a share: what its maker promises, or the fastest product that was measured.
+
+        At least what its layers and logits reach, which a product that was measured in a busy moment may not.
+        """
+        points = (*dict(self.flop_rates)[dtype], *dict(self.logits_rates).get(dtype, ()))
+        return max(dict(self.peaks).get(dtype, 0.0), *(rate for _, rate in points))
 
     def knows(self, dtype: str) -> bool:
         """Whether its speed in a dtype is known."""

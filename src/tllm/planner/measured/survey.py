@@ -75,6 +75,8 @@ class SurveyedNode(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_u
     """Threads that it computed with."""
     busy: float
     """Processors that it had on an average while it computed (processor seconds per second)."""
+    peak: float = 0.0
+    """Flop/s of the fastest product of matrices that was found: to train alone, as the measure of MFU."""
     memory_bytes: int
     """Bytes of memory that it may take."""
     layers: tuple[SurveyedPass, ...]
@@ -117,7 +119,13 @@ class SurveyedNode(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_u
     def slower(self, factor: float) -> SurveyedNode:
         """The same node if all that is computed took `factor` times as long."""
         sampling = None if self.sampling is None else _slower(self.sampling, factor)
-        return msgspec.structs.replace(_slower(self, factor), update=factor * self.update, sampling=sampling)
+        update, peak = factor * self.update, self.peak / factor
+        return msgspec.structs.replace(_slower(self, factor), update=update, peak=peak, sampling=sampling)
+
+    @property
+    def is_beside_others(self) -> bool:
+        """Whether other programs had processors that it would have computed on."""
+        return not self.device and self.busy < ALL * self.threads
 
     @property
     def as_serving(self) -> SurveyedNode | None:
@@ -293,7 +301,7 @@ def _is_spare(node: SurveyedNode, sharing: int) -> bool:
     device computes nothing beside it."""
     if node.device:
         return sharing < node.cores
-    return sharing * node.threads < node.cores and node.busy > ALL * node.threads
+    return sharing * node.threads < node.cores and not node.is_beside_others
 
 
 def _device(node: SurveyedNode, sharing: int, survey: Survey, spec: ModelSpec) -> Device:
@@ -318,6 +326,7 @@ def _device(node: SurveyedNode, sharing: int, survey: Survey, spec: ModelSpec) -
     return Device(
         memory=node.memory_bytes // sharing,
         flop_rates=((survey.dtype, _in_order(whole_rates)),),
+        peaks=((survey.dtype, node.peak),) if node.peak else (),
         memory_bandwidth=_memory_bandwidth(node.layers, survey, spec, fixed),
         operation_seconds=fixed / OPERATIONS,
         logits_rates=((survey.dtype, _in_order(logits_rates)),),

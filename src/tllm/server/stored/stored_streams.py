@@ -25,7 +25,7 @@ class StoredStream:
 
     `running` are the engine's requests that have not ended. With an `error` all have. `readers` counts who follows it:
     they see the first `shown` outputs, which are all unless they are to be agreed on first. So is the stream itself,
-    which `is_known` then.
+    which `is_known` then. Once it `is_elsewhere`, another process goes on with it, and no more is shown here.
     """
 
     record: StreamRecord
@@ -38,6 +38,7 @@ class StoredStream:
     readers: int = 0
     shown: int = 0
     is_known: bool = False
+    is_elsewhere: bool = False
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -50,13 +51,13 @@ class StoredStream:
         return self.is_over and self.shown == len(self.outputs)
 
     async def wait(self, place: int) -> None:
-        """Until an output of that number can be seen, or all can."""
-        while self.shown <= place and not self.is_shown:
+        """Until an output of that number can be seen, or all can, or no more will be here."""
+        while self.shown <= place and not self.is_shown and not self.is_elsewhere:
             await self._news.wait()
 
     async def until_known(self) -> None:
         """Until it would be found whatever becomes of this process, where that is asked for."""
-        while not self.is_known:
+        while not self.is_known and not self.is_elsewhere:
             await self._news.wait()
 
     def show(self, count: int) -> None:

@@ -25,6 +25,9 @@ from tllm.server.stored.stored_streams import StoredStream, StoredStreams
 from tllm.spec.request import KeptReply, Output, Request, StreamRecord
 from tllm.text.tokenizer import Tokenizer
 
+Rest = Callable[[str, str, int], AsyncGenerator[Output, None]]
+"""rest(stream id, owner, given): what follows so many outputs of a stream, from whoever goes on with it"""
+
 
 @dataclass(frozen=True)
 class TakenStream:
@@ -75,10 +78,20 @@ class LocalStreamStore:
         self._router, self._tokenizer, self._seconds = router, tokenizer, settings.keep_streams
         self._running: dict[str, asyncio.Task[None]] = {}
         self._refusal: TllmError | None = None
+        self._rest: Rest | None = None
 
-    def refuse(self, why: TllmError) -> None:
-        """Begin no reply and give none any more, for which this is the reason: another process may go on with them."""
-        self._refusal = why
+    def refuse(self, why: TllmError, rest: Rest | None = None) -> None:
+        """Begin no reply, and run none any more, for which this is the reason: another process may go on with them.
+
+        Who reads one here gets what comes there, as `rest` tells it, or without that the reason.
+        """
+        self._refusal, self._rest = why, rest
+        for stream in self.streams.kept():
+            if not stream.is_shown:
+                stream.is_elsewhere = True
+                stream.tell()
+                if (task := self._running.get(stream.record.id)) is not None:
+                    task.cancel()
 
     async def open(self, record: StreamRecord, requests: Sequence[Request], account: Account) -> None:
         """Begin. It counts among what is in hand until all its requests have ended."""
@@ -92,6 +105,7 @@ class LocalStreamStore:
         choices = [self._choice(record, request) for request in stream.requests]
         self._begin(stream, choices, charge, admitted)
         await stream.until_known()
+        self._check_refusal()
 
     def restore(self, kept: KeptReply, account: Account) -> None:
         """Keep a reply that another process began, and run what is left of it, from the tokens that it has.
@@ -200,12 +214,22 @@ class LocalStreamStore:
                     break
                 place += 1
                 yield stream.outputs[place - 1]
-            if stream.error is not None:
+            if stream.is_elsewhere:
+                async with aclosing(self._elsewhere(stream, place)) as outputs:
+                    async for output in outputs:
+                        yield output
+            elif stream.error is not None:
                 raise type(stream.error)(stream.error.message, stream.error.hint)
         finally:
             stream.readers -= 1
             if not stream.readers and not self.streams.is_kept(stream):
                 self._cancel(stream)
+
+    def _elsewhere(self, stream: StoredStream, given: int) -> AsyncGenerator[Output, None]:
+        if self._rest is None:
+            self._check_refusal()
+        assert self._rest is not None, "what is refused says why"
+        return self._rest(stream.record.id, stream.record.owner, given)
 
     def _dropped(self, stream: StoredStream) -> None:
         """It cannot be taken up any more, so it runs only as long as somebody reads it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from tllm.training.objectives.objective import MetricSum, joined
 from tllm.training.report.metrics import StepRecord
 from tllm.training.step.pipeline_step import StepResult
 from tllm.training.step.rank_groups import Groups
+
+log = logging.getLogger("tllm.training")
 
 FIRST_METRIC = 7
 """Of the numbers that a rank tells of a step, the first of its objective's metrics: two of each."""
@@ -66,6 +69,7 @@ class StepReport:
         self._counts = groups.tells_losses
         self._sent = 0
         self._own_peak = peak
+        self._knows_peak = True
         self.peak = float(_gathered(groups.world, [peak]).sum())
 
     def record(self, step: int, counters: RankCounters, stopped: bool) -> tuple[StepRecord, bool]:
@@ -109,7 +113,7 @@ class StepReport:
             tokens=batch.tokens,
             seconds=seconds,
             tokens_per_second=batch.tokens / seconds,
-            mfu=flops / seconds / peak,
+            mfu=self._mfu(flops / seconds, peak),
             bubble=waited / (len(each) * seconds) if self._pipelined else None,
             memory=int(each[:, 3].max()),
             bytes_sent=round(bytes_sent),
@@ -132,6 +136,19 @@ class StepReport:
             predicted_seconds=dict(counters.predicted) or None,
         )
         return record, stop > 0
+
+    def _mfu(self, reached: float, peak: float) -> float | None:
+        """Model flops utilization, by the flop/s that a step reached. None from the first step on that reaches more
+        than the peak: no step can, so that the peak is higher, and so were the shares that were told before."""
+        if self._knows_peak and reached > peak:
+            self._knows_peak = False
+            log.warning(
+                "a step reached %.3g Gflop/s, and the peak of all ranks was measured as %.3g: other programs ran "
+                "then. No MFU is told from here on, and those before are too high",
+                reached / 1e9,
+                peak / 1e9,
+            )
+        return reached / peak if self._knows_peak else None
 
     def _joined(self, each: torch.Tensor) -> Iterator[MetricSum]:
         """Every metric over all ranks, from their numbers."""

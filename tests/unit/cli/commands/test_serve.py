@@ -29,6 +29,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         source, authority = cluster.source, cluster.authority
         assert source is not None and cluster.local is not None
         joining = options.plan.world_size - cluster.local
+        assert cluster.served is not None and cluster.served.model_name == options.folder.name
         seen.extend(((str(options.plan), joining, cluster.address), cluster.replicas))
         assert options.memory == (12 << 30 if "--memory" in sys.argv else None)
         assert (choice is None) == (options.plan.world_size == 1 or "--plan" in sys.argv), "a plan that is given stays"
@@ -39,8 +40,8 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             source.start(1, "10.0.0.1:7000", "tllm1-def")
         yield ListedEngine()
 
-    async def serve(app: Any, on_ready: Any, stop: Any, leaves: Any) -> None:
-        assert not leaves(), "there is no cluster"
+    async def serve(app: Any, on_ready: Any, stop: Any, leaves: Any, lingers: Any) -> None:
+        assert not leaves() and not lingers(), "there is no cluster"
         seen.append(app.settings)
         on_ready("http://127.0.0.1:1")
 

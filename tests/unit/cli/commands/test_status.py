@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import copy
+import http.client
 import http.server
 import io
 import json
+import socket
 import urllib.error
 import urllib.request
 from email.message import Message
@@ -66,8 +68,9 @@ def answer(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
-def refused(code: int) -> urllib.error.HTTPError:
-    return urllib.error.HTTPError("http://x", code, http.server.HTTPStatus(code).phrase, Message(), None)
+def refused(code: int, said: Any = None) -> urllib.error.HTTPError:
+    body = io.BytesIO(b"<html>" if said is None else json.dumps(said).encode())
+    return urllib.error.HTTPError("http://x", code, http.server.HTTPStatus(code).phrase, Message(), body)
 
 
 def test_a_row_for_each_node(answer: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,6 +82,13 @@ def test_a_row_for_each_node(answer: list[Any], capsys: pytest.CaptureFixture[st
     assert "links: 0>1 4.0 KiB, 1>0 2.0 KiB" in shown
     assert answer[1].full_url == "http://127.0.0.1:9/v1/cluster"
     assert answer[1].get_header("Authorization") == "Bearer secret-key"
+
+
+def test_memory_that_nobody_was_given_has_no_column() -> None:
+    assert "given" in as_text(FOUND)
+    found = copy.deepcopy(FOUND)
+    found["nodes"][0]["memory_given"] = False
+    assert "given" not in as_text(found)
 
 
 def test_what_the_prefix_cache_found() -> None:
@@ -111,13 +121,24 @@ def test_json_is_what_the_server_says(answer: list[Any], capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("said", "code", "words"),
     [
-        (refused(401), 5, "wants another API key"),
-        (refused(503), 4, "answered 503"),
+        (refused(401), 5, "asks for an API key, and none was given"),
+        (refused(403, {"error": {"message": "the host is not allowed"}}), 5, "refuses: the host is not allowed"),
+        (refused(503, {"error": {"message": "it ends"}}), 4, "answers 503: it ends"),
+        (refused(503), 4, "127.0.0.1:8000 is no HTTP server of tllm: it answers 503 Service Unavailable"),
+        (
+            refused(404, {"error": {"message": "no route"}}),
+            4,
+            "127.0.0.1:8000 is no HTTP server of tllm: it answers 404 Not Found",
+        ),
         (urllib.error.URLError(ConnectionRefusedError(111, "Connection refused")), 4, "no server at 127.0.0.1:8000"),
-        (TimeoutError("timed out"), 4, "no server at"),
-        (b"<html>", 4, "no server at"),
-        (b"[1]", 4, "is no tllm: /v1/cluster answers [1]"),
-        (b'{"detail": 3}', 4, "is no tllm"),
+        (urllib.error.URLError(socket.gaierror(-2, "Name or service not known")), 4, "Name or service not known"),
+        (TimeoutError("timed out"), 4, "127.0.0.1:8000 did not answer within 10 s"),
+        (urllib.error.URLError(TimeoutError("timed out")), 4, "did not answer within 10 s"),
+        (http.client.RemoteDisconnected("closed"), 4, "it does not speak HTTP"),
+        (http.client.BadStatusLine("SSH-2.0"), 4, "it does not speak HTTP"),
+        (b"<html>", 4, "it answers /v1/cluster with something else than JSON"),
+        (b"[1]", 4, "127.0.0.1:8000 is no HTTP server of tllm: it answers /v1/cluster with [1]"),
+        (b'{"detail": 3}', 4, 'it answers /v1/cluster with {"detail": 3}'),
     ],
 )
 def test_who_does_not_answer(
@@ -125,7 +146,27 @@ def test_who_does_not_answer(
 ) -> None:
     answer[0] = said
     assert main(["status"]) == code
-    assert words in capsys.readouterr().err
+    told, *hints = capsys.readouterr().err.splitlines()
+    assert words in told
+    assert len(hints) == ("refuses" not in words), "the server says itself what to do about a refusal"
+
+
+def test_a_wrong_key_is_another_fault_than_none(answer: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    answer[0] = refused(401)
+    assert main(["status", "--api-key", "secret-key"]) == 5
+    said = capsys.readouterr().err
+    assert "does not take the API key that was given" in said and "secret-key" not in said
+
+
+@pytest.mark.parametrize("where", ["10.0.0.2:4000", "http://10.0.0.2:4000", "http://10.0.0.2:4000/v1"])
+def test_the_address_as_the_server_printed_it(where: str, answer: list[Any]) -> None:
+    assert main(["status", where]) == 0
+    assert answer[1].full_url == "http://10.0.0.2:4000/v1/cluster"
+
+
+def test_what_is_no_address(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "https//lab"]) == 2
+    assert "is not HOST:PORT" in capsys.readouterr().err
 
 
 def test_what_is_lost_and_what_is_done_about_it() -> None:

@@ -40,7 +40,7 @@ def test_once(port: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_wrong_key_and_no_server(port: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", "--port", port, "--api-key", "another-key"]) == 5
-    assert "wants another API key" in capsys.readouterr().err
+    assert "does not take the API key" in capsys.readouterr().err
     assert main(["top", "--port", "9"]) == 4
     assert "no server at 127.0.0.1:9" in capsys.readouterr().err
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tllm.cli.display.tables import terminal_width
+from tllm.cli.display.tables import terminal_width, wrapped
 
 
 class Terminal(io.StringIO):
@@ -28,3 +28,10 @@ def test_a_terminal_is_seen_through_a_live_display(monkeypatch: pytest.MonkeyPat
     for out, width in ((Terminal(), 70), (Proxy(), 70), (io.StringIO(), None)):
         monkeypatch.setattr(sys, "stdout", out)
         assert terminal_width() == width
+
+
+def test_prose_ends_between_words_on_a_terminal_and_is_one_line_elsewhere() -> None:
+    text = "hint: give the address that was printed\n  and a second line"
+    assert wrapped(text, None) == text
+    assert wrapped(text, 24) == "hint: give the address\n  that was printed\n  and a second line"
+    assert wrapped("a-word-that-is-longer-than-a-line", 20) == "a-word-that-is-longer-than-a-line"

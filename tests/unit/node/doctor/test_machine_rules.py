@@ -64,6 +64,15 @@ def test_torch_without_vectors_and_a_slow_dtype() -> None:
     assert not found.wrong
 
 
+def test_a_dtype_that_a_busy_machine_had_no_time_to_measure_is_not_called_slow() -> None:
+    """Seen on a machine whose processors nine other programs wanted: of bfloat16 only one row was measured."""
+    full = [ProductSpeed("float32", rows, 1024, rate, 3) for rows, rate in ((1, 1e8), (8, 2e9), (64, 8e9), (512, 4e10))]
+    products = (*full, ProductSpeed("bfloat16", 1, 1024, 1e7, 3))
+    assert diagnose(ClusterProbe((replace(node("a", ""), products=products),))) == []
+    products = (*products, ProductSpeed("bfloat16", 8, 1024, 1.5e9, 3))
+    assert diagnose(ClusterProbe((replace(node("a", ""), products=products),))) == []
+
+
 def test_a_node_that_is_slower_than_the_others() -> None:
     (found,) = diagnose(ClusterProbe((node("a", ""), node("b", "", rate=3e10), node("c", ""))))
     assert (found.about, found.wrong) == ("b", False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from tests.support.models.families import save_model
 from tests.unit.cluster.kits import facts
+from tests.unit.node.front_end.test_remote_engine import MODEL
 from tllm.cluster.certificates import Authority
 from tllm.cluster.consensus.replica import Deposed
 from tllm.cluster.heartbeat import LATE_SECONDS
@@ -221,3 +223,11 @@ def test_a_move_that_nodes_have_no_memory_for_changes_nothing(cluster: Serving) 
     with pytest.raises(CapacityError):
         cluster.move(Plan.parse("pp=4", 4), list("abcd"))
     assert cluster.coordinator.work.plan.pp == 2 and not cluster.recovery.can_grow()
+
+
+def test_what_is_served_is_known_before_a_plan_is_chosen_and_after(cluster: Serving) -> None:
+    """Whoever takes this process's place while the first epoch loads serves the same."""
+    served = msgspec.structs.replace(MODEL, max_model_len=1)
+    cluster.coordinator.work = dataclasses.replace(cluster.coordinator.work, served=served)
+    chosen = dataclasses.replace(cluster.coordinator.work, served=None)
+    assert cluster.adopt(chosen).served == msgspec.structs.replace(served, max_model_len=cluster.max_model_len)

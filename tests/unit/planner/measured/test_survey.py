@@ -340,3 +340,27 @@ def test_the_first_steps_do_not_count() -> None:
     assert median([100.0, 50.0, 1.0, 2.0, 3.0]) == 2.0
     assert median([7.0]) == 7.0, "there are no others"
     assert median([1.0, 1.0, None, 2.0]) is None
+
+
+@pytest.mark.parametrize(("head", "product"), [(4.0, 0.0), (4.0, 0.5), (0.5, 8.0)])
+def test_no_step_reaches_more_than_the_peak(head: float, product: float) -> None:
+    """Logits may be faster than layers, and a product measured in a busy moment slower than both. `head` and `product`
+    are their rates beside that of layers."""
+    node = training_node("a")
+    logits = tuple(msgspec.structs.replace(one, seconds=one.seconds * HEAD_RATE / (head * RATE)) for one in node.logits)
+    node = msgspec.structs.replace(node, logits=logits, peak=product * RATE)
+    cluster = cluster_of(survey_of("train", node), SPEC)
+    assert cluster.devices[0].peak("float32") == pytest.approx(max(1, head, product) * RATE)
+    placed = PlacedPlan(SPEC, Plan.parse("pp=1", SPEC.num_layers), TrainingFacts(32, 4), cluster, (0,))
+    mfu = placed.mfu(placed.predict().seconds)
+    assert 0 < mfu <= 1
+    slower = cluster_of(survey_of("train", node.slower(2)), SPEC)
+    assert slower.devices[0].peak("float32") == pytest.approx(max(1, head, product) * RATE / 2)
+
+
+def test_a_node_beside_other_programs() -> None:
+    node = training_node("a")
+    assert not node.is_beside_others
+    busy = msgspec.structs.replace(node, threads=2, busy=1.4)
+    assert busy.is_beside_others
+    assert not msgspec.structs.replace(busy, device="Some GPU").is_beside_others
