@@ -38,6 +38,35 @@ def test_products_have_the_processors_bits(kind: str, monkeypatch: pytest.Monkey
     assert torch.equal(there.rows(ids.to(SEPARATE[1])).cpu(), weight.rows(ids))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_by_the_numbers_that_weights_stand_for(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processor's to the bit where both multiply in float32; in bfloat16 those of plain weights of that dtype."""
+    for name in ("PLAIN_AT_ONCE", "DEVICE_PLAIN_AT_ONCE"):
+        monkeypatch.setattr(f"tllm.parallel.quantized_weight.{name}", 3000)
+    torch.manual_seed(5)
+    blocks = KINDS[kind](37, 544)
+    weight = QuantizedWeight([PackedRows(pack(blocks), blocks.scheme, 37, 544)] * 2, 544)
+    plain, there = weight.rows(torch.arange(74)), weight.to(SEPARATE[1])
+    for dtype, exact in (
+        (torch.float32, False),
+        (torch.float32, True),
+        (torch.bfloat16, False),
+        (torch.bfloat16, True),
+    ):
+        x, given = torch.randn(3, 544, dtype=dtype), torch.randn(3, 74, dtype=dtype)
+        here, far = (x.clone().to(device).requires_grad_() for device in (CPU, SEPARATE[1]))
+        for rows, held in ((here, weight), (far, there)):
+            y = held.matmul(rows, exact)
+            y.backward(given.to(rows.device, y.dtype))
+        assert here.grad is not None and far.grad is not None and far.grad.dtype == dtype
+        want = given.double() @ plain.double()
+        limit = 1e-6 if dtype == torch.float32 else 1e-2
+        assert (here.grad - want).norm() < limit * want.norm()
+        assert (far.grad.cpu() - want).norm() < limit * want.norm()
+        if dtype == torch.float32:
+            assert torch.equal(far.grad.cpu(), here.grad)
+
+
 @pytest.mark.parametrize(
     ("case", "kind", "plans"),
     [

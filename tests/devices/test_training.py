@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tests.parity.engine.test_few_bits import SIZES
 from tests.support.device.separate_device import SEPARATE
+from tests.support.models.families import save_model
 from tests.support.training.post_training.preferences import preference_job, small_model
 from tests.support.training.runs import final, job_for, records, rows_file, train
+from tllm.comm.collectives.group import Group
 from tllm.core.errors import ConfigError
 from tllm.devices.choose import CPU
+from tllm.devices.memory import forget_peak, held_memory, peak_memory
 from tllm.kernels import row_operations
+from tllm.parallel.quantized_weight import PackedRows, quantized, stands_for, weight_bytes
 from tllm.training.job.distillation_keys import DistillationKeys
 from tllm.training.job.job import Job
 from tllm.training.job.lora_job import LoraJob
 from tllm.training.step import rank_model
+from tllm.training.trainer import RankTrainer
 
 SHORT: dict[str, Any] = dict(max_steps=2, save_steps=1)
 
@@ -80,6 +88,25 @@ def test_a_run_under_a_plan(plan: str, models: Path, tmp_path: Path) -> None:
     for device in ("cpu", "separate"):
         (tmp_path / device).mkdir()
         made[device] = ran(job_for(models / "experts", tmp_path / device / "run", **SHORT), plan, device)
+    assert_equal(made["separate"], made["cpu"])
+
+
+@pytest.mark.parametrize("plan", ["tp=4,tensor=2d", "tp=8,tensor=3d"])
+def test_a_run_on_a_grid(plan: str, models: Path, tmp_path: Path) -> None:
+    """What ranks exchange is handed to their group where it lies, which knows whether it has to go to the host."""
+    made, given = {}, set[str]()
+    exchange = Group.exchange
+
+    def seen(group: Group, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> None:
+        given.update(x.device.type for x in (*sends.values(), *recvs.values()))
+        exchange(group, sends, recvs)
+
+    for device in ("cpu", "separate"):
+        (tmp_path / device).mkdir()
+        given.clear()
+        with mock.patch.object(Group, "exchange", seen):
+            made[device] = ran(job_for(models / "dense", tmp_path / device / "run", **SHORT), plan, device)
+        assert given == {device}
     assert_equal(made["separate"], made["cpu"])
 
 
@@ -144,6 +171,59 @@ def test_an_adapter_beside_a_model(models: Path, tmp_path: Path) -> None:
     assert_equal(made["separate"], made["cpu"])
 
 
+@pytest.mark.parametrize(
+    ("model", "quantize", "dtype", "plan"),
+    [
+        ("dense", "int4", "float32", "pp=2"),
+        ("dense", "int8", "float32", "dp=2,tp=2,zero=2"),
+        ("dense", "int8", "float64", "tp=2"),
+        ("experts", "int4", "float32", "pp=1,recompute=layer"),
+        ("experts", "int8", "float64", "dp=2,ep=2"),
+    ],
+)
+def test_an_adapter_beside_a_model_in_few_bits(
+    model: str, quantize: str, dtype: str, plan: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products are the processor's to the bit, and gradients go through the weights' plain numbers piece by piece."""
+    for name in ("PLAIN_AT_ONCE", "DEVICE_PLAIN_AT_ONCE"):
+        monkeypatch.setattr(f"tllm.parallel.quantized_weight.{name}", 500)
+    made = {}
+    for device in ("cpu", "separate"):
+        (tmp_path / device).mkdir()
+        lora = LoraJob(r=2, target_modules=("all-linear",), lora_dropout=0.1, quantize=quantize)
+        job = job_for(models / model, tmp_path / device / "run", lora=lora, dtype=dtype, **SHORT)
+        made[device] = ran(job, plan, device)
+    assert_equal(made["separate"], made["cpu"])
+
+
+def test_a_model_in_few_bits_comes_to_the_device_packed_and_piece_by_piece(tmp_path: Path) -> None:
+    """Neither are its plain numbers there at once, nor is any part of it left with the host."""
+    save_model("llama", tmp_path / "model", **{**SIZES, "intermediate_size": 4096})
+    whole, held, peaks = 0, dict[str, int](), list[int]()
+
+    def look(trainer: RankTrainer) -> None:
+        nonlocal whole
+        device = trainer.config.device
+        parameters = [parameter for chunk in trainer._model.chunks for parameter in chunk.parameters()]
+        parts = [part for one in parameters if (found := quantized(one)) is not None for part in found.parts]
+        assert {x.device for part in parts if isinstance(part, PackedRows) for x in part.tensors.named().values()} == {
+            device
+        }
+        assert {parameter.device for parameter in parameters} == {device}
+        whole = sum(4 * math.prod(stands_for(parameter)[0]) for parameter in parameters)
+        held[device.type] = sum(map(weight_bytes, parameters))
+        if device != CPU:
+            peaks.append(peak_memory(device))
+
+    for device in (CPU, SEPARATE[0]):
+        job = job_for(tmp_path / "model", tmp_path / device.type, lora=LoraJob(r=2, quantize="int4"), **SHORT)
+        begun = held_memory(SEPARATE[0])
+        forget_peak(SEPARATE[0])
+        train(job, "pp=1", damage=look, devices=(device,))
+    assert held["separate"] == held["cpu"] < whole / 6
+    assert peaks[0] - begun < whole / 3
+
+
 def test_a_run_goes_on_from_its_save_on_another_device(models: Path, tmp_path: Path) -> None:
     """One step on the processor and one on the device are two steps of either."""
     want = ran(job_for(models / "experts", tmp_path / "whole", **SHORT), "pp=1", "cpu")
@@ -170,7 +250,6 @@ def test_labels_are_asked_before_they_come_to_a_device(
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "servers=1, which sum on processors": ("dp=2,servers=1", {}),
-    "an adapter's model in few bits": ("pp=1", dict(lora=LoraJob(r=2, quantize="int8"))),
 }
 
 

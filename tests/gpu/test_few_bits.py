@@ -100,3 +100,28 @@ def test_parts_leads_and_experts() -> None:
     x, wide = (x / 64).half(), (wide / 64).half()
     want = reference_matmul(wide, pack(blocks[0]), blocks[0].scheme, 20).half()
     assert torch.equal(placed(first, columns=200).matmul(x.to(DEVICE)).cpu(), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_go_through_the_numbers_that_weights_stand_for(
+    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two parts, in pieces of some outputs, whose input begins after the packed columns do."""
+    if INTERPRETED and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter cuts bits off where it makes bfloat16")
+    for name in ("PLAIN_AT_ONCE", "DEVICE_PLAIN_AT_ONCE"):
+        monkeypatch.setattr(quantized_weight, name, 3000)
+    torch.manual_seed(6)
+    blocks = KINDS[kind](37, 512)
+    weight = placed(rows_of(blocks, 32), torch.randn(7, 480), rows_of(blocks, 32), columns=480)
+    x = torch.randn(5, 480, dtype=dtype).to(DEVICE).requires_grad_()
+    given = torch.randn(5, 81, dtype=dtype).to(DEVICE)
+    y = weight.matmul(x)
+    y.backward(given)
+    plain = weight.rows(torch.arange(81, device=DEVICE)).double()
+    want = given.double() @ plain
+    assert x.grad is not None and x.grad.dtype == dtype
+    assert (x.grad - want).norm() < (1e-5 if dtype == torch.float32 else 1e-2) * want.norm()
+    with torch.no_grad():
+        assert torch.equal(weight.matmul(x), y), "a gradient changes no bit of the product"

@@ -23,6 +23,7 @@ from tllm.training.attention.packed_attention import TrainAttend
 from tllm.training.attention.varlen_attention import VarlenAttend, has_varlen
 from tllm.training.data.batch_tensors import Tokens, sent_to_host
 from tllm.training.gradients.gradient_clipping import of_norms
+from tllm.training.job.lora_job import LoraJob
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here")
 CUDA = torch.device("cuda", 0)
@@ -67,6 +68,25 @@ def test_a_run_on_cuda_is_the_run_on_the_processor(
     losses, weights = ran("rotated", CUDA)
     assert furthest(losses) < 1e-12
     assert max(float((weights[name] - x).abs().max()) for name, x in kept.items()) < 1e-10
+
+
+@pytest.mark.parametrize(("family", "quantize"), [("llama", "int4"), ("qwen3_moe", "int8")])
+def test_an_adapter_beside_weights_in_few_bits(family: str, quantize: str, tmp_path: Path) -> None:
+    """In float64 they are the plain numbers that they stand for, and the run is the processor's; else they are packed,
+    and products round their inputs to 8 bits, which what a device rounds otherwise may move by a step."""
+    save_model(family, tmp_path / "model")
+    lora = LoraJob(r=4, target_modules=("all-linear",), lora_dropout=0.1, quantize=quantize)
+
+    def ran(name: str, device: torch.device, dtype: str) -> list[float]:
+        (tmp_path / name).mkdir()
+        job = job_for(tmp_path / "model", tmp_path / name / "run", dtype=dtype, lora=lora, max_steps=3)
+        return [one.loss for one in records(train(job, "pp=1", devices=(device,)))]
+
+    want = ran("processor", CPU, "float64")
+    assert len(want) == 3
+    for dtype, limit in (("float64", 1e-7), ("float32", 2e-2), ("bfloat16", 4e-2)):
+        got = ran(dtype, CUDA, dtype)
+        assert max(abs(a - b) / b for a, b in zip(got, want, strict=True)) < limit, dtype
 
 
 @pytest.mark.parametrize("window", [None, 5, 300])

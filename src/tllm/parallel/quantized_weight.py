@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from tllm.devices.choose import CPU
 from tllm.kernels.batch_invariant import is_batch_invariant, make_batch_invariant
 from tllm.kernels.gpu_kernels import GpuKernels, gpu_kernels
 from tllm.kernels.library import EXPONENT, NUMBERS, Library, PackedWeightArguments, WeightPartArguments, library
@@ -32,6 +33,9 @@ KINDS: dict[tuple[int, Code, bool], int] = {
 
 PLAIN_AT_ONCE = 2**20
 """Elements of a weight that are plain numbers at once in a backward pass, 4 bytes each."""
+
+DEVICE_PLAIN_AT_ONCE = 2**22
+"""The same on a device, where a smaller part would take less time than starting its operations does."""
 
 
 @dataclass(frozen=True)
@@ -118,17 +122,26 @@ class WeightParts:
             return _Product.apply(x_ND, self, first_rows, exact)  # type: ignore[no-any-return, no-untyped-call]
         return self.product(x_ND, first_rows, exact)
 
-    def input_gradient(self, gradient_NF: Tensor, columns: int, first_rows: Tensor) -> Tensor:
-        """The gradient of x, [N, columns] in float32 at least: some outputs' plain numbers are there at a time."""
-        wide = torch.promote_types(gradient_NF.dtype, torch.float32)
-        gradient_ND = torch.zeros(len(gradient_NF), columns, dtype=wide, device=gradient_NF.device)
-        bounds, at_once = first_rows.tolist(), max(1, PLAIN_AT_ONCE // max(1, columns))
+    def input_gradient(self, gradient_NF: Tensor, columns: int, first_rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """The gradient of x, which has this dtype, [N, columns] in float32 at least: some outputs' plain numbers are
+        there at a time.
+
+        A device, which has units for products of 16 bits, multiplies in x's dtype, as with plain weights of it.
+        """
+        device, wide = gradient_NF.device, torch.promote_types(dtype, torch.float32)
+        in_dtype, most = (wide, PLAIN_AT_ONCE) if device == CPU else (dtype, DEVICE_PLAIN_AT_ONCE)
+        gradient_ND = torch.zeros(len(gradient_NF), columns, dtype=wide, device=device)
+        bounds, at_once = first_rows.tolist(), max(1, most // max(1, columns))
         for expert, at, part in self._parts():
             here, outputs = slice(bounds[expert], bounds[expert + 1]), _outputs(part)
             for first in range(0, outputs if here.start < here.stop else 0, at_once):
-                some = torch.arange(first, min(first + at_once, outputs), device=gradient_NF.device)
-                weight = _plain(part, some, columns).to(wide)
-                gradient_ND[here].addmm_(gradient_NF[here, at + first : at + first + len(some)].to(wide), weight)
+                some = torch.arange(first, min(first + at_once, outputs), device=device)
+                weight = _plain(part, some, columns).to(in_dtype)
+                some_NF = gradient_NF[here, at + first : at + first + len(some)].to(in_dtype)
+                if in_dtype == wide:
+                    gradient_ND[here].addmm_(some_NF, weight)
+                else:
+                    gradient_ND[here] += some_NF @ weight
         return gradient_ND
 
     def _parts(self) -> Iterator[tuple[int, int, PackedRows | Tensor]]:
@@ -187,7 +200,8 @@ class _Product(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_NF: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.parts.input_gradient(gradient_NF, ctx.columns, ctx.first_rows).to(ctx.dtype), None, None, None
+        gradient_ND = ctx.parts.input_gradient(gradient_NF, ctx.columns, ctx.first_rows, ctx.dtype)
+        return gradient_ND.to(ctx.dtype), None, None, None
 
 
 def _outputs(part: PackedRows | Tensor) -> int:

@@ -96,7 +96,7 @@ class RunState:
         """Fill the model beside an adapter, at every start anew: it is not learned, and no save or snapshot has it."""
         job = self._config.job
         if job.lora is not None:
-            self._initial_weights.fill_frozen(chunks, job.dtype, job.lora.few_bits, progress)
+            self._initial_weights.fill_frozen(chunks, job.dtype, job.lora.few_bits, progress, self._config.device)
 
     def initialize(self, learner: LearnerState, adapters: Adapters = (), progress: Progress | None = None) -> None:
         """Fill the learner with the first weights, whatever memory or saves hold of later steps."""

@@ -36,6 +36,14 @@ from tllm.comm.collectives.reduce_and_broadcast import (
     tree_broadcast,
     tree_reduce,
 )
+from tllm.comm.collectives.reduce_scatter import (
+    AllGatherAlgorithm,
+    HierarchicalAllGather,
+    HierarchicalReduceScatter,
+    ReduceScatterAlgorithm,
+    direct_all_gather,
+    direct_reduce_scatter,
+)
 
 ReduceAlgorithm = Callable[[torch.Tensor, GroupLinks, str, int], None]
 """algorithm(x, links, op, root)"""
@@ -50,13 +58,18 @@ CHUNKS = 8
 
 
 class AlgorithmChoice(Protocol):
-    """Picks the algorithm of a collective on `x`, whose elements may be combined by `op`."""
+    """Picks the algorithm of a collective on `x`, or on so many bytes of a dtype, whose elements may be combined by
+    `op`."""
 
     def all_reduce(self, x: torch.Tensor, op: str) -> AllReduceAlgorithm: ...
 
     def reduce(self, x: torch.Tensor, op: str, root: int) -> ReduceAlgorithm: ...
 
     def broadcast(self, x: torch.Tensor, root: int) -> BroadcastAlgorithm: ...
+
+    def reduce_scatter(self, nbytes: int, dtype: torch.dtype, op: str) -> ReduceScatterAlgorithm: ...
+
+    def all_gather(self, nbytes: int) -> AllGatherAlgorithm: ...
 
 
 class LengthChoice:
@@ -77,6 +90,12 @@ class LengthChoice:
     def broadcast(self, x: torch.Tensor, root: int) -> BroadcastAlgorithm:
         return direct_broadcast
 
+    def reduce_scatter(self, nbytes: int, dtype: torch.dtype, op: str) -> ReduceScatterAlgorithm:
+        return direct_reduce_scatter
+
+    def all_gather(self, nbytes: int) -> AllGatherAlgorithm:
+        return direct_all_gather
+
 
 class MeasuredChoice:
     """The algorithm that costs least on a measured network.
@@ -89,6 +108,12 @@ class MeasuredChoice:
     def __init__(self, network: NetworkModel, any_order: bool = False) -> None:
         n = network.size
         self.network = network
+        self._reduce_scatters = CheapestAlgorithm[ReduceScatterAlgorithm](
+            network, _scatter_algorithms(network, direct_reduce_scatter, HierarchicalReduceScatter)
+        )
+        self._all_gathers = CheapestAlgorithm[AllGatherAlgorithm](
+            network, _scatter_algorithms(network, direct_all_gather, HierarchicalAllGather)
+        )
         self._all_reduces = CheapestAlgorithm(network, _all_reduce_algorithms(network, any_order))
         self._reduces = CheapestAlgorithm[ReduceAlgorithm](
             network,
@@ -114,13 +139,19 @@ class MeasuredChoice:
         )
 
     def all_reduce(self, x: torch.Tensor, op: str) -> AllReduceAlgorithm:
-        return self._all_reduces.pick(x, op)
+        return self._all_reduces.pick(x.nbytes, widens(x.dtype, op))
 
     def reduce(self, x: torch.Tensor, op: str, root: int) -> ReduceAlgorithm:
-        return self._reduces.pick(x, op, root)
+        return self._reduces.pick(x.nbytes, widens(x.dtype, op), root)
 
     def broadcast(self, x: torch.Tensor, root: int) -> BroadcastAlgorithm:
-        return self._broadcasts.pick(x, root=root)
+        return self._broadcasts.pick(x.nbytes, root=root)
+
+    def reduce_scatter(self, nbytes: int, dtype: torch.dtype, op: str) -> ReduceScatterAlgorithm:
+        return self._reduce_scatters.pick(nbytes, widens(dtype, op))
+
+    def all_gather(self, nbytes: int) -> AllGatherAlgorithm:
+        return self._all_gathers.pick(nbytes)
 
 
 @dataclass(frozen=True)
@@ -138,8 +169,9 @@ class CheapestAlgorithm(Generic[T]):
         self._network, self._algorithms = network, algorithms
         self._known: dict[tuple[int, bool, int], T] = {}
 
-    def pick(self, x: torch.Tensor, op: str = "max", root: int = 0) -> T:
-        key = (_coarse(x.nbytes), widens(x.dtype, op), root)
+    def pick(self, nbytes: int, widen: bool = False, root: int = 0) -> T:
+        """For a message of so many bytes; `widen`: its partial results have twice as many."""
+        key = (_coarse(nbytes), widen, root)
         known = self._known.get(key)
         return known if known is not None else self._pick_and_remember(key)
 
@@ -189,3 +221,20 @@ def _hierarchical(
         HierarchicalAllReduce(hosts, between),
         lambda size, wide, root: rounds.hierarchical_rounds(hosts, size, wide, between_rounds),
     )
+
+
+def _scatter_algorithms(network: NetworkModel, direct: T, hierarchical: Callable[[int], T]) -> list[CostedAlgorithm[T]]:
+    """Of reduce-scatter or all-gather; `hierarchical` makes that for machines of so many ranks each."""
+    n, m = network.size, _ranks_per_host(network.hosts)
+    algorithms = [CostedAlgorithm(direct, lambda size, wide, root: rounds.direct_scatter_rounds(n, size))]
+    if m > 1:
+        way = hierarchical(m)
+        algorithms.append(CostedAlgorithm(way, lambda size, wide, root: rounds.hierarchical_scatter_rounds(n, m, wide)))
+    return algorithms
+
+
+def _ranks_per_host(hosts: Sequence[int]) -> int:
+    """The ranks of each machine, where several machines have as many and are subtrees of the ranks; else 1."""
+    here = hosts.count(hosts[0])
+    even = all(hosts.count(host) == here for host in hosts)
+    return here if even and here < len(hosts) and hosts_are_subtrees(hosts) else 1

@@ -33,6 +33,7 @@ import torch
 from tllm.comm.collectives.fold import COMBINE, finish_reduction, fold, widened
 from tllm.comm.collectives.group_links import GroupLinks, equal_pieces
 from tllm.comm.collectives.reduce_and_broadcast import tree_broadcast, tree_reduce
+from tllm.comm.collectives.reduce_scatter import direct_all_gather, direct_reduce_scatter
 
 LATENCY_BYTES = 64 * 1024
 """L B, the bandwidth-delay product: bytes that a link could carry while one message is on its way."""
@@ -61,23 +62,6 @@ def two_step_all_reduce(x: torch.Tensor, links: GroupLinks, op: str = "sum") -> 
     pieces = equal_pieces(x, links.size)
     direct_reduce_scatter(pieces, pieces[links.rank], links, op)
     direct_all_gather(pieces, links)
-
-
-def direct_reduce_scatter(pieces: Sequence[torch.Tensor], mine: torch.Tensor, links: GroupLinks, op: str) -> None:
-    """`mine`, this rank's own part of its piece, becomes all ranks' parts of that piece combined.
-
-    `pieces` has one entry for each rank. One round, in which a rank sends (n - 1) / n of its bytes.
-    """
-    parts = [
-        mine if peer == links.rank else links.buffers.piece(peer, mine.shape, mine.dtype) for peer in range(links.size)
-    ]
-    links.exchange({peer: pieces[peer] for peer in links.send}, {peer: parts[peer] for peer in links.recv})
-    fold(parts, mine, op)
-
-
-def direct_all_gather(pieces: Sequence[torch.Tensor], links: GroupLinks) -> None:
-    """Every rank gets every other's piece, received in place; one round, a rank sends (n - 1) / n S bytes."""
-    links.exchange(dict.fromkeys(links.send, pieces[links.rank]), {peer: pieces[peer] for peer in links.recv})
 
 
 def ring_all_reduce(x: torch.Tensor, links: GroupLinks, op: str = "sum") -> None:

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from tllm.comm.collectives.algorithm_choice import AlgorithmChoice, LengthChoice
-from tllm.comm.collectives.all_reduce import direct_reduce_scatter
 from tllm.comm.collectives.device_links import DeviceLinks
 from tllm.comm.collectives.fold import check_op
 from tllm.comm.collectives.group_links import GroupLinks, ReceiveBuffers, equal_pieces
@@ -62,8 +61,8 @@ class Group:
     Tensors may be on any device and have any strides; those that are not contiguous in this process's memory are
     copied. With `device_links` tensors of that device go to ranks of the same machine without the host, but for those
     of `send_to`; in one call two such ranks must both have theirs on it, or neither. Costs in rounds and
-    bytes are in `all_reduce.py` and `reduce_and_broadcast.py`; scatter, gather, all-gather and all-to-all are direct,
-    with one message for each pair of ranks, all in one round.
+    bytes are in `all_reduce.py`, `reduce_scatter.py` and `reduce_and_broadcast.py`; scatter, gather, all-to-all and
+    `all_gather` are direct, with one message for each pair of ranks, all in one round.
     """
 
     def __init__(
@@ -179,8 +178,8 @@ class Group:
         rows = torch.split(whole, list(counts or [len(x)] * self.size))
         assert len(rows) == self.size and rows[self.rank].shape == x.shape, "`out` holds every rank's rows"
         with self._in_step():
-            links.exchange(dict.fromkeys(self.send, y), {peer: rows[peer] for peer in self.recv})
-        _filled(rows[self.rank], y)
+            _filled(rows[self.rank], y)
+            self.choice.all_gather(whole.nbytes)(rows, links)
         return _filled(out, whole)
 
     def all_to_all(self, pieces: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
@@ -328,10 +327,11 @@ class Group:
     ) -> torch.Tensor:
         """`mine`, which holds this rank's part of its own rows, combined with the others' parts of them."""
         if self.size > 1:
-            parts = max(1, -(-sum(piece.nbytes for piece in rows) // ROOM_BYTES))
+            nbytes = sum(piece.nbytes for piece in rows)
+            algorithm, parts = self.choice.reduce_scatter(nbytes, mine.dtype, op), max(1, -(-nbytes // ROOM_BYTES))
             with self._in_step():
                 for out, *pieces in zip(*(equal_pieces(piece, parts) for piece in (mine, *rows)), strict=True):
-                    direct_reduce_scatter(pieces, out, links, op)
+                    algorithm(pieces, out, links, op)
         return mine
 
     def _unusable(self) -> LinkClosed:

@@ -87,6 +87,19 @@ def hierarchical_rounds(
     ]
 
 
+def direct_scatter_rounds(ranks: int, size: float) -> Rounds:
+    """Of `direct_reduce_scatter` and `direct_all_gather`: one round, all to all, of one piece each."""
+    return [_all_to_all(ranks, size / ranks)]
+
+
+def hierarchical_scatter_rounds(ranks: int, per_host: int, size: float) -> Rounds:
+    """Of `HierarchicalReduceScatter`, and in another order of `HierarchicalAllGather`."""
+    pairs, piece = _all_to_all(ranks, size / ranks), size / ranks
+    inside = {(a, b): piece for a, b in pairs if a // per_host == b // per_host}
+    between = {(a, b): piece for a, b in pairs if a != b and a % per_host == b % per_host}
+    return [*[inside] * (ranks // per_host), between]
+
+
 def direct_reduce_rounds(ranks: int, size: float, root: int) -> Rounds:
     """One round, from everyone to the root."""
     return [{(rank, root): size for rank in range(ranks) if rank != root}]

@@ -17,6 +17,7 @@ from torch import Tensor
 from tllm.devices.choose import CPU
 from tllm.devices.memory import completed
 from tllm.kernels.float_product import product_name
+from tllm.kernels.gpu_kernels import gpu_kernels
 from tllm.kernels.library import library
 from tllm.parallel.linear import matmul
 from tllm.parallel.quantized_weight import PackedRows, QuantizedWeight
@@ -39,6 +40,9 @@ MEMORY_BYTES = 256 * 2**20
 
 DEVICE_MEMORY_BYTES = 2**30
 
+DEVICE_CACHE_BYTES = 2**28
+"""No device has a cache of so much: products with so many weights in turn read each from memory."""
+
 FEW_BITS: tuple[Quantize, ...] = ("int8", "int4")
 
 LEAST = 3
@@ -60,13 +64,16 @@ def measure(seconds: float, memory_free: int, clock: Clock = time.perf_counter, 
     """Measure everything in about `seconds`, on this process's threads or its `device`, in at most a quarter of the
     free memory."""
     widths, streamed = (WIDTHS, MEMORY_BYTES) if device == CPU else (DEVICE_WIDTHS, DEVICE_MEMORY_BYTES)
-    few_bits = FEW_BITS if device == CPU else ()  # those of a device are not measured yet
-    share = seconds / (len(DTYPES) + len(few_bits) / 2 + 1)
+    share = seconds / (len(DTYPES) + len(FEW_BITS) / 2 + 1)
     with torch.inference_mode():
         products = [
             found for name in DTYPES for found in measure_products(name, share, memory_free // 4, clock, widths, device)
         ]
-        products += [found for kind in few_bits for found in measure_few_bits(kind, share / 2, clock)]
+        products += [
+            found
+            for kind in FEW_BITS
+            for found in measure_few_bits(kind, share / 2, memory_free // 4, clock, widths, device)
+        ]
         memory = measure_memory(share * 0.8, min(streamed, memory_free // 8), clock, device)
         return Speeds(tuple(products), memory, measure_operation(share * 0.2, clock, device))
 
@@ -82,40 +89,95 @@ def measure_products(
     """Products of every shape, in one dtype, that fit their part of `seconds` and `memory` bytes.
 
     A shape of which one product would take longer, by the best speed of the one before, is left out: a dtype without
-    units of its own may be a hundred times slower than the others.
+    units of its own may be a hundred times slower than the others. On a device they are of several weights in turn, as
+    those of a model, so that no cache has them.
     """
-    each = ROWS if device == CPU else DEVICE_ROWS
-    dtype, share, known = DTYPES[name], seconds / (len(each) * len(widths)), 0.0
+    dtype, rows, share, known = DTYPES[name], _rows(device), seconds / (len(_rows(device)) * len(widths)), 0.0
     for width in widths:
-        if (width + 2 * max(each)) * width * dtype.itemsize > memory:
+        if (width + 2 * max(rows)) * width * dtype.itemsize > memory:
             return
-        weight_FD = _any(width, width, dtype, device)
-        for rows in each:
-            work = 2 * rows * width * width
-            if known and work / known > share:
+        first_FD = _any(width, width, dtype, device)
+        weights = [first_FD, *(first_FD.clone() for _ in range(1, _in_turn(first_FD.nbytes, memory, device)))]
+        for count in rows:
+            work = 2 * count * width * width
+            if known and len(weights) * work / known > share:
                 continue
-            x_TD = _any(rows, width, dtype, device)
-            taken = repeat(completed(partial(matmul, x_TD, weight_FD), device), share, clock)
+            x_TD = _any(count, width, dtype, device)
+            taken = _each([partial(matmul, x_TD, weight_FD) for weight_FD in weights], share, clock, device)
             known = work / min(taken)
-            chosen = product_name(x_TD, weight_FD) if device == CPU else "linear"
-            yield ProductSpeed(name, rows, width, work / statistics.median(taken), len(taken), chosen)
+            chosen = product_name(x_TD, first_FD) if device == CPU else "linear"
+            yield ProductSpeed(name, count, width, work / statistics.median(taken), len(taken), chosen)
 
 
-def measure_few_bits(kind: Quantize, seconds: float, clock: Clock = time.perf_counter) -> Iterator[ProductSpeed]:
-    """Products of bfloat16 activations with weights that are rounded to few bits, of every shape.
+def measure_few_bits(
+    kind: Quantize,
+    seconds: float,
+    memory: int,
+    clock: Clock = time.perf_counter,
+    widths: tuple[int, ...] = WIDTHS,
+    device: torch.device = CPU,
+) -> Iterator[ProductSpeed]:
+    """Products of bfloat16 activations with weights that are rounded to few bits, of every shape, as of plain ones.
 
-    Where there are no kernels for this processor they would take too long to measure, and are left out.
+    Where there are no kernels for this processor or device they would take too long to measure, and are left out.
     """
-    kernels, share = library(), seconds / (len(ROWS) * len(WIDTHS))
-    if kernels is None:
+    chosen, rows, known = _few_bits_kernels(device), _rows(device), 0.0
+    if chosen is None:
         return
-    for width in WIDTHS:
+    share = seconds / (len(rows) * len(widths))
+    for width in widths:
+        if (width + 2 * max(rows)) * width * 4 > memory:
+            return
         blocks = round_weights(_any(width, width, torch.float32), kind)
-        weight = QuantizedWeight([PackedRows(pack(blocks), blocks.scheme, width, width)], width)
-        for rows in ROWS:
-            taken = repeat(partial(weight.matmul, _any(rows, width, torch.bfloat16)), share, clock)
-            rate = 2 * rows * width * width / statistics.median(taken)
-            yield ProductSpeed(kind, rows, width, rate, len(taken), f"kernel {kernels.instruction_set.name}")
+        packed = QuantizedWeight([PackedRows(pack(blocks), blocks.scheme, width, width)], width)
+        weights = [packed.to(device) for _ in range(_in_turn(packed.nbytes, memory, device))]
+        for count in rows:
+            work = 2 * count * width * width
+            if known and len(weights) * work / known > share:
+                continue
+            x_TD = _any(count, width, torch.bfloat16, device)
+            taken = _each([partial(weight.matmul, x_TD) for weight in weights], share, clock, device)
+            known = work / min(taken)
+            yield ProductSpeed(kind, count, width, work / statistics.median(taken), len(taken), chosen)
+
+
+def _rows(device: torch.device) -> tuple[int, ...]:
+    return ROWS if device == CPU else DEVICE_ROWS
+
+
+def _few_bits_kernels(device: torch.device) -> str | None:
+    """Whose kernels multiply with weights in few bits, in words; None where torch's own steps do."""
+    if device != CPU:
+        return None if gpu_kernels(device.type) is None else "Triton"
+    kernels = library()
+    return None if kernels is None else f"kernel {kernels.instruction_set.name}"
+
+
+def _in_turn(nbytes: int, memory: int, device: torch.device) -> int:
+    """How many weights of so many bytes are to be multiplied with in turn, in so much memory."""
+    return 1 if device == CPU else max(1, min(DEVICE_CACHE_BYTES, memory) // nbytes)
+
+
+def _each(products: list[Callable[[], object]], seconds: float, clock: Clock, device: torch.device) -> list[float]:
+    """The seconds that one of the products took, of every time that all were made, one after another."""
+    taken = repeat(completed(_one_after_another(products, device), device), seconds, clock)
+    return [each / len(products) for each in taken]
+
+
+def _one_after_another(products: list[Callable[[], object]], device: torch.device) -> Callable[[], object]:
+    """All of these: on CUDA as a graph, as replies are computed, so that the device does not wait for the host."""
+
+    def make_all() -> None:
+        for product in products:
+            product()
+
+    if device.type != "cuda":
+        return make_all
+    make_all()  # kernels are compiled and chosen, which cannot be recorded
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        make_all()
+    return graph.replay
 
 
 def measure_memory(

@@ -173,7 +173,7 @@ class RolloutSession:
         std = served.config.get("initializer_range")
         weights = InitialWeights(served.weights, STD if std is None else float(std), served.config)
         if job.lora is not None:
-            weights.fill_frozen(self._model.chunks, job.dtype, job.lora.few_bits)
+            weights.fill_frozen(self._model.chunks, job.dtype, job.lora.few_bits, device=served.device)
             return
         fill = weights.filler(served.spec, job.seed, job.dtype)
         for chunk in self._model.chunks:

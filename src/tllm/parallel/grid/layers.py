@@ -182,11 +182,10 @@ class _Dealt(torch.autograd.Function):
 def _exchanged(grid: Grid, sends: dict[int, Tensor], shapes: dict[int, tuple[int, int]]) -> dict[int, Tensor]:
     """What came from each rank of `shapes`; a rank sends itself nothing, and has it."""
     mine, some = grid.stage.rank, next(iter(sends.values()))
-    plain = {peer: x.detach().cpu().contiguous() for peer, x in sends.items()}
-    came = {peer: torch.empty(shape, dtype=some.dtype) for peer, shape in shapes.items() if peer != mine}
-    grid.stage.exchange({peer: x for peer, x in plain.items() if peer != mine}, came)
-    kept = {mine: plain[mine]} if mine in shapes else {}
-    return {peer: x.to(some.device) for peer, x in {**came, **kept}.items()}
+    given = {peer: x.detach().contiguous() for peer, x in sends.items()}
+    came = {peer: some.new_empty(shape) for peer, shape in shapes.items() if peer != mine}
+    grid.stage.exchange({peer: x for peer, x in given.items() if peer != mine}, came)
+    return {**came, mine: given[mine]} if mine in shapes else came
 
 
 def _matrix(name: str, rows: Range, columns: Range, replicated: bool) -> Shard:

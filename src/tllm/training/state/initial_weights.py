@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tllm.devices.choose import CPU
 from tllm.model.transformer import build
 from tllm.parallel.mesh import whole
 from tllm.parallel.shard import shard_of
@@ -64,9 +65,15 @@ class InitialWeights:
         return fill
 
     def fill_frozen(
-        self, chunks: Sequence[nn.Module], dtype: str, quantize: Quantize | None, progress: Progress | None = None
+        self,
+        chunks: Sequence[nn.Module],
+        dtype: str,
+        quantize: Quantize | None,
+        progress: Progress | None = None,
+        device: torch.device = CPU,
     ) -> None:
-        """Fill a model that is not trained. Weights that the files keep in few bits stay so, but in float64.
+        """Fill a model that is not trained, on a device. Weights that the files keep in few bits stay so, but in
+        float64.
 
         `quantize` rounds plain ones to few bits while they are read.
         """
@@ -74,7 +81,7 @@ class InitialWeights:
         source = checked(self.source)
         index = open_index(source, with_weight_form(dict(self.config), quantize))
         is_packed = dtype != "float64"  # products of weights in few bits are made in float32
-        load(nn.ModuleList(chunks), index, source, torch_dtype(dtype), progress, held=HeldAs(is_packed))
+        load(nn.ModuleList(chunks), index, source, torch_dtype(dtype), progress, held=HeldAs(is_packed, device))
 
 
 def parameter_count(spec: ModelSpec) -> int:

@@ -20,5 +20,3 @@ def check_device(config: RankConfig) -> None:
         raise ConfigError(f"the plan has servers={plan.servers}, which sum on processors, {here}", HINT)
     if job.rollouts is not None and job.deterministic:
         raise ConfigError(f"deterministic completions are those of the processor's kernels, {here}", HINT)
-    if job.lora is not None and (config.spec.quantization is not None or job.lora.few_bits is not None):
-        raise ConfigError(f"training beside an adapter's model in few bits is for processors alone yet, {here}", HINT)

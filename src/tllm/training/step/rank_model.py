@@ -58,7 +58,7 @@ class RankModel:
             else grid_mesh_of(config.spec, plan, config.rank, groups.tp)
         )
         self.mesh: Mesh = mesh
-        has_memory = plan.zero < 3 and (config.job.lora is None or self._config.device != CPU)
+        has_memory = plan.zero < 3 and config.job.lora is None  # a frozen model gets its own when it is read
         device = self._config.device if has_memory else "meta"
         self.chunks = build_chunks(config.spec, mesh, plan.runs, torch_dtype(config.job.dtype), device)
         invariant = wants_batch_invariance(config.job, config.spec) and config.device == CPU
