@@ -83,8 +83,7 @@ class RankTrainer:
         self.config = config = with_shared_prompts(config)
         self._model = RankModel(config)
         self._meet_steps = MEET_STEPS if config.plan.servers and config.job.max_staleness else 1
-        with_positions = replicator is not None
-        model, beginning = self._model, initial_model
+        model, beginning, with_positions = self._model, initial_model, replicator is not None
         rollouts: Rollouts | None = None
         if is_sampled_apart(config.job):
             rollouts = RemoteRollouts(config, model, beginning)
@@ -121,8 +120,7 @@ class RankTrainer:
         self._step = self._state.restore(self._learner, adapters, self._forward.best, progress)
         peak = known_peak(torch_dtype(config.job.dtype), PEAK_SECONDS, config.device)
         names, is_frozen = self._model.objective.metric_names, config.job.lora is not None
-        is_pipeline = config.plan.pp > 1
-        self._report = StepReport(config.groups, config.spec, is_pipeline, peak, names, is_frozen, config.device)
+        self._report = StepReport(config.groups, config.spec, config.plan.pp > 1, peak, names, is_frozen, config.device)
         return TrainerReady(self._step, self._learner.weight_bytes, self._learner.state_bytes)
 
     def run(self, on_event: OnEvent, is_stopped: IsStopped = lambda: False) -> None:
