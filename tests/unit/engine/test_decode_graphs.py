@@ -57,7 +57,7 @@ def test_a_batch_is_written_where_its_graph_finds_it_and_filled_up() -> None:
     assert graphs._device.positions.tolist() == [9] * 5
     three = batch_of((7, 9, ((6, 1), (0, 2))), (8, 3, ((5, 1),)), (2, 4, ((2, 2),)))
     assert graphs(three, None).flatten().tolist() == [4.0] * 3
-    ids, positions, places, tiles, tables = (numbers[:4] for numbers in graphs._device)
+    ids, positions, places, _, tiles, tables = (numbers[:4] for numbers in graphs._device)
     assert ids.tolist() == [7, 8, 2, 0] and positions.tolist() == [9, 3, 4, 0]
     assert places.tolist() == [1 * 4 + 1, 5 * 4 + 3, 3 * 4, SPARE * 4]
     assert tiles.tolist() == [[0, 1, 9, 0], [1, 1, 3, 1], [2, 1, 4, 2], [3, 1, 0, 3]]
