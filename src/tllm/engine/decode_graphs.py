@@ -12,7 +12,9 @@ The weights too are read where they lay when it was recorded. A trainer may chan
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -56,9 +58,10 @@ class DecodeGraphs:
         self._most_keys, most = limits.max_model_len, limits.max_num_seqs
         self._sizes = sizes_up_to(most)
         pages = -(-limits.max_model_len // limits.page_size)
-        self._host = HostNumbers(most, pages, cache.page_size, cache.spare_page)
+        first, second = (HostNumbers(most, pages, cache.page_size, cache.spare_page) for _ in range(2))
+        self._hosts = itertools.cycle((first, second))
         self._packed = PackedNumbers(most, pages, cache.device)
-        self._packed.of_rows(most).copy_(self._host.of_rows(most))
+        self._packed.of_rows(most).copy_(first.of_rows(most))
         self._device = self._packed.rows
         self._received_TD = torch.zeros(most, model.received_width, dtype=cache.dtype, device=cache.device)
         self.recorded: dict[int, RecordedBatch] = {}
@@ -80,18 +83,36 @@ class DecodeGraphs:
     def __call__(self, batch: Batch, x_TD: Tensor | None) -> Tensor:
         """The hidden states after the stage's layers; those before them are `x_TD`, of a stage that is not the first.
 
-        They are overwritten by the next call. The batch before must have come to its results: the device may still be
-        reading the host's numbers until then.
+        They are overwritten by the next call. The batch before the last one must have come to its results: the device
+        may still be reading the host's numbers until then.
         """
         rows = len(batch.entries)
-        size = next(size for size in self._sizes if size >= rows)
-        self._host.write(batch, size)
-        self._packed.of_rows(size).copy_(self._host.of_rows(size), non_blocking=True)
+        self._bring(batch)
         if x_TD is not None:
             self._received_TD[:rows].copy_(x_TD)
-        recorded = self.recorded[size]
+        return self._replay(rows)
+
+    def follow(self, batch: Batch, sources: Sequence[int], tokens_R: Tensor) -> Tensor:
+        """The same of a batch whose ids are on the device alone: of `tokens_R`, those at `sources`. The host need not
+        know them."""
+        rows = len(batch.entries)
+        self._bring(batch, sources)
+        self._device.ids[:rows].copy_(tokens_R.index_select(0, self._device.sources[:rows]))
+        return self._replay(rows)
+
+    def _bring(self, batch: Batch, sources: Sequence[int] = ()) -> None:
+        """Copy a batch's numbers to the device."""
+        size, host = self._size_of(len(batch.entries)), next(self._hosts)
+        host.write(batch, size, sources)
+        self._packed.of_rows(size).copy_(host.of_rows(size), non_blocking=True)
+
+    def _replay(self, rows: int) -> Tensor:
+        recorded = self.recorded[self._size_of(rows)]
         recorded.graph.replay()
         return recorded.x_TD[:rows]
+
+    def _size_of(self, rows: int) -> int:
+        return next(size for size in self._sizes if size >= rows)
 
     def _record_all(self) -> None:
         pool = None

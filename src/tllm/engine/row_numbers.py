@@ -6,6 +6,7 @@ table only where it is another than the row had before.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -74,11 +75,11 @@ class HostNumbers:
         """The memory up to the tables of the first rows."""
         return self._packed.of_rows(rows)
 
-    def write(self, batch: Batch, size: int) -> None:
+    def write(self, batch: Batch, size: int, sources: Sequence[int] = ()) -> None:
         """Let the first rows be a batch's, and the others up to `size` fill it up."""
         numbers, entries, rows = self.rows, batch.entries, len(batch.entries)
         starts = np.array([entry.start for entry in entries], dtype=np.int32)
-        numbers.ids[:rows] = batch.token_ids
+        numbers.ids[:rows], numbers.sources[: len(sources)] = batch.token_ids, sources
         numbers.positions[:rows] = numbers.tiles[:rows, 2] = starts
         held = self._held
         for row, entry in enumerate(entries):

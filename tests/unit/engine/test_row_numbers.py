@@ -63,3 +63,11 @@ def test_one_copy_brings_all_that_a_batch_needs() -> None:
         for ours, theirs in zip(numbers.rows, there.rows, strict=True):
             assert (ours[:size] == theirs[:size].numpy()).all()
     assert all(x.data_ptr() % 16 == 0 for x in there.rows), "kernels read four numbers at once"
+
+
+def test_rows_of_the_batch_before_are_written_beside() -> None:
+    dice, numbers = random.Random(5), HostNumbers(MOST, PAGES, PAGE_SIZE, SPARE)
+    batch = Batch(0, tuple(BatchEntry(key, 0, 1, 1, ((key, 1),)) for key in range(3)), (0, 0, 0))
+    sources = tuple(dice.sample(range(MOST), 3))
+    numbers.write(batch, MOST, sources)
+    assert tuple(numbers.rows.sources[:3].tolist()) == sources

@@ -70,9 +70,8 @@ class Sampler:
     def token_ids(self, x_TD: Tensor, batch: Batch) -> Tensor:
         """The tokens that entries want, where they lie on the device, [tokens]: on a single rank, without logprobs."""
         rows, wanted = wanted_tokens(batch)
-        logits = self.whole_logits(x_TD, rows)
-        asked = (wanted[at : at + ROWS_AT_ONCE] for at in range(0, len(rows), ROWS_AT_ONCE))
-        return torch.cat([sample_tokens(logits_RV, some) for logits_RV, some in zip(logits, asked, strict=True)])
+        logits, asked = self.whole_logits(x_TD, rows), iter(wanted)
+        return torch.cat([sample_tokens(x_RV, list(islice(asked, len(x_RV)))) for x_RV in logits])
 
     def _prompt_logprobs(self, x_TD: Tensor, batch: Batch) -> tuple[tuple[TokenLogprobs, ...], ...]:
         """Log-probabilities of the prompt tokens that entries ask for; nothing but on the leader."""
@@ -128,12 +127,8 @@ def wanted_tokens(batch: Batch) -> tuple[list[int], list[tuple[Sampling, int]]]:
     rows, wanted, stop = list[int](), list[tuple[Sampling, int]](), 0
     for entry in batch.entries:
         stop += entry.count
-        if entry.sampling is not None and not entry.num_draft_tokens and not entry.masks:
-            rows.append(stop - 1)
-            wanted.append((entry.sampling, entry.start + entry.count))
-        else:
-            rows += range(stop - entry.num_sampled, stop)
-            wanted += sampling_of_each_token(entry, batch.token_ids[stop - entry.num_draft_tokens : stop])
+        rows += range(stop - entry.num_sampled, stop)
+        wanted += sampling_of_each_token(entry, batch.token_ids[stop - entry.num_draft_tokens : stop])
     return rows, wanted
 
 
