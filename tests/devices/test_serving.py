@@ -9,6 +9,7 @@ import torch
 
 from tests.support.device.separate_device import SEPARATE
 from tests.support.models.families import FAMILIES, save_model
+from tests.support.serving.followed_layers import overlap
 from tllm.devices.choose import CPU
 from tllm.engine.engine import Engine
 from tllm.engine.schedule.limits import EngineConfig
@@ -16,6 +17,8 @@ from tllm.spec.request import Request, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=2)
 SAMPLED = SamplingParams(max_tokens=12, temperature=0.9, top_p=0.9, repetition_penalty=1.1, seed=5, ignore_eos=True)
+SHORT = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
+SAMPLED_SHORT = SamplingParams(max_tokens=16, temperature=0.9, top_p=0.9, top_k=30, seed=6, ignore_eos=True)
 CHUNKED = EngineConfig(dtype="float32", cache_tokens=512, max_num_seqs=4, max_num_batched_tokens=11)
 TIGHT = EngineConfig(dtype="float32", cache_tokens=80, page_size=4, max_num_seqs=4, max_num_batched_tokens=48)
 DRAFTED = EngineConfig(dtype="float32", cache_tokens=512, num_speculative_tokens=4)
@@ -71,6 +74,17 @@ def test_plans_over_devices_and_processors(case: str, tmp_path: Path) -> None:
             assert_alike(written(engine, SAMPLED), want[1])
             if sizes is TIGHT:
                 assert engine.stats()["preemptions"] > 0, "the cache was meant to be too small"
+
+
+@pytest.mark.parametrize("params", [SHORT, SAMPLED_SHORT])
+def test_steps_that_a_device_begins_before_the_host_knows_the_tokens(params: SamplingParams, tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    with Engine.load(tmp_path, "pp=1", TIGHT) as engine:
+        want = written(engine, params)
+    with Engine.load(tmp_path, "pp=1", TIGHT, devices=SEPARATE) as engine:
+        layers = overlap(engine.driver)
+        assert_alike(written(engine, params), want)
+        assert layers.batches > 5 and engine.stats()["preemptions"] > 0
 
 
 @pytest.mark.parametrize("coding", ["int8", "fp8"])

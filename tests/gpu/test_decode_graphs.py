@@ -95,3 +95,11 @@ def test_replies(case: str, tmp_path: Path) -> None:
         want = model(ids, positions(batch, DEVICE), attend, ids_T=ids)
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
         assert len(got) == rows
+        if number % 2 == 0:  # the next token of the first rows, in another order
+            places = list(reversed(range(rows)))[: max(1, rows - 1)]
+            tokens_R = torch.tensor([(5 * number + n) % 101 for n in range(rows)], device=DEVICE)
+            after = batch_of(number, [number + 1] * len(places), [pages[place] for place in places])
+            got = graphs.follow(after, places, tokens_R)
+            attend = PagedAttend(caches[1], after.entries)
+            want = model(tokens_R[places], positions(after, DEVICE), attend, ids_T=tokens_R[places])
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)

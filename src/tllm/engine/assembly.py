@@ -23,6 +23,7 @@ from tllm.engine.compute.pooler import Pooler
 from tllm.engine.decode_graphs import decode_graphs
 from tllm.engine.decode_recordings import decode_recordings
 from tllm.engine.driver import Driver
+from tllm.engine.overlapped_steps import overlapped_steps
 from tllm.engine.page_store.open_store import open_store
 from tllm.engine.ring_links import RingLinks
 from tllm.engine.schedule.limits import Limits
@@ -81,7 +82,10 @@ def make_stage(
 
 def make_driver(stage: PipelineStage, spec: ModelSpec, plan: Plan, draft_model: Proposer | None = None) -> Driver:
     """The driver of a replica, beside its first rank's stage; a draft model runs in the driver's thread."""
-    return Driver(stage, Scheduler(stage.limits, plan.pp, spec.eos_token_ids, draft_model))
+    scheduler = Scheduler(stage.limits, plan.pp, spec.eos_token_ids, draft_model)
+    driver = Driver(stage, scheduler)
+    driver.overlap = overlapped_steps(stage, scheduler)
+    return driver
 
 
 class LocalRanks:

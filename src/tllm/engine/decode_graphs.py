@@ -12,18 +12,19 @@ The weights too are read where they lay when it was recorded. A trainer may chan
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tllm.core.errors import CapacityError
-from tllm.devices.choose import CPU
 from tllm.engine.compute.cache_writer import CacheWriter, CodeWriter, ScatteredWriter
 from tllm.engine.compute.gpu_attention import KernelOnGpu, TileGroup
 from tllm.engine.compute.kv_cache import KVCache
+from tllm.engine.row_numbers import HostNumbers, PackedNumbers
 from tllm.engine.schedule.batch import Batch
 from tllm.engine.schedule.limits import Limits
 from tllm.kernels.gpu_kernels import GpuKernels, gpu_kernels
@@ -37,22 +38,6 @@ WARM_UPS = 2
 _recording = threading.Lock()
 """Ranks may be threads of this process. One that begins to record waits for all that its device was told, and so it may
 not while another one records there."""
-
-Numbers = TypeVar("Numbers")
-
-
-class RowNumbers(NamedTuple, Generic[Numbers]):
-    """What tells a graph of each row, on the host or the device: int32 [most rows, ...].
-
-    `ids` and `positions` of tokens, the `places` of their keys, their `tiles` (each row is one, of its own sequence),
-    and the pages of their sequences, `tables`.
-    """
-
-    ids: Numbers
-    positions: Numbers
-    places: Numbers
-    tiles: Numbers
-    tables: Numbers
 
 
 class RecordedBatch(NamedTuple):
@@ -71,17 +56,14 @@ class DecodeGraphs:
     def __init__(self, model: Transformer, cache: KVCache, limits: Limits, kernels: GpuKernels) -> None:
         self._model, self._cache, self._kernels = model, cache, kernels
         self._most_keys, most = limits.max_model_len, limits.max_num_seqs
-        self._sizes, self._pages = sizes_up_to(most), np.arange(cache.spare_page, dtype=np.int32)
+        self._sizes = sizes_up_to(most)
         pages = -(-limits.max_model_len // limits.page_size)
-        self._host, self._device = empty_numbers(most, pages, CPU), empty_numbers(most, pages, cache.device)
-        # The same memory, quicker to write to.
-        self._numbers: RowNumbers[np.ndarray[Any, Any]] = RowNumbers(*(x.numpy() for x in self._host))
+        first, second = (HostNumbers(most, pages, cache.page_size, cache.spare_page) for _ in range(2))
+        self._hosts = itertools.cycle((first, second))
+        self._packed = PackedNumbers(most, pages, cache.device)
+        self._packed.of_rows(most).copy_(first.of_rows(most))
+        self._device = self._packed.rows
         self._received_TD = torch.zeros(most, model.received_width, dtype=cache.dtype, device=cache.device)
-        self._numbers.tiles[:, 0] = self._numbers.tiles[:, 3] = np.arange(most)
-        self._numbers.tiles[:, 1] = 1
-        self._fill_up(0, most)
-        for ours, theirs in zip(self._host, self._device, strict=True):
-            theirs.copy_(ours)
         self.recorded: dict[int, RecordedBatch] = {}
         try:
             with _recording:
@@ -101,41 +83,36 @@ class DecodeGraphs:
     def __call__(self, batch: Batch, x_TD: Tensor | None) -> Tensor:
         """The hidden states after the stage's layers; those before them are `x_TD`, of a stage that is not the first.
 
-        They are overwritten by the next call. The batch before must have come to its results: the device may still be
-        reading the host's numbers until then.
+        They are overwritten by the next call. The batch before the last one must have come to its results: the device
+        may still be reading the host's numbers until then.
         """
         rows = len(batch.entries)
-        size = next(size for size in self._sizes if size >= rows)
-        self._write(batch)
-        self._fill_up(rows, size)
-        for ours, theirs in zip(self._host, self._device, strict=True):
-            theirs[:size].copy_(ours[:size], non_blocking=True)
+        self._bring(batch)
         if x_TD is not None:
             self._received_TD[:rows].copy_(x_TD)
-        recorded = self.recorded[size]
+        return self._replay(rows)
+
+    def follow(self, batch: Batch, sources: Sequence[int], tokens_R: Tensor) -> Tensor:
+        """The same of a batch whose ids are on the device alone: of `tokens_R`, those at `sources`. The host need not
+        know them."""
+        rows = len(batch.entries)
+        self._bring(batch, sources)
+        self._device.ids[:rows].copy_(tokens_R.index_select(0, self._device.sources[:rows]))
+        return self._replay(rows)
+
+    def _bring(self, batch: Batch, sources: Sequence[int] = ()) -> None:
+        """Copy a batch's numbers to the device."""
+        size, host = self._size_of(len(batch.entries)), next(self._hosts)
+        host.write(batch, size, sources)
+        self._packed.of_rows(size).copy_(host.of_rows(size), non_blocking=True)
+
+    def _replay(self, rows: int) -> Tensor:
+        recorded = self.recorded[self._size_of(rows)]
         recorded.graph.replay()
         return recorded.x_TD[:rows]
 
-    def _write(self, batch: Batch) -> None:
-        """Write a batch's numbers on the host."""
-        page_size, numbers, rows = self._cache.page_size, self._numbers, len(batch.entries)
-        starts = np.array([entry.start for entry in batch.entries], dtype=np.int32)
-        numbers.ids[:rows] = batch.token_ids
-        numbers.positions[:rows] = numbers.tiles[:rows, 2] = starts
-        for row, entry in enumerate(batch.entries):
-            at = 0
-            for first, count in entry.page_table:
-                numbers.tables[row, at : at + count] = self._pages[first : first + count]
-                at += count
-        written = numbers.tables[np.arange(rows), starts // page_size]
-        numbers.places[:rows] = written * page_size + starts % page_size
-
-    def _fill_up(self, rows: int, size: int) -> None:
-        """Let the rows [rows, size) be of a sequence of one token in the spare page."""
-        numbers, spare = self._numbers, self._cache.spare_page
-        numbers.ids[rows:size] = numbers.positions[rows:size] = numbers.tiles[rows:size, 2] = 0
-        numbers.places[rows:size] = spare * self._cache.page_size
-        numbers.tables[rows:size, 0] = spare
+    def _size_of(self, rows: int) -> int:
+        return next(size for size in self._sizes if size >= rows)
 
     def _record_all(self) -> None:
         pool = None
@@ -157,7 +134,7 @@ class DecodeGraphs:
         return RecordedBatch(graph, x_TD)
 
     def _compute(self, size: int) -> Tensor:
-        ids, positions, places, tiles, tables = (x[:size] for x in self._device)
+        ids, positions, places, _, tiles, tables = (x[:size] for x in self._device)
         x = ids if self._model.is_first else self._received_TD[:size]
         attend = RecordedAttend(self._kernels, self._cache, places, tiles, tables, self._most_keys)
         x_TD: Tensor = self._model(x, positions, attend, ids_T=ids)
@@ -206,13 +183,6 @@ def addresses_of(model: Transformer) -> tuple[int, ...]:
 def recording_stream(device: torch.device) -> torch.cuda.Stream:
     """One for all sizes, as libraries keep a room of their own for each stream that they were called on."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-def empty_numbers(rows: int, pages: int, device: torch.device) -> RowNumbers[Tensor]:
-    """On a device, or on the host in memory that a device reads by itself."""
-    shapes = (rows,), (rows,), (rows,), (rows, 4), (rows, pages)
-    pinned = device == CPU and torch.cuda.is_available()
-    return RowNumbers(*(torch.zeros(shape, dtype=torch.int32, device=device, pin_memory=pinned) for shape in shapes))
 
 
 def sizes_up_to(most: int) -> list[int]:

@@ -6,7 +6,7 @@ In each turn of the loop `run` does four things:
 2. `step` asks the scheduler for batches until the ring is full: as many are in flight as there are stages. Messages
    about pages on disk go between them (page_moves.py).
 3. `step` waits for the results of the oldest batch in flight and gives them to the scheduler.
-4. It delivers the new tokens.
+4. It delivers the new tokens. Where a device can go on without the host (overlapped_steps.py), it computes meanwhile.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import NamedTuple
 import msgspec
 
 from tllm.core.errors import FrameError, RequestError
+from tllm.engine.overlapped_steps import OverlappedSteps
 from tllm.engine.page_moves import CLOSE_SECONDS, PageMoves, PagesInFlight
 from tllm.engine.schedule.batch import ForgetAdapter, Results, RingHeartbeat, StopRing
 from tllm.engine.schedule.scheduler import ScheduledStep, Scheduler
@@ -68,6 +69,7 @@ class Driver:
         self.stage = stage
         self.scheduler = scheduler
         self.heartbeat_seconds = heartbeat_seconds
+        self.overlap: OverlappedSteps | None = None
         self.page_moves = PageMoves(stage.pages, scheduler.pages)
         self.in_flight: deque[InFlight | PagesInFlight] = deque()
         self.step_times = StepTimes(scheduler.speculation)
@@ -125,13 +127,13 @@ class Driver:
             self.in_flight += self.page_moves.send(is_idle=step is None and not self.in_flight)
             if step is None:
                 break
-            self.in_flight.append(InFlight(step, self.stage.start(step.batch), began))
+            self.in_flight.append(InFlight(step, self._start(step), began))
         expired = self.scheduler.expire()  # after those that could begin have
         if not self.in_flight:
             assert not self.scheduler.has_work or self.page_moves.has_moved, "there is work and nothing to compute"
             self.beat_if_due()
             return expired
-        was_alone = was_idle and len(self.in_flight) == 1
+        was_alone = len(self.in_flight) == 1 and (was_idle or self.overlap is not None)
         oldest = self.in_flight.popleft()
         self._next_beat = time.monotonic() + self.heartbeat_seconds
         if isinstance(oldest, PagesInFlight):
@@ -140,7 +142,7 @@ class Driver:
         step, results, began = oldest
         if results is None and self.scheduler.speculation is not None:
             self.scheduler.speculation.prepare(self.scheduler.running)
-        results = self.stage.finish(step.batch) if results is None else results
+        results = self._finish(step) if results is None else results
         self.step_times.record(step, time.perf_counter() - began, was_alone)
         return expired + self.scheduler.accept(step, results)
 
@@ -162,6 +164,21 @@ class Driver:
         """Numbers of this moment, and totals since the start."""
         ring = {"batches": self.stage.batches, "batches_in_flight": len(self.in_flight)}
         return {**self.scheduler.stats(), **ring, **self.step_times.stats(), **self.page_moves.stats()}
+
+    def _start(self, step: ScheduledStep) -> Results | None:
+        """Begin a step; its results, if the host has waited for them."""
+        if self.overlap is not None and self.overlap.start(step):
+            return None
+        return self.stage.start(step.batch)
+
+    def _finish(self, step: ScheduledStep) -> Results:
+        """The results of the oldest step. A device begins the one after it before the host knows them."""
+        if self.overlap is None:
+            return self.stage.finish(step.batch)
+        results, following = self.overlap.finish(step)
+        if following is not None:
+            self.in_flight.append(InFlight(following, None, time.perf_counter()))
+        return results
 
     def _obey(self, command: Command, grammars: GrammarCompilerThread) -> list[Output]:
         if isinstance(command, CancelRequest):

@@ -35,7 +35,10 @@ class ReplyCounters:
         """Count a batch, which is computed in the `with` block."""
         began, collectives = time.perf_counter(), self._tp.seconds
         yield
-        seconds = time.perf_counter() - began - (self._tp.seconds - collectives)
+        self.count(batch, time.perf_counter() - began - (self._tp.seconds - collectives))
+
+    def count(self, batch: Batch, seconds: float) -> None:
+        """Count a batch that took so long to compute."""
         self.compute_seconds += seconds
         if batch.is_decode:
             self.seconds += seconds

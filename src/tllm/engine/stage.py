@@ -15,8 +15,6 @@ A heartbeat or the stop goes round without computing. With one stage, `start` ha
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
@@ -35,42 +33,9 @@ from tllm.engine.schedule.batch import Batch, ForgetAdapter, Results, RingMessag
 from tllm.engine.schedule.limits import Limits, check_batch, check_results
 from tllm.engine.serving_counters import ReplyCounters
 from tllm.engine.span_recorder import SpanRecorder
+from tllm.engine.stage_model import StageModel
 from tllm.engine.stage_pages import StagePages
-from tllm.model.attention import Attend
-from tllm.parallel.linear import Adapt, unadapted
 from tllm.spec.cut import Range
-
-
-class StageModel(Protocol):
-    """What a stage needs of `model.Transformer`.
-
-    `received_width`: numbers of a token that come from the stage before. `scales_by_length`: its rope goes by the
-    length of a sequence.
-    """
-
-    @property
-    def is_first(self) -> bool: ...
-
-    @property
-    def is_last(self) -> bool: ...
-
-    @property
-    def received_width(self) -> int: ...
-
-    @property
-    def scales_by_length(self) -> bool: ...
-
-    def __call__(
-        self,
-        x: Tensor,
-        positions_T: Tensor,
-        attend: Attend,
-        lengths_T: Tensor | None = None,
-        adapt: Adapt = unadapted,
-        ids_T: Tensor | None = None,
-    ) -> Tensor: ...
-
-    def logits(self, x_TD: Tensor) -> Tensor: ...
 
 
 class PipelineStage:

@@ -57,11 +57,27 @@ def test_a_batch_is_written_where_its_graph_finds_it_and_filled_up() -> None:
     assert graphs._device.positions.tolist() == [9] * 5
     three = batch_of((7, 9, ((6, 1), (0, 2))), (8, 3, ((5, 1),)), (2, 4, ((2, 2),)))
     assert graphs(three, None).flatten().tolist() == [4.0] * 3
-    ids, positions, places, tiles, tables = (numbers[:4] for numbers in graphs._device)
+    ids, positions, places, _, tiles, tables = (numbers[:4] for numbers in graphs._device)
     assert ids.tolist() == [7, 8, 2, 0] and positions.tolist() == [9, 3, 4, 0]
     assert places.tolist() == [1 * 4 + 1, 5 * 4 + 3, 3 * 4, SPARE * 4]
     assert tiles.tolist() == [[0, 1, 9, 0], [1, 1, 3, 1], [2, 1, 4, 2], [3, 1, 0, 3]]
     assert [tables[0].tolist(), tables[1, 0], tables[2, :2].tolist(), tables[3, 0]] == [[6, 0, 1], 5, [2, 3], SPARE]
+
+
+def test_a_batch_whose_ids_the_device_alone_knows() -> None:
+    """They are tokens of the batch before, of which not all rows go on; the host's numbers of both lie apart."""
+    graphs = made(NotRecorded)
+    graphs(batch_of(*((9, 4, ((number, 2),)) for number in range(5))), None)
+    tokens_R = torch.tensor([40, 41, 42, 43, 44])
+    following = batch_of((0, 5, ((1, 2),)), (0, 5, ((4, 2),)), (0, 5, ((2, 2),)))
+    assert graphs.follow(following, (1, 4, 2), tokens_R).flatten().tolist() == [4.0] * 3
+    ids, positions, places, _, _, tables = (numbers[:4] for numbers in graphs._device)
+    assert ids.tolist() == [41, 44, 42, 0] and positions.tolist() == [5, 5, 5, 0]
+    assert places.tolist() == [2 * 4 + 1, 5 * 4 + 1, 3 * 4 + 1, SPARE * 4]
+    assert tables[:3, :2].tolist() == [[1, 2], [4, 5], [2, 3]]
+    one, other = next(graphs._hosts), next(graphs._hosts)
+    assert one.of_rows(1).data_ptr() != other.of_rows(1).data_ptr()
+    assert one.rows.ids[0] == 9, "a device may still read it"
 
 
 def test_only_replies_without_adapters_are_played_and_no_more_than_recorded() -> None:

@@ -33,14 +33,19 @@ def token_logprobs(
         ranks_N1 = 1 + (logprobs_NV > own_N1).sum(1, keepdim=True)
         parts += (own_N1, ranks_N1, *logprobs_NV.topk(min(top, vocab_size)))
     token_ids, *numbers = (part.tolist() for part in on_host(parts))
-    if vocab_size in token_ids:
-        raise no_numbers()
+    check_drawn(token_ids, vocab_size)
     logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
     for place, rows in enumerate(by_top.values()):
         for row, (own,), (rank,), values, ids in zip(rows, *numbers[4 * place : 4 * place + 4], strict=True):
             likeliest = sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
             logprobs[row] = TokenLogprobs(token_ids[row], own, tuple(likeliest), rank)
     return token_ids, logprobs
+
+
+def check_drawn(token_ids: Sequence[int], vocab_size: int) -> None:
+    """NonFiniteError where the vocabulary's size stands for a token that could not be drawn."""
+    if vocab_size in token_ids:
+        raise no_numbers()
 
 
 def most_likely(logits_RV: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """`Sampler`: turns the last layer's hidden states into tokens. Every batch ends there, on the last stage.
 
 1. It picks the rows after which an entry wants a token and asks the model for their logits, `ROWS_AT_ONCE` at a time.
-2. The ranks of the stage have a part of the vocabulary each. Where every row is plain greedy, only each rank's best
+2. The ranks of the stage may have a part of the vocabulary each. Where every row is plain greedy, only each rank's best
    token travels to the leader, otherwise the logits do.
 3. The leader samples all rows together: `sample_tokens` applies penalties, bias and grammars' masks, and draws a token
    of each row among those that min-p, top-k and top-p leave.
@@ -52,12 +52,8 @@ class Sampler:
 
     def _sample(self, x_TD: Tensor, batch: Batch) -> tuple[tuple[int, ...], tuple[TokenLogprobs | None, ...]]:
         """The tokens that entries want, and log-probabilities where they ask for them; nothing but on the leader."""
-        rows, wanted, stop = list[int](), list[tuple[Sampling, int]](), 0
-        for entry in batch.entries:
-            stop += entry.count
-            rows += range(stop - entry.num_sampled, stop)
-            wanted += sampling_of_each_token(entry, batch.token_ids[stop - entry.num_draft_tokens : stop])
-        if all(sampling.is_plain_greedy for sampling, _ in wanted):
+        rows, wanted = wanted_tokens(batch)
+        if self.tp.size > 1 and all(sampling.is_plain_greedy for sampling, _ in wanted):
             greedy = [self._argmax(take_rows(x_TD, piece)) for piece in _pieces(rows)]
             return tuple(chain.from_iterable(greedy)), ()
         token_ids, logprobs = list[int](), list[TokenLogprobs | None]()
@@ -70,6 +66,12 @@ class Sampler:
             token_ids += found[0]
             logprobs += found[1]
         return tuple(token_ids), tuple(logprobs) if any(logprobs) else ()
+
+    def token_ids(self, x_TD: Tensor, batch: Batch) -> Tensor:
+        """The tokens that entries want, where they lie on the device, [tokens]: on a single rank, without logprobs."""
+        rows, wanted = wanted_tokens(batch)
+        logits, asked = self.whole_logits(x_TD, rows), iter(wanted)
+        return torch.cat([sample_tokens(x_RV, list(islice(asked, len(x_RV)))) for x_RV in logits])
 
     def _prompt_logprobs(self, x_TD: Tensor, batch: Batch) -> tuple[tuple[TokenLogprobs, ...], ...]:
         """Log-probabilities of the prompt tokens that entries ask for; nothing but on the leader."""
@@ -118,6 +120,16 @@ class Sampler:
                     continue
                 logits_RV = torch.cat([part.to(logits_RV.device) for part in parts], dim=-1)
             yield logits_RV
+
+
+def wanted_tokens(batch: Batch) -> tuple[list[int], list[tuple[Sampling, int]]]:
+    """The rows after which tokens are wanted, and of each its `Sampling` and its position."""
+    rows, wanted, stop = list[int](), list[tuple[Sampling, int]](), 0
+    for entry in batch.entries:
+        stop += entry.count
+        rows += range(stop - entry.num_sampled, stop)
+        wanted += sampling_of_each_token(entry, batch.token_ids[stop - entry.num_draft_tokens : stop])
+    return rows, wanted
 
 
 def sampling_of_each_token(entry: BatchEntry, draft_tokens: tuple[int, ...]) -> Iterator[tuple[Sampling, int]]:

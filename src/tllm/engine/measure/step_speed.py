@@ -15,7 +15,8 @@ from tllm.engine.decode_recordings import RecordedSteps
 from tllm.engine.driver import Deliver, Driver
 from tllm.engine.ring_links import RingLinks
 from tllm.engine.schedule.batch import Batch
-from tllm.engine.stage import PipelineStage, StageModel
+from tllm.engine.stage import PipelineStage
+from tllm.engine.stage_model import StageModel
 from tllm.model.attention import Attend
 from tllm.parallel.linear import Adapt, unadapted
 from tllm.spec.request import Request, SamplingParams

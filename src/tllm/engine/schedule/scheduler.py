@@ -40,11 +40,15 @@ class ScheduledChunk(NamedTuple):
 
 @dataclass(frozen=True)
 class ScheduledStep:
-    """A batch under way: what travels, the sequences of its entries, and what a draft model took for it."""
+    """A batch under way: what travels, the sequences of its entries, and what a draft model took for it.
+
+    `sources`: where it was made by `step_after`, the place of each of its sequences in the batch before.
+    """
 
     batch: Batch
     sequences: tuple[Sequence, ...]
     draft_seconds: float = 0.0
+    sources: tuple[int, ...] = ()
 
 
 class Scheduler:
@@ -128,7 +132,7 @@ class Scheduler:
         while room > 0 and preemptions == self.preemptions and (admitted := self._admit()):
             chunks.append(self._prompt_chunk(admitted, room))
             room -= admitted.pending
-        return self._make_step(chunks) if chunks else None
+        return self.make_step(chunks) if chunks else None
 
     def accept(self, step: ScheduledStep, results: Results) -> list[Output]:
         """Take the results of the oldest batch under way: new tokens, ends, and pages given back."""
@@ -245,13 +249,16 @@ class Scheduler:
                 return False
         return True
 
-    def _make_step(self, chunks: list[ScheduledChunk]) -> ScheduledStep:
-        """The batch of these chunks. Their tokens count as scheduled from now on, and their full pages as written."""
+    def make_step(self, chunks: list[ScheduledChunk], sources: tuple[int, ...] = ()) -> ScheduledStep:
+        """The batch of these chunks. Their tokens count as scheduled from now on, and their full pages as written.
+
+        A zero stands for a token that is not known yet: it comes from that place of `sources` in the batch before.
+        """
         entries, token_ids = list[BatchEntry](), list[int]()
         for sequence, count, draft_tokens in chunks:
             start = sequence.scheduled
             entries.append(sequence.batch_entry(count, self.pages.table(sequence), draft_tokens))
-            token_ids += sequence.token_ids[start : start + count] + draft_tokens
+            token_ids += (sequence.token_ids[start : start + count] or [0]) + draft_tokens
             sequence.scheduled += count + len(draft_tokens)
             sequence.in_flight += 1
             self.pages.add_full(sequence)
@@ -259,7 +266,7 @@ class Scheduler:
         self.in_flight += 1
         self._next_number = (self._next_number + 1) % 2**31
         drafting = self.speculation.draft_seconds if self.speculation else 0.0
-        return ScheduledStep(batch, tuple(chunk.sequence for chunk in chunks), drafting)
+        return ScheduledStep(batch, tuple(chunk.sequence for chunk in chunks), drafting, sources)
 
     def _give_out(
         self, sequence: Sequence, accepted: tuple[int, ...], logprobs: tuple[TokenLogprobs | None, ...]

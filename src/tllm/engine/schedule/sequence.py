@@ -115,7 +115,10 @@ class Sequence:
         )
 
     def batch_entry(self, count: int, page_table: tuple[Run, ...], draft_tokens: list[int] | None = None) -> BatchEntry:
-        """Its part of a batch: its next `count` tokens that are not scheduled, and these draft tokens after them."""
+        """Its part of a batch: its next `count` tokens that are not scheduled, and these draft tokens after them.
+
+        The next token may be one that is still under way (`step_after`).
+        """
         start, stop, draft_tokens = self.scheduled, self.scheduled + count, draft_tokens or []
         targets: tuple[int, ...] = ()
         if self.prompt.logprobs is not None:
@@ -126,12 +129,12 @@ class Sequence:
             count=count + len(draft_tokens),
             prompt_length=self.prompt_length,
             page_table=page_table,
-            sampling=self.sampling() if stop == len(self.token_ids) and not self.request.pooling else None,
+            sampling=self.sampling() if stop >= len(self.token_ids) and not self.request.pooling else None,
             targets=targets,
             prompt_top=(self.request.params.prompt_logprobs or 0) if targets else 0,
             num_draft_tokens=len(draft_tokens),
             state_slot=self.state_slot,
-            masks=self._masks(draft_tokens) if stop == len(self.token_ids) else (),
+            masks=self._masks(draft_tokens) if stop >= len(self.token_ids) else (),
             lora=self.request.lora,
             pooling=self.prompt.pooling_of(stop),
             trace=self.request.trace,
