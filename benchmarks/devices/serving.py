@@ -28,6 +28,7 @@ from tllm.engine.schedule.limits import EngineConfig, limits_of
 from tllm.engine.stage import PipelineStage
 from tllm.model.transformer import Transformer
 from tllm.parallel.quantized_weight import stands_for, weight_bytes
+from tllm.parallel.shard import shard_of
 from tllm.spec.families import spec_from_config
 from tllm.spec.plan import Plan
 from tllm.spec.quantized.weight_form import with_weight_form
@@ -86,7 +87,10 @@ def random_engine(shape: str, device: torch.device, config: EngineConfig) -> Eng
     plan = Plan.parse("pp=1", spec.num_layers)
 
     def draw(_: int, model: Transformer) -> None:
+        shards = [shard_of(parameter) for parameter in model.parameters()]
         model.to_empty(device=device)
+        for parameter, shard in zip(model.parameters(), shards, strict=True):
+            parameter.shard = shard  # type: ignore[attr-defined]  # which moving a parameter forgets
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(std=STD)

@@ -43,13 +43,22 @@ def placed(*parts: PackedRows | torch.Tensor, columns: int) -> QuantizedWeight:
     return QuantizedWeight(parts, columns).to(DEVICE)
 
 
-def check(blocks: Blocks, x: torch.Tensor) -> None:
+def check(blocks: Blocks, x: torch.Tensor, with_all: bool = False) -> None:
+    """By the way that is chosen, or by each that may be too."""
     outputs, columns = blocks.codes.shape
-    weight = placed(rows_of(blocks), columns=columns)
+    rows = rows_of(blocks).to(DEVICE)
+    kernels = gpu_kernels("cuda")
+    assert kernels is not None
     for exact in (False, True):
         want = reference_matmul(x, pack(blocks), blocks.scheme, outputs, exact)
-        got = weight.matmul(x.to(DEVICE), exact).cpu()
+        got = placed(rows, columns=columns).matmul(x.to(DEVICE), exact).cpu()
         assert torch.equal(got, want.to(got.dtype)), (exact, outputs, columns, len(x))
+        device_weight, rounded = rows.on_device(kernels), few_bits.round_rows(x.to(DEVICE))
+        for name, multiply in few_bits.CANDIDATES.items() if with_all else ():
+            if not device_weight.is_float8 or "tiles" in name:
+                found = torch.full(want.shape, 7, dtype=want.dtype, device=DEVICE)
+                multiply(rounded, device_weight, (0, len(x)), found, 0)
+                assert torch.equal(found.cpu(), want), (name, exact, outputs, columns, len(x))
 
 
 def test_rows_are_rounded_as_by_the_twin() -> None:
@@ -58,10 +67,15 @@ def test_rows_are_rounded_as_by_the_twin() -> None:
     x[0, :64] = torch.arange(64) / 2  # ties
     x[1, 40], x[2, 3], x[3, :32] = math.nan, -math.inf, 1e-42
     got, want = few_bits.round_rows(x.to(DEVICE)), twin.round_rows(x)
-    assert torch.equal(got.codes.cpu().float(), want.codes)
-    assert torch.equal(got.scales.cpu().nan_to_num(nan=-1), want.scales.nan_to_num(nan=-1))
-    assert torch.equal(got.sums.cpu().flatten(1).float(), want.codes.unflatten(1, (-1, 16)).sum(-1))
-    assert (got.scales[1, 1].isnan(), got.scales[2, 0].isnan(), got.scales[3, 0]) == (True, True, 0)
+    assert torch.equal(got.codes.cpu().transpose(0, 1).flatten(1).float(), want.codes)
+    assert torch.equal(got.scales.cpu().T.nan_to_num(nan=-1), want.scales.nan_to_num(nan=-1))
+    first, both = got.sums.cpu().float().unbind(2)
+    assert torch.equal(torch.stack((first, both - first), 2).transpose(0, 1).flatten(1), _half_sums(want.codes))
+    assert (got.scales[1, 1].isnan(), got.scales[0, 2].isnan(), got.scales[0, 3]) == (True, True, 0)
+
+
+def _half_sums(codes: torch.Tensor) -> torch.Tensor:
+    return codes.unflatten(1, (-1, 16)).sum(-1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -72,7 +86,7 @@ def test_bits_are_those_of_the_slow_twin(kind: str) -> None:
         for count in counts:
             x = torch.randn(count, columns)
             x[0, :3] = 0
-            check(blocks, x)
+            check(blocks, x, with_all=(outputs, count) == (5, 2))
 
 
 def test_codes_that_eight_bits_with_a_sign_do_not_hold() -> None:

@@ -66,6 +66,7 @@ class PackedRows:
             scheme.group,
             scheme.super_group,
             scheme.offset,
+            scheme.byte_bias,
             None if scheme.table is None else table_on(tensors["codes"].device, scheme.table),
             is_float8=scheme.code == "float8_e4m3",
             has_exponents=scheme.exponents,

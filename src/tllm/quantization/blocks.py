@@ -41,6 +41,13 @@ class Scheme:
         assert self.table is None or (self.bits == 4 and len(self.table) == 16)
         assert self.super_group % self.group == 0
 
+    @property
+    def byte_bias(self) -> int:
+        """What leaves a signed byte when it is taken from a code's value: the offset where it does, else 128."""
+        values = self.table or (0, 2**self.bits - 1)
+        fits = min(values) - self.offset >= -128 and max(values) - self.offset <= 127
+        return self.offset if fits else 128
+
 
 MXFP4 = Scheme(4, 32, offset=12, table=(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0), exponents=True)
 """4-bit floating-point numbers (OCP Microscaling Formats 1.0): twice the values 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their

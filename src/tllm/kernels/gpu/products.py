@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -60,7 +60,8 @@ class GpuProducts:
             # Nothing can be timed while a graph is recorded, as on CUDA alone.
             if x_TD.is_cuda and torch.cuda.is_current_stream_capturing():
                 return F.linear(x_TD, weight_FD)
-            name = self.known[kind] = _fastest(x_TD, weight_FD)
+            ways = {name: functools.partial(product, x_TD, weight_FD) for name, product in CANDIDATES.items()}
+            name = self.known[kind] = fastest(ways, x_TD.device)
             log.debug("product of %s: %s", kind, name)
         return CANDIDATES[name](x_TD, weight_FD)
 
@@ -85,18 +86,18 @@ def skinny_matmul(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
 CANDIDATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"linear": F.linear, "skinny": skinny_matmul}
 
 
-def _fastest(x_TD: Tensor, weight_FD: Tensor) -> str:
-    """The candidate whose best time is least, in turn, each time with nothing in the caches."""
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=x_TD.device)
-    best = dict.fromkeys(CANDIDATES, float("inf"))
+def fastest(ways: Mapping[str, Callable[[], object]], device: torch.device) -> str:
+    """The name of the way whose best time is least, in turn, each time with nothing in the caches."""
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+    best = dict.fromkeys(ways, float("inf"))
     for _ in range(1 + REPEATS):  # the first compiles
-        for name, product in CANDIDATES.items():
+        for name, way in ways.items():
             flush.zero_()
-            best[name] = min(best[name], _seconds(functools.partial(product, x_TD, weight_FD), x_TD.device))
+            best[name] = min(best[name], _seconds(way, device))
     return min(best, key=lambda name: best[name])
 
 
-def _seconds(work: functools.partial[Tensor], device: torch.device) -> float:
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
     """By the device's own clock."""
     module = torch.get_device_module(device)
     start, stop = module.Event(enable_timing=True), module.Event(enable_timing=True)

@@ -1,0 +1,251 @@
+"""Products of a few rows with weights of few bits on a GPU, bound by the memory: four codes by four of x at a time.
+
+A program makes 16 outputs of some rows. All its threads make the whole-number sums of many groups of columns, while the
+words of the next groups are on their way. Then the groups are added up in their order, which is the twin's: by way of
+memory, since the sums of an output's groups lie with different threads.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tllm.kernels.gpu.few_bits_rows import DeviceRows, sum_of_codes
+from tllm.kernels.gpu.few_bits_weight import NUMBERS, DeviceWeight, of_groups, on_grid
+from tllm.kernels.packing import LANES
+
+MOST_ROWS = 8
+"""Rows of one program."""
+
+
+def multiply_by_words(
+    x: DeviceRows,
+    w: DeviceWeight,
+    rows: tuple[int, int],
+    y_NF: Tensor,
+    at: int,
+    groups: int,
+    warps: int,
+) -> None:
+    """Write the product of rows [first, last) of x to these of y, from column `at` on.
+
+    The words of so many `groups` of 32 columns are read at once, by so many `warps`.
+    """
+    (first, last), exact = rows, y_NF.dtype == torch.float64
+    blocks, tile = triton.cdiv(w.outputs, LANES), min(MOST_ROWS, triton.next_power_of_2(last - first))
+    tiles, forms = triton.cdiv(last - first, tile), w.forms()
+    counts = w.counts(x.groups)
+    groups = min(groups, triton.next_power_of_2(x.groups))
+    one = counts.per_group == 1
+    rest = w.offset - (0 if w.bits == 4 and w.table is None else w.bias)
+    terms = 2 if one and forms["HAS_MINIMA"] else 1
+    room = 0 if exact else blocks * tiles * 2 * terms * tile * groups * (2 if w.halves else 1) * LANES
+    _multiply[blocks, tiles](
+        x.codes.view(torch.int32),
+        x.scales,
+        x.sums,
+        w.tensors["codes"].view(torch.int32),
+        *w.addresses(),
+        torch.empty(room, dtype=torch.float32, device=y_NF.device),
+        y_NF,
+        first,
+        last,
+        at,
+        w.outputs,
+        y_NF.shape[1],
+        x.scales.shape[1],
+        *counts,
+        w.bias,
+        rest,
+        **forms,
+        EXACT=exact,
+        ONE=one,
+        HAS_REST=rest != 0,
+        HAS_DP4A=has_dp4a(y_NF.device.type),
+        ROWS=tile,
+        GROUPS=groups,
+        num_warps=warps,
+        num_stages=1,
+        enable_fp_fusion=False,
+    )
+
+
+@functools.cache
+def has_dp4a(kind: str) -> bool:
+    """Whether one instruction that we can name adds four products of bytes: NVIDIA's devices have it."""
+    return kind == "cuda" and torch.version.hip is None
+
+
+@triton.jit
+def _dot4(a, b, sums, HAS_DP4A: tl.constexpr):
+    """`sums`, and the products of the four signed bytes of a by those of b."""
+    if HAS_DP4A:
+        sums = tl.inline_asm_elementwise(
+            "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, sums], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        for byte in tl.static_range(4):
+            sums += ((a << (24 - 8 * byte)) >> 24) * ((b << (24 - 8 * byte)) >> 24)
+    return sums
+
+
+@triton.jit
+def _words(here, group, WORDS: tl.constexpr):
+    """The words of some groups for each output, a tensor for each of the four or eight places in a group."""
+    here += group[:, None] * (WORDS * 16)
+    found = (tl.load(here),)
+    for j in tl.static_range(1, WORDS):
+        # Triton reads no starred expressions.
+        found = found + (tl.load(here + j * 16),)  # type: ignore[assignment]  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def _by_table(codes, table, bias):
+    """Words of four signed bytes, what the table has less `bias`, for words of four codes of 4 bits."""
+    words = tl.zeros_like(codes)
+    for byte in tl.static_range(4):
+        found = tl.load(table + ((codes >> (8 * byte)) & 15)).to(tl.int32) - bias
+        words |= (found & 0xFF) << (8 * byte)
+    return words
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _multiply(
+    x,
+    x_scales,
+    x_sums,
+    words,
+    scales,
+    super_scales,
+    minima,
+    super_minima,
+    table,
+    scratch,
+    y,
+    first,
+    last,
+    y_at,
+    outputs,
+    stride,
+    x_rows,
+    x_groups,
+    groups,
+    per_group,
+    per_super,
+    super_groups,
+    bias,
+    rest,
+    FOUR_BITS: tl.constexpr,
+    BY_TABLE: tl.constexpr,
+    HAS_EXPONENTS: tl.constexpr,
+    HAS_SUPER: tl.constexpr,
+    HAS_MINIMA: tl.constexpr,
+    HAS_SUPER_MINIMA: tl.constexpr,
+    HALVES: tl.constexpr,
+    EXACT: tl.constexpr,
+    ONE: tl.constexpr,
+    HAS_REST: tl.constexpr,
+    HAS_DP4A: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """A block of 16 outputs of some rows. `ONE`: each group of x, or each half of it, is a group of the weight."""
+    STEPS: tl.constexpr = 2 if HALVES else 1
+    WORDS: tl.constexpr = 4 if FOUR_BITS else 8
+    TERMS: tl.constexpr = 2 if ONE and HAS_MINIMA else 1
+    ROOM: tl.constexpr = ROWS * GROUPS * STEPS * 16
+    block, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    lane, g, row = tl.arange(0, 16), tl.arange(0, GROUPS), tl.arange(0, ROWS)
+    is_output, t_first = block * 16 + lane < outputs, (first + tile * ROWS).to(tl.int64)
+    here = words + block * x_groups * (WORDS * 16) + lane[None, :]
+    room = scratch + (block * tl.num_programs(1) + tile) * (2 * TERMS * ROOM)
+    t = t_first + row
+    is_row = t < last
+    y_sums = tl.zeros([ROWS, 16], tl.float64 if EXACT else tl.float32)
+    scaled, sums_of_x = tl.zeros([ROWS, 16], tl.float32), tl.zeros([ROWS], tl.float32)
+    ahead = _words(here, tl.minimum(g, x_groups - 1), WORDS)
+    for at in range(0, x_groups, GROUPS):
+        group = at + g
+        is_group = group < x_groups
+        codes = ahead
+        ahead = _words(here, tl.minimum(group + GROUPS, x_groups - 1), WORDS)
+        into = room + (at // GROUPS % 2) * (TERMS * ROOM)
+        for half in tl.static_range(STEPS):
+            if ONE or EXACT:
+                number = (group * STEPS + half) // per_group
+                place = (block * groups + number)[:, None] * 16 + lane[None, :]
+                super_place = (block * super_groups + number // per_super)[:, None] * 16 + lane[None, :]
+                is_known = (is_group & (number < groups))[:, None] & is_output[None, :]
+                scale = of_groups(scales, super_scales, place, super_place, is_known, HAS_SUPER, HAS_EXPONENTS)
+                if HAS_MINIMA:
+                    minimum = of_groups(minima, super_minima, place, super_place, is_known, HAS_SUPER_MINIMA, False)
+            for r in tl.static_range(ROWS):
+                of_row = tl.minimum(group, x_groups - 1).to(tl.int64) * x_rows + tl.minimum(t_first + r, last - 1)
+                sums = tl.zeros([GROUPS, 16], tl.int32)
+                for j in tl.static_range(WORDS // STEPS):
+                    some = codes[half * (WORDS // STEPS) + j]
+                    numbers = x + of_row * 8 + (half * (WORDS // STEPS) + j) * (8 // WORDS)
+                    if FOUR_BITS:
+                        low, high = some & 0x0F0F0F0F, (some >> 4) & 0x0F0F0F0F
+                        if BY_TABLE:
+                            low, high = _by_table(low, table, bias), _by_table(high, table, bias)
+                        sums = _dot4(low, tl.load(numbers)[:, None], sums, HAS_DP4A)
+                        sums = _dot4(high, tl.load(numbers + 1)[:, None], sums, HAS_DP4A)
+                    else:  # with 128 less in each byte
+                        sums = _dot4(some ^ -2139062144, tl.load(numbers)[:, None], sums, HAS_DP4A)
+                if HAS_REST or HAS_MINIMA:
+                    of_x = sum_of_codes(x_sums, of_row, is_group, half, HALVES)
+                if HAS_REST:
+                    sums -= rest * of_x[:, None]
+                d = tl.load(x_scales + of_row, mask=is_group, other=0.0)
+                part = sums.to(tl.float32) * d[:, None]
+                if ONE or EXACT:
+                    part = part * scale
+                    if HAS_MINIMA:
+                        taken = minimum * (of_x.to(tl.float32) * d)[:, None]
+                if EXACT:
+                    of_chunk = tl.sum(on_grid(part), 0)
+                    if HAS_MINIMA:
+                        of_chunk -= tl.sum(on_grid(taken), 0)
+                    y_sums += tl.where((row == r)[:, None], of_chunk[None, :], 0.0)
+                else:
+                    term = into + ((r * GROUPS + g) * STEPS + half)[:, None] * 16 + lane[None, :]
+                    tl.store(term, part)
+                    if TERMS == 2:
+                        tl.store(term + ROOM, taken)
+        if not EXACT:
+            tl.debug_barrier()
+            terms = into + (row * GROUPS * STEPS)[:, None] * 16 + lane[None, :]
+            for step in range(GROUPS * STEPS):
+                found = tl.load(terms + step * 16)
+                if ONE:
+                    y_sums += found
+                    if HAS_MINIMA:
+                        y_sums -= tl.load(terms + ROOM + step * 16)
+                else:
+                    x_group = at + step
+                    of_weight, is_end = (
+                        x_group // per_group,
+                        ((x_group + 1) % per_group == 0) | (x_group == x_groups - 1),
+                    )
+                    scale_at = (block * groups + of_weight) * 16 + lane
+                    super_at = (block * super_groups + of_weight // per_super) * 16 + lane
+                    is_there = is_output & (x_group < x_groups)
+                    of_end = of_groups(scales, super_scales, scale_at, super_at, is_there, HAS_SUPER, HAS_EXPONENTS)
+                    scaled += found
+                    y_sums = tl.where(is_end, y_sums + scaled * of_end[None, :], y_sums)
+                    scaled = tl.where(is_end, 0.0, scaled)
+                    if HAS_MINIMA:
+                        least = of_groups(minima, super_minima, scale_at, super_at, is_there, HAS_SUPER_MINIMA, False)
+                        of_rows, is_read = x_group * x_rows + t, is_row & (x_group < x_groups)
+                        of_group = sum_of_codes(x_sums, of_rows, is_read, 0, False)
+                        sums_of_x += of_group.to(tl.float32) * tl.load(x_scales + of_rows, mask=is_read, other=0.0)
+                        y_sums = tl.where(is_end, y_sums - least[None, :] * sums_of_x[:, None], y_sums)
+                        sums_of_x = tl.where(is_end, 0.0, sums_of_x)
+    into = y + t[:, None] * stride + (y_at + block * 16 + lane)[None, :]
+    tl.store(into, y_sums.to(y.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
