@@ -19,7 +19,10 @@ EXTRAS = {
     "src/tllm/training/harness/harness_model.py": {"lm_eval"},
 } | {
     f"src/tllm/kernels/gpu/{name}.py": {"triton"}
-    for name in ("few_bits", "paged_attention", "products", "row_operations", "trained_loss", "trained_rows")
+    for name in (
+        *("few_bits_rows", "few_bits_tiles", "few_bits_weight", "few_bits_words"),
+        *("paged_attention", "products", "row_operations", "trained_loss", "trained_rows"),
+    )
 }
 """Modules that import what only an extra brings, or torch's build for GPUs: who imports them answers for it if it is
 not there."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tllm.kernels.fastest import next_power_of_two
 from tllm.kernels.gpu.few_bits_rows import DeviceRows, round_rows
-from tllm.kernels.gpu.few_bits_tiles import multiply_by_tiles
+from tllm.kernels.gpu.few_bits_tiles import TileShape, multiply_by_tiles
 from tllm.kernels.gpu.few_bits_weight import DeviceWeight
 from tllm.kernels.gpu.few_bits_words import multiply_by_words
 from tllm.kernels.gpu.products import fastest
@@ -34,10 +34,10 @@ CANDIDATES: dict[str, Multiply] = {
     "64 groups of words": functools.partial(multiply_by_words, groups=64, warps=4),
     "32 groups of words": functools.partial(multiply_by_words, groups=32, warps=4),
     "32 groups of words, 2 warps": functools.partial(multiply_by_words, groups=32, warps=2),
-    "tiles of 64 x 16": functools.partial(multiply_by_tiles, most=64, blocks=1, warps=1),
-    "tiles of 64 x 32": functools.partial(multiply_by_tiles, most=64, blocks=2, warps=4),
-    "tiles of 128 x 64": functools.partial(multiply_by_tiles, most=128, blocks=4, warps=4),
-    "tiles of 256 x 32": functools.partial(multiply_by_tiles, most=256, blocks=2, warps=4),
+    "tiles of 64 x 16": functools.partial(multiply_by_tiles, shape=TileShape(64, 1, 1)),
+    "tiles of 64 x 32": functools.partial(multiply_by_tiles, shape=TileShape(64, 2, 4)),
+    "tiles of 128 x 64": functools.partial(multiply_by_tiles, shape=TileShape(128, 4, 4)),
+    "tiles of 256 x 32": functools.partial(multiply_by_tiles, shape=TileShape(256, 2, 4)),
 }
 
 BY_ROWS: dict[int, Sequence[str]] = {

@@ -5,13 +5,15 @@ One program goes through all columns of its outputs, group by group, in the twin
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tllm.kernels.gpu.few_bits_rows import DeviceRows, sum_of_codes
-from tllm.kernels.gpu.few_bits_weight import NUMBERS, DeviceWeight, of_groups, on_grid
+from tllm.kernels.gpu.few_bits_weight import NUMBERS, DeviceWeight, of_weight, on_grid
 from tllm.kernels.packing import LANES
 
 TILE_ROWS = 16
@@ -21,24 +23,27 @@ STAGES = 3
 """Groups of columns that are on their way or computed at one time."""
 
 
+class TileShape(NamedTuple):
+    """The most rows of a program, which share what it reads of a weight; its blocks of 16 outputs; and its warps."""
+
+    rows: int
+    blocks: int
+    warps: int
+
+
 def multiply_by_tiles(
     x: DeviceRows,
     w: DeviceWeight,
     rows: tuple[int, int],
     y_NF: Tensor,
     at: int,
-    most: int,
-    blocks: int,
-    warps: int,
+    shape: TileShape,
 ) -> None:
-    """Write the product of rows [first, last) of x to these of y, from column `at` on.
-
-    `most` rows share what is read of a weight, by programs of 16 outputs for each of the `blocks`.
-    """
+    """Write the product of rows [first, last) of x to these of y, from column `at` on."""
     first, last = rows
-    tile = min(most, max(1 if w.is_float8 else TILE_ROWS, triton.next_power_of_2(last - first)))
+    tile = min(shape.rows, max(1 if w.is_float8 else TILE_ROWS, triton.next_power_of_2(last - first)))
     counts = w.counts(x.groups)
-    _multiply[triton.cdiv(w.outputs, blocks * LANES), triton.cdiv(last - first, tile)](
+    _multiply[triton.cdiv(w.outputs, shape.blocks * LANES), triton.cdiv(last - first, tile)](
         *x,
         w.tensors["codes"] if w.is_float8 else w.tensors["codes"].view(torch.int32),
         *w.addresses(),
@@ -58,8 +63,8 @@ def multiply_by_tiles(
         EXACT=y_NF.dtype == torch.float64,
         ONE=counts.per_group == 1,
         ROWS=tile,
-        BLOCKS=blocks,
-        num_warps=warps,
+        BLOCKS=shape.blocks,
+        num_warps=shape.warps,
         num_stages=STAGES,
         enable_fp_fusion=False,
     )
@@ -124,34 +129,6 @@ def _group_sums(
             whole -= rest * of_x[:, None]
         sums = whole.to(tl.float32)
     return sums
-
-
-@triton.jit
-def _of_weight(
-    scales,
-    super_scales,
-    minima,
-    super_minima,
-    block,
-    lane,
-    is_output,
-    number,
-    groups,
-    per_super,
-    super_groups,
-    HAS_SUPER: tl.constexpr,
-    HAS_EXPONENTS: tl.constexpr,
-    HAS_MINIMA: tl.constexpr,
-    HAS_SUPER_MINIMA: tl.constexpr,
-):
-    """The scales and minima of a group of some outputs."""
-    at, super_at = (block * groups + number) * 16 + lane, (block * super_groups + number // per_super) * 16 + lane
-    is_known = is_output & (number < groups)
-    scale = of_groups(scales, super_scales, at, super_at, is_known, HAS_SUPER, HAS_EXPONENTS)
-    minimum = scale
-    if HAS_MINIMA:
-        minimum = of_groups(minima, super_minima, at, super_at, is_known, HAS_SUPER_MINIMA, False)
-    return scale, minimum
 
 
 @triton.jit
@@ -223,14 +200,14 @@ def _multiply(
     is_output, is_row = f < outputs, t < last
     block, lane = (f // 16).to(tl.int64), f % 16
     y_sums = tl.zeros([ROWS, OUTPUTS], tl.float64 if EXACT else tl.float32)
-    scale, minimum = _of_weight(
+    scale, minimum = of_weight(
         *(scales, super_scales, minima, super_minima, block, lane, is_output, 0, groups, per_super, super_groups),
         *(HAS_SUPER, HAS_EXPONENTS, HAS_MINIMA, HAS_SUPER_MINIMA),
     )
     d, of_x = _of_rows(x_scales, x_sums, 0, 0, x_groups, x_rows, t, is_row, HAS_REST or HAS_MINIMA, HALVES)
     for number in range(groups):
         scale_now, minimum_now = scale, minimum
-        scale, minimum = _of_weight(  # of the next group, on its way meanwhile
+        scale, minimum = of_weight(  # of the next group, on its way meanwhile
             *(scales, super_scales, minima, super_minima, block, lane, is_output, number + 1, groups, per_super),
             *(super_groups, HAS_SUPER, HAS_EXPONENTS, HAS_MINIMA, HAS_SUPER_MINIMA),
         )

@@ -80,7 +80,7 @@ class DeviceWeight(NamedTuple):
 
 
 @triton.jit
-def of_groups(codes, super_codes, at, super_at, mask, HAS_SUPER: tl.constexpr, HAS_EXPONENTS: tl.constexpr):
+def _of_groups(codes, super_codes, at, super_at, mask, HAS_SUPER: tl.constexpr, HAS_EXPONENTS: tl.constexpr):
     """The scales or minima at these places, float32."""
     found = tl.load(codes + at, mask=mask, other=0)
     if HAS_EXPONENTS:
@@ -92,6 +92,34 @@ def of_groups(codes, super_codes, at, super_at, mask, HAS_SUPER: tl.constexpr, H
         if HAS_SUPER:
             wide = tl.load(super_codes + super_at, mask=mask, other=0.0).to(tl.float32) * wide
     return wide
+
+
+@triton.jit
+def of_weight(
+    scales,
+    super_scales,
+    minima,
+    super_minima,
+    block,
+    lane,
+    is_output,
+    number,
+    groups,
+    per_super,
+    super_groups,
+    HAS_SUPER: tl.constexpr,
+    HAS_EXPONENTS: tl.constexpr,
+    HAS_MINIMA: tl.constexpr,
+    HAS_SUPER_MINIMA: tl.constexpr,
+):
+    """The scales and minima of a group of some outputs."""
+    at, super_at = (block * groups + number) * 16 + lane, (block * super_groups + number // per_super) * 16 + lane
+    is_known = is_output & (number < groups)
+    scale = _of_groups(scales, super_scales, at, super_at, is_known, HAS_SUPER, HAS_EXPONENTS)
+    minimum = scale
+    if HAS_MINIMA:
+        minimum = _of_groups(minima, super_minima, at, super_at, is_known, HAS_SUPER_MINIMA, False)
+    return scale, minimum
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tllm.kernels.gpu.few_bits_rows import DeviceRows, sum_of_codes
-from tllm.kernels.gpu.few_bits_weight import NUMBERS, DeviceWeight, of_groups, on_grid
+from tllm.kernels.gpu.few_bits_weight import NUMBERS, DeviceWeight, of_weight, on_grid
 from tllm.kernels.packing import LANES
 
 MOST_ROWS = 8
@@ -114,6 +114,36 @@ def _by_table(codes, table, bias):
     return words
 
 
+@triton.jit
+def _whole_sums(
+    codes,
+    numbers,
+    table,
+    bias,
+    half: tl.constexpr,
+    STEPS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    FOUR_BITS: tl.constexpr,
+    BY_TABLE: tl.constexpr,
+    HAS_DP4A: tl.constexpr,
+):
+    """The sums of products of some groups, or of a half of each, with a row's codes, whose words are at `numbers`."""
+    WORDS: tl.constexpr = 4 if FOUR_BITS else 8
+    sums = tl.zeros([GROUPS, 16], tl.int32)
+    for j in tl.static_range(WORDS // STEPS):
+        some = codes[half * (WORDS // STEPS) + j]
+        here = numbers + (half * (WORDS // STEPS) + j) * (8 // WORDS)
+        if FOUR_BITS:
+            low, high = some & 0x0F0F0F0F, (some >> 4) & 0x0F0F0F0F
+            if BY_TABLE:
+                low, high = _by_table(low, table, bias), _by_table(high, table, bias)
+            sums = _dot4(low, tl.load(here)[:, None], sums, HAS_DP4A)
+            sums = _dot4(high, tl.load(here + 1)[:, None], sums, HAS_DP4A)
+        else:  # with 128 less in each byte
+            sums = _dot4(some ^ -2139062144, tl.load(here)[:, None], sums, HAS_DP4A)
+    return sums
+
+
 @triton.jit(do_not_specialize=NUMBERS)
 def _multiply(
     x,
@@ -177,27 +207,16 @@ def _multiply(
         into = room + (at // GROUPS % 2) * (TERMS * ROOM)
         for half in tl.static_range(STEPS):
             if ONE or EXACT:
-                number = (group * STEPS + half) // per_group
-                place = (block * groups + number)[:, None] * 16 + lane[None, :]
-                super_place = (block * super_groups + number // per_super)[:, None] * 16 + lane[None, :]
-                is_known = (is_group & (number < groups))[:, None] & is_output[None, :]
-                scale = of_groups(scales, super_scales, place, super_place, is_known, HAS_SUPER, HAS_EXPONENTS)
-                if HAS_MINIMA:
-                    minimum = of_groups(minima, super_minima, place, super_place, is_known, HAS_SUPER_MINIMA, False)
+                scale, minimum = of_weight(
+                    *(scales, super_scales, minima, super_minima, block, lane[None, :], is_output[None, :]),
+                    *(((group * STEPS + half) // per_group)[:, None], groups, per_super, super_groups),
+                    *(HAS_SUPER, HAS_EXPONENTS, HAS_MINIMA, HAS_SUPER_MINIMA),
+                )
             for r in tl.static_range(ROWS):
                 of_row = tl.minimum(group, x_groups - 1).to(tl.int64) * x_rows + tl.minimum(t_first + r, last - 1)
-                sums = tl.zeros([GROUPS, 16], tl.int32)
-                for j in tl.static_range(WORDS // STEPS):
-                    some = codes[half * (WORDS // STEPS) + j]
-                    numbers = x + of_row * 8 + (half * (WORDS // STEPS) + j) * (8 // WORDS)
-                    if FOUR_BITS:
-                        low, high = some & 0x0F0F0F0F, (some >> 4) & 0x0F0F0F0F
-                        if BY_TABLE:
-                            low, high = _by_table(low, table, bias), _by_table(high, table, bias)
-                        sums = _dot4(low, tl.load(numbers)[:, None], sums, HAS_DP4A)
-                        sums = _dot4(high, tl.load(numbers + 1)[:, None], sums, HAS_DP4A)
-                    else:  # with 128 less in each byte
-                        sums = _dot4(some ^ -2139062144, tl.load(numbers)[:, None], sums, HAS_DP4A)
+                sums = _whole_sums(
+                    *(codes, x + of_row * 8, table, bias, half, STEPS, GROUPS, FOUR_BITS, BY_TABLE, HAS_DP4A)
+                )
                 if HAS_REST or HAS_MINIMA:
                     of_x = sum_of_codes(x_sums, of_row, is_group, half, HALVES)
                 if HAS_REST:
@@ -229,23 +248,19 @@ def _multiply(
                         y_sums -= tl.load(terms + ROOM + step * 16)
                 else:
                     x_group = at + step
-                    of_weight, is_end = (
-                        x_group // per_group,
-                        ((x_group + 1) % per_group == 0) | (x_group == x_groups - 1),
+                    end_scale, end_minimum = of_weight(
+                        *(scales, super_scales, minima, super_minima, block, lane, is_output, x_group // per_group),
+                        *(groups, per_super, super_groups, HAS_SUPER, HAS_EXPONENTS, HAS_MINIMA, HAS_SUPER_MINIMA),
                     )
-                    scale_at = (block * groups + of_weight) * 16 + lane
-                    super_at = (block * super_groups + of_weight // per_super) * 16 + lane
-                    is_there = is_output & (x_group < x_groups)
-                    of_end = of_groups(scales, super_scales, scale_at, super_at, is_there, HAS_SUPER, HAS_EXPONENTS)
+                    is_end = ((x_group + 1) % per_group == 0) | (x_group == x_groups - 1)
                     scaled += found
-                    y_sums = tl.where(is_end, y_sums + scaled * of_end[None, :], y_sums)
+                    y_sums = tl.where(is_end, y_sums + scaled * end_scale[None, :], y_sums)
                     scaled = tl.where(is_end, 0.0, scaled)
                     if HAS_MINIMA:
-                        least = of_groups(minima, super_minima, scale_at, super_at, is_there, HAS_SUPER_MINIMA, False)
                         of_rows, is_read = x_group * x_rows + t, is_row & (x_group < x_groups)
                         of_group = sum_of_codes(x_sums, of_rows, is_read, 0, False)
                         sums_of_x += of_group.to(tl.float32) * tl.load(x_scales + of_rows, mask=is_read, other=0.0)
-                        y_sums = tl.where(is_end, y_sums - least[None, :] * sums_of_x[:, None], y_sums)
+                        y_sums = tl.where(is_end, y_sums - end_minimum[None, :] * sums_of_x[:, None], y_sums)
                         sums_of_x = tl.where(is_end, 0.0, sums_of_x)
     into = y + t[:, None] * stride + (y_at + block * 16 + lane)[None, :]
     tl.store(into, y_sums.to(y.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
