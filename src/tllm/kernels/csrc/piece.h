@@ -12,7 +12,8 @@
 /* Groups [first, last) of the weight with their scales and minima, and signed codes where tiles multiply these. */
 typedef struct {
     const Product *product;
-    const uint8_t *codes; /* of the whole block */
+    const uint8_t *codes;     /* of the whole block */
+    const uint8_t *following; /* those of the piece that is multiplied next, which products by tiles fetch; or none */
     int64_t first, last;
     uint32_t off_grid; /* bit n: parts of the n-th rows that are multiplied at once have had no place on the grid */
     f32x16 scales[MOST_GROUPS], minima[MOST_GROUPS];

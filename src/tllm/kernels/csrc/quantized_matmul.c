@@ -150,6 +150,7 @@ static void multiply_rows_by_tiles(const Product *p, int64_t block, int64_t row,
     begin_block(&piece, sums, (rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS, p, block);
     while (piece.last < groups) {
         next_piece(&piece, block, groups);
+        piece.following = piece.codes + piece.last * p->weight->group * (p->weight->kind >= BYTES ? 16 : 8);
         multiply_by_tiles(&piece, sums, row, rows, exact);
     }
     for (int64_t r = 0; r < rows; r++) store_row(p, block, row + r, sums[r].rounded, sums[r].exact, exact);

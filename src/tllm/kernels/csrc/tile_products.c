@@ -26,6 +26,14 @@ INLINE const int8_t *codes_at(const QuantizedRows *x, int64_t row, int64_t colum
     return x->codes + place_of(x, row, column, X_GROUP) * X_GROUP + (uint64_t)column % X_GROUP;
 }
 
+/* Fetches of the piece that is multiplied next, if any, the codes that lie where `columns` from the `column`-th of this one
+ * have theirs: memory is read while products are made, and not only while codes are unpacked. */
+INLINE void fetch_following(const Piece *piece, int64_t column, int columns) {
+    const int64_t bytes = piece->product->weight->kind == BYTES ? LANES : LANES / 2;
+    if (piece->following == 0) return;
+    for (int64_t at = column * bytes; at < (column + columns) * bytes; at += 64) __builtin_prefetch(piece->following + at);
+}
+
 /* Adds the piece's part to `rows` rows, 8 or 16, from `row` on, of which the first product was begun; that of row `then` is
  * begun at the end. `step`: columns of which a sum is exact, those of x's groups or of the weight's if these are fewer;
  * `is_wide`: a group of the weight has more of them. `rest` times the sum of x's codes is still to be taken from sums of
@@ -48,6 +56,7 @@ INLINE int add_tiles(TileProducts *of, Sums *sums_of_rows, int64_t row, int64_t 
             const int64_t column = at + step < last ? at + step : first;
             const int8_t *next_x = codes_at(&x, at + step < last ? row : then, column);
             const int8_t *next_codes = piece->signed_codes + (column - first) * LANES;
+            fetch_following(piece, at - first, step);
             const float *d = x.scales + place_of(&x, row, at, X_GROUP);
             const int32_t *halves = x.sums + place_of(&x, row, at, X_HALF);
             union {
@@ -136,7 +145,6 @@ INLINE int unpack_codes(Piece *piece, int64_t first, int64_t columns, int kind, 
     for (int64_t k = 0; k < columns; k += kind == BYTES ? 4 : 8, codes += 64) {
         u8x64 bytes;
         memcpy(&bytes, codes, sizeof bytes);
-        __builtin_prefetch(codes + AHEAD);
         for (int part = 0; part < (kind == BYTES ? 1 : 2); part++) {
             u8x64 some = kind == BYTES ? bytes : part ? bytes >> 4 : bytes & 15;
             if (kind == NIBBLES_BY_TABLE) some = look_up(some, table);
@@ -169,6 +177,7 @@ void multiply_by_tiles(Piece *piece, Sums *sums, int64_t row, int64_t rows, int 
     TileProducts products;
     begin(&products, piece, row);
     for (int64_t r = 0; r < rows; r += TILE_ROWS) {
+        if (r > 0) piece->following = 0; /* it was fetched with the first rows */
         const int64_t then = r + TILE_ROWS < rows ? row + r + TILE_ROWS : row;
         if (exact)
             add_exactly(&products, piece, (int)(r / TILE_ROWS), sums + r, row + r, then, rows - r >= TILE_ROWS, rest);
