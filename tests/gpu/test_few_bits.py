@@ -14,7 +14,7 @@ if not torch.cuda.is_available() and not INTERPRETED:
 pytest.importorskip("triton")
 
 from tests.support.models.few_bits import KINDS  # noqa: E402
-from tllm.kernels.gpu import few_bits  # noqa: E402
+from tllm.kernels.gpu import few_bits, few_bits_words  # noqa: E402
 from tllm.kernels.gpu_kernels import gpu_kernels  # noqa: E402
 from tllm.parallel import quantized_weight  # noqa: E402
 from tllm.parallel.quantized_weight import PackedRows, QuantizedStack, QuantizedWeight  # noqa: E402
@@ -87,6 +87,21 @@ def test_bits_are_those_of_the_slow_twin(kind: str) -> None:
             x = torch.randn(count, columns)
             x[0, :3] = 0
             check(blocks, x, with_all=(outputs, count) == (5, 2))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_way_with_several_chunks_blocks_and_tiles(kind: str) -> None:
+    """66 groups of columns: three times as many as words of 32 are read for, and a short last chunk."""
+    torch.manual_seed(3)
+    blocks = KINDS[kind](37, 2112)
+    for count in (3,) if INTERPRETED else (3, 20, 300):
+        check(blocks, torch.randn(count, 2112), with_all=True)
+
+
+def test_a_wide_weight_some_blocks_after_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_bits_words, "MOST_ROOM", 1)
+    torch.manual_seed(8)
+    check(KINDS["four_bits_and_minima"](70, 96), torch.randn(3, 96))
 
 
 def test_codes_that_eight_bits_with_a_sign_do_not_hold() -> None:

@@ -18,6 +18,9 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch fin
 CUDA = torch.device("cuda", 0)
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=24, temperature=0.9, top_p=0.9, repetition_penalty=1.1, seed=5, ignore_eos=True)
+SAMPLED_BY_DEVICE = SamplingParams(max_tokens=24, temperature=0.9, top_p=0.9, seed=5, ignore_eos=True)
+"""Nothing of a step waits for the host, so that the next one begins early."""
+
 ROOMY = EngineConfig(dtype="float32", cache_tokens=512, max_num_seqs=6, max_num_batched_tokens=64)
 TIGHT = EngineConfig(dtype="float32", cache_tokens=128, page_size=4, max_num_seqs=4, max_num_batched_tokens=11)
 CODED = EngineConfig(dtype="float32", cache_tokens=512, kv_cache_dtype="int8", max_num_seqs=6)
@@ -37,11 +40,13 @@ def test_a_family(case: str, tmp_path: Path) -> None:
         pytest.skip("this transformers does not know it")
     save_model(case, tmp_path)
     with Engine.load(tmp_path, "pp=1", ROOMY) as engine:
-        want = [engine.generate(prompts(), params) for params in (GREEDY, SAMPLED)]
+        want = [engine.generate(prompts(), params) for params in (GREEDY, SAMPLED, SAMPLED_BY_DEVICE)]
     for plan, sizes, devices in [("pp=1", ROOMY, (CUDA,)), ("pp=2", TIGHT, (CUDA, CPU))]:
         with Engine.load(tmp_path, plan, sizes, devices=devices) as engine:
             assert (engine.stages[0].graphs is not None) == (case in RECORDED)
-            assert [engine.generate(prompts(), params) for params in (GREEDY, SAMPLED)] == want, plan
+            assert (engine.driver.overlap is not None) == (case in RECORDED and plan == "pp=1")
+            found = [engine.generate(prompts(), params) for params in (GREEDY, SAMPLED, SAMPLED_BY_DEVICE)]
+            assert found == want, plan
 
 
 def test_two_ranks_of_one_process_on_one_device(tmp_path: Path) -> None:

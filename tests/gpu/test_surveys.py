@@ -41,13 +41,14 @@ SPEC = dataclasses.replace(
 
 @torch.inference_mode()
 def measured_step(sequences: int) -> float:
-    """Seconds of a step of the whole model, the median."""
+    """Seconds of a step of the whole model, the median, one after another as a survey measures them."""
     plan = Plan.parse("pp=1", SPEC.num_layers)
     mesh = mesh_of(SPEC, plan, 0, solo())
     model = build(SPEC, mesh, torch.bfloat16, DEVICE)
     fill(model, SPEC)
     sizes = EngineConfig(dtype="bfloat16", max_model_len=1024, max_num_seqs=sequences, enable_prefix_caching=False)
     driver = make_driver(make_stage(model, mesh, plan, None, limits_of(SPEC, plan, sizes)), SPEC, plan)
+    driver.overlap = None
     step, taken = partial(decode_step, driver, sequences, PROMPT, lambda outputs: None), list[float]()
     for _ in range(REPLY):
         begun = time.perf_counter()

@@ -69,6 +69,9 @@ class OverlappedSteps:
         tokens_R, vocab_size = sampler.token_ids(x_TD, batch), stage.limits.vocab_size
         on_host = HostCopy(tokens_R)
         if following is not None:
+            assert all(map(is_chosen_by_device, following.batch.entries)), (
+                "nothing of these waits for this step's tokens"
+            )
             # What stands for a token that could not be drawn has no embedding; the host will refuse it.
             ids_R = tokens_R.clamp(max=vocab_size - 1)
             self._x_TD = self._graphs.follow(following.batch, following.sources, ids_R)

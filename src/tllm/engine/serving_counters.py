@@ -22,7 +22,8 @@ class ReplyCounters:
 
     `batches`, the `sequences` and `rows` (tokens) in them, and the `keys` (tokens of context) that these sequences had.
     `seconds` are those of computing, without what the collectives of the group `tp` took; `compute_seconds` are the
-    same of all batches, those of prompts too.
+    same of all batches, those of prompts too. Of steps that overlap the host's work they are from one step's tokens to
+    the next one's.
     """
 
     def __init__(self, tp: Group) -> None:

@@ -127,7 +127,7 @@ class WeightParts:
         """The gradient of x, which has this dtype, [N, columns] in float32 at least: some outputs' plain numbers are
         there at a time.
 
-        A device, which has units for products of 16 bits, multiplies in x's dtype, as with plain weights of it.
+        A device, which has units for products of 16 bits, multiplies in x's dtype; each piece's part is rounded to it.
         """
         device, wide = gradient_NF.device, torch.promote_types(dtype, torch.float32)
         in_dtype, most = (wide, PLAIN_AT_ONCE) if device == CPU else (dtype, DEVICE_PLAIN_AT_ONCE)

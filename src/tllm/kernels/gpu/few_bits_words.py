@@ -21,6 +21,9 @@ from tllm.kernels.packing import LANES
 MOST_ROWS = 8
 """Rows of one program."""
 
+MOST_ROOM = 2**23
+"""Numbers that programs put down at a time, 4 bytes each: of a wide weight some blocks are computed after others."""
+
 
 def multiply_by_words(
     x: DeviceRows,
@@ -43,35 +46,39 @@ def multiply_by_words(
     one = counts.per_group == 1
     rest = w.offset - (0 if w.bits == 4 and w.table is None else w.bias)
     terms = 2 if one and forms["HAS_MINIMA"] else 1
-    room = 0 if exact else blocks * tiles * 2 * terms * tile * groups * (2 if w.halves else 1) * LANES
-    _multiply[blocks, tiles](
-        x.codes.view(torch.int32),
-        x.scales,
-        x.sums,
-        w.tensors["codes"].view(torch.int32),
-        *w.addresses(),
-        torch.empty(room, dtype=torch.float32, device=y_NF.device),
-        y_NF,
-        first,
-        last,
-        at,
-        w.outputs,
-        y_NF.shape[1],
-        x.scales.shape[1],
-        *counts,
-        w.bias,
-        rest,
-        **forms,
-        EXACT=exact,
-        ONE=one,
-        HAS_REST=rest != 0,
-        HAS_DP4A=has_dp4a(y_NF.device.type),
-        ROWS=tile,
-        GROUPS=groups,
-        num_warps=warps,
-        num_stages=1,
-        enable_fp_fusion=False,
-    )
+    room = 0 if exact else 2 * terms * tiles * tile * groups * (2 if w.halves else 1) * LANES  # of a block
+    at_once = min(blocks, max(1, MOST_ROOM // room)) if room else blocks
+    scratch = torch.empty(at_once * room, dtype=torch.float32, device=y_NF.device)
+    for first_block in range(0, blocks, at_once):
+        _multiply[min(at_once, blocks - first_block), tiles](
+            x.codes.view(torch.int32),
+            x.scales,
+            x.sums,
+            w.tensors["codes"].view(torch.int32),
+            *w.addresses(),
+            scratch,
+            y_NF,
+            first,
+            last,
+            at,
+            first_block,
+            w.outputs,
+            y_NF.shape[1],
+            x.scales.shape[1],
+            *counts,
+            w.bias,
+            rest,
+            **forms,
+            EXACT=exact,
+            ONE=one,
+            HAS_REST=rest != 0,
+            HAS_DP4A=has_dp4a(y_NF.device.type),
+            ROWS=tile,
+            GROUPS=groups,
+            num_warps=warps,
+            num_stages=1,
+            enable_fp_fusion=False,
+        )
 
 
 @functools.cache
@@ -160,6 +167,7 @@ def _multiply(
     first,
     last,
     y_at,
+    first_block,
     outputs,
     stride,
     x_rows,
@@ -189,11 +197,11 @@ def _multiply(
     WORDS: tl.constexpr = 4 if FOUR_BITS else 8
     TERMS: tl.constexpr = 2 if ONE and HAS_MINIMA else 1
     ROOM: tl.constexpr = ROWS * GROUPS * STEPS * 16
-    block, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    block, tile = (first_block + tl.program_id(0)).to(tl.int64), tl.program_id(1)
     lane, g, row = tl.arange(0, 16), tl.arange(0, GROUPS), tl.arange(0, ROWS)
     is_output, t_first = block * 16 + lane < outputs, (first + tile * ROWS).to(tl.int64)
     here = words + block * x_groups * (WORDS * 16) + lane[None, :]
-    room = scratch + (block * tl.num_programs(1) + tile) * (2 * TERMS * ROOM)
+    room = scratch + (tl.program_id(0) * tl.num_programs(1) + tile) * (2 * TERMS * ROOM)
     t = t_first + row
     is_row = t < last
     y_sums = tl.zeros([ROWS, 16], tl.float64 if EXACT else tl.float32)
