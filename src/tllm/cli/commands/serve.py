@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -66,7 +66,7 @@ from tllm.cluster.http_messages import ServedModel
 from tllm.core.disk import print_line
 from tllm.core.errors import ConfigError, PlanError
 from tllm.core.model_folders import model_name
-from tllm.core.tasks import background, end_tasks
+from tllm.core.tasks import background, end_tasks, work_beside
 from tllm.node.coordinator.cluster_options import LOOPBACK
 from tllm.node.front_end.lasting_engine import LastingEngine
 from tllm.node.front_end.remote_engine import RemoteEngine, RemoteStreamStore
@@ -82,6 +82,9 @@ from tllm.server.tracing.tracing import NodeSpan, SpansOf
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.generation_config import NOTHING, OWN, GenerationConfig
 from tllm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from tllm.node.coordinator.coordinator import Coordinator
 
 log = logging.getLogger("tllm.model")
 
@@ -297,7 +300,8 @@ async def _stop_with_cluster(
     client: EngineClient, app: App, lasting: LastingEngine | None, loop: ServerLoop, stop: asyncio.Event
 ) -> None:
     """Once nothing is served from here any more, refuse what is asked, and set `stop`. A process that was deposed
-    refuses it until it knows where to join its cluster again, and keeps what is in hand until then."""
+    refuses it until it knows where to join its cluster again, and keeps what is in hand until then; unless it is told
+    to end (`stop`), as it would go on as a node."""
     from tllm.node.serve.serving import Serving
     from tllm.server.stored.stream_store import LocalStreamStore
 
@@ -311,7 +315,7 @@ async def _stop_with_cluster(
         if isinstance(fault, Deposed) and lasting is not None and client.served is not None:
             lasting.refuse(fault)
             app.store.refuse(fault, RemoteStreamStore(loop.link, client.served).rest)
-            await client.coordinator.find_successor(fault, REJOIN_SECONDS)
+            await _find_successor(client.coordinator, fault, stop)
         else:
             app.store.refuse(fault)
             await asyncio.sleep(TOLD_SECONDS)
@@ -319,6 +323,18 @@ async def _stop_with_cluster(
             app.stop()
     finally:
         stop.set()
+
+
+async def _find_successor(coordinator: Coordinator, deposed: Deposed, told: asyncio.Event) -> None:
+    """Look for the process that coordinates now, until this one is told to end."""
+    deposed.was_sought = True  # whoever is told to end here does not look again when the cluster is closed
+    if told.is_set():
+        return
+    ending = asyncio.create_task(told.wait())
+    try:
+        await work_beside(ending, coordinator.find_successor(deposed, REJOIN_SECONDS))
+    finally:
+        await end_tasks(ending)
 
 
 def _node_spans(client: EngineClient) -> SpansOf:

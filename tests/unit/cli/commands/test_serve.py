@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ from tllm.api.engine_options import EngineOptions, engine_options
 from tllm.api.open_engine import cluster_options
 from tllm.cli.commands import serve
 from tllm.cli.main import main
+from tllm.cluster.connection import Address
+from tllm.cluster.consensus.replica import Deposed
 from tllm.core.errors import ConfigError
 from tllm.node.coordinator.cluster_options import ClusterOptions
 
@@ -177,3 +181,71 @@ def test_only_the_models_own_defaults_are_called_so(
     monkeypatch.setattr(serve.log, "info", lambda form, *values: logged.append(form % values))
     assert main(["serve", str(folder), *more]) == 0
     assert logged == [f"where a request does not say: {said}"]
+
+
+class _OneOfSeveral:
+    """What a first machine serves with that was deposed; its coordinator looks for its successor for ever."""
+
+    served = "what it serves"
+
+    def __init__(self, successor: Address | None = None) -> None:
+        self.fault, self.coordinator = Deposed("another coordinates"), self
+        self.ended, self.looks, self.broken_off = asyncio.Event(), asyncio.Event(), False
+        self.ended.set()
+        self._successor = successor
+
+    async def find_successor(self, deposed: Deposed, seconds: float) -> None:
+        self.looks.set()
+        if self._successor is not None:
+            deposed.successor = self._successor
+            return
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.broken_off = True
+            raise
+
+
+def _deposed(client: _OneOfSeveral, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], Any]:
+    """What the application was told, and how it follows the cluster's end."""
+    said = list[str]()
+    store = type("Store", (), {"refuse": lambda *words: said.append("stored replies refused")})
+    monkeypatch.setattr("tllm.node.serve.serving.Serving", _OneOfSeveral)
+    monkeypatch.setattr("tllm.server.stored.stream_store.LocalStreamStore", store)
+    monkeypatch.setattr(serve, "RemoteStreamStore", lambda *words: SimpleNamespace(rest=None))
+    app = SimpleNamespace(store=store(), stop=lambda: said.append("stopped"))
+    lasting = SimpleNamespace(refuse=lambda fault: said.append("requests refused"))
+    follow: Any = serve._stop_with_cluster
+    return said, lambda stop: follow(client, app, lasting, SimpleNamespace(link=None), stop)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_who_is_told_to_end_looks_for_no_successor(before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene() -> None:
+        client, stop = _OneOfSeveral(), asyncio.Event()
+        said, follow = _deposed(client, monkeypatch)
+        if before:
+            stop.set()
+        following = asyncio.create_task(follow(stop))
+        if not before:
+            await client.looks.wait()
+            assert not stop.is_set() and "stopped" not in said
+            stop.set()
+        await following
+        assert client.broken_off is not before and client.looks.is_set() is not before
+        assert client.fault.was_sought, "nobody looks again when the cluster is closed"
+        assert not serve._is_succeeded(client)  # type: ignore[arg-type]
+        assert said == ["requests refused", "stored replies refused", "stopped"]
+
+    asyncio.run(asyncio.wait_for(scene(), 20))
+
+
+def test_a_successor_that_is_found_goes_on_with_what_is_in_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene() -> None:
+        client, stop = _OneOfSeveral(("10.0.0.2", 7000)), asyncio.Event()
+        said, follow = _deposed(client, monkeypatch)
+        await follow(stop)
+        assert stop.is_set() and serve._is_succeeded(client)  # type: ignore[arg-type]
+        assert said == ["requests refused", "stored replies refused"]
+
+    asyncio.run(asyncio.wait_for(scene(), 20))
