@@ -8,7 +8,7 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from tllm.cli.arguments.running_cluster import fetch
+from tllm.cli.arguments.running_cluster import asked_server, fetch
 from tllm.cli.arguments.survey_settings import serving_facts, serving_settings, training_settings, within
 from tllm.cli.display.progress import progress
 from tllm.core.errors import ClusterError, ConfigError
@@ -29,13 +29,13 @@ def survey_for(args: argparse.Namespace, spec: ModelSpec) -> Survey:
 
 
 def _of_cluster(args: argparse.Namespace, spec: ModelSpec) -> Survey:
-    found = fetch(args).get("survey")
+    found, where = fetch(args).get("survey"), asked_server(args).where
     if found is None:
         raise ClusterError(
-            f"the server at {args.host}:{args.port} has not measured its machines: its plan was given",
+            f"the server at {where} has not measured its machines: its plan was given",
             "start it without --plan, or with --keep DIR; or give --cluster FILE",
         )
-    survey = decoded(found, f"what the server at {args.host}:{args.port} tells")
+    survey = decoded(found, f"what the server at {where} tells")
     dtype = args.dtype or spec.dtype
     for what, has, wanted in (
         ("model", survey.model, digest(spec)),

@@ -124,7 +124,8 @@ def test_json_is_what_the_server_says(answer: list[Any], capsys: pytest.CaptureF
         (refused(401), 5, "asks for an API key, and none was given"),
         (refused(403, {"error": {"message": "the host is not allowed"}}), 5, "refuses: the host is not allowed"),
         (refused(503, {"error": {"message": "it ends"}}), 4, "answers 503: it ends"),
-        (refused(503), 4, "127.0.0.1:8000 is no HTTP server of tllm: it answers 503 Service Unavailable"),
+        (refused(503), 4, "127.0.0.1:8000 answers 503 Service Unavailable"),
+        (refused(502), 4, "127.0.0.1:8000 answers 502 Bad Gateway"),
         (
             refused(404, {"error": {"message": "no route"}}),
             4,
@@ -134,7 +135,10 @@ def test_json_is_what_the_server_says(answer: list[Any], capsys: pytest.CaptureF
         (urllib.error.URLError(socket.gaierror(-2, "Name or service not known")), 4, "Name or service not known"),
         (TimeoutError("timed out"), 4, "127.0.0.1:8000 did not answer within 10 s"),
         (urllib.error.URLError(TimeoutError("timed out")), 4, "did not answer within 10 s"),
-        (http.client.RemoteDisconnected("closed"), 4, "it does not speak HTTP"),
+        (http.client.RemoteDisconnected("closed"), 4, "127.0.0.1:8000 closed the connection without an answer"),
+        (http.client.IncompleteRead(b"{"), 4, "closed the connection without an answer"),
+        (ConnectionResetError(104, "Connection reset by peer"), 4, "closed the connection without an answer"),
+        (urllib.error.URLError(BrokenPipeError(32, "Broken pipe")), 4, "closed the connection without an answer"),
         (http.client.BadStatusLine("SSH-2.0"), 4, "it does not speak HTTP"),
         (b"<html>", 4, "it answers /v1/cluster with something else than JSON"),
         (b"[1]", 4, "127.0.0.1:8000 is no HTTP server of tllm: it answers /v1/cluster with [1]"),
@@ -167,6 +171,30 @@ def test_the_address_as_the_server_printed_it(where: str, answer: list[Any]) -> 
 def test_what_is_no_address(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "https//lab"]) == 2
     assert "is not HOST:PORT" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["schlüssel-k\r", "k\nx: y", "ключ-k", "k\udcff"])
+def test_a_key_that_no_header_holds_is_not_shown(
+    key: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TLLM_API_KEY", key.encode(errors="surrogateescape").decode(errors="surrogateescape"))
+    assert main(["status", "127.0.0.1:1"]) == 2
+    told, hint = capsys.readouterr().err.splitlines()
+    assert "the API key has a character that no HTTP header holds" in told and hint.startswith("hint: ")
+    assert key.strip() not in told + hint and ascii(key)[1:-1] not in told + hint
+
+
+@pytest.mark.parametrize("host", ["a..b", "foo bar", "http://foo", "x" * 70 + ".é"])
+def test_a_host_that_is_none(host: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--host", host]) == 2
+    assert "is no address of a server" in capsys.readouterr().err
+
+
+def test_an_address_is_given_once(answer: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--host", "127.0.0.1"], ["--port", "8000"]):
+        assert main(["status", "10.0.0.2:4000", *words]) == 2
+        assert "the server is given as HOST:PORT and by --host or --port" in capsys.readouterr().err
+    assert len(answer) == 1, "nobody was asked"
 
 
 def test_what_is_lost_and_what_is_done_about_it() -> None:

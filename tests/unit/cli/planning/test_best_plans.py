@@ -210,6 +210,13 @@ def test_a_running_cluster_is_asked_for_what_it_measured(
     assert "has not measured its machines" in capsys.readouterr().err
 
 
+def test_where_a_running_cluster_is_not_the_options_are_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(folder), "--live", "--goal", "serve", "--port", "1"]) == 4
+    told, hint = capsys.readouterr().err.splitlines()
+    assert "no server at 127.0.0.1:1: Connection refused" in told
+    assert hint == "hint: give --host and --port as `tllm serve` has printed them"
+
+
 def test_machines_that_join_are_measured_once_if_it_is_kept(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
