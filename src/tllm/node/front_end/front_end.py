@@ -122,7 +122,9 @@ class FrontEnd:
             self._changed.set()
 
     async def _follow(self) -> None:
-        """Serve one model after another: another coordinator may serve another one."""
+        """Serve one model after another: another coordinator may serve another one. Once it leaves, what a server
+        before it has in hand ends within the same seconds as what this one has."""
+        replies = background(self._end_replies(), "end of the replies in hand")
         while not self._leaving.is_set():
             await _first(self._changed, self._leaving)
             self._changed.clear()
@@ -136,6 +138,10 @@ class FrontEnd:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(RETRY_SECONDS):
                         await self._leaving.wait()
+        await replies
+
+    async def _end_replies(self) -> None:
+        await self._leaving.wait()
         if self._server_loop.replies is not None:
             await self._server_loop.replies.end()
 
