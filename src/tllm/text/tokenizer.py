@@ -141,11 +141,14 @@ class Tokenizer:
     def encode_cut(self, text: str, most: int) -> list[int]:
         """Token ids of `text` and what belongs around it, `most` of them: of a longer text the end is left out. What
         belongs after a text, as an end token of which an embedding is read, stays."""
-        text = text[: (most + 1) * self.longest_piece]  # the rest would be left out in any case
-        ids = self.encode(text)
+        kept = (most + 1) * self.longest_piece  # the rest would be left out, but where characters are no tokens
+        ids = self.encode(text[:kept])
+        while len(ids) <= most and kept < len(text):
+            kept *= 2
+            ids = self.encode(text[:kept])
         if len(ids) <= most:
             return ids
-        plain = self.encode(text, add_special_tokens=False)
+        plain = self.encode(text[:kept], add_special_tokens=False)
         around = len(ids) - len(plain)
         after = next((around - at for at in range(around + 1) if ids[at : at + len(plain)] == plain), 0)
         return ids[: max(0, most - after)] + ids[len(ids) - after :]

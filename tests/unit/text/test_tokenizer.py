@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import tokenizers
 import transformers
 
 from tests.unit.text import kits
@@ -153,3 +154,14 @@ def test_long_pairs_and_halves_of_surrogates_are_as_short_ones() -> None:
             tokenizer.encode(broken)
         with pytest.raises(RequestError, match="half of a surrogate pair"):
             tokenizer.encode_pair("a", broken)
+
+
+def test_a_cut_text_keeps_all_that_fits_where_characters_are_no_tokens() -> None:
+    words = {word: at for at, word in enumerate(("[UNK]", "[CLS]", "[SEP]", "hello", "world"))}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordPiece(words, unk_token="[UNK]"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    inner.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
+    tokenizer = Tokenizer(inner, {}, ())
+    assert tokenizer.encode_cut("hello" + " " * 200 + "world", 8) == [1, 3, 4, 2]
+    assert tokenizer.encode_cut("hello" + " " * 200 + "world " * 9, 8) == [1, 3, 4, 4, 4, 4, 4, 2]
+    assert tokenizer.encode_cut("hello" + " " * 200, 8) == [1, 3, 2]
