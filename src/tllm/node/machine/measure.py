@@ -40,8 +40,9 @@ MEMORY_BYTES = 256 * 2**20
 
 DEVICE_MEMORY_BYTES = 2**30
 
-DEVICE_CACHE_BYTES = 2**28
-"""No device has a cache of so much: products with so many weights in turn read each from memory."""
+DEVICE_CACHE_BYTES = 2**29
+"""More than the caches of devices hold (MI300X: 256 MiB): products with so many weights in turn read each from
+memory."""
 
 FEW_BITS: tuple[Quantize, ...] = ("int8", "int4")
 
