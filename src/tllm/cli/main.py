@@ -87,11 +87,19 @@ def print_error(error: TllmError) -> None:
     """One line of what and why, one of what to do, on stderr; on a terminal they end between words."""
     from tllm.cli.display.tables import wrapped
 
-    width = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
+    width = _width() if sys.stderr.isatty() else None
     message = wrapped(f"error: {error.message}", width, "").removeprefix("error:")
     print(f"{_red('error:')}{message}", file=sys.stderr)
     if error.hint:
         print(wrapped(f"hint: {error.hint}", width, ""), file=sys.stderr)
+
+
+def _width() -> int:
+    """Columns of the terminal that stderr is: stdout may be a file, or another one."""
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns or shutil.get_terminal_size().columns
+    except (AttributeError, OSError):  # there is no such file, or it is no terminal
+        return shutil.get_terminal_size().columns
 
 
 def _run(words: list[str]) -> int:

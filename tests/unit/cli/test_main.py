@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import fcntl
+import pty
+import struct
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -110,6 +114,19 @@ def test_color_only_on_a_terminal_that_wants_it(
         monkeypatch.setenv("NO_COLOR", "1")
     cli.print_error(TllmError("no"))
     assert ("\x1b[31m" in capsys.readouterr().err) is color
+
+
+def test_an_error_is_as_wide_as_the_terminal_that_it_is_shown_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, other = pty.openpty()
+    fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
+    with open(other, "w") as terminal, open(ours, "rb", buffering=0) as screen:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        monkeypatch.setenv("COLUMNS", "200")
+        monkeypatch.setenv("NO_COLOR", "1")
+        cli.print_error(TllmError("one word after another " * 4))
+        terminal.flush()
+        lines = screen.read(1000).decode().splitlines()
+    assert len(lines) > 2 and max(map(len, lines)) <= 40
 
 
 @pytest.fixture(autouse=True)
