@@ -1,8 +1,8 @@
 """`GroupLinks`: one rank's links in a group, its receive buffers, and one exchange of several messages.
 
-`GroupLinks` is what every algorithm of `reduce_and_broadcast.py` and `all_reduce.py` is handed. An algorithm is a
-sequence of calls of its `exchange`, each of which is one round of messages. `DeviceLinks` carries out those between
-devices of one machine otherwise.
+`GroupLinks` is what every algorithm of `reduce_and_broadcast.py`, `reduce_scatter.py` and `all_reduce.py` is handed. An
+algorithm is a sequence of calls of its `exchange`, each of which is one round of messages. `DeviceLinks` carries out
+those between devices of one machine otherwise.
 """
 
 from __future__ import annotations
