@@ -240,7 +240,7 @@ class RoleNodes:
         """Let a team take a role, all of whom must. Raises what one fails of by itself, else what it fails of with
         another; the others then have the role and wait."""
         role, state = order.role, self._members.state
-        if order.plan is not None and not self.wanted[role].names:
+        if order.plan is not None and not _is_as_named(team, self.wanted[role].names):
             team = larger_parts_first(team, order.plan)
         name = f"{state.cluster}/{role}/{secrets.token_hex(4)}"
         places = tuple(RankAddress(member.node, member.facts.host, member.facts.port) for member in team)
@@ -399,6 +399,12 @@ class RoleNodes:
 
 def _names(team: Sequence[Member]) -> list[str]:
     return [member.node for member in team]
+
+
+def _is_as_named(team: Sequence[Member], names: Sequence[str]) -> bool:
+    """Whether it is one of the teams that the job names, in its order."""
+    size = len(team)
+    return tuple(_names(team)) in {tuple(names[at : at + size]) for at in range(0, len(names), size)}
 
 
 def _check_names(names: Sequence[str], nodes: Sequence[str], key: str) -> None:

@@ -74,12 +74,13 @@ class Scene:
         self.members, self.roles = self.run.coordinator.members, self.run.roles
         self.nodes: dict[str, Node] = {}
 
-    async def join(self, *names: str, fails: bool = False, had: RoleTaken | None = None) -> None:
+    async def join(self, *names: str, fails: bool = False, had: RoleTaken | None = None, memory: int = 2**30) -> None:
         for name in names:
             self.nodes[name] = Node(ord(name[0]))
             self.nodes[name].fails = fails
             self.members.channels[name] = self.nodes[name]  # type: ignore[assignment]
-            self.members.record(NodeJoined(name, facts(name), 0.0, role=had))
+            found = msgspec.structs.replace(facts(name), memory_bytes=memory)
+            self.members.record(NodeJoined(name, found, 0.0, role=had))
         await self.settle()
 
     async def lose(self, name: str) -> None:
@@ -343,6 +344,21 @@ def test_who_has_more_memory_gets_the_larger_part() -> None:
         assert "".join(one.node for one in role_teams.larger_parts_first(team, plan)) == order, text
     alike = [msgspec.structs.replace(one, facts=facts(one.facts.node)) for one in team]
     assert role_teams.larger_parts_first(alike, Plan.parse("tp=3,shares=1:2:3", 12)) == alike
+
+
+def test_who_takes_the_place_of_one_that_is_named_gets_the_part_that_it_has_room_for(
+    model: Path, tmp_path: Path
+) -> None:
+    async def scene() -> None:
+        keys: Any = dict(teacher_nodes=("b", "c"), teacher_plan="pp=2,layers=3+1")
+        async with playing(model, tmp_path, "pp=1", "abc", **keys) as one:
+            assert [one.nodes[name].orders[-1].rank for name in "bc"] == [0, 1], "as they are named"
+            await one.lose("b")
+            await one.join("d", memory=2**34)
+            assert [one.nodes[name].orders[-1].rank for name in "dc"] == [0, 1]
+            assert one.having("teacher") == ["d"]
+
+    play(scene)
 
 
 def test_the_name_of_a_team_ends_in_its_number() -> None:
