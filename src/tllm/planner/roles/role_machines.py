@@ -28,7 +28,8 @@ from tllm.spec.plan import Plan
 from tllm.spec.process_groups import RoleName
 
 MOST_DEVICES = 8
-"""Devices of which every choice for a role is tried; of more those that are fastest, and those that are slowest."""
+"""Devices of which every choice for a role is tried; of more those that are fastest, and those that are slowest, of all
+and of those that have room for any part of its model."""
 
 Devices = tuple[int, ...]
 
@@ -178,8 +179,10 @@ def _of_any(cluster: Cluster, wish: RoleWish, room: Room, taken: Set[int]) -> It
         yield ()
     if len(able) > MOST_DEVICES:
         by_speed = sorted(able, key=room.seconds)
+        both = by_speed, [device for device in by_speed if room.is_for_all(device)]
         for count in filter(None, sizes):
-            yield from dict.fromkeys((tuple(sorted(by_speed[:count])), tuple(sorted(by_speed[-count:]))))
+            ends = (some for of in both if len(of) >= count for some in (of[:count], of[-count:]))
+            yield from dict.fromkeys(tuple(sorted(some)) for some in ends)
         return
     kinds = kinds_of(cluster, able)
     for counts in counts_upto(tuple(map(len, kinds)), len(able)):

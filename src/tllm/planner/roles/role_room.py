@@ -45,6 +45,10 @@ class Room:
         """Whether a device has room for some part of the model, and its speed in the model's dtype is known."""
         return self._has(device, min(self.parts) + TRAINER_BYTES)
 
+    def is_for_all(self, device: int) -> bool:
+        """The same of every part, the largest too."""
+        return self._has(device, self.needs)
+
     def fits(self, devices: Sequence[int]) -> bool:
         """Whether each has room for its own part."""
         parts = cycle(self.parts)

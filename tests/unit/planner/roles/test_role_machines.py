@@ -13,7 +13,7 @@ from tllm.planner.cluster.device import Cluster, Device, LinkSpeed
 from tllm.planner.cost.rank_work import JudgeFacts, TrainingFacts, rank_works
 from tllm.planner.cost.serving_load import SamplingFacts
 from tllm.planner.memory.heap import TRAINER_BYTES
-from tllm.planner.memory.role_memory import judge_bytes, rollout_bytes
+from tllm.planner.memory.role_memory import judge_bytes, judge_parts, rollout_bytes
 from tllm.planner.roles.role_machines import RoleChoice, RolesAsked, RoleWish, role_choices
 from tllm.planner.roles.teacher_machines import Taught, teaching_seconds
 from tllm.planner.search.training_layouts import TrainingConstraints
@@ -261,6 +261,24 @@ def test_stages_of_unlike_machines_are_chosen_as_they_have_room() -> None:
     first, second = quickest.plans["teacher"].stages
     assert quickest.teachers == (2, 1) and first.stop - first.start > second.stop - second.start
     assert quickest.teaching < 0.9 * even.teaching
+
+
+def test_of_many_machines_those_of_middle_speed_with_room_are_found() -> None:
+    """The fastest and the slowest of those with room for the smaller part lack it for the larger."""
+    machines = cluster(1.0, *(2.0 + number for number in range(10)))
+    halves = replace(TEACHER, plan=Plan.parse("pp=2,layers=5+1", 6))
+    parts = judge_parts(halves)
+    small, large = (replace(machines.devices[0], memory=TRAINER_BYTES + part) for part in (min(parts), max(parts)))
+    devices = [
+        replace(one, memory=(large if 4 <= at <= 7 else small).memory) for at, one in enumerate(machines.devices)
+    ]
+    machines = replace(machines, devices=(machines.devices[0], *devices[1:]))
+
+    def alone(part: Cluster, facts: TrainingFacts) -> TrainingChoice:
+        return best(replace(part, devices=part.devices[:1], node_of=part.node_of[:1]), facts)
+
+    every = role_choices(machines, asked_of(Taught(halves, 1.0), RoleWish(count=2)), alone)
+    assert {frozenset(one.teachers) for one in every} == {frozenset((4, 5)), frozenset((6, 7))}
 
 
 def asked_of(taught: Taught, wish: RoleWish) -> RolesAsked:
