@@ -22,14 +22,15 @@ def divisions(whole: Room, by_layer: Sequence[int], named: Sequence[int] | None,
     `whole`: room for the model on one device; `by_layer`: bytes of each of its layers, with the end that goes with it;
     `named`: which devices may have it, in the order of their parts.
     """
-    layers = len(by_layer)
+    layers, plans = len(by_layer), list[Plan]()
     for pp in (count for count in range(1, min(size, layers) + 1) if size % count == 0):
         text = ",".join(f"{axis}={count}" for axis, count in (("pp", pp), ("tp", size // pp)) if count > 1)
-        yield Plan.parse(text, layers)
+        plans.append(Plan.parse(text, layers))
     if size <= layers:
         cuts = dict.fromkeys(cut for team in _teams(whole, named, size) for cut in _cuts(whole, by_layer, team))
         for cut in cuts:
-            yield Plan.parse(f"pp={size},layers={'+'.join(map(str, cut))}", layers)
+            plans.append(Plan.parse(f"pp={size},layers={'+'.join(map(str, cut))}", layers))
+    yield from dict.fromkeys(plans)  # a cut may be even
 
 
 def _teams(whole: Room, named: Sequence[int] | None, size: int) -> Iterator[Sequence[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import cycle
 
 from tllm.core.errors import CapacityError
@@ -96,6 +97,7 @@ def judge_room(cluster: Cluster, does: str, judge: JudgeFacts) -> Room:
     """For a teacher or a reward model."""
     serving = cluster.as_serving()
 
+    @cache  # it is asked of each set of devices
     def seconds(device: int) -> float:
         return row_seconds(judge.whole, serving, device)
 
@@ -108,6 +110,7 @@ def rollout_room(cluster: Cluster, spec: ModelSpec, facts: TrainingFacts) -> Roo
     assert sampling is not None, "asked of a job that samples"
     whole = replace(facts, sampling=replace(sampling, plan=None))
 
+    @cache  # it is asked of each set of devices
     def seconds(device: int) -> float:
         return group_seconds(spec, whole, serving, 1, device)
 

@@ -14,7 +14,9 @@ from tllm.planner.cost.rank_work import JudgeFacts, TrainingFacts, rank_works
 from tllm.planner.cost.serving_load import SamplingFacts
 from tllm.planner.memory.heap import TRAINER_BYTES
 from tllm.planner.memory.role_memory import judge_bytes, judge_parts, rollout_bytes
+from tllm.planner.roles.role_divisions import divisions
 from tllm.planner.roles.role_machines import RoleChoice, RolesAsked, RoleWish, role_choices
+from tllm.planner.roles.role_room import judge_room
 from tllm.planner.roles.teacher_machines import Taught, teaching_seconds
 from tllm.planner.search.training_layouts import TrainingConstraints
 from tllm.planner.search.training_search import TrainingChoice, best_training
@@ -279,6 +281,17 @@ def test_of_many_machines_those_of_middle_speed_with_room_are_found() -> None:
 
     every = role_choices(machines, asked_of(Taught(halves, 1.0), RoleWish(count=2)), alone)
     assert {frozenset(one.teachers) for one in every} == {frozenset((4, 5)), frozenset((6, 7))}
+
+
+def test_no_plan_for_a_role_comes_twice() -> None:
+    """The even stages are also those that unlike machines may have."""
+    machines = cluster(1.0, 1.0, 1.0)
+    larger = replace(machines.devices[2], memory=2 * machines.devices[2].memory)
+    for devices in ((*machines.devices[:2], larger), cluster(1.0, 1.0, 1.1).devices):
+        room = judge_room(replace(machines, devices=devices), "teach", TEACHER)
+        by_layer = judge_parts(replace(TEACHER, plan=Plan.parse("pp=6", 6)))
+        plans = list(divisions(room, by_layer, None, 2))
+        assert len(plans) == len(set(plans)) >= 2 and Plan.parse("pp=2", 6) in plans
 
 
 def asked_of(taught: Taught, wish: RoleWish) -> RolesAsked:
