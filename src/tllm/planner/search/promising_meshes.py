@@ -228,7 +228,8 @@ class StepEstimate:
 
     def _with_gradients(self, group: DeviceGroup, axes: Axes, work: float) -> float:
         """The work of a step and what it waits for the replicas' gradients, and their weights. Of a pipeline ZeRO 3
-        gathers weights for each microbatch, which is left out here."""
+        gathers weights for each microbatch, which is left out here. Without ZeRO gradients go both ways, as they travel
+        (compressed, or late); with it weights come back."""
         ranks = axes.dp * axes.cp
         if ranks == 1:
             return work
@@ -238,6 +239,6 @@ class StepEstimate:
         if facts.local:
             return work + 2 * scattered / facts.local_steps
         if facts.late:
-            return max(work, scattered) + gathered
-        after = work + scattered + gathered
+            return min(max(work, scattered) + gathered, max(work, 2 * scattered))
+        after = work + scattered + min(gathered, scattered)
         return min(after, max(work, 2 * gathered) + scattered) if axes.pp == 1 else after

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -62,6 +64,26 @@ def test_meshes_are_of_different_devices_of_the_cluster_and_rank_0_is_where_it_m
         assert len(devices) == sized.mesh.axes.dp * sized.mesh.axes.pp * sized.mesh.axes.cp * sized.mesh.axes.tp
         assert sized.sizes and set(sized.sizes) <= set(MICROBATCHES)
     assert len({sized.mesh.axes for sized in meshes}) > 4
+
+
+def test_an_all_reduce_is_compressed_or_late_both_ways() -> None:
+    """Where a plan without ZeRO sends less than one that gathers new weights."""
+    spec, group = model(), SimpleNamespace(widest=LinkSpeed(0.0, 1e9))
+    axes: Any = SimpleNamespace(dp=2, cp=1, pp=2, tp=1)
+    exact, few = TrainingFacts(64, 6, dtype="bfloat16"), TrainingFacts(64, 6, dtype="bfloat16", compression="int8")
+
+    def seconds(facts: TrainingFacts, work: float) -> float:
+        return promising_meshes.StepEstimate(spec, facts)._with_gradients(cast(Any, group), axes, work)
+
+    elements = promising_meshes.StepEstimate(spec, exact)._elements / 2 * 1 / 2
+    scattered = elements * 4 * few.gradient_share([], 1) / 1e9
+    assert scattered < elements * 2 / 1e9
+    assert seconds(exact, 1.0) == pytest.approx(1.0 + elements * 6 / 1e9)
+    assert seconds(few, 1.0) == pytest.approx(1.0 + 2 * scattered)
+    late = replace(exact, late=True)
+    work = elements * 12 / 1e9
+    assert seconds(late, work) == work, "all of it overlaps with the next step"
+    assert seconds(late, 0.0) == pytest.approx(elements * 6 / 1e9)
 
 
 def unlike_machines(count: int) -> Cluster:
