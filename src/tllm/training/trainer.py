@@ -119,8 +119,8 @@ class RankTrainer:
         self._forward.prepare(lambda: self._state.initialize(self._learner, adapters, progress))
         self._step = self._state.restore(self._learner, adapters, self._forward.best, progress)
         peak = known_peak(torch_dtype(config.job.dtype), PEAK_SECONDS, config.device)
-        names, is_frozen = self._model.objective.metric_names, config.job.lora is not None
-        self._report = StepReport(config.groups, config.spec, config.plan.pp > 1, peak, names, is_frozen, config.device)
+        names = self._model.objective.metric_names
+        self._report = StepReport(config, peak, names)
         return TrainerReady(self._step, self._learner.weight_bytes, self._learner.state_bytes)
 
     def run(self, on_event: OnEvent, is_stopped: IsStopped = lambda: False) -> None:

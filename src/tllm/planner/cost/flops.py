@@ -17,26 +17,32 @@ BACKWARD = 2
 """Flops of a backward pass over those of a forward pass: each product has two gradients, each a product as large."""
 
 
-def forward_flops(spec: ModelSpec, lengths: Sequence[int], target_tokens: int | None = None) -> int:
+def forward_flops(
+    spec: ModelSpec, lengths: Sequence[int], target_tokens: int | None = None, before: Sequence[int] = ()
+) -> int:
     """Of the whole model for documents of these lengths, with logits for `target_tokens` tokens (all, when left
-    out)."""
+    out). `before`: as `attention_flops` has it."""
     (whole,) = cut_stage(spec, (1,))
-    layers = sum(layer_flops(spec, layer, whole, lengths) for layer in spec.layers)
+    layers = sum(layer_flops(spec, layer, whole, lengths, before) for layer in spec.layers)
     return round(layers) + logits_flops(spec, whole, sum(lengths) if target_tokens is None else target_tokens)
 
 
 def training_flops(
-    spec: ModelSpec, lengths: Sequence[int], target_tokens: int | None = None, is_frozen: bool = False
+    spec: ModelSpec,
+    lengths: Sequence[int],
+    target_tokens: int | None = None,
+    is_frozen: bool = False,
+    before: Sequence[int] = (),
 ) -> int:
     """A forward and a backward pass of the whole model; of one that is frozen, without gradients of its weights.
 
     Attention has no weights, and its backward pass is the same in both.
     """
-    forward = forward_flops(spec, lengths, target_tokens)
+    forward = forward_flops(spec, lengths, target_tokens, before)
     if not is_frozen:
         return (1 + BACKWARD) * forward
     (whole,) = cut_stage(spec, (1,))
-    return 2 * forward + sum(attention_flops(spec, layer, whole, lengths) for layer in spec.layers)
+    return 2 * forward + sum(attention_flops(spec, layer, whole, lengths, before) for layer in spec.layers)
 
 
 def layer_flops(

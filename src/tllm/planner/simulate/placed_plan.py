@@ -163,10 +163,15 @@ class PlacedPlan:
 
     def mfu(self, seconds: float) -> float:
         """Model flops utilization of a step of so many seconds: its flops over what all devices reach at their peak
-        (2204.02311, appendix B)."""
-        lengths, is_frozen = self.facts.documents or (self.facts.seq_len,), self.facts.adapter is not None
-        of_row = training_flops(self.spec, lengths, is_frozen=is_frozen)
-        return of_row * self.facts.global_batch_size / (seconds * self.peak())
+        (2204.02311, appendix B). A prompt that completions share counts once, as in the seconds."""
+        facts, before = self.facts.in_ring(self.plan.cp), tuple[int, ...]()
+        lengths, count = facts.documents or (facts.seq_len,), facts.global_batch_size
+        targets = sum(lengths) if facts.target_tokens is None else facts.target_tokens
+        if facts.shared_prompts is not None:
+            lengths, before, count = facts.lengths, facts.before, facts.microbatches
+            targets *= facts.microbatch_size
+        of_one = training_flops(self.spec, lengths, min(targets, sum(lengths)), facts.adapter is not None, before)
+        return of_one * count / (seconds * self.peak())
 
     def _device(self, rank: int) -> Device:
         return self.cluster.devices[self.devices[rank]]

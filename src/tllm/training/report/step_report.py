@@ -10,17 +10,15 @@ from dataclasses import dataclass, field
 import torch
 
 from tllm.comm.collectives.group import Group, solo
-from tllm.devices.choose import CPU
 from tllm.devices.memory import peak_memory
 from tllm.planner.cost.flops import training_flops
-from tllm.spec.model_spec import ModelSpec
 from tllm.training.data.batch_feed import ReplicaBatch
 from tllm.training.evaluation.held_out import Evaluated
 from tllm.training.gradients.accumulation_order import exact_sum
 from tllm.training.objectives.objective import MetricSum, joined
 from tllm.training.report.metrics import StepRecord
 from tllm.training.step.pipeline_step import StepResult
-from tllm.training.step.rank_groups import Groups
+from tllm.training.step.rank_groups import RankConfig
 
 log = logging.getLogger("tllm.training")
 
@@ -48,29 +46,21 @@ class RankCounters:
 
 
 class StepReport:
-    """Makes the records of a run's steps. `peak`: the flop/s that all ranks' matrix products reach together.
+    """Makes the records of a run's steps. `peak`: the flop/s that this rank's matrix products reach, and once it is
+    made, those of all ranks together.
 
-    `metric_names` are those of the run's objective, alike on every rank. `is_frozen`: the model's own weights are not
-    learned. The memory that is told is that of the rank's `device`.
+    `metric_names` are those of the run's objective, alike on every rank. Where prompts are shared, flops still count
+    whole rows, and may be more than the peak.
     """
 
-    def __init__(
-        self,
-        groups: Groups,
-        spec: ModelSpec,
-        pipelined: bool,
-        peak: float,
-        metric_names: Sequence[str] = (),
-        is_frozen: bool = False,
-        device: torch.device = CPU,
-    ) -> None:
-        self._metric_names, self._is_frozen, self._device = metric_names, is_frozen, device
-        self._groups, self._spec, self._pipelined = groups, spec, pipelined
-        self._counts = groups.tells_losses
+    def __init__(self, config: RankConfig, peak: float, metric_names: Sequence[str] = ()) -> None:
+        self._metric_names, self._is_frozen, self._device = metric_names, config.job.lora is not None, config.device
+        self._groups, self._spec, self._pipelined = config.groups, config.spec, config.plan.pp > 1
+        self._counts = config.groups.tells_losses
         self._sent = 0
         self._own_peak = peak
-        self._knows_peak = True
-        self.peak = float(_gathered(groups.world, [peak]).sum())
+        self._knows_peak, self._counts_whole_rows = True, config.shares_prompts
+        self.peak = float(_gathered(config.groups.world, [peak]).sum())
 
     def record(self, step: int, counters: RankCounters, stopped: bool) -> tuple[StepRecord, bool]:
         """The record of step `step`, alike on every rank, and whether any rank was stopped."""
@@ -139,15 +129,17 @@ class StepReport:
 
     def _mfu(self, reached: float, peak: float) -> float | None:
         """Model flops utilization, by the flop/s that a step reached. None from the first step on that reaches more
-        than the peak: no step can, so that the peak is higher, and so were the shares that were told before."""
-        if self._knows_peak and reached > peak:
+        than the peak: no step can that computes all it counts, so that the peak is higher, and the shares that were
+        told before too high."""
+        if self._knows_peak and reached > peak and not self._counts_whole_rows:
             self._knows_peak = False
-            log.warning(
-                "a step reached %.3g Gflop/s, and the peak of all ranks was measured as %.3g: other programs ran "
-                "then. No MFU is told from here on, and those before are too high",
-                reached / 1e9,
-                peak / 1e9,
-            )
+            if self._groups.world.rank == 0:
+                log.warning(
+                    "a step reached %.3g Gflop/s, and the peak of all ranks was measured as %.3g: other programs ran "
+                    "then. No MFU is told from here on, and those before are too high",
+                    reached / 1e9,
+                    peak / 1e9,
+                )
         return reached / peak if self._knows_peak else None
 
     def _joined(self, each: torch.Tensor) -> Iterator[MetricSum]:

@@ -12,7 +12,7 @@ import pytest
 from tests.unit.planner.search.test_serving_search import spec_of
 from tllm.core.errors import ConfigError
 from tllm.planner.cost.flops import BACKWARD, attention_flops, layer_flops, logits_flops
-from tllm.planner.cost.rank_work import TrainingFacts
+from tllm.planner.cost.rank_work import SharedPrompts, TrainingFacts
 from tllm.planner.cost.serving_load import ExpectedBatch, ServingFacts
 from tllm.planner.cost.stage_team import StageTeam, single_stage_plan
 from tllm.planner.measured.outcome import Outcome, StepNumbers, TrainingOutcome, median, refitted, save_outcome
@@ -351,9 +351,15 @@ def test_no_step_reaches_more_than_the_peak(head: float, product: float) -> None
     node = msgspec.structs.replace(node, logits=logits, peak=product * RATE)
     cluster = cluster_of(survey_of("train", node), SPEC)
     assert cluster.devices[0].peak("float32") == pytest.approx(max(1, head, product) * RATE)
-    placed = PlacedPlan(SPEC, Plan.parse("pp=1", SPEC.num_layers), TrainingFacts(32, 4), cluster, (0,))
-    mfu = placed.mfu(placed.predict().seconds)
-    assert 0 < mfu <= 1
+    shared = TrainingFacts(576, 32, 8, shared_prompts=SharedPrompts(512, 64, 8))
+    for facts in (
+        TrainingFacts(32, 4),
+        shared,
+        replace(shared, target_tokens=64),
+        TrainingFacts(32, 4, target_tokens=2),
+    ):
+        placed = PlacedPlan(SPEC, Plan.parse("pp=1", SPEC.num_layers), facts, cluster, (0,))
+        assert 0 < placed.mfu(placed.predict().seconds) <= 1
     slower = cluster_of(survey_of("train", node.slower(2)), SPEC)
     assert slower.devices[0].peak("float32") == pytest.approx(max(1, head, product) * RATE / 2)
 
