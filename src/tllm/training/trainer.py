@@ -151,7 +151,7 @@ class RankTrainer:
         if self._fault is not None and self._fault != STOPPED:
             raise ConfigError(*self._fault)
         reason = self._forward.best.reason if self._step < job.max_steps else ""
-        is_done = bool(reason) or self._step == job.max_steps
+        is_done = self._fault is None and (bool(reason) or self._step == job.max_steps)
         final = self._state.write_final_model(self._step, self._forward.best) if is_done else NO_MODEL
         on_event(RunEnded(self._step, final.folder, reason, final.step, final.choice))
 

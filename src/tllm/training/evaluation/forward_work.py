@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -17,8 +18,11 @@ from tllm.training.job.preference_tables import needs_reference
 from tllm.training.job.rollout_keys import reward_metrics
 from tllm.training.objectives.kto_loss import KTOLoss
 from tllm.training.objectives.preference_loss import PreferenceLoss
+from tllm.training.questions.stop_signal import STOPPED
 from tllm.training.step.rank_groups import RankConfig
 from tllm.training.step.rank_model import RankModel
+
+log = logging.getLogger("tllm.training")
 
 
 class OtherEvaluation(Protocol):
@@ -88,6 +92,8 @@ class ForwardWork:
                 evaluated = evaluated.joined(other.evaluate(step))
         if evaluated.fault is None:
             self.best.add(step, evaluated)
+        elif evaluated.fault == STOPPED and self._config.rank == 0:
+            log.warning("the evaluation after step %d was stopped and is not made again", step)
         return evaluated
 
     def close(self) -> None:
