@@ -236,8 +236,8 @@ def shares_prompts(job: Job, spec: ModelSpec, device: str = "cpu", cp: int = 1) 
     Not where that would change more than the rounding: over how many tokens the experts' loads are added up; for a
     pair, whose replies are of unlike lengths, rope by a row's length and numbers drawn for each token. Nor with
     states that each sequence has of its own, in a ring of context parallelism, or where numbers are to be those of the
-    engine to the bit. On other devices than processors it would take attention from their fast kernels; `device` is the
-    first rank's, and "auto" is taken for a processor.
+    engine to the bit. On other devices than processors it would take attention from their fast kernels: prompts are
+    shared where this holds by the `device` of every rank (`with_shared_prompts`). "auto" is taken for a processor.
     """
     is_changed = job.router_aux_loss_coef > 0 or job.deterministic
     has_states = any(layer.delta for layer in spec.layers)
