@@ -55,7 +55,8 @@ def check(blocks: Blocks, x: torch.Tensor, with_all: bool = False) -> None:
         assert torch.equal(got, want.to(got.dtype)), (exact, outputs, columns, len(x))
         device_weight, rounded = rows.on_device(kernels), few_bits.round_rows(x.to(DEVICE))
         for name, multiply in few_bits.CANDIDATES.items() if with_all else ():
-            if not device_weight.is_float8 or "tiles" in name:
+            is_slow = INTERPRETED and name not in ("32 groups of words", "tiles of 64 x 16")  # other sizes of the same
+            if not is_slow and (not device_weight.is_float8 or "tiles" in name):
                 found = torch.full(want.shape, 7, dtype=want.dtype, device=DEVICE)
                 multiply(rounded, device_weight, (0, len(x)), found, 0)
                 assert torch.equal(found.cpu(), want), (name, exact, outputs, columns, len(x))
