@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 
-from tests.support.training.runs import job_for
+from tests.support.models.families import save_model
+from tests.support.training.runs import job_for, train
 from tllm.training.data.batches import Batches
 from tllm.training.evaluation.forward_work import ForwardWork
 from tllm.training.evaluation.held_out import Evaluated
 from tllm.training.questions.stop_signal import STOPPED
+from tllm.training.report.events import RunEnded
+from tllm.training.trainer import RankTrainer
 
 
 class Unanswered:
@@ -38,3 +41,16 @@ def test_rank_0_says_that_a_stopped_evaluation_is_not_made_again(
         assert work.evaluate(3) is None
         assert work.evaluate(4) == Evaluated(fault=fault)
     assert caplog.messages == ["the evaluation after step 4 was stopped and is not made again"]
+
+
+def test_a_run_whose_last_evaluation_was_stopped_is_left_and_not_done(tmp_path: Path) -> None:
+    save_model("llama", tmp_path / "model")
+    rows = str(tmp_path / "rows.jsonl")
+    job = job_for(tmp_path / "model", tmp_path / "run", max_steps=2, eval_steps=2, eval_files=(rows,))
+
+    def damage(trainer: RankTrainer) -> None:
+        trainer._forward._others = [Unanswered(STOPPED)]
+
+    assert train(job, "pp=1", damage=damage)[-1] == RunEnded(2)
+    last = train(job, "pp=1")[-1]
+    assert isinstance(last, RunEnded) and last.final, "the same command goes on"
