@@ -24,6 +24,7 @@ from tllm.devices.choose import CPU
 from tllm.devices.memory import forget_peak, held_memory, peak_memory
 from tllm.kernels import row_operations
 from tllm.parallel.quantized_weight import PackedRows, quantized, stands_for, weight_bytes
+from tllm.training import trainer
 from tllm.training.job.distillation_keys import DistillationKeys
 from tllm.training.job.job import Job
 from tllm.training.job.lora_job import LoraJob
@@ -37,9 +38,11 @@ SHORT: dict[str, Any] = dict(max_steps=2, save_steps=1)
 def torch_s_own_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """On both devices: the separate one has neither fused attention nor the processor's kernels.
 
-    These are used where no gradients are wanted, as in an evaluation, and round otherwise than torch's steps.
+    These are used where no gradients are wanted, as in an evaluation, and round otherwise than torch's steps. So do
+    prompts that are computed once for their completions, as on processors alone.
     """
     monkeypatch.setattr(row_operations, "library", lambda: None)
+    monkeypatch.setattr(trainer, "with_shared_prompts", lambda config: config)
     with sdpa_kernel(SDPBackend.MATH):
         yield
 
