@@ -111,11 +111,12 @@ def test_a_cable_pulled_out_is_outlived_and_its_node_taken_back(folder: Path) ->
 
 
 def until_deposed(hosts: Hosts, url: str, model: str) -> dict[str, Any]:
-    """What the first host answers to a request, asked there, once it coordinates no more."""
+    """What the first host answers to a request, asked there, once it coordinates no more and has looked in vain for who
+    does for half a minute."""
     asked = {"model": model, "prompt": [1], "max_tokens": 1}
     with inside(hosts.names[0]):
         while True:
-            told = httpx.post(f"{url}/completions", json=asked, headers={"authorization": f"Bearer {KEY}"}, timeout=30)
+            told = httpx.post(f"{url}/completions", json=asked, headers={"authorization": f"Bearer {KEY}"}, timeout=60)
             if told.status_code == 503:
                 return dict(told.json()["error"])
             time.sleep(0.2)

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from tllm.cluster.channel import Gone
 from tllm.cluster.consensus.replica import Deposed
 from tllm.node.front_end.remote_engine import RemoteEngine
 from tllm.server.openai.engine_client import EngineClient, Health
@@ -51,9 +52,14 @@ class LastingEngine:
             return
         except Deposed:
             rest = msgspec.structs.replace(request, output_ids=tuple(token_ids))
-        async with aclosing(self._successor.submit(rest)) as outputs:
-            async for output in outputs:
-                yield output
+        try:
+            async with aclosing(self._successor.submit(rest)) as outputs:
+                async for output in outputs:
+                    yield output
+        except Gone:  # nobody was found who coordinates: what this one was deposed by is told
+            if self._refusal is None:
+                raise
+            raise Deposed(self._refusal.message, self._refusal.hint) from None
 
     def stats(self) -> Mapping[str, float]:
         return self._own.stats()

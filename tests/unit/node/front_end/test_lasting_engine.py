@@ -86,6 +86,18 @@ def test_it_ends_where_none_is_found_in_time() -> None:
     play(scene)
 
 
+def test_it_ends_with_the_reason_for_which_this_process_coordinates_no_more() -> None:
+    async def scene() -> None:
+        first = First()
+        reading = asyncio.create_task(first.read(request()))
+        await asyncio.sleep(0.1)
+        first.engine.refuse(DEPOSED)
+        with pytest.raises(Deposed, match="coordinates no more"):
+            await reading
+
+    play(scene)
+
+
 def test_a_new_request_is_refused_at_once() -> None:
     async def scene() -> None:
         first = First()
