@@ -10,7 +10,6 @@ All ways to make a product have the same bits, so that the one which is fastest 
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -22,11 +21,9 @@ from tllm.kernels.gpu.few_bits_rows import DeviceRows, round_rows
 from tllm.kernels.gpu.few_bits_tiles import TileShape, multiply_by_tiles
 from tllm.kernels.gpu.few_bits_weight import DeviceWeight
 from tllm.kernels.gpu.few_bits_words import multiply_by_words
-from tllm.kernels.gpu.products import fastest
+from tllm.kernels.gpu.products import known_fastest
 
 __all__ = ["CANDIDATES", "DeviceRows", "DeviceWeight", "FewBitsKind", "multiply", "round_rows"]
-
-log = logging.getLogger("tllm.kernels")
 
 Multiply = Callable[[DeviceRows, DeviceWeight, tuple[int, int], Tensor, int], None]
 
@@ -86,11 +83,5 @@ def multiply(x: DeviceRows, w: DeviceWeight, first: int, last: int, y_NF: Tensor
         alike = min(next_power_of_two(rows), max(BY_ROWS))
         forms, exact = tuple(w.forms().items()), y_NF.dtype == torch.float64
         kind = FewBitsKind(alike, w.outputs, x.groups, w.bits, w.group, forms, exact, y_NF.device)
-        known = _known.get(kind)
-        # Nothing can be timed while a graph is recorded.
-        if known is None and not torch.cuda.is_current_stream_capturing():
-            ways = {name: functools.partial(CANDIDATES[name], x, w, (first, last), y_NF, at) for name in names}
-            known = _known[kind] = fastest(ways, y_NF.device)
-            log.debug("product of %s: %s", kind, known)
-        name = known or name
+        name = known_fastest(_known, kind, names, lambda name: CANDIDATES[name](x, w, (first, last), y_NF, at))
     CANDIDATES[name](x, w, (first, last), y_NF, at)

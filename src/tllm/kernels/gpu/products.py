@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -55,15 +55,8 @@ class GpuProducts:
             return F.linear(x_TD, weight_FD)
         outputs, columns = weight_FD.shape
         kind = GpuProductKind(next_power_of_two(rows), outputs, columns, weight_FD.dtype, weight_FD.device)
-        name = self.known.get(kind)
-        if name is None:
-            # Nothing can be timed while a graph is recorded, as on CUDA alone.
-            if x_TD.is_cuda and torch.cuda.is_current_stream_capturing():
-                return F.linear(x_TD, weight_FD)
-            ways = {name: functools.partial(product, x_TD, weight_FD) for name, product in CANDIDATES.items()}
-            name = self.known[kind] = fastest(ways, x_TD.device)
-            log.debug("product of %s: %s", kind, name)
-        return CANDIDATES[name](x_TD, weight_FD)
+        names, run = tuple(CANDIDATES), lambda name: CANDIDATES[name](x_TD, weight_FD)
+        return run(known_fastest(self.known, kind, names, run))
 
 
 def _takes(x_TD: Tensor, weight_FD: Tensor) -> bool:
@@ -86,17 +79,40 @@ def skinny_matmul(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
 CANDIDATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"linear": F.linear, "skinny": skinny_matmul}
 
 
-def fastest(ways: Mapping[str, Callable[[], object]], device: torch.device) -> str:
-    """The name of the way whose best time is least, in turn, each time with nothing in the caches; the first where the
-    device has no memory to measure with."""
+class OnDevice(Protocol):
+    """Products that are alike, on one device."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+
+Kind = TypeVar("Kind", bound=OnDevice)
+
+
+def known_fastest(known: dict[Kind, str], kind: Kind, names: Sequence[str], run: Callable[[str], object]) -> str:
+    """The name that runs products of a kind fastest, measured the first time and kept; the first where nothing can be
+    measured."""
+    name = known.get(kind)
+    if name is None:
+        # Nothing can be timed while a graph is recorded, as on CUDA alone.
+        if kind.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return names[0]
+        name = known[kind] = _fastest(names, run, kind.device)
+        log.debug("product of %s: %s", kind, name)
+    return name
+
+
+def _fastest(names: Sequence[str], run: Callable[[str], object], device: torch.device) -> str:
+    """The name whose best time is least, in turn, each time with nothing in the caches; the first where the device has
+    no memory to measure with."""
     if torch.get_device_module(device).mem_get_info(device)[0] < 2 * FLUSH_BYTES:
-        return next(iter(ways))
+        return names[0]
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
-    best = dict.fromkeys(ways, float("inf"))
+    best = dict.fromkeys(names, float("inf"))
     for _ in range(1 + REPEATS):  # the first compiles
-        for name, way in ways.items():
+        for name in names:
             flush.zero_()
-            best[name] = min(best[name], _seconds(way, device))
+            best[name] = min(best[name], _seconds(functools.partial(run, name), device))
     return min(best, key=lambda name: best[name])
 
 
