@@ -79,14 +79,14 @@ def skinny_matmul(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
 CANDIDATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"linear": F.linear, "skinny": skinny_matmul}
 
 
-class OnDevice(Protocol):
+class KindOnDevice(Protocol):
     """Products that are alike, on one device."""
 
     @property
     def device(self) -> torch.device: ...
 
 
-Kind = TypeVar("Kind", bound=OnDevice)
+Kind = TypeVar("Kind", bound=KindOnDevice)
 
 
 def known_fastest(known: dict[Kind, str], kind: Kind, names: Sequence[str], run: Callable[[str], object]) -> str:

@@ -131,6 +131,7 @@ class QuestionServer(Generic[Intro, Q, A]):
         with self._lock:
             runs = dict(self._runs)
             firsts = list(self._firsts.values())
+            self._firsts.clear()  # a second that comes now finds no closed one to pair with
         for first in firsts:
             first.sock.close()
         for connection in runs:

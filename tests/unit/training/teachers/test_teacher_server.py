@@ -301,6 +301,25 @@ def test_a_node_with_a_role_answers_the_run_that_it_was_told_of_and_no_other_mem
     assert server.answered == 1 and all(why in caplog.text for why in (*reasons, "answers 127.0.0.1"))
 
 
+def test_a_server_that_closes_between_the_two_links_of_a_run_closes_both(teacher: TeacherModel) -> None:
+    authority, asked = Authority.create(), list[AskingRun]()
+
+    def asker() -> AskingRun:
+        asked.append(AskingRun("run"))
+        if len(asked) == 2:  # the first waits for this one
+            server.close()
+        return asked[-1]
+
+    server = QuestionServer(teacher, TEACHING, ("127.0.0.1", 0), data_server(authority.identity("taught")), asker)
+    with in_a_thread(server):
+        place = AnswererPlace("there", server.address)
+        connection = RunConnection.dial(TEACHING, place, data_client(authority.identity("run")))
+        with pytest.raises(LinkError):
+            connection.introduce(LESSON)
+        connection.close()
+    assert len(asked) == 2
+
+
 def test_a_message_that_is_none_ends_the_connection(folder: Path, tmp_path: Path) -> None:
     with serving(folder, tmp_path / "key") as server:
         connection = dial(server, tmp_path / "key")
