@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType, TracebackType
 
 from tllm import __version__
+from tllm.cli.arguments.elsewhere import COMMANDS_ELSEWHERE
 from tllm.cli.arguments.parser import Parser
 from tllm.core.errors import ConfigError, RequestError, TllmError, nearest
 from tllm.core.program import reexecute_to_compute
@@ -113,7 +114,8 @@ def _run(words: list[str]) -> int:
     name = words[0]
     if name not in COMMANDS:
         kind = "option" if name.startswith("-") else "command"
-        raise ConfigError(f"tllm has no {kind} {name!r}", nearest(name, COMMANDS))
+        hint = COMMANDS_ELSEWHERE.get(name) or nearest(name, COMMANDS, "`tllm --help` lists the commands")
+        raise ConfigError(f"tllm has no {kind} {name!r}", hint)
     show_stacks_on_signal()
     command = importlib.import_module(module_of(name))
     parser = Parser(prog=f"tllm {name}", description=_description(command))
