@@ -225,7 +225,7 @@ def test_a_weight_that_is_no_number_is_named(whole: Path, tmp_path: Path) -> Non
         (["--set", "learning_rte=1"], 2, "'learning_rte' is no key of a job"),
         (["--set", "lr=1"], 2, "give learning_rate"),
         (["--set", "max_steps=many"], 2, "--set: max_steps = 'many'"),
-        (["--set", "train_files=/nowhere.jsonl"], 2, "/nowhere.jsonl is not a file"),
+        (["--set", "train_files=/nowhere.jsonl"], 2, "/nowhere.jsonl is not there"),
         (["--set", "config_name=/nowhere"], 2, "/nowhere is neither a model's folder nor a config.json"),
         (["--set", "report_to=wandb"], 2, "report_to names 'wandb'"),
         (["--plan", "pp=3"], 3, "a model of 2 layers makes at most 2 stages"),

@@ -150,6 +150,8 @@ def run(args: argparse.Namespace) -> int:
         settings = msgspec.structs.replace(PLAIN, **own)
         work_launched(other, Path(job.output_dir), os.environ, settings, seconds)
         return 0
+    if ray is None:
+        _check_files(job)
     chooser = _chooser(args, trainer, trainer.config, outlives) if here is None else None
     try:
         return asyncio.run(_train(args, here, tasks, ray, trainer, chooser))
@@ -157,6 +159,16 @@ def run(args: argparse.Namespace) -> int:
         return join_successor(args, deposed, None, page_settings(args), device=args.device)
     except asyncio.CancelledError:  # told a second time
         return INTERRUPTED
+
+
+def _check_files(job: Job) -> None:
+    """ConfigError for a file of rows that is missing: rank 0, which reads them, is here, and says so only when all
+    machines have come."""
+    from tllm.training.data.dataset import check_file
+
+    for name in (*job.train_files, *job.eval_files):
+        if row_file(job, name) == name:  # not what a function gives
+            check_file(Path(name))
 
 
 def final_model(job: Job) -> Path | None:
