@@ -100,10 +100,11 @@ def test_both_serving_and_transformers_open_what_was_trained(whole: Path) -> Non
 
 
 def test_told_to_stop_it_saves_and_the_same_command_goes_on_under_any_plan(whole: Path, tmp_path: Path) -> None:
-    """Ctrl-C, then another plan and a scheduler's SIGTERM, then a third plan to the end: as if nothing had happened."""
+    """Ctrl-C, then another plan and a closed terminal, which counts as a SIGTERM, then a third plan to the end: as if
+    nothing had happened."""
     words = ["train", str(write_job(tmp_path)), "--set", "seed=7"]
     run = tmp_path / "run"
-    for plan, number in (("dp=2", signal.SIGINT), ("pp=2", signal.SIGTERM)):
+    for plan, number in (("dp=2", signal.SIGINT), ("pp=2", signal.SIGHUP)):
         with running(*words, "--plan", plan) as command:
             first = command.until(r"^step +(\d+)/")  # the run may be over a second later
             command.process.send_signal(number)

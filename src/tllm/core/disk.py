@@ -9,7 +9,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -59,15 +59,6 @@ def write_whole(path: Path, content: bytes, variable: str) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}", f"free some space, or set {variable}") from error
 
 
-def print_line(words: str) -> None:
-    """Print what a long-running command tells its operator, at once, on stdout, which may be a file on a full disk. The
-    command goes on all the same: the log says what failed, and not the words, as they may have a token."""
-    try:
-        print(words, flush=True)
-    except OSError as error:
-        log.warning("a line for the operator could not be printed: %s", error.strerror)
-
-
 class DiskTrouble:
     """For what is gone without where it cannot be written. `what` goes before "cannot be written" in the log.
 
@@ -101,3 +92,22 @@ class DiskTrouble:
             was_there, self.is_there = self.is_there, False
         if was_there:
             self._log.warning("%s can be written again", self._what)
+
+
+_LINES = DiskTrouble(log, "lines for the operator")
+
+
+def _print(words: str) -> None:
+    print(words, flush=True)
+
+
+def print_line(words: str, show: Callable[[str], object] = _print) -> None:
+    """Print what a long-running command tells its operator, at once, on stdout, which may be a file on a full disk or a
+    terminal that is gone. The command goes on all the same: the log says what failed, and not the words, as they may
+    have a token. `show` prints them in another way."""
+    try:
+        show(words)
+    except OSError as error:
+        _LINES.refused(error)
+    else:
+        _LINES.accepted()

@@ -114,6 +114,18 @@ def test_an_unforeseen_error_is_two_lines(monkeypatch: pytest.MonkeyPatch, capsy
     assert "--debug" in shown[1]
 
 
+def test_a_full_disk_behind_stdout_is_no_fault_of_ours(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert cli.main(["--version"]) == TllmError.exit_code
+    assert capsys.readouterr().err.splitlines() == [
+        "error: could not write: No space left on device",
+        "hint: see that the disk has room, that of stdout too",
+    ]
+
+
 @pytest.mark.parametrize("color", [False, True])
 def test_color_only_on_a_terminal_that_wants_it(
     color: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
