@@ -13,8 +13,8 @@ from types import ModuleType, TracebackType
 from tllm import __version__
 from tllm.cli.arguments.elsewhere import COMMANDS_ELSEWHERE
 from tllm.cli.arguments.parser import Parser
+from tllm.cli.hangup import end_on_hangup
 from tllm.core.errors import ConfigError, RequestError, TllmError, nearest
-from tllm.core.hangup import end_on_hangup
 from tllm.core.program import reexecute_to_compute
 from tllm.core.stacks import show_stacks_on_signal
 

@@ -21,6 +21,15 @@ PART = ".part"
 """What the name of a file ends with that is still written, or was when its program died."""
 
 
+LFS_POINTER = "is a pointer of Git LFS and not the file itself"
+LFS_HINT = "`git lfs pull` in its folder fetches the files; or give the model's name, ORG/NAME"
+
+
+def is_lfs_pointer(begins: bytes) -> bool:
+    """Whether a file that begins so, with eight bytes or more, stands for a large one that `git clone` left out."""
+    return begins.startswith(b"version ")
+
+
 @contextlib.contextmanager
 def whole_file(path: Path, mode: int = 0o666, *, synced: bool = True, replaces: bool = True) -> Iterator[BinaryIO]:
     """A new file that takes the place of `path` when the block has ended well; else nothing is left of it.

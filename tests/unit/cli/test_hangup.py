@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tllm.core import hangup
+from tllm.cli import hangup
 
 
 @pytest.fixture
