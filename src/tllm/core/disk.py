@@ -21,6 +21,9 @@ PART = ".part"
 """What the name of a file ends with that is still written, or was when its program died."""
 
 
+READABLE = "see that it is there, and that this user may read it"
+"""What to do about a file of a model that cannot be read."""
+
 LFS_POINTER = "is a pointer of Git LFS and not the file itself"
 LFS_HINT = "`git lfs pull` in its folder fetches the files; or give the model's name, ORG/NAME"
 
