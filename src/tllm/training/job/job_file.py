@@ -29,6 +29,8 @@ TYPES: dict[str, Any] = {
 """The type of each key by its name, `table.key` for one of a table."""
 
 REQUIRED = tuple(field.name for field in fields(Job) if field.default is MISSING)
+NOTATION = 'a line reads key = value; a text is in "quotes", true and false are in small letters'
+EXAMPLES = {"plan": '"dp=2,pp=2"'}
 ROW_FILES = ("train_files", "eval_files")
 DEFAULT, SET, PLAN = "default", "--set", "--plan"
 
@@ -172,6 +174,8 @@ ELSEWHERE = {key: hint for hint, keys in _SAID for key in keys.split()}
 def _hint_for(key: str) -> str:
     """What a key that there is not was meant to be: one of another place or another trainer, or a mistyped one."""
     table, _, name = key.rpartition(".")
+    if key.lower() in TABLES:
+        return f"write [{key.lower()}], in small letters"
     if table and name in TYPES:
         return f"it is no key of a table: write it above [{table}]"
     tables = [known.partition(".")[0] for known in TYPES if known.endswith(f".{name}")]
@@ -223,7 +227,11 @@ def read_job(source: Path | Mapping[str, Any] | None, sets: Sequence[str] = (), 
     tables: dict[str, dict[str, Any]] = {}
     for key, value, origin in _flattened(given, tables):
         if key not in TYPES:
-            raise ConfigError(f"{origin}: {key!r} is no key of a job", _hint_for(key))
+            is_table = isinstance(value, Mapping) and key.lower() not in TABLES
+            hint = (
+                "tables are those of tasks and [lora]; all other keys stand above them" if is_table else _hint_for(key)
+            )
+            raise ConfigError(f"{origin}: {key!r} is no key of a job", hint)
         table, _, name_in_table = key.rpartition(".")
         place = tables.setdefault(table, {}) if table else values
         place[name_in_table], origins[key] = _converted(key, value, origin), origin
@@ -290,9 +298,8 @@ def _read_toml(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"cannot read the job {file}: {error.strerror}", "give the path of a TOML file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{file.name} is not TOML: {error}", 'a line reads key = value, a text is in "quotes"'
-        ) from error
+        hint = "a key is there twice" if "overwrite" in str(error) else NOTATION
+        raise ConfigError(f"{file.name} is not TOML: {error}", hint) from error
 
 
 def _pair(text: str) -> tuple[str, Any]:
@@ -341,8 +348,11 @@ def _converted(key: str, value: Any, origin: str) -> Any:
     except msgspec.ValidationError as error:
         why = str(error).split(" - at")[0]
         why = why[0].lower() + why[1:].replace("`", "").replace("array", "list")
-        is_part = isinstance(value, float) and 0 < value < 1 and key.endswith("_steps")
-        hint = "give a number of steps: a part of max_steps is not read" if is_part else ""
+        hint = f"write a text, as in {key} = {EXAMPLES[key]}" if key in EXAMPLES else ""
+        if isinstance(value, float) and 0 < value < 1 and key.endswith("_steps"):
+            hint = "give a number of steps: a part of max_steps is not read"
+        elif isinstance(value, str) and not _holds_text(TYPES[key]):
+            hint = "write it without quotes"
         raise ConfigError(f"{origin}: {key} = {value!r}: {why}", hint) from error
 
 
