@@ -100,10 +100,11 @@ def test_both_serving_and_transformers_open_what_was_trained(whole: Path) -> Non
 
 
 def test_told_to_stop_it_saves_and_the_same_command_goes_on_under_any_plan(whole: Path, tmp_path: Path) -> None:
-    """Ctrl-C, then another plan and a scheduler's SIGTERM, then a third plan to the end: as if nothing had happened."""
+    """Ctrl-C, then another plan and a closed terminal, which counts as a SIGTERM, then a third plan to the end: as if
+    nothing had happened."""
     words = ["train", str(write_job(tmp_path)), "--set", "seed=7"]
     run = tmp_path / "run"
-    for plan, number in (("dp=2", signal.SIGINT), ("pp=2", signal.SIGTERM)):
+    for plan, number in (("dp=2", signal.SIGINT), ("pp=2", signal.SIGHUP)):
         with running(*words, "--plan", plan) as command:
             first = command.until(r"^step +(\d+)/")  # the run may be over a second later
             command.process.send_signal(number)
@@ -225,7 +226,7 @@ def test_a_weight_that_is_no_number_is_named(whole: Path, tmp_path: Path) -> Non
         (["--set", "learning_rte=1"], 2, "'learning_rte' is no key of a job"),
         (["--set", "lr=1"], 2, "give learning_rate"),
         (["--set", "max_steps=many"], 2, "--set: max_steps = 'many'"),
-        (["--set", "train_files=/nowhere.jsonl"], 2, "/nowhere.jsonl is not a file"),
+        (["--set", "train_files=/nowhere.jsonl"], 2, "/nowhere.jsonl is not there"),
         (["--set", "config_name=/nowhere"], 2, "/nowhere is neither a model's folder nor a config.json"),
         (["--set", "report_to=wandb"], 2, "report_to names 'wandb'"),
         (["--plan", "pp=3"], 3, "a model of 2 layers makes at most 2 stages"),

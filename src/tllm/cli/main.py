@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import shutil
@@ -10,7 +11,9 @@ from collections.abc import Callable, Sequence
 from types import ModuleType, TracebackType
 
 from tllm import __version__
+from tllm.cli.arguments.elsewhere import COMMANDS_ELSEWHERE
 from tllm.cli.arguments.parser import Parser
+from tllm.cli.hangup import end_on_hangup
 from tllm.core.errors import ConfigError, RequestError, TllmError, nearest
 from tllm.core.program import reexecute_to_compute
 from tllm.core.stacks import show_stacks_on_signal
@@ -49,12 +52,17 @@ COMPUTE = {"generate", "chat", "serve", "train", "teach", "rollout", "join", "ve
 INTERRUPTED = 130
 PIPE_CLOSED = 141
 
+TAKES_NOTHING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+"""Of a disk that is full, or a terminal that is gone: not a fault of ours, wherever it shows."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (docs/reference/exit-codes.md)."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if argv is None and COMPUTE & set(words[:1]):
-        reexecute_to_compute()
+    if argv is None:
+        if COMPUTE & set(words[:1]):
+            reexecute_to_compute()
+        end_on_hangup()
     debug = "--debug" in words
     if not debug:
         sys.excepthook = _print_unforeseen
@@ -73,9 +81,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return INTERRUPTED
     except BrokenPipeError:
-        # Who read our output went away. Python flushes stdout once more at exit: give it a place to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()  # who read it went away
         return PIPE_CLOSED
+    except OSError as error:
+        if debug or error.errno not in TAKES_NOTHING:
+            raise
+        _discard_output()
+        where = f" to {error.filename}" if error.filename else ""
+        print_error(
+            TllmError(f"could not write{where}: {error.strerror}", "see that the disk has room, that of stdout too")
+        )
+        return TllmError.exit_code
+
+
+def _discard_output() -> None:
+    """Give what is still to be written to stdout a place to go: Python flushes it once more at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def module_of(name: str) -> str:
@@ -113,7 +134,8 @@ def _run(words: list[str]) -> int:
     name = words[0]
     if name not in COMMANDS:
         kind = "option" if name.startswith("-") else "command"
-        raise ConfigError(f"tllm has no {kind} {name!r}", nearest(name, COMMANDS))
+        hint = COMMANDS_ELSEWHERE.get(name) or nearest(name, COMMANDS, "`tllm --help` lists the commands")
+        raise ConfigError(f"tllm has no {kind} {name!r}", hint)
     show_stacks_on_signal()
     command = importlib.import_module(module_of(name))
     parser = Parser(prog=f"tllm {name}", description=_description(command))

@@ -23,6 +23,7 @@ from tllm.core.errors import AuthError
 PREFIX = "tllm1-"
 SECRET_SIZE = 32
 FINGERPRINT_SIZE = 32
+LENGTH = len(PREFIX) + (SECRET_SIZE + FINGERPRINT_SIZE) * 4 // 3 + 1
 HOUR = 3600.0
 ALWAYS_SECONDS, ALWAYS_USES = 10 * 365 * 24 * HOUR, 1 << 40
 
@@ -62,16 +63,19 @@ class JoinToken:
 
     @classmethod
     def parse(cls, text: str) -> JoinToken:
-        """Read what `str` wrote. AuthError for anything else; the message does not repeat the token."""
-        body = text.strip().removeprefix(PREFIX)
+        """Read what `str` wrote, also where a terminal has broken it into lines. AuthError for anything else; it does
+        not repeat the token."""
+        text = "".join(text.split()).strip("'\"")
+        body = text.removeprefix(PREFIX)
         try:
             raw = base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True)
         except (binascii.Error, ValueError):
             raw = b""
-        if not text.strip().startswith(PREFIX) or len(raw) != SECRET_SIZE + FINGERPRINT_SIZE:
+        if not text.startswith(PREFIX) or len(raw) != SECRET_SIZE + FINGERPRINT_SIZE:
             raise AuthError(
-                f"this is not a join token ({len(text.strip())} characters)",
-                f"copy the whole line that the coordinator printed; a token starts with {PREFIX}",
+                f"this is not a join token ({len(text)} characters, and one has {LENGTH})",
+                f"it starts with {PREFIX}; copy all of the line that the first machine printed, which narrow terminals "
+                "show as two",
             )
         return cls(raw[:SECRET_SIZE], raw[SECRET_SIZE:])
 

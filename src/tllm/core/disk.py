@@ -9,7 +9,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,6 +19,18 @@ log = logging.getLogger("tllm")
 
 PART = ".part"
 """What the name of a file ends with that is still written, or was when its program died."""
+
+
+READABLE = "see that it is there, and that this user may read it"
+"""What to do about a file of a model that cannot be read."""
+
+LFS_POINTER = "is a pointer of Git LFS and not the file itself"
+LFS_HINT = "`git lfs pull` in its folder fetches the files; or give the model's name, ORG/NAME"
+
+
+def is_lfs_pointer(begins: bytes) -> bool:
+    """Whether a file that begins so, with eight bytes or more, stands for a large one that `git clone` left out."""
+    return begins.startswith(b"version ")
 
 
 @contextlib.contextmanager
@@ -59,15 +71,6 @@ def write_whole(path: Path, content: bytes, variable: str) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}", f"free some space, or set {variable}") from error
 
 
-def print_line(words: str) -> None:
-    """Print what a long-running command tells its operator, at once, on stdout, which may be a file on a full disk. The
-    command goes on all the same: the log says what failed, and not the words, as they may have a token."""
-    try:
-        print(words, flush=True)
-    except OSError as error:
-        log.warning("a line for the operator could not be printed: %s", error.strerror)
-
-
 class DiskTrouble:
     """For what is gone without where it cannot be written. `what` goes before "cannot be written" in the log.
 
@@ -101,3 +104,22 @@ class DiskTrouble:
             was_there, self.is_there = self.is_there, False
         if was_there:
             self._log.warning("%s can be written again", self._what)
+
+
+_LINES = DiskTrouble(log, "lines for the operator")
+
+
+def _print(words: str) -> None:
+    print(words, flush=True)
+
+
+def print_line(words: str, show: Callable[[str], object] = _print) -> None:
+    """Print what a long-running command tells its operator, at once, on stdout, which may be a file on a full disk or a
+    terminal that is gone. The command goes on all the same: the log says what failed, and not the words, as they may
+    have a token. `show` prints them in another way."""
+    try:
+        show(words)
+    except OSError as error:
+        _LINES.refused(error)
+    else:
+        _LINES.accepted()

@@ -115,11 +115,13 @@ class RequestError(TllmError):
         self.param = param
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """A hint for a mistyped word: the known word that is most like it, or all known words."""
+def nearest(word: str, known: Iterable[str], otherwise: str = "") -> str:
+    """A hint for a mistyped word: the known word that is most like it, or all known words. Where these are too many for
+    a line, `otherwise` stands in their place, and the word must be more like one of them: of many some always are."""
     choices = sorted(known)
-    close = difflib.get_close_matches(word, choices, n=1)
-    return f"did you mean {close[0]!r}?" if close else "known: " + ", ".join(choices)
+    alike = [known for known in choices if known.lower() == word.lower()]
+    close = alike or difflib.get_close_matches(word, choices, n=1, cutoff=0.7 if otherwise else 0.6)
+    return f"did you mean {close[0]!r}?" if close else otherwise or "known: " + ", ".join(choices)
 
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from tllm.core.disk import READABLE
 from tllm.core.errors import WeightsError
 from tllm.core.gguf_header import GgufHeader, GgufTensor, Value, read_gguf_header
 from tllm.core.partial_gguf_files import as_floats, check_floats, rest_of
@@ -109,7 +110,7 @@ def open_gguf(path: Path) -> GgufFile | None:
     try:
         names = [entry.name for entry in os.scandir(folder) if entry.is_file()]
     except OSError as error:
-        raise WeightsError(f"cannot read the folder {folder}: {error.strerror}") from error
+        raise WeightsError(f"cannot read the folder {folder}: {error.strerror}", READABLE) from error
     files = gguf_files(names, wanted)
     if not files:
         return None
@@ -138,7 +139,7 @@ def read_range(path: Path, start: int, stop: int) -> bytes:
             file.seek(start)
             data = file.read(stop - start)
     except OSError as error:
-        raise WeightsError(f"cannot read {path}: {error.strerror}") from error
+        raise WeightsError(f"cannot read {path}: {error.strerror}", READABLE) from error
     if len(data) != stop - start:
         raise WeightsError(f"{path} ends before byte {stop}", "the file changed while it was read; copy it again")
     return data

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
+from tllm.core.disk import LFS_HINT, LFS_POINTER, is_lfs_pointer
 from tllm.core.errors import WeightsError
 
 Read = Callable[[int, int], bytes]
@@ -136,6 +137,8 @@ def read_gguf_header(file: str, size: int, read: Read) -> GgufHeader:
     """The header of one file of `size` bytes. WeightsError, naming the file, for all that is not as the format says."""
     data = _HeaderBytes(file, size, read)
     if data.take(4) != b"GGUF":
+        if is_lfs_pointer(bytes(data.data[:8])):
+            raise WeightsError(f"{data.file} {LFS_POINTER}", LFS_HINT)
         data.refuse("it does not begin with GGUF", "give a file that is of the GGUF format")
     version = data.number("I")
     if version not in (2, 3):

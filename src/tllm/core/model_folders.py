@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tllm.core.disk import LFS_HINT, LFS_POINTER, is_lfs_pointer
 from tllm.core.errors import TllmError
 from tllm.core.gguf_files import is_gguf
 
@@ -34,7 +35,10 @@ def repo_of(snapshot: Path) -> str:
 def json_table(file: Path, error: type[TllmError]) -> dict[str, Any]:
     """The object that a JSON file of a model holds. Raises an `error` for a file that holds none."""
     try:
-        found = json.loads(file.read_bytes())
+        content = file.read_bytes()
+        if is_lfs_pointer(content):
+            raise error(f"{file} {LFS_POINTER}", LFS_HINT)
+        found = json.loads(content)
     except (OSError, ValueError, RecursionError) as fault:
         raise error(f"{file} cannot be read: {fault}", "copy the file again") from fault
     if not isinstance(found, dict):

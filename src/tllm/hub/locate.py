@@ -22,7 +22,7 @@ from tllm.hub.folders import (
 from tllm.hub.hub_client import download, list_repository
 from tllm.hub.hub_errors import HubOffline, hub_host
 from tllm.hub.lm_studio import find_lm_studio
-from tllm.hub.model_name import SHAPES, ModelName, is_commit, parse_name
+from tllm.hub.model_name import ModelName, is_commit, meant, parse_name
 from tllm.hub.ollama_store import find_ollama
 from tllm.hub.partial_gguf import fetch_partial_gguf
 from tllm.hub.repository import (
@@ -71,7 +71,7 @@ def locate(text: str, need: Need, revision: str | None = None) -> LocatedModel:
     name = parse_name(text, revision)
     if name is None:
         raise ConfigError(
-            f"{text} is not a folder or a GGUF file, nor a name that a model can have", _like(path) + SHAPES
+            f"{text} is not a folder or a GGUF file, nor a name that a model can have", _like(path) + meant(text)
         )
     if name.store == "ollama":
         found = find_ollama(name.repo, name.tag)

@@ -21,6 +21,8 @@ SHAPES = (
     "with :Q4_K_M for one of its GGUF files), ollama:NAME or lmstudio:PUBLISHER/NAME"
 )
 
+ADDRESS = re.compile(rf"(?:https?://[^/]+/|hf://|hf\.co/|huggingface\.co/)(?P<repo>{WORD}/{WORD})(?:/.*)?", re.ASCII)
+
 
 @dataclass(frozen=True)
 class ModelName:
@@ -57,6 +59,16 @@ def parse_name(text: str, revision: str | None = None) -> ModelName | None:
     if wanted and not is_revision(wanted):
         raise ConfigError(f"{wanted[:80]!r} is not a branch, tag or commit", "such as main, v1.0 or a commit's hash")
     return ModelName(store, match["repo"], wanted, match["tag"] or "")
+
+
+def meant(text: str) -> str:
+    """The hint for a text that is no name: what it was meant to be, or what names look like."""
+    if address := ADDRESS.fullmatch(text):
+        return f"give {address['repo']}, the model's name"
+    name = NAME.fullmatch(text)
+    if name and name["store"] is None and "/" not in text:
+        return f"{SHAPES}; ollama:{text} is what ollama has pulled"
+    return SHAPES
 
 
 def is_revision(text: str) -> bool:

@@ -235,6 +235,11 @@ def read_config(folder: Path) -> dict[str, Any]:
         )
     if not path.exists():
         raise ModelError(f"{folder} has no config.json", "give the folder of a Hugging Face model")
+    if path.suffix != ".json":
+        raise ModelError(
+            f"{folder} is neither a model's folder nor a GGUF file",
+            f"give its folder, {folder.parent}" if path.suffix == ".safetensors" else "give the folder of a model",
+        )
     raw, generation = json_table(path, ModelError), path.parent / "generation_config.json"
     if generation.is_file():
         extra = json_table(generation, ModelError)

@@ -283,7 +283,10 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True):
         try:
             plan = msgspec.json.decode(path.read_bytes(), type=cls)
         except OSError as error:
-            raise ConfigError(f"cannot read the plan {path}: {error.strerror}") from error
+            raise ConfigError(
+                f"cannot read the plan {path}: {error.strerror}",
+                "give a plan such as pp=2,tp=1+2, or a JSON file of one",
+            ) from error
         except UNREADABLE as error:
             raise ConfigError(f"{path} is not a plan: {error}", "`tllm plan --json` writes one") from error
         plan.check(num_layers)

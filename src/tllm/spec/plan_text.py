@@ -127,8 +127,10 @@ def _pairs(text: str) -> dict[str, str]:
     given: dict[str, str] = {}
     for part in filter(None, text.replace(" ", "").split(",")):
         key, equals, value = part.partition("=")
-        if key not in KEYS or not equals or not value:
+        if key not in KEYS:
             raise PlanError(f"plan {text!r}: {part!r} is not understood", nearest(key, KEYS))
+        if not equals or not value:
+            raise PlanError(f"plan {text!r}: {part!r} has no value", f"write {key}=…, as in pp=2,tp=1+2")
         if key in given:
             raise PlanError(f"plan {text!r} gives {key} twice", "give it once")
         given[key] = value

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import tokenizers
 
+from tllm.core.disk import LFS_HINT, LFS_POINTER, is_lfs_pointer
 from tllm.core.errors import ConfigError, RequestError
 from tllm.core.gguf_files import GgufFile, open_gguf
 from tllm.core.gguf_vocabulary import stop_ids as gguf_stop_ids
@@ -219,7 +220,12 @@ def _from_files(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
     try:
         inner = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises exactly this for every fault in the file
-        raise ConfigError(f"{file} cannot be read: {str(error)[:300]}", _CONVERT_HINT) from error
+        with file.open("rb") as opened:
+            if is_lfs_pointer(opened.read(8)):
+                raise ConfigError(f"{file} {LFS_POINTER}", LFS_HINT) from error
+        raise ConfigError(
+            f"{file} cannot be read: {str(error)[:300]}", f"copy the file again, or {_CONVERT_HINT}"
+        ) from error
     _add_missing(inner, config, file)
     return inner, config
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from tllm.core.disk import READABLE
 from tllm.core.errors import WeightsError
 from tllm.core.gguf_files import gguf_files, is_gguf
 from tllm.weights.byte_spans import Spans, one_span
@@ -80,7 +81,7 @@ class LocalFiles:
             with os.scandir(self.folder) as entries:
                 self._sizes = {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
         except OSError as error:
-            raise WeightsError(f"cannot read the model folder {self.folder}: {error.strerror}") from error
+            raise WeightsError(f"cannot read the folder {self.folder}: {error.strerror}", READABLE) from error
         if is_gguf(given):
             self._sizes = {name: self._sizes[name] for name in gguf_files(self._sizes, given.name)}
 
@@ -106,7 +107,7 @@ class LocalFiles:
                 try:
                     got = os.preadv(descriptor, [run[filled:]], start)
                 except OSError as error:
-                    raise WeightsError(f"cannot read {self.folder / file}: {error.strerror}") from error
+                    raise WeightsError(f"cannot read {self.folder / file}: {error.strerror}", READABLE) from error
                 if got == 0:
                     raise WeightsError(
                         f"{self.folder / file} ends at byte {start}, before byte {start + width - filled}",
@@ -134,7 +135,7 @@ class LocalFiles:
             try:
                 self._descriptors[file] = os.open(self.folder / file, os.O_RDONLY | os.O_CLOEXEC)
             except OSError as error:
-                raise WeightsError(f"cannot open {self.folder / file}: {error.strerror}") from error
+                raise WeightsError(f"cannot open {self.folder / file}: {error.strerror}", READABLE) from error
         return self._descriptors[file]
 
 

@@ -30,7 +30,10 @@ def check_coverage(
             by_name.setdefault(block.name, []).append((rank, block.box, block.replicated))
     for name, blocks_of in by_name.items():
         if name not in shapes:
-            raise PlanError(f"tensor {name!r} is in the plan and not in the weight files")
+            raise PlanError(
+                f"tensor {name!r} is in the plan and not in the weight files",
+                "see that all files of the model are there, and that config.json is of this model",
+            )
         _check_tensor(name, shapes[name], blocks_of)
 
 

@@ -120,7 +120,10 @@ def new_folder(folder: Path) -> Iterator[Path]:
             # Still there only if something failed before the rename.
             shutil.rmtree(beside, ignore_errors=True)
     except OSError as error:
-        raise WeightsError(f"cannot write {folder}: {error.strerror or error}") from error
+        raise WeightsError(
+            f"cannot write {folder}: {error.strerror or error}",
+            "see that this user may write there, and that the disk has room",
+        ) from error
 
 
 class _Stack(NamedTuple):

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from tllm.core.disk import LFS_HINT, LFS_POINTER, is_lfs_pointer
 from tllm.core.errors import WeightsError, nearest
 from tllm.weights.boxes import Shape
 from tllm.weights.byte_source import ByteSource
@@ -45,7 +46,10 @@ def read_header(source: ByteSource, file: str) -> dict[str, TensorEntry]:
     size = source.size(file)
     if size < 8:
         _refuse(file, f"it has {size} bytes and the length of its header alone takes 8")
-    length = int.from_bytes(source.read(file, 0, 8), "little")
+    begins = source.read(file, 0, 8)
+    if is_lfs_pointer(begins):
+        raise WeightsError(f"{file} {LFS_POINTER}", LFS_HINT)
+    length = int.from_bytes(begins, "little")
     if length > HEADER_LIMIT:
         _refuse(file, f"its header says it is {length} bytes long and {HEADER_LIMIT} is the most there can be")
     if length > size - 8:

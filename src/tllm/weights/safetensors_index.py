@@ -25,6 +25,8 @@ INDEX = "model.safetensors.index.json"
 T = TypeVar("T")
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+HALVES = (".incomplete", ".part", ".crdownload", ".aria2", ".tmp")
+"""How programs call what they have not fetched to its end."""
 
 NO_HEAD = (
     "if they are of a model that embeds and was saved without its head, name it by its kind in config.json: "
@@ -157,6 +159,10 @@ def _nothing_to_read(names: list[str]) -> WeightsError:
     pieces = [name for name in names if name.endswith(".safetensors")]
     if pieces:
         return WeightsError(f"there is {pieces[0]} and no {INDEX} that says what is in it", "copy that file too")
+    if halves := [name for name in names if name.endswith(HALVES)]:
+        return WeightsError(
+            f"{halves[0]} was not fetched to its end, and is all there is of the weights", "fetch it again"
+        )
     return WeightsError(
         f"there is neither {SINGLE} nor {INDEX}", "give the folder that holds config.json and the weights"
     )

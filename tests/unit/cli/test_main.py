@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import fcntl
 import pty
+import runpy
 import struct
 import sys
 import termios
@@ -38,11 +39,20 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"tllm {tllm.__version__}\n"
 
 
+def test_python_runs_the_package(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["tllm", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("tllm", run_name="__main__")
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"tllm {tllm.__version__}\n"
+
+
 @pytest.mark.parametrize(
     ("words", "error", "hint"),
     [
         (["plna"], "error: tllm has no command 'plna'", "did you mean 'plan'?"),
-        (["--bogus"], "error: tllm has no option '--bogus'", "known: "),
+        (["--bogus"], "error: tllm has no option '--bogus'", "`tllm --help` lists the commands"),
+        (["run", "."], "error: tllm has no command 'run'", "`tllm chat MODEL`"),
         (["plan"], "error: the following arguments are required: MODEL", "`tllm plan --help`"),
         (["plan", "/nowhere/at/all"], "error: /nowhere/at/all is not a folder", "config.json"),
         (["plan", ".", "--paln=pp=2"], "error: tllm plan has no option --paln", "did you mean '--plan'?"),
@@ -102,6 +112,18 @@ def test_an_unforeseen_error_is_two_lines(monkeypatch: pytest.MonkeyPatch, capsy
     shown = capsys.readouterr().err.splitlines()
     assert shown[0] == "error: a fault in tllm itself: KeyError: 'x'"
     assert "--debug" in shown[1]
+
+
+def test_a_full_disk_behind_stdout_is_no_fault_of_ours(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert cli.main(["--version"]) == TllmError.exit_code
+    assert capsys.readouterr().err.splitlines() == [
+        "error: could not write: No space left on device",
+        "hint: see that the disk has room, that of stdout too",
+    ]
 
 
 @pytest.mark.parametrize("color", [False, True])

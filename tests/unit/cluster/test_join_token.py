@@ -16,6 +16,18 @@ def test_a_token_survives_being_written_and_read() -> None:
     assert again.fingerprint == FINGERPRINT
 
 
+@pytest.mark.parametrize("shown", ["{}\n{}", '"{}{}"', "{} \r\n  {}"])
+def test_a_token_that_a_terminal_broke_is_read(shown: str) -> None:
+    token = TokenBook(FINGERPRINT).issue(now=0.0)
+    assert JoinToken.parse(shown.format(str(token)[:60], str(token)[60:])) == token
+
+
+def test_half_a_token_is_told_how_long_one_is() -> None:
+    text = str(TokenBook(FINGERPRINT).issue(now=0.0))
+    with pytest.raises(AuthError, match=f"40 characters, and one has {len(text)}"):
+        JoinToken.parse(text[:40])
+
+
 def test_a_token_is_not_shown_by_repr() -> None:
     token = TokenBook(FINGERPRINT).issue(now=0.0)
     assert repr(token.secret) not in repr(token)

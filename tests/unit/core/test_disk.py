@@ -76,13 +76,18 @@ def test_a_line_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "serving\n"
 
 
-def test_a_full_disk_behind_stdout_is_told_in_the_log_without_the_words(
+def test_a_full_disk_behind_stdout_is_told_once_in_the_log_without_the_words(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with open("/dev/full", "w", buffering=1) as full:
         monkeypatch.setattr(sys, "stdout", full)
         print_line("tllm join HOST --token SECRET")
+        print_line("serving")
         monkeypatch.undo()
         with pytest.raises(OSError, match="No space left"):
             full.close()
-    assert caplog.messages == ["a line for the operator could not be printed: No space left on device"]
+    print_line("and on")
+    assert caplog.messages == [
+        "lines for the operator cannot be written: No space left on device",
+        "lines for the operator can be written again",
+    ]

@@ -132,6 +132,7 @@ def test_what_is_read_is_what_gguf_reads(tmp_path: Path) -> None:
 
 DAMAGE: dict[str, tuple[bytes, str]] = {
     "magic": (b"GGML" + GOOD[4:], "does not begin with GGUF"),
+    "pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n", "is a pointer of Git LFS"),
     "empty": (b"", "goes on to byte 4 at least and the file has 0"),
     "version 1": (b"GGUF" + struct.pack("<I", 1) + GOOD[8:], "version 1"),
     "big-endian": (b"GGUF" + struct.pack(">I", 3) + GOOD[8:], "big-endian"),

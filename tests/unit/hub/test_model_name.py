@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tllm.core.errors import ConfigError
-from tllm.hub.model_name import ModelName, is_revision, parse_name
+from tllm.hub.model_name import ModelName, is_revision, meant, parse_name
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -44,6 +44,22 @@ def test_a_name_is_read_and_written(text: str, name: ModelName) -> None:
 )
 def test_what_is_no_name(text: str) -> None:
     assert parse_name(text) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("https://huggingface.co/org/name", "give org/name, the model's name"),
+        ("https://huggingface.co/org/name/tree/main", "give org/name, the model's name"),
+        ("hf.co/org/name", "give org/name, the model's name"),
+        ("hf://org/name", "give org/name, the model's name"),
+        ("llama3:8b", "ollama:llama3:8b is what ollama has pulled"),
+        ("./model", "give a folder with a config.json"),
+    ],
+)
+def test_what_was_meant(text: str, hint: str) -> None:
+    assert parse_name(text) is None
+    assert hint in meant(text)
 
 
 @given(st.text(max_size=40))

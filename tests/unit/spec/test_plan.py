@@ -37,6 +37,7 @@ def test_what_is_left_out_is_even() -> None:
         ("pp=2,tp=1+2+3", "2 stages and of 3"),
         ("tp=2,shares=1:2:3", "no stage has so many"),
         ("pq=2", "'pq=2' is not understood"),
+        ("tp=2,pp", "'pp' has no value"),
         ("pp=0", "not a whole number"),
         ("pp=2,pp=3", "twice"),
         ("experts=half", "experts=half is not known"),

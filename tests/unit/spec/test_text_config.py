@@ -64,3 +64,14 @@ def test_a_folder_of_an_adapter_is_told_from_one_without_a_model(tmp_path: Path)
     with pytest.raises(ModelError, match="is a LoRA adapter") as refused:
         read_config(tmp_path)
     assert f"--adapter {tmp_path}" in refused.value.hint
+
+
+def test_a_file_that_is_no_model_is_said_to_be_none(tmp_path: Path) -> None:
+    (weights := tmp_path / "model.safetensors").touch()
+    with pytest.raises(ModelError, match="neither a model's folder nor a GGUF file") as refused:
+        read_config(weights)
+    assert refused.value.hint == f"give its folder, {tmp_path}"
+    (tmp_path / "config.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\n")
+    with pytest.raises(ModelError, match="is a pointer of Git LFS") as refused:
+        read_config(tmp_path)
+    assert "git lfs pull" in refused.value.hint

@@ -80,6 +80,12 @@ def test_torn_files_are_config_errors(content: str, tmp_path: Path) -> None:
             Tokenizer.from_folder(tmp_path)
 
 
+def test_a_tokenizer_that_git_left_out_is_said_to_be_none(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\n")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json is a pointer of Git LFS"):
+        Tokenizer.from_folder(tmp_path)
+
+
 def test_stop_ids_prefer_the_generation_config(tmp_path: Path) -> None:
     assert stop_ids(tmp_path) == ()
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 2}))

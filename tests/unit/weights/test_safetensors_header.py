@@ -44,6 +44,13 @@ def test_every_dtype_as_the_library_writes_it(tmp_path: Path, dtype: torch.dtype
         assert torch.equal(got.view(-1).view(torch.uint8), expected.contiguous().view(-1).view(torch.uint8))
 
 
+def test_a_file_that_git_left_out_is_said_to_be_none(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4665bdf4e2\nsize 4939116424\n")
+    with pytest.raises(WeightsError, match=r"model\.safetensors is a pointer of Git LFS") as caught:
+        read_header(LocalFiles(tmp_path), FILE)
+    assert "git lfs pull" in caught.value.hint
+
+
 LIES: dict[str, tuple[Any, bytes, str]] = {
     "not json": (b"{nonsense", b"", "not JSON"),
     "not utf-8": (b'{"\xff": 1}', b"", "not JSON"),

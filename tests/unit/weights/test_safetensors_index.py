@@ -126,6 +126,9 @@ def test_pickles_are_refused(tmp_path: Path, file: str) -> None:
 def test_folders_without_weights(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="neither"):
         Index.read(LocalFiles(tmp_path))
+    (tmp_path / "model.safetensors.incomplete").touch()
+    with pytest.raises(WeightsError, match=r"safetensors\.incomplete was not fetched to its end"):
+        Index.read(LocalFiles(tmp_path))
     save_file({"a": torch.ones(1)}, tmp_path / "model-00001-of-00002.safetensors")
     with pytest.raises(WeightsError, match=r"no model\.safetensors\.index\.json"):
         Index.read(LocalFiles(tmp_path))

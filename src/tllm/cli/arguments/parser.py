@@ -8,6 +8,7 @@ import shutil
 import textwrap
 from typing import NoReturn
 
+from tllm.cli.arguments.elsewhere import VALUES_ELSEWHERE, said_of_option
 from tllm.core.errors import ConfigError, nearest
 
 UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -35,13 +36,41 @@ class Parser(argparse.ArgumentParser):
             self.description = whole
 
     def error(self, message: str) -> NoReturn:
-        known = sorted(set(re.findall(r"--[a-z][a-z-]+", self.format_help())))
-        unknown = re.search(r"unrecognized arguments: (-\S*)", message)
-        hint = f"`{self.prog} --help` lists its options"
-        if unknown:
+        message = re.sub(
+            r"argument -h/--help: ignored explicit argument '(.*)'", r"unrecognized arguments: -h\1", message
+        )
+        unknown = re.search(r"unrecognized arguments: (\S*)", message)
+        choice = re.search(r"argument (\S+): invalid choice: '(.*?)'", message)
+        hint = self._help
+        if unknown and unknown[1].startswith("-"):
             word = unknown[1].partition("=")[0]
-            message, hint = f"{self.prog} has no option {word}", f"{nearest(word, known)}"
+            message, hint = f"{self.prog} has no option {word}", self._meant(word)
+        elif unknown:
+            message = f"{self.prog} does not know what {unknown[1]!r} is for"
+            hint = f"an option takes one value: give it again for another; {hint}"
+        elif choice:
+            hint = VALUES_ELSEWHERE.get((choice[1], choice[2]), hint)
         raise ConfigError(message, hint)
+
+    def _meant(self, word: str) -> str:
+        """What an option that there is not was meant to be: mistyped, a key of the job, or one of another program."""
+        known = [option for option in self._option_string_actions if option.startswith("--")]
+        dashed = re.sub("^--?", "--", word.lower().replace("_", "-"))
+        if dashed in known:
+            return f"did you mean {dashed!r}?"
+        if "--set" in known and (said := _said_of_key(dashed[2:].replace("-", "_"))):
+            return said
+        return said_of_option(word, known) or said_of_option(dashed, known) or nearest(dashed, known, self._help)
+
+    @property
+    def _help(self) -> str:
+        return f"`{self.prog} --help` lists its options"
+
+
+def _said_of_key(name: str) -> str | None:
+    from tllm.training.job.job_file import said_of_key  # which no command needs that is typed as it should be
+
+    return said_of_key(name)
 
 
 def whole(text: str) -> int:

@@ -48,6 +48,7 @@ from tllm.cli.planning.run_page import RunPage
 from tllm.cli.planning.run_watch import Watch
 from tllm.cluster.consensus.replica import Deposed
 from tllm.cluster.heartbeat import check_lost_after
+from tllm.core.disk import print_line
 from tllm.core.errors import ConfigError
 from tllm.node.coordinator.cluster_options import LOOPBACK, ClusterOptions
 from tllm.node.machine.launcher_env import Launched
@@ -150,6 +151,8 @@ def run(args: argparse.Namespace) -> int:
         settings = msgspec.structs.replace(PLAIN, **own)
         work_launched(other, Path(job.output_dir), os.environ, settings, seconds)
         return 0
+    if ray is None:
+        _check_files(job)
     chooser = _chooser(args, trainer, trainer.config, outlives) if here is None else None
     try:
         return asyncio.run(_train(args, here, tasks, ray, trainer, chooser))
@@ -157,6 +160,16 @@ def run(args: argparse.Namespace) -> int:
         return join_successor(args, deposed, None, page_settings(args), device=args.device)
     except asyncio.CancelledError:  # told a second time
         return INTERRUPTED
+
+
+def _check_files(job: Job) -> None:
+    """ConfigError for a file of rows that is missing: rank 0, which reads them, is here, and says so only when all
+    machines have come."""
+    from tllm.training.data.dataset import check_file
+
+    for name in (*job.train_files, *job.eval_files):
+        if row_file(job, name) == name:  # not what a function gives
+            check_file(Path(name))
 
 
 def final_model(job: Job) -> Path | None:
@@ -205,7 +218,7 @@ async def _train(
     beside = sum(wanted.count for wanted in role_nodes(trainer.resolved.job).values())
     machines = plan.world_size + beside
     roles = f" and {beside} node{'s' if beside > 1 else ''} with a role beside them" if beside else ""
-    print(f"{how}: bringing up {plan.world_size} rank{'s' if plan.world_size > 1 else ''}{roles}", flush=True)
+    print_line(f"{how}: bringing up {plan.world_size} rank{'s' if plan.world_size > 1 else ''}{roles}")
 
     folder = Path(trainer.resolved.job.output_dir)
     source = ray or joining(tasks, folder, invite, invite_by_secret)
@@ -223,7 +236,7 @@ async def _train(
     async with AsyncExitStack() as stack:
         if (settings := page_settings(args)) is not None:
             url = await stack.enter_async_context(page.serving(settings))
-            print(f"the run's page is at {url}", flush=True)
+            print_line(f"the run's page is at {url}")
         run = page.run = await stack.enter_async_context(loading(args.quiet, opening))
         _stop_on_signals(run)
         page.watch = Watch(chooser, args.replan) if chooser and chooser.chosen else None
@@ -311,7 +324,7 @@ def _stop_on_signals(run: TrainingRun) -> None:
         if run.fault is not None:  # it is another machine's by now, which this one looks for
             end()
             return
-        print("\nsaving, then leaving; once more ends at once", flush=True)
+        print_line("\nsaving, then leaving; once more ends at once")
         answer(end)
         run.stop()
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from tllm.cli.display.tables import terminal_width
+from tllm.core.disk import print_line
 from tllm.training.report.console import show_bytes, show_seconds, step_line
 from tllm.training.report.events import RunBegan, RunEnded, RunLostRank, RunResumed, RunSaved
 from tllm.training.report.metrics import StepRecord
@@ -39,7 +41,7 @@ class RunDisplay:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stack.close()
+        self._close_bar()
 
     def began(self, news: RunBegan, folder: Path) -> None:
         if self._has_begun:  # and goes on: `resumed` says how
@@ -49,12 +51,12 @@ class RunDisplay:
         count = f"{news.parameters + news.adapter_parameters:,} parameters"
         if news.adapter_parameters:
             count = f"trains {news.adapter_parameters:,} of {count}"
-        print(f"{folder}: {count}{went_on}", flush=True)
-        print(f"matrix peak of all ranks: {news.peak / 1e9:,.0f} Gflop/s", flush=True)
+        print_line(f"{folder}: {count}{went_on}")
+        print_line(f"matrix peak of all ranks: {news.peak / 1e9:,.0f} Gflop/s")
         if news.products:
-            print(f"products: {news.products}", flush=True)
+            print_line(f"products: {news.products}")
         if news.network:
-            print(f"network: {news.network}", flush=True)
+            print_line(f"network: {news.network}")
         if sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not self._quiet:
             self._bar = self._open_bar(news.step)
 
@@ -90,21 +92,26 @@ class RunDisplay:
         self._say(f"goes on{after} after step {news.step}{again}, from {origin[news.origin]}; plan {news.plan}")
 
     def ended(self, news: RunEnded, folder: Path) -> None:
-        self._stack.close()
+        self._close_bar()
         if news.reason:
-            print(f"ended early: {news.reason}", flush=True)
+            print_line(f"ended early: {news.reason}")
         if news.final:
-            print(f"done after {news.step} steps; the model is in {news.final}{news.of_step}", flush=True)
+            print_line(f"done after {news.step} steps; the model is in {news.final}{news.of_step}")
         else:
             whence = ", whose save failed; the same command goes on from the last that is whole"
             said = whence if self._unsaved == news.step else "; the same command goes on"
-            print(f"left after step {news.step} of {self._max_steps}{said}", flush=True)
+            print_line(f"left after step {news.step} of {self._max_steps}{said}")
 
     def _say(self, line: str) -> None:
-        if self._bar is not None:
-            self._bar[0].console.print(line, highlight=False, soft_wrap=True)
+        if self._bar is None:
+            print_line(line)
         else:
-            print(line, flush=True)
+            print_line(line, partial(self._bar[0].console.print, highlight=False, soft_wrap=True))
+
+    def _close_bar(self) -> None:
+        """It is drawn once more; on a terminal that is gone it is not."""
+        with suppress(OSError):
+            self._stack.close()
 
     def _open_bar(self, step: int) -> tuple[Progress, TaskID]:
         from rich.progress import BarColumn, Progress, TextColumn

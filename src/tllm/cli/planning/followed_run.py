@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from tllm.cli.display.run_display import RunDisplay
 from tllm.cli.main import INTERRUPTED
 from tllm.cli.planning.run_page import RunPage
+from tllm.core.disk import print_line
 from tllm.core.errors import ConfigError
 from tllm.server.http.settings import ServerSettings
 from tllm.training.report.events import (
@@ -88,7 +89,7 @@ class TakenOverRun:
             if self.settings is not None:
                 try:
                     url = await stack.enter_async_context(page.serving(self.settings))
-                    print(f"the run's page is at {url}", flush=True)
+                    print_line(f"the run's page is at {url}")
                 except ConfigError as error:  # of an address; the run goes on without the page
                     log.error("there is no page of the run: %s", error)
             await follow_run(events, page, job, self.quiet)

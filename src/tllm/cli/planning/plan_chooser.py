@@ -195,7 +195,7 @@ class ServingChooser(_Chooser):
         result = best_serving(self.spec, cluster, self.facts)
         choices = tuple(choice for choice in result.choices if str(choice.plan) not in self.refused)
         if not choices:
-            raise PlanError("no plan is left that could begin")
+            raise PlanError("no plan is left that could begin", "the log says why each one could not")
         return dataclasses.replace(result, choices=choices)
 
     def _best(self, cluster: Cluster, result: ServingSearchResult) -> ServingChoice:

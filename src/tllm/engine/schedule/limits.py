@@ -73,7 +73,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 f"batches of {self.max_num_batched_tokens} tokens leave no room for prompts beside "
                 f"{self.max_num_seqs} sequences",
-                f"let a batch have more than {self.max_num_seqs} tokens, or run fewer sequences at once",
+                f"give --max-num-seqs less than {self.max_num_batched_tokens}",
             )
         room = self.max_num_batched_tokens - self.max_num_seqs
         if not 0 <= self.num_speculative_tokens <= room:
@@ -125,7 +125,7 @@ def check_request(
     # Penalties apply from the first token on, so one look at its sampling shows all that a stage will check.
     of_sampling = sampling_faults(msgspec.structs.replace(sampling, history=()), limits)
     for fault in chain(_request_faults(request, stop_ids, limits), of_sampling):
-        raise RequestError(f"request {request.id}: {fault}")
+        raise RequestError(fault, "the reference of the HTTP interface says what each parameter may be")
     new_tokens = 0 if request.pooling else params.max_tokens
     if prompt_length + new_tokens > limits.max_model_len:
         raise RequestError(

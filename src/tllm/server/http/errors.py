@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import msgspec
 from starlette.responses import Response
@@ -17,6 +18,7 @@ OLLAMA = "/api/"
 """Below this path errors have the shape of ollama's: `{"error": message}`."""
 
 _ANTHROPIC_KINDS = {413: "request_too_large", 500: "api_error", 503: "overloaded_error", 504: "timeout_error"}
+NAMES_TOLD = 5
 _LONGEST = 2000  # characters of a message; bad input is not sent back at length
 
 
@@ -120,7 +122,9 @@ def draining() -> HttpError:
     return HttpError(503, "the server is shutting down", "server_error", "draining", headers=headers)
 
 
-def unknown_model(name: str, known: str) -> HttpError:
-    """A model that is not served here."""
-    text = f"the model {name[:100]!r} is not served here; this server has {known!r}"
+def unknown_model(name: str, known: Sequence[str]) -> HttpError:
+    """A model that is not served here. `known`: names that are."""
+    more = f" and {len(known) - NAMES_TOLD} more" if len(known) > NAMES_TOLD else ""
+    names = ", ".join(map(repr, known[:NAMES_TOLD]))
+    text = f"the model {name[:100]!r} is not served here; this server has {names}{more}"
     return HttpError(404, text, "not_found_error", "model_not_found", "model")

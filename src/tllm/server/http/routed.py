@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -18,6 +19,9 @@ from tllm.core.errors import UNREADABLE, RequestError, TllmError
 from tllm.server.http.errors import HttpError, as_http, reply_of
 
 _T = TypeVar("_T")
+
+ALIKE = 0.8
+"""How alike two paths must be, from 0 to 1, for one to be taken for a mistyped other."""
 
 _log = logging.getLogger("tllm.server")
 
@@ -37,7 +41,8 @@ def decode(body: bytes, kind: type[_T]) -> _T:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         text, _, path = str(error)[:500].partition(" - at `$.")
-        raise RequestError(text, param=path.rstrip("`") or None) from error
+        path = path.rstrip("`")
+        raise RequestError(f"{path}: {text}" if path else text, param=path or None) from error
     except UNREADABLE as error:
         raise RequestError(f"the body is not JSON: {str(error)[:200]}") from error
 
@@ -68,9 +73,23 @@ async def _refusal(http: HttpRequest, error: Exception) -> Response:
 async def _no_route(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = http.url.path[:200]
-    message = f"{http.method[:20]} {path!r}: {error.detail}"
-    kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+    is_unknown = error.status_code == 404
+    hint = (
+        _meant(path, [route.path for route in http.app.routes]) if is_unknown else f"it is a path of {_methods(error)}"
+    )
+    message = f"{http.method[:20]} {path!r}: {error.detail} ({hint})"
+    kind = "not_found_error" if is_unknown else "invalid_request_error"
     return reply_of(HttpError(error.status_code, message, kind, headers=dict(error.headers or {})), http.url.path)
+
+
+def _meant(path: str, known: Sequence[str]) -> str:
+    """The path that one was meant to be which there is not: clients add `/v1` to an address, or do not."""
+    close = difflib.get_close_matches(path, known, n=1, cutoff=ALIKE)
+    return f"did you mean {close[0]}?" if close else "this server has no such thing; its reference lists the paths"
+
+
+def _methods(error: HTTPException) -> str:
+    return (error.headers or {}).get("Allow", "another method")
 
 
 async def _fault(http: HttpRequest, error: Exception) -> Response:

@@ -156,7 +156,7 @@ class Completions:
     def check_model(self, name: str | None) -> str:
         """The name to answer under; an unknown one is an error."""
         if name is not None and name not in self.models:
-            raise unknown_model(name, self._names[0])
+            raise unknown_model(name, tuple(self.models))
         return name or self._names[0]
 
     def _check(self, request: SamplingFields) -> None:

@@ -17,6 +17,8 @@ Documents = Literal["blank_lines", "stream"]
 """What a text file is: documents with blank lines between them, or one text without borders."""
 
 COMPRESSED = (".jsonl", ".ndjson", ".txt")
+OF_OBJECTS = (".json", ".csv", ".tsv", ".yaml", ".arrow")
+"""Files that others read rows from."""
 
 
 class DataFileFacts(msgspec.Struct, frozen=True):
@@ -104,13 +106,21 @@ def check_same(then: Sequence[DataFileFacts], now: Sequence[DataFileFacts]) -> N
             )
 
 
-def _open(path: Path, documents: Documents) -> RowFile:
+def check_file(path: Path) -> None:
+    """ConfigError where there is no such file, or one of which no rows are read. It is not opened."""
     if not path.is_file():
-        raise ConfigError(f"{path} is not a file", "give paths of files, from this folder or from /")
+        kind = "a folder" if path.is_dir() else "not there"
+        raise ConfigError(f"{path} is {kind}", f"give paths of files, from {Path.cwd()} or from /")
     plain = path.with_suffix("") if path.suffix == ".gz" else path
     if plain.suffix not in (COMPRESSED if path.suffix == ".gz" else READERS):
         known = [*READERS, *(f"{suffix}.gz" for suffix in COMPRESSED)]
-        raise ConfigError(f"{path}: rows are not read from such a file", nearest("".join(path.suffixes), known))
+        hint = "write a JSON object a line, into a file that ends with .jsonl" if plain.suffix in OF_OBJECTS else ""
+        raise ConfigError(f"{path}: rows are not read from such a file", hint or nearest("".join(path.suffixes), known))
+
+
+def _open(path: Path, documents: Documents) -> RowFile:
+    check_file(path)
+    plain = path.with_suffix("") if path.suffix == ".gz" else path
     read = text_stream if plain.suffix == ".txt" and documents == "stream" else READERS[plain.suffix]
     opened = read(path)
     if opened.count == 0:

@@ -25,6 +25,8 @@ FORMS = (
     'a row is {"input_ids": […]}, {"text": …}, {"prompt": …, "completion": …} (texts, or lists of messages) or '
     '{"messages": […]}'
 )
+KINDS = {type(None): "null", int: "a number", float: "a number", bool: "a boolean", list: "a list", dict: "an object"}
+"""What JSON has beside texts."""
 GIVE_TOKENIZER = 'give a model folder with a tokenizer.json, or rows of {"input_ids": […]}'
 
 
@@ -166,7 +168,7 @@ def _document(ids: Sequence[int], labels: Sequence[int]) -> Document:
 def _text_of(row: dict[str, Any], key: str) -> str:
     value = row[key]
     if not isinstance(value, str):
-        raise ConfigError(f"{key} is a {type(value).__name__}, not text", FORMS)
+        raise ConfigError(f"{key} is {KINDS.get(type(value), type(value).__name__)}, not a text", FORMS)
     return value
 
 

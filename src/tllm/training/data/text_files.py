@@ -5,6 +5,7 @@ Parquet files are read by pyarrow, where it is installed (the extra `data`).
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import hashlib
 import importlib
@@ -30,7 +31,6 @@ Cut = Callable[[Iterator[bytes]], Iterator[tuple[int, int]]]
 
 STREAM_BYTES = 1 << 16
 """A text taken as one stream is read in rows of whole lines, each at least so long but for the last."""
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class LineRows:
@@ -43,6 +43,8 @@ class LineRows:
         self._starts, self._lines = array("Q"), array("Q")
         digest = hashlib.sha256()
         with _opened(path) as file:
+            if os.pread(file.fileno(), 2, 0) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+                raise ConfigError(f"{path} is in UTF-16", "save it in UTF-8")
             for start, line in cut(_hashed(file, digest.update)):
                 self._starts.append(start)
                 self._lines.append(line)
@@ -57,9 +59,11 @@ class LineRows:
         start, stop = self._starts[row], self._starts[row + 1]
         content = os.pread(self._descriptor, stop - start, start)
         try:
-            return self._convert(content.removeprefix(BYTE_ORDER_MARK))
+            return self._convert(content.removeprefix(codecs.BOM_UTF8))
         except UNREADABLE as error:
-            raise ConfigError(f"{self.place(row)}: {error}", "repair this row or take it out") from error
+            is_other = isinstance(error, msgspec.ValidationError)
+            hint = 'each line is one object, as {"text": …}' if is_other else "repair this row or take it out"
+            raise ConfigError(f"{self.place(row)}: {error}", hint) from error
 
     def place(self, row: int) -> str:
         """Where a row stands, for messages; the first line is 1."""

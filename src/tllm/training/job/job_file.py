@@ -29,30 +29,60 @@ TYPES: dict[str, Any] = {
 """The type of each key by its name, `table.key` for one of a table."""
 
 REQUIRED = tuple(field.name for field in fields(Job) if field.default is MISSING)
+NOTATION = 'a line reads key = value; a text is in "quotes", true and false are in small letters'
+EXAMPLES = {"plan": '"dp=2,pp=2"'}
 ROW_FILES = ("train_files", "eval_files")
 DEFAULT, SET, PLAN = "default", "--set", "--plan"
 
 _SAID = (
     (
         "microbatch_size is what a rank computes at once, global_batch_size all of a step",
-        "per_device_train_batch_size train_batch_size micro_batch_size auto_find_batch_size",
+        "per_device_train_batch_size train_batch_size micro_batch_size auto_find_batch_size "
+        "train_micro_batch_size_per_gpu",
     ),
-    ("it follows from global_batch_size and microbatch_size", "gradient_accumulation_steps"),
+    (
+        "it follows from global_batch_size and microbatch_size",
+        "gradient_accumulation_steps accumulate_grad_batches grad_accum*",
+    ),
     ("global_batch_size counts the rows of a step over all ranks", "batch_size"),
     (
         "give max_steps: rows / global_batch_size are an epoch, fewer with packing",
-        "num_train_epochs num_epochs epochs",
+        "num_train_epochs num_epochs epochs max_epochs max_steps_per_epoch",
     ),
-    ("give max_steps", "steps max_train_steps"),
-    ('give dtype = "bfloat16"', "bf16 fp16 tf32 torch_dtype *_full_eval"),
-    ('give optimizer = "adamw" or "sgd"', "optim optim_args optim_target_modules"),
+    ("give max_steps", "steps max_train_steps total_steps num_steps max_iters train_iters"),
+    ('give dtype = "bfloat16"', "bf16 fp16 tf32 torch_dtype *_full_eval pure_bf16 fp16_* precision mixed_precision"),
+    ('give optimizer = "adamw" or "sgd"', "optim optim_args optim_target_modules adafactor"),
     ("give learning_rate", "lr"),
     ("give warmup_steps, a number of steps", "warmup_ratio"),
     ("give num_cycles, min_lr_ratio or num_decay_steps", "lr_scheduler_kwargs"),
-    ("give seq_len", "max_length max_seq_length block_size sequence_len model_max_length"),
-    ("give train_files, a list", "train_file train_dataset dataset dataset_name datasets dataset_config"),
-    ("give eval_files, a list", "validation_file eval_dataset dataset_test_split"),
-    ("give max_grad_norm", "clip_grad_norm gradient_clipping"),
+    ("give min_lr_ratio, a part of learning_rate", "min_lr eta_min min_learning_rate cosine_min_lr_ratio"),
+    ("give adam_beta1 and adam_beta2, adam_epsilon", "betas beta1 beta2 eps"),
+    ("give lr_scheduler_type", "lr_scheduler lr_decay_style scheduler"),
+    ("give output_dir", "out_dir save_dir checkpoint_dir checkpointer output"),
+    (
+        "give model_name_or_path, a folder or a name, or config_name to begin with random weights",
+        "model model_path model_dir model_name base_model pretrained_model_name_or_path",
+    ),
+    ("a model brings its tokenizer; tokenizer_name is for random weights", "tokenizer tokenizer_path"),
+    (
+        "the template is that of the model's folder",
+        "chat_template* template prompt_template system_prompt eos_token pad_token special_tokens",
+    ),
+    ("code in a model's folder is never run: leave it out", "trust_remote_code"),
+    (
+        "give seq_len",
+        "max_length max_seq_length block_size sequence_len model_max_length context_length ctx_len n_ctx cutoff_len",
+    ),
+    (
+        "give train_files, a list",
+        "train_file train_dataset dataset dataset_name dataset_dir datasets dataset_config* data data_path "
+        "train_data train_path",
+    ),
+    (
+        "give eval_files, a list",
+        "validation_file val_files val_data eval_dataset dataset_test_split test_size val_set_size eval_split",
+    ),
+    ("give max_grad_norm", "clip_grad_norm gradient_clipping gradient_clip_val grad_clip"),
     ("give seed, which draws weights and the order of rows", "data_seed"),
     ("give deterministic", "full_determinism"),
     ("give packing", "sample_packing eval_packing"),
@@ -68,50 +98,72 @@ _SAID = (
     ),
     (
         "other columns than those of a known form are passed over",
-        "dataset_text_field dataset_kwargs remove_unused_columns label_names",
+        "dataset_text_field dataset_kwargs remove_unused_columns label_names text_field text_column",
     ),
     (
         "of completions and conversations only what the model says is learned",
-        "completion_only_loss assistant_only_loss",
+        "completion_only_loss assistant_only_loss train_on_inputs",
     ),
     ("a loss is the mean over all tokens that a step predicts", "average_tokens_across_devices"),
     ("next tokens have none; [dpo] and [simpo] have label_smoothing", "label_smoothing_factor"),
     (
-        "metrics.jsonl has a line for each step",
-        "logging_* log_level* log_on_each_node disable_tqdm include_num_input_tokens_seen skip_memory_metrics",
+        'metrics.jsonl has a line for each step; report_to = ["tensorboard"] writes them for TensorBoard too',
+        "wandb* use_wandb tensorboard logger log_with metric_logger log_every_n_steps log_completions logging_* "
+        "log_level* log_on_each_node disable_tqdm include_num_input_tokens_seen skip_memory_metrics",
     ),
     ("output_dir names the run", "run_name project trackio_*"),
     (
         "evaluations come every eval_steps where eval_files are given",
         "eval_strategy evaluation_strategy do_eval do_predict eval_delay eval_on_start "
-        "eval_accumulation_steps eval_do_concat_batches eval_use_gather_object batch_eval_metrics "
+        "val_check_interval evals_per_epoch eval_batch_size eval_accumulation_steps eval_do_concat_batches "
+        "eval_use_gather_object batch_eval_metrics "
         "include_for_metrics per_device_eval_batch_size prediction_loss_only",
     ),
     (
         "saves come every save_steps, and hold all that a run needs to go on",
-        "save_strategy save_only_model save_safetensors save_on_each_node enable_jit_checkpoint",
+        "saves_per_epoch save_strategy save_only_model save_safetensors save_on_each_node enable_jit_checkpoint",
     ),
     (
         "the same command goes on from the last save",
-        "resume_from_checkpoint restore_callback_states_from_checkpoint ignore_data_skip overwrite_output_dir do_train",
+        "resume resume_from_checkpoint restore_callback_states_from_checkpoint ignore_data_skip "
+        "overwrite_output_dir do_train",
     ),
-    ('give plan = "recompute=layer"', "gradient_checkpointing* activation_checkpointing*"),
-    ('give plan = "offload=host"', "activation_offloading cpu_offload"),
+    ('give plan = "recompute=layer"', "gradient_checkpointing* *activation_checkpointing* recompute*"),
+    ('give plan = "offload=host"', "activation_offloading *_activation_offloading cpu_offload *_cpu_offload"),
     (
         'plan says who computes what: "dp=2,zero=3"',
-        "fsdp fsdp_config deepspeed parallelism_config accelerator_config ddp_* local_rank",
+        "fsdp* deepspeed ds_config parallelism_config accelerator accelerator_config strategy ddp_* local_rank "
+        "world_size "
+        "devices zero zero_stage zero_optimization *_parallel_size *_parallel_dim *_parallel dp tp pp cp ep",
     ),
-    ("give --device", "use_cpu no_cuda device_map"),
+    ("give --device", "use_cpu no_cuda use_mps_device device device_map"),
     (
         "how products are computed is chosen by measuring",
-        "torch_compile* torch_empty_cache_steps *liger_kernel* attn_implementation use_cache",
+        "compile torch_compile* torch_empty_cache_steps *liger_kernel* attn_implementation flash_attention use_cache",
     ),
     ("final/ is a Hugging Face folder, which `hf upload` takes", "push_to_hub hub_*"),
-    ("write [lora]", "use_peft peft_config adapter"),
+    ("write [lora]", "use_peft peft_config adapter finetuning_type"),
     ("write [lora], and r below it", "lora_r lora_rank"),
-    ("write [lora], and target_modules below it", "lora_target_modules"),
-    ('write [lora], and quantize = "int4" below it', "load_in_4bit load_in_8bit"),
-    ("a reference is computed once, before the first step", "precompute_ref_log_probs"),
+    ("write [lora], and target_modules below it", "lora_target_modules lora_target_linear"),
+    ('write [lora], and quantize = "int4" below it', "load_in_4bit load_in_8bit bnb_* quantization_bit"),
+    ("a reference is computed once, before the first step", "precompute_ref_log_probs ref_model* force_use_ref_model"),
+    (
+        "give --nodes N, machines, or --local N, processes here, to the command",
+        "nnodes num_nodes nproc_per_node num_processes num_gpus",
+    ),
+    ("let `tllm serve` write the teacher's texts, and learn from these as data", "seq_kd"),
+    ("there is none but lora_dropout below [lora]", "dropout attention_dropout disable_dropout"),
+    ("completions are drawn by temperature, top_k and top_p below the table of the task", "min_p repetition_penalty"),
+    ("give files that have just the rows to be read", "max_*_samples limit_*_batches split train_split"),
+    (
+        "all weights are trained, or with [lora] those of an adapter at target_modules",
+        "freeze* unfreeze* trainable_* *modules_to_save target_parameters",
+    ),
+    ('give task, "dpo" say, and its table', "stage pref_loss rlhf rl"),
+    ("write [distill], and teacher_model_name_or_path below it", "teacher_model"),
+    ("write reward_model_name_or_path below the table of the task", "reward_model reward_model_path"),
+    ("completions of a step are global_batch_size, of a prompt num_generations", "generation_batch_size"),
+    ("num_iterations below [grpo] says how often completions are learned from", "steps_per_generation"),
     ("write rollout_servers or rollout_nodes below the table of the task", "use_vllm vllm_*"),
 )
 """What stands here in the place of keys that people know from elsewhere; `*` is any end or beginning of one."""
@@ -122,13 +174,30 @@ ELSEWHERE = {key: hint for hint, keys in _SAID for key in keys.split()}
 def _hint_for(key: str) -> str:
     """What a key that there is not was meant to be: one of another place or another trainer, or a mistyped one."""
     table, _, name = key.rpartition(".")
+    if key.lower() in TABLES:
+        return f"write [{key.lower()}], in small letters"
     if table and name in TYPES:
         return f"it is no key of a table: write it above [{table}]"
     tables = [known.partition(".")[0] for known in TYPES if known.endswith(f".{name}")]
     if tables:
         return f"write it below {' or '.join(f'[{known}]' for known in tables)}"
-    said = next((hint for pattern, hint in ELSEWHERE.items() if fnmatchcase(name, pattern)), None)
-    return said or nearest(key, TYPES)
+    return _said(name) or nearest(key, TYPES, "docs/reference/job-keys.md lists the keys")
+
+
+def _said(name: str) -> str | None:
+    return next((hint for pattern, hint in ELSEWHERE.items() if fnmatchcase(name, pattern)), None)
+
+
+def said_of_key(name: str) -> str | None:
+    """What to do with an option of a command that has the name of a key, here or in another trainer; None for any other
+    name."""
+    keys = [name] if name in TYPES else [key for key in TYPES if key.endswith(f".{name}")]
+    if keys:
+        return (
+            f"it is a key of the job: write it into its file, or give --set {' or '.join(f'{key}=…' for key in keys)}"
+        )
+    said = _said(name)
+    return f"{said}; keys stand in the job's file, or behind --set" if said and "--" not in said else said
 
 
 @dataclass(frozen=True)
@@ -158,7 +227,11 @@ def read_job(source: Path | Mapping[str, Any] | None, sets: Sequence[str] = (), 
     tables: dict[str, dict[str, Any]] = {}
     for key, value, origin in _flattened(given, tables):
         if key not in TYPES:
-            raise ConfigError(f"{origin}: {key!r} is no key of a job", _hint_for(key))
+            is_table = isinstance(value, Mapping) and key.lower() not in TABLES
+            hint = (
+                "tables are those of tasks and [lora]; all other keys stand above them" if is_table else _hint_for(key)
+            )
+            raise ConfigError(f"{origin}: {key!r} is no key of a job", hint)
         table, _, name_in_table = key.rpartition(".")
         place = tables.setdefault(table, {}) if table else values
         place[name_in_table], origins[key] = _converted(key, value, origin), origin
@@ -167,7 +240,12 @@ def read_job(source: Path | Mapping[str, Any] | None, sets: Sequence[str] = (), 
     values |= {table: _located(TABLES[table](**keys), folder) for table, keys in tables.items()}
     missing = [key for key in REQUIRED if key not in values]
     if missing:
-        raise ConfigError(f"{name} does not give {', '.join(missing)}", "a job cannot do without")
+        hint = (
+            "`tllm train JOB` reads them from a TOML file, --set KEY=VALUE gives one"
+            if source is None
+            else "a job cannot do without"
+        )
+        raise ConfigError(f"{name} does not give {', '.join(missing)}", hint)
     return ResolvedJob(Job(**values), {key: origins.get(key, DEFAULT) for key in TYPES})
 
 
@@ -220,9 +298,8 @@ def _read_toml(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"cannot read the job {file}: {error.strerror}", "give the path of a TOML file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{file.name} is not TOML: {error}", 'a line reads key = value, a text is in "quotes"'
-        ) from error
+        hint = "a key is there twice" if "overwrite" in str(error) else NOTATION
+        raise ConfigError(f"{file.name} is not TOML: {error}", hint) from error
 
 
 def _pair(text: str) -> tuple[str, Any]:
@@ -271,8 +348,11 @@ def _converted(key: str, value: Any, origin: str) -> Any:
     except msgspec.ValidationError as error:
         why = str(error).split(" - at")[0]
         why = why[0].lower() + why[1:].replace("`", "").replace("array", "list")
-        is_part = isinstance(value, float) and 0 < value < 1 and key.endswith("_steps")
-        hint = "give a number of steps: a part of max_steps is not read" if is_part else ""
+        hint = f"write a text, as in {key} = {EXAMPLES[key]}" if key in EXAMPLES else ""
+        if isinstance(value, float) and 0 < value < 1 and key.endswith("_steps"):
+            hint = "give a number of steps: a part of max_steps is not read"
+        elif isinstance(value, str) and not _holds_text(TYPES[key]):
+            hint = "write it without quotes"
         raise ConfigError(f"{origin}: {key} = {value!r}: {why}", hint) from error
 
 

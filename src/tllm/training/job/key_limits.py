@@ -28,6 +28,20 @@ ALONE = "pp=1"
 """The plan of a role's model that each node holds whole."""
 
 
+TASKS_ELSEWHERE = {
+    "ppo": 'give "grpo", which learns from rewards without a model of values',
+    "rloo": 'give "grpo"',
+    "rlhf": 'give "grpo" for rewards, "dpo" for pairs',
+    "cpo": 'give "simpo", and cpo_alpha below [simpo]',
+    "ipo": 'give "dpo", and loss_type = "ipo" below [dpo]',
+    "rm": 'give "reward"',
+    "pt": 'give "sft", with rows of "text"',
+    "pretrain": 'give "sft", with rows of "text"',
+    "lora": "leave it out, and write [lora]",
+}
+"""What other trainers call tasks."""
+
+
 @dataclass(frozen=True)
 class KeyLimits:
     """By key: the least value, the value that it must stay below, the texts that it may be, and what else is to be said
@@ -51,7 +65,8 @@ class KeyLimits:
                 if key in self.below and value >= self.below[key]:
                     raise ConfigError(f"{name} is {value} and must be less than {self.below[key]}")
             if key in self.choices and value not in self.choices[key]:
-                raise ConfigError(f"{name} is {value!r}", nearest(str(value), self.choices[key]))
+                said = TASKS_ELSEWHERE.get(str(value).lower()) if key == "task" else None
+                raise ConfigError(f"{name} is {value!r}", said or nearest(str(value), self.choices[key]))
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,16 @@ def test_memory_and_patience(
     assert [(one.memory, one.lost_after) for one in opened] == [(12 << 30, 20.0), (None, 5.0)]
 
 
+@pytest.mark.parametrize("key", ["train_files", "eval_files"])
+def test_a_missing_file_shows_before_machines_are_waited_for(
+    key: str, tmp_path: Path, opened: list[ClusterOptions], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", str(write_job(tmp_path)), "--nodes", "3", "--set", f"{key}={tmp_path}/gone.jsonl"]
+    assert main(words) == ConfigError.exit_code
+    assert "gone.jsonl is not there" in capsys.readouterr().err
+    assert not opened and not (tmp_path / "run").exists()
+
+
 def test_a_run_that_is_over_waits_for_no_machines(
     tmp_path: Path, opened: list[ClusterOptions], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -200,6 +200,34 @@ def test_unknown_paths_methods_and_models() -> None:
     assert post(app, PATH, {**GOOD, "model": "other/name"}).json()["model"] == "other/name"
 
 
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/v1/v1/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/completion", "did you mean /v1/completions?"),
+        ("/v1/files", "no such thing"),
+    ],
+)
+def test_a_path_that_a_client_joined_wrongly_is_told_the_right_one(path: str, meant: str) -> None:
+    assert meant in refusal(post(serve(say()), path, GOOD), 404)["message"]
+
+
+def test_a_method_that_a_path_has_not_is_told_which_it_has() -> None:
+    assert "it is a path of POST" in refusal(get(serve(say()), PATH), 405)["message"]
+
+
+def test_a_refused_value_is_named_in_words() -> None:
+    """Official clients show the message alone."""
+    assert refusal(post(serve(say()), PATH, {**GOOD, "n": 0}), 400)["message"].startswith("n: ")
+
+
+def test_all_names_that_are_served_are_told() -> None:
+    app = serve(say(), model_aliases=tuple(f"name-{number}" for number in range(9)))
+    message = refusal(post(app, PATH, {**GOOD, "model": "gpt-4"}), 404)["message"]
+    assert "this server has 'tiny', 'name-0'" in message and message.endswith(" and 5 more")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("error", "status", "code"),

@@ -84,6 +84,12 @@ def test_a_row_that_is_none_is_named(tmp_path: Path, line: str | bytes, message:
         rows.read(1)
 
 
+def test_a_file_that_is_one_list_is_said_to_want_objects(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        Dataset([written(tmp_path / "a.jsonl", '[{"text": "a"}]')]).read(0)
+    assert "each line is one object" in raised.value.hint
+
+
 def test_text_that_is_not_utf8_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"x\.txt, line 3: .*utf-8"):
         texts(Dataset([written(tmp_path / "x.txt", b"good\n\n\xff\xfe\n")]))
@@ -93,6 +99,8 @@ def test_text_that_is_not_utf8_is_named(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("x.csv", b"a", "not read from such a file"),
+        ("x.json", b"[]", "write a JSON object a line"),
+        ("x.jsonl", '{"text": "a"}\n'.encode("utf-16"), "is in UTF-16"),
         ("x.parquet.gz", b"a", "not read from such a file"),
         ("x.jsonl", b"\n \n", "no row"),
         ("x.txt", b"", "no row"),
@@ -107,8 +115,11 @@ def test_files_that_hold_no_rows(tmp_path: Path, name: str, content: bytes, mess
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="not a file"):
+    with pytest.raises(ConfigError, match="is a folder"):
         Dataset([tmp_path])
+    with pytest.raises(ConfigError, match=r"gone\.jsonl is not there") as raised:
+        Dataset([tmp_path / "gone.jsonl"])
+    assert str(Path.cwd()) in raised.value.hint
     with pytest.raises(ConfigError, match="no file"):
         Dataset([])
 
