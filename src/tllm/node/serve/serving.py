@@ -205,7 +205,7 @@ class Serving:
         self._settings = work.settings
         if (served := self.served) is not None:
             served = msgspec.structs.replace(served, max_model_len=work.settings.max_model_len)
-        return dataclasses.replace(work, served=served)
+        return dataclasses.replace(work, served=served, adapters=self.coordinator.work.adapters)
 
     def fail(self, error: TllmError) -> None:
         """The coordinator itself cannot go on: every open request ends with this, and no new one is taken."""
