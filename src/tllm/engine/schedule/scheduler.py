@@ -220,8 +220,8 @@ class Scheduler:
         self.pages.add_full(sequence, count)
         return ScheduledChunk(sequence, count, [])
 
-    def _admit(self) -> Sequence | None:
-        """Start the sequence whose turn it is, if there are a place and pages for all that it has.
+    def next_to_begin(self) -> Sequence | None:
+        """The waiting sequence whose turn it is, if there is a place; one begins once there are pages for it.
 
         Those whose pages are on their way from disk are passed over.
         """
@@ -229,7 +229,11 @@ class Scheduler:
             return None
         sequence = next((one for one in self.waiting if not self.pages.is_awaited(one)), None)
         # One that was preempted waits for what it has under way, whose token it may need.
-        if sequence is None or sequence.in_flight or not self.pages.begin(sequence):
+        return None if sequence is None or sequence.in_flight else sequence
+
+    def _admit(self) -> Sequence | None:
+        """Start the sequence whose turn it is, if there are pages for all that it has."""
+        if (sequence := self.next_to_begin()) is None or not self.pages.begin(sequence):
             return None
         self.waiting.begin(sequence, sequence.pending)
         insort(self.running, sequence, key=lambda other: other.key)
@@ -272,9 +276,7 @@ class Scheduler:
         self, sequence: Sequence, accepted: tuple[int, ...], logprobs: tuple[TokenLogprobs | None, ...]
     ) -> Output:
         """Add the new tokens to a sequence, up to one that ends it."""
-        prompt: tuple[TokenLogprobs | None, ...] = ()
-        if sequence.prompt.logprobs is not None:
-            prompt, sequence.prompt.logprobs = tuple(sequence.prompt.logprobs), None
+        prompt, sequence.prompt.logprobs = tuple(sequence.prompt.logprobs or ()), None
         reason: FinishReason | None = None
         before = sequence.num_output
         for token_id in accepted:
