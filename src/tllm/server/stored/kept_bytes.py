@@ -1,4 +1,4 @@
-"""What a kept reply takes in this process's memory, as objects: several times the bytes that it has when it is encoded."""
+"""What a kept reply takes in memory, as objects of Python: several times the bytes that it has when it is encoded."""
 
 from __future__ import annotations
 

@@ -20,9 +20,10 @@ from tllm.spec.request import Output, Request, StreamRecord
 class StoredStream:
     """One reply's outputs, in the order in which they came, of all its choices.
 
-    `nbytes` is what all of it takes in memory. `running` are the engine's requests that have not ended. With an `error` all have. `readers` counts who follows it:
-    they see the first `shown` outputs, which are all unless they are to be agreed on first. So is the stream itself,
-    which `is_known` then. Once it `is_elsewhere`, another process goes on with it, and no more is shown here.
+    `nbytes` is what all of it takes in memory. `running` are the engine's requests that have not ended. With an `error`
+    all have. `readers` counts who follows it: they see the first `shown` outputs, which are all unless they are to be
+    agreed on first. So is the stream itself, which `is_known` then. Once it `is_elsewhere`, another process goes on
+    with it, and no more is shown here.
     """
 
     record: StreamRecord
