@@ -42,8 +42,6 @@ def save(case: str, folder: Path, **more: Any) -> PreTrainedModel:
     if case != "gemma3":
         (folder / "config.json").write_text(json.dumps({**config, "is_causal": False}))
         model.config.is_causal = False
-        for layer in model.model.layers:
-            layer.self_attn.is_causal = False
     model.set_attn_implementation("sdpa")
     model = model.double()
     if case == "gemma3":
