@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,17 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from tests.parity.engine.test_generation import LAYOUTS, LENGTHS, prompts
 from tests.parity.engine.test_pooling import NOTHING, pooled, truth
 from tests.support.models.families import save_model
+from tllm.api.engine_options import engine_options
+from tllm.cli.commands.verify import prompt_ids
 from tllm.core.errors import ConfigError, ModelError, RequestError
 from tllm.engine.engine import Engine
 from tllm.engine.schedule.limits import EngineConfig
 from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
 from tllm.spec.request import PoolingKind
+from tllm.spec.speculative_config import SpeculativeConfig
+from tllm.training.questions.causal_model import CausalModel
+from tllm.training.reward_models.reward_model import ScoringModel
 
 KINDS: tuple[PoolingKind, ...] = ("last", "mean")
 WIDE = EngineConfig(dtype="float64", cache_tokens=512)
@@ -139,6 +145,22 @@ def test_what_cannot_be_done_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="max_model_len is 48 and a batch has 47 tokens") as caught:
         Engine.load(tmp_path, "pp=1", asked)
     assert "--max-num-batched-tokens 48" in caught.value.hint
+
+
+def test_what_only_a_causal_model_can_do_is_refused(tmp_path: Path) -> None:
+    """To tell how likely tokens are, to draft, to score completions, and to be verified by its logits."""
+    save("qwen2", tmp_path)
+    with pytest.raises(ConfigError, match=r"is not causal .* and does not teach"):
+        CausalModel.find(str(tmp_path), "does not teach", "")
+    with pytest.raises(ConfigError, match=r"the draft model .* is not causal"):
+        SpeculativeConfig(model=str(tmp_path)).draft_spec()
+    with pytest.raises(ModelError, match=r"is not causal: it embeds, and makes no logits"):
+        prompt_ids(argparse.Namespace(prompt_ids=None, prompt=None), engine_options(tmp_path))
+    config = json.loads((tmp_path / "config.json").read_text())
+    head = {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "score"}}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **head}))
+    with pytest.raises(ConfigError, match="is not causal"):
+        ScoringModel.find(str(tmp_path))
 
 
 def test_configs_that_say_so_and_those_that_are_not_handled(tmp_path: Path) -> None:
