@@ -44,7 +44,6 @@ class PagedAttend:
 
     Replies are computed by the kernel. So are prompts where the cache `is_exact`, so that no number depends on how they
     are cut; else by the kernel or by torch, whichever is faster here. Other devices than processors have their own way.
-    The kernels are causal: what sees both ways is computed by torch.
     """
 
     def __init__(self, cache: KVCache, entries: tuple[BatchEntry, ...]) -> None:
@@ -81,7 +80,7 @@ class PagedAttend:
         """How layers of this kind can attend in this batch, and what kind of attention it is."""
         cache, entries = self.cache, self.entries
         firsts = first_heads(spec, q_TNH.shape[1], spec.kv_shape[0])
-        kernels = takes(q_TNH) if fits(q_TNH.shape[2], firsts) and not spec.bidirectional else None
+        kernels = takes(q_TNH) if fits(q_TNH.shape[2], firsts) and not spec.bidirectional else None  # causal
         replies = entries[: num_singles(entries)]
         kind = AttentionKind.of(spec, entries[len(replies) :], q_TNH, spec.kv_shape[0])
         if kernels is None:
