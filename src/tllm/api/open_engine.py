@@ -29,10 +29,12 @@ async def open_engine(options: EngineOptions, on_progress: OnProgress | None = N
         async with open_nodes(options, cluster_options(options, on_progress=on_progress)) as client:
             yield client
         return
+    from tllm.node.serve.dense_layers import DenseLayers
     from tllm.node.serve.embedded import Embedded
 
+    dense = DenseLayers(options.folder)
     with await _loaded(options, on_progress or (lambda what, done, total: None)) as engine:
-        yield Embedded(engine, model_name(options.folder))
+        yield Embedded(engine, model_name(options.folder), dense)
 
 
 async def _loaded(options: EngineOptions, on_progress: OnProgress) -> Engine:

@@ -111,8 +111,7 @@ class Driver:
 
     def forget_adapter(self, message: ForgetAdapter) -> list[Output]:
         """Let every rank drop an adapter, after the batches under way; its requests, if any are left, are cancelled."""
-        sequences = list(self.scheduler.by_id.values())
-        named = [sequence.request.id for sequence in sequences if sequence.request.lora == message.lora]
+        named = [one.request.id for one in self.scheduler.by_id.values() if one.request.lora == message.lora]
         outputs = [output for request_id in named for output in self.cancel(request_id)]
         self.stage.send_round(message)
         self.stage.adapters.remove(message)

@@ -87,10 +87,9 @@ def step_after(step: ScheduledStep, scheduler: Scheduler) -> ScheduledStep | Non
     """The step after one of replies that is under way, a token more of each sequence that goes on.
 
     One that turns out to have ended gets it in vain, as do those that are cancelled meanwhile. None where another could
-    begin now, none goes on, or a page is missing: then all is decided when the tokens are there.
+    begin beside it, none goes on, or a page is missing: then all is decided when the tokens are there.
     """
-    can_begin = len(scheduler.running) < scheduler.limits.max_num_seqs and len(scheduler.waiting) > 0
-    if can_begin or any(sequence.pending for sequence in scheduler.running):
+    if any(sequence.pending for sequence in scheduler.running):
         return None
     going_on = [
         (place, one)
@@ -98,6 +97,10 @@ def step_after(step: ScheduledStep, scheduler: Scheduler) -> ScheduledStep | Non
         if one.state is SequenceState.RUNNING and one.num_output + 1 < one.request.params.max_tokens
     ]
     if not going_on or not all(scheduler.pages.cover(one, one.scheduled + 1) for _, one in going_on):
+        return None
+    # Those that run come first, so one that waits has what pages these leave.
+    waiting = scheduler.next_to_begin()
+    if waiting is not None and scheduler.pages.has_room(waiting):
         return None
     sources = tuple(place for place, _ in going_on)
     return scheduler.make_step([ScheduledChunk(one, 1, []) for _, one in going_on], sources)

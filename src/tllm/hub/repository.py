@@ -14,8 +14,8 @@ from tllm.hub.model_name import is_commit, parse_name
 
 INDEX = "model.safetensors.index.json"
 MANIFEST = "tllm.manifest.json"
-POOLING = re.compile(r"\d+_Pooling/config\.json")
-"""Where sentence-transformers says how prompts are pooled."""
+POOLING = re.compile(r"\d+_(Pooling/config\.json|Dense/(config\.json|model\.safetensors))")
+"""Where sentence-transformers says how prompts are pooled, and has the linears that follow."""
 SMALL_SUFFIXES = (".json", ".txt", ".jinja", ".model")
 SMALL_BYTES = 100_000_000
 """Of one of the files that are read whole by every process: config, tokenizer, template, index."""
@@ -99,8 +99,7 @@ def small_files(repository: Repository) -> Repository:
     return repository.of(
         file.name
         for file in repository.files
-        if ("/" not in file.name or POOLING.fullmatch(file.name))
-        and file.name.endswith(SMALL_SUFFIXES)
+        if (POOLING.fullmatch(file.name) or ("/" not in file.name and file.name.endswith(SMALL_SUFFIXES)))
         and file.size <= SMALL_BYTES
     )
 

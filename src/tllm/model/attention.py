@@ -30,7 +30,8 @@ class AttentionSpec:
     softcap * tanh(score / softcap). `kv_index`: for each local query head its local kv head, given only where query
     heads do not divide evenly among kv heads. `sinks`: each query head comes with a score of its own, which joins its
     softmax and has no value: weights then add up to less than 1. `values_are_keys`: one tensor is both. `kv_shape`: how
-    many key-value heads there are here, and how wide each is.
+    many key-value heads there are here, and how wide each is. `bidirectional`: a query sees the keys after it too, of a
+    window as many each way.
     """
 
     scale: float
@@ -40,6 +41,7 @@ class AttentionSpec:
     sinks: bool = False
     values_are_keys: bool = False
     kv_shape: tuple[int, int] = (0, 0)
+    bidirectional: bool = False
 
 
 @functools.cache
@@ -118,6 +120,7 @@ def attention_spec(spec: ModelSpec, layer: LayerSpec, cut: Cut) -> AttentionSpec
         kv_index=kv_index(cut.heads, spec.num_heads, spec.num_kv_heads),
         sinks=spec.attention_sinks,
         kv_shape=(size(cut.kv_heads), spec.head_dim),
+        bidirectional=spec.bidirectional,
     )
 
 

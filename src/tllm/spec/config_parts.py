@@ -25,6 +25,8 @@ def plain_spec(config: Config, layers: tuple[LayerSpec, ...], *, tied_default: b
     tied, labels = config.flag("tie_word_embeddings", tied_default), num_labels(config)
     is_headless = not tied and _is_base_model(config)
     tied = tied or is_headless  # there is no other table, and nobody asks for tokens
+    if not config.flag("is_causal", True):
+        more["bidirectional"] = True
     return ModelSpec(
         family=config.family,
         vocab_size=config.number("vocab_size"),
@@ -46,6 +48,17 @@ def plain_spec(config: Config, layers: tuple[LayerSpec, ...], *, tied_default: b
         eos_token_ids=config.token_ids("eos_token_id"),
         **more,
     )
+
+
+def check_both_ways(spec: ModelSpec) -> None:
+    """ModelError where `is_causal` is false and a layer is no plain attention over all of a sequence."""
+    of_layers = {"a window": any(layer.window for layer in spec.layers), "a latent": spec.latent, "a state": spec.delta}
+    for what, has in of_layers.items():
+        if has:
+            raise ModelError(
+                f"is_causal=false of a {spec.family} model whose layers have {what} is not handled",
+                "models that see both ways and have windows are gemma3_text with use_bidirectional_attention",
+            )
 
 
 def num_labels(config: Config) -> int:

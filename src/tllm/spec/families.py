@@ -12,6 +12,7 @@ from typing import Any
 
 from tllm.core.errors import ModelError
 from tllm.spec.config_parts import (
+    check_both_ways,
     layer_windows,
     plain_rope,
     plain_spec,
@@ -65,6 +66,8 @@ def spec_from_config(raw: dict[str, Any]) -> ModelSpec:
     for of_layer in {layer.num_kv_heads for layer in spec.layers} - {0}:
         if spec.num_heads % of_layer:
             raise ModelError(f"{spec.num_heads} query heads cannot share the {of_layer} kv heads of a layer evenly")
+    if config.raw.get("is_causal") is False:
+        check_both_ways(spec)
     return spec
 
 
@@ -104,6 +107,8 @@ def qwen3_vl(config: Config) -> ModelSpec:
 def gemma2(config: Config) -> ModelSpec:
     default = ["full_attention" if i % 2 else "sliding_attention" for i in range(config.number("num_hidden_layers"))]
     windows = layer_windows(config, default, config.get("sliding_window", 4096))
+    if config.flag("use_bidirectional_attention"):
+        raise ModelError("use_bidirectional_attention of a gemma2 model is not handled", "no published model sets it")
     rope = plain_rope(config)
     layers = tuple(LayerSpec(rope=rope, window=window) for window in windows)
     return _gemma(
@@ -121,12 +126,16 @@ def gemma3(config: Config) -> ModelSpec:
         raise ModelError(f"config.json: sliding_window_pattern={pattern} is not 1 or more")
     default = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(count)]
     windows = layer_windows(config, default, config.get("sliding_window", 4096))
+    bidirectional = config.flag("use_bidirectional_attention")
+    if bidirectional:  # the file counts the keys on both sides
+        windows = [None if window is None else window // 2 + 1 for window in windows]
     config.number("head_dim")
     near, far = ropes_by_type(config, theta=1e6, local_theta=config.positive("rope_local_base_freq", 1e4))
     layers = tuple(LayerSpec(rope=far if window is None else near, window=window) for window in windows)
     if config.get("attn_logit_softcapping") is not None:
         raise ModelError("attn_logit_softcapping of a gemma3 model is not handled", "no published model sets it")
-    return _gemma(config, layers, qk_norm="head", final_softcap=config.get("final_logit_softcapping"))
+    cap = config.get("final_logit_softcapping")
+    return _gemma(config, layers, qk_norm="head", final_softcap=cap, bidirectional=bidirectional)
 
 
 def gemma4(config: Config) -> ModelSpec:
@@ -382,8 +391,6 @@ FAMILIES: dict[str, Family] = {
 
 
 def _gemma(config: Config, layers: tuple[LayerSpec, ...], **more: Any) -> ModelSpec:
-    if config.flag("use_bidirectional_attention"):
-        raise ModelError("use_bidirectional_attention is not handled", "only causal language models are served")
     config.ignore("hidden_act")
     bias = config.flag("attention_bias")
     return plain_spec(

@@ -178,6 +178,7 @@ class ModelSpec:
     multiplied by a number of the checkpoint's, which training leaves as it is (both gemma4).
     `per_layer_width`: each layer has so wide an input of its own for each token, made of a table of its own and of the
     token's embedding (gemma4 of E2B and E4B); 0 where layers have none.
+    `bidirectional`: a token sees those after it too, of a window as many each way: the model embeds, and cannot write.
     `num_labels`: the model ends in a classification head of so many labels, and has none for tokens; 0 for those that
     write. `is_headless`: it was saved without a head, and its embedding is none: it embeds and does nothing else.
     `quantization`: which weights are held in few bits, and how; None where all are held as plain numbers.
@@ -220,6 +221,7 @@ class ModelSpec:
     gated: bool = True
     fused_qkv: bool = False
     fused_gate_up: bool = False
+    bidirectional: bool = False
     num_labels: int = 0
     is_headless: bool = False
     dtype: str = "float32"

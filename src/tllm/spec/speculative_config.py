@@ -58,11 +58,14 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     def draft_spec(self) -> ModelSpec | None:
         """What the draft model is; None if drafts are only looked up.
 
-        ConfigError where its layers have a state: a draft that was wrong is taken back, and a state cannot be.
+        ConfigError where its layers have a state: a draft that was wrong is taken back, and a state cannot be; and for
+        a model that is not causal.
         """
         if not self.model:
             return None
         spec = spec_from_config(self.read_config())
+        if spec.bidirectional:
+            raise ConfigError(f"the draft model {self.model} is not causal: it embeds and cannot write", "give another")
         if spec.delta is not None:
             raise ConfigError(
                 f"the draft model {self.model} has layers with a state in place of keys and values",

@@ -60,6 +60,26 @@ def check_grammar(grammar: GrammarText, param: str) -> None:
         raise RequestError(f"{param} cannot be followed: {_one_line(fault)}", "correct or simplify it", param)
 
 
+def as_part(grammar: GrammarText, param: str) -> str:
+    """A grammar that was checked, as a part of a larger one in Lark, without what may come before it."""
+    if grammar.kind == "json_schema":
+        return f"%json {json.dumps(_schema(grammar.text, param))}"
+    return f"%lark {{\n{_lark_of(grammar, param)}\n}}"
+
+
+def may_begin(grammar: GrammarText, texts: Sequence[str]) -> str:
+    """The first of these texts with which a reply of the form of a checked grammar may begin; "" for none of them."""
+    from llguidance import LLMatcher, LLTokenizer
+
+    single_bytes = LLTokenizer("byte")
+    matcher = LLMatcher(single_bytes, _library_form(grammar, "grammar"), log_level=0, limits=_limits())
+    for text in texts:
+        tokens = single_bytes.tokenize_str(text)
+        if matcher.validate_tokens(tokens) == len(tokens):
+            return text
+    return ""
+
+
 class GrammarMatcher:
     """One reply's place in its grammar. Sets of tokens are ints whose bit number i stands for token i.
 
@@ -206,17 +226,22 @@ def _library_form(grammar: GrammarText, param: str) -> str:
         )
     if grammar.kind == "json_schema":
         answer: dict[str, Any] = {"json_schema": _schema(grammar.text, param)}
-    elif grammar.kind == "regex":
-        answer = {"lark_grammar": _of_regex(grammar.text)}
-    elif grammar.kind == "choice":
-        answer = {"lark_grammar": "start: " + " | ".join(map(json.dumps, _choices(grammar.text, param)))}
     else:
-        answer = {"lark_grammar": _lark(grammar.text, param)}
+        answer = {"lark_grammar": _lark_of(grammar, param)}
     if not grammar.free_until:
         return json.dumps({"grammars": [answer]})
     opening = f"({json.dumps(grammar.free_from)} free)?" if grammar.free_from else "free"
     free = f"start: {opening} /\\s*/ @answer\nfree[suffix={json.dumps(grammar.free_until)}]: /(?s:.*)/\n"
     return json.dumps({"grammars": [{"lark_grammar": free}, {"name": "answer", **answer}]})
+
+
+def _lark_of(grammar: GrammarText, param: str) -> str:
+    """A grammar that is no schema, in Lark."""
+    if grammar.kind == "regex":
+        return _of_regex(grammar.text)
+    if grammar.kind == "choice":
+        return "start: " + " | ".join(map(json.dumps, _choices(grammar.text, param)))
+    return _lark(grammar.text, param)
 
 
 def _schema(text: str, param: str) -> Any:

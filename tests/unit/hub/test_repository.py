@@ -36,7 +36,9 @@ def index(*files: str) -> bytes:
 def test_small_files_are_those_that_every_process_reads() -> None:
     listed = ("config.json", "tokenizer.json", "tokenizer.model", "merges.txt", "chat_template.jinja")
     others = ("model.safetensors", "pytorch_model.bin", "modeling_x.py", "README.md", "onnx/config.json", "x.pt")
-    assert names(small_files(repository(*listed, *others))) == list(listed)
+    modules = ("modules.json", "1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors")
+    others += ("2_Dense/pytorch_model.bin", "2_Dense/README.md")
+    assert names(small_files(repository(*listed, *modules, *others))) == [*listed, *modules]
     huge = Repository("org/name", SHA1, (HubFile("config.json", 10**9, SHA1),))
     assert not small_files(huge).files
 

@@ -140,7 +140,6 @@ def test_a_model_without_a_template_says_what_works() -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [tool("f")]}, "tool_choice"),
         ({"tools": [tool("f")], "tool_choice": "perhaps"}, "tool_choice"),
-        ({"tools": [tool("f")], "tool_choice": "required", "grammar": 'start: "a"'}, "grammar"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),

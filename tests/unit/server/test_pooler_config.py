@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.models.layouts import spec_of
 from tllm.core.errors import ConfigError
-from tllm.server.pooling.pooler_config import PoolerConfig, model_pooling, read_pooler_config
+from tllm.server.pooling.pooler_config import PoolerConfig, dense_modules, model_pooling, read_pooler_config
 from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
 from tllm.spec.model_spec import ModelSpec
@@ -60,7 +60,8 @@ def test_a_folder_without_them_is_of_a_causal_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("modules", "pooling", "words"),
     [
-        (["Transformer", "Pooling", "Dense"], {"pooling_mode": "mean"}, "Dense"),
+        (["Transformer", "Pooling", "LSTM"], {"pooling_mode": "mean"}, "LSTM"),
+        (["Transformer", "Pooling", "Normalize", "Dense"], {"pooling_mode": "mean"}, "their order|Normalize, Dense"),
         (["Transformer", "Pooling"], {**OLD, "pooling_mode_cls_token": True}, "cls"),
         (["Transformer", "Pooling"], {**OLD}, "pools by"),
         (["Transformer", "Pooling"], dict.fromkeys(OLD, True), "pools by"),
@@ -79,6 +80,52 @@ def test_what_is_not_computed_is_refused(
 )
 def test_torn_files_are_refused(text: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "modules.json").write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        model_pooling(tmp_path, SPEC, RAW)
+
+
+def dense(folder: Path, number: int, **values: Any) -> None:
+    (folder / f"{number}_Dense" / "config.json").write_text(json.dumps(values))
+
+
+IDENTITY = "torch.nn.modules.linear.Identity"
+
+
+def test_dense_modules_say_how_many_numbers_an_embedding_has(tmp_path: Path) -> None:
+    folder(tmp_path, ["Transformer", "Pooling", "Dense", "Dense", "Normalize"], {"pooling_mode": "mean"})
+    width = SPEC.hidden_size
+    dense(tmp_path, 2, in_features=width, out_features=7, bias=False, activation_function=IDENTITY)
+    dense(tmp_path, 3, in_features=7, out_features=5)
+    found = model_pooling(tmp_path, SPEC, RAW)
+    assert (found.kind, found.normalize, found.hidden_size) == ("mean", True, 5)
+    first, second = dense_modules(tmp_path)
+    assert (first.bias, first.activation, first.path) == (False, "identity", str(tmp_path / "2_Dense"))
+    assert (second.bias, second.activation) == (True, "tanh"), "as sentence-transformers has it where nothing is said"
+    assert dense_modules(TINY) == ()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        (
+            dict(in_features=3, out_features=7),
+            dict(in_features=7, out_features=5),
+            "takes 3 numbers and a hidden state has",
+        ),
+        (dict(in_features=SPEC.hidden_size, out_features=7), dict(in_features=6, out_features=5), "before it makes 7"),
+        (dict(in_features=SPEC.hidden_size), dict(in_features=6, out_features=5), "out_features"),
+        (dict(in_features=SPEC.hidden_size, out_features=0), dict(in_features=0, out_features=5), "makes 0 numbers"),
+        (dict(in_features="a", out_features=0), dict(in_features=0, out_features=5), "in_features"),
+        (dict(activation_function="torch.nn.modules.activation.GELU"), {}, "GELU"),
+        (dict(module_input_name="token_embeddings"), {}, "token_embeddings"),
+    ],
+)
+def test_dense_modules_that_cannot_be(
+    first: dict[str, Any], second: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    folder(tmp_path, ["Transformer", "Pooling", "Dense", "Dense"], {"pooling_mode": "mean"})
+    dense(tmp_path, 2, **first)
+    dense(tmp_path, 3, **second)
     with pytest.raises(ConfigError, match=words):
         model_pooling(tmp_path, SPEC, RAW)
 

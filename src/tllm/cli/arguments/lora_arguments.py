@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tllm.cli.arguments.parser import whole
 from tllm.core.errors import ConfigError
-from tllm.spec.lora.lora_config import CONFIG_FILE, MAX_LORA_RANK
+from tllm.spec.lora.lora_config import CONFIG_FILE, MAX_LORA_RANK, ServedLoras
 
 if TYPE_CHECKING:
     from tllm.server.openai.engine_client import EngineClient
@@ -44,8 +44,8 @@ def add_lora(parser: argparse._ActionsContainer) -> None:
     )
 
 
-def lora_modules(args: argparse.Namespace) -> dict[str, str]:
-    """The adapters to begin with, by name. ConfigError where the options do not go together."""
+def served_loras(args: argparse.Namespace) -> ServedLoras | None:
+    """The adapters to begin with; None where none are served. ConfigError where the options do not go together."""
     given: list[str] = args.lora_modules
     if not args.enable_lora and (given or args.max_loras):
         option = "--lora-modules" if given else "--max-loras"
@@ -60,26 +60,23 @@ def lora_modules(args: argparse.Namespace) -> dict[str, str]:
             )
         if not (Path(folder).expanduser() / CONFIG_FILE).is_file():
             raise ConfigError(f"{folder} has no {CONFIG_FILE}", "give the folder of an adapter as PEFT saves it")
-        modules[name] = folder
+        modules[name] = str(Path(folder).expanduser().resolve())
     if args.max_loras and len(modules) > args.max_loras:
         raise ConfigError(
             f"--lora-modules names {len(modules)} adapters and --max-loras is {args.max_loras}",
             f"give --max-loras {len(modules)}",
         )
-    return modules
-
-
-async def open_adapters(
-    args: argparse.Namespace, modules: dict[str, str], client: EngineClient
-) -> ServedAdapters | None:
-    """The adapters of a cluster that serves, with those to begin with; None where none are served."""
-    from tllm.node.serve.serving import Serving
-
     if not args.enable_lora:
         return None
+    return ServedLoras(args.max_loras or max(1, len(modules)), args.max_lora_rank, modules)
+
+
+async def open_adapters(client: EngineClient) -> ServedAdapters | None:
+    """The adapters of a cluster that serves, once those to begin with are loaded; None where none are served."""
+    from tllm.node.serve.serving import Serving
+
     assert isinstance(client, Serving), "a server's ranks are nodes"
-    client.adapters.max_loras = args.max_loras or max(1, len(modules))
-    client.adapters.max_lora_rank = args.max_lora_rank
-    for name, folder in modules.items():
-        await client.adapters.load(name, folder)
+    if client.coordinator.work.adapters is None:
+        return None
+    await client.adapters.load_first()
     return client.adapters

@@ -25,7 +25,7 @@ import msgspec
 from tllm.api.engine_options import EngineOptions, check_device, read_spec
 from tllm.api.open_engine import cluster_options, open_nodes
 from tllm.cli.arguments.http_options import add_http, add_keep_streams, add_replies, http_settings
-from tllm.cli.arguments.lora_arguments import add_lora, lora_modules, open_adapters
+from tllm.cli.arguments.lora_arguments import add_lora, open_adapters, served_loras
 from tllm.cli.arguments.model_argument import add_weights_cache, resolve_model
 from tllm.cli.arguments.node_sources import (
     add_on,
@@ -79,6 +79,7 @@ from tllm.server.openai.engine_client import EngineClient
 from tllm.server.openai.lora_adapters import ServedAdapters
 from tllm.server.run import OpenReplies, bind, serve_http
 from tllm.server.tracing.tracing import NodeSpan, SpansOf
+from tllm.spec.lora.lora_config import ServedLoras
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.generation_config import NOTHING, OWN, GenerationConfig
 from tllm.text.tokenizer import Tokenizer
@@ -163,7 +164,7 @@ def run(args: argparse.Namespace) -> int:
         return code
     ray = from_ray(args, args.spare_nodes)
     resolve_model(args, "ranges" if args.nodes or args.local else "whole")
-    options, adapters = _options(args), lora_modules(args)
+    options, adapters = _options(args), served_loras(args)
     options.pooling()  # what is wrong with it shows now
     settings = dataclasses.replace(settings, generation_config=options.generation_config)
     start_log(args.debug, args.quiet)
@@ -175,9 +176,9 @@ def run(args: argparse.Namespace) -> int:
     tokenizer = Tokenizer.from_folder(args.model)
     template = _template(args, tokenizer)
     loop = ServerLoop()
-    opening = _opening(args, options, _served_model(options, settings, template), tasks, ray)
+    opening = _opening(args, options, (_served_model(options, settings, template), adapters), tasks, ray)
     try:
-        return loop.runner.run(_serve(args, options, settings, (tokenizer, template), adapters, opening, loop))
+        return loop.runner.run(_serve(args, options, settings, (tokenizer, template), opening, loop))
     except Deposed as deposed:
         return join_successor(args, deposed, settings, None, loop, **kept)
     finally:
@@ -194,7 +195,7 @@ class _Opening(NamedTuple):
 def _opening(
     args: argparse.Namespace,
     options: EngineOptions,
-    served: ServedModel,
+    served: tuple[ServedModel, ServedLoras | None],
     tasks: Launched | None,
     ray: Mapping[str, Any] | None,
 ) -> _Opening:
@@ -215,7 +216,8 @@ def _opening(
         spare_nodes=args.spare_nodes,
         replicas=replica_count(args.replicas_of_coordinator, args.nodes or 1, ALONE if tasks or ray else ""),
         successor_seconds=REJOIN_SECONDS,
-        served=served,
+        served=served[0],
+        adapters=served[1],
     )
 
     def opening(on_progress: ShowProgress) -> AbstractAsyncContextManager[EngineClient]:
@@ -230,7 +232,6 @@ async def _serve(
     options: EngineOptions,
     settings: ServerSettings,
     text: tuple[Tokenizer | None, ChatTemplate | None],
-    adapters: dict[str, str],
     opening: _Opening,
     loop: ServerLoop,
 ) -> int:
@@ -238,7 +239,7 @@ async def _serve(
     async with loading(args.quiet, opening.open) as client:
         lasting = _lasting(client, loop)
         timed = TimedEngine(lasting or client)
-        served = await open_adapters(args, adapters, client)
+        served = await open_adapters(client)
         app = build_app(timed, *text, settings, adapters=served, pooling=options.pooling())
         _open_to_nodes(client, app, served)
         app.tracing = tracing_at(args.otlp_endpoint)(client.model_name, _node_spans(client))

@@ -69,6 +69,8 @@ def prompt_ids(args: argparse.Namespace, options: EngineOptions) -> tuple[int, .
             f"{options.folder} has a classification head of {options.spec.num_labels} labels and makes no logits",
             "verify the model that writes, from which it was made",
         )
+    if options.spec.bidirectional:
+        raise ModelError(f"{options.folder} is not causal: it embeds, and makes no logits of what follows")
     if options.spec.is_headless:
         raise ModelError(f"{options.folder} was saved without its head for tokens and makes no logits")
     vocabulary, room = options.spec.vocab_size, options.spec.max_model_len

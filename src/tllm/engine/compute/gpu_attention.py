@@ -28,9 +28,9 @@ class TileGroup(NamedTuple):
 def device_attention(
     cache: KVCache, spec: AttentionSpec, entries: tuple[BatchEntry, ...], q_TNH: Tensor
 ) -> KernelOnGpu | SegmentedAttention:
-    """How a batch attends on a device that is not the processor: by our kernel where it fits, else by torch."""
+    """How a batch attends on a device that is not the processor: by our causal kernel where it fits, else by torch."""
     kernels = gpu_kernels(q_TNH.device.type)
-    if kernels is None or not kernels.attention.fits(q_TNH.shape[2], q_TNH.dtype):
+    if kernels is None or spec.bidirectional or not kernels.attention.fits(q_TNH.shape[2], q_TNH.dtype):
         return SegmentedAttention(cache, spec, entries)
     firsts = first_heads(spec, q_TNH.shape[1], spec.kv_shape[0])
     groups = tile_groups(kernels, page_tables(cache, entries), entries, firsts)

@@ -80,7 +80,7 @@ class PagedAttend:
         """How layers of this kind can attend in this batch, and what kind of attention it is."""
         cache, entries = self.cache, self.entries
         firsts = first_heads(spec, q_TNH.shape[1], spec.kv_shape[0])
-        kernels = takes(q_TNH) if fits(q_TNH.shape[2], firsts) else None
+        kernels = takes(q_TNH) if fits(q_TNH.shape[2], firsts) and not spec.bidirectional else None  # causal
         replies = entries[: num_singles(entries)]
         kind = AttentionKind.of(spec, entries[len(replies) :], q_TNH, spec.kv_shape[0])
         if kernels is None:

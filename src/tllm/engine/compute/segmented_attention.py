@@ -114,7 +114,7 @@ def _plain(spec: AttentionSpec, segment: AttentionSegment, q_TNH: Tensor, k_KSH:
         k_1KSH,
         v_1KSH,
         attn_mask=segment.mask,
-        is_causal=segment.mask is None,
+        is_causal=segment.mask is None and not spec.bidirectional,
         scale=spec.scale,
         enable_gqa=N != K,
     )
@@ -200,13 +200,19 @@ def _mask(
 ) -> Tensor | None:
     """0 where a row sees a key, -inf where not; None where it sees them all or plain causal attention says the same.
 
-    The rows and keys of the `padding` are taken to come after all others.
+    The rows and keys of the `padding` are taken to come after all others, and no row sees them.
     """
     is_windowed = spec.window is not None and entry.count > spec.window
-    if entry.count == 1 or (entry.start == 0 and not is_windowed and not is_written_out(spec)):
+    if spec.bidirectional and not is_windowed and not padding[1]:
+        return None
+    if entry.count == 1 or (
+        not spec.bidirectional and entry.start == 0 and not is_windowed and not is_written_out(spec)
+    ):
         return None
     rows = torch.arange(entry.start, entry.stop + padding[0], device=cache.device)
     keys = torch.arange(first_key, entry.stop + padding[1], device=cache.device)
     distance = rows[:, None] - keys[None, :]
-    hidden = distance < 0 if spec.window is None else (distance < 0) | (distance >= spec.window)
+    hidden = (keys >= entry.stop)[None, :].expand_as(distance) if spec.bidirectional else distance < 0
+    if spec.window is not None:
+        hidden = hidden | (distance.abs() >= spec.window)
     return torch.zeros(hidden.shape, dtype=cache.dtype, device=cache.device).masked_fill_(hidden, float("-inf"))

@@ -73,11 +73,15 @@ class PagePool:
         """An owner's pages in the order of its tokens."""
         return tuple([(first, count) for first, count in self._held[owner]])
 
+    def has_room(self, shared: list[int], tokens: int) -> bool:
+        """Whether a new owner of so many tokens could have the pages `shared` and others after them."""
+        others = self.num_free - sum(page in self._cached for page in shared)
+        return self.pages_for(tokens) - len(shared) <= others
+
     def begin(self, owner: int, shared: list[int], tokens: int, max_tokens: int = 0) -> bool:
         """Give a new owner the pages `shared`, held or cached ones, and others after them, as `cover` does."""
         assert owner not in self._held, f"{owner} has begun"
-        others = self.num_free - sum(page in self._cached for page in shared)
-        if self.pages_for(tokens) - len(shared) > others:
+        if not self.has_room(shared, tokens):
             return False
         runs = self._held[owner] = []
         for page in shared:

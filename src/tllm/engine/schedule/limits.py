@@ -49,7 +49,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     With `enable_prefix_caching` pages outlive their sequences, for others with the same prefix. `kv_cache_dtype` says
     how keys and values are held (`spec.quantized.cache_form`). `num_state_slots` sequences can have states, in layers
     that have those in place of keys and values: as many as can run, or 0. `hidden_size` is the model's width, and
-    `num_labels` those of its classification head, or 0; a model that `is_headless` has no head for tokens either.
+    `num_labels` those of its classification head, or 0; a model that `is_headless` has no head for tokens either. One
+    that `is_bidirectional` computes all tokens of a prompt at once, as each sees those after it.
     """
 
     num_pages: int
@@ -65,6 +66,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     hidden_size: int = 0
     num_labels: int = 0
     is_headless: bool = False
+    is_bidirectional: bool = False
 
     def check(self) -> None:
         """Refuse sizes with which no batch could be made, and a cache that nobody knows."""
@@ -82,6 +84,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
                 f"{self.max_num_batched_tokens} tokens have room for {room} beside {self.max_num_seqs} sequences",
                 "4 to 16 are usual; 0 for none",
             )
+
+    def may_begin(self, tokens: int, room: int) -> bool:
+        """Whether a sequence of so many tokens may begin in a batch with `room` for so many."""
+        return tokens <= room or not self.is_bidirectional
 
     @property
     def max_draft_tokens(self) -> int:
@@ -198,6 +204,8 @@ def _head_faults(request: Request, limits: Limits) -> Iterator[str]:
     if pooling is None or pooling.kind == "logprobs":
         if limits.num_labels:
             yield f"the model has a head of {limits.num_labels} labels and none for tokens: it scores and cannot write"
+        if limits.is_bidirectional:
+            yield "each token of the model sees those after it (it is not causal): it embeds and cannot write"
         if limits.is_headless:
             yield "the model was saved without its head for tokens (lm_head.weight): it embeds and cannot write"
     elif pooling.kind == "score" and not limits.num_labels:
@@ -376,6 +384,8 @@ def limits_of(spec: ModelSpec, plan: Plan, config: EngineConfig) -> Limits:
             f"max_model_len {max_model_len} is not within the model's context of {spec.max_model_len}",
             f"give 1 to {spec.max_model_len}",
         )
+    if spec.bidirectional and max_model_len > config.max_num_batched_tokens:
+        max_model_len = _whole_in_a_batch(config)
     num_pages = _num_pages(spec, plan, config, max_model_len)
     cached = num_pages * config.page_size
     if config.max_model_len is not None and max_model_len > cached:
@@ -383,8 +393,11 @@ def limits_of(spec: ModelSpec, plan: Plan, config: EngineConfig) -> Limits:
             f"the cache holds {cached} tokens and max_model_len is {max_model_len}",
             "give the cache more memory, or ask for a shorter context",
         )
-    if config.enable_prefix_caching and spec.delta:
-        log.info("prefix caching is off: gated delta nets of %s have a state, which pages do not hold", spec.family)
+    other = (spec.delta and "gated delta nets have a state, which pages do not hold") or (
+        spec.bidirectional and "what a page holds depends on all tokens of its prompt"
+    )
+    if config.enable_prefix_caching and other:
+        log.info("prefix caching of %s is off: %s", spec.family, other)
     limits = Limits(
         num_pages=num_pages,
         vocab_size=spec.vocab_size,
@@ -393,15 +406,29 @@ def limits_of(spec: ModelSpec, plan: Plan, config: EngineConfig) -> Limits:
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         num_speculative_tokens=config.draft_tokens,
-        enable_prefix_caching=config.enable_prefix_caching and not spec.scales_by_length and spec.delta is None,
+        enable_prefix_caching=config.enable_prefix_caching and not spec.scales_by_length and not other,
         num_state_slots=config.max_num_seqs if spec.delta else 0,
         hidden_size=spec.hidden_size,
         num_labels=spec.num_labels,
         is_headless=spec.is_headless,
+        is_bidirectional=spec.bidirectional,
         kv_cache_dtype=config.kv_cache_dtype,
     )
     limits.check()
     return limits
+
+
+def _whole_in_a_batch(config: EngineConfig) -> int:
+    """The context of a model that computes all of a prompt at once; ConfigError where more was asked for."""
+    most = config.max_num_batched_tokens
+    if config.max_model_len is not None:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len} and a batch has {most} tokens: a model that sees both ways "
+            "computes all of a prompt at once",
+            f"give --max-num-batched-tokens {config.max_model_len}",
+        )
+    log.info("the context is %d tokens: a model that sees both ways computes all of a prompt in one batch", most)
+    return most
 
 
 def _num_pages(spec: ModelSpec, plan: Plan, config: EngineConfig, max_model_len: int) -> int:

@@ -129,7 +129,7 @@ class Scheduler:
             if sequence.pending > 1 and room > 0:
                 chunks.append(self._prompt_chunk(sequence, room))
                 room -= sequence.pending
-        while room > 0 and preemptions == self.preemptions and (admitted := self._admit()):
+        while room > 0 and preemptions == self.preemptions and (admitted := self._admit(room)):
             chunks.append(self._prompt_chunk(admitted, room))
             room -= admitted.pending
         return self.make_step(chunks) if chunks else None
@@ -199,7 +199,7 @@ class Scheduler:
 
     def _prompt_tokens_for_batch(self) -> int:
         """Prompt tokens for one batch: all that fit, or with several stages so few that each stage gets a part."""
-        if self.depth == 1:
+        if self.depth == 1 or self.limits.is_bidirectional:
             return self.limits.max_num_batched_tokens
         free_places = max(0, self.limits.max_num_seqs - len(self.running))
         backlog = sum(len(sequence.token_ids) for sequence in islice(self.waiting, free_places))
@@ -220,8 +220,8 @@ class Scheduler:
         self.pages.add_full(sequence, count)
         return ScheduledChunk(sequence, count, [])
 
-    def _admit(self) -> Sequence | None:
-        """Start the sequence whose turn it is, if there are a place and pages for all that it has.
+    def next_to_begin(self) -> Sequence | None:
+        """The waiting sequence whose turn it is, if there is a place; one begins once there are pages for it.
 
         Those whose pages are on their way from disk are passed over.
         """
@@ -229,7 +229,12 @@ class Scheduler:
             return None
         sequence = next((one for one in self.waiting if not self.pages.is_awaited(one)), None)
         # One that was preempted waits for what it has under way, whose token it may need.
-        if sequence is None or sequence.in_flight or not self.pages.begin(sequence):
+        return None if sequence is None or sequence.in_flight else sequence
+
+    def _admit(self, room: int) -> Sequence | None:
+        """Start the sequence whose turn it is, if there are room in the batch and pages for all that it has."""
+        sequence = self.next_to_begin()
+        if not (sequence and self.limits.may_begin(sequence.pending, room) and self.pages.begin(sequence)):
             return None
         self.waiting.begin(sequence, sequence.pending)
         insort(self.running, sequence, key=lambda other: other.key)
@@ -272,9 +277,7 @@ class Scheduler:
         self, sequence: Sequence, accepted: tuple[int, ...], logprobs: tuple[TokenLogprobs | None, ...]
     ) -> Output:
         """Add the new tokens to a sequence, up to one that ends it."""
-        prompt: tuple[TokenLogprobs | None, ...] = ()
-        if sequence.prompt.logprobs is not None:
-            prompt, sequence.prompt.logprobs = tuple(sequence.prompt.logprobs), None
+        prompt, sequence.prompt.logprobs = tuple(sequence.prompt.logprobs or ()), None
         reason: FinishReason | None = None
         before = sequence.num_output
         for token_id in accepted:

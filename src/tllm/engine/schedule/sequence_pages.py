@@ -38,9 +38,13 @@ class SequencePages:
         if self.stored is not None:
             self.stored.drop(sequence)
 
+    def has_room(self, sequence: Sequence) -> bool:
+        """Whether there are pages for all that a waiting sequence has."""
+        return self.pool.has_room(self._found(sequence), len(sequence.token_ids))
+
     def begin(self, sequence: Sequence) -> bool:
         """Let a sequence run, if there are pages for all that it has; those that are found full need no computing."""
-        found = [] if self.prefix_cache is None else self.prefix_cache.find(sequence)
+        found = self._found(sequence)
         if not self.pool.begin(sequence.key, found, len(sequence.token_ids), sequence.max_cached_tokens):
             return False
         sequence.begin(len(found) * self.pool.page_size)
@@ -51,6 +55,9 @@ class SequencePages:
         if self.prefix_cache is not None:
             self.prefix_cache.began(sequence)
         return True
+
+    def _found(self, sequence: Sequence) -> list[int]:
+        return [] if self.prefix_cache is None else self.prefix_cache.find(sequence)
 
     def cover(self, sequence: Sequence, tokens: int) -> bool:
         """Give it the pages that it lacks for so many tokens. If too few are free, nothing changes: False."""

@@ -11,6 +11,7 @@ from tllm.cluster.heartbeat import SILENCE_SECONDS
 from tllm.cluster.http_messages import ServedModel
 from tllm.node.sources.node_source import NodeSource
 from tllm.node.topology.numa_binding import NumaBinding
+from tllm.spec.lora.lora_config import ServedLoras
 
 LOOPBACK: Address = ("127.0.0.1", 0)
 """Only this machine, on any free port."""
@@ -58,6 +59,7 @@ class ClusterOptions:
     successor_seconds: how long this process, if it was deposed, looks for the one that coordinates then, to join it as
         a node. 0: it does not join.
     served: what HTTP servers serve, here and on nodes, but for the longest sequence; None where none do. To serve.
+    adapters: LoRA adapters that these serve, to begin with; None where they serve none.
     """
 
     local: int | None = None
@@ -78,6 +80,7 @@ class ClusterOptions:
     replicas: int = 1
     successor_seconds: float = 0.0
     served: ServedModel | None = None
+    adapters: ServedLoras | None = None
 
 
 DEFAULTS = ClusterOptions()

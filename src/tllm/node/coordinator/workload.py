@@ -28,7 +28,7 @@ class Workload:
     lost_after: a node that has sent no heartbeat for so long is lost.
     hub: weights that are not in the folder, and that each node fetches from the hub; None where they are in the folder.
     served: what HTTP servers on other nodes serve; None while none may.
-    adapters: LoRA adapters that are loaded; None where none were.
+    adapters: LoRA adapters that are loaded, or are to be; None where none are served.
     reads: files that whoever coordinates reads beside the model, by the paths that its own machine is to have them at.
     beside: how many nodes are to have a role beside the plan, and no rank.
     """

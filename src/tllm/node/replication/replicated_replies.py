@@ -34,6 +34,7 @@ class ReplicatedReplies:
         self._propose = propose
         self._streams: StoredStreams | None = None
         self._agreed: dict[str, int] = {}  # of each reply that the replicas have, so many outputs
+        self._sizes: dict[str, int] = {}  # of the same, the bytes that they are when encoded
         self._ended: set[str] = set()  # of these, the ones whose end is agreed on
         self._left_out: set[str] = set()
         self._news = asyncio.Event()
@@ -41,6 +42,7 @@ class ReplicatedReplies:
     def keep(self, streams: StoredStreams, known: Mapping[str, KeptReply]) -> None:
         """Replicate these from now on. `known` is what the replicas have."""
         self._agreed = {name: len(reply.outputs) for name, reply in known.items()}
+        self._sizes = {name: len(_encode(reply)) for name, reply in known.items()}
         self._ended = {name for name, reply in known.items() if reply.is_over}
         self._streams = streams
         streams.on_change = lambda stream: self._news.set()
@@ -68,7 +70,7 @@ class ReplicatedReplies:
             self._forget(name)
         for name, stream in kept.items():
             if name not in self._agreed and name not in self._left_out:
-                yield from self._open(stream, kept)
+                yield from self._open(stream)
             while name in self._agreed and self._has_news(stream):
                 yield from self._grow(stream)
             if name in self._left_out:
@@ -78,15 +80,17 @@ class ReplicatedReplies:
         name = stream.record.id
         return self._agreed[name] < len(stream.outputs) or (stream.is_over and name not in self._ended)
 
-    def _open(self, stream: StoredStream, kept: Mapping[str, StoredStream]) -> Iterator[AnyEntry]:
-        held = sum(kept[name].nbytes for name in self._agreed if name in kept)
-        size = len(_encode((stream.record, stream.requests)))
-        if size > ENTRY_BYTES or held + size > REPLIES_BYTES:
+    def _open(self, stream: StoredStream) -> Iterator[AnyEntry]:
+        name, size = stream.record.id, len(_encode((stream.record, stream.requests)))
+        if size > ENTRY_BYTES or not self._has_room(size):
             self._leave_out(stream)
             return
         yield ReplyOpened(stream.record, stream.requests)
-        self._agreed[stream.record.id] = 0
+        self._agreed[name], self._sizes[name] = 0, size
         stream.show(0)
+
+    def _has_room(self, size: int) -> bool:
+        return sum(self._sizes.values()) + size <= REPLIES_BYTES
 
     def _grow(self, stream: StoredStream) -> Iterator[AnyEntry]:
         name, start = stream.record.id, self._agreed[stream.record.id]
@@ -96,7 +100,7 @@ class ReplicatedReplies:
             size += len(_encode(output))
             if size > ENTRY_BYTES:
                 break
-        if size > 2 * ENTRY_BYTES or stream.nbytes > REPLIES_BYTES:
+        if size > 2 * ENTRY_BYTES or not self._has_room(size):
             yield ReplyForgotten(name)
             self._forget(name)
             self._leave_out(stream)
@@ -105,12 +109,13 @@ class ReplicatedReplies:
         error = stream.error.message if is_over and stream.error is not None else ""
         yield ReplyGrown(name, start, tuple(outputs), is_over, error)
         self._agreed[name] = start + len(outputs)
+        self._sizes[name] += size
         if is_over:
             self._ended.add(name)
         stream.show(self._agreed[name])
 
     def _forget(self, name: str) -> None:
-        del self._agreed[name]
+        del self._agreed[name], self._sizes[name]
         self._ended.discard(name)
 
     def _leave_out(self, stream: StoredStream) -> None:

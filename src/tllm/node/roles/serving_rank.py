@@ -345,4 +345,5 @@ def _limits(settings: EngineSettings, spec: ModelSpec) -> Limits:
         hidden_size=spec.hidden_size,
         num_labels=spec.num_labels,
         is_headless=spec.is_headless,
+        is_bidirectional=spec.bidirectional,
     )

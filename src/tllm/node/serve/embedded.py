@@ -10,22 +10,29 @@ from typing import Any
 
 from tllm.core.errors import ClusterError, RequestError
 from tllm.engine.engine import Engine
+from tllm.node.serve.dense_layers import DenseLayers
 from tllm.server.openai.engine_client import Health
 from tllm.spec.request import Output, Request
 
 
 class Embedded:
-    """An `EngineClient` over an `Engine`, whose threads hand outputs to the event loop."""
+    """An `EngineClient` over an `Engine`, whose threads hand outputs to the event loop. Embeddings go
+    through the `dense` layers of the model's folder."""
 
-    def __init__(self, engine: Engine, model_name: str) -> None:
+    def __init__(self, engine: Engine, model_name: str, dense: DenseLayers | None = None) -> None:
         self.model_name = model_name
         self.max_model_len = engine.limits.max_model_len
         self._engine = engine
         self._last_step = time.monotonic()
         self._failure = ""
+        self._dense = dense
 
-    async def submit(self, request: Request) -> AsyncGenerator[Output, None]:
+    def submit(self, request: Request) -> AsyncGenerator[Output, None]:
         """The request's outputs as they come; closing this cancels it."""
+        outputs = self._submit(request)
+        return outputs if self._dense is None else self._dense.follow(request, outputs)
+
+    async def _submit(self, request: Request) -> AsyncGenerator[Output, None]:
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[Output | ClusterError] = asyncio.Queue()
 

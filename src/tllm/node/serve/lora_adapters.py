@@ -51,8 +51,9 @@ class ServedAdapter:
 class LoraAdapters:
     """At most `max_loras` adapters of rank `max_lora_rank` or less, which every rank of the plan has loaded.
 
-    What they take is part of what `check_room` looks at, which raises CapacityError. A new epoch begins with all of
-    them, since `Assign` names them, and gets its open requests after that.
+    The coordinator's work names those to begin with, before any is loaded: so whoever takes the coordinator's place
+    knows them, however early. What they take is part of what `check_room` looks at, which raises CapacityError. A new
+    epoch begins with all that are loaded, since `Assign` names them, and gets its open requests after that.
     """
 
     def __init__(
@@ -63,7 +64,9 @@ class LoraAdapters:
         recovery: Recovery,
         check_room: Callable[[], None],
     ) -> None:
-        self.max_loras, self.max_lora_rank = 1, MAX_LORA_RANK
+        known = coordinator.work.adapters or ServedLoras(1, MAX_LORA_RANK, {})
+        self.max_loras, self.max_lora_rank = known.max_loras, known.max_lora_rank
+        self._to_load = dict(known.paths)
         self._base, self._spec = base, spec
         self._coordinator, self._recovery, self._check_room = coordinator, recovery, check_room
         self._served: dict[str, ServedAdapter] = {}
@@ -110,17 +113,25 @@ class LoraAdapters:
                 await self._load_on_each_rank(files)
                 undo.pop_all()
             self._served[held.lora] = ServedAdapter(held, files)
+            self._to_load.pop(name, None)
             self._tell()
             log.info("adapter %s is loaded from %s", name, held.path)
 
-    async def load_again(self, known: ServedLoras) -> None:
-        """Load what another coordinator had loaded, from the same folders. What is not here as well is left out."""
-        self.max_loras, self.max_lora_rank = known.max_loras, known.max_lora_rank
-        for name, path in known.paths.items():
+    async def load_first(self) -> None:
+        """Load those to begin with. Raises what `load` does."""
+        for name, path in list(self._to_load.items()):
+            await self.load(name, path)
+
+    async def load_again(self) -> None:
+        """Load what another coordinator had, or was to load, from the same folders. What is not here as well is left
+        out."""
+        for name, path in list(self._to_load.items()):
             try:
                 await self.load(name, path)
             except TllmError as error:
                 log.warning("adapter %s is served no more: %s", name, error.message)
+                del self._to_load[name]
+                self._tell()
 
     async def unload(self, name: str) -> None:
         """Take an adapter's name away. Requests that have begun with it finish; then every rank lets go of it.
@@ -158,8 +169,8 @@ class LoraAdapters:
         return module_shapes(build(self._spec, whole(self._spec), torch.float32, "meta"))
 
     def _tell(self) -> None:
-        """Say in the workload what is loaded, as whoever takes the coordinator's place is to know it."""
-        known = ServedLoras(self.max_loras, self.max_lora_rank, dict(self.paths))
+        """Say in the workload what is loaded, or is to be, as whoever takes the coordinator's place is to know it."""
+        known = ServedLoras(self.max_loras, self.max_lora_rank, {**self._to_load, **self.paths})
         self._coordinator.work = dataclasses.replace(self._coordinator.work, adapters=known)
 
     def _is(self, one: ServedAdapter, name: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -50,10 +49,6 @@ async def open_cluster(
     on the `hub` need not be in the folder.
     """
     work = serving_workload(folder, plan, config or EngineConfig(), options, hub=hub)
-    if (served := options.served) is not None:  # known from the first moment on to whoever takes this process's place
-        assert isinstance(work.settings, EngineSettings), "serving"
-        served = msgspec.structs.replace(served, max_model_len=work.settings.max_model_len)
-        work = dataclasses.replace(work, served=served)
     nodes = local_names(work.plan, options.local)
     authority = await open_authority(options.authority, options.secret)
     serving = Serving(work, authority, options.address, nodes, policy)
@@ -106,5 +101,17 @@ def serving_workload(
         narrow_wire=config.narrow_wire,
         wiring=config.wiring,
     )
-    allow_mixed, lost_after = options.allow_mixed, options.lost_after
-    return Workload(folder, json.dumps(raw), plan, settings, allow_mixed=allow_mixed, lost_after=lost_after, hub=hub)
+    served = options.served
+    if served is not None:
+        served = msgspec.structs.replace(served, max_model_len=limits.max_model_len)
+    return Workload(
+        folder,
+        json.dumps(raw),
+        plan,
+        settings,
+        allow_mixed=options.allow_mixed,
+        lost_after=options.lost_after,
+        hub=hub,
+        served=served,  # known from the first moment on to whoever takes this process's place
+        adapters=options.adapters,
+    )

@@ -30,6 +30,7 @@ from tllm.node.coordinator.losses import Loss
 from tllm.node.coordinator.status_report import engine_stats, report
 from tllm.node.coordinator.workload import Workload
 from tllm.node.recovery.recovery import Policy, Recovery
+from tllm.node.serve.dense_layers import DenseLayers
 from tllm.node.serve.lora_adapters import LoraAdapters
 from tllm.node.serve.node_requests import NodeRequests
 from tllm.node.serve.open_requests import OpenRequests
@@ -82,6 +83,12 @@ class Serving:
     @cached_property
     def _spec(self) -> ModelSpec:
         return spec_from_config(json.loads(self.coordinator.work.config))
+
+    @cached_property
+    def _dense(self) -> DenseLayers:
+        folder = self.coordinator.work.folder
+        assert folder is not None, "serving takes a model's folder"
+        return DenseLayers(folder)
 
     @property
     def max_model_len(self) -> int:
@@ -136,7 +143,7 @@ class Serving:
 
     def submit(self, request: Request) -> AsyncGenerator[Output, None]:
         """The request's outputs; closing this cancels it."""
-        outputs = self.requests.submit(request)
+        outputs = self._dense.follow(request, self.requests.submit(request))
         return self.adapters.counted(request.lora, outputs) if request.lora else outputs
 
     def move(self, plan: Plan, nodes: Sequence[str]) -> None:
@@ -205,7 +212,7 @@ class Serving:
         self._settings = work.settings
         if (served := self.served) is not None:
             served = msgspec.structs.replace(served, max_model_len=work.settings.max_model_len)
-        return dataclasses.replace(work, served=served)
+        return dataclasses.replace(work, served=served, adapters=self.coordinator.work.adapters)
 
     def fail(self, error: TllmError) -> None:
         """The coordinator itself cannot go on: every open request ends with this, and no new one is taken."""

@@ -39,7 +39,7 @@ async def answer_nodes(serving: Serving, state: ReplicatedState) -> None:
         keep_streams_bytes=model.keep_streams_bytes,
     )
     if work.adapters is not None:
-        await serving.adapters.load_again(work.adapters)
+        await serving.adapters.load_again()
     router = RequestRouter(serving, Metrics(model.model_name), settings, keys_of(settings))
     tokenizer = await asyncio.to_thread(Tokenizer.from_folder, folder)
     store = LocalStreamStore(router, tokenizer, settings)

@@ -30,10 +30,11 @@ from tllm.server.openai.reply_format import ChatFormat, CompletionFormat, ReplyF
 from tllm.server.openai.requests import ChatRequest, CompletionRequest, SamplingFields
 from tllm.server.openai.structured_output import asked_grammar, checked_grammar
 from tllm.server.openai.tools import OfferedTools
-from tllm.server.reply.held_calls import HeldCalls
+from tllm.server.reply.call_grammars import HARMONY
+from tllm.server.reply.held_calls import AskedForm, HeldCalls
 from tllm.server.reply.parser_choice import ReplyParser, ReplyParsers, held_to
 from tllm.server.reply.reply_ids import ReplyIds
-from tllm.server.reply.tool_formats import plain_reply
+from tllm.server.reply.tool_formats import ToolFormat, plain_reply
 from tllm.spec.request import Grammar, Request, Scheduling
 
 _DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI's; a chat reply may fill the context
@@ -63,8 +64,8 @@ class Completions:
         self._settings = settings
         self.parsers = parsers
         self._held_calls: HeldCalls | None = None
-        if prompts.tokenizer is not None and parsers.tools:
-            self._held_calls = HeldCalls(prompts.tokenizer, parsers.tools)
+        if prompts.tokenizer is not None and (parsers.tools or parsers.is_harmony):
+            self._held_calls = HeldCalls(prompts.tokenizer, HARMONY if parsers.is_harmony else parsers.tools)
         self.adapters: ServedAdapters = NoAdapters()
         self._names = (router.client.model_name, *settings.model_aliases)
 
@@ -119,25 +120,14 @@ class Completions:
 
     async def _chat_form(self, request: ChatRequest, tools: OfferedTools, prompt: str, ids: ReplyIds) -> ReplyForm:
         """How replies to a chat are held, and read."""
-        asked, of_tools = asked_grammar(request), tools.grammar()
-        if asked is not None and tools.tools:
-            message = f"{asked[1]} and tools are asked for together; one reply has one form"
-            raise RequestError(message, 'leave one out, or give tool_choice "none"', asked[1])
         if tools.tools and not tools.is_held and not self.parsers.tools:
             raise RequestError(
                 "this model's chat template shows no format of calls, so its replies would not be read as calls",
                 'give tool_choice "required" or a function, or start the server with --tool-call-parser NAME',
                 "tool_choice",
             )
-        grammar, param = asked if asked is not None else (of_tools, "tools")
-        if grammar is not None:
-            free = self.parsers.free_part(prompt)
-            grammar = await self._checked(held_to(grammar, free), param)
-        elif tools.tools and self._held_calls is not None:
-            grammar = await self._held_calls.grammar(tools.held, tools.is_parallel, self.parsers.free_part(prompt))
+        grammar, reply = await self._held(asked_grammar(request), tools, self.parsers.free_part(prompt))
         parsers, schemas = self.parsers, tools.schemas
-        # A grammar's reply is text as it is, without the channels that some models write.
-        reply = tools.reply() or (plain_reply if asked is not None else None)
 
         def new_parser() -> ReplyParser:
             parser = parsers.parser(prompt, reply, schemas)
@@ -147,6 +137,24 @@ class Completions:
 
         shows = parsers.needs_special_tokens and (parsers.is_harmony or parsers.reasoning == "mistral")
         return ReplyForm(grammar, new_parser, shows or (parsers.needs_special_tokens and bool(tools.tools)))
+
+    async def _held(
+        self, form: AskedForm | None, tools: OfferedTools, free: tuple[str, str]
+    ) -> tuple[Grammar | None, ToolFormat | None]:
+        """What holds a reply after its `free` part, and who reads it: None for the format of this model.
+
+        A reply that has to call has no text that could have the form.
+        """
+        if form is not None:
+            await self._checked(*form)
+        if (calls := tools.grammar()) is not None:
+            return await self._checked(held_to(calls, free), "tools"), tools.reply()
+        may_call = bool(tools.tools)
+        if self._held_calls is not None and (may_call or (form is not None and self.parsers.is_harmony)):
+            grammar = await self._held_calls.grammar(tools.held, tools.is_parallel, free, form)
+            if grammar is not None or form is None:
+                return grammar, None if form is None else self.parsers.form_reader(may_call)
+        return (None, None) if form is None else (held_to(form.grammar, free), plain_reply)
 
     async def _checked(self, grammar: Grammar, param: str) -> Grammar:
         if self._prompts.tokenizer is None:

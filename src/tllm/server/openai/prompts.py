@@ -17,7 +17,11 @@ from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
 
 _IN_THREAD = 20_000  # characters: beyond this the event loop would be held up for milliseconds
+IDS_AT_ONCE = 1 << 16
+"""Token ids that are looked at, one after another, before others have their turn in the event loop."""
+
 _IDS = 1 << 31
+_MIXED = "a batch holds texts or lists of ids, not bare ids among them"
 DEVELOPER = "developer"
 
 
@@ -48,14 +52,13 @@ class Prompts:
             raise RequestError("a prompt is needed", "give a text, token ids, or a list of either", "prompt")
         if isinstance(prompt, str):
             return [await self.text(prompt, add_special_tokens)]
-        kinds = set(map(type, prompt))  # of what may be millions of ids
-        if kinds == {int}:
-            return [self._ids(prompt)]
-        if int in kinds:
-            raise RequestError("a batch holds texts or lists of ids, not bare ids among them", param="prompt")
+        if isinstance(prompt[0], int):
+            return [await self._ids(prompt)]
+        if int in set(map(type, prompt)):
+            raise RequestError(_MIXED, param="prompt")
         texts = [item for item in prompt if isinstance(item, str)]
         made = iter(await self._texts(texts, add_special_tokens) if texts else ())
-        return [next(made) if isinstance(item, str) else self._ids(item) for item in prompt]
+        return [next(made) if isinstance(item, str) else await self._ids(item) for item in prompt]
 
     async def text(self, text: str, add_special_tokens: bool) -> Prompt:
         """A text's prompt. A text that cannot fit is refused before work is spent on it."""
@@ -124,11 +127,22 @@ class Prompts:
             )
         return self.tokenizer
 
-    def _ids(self, ids: list[int]) -> Prompt:
+    async def _ids(self, ids: list[int]) -> Prompt:
+        """A prompt of ids, of which a body has room for millions: those that cannot fit are refused unseen."""
         if not ids:
             raise RequestError("a prompt has no tokens", "give at least one id", "prompt")
-        if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= _IDS:
-            raise RequestError(f"token ids are numbers from 0 to {_IDS - 1}", param="prompt")
+        if len(ids) > self._max_model_len:
+            message = f"the model's context is {self._max_model_len} tokens and the prompt has {len(ids)}; shorten it"
+            raise HttpError(400, message, code="context_length_exceeded", param="prompt")
+        for start in range(0, len(ids), IDS_AT_ONCE):
+            if start:
+                await asyncio.sleep(0)  # a thread would not do: these hold Python's lock
+            part = ids[start : start + IDS_AT_ONCE]
+            kinds = set(map(type, part))
+            if kinds != {int}:
+                raise RequestError(_MIXED, param="prompt")
+            if min(part) < 0 or max(part) >= _IDS:
+                raise RequestError(f"token ids are numbers from 0 to {_IDS - 1}", param="prompt")
         return Prompt(tuple(ids))
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tllm.core.errors import RequestError, nearest
+from tllm.server.reply.held_calls import AskedForm
 from tllm.spec.request import Grammar, GrammarKind
 from tllm.text.grammar import check_grammar
 
@@ -36,19 +37,19 @@ FIELDS: Mapping[str, GrammarKind] = {
 }
 
 
-def asked_grammar(request: SamplingFields) -> tuple[Grammar, str] | None:
+def asked_grammar(request: SamplingFields) -> AskedForm | None:
     """The form that a request asks for, and the field that says it. RequestError for two of them, or one unknown."""
     asked = []
     if request.response_format is not None and (grammar := _response_format(request.response_format)):
-        asked.append((grammar, "response_format"))
+        asked.append(AskedForm(grammar, "response_format"))
     if request.structured_outputs is not None:
-        asked.append((_structured_outputs(request.structured_outputs), "structured_outputs"))
+        asked.append(AskedForm(_structured_outputs(request.structured_outputs), "structured_outputs"))
     for name, kind in FIELDS.items():
         if (value := getattr(request, name)) is not None:
-            asked.append((_grammar(kind, value, name), name))
+            asked.append(AskedForm(_grammar(kind, value, name), name))
     if len(asked) > 1:
-        names = ", ".join(name for _, name in asked)
-        raise RequestError(f"{names} each ask for a form of the reply", "use one of them", asked[1][1])
+        names = ", ".join(form.param for form in asked)
+        raise RequestError(f"{names} each ask for a form of the reply", "use one of them", asked[1].param)
     return asked[0] if asked else None
 
 

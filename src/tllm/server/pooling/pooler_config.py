@@ -1,13 +1,15 @@
 """How a model's prompts become embeddings and scores: what the user says, else what its folder says.
 
-A folder of sentence-transformers lists its modules in `modules.json`; that of its module `Pooling` is read, and whether
-a `Normalize` follows. Any other folder is taken for a causal model: the last token is pooled, and normalised.
+A folder of sentence-transformers lists its modules in `modules.json`; that of its module `Pooling` is read, and which
+`Dense` ones and whether a `Normalize` follow. Any other folder is taken for a causal model: the last token is pooled,
+and normalised.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,11 +23,30 @@ from tllm.spec.request import PoolingKind
 ScoreType = Literal["auto", "embedding", "generative", "classification"]
 """What scores two texts: the cosine of their embeddings, the answer to a question, or a classification head."""
 
+Activation = Literal["identity", "tanh"]
+
 MODULES = "modules.json"
 POOLING_MODES: Mapping[str, PoolingKind] = {"mean": "mean", "lasttoken": "last"}
 """Names of sentence-transformers, as far as they are computed here."""
 
+ACTIVATIONS: Mapping[str, Activation] = {
+    "torch.nn.modules.linear.Identity": "identity",
+    "torch.nn.modules.activation.Tanh": "tanh",
+}
+MODULE = ("Transformer", "Pooling", "Dense", "Normalize")
+
 ANSWERS = ("no", "yes")
+
+
+class DenseModule(msgspec.Struct, frozen=True, kw_only=True):
+    """A linear of sentence-transformers that a pooled prompt goes through: the folder of its weights, and what it makes
+    of how many numbers."""
+
+    path: str
+    in_features: int
+    out_features: int
+    bias: bool = True
+    activation: Activation = "tanh"
 
 
 class PoolerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,7 +60,8 @@ class PoolerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class ModelPooling(msgspec.Struct, frozen=True, kw_only=True):
     """How the prompts of one model are pooled. `score_type` is none but "auto".
 
-    `answers` are the tokens, as texts, whose log-probabilities are a generative score; the second one says yes.
+    `hidden_size`: numbers of an embedding. `answers` are the tokens, as texts, whose log-probabilities are a generative
+    score; the second one says yes.
     `labels` are the names of a classification head's numbers, and `problem_type` what they are, in the words of
     `config.json`: one of several labels where it says nothing.
     """
@@ -79,6 +101,12 @@ def model_pooling(
     """
     given = given or PoolerConfig()
     kind, normalize = _of_folder(folder)
+    dense = dense_modules(folder)
+    if dense and dense[0].in_features != spec.hidden_size:
+        raise ConfigError(
+            f"{dense[0].path} takes {dense[0].in_features} numbers and a hidden state has {spec.hidden_size}",
+            "copy the whole model folder again",
+        )
     answers = config.get("classifier_from_token")
     if given.pooling_type is not None:
         kind = "mean" if given.pooling_type == "MEAN" else "last"
@@ -86,16 +114,16 @@ def model_pooling(
     if score_type == "auto":
         asks = bool(answers) or "rerank" in model_name(folder).lower()
         score_type = "classification" if spec.num_labels else "generative" if asks else "embedding"
-    lacks_tokens = spec.num_labels > 0 or spec.is_headless
+    lacks_tokens = spec.num_labels > 0 or spec.is_headless or spec.bidirectional
     if (score_type == "classification" and not spec.num_labels) or (score_type == "generative" and lacks_tokens):
-        plain = "no head" if spec.is_headless else "a head for tokens alone"
+        plain = "no head" if spec.is_headless or spec.bidirectional else "a head for tokens alone"
         has = f"a classification head of {spec.num_labels} labels" if spec.num_labels else plain
         raise ConfigError(f"score_type is {score_type!r} and the model has {has}", "leave score_type out")
     return ModelPooling(
         kind=kind,
         normalize=normalize if given.normalize is None else given.normalize,
         score_type=score_type,
-        hidden_size=spec.hidden_size,
+        hidden_size=dense[-1].out_features if dense else spec.hidden_size,
         num_labels=spec.num_labels,
         answers=_answers(answers),
         labels=_labels(config.get("id2label"), spec.num_labels),
@@ -119,28 +147,82 @@ def _answers(given: Any) -> tuple[str, str]:
     return given[0], given[1]
 
 
+def dense_modules(folder: Path) -> tuple[DenseModule, ...]:
+    """The linears that a pooled prompt of the model in a folder goes through, in order. ConfigError for what is not
+    computed here, or where one does not take what the one before it makes."""
+    found = [_dense(path) for kind, path in _modules(folder) if kind == "Dense"]
+    for one, after in pairwise(found):
+        if one.out_features != after.in_features:
+            raise ConfigError(
+                f"{after.path} takes {after.in_features} numbers and {one.path} before it makes {one.out_features}",
+                "copy the whole model folder again",
+            )
+    return tuple(found)
+
+
+def _dense(folder: Path) -> DenseModule:
+    """What the `config.json` of a module `Dense` says. What it leaves out is as sentence-transformers has it."""
+    file = folder / "config.json"
+    values = _read(file)
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file} is not a JSON object", "copy the file again")
+    activation = values.get("activation_function", "torch.nn.modules.activation.Tanh")
+    if activation not in ACTIVATIONS:
+        known = ", ".join(name.rpartition(".")[2] for name in ACTIVATIONS)
+        raise ConfigError(
+            f"{file}: activation_function {str(activation)[:80]!r} is not computed here", f"known: {known}"
+        )
+    for key in ("module_input_name", "module_output_name"):
+        if values.get(key) not in (None, "sentence_embedding"):
+            raise ConfigError(
+                f"{file}: {key} is {str(values[key])[:80]!r}", "a Dense of the sentence's embedding is computed"
+            )
+    given = {key: values[key] for key in ("in_features", "out_features", "bias") if key in values}
+    try:
+        made = msgspec.convert({"path": str(folder), **given, "activation": ACTIVATIONS[activation]}, DenseModule)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{file} cannot be read: {error}", "copy the file again") from error
+    if min(made.in_features, made.out_features) < 1:
+        raise ConfigError(f"{file} makes {made.out_features} numbers of {made.in_features}", "copy the file again")
+    return made
+
+
 def _of_folder(folder: Path) -> tuple[PoolingKind, bool]:
     """What is pooled, and whether that is normalised, by the files of sentence-transformers."""
+    modules = _modules(folder)
+    if not modules:
+        return "last", True
+    pooling = next(path for kind, path in modules if kind == "Pooling")
+    return _pooling_mode(pooling / "config.json"), modules[-1][0] == "Normalize"
+
+
+def _modules(folder: Path) -> list[tuple[str, Path]]:
+    """The kind and the folder of each module of sentence-transformers, in order; none where the folder lists none."""
     root = folder if folder.is_dir() else folder.parent
     file = root / MODULES
     if not file.is_file():
-        return "last", True
+        return []
     modules = _read(file)
     if not isinstance(modules, list) or not all(isinstance(one, dict) for one in modules):
         raise ConfigError(f"{file} is not a list of modules", "copy the file again")
     kinds = [str(one.get("type")).rpartition(".")[2] for one in modules]
-    unknown = [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]
+    unknown = [kind for kind in kinds if kind not in MODULE]
     if unknown:
         raise ConfigError(
             f"{file} has a module {unknown[0]!r}, which is not computed here",
-            "Transformer, Pooling and Normalize are; to serve the model as one that writes, take the file away",
+            f"{', '.join(MODULE)} are; to serve the model as one that writes, take the file away",
         )
     if kinds.count("Pooling") != 1:
         raise ConfigError(f"{file} has {kinds.count('Pooling')} modules that pool, not one", "copy the file again")
-    path = str(modules[kinds.index("Pooling")].get("path") or "")
-    if ".." in Path(path).parts or Path(path).is_absolute():
-        raise ConfigError(f"{file} names the folder {path[:80]!r}, which is outside of the model's", "copy it again")
-    return _pooling_mode(root / path / "config.json"), "Normalize" in kinds
+    if kinds.count("Normalize") > 1 or kinds != sorted(kinds, key=MODULE.index):
+        raise ConfigError(f"{file} has its modules as {', '.join(kinds)}", f"their order is {', '.join(MODULE)}")
+    paths = [str(one.get("path") or "") for one in modules]
+    for path in paths:
+        if ".." in Path(path).parts or Path(path).is_absolute():
+            raise ConfigError(
+                f"{file} names the folder {path[:80]!r}, which is outside of the model's", "copy it again"
+            )
+    return [(kind, root / path) for kind, path in zip(kinds, paths, strict=True)]
 
 
 def _pooling_mode(file: Path) -> PoolingKind:

@@ -180,6 +180,9 @@ async def _ids_of(prompts: Awaitable[Sequence[Prompt]]) -> list[tuple[int, ...]]
         return [prompt.ids for prompt in await prompts]
     except RequestError as error:
         raise RequestError(error.message, error.hint, "input") from error
+    except HttpError as error:
+        error.info.param = "input"
+        raise
 
 
 def _usage(tokens: int) -> dict[str, int]:

@@ -1,8 +1,8 @@
 """What holds calls of tools while the model decides: free text until it begins a call, in its family's own form.
 
 From the mark that begins a call on, the name is that of a tool and the arguments fit its schema. After a call the
-reply is free again; where no parallel calls are wanted, it ends. What each form is stands in `tool_formats`, which
-reads it.
+reply is free again; where no parallel calls are wanted, it ends. Where the text is to have a form as well, a reply is
+either calls alone or text of that form. How each family writes calls stands in `tool_formats`, which reads them.
 """
 
 from __future__ import annotations
@@ -11,47 +11,62 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tllm.server.reply.harmony_grammar import harmony_grammar
 from tllm.server.reply.lark_rules import ANY, GAP, SPACE, LarkRules, SpecialTokens, json_of, literal
 from tllm.server.reply.parameter_grammar import GLM45_TAGS, QWEN3_CODER_TAGS, ParameterTags, parameters_of
-from tllm.server.reply.reasoning import HARMONY_ENDS
 
 Arguments = Mapping[str, Mapping[str, Any]]
 """The JSON schema that holds the arguments of each tool, by its name."""
 
-Body = Callable[[LarkRules, Arguments, bool], str]
-"""Adds the rules of a reply after its reasoning and gives what it is; the last argument: whether it may call twice."""
+Body = Callable[[LarkRules, Arguments, bool, str], str]
+"""Adds the rules of a reply after its reasoning and gives what it is. The third argument: whether it may call twice;
+the last: the form of a reply that calls nothing, "" for any text."""
 
 HARMONY, PYTHON_TAG, CALLS = "openai", "<|python_tag|>", "[TOOL_CALLS]"
-HARMONY_IN_HEADERS = ("<|message|>", "<|start|>", "<|channel|>", "<|constrain|>")
 
 
 def call_grammar(
-    tool_format: str, tokens: SpecialTokens, arguments: Arguments, parallel: bool, reasoning: tuple[str, str]
+    tool_format: str,
+    tokens: SpecialTokens,
+    arguments: Arguments,
+    parallel: bool,
+    reasoning: tuple[str, str],
+    form: str = "",
 ) -> str:
     """The Lark grammar of a reply in this format, after a `reasoning` (`free_from`, `free_until`) that may come first.
 
-    "" where calls cannot be told from text: gpt-oss's, by a tokenizer that has not its special tokens.
+    `form` is that of a reply without calls, as a part of a grammar. "" where calls, or parts of a reply, cannot be told
+    from text: gpt-oss's, by a tokenizer that has not its special tokens.
     """
     if tool_format == HARMONY:
-        return _harmony(tokens, arguments, parallel)
+        return harmony_grammar(tokens, arguments, parallel, form)
     begin, end = reasoning
     rules = LarkRules(tokens, begin or (PYTHON_TAG if tool_format == "llama3_json" else ""))
-    rest = rules.rule("rest", BODIES[tool_format](rules, arguments, parallel))
+    rest = rules.rule("rest", BODIES[tool_format](rules, arguments, parallel, form and rules.rule("form", form)))
     if not end:
         return rules.text(rest)
+    if form:
+        rest = rules.rule("rest_after_thought", f"{GAP} {rest}")
     thought = f"{rules.pieces(end)} ({rules.until('thought', [end])} {rest} | {ANY})"
     if not begin:
         return rules.text(thought)
-    return rules.text(f"{rules.beginning('opened', begin)} {thought} | {rest}")
+    return rules.text(f"{rules.beginning('opened', begin)} {thought} | rest")
 
 
-def _hermes(rules: LarkRules, arguments: Arguments, parallel: bool) -> str:
+def _hermes(rules: LarkRules, arguments: Arguments, parallel: bool, form: str) -> str:
     call = f"{GAP} {_objects(rules, arguments, 'arguments')} {GAP} {rules.mark('</tool_call>')}"
-    return _among_text(rules, {"<tool_call>": call}, parallel)
+    return _among_text(rules, {"<tool_call>": call}, parallel, form)
 
 
-def _llama3_json(rules: LarkRules, arguments: Arguments, parallel: bool) -> str:
-    """A reply that begins with JSON is a call once its `"name":` is there; other JSON is text."""
+def _llama3_json(rules: LarkRules, arguments: Arguments, parallel: bool, form: str) -> str:
+    """A reply that begins with JSON is a call once its `"name":` is there; other JSON is text.
+
+    A form may be JSON too and have a name: then only the tool's name and the key after it tell a call.
+    """
+    if form:
+        call = rules.rule("call", " | ".join(json_of(_call_schema(name, held)) for name, held in arguments.items()))
+        more = f'({GAP} ";" {GAP} {call})*' if parallel else ""
+        return f"({rules.until('tagged', [PYTHON_TAG], GAP)} {GAP} {call} | {call}) {more} | {form}"
     begin = ("", "\\{", '("type"', ":", '"function"', ",)?", '"name"', ":")
     begun = rules.lazy("begun", f"/{f'{SPACE}*'.join(begin)}/")
     one = _objects(rules, arguments, "parameters")
@@ -61,22 +76,23 @@ def _llama3_json(rules: LarkRules, arguments: Arguments, parallel: bool) -> str:
     return f'({begun} " "? {rest} | {tagged} {GAP} {one}) {more} | {rules.first_pieces()} {ANY}'
 
 
-def _mistral(rules: LarkRules, arguments: Arguments, parallel: bool) -> str:
+def _mistral(rules: LarkRules, arguments: Arguments, parallel: bool, form: str) -> str:
     one = _objects(rules, arguments, "arguments")
     more = f'(", " {one})*' if parallel else ""
     call_id = f"({rules.mark('[CALL_ID]')} /[a-zA-Z0-9]{{9}}/)?"
     named = [f"{literal(name)} {call_id} {rules.mark('[ARGS]')}? {json_of(held)}" for name, held in arguments.items()]
-    return _among_text(rules, {CALLS: f'{GAP} ("[" {one} {more} "]" | {" | ".join(named)})'}, parallel)
+    return _among_text(rules, {CALLS: f'{GAP} ("[" {one} {more} "]" | {" | ".join(named)})'}, parallel, form)
 
 
-def _qwen3_coder(rules: LarkRules, arguments: Arguments, parallel: bool) -> str:
+def _qwen3_coder(rules: LarkRules, arguments: Arguments, parallel: bool, form: str) -> str:
     function = rules.rule("function", _tagged_calls(rules, QWEN3_CODER_TAGS, arguments))
     whole = f"{GAP} {literal('<function=')} {function} {GAP} {rules.mark('</tool_call>')}"
-    return _among_text(rules, {"<tool_call>": whole, "<function=": function}, parallel)
+    return _among_text(rules, {"<tool_call>": whole, "<function=": function}, parallel, form)
 
 
-def _glm45(rules: LarkRules, arguments: Arguments, parallel: bool) -> str:
-    return _among_text(rules, {"<tool_call>": f"{GAP} ({_tagged_calls(rules, GLM45_TAGS, arguments)})"}, parallel)
+def _glm45(rules: LarkRules, arguments: Arguments, parallel: bool, form: str) -> str:
+    call = f"{GAP} ({_tagged_calls(rules, GLM45_TAGS, arguments)})"
+    return _among_text(rules, {"<tool_call>": call}, parallel, form)
 
 
 def _tagged_calls(rules: LarkRules, tags: ParameterTags, arguments: Arguments) -> str:
@@ -88,8 +104,26 @@ def _tagged_calls(rules: LarkRules, tags: ParameterTags, arguments: Arguments) -
     )
 
 
-def _among_text(rules: LarkRules, calls: Mapping[str, str], parallel: bool) -> str:
-    """Calls, each by the mark that begins it, between which there is free text; or one call, which ends the reply."""
+def _call_schema(name: str, held: Mapping[str, Any]) -> dict[str, Any]:
+    """A call as Llama 3 writes it. Definitions that the arguments refer to from their root go to the root of this."""
+    definitions = {key: held[key] for key in ("$defs", "definitions") if key in held}
+    return {
+        "type": "object",
+        "properties": {"name": {"const": name}, "parameters": held},
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+        **definitions,
+    }
+
+
+def _among_text(rules: LarkRules, calls: Mapping[str, str], parallel: bool, form: str) -> str:
+    """Calls, each by the mark that begins it, between which there is free text; or one call, which ends the reply.
+
+    With a form: calls with nothing between them, or text of that form.
+    """
+    if form:
+        begun = (f"{rules.until(f'begun_{at}', [mark], GAP)} {call}" for at, (mark, call) in enumerate(calls.items()))
+        return f"{rules.rule('call', ' | '.join(begun))}{'+' if parallel else ''} | {form}"
     begun = (f"{rules.until(f'begun_{at}', [mark])} {call}" for at, (mark, call) in enumerate(calls.items()))
     call, first = rules.rule("call", " | ".join(begun)), rules.first_pieces(*calls)
     if parallel:
@@ -109,27 +143,6 @@ def _members(arguments: Arguments, key: str) -> list[str]:
         f"{literal(json.dumps(name) + f', {json.dumps(key)}: ')} {json_of(held)} {end}"
         for name, held in arguments.items()
     ]
-
-
-def _harmony(tokens: SpecialTokens, arguments: Arguments, parallel: bool) -> str:
-    """gpt-oss: a message whose header has `to=` is a call; what other messages say is free."""
-    message, start, channel, constrain = (tokens.id_of(mark) for mark in HARMONY_IN_HEADERS)
-    if None in (message, start, channel, constrain):
-        return ""
-    rules, inside = LarkRules(tokens), f"<[{channel},{constrain}]>"
-    ends = [token_id for mark in HARMONY_ENDS if (token_id := tokens.id_of(mark)) not in (None, start)]
-    no_equals = "(?s-u:[\\x00-<>-\\xfe])"
-    rules.rule("WORDS", f"/{no_equals}*/")
-    rules.rule("AFTER_NAME", f"/( {no_equals}*)?/")
-    rules.lazy("recipient", f"/{no_equals}*to=/")
-    rules.rule("after_name", f"AFTER_NAME ({inside} WORDS)* <[{message}]>")
-    calls = (f"{literal(f'functions.{name}')} after_name {json_of(held)}" for name, held in arguments.items())
-    rules.rule("header", f"(WORDS {inside})* WORDS")
-    rules.rule("call", f"(WORDS {inside})* recipient ({' | '.join(calls)})")
-    rules.rule("said", f"header <[{message}]> {rules.pieces(*HARMONY_ENDS)} {ANY}")
-    rules.rule("end", f"<[{','.join(map(str, ends))}]>" if ends else '""')
-    rules.rule("before", "call | said" if parallel else "said")
-    return rules.text(f"(before end? <[{start}]>)* ((call | said) end? | header)")
 
 
 BODIES: Mapping[str, Body] = {

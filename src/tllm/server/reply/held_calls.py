@@ -1,7 +1,8 @@
 """`HeldCalls`: the grammar of a reply in which the model decides whether it calls, made and checked once for its tools.
 
-A tool with `strict` true is held to its schema, or the request is refused. Without `strict` the schema holds where it
-can be followed, else the arguments are any JSON object; with `strict` false they always are.
+What calls nothing is free, or has a form that is asked for as well. A tool with `strict` true is held to its schema, or
+the request is refused. Without `strict` the schema holds where it can be followed, else the arguments are any JSON
+object; with `strict` false they always are.
 """
 
 from __future__ import annotations
@@ -10,15 +11,18 @@ import asyncio
 import json
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from tllm.core.errors import RequestError
-from tllm.server.reply.call_grammars import call_grammar
+from tllm.server.reply.call_grammars import HARMONY, call_grammar
 from tllm.server.reply.lark_rules import SpecialTokens
 from tllm.server.reply.parameter_grammar import why_not_in_tags
+from tllm.server.reply.tool_formats import call_beginnings
 from tllm.spec.request import Grammar
-from tllm.text.grammar import check_grammar
+from tllm.text.grammar import as_part, check_grammar, may_begin
 from tllm.text.tokenizer import Tokenizer
 
 KEPT = 32
@@ -39,29 +43,45 @@ class HeldTool(NamedTuple):
     strict: bool | None = None
 
 
+class AskedForm(NamedTuple):
+    """The form that a request asks for, and the field that says it."""
+
+    grammar: Grammar
+    param: str
+
+
 class HeldCalls:
     """Makes the grammars of one server, whose model writes calls in `tool_format`."""
 
     def __init__(self, tokenizer: Tokenizer, tool_format: str) -> None:
         self._tokenizer, self._format = tokenizer, tool_format
         self._special: SpecialTokens | None = None
-        self._made: OrderedDict[tuple[str, bool, tuple[str, str]], Grammar | None] = OrderedDict()
+        self._made: OrderedDict[tuple[object, ...], Grammar | None] = OrderedDict()
 
-    async def grammar(self, tools: Sequence[HeldTool], parallel: bool, reasoning: tuple[str, str]) -> Grammar | None:
+    async def grammar(
+        self,
+        tools: Sequence[HeldTool],
+        parallel: bool,
+        reasoning: tuple[str, str],
+        form: AskedForm | None = None,
+    ) -> Grammar | None:
         """What holds the calls of a reply, aside from the event loop; None where nothing does.
 
-        `reasoning` is what stays free before the reply (`free_from`, `free_until`). RequestError for a strict tool
-        whose schema cannot be followed.
+        `reasoning` is what stays free before the reply (`free_from`, `free_until`), and `form` that of a reply without
+        calls, which was checked. RequestError for a strict tool whose schema cannot be followed, and for a form that
+        cannot be told from calls, or not be followed beside them.
         """
-        key = (json.dumps(tools), parallel, reasoning)
+        key = (json.dumps(tools), parallel, reasoning, form)
         if key not in self._made:
-            self._made[key] = await asyncio.to_thread(self._make, tools, parallel, reasoning)
+            self._made[key] = await asyncio.to_thread(self._make, tools, parallel, reasoning, form)
         self._made.move_to_end(key)
         if len(self._made) > KEPT:
             self._made.popitem(last=False)
         return self._made[key]
 
-    def _make(self, tools: Sequence[HeldTool], parallel: bool, reasoning: tuple[str, str]) -> Grammar | None:
+    def _make(
+        self, tools: Sequence[HeldTool], parallel: bool, reasoning: tuple[str, str], form: AskedForm | None
+    ) -> Grammar | None:
         held: dict[str, Mapping[str, Any]] = {}
         for name, schema, strict in tools:
             why = "" if strict is False else self._why_not(name, schema, reasoning)
@@ -71,28 +91,59 @@ class HeldCalls:
             if why:
                 _log.warning("arguments of the tool %s are held to be a JSON object, not by its schema: %s", name, why)
             held[name] = ANY_ARGUMENTS if why or strict is False else schema
-        is_strict = any(tool.strict for tool in tools)
-        grammar = self._of(held, parallel, reasoning)
+        is_strict, text = any(tool.strict for tool in tools), "" if form is None else self._told_apart(form, held)
+        grammar = self._of(held, parallel, reasoning, text)
         why = _fault(grammar)
         if why and is_strict:
             raise RequestError(f"the tools together cannot be followed: {why}", "offer fewer of them", "tools")
         if why:
             _log.warning("calls of %d tools are held to be JSON objects, not by their schemas: %s", len(held), why)
-            grammar = self._of(dict.fromkeys(held, ANY_ARGUMENTS), parallel, reasoning)
+            grammar = self._of(dict.fromkeys(held, ANY_ARGUMENTS), parallel, reasoning, text)
+        if form is not None and (why := _fault(grammar)):
+            message = f"{form.param} and the tools cannot be followed together: {why}"
+            raise RequestError(message, "simplify the form, or offer fewer tools", form.param)
         if grammar is None and is_strict:
             raise RequestError("a tool is strict and this model's calls cannot be held", "leave strict out", "tools")
+        if grammar is None and form is not None and held:
+            message = "this model's tokenizer has no tokens that tell calls from text, and the text is to have a form"
+            raise RequestError(message, f"leave {form.param} or the tools out", form.param)
         return grammar
+
+    def _told_apart(self, form: AskedForm, names: Iterable[str]) -> str:
+        """The form as a part of the grammar, with no text that begins as a call does."""
+        grammar, begins = form.grammar, () if self._format == HARMONY else call_beginnings(self._format, names)
+        if begins and may_begin(grammar, begins):
+            grammar = _without_parameters(grammar)
+            if begin := may_begin(grammar, begins):
+                raise RequestError(
+                    f"a text in the form of {form.param} may begin with {begin}, which begins a call of this model",
+                    "give an object's schema additionalProperties: false, or leave the tools out",
+                    form.param,
+                )
+        return as_part(grammar, form.param)
 
     def _why_not(self, name: str, schema: Mapping[str, Any], reasoning: tuple[str, str]) -> str:
         """Why the arguments of one tool cannot be held; "" where they can."""
         why = why_not_in_tags(schema) if self._format in IN_TAGS else ""
         return why or _fault(self._of({name: schema}, False, reasoning))
 
-    def _of(self, held: Mapping[str, Mapping[str, Any]], parallel: bool, reasoning: tuple[str, str]) -> Grammar | None:
+    def _of(
+        self, held: Mapping[str, Mapping[str, Any]], parallel: bool, reasoning: tuple[str, str], form: str = ""
+    ) -> Grammar | None:
         if self._special is None:
             self._special = SpecialTokens(self._tokenizer)
-        text = call_grammar(self._format, self._special, held, parallel, reasoning)
+        text = call_grammar(self._format, self._special, held, parallel, reasoning, form)
         return Grammar(kind="grammar", text=text) if text else None
+
+
+def _without_parameters(form: Grammar) -> Grammar:
+    """The form, whose objects have no member `parameters` unless it names that: then a call of Llama 3 is none of
+    them."""
+    schema = msgspec.json.decode(form.text) if form.kind == "json_schema" else None
+    if not isinstance(schema, dict) or "parameters" in (known := schema.get("properties") or {}):
+        return form
+    schema["properties"] = {**known, "parameters": False}
+    return msgspec.structs.replace(form, text=msgspec.json.encode(schema).decode())
 
 
 def _fault(grammar: Grammar | None) -> str:

@@ -18,10 +18,12 @@ from tllm.server.reply.scanner import Parser, Parsing
 from tllm.server.reply.tool_formats import (
     Schemas,
     ToolFormat,
+    calls_or_form,
     glm45,
     hermes,
     llama3_json,
     mistral,
+    plain_reply,
     plain_text,
     qwen3_coder,
 )
@@ -89,6 +91,15 @@ class ReplyParsers:
         if is_open is None:
             return marks
         return ("", marks.end) if is_open else ("", "")
+
+    def form_reader(self, may_call: bool) -> ToolFormat | None:
+        """How a reply is read that is held to a form, or where it `may_call` to calls in this model's format.
+
+        None for the format of this model itself, whose parts say what they are.
+        """
+        if self.is_harmony:
+            return None
+        return calls_or_form(self.tools, TOOL_FORMATS[self.tools]) if may_call else plain_reply
 
     def parser(self, prompt: str, reply: ToolFormat | None = None, schemas: Schemas | None = None) -> ReplyParser:
         """A parser for a reply to this prompt.

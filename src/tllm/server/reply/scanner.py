@@ -40,11 +40,15 @@ class Scanner:
                 return space
             yield None
 
-    def take(self, mark: str) -> Steps[bool]:
-        """Read this text if it comes next; whether it did."""
+    def comes(self, mark: str) -> Steps[bool]:
+        """Whether this text comes next, which is not read."""
         while len(self.text) < len(mark) and mark.startswith(self.text) and not self.is_ended:
             yield None
-        if not self.text.startswith(mark):
+        return self.text.startswith(mark)
+
+    def take(self, mark: str) -> Steps[bool]:
+        """Read this text if it comes next; whether it did."""
+        if not (yield from self.comes(mark)):
             return False
         self.text = self.text[len(mark) :]
         return True

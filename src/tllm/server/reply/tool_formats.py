@@ -6,7 +6,8 @@ none is text. White space around calls is left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from tllm.server.reply.events import ArgumentsPiece, TextPiece, ToolCallBegin
@@ -194,6 +195,39 @@ def _json_of(value: str, properties: Mapping[str, Any], key: str) -> str:
 def _properties(schema: Mapping[str, Any] | None) -> Mapping[str, Any]:
     given = (schema or {}).get("properties")
     return given if isinstance(given, Mapping) else {}
+
+
+def call_beginnings(tool_format: str, names: Iterable[str]) -> tuple[str, ...]:
+    """The texts with which a reply that is calls of these functions and nothing else begins, in the format of a name.
+
+    Llama 3 writes JSON, as a reply may that calls nothing: only the whole of it up to the arguments tells a call.
+    """
+    if tool_format == "llama3_json":
+        return "<|python_tag|>", *(f'{{"name": {json.dumps(name)}, "parameters": ' for name in names)
+    return BEGINNINGS[tool_format]
+
+
+BEGINNINGS: Mapping[str, tuple[str, ...]] = {
+    "hermes": ("<tool_call>",),
+    "mistral": ("[TOOL_CALLS]",),
+    "qwen3_coder": ("<tool_call>", "<function="),
+    "glm45": ("<tool_call>",),
+}
+
+
+def calls_or_form(tool_format: str, calls: ToolFormat) -> ToolFormat:
+    """A reply that a grammar holds to calls or to a form: how it begins tells, whatever stands in the form's texts."""
+
+    def parse(scanner: Scanner, schemas: Schemas) -> Steps[None]:
+        space = yield from scanner.skip_space()
+        for mark in call_beginnings(tool_format, schemas):
+            if (yield from scanner.comes(mark)):
+                yield from calls(scanner, schemas)
+                return
+        scanner.text = space + scanner.text
+        yield from plain_text(scanner)
+
+    return parse
 
 
 def named_call(name: str) -> ToolFormat:

@@ -11,21 +11,19 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
 from tllm.core.errors import RequestError, TllmError
+from tllm.server.stored.kept_bytes import kept_bytes
 from tllm.spec.request import Output, Request, StreamRecord
-
-_encode = msgspec.msgpack.Encoder().encode
 
 
 @dataclass(eq=False)
 class StoredStream:
     """One reply's outputs, in the order in which they came, of all its choices.
 
-    `running` are the engine's requests that have not ended. With an `error` all have. `readers` counts who follows it:
-    they see the first `shown` outputs, which are all unless they are to be agreed on first. So is the stream itself,
-    which `is_known` then. Once it `is_elsewhere`, another process goes on with it, and no more is shown here.
+    `nbytes` is what all of it takes in memory. `running` are the engine's requests that have not ended. With an `error`
+    all have. `readers` counts who follows it: they see the first `shown` outputs, which are all unless they are to be
+    agreed on first. So is the stream itself, which `is_known` then. Once it `is_elsewhere`, another process goes on
+    with it, and no more is shown here.
     """
 
     record: StreamRecord
@@ -99,7 +97,7 @@ class StoredStreams:
         self.expire()
         if record.id in self._streams:
             raise RequestError(f"there is a reply {record.id[:100]!r} already", "give each its own id")
-        size = len(_encode((record, requests)))
+        size = kept_bytes((record, tuple(requests)))
         stream = StoredStream(record, tuple(requests), {request.id for request in requests}, size)
         self._streams[record.id] = stream
         self.nbytes += stream.nbytes
@@ -111,7 +109,7 @@ class StoredStreams:
         """The engine gave more of it."""
         stream.outputs.append(output)
         if self.is_kept(stream):
-            size = len(_encode(output))
+            size = kept_bytes(output)
             stream.nbytes += size
             self.nbytes += size
             self._make_room(stream)

@@ -155,6 +155,11 @@ def _check_head(job: Job, spec: ModelSpec) -> None:
             "that write",
             'give the folder of a causal language model, or task = "reward"',
         )
+    if spec.bidirectional:
+        raise ConfigError(
+            "each token of the model sees those after it (it is not causal), and training is of models that do not",
+            "give the folder of a causal language model",
+        )
     if spec.is_headless:
         raise ConfigError(
             "the model was saved without its head for tokens (lm_head.weight)",

@@ -27,6 +27,8 @@ class CausalModel(NamedTuple):
         spec = spec_from_config(config)
         if spec.num_labels:
             raise ConfigError(f"{name} has a classification head of {spec.num_labels} labels and {lack}", hint)
+        if spec.bidirectional:
+            raise ConfigError(f"{name} is not causal (each token sees those after it) and {lack}", hint)
         if spec.is_headless:
             raise ConfigError(f"{name} was saved without its head for tokens and {lack}", hint)
         return cls(folder, config, spec)

@@ -47,6 +47,8 @@ class ScoringModel(NamedTuple):
                 f"{name} has {has}, and a reward model has one of 1 label",
                 'train one with task = "reward", or take a ForSequenceClassification with num_labels = 1',
             )
+        if spec.bidirectional:
+            raise ConfigError(f"{name} is not causal (each token sees those after it)", "take a model that is")
         return cls(folder, config, spec)
 
 

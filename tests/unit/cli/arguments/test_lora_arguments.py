@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tllm.cli.arguments.lora_arguments import add_lora, lora_modules
+from tllm.cli.arguments.lora_arguments import add_lora, served_loras
 from tllm.core.errors import ConfigError
+from tllm.spec.lora.lora_config import ServedLoras
 
 
 @pytest.fixture
@@ -25,10 +26,19 @@ def parsed(*given: str) -> argparse.Namespace:
 
 
 def test_adapters_have_names(adapter: Path) -> None:
-    args = parsed("--enable-lora", "--lora-modules", f"a={adapter}", f"b={adapter}")
-    assert lora_modules(args) == {"a": str(adapter), "b": str(adapter)}
-    assert (args.max_loras, args.max_lora_rank) == (None, 16)
-    assert lora_modules(parsed()) == {}
+    both = ["--enable-lora", "--lora-modules", f"a={adapter}", f"b={adapter}"]
+    folders = {"a": str(adapter), "b": str(adapter)}
+    assert served_loras(parsed(*both)) == ServedLoras(2, 16, folders)
+    assert served_loras(parsed(*both, "--max-loras", "3", "--max-lora-rank", "8")) == ServedLoras(3, 8, folders)
+    assert served_loras(parsed("--enable-lora")) == ServedLoras(1, 16, {}), "those that are loaded later"
+    assert served_loras(parsed()) is None
+
+
+def test_folders_are_those_of_any_process(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who takes this process's place runs in another folder."""
+    monkeypatch.chdir(adapter.parent)
+    known = served_loras(parsed("--enable-lora", "--lora-modules", f"a={adapter.name}"))
+    assert known is not None and known.paths == {"a": str(adapter)}
 
 
 @pytest.mark.parametrize(
@@ -45,5 +55,5 @@ def test_adapters_have_names(adapter: Path) -> None:
 )
 def test_what_does_not_go_together_is_refused(given: str, words: str, adapter: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        lora_modules(parsed(*given.replace("{0}", "{}").replace("{}", str(adapter)).split()))
+        served_loras(parsed(*given.replace("{0}", "{}").replace("{}", str(adapter)).split()))
     assert words in caught.value.message

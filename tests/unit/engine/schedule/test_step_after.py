@@ -113,6 +113,37 @@ def test_no_step_goes_before_a_request_that_could_begin() -> None:
     assert ring.sizes[-1] == [1, 3], "c begins with the next batch"
 
 
+def test_a_request_that_finds_no_pages_holds_no_step_up() -> None:
+    """It waits for pages, and there are places: steps go on before their tokens are known until there are enough."""
+    scheduler = Scheduler(limits(num_pages=9))
+    ring = OverlappedRing(scheduler)
+    scheduler.add(request("a", 11, max_tokens=16))
+    ring.step()
+    scheduler.add(request("large", list(range(20, 44)), max_tokens=3))
+    followed, steps = ring.followed, 0
+    while "a" in scheduler.by_id:
+        assert not scheduler.by_id["large"].token_ids[24:], "it has not begun"
+        ring.step()
+        steps += 1
+    assert ring.followed - followed == steps - 1 == 14, "all steps but the last one"
+    tokens = list[int]()
+    while scheduler.has_work:
+        tokens += [token for output in ring.step() for token in output.token_ids]
+    assert tokens == expected(request("large", list(range(20, 44)), max_tokens=3))[0]
+
+
+def test_pages_that_those_who_run_need_next_are_nobody_elses() -> None:
+    """A waiting request fits beside what is computed now, and not beside the next page of those that run."""
+    scheduler = Scheduler(limits(num_pages=4))
+    ring = OverlappedRing(scheduler)
+    scheduler.add(request("a", 11, max_tokens=3))
+    ring.step()
+    scheduler.add(request("b", list(range(20, 24)), max_tokens=1))
+    assert scheduler.pages.pool.num_free == 1 and ring.followed == 1, "b would have the last page"
+    ring.step()
+    assert ring.followed == 2
+
+
 def test_what_ends_by_its_length_has_no_row_and_nothing_follows_the_last() -> None:
     ring = OverlappedRing(Scheduler(limits()))
     ring.scheduler.add(request("a", 3, max_tokens=2))

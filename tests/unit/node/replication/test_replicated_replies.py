@@ -20,7 +20,7 @@ from tests.unit.node.front_end.test_remote_engine import (
     until,
 )
 from tllm.cluster.consensus.replica import Deposed
-from tllm.cluster.consensus.replicated_state import AnyEntry, ReplicatedMachine, ReplyGrown, encoded
+from tllm.cluster.consensus.replicated_state import AnyEntry, ReplicatedMachine, ReplyGrown, ReplyOpened, encoded
 from tllm.core.errors import ClusterError, TllmError
 from tllm.node.replication import replicated_replies
 from tllm.node.replication.replicated_replies import ReplicatedReplies
@@ -242,6 +242,29 @@ def test_a_reply_that_is_too_long_is_left_out_and_its_readers_see_it(monkeypatch
         long = msgspec.structs.replace(record(), id="chatcmpl-" + "7" * 32, body=b"x" * 2000)
         await coordinator.store.open(long, [asked(f"{'7' * 32}-0")], ACCOUNT)
         assert long.id not in agreeing.kept
+        await agreeing.end()
+
+    play(scene)
+
+
+def test_replies_that_grow_beyond_the_limit_together_are_not_all_replicated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them is short enough by itself, and there was room for all when they began."""
+    monkeypatch.setattr(replicated_replies, "REPLIES_BYTES", 9000)
+
+    async def scene() -> None:
+        coordinator = Coordinator(engine())
+        agreeing = Agreeing(coordinator)
+        names = [f"chatcmpl-{digit * 32}" for digit in "678"]
+        for name in names:
+            await coordinator.store.open(
+                msgspec.structs.replace(record(), id=name), [asked(f"{name[-32:]}-0")], ACCOUNT
+            )
+            taken = await coordinator.store.take_up(name, "")
+            assert taken is not None
+            assert ids_of([output async for output in taken.outputs], f"{name[-32:]}-0") == IDS
+        sizes = [len(msgspec.msgpack.encode(reply)) for reply in agreeing.kept.values()]
+        assert len(sizes) == 2 and sum(sizes) <= 9000 < sum(sizes) * 3 / 2, "a third one would be too much"
+        assert any(isinstance(entry, ReplyOpened) and entry.record.id == names[2] for entry in agreeing.entries)
         await agreeing.end()
 
     play(scene)

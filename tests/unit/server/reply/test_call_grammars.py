@@ -13,8 +13,9 @@ import pytest
 import tokenizers
 
 from tests.unit.text import kits
-from tllm.server.reply.call_grammars import BODIES, HARMONY, HARMONY_IN_HEADERS, call_grammar
+from tllm.server.reply.call_grammars import BODIES, HARMONY, call_grammar
 from tllm.server.reply.events import MergedReply, merged
+from tllm.server.reply.harmony_grammar import HARMONY_IN_HEADERS
 from tllm.server.reply.lark_rules import SpecialTokens
 from tllm.server.reply.parameter_grammar import why_not_in_tags
 from tllm.server.reply.parser_choice import THINK, THINK_MISTRAL, ReplyParsers

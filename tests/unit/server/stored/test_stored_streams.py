@@ -8,12 +8,13 @@ import msgspec
 import pytest
 
 from tllm.core.errors import ClusterError, RequestError
+from tllm.server.stored.kept_bytes import kept_bytes
 from tllm.server.stored.stored_streams import StoredStream, StoredStreams
 from tllm.spec.request import Output, Request, SamplingParams, StreamRecord
 
 ASKED = Request(id="r", prompt_ids=(1,), params=SamplingParams())
 
-ASKED_BYTES = len(msgspec.msgpack.encode(ASKED))
+ASKED_BYTES = kept_bytes((StreamRecord(id="a", body=b"", owner="", created=1), (ASKED,)))
 
 
 class Kept:

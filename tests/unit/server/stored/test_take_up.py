@@ -311,14 +311,14 @@ def test_what_finds_no_room_runs_for_nobody_and_is_in_hand_no_more() -> None:
         assert (await Asker(app).http.post(PATHS[0], json={"prompt": "hi", "store": True})).status_code == 429
         names, account = [f"cmpl-{digit * 32}" for digit in "ab"], app.keys.anonymous
         asked = [Request(id=name, prompt_ids=(5,), params=SamplingParams()) for name in names]
-        records = [StreamRecord(id=name, body=b"x" * 400, owner="", created=1) for name in names]
+        records = [StreamRecord(id=name, body=b"x" * 4000, owner="", created=1) for name in names]
         assert isinstance(app.store, LocalStreamStore)
         app.store.restore(KeptReply(record=records[0], requests=(asked[0],)), account)
         await asyncio.sleep(0.01)
         await until(lambda: app.router.in_hand == 0)
         assert not engine.submitted
 
-        app = serve(engine, keep_streams_bytes=1000)  # for one of them
+        app = serve(engine, keep_streams_bytes=8000)  # for one of them
         account = app.keys.anonymous
         both = zip(records, asked, strict=True)
         await asyncio.gather(*(app.store.open(record, [request], account) for record, request in both))

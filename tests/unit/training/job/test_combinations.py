@@ -286,6 +286,8 @@ THREE = dict(SCORING, id2label={"0": "a", "1": "b", "2": "c"})
         ("pp=1", SCORING, {"task": "dpo"}, "classification head of 1 labels, and the task 'dpo'"),
         ("pp=1", SCORING, {}, "classification head of 1 labels, and the task 'sft'"),
         ("pp=1", dict(LLAMA, architectures=["LlamaModel"]), {}, "saved without its head for tokens"),
+        ("pp=1", dict(LLAMA, is_causal=False), {}, "it is not causal"),
+        ("pp=1", dict(SCORING, is_causal=False), {"task": "reward"}, "it is not causal"),
         ("pp=1", THREE, {"task": "reward"}, "this model's head has 3 labels"),
         ("pp=1", LLAMA, {"task": "reward"}, "this model's head has 0 labels"),
         ("dp=2,servers=1", LLAMA, {"task": "dpo"}, "servers and the task 'dpo'"),

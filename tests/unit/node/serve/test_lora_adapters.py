@@ -1,0 +1,88 @@
+"""Adapters that a cluster is to begin with are known to whoever takes the coordinator's place, however early."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.models.adapters import save_adapter
+from tests.support.models.families import save_model
+from tests.unit.node.front_end.test_remote_engine import MODEL
+from tllm.cluster.certificates import Authority
+from tllm.cluster.weight_messages import AdapterFiles
+from tllm.engine.schedule.limits import EngineConfig
+from tllm.node.coordinator.cluster_options import LOOPBACK, ClusterOptions
+from tllm.node.replication.replicated_work import replicated_work, workload_of
+from tllm.node.serve.lora_adapters import LoraAdapters
+from tllm.node.serve.open_cluster import serving_workload
+from tllm.node.serve.serving import Serving
+from tllm.spec.lora.lora_config import ServedLoras
+
+
+@pytest.fixture
+def known(tmp_path: Path) -> ServedLoras:
+    """Two adapters of the model in a folder beside them."""
+    save_model("llama", tmp_path / "model")
+    return ServedLoras(2, 8, {name: str(save_adapter(tmp_path / "model", tmp_path / name)) for name in "ab"})
+
+
+@pytest.fixture
+def cluster(known: ServedLoras, tmp_path: Path) -> Iterator[Serving]:
+    """It was opened, and has no nodes yet."""
+    options = ClusterOptions(served=MODEL, adapters=known)
+    work = serving_workload(tmp_path / "model", "pp=2", EngineConfig(cache_tokens=256), options)
+    cluster = Serving(work, Authority.create(), LOOPBACK)
+    yield cluster
+    cluster.coordinator.control_server.close()
+
+
+@pytest.fixture(autouse=True)
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The adapters that ranks were to load, which they have."""
+    lora = list[str]()
+
+    async def load(self: LoraAdapters, files: AdapterFiles) -> None:
+        lora.append(files.lora)
+
+    monkeypatch.setattr(LoraAdapters, "_load_on_each_rank", load)
+    return lora
+
+
+def successor(cluster: Serving) -> Serving:
+    """What a node opens with the work that it knows of."""
+    return Serving(
+        workload_of(replicated_work(cluster.coordinator.work, "replan", 3), "", 0), Authority.create(), LOOPBACK
+    )
+
+
+def test_they_are_known_before_they_are_loaded(cluster: Serving, known: ServedLoras, loaded: list[str]) -> None:
+    assert cluster.coordinator.work.adapters == known and not cluster.adapters.paths
+    chosen = dataclasses.replace(cluster.coordinator.work, served=None, adapters=None)
+    assert cluster.adopt(chosen).adapters == known, "whatever plan is chosen"
+    other = successor(cluster)
+    asyncio.run(other.adapters.load_again())
+    other.coordinator.control_server.close()
+    assert other.adapters.paths == known.paths and len(loaded) == 2
+    assert (other.adapters.max_loras, other.adapters.max_lora_rank) == (2, 8)
+
+
+def test_they_are_known_while_others_are_loaded(cluster: Serving, known: ServedLoras, loaded: list[str]) -> None:
+    asyncio.run(cluster.adapters.load("a", known.paths["a"]))
+    assert cluster.coordinator.work.adapters == known, "b is not loaded yet"
+    asyncio.run(cluster.adapters.load_first())
+    assert cluster.coordinator.work.adapters == known and cluster.adapters.paths == known.paths
+    asyncio.run(cluster.adapters.unload("a"))
+    assert cluster.coordinator.work.adapters == ServedLoras(2, 8, {"b": known.paths["b"]})
+
+
+def test_what_the_next_machine_lacks_is_left_out(cluster: Serving, known: ServedLoras, tmp_path: Path) -> None:
+    (tmp_path / "a" / "adapter_config.json").unlink()
+    other = successor(cluster)
+    asyncio.run(other.adapters.load_again())
+    other.coordinator.control_server.close()
+    assert list(other.adapters.paths) == ["b"]
+    assert other.coordinator.work.adapters == ServedLoras(2, 8, {"b": known.paths["b"]})

@@ -1,0 +1,70 @@
+"""What a kept reply is counted as, beside what its objects really take."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+
+import msgspec
+import pytest
+
+from tests.unit.server.stored.test_stored_streams import Kept
+from tllm.server.stored.kept_bytes import kept_bytes
+from tllm.spec.request import Grammar, Output, Request, SamplingParams, StreamRecord, TokenLogprobs
+
+LOGPROBS = tuple(
+    TokenLogprobs(1000 + n, -n / 7, tuple((2000 + k, -k / 3) for k in range(1, 21)), rank=300 + n) for n in range(3)
+)
+REQUEST = Request(
+    id="a" * 34,
+    prompt_ids=tuple(range(1000, 3000)),
+    params=SamplingParams(
+        logit_bias={n: n / 3 for n in range(1000, 1100)},
+        stop_token_ids=(1001, 1002),
+        grammar=Grammar(kind="json_schema", text="{" * 500),
+    ),
+)
+CASES = {
+    "a token": Output(request_id="a" * 34, token_ids=(1234,)),
+    "likeliest tokens": Output(request_id="a" * 34, token_ids=(1, 1001, 1002), logprobs=LOGPROBS),
+    "of the prompt": Output(request_id="a" * 34, prompt_logprobs=(None, *LOGPROBS)),
+    "pooled": Output(request_id="a" * 34, pooled=tuple(n / 7 for n in range(300)), finish_reason="stop"),
+    "a request": REQUEST,
+    "a record": StreamRecord(id="resp_" + "a" * 32, body=b"x" * 2000, owner="b" * 64, created=1_700_000_000),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_what_the_objects_take(case: str) -> None:
+    """As they come: decoded, each with objects of its own."""
+    value = CASES[case]
+    text = msgspec.msgpack.encode(value)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        made = [msgspec.msgpack.decode(text, type=type(value)) for _ in range(200)]
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    taken, counted = (after - before) / len(made) - 8, kept_bytes(made[0])  # 8: the list's own
+    assert taken <= counted <= 1.4 * taken + 100, f"{taken} are taken, {len(text)} when encoded"
+
+
+def test_what_is_shared_counts_once() -> None:
+    """The choices of a request have one prompt."""
+    several = tuple(msgspec.structs.replace(REQUEST, id=f"{n}") for n in range(16))
+    assert kept_bytes(several) < kept_bytes(REQUEST) + 16 * 500
+
+
+def test_the_limit_is_of_memory() -> None:
+    kept = Kept(max_bytes=100_000)
+    stream = kept.open("a")
+    output = CASES["likeliest tokens"]
+    assert isinstance(output, Output)
+    count = 0
+    while kept.streams.is_kept(stream):
+        kept.streams.delivered(stream, output)
+        count += 1
+    assert count == (100_000 - kept_bytes((stream.record, stream.requests))) // kept_bytes(output) + 1
+    assert kept.streams.nbytes == 0
