@@ -23,6 +23,9 @@ from tllm.spec.cut import Range
 
 B_NAME = ".lora_B.weight"
 
+ELEMENTS_AT_ONCE = 2**22
+"""Of a weight whose squares are summed at once."""
+
 Rescale = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -146,6 +149,25 @@ def magnitude_parameters(update: LoraUpdate) -> Iterator[nn.Parameter]:
             for piece in shard_of(b).pieces
         )
         yield cut_parameter(b.shape[:1], Shard(pieces, True, "partial"))
+
+
+def squares_of_rows(weight: Tensor, update: LoraUpdate, adds: bool = True) -> Tensor:
+    """The sums of squares of the rows of W + scale B A that are held here, or of W, of the spans of an update one after
+    another: in float32 at least, some rows at a time. Weights in few bits are the numbers that they stand for."""
+    sums, packed = list[Tensor](), quantized(weight)
+    for span, b in zip(update.spans, update.B, strict=True):
+        a = update.A[span.first : span.last]
+        wide = torch.promote_types(a.dtype, torch.float32)
+        at_once = max(1, ELEMENTS_AT_ONCE // a.shape[1])
+        for start in range(span.start, span.stop, at_once):
+            stop = min(start + at_once, span.stop)
+            own = weight[start:stop] if packed is None else packed.rows(torch.arange(start, stop, device=a.device))
+            whole = own.to(wide)
+            if adds:
+                added = b[start - span.start : stop - span.start].to(wide) @ a.to(wide)
+                whole = whole.add(added, alpha=span.scale)
+            sums.append(whole.square().sum(1))
+    return torch.cat(sums)
 
 
 def _plain_matmul(x_TD: Tensor, weight_FD: Tensor) -> Tensor:

@@ -304,12 +304,6 @@ def _check_lora(job: Job, plan: Plan, spec: ModelSpec) -> None:
             f"({spec.quantization.method})",
             "leave lora.quantize out: they stay as the files have them",
         )
-    if job.lora.use_dora and spec.quantization is not None:
-        raise ConfigError(
-            "lora.use_dora needs the numbers of the weights, and those of this model have few bits "
-            f"({spec.quantization.method})",
-            "leave lora.use_dora out, or give a model of plain weights",
-        )
     adapted_modules(job.lora, spec)
 
 

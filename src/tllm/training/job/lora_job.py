@@ -52,11 +52,6 @@ class LoraJob:
             raise ConfigError("lora.target_modules names nothing", f'give names of linears, or "{ALL_LINEAR}"')
         if ALL_LINEAR in self.target_modules and len(self.target_modules) > 1:
             raise ConfigError(f'lora.target_modules has "{ALL_LINEAR}" beside other names', "give one or the other")
-        if self.use_dora and self.few_bits is not None:
-            raise ConfigError(
-                f"lora.use_dora needs the numbers of the weights, and lora.quantize is {self.quantize!r}",
-                "leave one of them out",
-            )
         if self.init_lora_weights is not True and self.init_lora_weights != "gaussian":
             raise ConfigError(
                 f"lora.init_lora_weights is {self.init_lora_weights!r}",
