@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from tllm.comm.collectives.group import Group
 from tllm.kernels.batch_invariant import invariant_matmul, is_batch_invariant
-from tllm.parallel.expert_dispatch import Route, combine, dispatch
-from tllm.parallel.linear import matmul
+from tllm.parallel.expert_dispatch import ExpertRows, Route, combine, dispatch
+from tllm.parallel.linear import Adapt, matmul, unadapted
 from tllm.parallel.quantized_weight import QuantizedStack, QuantizedWeight, expert_weight, quantized_stack
 from tllm.parallel.shard import Shard, ShardPiece, cut_parameter
 from tllm.quantization.reference_matmul import on_grid
@@ -29,18 +28,6 @@ ROWS_AT_ONCE = 1024
 """Rows that experts in few bits work on at once: their results are in float64, 8 bytes a number."""
 
 
-class ExpertRows(NamedTuple):
-    """Rows in the order of the experts they go to, N of them: their tokens, their experts here and their weights.
-
-    The rows of expert e are [first_rows[e], first_rows[e + 1]).
-    """
-
-    tokens_N: Tensor
-    experts_N: Tensor
-    weights_N1: Tensor
-    first_rows: Tensor
-
-
 def rows_of_experts(weights_TK: Tensor, experts_TK: Tensor, first: int, count: int) -> Iterator[ExpertRows]:
     """The rows that go to the `count` experts from `first` on, `ROWS_AT_ONCE` at a time."""
     local = experts_TK.flatten() - first
@@ -48,8 +35,13 @@ def rows_of_experts(weights_TK: Tensor, experts_TK: Tensor, first: int, count: i
     order = here[torch.argsort(local[here], stable=True)]
     for some in torch.split(order, ROWS_AT_ONCE):
         experts_N = local[some]
-        first_rows = torch.searchsorted(experts_N, torch.arange(count + 1, device=experts_N.device))
-        yield ExpertRows(some // experts_TK.shape[1], experts_N, weights_TK.flatten()[some, None], first_rows)
+        bounds = first_rows(experts_N, count)
+        yield ExpertRows(some // experts_TK.shape[1], experts_N, weights_TK.flatten()[some, None], bounds)
+
+
+def first_rows(experts_N: Tensor, count: int) -> Tensor:
+    """The first row of each of `count` experts, of rows in their order, and how many rows there are."""
+    return torch.searchsorted(experts_N, torch.arange(count + 1, device=experts_N.device))
 
 
 class ExpertSum(nn.Module):
@@ -83,23 +75,29 @@ class ExpertSum(nn.Module):
         """Of the stacks, those of each expert's two products."""
 
     @abstractmethod
-    def of_packed(self, x_ND: Tensor, rows: ExpertRows, into: QuantizedStack, out: QuantizedStack) -> Tensor:
+    def of_packed(
+        self, x_ND: Tensor, rows: ExpertRows, into: QuantizedStack, out: QuantizedStack, adapt: Adapt
+    ) -> Tensor:
         """In float64, what the experts whose products are `into` and `out` make of their rows, times the weights."""
 
-    def forward(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+    def forward(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, adapt: Adapt = unadapted) -> Tensor:
         if self.ep.size == 1:
-            return self.of_rows(x_TD, weights_TK, experts_TK)
+            return self.of_rows(x_TD, weights_TK, experts_TK, adapt)
         route = Route(experts_TK, self.holders, self.ep)
-        return combine(self.of_rows(*dispatch(x_TD, weights_TK, experts_TK, route)), route)
+        return combine(self.of_rows(*dispatch(x_TD, weights_TK, experts_TK, route), adapt), route)
 
-    def of_rows(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+    def of_rows(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, adapt: Adapt = unadapted) -> Tensor:
         """The sum over the experts held here, of rows that are here."""
         into, out = (quantized_stack(stack) for stack in self.products())
         if into is not None and out is not None:
             y_TD = torch.zeros(x_TD.shape, dtype=torch.float64, device=x_TD.device)
             for rows in rows_of_experts(weights_TK, experts_TK, self.first, self.count):
-                y_TD.index_add_(0, rows.tokens_N, self.of_packed(x_TD[rows.tokens_N], rows, into, out))
+                y_TD.index_add_(0, rows.tokens_N, self.of_packed(x_TD[rows.tokens_N], rows, into, out, adapt))
             return y_TD
+        return self.of_plain(x_TD, weights_TK, experts_TK)
+
+    def of_plain(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+        """The same of weights that are plain numbers, without an adapter."""
         y_TD = torch.zeros_like(x_TD)
         stacks: Sequence[Sequence[Tensor] | Tensor] = self.stacks()
         if torch.is_grad_enabled():
@@ -119,10 +117,14 @@ class ExpertSum(nn.Module):
         return y_TD
 
 
+class ExpertProduct(nn.Module):
+    """Stands for one of the two products of a layer's experts where adapters say what they add to it."""
+
+
 class Experts(ExpertSum):
     """expert(x) = down(act(gate(x), up(x))), of a checkpoint with tensors of their own for each expert.
 
-    `act` takes gate and up side by side.
+    `act` takes gate and up side by side. Adapters may add to both products, `into` and `out`.
     """
 
     def __init__(
@@ -142,6 +144,7 @@ class Experts(ExpertSum):
         spread = ep.size > 1
         self.gate_up = cut_parameter((self.count, 2 * size, hidden), Shard(tuple(gate_up), spread=spread))
         self.down = cut_parameter((self.count, hidden, size), Shard(tuple(down), spread=spread))
+        self.into, self.out = ExpertProduct(), ExpertProduct()
         self.act = act
 
     def stacks(self) -> tuple[nn.Parameter, ...]:
@@ -154,9 +157,24 @@ class Experts(ExpertSum):
         gate_up, down = weights
         return matmul(self.act(matmul(x_TD, gate_up)), down)
 
-    def of_packed(self, x_ND: Tensor, rows: ExpertRows, into: QuantizedStack, out: QuantizedStack) -> Tensor:
-        y_NF = weighted(self.act(into.matmul(x_ND, rows.first_rows)), rows)
-        return out.matmul(y_NF, rows.first_rows, exact=True)
+    def of_packed(
+        self, x_ND: Tensor, rows: ExpertRows, into: QuantizedStack, out: QuantizedStack, adapt: Adapt
+    ) -> Tensor:
+        y_NF = weighted(self.act(adapt(self.into, x_ND, into.matmul(x_ND, rows.first_rows), rows)), rows)
+        return adapt(self.out, y_NF, out.matmul(y_NF, rows.first_rows, exact=True), rows)
+
+    def of_rows(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, adapt: Adapt = unadapted) -> Tensor:
+        # Beside an adapter the experts themselves are frozen.
+        is_bare = adapt is unadapted or self.down.requires_grad
+        if is_bare or quantized_stack(self.down) is not None:
+            return super().of_rows(x_TD, weights_TK, experts_TK, adapt)
+        y_TD = torch.zeros_like(x_TD)
+        for rows in rows_of_experts(weights_TK, experts_TK, self.first, self.count):
+            x_ND = x_TD[rows.tokens_N]
+            h_NF = self.act(adapt(self.into, x_ND, _stacked_matmul(x_ND, self.gate_up, rows.first_rows), rows))
+            made_ND = adapt(self.out, h_NF, _stacked_matmul(h_NF, self.down, rows.first_rows), rows)
+            y_TD.index_add_(0, rows.tokens_N, (made_ND * rows.weights_N1).to(y_TD.dtype))
+        return y_TD
 
 
 class StackedExperts(ExpertSum):
@@ -202,7 +220,9 @@ class StackedExperts(ExpertSum):
             y_TD = self.act(torch.addmm(gate_up_bias, x_TD, gate_up)) @ down
         return y_TD + down_bias[0] if down_bias else y_TD
 
-    def of_packed(self, x_ND: Tensor, rows: ExpertRows, into: QuantizedStack, out: QuantizedStack) -> Tensor:
+    def of_packed(
+        self, x_ND: Tensor, rows: ExpertRows, into: QuantizedStack, out: QuantizedStack, adapt: Adapt
+    ) -> Tensor:
         y_NF = into.matmul(x_ND, rows.first_rows) + self.gate_up_bias[rows.experts_N]
         y_ND = out.matmul(weighted(self.act(y_NF), rows), rows.first_rows, exact=True)
         if self.down_bias is None:
@@ -213,6 +233,14 @@ class StackedExperts(ExpertSum):
 def weighted(x_NF: Tensor, rows: ExpertRows) -> Tensor:
     """Each row times its weight, in float32 at least."""
     return x_NF.to(torch.promote_types(x_NF.dtype, torch.float32)) * rows.weights_N1
+
+
+def _stacked_matmul(x_ND: Tensor, stack: Tensor, first_rows: Tensor) -> Tensor:
+    """x W^T by rows, each with the weight of its expert, as of few bits (`QuantizedStack.matmul`)."""
+    bounds = first_rows.tolist()
+    here = [expert for expert in range(len(stack)) if bounds[expert] < bounds[expert + 1]]
+    made = [matmul(x_ND[bounds[expert] : bounds[expert + 1]], expert_weight(stack, expert)) for expert in here]
+    return torch.cat(made) if made else x_ND.new_zeros(0, stack.shape[1])
 
 
 def _matrices(stack: str, experts: Range, inputs: Range, outputs: Range) -> tuple[ShardPiece, ...]:

@@ -21,7 +21,7 @@ from tllm.model.transformer import build
 from tllm.node.coordinator.coordinator import Coordinator
 from tllm.node.recovery.recovery import Recovery
 from tllm.node.weights.adapter_registry import AdapterRegistry
-from tllm.parallel.lora import module_shapes
+from tllm.parallel.lora.adapted_model import module_shapes
 from tllm.parallel.mesh import whole
 from tllm.spec.lora.lora_config import MAX_LORA_RANK, ServedLoras
 from tllm.spec.model_spec import ModelSpec

@@ -29,8 +29,8 @@ class LoraJob:
     lora_dropout: float = 0.0
     """Part of an update's inputs that is set to 0 in training, drawn anew for each token, step and linear."""
     target_modules: tuple[str, ...] = (ALL_LINEAR,)
-    """Names of the linears to adapt, or ends of them ("q_proj"); "all-linear": every one but those of experts, routers
-    and the logits."""
+    """Names of the linears to adapt, or ends of them ("q_proj"); "all-linear": every one but those of experts, routers,
+    the logits, and `kv_b_proj` of latent attention."""
     use_dora: bool = False
     """Learn the magnitude of each output apart from its direction, which A and B change (DoRA, 2402.09353)."""
     init_lora_weights: bool | str = True

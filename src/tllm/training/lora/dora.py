@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tllm.comm.collectives.group import Group
 from tllm.parallel.linear import RowLinear
-from tllm.parallel.lora import LoraUpdate, magnitude_parameters, squares_of_rows
+from tllm.parallel.lora.lora_update import LoraUpdate, magnitude_parameters, squares_of_rows
 
 
 class Magnitudes(nn.Module):

@@ -10,7 +10,7 @@ import torch
 from tllm.core.errors import ConfigError, WeightsError
 from tllm.core.gguf_files import open_gguf
 from tllm.model.transformer import build
-from tllm.parallel.lora import module_shapes
+from tllm.parallel.lora.adapted_model import module_shapes
 from tllm.parallel.mesh import whole
 from tllm.parallel.shard import ShardPiece
 from tllm.spec.families import spec_from_config

@@ -10,7 +10,15 @@ from torch import nn
 
 from tllm.comm.collectives.group import Group
 from tllm.core.errors import ConfigError, WeightsError, nearest
-from tllm.parallel.lora import LoraModule, LoraUpdate, magnitude_name, tensor_names, updates_of, weight_of
+from tllm.parallel.lora.adapted_model import (
+    NO_DORA,
+    ODD_EXPERTS,
+    Update,
+    odd_experts,
+    takes_the_input_itself,
+    updates_of,
+)
+from tllm.parallel.lora.lora_update import LoraModule, LoraUpdate, magnitude_name, tensor_names, weight_of
 from tllm.spec.lora.lora_config import CONFIG_FILE, CONFIG_LIMIT, LoraConfig, read_lora_config
 from tllm.spec.quantized.quantization_config import text_name
 from tllm.weights.boxes import Shape
@@ -55,9 +63,11 @@ class Adapter:
             if name not in shapes:
                 raise WeightsError(
                     f"the adapter adapts {name}, and of this model no such linear can be adapted",
-                    "linears of attention, MLPs and shared experts can be, but for kv_b_proj of latent attention; "
-                    f"routers, experts, embeddings and lm_head cannot; {nearest(name, shapes)}",
+                    "linears of attention, MLPs and experts can be, but for experts that lie in one tensor; routers, "
+                    f"embeddings and lm_head cannot; {nearest(name, shapes)}",
                 )
+            if use_dora and not takes_the_input_itself(name):
+                raise WeightsError(f"the adapter adapts {name} with use_dora, {NO_DORA}", "merge it with PEFT")
             outputs, inputs = shapes[name]
             wanted: dict[str, Shape] = dict(zip(tensor_names(name), ((rank, inputs), (outputs, rank)), strict=True))
             if use_dora:
@@ -69,7 +79,10 @@ class Adapter:
                         "is the adapter of this model, and of this adapter_config.json?",
                     )
 
-    def load(self, model: nn.Module, source: ByteSource, dtype: torch.dtype, tp: Group) -> dict[nn.Module, LoraUpdate]:
+        if odd := odd_experts(self.modules, shapes):
+            raise WeightsError(f"the adapter adapts {odd} and {ODD_EXPERTS}", "merge it with PEFT")
+
+    def load(self, model: nn.Module, source: ByteSource, dtype: torch.dtype, tp: Group) -> dict[nn.Module, Update]:
         """The updates of a rank's linears, read from the adapter's files: this rank's parts and no other bytes.
 
         They are on the device of the model, whose weights must be there: the norms of DoRA are those of their rows.
@@ -77,13 +90,14 @@ class Adapter:
         """
         with next(model.parameters()).device:
             updates = updates_of(model, self.modules)
-            some = updates.items() if self.config.use_dora else ()
+            whole = {one: update for one, update in updates.items() if isinstance(update, LoraUpdate)}
+            some = whole.items() if self.config.use_dora else ()
             factors = {linear: DoraFactors(linear, update, tp) for linear, update in some}
         load(nn.ModuleList(updates.values()), self.index, source, dtype)
         if factors:
             load(nn.ModuleList(factors.values()), self.index, source, torch.promote_types(dtype, torch.float32))
         for linear, of_linear in factors.items():
-            of_linear.measure(weight_of(linear), updates[linear])
+            of_linear.measure(weight_of(linear), whole[linear])
             updates[linear].rescale = of_linear
         return updates
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tllm.comm.collectives.group import Group
 from tllm.parallel.linear import RowLinear
-from tllm.parallel.lora import LoraUpdate, magnitude_parameters, rescaled, squares_of_rows
+from tllm.parallel.lora.lora_update import LoraUpdate, magnitude_parameters, rescaled, squares_of_rows
 
 
 class DoraFactors(nn.Module):
@@ -51,4 +51,3 @@ class DoraFactors(nn.Module):
             rows = slice(at, at := at + span.stop - span.start)
             factor_F[span.start : span.stop] = m / squares_S[rows].sqrt()
         return factor_F
-

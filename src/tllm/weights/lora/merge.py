@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tllm.parallel.lora import magnitude_name, tensor_names
+from tllm.parallel.lora.lora_update import magnitude_name, tensor_names
 from tllm.weights.boxes import Shape
 from tllm.weights.byte_source import ByteSource
 from tllm.weights.load import read_piece

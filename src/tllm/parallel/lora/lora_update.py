@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from tllm.kernels.batch_invariant import invariant_matmul, is_batch_invariant
 from tllm.kernels.float_product import float_matmul
-from tllm.parallel.linear import ColumnLinear, RouterLinear, RowLinear
 from tllm.parallel.quantized_weight import quantized
 from tllm.parallel.shard import Shard, ShardPiece, cut_parameter, shard_of
 from tllm.spec.cut import Range
@@ -25,6 +24,9 @@ B_NAME = ".lora_B.weight"
 
 ELEMENTS_AT_ONCE = 2**22
 """Of a weight whose squares are summed at once."""
+
+Product = Callable[[Tensor, Tensor], Tensor]
+"""x W^T of x and W."""
 
 Rescale = Callable[[Tensor, Tensor], Tensor]
 
@@ -37,7 +39,7 @@ class LoraModule(NamedTuple):
     use_dora: bool = False
 
 
-class _Span(NamedTuple):
+class Span(NamedTuple):
     """Outputs [start, stop) of a linear that are those of one module, with its rows [first, last) of A x."""
 
     start: int
@@ -59,13 +61,12 @@ class LoraUpdate(nn.Module):
 
     def __init__(self, weight: Tensor, modules: Mapping[str, LoraModule]) -> None:
         super().__init__()
-        is_plain = quantized(weight) is None and not is_batch_invariant(weight)
-        self.matmul = _plain_matmul if is_plain else invariant_matmul
+        self.matmul = product_beside(weight)
         self.rescale: Rescale | None = None
         pieces_A: list[ShardPiece] = []
-        self.B, self.spans = nn.ParameterList(), list[_Span]()
+        self.B, self.spans = nn.ParameterList(), list[Span]()
         self.outputs = at = 0
-        for name, pieces in _by_module(weight):
+        for name, pieces in modules_of(weight):
             start, stop = pieces[0].target[0][0], pieces[-1].target[0][1]
             self.outputs = max(self.outputs, stop)
             if name not in modules:
@@ -78,7 +79,7 @@ class LoraUpdate(nn.Module):
                 for piece in pieces
             ]
             self.B.append(cut_parameter((stop - start, rank), Shard(tuple(rows), True, "partial")))
-            self.spans.append(_Span(start, stop, at, at + rank, scale))
+            self.spans.append(Span(start, stop, at, at + rank, scale))
             at += rank
         self.A = cut_parameter((at, width), Shard(tuple(pieces_A), True, "partial"))
 
@@ -91,31 +92,6 @@ class LoraUpdate(nn.Module):
             at = span.stop
         parts.append(z_TR.new_zeros(len(x_TD), self.outputs - at))
         return torch.cat(parts, dim=1)
-
-
-def adaptable(model: nn.Module) -> Iterator[ColumnLinear | RowLinear]:
-    """The linears of a model that an adapter can add to: all but those that choose experts."""
-    for module in model.modules():
-        if isinstance(module, ColumnLinear | RowLinear) and not isinstance(module, RouterLinear):
-            yield module
-
-
-def module_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of each adaptable module, by its name in the checkpoint, as far as this model holds them."""
-    shapes: dict[str, tuple[int, int]] = {}
-    for linear in adaptable(model):
-        for name, pieces in _by_module(linear.weight):
-            shapes[name] = max(piece.source[0][1] for piece in pieces), pieces[0].source[1][1]
-    return shapes
-
-
-def updates_of(model: nn.Module, modules: Mapping[str, LoraModule]) -> dict[nn.Module, LoraUpdate]:
-    """An update, without values yet, for each linear of a rank's model that has one of these modules."""
-    return {
-        linear: LoraUpdate(linear.weight, modules)
-        for linear in adaptable(model)
-        if any(name in modules for name, _ in _by_module(linear.weight))
-    }
 
 
 def tensor_names(module: str) -> tuple[str, str]:
@@ -170,14 +146,20 @@ def squares_of_rows(weight: Tensor, update: LoraUpdate, adds: bool = True) -> Te
     return torch.cat(sums)
 
 
-def _plain_matmul(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
+def product_beside(weight: Tensor) -> Product:
+    """The product of an update beside this weight, or beside those of several experts."""
+    is_packed = getattr(weight, "quantized", None) is not None
+    return invariant_matmul if is_packed or is_batch_invariant(weight) else plain_matmul
+
+
+def plain_matmul(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
     """x W^T, without gradients by one of the few products that are prepared."""
     if torch.is_grad_enabled() or not x_TD.is_cpu:
         return F.linear(x_TD, weight_FD)
     return float_matmul(x_TD, weight_FD)
 
 
-def _by_module(weight: Tensor) -> Iterator[tuple[str, list[ShardPiece]]]:
+def modules_of(weight: Tensor) -> Iterator[tuple[str, list[ShardPiece]]]:
     """The pieces of a weight by the module that they are of, with what they leave out filled in."""
     found: dict[str, list[ShardPiece]] = {}
     for piece in shard_of(weight).pieces:
