@@ -59,7 +59,7 @@ class ExpertUpdate(nn.Module):
         bounds, made = first_rows.tolist(), list[Tensor]()
         # Unbound once, and with gradients experts without a row take part too: every parameter then has its gradient.
         a_ERD = self.A.unflatten(0, (self.experts, -1)).unbind()  # type: ignore[no-untyped-call]
-        b_EFR = [b.unflatten(0, (self.experts, -1)).unbind() for b in self.B]  # type: ignore[no-untyped-call]
+        b_EFR = [b.unflatten(0, (self.experts, -1)).unbind() for b in self.B]
         for expert in range(self.experts):
             some_ND = x_ND[bounds[expert] : bounds[expert + 1]]
             if len(some_ND) or torch.is_grad_enabled():

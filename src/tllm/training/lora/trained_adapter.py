@@ -54,10 +54,11 @@ class TrainedAdapter(nn.Module):
         with torch.device(device):
             self.of_linear = updates_of(model, modules)
             is_dora = any(module.use_dora for module in modules.values())
-            whole = {
-                one: update for one, update in self.of_linear.items() if isinstance(update, LoraUpdate) and is_dora
+            some = self.of_linear.items() if is_dora else ()
+            self.with_magnitudes = {one: update for one, update in some if isinstance(update, LoraUpdate)}
+            self.magnitudes = {
+                linear: Magnitudes(linear, update, model.seam.tp) for linear, update in self.with_magnitudes.items()
             }
-            self.magnitudes = {linear: Magnitudes(linear, update, model.seam.tp) for linear, update in whole.items()}
         self.learned = nn.ModuleList()  # in the order in which a forward pass needs them
         for linear, update in self.of_linear.items():
             self.learned.append(update)
@@ -79,7 +80,7 @@ class TrainedAdapter(nn.Module):
         """DoRA's first values, of the model as it was filled. All ranks of a tensor-parallel group call it together."""
         found = dict[nn.Parameter, Tensor]()
         for linear, magnitudes in self.magnitudes.items():
-            found |= magnitudes.first_values(weight_of(linear), self.of_linear[linear])
+            found |= magnitudes.first_values(weight_of(linear), self.with_magnitudes[linear])
         return found
 
     @torch.no_grad()
@@ -87,7 +88,7 @@ class TrainedAdapter(nn.Module):
         """Give the updates DoRA's factors as they are now, for an engine that samples, which computes with `of_linear`
         alone. All ranks of a tensor-parallel group call it together."""
         for linear, magnitudes in self.magnitudes.items():
-            update = self.of_linear[linear]
+            update = self.with_magnitudes[linear]
             update.rescale = partial(rescaled, magnitudes(weight_of(linear), update))
 
 

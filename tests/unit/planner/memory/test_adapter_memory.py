@@ -33,6 +33,8 @@ CASES = {
     "qwen3_next_moe": ("all-linear",),
     "qwen3_5": ("all-linear",),
     "gemma4_moe": ("all-linear",),
+    "mixtral": ("w1", "w2", "w3"),
+    "deepseek_v2_moe": ("kv_b_proj", "down_proj"),
 }
 
 
@@ -43,7 +45,7 @@ def job_of(lora: LoraJob | None, **more: Any) -> Job:
     return Job(output_dir="run", train_files=("a",), max_steps=1, model_name_or_path="m", lora=lora, **more)
 
 
-@pytest.mark.parametrize("plan_text", ["pp=1", "pp=2", "tp=2"])
+@pytest.mark.parametrize("plan_text", ["pp=1", "pp=2", "tp=2", "tp=2,experts=spread"])
 @pytest.mark.parametrize("case", CASES)
 def test_an_adapter_has_as_many_numbers_as_are_counted(case: str, plan_text: str, tmp_path: Path) -> None:
     save_model(case, tmp_path)
