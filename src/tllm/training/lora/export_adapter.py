@@ -21,7 +21,8 @@ def export_adapter(checkpoint: Checkpoint, initial: InitialModel, job: Job, spec
         CheckpointTensor(name, tuple(checkpoint.shapes[name]), checkpoint.dtype(name), checkpoint)
         for name in checkpoint.model_names
     ]
-    write_adapter(folder, adapter_config(job.lora, spec, job.model_name_or_path or ""), tensors, initial.companions)
+    config = adapter_config(job.lora, spec, job.model_name_or_path or "")
+    write_adapter(folder, config, tensors, initial.companions, initial.base)
 
 
 def adapter_config(lora: LoraJob, spec: ModelSpec, base: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,8 +25,11 @@ from tllm.weights.export import export_tensors, with_dtype
 from tllm.weights.formats.open_index import open_index
 from tllm.weights.load import check_tied
 from tllm.weights.lora.adapter_files import read_adapter
+from tllm.weights.lora.base_digest import ANOTHER_BASE, is_another_base
 from tllm.weights.lora.merge import AdapterSource, merged_tensors
 from tllm.weights.manifest import checked
+
+log = logging.getLogger("tllm.model")
 
 
 def write_merged(folder: Path, out: Path, adapters: Sequence[Path] = (), dtype: str | None = None) -> None:
@@ -39,6 +43,9 @@ def write_merged(folder: Path, out: Path, adapters: Sequence[Path] = (), dtype: 
     config = read_config(folder)
     spec, source = spec_from_config(config), checked(LocalFiles(folder))
     found = [_adapter(path, spec) for path in adapters]
+    for path, one in zip(adapters, found, strict=True):
+        if is_another_base(one.adapter.base, source):
+            log.warning("%s %s", path, ANOTHER_BASE)
     if len(found) > 1 and any(one.adapter.config.use_dora for one in found):
         raise ConfigError(
             f"{len(found)} adapters are to be merged, and one has use_dora, whose norms go by the model without others",

@@ -24,8 +24,9 @@ from tllm.spec.quantized.quantization_config import text_name
 from tllm.weights.boxes import Shape
 from tllm.weights.byte_source import ByteSource
 from tllm.weights.load import load
+from tllm.weights.lora.base_digest import KEY
 from tllm.weights.lora.dora_factors import DoraFactors
-from tllm.weights.safetensors_header import TensorEntry, read_header
+from tllm.weights.safetensors_header import TensorEntry, read_header, read_metadata
 from tllm.weights.safetensors_index import PICKLED, Index
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -42,12 +43,14 @@ KINDS = ("A.weight", "B.weight", "magnitude_vector")
 class Adapter:
     """An adapter whose headers have been read: rank and scale of each module that it adapts, and where its tensors lie.
 
-    Modules and tensors have the names that the model's text part gives them.
+    Modules and tensors have the names that the model's text part gives them. `base` is the digest of the weights that
+    it was trained beside, where its file says so (`base_digest`).
     """
 
     config: LoraConfig
     modules: dict[str, LoraModule]
     index: Index
+    base: str = ""
 
     @property
     def max_rank(self) -> int:
@@ -120,7 +123,7 @@ def read_adapter(source: ByteSource) -> Adapter:
     if not modules:
         raise WeightsError(f"{WEIGHTS_FILE} has no tensor", "copy the adapter again")
     found = {name: _module(name, config, entries) for name in modules}
-    return Adapter(config, found, Index(entries))
+    return Adapter(config, found, Index(entries), read_metadata(source, WEIGHTS_FILE).get(KEY, ""))
 
 
 def check_rank(adapter: Adapter, max_lora_rank: int) -> None:
