@@ -48,19 +48,28 @@ class AdapterFacts:
     """What of a job's adapter decides what it costs.
 
     Its rank; the ends of names of linears that it is for; what plain weights of the model beside it are rounded to;
-    whether each output has a magnitude of its own (DoRA).
+    whether each output has a magnitude of its own (DoRA); the ends of names of linears that it is not for; the layers
+    that it is for, if not for all.
     """
 
     rank: int
     targets: tuple[str, ...] = (ALL,)
     quantize: Quantize | None = None
     use_dora: bool = False
+    excluded: tuple[str, ...] = ()
+    layers: tuple[int, ...] = ()
 
     def adapts(self, module: str) -> bool:
-        """Whether a linear has an update."""
+        """Whether a linear has an update, in a layer that has some."""
+        if _names(self.excluded, module):
+            return False
         if ALL in self.targets:
             return ".experts." not in module and not module.endswith(".kv_b_proj")
-        return any(module == end or module.endswith(f".{end}") for end in self.targets)
+        return _names(self.targets, module)
+
+
+def _names(ends: tuple[str, ...], module: str) -> bool:
+    return any(module == end or module.endswith(f".{end}") for end in ends)
 
 
 def layer_parameters(spec: ModelSpec, layer: LayerSpec, cut: Cut, replica: int = 0) -> list[Parameter]:
@@ -83,6 +92,8 @@ def adapter_parameters(
 ) -> list[Parameter]:
     """The parameters of an adapter in one layer on a rank: A and B of each linear, those of all experts held here as
     one, and magnitudes. `replica` decides which of the experts spread over replicas are here."""
+    if adapter.layers and number not in adapter.layers:
+        return []
     outputs, inputs = defaultdict[str, int](int), dict[str, int]()
     layer, of = spec.layers[number], spec.latent
     found_here = [*linears(spec, number, cut, replica)]

@@ -111,6 +111,15 @@ _SAID = (
     ("write [lora], and r below it", "lora_r lora_rank"),
     ("write [lora], and target_modules below it", "lora_target_modules"),
     ('write [lora], and quantize = "int4" below it', "load_in_4bit load_in_8bit"),
+    ("all that [lora] adapts has one rank and one lora_alpha: leave it out", "rank_pattern alpha_pattern"),
+    (
+        "an adapter is A and B of linears, and magnitudes with use_dora: leave it out",
+        "modules_to_save bias lora_bias trainable_token_indices",
+    ),
+    ("name the parts of experts in target_modules, such as down_proj or w2", "target_parameters"),
+    ("layers_to_transform has the numbers of the model's layers: leave it out", "layers_pattern"),
+    ('quantize = "int4" in [lora] rounds the model: leave it out', "loftq_config use_qalora"),
+    ("the model says it: leave it out", "fan_in_fan_out task_type peft_type"),
     ("a reference is computed once, before the first step", "precompute_ref_log_probs"),
     ("write rollout_servers or rollout_nodes below the table of the task", "use_vllm vllm_*"),
 )

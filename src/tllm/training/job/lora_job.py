@@ -31,6 +31,10 @@ class LoraJob:
     target_modules: tuple[str, ...] = (ALL_LINEAR,)
     """Names of the linears to adapt, or ends of them ("q_proj"); "all-linear": every one but those of experts, routers,
     the logits, and `kv_b_proj` of latent attention."""
+    exclude_modules: tuple[str, ...] = ()
+    """Names of linears, or ends of them, that are not adapted though `target_modules` names them."""
+    layers_to_transform: tuple[int, ...] = ()
+    """The layers whose linears are adapted, by their numbers from 0; none: those of all layers."""
     use_dora: bool = False
     """Learn the magnitude of each output apart from its direction, which A and B change (DoRA, 2402.09353)."""
     init_lora_weights: bool | str = True

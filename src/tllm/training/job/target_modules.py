@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -15,6 +16,8 @@ from tllm.parallel.shard import shard_of
 from tllm.spec.model_spec import ModelSpec
 from tllm.training.job.lora_job import ALL_LINEAR, LoraJob
 
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
 
 def adapted_modules(lora: LoraJob, spec: ModelSpec) -> dict[str, LoraModule]:
     """Rank and scale of each linear of the whole model that is adapted. ConfigError for a target that matches none."""
@@ -25,11 +28,38 @@ def adapted_modules(lora: LoraJob, spec: ModelSpec) -> dict[str, LoraModule]:
                 f"lora.target_modules has {target!r}, and no linear of this model that can be adapted ends so",
                 f"linears of attention, MLPs and experts can be: {_known(target, shapes)}",
             )
-    is_every = lora.target_modules == (ALL_LINEAR,)
-    chosen = [name for name in shapes if config.names(name) and (not is_every or takes_the_input_itself(name))]
+    _check_left_out(lora, spec, shapes)
+    chosen = [name for name in shapes if config.names(name) and _is_left(lora, name)]
+    if not chosen:
+        raise ConfigError(
+            "lora.exclude_modules and lora.layers_to_transform leave nothing of lora.target_modules to adapt",
+            "name fewer modules to exclude, or more layers",
+        )
     modules = {name: LoraModule(config.rank(name), config.scale(name), config.use_dora) for name in chosen}
     _check_modules(lora, modules, shapes)
     return modules
+
+
+def _is_left(lora: LoraJob, name: str) -> bool:
+    """Whether a module is adapted if it is a target."""
+    if lora.target_modules == (ALL_LINEAR,) and not takes_the_input_itself(name):
+        return False
+    layers, layer = lora.layers_to_transform, LAYER.match(name)
+    is_in_layer = not layers or (layer is not None and int(layer[1]) in layers)
+    return is_in_layer and not any(ends_with(name, end) for end in lora.exclude_modules)
+
+
+def _check_left_out(lora: LoraJob, spec: ModelSpec, shapes: Mapping[str, object]) -> None:
+    for end in lora.exclude_modules:
+        if not any(ends_with(name, end) for name in shapes):
+            raise ConfigError(
+                f"lora.exclude_modules has {end!r}, and no linear of this model ends so", _known(end, shapes)
+            )
+    for number in lora.layers_to_transform:
+        if not 0 <= number < spec.num_layers:
+            raise ConfigError(
+                f"lora.layers_to_transform has {number} and the model has the layers 0 to {spec.num_layers - 1}"
+            )
 
 
 def _check_modules(lora: LoraJob, modules: Mapping[str, LoraModule], shapes: Mapping[str, object]) -> None:
