@@ -19,14 +19,16 @@ from tllm.spec.hf_config import read_config
 from tllm.spec.model_spec import ModelSpec
 from tllm.training.job.initial_model import COMPANIONS
 from tllm.training.state.initial_weights import shapes_of
-from tllm.weights.byte_source import LocalFiles
+from tllm.weights.byte_source import ByteSource, LocalFiles
 from tllm.weights.dtypes import torch_dtype
 from tllm.weights.export import export_tensors, with_dtype
 from tllm.weights.formats.open_index import open_index
 from tllm.weights.load import check_tied
 from tllm.weights.lora.adapter_files import read_adapter
 from tllm.weights.lora.base_digest import ANOTHER_BASE, is_another_base
+from tllm.weights.lora.held_adapter import HeldFiles
 from tllm.weights.lora.merge import AdapterSource, merged_tensors
+from tllm.weights.lora.stacked_experts import taken_apart
 from tllm.weights.manifest import checked
 
 log = logging.getLogger("tllm.model")
@@ -60,10 +62,13 @@ def write_merged(folder: Path, out: Path, adapters: Sequence[Path] = (), dtype: 
 
 
 def _adapter(path: Path, spec: ModelSpec) -> AdapterSource:
-    source = LocalFiles(path)
+    source: ByteSource = LocalFiles(path)
+    shapes = module_shapes(build(spec, whole(spec), torch.float32, "meta"))
     try:
+        if contents := taken_apart(source, shapes):
+            source = HeldFiles(contents)
         adapter = read_adapter(source)
-        adapter.check(module_shapes(build(spec, whole(spec), torch.float32, "meta")))
+        adapter.check(shapes)
     except WeightsError as error:
         raise WeightsError(f"{path}: {error.message}", error.hint) from error
     return AdapterSource(adapter, source)

@@ -24,7 +24,7 @@ from tests.parity.training.lora.test_lora import (
     trained_scores,
 )
 from tests.parity.training.lora.test_quantized_lora import gradients, plain_product
-from tests.support.models.adapters import save_adapter
+from tests.support.models.adapters import peft_adapter, save_adapter
 from tests.support.models.families import save_model
 from tests.support.models.reference_gradients import apart, in_float64
 from tests.support.selection import soak_but
@@ -123,6 +123,31 @@ def test_an_adapter_is_served_as_peft_computes_it_and_merged(case: str, plan: st
         assert (scores(engine, "") - want).abs().max() > 0.1, "an adapter that does nothing would hide a fault"
         torch.testing.assert_close(scores(engine, lora), want, rtol=0, atol=1e-10)
     write_merged(base, tmp_path / "merged", [tmp_path / "adapter"], "float64")
+    with engine_with(tmp_path / "merged", [], dtype="float64") as (engine, _):
+        torch.testing.assert_close(scores(engine, ""), want, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("case", "parts"),
+    [
+        ("mixtral", ("gate_up_proj", "down_proj")),
+        ("qwen2_moe", ("gate_up_proj", "down_proj")),
+        ("qwen3_moe", ("gate_up_proj",)),
+        ("glm4_moe", ("down_proj",)),
+    ],
+)
+def test_what_peft_has_stacked_is_served_and_merged(case: str, parts: tuple[str, ...], tmp_path: Path) -> None:
+    """Of PEFT's `target_parameters`, beside an adapter of linears, under plans that cut or spread the experts."""
+    truth = save_model(case, tmp_path / "base")
+    wanted = [f"mlp.experts.{part}" for part in parts]
+    peft = peft_adapter(truth, tmp_path / "adapter", ["q_proj", "o_proj"], target_parameters=wanted, use_rslora=True)
+    with torch.no_grad(), in_float64(peft):
+        want = peft_scores(peft)
+    for plan in ("tp=3,shares=1:2:1", "tp=2,experts=spread"):
+        with engine_with(tmp_path / "base", [tmp_path / "adapter"], plan, dtype="float64") as (engine, (lora,)):
+            torch.testing.assert_close(scores(engine, lora), want, rtol=0, atol=1e-10)
+            assert (scores(engine, "") - want).abs().max() > 0.1
+    write_merged(tmp_path / "base", tmp_path / "merged", [tmp_path / "adapter"], "float64")
     with engine_with(tmp_path / "merged", [], dtype="float64") as (engine, _):
         torch.testing.assert_close(scores(engine, ""), want, rtol=0, atol=1e-10)
 
