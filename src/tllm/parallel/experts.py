@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 
@@ -44,6 +45,10 @@ def first_rows(experts_N: Tensor, count: int) -> Tensor:
     return torch.searchsorted(experts_N, torch.arange(count + 1, device=experts_N.device))
 
 
+class ExpertProduct(nn.Module):
+    """Stands for one of the two products of a layer's experts where adapters say what they add to it."""
+
+
 class ExpertSum(nn.Module):
     """y_TD = sum over chosen experts of weight * expert(x), for the experts and widths held here.
 
@@ -52,12 +57,13 @@ class ExpertSum(nn.Module):
 
     With weights in few bits it is in float64. A token's weight is then multiplied into what its expert's last product
     is given, and that product is made of multiples of 2^-30, whose sums over columns, experts and ranks are exact:
-    neither their order nor the cut matters.
+    neither their order nor the cut matters. Adapters may add to each expert's two products, `into` and `out`.
     """
 
     def __init__(self, holders: tuple[Range, ...], ep: Group) -> None:
         super().__init__()
         assert len(holders) == ep.size, "each rank of ep holds some of the experts"
+        self.into, self.out = ExpertProduct(), ExpertProduct()
         self.holders, self.ep = holders, ep
         self.first, last = holders[ep.rank]
         self.count = last - self.first
@@ -73,6 +79,10 @@ class ExpertSum(nn.Module):
     @abstractmethod
     def products(self) -> tuple[nn.Parameter, nn.Parameter]:
         """Of the stacks, those of each expert's two products."""
+
+    @abstractmethod
+    def of_adapted(self, x_ND: Tensor, rows: ExpertRows, adapt: Adapt) -> Tensor:
+        """What the experts make of their rows by plain numbers that are not trained, with what adapters add."""
 
     @abstractmethod
     def of_packed(
@@ -94,7 +104,14 @@ class ExpertSum(nn.Module):
             for rows in rows_of_experts(weights_TK, experts_TK, self.first, self.count):
                 y_TD.index_add_(0, rows.tokens_N, self.of_packed(x_TD[rows.tokens_N], rows, into, out, adapt))
             return y_TD
-        return self.of_plain(x_TD, weights_TK, experts_TK)
+        # Beside an adapter the experts themselves are frozen.
+        if adapt is unadapted or self.products()[0].requires_grad:
+            return self.of_plain(x_TD, weights_TK, experts_TK)
+        y_TD = torch.zeros_like(x_TD)
+        for rows in rows_of_experts(weights_TK, experts_TK, self.first, self.count):
+            made_ND = self.of_adapted(x_TD[rows.tokens_N], rows, adapt)
+            y_TD.index_add_(0, rows.tokens_N, (made_ND * rows.weights_N1).to(y_TD.dtype))
+        return y_TD
 
     def of_plain(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         """The same of weights that are plain numbers, without an adapter."""
@@ -117,14 +134,10 @@ class ExpertSum(nn.Module):
         return y_TD
 
 
-class ExpertProduct(nn.Module):
-    """Stands for one of the two products of a layer's experts where adapters say what they add to it."""
-
-
 class Experts(ExpertSum):
     """expert(x) = down(act(gate(x), up(x))), of a checkpoint with tensors of their own for each expert.
 
-    `act` takes gate and up side by side. Adapters may add to both products, `into` and `out`.
+    `act` takes gate and up side by side.
     """
 
     def __init__(
@@ -144,7 +157,6 @@ class Experts(ExpertSum):
         spread = ep.size > 1
         self.gate_up = cut_parameter((self.count, 2 * size, hidden), Shard(tuple(gate_up), spread=spread))
         self.down = cut_parameter((self.count, hidden, size), Shard(tuple(down), spread=spread))
-        self.into, self.out = ExpertProduct(), ExpertProduct()
         self.act = act
 
     def stacks(self) -> tuple[nn.Parameter, ...]:
@@ -163,18 +175,14 @@ class Experts(ExpertSum):
         y_NF = weighted(self.act(adapt(self.into, x_ND, into.matmul(x_ND, rows.first_rows), rows)), rows)
         return adapt(self.out, y_NF, out.matmul(y_NF, rows.first_rows, exact=True), rows)
 
-    def of_rows(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, adapt: Adapt = unadapted) -> Tensor:
-        # Beside an adapter the experts themselves are frozen.
-        is_bare = adapt is unadapted or self.down.requires_grad
-        if is_bare or quantized_stack(self.down) is not None:
-            return super().of_rows(x_TD, weights_TK, experts_TK, adapt)
-        y_TD = torch.zeros_like(x_TD)
-        for rows in rows_of_experts(weights_TK, experts_TK, self.first, self.count):
-            x_ND = x_TD[rows.tokens_N]
-            h_NF = self.act(adapt(self.into, x_ND, _stacked_matmul(x_ND, self.gate_up, rows.first_rows), rows))
-            made_ND = adapt(self.out, h_NF, _stacked_matmul(h_NF, self.down, rows.first_rows), rows)
-            y_TD.index_add_(0, rows.tokens_N, (made_ND * rows.weights_N1).to(y_TD.dtype))
-        return y_TD
+    def of_adapted(self, x_ND: Tensor, rows: ExpertRows, adapt: Adapt) -> Tensor:
+        def product(x_ND: Tensor, stack: Tensor) -> Tensor:
+            return _by_expert(
+                x_ND, rows, stack.shape[1], lambda some, number: matmul(some, expert_weight(stack, number))
+            )
+
+        h_NF = self.act(adapt(self.into, x_ND, product(x_ND, self.gate_up), rows))
+        return adapt(self.out, h_NF, product(h_NF, self.down), rows)
 
 
 class StackedExperts(ExpertSum):
@@ -223,11 +231,27 @@ class StackedExperts(ExpertSum):
     def of_packed(
         self, x_ND: Tensor, rows: ExpertRows, into: QuantizedStack, out: QuantizedStack, adapt: Adapt
     ) -> Tensor:
-        y_NF = into.matmul(x_ND, rows.first_rows) + self.gate_up_bias[rows.experts_N]
-        y_ND = out.matmul(weighted(self.act(y_NF), rows), rows.first_rows, exact=True)
+        y_NF = adapt(self.into, x_ND, into.matmul(x_ND, rows.first_rows), rows) + self.gate_up_bias[rows.experts_N]
+        h_NF = weighted(self.act(y_NF), rows)
+        y_ND = adapt(self.out, h_NF, out.matmul(h_NF, rows.first_rows, exact=True), rows)
         if self.down_bias is None:
             return y_ND
         return y_ND + on_grid(weighted(self.down_bias[rows.experts_N], rows))
+
+    def of_adapted(self, x_ND: Tensor, rows: ExpertRows, adapt: Adapt) -> Tensor:
+        def product(x_ND: Tensor, stack: Tensor) -> Tensor:
+            is_invariant = not torch.is_grad_enabled() and is_batch_invariant(stack)
+
+            def of_expert(some: Tensor, number: int) -> Tensor:
+                weight = stack[number]
+                return invariant_matmul(some, weight.t()).to(some.dtype) if is_invariant else some @ weight
+
+            return _by_expert(x_ND, rows, stack.shape[2], of_expert)
+
+        y_NF = adapt(self.into, x_ND, product(x_ND, self.gate_up), rows) + self.gate_up_bias[rows.experts_N]
+        h_NF = self.act(y_NF)
+        y_ND = adapt(self.out, h_NF, product(h_NF, self.down), rows)
+        return y_ND if self.down_bias is None else y_ND + self.down_bias[rows.experts_N]
 
 
 def weighted(x_NF: Tensor, rows: ExpertRows) -> Tensor:
@@ -235,12 +259,11 @@ def weighted(x_NF: Tensor, rows: ExpertRows) -> Tensor:
     return x_NF.to(torch.promote_types(x_NF.dtype, torch.float32)) * rows.weights_N1
 
 
-def _stacked_matmul(x_ND: Tensor, stack: Tensor, first_rows: Tensor) -> Tensor:
-    """x W^T by rows, each with the weight of its expert, as of few bits (`QuantizedStack.matmul`)."""
-    bounds = first_rows.tolist()
-    here = [expert for expert in range(len(stack)) if bounds[expert] < bounds[expert + 1]]
-    made = [matmul(x_ND[bounds[expert] : bounds[expert + 1]], expert_weight(stack, expert)) for expert in here]
-    return torch.cat(made) if made else x_ND.new_zeros(0, stack.shape[1])
+def _by_expert(x_ND: Tensor, rows: ExpertRows, outputs: int, product: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """product(some rows, the number of their expert here) of each expert that has rows, one after another."""
+    bounds = itertools.pairwise(rows.first_rows.tolist())
+    made = [product(x_ND[start:stop], number) for number, (start, stop) in enumerate(bounds) if start < stop]
+    return torch.cat(made) if made else x_ND.new_zeros(0, outputs)
 
 
 def _matrices(stack: str, experts: Range, inputs: Range, outputs: Range) -> tuple[ShardPiece, ...]:

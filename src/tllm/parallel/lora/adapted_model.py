@@ -8,7 +8,7 @@ from itertools import chain
 
 from torch import Tensor, nn
 
-from tllm.parallel.experts import ExpertProduct, Experts
+from tllm.parallel.experts import ExpertProduct, ExpertSum
 from tllm.parallel.linear import ColumnLinear, HeadLinear, RouterLinear, RowLinear
 from tllm.parallel.lora.expert_update import ExpertUpdate
 from tllm.parallel.lora.head_update import HeadUpdate
@@ -35,7 +35,7 @@ def adaptable_weights(model: nn.Module) -> Iterator[tuple[nn.Module, Tensor]]:
     for module in model.modules():
         if isinstance(module, ColumnLinear | RowLinear | HeadLinear) and not isinstance(module, RouterLinear):
             yield module, module.weight
-        elif isinstance(module, Experts):
+        elif isinstance(module, ExpertSum):
             yield from zip((module.into, module.out), module.products(), strict=True)
 
 

@@ -15,9 +15,9 @@ from tllm.spec.cut import Range
 class ExpertUpdate(nn.Module):
     """x_ND -> scale B A x, [N, outputs], of the expert that each row goes to, and 0 for parts that are not adapted.
 
-    `weight` [experts, outputs, inputs] has the same `modules` of every expert, which have one rank and one scale. A of
-    all experts are one matrix, and so are those B that are of one part (gate, up): [experts x rank, inputs] and
-    [experts x outputs, rank].
+    `weight` [experts, outputs, inputs], or one whose shard has matrices of each expert, has the same `modules` of every
+    expert, which have one rank and one scale. A of all experts are one matrix, and so are those B that are of one part
+    (gate, up): [experts x rank, inputs] and [experts x outputs, rank].
     """
 
     def __init__(self, weight: Tensor, modules: Mapping[str, LoraModule]) -> None:
@@ -31,7 +31,7 @@ class ExpertUpdate(nn.Module):
                 of_experts.setdefault(piece.target[0][0], []).append((name, piece))
         self.experts = len(of_experts)
         self.spans = list[Span]()
-        self.outputs = shard_of(weight).pieces[-1].target[1][1]
+        self.outputs = max(pieces[-1].target[1][1] for _, pieces in modules_of(weight))
         at = 0
         for name, piece in of_experts[0]:
             (rank, scale, _), (start, stop) = modules[name], piece.target[1]

@@ -160,9 +160,13 @@ def plain_matmul(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
 
 
 def modules_of(weight: Tensor) -> Iterator[tuple[str, list[ShardPiece]]]:
-    """The pieces of a weight by the module that they are of, with what they leave out filled in."""
+    """The pieces of a weight by the module that they are of, with what they leave out filled in.
+
+    Those of a stack [experts, inputs, outputs] are of each expert, [outputs, inputs], as if it had a tensor of its own.
+    """
     found: dict[str, list[ShardPiece]] = {}
-    for piece in shard_of(weight).pieces:
+    shard = shard_of(weight)
+    for piece in shard.matrices or shard.pieces:
         target = piece.target or tuple((0, stop - start) for start, stop in piece.source)
         found.setdefault(piece.name.removesuffix(".weight"), []).append(ShardPiece(piece.name, piece.source, target))
     for name, pieces in found.items():

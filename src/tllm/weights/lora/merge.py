@@ -26,8 +26,14 @@ class AdapterSource:
     def merged(self, module: str, weight: Tensor) -> Tensor:
         """W + scale B A of a module in float64, [outputs, inputs], with DoRA its rows of the learned magnitudes.
 
-        W itself for a module that is not adapted.
+        W itself for a module that is not adapted. Of a tensor of all experts, [experts, inputs, outputs], the modules
+        are those of each expert.
         """
+        if weight.dim() == 3:
+            block, _, part = module.rpartition(".")
+            if f"{block}.0.{part}" not in self.adapter.modules:
+                return weight
+            return torch.stack([self.merged(f"{block}.{e}.{part}", x.t()).t() for e, x in enumerate(weight)])
         if module not in self.adapter.modules:
             return weight
         _, scale, use_dora = self.adapter.modules[module]

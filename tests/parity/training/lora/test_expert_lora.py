@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,21 @@ from tests.parity.training.lora.test_lora import (
 from tests.parity.training.lora.test_quantized_lora import gradients, plain_product
 from tests.support.models.adapters import peft_adapter, save_adapter
 from tests.support.models.families import save_model
+from tests.support.models.layouts import spec_of
 from tests.support.models.reference_gradients import apart, in_float64
 from tests.support.selection import soak_but
 from tests.support.training.runs import records, train
 from tests.support.training.training_step import furthest
 from tllm.core.errors import ConfigError, WeightsError
+from tllm.model.transformer import build
+from tllm.parallel.lora.adapted_model import module_shapes
+from tllm.parallel.mesh import whole
 from tllm.parallel.quantized_weight import WeightParts
 from tllm.training.job.lora_job import LoraJob
 from tllm.training.lora.merged_model import write_merged
+from tllm.weights.byte_source import LocalFiles
 from tllm.weights.lora.held_adapter import HeldAdapter
+from tllm.weights.lora.stacked_experts import stacked, taken_apart
 
 pytestmark = pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning")
 """PEFT says so of patterns that it makes itself for experts that it stacks, and uses them."""
@@ -134,6 +141,7 @@ def test_an_adapter_is_served_as_peft_computes_it_and_merged(case: str, plan: st
         ("qwen2_moe", ("gate_up_proj", "down_proj")),
         ("qwen3_moe", ("gate_up_proj",)),
         ("glm4_moe", ("down_proj",)),
+        ("gpt_oss_moe", ("gate_up_proj", "down_proj")),
     ],
 )
 def test_what_peft_has_stacked_is_served_and_merged(case: str, parts: tuple[str, ...], tmp_path: Path) -> None:
@@ -150,6 +158,48 @@ def test_what_peft_has_stacked_is_served_and_merged(case: str, parts: tuple[str,
     write_merged(tmp_path / "base", tmp_path / "merged", [tmp_path / "adapter"], "float64")
     with engine_with(tmp_path / "merged", [], dtype="float64") as (engine, _):
         torch.testing.assert_close(scores(engine, ""), want, rtol=0, atol=1e-10)
+
+
+@dataclass(frozen=True)
+class Given:
+    """A tensor that is there, as it is written."""
+
+    name: str
+    tensor: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    def make(self) -> Tensor:
+        return self.tensor
+
+
+def test_gradients_beside_experts_of_one_tensor_are_those_of_peft(tmp_path: Path) -> None:
+    """gpt_oss, whose files have a layer's experts in one tensor, with gate and up by turns and biases."""
+    truth = save_model("gpt_oss_moe", tmp_path / "base")
+    wanted = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    peft = peft_adapter(truth, tmp_path / "adapter", ["o_proj"], target_parameters=wanted)
+    with in_float64(peft):
+        loss, stacks = peft_gradients(peft, TOKENS)
+    spec = spec_of(tmp_path / "base")
+    files = taken_apart(
+        LocalFiles(tmp_path / "adapter"), module_shapes(build(spec, whole(spec), torch.float32, "meta"))
+    )
+    assert files is not None
+    (tmp_path / "apart").mkdir()
+    for name, content in files.items():
+        (tmp_path / "apart" / name).write_bytes(content)
+    got_loss, got = our_gradients(tmp_path / "base", tmp_path / "apart", torch.float64)
+    assert abs(got_loss - loss) < 1e-10 * loss
+    again = {tensor.name: tensor.make() for tensor in stacked([Given(name, x) for name, x in got.items()])[0]}
+    assert max(float(x.norm()) for x in stacks.values()) > 1e-2
+    for name, distance in apart(again, stacks).items():
+        assert distance < 1e-10, f"{name}: {distance:.1e}"
 
 
 @pytest.mark.parametrize("quantize", [None, "int4"])
@@ -203,6 +253,23 @@ def test_every_plan_is_the_run_of_one_process(
     assert off < 1e-11, name
 
 
+def test_a_run_beside_experts_of_one_tensor_is_saved_as_peft_stacks_them(tmp_path: Path) -> None:
+    base, lora = tmp_path / "base", LoraJob(r=RANK, target_modules=("gate_up_proj", "down_proj", "q_proj"))
+    truth = save_model("gpt_oss_moe", base)
+    want = records(train(lora_job(base, tmp_path / "one", lora=lora, max_steps=2), "pp=1"))
+    for number, plan in enumerate(("tp=3,shares=1:2:1", "dp=2,tp=2,ep=2,zero=1")):
+        got = records(train(lora_job(base, tmp_path / f"run{number}", lora=lora, max_steps=2), plan))
+        assert all(abs(a.loss - b.loss) < 1e-12 * b.loss for a, b in zip(got, want, strict=True))
+        off, name = furthest(adapter(tmp_path / f"run{number}"), adapter(tmp_path / "one"))
+        assert off < 1e-11, name
+    final = tmp_path / "one" / "final"
+    bare = peft_scores(truth)
+    of_peft = peft_scores(PeftModel.from_pretrained(truth, str(final)).eval())
+    assert (of_peft - bare).abs().max() > 0.02
+    with engine_with(base, [final], "tp=2") as (engine, (lora_id,)):
+        torch.testing.assert_close(scores(engine, lora_id), of_peft, rtol=0, atol=2e-5)
+
+
 def test_peft_reads_a_finished_run(model: Path, golden: tuple[list[float], Path]) -> None:
     final = golden[1] / "final"
     tensors = load_file(final / "adapter_model.safetensors")
@@ -215,12 +282,15 @@ def test_peft_reads_a_finished_run(model: Path, golden: tuple[list[float], Path]
     torch.testing.assert_close(trained_scores(model, final), want, rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("case", "targets"), [("mixtral", ("w1", "w2", "w3")), ("gpt_oss_moe", ("gate_up_proj", "down_proj"))]
+)
 def test_beside_few_bits_gradients_are_by_the_numbers_that_weights_stand_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, targets: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Packed products round their inputs to 8 bits, which is left out here."""
-    save_model("mixtral", tmp_path)
-    lora = LoraJob(r=RANK, target_modules=("w1", "w2", "w3"), quantize="int8")
+    save_model(case, tmp_path)
+    lora = LoraJob(r=RANK, target_modules=targets, quantize="int8")
     loss, want = gradients(tmp_path, "float64", lora)
     monkeypatch.setattr(WeightParts, "product", plain_product)
     exact_loss, exact = gradients(tmp_path, "float32", lora)
