@@ -66,13 +66,14 @@ def _check_modules(lora: LoraJob, modules: Mapping[str, LoraModule], shapes: Map
     sorted_out = next((name for name in modules if not takes_the_input_itself(name)), "")
     if sorted_out and lora.use_dora:
         raise ConfigError(
-            f"lora.use_dora and {sorted_out}, {NO_DORA}", "leave use_dora out, or name other target_modules"
+            f"lora.use_dora and {sorted_out}, {NO_DORA}",
+            "leave use_dora out, or name others: mlp.gate_proj, say, is of no expert",
         )
     if sorted_out and lora.lora_dropout:
         raise ConfigError(
             f"lora.lora_dropout is {lora.lora_dropout:g} and {sorted_out} is adapted, which goes without dropout: "
             "rows of experts are sorted, and with kv_b_proj queries are multiplied in the place of latents",
-            "leave lora_dropout out, or name other target_modules",
+            "leave lora_dropout out, or name others: mlp.gate_proj, say, is of no expert",
         )
     if odd := odd_experts(modules, shapes):
         raise ConfigError(

@@ -47,7 +47,7 @@ class _Experts(NamedTuple):
     """What names of a layer's experts begin with, how many there are, and what their products are called."""
 
     block: str
-    count: int
+    experts: int
     into: tuple[str, ...]
     down: str
 
