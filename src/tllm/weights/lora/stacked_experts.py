@@ -37,6 +37,8 @@ WEIGHTS_FILE, WRAPPED = "adapter_model.safetensors", "base_model.model."
 STACKED = re.compile(r"(model\.layers\.\d+)\.(?:[\w.]+\.)?experts(\.base_layer)?\.lora_([AB])\.weight")
 """A tensor of stacked experts: its layer, whether it is the inner one of two that are adapted, and which it is."""
 
+TABLE = msgspec.json.Decoder(dict[str, Any])
+
 BOTH, DOWN = "gate_up_proj", "down_proj"
 NAMES = {BOTH: (BOTH, DOWN), "w1": ("w1", "w3", "w2"), "gate_proj": ("gate_proj", "up_proj", "down_proj")}
 """The gate, the up and the down of an expert, by the name of the first. Where the model's own files have them stacked,
@@ -88,7 +90,7 @@ def _config(source: ByteSource) -> dict[str, Any]:
     if CONFIG_FILE not in source.names() or source.size(CONFIG_FILE) > CONFIG_LIMIT:
         return {}
     try:
-        return msgspec.json.decode(source.read(CONFIG_FILE, 0, source.size(CONFIG_FILE)), type=dict[str, Any])
+        return TABLE.decode(source.read(CONFIG_FILE, 0, source.size(CONFIG_FILE)))
     except UNREADABLE:
         return {}
 
