@@ -22,8 +22,8 @@ from tllm.spec.cut import Range
 
 B_NAME = ".lora_B.weight"
 
-ELEMENTS_AT_ONCE = 2**22
-"""Of a weight whose squares are summed at once."""
+ELEMENTS_AT_ONCE, ON_DEVICE_AT_ONCE = 2**20, 2**22
+"""Of a weight whose squares are summed at once: what stays in a processor's caches, and what fills a device."""
 
 Product = Callable[[Tensor, Tensor], Tensor]
 """x W^T of x and W."""
@@ -134,14 +134,13 @@ def squares_of_rows(weight: Tensor, update: LoraUpdate, adds: bool = True) -> Te
     for span, b in zip(update.spans, update.B, strict=True):
         a = update.A[span.first : span.last]
         wide = torch.promote_types(a.dtype, torch.float32)
-        at_once = max(1, ELEMENTS_AT_ONCE // a.shape[1])
+        at_once = max(1, (ELEMENTS_AT_ONCE if a.is_cpu else ON_DEVICE_AT_ONCE) // a.shape[1])
         for start in range(span.start, span.stop, at_once):
             stop = min(start + at_once, span.stop)
-            own = weight[start:stop] if packed is None else packed.rows(torch.arange(start, stop, device=a.device))
-            whole = own.to(wide)
+            whole = (weight[start:stop] if packed is None else packed.between(start, stop)).to(wide)
             if adds:
-                added = b[start - span.start : stop - span.start].to(wide) @ a.to(wide)
-                whole = whole.add(added, alpha=span.scale)
+                some = b[start - span.start : stop - span.start].to(wide)
+                whole = torch.addmm(whole, some, a.to(wide), alpha=span.scale)
             sums.append(whole.square().sum(1))
     return torch.cat(sums)
 
