@@ -60,7 +60,7 @@ class Adapter:
     def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:
         """WeightsError for a module that is not among the adaptable ones of a model, or has another size there.
 
-        `shapes` are outputs and inputs of those of the whole model (`parallel.lora.module_shapes`).
+        `shapes` are outputs and inputs of those of the whole model (`adapted_model.module_shapes`).
         """
         for name, (rank, _, use_dora) in self.modules.items():
             if name not in shapes:
