@@ -15,6 +15,7 @@ from tllm.core.errors import ConfigError, WeightsError
 from tllm.spec.lora.lora_config import LoraConfig
 from tllm.weights.lora.adapter_files import ADAPTER_FILES, check_rank, read_adapter
 from tllm.weights.lora.held_adapter import HeldFiles
+from tllm.weights.lora.stacked_experts import taken_apart
 
 NAME = "model.layers.0.mlp.down_proj"
 SHAPES = {NAME: (8, 20)}
@@ -42,6 +43,44 @@ def taken(contents: list[bytes]) -> bool:
     assert isinstance(adapter.config, LoraConfig) and adapter.modules.keys() == {NAME}
     assert adapter.index.shape(f"{NAME}.lora_A.weight") == (adapter.max_rank, 20)
     return True
+
+
+EXPERTS = {f"model.layers.0.mlp.experts.{e}.{part}": (8, 20) for e in range(2) for part in ("gate_proj", "up_proj")}
+STACKED = [
+    json.dumps(dict(peft_type="LORA", r=3, lora_alpha=6, target_parameters=["experts.gate_up_proj"])).encode(),
+    save(
+        {
+            "base_model.model.model.layers.0.mlp.experts.lora_A.weight": torch.ones(6, 20),
+            "base_model.model.model.layers.0.mlp.experts.lora_B.weight": torch.ones(16, 6),
+        }
+    ),
+]
+
+
+def stacked_taken(contents: list[bytes]) -> bool:
+    """The same of an adapter of experts that PEFT has stacked."""
+    files = HeldFiles(dict(zip(ADAPTER_FILES, contents, strict=True)))
+    try:
+        apart = taken_apart(files, EXPERTS)
+        adapter = read_adapter(files if apart is None else HeldFiles(apart))
+        check_rank(adapter, 4)
+        adapter.check(EXPERTS)
+    except (WeightsError, ConfigError):
+        return False
+    assert adapter.modules.keys() == EXPERTS.keys()
+    return True
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=ADAPTER_FILES)
+def test_damaged_ones_of_stacked_experts_are_refused_in_order(which: int) -> None:
+    assert stacked_taken(STACKED)
+    dice = random.Random(which)
+    refused = 0
+    for _ in range(1000):
+        contents = list(STACKED)
+        contents[which] = twisted(dice, [STACKED[which]])
+        refused += not stacked_taken(contents)
+    assert refused > 250
 
 
 def test_the_good_one_is_taken(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ SUB_PACKAGES = {
         ),
         *("parameter_server", "snapshot", "."),
     ),
-    "parallel": (".", "grid"),
+    "parallel": (".", "grid", "lora"),
     "spec": ("quantized", "gguf", "lora", "grid", "."),
     "weights": (".", "formats", "lora"),
 }

@@ -58,7 +58,7 @@ class ExpertsBesideMlp(nn.Module):
 
     def forward(self, x_TD: Tensor, adapt: Adapt = unadapted) -> Tensor:
         mlp_TD = self.mlp(self.before_mlp(x_TD), adapt)
-        experts_TD = self.experts(self.before_experts(x_TD), *self.router(x_TD))
+        experts_TD = self.experts(self.before_experts(x_TD), *self.router(x_TD), adapt)
         both_T2D = self.seam.leave(torch.cat([mlp_TD, experts_TD], dim=-1)).to(x_TD.dtype)
         mlp_TD, experts_TD = both_T2D.chunk(2, dim=-1)
         y_TD: Tensor = self.after_mlp(mlp_TD) + self.after_experts(experts_TD)

@@ -5,15 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tllm.kernels.batch_invariant import heads_matmul, is_batch_invariant
 from tllm.model.attention import Attend, AttentionSpec
 from tllm.model.norm import RMSNorm
 from tllm.model.rope import Rotation, rotate
-from tllm.parallel.linear import Adapt, ColumnLinear, LinearRows, RowLinear, unadapted
+from tllm.parallel.linear import Adapt, ColumnLinear, HeadLinear, LinearRows, RowLinear, unadapted
 from tllm.parallel.mesh import Mesh
-from tllm.parallel.shard import Shard, ShardPiece, cut_parameter
-from tllm.spec.cut import Range
-from tllm.spec.model_spec import LatentSpec, ModelSpec
+from tllm.spec.model_spec import ModelSpec
 
 
 class LatentAttention(nn.Module):
@@ -45,8 +42,10 @@ class LatentAttention(nn.Module):
         q_rows = LinearRows(of_heads, first * latent.query_dim, last * latent.query_dim)
         self.q_proj = ColumnLinear(latent.q_width or spec.hidden_size, [q_rows])
         self.kv_norm = RMSNorm(f"{name}.kv_a_layernorm", latent.width, latent.norm_eps, "partial")
-        self.keys = _rows_of_heads(latent, mesh.cut.heads, name, 0, latent.plain_dim)
-        self.values = _rows_of_heads(latent, mesh.cut.heads, name, latent.plain_dim, latent.value_dim)
+        each, heads = latent.plain_dim + latent.value_dim, mesh.cut.heads
+        # Two parameters, since a pass whose backward is in two halves must not use one twice in a row.
+        self.keys = HeadLinear(f"{name}.kv_b_proj", heads, each, (0, latent.plain_dim), latent.width, True)
+        self.values = HeadLinear(f"{name}.kv_b_proj", heads, each, (latent.plain_dim, each), latent.width, False)
         columns = (first * latent.value_dim, last * latent.value_dim)
         self.o_proj = RowLinear(f"{name}.o_proj", columns, spec.hidden_size, mesh.seam, spec.output_bias)
         self.spec = AttentionSpec(
@@ -61,28 +60,8 @@ class LatentAttention(nn.Module):
         a_TR, c_TR, r_TH = self.latent_proj(x_TD, adapt).split([of.q_width, of.width, of.rope_dim], dim=-1)
         q_TNH = self.q_proj(self.q_norm(a_TR) if of.q_width else x_TD, adapt).unflatten(-1, (-1, of.query_dim))
         plain_TNH, turned_TNH = q_TNH.split([of.plain_dim, of.rope_dim], dim=-1)
-        q_TNR = torch.cat((self._to_latents(plain_TNH), rotate(turned_TNH, rotation)), dim=-1)
+        q_TNR = torch.cat((self.keys(plain_TNH, adapt), rotate(turned_TNH, rotation)), dim=-1)
         k_T1R = torch.cat((self.kv_norm(c_TR).unsqueeze(1), rotate(r_TH.unsqueeze(1), rotation)), dim=-1)
         o_TNR = attend(self.layer, q_TNR, k_T1R, k_T1R)[..., : of.width]
-        y_TD: Tensor = self.o_proj(heads_matmul(o_TNR, self.values, is_batch_invariant(self.values)).flatten(1), adapt)
+        y_TD: Tensor = self.o_proj(self.values(o_TNR, adapt).flatten(1), adapt)
         return y_TD
-
-    def _to_latents(self, plain_TNH: Tensor) -> Tensor:
-        """The part of queries that meets latents, in their space, [T, N, latent width]."""
-        return heads_matmul(plain_TNH, self.keys.transpose(1, 2), is_batch_invariant(self.keys))
-
-
-def _rows_of_heads(latent: LatentSpec, heads: Range, name: str, skip: int, count: int) -> nn.Parameter:
-    """[heads, count, latent width]: of each head's rows of `kv_b_proj` the `count` after the first `skip`.
-
-    Two parameters, since a pass whose backward is in two halves must not use one twice in a row.
-    """
-    pieces, width = [], latent.plain_dim + latent.value_dim
-    for place, head in enumerate(range(*heads)):
-        start, every = head * width + skip, (0, latent.width)
-        pieces.append(
-            ShardPiece(
-                f"{name}.kv_b_proj.weight", ((start, start + count), every), ((place, place + 1), (0, count), every)
-            )
-        )
-    return cut_parameter((len(pieces), count, latent.width), Shard(tuple(pieces), plain=True))

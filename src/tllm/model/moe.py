@@ -140,7 +140,7 @@ class Moe(nn.Module):
         self.seam = mesh.seam
 
     def forward(self, x_TD: Tensor, adapt: Adapt = unadapted) -> Tensor:
-        y_TD = self.experts(x_TD, *self.router(x_TD))
+        y_TD = self.experts(x_TD, *self.router(x_TD), adapt)
         if self.shared is not None:
             scale_T1 = None if self.shared_gate is None else sigmoid(self.shared_gate(x_TD)).to(x_TD.dtype)
             y_TD = y_TD + self.shared(x_TD, adapt, scale_T1)

@@ -12,7 +12,7 @@ and 8 bytes to each other rank, which say how many rows there are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,18 @@ from tllm.spec.cut import Range
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of 2, 4 and 8 bytes: expert numbers travel in the same message as the rows, as bits of the rows' dtype."""
+
+
+class ExpertRows(NamedTuple):
+    """Rows in the order of the experts they go to, N of them: their tokens, their experts here and their weights.
+
+    The rows of expert e are [first_rows[e], first_rows[e + 1]).
+    """
+
+    tokens_N: Tensor
+    experts_N: Tensor
+    weights_N1: Tensor
+    first_rows: Tensor
 
 
 class Route:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from tllm.comm.collectives.group import Group
 from tllm.kernels.batch_invariant import invariant_matmul, is_batch_invariant
-from tllm.parallel.expert_dispatch import Route, combine, dispatch
-from tllm.parallel.linear import matmul
+from tllm.parallel.expert_dispatch import ExpertRows, Route, combine, dispatch
+from tllm.parallel.linear import Adapt, matmul, unadapted
 from tllm.parallel.quantized_weight import QuantizedStack, QuantizedWeight, expert_weight, quantized_stack
 from tllm.parallel.shard import Shard, ShardPiece, cut_parameter
 from tllm.quantization.reference_matmul import on_grid
@@ -29,18 +29,6 @@ ROWS_AT_ONCE = 1024
 """Rows that experts in few bits work on at once: their results are in float64, 8 bytes a number."""
 
 
-class ExpertRows(NamedTuple):
-    """Rows in the order of the experts they go to, N of them: their tokens, their experts here and their weights.
-
-    The rows of expert e are [first_rows[e], first_rows[e + 1]).
-    """
-
-    tokens_N: Tensor
-    experts_N: Tensor
-    weights_N1: Tensor
-    first_rows: Tensor
-
-
 def rows_of_experts(weights_TK: Tensor, experts_TK: Tensor, first: int, count: int) -> Iterator[ExpertRows]:
     """The rows that go to the `count` experts from `first` on, `ROWS_AT_ONCE` at a time."""
     local = experts_TK.flatten() - first
@@ -48,8 +36,17 @@ def rows_of_experts(weights_TK: Tensor, experts_TK: Tensor, first: int, count: i
     order = here[torch.argsort(local[here], stable=True)]
     for some in torch.split(order, ROWS_AT_ONCE):
         experts_N = local[some]
-        first_rows = torch.searchsorted(experts_N, torch.arange(count + 1, device=experts_N.device))
-        yield ExpertRows(some // experts_TK.shape[1], experts_N, weights_TK.flatten()[some, None], first_rows)
+        bounds = first_rows(experts_N, count)
+        yield ExpertRows(some // experts_TK.shape[1], experts_N, weights_TK.flatten()[some, None], bounds)
+
+
+def first_rows(experts_N: Tensor, count: int) -> Tensor:
+    """The first row of each of `count` experts, of rows in their order, and how many rows there are."""
+    return torch.searchsorted(experts_N, torch.arange(count + 1, device=experts_N.device))
+
+
+class ExpertProduct(nn.Module):
+    """Stands for one of the two products of a layer's experts where adapters say what they add to it."""
 
 
 class ExpertSum(nn.Module):
@@ -60,12 +57,13 @@ class ExpertSum(nn.Module):
 
     With weights in few bits it is in float64. A token's weight is then multiplied into what its expert's last product
     is given, and that product is made of multiples of 2^-30, whose sums over columns, experts and ranks are exact:
-    neither their order nor the cut matters.
+    neither their order nor the cut matters. Adapters may add to each expert's two products, `into` and `out`.
     """
 
     def __init__(self, holders: tuple[Range, ...], ep: Group) -> None:
         super().__init__()
         assert len(holders) == ep.size, "each rank of ep holds some of the experts"
+        self.into, self.out = ExpertProduct(), ExpertProduct()
         self.holders, self.ep = holders, ep
         self.first, last = holders[ep.rank]
         self.count = last - self.first
@@ -83,23 +81,40 @@ class ExpertSum(nn.Module):
         """Of the stacks, those of each expert's two products."""
 
     @abstractmethod
-    def of_packed(self, x_ND: Tensor, rows: ExpertRows, into: QuantizedStack, out: QuantizedStack) -> Tensor:
+    def of_adapted(self, x_ND: Tensor, rows: ExpertRows, adapt: Adapt) -> Tensor:
+        """What the experts make of their rows by plain numbers that are not trained, with what adapters add."""
+
+    @abstractmethod
+    def of_packed(
+        self, x_ND: Tensor, rows: ExpertRows, into: QuantizedStack, out: QuantizedStack, adapt: Adapt
+    ) -> Tensor:
         """In float64, what the experts whose products are `into` and `out` make of their rows, times the weights."""
 
-    def forward(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+    def forward(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, adapt: Adapt = unadapted) -> Tensor:
         if self.ep.size == 1:
-            return self.of_rows(x_TD, weights_TK, experts_TK)
+            return self.of_rows(x_TD, weights_TK, experts_TK, adapt)
         route = Route(experts_TK, self.holders, self.ep)
-        return combine(self.of_rows(*dispatch(x_TD, weights_TK, experts_TK, route)), route)
+        return combine(self.of_rows(*dispatch(x_TD, weights_TK, experts_TK, route), adapt), route)
 
-    def of_rows(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+    def of_rows(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, adapt: Adapt = unadapted) -> Tensor:
         """The sum over the experts held here, of rows that are here."""
         into, out = (quantized_stack(stack) for stack in self.products())
         if into is not None and out is not None:
             y_TD = torch.zeros(x_TD.shape, dtype=torch.float64, device=x_TD.device)
             for rows in rows_of_experts(weights_TK, experts_TK, self.first, self.count):
-                y_TD.index_add_(0, rows.tokens_N, self.of_packed(x_TD[rows.tokens_N], rows, into, out))
+                y_TD.index_add_(0, rows.tokens_N, self.of_packed(x_TD[rows.tokens_N], rows, into, out, adapt))
             return y_TD
+        # Beside an adapter the experts themselves are frozen.
+        if adapt is unadapted or self.products()[0].requires_grad:
+            return self.of_plain(x_TD, weights_TK, experts_TK)
+        y_TD = torch.zeros_like(x_TD)
+        for rows in rows_of_experts(weights_TK, experts_TK, self.first, self.count):
+            made_ND = self.of_adapted(x_TD[rows.tokens_N], rows, adapt)
+            y_TD.index_add_(0, rows.tokens_N, (made_ND * rows.weights_N1).to(y_TD.dtype))
+        return y_TD
+
+    def of_plain(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+        """The same of weights that are plain numbers, without an adapter."""
         y_TD = torch.zeros_like(x_TD)
         stacks: Sequence[Sequence[Tensor] | Tensor] = self.stacks()
         if torch.is_grad_enabled():
@@ -154,9 +169,20 @@ class Experts(ExpertSum):
         gate_up, down = weights
         return matmul(self.act(matmul(x_TD, gate_up)), down)
 
-    def of_packed(self, x_ND: Tensor, rows: ExpertRows, into: QuantizedStack, out: QuantizedStack) -> Tensor:
-        y_NF = weighted(self.act(into.matmul(x_ND, rows.first_rows)), rows)
-        return out.matmul(y_NF, rows.first_rows, exact=True)
+    def of_packed(
+        self, x_ND: Tensor, rows: ExpertRows, into: QuantizedStack, out: QuantizedStack, adapt: Adapt
+    ) -> Tensor:
+        y_NF = weighted(self.act(adapt(self.into, x_ND, into.matmul(x_ND, rows.first_rows), rows)), rows)
+        return adapt(self.out, y_NF, out.matmul(y_NF, rows.first_rows, exact=True), rows)
+
+    def of_adapted(self, x_ND: Tensor, rows: ExpertRows, adapt: Adapt) -> Tensor:
+        def product(x_ND: Tensor, stack: Tensor) -> Tensor:
+            return _by_expert(
+                x_ND, rows, stack.shape[1], lambda some, number: matmul(some, expert_weight(stack, number))
+            )
+
+        h_NF = self.act(adapt(self.into, x_ND, product(x_ND, self.gate_up), rows))
+        return adapt(self.out, h_NF, product(h_NF, self.down), rows)
 
 
 class StackedExperts(ExpertSum):
@@ -202,17 +228,42 @@ class StackedExperts(ExpertSum):
             y_TD = self.act(torch.addmm(gate_up_bias, x_TD, gate_up)) @ down
         return y_TD + down_bias[0] if down_bias else y_TD
 
-    def of_packed(self, x_ND: Tensor, rows: ExpertRows, into: QuantizedStack, out: QuantizedStack) -> Tensor:
-        y_NF = into.matmul(x_ND, rows.first_rows) + self.gate_up_bias[rows.experts_N]
-        y_ND = out.matmul(weighted(self.act(y_NF), rows), rows.first_rows, exact=True)
+    def of_packed(
+        self, x_ND: Tensor, rows: ExpertRows, into: QuantizedStack, out: QuantizedStack, adapt: Adapt
+    ) -> Tensor:
+        y_NF = adapt(self.into, x_ND, into.matmul(x_ND, rows.first_rows), rows) + self.gate_up_bias[rows.experts_N]
+        h_NF = weighted(self.act(y_NF), rows)
+        y_ND = adapt(self.out, h_NF, out.matmul(h_NF, rows.first_rows, exact=True), rows)
         if self.down_bias is None:
             return y_ND
         return y_ND + on_grid(weighted(self.down_bias[rows.experts_N], rows))
+
+    def of_adapted(self, x_ND: Tensor, rows: ExpertRows, adapt: Adapt) -> Tensor:
+        def product(x_ND: Tensor, stack: Tensor) -> Tensor:
+            is_invariant = not torch.is_grad_enabled() and is_batch_invariant(stack)
+
+            def of_expert(some: Tensor, number: int) -> Tensor:
+                weight = stack[number]
+                return invariant_matmul(some, weight.t()).to(some.dtype) if is_invariant else some @ weight
+
+            return _by_expert(x_ND, rows, stack.shape[2], of_expert)
+
+        y_NF = adapt(self.into, x_ND, product(x_ND, self.gate_up), rows) + self.gate_up_bias[rows.experts_N]
+        h_NF = self.act(y_NF)
+        y_ND = adapt(self.out, h_NF, product(h_NF, self.down), rows)
+        return y_ND if self.down_bias is None else y_ND + self.down_bias[rows.experts_N]
 
 
 def weighted(x_NF: Tensor, rows: ExpertRows) -> Tensor:
     """Each row times its weight, in float32 at least."""
     return x_NF.to(torch.promote_types(x_NF.dtype, torch.float32)) * rows.weights_N1
+
+
+def _by_expert(x_ND: Tensor, rows: ExpertRows, outputs: int, product: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """product(some rows, the number of their expert here) of each expert that has rows, one after another."""
+    bounds = itertools.pairwise(rows.first_rows.tolist())
+    made = [product(x_ND[start:stop], number) for number, (start, stop) in enumerate(bounds) if start < stop]
+    return torch.cat(made) if made else x_ND.new_zeros(0, outputs)
 
 
 def _matrices(stack: str, experts: Range, inputs: Range, outputs: Range) -> tuple[ShardPiece, ...]:

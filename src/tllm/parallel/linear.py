@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tllm.kernels.batch_invariant import invariant_matmul, is_batch_invariant
+from tllm.kernels.batch_invariant import heads_matmul, invariant_matmul, is_batch_invariant
 from tllm.kernels.float_product import float_matmul
 from tllm.kernels.gpu_kernels import gpu_kernels
 from tllm.kernels.router import router_matmul
 from tllm.kernels.row_operations import takes
 from tllm.kernels.training_matmul import training_matmul
+from tllm.parallel.expert_dispatch import ExpertRows
 from tllm.parallel.quantized_weight import QuantizedWeight, quantized
 from tllm.parallel.sequence_parallel import TensorParallelRegion
 from tllm.parallel.shard import Gradient, Shard, ShardPiece, cut_parameter
@@ -36,13 +37,14 @@ class LinearRows:
 class Adapt(Protocol):
     """(a linear, its rows x_TD, y_TF = x_TD W^T) -> y_TF with what adapters add for some of the rows.
 
-    Of a linear whose result is a part of a sum over ranks, so is what is added. `y_TF` may be written to.
+    Of a linear whose result is a part of a sum over ranks, so is what is added. `y_TF` may be written to. Of a product
+    of experts, `rows` say which expert and which of the batch's tokens each row is of.
     """
 
-    def __call__(self, linear: nn.Module, x_TD: Tensor, y_TF: Tensor) -> Tensor: ...
+    def __call__(self, linear: nn.Module, x_TD: Tensor, y_TF: Tensor, rows: ExpertRows | None = None) -> Tensor: ...
 
 
-def unadapted(linear: nn.Module, x_TD: Tensor, y_TF: Tensor) -> Tensor:
+def unadapted(linear: nn.Module, x_TD: Tensor, y_TF: Tensor, rows: ExpertRows | None = None) -> Tensor:
     """The model's own weights and nothing else."""
     return y_TF
 
@@ -115,6 +117,29 @@ class WholeLinear(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return matmul(x_TD, self.weight)
+
+
+class HeadLinear(nn.Module):
+    """y_TNB = x_TNA W_n^T for each head n, or with `is_transposed` x_TNA W_n, of heads [first, last) held here.
+
+    The linear `name` of `width` inputs has `each` outputs for a head, of which W_n, [B, width], are `rows`. They are
+    used otherwise than in products of the linear's own inputs, and held as plain numbers.
+    """
+
+    def __init__(self, name: str, heads: Range, each: int, rows: Range, width: int, is_transposed: bool) -> None:
+        super().__init__()
+        self.name, self.heads, self.each, self.rows, self.is_transposed = name, heads, each, rows, is_transposed
+        (first, last), every = rows, (0, width)
+        inside = (0, last - first), every
+        pieces = [
+            ShardPiece(f"{name}.weight", ((head * each + first, head * each + last), every), ((at, at + 1), *inside))
+            for at, head in enumerate(range(*heads))
+        ]
+        self.weight = cut_parameter((len(pieces), last - first, width), Shard(tuple(pieces), plain=True))
+
+    def forward(self, x_TNA: Tensor, adapt: Adapt = unadapted) -> Tensor:
+        weight = self.weight.transpose(1, 2) if self.is_transposed else self.weight
+        return adapt(self, x_TNA, heads_matmul(x_TNA, weight, is_batch_invariant(self.weight)))
 
 
 class RowLinear(nn.Module):

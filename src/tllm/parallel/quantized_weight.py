@@ -209,6 +209,10 @@ def _outputs(part: PackedRows | Tensor) -> int:
     return part.outputs if isinstance(part, PackedRows) else len(part)
 
 
+def _device(part: PackedRows | Tensor) -> torch.device:
+    return part.tensors.codes.device if isinstance(part, PackedRows) else part.device
+
+
 def _plain(part: PackedRows | Tensor, outputs: Tensor, columns: int) -> Tensor:
     """The weights of some outputs of a part as plain numbers."""
     if isinstance(part, PackedRows):
@@ -291,6 +295,17 @@ class QuantizedWeight:
                 out = torch.where(here_T[:, None], found, out)
             at += count
         return out
+
+    def between(self, start: int, stop: int) -> Tensor:
+        """The weights of outputs [start, stop) in float32, [stop - start, inputs]."""
+        found, at = list[Tensor](), 0
+        for part in self.parts:
+            count = _outputs(part)
+            first, last = max(start - at, 0), min(stop - at, count)
+            if first < last:
+                found.append(_plain(part, torch.arange(first, last, device=_device(part)), self.inputs).float())
+            at += count
+        return torch.cat(found) if len(found) > 1 else found[0]
 
 
 class QuantizedStack:

@@ -252,10 +252,10 @@ def _groups(tensors: list[WholeTensor], limit: int) -> list[list[WholeTensor]]:
     return groups
 
 
-def write_safetensors(path: Path, tensors: Sequence[WholeTensor]) -> None:
-    """A file of these tensors in this order; each is made when its turn comes."""
+def write_safetensors(path: Path, tensors: Sequence[WholeTensor], **metadata: str) -> None:
+    """A file of these tensors in this order; each is made when its turn comes. `metadata` is what it says beside."""
     with path.open("wb") as file:
-        file.write(make_header((tensor.name, tensor.dtype, tensor.shape) for tensor in tensors))
+        file.write(make_header(((tensor.name, tensor.dtype, tensor.shape) for tensor in tensors), metadata))
         for tensor in tensors:
             content = tensor.make()
             file.write(memory(content))

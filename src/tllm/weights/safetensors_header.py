@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
@@ -44,6 +45,20 @@ class TensorEntry:
 def read_header(source: ByteSource, file: str) -> dict[str, TensorEntry]:
     """The tensors of one file. WeightsError, naming the file, for anything that is not exactly as the format says."""
     size = source.size(file)
+    fields, _, length = _tables(source, file)
+    entries = {name: _entry(file, name, value, 8 + length, size) for name, value in fields.items()}
+    _check_tiling(file, entries, 8 + length, size)
+    return entries
+
+
+def read_metadata(source: ByteSource, file: str) -> dict[str, str]:
+    """What a file says of itself beside its tensors. WeightsError for a header that is not as the format says."""
+    return _tables(source, file)[1]
+
+
+def _tables(source: ByteSource, file: str) -> tuple[dict[str, Any], dict[str, str], int]:
+    """The header's fields of tensors, its metadata, and its length."""
+    size = source.size(file)
     if size < 8:
         _refuse(file, f"it has {size} bytes and the length of its header alone takes 8")
     begins = source.read(file, 0, 8)
@@ -58,15 +73,15 @@ def read_header(source: ByteSource, file: str) -> dict[str, TensorEntry]:
     metadata = fields.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         _refuse(file, "its __metadata__ is not a table of texts")
-    entries = {name: _entry(file, name, value, 8 + length, size) for name, value in fields.items()}
-    _check_tiling(file, entries, 8 + length, size)
-    return entries
+    return fields, metadata, length
 
 
-def make_header(tensors: Iterable[tuple[str, torch.dtype, Shape]]) -> bytes:
+def make_header(
+    tensors: Iterable[tuple[str, torch.dtype, Shape]], metadata: Mapping[str, str] = MappingProxyType({})
+) -> bytes:
     """The first bytes of a file that holds these tensors one after the other, the length of the header included."""
     # Readers of the field look for this key before they take a file for torch's.
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     at = 0
     for name, dtype, shape in tensors:
         stop = at + math.prod(shape) * dtype.itemsize

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.multi.faults.test_serving_recovery import SIZES, begun, kill, play
 from tests.parity.engine.test_lora import engine_with
@@ -109,7 +109,11 @@ def test_adapters_are_loaded_again_after_a_node_is_lost(
 
 
 def test_what_cannot_be_loaded_is_refused_and_leaves_nothing(
-    folder: Path, truth: dict[str, list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    truth: dict[str, list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     other = save_model("llama", tmp_path / "other", intermediate_size=60)
     del other
@@ -140,7 +144,11 @@ def test_what_cannot_be_loaded_is_refused_and_leaves_nothing(
                 with pytest.raises(CapacityError, match=r"need .* GiB and it has .* GiB, .* GiB too little"):
                     await adapters.load("a", str(folder / "a"))
             assert not adapters.paths and not cluster.coordinator.weights.adapters.files()
-            await adapters.load("a", str(folder / "a"))
+            of_other = shutil.copytree(folder / "a", tmp_path / "of-other")
+            tensors = load_file(folder / "a" / "adapter_model.safetensors")
+            save_file(tensors, of_other / "adapter_model.safetensors", {"format": "pt", "base_sha256": "0" * 64})
+            await adapters.load("a", str(of_other))
+            assert "adapter a was trained beside other weights than these" in caplog.text
             whole = sum(x.numel() for x in load_file(folder / "a" / "adapter_model.safetensors").values())
             assert sum(needs) - sum(before) == 4 * whole, "of float32, each tensor on one of the two stages"
             with pytest.raises(CapacityError, match="1 adapters are loaded and max_loras is 1"):

@@ -23,7 +23,7 @@ from tllm.engine.schedule.batch import ForgetAdapter
 from tllm.engine.schedule.limits import EngineConfig
 from tllm.model.transformer import build
 from tllm.parallel.linear import ColumnLinear, RowLinear
-from tllm.parallel.lora import module_shapes
+from tllm.parallel.lora.adapted_model import module_shapes
 from tllm.parallel.mesh import whole
 from tllm.quantization.blocks import dequantize
 from tllm.quantization.round_weights import round_weights

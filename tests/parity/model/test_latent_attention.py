@@ -29,13 +29,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def take_the_neighbours_keys(rank: int, model: Transformer) -> None:
-    keys = model.layers["1"].attention.keys
+    keys = model.layers["1"].attention.keys.weight
     keys.data = keys.data.roll(1, dims=0)
 
 
 def take_the_neighbours_values(rank: int, model: Transformer) -> None:
     if rank == 0:
-        values = model.layers["1"].attention.values
+        values = model.layers["1"].attention.values.weight
         values.data = values.data.roll(1, dims=0)
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.models.layouts import spec_of
 from tllm.model.transformer import build
-from tllm.parallel.lora import module_shapes
+from tllm.parallel.lora.adapted_model import module_shapes
 from tllm.parallel.mesh import whole
 
 

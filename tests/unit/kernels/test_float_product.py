@@ -116,7 +116,7 @@ def test_beside_a_weight_there_are_few_numbers_of_rows(
 COUNT = """
 import torch
 from tllm.kernels import float_product
-from tllm.parallel.lora import LoraModule, LoraUpdate
+from tllm.parallel.lora.lora_update import LoraModule, LoraUpdate
 from tllm.parallel.shard import Shard, ShardPiece, cut_parameter
 
 float_product.LARGE_BYTES = {least}

@@ -137,6 +137,9 @@ def test_parts_of_several_formats_make_one_weight(kernels: Library) -> None:
     torch.manual_seed(4)
     first, plain, last = KINDS["groups_of_16"](20, 256), torch.randn(7, 256), KINDS["four_bits_and_minima"](37, 256)
     parts = [PackedRows(pack(first), first.scheme, 20, 256), plain, PackedRows(pack(last), last.scheme, 37, 256)]
+    for start, stop in ((0, 64), (3, 9), (18, 30), (20, 27), (63, 64)):
+        want = QuantizedWeight(parts, 256).rows(torch.arange(start, stop))
+        assert torch.equal(QuantizedWeight(parts, 256).between(start, stop), want)
     x = torch.randn(5, 256)
     found = QuantizedWeight(parts, 256).matmul(x)
     wanted = torch.cat((weight_of(first).matmul(x), x @ plain.T, weight_of(last).matmul(x)), 1)

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from tllm.core.errors import FrameError, RequestError
 from tllm.devices.choose import CPU
 from tllm.engine.schedule.batch import Batch, ForgetAdapter
+from tllm.parallel.expert_dispatch import ExpertRows
+from tllm.parallel.experts import first_rows
 from tllm.parallel.linear import Adapt, unadapted
-from tllm.parallel.lora import LoraUpdate
+from tllm.parallel.lora.adapted_model import Update
 from tllm.quantization.reference_matmul import on_grid
 from tllm.spec.request import Request
 
-Updates = Mapping[nn.Module, LoraUpdate]
+Updates = Mapping[nn.Module, Update]
 """An adapter's part on one rank: the update of each linear that it adapts."""
 
 
@@ -47,8 +49,8 @@ class RankAdapters:
     def nbytes(self) -> int:
         """Bytes that they take."""
         with self._changing:
-            updates = [update for of_adapter in self._loaded.values() for update in of_adapter.values()]
-        return sum(parameter.nbytes for update in updates for parameter in update.parameters())
+            updates = nn.ModuleList(update for of_adapter in self._loaded.values() for update in of_adapter.values())
+        return sum(parameter.nbytes for parameter in updates.parameters())
 
     def check(self, request: Request) -> None:
         """RequestError for a request whose adapter is not here."""
@@ -85,11 +87,16 @@ class AdaptedRows:
     def __init__(self, groups: list[_Group]) -> None:
         self._groups = groups
 
-    def __call__(self, linear: nn.Module, x_TD: Tensor, y_TF: Tensor) -> Tensor:
+    def __call__(self, linear: nn.Module, x_TD: Tensor, y_TF: Tensor, rows: ExpertRows | None = None) -> Tensor:
         for updates, rows_N in self._groups:
             update = updates.get(linear)
             if update is not None:
-                added_NF = update(x_TD[rows_N].to(update.A.dtype))  # one that is trained may be wider than the model
+                of_experts: tuple[Tensor, ...] = ()
+                if rows is not None:  # the batch's rows, sorted by experts
+                    rows_N = torch.isin(rows.tokens_N, rows_N).nonzero().flatten()
+                    of_experts = (first_rows(rows.experts_N[rows_N], len(rows.first_rows) - 1),)
+                x_ND = x_TD[rows_N].to(update.A.dtype)  # one that is trained may be wider than the model
+                added_NF = update(x_ND, *of_experts)
                 if update.rescale is not None:
                     added_NF = update.rescale(added_NF, y_TF[rows_N])
                 is_exact = y_TF.dtype == torch.float64 and x_TD.dtype != torch.float64

@@ -21,11 +21,12 @@ from tllm.model.transformer import build
 from tllm.node.coordinator.coordinator import Coordinator
 from tllm.node.recovery.recovery import Recovery
 from tllm.node.weights.adapter_registry import AdapterRegistry
-from tllm.parallel.lora import module_shapes
+from tllm.parallel.lora.adapted_model import module_shapes
 from tllm.parallel.mesh import whole
 from tllm.spec.lora.lora_config import MAX_LORA_RANK, ServedLoras
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.request import Output
+from tllm.weights.lora.base_digest import ANOTHER_BASE
 from tllm.weights.lora.held_adapter import HeldAdapter
 
 log = logging.getLogger("tllm.node")
@@ -106,6 +107,9 @@ class LoraAdapters:
             shapes, most = await asyncio.to_thread(lambda: self._shapes), self.max_lora_rank
             folder = Path(path).expanduser().resolve()
             held = await asyncio.to_thread(HeldAdapter.read, name, folder, shapes, most)
+            base = self._coordinator.weights.folder
+            if base is not None and await asyncio.to_thread(base.is_another_base, held.adapter.base):
+                log.warning("adapter %s %s", name, ANOTHER_BASE)
             files = self._registry.add(held)
             with ExitStack() as undo:
                 undo.callback(self._drop, files)

@@ -22,5 +22,8 @@ class HubFolder(ModelFolder):
         files = chunks.repository.files
         self._share(tuple(ModelFileFacts(file.name, file.size, bytes.fromhex(file.etag)) for file in files))
 
+    def is_another_base(self, trained_beside: str) -> bool:
+        return False  # it is not looked at: most of its tensors are not on this disk
+
     def _read_chunk(self, chunk: FileChunk, start: int, stop: int) -> bytes:
         return self._chunks.chunk(chunk)  # several at once, and headers beside them: the hub may be slow

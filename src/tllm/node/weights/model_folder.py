@@ -12,6 +12,7 @@ from tllm.core.gguf_files import gguf_files, is_gguf
 from tllm.node.weights.tokenizer_file import TOKENIZER, tokenizer_file
 from tllm.weights.byte_source import ByteSource, LocalFiles
 from tllm.weights.file_chunks import FileChunk, bounds, chunk_bytes
+from tllm.weights.lora.base_digest import is_another_base
 
 SUFFIXES = (".safetensors", ".safetensors.index.json", "tllm.manifest.json")
 SAMPLE_BYTES = 16 * 1024
@@ -78,6 +79,10 @@ class ModelFolder:
         if chunk not in self._hashes:
             self._hashes[chunk] = hashlib.sha256(self.chunk(chunk)).digest()
         return self._hashes[chunk]
+
+    def is_another_base(self, trained_beside: str) -> bool:
+        """Whether the weights are known not to be those that an adapter was trained beside, by the digest it keeps."""
+        return is_another_base(trained_beside, self._source)
 
     def _digest(self, name: str) -> bytes:
         """SHA-256 of samples of the whole file: two models, or two states of one, differ nearly everywhere."""

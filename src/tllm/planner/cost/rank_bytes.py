@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from tllm.core.errors import PlanError
 from tllm.planner.cost.flops import attention_matrices, delta_channels, delta_values
-from tllm.planner.cost.weight_bits import linears, saved_bytes, saved_input_bytes, saved_table_bytes
+from tllm.planner.cost.weight_bits import Linear, linears, saved_bytes, saved_input_bytes, saved_table_bytes
 from tllm.spec.cut import Cut, as_layer, cut_stage, projected_width, size
 from tllm.spec.model_spec import DeltaSpec, LayerSpec, ModelSpec
 from tllm.spec.plan import Plan
@@ -48,17 +48,28 @@ class AdapterFacts:
     """What of a job's adapter decides what it costs.
 
     Its rank; the ends of names of linears that it is for; what plain weights of the model beside it are rounded to;
-    whether each output has a magnitude of its own (DoRA).
+    whether each output has a magnitude of its own (DoRA); the ends of names of linears that it is not for; the layers
+    that it is for, if not for all.
     """
 
     rank: int
     targets: tuple[str, ...] = (ALL,)
     quantize: Quantize | None = None
     use_dora: bool = False
+    excluded: tuple[str, ...] = ()
+    layers: tuple[int, ...] = ()
 
     def adapts(self, module: str) -> bool:
-        """Whether a linear has an update."""
-        return ALL in self.targets or any(module == end or module.endswith(f".{end}") for end in self.targets)
+        """Whether a linear has an update, in a layer that has some."""
+        if _names(self.excluded, module):
+            return False
+        if ALL in self.targets:
+            return ".experts." not in module and not module.endswith(".kv_b_proj")
+        return _names(self.targets, module)
+
+
+def _names(ends: tuple[str, ...], module: str) -> bool:
+    return any(module == end or module.endswith(f".{end}") for end in ends)
 
 
 def layer_parameters(spec: ModelSpec, layer: LayerSpec, cut: Cut, replica: int = 0) -> list[Parameter]:
@@ -76,18 +87,29 @@ def layer_parameters(spec: ModelSpec, layer: LayerSpec, cut: Cut, replica: int =
     return [*map(Parameter, norms[:half] + attention + norms[half:]), *mlp, *map(Parameter, own_input + scale)]
 
 
-def adapter_parameters(spec: ModelSpec, number: int, cut: Cut, adapter: AdapterFacts) -> list[Parameter]:
-    """The parameters of an adapter in one layer on a rank: A and B of each linear, but those of experts,
-    and magnitudes."""
+def adapter_parameters(
+    spec: ModelSpec, number: int, cut: Cut, adapter: AdapterFacts, replica: int = 0
+) -> list[Parameter]:
+    """The parameters of an adapter in one layer on a rank: A and B of each linear, those of all experts held here as
+    one, and magnitudes. `replica` decides which of the experts spread over replicas are here."""
+    if adapter.layers and number not in adapter.layers:
+        return []
     outputs, inputs = defaultdict[str, int](int), dict[str, int]()
-    for linear in linears(spec, number, cut):
-        if ".experts." not in linear.module and adapter.adapts(linear.module) and linear.columns:
+    layer, of = spec.layers[number], spec.latent
+    found_here = [*linears(spec, number, cut, replica)]
+    if of is not None and layer.delta is None:
+        rows = size(cut.heads) * (of.plain_dim + of.value_dim)
+        found_here.append(Linear(f"model.layers.{number}.self_attn.kv_b_proj", rows * of.width, of.width))
+    for linear in found_here:
+        if adapter.adapts(linear.module) and linear.columns:
             outputs[linear.module] += linear.elements // linear.columns
             inputs[linear.module] = linear.columns
-    found = list[Parameter]()
+    found, experts = list[Parameter](), size(cut.holders[replica % len(cut.holders)])
     for name, count in outputs.items():
-        sizes = (adapter.rank * inputs[name], adapter.rank * count, *([count] if adapter.use_dora else ()))
-        found += map(Parameter, sizes)
+        of_experts = ".experts." in name
+        columns, spread = inputs[name] * (experts if of_experts else 1), of_experts and len(cut.holders) > 1
+        sizes = (adapter.rank * columns, adapter.rank * count, *([count] if adapter.use_dora else ()))
+        found += [Parameter(elements, spread) for elements in sizes]
     return found
 
 

@@ -258,7 +258,8 @@ class RankWork:
             return self.parameters(spec)
         if "adapter" not in self.known:
             layers = chain.from_iterable(self.runs)
-            units = (adapter_parameters(spec, number, self.cut, self.adapter) for number in layers)
+            replica = self.at.replica
+            units = (adapter_parameters(spec, number, self.cut, self.adapter, replica) for number in layers)
             self.known["adapter"] = [unit for unit in units if unit]
         return list(self.known["adapter"])
 

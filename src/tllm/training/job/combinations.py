@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from tllm.core.errors import ConfigError, PlanError
 from tllm.core.memory import amount
+from tllm.parallel.lora.adapted_model import OF_LATENTS
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 from tllm.spec.trainable import check_trainable
@@ -309,13 +310,13 @@ def _check_lora(job: Job, plan: Plan, spec: ModelSpec) -> None:
             f"({spec.quantization.method})",
             "leave lora.quantize out: they stay as the files have them",
         )
-    if job.lora.use_dora and spec.quantization is not None:
-        raise ConfigError(
-            "lora.use_dora needs the numbers of the weights, and those of this model have few bits "
-            f"({spec.quantization.method})",
-            "leave lora.use_dora out, or give a model of plain weights",
+    of_latents = [name for name in adapted_modules(job.lora, spec) if name.endswith(OF_LATENTS)]
+    if of_latents and plan.schedule == "zero_bubble":
+        raise PlanError(
+            f"plan {plan} has schedule=zero_bubble, which takes the gradients of weights apart, and {of_latents[0]} is "
+            "adapted, whose A and B are used twice in a row, for keys and for values",
+            "give another schedule, or name target_modules without kv_b_proj",
         )
-    adapted_modules(job.lora, spec)
 
 
 def _check_grid(job: Job, plan: Plan) -> None:

@@ -146,6 +146,15 @@ _SAID = (
     ("write [lora], and r below it", "lora_r lora_rank"),
     ("write [lora], and target_modules below it", "lora_target_modules lora_target_linear"),
     ('write [lora], and quantize = "int4" below it', "load_in_4bit load_in_8bit bnb_* quantization_bit"),
+    ("all that [lora] adapts has one rank and one lora_alpha: leave it out", "rank_pattern alpha_pattern"),
+    (
+        "an adapter is A and B of linears, and magnitudes with use_dora: leave it out",
+        "*modules_to_save bias lora_bias trainable_token_indices",
+    ),
+    ("name the parts of experts in target_modules, such as down_proj or w2", "target_parameters"),
+    ("layers_to_transform has the numbers of the model's layers: leave it out", "layers_pattern"),
+    ('quantize = "int4" in [lora] rounds the model: leave it out', "loftq_config use_qalora"),
+    ("the model says it: leave it out", "fan_in_fan_out task_type peft_type"),
     ("a reference is computed once, before the first step", "precompute_ref_log_probs ref_model* force_use_ref_model"),
     (
         "give --nodes N, machines, or --local N, processes here, to the command",
@@ -157,7 +166,7 @@ _SAID = (
     ("give files that have just the rows to be read", "max_*_samples limit_*_batches split train_split"),
     (
         "all weights are trained, or with [lora] those of an adapter at target_modules",
-        "freeze* unfreeze* trainable_* *modules_to_save target_parameters",
+        "freeze* unfreeze* trainable_*",
     ),
     ('give task, "dpo" say, and its table', "stage pref_loss rlhf rl"),
     ("write [distill], and teacher_model_name_or_path below it", "teacher_model"),

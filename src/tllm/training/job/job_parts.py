@@ -363,4 +363,5 @@ def is_snapshot_step(job: Job, step: int) -> bool:
 
 
 def _adapter_facts(lora: LoraJob) -> AdapterFacts:
-    return AdapterFacts(lora.r, lora.target_modules, lora.few_bits, lora.use_dora)
+    left_out = lora.exclude_modules, lora.layers_to_transform
+    return AdapterFacts(lora.r, lora.target_modules, lora.few_bits, lora.use_dora, *left_out)

@@ -29,8 +29,12 @@ class LoraJob:
     lora_dropout: float = 0.0
     """Part of an update's inputs that is set to 0 in training, drawn anew for each token, step and linear."""
     target_modules: tuple[str, ...] = (ALL_LINEAR,)
-    """Names of the linears to adapt, or ends of them ("q_proj"); "all-linear": every one but those of experts, routers
-    and the logits."""
+    """Names of the linears to adapt, or ends of them ("q_proj"); "all-linear": every one but those of experts, routers,
+    the logits, and `kv_b_proj` of latent attention."""
+    exclude_modules: tuple[str, ...] = ()
+    """Names of linears, or ends of them, that are not adapted though `target_modules` names them."""
+    layers_to_transform: tuple[int, ...] = ()
+    """The layers whose linears are adapted, by their numbers from 0; none: those of all layers."""
     use_dora: bool = False
     """Learn the magnitude of each output apart from its direction, which A and B change (DoRA, 2402.09353)."""
     init_lora_weights: bool | str = True
@@ -52,11 +56,6 @@ class LoraJob:
             raise ConfigError("lora.target_modules names nothing", f'give names of linears, or "{ALL_LINEAR}"')
         if ALL_LINEAR in self.target_modules and len(self.target_modules) > 1:
             raise ConfigError(f'lora.target_modules has "{ALL_LINEAR}" beside other names', "give one or the other")
-        if self.use_dora and self.few_bits is not None:
-            raise ConfigError(
-                f"lora.use_dora needs the numbers of the weights, and lora.quantize is {self.quantize!r}",
-                "leave one of them out",
-            )
         if self.init_lora_weights is not True and self.init_lora_weights != "gaussian":
             raise ConfigError(
                 f"lora.init_lora_weights is {self.init_lora_weights!r}",

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 
 import torch
 
 from tllm.core.errors import ConfigError, nearest
 from tllm.model.transformer import build
-from tllm.parallel.lora import B_NAME, LoraModule, module_shapes, tensor_names
+from tllm.parallel.lora.adapted_model import NO_DORA, ODD_EXPERTS, module_shapes, odd_experts, takes_the_input_itself
+from tllm.parallel.lora.lora_update import B_NAME, LoraModule, tensor_names
 from tllm.parallel.mesh import whole
 from tllm.parallel.shard import shard_of
 from tllm.spec.model_spec import ModelSpec
 from tllm.training.job.lora_job import ALL_LINEAR, LoraJob
+
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def adapted_modules(lora: LoraJob, spec: ModelSpec) -> dict[str, LoraModule]:
@@ -22,10 +26,59 @@ def adapted_modules(lora: LoraJob, spec: ModelSpec) -> dict[str, LoraModule]:
         if target != ALL_LINEAR and not any(ends_with(name, target) for name in shapes):
             raise ConfigError(
                 f"lora.target_modules has {target!r}, and no linear of this model that can be adapted ends so",
-                f"linears of attention, MLPs and shared experts can be: {_known(target, shapes)}",
+                f"linears of attention, MLPs and experts can be: {_known(target, shapes)}",
             )
-    chosen = [name for name in shapes if config.names(name)]
-    return {name: LoraModule(config.rank(name), config.scale(name), config.use_dora) for name in chosen}
+    _check_left_out(lora, spec, shapes)
+    chosen = [name for name in shapes if config.names(name) and _is_left(lora, name)]
+    if not chosen:
+        raise ConfigError(
+            "lora.exclude_modules and lora.layers_to_transform leave nothing of lora.target_modules to adapt",
+            "name fewer modules to exclude, or more layers",
+        )
+    modules = {name: LoraModule(config.rank(name), config.scale(name), config.use_dora) for name in chosen}
+    _check_modules(lora, modules, shapes)
+    return modules
+
+
+def _is_left(lora: LoraJob, name: str) -> bool:
+    """Whether a module is adapted if it is a target."""
+    if lora.target_modules == (ALL_LINEAR,) and not takes_the_input_itself(name):
+        return False
+    layers, layer = lora.layers_to_transform, LAYER.match(name)
+    is_in_layer = not layers or (layer is not None and int(layer[1]) in layers)
+    return is_in_layer and not any(ends_with(name, end) for end in lora.exclude_modules)
+
+
+def _check_left_out(lora: LoraJob, spec: ModelSpec, shapes: Mapping[str, object]) -> None:
+    for end in lora.exclude_modules:
+        if not any(ends_with(name, end) for name in shapes):
+            raise ConfigError(
+                f"lora.exclude_modules has {end!r}, and no linear of this model ends so", _known(end, shapes)
+            )
+    for number in lora.layers_to_transform:
+        if not 0 <= number < spec.num_layers:
+            raise ConfigError(
+                f"lora.layers_to_transform has {number} and the model has the layers 0 to {spec.num_layers - 1}"
+            )
+
+
+def _check_modules(lora: LoraJob, modules: Mapping[str, LoraModule], shapes: Mapping[str, object]) -> None:
+    sorted_out = next((name for name in modules if not takes_the_input_itself(name)), "")
+    if sorted_out and lora.use_dora:
+        raise ConfigError(
+            f"lora.use_dora and {sorted_out}, {NO_DORA}",
+            "leave use_dora out, or name others: mlp.gate_proj, say, is of no expert",
+        )
+    if sorted_out and lora.lora_dropout:
+        raise ConfigError(
+            f"lora.lora_dropout is {lora.lora_dropout:g} and {sorted_out} is adapted, which goes without dropout: "
+            "rows of experts are sorted, and with kv_b_proj queries are multiplied in the place of latents",
+            "leave lora_dropout out, or name others: mlp.gate_proj, say, is of no expert",
+        )
+    if odd := odd_experts(modules, shapes):
+        raise ConfigError(
+            f"lora.target_modules names {odd} and {ODD_EXPERTS}", "name the part alone, such as down_proj"
+        )
 
 
 def adapter_shapes(lora: LoraJob, spec: ModelSpec) -> dict[str, tuple[int, int]]:
@@ -49,13 +102,14 @@ def adapter_parameter_count(lora: LoraJob | None, spec: ModelSpec) -> int:
 def target_names(chosen: Iterable[str], spec: ModelSpec) -> list[str]:
     """The shortest ends of names that tell the chosen linears from all other weights of a model, as PEFT reads them."""
     wanted = set(chosen)
-    others = [name for name in _modules(spec) if name not in wanted]
-    found = set[str]()
-    for name in wanted:
-        parts = name.split(".")
-        ends = (".".join(parts[at:]) for at in reversed(range(len(parts))))
-        found.add(next((end for end in ends if not any(ends_with(other, end) for other in others)), name))
-    return sorted(found)
+    others = {end for name in _modules(spec) if name not in wanted for end in _ends(name)}
+    return sorted({next((end for end in _ends(name) if end not in others), name) for name in wanted})
+
+
+def _ends(name: str) -> list[str]:
+    """A name and what is left of it behind each dot, the shortest first."""
+    parts = name.split(".")
+    return [".".join(parts[at:]) for at in reversed(range(len(parts)))]
 
 
 def ends_with(name: str, target: str) -> bool:

@@ -1,7 +1,7 @@
 """DoRA (Liu et al., 2402.09353): a magnitude of each output, learned apart from the direction that LoRA changes.
 
 W x becomes m / ‖W + scale B A‖ (W + scale B A) x with the norm of each row, which counts as a constant in the backward
-pass (section 4.3 of the paper), as in PEFT.
+pass (section 4.3 of the paper), as in PEFT. Weights in few bits are the numbers that they stand for.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tllm.comm.collectives.group import Group
 from tllm.parallel.linear import RowLinear
-from tllm.parallel.lora import LoraUpdate, magnitude_parameters
+from tllm.parallel.lora.lora_update import LoraUpdate, magnitude_parameters, squares_of_rows
 
 
 class Magnitudes(nn.Module):
@@ -36,20 +36,14 @@ class Magnitudes(nn.Module):
     @torch.no_grad()
     def norms(self, weight: Tensor, update: LoraUpdate) -> list[Tensor]:
         """‖W + scale B A‖ of each row, module by module."""
-        wholes = list[Tensor]()
-        for span, b in zip(update.spans, update.B, strict=True):
-            added = b @ update.A[span.first : span.last]
-            wholes.append(weight[span.start : span.stop].to(added.dtype).add(added, alpha=span.scale))
-        return self._norms(wholes)
+        return self._norms(squares_of_rows(weight, update), update)
 
     @torch.no_grad()
     def first_values(self, weight: Tensor, update: LoraUpdate) -> dict[nn.Parameter, Tensor]:
         """What each parameter begins with: ‖W‖ of each row, as B is 0 then."""
-        rows = [weight[span.start : span.stop].to(update.A.dtype) for span in update.spans]
-        return dict(zip(self.m, self._norms(rows), strict=True))
+        return dict(zip(self.m, self._norms(squares_of_rows(weight, update, adds=False), update), strict=True))
 
-    def _norms(self, wholes: list[Tensor]) -> list[Tensor]:
-        squares = torch.cat([whole.square().sum(1) for whole in wholes])
+    def _norms(self, squares_S: Tensor, update: LoraUpdate) -> list[Tensor]:
         if self.tp is not None and self.tp.size > 1:
-            squares = self.tp.all_reduce(squares)
-        return list(torch.split(squares.sqrt(), [len(whole) for whole in wholes]))
+            squares_S = self.tp.all_reduce(squares_S)
+        return list(torch.split(squares_S.sqrt(), [span.stop - span.start for span in update.spans]))

@@ -5,23 +5,31 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tllm.parallel.lora.adapted_model import EXPERT
 from tllm.spec.model_spec import ModelSpec
 from tllm.training.checkpoint.checkpoint import Checkpoint, CheckpointTensor
 from tllm.training.job.initial_model import InitialModel
 from tllm.training.job.job import Job
 from tllm.training.job.lora_job import LoraJob
 from tllm.training.job.target_modules import adapted_modules, target_names
+from tllm.weights.export import WholeTensor
+from tllm.weights.lora.stacked_experts import stacked
 from tllm.weights.lora.write_adapter import write_adapter
 
 
 def export_adapter(checkpoint: Checkpoint, initial: InitialModel, job: Job, spec: ModelSpec, folder: Path) -> None:
     """Write the adapter of a save into a new folder, with the tokenizer that it was trained with."""
     assert job.lora is not None
-    tensors = [
+    tensors: list[WholeTensor] = [
         CheckpointTensor(name, tuple(checkpoint.shapes[name]), checkpoint.dtype(name), checkpoint)
         for name in checkpoint.model_names
     ]
-    write_adapter(folder, adapter_config(job.lora, spec, job.model_name_or_path or ""), tensors, initial.companions)
+    config = adapter_config(job.lora, spec, job.model_name_or_path or "")
+    if any(layer.moe is not None and layer.moe.style == "gpt_oss" for layer in spec.layers):
+        tensors, config["target_parameters"] = stacked(tensors)
+        left = [name for name in adapted_modules(job.lora, spec) if EXPERT.fullmatch(name) is None]
+        config["target_modules"] = target_names(left, spec)
+    write_adapter(folder, config, tensors, initial.companions, initial.base)
 
 
 def adapter_config(lora: LoraJob, spec: ModelSpec, base: str) -> dict[str, Any]:

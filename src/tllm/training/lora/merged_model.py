@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from tllm.core.errors import ConfigError, WeightsError
 from tllm.core.gguf_files import open_gguf
 from tllm.model.transformer import build
-from tllm.parallel.lora import module_shapes
+from tllm.parallel.lora.adapted_model import module_shapes
 from tllm.parallel.mesh import whole
 from tllm.parallel.shard import ShardPiece
 from tllm.spec.families import spec_from_config
@@ -18,14 +19,19 @@ from tllm.spec.hf_config import read_config
 from tllm.spec.model_spec import ModelSpec
 from tllm.training.job.initial_model import COMPANIONS
 from tllm.training.state.initial_weights import shapes_of
-from tllm.weights.byte_source import LocalFiles
+from tllm.weights.byte_source import ByteSource, LocalFiles
 from tllm.weights.dtypes import torch_dtype
 from tllm.weights.export import export_tensors, with_dtype
 from tllm.weights.formats.open_index import open_index
 from tllm.weights.load import check_tied
 from tllm.weights.lora.adapter_files import read_adapter
+from tllm.weights.lora.base_digest import ANOTHER_BASE, is_another_base
+from tllm.weights.lora.held_adapter import HeldFiles
 from tllm.weights.lora.merge import AdapterSource, merged_tensors
+from tllm.weights.lora.stacked_experts import taken_apart
 from tllm.weights.manifest import checked
+
+log = logging.getLogger("tllm.model")
 
 
 def write_merged(folder: Path, out: Path, adapters: Sequence[Path] = (), dtype: str | None = None) -> None:
@@ -39,6 +45,9 @@ def write_merged(folder: Path, out: Path, adapters: Sequence[Path] = (), dtype: 
     config = read_config(folder)
     spec, source = spec_from_config(config), checked(LocalFiles(folder))
     found = [_adapter(path, spec) for path in adapters]
+    for path, one in zip(adapters, found, strict=True):
+        if is_another_base(one.adapter.base, source):
+            log.warning("%s %s", path, ANOTHER_BASE)
     if len(found) > 1 and any(one.adapter.config.use_dora for one in found):
         raise ConfigError(
             f"{len(found)} adapters are to be merged, and one has use_dora, whose norms go by the model without others",
@@ -53,10 +62,13 @@ def write_merged(folder: Path, out: Path, adapters: Sequence[Path] = (), dtype: 
 
 
 def _adapter(path: Path, spec: ModelSpec) -> AdapterSource:
-    source = LocalFiles(path)
+    source: ByteSource = LocalFiles(path)
+    shapes = module_shapes(build(spec, whole(spec), torch.float32, "meta"))
     try:
+        if contents := taken_apart(source, shapes):
+            source = HeldFiles(contents)
         adapter = read_adapter(source)
-        adapter.check(module_shapes(build(spec, whole(spec), torch.float32, "meta")))
+        adapter.check(shapes)
     except WeightsError as error:
         raise WeightsError(f"{path}: {error.message}", error.hint) from error
     return AdapterSource(adapter, source)

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from tllm.devices.choose import CPU
 from tllm.model.transformer import Transformer
+from tllm.parallel.expert_dispatch import ExpertRows
 from tllm.parallel.linear import Adapt, matmul, unadapted
-from tllm.parallel.lora import LoraModule, LoraUpdate, rescaled, updates_of, weight_of
+from tllm.parallel.lora.adapted_model import Update, updates_of
+from tllm.parallel.lora.lora_update import LoraModule, LoraUpdate, rescaled, weight_of
 from tllm.parallel.shard import shard_of
 from tllm.quantization.reference_matmul import on_grid
 from tllm.training.data.batch_tensors import Tokens
@@ -53,11 +55,14 @@ class TrainedAdapter(nn.Module):
             self.of_linear = updates_of(model, modules)
             is_dora = any(module.use_dora for module in modules.values())
             some = self.of_linear.items() if is_dora else ()
-            self.magnitudes = {linear: Magnitudes(linear, update, model.seam.tp) for linear, update in some}
+            self.with_magnitudes = {one: update for one, update in some if isinstance(update, LoraUpdate)}
+            self.magnitudes = {
+                linear: Magnitudes(linear, update, model.seam.tp) for linear, update in self.with_magnitudes.items()
+            }
         self.learned = nn.ModuleList()  # in the order in which a forward pass needs them
         for linear, update in self.of_linear.items():
             self.learned.append(update)
-            if is_dora:
+            if linear in self.magnitudes:
                 self.learned.append(self.magnitudes[linear])
         for parameter in self.parameters():
             wide = torch.promote_types(dtype, torch.float32)
@@ -75,7 +80,7 @@ class TrainedAdapter(nn.Module):
         """DoRA's first values, of the model as it was filled. All ranks of a tensor-parallel group call it together."""
         found = dict[nn.Parameter, Tensor]()
         for linear, magnitudes in self.magnitudes.items():
-            found |= magnitudes.first_values(weight_of(linear), self.of_linear[linear])
+            found |= magnitudes.first_values(weight_of(linear), self.with_magnitudes[linear])
         return found
 
     @torch.no_grad()
@@ -83,7 +88,7 @@ class TrainedAdapter(nn.Module):
         """Give the updates DoRA's factors as they are now, for an engine that samples, which computes with `of_linear`
         alone. All ranks of a tensor-parallel group call it together."""
         for linear, magnitudes in self.magnitudes.items():
-            update = self.of_linear[linear]
+            update = self.with_magnitudes[linear]
             update.rescale = partial(rescaled, magnitudes(weight_of(linear), update))
 
 
@@ -94,12 +99,12 @@ class AdaptedMicrobatch:
     Linears that are one product here (queries, keys and values; gate and up) see one input, with one dropout.
     """
 
-    updates: Mapping[nn.Module, LoraUpdate]
+    updates: Mapping[nn.Module, Update]
     magnitudes: Mapping[nn.Module, Magnitudes]
     dropout: float = 0.0
     draws_T: Tensor | None = None
 
-    def __call__(self, linear: nn.Module, x_TD: Tensor, y_TF: Tensor) -> Tensor:
+    def __call__(self, linear: nn.Module, x_TD: Tensor, y_TF: Tensor, rows: ExpertRows | None = None) -> Tensor:
         update = self.updates.get(linear)
         if update is None:
             return y_TF
@@ -111,7 +116,7 @@ class AdaptedMicrobatch:
             x_TD = dropped_out(x_TD, self.draws_T, first.name, first.source[1][0], self.dropout)
             if magnitudes is not None:  # as PEFT has it, what magnitudes change goes by the inputs that are left
                 base_TF = matmul(x_TD.to(dtype), weight_of(linear))
-        added_TF: Tensor = update(x_TD)
+        added_TF: Tensor = update(x_TD) if rows is None else update(x_TD, rows.first_rows)
         if magnitudes is not None:
             factor_F: Tensor = magnitudes(weight_of(linear), update)
             added_TF = rescaled(factor_F, added_TF, base_TF)

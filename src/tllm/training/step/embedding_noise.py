@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tllm.parallel.embedding import VocabEmbedding
+from tllm.parallel.expert_dispatch import ExpertRows
 from tllm.parallel.linear import Adapt
 from tllm.training.data.batch_tensors import Tokens
 from tllm.training.data.seeds import DRAWS
@@ -37,9 +38,9 @@ class NoisyEmbeddings:
     tokens: Tokens
     alpha: float
 
-    def __call__(self, linear: nn.Module, x_TD: Tensor, y_TF: Tensor) -> Tensor:
+    def __call__(self, linear: nn.Module, x_TD: Tensor, y_TF: Tensor, rows: ExpertRows | None = None) -> Tensor:
         if not isinstance(linear, VocabEmbedding):
-            return self.adapt(linear, x_TD, y_TF)
+            return self.adapt(linear, x_TD, y_TF, rows)
         draws_T, lengths_T = (linear.seam.own(x_T) for x_T in (self.tokens.of_tokens[DRAWS], self.tokens.lengths_T))
         return y_TF + uniform_noise(draws_T, lengths_T, y_TF.shape[1], self.alpha).to(y_TF)
 

@@ -10,14 +10,23 @@ from torch import nn
 
 from tllm.comm.collectives.group import Group
 from tllm.core.errors import ConfigError, WeightsError, nearest
-from tllm.parallel.lora import LoraModule, LoraUpdate, magnitude_name, tensor_names, updates_of, weight_of
+from tllm.parallel.lora.adapted_model import (
+    NO_DORA,
+    ODD_EXPERTS,
+    Update,
+    odd_experts,
+    takes_the_input_itself,
+    updates_of,
+)
+from tllm.parallel.lora.lora_update import LoraModule, LoraUpdate, magnitude_name, tensor_names, weight_of
 from tllm.spec.lora.lora_config import CONFIG_FILE, CONFIG_LIMIT, LoraConfig, read_lora_config
 from tllm.spec.quantized.quantization_config import text_name
 from tllm.weights.boxes import Shape
 from tllm.weights.byte_source import ByteSource
 from tllm.weights.load import load
+from tllm.weights.lora.base_digest import KEY
 from tllm.weights.lora.dora_factors import DoraFactors
-from tllm.weights.safetensors_header import TensorEntry, read_header
+from tllm.weights.safetensors_header import TensorEntry, read_header, read_metadata
 from tllm.weights.safetensors_index import PICKLED, Index
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -34,12 +43,14 @@ KINDS = ("A.weight", "B.weight", "magnitude_vector")
 class Adapter:
     """An adapter whose headers have been read: rank and scale of each module that it adapts, and where its tensors lie.
 
-    Modules and tensors have the names that the model's text part gives them.
+    Modules and tensors have the names that the model's text part gives them. `base` is the digest of the weights that
+    it was trained beside, where its file says so (`base_digest`).
     """
 
     config: LoraConfig
     modules: dict[str, LoraModule]
     index: Index
+    base: str = ""
 
     @property
     def max_rank(self) -> int:
@@ -49,15 +60,17 @@ class Adapter:
     def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:
         """WeightsError for a module that is not among the adaptable ones of a model, or has another size there.
 
-        `shapes` are outputs and inputs of those of the whole model (`parallel.lora.module_shapes`).
+        `shapes` are outputs and inputs of those of the whole model (`adapted_model.module_shapes`).
         """
         for name, (rank, _, use_dora) in self.modules.items():
             if name not in shapes:
                 raise WeightsError(
                     f"the adapter adapts {name}, and of this model no such linear can be adapted",
-                    "linears of attention, MLPs and shared experts can be, but for kv_b_proj of latent attention; "
-                    f"routers, experts, embeddings and lm_head cannot; {nearest(name, shapes)}",
+                    "linears of attention, MLPs and experts can be, but for experts that lie in one tensor; routers, "
+                    f"embeddings and lm_head cannot; {nearest(name, shapes)}",
                 )
+            if use_dora and not takes_the_input_itself(name):
+                raise WeightsError(f"the adapter adapts {name} with use_dora, {NO_DORA}", "merge it with PEFT")
             outputs, inputs = shapes[name]
             wanted: dict[str, Shape] = dict(zip(tensor_names(name), ((rank, inputs), (outputs, rank)), strict=True))
             if use_dora:
@@ -69,7 +82,10 @@ class Adapter:
                         "is the adapter of this model, and of this adapter_config.json?",
                     )
 
-    def load(self, model: nn.Module, source: ByteSource, dtype: torch.dtype, tp: Group) -> dict[nn.Module, LoraUpdate]:
+        if odd := odd_experts(self.modules, shapes):
+            raise WeightsError(f"the adapter adapts {odd} and {ODD_EXPERTS}", "merge it with PEFT")
+
+    def load(self, model: nn.Module, source: ByteSource, dtype: torch.dtype, tp: Group) -> dict[nn.Module, Update]:
         """The updates of a rank's linears, read from the adapter's files: this rank's parts and no other bytes.
 
         They are on the device of the model, whose weights must be there: the norms of DoRA are those of their rows.
@@ -77,13 +93,14 @@ class Adapter:
         """
         with next(model.parameters()).device:
             updates = updates_of(model, self.modules)
-            some = updates.items() if self.config.use_dora else ()
+            whole = {one: update for one, update in updates.items() if isinstance(update, LoraUpdate)}
+            some = whole.items() if self.config.use_dora else ()
             factors = {linear: DoraFactors(linear, update, tp) for linear, update in some}
         load(nn.ModuleList(updates.values()), self.index, source, dtype)
         if factors:
             load(nn.ModuleList(factors.values()), self.index, source, torch.promote_types(dtype, torch.float32))
         for linear, of_linear in factors.items():
-            of_linear.measure(weight_of(linear), updates[linear])
+            of_linear.measure(weight_of(linear), whole[linear])
             updates[linear].rescale = of_linear
         return updates
 
@@ -106,7 +123,7 @@ def read_adapter(source: ByteSource) -> Adapter:
     if not modules:
         raise WeightsError(f"{WEIGHTS_FILE} has no tensor", "copy the adapter again")
     found = {name: _module(name, config, entries) for name in modules}
-    return Adapter(config, found, Index(entries))
+    return Adapter(config, found, Index(entries), read_metadata(source, WEIGHTS_FILE).get(KEY, ""))
 
 
 def check_rank(adapter: Adapter, max_lora_rank: int) -> None:

@@ -11,11 +11,7 @@ from torch import Tensor, nn
 
 from tllm.comm.collectives.group import Group
 from tllm.parallel.linear import RowLinear
-from tllm.parallel.lora import LoraUpdate, magnitude_parameters, rescaled
-from tllm.parallel.quantized_weight import quantized
-
-ELEMENTS_AT_ONCE = 2**22
-"""Of a weight that are summed at once, beside those that are held."""
+from tllm.parallel.lora.lora_update import LoraUpdate, magnitude_parameters, rescaled, squares_of_rows
 
 
 class DoraFactors(nn.Module):
@@ -36,17 +32,7 @@ class DoraFactors(nn.Module):
     @torch.no_grad()
     def measure(self, weight: Tensor, update: LoraUpdate) -> None:
         """Add up the squares of W + scale B A, in float32 at least; weights in few bits are what they stand for."""
-        sums = list[Tensor]()
-        for span, b in zip(update.spans, update.B, strict=True):
-            a = update.A[span.first : span.last]
-            wide = torch.promote_types(a.dtype, torch.float32)
-            at_once = max(1, ELEMENTS_AT_ONCE // a.shape[1])
-            for start in range(span.start, span.stop, at_once):
-                stop = min(start + at_once, span.stop)
-                some = _rows(weight, start, stop).to(wide)
-                added = b[start - span.start : stop - span.start].to(wide) @ a.to(wide)
-                sums.append(some.add(added, alpha=span.scale).square_().sum(1))
-        self.squares_S = torch.cat(sums)
+        self.squares_S = squares_of_rows(weight, update)
 
     def forward(self, added_NF: Tensor, product_NF: Tensor) -> Tensor:
         """What rows get beside W x in all, of scale B A x and of W x; of partial sums, their parts of it."""
@@ -65,10 +51,3 @@ class DoraFactors(nn.Module):
             rows = slice(at, at := at + span.stop - span.start)
             factor_F[span.start : span.stop] = m / squares_S[rows].sqrt()
         return factor_F
-
-
-def _rows(weight: Tensor, start: int, stop: int) -> Tensor:
-    packed = quantized(weight)
-    if packed is None:
-        return weight[start:stop]
-    return packed.rows(torch.arange(start, stop, device=weight.device))

@@ -16,6 +16,7 @@ from tllm.core.errors import WeightsError
 from tllm.weights.byte_source import LocalFiles
 from tllm.weights.byte_spans import Spans
 from tllm.weights.lora.adapter_files import ADAPTER_FILES, Adapter, check_rank, read_adapter
+from tllm.weights.lora.stacked_experts import taken_apart
 
 ID_BYTES = 16
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -71,8 +72,10 @@ class HeldAdapter:
         WeightsError for what is not one, or not of this model; ConfigError for a larger rank than `max_rank`.
         """
         source = LocalFiles(folder)
-        _check(read_adapter(source), shapes, max_rank)
-        contents = {file: source.read(file, 0, source.size(file)) for file in ADAPTER_FILES}
+        contents = taken_apart(source, shapes)
+        if contents is None:
+            _check(read_adapter(source), shapes, max_rank)
+            contents = {file: source.read(file, 0, source.size(file)) for file in ADAPTER_FILES}
         # What was read is looked at once more: the folder may have changed meanwhile.
         adapter = read_adapter(HeldFiles(contents))
         _check(adapter, shapes, max_rank)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tllm.parallel.lora import magnitude_name, tensor_names
+from tllm.parallel.lora.lora_update import magnitude_name, tensor_names
 from tllm.weights.boxes import Shape
 from tllm.weights.byte_source import ByteSource
 from tllm.weights.load import read_piece
@@ -26,8 +26,14 @@ class AdapterSource:
     def merged(self, module: str, weight: Tensor) -> Tensor:
         """W + scale B A of a module in float64, [outputs, inputs], with DoRA its rows of the learned magnitudes.
 
-        W itself for a module that is not adapted.
+        W itself for a module that is not adapted. Of a tensor of all experts, [experts, inputs, outputs], the modules
+        are those of each expert.
         """
+        if weight.dim() == 3:
+            block, _, part = module.rpartition(".")
+            if f"{block}.0.{part}" not in self.adapter.modules:
+                return weight
+            return torch.stack([self.merged(f"{block}.{e}.{part}", x.t()).t() for e, x in enumerate(weight)])
         if module not in self.adapter.modules:
             return weight
         _, scale, use_dora = self.adapter.modules[module]

@@ -14,6 +14,7 @@ from tllm.spec.lora.lora_config import CONFIG_FILE
 from tllm.weights.boxes import Shape
 from tllm.weights.export import WholeTensor, new_folder, write_json, write_safetensors
 from tllm.weights.lora.adapter_files import WEIGHTS_FILE, WRAPPED
+from tllm.weights.lora.base_digest import KEY
 
 ALWAYS: Mapping[str, Any] = {
     "peft_type": "LORA",
@@ -48,15 +49,16 @@ class _Wrapped(NamedTuple):
 
 
 def write_adapter(
-    folder: Path, config: Mapping[str, Any], tensors: Iterable[WholeTensor], others: Sequence[Path] = ()
+    folder: Path, config: Mapping[str, Any], tensors: Iterable[WholeTensor], others: Sequence[Path] = (), base: str = ""
 ) -> None:
-    """A new folder of an adapter. `config` has PEFT's keys, `tensors` the names of `parallel.lora.tensor_names`.
+    """A new folder of an adapter. `config` has PEFT's keys, `tensors` the names of `lora_update.tensor_names`.
 
-    `others` are files to copy along, such as a tokenizer's. The folder is there complete or not at all.
+    `others` are files to copy along, such as a tokenizer's; `base` is the digest of the weights that it was trained
+    beside. The folder is there complete or not at all.
     """
     wrapped = sorted(map(_Wrapped, tensors), key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
     with new_folder(folder) as beside:
-        write_safetensors(beside / WEIGHTS_FILE, wrapped)
+        write_safetensors(beside / WEIGHTS_FILE, wrapped, **({KEY: base} if base else {}))
         write_json(beside / CONFIG_FILE, {**ALWAYS, **config})
         for other in others:
             shutil.copyfile(other, beside / other.name)

@@ -190,8 +190,3 @@ def test_a_merged_model_is_that_of_peft_in_float64(model: Path, tmp_path: Path) 
         torch.testing.assert_close(got[name], x.detach(), rtol=1e-10, atol=1e-10)
     with pytest.raises(ConfigError, match="2 adapters are to be merged, and one has use_dora"):
         write_merged(model, tmp_path / "two", [tmp_path / "adapter"] * 2)
-
-
-def test_few_bits_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"lora\.use_dora needs the numbers of the weights"):
-        LoraJob(use_dora=True, quantize="int4")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.selection import pairs_in_turn
+from tests.support.selection import pairs_in_turn, soak_but
 from tests.support.training.post_training.policy_task import grpo, policy_job, write_task
 from tests.support.training.runs import final, records, train
 from tllm.node.roles import colocated_rollouts as role
@@ -103,11 +104,41 @@ def test_a_later_pass_has_other_ratios_and_compares_the_same(task: Path, tmp_pat
     assert (first.metrics or {})["kl"] == 0 < (third.metrics or {})["kl"]
 
 
-@pytest.mark.parametrize("lora", [dict(use_dora=True), dict(quantize="int8")], ids=["dora", "int8"])
-def test_an_adapter_is_sampled_with_as_it_is_trained(lora: dict[str, Any], task: Path, tmp_path: Path) -> None:
-    train(policy_job(task, tmp_path / "base", max_steps=2), "pp=1")
-    job = adapted(task, tmp_path, **lora)
-    assert [mismatch(record) for record in records(train(job, "dp=2"))] == [NONE] * 4
+MIXTRAL = dict(model_type="mixtral", architectures=["MixtralForCausalLM"], num_local_experts=4, num_experts_per_tok=2)
+DEEPSEEK = dict(
+    model_type="deepseek_v2",
+    architectures=["DeepseekV2ForCausalLM"],
+    kv_lora_rank=16,
+    qk_rope_head_dim=16,
+    qk_nope_head_dim=16,
+    v_head_dim=16,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    n_shared_experts=1,
+    first_k_dense_replace=1,
+    topk_method="greedy",
+    norm_topk_prob=False,
+)
+ADAPTERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "dora": (dict(use_dora=True), {}),
+    "int8": (dict(quantize="int8"), {}),
+    "dora of int8": (dict(use_dora=True, quantize="int8"), {}),
+    "experts": (dict(target_modules=("w1", "w2", "w3", "q_proj")), MIXTRAL),
+    "experts of int8": (dict(target_modules=("w1", "w2", "w3"), quantize="int8"), MIXTRAL),
+    "latents": (dict(target_modules=("kv_b_proj", "q_proj")), DEEPSEEK),
+}
+"""What is adapted and how, and what the model's config says else."""
+
+
+@pytest.mark.parametrize("case", soak_but(["dora of int8", "experts", "latents"], ADAPTERS))
+def test_an_adapter_is_sampled_with_as_it_is_trained(case: str, task: Path, tmp_path: Path) -> None:
+    (lora, config), own = ADAPTERS[case], shutil.copytree(task, tmp_path / "task")
+    keys = json.loads((own / "config.json").read_text())
+    heads = dict(num_key_value_heads=keys["num_attention_heads"]) if "kv_lora_rank" in config else {}
+    (own / "config.json").write_text(json.dumps({**keys, **config, **heads}))
+    train(policy_job(own, tmp_path / "base", max_steps=2), "pp=1")
+    assert [mismatch(record) for record in records(train(adapted(own, tmp_path, **lora), "dp=2"))] == [NONE] * 4
 
 
 def adapted(task: Path, folder: Path, **lora: Any) -> Job:

@@ -33,6 +33,8 @@ CASES = {
     "qwen3_next_moe": ("all-linear",),
     "qwen3_5": ("all-linear",),
     "gemma4_moe": ("all-linear",),
+    "mixtral": ("w1", "w2", "w3"),
+    "deepseek_v2_moe": ("kv_b_proj", "down_proj"),
 }
 
 
@@ -43,11 +45,12 @@ def job_of(lora: LoraJob | None, **more: Any) -> Job:
     return Job(output_dir="run", train_files=("a",), max_steps=1, model_name_or_path="m", lora=lora, **more)
 
 
-@pytest.mark.parametrize("plan_text", ["pp=1", "pp=2", "tp=2"])
+@pytest.mark.parametrize("plan_text", ["pp=1", "pp=2", "tp=2", "tp=2,experts=spread"])
 @pytest.mark.parametrize("case", CASES)
 def test_an_adapter_has_as_many_numbers_as_are_counted(case: str, plan_text: str, tmp_path: Path) -> None:
     save_model(case, tmp_path)
-    spec, lora = spec_of(tmp_path), LoraJob(r=3, target_modules=CASES[case], use_dora=case in DORA)
+    left_out: Any = dict(exclude_modules=("o_proj",), layers_to_transform=(0, 3)) if case in DORA else {}
+    spec, lora = spec_of(tmp_path), LoraJob(r=3, target_modules=CASES[case], use_dora=case in DORA, **left_out)
     plan = Plan.parse(plan_text, spec.num_layers)
     for work in rank_works(spec, plan, training_facts(job_of(lora))):
         _, place = plan.place(work.rank)

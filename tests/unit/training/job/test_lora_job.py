@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from peft import LoraConfig, get_peft_model
 
 from tests.support.models.families import save_model
 from tests.support.models.layouts import spec_of
@@ -65,7 +66,10 @@ def test_a_bad_value_is_refused_by_name(key: str, value: Any, says: str) -> None
     [
         ("pp=1", LLAMA, dict(target_modules=("q_prj",)), {}, "'q_prj', and no linear"),
         ("pp=1", LLAMA, dict(target_modules=("q_proj", "lm_head")), {}, "'lm_head', and no linear"),
-        ("pp=1", MIXTRAL, dict(target_modules=("w1",)), {}, "'w1', and no linear"),
+        ("pp=1", MIXTRAL, dict(target_modules=("gate",)), {}, "'gate', and no linear"),
+        ("pp=1", LLAMA, dict(exclude_modules=("q_prj",)), {}, "exclude_modules has 'q_prj', and no linear"),
+        ("pp=1", LLAMA, dict(layers_to_transform=(1, 99)), {}, "layers_to_transform has 99 and the model has"),
+        ("pp=1", LLAMA, dict(target_modules=("q_proj",), exclude_modules=("self_attn.q_proj",)), {}, "leave nothing"),
         ("dp=2,zero=3", LLAMA, {}, {}, "zero=3"),
         ("dp=2,servers=1", LLAMA, {}, {}, "servers=1"),
         ("pp=1", LLAMA, {}, dict(model_name_or_path=None, config_name="c"), "config_name begins with random weights"),
@@ -97,6 +101,43 @@ def test_all_linears_but_experts_routers_and_logits_are_adapted(tmp_path: Path) 
     told = target_names(names, spec)
     assert "q_proj" in told and "shared_expert.gate_proj" in told and "gate_proj" not in told
     assert set(adapted_modules(LoraJob(target_modules=tuple(told)), spec)) == set(names)
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("rank_pattern", "one rank"),
+        ("alpha_pattern", "one lora_alpha"),
+        ("modules_to_save", "A and B of linears"),
+        ("bias", "A and B of linears"),
+        ("target_parameters", "parts of experts in target_modules"),
+        ("layers_pattern", "layers_to_transform"),
+        ("loftq_config", "quantize"),
+        ("fan_in_fan_out", "the model says it"),
+    ],
+)
+def test_keys_of_peft_that_are_not_read_are_refused_with_what_to_do(key: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=f"'lora.{key}' is no key of a job") as caught:
+        read_job({**KEYS, "lora": {key: "x"}})
+    assert says in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        dict(target_modules=["q_proj", "down_proj"], layers_to_transform=[1, 3]),
+        dict(target_modules=["q_proj", "down_proj"], exclude_modules=["layers.1.self_attn.q_proj", "mlp.down_proj"]),
+        dict(target_modules=["self_attn.v_proj", "up_proj"], exclude_modules=["v_proj"], layers_to_transform=[0]),
+    ],
+)
+def test_what_is_left_out_is_what_peft_leaves_out(keys: dict[str, Any], tmp_path: Path) -> None:
+    truth = save_model("llama", tmp_path)
+    peft = get_peft_model(truth, LoraConfig(**keys))
+    spec = spec_of(tmp_path)
+    names = adapted_modules(LoraJob(**{key: tuple(value) for key, value in keys.items()}), spec)
+    assert set(names) == set(peft.targeted_module_names) != set()
+    told = tuple(target_names(names, spec))
+    assert set(adapted_modules(LoraJob(target_modules=told), spec)) == set(names), "the file names these and no others"
 
 
 def test_a_target_may_be_in_some_layers_only() -> None:

@@ -16,12 +16,17 @@ from torch import Tensor, nn
 
 from tllm.kernels.batch_invariant import invariant_matmul, is_batch_invariant
 from tllm.kernels.float_product import float_matmul
-from tllm.parallel.linear import ColumnLinear, RouterLinear, RowLinear
 from tllm.parallel.quantized_weight import quantized
 from tllm.parallel.shard import Shard, ShardPiece, cut_parameter, shard_of
 from tllm.spec.cut import Range
 
 B_NAME = ".lora_B.weight"
+
+ELEMENTS_AT_ONCE, ON_DEVICE_AT_ONCE = 2**20, 2**22
+"""Of a weight whose squares are summed at once: what stays in a processor's caches, and what fills a device."""
+
+Product = Callable[[Tensor, Tensor], Tensor]
+"""x W^T of x and W."""
 
 Rescale = Callable[[Tensor, Tensor], Tensor]
 
@@ -34,7 +39,7 @@ class LoraModule(NamedTuple):
     use_dora: bool = False
 
 
-class _Span(NamedTuple):
+class Span(NamedTuple):
     """Outputs [start, stop) of a linear that are those of one module, with its rows [first, last) of A x."""
 
     start: int
@@ -56,13 +61,12 @@ class LoraUpdate(nn.Module):
 
     def __init__(self, weight: Tensor, modules: Mapping[str, LoraModule]) -> None:
         super().__init__()
-        is_plain = quantized(weight) is None and not is_batch_invariant(weight)
-        self.matmul = _plain_matmul if is_plain else invariant_matmul
+        self.matmul = product_beside(weight)
         self.rescale: Rescale | None = None
         pieces_A: list[ShardPiece] = []
-        self.B, self.spans = nn.ParameterList(), list[_Span]()
+        self.B, self.spans = nn.ParameterList(), list[Span]()
         self.outputs = at = 0
-        for name, pieces in _by_module(weight):
+        for name, pieces in modules_of(weight):
             start, stop = pieces[0].target[0][0], pieces[-1].target[0][1]
             self.outputs = max(self.outputs, stop)
             if name not in modules:
@@ -75,7 +79,7 @@ class LoraUpdate(nn.Module):
                 for piece in pieces
             ]
             self.B.append(cut_parameter((stop - start, rank), Shard(tuple(rows), True, "partial")))
-            self.spans.append(_Span(start, stop, at, at + rank, scale))
+            self.spans.append(Span(start, stop, at, at + rank, scale))
             at += rank
         self.A = cut_parameter((at, width), Shard(tuple(pieces_A), True, "partial"))
 
@@ -88,31 +92,6 @@ class LoraUpdate(nn.Module):
             at = span.stop
         parts.append(z_TR.new_zeros(len(x_TD), self.outputs - at))
         return torch.cat(parts, dim=1)
-
-
-def adaptable(model: nn.Module) -> Iterator[ColumnLinear | RowLinear]:
-    """The linears of a model that an adapter can add to: all but those that choose experts."""
-    for module in model.modules():
-        if isinstance(module, ColumnLinear | RowLinear) and not isinstance(module, RouterLinear):
-            yield module
-
-
-def module_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of each adaptable module, by its name in the checkpoint, as far as this model holds them."""
-    shapes: dict[str, tuple[int, int]] = {}
-    for linear in adaptable(model):
-        for name, pieces in _by_module(linear.weight):
-            shapes[name] = max(piece.source[0][1] for piece in pieces), pieces[0].source[1][1]
-    return shapes
-
-
-def updates_of(model: nn.Module, modules: Mapping[str, LoraModule]) -> dict[nn.Module, LoraUpdate]:
-    """An update, without values yet, for each linear of a rank's model that has one of these modules."""
-    return {
-        linear: LoraUpdate(linear.weight, modules)
-        for linear in adaptable(model)
-        if any(name in modules for name, _ in _by_module(linear.weight))
-    }
 
 
 def tensor_names(module: str) -> tuple[str, str]:
@@ -148,17 +127,45 @@ def magnitude_parameters(update: LoraUpdate) -> Iterator[nn.Parameter]:
         yield cut_parameter(b.shape[:1], Shard(pieces, True, "partial"))
 
 
-def _plain_matmul(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
+def squares_of_rows(weight: Tensor, update: LoraUpdate, adds: bool = True) -> Tensor:
+    """The sums of squares of the rows of W + scale B A that are held here, or of W, of the spans of an update one after
+    another: in float32 at least, some rows at a time. Weights in few bits are the numbers that they stand for."""
+    sums, packed = list[Tensor](), quantized(weight)
+    for span, b in zip(update.spans, update.B, strict=True):
+        a = update.A[span.first : span.last]
+        wide = torch.promote_types(a.dtype, torch.float32)
+        at_once = max(1, (ELEMENTS_AT_ONCE if a.is_cpu else ON_DEVICE_AT_ONCE) // a.shape[1])
+        for start in range(span.start, span.stop, at_once):
+            stop = min(start + at_once, span.stop)
+            whole = (weight[start:stop] if packed is None else packed.between(start, stop)).to(wide)
+            if adds:
+                some = b[start - span.start : stop - span.start].to(wide)
+                whole = torch.addmm(whole, some, a.to(wide), alpha=span.scale)
+            sums.append(whole.square().sum(1))
+    return torch.cat(sums)
+
+
+def product_beside(weight: Tensor) -> Product:
+    """The product of an update beside this weight, or beside those of several experts."""
+    is_packed = getattr(weight, "quantized", None) is not None
+    return invariant_matmul if is_packed or is_batch_invariant(weight) else plain_matmul
+
+
+def plain_matmul(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
     """x W^T, without gradients by one of the few products that are prepared."""
     if torch.is_grad_enabled() or not x_TD.is_cpu:
         return F.linear(x_TD, weight_FD)
     return float_matmul(x_TD, weight_FD)
 
 
-def _by_module(weight: Tensor) -> Iterator[tuple[str, list[ShardPiece]]]:
-    """The pieces of a weight by the module that they are of, with what they leave out filled in."""
+def modules_of(weight: Tensor) -> Iterator[tuple[str, list[ShardPiece]]]:
+    """The pieces of a weight by the module that they are of, with what they leave out filled in.
+
+    Those of a stack [experts, inputs, outputs] are of each expert, [outputs, inputs], as if it had a tensor of its own.
+    """
     found: dict[str, list[ShardPiece]] = {}
-    for piece in shard_of(weight).pieces:
+    shard = shard_of(weight)
+    for piece in shard.matrices or shard.pieces:
         target = piece.target or tuple((0, stop - start) for start, stop in piece.source)
         found.setdefault(piece.name.removesuffix(".weight"), []).append(ShardPiece(piece.name, piece.source, target))
     for name, pieces in found.items():
