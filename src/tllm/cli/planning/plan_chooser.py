@@ -64,7 +64,7 @@ Found = TypeVar("Found")
 NO_WISHES: Mapping[RoleName, RoleWish] = MappingProxyType({})
 
 
-class _Chooser(ABC):
+class PlanChooser(ABC):
     """Chooses a plan by a survey of the machines.
 
     With a folder the survey is saved there: it is used again for the same machines, and each run corrects it. A plan
@@ -119,7 +119,7 @@ class _Chooser(ABC):
             survey.save(self.path)
 
 
-class ServingChooser(_Chooser):
+class ServingChooser(PlanChooser):
     """Chooses the plan to serve with."""
 
     def __init__(
@@ -220,7 +220,7 @@ def _on_all_nodes(cluster: Cluster, result: ServingSearchResult) -> ServingChoic
     )
 
 
-class TrainingChooser(_Chooser):
+class TrainingChooser(PlanChooser):
     """Chooses the plan and, where the job does not say it, the size of microbatches."""
 
     def __init__(

@@ -36,6 +36,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--nodes", "9"], PlanError, "9 nodes cannot share 4 layers"),
         (["--nodes", "2", "--lost-after", "0.1"], ConfigError, "cannot be given up after 0.1 s"),
         (["--nodes", "2", "--port", "BUSY"], ConfigError, "Address already in use"),
+        (["--leave-out", "never"], ConfigError, "--leave-out is for a model that several processes hold"),
+        (
+            ["--local", "2", "--plan", "pp=2", "--leave-out", "never"],
+            ConfigError,
+            "--leave-out is what a plan is chosen",
+        ),
     ],
 )
 def test_a_wrong_option_gets_one_line(
@@ -52,6 +58,19 @@ def test_a_wrong_option_gets_one_line(
         assert main([command, str(model), "--secret", str(tmp_path / "key"), *given]) == code.exit_code
     said = capsys.readouterr()
     assert not said.out and line in said.err and len(said.err.splitlines()) == 2, said.err
+
+
+@pytest.mark.parametrize(("command", "option"), [("teach", "--row"), ("rollout", "--max-completion-length")])
+def test_what_a_plan_is_chosen_for_is_refused_where_none_is(
+    command: str, option: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words, line in (
+        ((), f"{option} is for a model that several processes hold"),
+        (("--local", "2", "--plan", "pp=2"), f"{option} is what a plan is chosen by, and --plan gives one"),
+    ):
+        given = [command, str(model), "--secret", str(tmp_path / "key"), option, "8", *words]
+        assert main(given) == ConfigError.exit_code
+        assert line in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("role", "is_read"), [("teacher", True), ("rollout", False)])
