@@ -99,6 +99,38 @@ def test_gradients_are_those_of_whole_rows(family: str, tmp_path: Path) -> None:
         torch.testing.assert_close(gradient, whole[name], rtol=1e-10, atol=1e-10 * float(whole[name].abs().max()))
 
 
+def counted_flops(model: RankModel, tokens: Tokens) -> int:
+    """Forward and backward, by the weights that each token is multiplied by and the keys that it sees."""
+    chunk, spec = model.chunks[0], model._config.spec
+    of_layers = sum(x.numel() for name, x in chunk.named_parameters() if x.ndim == 2 and "layers." in name)
+    keys = int((tokens.positions_T + 1).sum()) * spec.num_layers
+    attention = 2 * 2 * spec.head_dim * spec.num_heads * keys
+    logits = 2 * tokens.predicted * spec.hidden_size * spec.vocab_size
+    return 3 * (2 * len(tokens.ids_T) * of_layers + attention + logits)
+
+
+@pytest.mark.parametrize("is_paired", [False, True])
+def test_flops_are_those_of_what_is_computed(is_paired: bool, tmp_path: Path) -> None:
+    """Of GRPO's completions, whose prompts are shared before, and of pairs, which the model shares itself."""
+    save_model("llama", tmp_path)
+    raw = read_config(tmp_path)
+    spec = spec_from_config(raw)
+    job = job_of(tmp_path, task="simpo", grpo=None, **PAIRED["simpo"]) if is_paired else job_of(tmp_path)
+    config = RankConfig(job, Plan.parse("pp=1", spec.num_layers), spec, 0, Groups())
+    whole = pairs(torch.Generator().manual_seed(6)) if is_paired else microbatch()
+    shared = share_prompts(whole)
+    for each, given, computed in (
+        (config, whole, whole),
+        (with_shared_prompts(config), whole if is_paired else shared, shared),
+    ):
+        model = RankModel(each)
+        InitialWeights(LocalFiles(tmp_path), config=raw).filler(spec, 0, "float64")(model.chunks[0])
+        flops = model.forward_backward([given, given], 2, 0.1).flops
+        assert flops == 2 * counted_flops(model, computed)
+        assert model.forward_backward([], 2, 0.1).flops == 0
+    assert counted_flops(model, shared) < 0.9 * counted_flops(model, whole)
+
+
 def test_a_prompt_is_there_once_and_each_label_with_its_token() -> None:
     tokens = microbatch()
     shared = share_prompts(tokens)
