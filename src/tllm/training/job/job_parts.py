@@ -238,18 +238,18 @@ def steps_of_one_sampling(job: Job) -> int:
 
 
 def shares_prompts(job: Job, spec: ModelSpec, device: str = "cpu", cp: int = 1) -> bool:
-    """Whether completions of one prompt that are learned together, or the two replies of a pair, have its tokens
-    computed once for all of them (`training.step.shared_prompts`).
+    """Whether completions of one prompt that are learned together, the two replies of a pair, or unpaired replies to
+    one prompt that follow one another, have its tokens computed once for all of them (`training.step.shared_prompts`).
 
     Not where that would change more than the rounding: over how many tokens the experts' loads are added up; of
-    pairs, whose replies are of unlike lengths, rope by a row's length and numbers drawn for each token. Nor with
+    preferences, whose replies are of unlike lengths, rope by a row's length and numbers drawn for each token. Nor with
     states that each sequence has of its own, in a ring of context parallelism, or where numbers are to be those of the
     engine to the bit. On other devices than processors it would take attention from their fast kernels: prompts are
     shared where this holds by the `device` of every rank (`with_shared_prompts`). "auto" is taken for a processor.
     """
     is_changed = job.router_aux_loss_coef > 0 or job.deterministic
     has_states = any(layer.delta for layer in spec.layers)
-    if row_kind(job) == "pairs":
+    if row_kind(job) in ("pairs", "mismatched", "unpaired"):
         is_changed = is_changed or spec.scales_by_length or data_config(job).draws
     elif job.task != "grpo":
         return False

@@ -39,7 +39,7 @@ from tllm.training.step.model_chunks import build_chunks, without_memory
 from tllm.training.step.pipeline_step import StepResult, TrainStage, run_forward, run_schedule
 from tllm.training.step.rank_groups import RankConfig
 from tllm.training.step.recompute import recompute
-from tllm.training.step.shared_prompts import share_pairs
+from tllm.training.step.shared_prompts import share_preferences
 from tllm.weights.dtypes import torch_dtype
 
 
@@ -136,7 +136,7 @@ class RankModel:
 
     def _shared(self, batch: Sequence[Tokens]) -> Sequence[Tokens]:
         """The same microbatches with the prompts of preferences once, where this run shares them."""
-        return share_pairs(batch) if self._config.shares_prompts else batch
+        return share_preferences(batch) if self._config.shares_prompts else batch
 
     def _flops(self, batch: Sequence[Tokens]) -> int:
         """Of the whole model for these microbatches, forward and backward."""

@@ -78,7 +78,7 @@ def share_prompts(tokens: Tokens) -> Tokens:
     )
 
 
-def share_pairs(batch: Sequence[Tokens]) -> list[Tokens]:
+def share_preferences(batch: Sequence[Tokens]) -> list[Tokens]:
     """The same with the prompts of preferences shared; of completions that were sampled they are already."""
     return [share_prompts(tokens) if ROLE in tokens.of_documents else tokens for tokens in batch]
 
