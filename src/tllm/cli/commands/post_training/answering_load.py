@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 
 from tllm.cli.arguments.parser import whole
-from tllm.cli.arguments.survey_settings import within
-from tllm.planner.cost.serving_load import SamplingFacts, ServingFacts
+from tllm.planner.cost.serving_load import SamplingFacts
 from tllm.planner.roles.answering_plans import AnsweringLoad, GroupLoad, RowLoad
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.process_groups import RoleName
@@ -48,11 +47,10 @@ def asked_load(args: argparse.Namespace, role: RoleName, spec: ModelSpec) -> Ans
         return RowLoad.of(spec, args.dtype, min(args.row or ROW, spec.max_model_len))
     count, at_once = (_given(args, name) for name in ("num_generations", "max_num_seqs"))
     dtype = args.run_dtype or Job.dtype
-    asked = within(
-        ServingFacts(dtype, args.prompt or PROMPT, _given(args, "max_completion_length")), spec.max_model_len
-    )
-    context, groups = asked.prompt + asked.reply, max(1, at_once // count)
-    return GroupLoad.of(spec, dtype, SamplingFacts(asked.prompt, asked.reply, groups, count, at_once, context))
+    completion = min(_given(args, "max_completion_length"), max(1, spec.max_model_len - 1))
+    prompt = max(1, min(args.prompt or PROMPT, spec.max_model_len - completion))
+    groups = max(1, at_once // count)
+    return GroupLoad.of(spec, dtype, SamplingFacts(prompt, completion, groups, count, at_once, prompt + completion))
 
 
 def _given(args: argparse.Namespace, name: str) -> int:
