@@ -98,16 +98,20 @@ LESSON = Lesson(9, 1.0, 101, "", hidden_states=(1, -1), hidden_size=48)
 ROW = Question(1, packed(np.arange(3, 26)), (9, 14), packed(np.array([0, 3, 8, 11, 22])))
 
 
-def asked(folder: Path, address: str, lesson: Lesson = LESSON) -> Answer | str:
-    """What a teacher says of a row, or why it does not teach this. LinkError where none is there."""
+def asked(folder: Path, address: str, lesson: Lesson = LESSON, times: int = 1) -> Answer | str:
+    """What a teacher says of a row, asked so often, or why it does not teach this. LinkError where none is there."""
     host, _, port = address.rpartition(":")
     context = data_client(shared_identity(folder / "key", "student", "tllm teach"))
     connection = RunConnection.dial(TEACHING, AnswererPlace(address, (host, int(port))), context)
     try:
         if refused := connection.introduce(lesson).refused:
             return refused
-        connection.send_question(ROW)
-        return connection.receive_answer()[0]
+        answers = list[Answer]()
+        for _ in range(times):
+            connection.send_question(ROW)
+            answers.append(connection.receive_answer()[0])
+        assert all(answer == answers[0] for answer in answers)
+        return answers[0]
     finally:
         connection.close()
 
@@ -127,7 +131,7 @@ def test_a_teacher_over_nodes_outlives_one_of_them(folder: Path) -> None:
     """It says what one process says, to the bit; goes on with those that are left, at the same address; and it says
     which node is lost, and by what line another comes."""
     want = TeacherModel.open(str(folder / "teacher")).answer(ROW, LESSON)
-    nodes = ["--nodes", "2", "--cluster-host", "127.0.0.1"]
+    nodes = ["--nodes", "2", "--cluster-host", "127.0.0.1", "--plan", "pp=2"]
     line = r"tllm join (\S+) --token (\S+)"
 
     def join(words: re.Match[str]) -> contextlib.AbstractContextManager[Running]:
@@ -146,3 +150,25 @@ def test_a_teacher_over_nodes_outlives_one_of_them(folder: Path) -> None:
         assert once_there(folder, address) == want
         code, said = teacher.interrupt()
     assert code == 0 and "lost other: " in said and "Traceback" not in said, said
+
+
+def test_a_teacher_over_nodes_takes_the_plan_that_is_predicted_fastest(folder: Path) -> None:
+    """And it tells what rows took beside what was predicted of rows as long."""
+    want = TeacherModel.open(str(folder / "teacher")).answer(ROW, LESSON)
+    nodes = ["--nodes", "2", "--cluster-host", "127.0.0.1", "--row", "64", "--leave-out", "never"]
+    with teach(folder, 0, *nodes) as teacher:
+        words = teacher.until(r"tllm join (\S+) --token (\S+)")
+        with running("join", words[1], "--token", words[2], "--name", "other", "--threads", "1"):
+            plan = teacher.until(r"^plan (\S+) on local-0 other, the best of \d+ that have room$")[1]
+            teacher.until(r"^predicted: \S+ s for a row of 64 tokens, \S+ tokens/s, \S+ MiB at most on a node$")
+            answer = asked(folder, teacher.until(r"teaches at (\S+:\d+)")[1], times=12)
+            assert isinstance(answer, Answer) and isinstance(want, Answer) and answer.ids == want.ids
+            got, there = (np.frombuffer(one.log_probs, "<f4") for one in (answer, want))
+            assert np.allclose(got, there, atol=1e-4), plan
+            time.sleep(1.5)  # the node tells of its answers, and the command looks, every so often
+            teacher.process.send_signal(signal.SIGINT)
+            teacher.until(r"^10 answers, each a row of 23 tokens:$")
+            teacher.until(r"predicted +measured +measured is")
+            code, said = teacher.wait()
+    assert code == 0 and "Traceback" not in said, said
+    assert re.search(r"10 answers took \S+ s each, predicted \S+ s \(\S+ %\), for a row of 23 tokens", said), said

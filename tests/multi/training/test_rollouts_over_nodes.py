@@ -79,7 +79,7 @@ def test_a_machine_that_is_killed_while_it_samples_is_named_and_costs_nothing(
     """Those that are left sample on, at the same address; or the run waits until another has joined."""
     if not (task / "calm").exists():
         train(job_of(task, task / "calm"), "pp=1")
-    nodes = ["--nodes", "2", "--cluster-host", "127.0.0.1", "--on-loss", on_loss]
+    nodes = ["--nodes", "2", "--cluster-host", "127.0.0.1", "--plan", "pp=2", "--on-loss", on_loss]
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(sampling(task, *nodes))
         line = first.until(JOIN)
@@ -102,6 +102,28 @@ def test_a_machine_that_is_killed_while_it_samples_is_named_and_costs_nothing(
     metrics = [one.metrics or {} for one in records(news)]
     assert len(metrics) == STEPS and sum(one["rollout/questions_asked_again"] for one in metrics) > 0
     off, where = furthest(final(tmp_path / "run"), final(task / "calm"))
+    assert off < 1e-11, where
+
+
+def test_machines_that_sample_take_the_plan_that_is_predicted_fastest(task: Path, tmp_path: Path) -> None:
+    """And they tell what completions took beside what was predicted of as many and as long."""
+    few = dict(max_steps=4)
+    train(replace(job_of(task, tmp_path / "alone"), **few), "pp=1")
+    load = ["--prompt", "8", "--max-completion-length", "48", "--run-dtype", "float64"]
+    nodes = ["--nodes", "2", "--cluster-host", "127.0.0.1", *load]
+    with sampling(task, *nodes) as first, joined(first.until(JOIN), "other"):
+        first.until(r"^plan \S+ on local-0.*, the best of \d+ that have room$")
+        first.until(r"^predicted: \S+ s for 8 completions of 48 tokens of a prompt of 8, for 4 prompts, \S+ tok")
+        job = replace(job_of(task, tmp_path / "run", first.until(SAMPLES)[1]), **few)
+        train(job, "pp=1")
+        time.sleep(1)  # the node tells of its answers every so often
+        first.process.send_signal(signal.SIGINT)
+        first.until(r"^2 answers, each 8 completions of \d+ tokens of a prompt of \d+, for 4 prompts:$")
+        first.until(r"predicted +measured +measured is")
+        first.until(r"^seconds ")
+        code, said = first.wait()
+    assert code == 0 and "Traceback" not in said, said
+    off, where = furthest(final(tmp_path / "run"), final(tmp_path / "alone"))
     assert off < 1e-11, where
 
 

@@ -29,7 +29,7 @@ from tllm.planner.simulate.placed_plan import PlacedPlan
 from tllm.planner.simulate.training_step import StepPrediction, predict_step
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
-from tllm.training.job.initial_model import judge_specs
+from tllm.training.job.initial_model import judge_specs, pair_lengths
 from tllm.training.job.job import Job
 from tllm.training.job.job_parts import (
     can_mirror,
@@ -111,7 +111,7 @@ def _apart(job: Job, spec: ModelSpec) -> list[str]:
 def facts_of(job: Job, spec: ModelSpec, lasting: bool = False) -> TrainingFacts:
     """What of a job decides its cost, where processors compute."""
     passes = has_value_pass(job, spec), shares_prompts(job, spec)
-    return training_facts(job, lasting and can_mirror(job), judge_specs(job), *passes)
+    return training_facts(job, lasting and can_mirror(job), judge_specs(job), *passes, pair_lengths(job))
 
 
 def has_value_pass(job: Job, spec: ModelSpec, device: str = "cpu") -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from tllm.cli.arguments.survey_settings import within
 from tllm.cli.display.tables import table
-from tllm.cli.planning.plan_chooser import ServingChooser, TrainingChooser
+from tllm.cli.planning.answering_chooser import AnsweringChooser, answer_seconds, answering_outcome, as_answered
+from tllm.cli.planning.plan_chooser import PlanChooser, ServingChooser, TrainingChooser
 from tllm.cli.planning.role_outcome import as_long_as_measured, mean_seconds, measured_roles, share_of_peak
 from tllm.core.memory import amount
 from tllm.planner.cost.rank_bytes import rank_bytes
@@ -146,6 +147,16 @@ def conclude_serving(chooser: ServingChooser, timed: TimedEngine, memory: int | 
     _conclude(outcome, folder, outcome.measured.per_token, lambda survey: predict(survey).per_token, chooser)
 
 
+def conclude_answering(chooser: AnsweringChooser, plan: str, stats: Mapping[str, float], memory: int | None) -> None:
+    """The same for what answers runs, by what the first rank of a plan tells."""
+    outcome = answering_outcome(chooser, plan, stats, memory)
+    if outcome is None:
+        return
+    load, folder = as_answered(chooser.load, stats), chooser.path.parent if chooser.path else None
+    chooser.says(f"{outcome.answers} answers, each {outcome.about}:")
+    _conclude(outcome, folder, outcome.measured.seconds, lambda survey: answer_seconds(chooser, load, survey), chooser)
+
+
 def _acceptance(timed: TimedEngine, facts: ServingFacts) -> float:
     """The acceptance rate of draft tokens; the expected one, where there were none."""
     stats = timed.stats()
@@ -170,7 +181,7 @@ def _conclude(
     folder: Path | None,
     measured: float,
     predict: Callable[[Survey], float],
-    chooser: TrainingChooser | ServingChooser,
+    chooser: PlanChooser,
 ) -> None:
     chooser.says(as_text(outcome))
     if folder is None or chooser.path is None:
@@ -181,7 +192,7 @@ def _conclude(
     chooser.says(f"{folder / FILE} keeps both; the survey is corrected: computing takes {factor:.3g} times as long")
 
 
-def _survey(chooser: TrainingChooser | ServingChooser) -> Survey:
+def _survey(chooser: PlanChooser) -> Survey:
     assert chooser.survey is not None, "a plan was chosen by it"
     return chooser.survey
 

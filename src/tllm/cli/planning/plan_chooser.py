@@ -48,7 +48,7 @@ from tllm.planner.simulate.training_step import StepPrediction
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 from tllm.spec.process_groups import RoleName
-from tllm.training.job.initial_model import judge_specs
+from tllm.training.job.initial_model import judge_specs, pair_lengths
 from tllm.training.job.job_file import DEFAULT, ResolvedJob
 from tllm.training.job.job_parts import role_nodes, shares_prompts, training_facts, with_role_nodes, with_role_plans
 from tllm.training.job.key_limits import ALONE
@@ -64,7 +64,7 @@ Found = TypeVar("Found")
 NO_WISHES: Mapping[RoleName, RoleWish] = MappingProxyType({})
 
 
-class _Chooser(ABC):
+class PlanChooser(ABC):
     """Chooses a plan by a survey of the machines.
 
     With a folder the survey is saved there: it is used again for the same machines, and each run corrects it. A plan
@@ -119,7 +119,7 @@ class _Chooser(ABC):
             survey.save(self.path)
 
 
-class ServingChooser(_Chooser):
+class ServingChooser(PlanChooser):
     """Chooses the plan to serve with."""
 
     def __init__(
@@ -220,7 +220,7 @@ def _on_all_nodes(cluster: Cluster, result: ServingSearchResult) -> ServingChoic
     )
 
 
-class TrainingChooser(_Chooser):
+class TrainingChooser(PlanChooser):
     """Chooses the plan and, where the job does not say it, the size of microbatches."""
 
     def __init__(
@@ -239,7 +239,7 @@ class TrainingChooser(_Chooser):
         self.chosen: TrainingChoice | None = None
         self.roles: RoleChoice | None = None
         """Who does what, where the job gives roles to nodes and it was chosen."""
-        self._judges = judge_specs(resolved.job)
+        self._judges, self._pairs = judge_specs(resolved.job), pair_lengths(resolved.job)
 
     def settings(self) -> SurveySettings:
         job = self.resolved.job
@@ -389,7 +389,7 @@ class TrainingChooser(_Chooser):
             has_value_pass(job, self.spec, self.cluster.device),
             shares_prompts(job, self.spec, self.cluster.device),
         )
-        facts = training_facts(job, self.mirrored, self._judges, *passes)
+        facts = training_facts(job, self.mirrored, self._judges, *passes, self._pairs)
         apart = roles if apart is None else apart
         sampling = None if "rollout" in apart else facts.sampling
         if sampling is not None and (rollouts := self.resolved.job.rollouts) is not None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from tllm.node.answering.answering_team import AnsweringTeam, LeadingModel
+from tllm.node.answering.timed_answerer import TimedAnswerer
 from tllm.training.questions.answerer_places import AskingRun
 from tllm.training.questions.question_server import QuestionServer
 from tllm.training.questions.run_connection import Conversation
@@ -40,19 +41,21 @@ class AnsweringPart:
         self._conversation, self._model, self._team = conversation, model, team
         self._server: QuestionServer[Any, Any, Any] | None = None
         self._over = threading.Event()
+        self._timed = TimedAnswerer(model if team is None else LeadingModel(model, team))
         if door is not None:
-            answerer = model if team is None else LeadingModel(model, team)
-            self._server = QuestionServer(answerer, conversation, *door)
+            self._server = QuestionServer(self._timed, conversation, *door)
 
     @property
     def port(self) -> int:
         """Where runs are answered; 0 on ranks that are not the first."""
         return 0 if self._server is None else self._server.address[1]
 
-    @property
-    def answered(self) -> int:
-        """Questions so far."""
-        return 0 if self._server is None else self._server.answered
+    def stats(self) -> dict[str, float]:
+        """Questions that were `answered` so far, and what the `TimedAnswerer` tells; on ranks that are not the first
+        nothing."""
+        if self._server is None:
+            return {"answered": 0.0}
+        return {"answered": float(self._server.answered), **self._timed.stats()}
 
     @property
     def is_over(self) -> bool:

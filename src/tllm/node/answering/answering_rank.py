@@ -87,7 +87,7 @@ class AnsweringRank:
             raise LinkClosed("another rank that computes the model is lost")
 
     def stats(self) -> dict[str, float]:
-        return {"answered": 0.0 if self._part is None else float(self._part.answered)}
+        return {} if self._part is None else self._part.stats()
 
     def link_bytes(self) -> dict[str, int]:
         return self._team.link_bytes()

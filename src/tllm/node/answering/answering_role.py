@@ -66,7 +66,7 @@ class AnsweringRole:
 
     def stats(self) -> dict[str, float]:
         broken = {BROKEN: team_number(self.taken.team)} if self._part.is_broken else {}
-        return {"answered": float(self._part.answered), **broken}
+        return {**self._part.stats(), **broken}
 
     def link_bytes(self) -> dict[str, int]:
         """None: a run's questions go over connections of their own."""

@@ -21,6 +21,7 @@ from tllm.node.coordinator.cluster_options import ClusterOptions, OnProgress
 from tllm.node.coordinator.coordinator import Coordinator
 from tllm.node.coordinator.forming import forming, local_names, open_authority
 from tllm.node.coordinator.losses import Loss
+from tllm.node.coordinator.plan_selection import PlanChoice
 from tllm.node.coordinator.workload import Workload
 from tllm.node.machine.process_facts import reachable
 from tllm.node.recovery.recovery import Policy, Recovery
@@ -100,9 +101,16 @@ class AnsweringCluster:
         return False
 
     async def form(self, seconds: float | None = None, on_progress: OnProgress | None = None) -> None:
-        """Wait for enough nodes, `seconds` at most, and begin the first epoch on them."""
-        await self.coordinator.wait_for_nodes(seconds)
-        await self.recovery.begin(self.coordinator.nodes, on_progress)
+        """Wait for enough nodes, `seconds` at most, and begin the first epoch on them, or on those that were chosen."""
+        nodes = await self.coordinator.choose(await self.coordinator.wait_for_nodes(seconds), on_progress)
+        await self.recovery.begin(nodes, on_progress)
+
+    def answered(self) -> tuple[str, Mapping[str, float], int | None]:
+        """By which plan runs are answered now, what its first rank tells of its answers (`TimedAnswerer`), and the most
+        memory in bytes that any rank has held."""
+        ranks = self.coordinator.state.ranks
+        most = max((member.beat.peak_bytes for member in ranks), default=None)
+        return str(self.coordinator.state.plan), ranks[0].beat.stats if ranks else {}, most
 
     def fail(self, error: TllmError) -> None:
         self.fault = error
@@ -160,15 +168,17 @@ class AnsweringCluster:
 
 @contextlib.asynccontextmanager
 async def open_answering(
-    answerers: Answerers, options: ClusterOptions, policy: Policy = "replan"
+    answerers: Answerers, options: ClusterOptions, policy: Policy = "replan", choice: PlanChoice | None = None
 ) -> AsyncIterator[AnsweringCluster]:
     """A cluster that answers runs, ended with the block. `policy` is for nodes that are lost: go on with those that are
-    left, or wait for others."""
+    left, or wait for others. With a `choice` the plan only says for how many nodes to wait; theirs is chosen when they
+    are here."""
     work = answerers.workload(options)
     nodes = local_names(work.plan, options.local)
     assert nodes, "runs reach a worker of this machine"
     authority = await open_authority(options.authority, options.secret)
     cluster = AnsweringCluster(work, authority, options.address, nodes, policy)
+    cluster.coordinator.selection.choice = choice
     async with forming(cluster, nodes, reachable(options.address[0]), options):
         if cluster.coordinator.local is not None:
             cluster.coordinator.local.renew()

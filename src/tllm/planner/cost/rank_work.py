@@ -75,13 +75,15 @@ class JudgeFacts:
 
 
 class SharedPrompts(NamedTuple):
-    """Prompts that a microbatch has once for all of their completions, whoever samples these
-    (`training.step.shared_prompts`): tokens of a prompt and of a completion, as long as they may be, and completions of
-    each prompt."""
+    """Prompts that a microbatch has once for all of their completions (`training.step.shared_prompts`), whoever samples
+    these, or for both replies of a pair: tokens of a prompt and of a completion, as long as they may be, and
+    completions of each prompt. `of_row`: completions in a row, which pairs fill; how long those are is known on average
+    alone."""
 
     prompt: int
     completion: int
     completions: int
+    of_row: int = 1
 
 
 @dataclass(frozen=True)
@@ -203,10 +205,11 @@ class TrainingFacts:
         """Both of each document. A prompt without its last token stands before the completions that see it, each of
         which begins with that token and is without its own last; all are as long as they may be."""
         asked, size = self.shared_prompts, self.microbatch_size
-        of_prompt = 1 if asked is None else min(size, asked.completions)
+        count = size if asked is None else size * asked.of_row
+        of_prompt = 1 if asked is None else min(count, asked.completions)
         if asked is None or of_prompt == 1:
             return tuple((tokens, 0) for tokens in (self.documents or (self.seq_len,))) * size
-        counts = [of_prompt] * (size // of_prompt) + [size % of_prompt] * (size % of_prompt > 0)
+        counts = [of_prompt] * (count // of_prompt) + [count % of_prompt] * (count % of_prompt > 0)
         shared = asked.prompt - 1
         groups = [((shared, 0),) * (shared > 0) + ((asked.completion, shared),) * count for count in counts]
         return tuple(chain.from_iterable(groups))
@@ -214,6 +217,12 @@ class TrainingFacts:
     def in_ring(self, cp: int) -> TrainingFacts:
         """The same where so many ranks share a microbatch: several share no prompt."""
         return replace(self, shared_prompts=None) if cp > 1 and self.shared_prompts else self
+
+    @property
+    def as_large_as_may_be(self) -> TrainingFacts:
+        """The same for what there must be room for: of pairs whole rows, as some may have hardly a prompt."""
+        is_mean = self.shared_prompts is not None and self.shared_prompts.of_row > 1
+        return replace(self, shared_prompts=None, target_tokens=None) if is_mean else self
 
     @property
     def microbatches(self) -> int:

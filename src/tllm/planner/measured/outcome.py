@@ -55,6 +55,15 @@ class ReplyNumbers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     memory: int | None = None
 
 
+class AnswerNumbers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An answer to a training run: its seconds, and the tokens per second of what it is about; `memory` in bytes of the
+    fullest rank."""
+
+    seconds: float
+    tokens_per_second: float
+    memory: int | None = None
+
+
 class TrainingOutcome(msgspec.Struct, frozen=True, kw_only=True, tag="train", forbid_unknown_fields=True):
     """`steps` steps were measured; each number is their median."""
 
@@ -84,7 +93,19 @@ class ServingOutcome(msgspec.Struct, frozen=True, kw_only=True, tag="serve", for
     measured: ReplyNumbers
 
 
-Outcome = TrainingOutcome | ServingOutcome
+class AnsweringOutcome(msgspec.Struct, frozen=True, kw_only=True, tag="answer", forbid_unknown_fields=True):
+    """`answers` answers of a teacher, or of nodes that sample, were measured. The prediction is for their mean, as
+    `about` says it in words."""
+
+    version: int = VERSION
+    plan: str
+    answers: int
+    about: str
+    predicted: AnswerNumbers
+    measured: AnswerNumbers
+
+
+Outcome = TrainingOutcome | ServingOutcome | AnsweringOutcome
 
 
 def save_outcome(outcome: Outcome, path: Path) -> None:

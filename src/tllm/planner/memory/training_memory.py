@@ -96,6 +96,7 @@ def training_bytes(
     Without spread experts, replicas with equally many microbatches hold equally much, but for what rank 0 reads: one of
     each kind is looked at. Raises PlanError where the plan does not fit the model.
     """
+    facts = facts.as_large_as_may_be
     some, counts = (
         range(plan.replicas) if replicas is None else replicas,
         deal_microbatches(facts.microbatches, plan.dp),

@@ -56,26 +56,32 @@ class Room:
         return all(self._has(device, part + TRAINER_BYTES) for device, part in zip(devices, parts, strict=False))
 
     def placed(self, devices: Sequence[int]) -> tuple[int, ...]:
-        """The same devices, of each model those that have most memory, and of these the fastest, where the parts are
-        largest. Neighbours have a model together, unless some of them have no room then: the largest parts then go to
-        the strongest of all.
+        """The same devices, of each model the fastest where the parts are largest; where that leaves some without room,
+        those that have most memory. Neighbours have a model together, unless some of them have no room then: the
+        largest parts then go to the strongest of all.
         """
-        largest, found = sorted(range(self.size), key=lambda place: -self.parts[place]), list(devices)
-        for at in range(0, len(devices), self.size):
-            team = devices[at : at + self.size]
-            if len(set(map(self.strength, team))) > 1:
-                for place, device in zip(largest, sorted(team, key=self.strength, reverse=True), strict=True):
-                    found[at + place] = device
-        if self.fits(found):
-            return tuple(found)
+        largest = sorted(range(self.size), key=lambda place: -self.parts[place])
+        for strength in (self.quickness, self.strength):
+            found = list(devices)
+            for at in range(0, len(devices), self.size):
+                team = devices[at : at + self.size]
+                if len(set(map(strength, team))) > 1:
+                    for place, device in zip(largest, sorted(team, key=strength, reverse=True), strict=True):
+                        found[at + place] = device
+            if self.fits(found):
+                return tuple(found)
         strongest, teams = iter(sorted(devices, key=self.strength, reverse=True)), len(devices) // self.size
         for place in largest:
             for number in range(teams):
                 found[number * self.size + place] = next(strongest)
         return tuple(found)
 
+    def quickness(self, device: int) -> tuple[float, int]:
+        """By what devices of one model are ordered: speed, and then memory."""
+        return -self.seconds(device), self.cluster.devices[device].memory
+
     def strength(self, device: int) -> tuple[int, float]:
-        """By what devices of one model are ordered: memory, and then speed."""
+        """The same by memory, and then speed."""
         return self.cluster.devices[device].memory, -self.seconds(device)
 
     def check(self, device: int, place: int) -> None:
@@ -88,9 +94,12 @@ class Room:
                 "name another machine, or none",
             )
 
+    def knows(self, device: int) -> bool:
+        """Whether the speed of a device in the model's dtype is known."""
+        return self.cluster.as_serving().devices[device].knows(self.dtype)
+
     def _has(self, device: int, nbytes: int) -> bool:
-        own = self.cluster.as_serving().devices[device]
-        return own.knows(self.dtype) and nbytes <= self.cluster.devices[device].memory
+        return self.knows(device) and nbytes <= self.cluster.devices[device].memory
 
 
 def judge_room(cluster: Cluster, does: str, judge: JudgeFacts) -> Room:

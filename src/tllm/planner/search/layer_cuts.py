@@ -1,9 +1,10 @@
-"""Cuts of a model's layers into runs: the even one, and the one whose slowest run is as fast as possible (of several
-such, the one whose largest run has the fewest weights)."""
+"""Cuts of a model's layers into runs: the even one, the one whose slowest run is as fast as possible (of several such,
+the one whose largest run has the fewest weights), and the one through all of whose runs a row passes soonest."""
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
@@ -12,6 +13,9 @@ ROUNDING = 1e-9
 
 RunCost = Callable[[int, int, int], float]
 """What a run of layers [start, stop) costs, by (run, start, stop)."""
+
+Together = Callable[[float, float], float]
+"""What two runs cost together: the larger of both, or their sum."""
 
 
 def even_bounds(layers: int, runs: int) -> tuple[int, ...]:
@@ -22,7 +26,7 @@ def even_bounds(layers: int, runs: int) -> tuple[int, ...]:
 def balanced_bounds(costs: Sequence[Sequence[float]]) -> tuple[int, ...]:
     """The same for runs in which layer n costs `costs[run][n]`: each has a layer, and the slowest is as fast as
     possible."""
-    return _least_largest(len(costs), len(costs[0]), _run_cost(costs))
+    return _least(len(costs), len(costs[0]), _run_cost(costs), max)
 
 
 def lightest_bounds(costs: Sequence[Sequence[float]], weights: Sequence[float]) -> tuple[int, ...]:
@@ -35,7 +39,22 @@ def lightest_bounds(costs: Sequence[Sequence[float]], weights: Sequence[float]) 
     def of_run(run: int, start: int, stop: int) -> float:
         return held(run, start, stop) if cost(run, start, stop) <= limit else math.inf
 
-    return _least_largest(len(costs), len(weights), of_run)
+    return _least(len(costs), len(weights), of_run, max)
+
+
+def quickest_bounds(
+    costs: Sequence[Sequence[float]], weights: Sequence[float], rooms: Sequence[float]
+) -> tuple[int, ...] | None:
+    """The same for runs that are computed one after another: all together are as fast as possible, where run r has no
+    more than `rooms[r]` of the weights. None where no cut has room."""
+    cost, held = _run_cost(costs), _run_cost([weights] * len(costs))
+
+    def of_run(run: int, start: int, stop: int) -> float:
+        return cost(run, start, stop) if held(run, start, stop) <= rooms[run] else math.inf
+
+    bounds = _least(len(costs), len(weights), of_run, operator.add)
+    has_room = all(of_run(run, *ends) < math.inf for run, ends in enumerate(pairwise(bounds)))
+    return bounds if has_room else None
 
 
 def _run_cost(costs: Sequence[Sequence[float]]) -> RunCost:
@@ -44,8 +63,8 @@ def _run_cost(costs: Sequence[Sequence[float]]) -> RunCost:
     return lambda run, start, stop: before[run][stop] - before[run][start]
 
 
-def _least_largest(runs: int, layers: int, cost: RunCost) -> tuple[int, ...]:
-    """The cut whose largest run costs least, each with a layer, by dynamic programming over (runs so far, layers so
+def _least(runs: int, layers: int, cost: RunCost, together: Together) -> tuple[int, ...]:
+    """The cut whose runs cost least together, each with a layer, by dynamic programming over (runs so far, layers so
     far), in runs x layers^2 steps."""
     best = [cost(0, 0, stop) for stop in range(layers + 1)]
     starts: list[list[int]] = []
@@ -53,9 +72,9 @@ def _least_largest(runs: int, layers: int, cost: RunCost) -> tuple[int, ...]:
         now, start_of = [math.inf] * (layers + 1), [run] * (layers + 1)
         for stop in range(run + 1, layers + 1):
             for start in range(run, stop):
-                largest = max(best[start], cost(run, start, stop))
-                if largest < now[stop]:
-                    now[stop], start_of[stop] = largest, start
+                both = together(best[start], cost(run, start, stop))
+                if both < now[stop]:
+                    now[stop], start_of[stop] = both, start
         best = now
         starts.append(start_of)
     bounds = [layers]

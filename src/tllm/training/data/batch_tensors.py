@@ -59,6 +59,12 @@ class Tokens:
         return self.labels_T if self.at_host is None else self.at_host.labels_T
 
     @property
+    def before(self) -> tuple[int, ...]:
+        """Of each document the tokens of another that it sees before its own."""
+        prefixes = self.prefixes or (None,) * len(self.lengths)
+        return tuple(0 if prefix is None else self.lengths[prefix] for prefix in prefixes)
+
+    @property
     def lengths_T(self) -> Tensor:
         """For each token here the length of its document when it was computed, wherever the rest of it is.
 

@@ -28,9 +28,10 @@ from tllm.spec.model_spec import ModelSpec
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
 from tllm.training.data.batches import Batches, DataConfig
-from tllm.training.data.choose_encoder import RowEncoder, choose_encoder
+from tllm.training.data.choose_encoder import RowEncoder, choose_encoder, open_rows
 from tllm.training.data.dataset import Dataset, Documents
 from tllm.training.data.encoder import FORMS
+from tllm.training.data.preference_rows import PairLengths
 from tllm.training.data.prompt_batches import PromptBatches, PromptEncoder, RepliedPromptEncoder
 from tllm.training.job.job import Job
 from tllm.training.job.job_parts import JudgeSpecs, data_config, eval_data_config, steps_of_one_sampling
@@ -53,6 +54,9 @@ COMPANIONS = (
 """Files of a model's folder that go with it, whatever its weights."""
 
 END = "<|endoftext|>"
+
+PAIRS_READ = 100
+"""Of a job's data, about, to know how long its pairs are."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +149,28 @@ def judge_specs(job: Job) -> JudgeSpecs:
     reward = None if job.rollouts is None else job.rollouts.reward_model_name_or_path
     found = [spec_from_config(read_config(locate(name, "config").path)) if name else None for name in (teacher, reward)]
     return JudgeSpecs(*found)
+
+
+def pair_lengths(job: Job) -> PairLengths | None:
+    """How long the pairs of a job's data are. None where it has none, or neither the data nor what gives their tokens
+    is on this machine yet."""
+    data, kept = data_config(job), Path(job.output_dir) / FOLDER
+    if data.rows != "pairs" or not all(Path(name).is_file() for name in data.files):
+        return None
+    folder = kept if kept.is_dir() else _tokenizer_source(job, _named(job))
+    if (tokenizer := Tokenizer.from_folder(folder)) is None:
+        return None
+    template = ChatTemplate.from_folder(folder, tokenizer)
+    encoder = choose_encoder(data.rows, tokenizer, template, data.add_eos, None)
+    rows = open_rows(data.rows, data.files, data.documents)
+    try:
+        every = range(0, len(rows), max(1, len(rows) // PAIRS_READ))
+        return PairLengths.of(encoder.encode(rows.read(number)) for number in every)
+    except ConfigError as error:
+        log.info("whole rows are counted, as a pair of %s cannot be read: %s", ", ".join(data.files), error.message)
+        return None
+    finally:
+        rows.close()
 
 
 def open_initial_model(job: Job, name: str = "") -> InitialModel:
@@ -306,16 +332,21 @@ def _keep(job: Job, named: Path, config: dict[str, Any], folder: Path, name: str
         raise ConfigError(f"cannot write {folder}: {error.strerror or error}", "give another output_dir") from error
 
 
+def _tokenizer_source(job: Job, named: Path) -> Path:
+    """The folder of the tokenizer that is named, else of the model."""
+    chosen = _located(job.tokenizer_name, "config") if job.tokenizer_name else named
+    return chosen if chosen.is_dir() else chosen.parent
+
+
 def _keep_tokenizer(job: Job, named: Path, spec: ModelSpec, folder: Path) -> None:
     """The tokenizer that is named, else the model's own, else one trained on the data if this is text."""
-    chosen = _located(job.tokenizer_name, "config") if job.tokenizer_name else named
-    source = chosen if chosen.is_dir() else chosen.parent
+    source = _tokenizer_source(job, named)
     if job.model_name_or_path or job.tokenizer_name:
         for name in COMPANIONS:
             if (source / name).is_file():
                 shutil.copyfile(source / name, folder / name)
         if job.tokenizer_name and not (folder / TOKENIZER).is_file():
-            raise ConfigError(f"{chosen} has no {TOKENIZER}", "give tokenizer_name a folder with one, or leave it out")
+            raise ConfigError(f"{source} has no {TOKENIZER}", "give tokenizer_name a folder with one, or leave it out")
         return
     data = data_config(job)
     texts = texts_of(data.files, data.documents)

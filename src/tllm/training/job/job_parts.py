@@ -17,6 +17,7 @@ from tllm.spec.process_groups import RoleName
 from tllm.training.data.batches import DataConfig
 from tllm.training.data.dataset import Documents
 from tllm.training.data.encoder import OverLong
+from tllm.training.data.preference_rows import PairLengths
 from tllm.training.job.job import Job
 from tllm.training.job.key_limits import ALONE, AUTO, WantedNodes
 from tllm.training.job.lora_job import LoraJob
@@ -115,18 +116,22 @@ def training_facts(
     judges: JudgeSpecs = NO_JUDGES,
     value_pass: bool = False,
     shares_prompts: bool = False,
+    pairs: PairLengths | None = None,
 ) -> TrainingFacts:
     """What of a job decides its cost, of its roles those that its ranks have. `mirrored`: snapshots of steps are kept
     in memory. `judges`: where they are known. `value_pass`: whether the run is batch-invariant
-    (`wants_batch_invariance`). `shares_prompts`: as the function of that name says."""
-    apart, rewarded = role_nodes(job), job.rollouts if job.task in ("grpo", "rejection") else None
+    (`wants_batch_invariance`). `shares_prompts`: as the function of that name says. `pairs`: of preferences how long
+    they are, if that is known; else whole rows are counted."""
+    shared = _prompts_to_share(job, pairs)
+    learned = shared if pairs is not None or job.task in ("grpo", "rejection") else None
+    apart = role_nodes(job)
     return TrainingFacts(
         seq_len=job.seq_len,
         global_batch_size=learned_rows(job),
         microbatch_size=job.microbatch_size,
         dtype=job.dtype,
         states=STATES[job.optimizer],
-        target_tokens=None if rewarded is None else rewarded.max_completion_length,
+        target_tokens=None if learned is None else learned.completion * learned.of_row,
         mirror_steps=snapshot_steps(job) if mirrored else 0,
         deterministic=job.deterministic,
         local_steps=job.local_steps,
@@ -141,12 +146,15 @@ def training_facts(
         teacher=None if judges.teacher is None or "teacher" in apart else teacher_facts(job, judges.teacher),
         reward=None if judges.reward is None or "reward" in apart else reward_facts(job, judges.reward),
         value_pass=value_pass,
-        shared_prompts=_prompts_to_share(job) if shares_prompts else None,
+        shared_prompts=shared if shares_prompts else None,
     )
 
 
-def _prompts_to_share(job: Job) -> SharedPrompts | None:
-    """As long as they may be; None where the data alone says how long they are, and whole rows are counted."""
+def _prompts_to_share(job: Job, pairs: PairLengths | None) -> SharedPrompts | None:
+    """Of completions as long as they may be; of pairs as they fill a row."""
+    if pairs is not None:
+        count, prompt, reply = pairs.filling(job.seq_len, job.packing)
+        return SharedPrompts(prompt, reply, 2, of_row=2 * count)
     if (config := job.rollouts) is None:
         return None
     longest = config.max_completion_length
@@ -230,18 +238,18 @@ def steps_of_one_sampling(job: Job) -> int:
 
 
 def shares_prompts(job: Job, spec: ModelSpec, device: str = "cpu", cp: int = 1) -> bool:
-    """Whether completions of one prompt that are learned together, or the two replies of a pair, have its tokens
-    computed once for all of them (`training.step.shared_prompts`).
+    """Whether completions of one prompt that are learned together, the two replies of a pair, or unpaired replies to
+    one prompt that follow one another, have its tokens computed once for all of them (`training.step.shared_prompts`).
 
-    Not where that would change more than the rounding: over how many tokens the experts' loads are added up; for a
-    pair, whose replies are of unlike lengths, rope by a row's length and numbers drawn for each token. Nor with
+    Not where that would change more than the rounding: over how many tokens the experts' loads are added up; of
+    preferences, whose replies are of unlike lengths, rope by a row's length and numbers drawn for each token. Nor with
     states that each sequence has of its own, in a ring of context parallelism, or where numbers are to be those of the
     engine to the bit. On other devices than processors it would take attention from their fast kernels: prompts are
     shared where this holds by the `device` of every rank (`with_shared_prompts`). "auto" is taken for a processor.
     """
     is_changed = job.router_aux_loss_coef > 0 or job.deterministic
     has_states = any(layer.delta for layer in spec.layers)
-    if row_kind(job) == "pairs":
+    if row_kind(job) in ("pairs", "mismatched", "unpaired"):
         is_changed = is_changed or spec.scales_by_length or data_config(job).draws
     elif job.task != "grpo":
         return False

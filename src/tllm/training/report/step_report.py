@@ -11,7 +11,6 @@ import torch
 
 from tllm.comm.collectives.group import Group, solo
 from tllm.devices.memory import peak_memory
-from tllm.planner.cost.flops import training_flops
 from tllm.training.data.batch_feed import ReplicaBatch
 from tllm.training.evaluation.held_out import Evaluated
 from tllm.training.gradients.accumulation_order import exact_sum
@@ -22,7 +21,7 @@ from tllm.training.step.rank_groups import RankConfig
 
 log = logging.getLogger("tllm.training")
 
-FIRST_METRIC = 7
+FIRST_METRIC = 8
 """Of the numbers that a rank tells of a step, the first of its objective's metrics: two of each."""
 
 
@@ -49,17 +48,17 @@ class StepReport:
     """Makes the records of a run's steps. `peak`: the flop/s that this rank's matrix products reach, and once it is
     made, those of all ranks together.
 
-    `metric_names` are those of the run's objective, alike on every rank. Where prompts are shared, flops still count
-    whole rows, and may be more than the peak.
+    `metric_names` are those of the run's objective, alike on every rank.
     """
 
     def __init__(self, config: RankConfig, peak: float, metric_names: Sequence[str] = ()) -> None:
-        self._metric_names, self._is_frozen, self._device = metric_names, config.job.lora is not None, config.device
-        self._groups, self._spec, self._pipelined = config.groups, config.spec, config.plan.pp > 1
+        self._metric_names, self._device = metric_names, config.device
+        self._groups, self._pipelined = config.groups, config.plan.pp > 1
         self._counts = config.groups.tells_losses
+        self._is_first = config.rank % config.plan.replica_size == 0
         self._sent = 0
         self._own_peak = peak
-        self._knows_peak, self._counts_whole_rows = True, config.shares_prompts
+        self._knows_peak = True
         self.peak = float(_gathered(config.groups.world, [peak]).sum())
 
     def record(self, step: int, counters: RankCounters, stopped: bool) -> tuple[StepRecord, bool]:
@@ -87,14 +86,14 @@ class StepReport:
             result.waited,
             float(stopped),
             counters.load_balance_loss or 0.0,
+            float(result.flops * self._is_first),  # which all of a replica know
             *(number for name in self._metric_names for number in self._metric(name, result)),
         ]
         self._sent = sent
         each = _gathered(ranks, mine)
         loss_sum, _ = exact_sum(each[:, :2].flatten().tolist())
-        bytes_sent, _, waited, stop, balance = each[:, 2:FIRST_METRIC].sum(0).tolist()
+        bytes_sent, _, waited, stop, balance, flops = each[:, 2:FIRST_METRIC].sum(0).tolist()
         seconds = seconds_since(counters.start)
-        flops = training_flops(self._spec, batch.lengths, batch.predicted, self._is_frozen)
         record = StepRecord(
             step=step,
             loss=loss_sum / (batch.denominator or 1.0),
@@ -129,9 +128,8 @@ class StepReport:
 
     def _mfu(self, reached: float, peak: float) -> float | None:
         """Model flops utilization, by the flop/s that a step reached. None from the first step on that reaches more
-        than the peak: no step can that computes all it counts, so that the peak is higher, and the shares that were
-        told before too high."""
-        if self._knows_peak and reached > peak and not self._counts_whole_rows:
+        than the peak: no step can, so that the peak is higher, and the shares that were told before too high."""
+        if self._knows_peak and reached > peak:
             self._knows_peak = False
             if self._groups.world.rank == 0:
                 log.warning(

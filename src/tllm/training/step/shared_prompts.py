@@ -1,5 +1,5 @@
 """`share_prompts`: a microbatch in which the tokens of a prompt stand once for all its completions, those that a policy
-wrote or the two replies of a preference.
+wrote or the replies of preferences.
 
 Nothing in a transformer but attention mixes tokens, and a prompt's tokens see none of a completion. So rows of one
 prompt, G of them,
@@ -78,8 +78,8 @@ def share_prompts(tokens: Tokens) -> Tokens:
     )
 
 
-def share_pairs(batch: Sequence[Tokens]) -> list[Tokens]:
-    """The same with the prompts of pairs shared; of completions that were sampled they are already."""
+def share_preferences(batch: Sequence[Tokens]) -> list[Tokens]:
+    """The same with the prompts of preferences shared; of completions that were sampled they are already."""
     return [share_prompts(tokens) if ROLE in tokens.of_documents else tokens for tokens in batch]
 
 

@@ -22,7 +22,7 @@ from tllm.model.transformer import Transformer
 from tllm.node.roles.colocated_rollouts import rollout_limits
 from tllm.parallel.mesh import Mesh, mesh_of
 from tllm.planner.cluster.device import Cluster, Device, LinkSpeed
-from tllm.planner.cost.flops import attention_flops
+from tllm.planner.cost.flops import attention_flops, training_flops
 from tllm.planner.cost.rank_bytes import AdapterFacts
 from tllm.planner.cost.rank_work import JudgeFacts, TrainingFacts, rank_works
 from tllm.planner.cost.serving_load import SamplingFacts
@@ -30,9 +30,11 @@ from tllm.planner.memory.role_memory import judge_parts, role_memory
 from tllm.planner.memory.training_memory import rank_totals, training_bytes
 from tllm.planner.search.training_layouts import TrainingConstraints
 from tllm.planner.search.training_search import best_training
+from tllm.planner.simulate.placed_plan import PlacedPlan
 from tllm.spec.cut import cut_stage
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
+from tllm.training.data.preference_rows import PairLengths
 from tllm.training.job.distillation_keys import DistillationKeys
 from tllm.training.job.job import Job
 from tllm.training.job.job_parts import JudgeSpecs, shares_prompts, training_facts, with_role_plans
@@ -90,6 +92,31 @@ def test_a_shared_prompt_is_counted_once_for_the_completions_of_a_microbatch() -
             assert of_group == of_row * size - of_prompt * (size - lengths.count(29))
         (few,), (many,) = (training_bytes(spec, plan, one) for one in (facts, plain))
         assert few.activations < many.activations or size == 1
+
+
+def test_the_prompt_of_a_pair_is_counted_once_and_memory_for_whole_rows() -> None:
+    """Rows of 64 tokens, each of which two pairs fill: prompts of 12 tokens, of which 11 once, and two replies of 4."""
+    spec, plan, pairs = small_spec(4), Plan.parse("pp=1", 4), PairLengths(11.5, 4.0)
+    job = job_of(task="dpo", grpo=None, seq_len=64, packing=True)
+    assert shares_prompts(job, spec)
+    plain, facts = training_facts(job), training_facts(job, shares_prompts=True, pairs=pairs)
+    assert plain == training_facts(job, shares_prompts=True), "nobody knows how long they are"
+    assert facts.lengths == (11, 4, 4) * 4 and facts.before == (0, 11, 11) * 4, "two rows are a microbatch"
+    assert plain.lengths == facts.in_ring(2).lengths == (64, 64) and facts.microbatches == plain.microbatches
+    (few,), (many,) = (rank_works(spec, plan, one) for one in (facts, plain))
+    assert (few.batch.target_tokens, many.batch.target_tokens) == (2 * 16, 2 * 64), "replies alone have logits"
+    assert training_bytes(spec, plan, facts) == training_bytes(spec, plan, plain), "a row may have hardly a prompt"
+    device = Device(2**32, (("float32", ((1.0, 1e10),)),), 1e10, logits_rates=(("float32", ((1.0, 1e10),)),))
+    machine = Cluster(("n0",), (device,), (0,), (None,))
+    once, twice = (PlacedPlan(spec, plan, one, machine, (0,)) for one in (facts, plain))
+    ratio = training_flops(spec, facts.lengths, 32, before=facts.before) / training_flops(spec, (64, 64), 128)
+    seconds, whole = once.predict().seconds, twice.predict().seconds
+    assert ratio < 0.7 and seconds / whole == pytest.approx(ratio)
+    assert once.mfu(seconds) == pytest.approx(twice.mfu(whole)), "both compute at the same rate"
+    one_pair = training_facts(
+        job_of(task="dpo", grpo=None, seq_len=64, packing=False), shares_prompts=True, pairs=pairs
+    )
+    assert one_pair.lengths == (23, 8, 8) * 2
 
 
 def test_a_reference_takes_the_weights_again_but_not_under_an_adapter() -> None:

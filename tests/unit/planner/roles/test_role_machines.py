@@ -246,13 +246,15 @@ def test_stages_of_unlike_machines_are_chosen_as_they_have_room() -> None:
     apart = [one for one in role_choices(unlike, asked_of(TAUGHT, RoleWish(divides=True)), best) if one.teachers]
     assert {one.teachers for one in apart} == {(2, 1)}, "the first part is the larger, and the other machine's"
     plans = {one.plans["teacher"] for one in apart}
-    assert plans and Plan.parse("pp=2", 6) not in plans and "tp=2" not in set(map(str, plans))
+    assert {plan.pp for plan in plans} == {1, 2}, "stages, and shares of each layer"
     for plan in plans:
-        first, second = plan.stages
-        assert first.stop - first.start > second.stop - second.start
-    (named, *_) = role_choices(unlike, asked_of(TAUGHT, RoleWish((1, 2), divides=True)), best)
-    first, second = named.plans["teacher"].stages
-    assert named.teachers == (1, 2) and first.stop - first.start < second.stop - second.start
+        first, second = parts_of(plan)
+        assert first > second
+    every = role_choices(unlike, asked_of(TAUGHT, RoleWish((1, 2), divides=True)), best)
+    assert {one.plans["teacher"].pp for one in every} == {1, 2}
+    for named in every:
+        first, second = parts_of(named.plans["teacher"])
+        assert named.teachers == (1, 2) and first < second
     fast = cluster(1.0, 1.0, 3.0)
     tight = [replace(one, memory=TRAINER_BYTES + int(0.9 * judge_bytes(TEACHER))) for one in fast.devices[1:]]
     fast = replace(fast, devices=(fast.devices[0], *tight))
@@ -263,6 +265,29 @@ def test_stages_of_unlike_machines_are_chosen_as_they_have_room() -> None:
     first, second = quickest.plans["teacher"].stages
     assert quickest.teachers == (2, 1) and first.stop - first.start > second.stop - second.start
     assert quickest.teaching < 0.9 * even.teaching
+    assert (first.stop, second.stop - second.start) == (5, 1), "as much as has room on the faster one"
+    shares = {one.plans["teacher"].stages[0].shares for one in every if one.plans["teacher"].pp == 1}
+    assert shares == {(1, 1), (16, 5)}, "in about the proportion of their speeds"
+
+
+def parts_of(plan: Plan) -> tuple[int, int]:
+    """Of two machines: the layers of each, or its share of every layer."""
+    if plan.pp == 1:
+        return plan.stages[0].shares[0], plan.stages[0].shares[1]
+    first, second = plan.stages
+    return first.stop - first.start, second.stop - second.start
+
+
+def test_the_fastest_has_the_most_layers_although_another_has_more_memory() -> None:
+    """Unless it lacks room for them."""
+    machines = cluster(1.0, 1.0, 3.0)
+    rooms = [TRAINER_BYTES + int(part * judge_bytes(TEACHER)) for part in (1.0, 0.9)]
+    most = [replace(one, memory=room) for one, room in zip(machines.devices[1:], rooms, strict=True)]
+    machines = replace(machines, devices=(machines.devices[0], *most))
+    every = role_choices(machines, asked_of(TAUGHT, RoleWish(count=2, divides=True)), best)
+    quickest = min((one for one in every if one.plans["teacher"].pp == 2), key=lambda one: one.teaching)
+    layers = dict(zip(quickest.teachers, parts_of(quickest.plans["teacher"]), strict=True))
+    assert layers == {1: 1, 2: 5}
 
 
 def test_of_many_machines_those_of_middle_speed_with_room_are_found() -> None:

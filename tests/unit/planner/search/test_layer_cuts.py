@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from tllm.planner.search.layer_cuts import balanced_bounds, lightest_bounds
+from tllm.planner.search.layer_cuts import balanced_bounds, lightest_bounds, quickest_bounds
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -30,6 +30,23 @@ def test_the_fastest_cut_and_of_these_the_one_with_the_fewest_weights(seed: int)
     assert fast in every and light in every
     assert slowest(fast) == slowest(light) == least
     assert heaviest(light) == min(heaviest(bounds) for bounds in every if slowest(bounds) == least)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_cut_whose_runs_are_fastest_one_after_another_of_those_with_room(seed: int) -> None:
+    draw = random.Random(seed)
+    layers = draw.randint(2, 9)
+    runs = min(draw.randint(1, 4), layers)
+    costs = [[draw.randint(1, 9) for _ in range(layers)] for _ in range(runs)]
+    weights, rooms = [draw.randint(1, 5) for _ in range(layers)], [draw.randint(4, 16) for _ in range(runs)]
+    with_room = {
+        bounds: sum(sum(costs[run][start:stop]) for run, (start, stop) in enumerate(pairwise(bounds)))
+        for bounds in ((0, *inner, layers) for inner in combinations(range(1, layers), runs - 1))
+        if all(sum(weights[start:stop]) <= rooms[run] for run, (start, stop) in enumerate(pairwise(bounds)))
+    }
+    found = quickest_bounds(costs, weights, rooms)
+    assert (found is None) == (not with_room)
+    assert found is None or with_room[found] == min(with_room.values())
 
 
 def test_a_table_at_an_end_takes_a_layer_from_it() -> None:

@@ -14,7 +14,7 @@ from tllm.core.errors import ConfigError
 from tllm.text.chat_template import ChatTemplate
 from tllm.training.data.choose_encoder import RowEncoder, choose_encoder, open_rows
 from tllm.training.data.encoder import IGNORED, Document, fit
-from tllm.training.data.preference_rows import CHOSEN, MISMATCHED, REJECTED
+from tllm.training.data.preference_rows import CHOSEN, MISMATCHED, REJECTED, PairLengths
 
 TOKENIZER = kits.both()["byte-level"]
 EOS = TOKENIZER.eos_id
@@ -166,3 +166,17 @@ def test_a_pair_that_is_longer_than_a_row_is_refused_and_not_cut() -> None:
     document = encoder("pairs").encode({"prompt": "hello", "chosen": " world", "rejected": " you"})
     with pytest.raises(ConfigError, match="stay together"):
         fit(document, len(document.ids) - 1, "truncate")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "packed", "filled"),
+    [
+        (64, False, (1, 24, 8)),
+        (64, True, (4, 6, 2)),
+        (70, True, (4, 6, 2)),
+        (10, True, (1, 4, 1)),
+        (2, False, (1, 1, 1)),
+    ],
+)
+def test_pairs_fill_a_row_in_their_own_proportion(tokens: int, packed: bool, filled: tuple[int, int, int]) -> None:
+    assert PairLengths(6, 2).filling(tokens, packed) == filled

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.unit.planner.search.test_serving_search import spec_of
 from tllm.comm.collectives.group import solo
 from tllm.devices.choose import CPU
-from tllm.training.report.step_report import StepReport
+from tllm.spec.plan import Plan
+from tllm.training.data.batch_feed import ReplicaBatch
+from tllm.training.report.step_report import RankCounters, StepReport
+from tllm.training.step.pipeline_step import StepResult
 
 
-def report_of(shares_prompts: bool = False, rank: int = 0) -> StepReport:
+def report_of(rank: int = 0) -> StepReport:
     """A rank's, whose peak is a billion flop/s."""
     world = SimpleNamespace(rank=rank, size=1, all_gather=solo().all_gather)
     groups = SimpleNamespace(world=world, tells_losses=True, bytes_sent=0)
-    parts = {"job": SimpleNamespace(lora=None), "plan": SimpleNamespace(pp=1), "device": CPU}
-    config: Any = SimpleNamespace(groups=groups, spec=spec_of(2), shares_prompts=shares_prompts, **parts)
+    config: Any = SimpleNamespace(groups=groups, rank=rank, plan=Plan.parse("dp=2,pp=2", 2), device=CPU)
     return StepReport(config, 1e9)
 
 
@@ -34,11 +36,17 @@ def test_no_share_is_told_once_a_step_has_reached_more_than_the_peak(caplog: pyt
     )
 
 
-def test_only_rank_0_warns_and_nobody_where_whole_rows_are_counted_of_shared_prompts(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_only_rank_0_warns(caplog: pytest.LogCaptureFixture) -> None:
     other = report_of(rank=1)
     assert other._mfu(1.5e9, other.peak) is None
-    sharing = report_of(shares_prompts=True)
-    assert sharing._mfu(4e9, sharing.peak) == 4 and sharing._mfu(0.5e9, sharing.peak) == 0.5
     assert not caplog.messages
+
+
+@pytest.mark.parametrize(("rank", "share"), [(0, 1), (1, 0), (2, 1), (3, 0)])
+def test_the_first_rank_of_each_replica_tells_what_all_of_it_have_computed(rank: int, share: int) -> None:
+    """And not the rows of the batch, of which a prompt may be computed once for several."""
+    batch = ReplicaBatch(lengths=(50, 60), predicted=7, denominator=2.0, global_microbatches=1)
+    counters = RankCounters(batch, StepResult(3.0, 7, flops=12345), 1.0, 0.1, time.monotonic() - 0.5)
+    record, _ = report_of(rank).record(1, counters, stopped=False)
+    assert record.mfu is not None and record.tokens == 110
+    assert record.mfu * record.seconds * 1e9 == pytest.approx(12345 * share)

@@ -22,12 +22,14 @@ from tllm.training.attention.packed_attention import _blocks
 from tllm.training.data.batch_tensors import Tokens, tokens_of
 from tllm.training.data.encoder import IGNORED
 from tllm.training.data.packing import RowPiece, put_together
-from tllm.training.data.preference_rows import PairEncoder, ReplyEncoder
+from tllm.training.data.preference_rows import MISMATCHED, OTHER, PairEncoder, ReplyEncoder, UnpairedEncoder
+from tllm.training.evaluation.divergence_estimate import DivergenceEstimate
 from tllm.training.evaluation.forward_rows import filled_up
 from tllm.training.job.job import Job
 from tllm.training.job.job_parts import shares_prompts
 from tllm.training.job.lora_job import LoraJob
-from tllm.training.job.preference_tables import DPOConfig, ORPOConfig, SimPOConfig
+from tllm.training.job.preference_tables import DPOConfig, KTOConfig, ORPOConfig, SimPOConfig
+from tllm.training.objectives.kto_loss import KTOLoss
 from tllm.training.objectives.policy_gradient import OLD, REFERENCE, SAMPLED
 from tllm.training.objectives.reply_log_probs import REFERENCE as REFERENCE_LOG_PROBS
 from tllm.training.policy.rewarded_rows import completion_row
@@ -97,6 +99,38 @@ def test_gradients_are_those_of_whole_rows(family: str, tmp_path: Path) -> None:
     assert told == pytest.approx(want, rel=1e-11)
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, whole[name], rtol=1e-10, atol=1e-10 * float(whole[name].abs().max()))
+
+
+def counted_flops(model: RankModel, tokens: Tokens) -> int:
+    """Forward and backward, by the weights that each token is multiplied by and the keys that it sees."""
+    chunk, spec = model.chunks[0], model._config.spec
+    of_layers = sum(x.numel() for name, x in chunk.named_parameters() if x.ndim == 2 and "layers." in name)
+    keys = int((tokens.positions_T + 1).sum()) * spec.num_layers
+    attention = 2 * 2 * spec.head_dim * spec.num_heads * keys
+    logits = 2 * tokens.predicted * spec.hidden_size * spec.vocab_size
+    return 3 * (2 * len(tokens.ids_T) * of_layers + attention + logits)
+
+
+@pytest.mark.parametrize("is_paired", [False, True])
+def test_flops_are_those_of_what_is_computed(is_paired: bool, tmp_path: Path) -> None:
+    """Of GRPO's completions, whose prompts are shared before, and of pairs, which the model shares itself."""
+    save_model("llama", tmp_path)
+    raw = read_config(tmp_path)
+    spec = spec_from_config(raw)
+    job = job_of(tmp_path, task="simpo", grpo=None, **PAIRED["simpo"]) if is_paired else job_of(tmp_path)
+    config = RankConfig(job, Plan.parse("pp=1", spec.num_layers), spec, 0, Groups())
+    whole = pairs(torch.Generator().manual_seed(6)) if is_paired else microbatch()
+    shared = share_prompts(whole)
+    for each, given, computed in (
+        (config, whole, whole),
+        (with_shared_prompts(config), whole if is_paired else shared, shared),
+    ):
+        model = RankModel(each)
+        InitialWeights(LocalFiles(tmp_path), config=raw).filler(spec, 0, "float64")(model.chunks[0])
+        flops = model.forward_backward([given, given], 2, 0.1).flops
+        assert flops == 2 * counted_flops(model, computed)
+        assert model.forward_backward([], 2, 0.1).flops == 0
+    assert counted_flops(model, shared) < 0.9 * counted_flops(model, whole)
 
 
 def test_a_prompt_is_there_once_and_each_label_with_its_token() -> None:
@@ -191,6 +225,52 @@ def test_pairs_learn_what_whole_rows_learn(
         torch.testing.assert_close(gradient, whole[name], rtol=1e-10, atol=1e-10 * float(whole[name].abs().max()))
 
 
+def unpaired(dice: torch.Generator) -> Tokens:
+    """Rows of KTO as their encoder gives them, each a reply and a mismatched one: three of one prompt, two of another,
+    one alone, and a row of filling."""
+    prompts = [torch.randint(101, (count,), generator=dice).tolist() for count in (17, 6, 9)]
+    encoder, rows = UnpairedEncoder(ReplyEncoder(cast(Any, Numbers()), None, ()), "numbers"), []
+    for place, which in enumerate((0, 0, 0, 1, 1, 2)):
+        own, other = (torch.randint(101, (count,), generator=dice).tolist() for count in (3 + place, 4))
+        texts = {"prompt": prompts[which], "completion": own, OTHER: other}
+        row = {name: " ".join(map(str, ids)) for name, ids in texts.items()}
+        document = encoder.encode({**row, "label": place % 2 == 0})
+        reference = (torch.tensor([-15.0, -30.0]) - torch.rand(2, generator=dice)).double().numpy()  # kl is above 0
+        rows.append(document._replace(values={**document.values, REFERENCE_LOG_PROBS: reference}))
+    pieces = [RowPiece(number, 0, len(row.ids)) for number, row in enumerate(rows)]
+    packed = [put_together(place, (piece,), rows.__getitem__) for place, piece in enumerate(pieces)]
+    return tokens_of(filled_up(packed, 7))
+
+
+@pytest.mark.parametrize("family", soak_but(("llama", "gpt_oss_moe"), PAIRED_FAMILIES))
+def test_replies_of_one_prompt_that_no_pair_holds_learn_what_whole_rows_learn(family: str, tmp_path: Path) -> None:
+    """Own replies with gradients, and before them mismatched ones, whose log-probabilities are asked apart."""
+    save_model(family, tmp_path)
+    raw = read_config(tmp_path)
+    spec = spec_from_config(raw)
+    job = job_of(tmp_path, task="kto", grpo=None, kto=KTOConfig(beta=0.3))
+    config = RankConfig(job, Plan.parse("pp=1", spec.num_layers), spec, 0, Groups())
+    tokens, found = unpaired(torch.Generator().manual_seed(8)), []
+    for each in (config, with_shared_prompts(config)):
+        model = RankModel(each)
+        InitialWeights(LocalFiles(tmp_path), config=raw).filler(spec, 0, "float64")(model.chunks[0])
+        objective = model.objective
+        assert isinstance(objective, KTOLoss)
+        (own,) = DivergenceEstimate(model, each.groups, objective.log_probs)([tokens])
+        told, gradients = learned(model, own)
+        found.append((told, gradients, model.forward_backward([own], 1, 0.1).flops))
+        for parameter in model.chunks[0].parameters():
+            parameter.grad = None
+    assert each.shares_prompts and not config.shares_prompts
+    (want, whole, flops), (told, gradients, fewer) = found
+    assert told == pytest.approx(want, rel=1e-11) and told["kl"] > 0 and fewer < flops
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, whole[name], rtol=1e-10, atol=1e-10 * float(whole[name].abs().max()))
+    shared = share_prompts(tokens.only(tokens.of_documents["role"] != MISMATCHED))
+    assert shared.lengths[:9] == [16, 3, 4, 5, 5, 6, 7, 9 + 8 - 1, 1]
+    assert shared.prefixes[:7] == (None, 0, 0, 0, None, 4, 4)
+
+
 def test_a_reply_behind_a_prompt_meets_few_keys_that_it_does_not_see() -> None:
     assert list(_blocks(0, 600, None)) == [(0, 600, 0)], "a triangle, which kernels know"
     assert list(_blocks(10, 600, None)) == [(10, 266, 0), (266, 522, 0), (522, 600, 0)]
@@ -215,5 +295,5 @@ def test_pairs_that_would_differ_share_no_prompt(tmp_path: Path) -> None:
     dpo: dict[str, object] = dict(task="dpo", grpo=None)
     assert shares_prompts(job_of(tmp_path, **dpo), spec_of["llama"])
     assert not shares_prompts(job_of(tmp_path, **dpo), spec_of["llama_dynamic"]), "rows of a pair are of two lengths"
-    for more in ({"neftune_noise_alpha": 5.0}, {"lora": LoraJob(lora_dropout=0.1)}, {"task": "kto"}):
+    for more in ({"neftune_noise_alpha": 5.0}, {"lora": LoraJob(lora_dropout=0.1)}, {"task": "reward"}):
         assert not shares_prompts(job_of(tmp_path, **{**dpo, **more}), spec_of["llama"]), more

@@ -23,10 +23,14 @@ from tllm.cli.arguments.options import (
     even_plan,
 )
 from tllm.cli.arguments.parser import whole
+from tllm.cli.commands.post_training.answering_load import asked_load, named_load
 from tllm.cli.commands.serve import invite, invite_by_secret
 from tllm.cli.display.progress import ShowProgress, loading
+from tllm.cli.planning.answering_chooser import AnsweringChooser, tell_answers
+from tllm.cli.planning.outcome import conclude_answering
 from tllm.cluster.heartbeat import check_lost_after
 from tllm.core.errors import ConfigError, PlanError
+from tllm.core.tasks import background, end_tasks
 from tllm.hub.locate import locate
 from tllm.hub.repository import HubWeights
 from tllm.node.coordinator.cluster_options import LOOPBACK, ClusterOptions
@@ -48,7 +52,15 @@ def add_nodes(parser: argparse.ArgumentParser) -> None:
     number = where.add_mutually_exclusive_group()
     number.add_argument("--nodes", type=whole, metavar="N", help="N machines hold the model, this one included")
     add_local(number)
-    where.add_argument("--plan", metavar="PLAN", help="by which they divide it: pp=2, tp=2 (as many layers on each)")
+    where.add_argument(
+        "--plan", metavar="PLAN", help="by which they divide it: pp=2, tp=2 (what is predicted to be fastest)"
+    )
+    where.add_argument(
+        "--leave-out",
+        choices=("auto", "never"),
+        default="auto",
+        help="without --plan: nodes with which it would be slower, or none (%(default)s)",
+    )
     add_spare_nodes(where, ", in reserve for a loss")
     add_allow_mixed(where)
     add_cluster_address(where)
@@ -56,7 +68,8 @@ def add_nodes(parser: argparse.ArgumentParser) -> None:
         "--cluster-folder",
         type=Path,
         metavar="DIR",
-        help="keep the cluster's authority: the same command with the same --cluster-port finds its nodes again (no)",
+        help="keep the cluster's authority, and what was measured and predicted: the same command with the same "
+        "--cluster-port finds its nodes again (no)",
     )
     add_on_loss(where)
     add_lost_after(where)
@@ -67,8 +80,11 @@ def add_nodes(parser: argparse.ArgumentParser) -> None:
 def has_nodes(args: argparse.Namespace) -> bool:
     """Whether several processes are to hold the model. ConfigError for options that are for these alone."""
     if args.nodes or args.local or args.plan:
+        if args.plan and (named := named_load(args)):
+            raise ConfigError(f"{named[0]} is what a plan is chosen by, and --plan gives one", "leave one of them out")
         return True
     given = {
+        **dict.fromkeys(named_load(args), True),
         "--spare-nodes": args.spare_nodes,
         "--cluster-port": args.cluster_port,
         "--cluster-folder": args.cluster_folder,
@@ -99,7 +115,12 @@ def answer_over_nodes(args: argparse.Namespace, role: RoleName, say: Say) -> int
         memory=args.memory,
         device=getattr(args, "device", "cpu"),
     )
-    return asyncio.run(_answer(args, answerers, options, say))
+    nodes = args.nodes or args.local or 1
+    chooser: AnsweringChooser | None = None
+    if not args.plan and nodes > 1:
+        load = asked_load(args, role, answerers.model.spec)
+        chooser = AnsweringChooser(answerers, load, ClusterOptions(**options), nodes, args.leave_out == "auto")
+    return asyncio.run(_answer(args, answerers, options, say, chooser))
 
 
 def _answerers(args: argparse.Namespace, role: RoleName, address: tuple[str, int]) -> Answerers:
@@ -125,11 +146,15 @@ def _answerers(args: argparse.Namespace, role: RoleName, address: tuple[str, int
     return Answerers(role, args.model, model, plan, address, args.secret, getattr(args, "dtype", ""), hub)
 
 
-async def _answer(args: argparse.Namespace, answerers: Answerers, options: dict[str, Any], say: Say) -> int:
+async def _answer(
+    args: argparse.Namespace, answerers: Answerers, options: dict[str, Any], say: Say, chooser: AnsweringChooser | None
+) -> int:
     from tllm.node.serve.answering_cluster import open_answering
 
+    choice = None if chooser is None else chooser.choice()
+
     def opening(on_progress: ShowProgress) -> AbstractAsyncContextManager[AnsweringCluster]:
-        return open_answering(answerers, ClusterOptions(**options, on_progress=on_progress), args.on_loss)
+        return open_answering(answerers, ClusterOptions(**options, on_progress=on_progress), args.on_loss, choice)
 
     async with loading(args.quiet, opening) as cluster:
         stopped = asyncio.Event()
@@ -137,8 +162,11 @@ async def _answer(args: argparse.Namespace, answerers: Answerers, options: dict[
             asyncio.get_running_loop().add_signal_handler(number, stopped.set)
         say(answerers.model.spec, answerers.address)
         stopping = asyncio.create_task(stopped.wait())
+        telling = [] if chooser is None else [background(tell_answers(chooser, cluster), "prediction beside answers")]
         await asyncio.wait((stopping, cluster.failed), return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
+        await end_tasks(stopping, *telling)
+        if chooser is not None:
+            conclude_answering(chooser, *cluster.answered())
         if cluster.failed.done():
             raise cluster.failed.result()
     return 0

@@ -11,6 +11,7 @@ import argparse
 
 from tllm.cli.arguments.options import add_device
 from tllm.cli.commands.post_training.answer_runs import Answering, add_answering_arguments, answer_runs
+from tllm.cli.commands.post_training.answering_load import add_groups
 
 SAMPLES = Answering("tllm rollout", "rollout", "samples", "rollout_servers")
 
@@ -18,6 +19,7 @@ SAMPLES = Answering("tllm rollout", "rollout", "samples", "rollout_servers")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = "folder of the Hugging Face model that runs begin with, or its name: ORG/NAME"
     add_answering_arguments(parser, model, SAMPLES.role)
+    add_groups(parser)
     add_device(parser)
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import argparse
 
 from tllm.cli.commands.post_training.answer_runs import Answering, add_answering_arguments, answer_runs
+from tllm.cli.commands.post_training.answering_load import add_row
 
 TEACHES = Answering("tllm teach", "teacher", "teaches", "distill.teachers")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_answering_arguments(parser, "folder of a Hugging Face model, or its name: ORG/NAME", TEACHES.role)
+    add_row(parser)
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float64"), default="float32", help="to compute in (%(default)s)"
     )
