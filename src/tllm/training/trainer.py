@@ -179,7 +179,7 @@ class RankTrainer:
         evaluated = self._forward.evaluate(self._step)
         start += time.monotonic() - trained  # an evaluation is not of the step's time
         ended, balance = self._forward.best.reason if evaluated else "", self._model.load_balance_loss
-        work = batch, result, grad_norm, learning_rate, start
+        work = batch, microbatches, result, grad_norm, learning_rate, start
         counters = RankCounters(*work, balance, evaluated, ended, self._feed.role_seconds, self.config.predicted)
         record, stop = self._record(counters, stopped)
         completions = evaluated.completions if evaluated is not None else ()

@@ -11,13 +11,16 @@ import torch
 
 from tllm.comm.collectives.group import Group, solo
 from tllm.devices.memory import peak_memory
+from tllm.planner.cost.flops import training_flops
 from tllm.training.data.batch_feed import ReplicaBatch
+from tllm.training.data.batch_tensors import Tokens
 from tllm.training.evaluation.held_out import Evaluated
 from tllm.training.gradients.accumulation_order import exact_sum
 from tllm.training.objectives.objective import MetricSum, joined
 from tllm.training.report.metrics import StepRecord
 from tllm.training.step.pipeline_step import StepResult
 from tllm.training.step.rank_groups import RankConfig
+from tllm.training.step.shared_prompts import as_computed
 
 log = logging.getLogger("tllm.training")
 
@@ -27,12 +30,14 @@ FIRST_METRIC = 8
 
 @dataclass(frozen=True)
 class RankCounters:
-    """What one rank knows of a step that is done. `start` is when it began, by the monotonic clock.
+    """What one rank knows of a step that is done, of whose `batch` its replica had these `microbatches`. `start` is
+    when it began, by the monotonic clock.
 
     `reason` says why evaluations end the run after it, if they do.
     """
 
     batch: ReplicaBatch
+    microbatches: Sequence[Tokens]
     result: StepResult
     grad_norm: float
     learning_rate: float
@@ -52,10 +57,9 @@ class StepReport:
     """
 
     def __init__(self, config: RankConfig, peak: float, metric_names: Sequence[str] = ()) -> None:
-        self._metric_names, self._device = metric_names, config.device
+        self._config, self._metric_names, self._device = config, metric_names, config.device
         self._groups, self._pipelined = config.groups, config.plan.pp > 1
         self._counts = config.groups.tells_losses
-        self._is_first = config.rank % config.plan.replica_size == 0
         self._sent = 0
         self._own_peak = peak
         self._knows_peak = True
@@ -86,7 +90,7 @@ class StepReport:
             result.waited,
             float(stopped),
             counters.load_balance_loss or 0.0,
-            float(result.flops * self._is_first),  # which all of a replica know
+            float(self._flops(counters.microbatches)),
             *(number for name in self._metric_names for number in self._metric(name, result)),
         ]
         self._sent = sent
@@ -139,6 +143,17 @@ class StepReport:
                     peak / 1e9,
                 )
         return reached / peak if self._knows_peak else None
+
+    def _flops(self, batch: Sequence[Tokens]) -> int:
+        """Of the whole model for what a replica learns from, forward and backward, as it computes it. All ranks of the
+        replica know these microbatches, and the first tells."""
+        if self._config.rank % self._config.plan.replica_size:
+            return 0
+        spec, is_frozen = self._config.spec, self._config.job.lora is not None
+        return sum(
+            training_flops(spec, tokens.lengths, tokens.predicted, is_frozen, tokens.before)
+            for tokens in as_computed(self._config, batch)
+        )
 
     def _joined(self, each: torch.Tensor) -> Iterator[MetricSum]:
         """Every metric over all ranks, from their numbers."""

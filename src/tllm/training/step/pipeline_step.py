@@ -45,8 +45,7 @@ class StepResult:
 
     Where context-parallel ranks share the tokens, both are of the tokens on this rank. `waited`: seconds in which this
     stage had no work. `loss_rest` is the rounding error of `loss_sum`: summed together over ranks (`exact_sum`), the
-    total is the same to the bit for every number of ranks. `flops` are those of the whole model for all tokens of this
-    replica, forward and backward, as they are counted for the MFU (`planner.cost.flops`).
+    total is the same to the bit for every number of ranks.
     """
 
     loss_sum: float
@@ -54,7 +53,6 @@ class StepResult:
     waited: float = 0.0
     loss_rest: float = 0.0
     metrics: Mapping[str, MetricSum] = field(default_factory=dict)
-    flops: int = 0
 
 
 @dataclass

@@ -15,7 +15,6 @@ from tllm.parallel.cross_entropy import check_labels
 from tllm.parallel.grid.grid_mesh import GridMesh, grid_mesh_of
 from tllm.parallel.load_balance import LoadBalance
 from tllm.parallel.mesh import Mesh, mesh_of
-from tllm.planner.cost.flops import training_flops
 from tllm.spec.pipeline_schedule import Schedule, forward_only
 from tllm.spec.pipeline_schedule import build as build_schedule
 from tllm.training.attention.context_parallel import cut_tokens
@@ -39,7 +38,7 @@ from tllm.training.step.model_chunks import build_chunks, without_memory
 from tllm.training.step.pipeline_step import StepResult, TrainStage, run_forward, run_schedule
 from tllm.training.step.rank_groups import RankConfig
 from tllm.training.step.recompute import recompute
-from tllm.training.step.shared_prompts import share_preferences
+from tllm.training.step.shared_prompts import as_computed
 from tllm.weights.dtypes import torch_dtype
 
 
@@ -109,14 +108,13 @@ class RankModel:
         if self._balance is not None:
             learns_alone = learns_from_own_tokens(self._config.job, self._config.plan.servers)
             self._balance.begin(global_microbatches, len(batch) if learns_alone else None)
-        computed = self._shared(batch)
-        microbatches = self._here(computed)
+        microbatches = self._here(batch)
         if not microbatches:
             return StepResult(0.0, 0)
         start = time.monotonic()
         result = run_schedule(self._schedule(len(microbatches)), self._stage, microbatches, loss_scale)
         self.compute_seconds = time.monotonic() - start - result.waited
-        return replace(result, flops=self._flops(computed))
+        return result
 
     def forward_only(
         self, batch: Sequence[Tokens], objective: Objective | None = None, adapted: bool = True
@@ -126,7 +124,7 @@ class RankModel:
         If not `adapted`, the model is taken without the adapter that the job trains: as it was when the run began.
         With experts spread over replicas, or ZeRO-3, every replica must be given as many.
         """
-        microbatches = self._here(self._shared(batch))
+        microbatches = self._here(batch)
         if not microbatches:
             return StepResult(0.0, 0)
         schedule = forward_only(self._config.plan.pp, len(microbatches), self._config.plan.chunks)
@@ -134,18 +132,10 @@ class RankModel:
         stage = replace(self._stage, objective=objective or self.objective, make_adapt=make_adapt, of_states=None)
         return run_forward(schedule, stage, microbatches)
 
-    def _shared(self, batch: Sequence[Tokens]) -> Sequence[Tokens]:
-        """The same microbatches with the prompts of preferences once, where this run shares them."""
-        return share_preferences(batch) if self._config.shares_prompts else batch
-
-    def _flops(self, batch: Sequence[Tokens]) -> int:
-        """Of the whole model for these microbatches, forward and backward."""
-        spec, is_frozen = self._config.spec, self._config.job.lora is not None
-        return sum(training_flops(spec, tokens.lengths, tokens.predicted, is_frozen, tokens.before) for tokens in batch)
-
     def _here(self, batch: Sequence[Tokens]) -> list[Tokens]:
         """The tokens of each microbatch that this rank computes, on its device."""
         cp, device = self._config.groups.cp, self._config.device
+        batch = as_computed(self._config, batch)
         if device != CPU:
             for tokens in batch:
                 check_labels(tokens.labels_T, self._config.spec.vocab_size)

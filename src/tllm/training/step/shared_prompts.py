@@ -78,8 +78,11 @@ def share_prompts(tokens: Tokens) -> Tokens:
     )
 
 
-def share_preferences(batch: Sequence[Tokens]) -> list[Tokens]:
-    """The same with the prompts of preferences shared; of completions that were sampled they are already."""
+def as_computed(config: RankConfig, batch: Sequence[Tokens]) -> Sequence[Tokens]:
+    """The microbatches as this run computes them: with the prompts of preferences shared, if it shares any; of
+    completions that were sampled they are already."""
+    if not config.shares_prompts:
+        return batch
     return [share_prompts(tokens) if ROLE in tokens.of_documents else tokens for tokens in batch]
 
 

@@ -7,20 +7,28 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from tests.unit.planner.search.test_serving_search import spec_of
 from tllm.comm.collectives.group import solo
 from tllm.devices.choose import CPU
+from tllm.planner.cost.flops import training_flops
 from tllm.spec.plan import Plan
 from tllm.training.data.batch_feed import ReplicaBatch
+from tllm.training.data.batch_tensors import Tokens
+from tllm.training.data.encoder import IGNORED
 from tllm.training.report.step_report import RankCounters, StepReport
 from tllm.training.step.pipeline_step import StepResult
+
+SPEC = spec_of(2)
 
 
 def report_of(rank: int = 0) -> StepReport:
     """A rank's, whose peak is a billion flop/s."""
     world = SimpleNamespace(rank=rank, size=1, all_gather=solo().all_gather)
     groups = SimpleNamespace(world=world, tells_losses=True, bytes_sent=0)
-    config: Any = SimpleNamespace(groups=groups, rank=rank, plan=Plan.parse("dp=2,pp=2", 2), device=CPU)
+    parts = {"job": SimpleNamespace(lora=None), "plan": Plan.parse("dp=2,pp=2", 2), "device": CPU}
+    config: Any = SimpleNamespace(groups=groups, rank=rank, spec=SPEC, shares_prompts=False, **parts)
     return StepReport(config, 1e9)
 
 
@@ -46,7 +54,10 @@ def test_only_rank_0_warns(caplog: pytest.LogCaptureFixture) -> None:
 def test_the_first_rank_of_each_replica_tells_what_all_of_it_have_computed(rank: int, share: int) -> None:
     """And not the rows of the batch, of which a prompt may be computed once for several."""
     batch = ReplicaBatch(lengths=(50, 60), predicted=7, denominator=2.0, global_microbatches=1)
-    counters = RankCounters(batch, StepResult(3.0, 7, flops=12345), 1.0, 0.1, time.monotonic() - 0.5)
+    ids, labels = torch.arange(9), torch.tensor([IGNORED] * 5 + [1, 2, 3, 4])
+    tokens = Tokens(ids, labels, ids, [5, 4], prefixes=(None, 0))
+    counters = RankCounters(batch, [tokens, tokens], StepResult(3.0, 7), 1.0, 0.1, time.monotonic() - 0.5)
     record, _ = report_of(rank).record(1, counters, stopped=False)
     assert record.mfu is not None and record.tokens == 110
-    assert record.mfu * record.seconds * 1e9 == pytest.approx(12345 * share)
+    computed = 2 * training_flops(SPEC, [5, 4], 4, before=(0, 5))
+    assert record.mfu * record.seconds * 1e9 == pytest.approx(computed * share)

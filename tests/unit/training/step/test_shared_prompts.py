@@ -34,6 +34,7 @@ from tllm.training.objectives.policy_gradient import OLD, REFERENCE, SAMPLED
 from tllm.training.objectives.reply_log_probs import REFERENCE as REFERENCE_LOG_PROBS
 from tllm.training.policy.rewarded_rows import completion_row
 from tllm.training.policy.rollouts import Completion, Turns
+from tllm.training.report.step_report import StepReport
 from tllm.training.state.initial_weights import InitialWeights
 from tllm.training.step.rank_groups import Groups, RankConfig
 from tllm.training.step.rank_model import RankModel
@@ -121,15 +122,12 @@ def test_flops_are_those_of_what_is_computed(is_paired: bool, tmp_path: Path) ->
     config = RankConfig(job, Plan.parse("pp=1", spec.num_layers), spec, 0, Groups())
     whole = pairs(torch.Generator().manual_seed(6)) if is_paired else microbatch()
     shared = share_prompts(whole)
+    model = RankModel(config)
     for each, given, computed in (
         (config, whole, whole),
         (with_shared_prompts(config), whole if is_paired else shared, shared),
     ):
-        model = RankModel(each)
-        InitialWeights(LocalFiles(tmp_path), config=raw).filler(spec, 0, "float64")(model.chunks[0])
-        flops = model.forward_backward([given, given], 2, 0.1).flops
-        assert flops == 2 * counted_flops(model, computed)
-        assert model.forward_backward([], 2, 0.1).flops == 0
+        assert StepReport(each, 1e9)._flops([given, given]) == 2 * counted_flops(model, computed)
     assert counted_flops(model, shared) < 0.9 * counted_flops(model, whole)
 
 
@@ -258,9 +256,7 @@ def test_replies_of_one_prompt_that_no_pair_holds_learn_what_whole_rows_learn(fa
         assert isinstance(objective, KTOLoss)
         (own,) = DivergenceEstimate(model, each.groups, objective.log_probs)([tokens])
         told, gradients = learned(model, own)
-        found.append((told, gradients, model.forward_backward([own], 1, 0.1).flops))
-        for parameter in model.chunks[0].parameters():
-            parameter.grad = None
+        found.append((told, gradients, StepReport(each, 1e9)._flops([own])))
     assert each.shares_prompts and not config.shares_prompts
     (want, whole, flops), (told, gradients, fewer) = found
     assert told == pytest.approx(want, rel=1e-11) and told["kl"] > 0 and fewer < flops
