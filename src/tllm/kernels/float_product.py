@@ -9,6 +9,8 @@ oneDNN, which makes torch's products of 16-bit numbers, prepares one anew for ea
 a millisecond on an Intel Xeon with AMX, ten times what a product of a small weight takes, and half a megabyte. A batch
 of a server has any number of rows. So they are rounded up (`padded_rows`), and few are prepared;
 the memory of a server grew for hours by what was prepared, and dropped again, between tensors (docs/log/memory.md).
+
+On processors with AMX our own product by tiles (csrc/bfloat16_tiles.c) reads weights as they lie, and prepares nothing.
 """
 
 from __future__ import annotations
@@ -39,6 +41,9 @@ IN_DOUBLING, IN_DOUBLING_OF_LARGE = 4, 8
 """Numbers of rows between a power of two and the next one: at most a quarter is added, and beside large weights an
 eighth."""
 
+TILED = 32
+"""Outputs and columns of weights that are multiplied by tiles are a multiple of this."""
+
 TILE_ROWS = 16
 """Rows that oneDNN's products of 16-bit numbers make at once, with AMX."""
 
@@ -67,7 +72,7 @@ def product_name(x_TD: Tensor, weight_FD: Tensor) -> str:
     """The candidate that is the fastest for these, measured if it is not known yet."""
     rows, kernels = len(x_TD), library()
     if kernels is not None and kernels.makes_plain_products and x_TD.dtype in DTYPES and weight_FD.is_contiguous():
-        return "kernel"
+        return "tiles" if _can("tiles", x_TD, weight_FD) else "kernel"
     if rows > MEASURED_ROWS or rows == 0 or weight_FD.nbytes < MEASURED_BYTES or x_TD.dtype == torch.float64:
         return "linear"
     kind = ProductKind(
@@ -75,24 +80,32 @@ def product_name(x_TD: Tensor, weight_FD: Tensor) -> str:
     )
     choice = choices.known.get(kind)
     if choice is None:
-        choice = choices.choose(kind, names_for(rows), partial(measure, x_TD, weight_FD))
+        choice = choices.choose(kind, names_for(x_TD, weight_FD), partial(measure, x_TD, weight_FD))
     return choice.name
 
 
 def measure(x_TD: Tensor, weight_FD: Tensor) -> Choice:
     """Time every candidate that there is for these."""
-    return fastest({name: partial(CANDIDATES[name], x_TD, weight_FD) for name in names_for(len(x_TD))})
+    return fastest({name: partial(CANDIDATES[name], x_TD, weight_FD) for name in names_for(x_TD, weight_FD)})
 
 
-def names_for(rows: int) -> list[str]:
-    """The candidates that there are for so many rows."""
-    return [name for name in CANDIDATES if _can(name, rows)]
+def names_for(x_TD: Tensor, weight_FD: Tensor) -> list[str]:
+    """The candidates that there are for these."""
+    return [name for name in CANDIDATES if _can(name, x_TD, weight_FD)]
 
 
-def _can(name: str, rows: int) -> bool:
-    if name == "torch.mv":
-        return rows == 1
-    return library() is not None if name == "kernel" else True
+def _can(name: str, x_TD: Tensor, weight_FD: Tensor) -> bool:
+    kernels = library()
+    match name:
+        case "torch.mv":
+            return len(x_TD) == 1
+        case "kernel":
+            return kernels is not None
+        case "tiles":
+            is_bfloat16 = x_TD.dtype == weight_FD.dtype == torch.bfloat16
+            fits = all(size % TILED == 0 for size in weight_FD.shape) and weight_FD.is_contiguous()
+            return kernels is not None and kernels.has_tiles and is_bfloat16 and fits
+    return True
 
 
 def padded_rows(rows: int, in_doubling: int) -> int:
@@ -165,5 +178,24 @@ def _kernel(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
     return y_TF
 
 
-CANDIDATES: dict[str, Product] = {"linear": _linear, "torch.mv": _mv, "W x^T": _transposed, "kernel": _kernel}
+def _tiles(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
+    """The kernel of csrc/bfloat16_tiles.c: a row has the same bits whatever other rows there are."""
+    kernels = library()
+    assert kernels is not None and _can("tiles", x_TD, weight_FD)
+    x_TD = x_TD.contiguous()
+    (rows, columns), outputs, threads = x_TD.shape, len(weight_FD), torch.get_num_threads()
+    y_TF = torch.empty(rows, outputs, dtype=x_TD.dtype)
+    scratch = torch.empty(kernels.tiles.scratch_bytes(rows, columns), dtype=torch.uint8)
+    weight, x, y = weight_FD.data_ptr(), x_TD.data_ptr(), y_TF.data_ptr()
+    kernels.tiles.bfloat16_matmul(weight, outputs, columns, x, rows, y, scratch.data_ptr(), threads)
+    return y_TF
+
+
+CANDIDATES: dict[str, Product] = {
+    "linear": _linear,
+    "torch.mv": _mv,
+    "W x^T": _transposed,
+    "kernel": _kernel,
+    "tiles": _tiles,
+}
 """The products by the names that `tllm profile` shows."""

@@ -40,7 +40,7 @@ V3 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"})
 V4 = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
 
 VNNI = V3 | V4 | {"avx512_vnni"}
-AMX = VNNI | {"amx_tile", "amx_int8"}
+AMX = VNNI | {"avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"}
 
 TILES = 18
 """XFEATURE_XTILEDATA (Linux, Documentation/arch/x86/xstate.rst)."""
@@ -48,7 +48,13 @@ TILES = 18
 ARCH_PRCTL, ARCH_REQ_XCOMP_PERM = 158, 0x1023
 
 INSTRUCTION_SETS = (
-    InstructionSet("avx512amx", "x86_64", "x86_64_v4+avx512vnni+amx_tile+amx_int8", AMX, TILES),
+    InstructionSet(
+        name="avx512amx",
+        machine="x86_64",
+        compiled_for="x86_64_v4+avx512vnni+avx512bf16+amx_tile+amx_int8+amx_bf16",
+        needs=AMX,
+        registers=TILES,
+    ),
     InstructionSet("avx512vnni", "x86_64", "x86_64_v4+avx512vnni", VNNI),
     InstructionSet("avxvnni", "x86_64", "x86_64_v3+avxvnni", V3 | {"avx_vnni"}),
     InstructionSet("avx2", "x86_64", "x86_64_v3", V3),

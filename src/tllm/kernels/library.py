@@ -112,6 +112,8 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
         None,
         [c_void_p, c_int, c_int64, c_int64, c_void_p, c_int, c_int64, c_void_p, c_int, c_void_p, c_int],
     ),
+    "tllm_bfloat16_scratch_bytes": (c_int64, [c_int64] * 2),
+    "tllm_bfloat16_matmul": (None, [c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int]),
     "tllm_pack_codes": (None, [c_void_p, c_int64, c_int64, c_int64, c_int, c_void_p, c_int]),
     "tllm_split_nibbles": (None, [c_void_p, *[c_int64] * 4, c_void_p, c_int]),
     "tllm_round_weights": (None, [c_void_p, c_int, c_int64, c_int64, c_int, c_void_p, c_void_p, c_int]),
@@ -136,6 +138,13 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "tllm_play": (None, [POINTER(CallArguments), c_int64]),
     "tllm_gumbel_max": (None, [c_void_p, c_int]),
 }
+
+
+class TileFunctions(NamedTuple):
+    """The product with plain weights by tiles, of processors that have those (`Library.has_tiles`)."""
+
+    bfloat16_matmul: Callable[..., None]
+    scratch_bytes: Callable[..., int]
 
 
 class CacheFunctions(NamedTuple):
@@ -196,6 +205,7 @@ class Library:
         self.has_tiles = bool(functions.tllm_has_tiles())
         self.quantized_matmul = functions.tllm_quantized_matmul
         self.float_matmul = functions.tllm_float_matmul
+        self.tiles = TileFunctions(functions.tllm_bfloat16_matmul, functions.tllm_bfloat16_scratch_bytes)
         self.loading = LoadingFunctions(
             functions.tllm_pack_codes, functions.tllm_split_nibbles, functions.tllm_round_weights
         )

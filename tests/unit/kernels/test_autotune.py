@@ -189,7 +189,7 @@ def test_every_area_reads_what_was_kept(measuring: Measuring, monkeypatch: pytes
         monkeypatch.setattr(attention_dtype, "measured", Autotuned("attention of training"))
         monkeypatch.setattr(training_matmul, "choices", {})
         monkeypatch.setattr(attention_dtype, "_chosen", {})
-        products = Measuring(Choice("linear", dict.fromkeys(float_product.names_for(1), 1.0)))
+        products = Measuring(Choice("linear", dict.fromkeys(float_product.names_for(x_TD, weight_FD), 1.0)))
         packed = Measuring(Choice("tiles", {"tiles": 1.0, "vectors": 2.0}))
         prompts = Measuring(Choice("b", {"a": 2.0, "b": 1.0}))
         trained = Measuring(Choice("float32", {"float32": 1.0, "bfloat16": 2.0}))

@@ -25,7 +25,11 @@ from tllm.kernels.float_product import (
     float_matmul,
     is_prepared,
     measure,
+    names_for,
+    product_name,
 )
+from tllm.kernels.library import Library
+from tllm.kernels.recording.recorder import recordable
 
 
 @pytest.fixture(autouse=True)
@@ -43,10 +47,8 @@ def test_candidates_compute_the_same(dtype: torch.dtype, rows: int, outputs: int
     size = x.double().abs() @ weight.double().abs().T
     # oneDNN's own product comes to 2.7e-7 with AVX-512 on an Intel Xeon, where sums have another order.
     rounding = {torch.float32: 4e-7, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
-    for name, product in CANDIDATES.items():
-        if name == "torch.mv" and rows > 1:
-            continue
-        found = product(x, weight)
+    for name in names_for(x, weight):
+        found = CANDIDATES[name](x, weight)
         assert found.dtype == dtype and found.is_contiguous()
         assert ((found.double() - want).abs() / size).max() < rounding, name
 
@@ -161,6 +163,62 @@ def test_a_number_depends_on_nothing_beside_it(library: object, monkeypatch: pyt
         for rows in ROWS:
             assert torch.equal(CANDIDATES["kernel"](x[-rows:], weight), whole[-rows:])
         assert torch.equal(CANDIDATES["kernel"](x, weight[1:]), whole[:, 1:])
+
+
+TILED = [lib for lib in libraries() if lib.has_tiles]
+TILED_SHAPES = [(32, 32), (96, 288), (64, 2048)]
+TILED_ROWS = [1, 16, 17, 33, 64, 70]
+"""Up to a tile, two, and several pairs of these, of which the last has one or two."""
+
+
+def twin_of_tiles(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
+    """What a product by tiles sums: of each 32 columns the even and the odd ones apart, in float32."""
+    sums = torch.zeros(len(x_TD), len(weight_FD))
+    for k in range(0, x_TD.shape[1], 32):
+        products = x_TD.float()[:, None, k : k + 32] * weight_FD.float()[:, k : k + 32]
+        even, odd = torch.zeros_like(sums), torch.zeros_like(sums)
+        for pair in range(0, 32, 2):
+            even, odd = even + products[..., pair], odd + products[..., pair + 1]
+        sums = sums + (even + odd)
+    return sums.to(x_TD.dtype)
+
+
+@pytest.mark.skipif(not TILED, reason="this processor has no tiles")
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("outputs", "columns"), TILED_SHAPES)
+def test_a_product_by_tiles_has_the_bits_of_its_twin(
+    outputs: int, columns: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For any number of rows, and whatever else is computed beside one."""
+    monkeypatch.setattr(float_product, "library", lambda: TILED[0])
+    torch.manual_seed(0)
+    x, weight = torch.randn(TILED_ROWS[-1], columns).bfloat16(), torch.randn(outputs, columns).bfloat16()
+    x[3, 5] = float("nan")  # of one row only
+    want, before = twin_of_tiles(x, weight), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for rows in TILED_ROWS:
+            found = CANDIDATES["tiles"](x[:rows], weight)
+            torch.testing.assert_close(found, want[:rows], rtol=0, atol=0, equal_nan=True)
+            found = CANDIDATES["tiles"](x[-rows:], weight[32:])
+            torch.testing.assert_close(found, want[-rows:, 32:], rtol=0, atol=0, equal_nan=True)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("library", libraries(), ids=lambda library: library.instruction_set.name)
+def test_tiles_multiply_what_fits_them(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where all products are to be the kernels', so that they can be played."""
+    monkeypatch.setattr(float_product, "library", lambda: library)
+    x, weight = torch.ones(3, 64).bfloat16(), torch.ones(32, 64).bfloat16()
+    assert ("tiles" in names_for(x, weight)) == library.has_tiles
+    assert "tiles" not in names_for(x, weight[:31])
+    assert "tiles" not in names_for(x[:, :48], weight[:, :48].contiguous())
+    assert "tiles" not in names_for(x, torch.ones(64, 32).bfloat16().t())
+    assert "tiles" not in names_for(x.float(), weight.float())
+    monkeypatch.setattr(float_product, "library", lambda: recordable(library))
+    assert product_name(x, weight) == ("tiles" if library.has_tiles else "kernel")
+    assert product_name(x, weight[:31]) == "kernel"
 
 
 def test_the_fastest_is_taken_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@
 enum {
     QUANTIZED_MATMUL,
     FLOAT_MATMUL,
+    BFLOAT16_MATMUL,
     RMS_NORM,
     GATED,
     ROTATE,
@@ -40,6 +41,7 @@ static void make(const Call *call) {
     case FLOAT_MATMUL:
         tllm_float_matmul(AT(0), INT(1), w[2], w[3], AT(4), INT(5), w[6], AT(7), INT(8), AT(9), INT(10));
         break;
+    case BFLOAT16_MATMUL: tllm_bfloat16_matmul(AT(0), w[1], w[2], AT(3), w[4], AT(5), AT(6), INT(7)); break;
     case RMS_NORM:
         tllm_rms_norm(AT(0), INT(1), w[2], w[3], AT(4), INT(5), (float)call->number, INT(6), AT(7), INT(8));
         break;

@@ -13,6 +13,8 @@ void tllm_quantized_matmul(const WeightPart *parts, int64_t count, const int64_t
                            int threads);
 void tllm_float_matmul(const void *weight, int w_dtype, int64_t outputs, int64_t columns, const void *x, int x_dtype,
                        int64_t rows, void *y, int y_dtype, float *scratch, int threads);
+void tllm_bfloat16_matmul(const void *weight, int64_t outputs, int64_t columns, const void *x, int64_t rows, void *y,
+                          void *scratch, int threads);
 void tllm_rms_norm(const void *x, int dtype, int64_t rows, int64_t width, const void *weight, int w_dtype, float eps,
                    int adds_one, void *y, int threads);
 void tllm_gated(const void *x, int dtype, int64_t rows, int64_t width, int activation, void *y, int threads);

@@ -1,8 +1,8 @@
-/* Exact sums for 16 rows and 16 outputs at once, on processors that multiply tiles of memory (AMX).
+/* Sums for 16 rows and 16 outputs at once, on processors that multiply tiles of memory (AMX).
  *
  * A tile is a register of up to 16 rows of 64 bytes. A product multiplies one with rows of x by one with codes: each
- * row of the result has, for 16 outputs, sums over 16 or 32 columns. HAS_TILES: 0 where the processor has none; nothing
- * here is called then.
+ * row of the result has, for 16 outputs, exact sums over 16 or 32 columns; of bfloat16 (bfloat16_tiles.c) it adds to
+ * sums in float32. HAS_TILES: 0 where the processor has none; nothing here is called then.
  */
 #ifndef TLLM_TILES_H
 #define TLLM_TILES_H
@@ -32,6 +32,17 @@ INLINE void configure_tiles(int rows, int columns) {
         .bytes = {64, (uint16_t)columns, 64},
         .rows = {(uint8_t)rows, (uint8_t)rows, (uint8_t)(columns / 4)},
     };
+    _tile_loadconfig(&config);
+}
+
+/* Eight whole registers. */
+INLINE void configure_all_tiles(void) {
+    struct {
+        uint8_t palette, start, reserved[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } config = {.palette = 1};
+    for (int i = 0; i < 8; i++) config.bytes[i] = 64, config.rows[i] = TILE_ROWS;
     _tile_loadconfig(&config);
 }
 

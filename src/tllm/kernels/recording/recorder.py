@@ -48,6 +48,7 @@ from tllm.kernels.row_operations import DTYPES
 KERNELS = (
     "quantized_matmul",
     "float_matmul",
+    "bfloat16_matmul",
     "rms_norm",
     "gated",
     "rotate",
@@ -218,6 +219,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         k = kernels
         noting.quantized_matmul = partial(self._make, "quantized_matmul", k.quantized_matmul)
         noting.float_matmul = partial(self._make, "float_matmul", k.float_matmul)
+        by_tiles = partial(self._make, "bfloat16_matmul", k.tiles.bfloat16_matmul)
+        noting.tiles = k.tiles._replace(bfloat16_matmul=by_tiles)
         noting.rows = RowFunctions(**self._all_of(k.rows))
         noting.cache = CacheFunctions(**self._all_of(k.cache))
         noting.experts = ExpertFunctions(**self._all_of(k.experts))

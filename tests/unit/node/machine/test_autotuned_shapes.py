@@ -51,7 +51,7 @@ def test_every_area_with_all_its_ways(monkeypatch: pytest.MonkeyPatch) -> None:
         *("product", "attention of a token", "product of training", "attention of training"),
         *prompts,
     }
-    assert set(areas["product"].seconds) == set(float_product.names_for(1))
+    assert set(areas["product"].seconds) == set(float_product.names_for(torch.ones(1, 1024), torch.ones(1024, 1024)))
     assert "rows=1 outputs=1024 columns=1024 dtype=float32" in areas["product"].shape
     for area in {"attention of a token", *prompts}:
         assert set(areas[area].seconds) == ({"kernel", "torch"} if kernel else {"torch"})
