@@ -2,29 +2,35 @@
 
 The relaxation of `training_bound` spreads any part of a layer over all devices. Without tensor parallelism no plan does
 that: all replicas of a plan have the same cut of the layers into stages. This bound goes through every cut (their order
-along the pipeline does not count) and lets devices be arranged as well as can be. What it says of a plan, in plain
-words:
+along the pipeline does not count) and lets devices be arranged as well as can be. It says of each plan, in plain words:
 
 1. **Whole layers.** A stage of a layers is busy for m a t seconds in a step of m rows, if t is what a layer takes for a
    row. So a replica does no more rows than its slowest stage lets through.
-2. **The pipeline's fill.** A stage waits for the first microbatch: of i stages that take w or more for a microbatch the
-   last begins (i - 1) w / 3 late at least, as a third of w is the forward pass. With several chunks only one layer of
-   the first chunk is sure to come before; but then backward passes are whole, and one layer's comes after as well.
-3. **Gradients.** A rank sends its stage's gradients once, after its last backward pass has begun, which lasts no longer
-   than two thirds of a microbatch (and half of what is recomputed of attention), and then the new weights. Of n ranks
-   that share a gradient each sends the part (n - 1) / n of it. How many there are at least follows from the seconds
-   and the fastest replica.
+2. **The pipeline's fill.** Of i stages that take w or more for a microbatch the last one begins when it has passed the
+   i - 1 others, (i - 1) w / 3 late: a third of w is the forward pass. Where backward passes are whole, as many of them
+   follow its last one, so that it is (i - 1) w. With several chunks only one layer of each first chunk is sure to come
+   before and after.
+3. **Gradients.** A rank sends its stage's gradients once, after its last backward pass has begun, and then the new
+   weights. Of n ranks that share a gradient each sends the part (n - 1) / n; how many there are at least follows from
+   the seconds and the fastest replica. That pass takes no more than three quarters of a microbatch: two thirds, or up
+   to three quarters where ranks of context parallelism wait for one another. Where backward passes are whole, a stage's
+   last one comes after the last work of every later stage. So of i stages that take w or more the last in the pipeline
+   is done before what hides the gradients of the others begins: m w seconds, and then the messages of at least the
+   second most of the i.
 4. **ZeRO 3** gathers the weights of all layers but one of each chunk anew for each forward and each backward pass.
-5. **Memory.** Before its first backward pass a stage holds what its layers keep of one microbatch, which limits the
-   microbatch, and so what a last backward pass hides.
-6. **Devices.** A stage whose gradients take too long for slow links needs a device with a fast one in each replica, one
-   that is too large for little memory one with much, one that is too slow on slow devices fast ones. How many replicas
-   there can be of each kind is a linear program: for every set of these three needs, stages that have them all need as
-   many devices that have them all.
+5. **Memory** limits the microbatch, and so what a last backward pass hides. Before its first one a stage holds what its
+   layers keep of one microbatch, or the first of its chunks of as many as there are stages. And it holds a microbatch
+   from its forward pass until all later stages are done with it (Little 1961, A Proof for the Queuing Formula), for
+   as many seconds as their layers take.
+6. **Devices.** A stage whose gradients take too long for slow links has a device with a fast one in each replica, and
+   one whose load is too large for slow devices a fast one. How many replicas there can be of each kind is a linear
+   program: there are no more devices than there are, nor fast ones, well-linked ones, those that are both, and those
+   with much memory.
 
 Devices count as slow or fast, with slow or fast links, with little memory or much: each as the best of its class. Ranks
-of context parallelism count as so many replicas with a part of each microbatch, which breaks none of these rules. Each
-replica may have the size of microbatches that suits it. So no plan takes less, whatever its schedule.
+of context parallelism count as so many replicas with a part of each microbatch, of which all of the above is as true.
+Each kind of replicas may have the size of microbatches that suits it, and any part of a replica counts. The embedding,
+of which it is not known which stage has it, has no gradients. So no plan takes less, whatever its schedule.
 """
 
 from __future__ import annotations
@@ -89,9 +95,10 @@ class SentGradients:
     """Elements that stages learn, and the bytes that are sent for each of them; all 0 where nothing is exposed."""
 
     layer: float
-    first: float
-    """More of the first stage, which has the embedding."""
     last: float
+    """More of the last stage."""
+    lost: float
+    """As many, at most, that a stage does not send as messages are whole numbers of elements."""
     summed: float
     """Bytes of an element's gradient, reduce-scattered."""
     gathered: float
@@ -200,16 +207,11 @@ class _CutBound:
         return low
 
     def _cut(self, parts: Sequence[int], last: int) -> _Cut:
-        """Stages of so many layers, of which the last has `last`; the first is the smallest of the others, as it has
-        the embedding."""
-        rest, sent = sorted(parts), self.sent
+        """Stages of so many layers, of which the last has `last`."""
+        rest, sent = list(parts), self.sent
         rest.remove(last)
-        stages = [_Stage(float(part), part * sent.layer, part) for part in rest]
         end = _Stage(last + self.work.logits, last * sent.layer + sent.last, last)
-        if not rest:
-            return (end._replace(elements=end.elements + sent.first),)
-        stages[0] = stages[0]._replace(elements=stages[0].elements + sent.first)
-        return tuple(sorted([*stages, end]))
+        return tuple(sorted([*(_Stage(float(part), part * sent.layer, part) for part in rest), end]))
 
     def _suffices(self, cut: _Cut, seconds: float) -> bool:
         """Whether all rows may be done in so many seconds."""
@@ -245,7 +247,7 @@ class _CutBound:
         links = [
             self.devices.fast_link if on_links >> place & 1 else self.devices.slow_link for place in range(len(cut))
         ]
-        sums = [part * stage.elements / link for stage, link in zip(cut, links, strict=True)]
+        sums = [max(0.0, part * stage.elements - sent.lost) / link for stage, link in zip(cut, links, strict=True)]
         anew = [2 * part * sent.layer * sent.gathered / link * (not zero.weights) for link in links]
         each = zero.sums * sent.summed + zero.gathers * sent.gathered
         return _Messages(tuple(each * one for one in sums), zero.gathers * sent.gathered * max(sums), tuple(anew))

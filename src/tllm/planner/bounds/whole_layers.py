@@ -50,7 +50,9 @@ def least_of_whole_layers(
     seconds = [layer / of_layers for of_layers, _ in rates]
     worth = min(logits / of_logits / one for (_, of_logits), one in zip(rates, seconds, strict=True))
     work = _work(spec, whole, sized, worth)
-    return least_of_cuts(work, _gradients(spec, whole, sized[0]), _classes(seconds, bandwidths, memories), least)
+    return least_of_cuts(
+        work, _gradients(spec, whole, sized[0], len(rates)), _classes(seconds, bandwidths, memories), least
+    )
 
 
 def _row_flops(spec: ModelSpec, whole: Cut, facts: TrainingFacts) -> float:
@@ -101,24 +103,19 @@ def _elements(spec: ModelSpec, whole: Cut) -> list[int]:
     return [sum(one.elements for one in layer_parameters(spec, layer, whole)) for layer in dict.fromkeys(spec.layers)]
 
 
-def _gradients(spec: ModelSpec, whole: Cut, facts: TrainingFacts) -> SentGradients:
+def _gradients(spec: ModelSpec, whole: Cut, facts: TrainingFacts, devices: int) -> SentGradients:
     """What stages send of gradients; nothing where it is not known that messages outlast the passes: of an adapter, of
     experts, late, between local steps, or as few numbers."""
     is_little = facts.adapter is not None or any(layer.moe for layer in spec.layers)
     if is_little or facts.late or facts.local or facts.compression == "powersgd":
         return SentGradients(0.0, 0.0, 0.0, 0.0, 0.0)
-    first, last = (
-        float(sum(one.elements for one in end_parameters(spec, run, whole)[end]))
-        for end, run in enumerate((range(1), range(spec.num_layers - 1, spec.num_layers)))
-    )
+    end = range(spec.num_layers - 1, spec.num_layers)
+    last = 0 if spec.tied else sum(one.elements for one in end_parameters(spec, end, whole)[1])
+    layer, w = min(_elements(spec, whole)), facts.full_precision_bytes
+    # Each bucket of an all-reduce is divided, and each of its parts, with less than an element over for each rank.
+    buckets = 2 + (sum(_elements(spec, whole)) * spec.num_layers + last) * w / facts.bucket_bytes
     share = facts.gradient_share([], spec.hidden_size)
-    return SentGradients(
-        float(min(_elements(spec, whole))),
-        first,
-        0.0 if spec.tied else last,
-        facts.full_precision_bytes * share,
-        float(facts.learned_bytes),
-    )
+    return SentGradients(float(layer), float(last), devices * buckets, w * share, float(facts.learned_bytes))
 
 
 def _classes(seconds: Sequence[float], bandwidths: Sequence[float], memories: Sequence[float]) -> DeviceClasses:

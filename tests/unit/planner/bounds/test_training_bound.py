@@ -150,6 +150,17 @@ def test_no_plan_of_up_to_six_machines_takes_less(seed: int) -> None:
             assert bound <= seconds * (1 + 1e-12), f"{plan} on {devices}, {sized}"
 
 
+@pytest.mark.parametrize("seed", some_of(100, 4))
+def test_no_plan_of_all_of_two_or_three_machines_takes_less(seed: int) -> None:
+    """As above, but every plan there is."""
+    draw = random.Random(8000 + seed)
+    count = draw.choice([2, 2, 3])
+    spec, cluster = spec_of(draw.randint(1, 6 - count)), machines(draw, count)
+    facts = TrainingFacts(draw.choice([16, 64]), draw.randint(2, 8 - count))
+    bound = least_step_seconds(spec, cluster, facts, SIZES)
+    assert bound <= least_of_every_plan(spec, cluster, facts) * (1 + 1e-12)
+
+
 def test_replicas_that_must_sum_gradients_wait_for_them() -> None:
     """Equal machines that hold too few rows to hide what they send: the bound is nearly what the best plan takes."""
     spec = spec_of(2)
