@@ -1,26 +1,38 @@
-"""`least_step_seconds`: what a training step takes at least on a cluster, whatever the plan.
+"""`least_step_seconds`: what a training step takes at least on a cluster, whatever the plan that is chosen.
 
-The bound is a linear relaxation. Any part of a layer, of a microbatch and of the logits may be computed on any device,
-at the best rate that the device has for as many rows or fewer; messages, bubbles, updates and recomputation take no
-time. With W flops of all layers and V flops of all logits in a step, forward and backward, and rates r_i and g_i of
-device i for them, it is
+Every plan obeys a linear relaxation. Any part of a layer, of a microbatch and of the logits may be computed on any
+device, at the best rate that the device has for as many rows or fewer; messages, bubbles, updates and recomputation
+take no time. With W flops of all layers and V flops of all logits in a step, forward and backward, and rates r_i and
+g_i of device i for them, it is
 
     least T such that x_i / r_i + y_i / g_i <= T for every device i, sum x_i = W, sum y_i = V
         = max over q >= 0 of (W + q V) / sum_i max(r_i, q g_i)
 
 where the second line is the dual program, whose best q is one of the ratios r_i / g_i. Of memory it only knows that a
 device without room for a process takes no part.
+
+Beyond that a plan is one of three kinds, and the least of their bounds counts:
+
+- **It recomputes layers**: W has a forward pass more.
+- **It has tensor parallelism**: in each layer ranks wait for their sums. A stage of n ranks takes as long as the mean
+  of what its ranks compute and what the one that waits least waits, so n w of its devices' time is lost for a wait of
+  w; as n is two or more, at least 2 w max(r_i, q g_i) of the slowest device is added to W + q V.
+- **Neither**: each layer is one stage's, and that stage sums its gradients (`cut_bound`).
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tllm.planner.cluster.device import Cluster, Device, Points
+from tllm.planner.bounds.whole_layers import least_of_whole_layers, passes_of
+from tllm.planner.cluster.device import SHORT_MESSAGE_BYTES, Cluster, Device, Points
+from tllm.planner.cluster.device_kinds import best_bandwidths
 from tllm.planner.cluster.profile import between
-from tllm.planner.cost.flops import BACKWARD, layer_flops, logits_flops
+from tllm.planner.cost.flops import layer_flops, logits_flops
+from tllm.planner.cost.rank_bytes import layer_parameters
 from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.memory.heap import TRAINER_BYTES
 from tllm.spec.cut import cut_stage
@@ -40,27 +52,96 @@ def least_step_seconds(
 
     The size of `facts` itself does not count. Raises ConfigError where a device has no speed in the job's dtype.
     """
-    devices = Counter(device for device in cluster.devices if device.memory > TRAINER_BYTES)
-    sized = (replace(facts, microbatch_size=size) for size in microbatch_sizes if size <= facts.global_batch_size)
-    return min((_least(spec, devices, one) for one in sized), default=0.0) if devices else 0.0
+    devices, sized = _taking_part(cluster), _sized(facts, microbatch_sizes)
+    if not devices or not sized:
+        return 0.0
+    kinds = Counter(cluster.devices[place] for place in devices)
+    relaxed = min(_least(spec, kinds, one) for one in sized)
+    again = min(_least(spec, kinds, one, recomputed=1) for one in sized)
+    bandwidths = fastest_sends(cluster, devices, _smallest_message(spec))
+    cut = min(_least(spec, kinds, one, link=max(bandwidths)) for one in sized) if len(devices) > 1 else math.inf
+    if min(again, cut) <= relaxed:
+        return relaxed
+    rates = [_best_rates(cluster.devices[place], *_largest(sized)) for place in devices]
+    memories = [float(cluster.devices[place].memory - TRAINER_BYTES) for place in devices]
+    whole = least_of_whole_layers(spec, sized, rates, bandwidths, memories, relaxed)
+    return max(relaxed, min(again, cut, whole))
 
 
-def _least(spec: ModelSpec, devices: Counter[Device], facts: TrainingFacts) -> float:
-    """The same with microbatches of the size of `facts`."""
+def relaxed_step_seconds(
+    spec: ModelSpec, cluster: Cluster, facts: TrainingFacts, microbatch_sizes: Sequence[int]
+) -> float:
+    """The linear relaxation alone: products, spread over all devices by speed. Arguments are as above."""
+    kinds = Counter(cluster.devices[place] for place in _taking_part(cluster))
+    return min((_least(spec, kinds, one) for one in _sized(facts, microbatch_sizes)), default=0.0) if kinds else 0.0
+
+
+def _taking_part(cluster: Cluster) -> list[int]:
+    return [place for place, device in enumerate(cluster.devices) if device.memory > TRAINER_BYTES]
+
+
+def _sized(facts: TrainingFacts, microbatch_sizes: Sequence[int]) -> list[TrainingFacts]:
+    return [replace(facts, microbatch_size=size) for size in microbatch_sizes if size <= facts.global_batch_size]
+
+
+def _least(
+    spec: ModelSpec, devices: Counter[Device], facts: TrainingFacts, recomputed: int = 0, link: float = math.inf
+) -> float:
+    """The relaxation with microbatches of the size of `facts`, where layers are `recomputed` so often, and ranks that
+    share a layer send over this link (bytes per second; infinite: where none is shared)."""
     (whole,) = cut_stage(spec, (1,))
-    tokens = sum(facts.lengths)
-    of_row = facts.seq_len if facts.target_tokens is None else facts.target_tokens
-    targets = min(tokens, of_row * facts.microbatch_size)
-    # The weights of a model beside an adapter have no gradients.
-    passes = (1 + BACKWARD if facts.adapter is None else BACKWARD) * facts.microbatches
-    layers = passes * sum(layer_flops(spec, layer, whole, facts.lengths, facts.before) for layer in spec.layers)
+    tokens, targets = _tokens(facts)
+    passes = passes_of(facts) * facts.microbatches
+    layers = (passes + recomputed * facts.microbatches) * sum(
+        layer_flops(spec, layer, whole, facts.lengths, facts.before) for layer in spec.layers
+    )
+    sums = sum(layer.hidden_sums + 2 for layer in spec.layers) * facts.microbatches
+    waits = sums * tokens * spec.hidden_size * facts.item_bytes / link
     logits = passes * logits_flops(spec, whole, targets)
     rates = [(_best_rates(device, facts, tokens, targets), count) for device, count in devices.items()]
     ratios = sorted({of_layers / of_logits for (of_layers, of_logits), _ in rates})
     prices = ratios[:: -(-len(ratios) // MOST_PRICES)]
     return max(
-        (layers + price * logits) / sum(count * max(r, price * g) for (r, g), count in rates) for price in prices
+        (layers + price * logits + 2 * waits * min(max(r, price * g) for (r, g), _ in rates))
+        / sum(count * max(r, price * g) for (r, g), count in rates)
+        for price in prices
     )
+
+
+def _tokens(facts: TrainingFacts) -> tuple[int, int]:
+    """Tokens of a microbatch, and those that the loss is computed for."""
+    of_row = facts.seq_len if facts.target_tokens is None else facts.target_tokens
+    tokens = sum(facts.lengths)
+    return tokens, min(tokens, of_row * facts.microbatch_size)
+
+
+def _largest(sized: Sequence[TrainingFacts]) -> tuple[TrainingFacts, int, int]:
+    """The most tokens of a microbatch of any size, and the most targets."""
+    tokens, targets = zip(*map(_tokens, sized), strict=True)
+    return sized[0], max(tokens), max(targets)
+
+
+def _smallest_message(spec: ModelSpec) -> int:
+    """Bytes that a rank which shares gradients sends at least, at once: half of a layer's elements, a byte of each."""
+    (whole,) = cut_stage(spec, (1,))
+    return min(sum(one.elements for one in layer_parameters(spec, layer, whole)) for layer in spec.layers) // 2
+
+
+def fastest_sends(cluster: Cluster, devices: Sequence[int], size: int) -> list[float]:
+    """For each device the most bytes per second of messages of so many bytes; infinite where it has no link."""
+    best = best_bandwidths(cluster)
+    links = [
+        *(link for _, link in cluster.pairs),
+        *(tier.link for tier in cluster.tiers),
+        *filter(None, cluster.inside),
+    ]
+    links += [cluster.default] if cluster.default is not None else []
+    brief = max((link.short_bandwidth for link in links), default=0.0) if size <= SHORT_MESSAGE_BYTES else 0.0
+    inside = [cluster.inside[cluster.node_of[device]] for device in devices]
+    return [
+        max(best[device], brief, link.bandwidth if link is not None else 0.0) or math.inf
+        for device, link in zip(devices, inside, strict=True)
+    ]
 
 
 def _best_rates(device: Device, facts: TrainingFacts, tokens: int, targets: int) -> Rates:

@@ -43,6 +43,10 @@ WIDTHS = (1, 2, 4, 8, 16)
 """Ranks over tp and over cp that are tried."""
 
 
+ROUNDING = 1e-9
+"""By so much of itself a speed may be off."""
+
+
 @dataclass(frozen=True)
 class SizedMesh:
     """A mesh, and the microbatch sizes to try on it."""
@@ -88,7 +92,7 @@ def promising_meshes(
     for (number, axes), sized in best.items():
         sizes = tuple(choice.size for choice in sized if choice.seconds <= 1.5 * sized[0].seconds)[:2]
         messages = sized[0].messages
-        orders = groups[number].orders(axes, constraints)
+        orders = groups[number].orders(axes, constraints, estimate.first_share(axes.pp))
         meshes += [SizedMesh(DeviceMesh(order, axes), sizes, messages) for order in orders]
     return meshes
 
@@ -148,9 +152,10 @@ class DeviceGroup:
         """The slowest link among all."""
         return self.cluster.slowest_link(self.devices)
 
-    def orders(self, axes: Axes, constraints: TrainingConstraints) -> list[tuple[int, ...]]:
+    def orders(self, axes: Axes, constraints: TrainingConstraints, first_share: float = 1.0) -> list[tuple[int, ...]]:
         """Orders for ranks: each replica's devices next to one another by speed, or by site and then speed; or each
-        stage's by speed or memory, so that the stages of all replicas are unlike in the same way."""
+        stage's by speed or memory, so that the stages of all replicas are unlike in the same way; or by speed, but for
+        a slower device as first stage, where that has no more than `first_share` of the largest stage's work."""
         count, team, first = math.prod(axes), axes.cp * axes.tp, constraints.first_device
         by_speed = self._by_speed[:count]
         used = set(by_speed)
@@ -158,8 +163,23 @@ class DeviceGroup:
         if axes.pp > 1:
             by_memory = sorted(by_speed, key=lambda device: -self.cluster.devices[device].memory)
             orders += [_by_stages(order, axes, team) for order in (by_speed, by_speed[::-1], by_memory)]
+            if team == 1 and first_share < 1:
+                orders.append(self._with_slower_first(axes, first_share))
         led = (order if first is None else _led_by(first, order) for order in orders)
         return list(dict.fromkeys(led))
+
+    def _with_slower_first(self, axes: Axes, share: float) -> tuple[int, ...]:
+        """The fastest devices by replicas, each of which is led by the slowest one left that its first stage does not
+        wait for: that is at least `share` times as fast as the slowest of the others."""
+        left, order = list(self._by_speed), list[int]()
+        for _ in range(axes.dp):
+            others = left[: axes.pp - 1]
+            enough = share * self._rates[others[-1]] * (1 - ROUNDING)
+            slower = (place for place in range(axes.pp - 1, len(left)) if self._rates[left[place]] >= enough)
+            place = max(slower, default=axes.pp - 1)
+            order += [left[place], *others]
+            left = [*left[axes.pp - 1 : place], *left[place + 1 :]]
+        return tuple(order)
 
 
 def _by_stages(order: Sequence[int], axes: Axes, team: int) -> tuple[int, ...]:
@@ -212,6 +232,14 @@ class StepEstimate:
         layers, logits = self.spec.num_layers, self._logits * self.spec.num_layers / self._layers
         each = (layers + logits) / pp
         return max(1.0, math.ceil((layers - max(0.0, each - logits)) / (pp - 1)) / each) if pp > 1 else 1.0
+
+    def first_share(self, pp: int) -> float:
+        """The work of the first stage over that of the largest, if all others have as many layers as the largest: the
+        first is to have few, as it has the embedding too."""
+        layers, logits = self.spec.num_layers, self._logits * self.spec.num_layers / self._layers
+        largest = self._uneven(pp) * (layers + logits) / pp
+        last = max(1, math.floor(largest - logits))
+        return min(1.0, max(1.0, layers - (pp - 2) * math.floor(largest) - last) / largest) if pp > 1 else 1.0
 
     def _waits(self, group: DeviceGroup, axes: Axes, size: int) -> float:
         """Seconds for which the layers of a stage wait for messages of one microbatch."""

@@ -17,9 +17,12 @@ from tllm.planner.bounds.training_bound import least_step_seconds
 from tllm.planner.cluster.device import Cluster, Device, LinkSpeed, Tier
 from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.search import promising_meshes, training_layouts, training_search
+from tllm.planner.search.device_meshes import Axes
 from tllm.planner.search.training_constraints import MICROBATCHES, TrainingConstraints
 from tllm.planner.search.training_search import best_training
+from tllm.planner.simulate.placed_plan import PlacedPlan
 from tllm.spec.model_spec import ModelSpec
+from tllm.spec.plan import Plan
 
 
 @pytest.fixture
@@ -64,6 +67,45 @@ def test_meshes_are_of_different_devices_of_the_cluster_and_rank_0_is_where_it_m
         assert len(devices) == sized.mesh.axes.dp * sized.mesh.axes.pp * sized.mesh.axes.cp * sized.mesh.axes.tp
         assert sized.sizes and set(sized.sizes) <= set(MICROBATCHES)
     assert len({sized.mesh.axes for sized in meshes}) > 4
+
+
+def two_speeds(fast: int, slow: int) -> Cluster:
+    """Machines of 4 Tflop/s, then machines of 10, behind 2.5 Gbit/s."""
+    kinds = [Device(32 * 2**30, (("bfloat16", ((1024.0, speed),)),), speed / 40) for speed in (4e12, 1e13)]
+    count = fast + slow
+    return Cluster(
+        names=tuple(f"n{i}" for i in range(count)),
+        devices=(kinds[0],) * slow + (kinds[1],) * fast,
+        node_of=tuple(range(count)),
+        inside=(None,) * count,
+        default=LinkSpeed(2e-4, 3.125e8),
+    )
+
+
+def test_slower_machines_lead_replicas_whose_first_stage_has_few_layers() -> None:
+    """With 12 stages the first has one layer and its embedding, and most others three: 11 fast machines and one that is
+    0.4 times as fast are as good as 12 fast ones."""
+    spec, cluster, facts = model(), two_speeds(22, 2), TrainingFacts(1024, 24 * 64, dtype="bfloat16")
+    group = promising_meshes.DeviceGroup(cluster, facts, tuple(range(24)))
+    axes, share = Axes(2, 12, 1, 1), promising_meshes.StepEstimate(spec, facts).first_share(12)
+    assert share == pytest.approx(1 / 3)
+    orders = group.orders(axes, TrainingConstraints(), share)
+    assert all(len(set(order)) == 24 for order in orders)
+    assert orders[-1][::12] == (1, 0) and orders[:-1] == group.orders(axes, TrainingConstraints())
+    assert group.orders(axes, TrainingConstraints(), 0.5)[-1][0] not in (0, 1), "too slow to lead half of the work"
+    layers = "1+" + "3+" * 10 + "1"
+    plan = Plan.parse(f"pp=12,tp=1,layers={layers},dp=2,zero=1,schedule=zero_bubble,depth=2", 32)
+    led, by_speed = (
+        PlacedPlan(spec, plan, facts, cluster, order, steady=True).predict()
+        for order in orders[:: len(orders) - 1][::-1]
+    )
+    assert led.seconds < 0.45 * by_speed.seconds
+
+
+def test_replicas_led_by_slower_machines_are_laid_out() -> None:
+    cluster, facts = two_speeds(22, 2), TrainingFacts(1024, 24 * 64, dtype="bfloat16")
+    meshes = promising_meshes.promising_meshes(model(), cluster, facts, TrainingConstraints())
+    assert any(one.mesh.axes.pp == 12 and set(one.mesh.devices[::12]) == {0, 1} for one in meshes)
 
 
 def test_an_all_reduce_is_compressed_or_late_both_ways() -> None:

@@ -1,0 +1,140 @@
+"""`least_of_whole_layers`: a job and its devices in the units of `cut_bound`, rounded so that no plan takes less."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from tllm.planner.bounds.cut_bound import (
+    DeviceClasses,
+    SentGradients,
+    StepWork,
+    least_of_cuts,
+)
+from tllm.planner.cost.activations import Microbatch, layer_bytes
+from tllm.planner.cost.flops import BACKWARD, attention_flops, layer_flops, logits_flops
+from tllm.planner.cost.rank_bytes import end_parameters, layer_parameters
+from tllm.planner.cost.rank_work import TrainingFacts
+from tllm.spec.cut import Cut, cut_stage
+from tllm.spec.model_spec import ModelSpec
+
+HIDES = 3 / 4
+"""Part of a microbatch's time, at most, that its backward pass hides: two thirds, and where ranks of context
+parallelism wait for one another up to three quarters."""
+
+
+def passes_of(facts: TrainingFacts) -> int:
+    """Products of a forward and a backward pass over those of a forward pass: the weights of a model beside an adapter
+    have no gradients."""
+    return 1 + BACKWARD if facts.adapter is None else BACKWARD
+
+
+def least_of_whole_layers(
+    spec: ModelSpec,
+    sized: Sequence[TrainingFacts],
+    rates: Sequence[tuple[float, float]],
+    bandwidths: Sequence[float],
+    memories: Sequence[float],
+    least: float,
+) -> float:
+    """Seconds that plans without tensor parallelism take at least, of which `least` are known already.
+
+    `sized`: the job with each size of microbatches. Of the devices: flop/s of layers and of logits, bytes per second to
+    any other, and bytes beside a process.
+    """
+    (whole,) = cut_stage(spec, (1,))
+    passes = passes_of(sized[0])
+    layer = min(passes * _row_flops(spec, whole, facts) for facts in sized)
+    logits = min(passes * _row_logits(spec, whole, facts) for facts in sized)
+    seconds = [layer / of_layers for of_layers, _ in rates]
+    worth = min(logits / of_logits / one for (_, of_logits), one in zip(rates, seconds, strict=True))
+    work = _work(spec, whole, sized, worth)
+    return least_of_cuts(
+        work, _gradients(spec, whole, sized[0], len(rates)), _classes(seconds, bandwidths, memories), least
+    )
+
+
+def _row_flops(spec: ModelSpec, whole: Cut, facts: TrainingFacts) -> float:
+    """Of one row, forward, through the lightest layer."""
+    kinds = set(spec.layers)
+    of_batch = min(layer_flops(spec, layer, whole, facts.lengths, facts.before) for layer in kinds)
+    return of_batch / facts.microbatch_size
+
+
+def _row_logits(spec: ModelSpec, whole: Cut, facts: TrainingFacts) -> float:
+    of_row = facts.seq_len if facts.target_tokens is None else facts.target_tokens
+    targets = min(sum(facts.lengths), of_row * facts.microbatch_size)
+    return logits_flops(spec, whole, targets) / facts.microbatch_size
+
+
+def _work(spec: ModelSpec, whole: Cut, sized: Sequence[TrainingFacts], logits: float) -> StepWork:
+    facts, kinds = replace(sized[0], microbatch_size=1), set(spec.layers)
+    core = max(
+        attention_flops(spec, layer, whole, facts.lengths, facts.before)
+        / layer_flops(spec, layer, whole, facts.lengths, facts.before)
+        for layer in kinds
+    )
+    is_known = facts.shared_prompts is None and not any(layer.moe for layer in kinds)
+    weights = min(_elements(spec, whole)) * facts.learned_bytes if facts.adapter is None else 0.0
+    return StepWork(
+        spec.num_layers,
+        facts.global_batch_size,
+        max(one.microbatch_size for one in sized),
+        logits,
+        HIDES + core / 9,
+        float(min(_kept(spec, whole, facts))) if is_known else 0.0,
+        weights if is_known else 0.0,
+    )
+
+
+def _kept(spec: ModelSpec, whole: Cut, facts: TrainingFacts) -> list[int]:
+    """Bytes that each kind of layer keeps of one row more, if attention's core is recomputed."""
+
+    def of_rows(rows: int) -> list[int]:
+        lengths = facts.lengths * rows
+        batch = Microbatch(lengths, sum(lengths), sum(lengths), 0, facts.item_bytes)
+        return [layer_bytes(spec, layer, whole, batch, selective=True) for layer in dict.fromkeys(spec.layers)]
+
+    return [two - one for one, two in zip(of_rows(1), of_rows(2), strict=True)]
+
+
+def _elements(spec: ModelSpec, whole: Cut) -> list[int]:
+    return [sum(one.elements for one in layer_parameters(spec, layer, whole)) for layer in dict.fromkeys(spec.layers)]
+
+
+def _gradients(spec: ModelSpec, whole: Cut, facts: TrainingFacts, devices: int) -> SentGradients:
+    """What stages send of gradients; nothing where it is not known that messages outlast the passes: of an adapter, of
+    experts, late, between local steps, or as few numbers."""
+    is_little = facts.adapter is not None or any(layer.moe for layer in spec.layers)
+    if is_little or facts.late or facts.local or facts.compression == "powersgd":
+        return SentGradients(0.0, 0.0, 0.0, 0.0, 0.0)
+    end = range(spec.num_layers - 1, spec.num_layers)
+    last = 0 if spec.tied else sum(one.elements for one in end_parameters(spec, end, whole)[1])
+    layer, w = min(_elements(spec, whole)), facts.full_precision_bytes
+    # Each bucket of an all-reduce is divided, and each of its parts, with less than an element over for each rank.
+    buckets = 2 + (sum(_elements(spec, whole)) * spec.num_layers + last) * w / facts.bucket_bytes
+    share = facts.gradient_share([], spec.hidden_size)
+    return SentGradients(float(layer), float(last), devices * buckets, w * share, float(facts.learned_bytes))
+
+
+def _classes(seconds: Sequence[float], bandwidths: Sequence[float], memories: Sequence[float]) -> DeviceClasses:
+    """Each device in one of two classes of speed, link and memory, of which each counts as its best."""
+    speeds = [1 / one for one in seconds]
+    classes = [_two_classes(amounts) for amounts in (speeds, bandwidths, memories)]
+    is_fast, is_linked, is_large = (
+        [amount > low for amount in amounts]
+        for (low, _), amounts in zip(classes, (speeds, bandwidths, memories), strict=True)
+    )
+    both = sum(fast and linked for fast, linked in zip(is_fast, is_linked, strict=True))
+    holders = (len(speeds), sum(is_fast), sum(is_linked), both, sum(is_large))
+    (slow, fast), (slow_link, fast_link), (little, much) = classes
+    return DeviceClasses(1 / slow, 1 / fast, slow_link, fast_link, little, much, holders)
+
+
+def _two_classes(amounts: Sequence[float]) -> tuple[float, float]:
+    """The largest amount of the lower class, and of all: the classes lie where one amount is most times the one before.
+    Of equal amounts all are of the lower class."""
+    different = sorted(set(amounts))
+    steps = [(high / low, low) for low, high in pairwise(different)]
+    return max(steps)[1] if steps else different[0], different[-1]
