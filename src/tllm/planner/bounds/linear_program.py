@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
-
 MOST_PIVOTS = 200
 ROUNDING = 1e-11
 
@@ -17,24 +15,25 @@ def most_of(values: Sequence[float], demands: Sequence[Sequence[float]], supplie
     `demands`: for each j its row. Infinite where nothing limits it, and where more than MOST_PIVOTS steps would be
     needed: an upper bound is right in any case.
     """
-    rows, columns = len(supplies), len(values)
-    table = np.zeros((rows + 1, columns + rows + 1))
-    table[:rows, :columns] = np.asarray(demands, dtype=float).reshape(columns, rows).T
-    table[:rows, columns : columns + rows] = np.eye(rows)
-    table[:rows, -1], table[-1, :columns] = supplies, values
+    rows = len(supplies)
+    slack = [[float(i == j) for j in range(rows)] for i in range(rows)]
+    table = [[*(row[i] for row in demands), *slack[i], supplies[i]] for i in range(rows)]
+    gains = [*values, *([0.0] * (rows + 1))]
     limit = ROUNDING * max(map(abs, values), default=0.0)
     for _ in range(MOST_PIVOTS):
-        column = int(table[-1, :-1].argmax())
-        if table[-1, column] <= limit:
-            return float(-table[-1, -1])
-        above = table[:rows, column] > ROUNDING
-        if not above.any():
+        gain = max(gains[:-1])
+        if gain <= limit:
+            return -gains[-1]
+        column = gains.index(gain)
+        ratios = [(row[-1] / row[column], i) for i, row in enumerate(table) if row[column] > ROUNDING]
+        if not ratios:
             return math.inf
-        ratios = np.full(rows, math.inf)
-        ratios[above] = table[:rows, -1][above] / table[:rows, column][above]
-        pivot = int(ratios.argmin())
-        table[pivot] /= table[pivot, column]
-        factors = table[:, column].copy()
-        factors[pivot] = 0.0
-        table -= np.outer(factors, table[pivot])
+        pivot = min(ratios)[1]
+        scale = table[pivot][column]
+        of_pivot = table[pivot] = [one / scale for one in table[pivot]]
+        for i, row in enumerate(table):
+            factor = row[column]
+            if factor and i != pivot:
+                table[i] = [one - factor * other for one, other in zip(row, of_pivot, strict=True)]
+        gains = [one - gain * other for one, other in zip(gains, of_pivot, strict=True)]
     return math.inf
