@@ -302,7 +302,8 @@ def _least(cluster: Cluster, best: TrainingChoice) -> float:
 def _beside_bound(cluster: Cluster, best: TrainingChoice) -> str:
     least, seconds = _least(cluster, best), best.predicted.seconds
     more = f"{100 * (seconds / least - 1):.0f} % more" if least else "more"
-    return f"every plan takes {least:.4g} s or more (products on all nodes, whole layers, gradients); this one takes {more}"
+    of_what = "products on all nodes, whole layers, gradients"
+    return f"every plan takes {least:.4g} s or more ({of_what}); this one takes {more}"
 
 
 def left_out(cluster: Cluster, best: TrainingChoice) -> list[str]:
