@@ -15,6 +15,7 @@ from tllm.devices.choose import CPU
 from tllm.kernels.batch_invariant import is_batch_invariant, make_batch_invariant
 from tllm.parallel.quantized_weight import empty_parameter, is_empty
 from tllm.parallel.shard import ShardPiece, held_dtype, shard_of
+from tllm.parallel.weight_reuse import Kept, Key, key_of
 from tllm.quantization.blocks import Blocks, dequantize
 from tllm.quantization.stored_tensor import StoredTensor
 from tllm.weights.boxes import Box, chunks, is_inside, regions, show, whole, widths, within
@@ -23,7 +24,6 @@ from tllm.weights.byte_spans import Spans
 from tllm.weights.coverage import HeldBlock
 from tllm.weights.load_packed import PackedTask, assemble, is_packed, packed_tasks
 from tllm.weights.safetensors_index import Index
-from tllm.weights.weight_reuse import Kept, Key, key_of
 
 CHUNK_BYTES = 4 * 1024 * 1024
 """Bytes read at once at most: all the memory that loading takes besides the parameters, and the step of progress."""

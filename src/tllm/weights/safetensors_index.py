@@ -18,7 +18,8 @@ from tllm.weights.boxes import Box, Shape, is_inside, show, whole, widths
 from tllm.weights.byte_source import ByteSource
 from tllm.weights.byte_spans import Spans, spans_of
 from tllm.weights.dtypes import memory
-from tllm.weights.safetensors_header import HEADER_LIMIT, TensorEntry, read_header
+from tllm.weights.header_tables import HEADER_LIMIT
+from tllm.weights.safetensors_header import TensorEntry, read_header
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

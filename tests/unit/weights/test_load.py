@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from tllm.core.errors import PlanError, WeightsError
 from tllm.parallel.shard import Shard, ShardPiece, cut_parameter, shard_of
+from tllm.parallel.weight_reuse import wanted, weights_of
 from tllm.weights import load as load_module
 from tllm.weights.byte_source import LocalFiles, RemoteFiles
 from tllm.weights.coverage import check_coverage
 from tllm.weights.load import held_of, load
 from tllm.weights.safetensors_index import SINGLE, Index
-from tllm.weights.weight_reuse import wanted, weights_of
 
 
 class Cut(nn.Module):

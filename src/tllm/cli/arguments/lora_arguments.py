@@ -71,12 +71,12 @@ def served_loras(args: argparse.Namespace) -> ServedLoras | None:
     return ServedLoras(args.max_loras or max(1, len(modules)), args.max_lora_rank, modules)
 
 
-async def open_adapters(client: EngineClient) -> ServedAdapters | None:
+async def open_adapters(args: argparse.Namespace, client: EngineClient) -> ServedAdapters | None:
     """The adapters of a cluster that serves, once those to begin with are loaded; None where none are served."""
     from tllm.node.serve.serving import Serving
 
-    assert isinstance(client, Serving), "a server's ranks are nodes"
-    if client.coordinator.work.adapters is None:
+    if not args.enable_lora:
         return None
+    assert isinstance(client, Serving), "a server's ranks are nodes"
     await client.adapters.load_first()
     return client.adapters

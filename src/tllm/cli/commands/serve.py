@@ -239,7 +239,7 @@ async def _serve(
     async with loading(args.quiet, opening.open) as client:
         lasting = _lasting(client, loop)
         timed = TimedEngine(lasting or client)
-        served = await open_adapters(client)
+        served = await open_adapters(args, client)
         app = build_app(timed, *text, settings, adapters=served, pooling=options.pooling())
         _open_to_nodes(client, app, served)
         app.tracing = tracing_at(args.otlp_endpoint)(client.model_name, _node_spans(client))

@@ -42,6 +42,7 @@ from tllm.node.weights.chunk_fetcher import ChunkFetcher
 from tllm.node.weights.page_exchange import PageExchange
 from tllm.node.weights.tokenizer_file import fetch_tokenizer
 from tllm.parallel.mesh import mesh_of, whole
+from tllm.parallel.weight_reuse import Kept, wanted, weights_of
 from tllm.planner.cost.rank_bytes import rank_bytes
 from tllm.spec.families import spec_from_config
 from tllm.spec.model_spec import ModelSpec
@@ -56,7 +57,6 @@ from tllm.weights.lora.adapter_files import read_adapter
 from tllm.weights.manifest import checked
 from tllm.weights.remote_files import FetchedFiles
 from tllm.weights.safetensors_index import Index
-from tllm.weights.weight_reuse import Kept, wanted, weights_of
 
 log = logging.getLogger("tllm.node")
 

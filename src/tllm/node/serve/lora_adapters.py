@@ -26,8 +26,8 @@ from tllm.parallel.mesh import whole
 from tllm.spec.lora.lora_config import MAX_LORA_RANK, ServedLoras
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.request import Output
-from tllm.weights.lora.base_digest import ANOTHER_BASE
 from tllm.weights.lora.held_adapter import HeldAdapter
+from tllm.weights.lora.sampled_digest import ANOTHER_BASE
 
 log = logging.getLogger("tllm.node")
 

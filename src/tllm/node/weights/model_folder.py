@@ -12,7 +12,7 @@ from tllm.core.gguf_files import gguf_files, is_gguf
 from tllm.node.weights.tokenizer_file import TOKENIZER, tokenizer_file
 from tllm.weights.byte_source import ByteSource, LocalFiles
 from tllm.weights.file_chunks import FileChunk, bounds, chunk_bytes
-from tllm.weights.lora.base_digest import is_another_base
+from tllm.weights.lora.sampled_digest import is_another_base
 
 SUFFIXES = (".safetensors", ".safetensors.index.json", "tllm.manifest.json")
 SAMPLE_BYTES = 16 * 1024

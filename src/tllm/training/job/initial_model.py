@@ -37,8 +37,6 @@ from tllm.training.job.job import Job
 from tllm.training.job.job_parts import JudgeSpecs, data_config, eval_data_config, steps_of_one_sampling
 from tllm.training.job.reward_head import with_reward_head
 from tllm.training.job.rollout_keys import RolloutConfig, completions_evaluated
-from tllm.weights.byte_source import LocalFiles
-from tllm.weights.lora.base_digest import base_digest, is_another_base
 
 log = logging.getLogger("tllm.model")
 
@@ -70,8 +68,10 @@ class InitialModel:
 
     @property
     def base(self) -> str:
-        """The digest of the weights that an adapter is trained beside, as the run began; "" where none was kept."""
-        return _kept_base(self.folder)
+        """The digest of the weights that an adapter is trained beside, as the run began (`training.lora.known_base`);
+        "" where none was kept."""
+        path = self.folder / BASE
+        return path.read_text("utf-8") if path.is_file() else ""
 
     @property
     def companions(self) -> list[Path]:
@@ -190,17 +190,7 @@ def open_initial_model(job: Job, name: str = "") -> InitialModel:
             f"the run in {job.output_dir} began with another config.json than {named} now gives: {', '.join(changed)}",
             "give another output_dir, or the config that the run began with",
         )
-    if job.lora is not None and is_another_base(_kept_base(folder), LocalFiles(named)):
-        raise ConfigError(
-            f"the adapter in {job.output_dir} began beside other weights of this shape than {named} now has",
-            f"give another output_dir, or the model that it began with; if it is intended, remove {folder / BASE}",
-        )
     return InitialModel(folder, kept, spec_from_config(kept), named if job.model_name_or_path else None)
-
-
-def _kept_base(folder: Path) -> str:
-    path = folder / BASE
-    return path.read_text("utf-8") if path.is_file() else ""
 
 
 def run_name(job: Job) -> str:
@@ -321,8 +311,6 @@ def _keep(job: Job, named: Path, config: dict[str, Any], folder: Path, name: str
         try:
             (beside / CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
             (beside / NAME).write_text(name, "utf-8")
-            if job.lora is not None and job.model_name_or_path:
-                (beside / BASE).write_text(base_digest(LocalFiles(named)), "utf-8")
             _keep_tokenizer(job, named, spec_from_config(config), beside)
             beside.chmod(0o755)
             beside.rename(folder)

@@ -25,9 +25,9 @@ from tllm.weights.export import export_tensors, with_dtype
 from tllm.weights.formats.open_index import open_index
 from tllm.weights.load import check_tied
 from tllm.weights.lora.adapter_files import read_adapter
-from tllm.weights.lora.base_digest import ANOTHER_BASE, is_another_base
 from tllm.weights.lora.held_adapter import HeldFiles
 from tllm.weights.lora.merge import AdapterSource, merged_tensors
+from tllm.weights.lora.sampled_digest import ANOTHER_BASE, is_another_base
 from tllm.weights.lora.stacked_experts import taken_apart
 from tllm.weights.manifest import checked
 

@@ -24,8 +24,8 @@ from tllm.spec.quantized.quantization_config import text_name
 from tllm.weights.boxes import Shape
 from tllm.weights.byte_source import ByteSource
 from tllm.weights.load import load
-from tllm.weights.lora.base_digest import KEY
 from tllm.weights.lora.dora_factors import DoraFactors
+from tllm.weights.lora.sampled_digest import KEY
 from tllm.weights.safetensors_header import TensorEntry, read_header, read_metadata
 from tllm.weights.safetensors_index import PICKLED, Index
 
@@ -44,7 +44,7 @@ class Adapter:
     """An adapter whose headers have been read: rank and scale of each module that it adapts, and where its tensors lie.
 
     Modules and tensors have the names that the model's text part gives them. `base` is the digest of the weights that
-    it was trained beside, where its file says so (`base_digest`).
+    it was trained beside, where its file says so (`sampled_digest`).
     """
 
     config: LoraConfig

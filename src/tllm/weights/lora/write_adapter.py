@@ -14,7 +14,7 @@ from tllm.spec.lora.lora_config import CONFIG_FILE
 from tllm.weights.boxes import Shape
 from tllm.weights.export import WholeTensor, new_folder, write_json, write_safetensors
 from tllm.weights.lora.adapter_files import WEIGHTS_FILE, WRAPPED
-from tllm.weights.lora.base_digest import KEY
+from tllm.weights.lora.sampled_digest import KEY
 
 ALWAYS: Mapping[str, Any] = {
     "peft_type": "LORA",

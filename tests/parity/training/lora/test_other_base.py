@@ -17,10 +17,11 @@ from tllm.core.errors import ConfigError
 from tllm.node.weights.model_folder import ModelFolder
 from tllm.training.job.initial_model import open_initial_model
 from tllm.training.job.lora_job import LoraJob
+from tllm.training.lora.known_base import know_base
 from tllm.training.lora.merged_model import write_merged
 from tllm.weights.byte_source import LocalFiles
 from tllm.weights.lora.adapter_files import read_adapter
-from tllm.weights.lora.base_digest import base_digest
+from tllm.weights.lora.sampled_digest import sampled_digest
 
 WEIGHTS = "model.safetensors"
 
@@ -37,7 +38,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_an_adapter_keeps_a_digest_of_its_base(folders: tuple[Path, Path]) -> None:
     base, run = folders
     kept = read_adapter(LocalFiles(run / "final")).base
-    assert len(kept) == 64 and kept == base_digest(LocalFiles(base))
+    assert len(kept) == 64 and kept == sampled_digest(LocalFiles(base))
     truth = save_model("llama", run / "again")
     assert PeftModel.from_pretrained(truth, str(run / "final")), "PEFT passes over it"
 
@@ -47,11 +48,11 @@ def test_a_digest_is_of_the_numbers_and_not_of_how_files_are_cut(folders: tuple[
     names = sorted(tensors)
     for number, part in enumerate((names[:5], names[5:])):
         save_file({name: tensors[name] for name in part}, tmp_path / f"model-{number}.safetensors")
-    want = base_digest(LocalFiles(folders[0]))
-    assert base_digest(LocalFiles(tmp_path)) == want
+    want = sampled_digest(LocalFiles(folders[0]))
+    assert sampled_digest(LocalFiles(tmp_path)) == want
     tensors[names[7]].view(-1)[0] += 1e-3
     save_file({name: tensors[name] for name in names[5:]}, tmp_path / "model-1.safetensors")
-    assert base_digest(LocalFiles(tmp_path)) != want
+    assert sampled_digest(LocalFiles(tmp_path)) != want
     assert ModelFolder(tmp_path).is_another_base(want) and not ModelFolder(folders[0]).is_another_base(want)
     assert not ModelFolder(tmp_path).is_another_base(""), "an adapter of others says nothing"
 
@@ -81,10 +82,15 @@ def test_merging_into_another_base_is_warned_of(
 def test_a_run_does_not_go_on_beside_another_base(folders: tuple[Path, Path], tmp_path: Path) -> None:
     base, _ = folders
     job = lora_job(base, tmp_path / "run", lora=LoraJob(r=2), max_steps=1)
-    assert open_initial_model(job).base == open_initial_model(job).base == base_digest(LocalFiles(base))
-    other = lora_job(trained_further(base, tmp_path / "other"), tmp_path / "run", lora=LoraJob(r=2), max_steps=1)
+    begun = open_initial_model(job)
+    know_base(begun, job)
+    assert begun.base == open_initial_model(job).base == sampled_digest(LocalFiles(base))
+    further = trained_further(base, tmp_path / "other")
+    other = lora_job(further, tmp_path / "run", lora=LoraJob(r=2), max_steps=1)
+    begun = open_initial_model(other)
     with pytest.raises(ConfigError, match="began beside other weights of this shape") as caught:
-        open_initial_model(other)
+        know_base(begun, other)
     assert "remove" in (caught.value.hint or "")
     (tmp_path / "run" / "start" / "base_sha256").unlink()
-    assert open_initial_model(other).base == ""
+    know_base(begun, other)
+    assert begun.base == sampled_digest(LocalFiles(further))
