@@ -109,8 +109,10 @@ class ExpertSum(nn.Module):
             return self.of_plain(x_TD, weights_TK, experts_TK)
         y_TD = torch.zeros_like(x_TD)
         for rows in rows_of_experts(weights_TK, experts_TK, self.first, self.count):
-            made_ND = self.of_adapted(x_TD[rows.tokens_N], rows, adapt)
-            y_TD.index_add_(0, rows.tokens_N, (made_ND * rows.weights_N1).to(y_TD.dtype))
+            made_ND = (self.of_adapted(x_TD[rows.tokens_N], rows, adapt) * rows.weights_N1).to(y_TD.dtype)
+            # One expert after another, as without an adapter: what a token gets of several is rounded in that order.
+            for start, stop in itertools.pairwise(rows.first_rows.tolist()):
+                y_TD.index_add_(0, rows.tokens_N[start:stop], made_ND[start:stop])
         return y_TD
 
     def of_plain(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
@@ -221,11 +223,7 @@ class StackedExperts(ExpertSum):
         plain = [weight for weight in weights if isinstance(weight, Tensor)]
         assert len(plain) == len(weights), "both stacks of a layer have few bits in the files, or none"
         gate_up, gate_up_bias, down, *down_bias = plain
-        if not torch.is_grad_enabled() and is_batch_invariant(gate_up):
-            y_TF = (invariant_matmul(x_TD, gate_up.t()) + gate_up_bias).to(x_TD.dtype)
-            y_TD = invariant_matmul(self.act(y_TF), down.t()).to(x_TD.dtype)
-        else:
-            y_TD = self.act(torch.addmm(gate_up_bias, x_TD, gate_up)) @ down
+        y_TD = _transposed_matmul(self.act(_transposed_matmul(x_TD, gate_up, gate_up_bias)), down)
         return y_TD + down_bias[0] if down_bias else y_TD
 
     def of_packed(
@@ -239,24 +237,35 @@ class StackedExperts(ExpertSum):
         return y_ND + on_grid(weighted(self.down_bias[rows.experts_N], rows))
 
     def of_adapted(self, x_ND: Tensor, rows: ExpertRows, adapt: Adapt) -> Tensor:
-        def product(x_ND: Tensor, stack: Tensor) -> Tensor:
-            is_invariant = not torch.is_grad_enabled() and is_batch_invariant(stack)
+        def into(some: Tensor, number: int) -> Tensor:
+            return _transposed_matmul(some, _plain(self.gate_up, number), self.gate_up_bias[number])
 
-            def of_expert(some: Tensor, number: int) -> Tensor:
-                weight = stack[number]
-                return invariant_matmul(some, weight.t()).to(some.dtype) if is_invariant else some @ weight
+        def out(some: Tensor, number: int) -> Tensor:
+            return _transposed_matmul(some, _plain(self.down, number))
 
-            return _by_expert(x_ND, rows, stack.shape[2], of_expert)
-
-        y_NF = adapt(self.into, x_ND, product(x_ND, self.gate_up), rows) + self.gate_up_bias[rows.experts_N]
-        h_NF = self.act(y_NF)
-        y_ND = adapt(self.out, h_NF, product(h_NF, self.down), rows)
+        h_NF = self.act(adapt(self.into, x_ND, _by_expert(x_ND, rows, self.gate_up.shape[2], into), rows))
+        y_ND = adapt(self.out, h_NF, _by_expert(h_NF, rows, self.down.shape[2], out), rows)
         return y_ND if self.down_bias is None else y_ND + self.down_bias[rows.experts_N]
 
 
 def weighted(x_NF: Tensor, rows: ExpertRows) -> Tensor:
     """Each row times its weight, in float32 at least."""
     return x_NF.to(torch.promote_types(x_NF.dtype, torch.float32)) * rows.weights_N1
+
+
+def _plain(stack: Tensor, number: int) -> Tensor:
+    """The weight of one expert, of a stack of plain numbers."""
+    weight = expert_weight(stack, number)
+    assert isinstance(weight, Tensor), "weights in few bits have a way of their own"
+    return weight
+
+
+def _transposed_matmul(x_TD: Tensor, weight_DF: Tensor, bias_F: Tensor | None = None) -> Tensor:
+    """x W + b in x's dtype, of a weight that lies with its inputs first."""
+    if not torch.is_grad_enabled() and is_batch_invariant(weight_DF):
+        y_TF = invariant_matmul(x_TD, weight_DF.t())
+        return (y_TF if bias_F is None else y_TF + bias_F).to(x_TD.dtype)
+    return x_TD @ weight_DF if bias_F is None else torch.addmm(bias_F, x_TD, weight_DF)
 
 
 def _by_expert(x_ND: Tensor, rows: ExpertRows, outputs: int, product: Callable[[Tensor, int], Tensor]) -> Tensor:

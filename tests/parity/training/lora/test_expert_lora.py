@@ -33,7 +33,9 @@ from tests.support.selection import soak_but
 from tests.support.training.runs import records, train
 from tests.support.training.training_step import furthest
 from tllm.core.errors import ConfigError, WeightsError
+from tllm.engine.compute.adapted_rows import AdaptedRows, _Group
 from tllm.model.transformer import build
+from tllm.parallel.experts import ExpertSum
 from tllm.parallel.lora.adapted_model import module_shapes
 from tllm.parallel.mesh import whole
 from tllm.parallel.quantized_weight import WeightParts
@@ -215,6 +217,30 @@ def test_rows_of_many_adapters_meet_in_one_expert(quantize: str | None, tmp_path
     if quantize is not None:
         assert mixed == single
     assert len({tuple(token for token, _ in reply) for reply in mixed}) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", ["mixtral", "gpt_oss_moe"])
+def test_rows_beside_an_adapter_of_other_linears_have_the_same_bits(
+    case: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Experts to which nothing is added make of each row what they make of it without any adapter in its batch."""
+    save_model(case, tmp_path / "base")
+    spec = spec_of(tmp_path / "base")
+    model = build(spec, whole(spec), dtype)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3)
+        layers = [module for module in model.modules() if isinstance(module, ExpertSum)]
+        for experts in layers:
+            x_TD = torch.randn(40, experts.products()[1].shape[2 if case == "gpt_oss_moe" else 1]).to(dtype)
+            experts_TK = torch.rand(40, experts.count).argsort(1)[:, :2]
+            weights_TK = torch.rand(40, 2).to(dtype)
+            alone_TD = experts(x_TD, weights_TK, experts_TK)
+            beside_TD = experts(x_TD, weights_TK, experts_TK, AdaptedRows([_Group({}, torch.arange(7))]))
+            assert torch.equal(alone_TD, beside_TD)
+    assert layers
 
 
 @pytest.fixture(scope="module")
