@@ -1,8 +1,9 @@
 """Whether a stage's layers over a decode batch are faster recorded or computed anew, timed on this machine.
 
-Played layers multiply plain weights by the kernel (csrc/float_matmul.c), the only product that a recording can have.
-Computed ones take the fastest product for each weight, with Python between them. Which of the two loses less differs
-between processors and models, so some layers are timed both ways, once for each number of rows that counts as the same.
+Played layers multiply plain weights by our kernels, the only products that a recording can have: csrc/float_matmul.c,
+and with AMX csrc/bfloat16_tiles.c. Computed ones take the fastest product for each weight, with Python between them.
+Which of the two loses less differs between processors and models, so some layers are timed both ways, once for each
+number of rows that counts as the same.
 Layers in few bits have the same kernels either way, and are played; so are small ones, which are all Python.
 """
 

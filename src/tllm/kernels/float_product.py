@@ -3,7 +3,7 @@
 Which of torch's products reads a matrix fastest differs between processors by several times, in either direction
 (docs/log/serving.md). So the first product of each kind (rows, shape, dtype, threads) times the candidates on the
 weight itself, and the winner is kept (`kernels/autotune.py`). Candidates differ by rounding only. Where layers are
-recorded, all products are the kernel's: whether that pays is measured on the layers (`engine/recording_choice.py`).
+recorded, all products are our kernels': whether that pays is measured on the layers (`engine/recording_choice.py`).
 
 oneDNN, which makes torch's products of 16-bit numbers, prepares one anew for each number of rows that it does not keep:
 a millisecond on an Intel Xeon with AMX, ten times what a product of a small weight takes, and half a megabyte. A batch

@@ -35,6 +35,12 @@ class ExpertRows(NamedTuple):
     weights_N1: Tensor
     first_rows: Tensor
 
+    def split(self, x_ND: Tensor) -> list[tuple[int, Tensor]]:
+        """The rows of each expert that has some, by its number here; without any row, none for the first: results then
+        still hang on them, so that ranks that share the experts have the same backward pass."""
+        parts = x_ND.split(self.first_rows.diff().tolist())
+        return [(number, part) for number, part in enumerate(parts) if len(part)] or [(0, x_ND)]
+
 
 class Route:
     """Which tokens of this rank go to each rank of `ep` (`places`), and how many rows come from each (`counts`).

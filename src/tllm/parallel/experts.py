@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 
@@ -26,7 +25,7 @@ Names = Callable[[int, str], str]
 """(an expert's number, "gate", "up" or "down") -> its tensor's name in the checkpoint."""
 
 ROWS_AT_ONCE = 1024
-"""Rows that experts in few bits work on at once: their results are in float64, 8 bytes a number."""
+"""Rows that experts in few bits, or beside an adapter, work on at once: those in few bits give 8 bytes a number."""
 
 
 def rows_of_experts(weights_TK: Tensor, experts_TK: Tensor, first: int, count: int) -> Iterator[ExpertRows]:
@@ -111,8 +110,8 @@ class ExpertSum(nn.Module):
         for rows in rows_of_experts(weights_TK, experts_TK, self.first, self.count):
             made_ND = (self.of_adapted(x_TD[rows.tokens_N], rows, adapt) * rows.weights_N1).to(y_TD.dtype)
             # One expert after another, as without an adapter: what a token gets of several is rounded in that order.
-            for start, stop in itertools.pairwise(rows.first_rows.tolist()):
-                y_TD.index_add_(0, rows.tokens_N[start:stop], made_ND[start:stop])
+            for (_, tokens), (_, some_ND) in zip(rows.split(rows.tokens_N), rows.split(made_ND), strict=True):
+                y_TD.index_add_(0, tokens, some_ND)
         return y_TD
 
     def of_plain(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
@@ -179,9 +178,7 @@ class Experts(ExpertSum):
 
     def of_adapted(self, x_ND: Tensor, rows: ExpertRows, adapt: Adapt) -> Tensor:
         def product(x_ND: Tensor, stack: Tensor) -> Tensor:
-            return _by_expert(
-                x_ND, rows, stack.shape[1], lambda some, number: matmul(some, expert_weight(stack, number))
-            )
+            return _by_expert(x_ND, rows, lambda some, number: matmul(some, expert_weight(stack, number)))
 
         h_NF = self.act(adapt(self.into, x_ND, product(x_ND, self.gate_up), rows))
         return adapt(self.out, h_NF, product(h_NF, self.down), rows)
@@ -243,8 +240,8 @@ class StackedExperts(ExpertSum):
         def out(some: Tensor, number: int) -> Tensor:
             return _transposed_matmul(some, _plain(self.down, number))
 
-        h_NF = self.act(adapt(self.into, x_ND, _by_expert(x_ND, rows, self.gate_up.shape[2], into), rows))
-        y_ND = adapt(self.out, h_NF, _by_expert(h_NF, rows, self.down.shape[2], out), rows)
+        h_NF = self.act(adapt(self.into, x_ND, _by_expert(x_ND, rows, into), rows))
+        y_ND = adapt(self.out, h_NF, _by_expert(h_NF, rows, out), rows)
         return y_ND if self.down_bias is None else y_ND + self.down_bias[rows.experts_N]
 
 
@@ -268,11 +265,9 @@ def _transposed_matmul(x_TD: Tensor, weight_DF: Tensor, bias_F: Tensor | None = 
     return x_TD @ weight_DF if bias_F is None else torch.addmm(bias_F, x_TD, weight_DF)
 
 
-def _by_expert(x_ND: Tensor, rows: ExpertRows, outputs: int, product: Callable[[Tensor, int], Tensor]) -> Tensor:
+def _by_expert(x_ND: Tensor, rows: ExpertRows, product: Callable[[Tensor, int], Tensor]) -> Tensor:
     """product(some rows, the number of their expert here) of each expert that has rows, one after another."""
-    bounds = itertools.pairwise(rows.first_rows.tolist())
-    made = [product(x_ND[start:stop], number) for number, (start, stop) in enumerate(bounds) if start < stop]
-    return torch.cat(made) if made else x_ND.new_zeros(0, outputs)
+    return torch.cat([product(some, number) for number, some in rows.split(x_ND)])
 
 
 def _matrices(stack: str, experts: Range, inputs: Range, outputs: Range) -> tuple[ShardPiece, ...]:

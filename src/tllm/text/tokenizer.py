@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import zlib
@@ -220,7 +221,7 @@ def _from_files(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
     try:
         inner = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises exactly this for every fault in the file
-        with file.open("rb") as opened:
+        with contextlib.suppress(OSError), file.open("rb") as opened:
             if is_lfs_pointer(opened.read(8)):
                 raise ConfigError(f"{file} {LFS_POINTER}", LFS_HINT) from error
         raise ConfigError(

@@ -23,9 +23,9 @@ from tllm.parallel.shard import Shard, ShardPiece, shard_of
 from tllm.weights.boxes import Box, Shape, widths
 from tllm.weights.coverage import HeldBlock, check_coverage
 from tllm.weights.dtypes import memory
+from tllm.weights.header_tables import INDEX, SINGLE
 from tllm.weights.manifest import MANIFEST, make_manifest
 from tllm.weights.safetensors_header import make_header
-from tllm.weights.safetensors_index import INDEX, SINGLE
 
 MAX_SHARD_BYTES = 5 * 1000**3
 

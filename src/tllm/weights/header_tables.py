@@ -1,4 +1,5 @@
 """What the header of one safetensors file says, with nothing taken on trust: every size is checked before it is used.
+And which files a model has.
 
 Layout: 8 bytes little-endian header length N, N bytes of JSON, then the tensors' bytes. No torch: a dtype is its name.
 """
@@ -13,6 +14,9 @@ from tllm.core.disk import LFS_HINT, LFS_POINTER, is_lfs_pointer
 from tllm.core.errors import WeightsError
 from tllm.weights.boxes import Shape
 from tllm.weights.byte_source import ByteSource
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 
 HEADER_LIMIT = 100_000_000
 """Bytes; the format's own limit."""
@@ -35,6 +39,29 @@ class HeaderTables(NamedTuple):
     tensors: dict[str, TableEntry]
     metadata: dict[str, str]
     data: int
+
+
+def weight_files(source: ByteSource) -> list[str]:
+    """The safetensors files that make up a model; others that lie beside them are not of it."""
+    names = source.names()
+    if SINGLE in names:
+        return [SINGLE]
+    return sorted(set(weight_map(source).values()) & set(names)) if INDEX in names else []
+
+
+def weight_map(source: ByteSource) -> dict[str, str]:
+    """Which file each tensor is in, as the index says."""
+    size = source.size(INDEX)
+    if size > HEADER_LIMIT:
+        raise WeightsError(f"{INDEX} has {size} bytes and {HEADER_LIMIT} is the most that is read")
+    try:
+        index = json.loads(source.read(INDEX, 0, size).decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(f"{INDEX} is not JSON ({error})", "copy the file again") from error
+    found = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
+        raise WeightsError(f"{INDEX} has no weight_map from tensor names to files", "copy the file again")
+    return found
 
 
 def read_tables(source: ByteSource, file: str) -> HeaderTables:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -18,11 +17,9 @@ from tllm.weights.boxes import Box, Shape, is_inside, show, whole, widths
 from tllm.weights.byte_source import ByteSource
 from tllm.weights.byte_spans import Spans, spans_of
 from tllm.weights.dtypes import memory
-from tllm.weights.header_tables import HEADER_LIMIT
+from tllm.weights.header_tables import INDEX, SINGLE, weight_map
 from tllm.weights.safetensors_header import TensorEntry, read_header
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 T = TypeVar("T")
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
@@ -123,31 +120,17 @@ class Index:
 
 def _from_weight_map(source: ByteSource) -> Iterator[tuple[str, TensorEntry]]:
     """The index says in which file each tensor is; a file or tensor that is not where it says is an error."""
-    weight_map = _weight_map(source)
+    file_of = weight_map(source)
     known = set(source.names())
-    for file in sorted(set(weight_map.values()) - known):
+    for file in sorted(set(file_of.values()) - known):
         raise WeightsError(f"{INDEX} names {file!r} and it is missing", "copy the whole model folder, every file of it")
-    headers = {file: read_header(source, file) for file in sorted(set(weight_map.values()))}
-    for name, file in weight_map.items():
+    headers = {file: read_header(source, file) for file in sorted(set(file_of.values()))}
+    for name, file in file_of.items():
         if name not in headers[file]:
             elsewhere = [other for other, header in headers.items() if name in header]
             found = f"it is in {elsewhere[0]}" if elsewhere else "it is in no file"
             raise WeightsError(f"{INDEX} says that {name!r} is in {file} and {found}", "the index is of other files")
         yield name, headers[file][name]
-
-
-def _weight_map(source: ByteSource) -> dict[str, str]:
-    size = source.size(INDEX)
-    if size > HEADER_LIMIT:
-        raise WeightsError(f"{INDEX} has {size} bytes and {HEADER_LIMIT} is the most that is read")
-    try:
-        index = json.loads(source.read(INDEX, 0, size).decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise WeightsError(f"{INDEX} is not JSON ({error})", "copy the file again") from error
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise WeightsError(f"{INDEX} has no weight_map from tensor names to files", "copy the file again")
-    return weight_map
 
 
 def _nothing_to_read(names: list[str]) -> WeightsError:

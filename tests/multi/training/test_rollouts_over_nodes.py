@@ -116,9 +116,9 @@ def test_machines_that_sample_take_the_plan_that_is_predicted_fastest(task: Path
         first.until(r"^predicted: \S+ s for 8 completions of 48 tokens of a prompt of 8, for 4 prompts, \S+ tok")
         job = replace(job_of(task, tmp_path / "run", first.until(SAMPLES)[1]), **few)
         train(job, "pp=1")
-        time.sleep(1)  # the node tells of its answers every so often
+        time.sleep(3)  # the node tells of its answers every so often
         first.process.send_signal(signal.SIGINT)
-        first.until(r"^2 answers, each 8 completions of \d+ tokens of a prompt of \d+, for 4 prompts:$")
+        first.until(r"^\d+ answers?, each 8 completions of \d+ tokens of a prompt of \d+, for 4 prompts:$")
         first.until(r"predicted +measured +measured is")
         first.until(r"^seconds ")
         code, said = first.wait()

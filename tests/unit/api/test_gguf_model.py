@@ -45,6 +45,10 @@ def test_commands_take_it(model: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_a_file_that_is_not_there_or_no_gguf(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a folder or a GGUF file"):
         LLM(tmp_path / "none.gguf")
-    (tmp_path / "bad.gguf").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
-    with pytest.raises(WeightsError, match="does not begin with GGUF"):
-        LLM(tmp_path / "bad.gguf")
+    for content, what in (
+        (b"version https://git-lfs.github.com/spec/v1\n", "a pointer of Git LFS"),
+        (b"PK\3\4 something else", "does not begin with GGUF"),
+    ):
+        (tmp_path / "bad.gguf").write_bytes(content)
+        with pytest.raises(WeightsError, match=what):
+            LLM(tmp_path / "bad.gguf")

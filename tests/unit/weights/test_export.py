@@ -15,9 +15,10 @@ from tllm.core.errors import PlanError, WeightsError
 from tllm.parallel.shard import Shard, ShardPiece
 from tllm.weights.byte_source import LocalFiles
 from tllm.weights.export import ParameterPart, export_folder, parts_of
+from tllm.weights.header_tables import INDEX, SINGLE
 from tllm.weights.load import load
 from tllm.weights.manifest import MANIFEST, checked
-from tllm.weights.safetensors_index import INDEX, SINGLE, Index
+from tllm.weights.safetensors_index import Index
 
 from .test_load import Cut, checkpoint, opened
 

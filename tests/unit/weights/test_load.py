@@ -16,8 +16,9 @@ from tllm.parallel.weight_reuse import wanted, weights_of
 from tllm.weights import load as load_module
 from tllm.weights.byte_source import LocalFiles, RemoteFiles
 from tllm.weights.coverage import check_coverage
+from tllm.weights.header_tables import SINGLE
 from tllm.weights.load import held_of, load
-from tllm.weights.safetensors_index import SINGLE, Index
+from tllm.weights.safetensors_index import Index
 
 
 class Cut(nn.Module):

@@ -13,8 +13,9 @@ from safetensors.torch import save_file
 from tllm.core.errors import WeightsError
 from tllm.weights.byte_source import LocalFiles, RemoteFiles
 from tllm.weights.byte_spans import Spans
+from tllm.weights.header_tables import SINGLE
 from tllm.weights.manifest import MANIFEST, CheckedFiles, checked, make_manifest
-from tllm.weights.safetensors_index import SINGLE, Index
+from tllm.weights.safetensors_index import Index
 
 
 @pytest.fixture

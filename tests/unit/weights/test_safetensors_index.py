@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 
 from tllm.core.errors import WeightsError
 from tllm.weights.byte_source import LocalFiles, RemoteFiles
-from tllm.weights.safetensors_index import INDEX, SINGLE, Index
+from tllm.weights.header_tables import INDEX, SINGLE
+from tllm.weights.safetensors_index import Index
 
 SHAPES = {"vector": (7,), "matrix": (6, 5), "experts": (3, 4, 5), "scalar": ()}
 

@@ -393,11 +393,11 @@ def limits_of(spec: ModelSpec, plan: Plan, config: EngineConfig) -> Limits:
             f"the cache holds {cached} tokens and max_model_len is {max_model_len}",
             "give the cache more memory, or ask for a shorter context",
         )
-    other = (spec.delta and "gated delta nets have a state, which pages do not hold") or (
-        spec.bidirectional and "what a page holds depends on all tokens of its prompt"
+    why_no_prefixes = (spec.delta and "gated delta nets of %s have a state, which pages do not hold") or (
+        spec.bidirectional and "what a page of %s holds depends on all tokens of its prompt"
     )
-    if config.enable_prefix_caching and other:
-        log.info("prefix caching of %s is off: %s", spec.family, other)
+    if config.enable_prefix_caching and why_no_prefixes:
+        log.info(f"prefix caching is off: {why_no_prefixes}", spec.family)
     limits = Limits(
         num_pages=num_pages,
         vocab_size=spec.vocab_size,
@@ -406,7 +406,7 @@ def limits_of(spec: ModelSpec, plan: Plan, config: EngineConfig) -> Limits:
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         num_speculative_tokens=config.draft_tokens,
-        enable_prefix_caching=config.enable_prefix_caching and not spec.scales_by_length and not other,
+        enable_prefix_caching=config.enable_prefix_caching and not spec.scales_by_length and not why_no_prefixes,
         num_state_slots=config.max_num_seqs if spec.delta else 0,
         hidden_size=spec.hidden_size,
         num_labels=spec.num_labels,

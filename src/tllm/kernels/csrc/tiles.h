@@ -16,7 +16,7 @@ typedef struct {
     i32x16 rows[TILE_ROWS];
 } TileSums;
 
-#if defined(__AMX_INT8__)
+#if defined(__AMX_INT8__) && defined(__AMX_BF16__)
 #include <immintrin.h>
 
 #define HAS_TILES 1

@@ -40,8 +40,8 @@ class TimedAnswerer:
         return TimedSession(self.model.open_session(introduction), self.answers)
 
     def stats(self) -> dict[str, float]:
-        """As a node tells it: `timed` answers without the first, the `answer_seconds` of all of them together, and
-        what they were about."""
+        """As a node tells it: `timed` answers without those that warm up, the `answer_seconds` of all of them
+        together, and what they were about."""
         kept = list(self.answers)
         return totals(kept[WARM:] or kept)
 

@@ -20,8 +20,9 @@ from tllm.core.errors import WeightsError
 from tllm.server.pooling.pooler_config import DenseModule, dense_modules
 from tllm.spec.request import Output, Request
 from tllm.weights.byte_source import LocalFiles
+from tllm.weights.header_tables import SINGLE
 from tllm.weights.safetensors_header import read_header
-from tllm.weights.safetensors_index import SINGLE, Index
+from tllm.weights.safetensors_index import Index
 
 EMBEDDED = ("last", "mean")
 """Kinds of pooling that make an embedding."""

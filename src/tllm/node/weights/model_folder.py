@@ -12,7 +12,7 @@ from tllm.core.gguf_files import gguf_files, is_gguf
 from tllm.node.weights.tokenizer_file import TOKENIZER, tokenizer_file
 from tllm.weights.byte_source import ByteSource, LocalFiles
 from tllm.weights.file_chunks import FileChunk, bounds, chunk_bytes
-from tllm.weights.lora.sampled_digest import is_another_base
+from tllm.weights.lora.sampled_digest import is_another, sampled_digest
 
 SUFFIXES = (".safetensors", ".safetensors.index.json", "tllm.manifest.json")
 SAMPLE_BYTES = 16 * 1024
@@ -42,6 +42,7 @@ class ModelFolder:
         self._hashes: dict[FileChunk, bytes] = {}
         self._heads, self._heads_room = dict[ReadBytes, Bytes](), HEADS_BYTES
         self._tokenizer = b""
+        self._sampled: str | None = None
         self._lock = threading.Lock()
 
     def read(self, wanted: ReadBytes) -> Bytes:
@@ -82,7 +83,10 @@ class ModelFolder:
 
     def is_another_base(self, trained_beside: str) -> bool:
         """Whether the weights are known not to be those that an adapter was trained beside, by the digest it keeps."""
-        return is_another_base(trained_beside, self._source)
+        with self._lock:
+            if trained_beside and self._sampled is None:
+                self._sampled = sampled_digest(self._source)
+            return is_another(trained_beside, self._sampled or "")
 
     def _digest(self, name: str) -> bytes:
         """SHA-256 of samples of the whole file: two models, or two states of one, differ nearly everywhere."""

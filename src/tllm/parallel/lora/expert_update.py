@@ -56,14 +56,13 @@ class ExpertUpdate(nn.Module):
 
     def forward(self, x_ND: Tensor, first_rows: Tensor) -> Tensor:
         """Rows [first_rows[e], first_rows[e + 1]) are those of expert e."""
-        bounds, made = first_rows.tolist(), list[Tensor]()
-        # Unbound once, and with gradients experts without a row take part too: every parameter then has its gradient.
         a_ERD = self.A.unflatten(0, (self.experts, -1)).unbind()  # type: ignore[no-untyped-call]
         b_EFR = [b.unflatten(0, (self.experts, -1)).unbind() for b in self.B]
-        for expert in range(self.experts):
-            some_ND = x_ND[bounds[expert] : bounds[expert + 1]]
-            if len(some_ND) or torch.is_grad_enabled():
-                made.append(self._of_expert(some_ND, a_ERD[expert], [b[expert] for b in b_EFR]))
+        parts_END = x_ND.split(first_rows.diff().tolist())
+        here = [expert for expert, some_ND in enumerate(parts_END) if len(some_ND)]
+        if not here and torch.is_grad_enabled():
+            here = [0]  # without a row too, so that every parameter has its gradient
+        made = [self._of_expert(parts_END[expert], a_ERD[expert], [b[expert] for b in b_EFR]) for expert in here]
         return torch.cat(made) if made else x_ND.new_zeros(0, self.outputs)
 
     def _of_expert(self, x_ND: Tensor, a_RD: Tensor, b_FR: list[Tensor]) -> Tensor:

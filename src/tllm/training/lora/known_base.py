@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from tllm.core.disk import whole_file
 from tllm.core.errors import ConfigError
 from tllm.training.job.initial_model import BASE, InitialModel
 from tllm.training.job.job import Job
 from tllm.weights.byte_source import LocalFiles
-from tllm.weights.lora.sampled_digest import is_another_base, sampled_digest
+from tllm.weights.lora.sampled_digest import is_another, sampled_digest
 
 
 def know_base(initial: InitialModel, job: Job) -> None:
@@ -16,14 +17,15 @@ def know_base(initial: InitialModel, job: Job) -> None:
     """
     if job.lora is None or initial.weights is None:
         return
-    source, path = LocalFiles(initial.weights), initial.folder / BASE
-    if is_another_base(initial.base, source):
+    found, path = sampled_digest(LocalFiles(initial.weights)), initial.folder / BASE
+    if is_another(initial.base, found):
         raise ConfigError(
             f"the adapter in {job.output_dir} began beside other weights of this shape than {initial.weights} now has",
             f"give another output_dir, or the model that it began with; if it is intended, remove {path}",
         )
     if not initial.base:
         try:
-            path.write_text(sampled_digest(source), "utf-8")
+            with whole_file(path) as file:
+                file.write(found.encode())
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror or error}", "give another output_dir") from error

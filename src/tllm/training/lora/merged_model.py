@@ -27,7 +27,7 @@ from tllm.weights.load import check_tied
 from tllm.weights.lora.adapter_files import read_adapter
 from tllm.weights.lora.held_adapter import HeldFiles
 from tllm.weights.lora.merge import AdapterSource, merged_tensors
-from tllm.weights.lora.sampled_digest import ANOTHER_BASE, is_another_base
+from tllm.weights.lora.sampled_digest import ANOTHER_BASE, is_another, sampled_digest
 from tllm.weights.lora.stacked_experts import taken_apart
 from tllm.weights.manifest import checked
 
@@ -45,8 +45,9 @@ def write_merged(folder: Path, out: Path, adapters: Sequence[Path] = (), dtype: 
     config = read_config(folder)
     spec, source = spec_from_config(config), checked(LocalFiles(folder))
     found = [_adapter(path, spec) for path in adapters]
+    digest = sampled_digest(source) if found else ""
     for path, one in zip(adapters, found, strict=True):
-        if is_another_base(one.adapter.base, source):
+        if is_another(one.adapter.base, digest):
             log.warning("%s %s", path, ANOTHER_BASE)
     if len(found) > 1 and any(one.adapter.config.use_dora for one in found):
         raise ConfigError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 
 from tllm.weights.byte_source import ByteSource
-from tllm.weights.header_tables import read_tables
+from tllm.weights.header_tables import read_tables, weight_files
 
 KEY = "base_sha256"
 """Of the metadata."""
@@ -23,8 +23,8 @@ def sampled_digest(source: ByteSource) -> str:
 
     How they are spread over safetensors files does not count.
     """
-    files = [name for name in source.names() if name.endswith(".safetensors")]
-    entries = {name: (file, entry) for file in files for name, entry in read_tables(source, file).tensors.items()}
+    files = {file: read_tables(source, file).tensors for file in weight_files(source)}
+    entries = {name: (file, entry) for file, tensors in files.items() for name, entry in tensors.items()}
     digest = hashlib.sha256()
     for name, (file, entry) in sorted(entries.items()):
         digest.update(f"{name} {entry.dtype} {list(entry.shape)}\n".encode())
@@ -32,10 +32,10 @@ def sampled_digest(source: ByteSource) -> str:
     return digest.hexdigest() if entries else ""
 
 
-def is_another_base(trained_beside: str, source: ByteSource) -> bool:
-    """Whether weights are known not to be those of this digest ("": it is not known)."""
-    found = sampled_digest(source) if trained_beside else ""
-    return found not in ("", trained_beside)
+def is_another(trained_beside: str, found: str) -> bool:
+    """Whether weights of the digest `found` are known not to be those that an adapter was trained beside; "" says that
+    a digest is not known."""
+    return "" not in (trained_beside, found) and found != trained_beside
 
 
 ANOTHER_BASE = (

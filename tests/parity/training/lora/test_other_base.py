@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
@@ -46,8 +47,12 @@ def test_an_adapter_keeps_a_digest_of_its_base(folders: tuple[Path, Path]) -> No
 def test_a_digest_is_of_the_numbers_and_not_of_how_files_are_cut(folders: tuple[Path, Path], tmp_path: Path) -> None:
     tensors = load_file(folders[0] / WEIGHTS)
     names = sorted(tensors)
-    for number, part in enumerate((names[:5], names[5:])):
-        save_file({name: tensors[name] for name in part}, tmp_path / f"model-{number}.safetensors")
+    parts = {"model-0.safetensors": names[:5], "model-1.safetensors": names[5:]}
+    for file, part in parts.items():
+        save_file({name: tensors[name] for name in part}, tmp_path / file)
+    weight_map = {name: file for file, part in parts.items() for name in part}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (tmp_path / "consolidated.safetensors").write_text("version https://git-lfs.github.com: it is not of the model")
     want = sampled_digest(LocalFiles(folders[0]))
     assert sampled_digest(LocalFiles(tmp_path)) == want
     tensors[names[7]].view(-1)[0] += 1e-3

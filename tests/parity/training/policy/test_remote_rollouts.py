@@ -271,7 +271,8 @@ def test_a_run_that_waits_for_lost_servers_ends_when_it_is_stopped(
     ended = news[-1]
     assert isinstance(ended, RunEnded) and not ended.final
     steps = len(records(news))
-    assert steps in (2, 2 + max_staleness) and (run / f"step-{steps}").is_dir()
+    # Of the steps that are sampled ahead the server has answered for none, for some or for all when it is lost.
+    assert 2 <= steps <= 2 + max_staleness and (run / f"step-{steps}").is_dir()
     with sampling(task, secret) as two:
         assert len(records(train(job_at(two), "pp=1"))) == 8 - steps
 

@@ -1,4 +1,4 @@
-"""What a model tells of its answers: their seconds and what they were about, without the first and without faults."""
+"""What a model tells of its answers: their seconds and what they were about, without faults and those that warm up."""
 
 from __future__ import annotations
 
