@@ -1,4 +1,4 @@
-"""`least_of_whole_layers`: a job and its devices in the units of `cut_bound`, rounded so that no plan takes less."""
+"""`least_of_whole_layers`: a job and its devices in the units of `cut_bound`, rounded so that no plan that is searched takes less."""
 
 from __future__ import annotations
 
