@@ -172,8 +172,8 @@ class _Kind(NamedTuple):
 
 
 def least_of_cuts(work: StepWork, sent: SentGradients, devices: DeviceClasses, least: float) -> float:
-    """Seconds that every plan that is searched takes at least without tensor parallelism; `least` are known already, and are the answer
-    for a model with too many cuts."""
+    """Seconds that plans take at least that are searched and have no tensor parallelism; `least` are known already, and
+    are the answer for a model with too many cuts."""
     most = min(work.layers, devices.holders[0])
     return least if _ways(work.layers, most) > MOST_CUTS else _CutBound(work, sent, devices).seconds(least)
 
