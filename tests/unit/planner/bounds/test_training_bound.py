@@ -1,4 +1,4 @@
-"""No plan of any small cluster takes less than the bound, and without messages to send the bound is reached."""
+"""No plan that is searched takes less than the bound on any small cluster, and without messages it is reached."""
 
 from __future__ import annotations
 
