@@ -1,8 +1,8 @@
 """The search for a training plan on up to 1,000 unlike machines: `python -m benchmarks.planner.many_machines`.
 
 Machines are described and not measured: each is drawn, with a seed, from eight kinds of speed, memory and link. The
-page says what one search takes on one core, and how far the plan it chooses is from a bound that no plan can beat
-(`planner.bounds.training_bound`).
+page says what one search takes on one core, and how far the plan it chooses is from a bound that no plan of the forms
+that are searched can beat (`planner.bounds.training_bound`).
 """
 
 from __future__ import annotations
@@ -162,9 +162,10 @@ def page(rows: Sequence[dict[str, Any]]) -> Page:
         "planner",
         "many-machines",
         f"The planner's search on up to {largest['machines']:,} unlike machines",
-        "What the search for a training plan takes on one core, and how far its plan is from a bound that no plan can "
-        "beat: it knows that layers are whole, that all replicas have the same cut, and what messages of gradients "
-        "are not hidden (`planner.bounds`). Products alone are all flops spread over all machines by speed, with no "
+        "What the search for a training plan takes on one core, and how far its plan is from a bound that no plan "
+        "of the forms that are searched can beat: it knows that layers are whole, that all replicas have the same cut, "
+        "and what messages of gradients are not hidden (`planner.bounds`). "
+        "Products alone are all flops spread over all machines by speed, with no "
         f"message and no waiting. A model of 1.6 billion parameters in 32 layers, rows of {SEQ_LEN} tokens, bfloat16. "
         "Each machine is one of eight kinds, drawn with a seed: 4 or 10 Tflop/s, 16 or 32 GiB, at a site of 10 or of "
         "2.5 Gbit/s (2.5 Gbit/s between sites).",

@@ -15,7 +15,7 @@ from tllm.cli.display.serving_plans import certainty, given_plan
 from tllm.cli.display.tables import span, table
 from tllm.cli.display.timeline import as_svg, as_text
 from tllm.core.memory import amount
-from tllm.planner.bounds.training_bound import least_step_seconds
+from tllm.planner.bounds.training_bound import is_searched, least_step_seconds
 from tllm.planner.cluster.device import Cluster, LinkSpeed
 from tllm.planner.cost.flops import BACKWARD
 from tllm.planner.cost.rank_work import TrainingFacts, rank_works
@@ -253,7 +253,7 @@ def _as_text(cluster: Cluster, result: TrainingSearchResult, is_given: bool) -> 
         *seconds_by_role(best.predicted),
         *not_timed(facts, best.predicted),
         f"the time goes to {training_bottleneck(best.predicted)}",
-        _beside_bound(cluster, best),
+        *_beside_bound(cluster, best),
         *left_out(cluster, best),
         "",
         table(_ranks(cluster, best)),
@@ -293,17 +293,22 @@ def _nodes(choice: TrainingChoice) -> str:
     return " ".join(map(cluster.name, devices)) if len(devices) <= 8 else f"{len(devices)} devices"
 
 
-def _least(cluster: Cluster, best: TrainingChoice) -> float:
-    """Seconds that every plan takes at least, with any size of microbatches that is tried or the one that is given."""
+def _least(cluster: Cluster, best: TrainingChoice) -> float | None:
+    """Seconds that every plan of the forms that are searched takes at least, with any size of microbatches that is
+    tried or the one that is given; None beside a plan of another form, which may take less."""
     facts = best.placed.facts
+    if not is_searched(best.placed.plan):
+        return None
     return least_step_seconds(best.placed.spec, cluster, facts, sorted({*MICROBATCHES, facts.microbatch_size}))
 
 
-def _beside_bound(cluster: Cluster, best: TrainingChoice) -> str:
+def _beside_bound(cluster: Cluster, best: TrainingChoice) -> list[str]:
     least, seconds = _least(cluster, best), best.predicted.seconds
+    if least is None:
+        return []
     more = f"{100 * (seconds / least - 1):.0f} % more" if least else "more"
     of_what = "products on all nodes, whole layers, gradients"
-    return f"every plan takes {least:.4g} s or more ({of_what}); this one takes {more}"
+    return [f"every plan of the forms that are searched takes {least:.4g} s or more ({of_what}); this one takes {more}"]
 
 
 def left_out(cluster: Cluster, best: TrainingChoice) -> list[str]:

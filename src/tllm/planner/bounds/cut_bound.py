@@ -30,7 +30,8 @@ along the pipeline does not count) and lets devices be arranged as well as can b
 Devices count as slow or fast, with slow or fast links, with little memory or much: each as the best of its class. Ranks
 of context parallelism count as so many replicas with a part of each microbatch, of which all of the above is as true.
 Each kind of replicas may have the size of microbatches that suits it, and any part of a replica counts. The embedding,
-of which it is not known which stage has it, has no gradients. So no plan takes less, whatever its schedule.
+of which it is not known which stage has it, has no gradients. So no plan of the forms that are searched
+(`training_bound.is_searched`) takes less, whatever its schedule.
 """
 
 from __future__ import annotations
@@ -171,8 +172,8 @@ class _Kind(NamedTuple):
 
 
 def least_of_cuts(work: StepWork, sent: SentGradients, devices: DeviceClasses, least: float) -> float:
-    """Seconds that every plan without tensor parallelism takes at least; `least` are known already, and are the answer
-    for a model with too many cuts."""
+    """Seconds that plans take at least that are searched and have no tensor parallelism; `least` are known already, and
+    are the answer for a model with too many cuts."""
     most = min(work.layers, devices.holders[0])
     return least if _ways(work.layers, most) > MOST_CUTS else _CutBound(work, sent, devices).seconds(least)
 

@@ -1,4 +1,8 @@
-"""`least_step_seconds`: what a training step takes at least on a cluster, whatever the plan that is chosen.
+"""`least_step_seconds`: what a training step takes at least on a cluster, with any plan of the forms that are searched.
+
+Those have as many tensor-parallel ranks in each stage as in the others, no parameter servers, and at most MOST_CHUNKS
+chunks (`is_searched`). A plan of another form may take less: with tensor parallelism in some stages alone it waits for
+the sums of their layers alone.
 
 Every plan obeys a linear relaxation. Any part of a layer, of a microbatch and of the logits may be computed on any
 device, at the best rate that the device has for as many rows or fewer; messages, bubbles, updates and recomputation
@@ -14,7 +18,8 @@ device without room for a process takes no part.
 Beyond that a plan is one of three kinds, and the least of their bounds counts:
 
 - **It recomputes layers**: W has a forward pass more.
-- **It has tensor parallelism**: in each layer ranks wait for their sums. A stage of n ranks takes as long as the mean
+- **It has tensor parallelism**: in each layer ranks wait for their sums, at the best over the fastest link for messages
+  of any length. A stage of n ranks takes as long as the mean
   of what its ranks compute and what the one that waits least waits, so n w of its devices' time is lost for a wait of
   w; as n is two or more, at least 2 w max(r_i, q g_i) of the slowest device is added to W + q V.
 - **Neither**: each layer is one stage's, and that stage sums its gradients (`cut_bound`).
@@ -27,16 +32,17 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from tllm.planner.bounds.cut_bound import MOST_CHUNKS
 from tllm.planner.bounds.whole_layers import least_of_whole_layers, passes_of
-from tllm.planner.cluster.device import SHORT_MESSAGE_BYTES, Cluster, Device, Points
+from tllm.planner.cluster.device import Cluster, Device, Points
 from tllm.planner.cluster.device_kinds import best_bandwidths
 from tllm.planner.cluster.profile import between
 from tllm.planner.cost.flops import layer_flops, logits_flops
-from tllm.planner.cost.rank_bytes import layer_parameters
 from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.memory.heap import TRAINER_BYTES
 from tllm.spec.cut import cut_stage
 from tllm.spec.model_spec import ModelSpec
+from tllm.spec.plan import Plan
 
 MOST_PRICES = 64
 """Of more ratios of a device's two rates, so many are tried: each gives a bound, and all together the best one."""
@@ -48,7 +54,8 @@ Rates = tuple[float, float]
 def least_step_seconds(
     spec: ModelSpec, cluster: Cluster, facts: TrainingFacts, microbatch_sizes: Sequence[int]
 ) -> float:
-    """Seconds that every plan takes at least with microbatches of one of these sizes, as tllm carries it out.
+    """Seconds that every plan of the forms that are searched takes at least with microbatches of one of these sizes, as
+    tllm carries it out.
 
     The size of `facts` itself does not count. Raises ConfigError where a device has no speed in the job's dtype.
     """
@@ -58,14 +65,19 @@ def least_step_seconds(
     kinds = Counter(cluster.devices[place] for place in devices)
     relaxed = min(_least(spec, kinds, one) for one in sized)
     again = min(_least(spec, kinds, one, recomputed=1) for one in sized)
-    bandwidths = fastest_sends(cluster, devices, _smallest_message(spec))
-    cut = min(_least(spec, kinds, one, link=max(bandwidths)) for one in sized) if len(devices) > 1 else math.inf
+    link = _fastest_message(cluster)
+    cut = min(_least(spec, kinds, one, link=link) for one in sized) if len(devices) > 1 else math.inf
     if min(again, cut) <= relaxed:
         return relaxed
     rates = [_best_rates(cluster.devices[place], *_largest(sized)) for place in devices]
     memories = [float(cluster.devices[place].memory - TRAINER_BYTES) for place in devices]
-    whole = least_of_whole_layers(spec, sized, rates, bandwidths, memories, relaxed)
+    whole = least_of_whole_layers(spec, sized, rates, _fastest_sends(cluster, devices), memories, relaxed)
     return max(relaxed, min(again, cut, whole))
+
+
+def is_searched(plan: Plan) -> bool:
+    """Whether a plan has a form that is searched, so that the bound holds for it."""
+    return len({stage.tp for stage in plan.stages}) == 1 and not plan.servers and plan.chunks <= MOST_CHUNKS
 
 
 def relaxed_step_seconds(
@@ -121,25 +133,20 @@ def _largest(sized: Sequence[TrainingFacts]) -> tuple[TrainingFacts, int, int]:
     return sized[0], max(tokens), max(targets)
 
 
-def _smallest_message(spec: ModelSpec) -> int:
-    """Bytes that a rank which shares gradients sends at least, at once: half of a layer's elements, a byte of each."""
-    (whole,) = cut_stage(spec, (1,))
-    return min(sum(one.elements for one in layer_parameters(spec, layer, whole)) for layer in spec.layers) // 2
+def _fastest_message(cluster: Cluster) -> float:
+    """The most bytes per second of a message of any length between any two devices; infinite without a link."""
+    links = [*(link for _, link in cluster.pairs), *(tier.link for tier in cluster.tiers)]
+    links += filter(None, (cluster.default, *cluster.inside))
+    return max((max(link.bandwidth, link.short_bandwidth) for link in links), default=math.inf)
 
 
-def fastest_sends(cluster: Cluster, devices: Sequence[int], size: int) -> list[float]:
-    """For each device the most bytes per second of messages of so many bytes; infinite where it has no link."""
+def _fastest_sends(cluster: Cluster, devices: Sequence[int]) -> list[float]:
+    """For each device the most bytes per second of gradients, none of which count as short messages; infinite where it
+    has no link."""
     best = best_bandwidths(cluster)
-    links = [
-        *(link for _, link in cluster.pairs),
-        *(tier.link for tier in cluster.tiers),
-        *filter(None, cluster.inside),
-    ]
-    links += [cluster.default] if cluster.default is not None else []
-    brief = max((link.short_bandwidth for link in links), default=0.0) if size <= SHORT_MESSAGE_BYTES else 0.0
     inside = [cluster.inside[cluster.node_of[device]] for device in devices]
     return [
-        max(best[device], brief, link.bandwidth if link is not None else 0.0) or math.inf
+        max(best[device], link.bandwidth if link is not None else 0.0) or math.inf
         for device, link in zip(devices, inside, strict=True)
     ]
 

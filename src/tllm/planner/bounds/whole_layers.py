@@ -1,4 +1,5 @@
-"""`least_of_whole_layers`: a job and its devices in the units of `cut_bound`, rounded so that no plan takes less."""
+"""`least_of_whole_layers`: a job and its devices in the units of `cut_bound`, rounded so that no plan takes less of the
+forms that are searched."""
 
 from __future__ import annotations
 

@@ -100,6 +100,17 @@ def test_a_plan_that_is_given_is_predicted(
     assert "4 ranks and the cluster 3 devices" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("given", "has_bound"), [("pp=2", True), ("pp=2,tp=1+2", False)])
+def test_a_bound_is_told_beside_plans_of_the_forms_that_are_searched(
+    folder: Path, cluster: Path, given: str, has_bound: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("--goal", "train", "--plan", given, "--seq", "32")
+    assert plan(folder, cluster, *asked) == 0
+    assert ("every plan of the forms that are searched takes" in capsys.readouterr().out) == has_bound
+    assert plan(folder, cluster, *asked, "--json") == 0
+    assert (json.loads(capsys.readouterr().out)["least_seconds"] is not None) == has_bound
+
+
 @pytest.mark.parametrize(
     ("change", "code", "words"),
     [

@@ -1,4 +1,4 @@
-"""No plan of any small cluster takes less than the bound, and without messages to send the bound is reached."""
+"""No plan that is searched takes less than the bound on any small cluster, and without messages it is reached."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import random
 from dataclasses import replace
 from itertools import combinations, pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,42 +14,25 @@ import pytest
 from benchmarks.planner.many_machines import cluster_of as machines_of
 from benchmarks.planner.many_machines import model
 from tests.unit.planner.search.test_serving_search import cluster_of, some_of, spec_of
-from tests.unit.planner.search.test_training_search import every_plan
-from tllm.core.errors import ConfigError, PlanError
+from tests.unit.planner.search.test_training_search import least_seconds, seconds_of
+from tllm.core.errors import ConfigError
 from tllm.planner.bounds import cut_bound
 from tllm.planner.bounds.linear_program import most_of
-from tllm.planner.bounds.training_bound import least_step_seconds, relaxed_step_seconds
+from tllm.planner.bounds.training_bound import is_searched, least_step_seconds, relaxed_step_seconds
 from tllm.planner.cluster.device import Cluster, Device, LinkSpeed, Tier
 from tllm.planner.cost.flops import training_flops
 from tllm.planner.cost.rank_bytes import AdapterFacts
-from tllm.planner.cost.rank_work import TrainingFacts, deal_microbatches
+from tllm.planner.cost.rank_work import SharedPrompts, TrainingFacts
 from tllm.planner.memory.heap import TRAINER_BYTES
 from tllm.planner.search.training_constraints import MICROBATCHES
 from tllm.planner.search.training_layouts import CHUNKS
-from tllm.planner.simulate.placed_plan import PlacedPlan
 from tllm.spec.model_spec import ModelSpec, MoeSpec
 from tllm.spec.plan import Plan, Stage
-from tllm.spec.trainable import check_trainable
 
 SIZES = (1, 2, 4)
 
-
-def least_of_every_plan(spec: ModelSpec, cluster: Cluster, facts: TrainingFacts) -> float:
-    """Of all plans that a trainer takes and that fit; infinite where none does."""
-    return min(
-        (seconds_of(spec, plan, sized, cluster, devices) for plan, devices, sized in every_plan(spec, cluster, facts)),
-        default=math.inf,
-    )
-
-
-def seconds_of(spec: ModelSpec, plan: Plan, facts: TrainingFacts, cluster: Cluster, devices: tuple[int, ...]) -> float:
-    """Infinite where the plan may not be chosen."""
-    try:
-        check_trainable(plan, spec, deal_microbatches(facts.microbatches, plan.dp))
-        placed = PlacedPlan(spec, plan, facts, cluster, devices)
-        return placed.predict().seconds if placed.fits(placed.memory()) else math.inf
-    except PlanError:
-        return math.inf
+ROUNDING = 1e-9
+"""The simplex method stops where no step gains more than 1e-11 of the greatest value, and several steps may be left."""
 
 
 def any_plan(
@@ -70,6 +54,7 @@ def any_plan(
         dp=tuple(draw.randint(1, 4) for _ in range(dp)) if dp > 1 else (1,),
         cp=cp,
         zero=draw.choice([0, 1, 2, 3]) if dp * cp > 1 else 0,
+        sequence=tp > 1 and draw.random() < 0.5,
         schedule=name,
         depth=draw.choice([1, 2]) if name in ("1f1b", "zero_bubble") else 1,
         chunks=chunks,
@@ -86,18 +71,57 @@ def machines(draw: random.Random, count: int) -> Cluster:
     devices = tuple(
         Device(draw.choice(room), (("float32", ((1.0, speed),)),), 1e10) for speed in draw.choices(speeds, k=count)
     )
-    places = [draw.randrange(2) for _ in range(count)]
-    links = [LinkSpeed(draw.choice([0.0, 1e-4]), draw.choice([2e6, 1e7, 1e8, 1e9])) for _ in range(3)]
+    node_of = [0]
+    for _ in range(count - 1):
+        node_of.append(node_of[-1] + (draw.random() < 0.8))
+    nodes = node_of[-1] + 1
+    places = [draw.randrange(2) for _ in range(nodes)]
+    links = [link_of(draw) for _ in range(4)]
     return Cluster(
-        names=tuple(f"n{i}" for i in range(count)),
+        names=tuple(f"n{i}" for i in range(nodes)),
         devices=devices,
-        node_of=tuple(range(count)),
-        inside=(None,) * count,
+        node_of=tuple(node_of),
+        inside=(links[3],) * nodes,
         default=links[2],
         tiers=tuple(
             Tier(f"site{site}", tuple(0 if there == site else -1 for there in places), links[site]) for site in range(2)
         ),
     )
+
+
+def link_of(draw: random.Random) -> LinkSpeed:
+    """Some have another bandwidth for short messages, which is higher or lower."""
+    bandwidth = draw.choice([2e6, 1e7, 1e8, 1e9])
+    return LinkSpeed(
+        draw.choice([0.0, 1e-4]), bandwidth, short_bandwidth=draw.choice([0.0, 0.0, 0.5, 3.0, 100.0]) * bandwidth
+    )
+
+
+def any_model(draw: random.Random, layers: int) -> ModelSpec:
+    """A quarter has layers of millions of elements, whose gradients are no short messages but whose sums are; another
+    has one table for both ends."""
+    spec = spec_of(layers)
+    if draw.random() < 0.25:
+        spec = replace(spec, hidden_size=512, intermediate_size=2048, vocab_size=500)
+    return replace(spec, tied=draw.random() < 0.25)
+
+
+def any_facts(draw: random.Random, rows: int) -> TrainingFacts:
+    """Half of the jobs are plain."""
+    seq_len = draw.choice([16, 64])
+    more: dict[str, Any] = draw.choice(
+        [{}] * 6
+        + [
+            {"compression": "bf16"},
+            {"compression": "int8"},
+            {"compression": "powersgd", "powersgd_rank": 2},
+            {"late": True},
+            {"local_steps": 4},
+            {"value_pass": True},
+            {"shared_prompts": SharedPrompts(seq_len // 2, seq_len - seq_len // 2, draw.choice([2, 4]))},
+        ]
+    )
+    return TrainingFacts(seq_len, rows, **more)
 
 
 def with_other_rates(draw: random.Random, cluster: Cluster) -> Cluster:
@@ -115,7 +139,7 @@ def with_other_rates(draw: random.Random, cluster: Cluster) -> Cluster:
     )
 
 
-@pytest.mark.parametrize("seed", some_of(60, 14))
+@pytest.mark.parametrize("seed", some_of(60, 8))
 def test_no_plan_takes_less(seed: int) -> None:
     draw = random.Random(2000 + seed)
     moe = MoeSpec(num_experts=4, top_k=2, width=256) if draw.random() < 0.2 else None
@@ -131,7 +155,7 @@ def test_no_plan_takes_less(seed: int) -> None:
         0
         < relaxed_step_seconds(spec, cluster, facts, SIZES)
         <= bound
-        <= least_of_every_plan(spec, cluster, facts) * (1 + 1e-12)
+        <= least_seconds(spec, cluster, facts) * (1 + ROUNDING)
     )
 
 
@@ -139,26 +163,50 @@ def test_no_plan_takes_less(seed: int) -> None:
 def test_no_plan_of_up_to_six_machines_takes_less(seed: int) -> None:
     """Plans at random of 2 to 6 machines, whose gradients take long beside products or do not."""
     draw = random.Random(7000 + seed)
-    spec, cluster = spec_of(draw.randint(1, 8)), machines(draw, draw.randint(2, 6))
-    facts = TrainingFacts(draw.choice([16, 64]), draw.randint(4, 32))
+    spec, cluster = any_model(draw, draw.randint(1, 8)), machines(draw, draw.randint(2, 6))
+    facts = any_facts(draw, draw.randint(4, 32))
     bound = least_step_seconds(spec, cluster, facts, SIZES)
     assert relaxed_step_seconds(spec, cluster, facts, SIZES) <= bound
     for _ in range(150):
         plan, devices, sized = any_plan(draw, spec, cluster, facts)
         if devices:
             seconds = seconds_of(spec, plan, sized, cluster, devices)
-            assert bound <= seconds * (1 + 1e-12), f"{plan} on {devices}, {sized}"
+            assert bound <= seconds * (1 + ROUNDING), f"{plan} on {devices}, {sized}"
 
 
-@pytest.mark.parametrize("seed", some_of(100, 4))
+@pytest.mark.parametrize("seed", some_of(100, 1))
 def test_no_plan_of_all_of_two_or_three_machines_takes_less(seed: int) -> None:
     """As above, but every plan there is."""
     draw = random.Random(8000 + seed)
     count = draw.choice([2, 2, 3])
-    spec, cluster = spec_of(draw.randint(1, 6 - count)), machines(draw, count)
-    facts = TrainingFacts(draw.choice([16, 64]), draw.randint(2, 8 - count))
+    spec, cluster = any_model(draw, draw.randint(1, 6 - count)), machines(draw, count)
+    facts = any_facts(draw, draw.randint(2, 8 - count))
     bound = least_step_seconds(spec, cluster, facts, SIZES)
-    assert bound <= least_of_every_plan(spec, cluster, facts) * (1 + 1e-12)
+    assert bound <= least_seconds(spec, cluster, facts) * (1 + ROUNDING)
+
+
+@pytest.mark.parametrize("times", [0.0, 2.0, 10.0, 100.0])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_sums_inside_layers_are_short_messages(times: float, sequence: bool) -> None:
+    """The gradients of such a layer are long ones, which are slower."""
+    spec = replace(spec_of(2), hidden_size=1024, intermediate_size=4096, num_heads=16, num_kv_heads=8, head_dim=64)
+    device = Device(2**36, (("float32", ((1.0, 1e11),)),), 1e10)
+    cluster = Cluster(("a", "b"), (device,) * 2, (0, 1), (None, None), LinkSpeed(0.0, 3e8, short_bandwidth=times * 3e8))
+    facts, plan = TrainingFacts(64, 1), Plan((Stage(0, 2, (1, 1)),), sequence=sequence)
+    assert is_searched(plan)
+    assert least_step_seconds(spec, cluster, facts, (1,)) <= seconds_of(spec, plan, facts, cluster, (0, 1))
+
+
+def test_a_plan_with_tensor_parallelism_in_some_stages_may_be_below_the_bound_and_is_not_compared() -> None:
+    spec = replace(spec_of(3), vocab_size=5000)
+    devices = tuple(Device(2**36, (("float32", ((1.0, speed),)),), 1e10) for speed in (1.4e9, 0.93e9, 0.93e9))
+    cluster = Cluster(("a", "b", "c"), devices, (0, 1, 2), (None,) * 3, LinkSpeed(0.0, 4.2e6))
+    plan = Plan((Stage(0, 2, (1,)), Stage(2, 3, (1, 1))), schedule="zero_bubble")
+    facts = TrainingFacts(16, 24)
+    assert seconds_of(spec, plan, facts, cluster, (0, 1, 2)) < least_step_seconds(spec, cluster, facts, SIZES)
+    assert not is_searched(plan)
+    assert not is_searched(Plan((Stage(0, 3, (1,)),), servers=1))
+    assert not is_searched(Plan(tuple(Stage(i, i + 1, (1,)) for i in range(10)), chunks=5, schedule="interleaved"))
 
 
 def test_replicas_that_must_sum_gradients_wait_for_them() -> None:
@@ -167,8 +215,8 @@ def test_replicas_that_must_sum_gradients_wait_for_them() -> None:
     spec = spec_of(2)
     device = Device(TRAINER_BYTES + 200 * 2**20, (("float32", ((1.0, 1e10),)),), 1e10)
     cluster = Cluster(("a", "b"), (device,) * 2, (0, 1), (None, None), LinkSpeed(0.0, 1e7))
-    facts = TrainingFacts(64, 32)
-    bound, best = least_step_seconds(spec, cluster, facts, SIZES), least_of_every_plan(spec, cluster, facts)
+    facts = TrainingFacts(64, 16)
+    bound, best = least_step_seconds(spec, cluster, facts, SIZES), least_seconds(spec, cluster, facts)
     assert 1.02 * relaxed_step_seconds(spec, cluster, facts, SIZES) < bound <= best < 1.2 * bound
 
 
@@ -211,7 +259,7 @@ def test_of_one_device_it_is_what_the_step_takes() -> None:
     cluster, facts = Cluster(("a",), (device,), (0,), (None,)), TrainingFacts(64, 3)
     seconds = training_flops(spec, [64]) * 3 / 3e9
     assert least_step_seconds(spec, cluster, facts, (1,)) == pytest.approx(seconds, rel=1e-12)
-    assert least_of_every_plan(spec, cluster, facts) == pytest.approx(seconds, rel=1e-12)
+    assert least_seconds(spec, cluster, facts) == pytest.approx(seconds, rel=1e-12)
 
 
 def test_devices_count_by_their_speed_for_what_they_do_best() -> None:
