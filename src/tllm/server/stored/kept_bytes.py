@@ -14,7 +14,9 @@ NUMBER_BYTES = sys.getsizeof(1 << 31)
 SLOT_BYTES = sys.getsizeof((0,)) - sys.getsizeof(())
 """Of an entry of a tuple, beside what it refers to."""
 
-OUTPUT_BYTES = sys.getsizeof(Output(request_id=""))
+OUTPUT_BYTES = SLOT_BYTES + sys.getsizeof(Output(request_id=""))
+"""Of an output without anything, and its place among those of a reply."""
+
 LOGPROB_BYTES = SLOT_BYTES + sys.getsizeof(TokenLogprobs(0, 0.0)) + sys.getsizeof(()) + 3 * NUMBER_BYTES
 LIKELY_BYTES = SLOT_BYTES + sys.getsizeof((0, 0.0)) + 2 * NUMBER_BYTES
 """Of a token's log-probability, and of each of the likeliest ones beside it."""
