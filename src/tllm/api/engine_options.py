@@ -133,8 +133,13 @@ class EngineOptions:
         return self.asked_model_len or self.spec.max_model_len
 
     def pooling(self) -> ModelPooling:
-        """How prompts become embeddings and scores. ConfigError for what the folder asks for and is not done here."""
-        return model_pooling(self.folder, self.spec, read_config(self.folder), self.pooler_config)
+        """How prompts become embeddings and scores. ConfigError for what the folder asks for and is not done here,
+        WeightsError where it lacks the layers that embeddings go through."""
+        from tllm.node.serve.dense_layers import check_dense  # which loads torch
+
+        pooling = model_pooling(self.folder, self.spec, read_config(self.folder), self.pooler_config)
+        check_dense(self.folder)
+        return pooling
 
 
 def engine_options(model: Path | str, plan: str = "pp=1", **args: Unpack[EngineArgs]) -> EngineOptions:

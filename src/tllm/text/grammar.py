@@ -6,7 +6,9 @@ without a tokenizer. `GrammarCompiler` makes a `GrammarMatcher` of one for the t
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -24,6 +26,9 @@ MAX_GRAMMAR_BYTES = 64 * 1024
 MAX_CHOICES = 1024
 KEPT_GRAMMARS = 16
 """Compiled grammars that are kept for the next request with the same one, as for the choices of `n`."""
+
+WHITE_SPACE = tuple(character for character in map(chr, range(0x3001)) if character.isspace())
+SPACES = 16
 
 _NO_TEXT = 0xFF
 
@@ -67,16 +72,30 @@ def as_part(grammar: GrammarText, param: str) -> str:
     return f"%lark {{\n{_lark_of(grammar, param)}\n}}"
 
 
-def may_begin(grammar: GrammarText, texts: Sequence[str]) -> str:
-    """The first of these texts with which a reply of the form of a checked grammar may begin; "" for none of them."""
+def can_start_with(grammar: GrammarText, texts: Sequence[str]) -> str:
+    """One of these texts with which a reply of the form of a checked grammar can start, white space aside; "" for none.
+
+    So much white space as readers of a reply leave out before them, up to `SPACES` characters. Runs of one length after
+    which the same bytes can come count as one.
+    """
     from llguidance import LLMatcher, LLTokenizer
 
     single_bytes = LLTokenizer("byte")
     matcher = LLMatcher(single_bytes, _library_form(grammar, "grammar"), log_level=0, limits=_limits())
-    for text in texts:
-        tokens = single_bytes.tokenize_str(text)
-        if matcher.validate_tokens(tokens) == len(tokens):
-            return text
+    wanted = {text: single_bytes.tokenize_str(text) for text in texts}
+    spaces = [single_bytes.tokenize_str(space) for space in WHITE_SPACE]
+    matchers = [matcher]
+    for _ in range(SPACES + 1):
+        for text, tokens in wanted.items():
+            if any(one.validate_tokens(tokens) == len(tokens) for one in matchers):
+                return text
+        after = dict[bytes, LLMatcher]()
+        for one, space in itertools.product(matchers, spaces):
+            if one.validate_tokens(space) == len(space):
+                next_one = one.deep_copy()
+                next_one.consume_tokens(space)
+                after.setdefault(next_one.compute_bitmask(), next_one)
+        matchers = list(after.values())
     return ""
 
 
@@ -302,5 +321,5 @@ def _limits() -> LLParserLimits:
 
 
 def _one_line(text: str) -> str:
-    """A message of the library without the grammar that it repeats."""
-    return " ".join(text.partition("\n<")[0].split())[:300]
+    """A message of the library without the grammar, or the numbered lines of it, that it repeats."""
+    return " ".join(re.split(r"\n(?:<| *\d+ \| )", text, maxsplit=1)[0].split())[:300]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,13 +19,19 @@ from tests.parity.engine.test_bidirectional import exact, save
 from tests.parity.engine.test_generation import prompts
 from tests.parity.engine.test_pooling import truth
 from tllm import LLM
+from tllm.api.engine_options import engine_options
 from tllm.cluster.certificates import Authority
-from tllm.core.errors import WeightsError
+from tllm.core.errors import ConfigError, WeightsError
 from tllm.engine.schedule.limits import EngineConfig
 from tllm.node.coordinator.cluster_options import LOOPBACK
-from tllm.node.serve.dense_layers import DenseLayers
+from tllm.node.replication.replica_host import check_readable
+from tllm.node.replication.replicated_work import replicated_work, workload_of
+from tllm.node.replication.succession import Office
+from tllm.node.serve import dense_layers
+from tllm.node.serve.dense_layers import DenseLayers, check_dense
 from tllm.node.serve.open_cluster import serving_workload
 from tllm.node.serve.serving import Serving
+from tllm.node.serve.takeover import take_over_serving
 from tllm.spec.request import Output, PoolingKind, PoolingParams, Request, SamplingParams
 
 __all__ = ["exact"]  # a fixture of every test here
@@ -118,6 +127,52 @@ def test_weights_that_are_not_those_of_the_module(change: Any, words: str, tmp_p
     change(tmp_path / "2_Dense")
     with pytest.raises(WeightsError, match=words):
         DenseLayers(tmp_path)((0.0,) * 48)
+    with pytest.raises(WeightsError, match=words):
+        check_dense(tmp_path)
+
+
+def test_weights_that_are_missing_are_refused_at_the_start(tmp_path: Path) -> None:
+    save("qwen2", tmp_path)
+    add_modules(tmp_path, 48)
+    options = engine_options(tmp_path)
+    assert options.pooling().hidden_size == 20
+    (tmp_path / "3_Dense" / "model.safetensors").rename(tmp_path / "3_Dense" / "pytorch_model.bin")
+    with pytest.raises(WeightsError, match=r"3_Dense has no model\.safetensors"):
+        options.pooling()
+
+
+def test_threads_that_embed_at_once_read_the_weights_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_modules(tmp_path, 48)
+    layers, read, count = DenseLayers(tmp_path), dense_layers._read, 0
+
+    def slow(module: Any) -> Any:
+        nonlocal count
+        count += 1
+        time.sleep(0.05)
+        return read(module)
+
+    monkeypatch.setattr(dense_layers, "_read", slow)
+    with ThreadPoolExecutor(4) as threads:
+        results = list(threads.map(layers, [(1.0,) * 48] * 4))
+    assert count == 2 and len(set(results)) == 1, "one for each module"
+
+
+@pytest.mark.parametrize("missing", ["modules.json", "2_Dense/config.json", "3_Dense/model.safetensors"])
+def test_no_machine_takes_over_that_lacks_a_file_of_them(missing: str, tmp_path: Path) -> None:
+    """It would embed without them, and nobody would know."""
+    save("qwen2", tmp_path)
+    plain = serving_workload(tmp_path, "pp=2", EngineConfig(cache_tokens=256))
+    add_modules(tmp_path, 48)
+    work = serving_workload(tmp_path, "pp=2", EngineConfig(cache_tokens=256))
+    kept = workload_of(replicated_work(work, "replan", 3), "", 0)
+    check_readable(kept.reads)
+    assert plain.reads == () and len(kept.reads) == 5
+    (tmp_path / missing).unlink()
+    with pytest.raises(ConfigError, match=rf"{missing} cannot be read on"):
+        check_readable(kept.reads)
+    office = SimpleNamespace(state=None, workload=lambda: kept)
+    with pytest.raises(ConfigError, match=rf"{missing} cannot be read on"):
+        asyncio.run(take_over_serving(cast(Office, office)))
 
 
 def test_a_folder_that_cannot_embed_still_writes(tmp_path: Path) -> None:

@@ -178,6 +178,40 @@ def test_a_form_of_harmony_is_that_of_its_final_channel(tools: list[Any] | None,
     assert ("functions.f" in grammar.text) == (tools is not None)
 
 
+HARMONY_TEMPLATE = ChatTemplate(
+    "{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}<|channel|>final{% endif %}"
+    "<|message|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}",
+    TOKENIZER.special_tokens,
+)
+PREFILLED = [*BODY["messages"], {"role": "assistant", "content": '{"said": "'}]
+MESSAGES_FORM = {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}, "max_tokens": 200}
+
+
+@pytest.mark.parametrize("tools", [True, False])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (PATH, {"response_format": FORM, "continue_final_message": True, "add_generation_prompt": False}),
+        ("/v1/messages", {"model": "tiny", **MESSAGES_FORM}),
+    ],
+)
+def test_a_form_of_harmony_holds_what_goes_on_with_a_message(path: str, body: dict[str, Any], tools: bool) -> None:
+    """The prompt ends inside the final channel, where no other begins."""
+    tokenizer = harmony()
+    offered = [{"name": "f", "input_schema": PARAMETERS}] if path == "/v1/messages" else TOOLS
+    engine = FakeEngine.saying(tokenizer, TEXT)
+    app = serve(engine, tokenizer, HARMONY_TEMPLATE, tool_call_parser="openai", reasoning_parser="openai_gptoss")
+    response = post(app, path, {**body, "messages": PREFILLED, **({"tools": offered} if tools else {})})
+    assert response.status_code == 200, response.text
+    made = response.json()
+    text = made["content"][0]["text"] if path == "/v1/messages" else made["choices"][0]["message"]["content"]
+    assert text == TEXT
+    [request] = engine.submitted
+    assert tokenizer.decode(request.prompt_ids, skip_special_tokens=False).endswith('final<|message|>{"said": "')
+    assert request.params.grammar is not None and request.params.grammar.kind == "json_schema"
+    assert json.loads(request.params.grammar.text) == SCHEMA
+
+
 def test_a_form_of_harmony_without_its_tokens_holds_all_of_the_reply() -> None:
     """They are text to this tokenizer, so that nothing tells where the final channel begins."""
     engine = say(TEXT)

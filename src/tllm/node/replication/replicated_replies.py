@@ -35,6 +35,7 @@ class ReplicatedReplies:
         self._streams: StoredStreams | None = None
         self._agreed: dict[str, int] = {}  # of each reply that the replicas have, so many outputs
         self._sizes: dict[str, int] = {}  # of the same, the bytes that they are when encoded
+        self._taken = 0  # and their sum
         self._ended: set[str] = set()  # of these, the ones whose end is agreed on
         self._left_out: set[str] = set()
         self._news = asyncio.Event()
@@ -43,6 +44,7 @@ class ReplicatedReplies:
         """Replicate these from now on. `known` is what the replicas have."""
         self._agreed = {name: len(reply.outputs) for name, reply in known.items()}
         self._sizes = {name: len(_encode(reply)) for name, reply in known.items()}
+        self._taken = sum(self._sizes.values())
         self._ended = {name for name, reply in known.items() if reply.is_over}
         self._streams = streams
         streams.on_change = lambda stream: self._news.set()
@@ -82,15 +84,24 @@ class ReplicatedReplies:
 
     def _open(self, stream: StoredStream) -> Iterator[AnyEntry]:
         name, size = stream.record.id, len(_encode((stream.record, stream.requests)))
-        if size > ENTRY_BYTES or not self._has_room(size):
-            self._leave_out(stream)
+        if why := self._why_not(name, size, ENTRY_BYTES):
+            self._leave_out(stream, why)
             return
         yield ReplyOpened(stream.record, stream.requests)
         self._agreed[name], self._sizes[name] = 0, size
+        self._taken += size
         stream.show(0)
 
-    def _has_room(self, size: int) -> bool:
-        return sum(self._sizes.values()) + size <= REPLIES_BYTES
+    def _why_not(self, name: str, size: int, most: int) -> str:
+        """Why so many more bytes of a reply are not replicated, of which one entry takes at `most` these; "" where they
+        are."""
+        whole = self._sizes.get(name, 0) + size
+        if size > most or whole > REPLIES_BYTES:
+            long, limit = (size, most) if size > most else (whole, REPLIES_BYTES)
+            return f"is too long to be replicated, with {long} bytes of at most {limit}"
+        if self._taken + size > REPLIES_BYTES:
+            return f"has no room beside the other replies that are replicated: {self._taken} of {REPLIES_BYTES} bytes"
+        return ""
 
     def _grow(self, stream: StoredStream) -> Iterator[AnyEntry]:
         name, start = stream.record.id, self._agreed[stream.record.id]
@@ -100,26 +111,28 @@ class ReplicatedReplies:
             size += len(_encode(output))
             if size > ENTRY_BYTES:
                 break
-        if size > 2 * ENTRY_BYTES or not self._has_room(size):
+        if why := self._why_not(name, size, 2 * ENTRY_BYTES):
             yield ReplyForgotten(name)
             self._forget(name)
-            self._leave_out(stream)
+            self._leave_out(stream, why)
             return
         is_over = stream.is_over and start + len(outputs) == len(stream.outputs)
         error = stream.error.message if is_over and stream.error is not None else ""
         yield ReplyGrown(name, start, tuple(outputs), is_over, error)
         self._agreed[name] = start + len(outputs)
         self._sizes[name] += size
+        self._taken += size
         if is_over:
             self._ended.add(name)
         stream.show(self._agreed[name])
 
     def _forget(self, name: str) -> None:
-        del self._agreed[name], self._sizes[name]
+        del self._agreed[name]
+        self._taken -= self._sizes.pop(name)
         self._ended.discard(name)
 
-    def _leave_out(self, stream: StoredStream) -> None:
-        log.warning("reply %s is too long to be replicated: it ends if this process does", stream.record.id)
+    def _leave_out(self, stream: StoredStream, why: str) -> None:
+        log.warning("reply %s %s; it ends if this process does", stream.record.id, why)
         self._left_out.add(stream.record.id)
 
 

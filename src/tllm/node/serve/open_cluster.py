@@ -21,6 +21,7 @@ from tllm.node.coordinator.workload import Workload
 from tllm.node.machine.process_facts import reachable
 from tllm.node.recovery.recovery import Policy
 from tllm.node.replication.first_replica import replicated
+from tllm.node.serve.dense_layers import dense_files
 from tllm.node.serve.serving import Serving
 from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
@@ -114,4 +115,5 @@ def serving_workload(
         hub=hub,
         served=served,  # known from the first moment on to whoever takes this process's place
         adapters=options.adapters,
+        reads=dense_files(folder),
     )

@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from tllm.cluster.consensus.replicated_state import ReplicatedState
+from tllm.node.replication.replica_host import check_readable
 from tllm.node.replication.succession import Office
 from tllm.node.serve.node_requests import NODES
 from tllm.node.serve.serving import Serving
@@ -50,9 +51,13 @@ async def answer_nodes(serving: Serving, state: ReplicatedState) -> None:
 
 
 async def take_over_serving(office: Office, on_takeover: OnTakeover = answer_nodes) -> None:
-    """Serve as the successor of the coordinator before, until another follows: then Deposed is raised."""
-    state = office.state
-    serving = Serving(office.workload(), office.authority, (office.host, 0), (), office.policy)
+    """Serve as the successor of the coordinator before, until another follows: then Deposed is raised.
+
+    ConfigError where this machine lacks the layers that embeddings go through.
+    """
+    state, served = office.state, office.workload()
+    check_readable(served.reads)
+    serving = Serving(served, office.authority, (office.host, 0), (), office.policy)
 
     async def work(opened: asyncio.Event) -> bool:
         await opened.wait()

@@ -33,6 +33,7 @@ from tllm.server.openai.tools import OfferedTools
 from tllm.server.reply.call_grammars import HARMONY
 from tllm.server.reply.held_calls import AskedForm, HeldCalls
 from tllm.server.reply.parser_choice import ReplyParser, ReplyParsers, held_to
+from tllm.server.reply.reasoning import is_message_open
 from tllm.server.reply.reply_ids import ReplyIds
 from tllm.server.reply.tool_formats import ToolFormat, plain_reply
 from tllm.spec.request import Grammar, Request, Scheduling
@@ -126,7 +127,7 @@ class Completions:
                 'give tool_choice "required" or a function, or start the server with --tool-call-parser NAME',
                 "tool_choice",
             )
-        grammar, reply = await self._held(asked_grammar(request), tools, self.parsers.free_part(prompt))
+        grammar, reply = await self._held(asked_grammar(request), tools, prompt)
         parsers, schemas = self.parsers, tools.schemas
 
         def new_parser() -> ReplyParser:
@@ -139,16 +140,20 @@ class Completions:
         return ReplyForm(grammar, new_parser, shows or (parsers.needs_special_tokens and bool(tools.tools)))
 
     async def _held(
-        self, form: AskedForm | None, tools: OfferedTools, free: tuple[str, str]
+        self, form: AskedForm | None, tools: OfferedTools, prompt: str
     ) -> tuple[Grammar | None, ToolFormat | None]:
-        """What holds a reply after its `free` part, and who reads it: None for the format of this model.
+        """What holds a reply to this prompt, and who reads it: None for the format of this model.
 
-        A reply that has to call has no text that could have the form.
+        A reply that has to call has no text that could have the form. One that goes on with a message that the prompt
+        has begun is text alone.
         """
+        free = self.parsers.free_part(prompt)
         if form is not None:
             await self._checked(*form)
         if (calls := tools.grammar()) is not None:
             return await self._checked(held_to(calls, free), "tools"), tools.reply()
+        if form is not None and self.parsers.is_harmony and is_message_open(prompt):
+            return form.grammar, plain_reply
         may_call = bool(tools.tools)
         if self._held_calls is not None and (may_call or (form is not None and self.parsers.is_harmony)):
             grammar = await self._held_calls.grammar(tools.held, tools.is_parallel, free, form)

@@ -22,7 +22,7 @@ from tllm.server.reply.lark_rules import SpecialTokens
 from tllm.server.reply.parameter_grammar import why_not_in_tags
 from tllm.server.reply.tool_formats import call_beginnings
 from tllm.spec.request import Grammar
-from tllm.text.grammar import as_part, check_grammar, may_begin
+from tllm.text.grammar import as_part, can_start_with, check_grammar
 from tllm.text.tokenizer import Tokenizer
 
 KEPT = 32
@@ -91,17 +91,20 @@ class HeldCalls:
             if why:
                 _log.warning("arguments of the tool %s are held to be a JSON object, not by its schema: %s", name, why)
             held[name] = ANY_ARGUMENTS if why or strict is False else schema
-        is_strict, text = any(tool.strict for tool in tools), "" if form is None else self._told_apart(form, held)
-        grammar = self._of(held, parallel, reasoning, text)
+        is_strict = any(tool.strict for tool in tools)
+        grammar = self._of(held, parallel, reasoning) if held else None
         why = _fault(grammar)
         if why and is_strict:
             raise RequestError(f"the tools together cannot be followed: {why}", "offer fewer of them", "tools")
         if why:
             _log.warning("calls of %d tools are held to be JSON objects, not by their schemas: %s", len(held), why)
-            grammar = self._of(dict.fromkeys(held, ANY_ARGUMENTS), parallel, reasoning, text)
-        if form is not None and (why := _fault(grammar)):
-            message = f"{form.param} and the tools cannot be followed together: {why}"
-            raise RequestError(message, "simplify the form, or offer fewer tools", form.param)
+            held = dict.fromkeys(held, ANY_ARGUMENTS)
+            grammar = self._of(held, parallel, reasoning)
+        if form is not None:
+            grammar = self._of(held, parallel, reasoning, self._told_apart(form, held))
+            if why := _fault(grammar):
+                message = f"{form.param} cannot be followed beside the tools: {why}"
+                raise RequestError(message, "simplify the form, or offer fewer tools", form.param)
         if grammar is None and is_strict:
             raise RequestError("a tool is strict and this model's calls cannot be held", "leave strict out", "tools")
         if grammar is None and form is not None and held:
@@ -112,9 +115,9 @@ class HeldCalls:
     def _told_apart(self, form: AskedForm, names: Iterable[str]) -> str:
         """The form as a part of the grammar, with no text that begins as a call does."""
         grammar, begins = form.grammar, () if self._format == HARMONY else call_beginnings(self._format, names)
-        if begins and may_begin(grammar, begins):
+        if begins and can_start_with(grammar, begins):
             grammar = _without_parameters(grammar)
-            if begin := may_begin(grammar, begins):
+            if begin := can_start_with(grammar, begins):
                 raise RequestError(
                     f"a text in the form of {form.param} may begin with {begin}, which begins a call of this model",
                     "give an object's schema additionalProperties: false, or leave the tools out",
@@ -137,20 +140,34 @@ class HeldCalls:
 
 
 def _without_parameters(form: Grammar) -> Grammar:
-    """The form, whose objects have no member `parameters` unless it names that: then a call of Llama 3 is none of
-    them."""
+    """The form, whose objects have no member `parameters` unless it names one anywhere: then a call of Llama 3 is none
+    of them."""
     schema = msgspec.json.decode(form.text) if form.kind == "json_schema" else None
-    if not isinstance(schema, dict) or "parameters" in (known := schema.get("properties") or {}):
+    if not isinstance(schema, dict) or _names_parameters(schema):
         return form
-    schema["properties"] = {**known, "parameters": False}
+    schema["properties"] = {**(schema.get("properties") or {}), "parameters": False}
     return msgspec.structs.replace(form, text=msgspec.json.encode(schema).decode())
+
+
+def _names_parameters(schema: Any) -> bool:
+    """Whether `properties` or `required` of a schema or any within it name `parameters`."""
+    left = [schema]
+    while left:
+        one = left.pop()
+        if isinstance(one, dict):
+            if "parameters" in (*(one.get("properties") or ()), *(one.get("required") or ())):
+                return True
+            left += one.values()
+        elif isinstance(one, list):
+            left += one
+    return False
 
 
 def _fault(grammar: Grammar | None) -> str:
     """What is wrong with a grammar, in words; "" for nothing."""
     try:
         if grammar is not None:
-            check_grammar(grammar, "tools")
+            check_grammar(grammar, "the grammar")
     except RequestError as error:
         return error.message
     return ""

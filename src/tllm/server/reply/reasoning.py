@@ -53,6 +53,11 @@ def is_open_in(marks: ReasoningMarks, prompt: str) -> bool | None:
     return False if tail.endswith(marks.end) else None
 
 
+def is_message_open(prompt: str) -> bool:
+    """Whether a prompt for gpt-oss ends inside a message, which the reply goes on with."""
+    return prompt.rfind("<|message|>") > max(prompt.rfind(mark) for mark in HARMONY_ENDS)
+
+
 def harmony(scanner: Scanner) -> Steps[None]:
     """gpt-oss: `<|channel|>NAME to=functions.f <|message|>…<|end|>`, and so on; the prompt has written the start.
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tllm.core.errors import RequestError, TllmError
-from tllm.server.stored.kept_bytes import kept_bytes
+from tllm.server.stored.kept_bytes import kept_bytes, output_bytes
 from tllm.spec.request import Output, Request, StreamRecord
 
 
@@ -109,7 +109,7 @@ class StoredStreams:
         """The engine gave more of it."""
         stream.outputs.append(output)
         if self.is_kept(stream):
-            size = kept_bytes(output)
+            size = output_bytes(output)
             stream.nbytes += size
             self.nbytes += size
             self._make_room(stream)

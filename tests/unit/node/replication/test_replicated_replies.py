@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import pytest
@@ -230,7 +230,9 @@ def test_a_process_that_coordinates_no_more_shows_nothing_further() -> None:
     play(scene)
 
 
-def test_a_reply_that_is_too_long_is_left_out_and_its_readers_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reply_that_is_too_long_is_left_out_and_its_readers_see_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(replicated_replies, "REPLIES_BYTES", 1500)
 
     async def scene() -> None:
@@ -242,12 +244,15 @@ def test_a_reply_that_is_too_long_is_left_out_and_its_readers_see_it(monkeypatch
         long = msgspec.structs.replace(record(), id="chatcmpl-" + "7" * 32, body=b"x" * 2000)
         await coordinator.store.open(long, [asked(f"{'7' * 32}-0")], ACCOUNT)
         assert long.id not in agreeing.kept
+        assert "too long to be replicated" in caplog.text and "no room" not in caplog.text
         await agreeing.end()
 
     play(scene)
 
 
-def test_replies_that_grow_beyond_the_limit_together_are_not_all_replicated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replies_that_grow_beyond_the_limit_together_are_not_all_replicated(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Each of them is short enough by itself, and there was room for all when they began."""
     monkeypatch.setattr(replicated_replies, "REPLIES_BYTES", 9000)
 
@@ -265,6 +270,29 @@ def test_replies_that_grow_beyond_the_limit_together_are_not_all_replicated(monk
         sizes = [len(msgspec.msgpack.encode(reply)) for reply in agreeing.kept.values()]
         assert len(sizes) == 2 and sum(sizes) <= 9000 < sum(sizes) * 3 / 2, "a third one would be too much"
         assert any(isinstance(entry, ReplyOpened) and entry.record.id == names[2] for entry in agreeing.entries)
+        assert f"{names[2]} has no room beside the other replies" in caplog.text and "too long" not in caplog.text
+        await agreeing.end()
+
+    play(scene)
+
+
+def test_what_replies_take_is_not_summed_for_each_output() -> None:
+    """There may be thousands of them, and each has an output for every token."""
+
+    class Unsummed(dict[str, int]):
+        def values(self) -> NoReturn:
+            raise AssertionError("all of them are looked at")
+
+    async def scene() -> None:
+        coordinator = Coordinator(engine())
+        agreeing = Agreeing(coordinator)
+        agreeing.replies._sizes = Unsummed()
+        await coordinator.store.open(record(), [asked()], ACCOUNT)
+        assert ids_of(await read(coordinator)) == IDS
+        assert agreeing.replies._taken == sum(agreeing.replies._sizes[name] for name in agreeing.kept) > 0
+        assert await coordinator.store.end(NAME, "", forget=True)
+        await until(lambda: not agreeing.kept)
+        assert agreeing.replies._taken == 0
         await agreeing.end()
 
     play(scene)

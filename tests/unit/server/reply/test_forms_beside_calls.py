@@ -32,7 +32,7 @@ from tllm.server.reply.events import MergedReply, merged
 from tllm.server.reply.held_calls import AskedForm, HeldCalls, HeldTool
 from tllm.server.reply.parser_choice import ReplyParser, ReplyParsers
 from tllm.spec.request import Grammar
-from tllm.text.grammar import GrammarMatcher
+from tllm.text.grammar import MAX_GRAMMAR_BYTES, GrammarMatcher
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -261,12 +261,50 @@ def test_json_that_llama_could_write_as_a_call_is_held_as_one() -> None:
                 text='{"type": "object", "properties": {"name": {}, "parameters": {}}, "required": ["name"]}',
             ),
         ),
+        *(
+            ("llama3_json", Grammar(kind="json_schema", text=text))
+            for text in (
+                '{"anyOf": [{"type": "object", "required": ["parameters"]}, {"type": "object"}]}',
+                '{"$ref": "#/$defs/a", "$defs": {"a": {"properties": {"name": {}, "parameters": {}}}}}',
+                '{"type": "object", "properties": {"x": {"type": "object", "properties": {"parameters": {}}}}}',
+            )
+        ),
+        ("hermes", Grammar(kind="regex", text=" <tool_call>x")),
+        ("hermes", Grammar(kind="regex", text="\\s*<tool_call>x")),
+        ("hermes", Grammar(kind="regex", text="\u3000{3}\n<tool_call>x")),
+        ("qwen3_coder", Grammar(kind="choice", text='["no", "\\n\\t<function="]')),
+        ("glm45", Grammar(kind="grammar", text='start: "<tool_call>"\n%ignore /[ \\n]+/\n')),
     ],
 )
 def test_a_form_that_may_begin_as_a_call_is_refused(tool_format: str, form: Grammar) -> None:
     with pytest.raises(RequestError, match=r"response_format may begin with .* call") as caught:
         held(tool_format, form)
     assert caught.value.param == "response_format"
+
+
+def test_a_form_may_begin_with_white_space() -> None:
+    form, text = Grammar(kind="regex", text="\\s*[a-z]+<tool_call>"), "\n ab<tool_call>"
+    assert refused_at(held("hermes", form), cut("hermes", text, None)) is None
+    assert read("hermes", [text]).text == text
+
+
+@pytest.mark.parametrize("strict", [True, None])
+@pytest.mark.parametrize(
+    "form",
+    [
+        Grammar(kind="json_schema", text='{"allOf": [{"type": "object"}, {"type": "string"}]}'),
+        Grammar(kind="choice", text=json.dumps(["a" * (MAX_GRAMMAR_BYTES - 100)])),
+    ],
+)
+def test_a_form_that_cannot_be_is_not_the_fault_of_the_tools(
+    form: Grammar, strict: bool | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = HeldCalls(tokenizer("hermes"), "hermes")
+    tools = [HeldTool(name, schema, strict) for name, schema in ARGUMENTS.items()]
+    with pytest.raises(RequestError, match="response_format cannot be followed beside the tools") as caught:
+        asyncio.run(calls.grammar(tools, True, ("", ""), AskedForm(form, "response_format")))
+    assert caught.value.param == "response_format" and not caplog.records
+    assert "start:" not in caught.value.message and "%json" not in caught.value.message, "no line of the grammar"
 
 
 def test_harmony_holds_the_final_channel_alone() -> None:

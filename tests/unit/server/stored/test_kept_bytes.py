@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
+import sys
 import tracemalloc
+from types import FrameType
+from typing import Any
 
 import msgspec
 import pytest
 
 from tests.unit.server.stored.test_stored_streams import Kept
-from tllm.server.stored.kept_bytes import kept_bytes
+from tllm.server.stored.kept_bytes import kept_bytes, output_bytes
 from tllm.spec.request import Grammar, Output, Request, SamplingParams, StreamRecord, TokenLogprobs
 
 LOGPROBS = tuple(
@@ -34,11 +37,16 @@ CASES = {
 }
 
 
+def counted_as(value: Output | Request | StreamRecord) -> int:
+    return output_bytes(value) if isinstance(value, Output) else kept_bytes(value)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_what_the_objects_take(case: str) -> None:
     """As they come: decoded, each with objects of its own."""
     value = CASES[case]
     text = msgspec.msgpack.encode(value)
+    msgspec.msgpack.decode(text, type=type(value))  # the first one of a type keeps what it learns of it
     gc.collect()
     tracemalloc.start()
     try:
@@ -47,7 +55,7 @@ def test_it_is_what_the_objects_take(case: str) -> None:
         after, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    taken, counted = (after - before) / len(made) - 8, kept_bytes(made[0])  # 8: the list's own
+    taken, counted = (after - before) / len(made) - 8, counted_as(made[0])  # 8: the list's own
     assert taken <= counted <= 1.4 * taken + 100, f"{taken} are taken, {len(text)} when encoded"
 
 
@@ -66,5 +74,26 @@ def test_the_limit_is_of_memory() -> None:
     while kept.streams.is_kept(stream):
         kept.streams.delivered(stream, output)
         count += 1
-    assert count == (100_000 - kept_bytes((stream.record, stream.requests))) // kept_bytes(output) + 1
+    assert count == (100_000 - kept_bytes((stream.record, stream.requests))) // output_bytes(output) + 1
     assert kept.streams.nbytes == 0
+
+
+@pytest.mark.parametrize("places", [0, 4000])
+def test_counting_an_output_takes_no_time(places: int) -> None:
+    """It is done between the tokens of all requests: a step for each place, and none for each likely token there."""
+    kept = Kept()
+    stream, calls = kept.open("a"), 0
+    prompt = tuple(TokenLogprobs(n, -1.0, tuple((k, -n / 7) for k in range(20))) for n in range(places))
+    output = Output(request_id="a", token_ids=(1,), prompt_logprobs=prompt)
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event.endswith("call")
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        kept.streams.delivered(stream, output)
+    finally:
+        sys.setprofile(before)
+    assert calls < 25 + 2 * places
