@@ -191,7 +191,9 @@ def default_of(action: argparse.Action) -> str:
         return "`off`"
     if action.default in (None, [], (), ""):
         return NONE
-    if isinstance(action.default, Path) and action.default.is_relative_to(ROOT):
+    if isinstance(action.default, Path) and action.default.is_absolute():
+        if not action.default.is_relative_to(ROOT):
+            raise ValueError(f"{action.default} is not in {ROOT}: import tllm from there, with PYTHONPATH=src")
         return f"`{action.default.relative_to(ROOT)}` of this repository"
     if isinstance(action.default, int) and action.default >= 1 << 30 and action.default % (1 << 30) == 0:
         return f"`{action.default >> 30}GiB`"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import re
 from types import ModuleType
@@ -47,6 +48,12 @@ def test_page_is_what_the_code_says(name: str, pages: dict[str, str], generator:
 def test_a_name_without_a_meaning_is_an_error(generator: ModuleType) -> None:
     with pytest.raises(ValueError, match=r"meanings.toml, \[settings\]: add \['b'\], take out \['c'\]"):
         generator.check_names("settings", ["a", "c"], ["a", "b"])
+
+
+def test_a_default_of_another_checkout_is_no_default(generator: ModuleType) -> None:
+    action = argparse.ArgumentParser().add_argument("--model", default=ROOT.parent / "another" / "models" / "tiny")
+    with pytest.raises(ValueError, match="another/models/tiny is not in"):
+        generator.default_of(action)
 
 
 def test_exit_codes_are_those_of_the_errors() -> None:

@@ -52,8 +52,14 @@ COMPUTE = {"generate", "chat", "serve", "train", "teach", "rollout", "join", "ve
 INTERRUPTED = 130
 PIPE_CLOSED = 141
 
-TAKES_NOTHING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-"""Of a disk that is full, or a terminal that is gone: not a fault of ours, wherever it shows."""
+NO_ROOM = ("write", "see that the disk has room, that of stdout too")
+OUTSIDE_FAULTS = {
+    errno.ENOSPC: NO_ROOM,
+    errno.EDQUOT: NO_ROOM,
+    errno.EIO: ("read or write", "see that the disk is sound, and that the terminal is still there"),
+}
+"""What failed and what to do where a disk is full or broken, or a terminal gone: not a fault of ours, wherever it
+shows."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,13 +90,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         _discard_output()  # who read it went away
         return PIPE_CLOSED
     except OSError as error:
-        if debug or error.errno not in TAKES_NOTHING:
+        if debug or error.errno not in OUTSIDE_FAULTS:
             raise
         _discard_output()
-        where = f" to {error.filename}" if error.filename else ""
-        print_error(
-            TllmError(f"could not write{where}: {error.strerror}", "see that the disk has room, that of stdout too")
-        )
+        done, hint = OUTSIDE_FAULTS[error.errno]
+        where = f" {error.filename}" if error.filename else ""
+        print_error(TllmError(f"could not {done}{where}: {error.strerror}", hint))
         return TllmError.exit_code
 
 

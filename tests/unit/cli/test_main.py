@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import errno
 import fcntl
+import os
 import pty
-import runpy
 import struct
+import subprocess
 import sys
 import termios
 from pathlib import Path
@@ -39,12 +41,12 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"tllm {tllm.__version__}\n"
 
 
-def test_python_runs_the_package(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["tllm", "--version"])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_module("tllm", run_name="__main__")
-    assert ended.value.code == 0
-    assert capsys.readouterr().out == f"tllm {tllm.__version__}\n"
+def test_python_runs_the_package() -> None:
+    """In a process of its own, whose handlers of signals and of errors `main` may set."""
+    source = str(Path(tllm.__file__).parents[1])
+    words, environment = [sys.executable, "-m", "tllm", "--version"], os.environ | {"PYTHONPATH": source}
+    ended = subprocess.run(words, capture_output=True, text=True, check=True, timeout=50, env=environment)
+    assert ended.stdout == f"tllm {tllm.__version__}\n"
 
 
 @pytest.mark.parametrize(
@@ -123,6 +125,22 @@ def test_a_full_disk_behind_stdout_is_no_fault_of_ours(
     assert capsys.readouterr().err.splitlines() == [
         "error: could not write: No space left on device",
         "hint: see that the disk has room, that of stdout too",
+    ]
+
+
+def test_a_failed_read_is_not_called_a_write(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def fail(options: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), "/models/x/tokenizer.json")
+
+    monkeypatch.setattr("tllm.cli.commands.plan.engine_options", fail)
+    with open(tmp_path / "stdout", "w") as stdout:  # what is still to be written to it is given up
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert cli.main(["plan", str(folder)]) == TllmError.exit_code
+    assert capsys.readouterr().err.splitlines() == [
+        "error: could not read or write /models/x/tokenizer.json: Input/output error",
+        "hint: see that the disk is sound, and that the terminal is still there",
     ]
 
 

@@ -6,9 +6,10 @@ import argparse
 import re
 import shutil
 import textwrap
-from typing import NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
-from tllm.cli.arguments.elsewhere import VALUES_ELSEWHERE, said_of_option
+from tllm.cli.arguments.elsewhere import said_of_option, said_of_value
 from tllm.core.errors import ConfigError, nearest
 
 UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -21,6 +22,13 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             prog=prog, description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
         )
+        self._words: list[str] = []
+
+    def parse_args(  # type: ignore[override]  # its overloads say what it does with a namespace of one's own
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> Any:
+        self._words = list(args or ())  # what an unknown word stands behind is seen in them
+        return super().parse_args(args, namespace)
 
     def format_help(self) -> str:
         """The help, with the paragraphs of the description as wide as the rest of it; examples stay as they are."""
@@ -47,10 +55,20 @@ class Parser(argparse.ArgumentParser):
             message, hint = f"{self.prog} has no option {word}", self._meant(word)
         elif unknown:
             message = f"{self.prog} does not know what {unknown[1]!r} is for"
-            hint = f"an option takes one value: give it again for another; {hint}"
-        elif choice:
-            hint = VALUES_ELSEWHERE.get((choice[1], choice[2]), hint)
+            if option := self._repeatable_before(unknown[1]):
+                hint = f"{option} takes one value: give it again for another; {hint}"
+        elif choice and (action := self._option_string_actions.get(choice[1])):
+            hint = said_of_value(action, choice[2], self._option_string_actions) or hint
         raise ConfigError(message, hint)
+
+    def _repeatable_before(self, word: str) -> str | None:
+        """The option that may come again, and whose one value stands before a word."""
+        place = self._words.index(word) if word in self._words else 0
+        for before in self._words[max(0, place - 2) : place]:
+            option = before.partition("=")[0]
+            if isinstance(self._option_string_actions.get(option), argparse._AppendAction):
+                return option
+        return None
 
     def _meant(self, word: str) -> str:
         """What an option that there is not was meant to be: mistyped, a key of the job, or one of another program."""
@@ -58,9 +76,12 @@ class Parser(argparse.ArgumentParser):
         dashed = re.sub("^--?", "--", word.lower().replace("_", "-"))
         if dashed in known:
             return f"did you mean {dashed!r}?"
-        if "--set" in known and (said := _said_of_key(dashed[2:].replace("-", "_"))):
+        metavars = ["=".join([*action.option_strings[-1:], str(action.metavar)]) for action in self._actions]
+        has = [*known, *metavars]
+        if said := said_of_option(word, has) or said_of_option(dashed, has):
             return said
-        return said_of_option(word, known) or said_of_option(dashed, known) or nearest(dashed, known, self._help)
+        of_job = _said_of_key(dashed[2:].replace("-", "_")) if "JOB" in has else None
+        return of_job or nearest(dashed, known, self._help)
 
     @property
     def _help(self) -> str:

@@ -425,7 +425,7 @@ def _whole_in_a_batch(config: EngineConfig) -> int:
         raise ConfigError(
             f"max_model_len is {config.max_model_len} and a batch has {most} tokens: a model that sees both ways "
             "computes all of a prompt at once",
-            f"give --max-num-batched-tokens {config.max_model_len}",
+            f"leave --max-model-len out: the context is then {most} tokens",
         )
     log.info("the context is %d tokens: a model that sees both ways computes all of a prompt in one batch", most)
     return most

@@ -75,7 +75,7 @@ async def _no_route(http: HttpRequest, error: Exception) -> Response:
     path = http.url.path[:200]
     is_unknown = error.status_code == 404
     hint = (
-        _meant(path, [route.path for route in http.app.routes]) if is_unknown else f"it is a path of {_methods(error)}"
+        _meant(path, [route.path for route in http.app.routes]) if is_unknown else f"this path takes {_methods(error)}"
     )
     message = f"{http.method[:20]} {path!r}: {error.detail} ({hint})"
     kind = "not_found_error" if is_unknown else "invalid_request_error"

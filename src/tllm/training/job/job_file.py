@@ -61,7 +61,7 @@ _SAID = (
     ("give output_dir", "out_dir save_dir checkpoint_dir checkpointer output"),
     (
         "give model_name_or_path, a folder or a name, or config_name to begin with random weights",
-        "model model_path model_dir model_name base_model pretrained_model_name_or_path",
+        "model model_path model_dir model_name model_id base_model pretrained_model_name_or_path",
     ),
     ("a model brings its tokenizer; tokenizer_name is for random weights", "tokenizer tokenizer_path"),
     (
@@ -190,7 +190,7 @@ def _hint_for(key: str) -> str:
     tables = [known.partition(".")[0] for known in TYPES if known.endswith(f".{name}")]
     if tables:
         return f"write it below {' or '.join(f'[{known}]' for known in tables)}"
-    return _said(name) or nearest(key, TYPES, "docs/reference/job-keys.md lists the keys")
+    return _said(name) or nearest(key, TYPES, "`python -m pydoc tllm.training.job.job` lists the keys")
 
 
 def _said(name: str) -> str | None:

@@ -214,7 +214,7 @@ def test_a_path_that_a_client_joined_wrongly_is_told_the_right_one(path: str, me
 
 
 def test_a_method_that_a_path_has_not_is_told_which_it_has() -> None:
-    assert "it is a path of POST" in refusal(get(serve(say()), PATH), 405)["message"]
+    assert "this path takes POST" in refusal(get(serve(say()), PATH), 405)["message"]
 
 
 def test_a_refused_value_is_named_in_words() -> None:

@@ -166,7 +166,7 @@ def test_one_text_where_a_list_is_meant(tmp_path: Path) -> None:
         ('task = "ppo"', "task is 'ppo'", 'give "grpo"'),
         ("[Lora]\nr = 8", "'Lora' is no key", "write [lora]"),
         ("[training]\nseed = 1", "'training' is no key", "stand above them"),
-        ("colour = 1", "'colour' is no key", "docs/reference/job-keys.md"),
+        ("colour = 1", "'colour' is no key", "`python -m pydoc tllm.training.job.job`"),
         ("tensor_parallel_size = 2", "is no key", "plan says who computes what"),
         ('base_model = "x"', "is no key", "give model_name_or_path"),
         ("seed = 1\nseed = 2", "job.toml is not TOML", "a key is there twice"),
