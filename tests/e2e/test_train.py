@@ -99,6 +99,15 @@ def test_both_serving_and_transformers_open_what_was_trained(whole: Path) -> Non
     assert json.loads(done.stdout)["token_ids"] == theirs.tolist()
 
 
+@pytest.fixture
+def heard_hangup() -> Iterator[None]:
+    """A command hears of a closed terminal, also where the tests themselves are run by `nohup`."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("heard_hangup")
 def test_told_to_stop_it_saves_and_the_same_command_goes_on_under_any_plan(whole: Path, tmp_path: Path) -> None:
     """Ctrl-C, then another plan and a closed terminal, which counts as a SIGTERM, then a third plan to the end: as if
     nothing had happened."""

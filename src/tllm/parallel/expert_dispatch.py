@@ -38,7 +38,7 @@ class ExpertRows(NamedTuple):
     def split(self, x_ND: Tensor) -> list[tuple[int, Tensor]]:
         """The rows of each expert that has some, by its number here; without any row, none for the first: results then
         still hang on them, so that ranks that share the experts have the same backward pass."""
-        parts = x_ND.split(self.first_rows.diff().tolist())
+        parts = torch.split(x_ND, self.first_rows.diff().tolist())
         return [(number, part) for number, part in enumerate(parts) if len(part)] or [(0, x_ND)]
 
 

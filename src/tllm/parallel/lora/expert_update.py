@@ -58,7 +58,7 @@ class ExpertUpdate(nn.Module):
         """Rows [first_rows[e], first_rows[e + 1]) are those of expert e."""
         a_ERD = self.A.unflatten(0, (self.experts, -1)).unbind()  # type: ignore[no-untyped-call]
         b_EFR = [b.unflatten(0, (self.experts, -1)).unbind() for b in self.B]
-        parts_END = x_ND.split(first_rows.diff().tolist())
+        parts_END = torch.split(x_ND, first_rows.diff().tolist())
         here = [expert for expert, some_ND in enumerate(parts_END) if len(some_ND)]
         if not here and torch.is_grad_enabled():
             here = [0]  # without a row too, so that every parameter has its gradient
