@@ -110,7 +110,7 @@ def _layer(layer: str, shapes: Mapping[str, object]) -> _Experts:
     if called is None:
         raise WeightsError(
             f"the adapter adapts experts of {layer}, and of this model no expert there can be adapted",
-            "experts that lie in one tensor of the model's files cannot be: merge the adapter with PEFT",
+            "is the adapter of this model?",
         )
     return _Experts(found[0][1], len({match[2] for match in found}), called[:-1], called[-1])
 

@@ -75,7 +75,8 @@ def test_what_cannot_be_taken_apart_is_refused(config: dict[str, Any], rows: int
         taken_apart(adapter(tensors, **config), SHAPES)
 
 
-def test_experts_that_lie_in_one_tensor_are_refused_by_their_layer() -> None:
+def test_experts_of_a_layer_that_has_none_are_refused() -> None:
     tensors = {f"{NAME}.lora_A.weight": torch.ones(6, WIDTH)}
-    with pytest.raises(WeightsError, match=r"experts of model\.layers\.1, and of this model no expert"):
+    with pytest.raises(WeightsError, match=r"experts of model\.layers\.1, and of this model no expert") as refused:
         taken_apart(adapter(tensors, target_parameters=["experts.down_proj"]), {"model.layers.1.self_attn.q_proj": 0})
+    assert refused.value.hint == "is the adapter of this model?"
