@@ -3,34 +3,46 @@ predicted (`server.latency.TimedEngine` does so for requests)."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from tllm.planner.measured.outcome import WARM
 from tllm.training.questions.question_server import Answerer, Session
 from tllm.training.rollout_servers.rollout_messages import PromptGroups, RolloutAnswer
 from tllm.training.teachers.teacher_messages import Question
 
-MOST_KEPT = 1000
-"""Of the newest answers."""
 
+class AnswerTotals:
+    """How many answers there were, their seconds, and what they were about, of all that were answered together. Those
+    that warm up count only while there are no others. Sessions add to it from their own threads."""
 
-class TimedAnswer(NamedTuple):
-    """Seconds of one answer, and what it is about, by name."""
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._answers = 0
+        self._sums: dict[str, float] = {}
 
-    seconds: float
-    about: Mapping[str, int]
+    def add(self, seconds: float, about: Mapping[str, int]) -> None:
+        with self._lock:
+            before = {} if self._answers == WARM else self._sums
+            self._answers += 1
+            self._sums = {
+                name: before.get(name, 0) + number
+                for name, number in {"timed": 1, "answer_seconds": seconds, **about}.items()
+            }
+
+    def totals(self) -> dict[str, float]:
+        return dict(self._sums)
 
 
 @dataclass(frozen=True)
 class TimedAnswerer:
-    """An `Answerer` like `model`, whose `answers` are kept."""
+    """An `Answerer` like `model`, whose `answers` are added up."""
 
     model: Answerer[Any, Any, Any]
-    answers: deque[TimedAnswer] = field(default_factory=lambda: deque(maxlen=MOST_KEPT))
+    answers: AnswerTotals = field(default_factory=AnswerTotals)
 
     @property
     def name(self) -> str:
@@ -42,23 +54,22 @@ class TimedAnswerer:
     def stats(self) -> dict[str, float]:
         """As a node tells it: `timed` answers without those that warm up, the `answer_seconds` of all of them
         together, and what they were about."""
-        kept = list(self.answers)
-        return totals(kept[WARM:] or kept)
+        return self.answers.totals()
 
 
 @dataclass(frozen=True)
 class TimedSession:
-    """A `Session` like another, whose answers are kept."""
+    """A `Session` like another, whose answers are added up."""
 
     session: Session[Any, Any]
-    answers: deque[TimedAnswer]
+    answers: AnswerTotals
 
     def answer(self, question: Any) -> Any:
         began = time.monotonic()
         answer = self.session.answer(question)
         about = subject(question, answer)
         if about and not answer.error:
-            self.answers.append(TimedAnswer(time.monotonic() - began, about))
+            self.answers.add(time.monotonic() - began, about)
         return answer
 
     def failed(self, question: Any, reason: str) -> Any:
@@ -81,13 +92,3 @@ def subject(question: Any, answer: Any) -> Mapping[str, int]:
                 "completion_tokens": sum(len(one.ids) for one in completions),
             }
     return {}
-
-
-def totals(answers: Iterable[TimedAnswer]) -> dict[str, float]:
-    """Of several answers."""
-    found = Counter[str]()
-    seconds = 0.0
-    for one in answers:
-        found.update({"timed": 1, **one.about})
-        seconds += one.seconds
-    return {**found, "answer_seconds": seconds} if found else {}

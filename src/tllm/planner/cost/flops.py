@@ -33,8 +33,10 @@ def training_flops(
     target_tokens: int | None = None,
     is_frozen: bool = False,
     before: Sequence[int] = (),
+    forward_only: int = 0,
 ) -> int:
-    """A forward and a backward pass of the whole model; of one that is frozen, without gradients of its weights.
+    """A forward and a backward pass of the whole model; of one that is frozen, without gradients of its weights, and of
+    its first `forward_only` layers, below the lowest one that is adapted, without a backward pass.
 
     Attention has no weights, and its backward pass is the same in both.
     """
@@ -42,7 +44,9 @@ def training_flops(
     if not is_frozen:
         return (1 + BACKWARD) * forward
     (whole,) = cut_stage(spec, (1,))
-    return 2 * forward + sum(attention_flops(spec, layer, whole, lengths, before) for layer in spec.layers)
+    core = sum(attention_flops(spec, layer, whole, lengths, before) for layer in spec.layers[forward_only:])
+    below = sum(layer_flops(spec, layer, whole, lengths, before) for layer in spec.layers[:forward_only])
+    return 2 * forward + core - round(below)
 
 
 def layer_flops(

@@ -43,7 +43,7 @@ UNSUPPORTED = {
     "lora_bias": "train without lora_bias, or merge the adapter with PEFT and serve that",
     "loftq_config": "serve the model that LoftQ made as a plain folder, with its adapter merged by PEFT",
     "trainable_token_indices": "train without it, or merge the adapter with PEFT and serve that",
-    "target_parameters": "serve or merge it from the folder that PEFT has saved",
+    "target_parameters": "is adapter_model.safetensors in the same folder? Its stacked experts are taken apart",
     "layer_replication": "merge the adapter with PEFT and serve that",
 }
 """Keys that would change what is computed, and what to do about each."""

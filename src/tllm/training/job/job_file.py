@@ -361,7 +361,7 @@ def _converted(key: str, value: Any, origin: str) -> Any:
         if isinstance(value, float) and 0 < value < 1 and key.endswith("_steps"):
             hint = "give a number of steps: a part of max_steps is not read"
         elif isinstance(value, str) and not _holds_text(TYPES[key]):
-            hint = "write it without quotes"
+            hint = "write true or false, without quotes" if TYPES[key] is bool else "write it without quotes"
         raise ConfigError(f"{origin}: {key} = {value!r}: {why}", hint) from error
 
 

@@ -14,6 +14,7 @@ from tllm.parallel.lora.lora_update import B_NAME, LoraModule, tensor_names
 from tllm.parallel.mesh import whole
 from tllm.parallel.shard import shard_of
 from tllm.spec.model_spec import ModelSpec
+from tllm.spec.plan import Plan
 from tllm.training.job.lora_job import ALL_LINEAR, LoraJob
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -38,6 +39,14 @@ def adapted_modules(lora: LoraJob, spec: ModelSpec) -> dict[str, LoraModule]:
     modules = {name: LoraModule(config.rank(name), config.scale(name), config.use_dora) for name in chosen}
     _check_modules(lora, modules, shapes)
     return modules
+
+
+def forward_only_layers(lora: LoraJob, spec: ModelSpec, plan: Plan) -> int:
+    """How many of the first layers run no backward pass: those below the lowest adapted one, on the first stage alone.
+    A later stage computes the gradients of its input without asking whether the one before needs them."""
+    numbers = (LAYER.match(name) for name in adapted_modules(lora, spec))
+    lowest = min((int(match[1]) for match in numbers if match), default=spec.num_layers)
+    return min(lowest, plan.runs[0].stop)
 
 
 def _is_left(lora: LoraJob, name: str) -> bool:

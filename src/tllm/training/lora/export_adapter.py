@@ -26,7 +26,7 @@ def export_adapter(checkpoint: Checkpoint, initial: InitialModel, job: Job, spec
     ]
     config = adapter_config(job.lora, spec, job.model_name_or_path or "")
     if any(layer.moe is not None and layer.moe.style == "gpt_oss" for layer in spec.layers):
-        tensors, config["target_parameters"] = stacked(tensors)
+        tensors, config["target_parameters"] = stacked(tensors, spec.num_layers)
         left = [name for name in adapted_modules(job.lora, spec) if EXPERT.fullmatch(name) is None]
         config["target_modules"] = target_names(left, spec)
     write_adapter(folder, config, tensors, initial.companions, initial.base)

@@ -66,8 +66,8 @@ class Adapter:
             if name not in shapes:
                 raise WeightsError(
                     f"the adapter adapts {name}, and of this model no such linear can be adapted",
-                    "linears of attention, MLPs and experts can be, but for experts that lie in one tensor; routers, "
-                    f"embeddings and lm_head cannot; {nearest(name, shapes)}",
+                    "linears of attention, MLPs and experts can be; routers, embeddings and lm_head cannot; "
+                    f"{nearest(name, shapes)}",
                 )
             if use_dora and not takes_the_input_itself(name):
                 raise WeightsError(f"the adapter adapts {name} with use_dora, {NO_DORA}", "merge it with PEFT")

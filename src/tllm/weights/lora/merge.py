@@ -26,14 +26,8 @@ class AdapterSource:
     def merged(self, module: str, weight: Tensor) -> Tensor:
         """W + scale B A of a module in float64, [outputs, inputs], with DoRA its rows of the learned magnitudes.
 
-        W itself for a module that is not adapted. Of a tensor of all experts, [experts, inputs, outputs], the modules
-        are those of each expert.
+        W itself for a module that is not adapted.
         """
-        if weight.dim() == 3:
-            block, _, part = module.rpartition(".")
-            if f"{block}.0.{part}" not in self.adapter.modules:
-                return weight
-            return torch.stack([self.merged(f"{block}.{e}.{part}", x.t()).t() for e, x in enumerate(weight)])
         if module not in self.adapter.modules:
             return weight
         _, scale, use_dora = self.adapter.modules[module]
@@ -49,7 +43,10 @@ class AdapterSource:
 
 @dataclass(frozen=True)
 class MergedTensor:
-    """A tensor of a model's files as plain numbers, with what adapters add to it. Sums are in float64, rounded once."""
+    """A tensor of a model's files as plain numbers, with what adapters add to it. Sums are in float64, rounded once.
+
+    Of a tensor of all experts, [experts, inputs, outputs], the modules are those of each expert.
+    """
 
     name: str
     shape: Shape
@@ -60,9 +57,21 @@ class MergedTensor:
 
     def make(self) -> Tensor:
         plain = read_piece(self.name, (), self.index, self.source)
+        module = self.name.removesuffix(".weight")
+        if plain.dim() != 3:
+            return self._merged(module, plain)
+        block, _, part = module.rpartition(".")
+        if not any(f"{block}.0.{part}" in one.adapter.modules for one in self.adapters):
+            return plain.to(self.dtype)
+        whole = torch.empty_like(plain, dtype=self.dtype)  # in float64 only one expert at a time
+        for expert, weight in enumerate(plain):
+            whole[expert] = self._merged(f"{block}.{expert}.{part}", weight.t()).t()
+        return whole
+
+    def _merged(self, module: str, weight: Tensor) -> Tensor:
         for one in self.adapters:
-            plain = one.merged(self.name.removesuffix(".weight"), plain)
-        return plain.to(self.dtype)
+            weight = one.merged(module, weight)
+        return weight.to(self.dtype)
 
 
 def merged_tensors(

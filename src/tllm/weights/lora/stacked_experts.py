@@ -110,7 +110,7 @@ def _layer(layer: str, shapes: Mapping[str, object]) -> _Experts:
     if called is None:
         raise WeightsError(
             f"the adapter adapts experts of {layer}, and of this model no expert there can be adapted",
-            "experts that lie in one tensor of the model's files cannot be: merge the adapter with PEFT",
+            "is the adapter of this model?",
         )
     return _Experts(found[0][1], len({match[2] for match in found}), called[:-1], called[-1])
 
@@ -152,8 +152,9 @@ class StackedTensor:
         return torch.cat(made) if _is_a(self.name) else torch.stack(made, dim=2).flatten(1)
 
 
-def stacked(tensors: Iterable[WholeTensor]) -> tuple[list[WholeTensor], list[str]]:
-    """The tensors of an adapter with those of experts as PEFT stacks them, and its `target_parameters`."""
+def stacked(tensors: Iterable[WholeTensor], layers: int) -> tuple[list[WholeTensor], list[str]]:
+    """The tensors of an adapter with those of experts as PEFT stacks them, and its `target_parameters`: ends of names
+    where they are adapted in all `layers` of the model, else with each one's layer."""
     others, of_layers = list[WholeTensor](), dict[tuple[str, str, str], list[tuple[int, WholeTensor]]]()
     for tensor in tensors:
         module, _, kind = tensor.name.rpartition(".lora_")
@@ -166,7 +167,12 @@ def stacked(tensors: Iterable[WholeTensor]) -> tuple[list[WholeTensor], list[str
         inner = ".base_layer" if part == BOTH and DOWN in parts else ""
         parts_in_order = tuple(tensor for _, tensor in sorted(numbered, key=itemgetter(0)))
         others.append(StackedTensor(f"{block}{inner}.lora_{kind}", parts_in_order))
-    return others, [f"mlp.experts.{part}" for part in sorted(parts)]
+    blocks = {part: {block for block, of, _ in of_layers if of == part} for part in sorted(parts)}
+    if all(len(found) == layers for found in blocks.values()):
+        return others, [f"mlp.experts.{part}" for part in blocks]
+    return others, [
+        f"{block.removeprefix('model.')}.{part}" for part, found in blocks.items() for block in sorted(found)
+    ]
 
 
 def _is_a(name: str) -> bool:

@@ -89,3 +89,12 @@ def test_of_what_is_sampled_groups_and_tokens_count_and_no_weights_or_faults(clo
     session.answer(prompts)
     sizes = {"prompts": 2, "prompt_tokens": 5, "completions": 3, "completion_tokens": 12}
     assert timed.stats() == {"timed": 1, "answer_seconds": 4.0, **sizes}
+
+
+def test_answers_are_counted_for_as_long_as_there_are_some(clock: Clock) -> None:
+    """What is told after twice as many answers each time would else end with the most that are kept."""
+    timed = TimedAnswerer(Model(clock, *[Answer(1)] * 3000))
+    session = timed.open_session(None)
+    for _ in range(3000):
+        session.answer(row(2))
+    assert timed.stats() == {"timed": 2998, "answer_seconds": sum(range(3, 3001)), "row_tokens": 2 * 2998}

@@ -160,6 +160,7 @@ def test_one_text_where_a_list_is_meant(tmp_path: Path) -> None:
         ("seed = = 1", "job.toml is not TOML", '"quotes"'),
         ("packing = True", "job.toml is not TOML", "small letters"),
         ('seed = "1"', "seed = '1': expected int, got str", "without quotes"),
+        ('packing = "yes"', "packing = 'yes': expected bool, got str", "write true or false, without quotes"),
         ('learning_rate = "1e-5"', "expected float, got str", "without quotes"),
         ("plan = {dp = 2}", "plan = {'dp': 2}", 'plan = "dp=2,pp=2"'),
         ('task = "DPO"', "task is 'DPO'", "did you mean 'dpo'?"),

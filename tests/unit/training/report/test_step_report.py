@@ -12,22 +12,25 @@ import torch
 from tests.unit.planner.search.test_serving_search import spec_of
 from tllm.comm.collectives.group import solo
 from tllm.devices.choose import CPU
-from tllm.planner.cost.flops import training_flops
+from tllm.planner.cost.flops import attention_flops, layer_flops, training_flops
+from tllm.spec.cut import cut_stage
 from tllm.spec.plan import Plan
 from tllm.training.data.batch_feed import ReplicaBatch
 from tllm.training.data.batch_tensors import Tokens
 from tllm.training.data.encoder import IGNORED
+from tllm.training.job.lora_job import LoraJob
+from tllm.training.job.target_modules import forward_only_layers
 from tllm.training.report.step_report import RankCounters, StepReport
 from tllm.training.step.pipeline_step import StepResult
 
 SPEC = spec_of(2)
 
 
-def report_of(rank: int = 0) -> StepReport:
+def report_of(rank: int = 0, lora: LoraJob | None = None, plan: str = "dp=2,pp=2") -> StepReport:
     """A rank's, whose peak is a billion flop/s."""
     world = SimpleNamespace(rank=rank, size=1, all_gather=solo().all_gather)
     groups = SimpleNamespace(world=world, tells_losses=True, bytes_sent=0)
-    parts = {"job": SimpleNamespace(lora=None), "plan": Plan.parse("dp=2,pp=2", 2), "device": CPU}
+    parts = {"job": SimpleNamespace(lora=lora), "plan": Plan.parse(plan, 2), "device": CPU}
     config: Any = SimpleNamespace(groups=groups, rank=rank, spec=SPEC, shares_prompts=False, **parts)
     return StepReport(config, 1e9)
 
@@ -61,3 +64,21 @@ def test_the_first_rank_of_each_replica_tells_what_all_of_it_have_computed(rank:
     assert record.mfu is not None and record.tokens == 110
     computed = 2 * training_flops(SPEC, [5, 4], 4, before=(0, 5))
     assert record.mfu * record.seconds * 1e9 == pytest.approx(computed * share)
+
+
+@pytest.mark.parametrize(("keys", "plan", "below"), [((1,), "dp=2", 1), ((1,), "pp=2", 1), ((0,), "dp=2", 0)])
+def test_layers_below_the_lowest_adapted_one_count_forward_alone(keys: tuple[int, ...], plan: str, below: int) -> None:
+    report = report_of(lora=LoraJob(r=2, layers_to_transform=keys), plan=plan)
+    (whole,) = cut_stage(SPEC, (1,))
+    layer = layer_flops(SPEC, SPEC.layers[0], whole, [9])
+    back = layer + attention_flops(SPEC, SPEC.layers[0], whole, [9])
+    tokens = Tokens(torch.arange(9), torch.arange(9), torch.arange(9), [9])
+    every = training_flops(SPEC, [9], tokens.predicted, is_frozen=True)
+    assert report._flops([tokens]) == every - below * back
+
+
+def test_a_later_stage_computes_all_gradients_of_its_inputs() -> None:
+    spec = spec_of(4)
+    lora = LoraJob(r=2, layers_to_transform=(3,))
+    of = [forward_only_layers(lora, spec, Plan.parse(plan, 4)) for plan in ("pp=1", "pp=2", "pp=4")]
+    assert of == [3, 2, 1]

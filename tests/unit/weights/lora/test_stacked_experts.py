@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from safetensors.torch import load, save
 from tllm.core.errors import WeightsError
 from tllm.weights.lora.adapter_files import ADAPTER_FILES
 from tllm.weights.lora.held_adapter import HeldFiles
-from tllm.weights.lora.stacked_experts import taken_apart
+from tllm.weights.lora.stacked_experts import stacked, taken_apart
 
 COUNT, RANK, WIDTH, HIDDEN = 3, 2, 5, 4
 SHAPES = {
@@ -75,7 +76,19 @@ def test_what_cannot_be_taken_apart_is_refused(config: dict[str, Any], rows: int
         taken_apart(adapter(tensors, **config), SHAPES)
 
 
-def test_experts_that_lie_in_one_tensor_are_refused_by_their_layer() -> None:
+def test_experts_of_a_layer_that_has_none_are_refused() -> None:
     tensors = {f"{NAME}.lora_A.weight": torch.ones(6, WIDTH)}
-    with pytest.raises(WeightsError, match=r"experts of model\.layers\.1, and of this model no expert"):
+    with pytest.raises(WeightsError, match=r"experts of model\.layers\.1, and of this model no expert") as refused:
         taken_apart(adapter(tensors, target_parameters=["experts.down_proj"]), {"model.layers.1.self_attn.q_proj": 0})
+    assert refused.value.hint == "is the adapter of this model?"
+
+
+@pytest.mark.parametrize(("layers", "named"), [(1, ["mlp.experts.down_proj"]), (2, ["layers.0.mlp.experts.down_proj"])])
+def test_layers_are_named_where_not_every_one_is_adapted(layers: int, named: list[str]) -> None:
+    tensors: list[Any] = [
+        SimpleNamespace(name=f"model.layers.0.mlp.experts.{expert}.down_proj.lora_{kind}.weight")
+        for expert in range(2)
+        for kind in "AB"
+    ]
+    made, wanted = stacked(tensors, layers)
+    assert wanted == named and len(made) == 2

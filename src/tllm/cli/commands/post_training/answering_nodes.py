@@ -20,7 +20,6 @@ from tllm.cli.arguments.options import (
     add_memory,
     add_on_loss,
     add_spare_nodes,
-    even_plan,
 )
 from tllm.cli.arguments.parser import whole
 from tllm.cli.commands.post_training.answering_load import asked_load, named_load
@@ -82,6 +81,11 @@ def has_nodes(args: argparse.Namespace) -> bool:
     if args.nodes or args.local or args.plan:
         if args.plan and (named := named_load(args)):
             raise ConfigError(f"{named[0]} is what a plan is chosen by, and --plan gives one", "leave one of them out")
+        if (args.nodes or args.local) == 1 and not args.plan and (named := named_load(args)):
+            raise ConfigError(
+                f"{named[0]} is what a plan is chosen by, and one node has none to choose",
+                f"leave it out, or give {'--nodes' if args.nodes else '--local'} 2 or more",
+            )
         return True
     given = {
         **dict.fromkeys(named_load(args), True),
@@ -134,11 +138,12 @@ def _answerers(args: argparse.Namespace, role: RoleName, address: tuple[str, int
     wanted = args.nodes or args.local or 1
     if args.plan:
         rank_count(args.plan)  # what one copy of a model cannot be divided by
-    plan = Plan.parse(args.plan or even_plan(wanted, model.spec.num_layers), model.spec.num_layers)
+    # Without --plan this one only says how many nodes are waited for: the chooser takes another.
+    plan = Plan.parse(args.plan or f"tp={wanted}", model.spec.num_layers)
     if plan.world_size < wanted or (args.local and plan.world_size != wanted):
         raise PlanError(
             f"the plan {plan} has {plan.world_size} ranks and {'--nodes' if args.nodes else '--local'} is {wanted}",
-            "give a plan with a rank for each, or leave --plan out for a stage on each",
+            "give a plan with a rank for each, or leave --plan out: one is chosen by what is measured",
         )
     hub = None
     if found.weights is not None:
