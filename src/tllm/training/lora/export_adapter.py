@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from tllm.weights.export import WholeTensor
 from tllm.weights.lora.stacked_experts import stacked
 from tllm.weights.lora.write_adapter import write_adapter
 
+log = logging.getLogger("tllm.training")
+
 
 def export_adapter(checkpoint: Checkpoint, initial: InitialModel, job: Job, spec: ModelSpec, folder: Path) -> None:
     """Write the adapter of a save into a new folder, with the tokenizer that it was trained with."""
@@ -29,7 +33,23 @@ def export_adapter(checkpoint: Checkpoint, initial: InitialModel, job: Job, spec
         tensors, config["target_parameters"] = stacked(tensors, spec.num_layers)
         left = [name for name in adapted_modules(job.lora, spec) if EXPERT.fullmatch(name) is None]
         config["target_modules"] = target_names(left, spec)
+    elif lost := not_read_by_peft(initial.config.get("model_type", ""), adapted_modules(job.lora, spec)):
+        log.warning(
+            "PEFT 0.21.2 will not read %d of the adapter's modules, %s among them, and gives no error: "
+            "`tllm serve` and `tllm export --adapter` read them all",
+            *(len(lost), lost[0]),
+        )
     write_adapter(folder, config, tensors, initial.companions, initial.base)
+
+
+def not_read_by_peft(model_type: str, modules: Iterable[str]) -> list[str]:
+    """The modules that PEFT drops when it stacks experts: linears of dense MLPs and shared experts that
+    are called as those of experts; of Qwen3.5-MoE, which it has no conversion for, the experts."""
+    names = list(modules)
+    ends = {match[3] for name in names if (match := EXPERT.fullmatch(name))}
+    if model_type.startswith("qwen3_5_moe"):
+        return [name for name in names if EXPERT.fullmatch(name)]
+    return [name for name in names if name.rpartition(".")[2] in ends and EXPERT.fullmatch(name) is None]
 
 
 def adapter_config(lora: LoraJob, spec: ModelSpec, base: str) -> dict[str, Any]:
