@@ -155,7 +155,12 @@ def _names_parameters(schema: Any) -> bool:
     while left:
         one = left.pop()
         if isinstance(one, dict):
-            if "parameters" in (*(one.get("properties") or ()), *(one.get("required") or ())):
+            # Members may be called so too, and be true or false.
+            if any(
+                "parameters" in named
+                for key in ("properties", "required")
+                if isinstance(named := one.get(key), dict | list)
+            ):
                 return True
             left += one.values()
         elif isinstance(one, list):
