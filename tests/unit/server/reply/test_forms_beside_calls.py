@@ -284,7 +284,7 @@ def test_a_form_that_may_begin_as_a_call_is_refused(tool_format: str, form: Gram
 
 def test_members_may_be_called_as_words_of_a_schema_are() -> None:
     """Of any value, as a schema may be true or false; then the form stands beside calls of Llama 3."""
-    text = '{"type": "object", "properties": {"required": true, "properties": {"properties": true}}}'
+    text = '{"type": "object", "properties": {"required": true, "properties": true}}'
     matcher, said = held("llama3_json", Grammar(kind="json_schema", text=text)), '{"required": 1, "properties": {}}'
     assert refused_at(matcher, cut("llama3_json", said, None)) is None and may_end(matcher, "llama3_json")
 
