@@ -29,6 +29,7 @@ from tllm.planner.simulate.placed_plan import PlacedPlan
 from tllm.planner.simulate.training_step import StepPrediction, predict_step
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
+from tllm.training.data.preference_rows import PairLengths
 from tllm.training.job.initial_model import judge_specs, pair_lengths
 from tllm.training.job.job import Job
 from tllm.training.job.job_parts import (
@@ -108,10 +109,10 @@ def _apart(job: Job, spec: ModelSpec) -> list[str]:
     return ["", *lines] if lines else []
 
 
-def facts_of(job: Job, spec: ModelSpec, lasting: bool = False) -> TrainingFacts:
-    """What of a job decides its cost, where processors compute."""
+def facts_of(job: Job, spec: ModelSpec, lasting: bool = False, pairs: PairLengths | None = None) -> TrainingFacts:
+    """What of a job decides its cost, where processors compute. Memory is for whole rows: it needs no `pairs`."""
     passes = has_value_pass(job, spec), shares_prompts(job, spec)
-    return training_facts(job, lasting and can_mirror(job), judge_specs(job), *passes, pair_lengths(job))
+    return training_facts(job, lasting and can_mirror(job), judge_specs(job), *passes, pairs)
 
 
 def has_value_pass(job: Job, spec: ModelSpec, device: str = "cpu") -> bool:
@@ -147,7 +148,8 @@ def _rows(spec: ModelSpec, plan: Plan, facts: TrainingFacts, ranks: list[RankMem
 
 def show_prediction(job: Job, plan: Plan, spec: ModelSpec, speed: float, where: str) -> str:
     """What a step takes if every rank computes at `speed`, in flop/s, as this machine does on what `where` names."""
-    predicted = predict_step(spec, plan, facts_of(job, spec), speed, LOOPBACK)
+    facts = facts_of(job, spec, pairs=pair_lengths(job))
+    predicted = predict_step(spec, plan, facts, speed, LOOPBACK)
     sent = sum(traffic.total for traffic in predicted.bytes_sent)
     parts = {"layers' sums": predicted.layers, "pipeline": predicted.pipeline, "gradients": predicted.gradients}
     waits = "".join(f", {name} {seconds:.3g}" for name, seconds in parts.items() if seconds > NOTHING)
@@ -157,14 +159,13 @@ def show_prediction(job: Job, plan: Plan, spec: ModelSpec, speed: float, where: 
             f"{predicted.tokens_per_second:,.0f} tokens/s, bubble {100 * predicted.bubble:.0f} %, {amount(sent)} sent",
             f"if each rank reaches the {speed / 1e9:,.1f} Gflop/s that a layer reaches here on {where}, and links are "
             "those of one machine",
-            *_policy_alone(job, spec),
+            *_policy_alone(job, facts),
         ]
     )
 
 
-def _policy_alone(job: Job, spec: ModelSpec) -> list[str]:
+def _policy_alone(job: Job, facts: TrainingFacts) -> list[str]:
     """That other roles take time too, which only measured machines tell."""
-    facts = facts_of(job, spec)
     roles = {
         "sampling": facts.sampling is not None and facts.sampling.share > 0,
         "the reference": facts.reference,
