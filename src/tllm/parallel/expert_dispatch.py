@@ -36,10 +36,14 @@ class ExpertRows(NamedTuple):
     first_rows: Tensor
 
     def split(self, x_ND: Tensor) -> list[tuple[int, Tensor]]:
-        """The rows of each expert that has some, by its number here; without any row, none for the first: results then
-        still hang on them, so that ranks that share the experts have the same backward pass."""
-        parts = torch.split(x_ND, self.first_rows.diff().tolist())
-        return [(number, part) for number, part in enumerate(parts) if len(part)] or [(0, x_ND)]
+        return split_by_expert(x_ND, self.first_rows)
+
+
+def split_by_expert(x_ND: Tensor, first_rows: Tensor) -> list[tuple[int, Tensor]]:
+    """The rows of each expert that has some, by its number; without any row, none for the first: results then still
+    hang on them, so that every parameter has its gradient, and ranks that share experts the same backward pass."""
+    parts = torch.split(x_ND, first_rows.diff().tolist())
+    return [(number, part) for number, part in enumerate(parts) if len(part)] or [(0, x_ND)]
 
 
 class Route:

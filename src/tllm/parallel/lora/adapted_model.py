@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from itertools import chain
 
 from torch import Tensor, nn
 
@@ -75,11 +74,10 @@ def odd_experts(modules: Mapping[str, LoraModule], shapes: Mapping[str, object])
     another rank or scale; "" where there is none. `shapes` are all modules of the model."""
     of_layers: dict[tuple[str, str], set[LoraModule | None]] = {}
     for name in shapes:
-        if found := EXPERT.fullmatch(name):
-            of_layers.setdefault((found[1], found[3]), set()).add(modules.get(name))
-    odd = (key for key, ways in of_layers.items() if len(ways) > 1)
-    names = chain.from_iterable((name for name in modules if _key(name) == key) for key in odd)
-    return next(names, "")
+        if (key := _key(name)) is not None:
+            of_layers.setdefault(key, set()).add(modules.get(name))
+    odd = {key for key, ways in of_layers.items() if len(ways) > 1}
+    return next((name for name in modules if _key(name) in odd), "")
 
 
 def takes_the_input_itself(module: str) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from tllm.parallel.expert_dispatch import split_by_expert
 from tllm.parallel.lora.lora_update import LoraModule, Rescale, Span, modules_of, product_beside, tensor_names
 from tllm.parallel.shard import Shard, ShardPiece, cut_parameter, shard_of
 from tllm.spec.cut import Range
@@ -58,12 +59,8 @@ class ExpertUpdate(nn.Module):
         """Rows [first_rows[e], first_rows[e + 1]) are those of expert e."""
         a_ERD = self.A.unflatten(0, (self.experts, -1)).unbind()  # type: ignore[no-untyped-call]
         b_EFR = [b.unflatten(0, (self.experts, -1)).unbind() for b in self.B]
-        parts_END = torch.split(x_ND, first_rows.diff().tolist())
-        here = [expert for expert, some_ND in enumerate(parts_END) if len(some_ND)]
-        if not here and torch.is_grad_enabled():
-            here = [0]  # without a row too, so that every parameter has its gradient
-        made = [self._of_expert(parts_END[expert], a_ERD[expert], [b[expert] for b in b_EFR]) for expert in here]
-        return torch.cat(made) if made else x_ND.new_zeros(0, self.outputs)
+        parts = split_by_expert(x_ND, first_rows)
+        return torch.cat([self._of_expert(some_ND, a_ERD[at], [b[at] for b in b_EFR]) for at, some_ND in parts])
 
     def _of_expert(self, x_ND: Tensor, a_RD: Tensor, b_FR: list[Tensor]) -> Tensor:
         z_NR, parts, at = self.matmul(x_ND, a_RD), list[Tensor](), 0

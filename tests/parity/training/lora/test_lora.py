@@ -109,24 +109,30 @@ def peft_gradients(model: PeftModel, tokens: Tokens) -> tuple[float, Named]:
     return float(loss.detach()), named
 
 
+def gradients_of_peft(peft: PeftModel, folder: Path) -> Named:
+    """PEFT's in float64, to which ours are equal beside the model `base` and the adapter `adapter` of a folder."""
+    _, rounded = peft_gradients(peft, TOKENS)
+    with in_float64(peft):
+        loss, want = peft_gradients(peft, TOKENS)
+    got_loss, got = our_gradients(folder / "base", folder / "adapter", torch.float64)
+    assert abs(got_loss - loss) < 1e-10 * loss
+    for name, distance in apart(got, want).items():
+        assert distance < 1e-10, f"{name}: {distance:.1e}"
+    _, in_32 = our_gradients(folder / "base", folder / "adapter", torch.float32)
+    of_peft = apart(rounded, want)
+    for name, distance in apart(in_32, want).items():
+        # Some gradients are small differences of large numbers: float32 itself rounds them by more.
+        assert distance < max(1e-6, 3 * of_peft[name]), f"{name}: {distance:.1e} and PEFT's {of_peft[name]:.1e}"
+    return want
+
+
 @pytest.mark.parametrize("case", TARGETS)
 def test_gradients_are_those_of_peft(case: str, tmp_path: Path) -> None:
     truth = save_model(case, tmp_path / "base")
     config: dict[str, Any] = dict(rank_pattern={TARGETS[case][-1]: 6}, alpha_pattern={TARGETS[case][0]: 3})
     peft = peft_adapter(truth, tmp_path / "adapter", TARGETS[case], use_rslora=True, **config)
-    _, rounded = peft_gradients(peft, TOKENS)
-    with in_float64(peft):
-        loss, want = peft_gradients(peft, TOKENS)
+    want = gradients_of_peft(peft, tmp_path)
     assert min(float(gradient.norm()) for gradient in want.values()) > 1e-4
-    got_loss, got = our_gradients(tmp_path / "base", tmp_path / "adapter", torch.float64)
-    assert abs(got_loss - loss) < 1e-10 * loss
-    for name, distance in apart(got, want).items():
-        assert distance < 1e-10, f"{name}: {distance:.1e}"
-    _, in_32 = our_gradients(tmp_path / "base", tmp_path / "adapter", torch.float32)
-    of_peft = apart(rounded, want)
-    for name, distance in apart(in_32, want).items():
-        # Some gradients are small differences of large numbers: float32 itself rounds them by more.
-        assert distance < max(1e-6, 3 * of_peft[name]), f"{name}: {distance:.1e} and PEFT's {of_peft[name]:.1e}"
 
 
 @pytest.fixture(scope="module")
