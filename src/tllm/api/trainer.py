@@ -22,7 +22,6 @@ from tllm.training.job.job_file import DEFAULT, ResolvedJob, read_job
 from tllm.training.job.job_parts import role_key, role_nodes, with_role_nodes
 from tllm.training.job.key_limits import WantedNodes
 from tllm.training.job.run_folder import start_now, write_start
-from tllm.training.lora.known_base import know_base
 from tllm.training.report.events import RunBegan, RunEnded, RunEvent, RunStepped
 from tllm.training.report.metrics import StepRecord, check_sinks
 from tllm.training.tools.row_functions import keep_rows
@@ -84,9 +83,7 @@ class Trainer:
 
         check_trust(self.resolved.job)
         keep_rows(self.resolved.job)
-        initial_model = open_initial_model(self.resolved.job)
-        know_base(initial_model, self.resolved.job)
-        return initial_model
+        return open_initial_model(self.resolved.job)
 
     @property
     def config(self) -> str:

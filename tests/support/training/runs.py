@@ -29,7 +29,6 @@ from tllm.spec.process_groups import computing
 from tllm.training import trainer as trainer_module
 from tllm.training.job.initial_model import open_initial_model
 from tllm.training.job.job import Job
-from tllm.training.lora.known_base import know_base
 from tllm.training.parameter_server.server_run import ParameterServerRun
 from tllm.training.report.events import RunEvent, RunStepped
 from tllm.training.report.metrics import StepRecord
@@ -89,7 +88,6 @@ def train(
     Ranks have the `devices` in turn. A `backend` connects these, as if all ranks were on one machine.
     """
     beginning = open_initial_model(job)
-    know_base(beginning, job)
     plan = Plan.parse(plan_text, beginning.spec.num_layers)
     links, news = local_links(plan), list[RunEvent]()
     std = float(beginning.config.get("initializer_range") or STD)

@@ -32,7 +32,6 @@ from tllm.spec.process_groups import RoleName, computing, wires
 from tllm.training.job.initial_model import open_initial_model
 from tllm.training.job.job import decode_job
 from tllm.training.job.job_parts import role_nodes, states_of
-from tllm.training.lora.known_base import know_base
 from tllm.training.parameter_server.server_run import ParameterServerRun
 from tllm.training.questions.answerer_pool import ClusterAnswerers
 from tllm.training.report.events import IsStopped, OnEvent, RunEvent, RunStepped, TrainerReady, encode
@@ -72,8 +71,6 @@ def make_trainer(config: RankConfig, initial_weights: InitialWeights, replicator
     if config.rank not in computing(config.plan):
         return ParameterServerRun(config)
     initial_model = open_initial_model(config.job) if config.rank == 0 else None
-    if initial_model is not None:
-        know_base(initial_model, config.job)
     return RankTrainer(config, initial_weights, initial_model, replicator, colocated_rollouts)
 
 

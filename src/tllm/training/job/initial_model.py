@@ -18,6 +18,7 @@ from typing import Any
 from tokenizers import Tokenizer as Trainable
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from tllm.core.disk import whole_file
 from tllm.core.errors import ConfigError
 from tllm.core.gguf_files import open_gguf
 from tllm.hub.locate import Need, locate
@@ -37,6 +38,8 @@ from tllm.training.job.job import Job
 from tllm.training.job.job_parts import JudgeSpecs, data_config, eval_data_config, steps_of_one_sampling
 from tllm.training.job.reward_head import with_reward_head
 from tllm.training.job.rollout_keys import RolloutConfig, completions_evaluated
+from tllm.weights.byte_source import LocalFiles
+from tllm.weights.lora.sampled_digest import is_another, sampled_digest
 
 log = logging.getLogger("tllm.model")
 
@@ -68,8 +71,8 @@ class InitialModel:
 
     @property
     def base(self) -> str:
-        """The digest of the weights that an adapter is trained beside, as the run began (`training.lora.known_base`);
-        "" where none was kept."""
+        """The digest of the weights that an adapter is trained beside, as the run began; "" where none
+        was kept."""
         path = self.folder / BASE
         return path.read_text("utf-8") if path.is_file() else ""
 
@@ -190,7 +193,26 @@ def open_initial_model(job: Job, name: str = "") -> InitialModel:
             f"the run in {job.output_dir} began with another config.json than {named} now gives: {', '.join(changed)}",
             "give another output_dir, or the config that the run began with",
         )
-    return InitialModel(folder, kept, spec_from_config(kept), named if job.model_name_or_path else None)
+    initial = InitialModel(folder, kept, spec_from_config(kept), named if job.model_name_or_path else None)
+    if job.lora is not None and initial.weights is not None:
+        _know_base(initial, initial.weights, job)
+    return initial
+
+
+def _know_base(initial: InitialModel, weights: Path, job: Job) -> None:
+    """Keep the digest of the weights beside an adapter where none is kept; ConfigError where they have another."""
+    found, path = sampled_digest(LocalFiles(weights)), initial.folder / BASE
+    if is_another(initial.base, found):
+        raise ConfigError(
+            f"the adapter in {job.output_dir} began beside other weights of this shape than {weights} now has",
+            f"give another output_dir, or the model that it began with; if it is intended, remove {path}",
+        )
+    if not initial.base:
+        try:
+            with whole_file(path) as file:
+                file.write(found.encode())
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror or error}", "give another output_dir") from error
 
 
 def run_name(job: Job) -> str:
