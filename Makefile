@@ -13,7 +13,7 @@ TORCH := $(shell sed -n 's/^\(torch==.*\)$$/\1/p' requirements.lock)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-numbers test-apart test-beside test-devices test-processes test-masked check fix docs bench soak soak-numbers soak-processes gpu tiny-model clean
+.PHONY: help setup demo test test-numbers test-apart test-beside test-devices test-processes test-masked check fix docs bench soak soak-numbers soak-processes soak-properties gpu tiny-model clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -82,7 +82,7 @@ bench: $(VENV)/.dev  ## Repeat the benchmarks; results go to benchmarks/*/result
 gpu: $(VENV)/.dev  ## The tests of a CUDA device (skipped by name where there is none)
 	@$(BIN)/python -m pytest tests/gpu -rs $(PYTEST_ARGS)
 
-soak: soak-numbers soak-processes  ## The tests that run for minutes, and the rest of every table
+soak: soak-numbers soak-processes soak-properties  ## What runs for minutes, the rest of every table, other examples
 
 soak-numbers: $(VENV)/.dev
 	@$(BIN)/python -m pytest -m soak --numprocesses 2 $(PROCESSES:%=--ignore=%) --ignore=tests/devices $(PYTEST_ARGS)
@@ -90,6 +90,12 @@ soak-numbers: $(VENV)/.dev
 # One at a time: some make machines of their own, or count on a core.
 soak-processes: $(VENV)/.dev
 	@$(BIN)/python -m pytest -m soak $(PROCESSES) $(PYTEST_ARGS)
+
+# Examples that nobody has tried: in `make test` properties meet the same ones each time, so that a commit passes always
+# or never. What is found here becomes an @example.
+soak-properties: $(VENV)/.dev
+	@$(BIN)/python -m pytest -m hypothesis --hypothesis-profile random --timeout 3600 --numprocesses 2 tests/house \
+		tests/unit tests/multi/comm tests/fuzz $(PYTEST_ARGS)
 
 tiny-model: $(VENV)/.dev  ## Train the tiny model again from the standard library's text
 	@$(BIN)/python -m tllm.recipes.tiny_model models/tiny models/tiny
