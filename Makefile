@@ -7,6 +7,8 @@ PROCESSES := tests/e2e tests/multi/faults tests/docs tests/fuzz tests/multi/trai
 BESIDE := tests/house tests/unit/planner tests/parity/planner tests/parity/recovery
 KERNELS := $(wildcard src/tllm/kernels/csrc/*)
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
+# In one order and with one seed, so that a commit passes always or never; pytest alone and `make soak` take others.
+SAME := --randomly-seed 1
 TORCH := $(shell sed -n 's/^\(torch==.*\)$$/\1/p' requirements.lock)
 
 # What one process of a test has compiled is there for the next, whatever the caller's shell says of it.
@@ -28,7 +30,7 @@ test: test-numbers test-apart  ## Run the tests
 
 # Three at a time fill two cores: the ranks of a test are threads that wait for each other a fifth of its time.
 test-numbers: $(VENV)/.dev
-	@$(BIN)/python -m pytest -m "not soak" --numprocesses 3 $(PROCESSES:%=--ignore=%) $(BESIDE:%=--ignore=%) \
+	@$(BIN)/python -m pytest -m "not soak" $(SAME) --numprocesses 3 $(PROCESSES:%=--ignore=%) $(BESIDE:%=--ignore=%) \
 		--ignore=tests/devices $(PYTEST_ARGS)
 
 test-apart: $(VENV)/.dev
@@ -38,16 +40,16 @@ test-apart: $(VENV)/.dev
 # source file, and here only one process does.
 test-beside: $(VENV)/.dev
 	@status=0; $(MAKE) --no-print-directory test-devices || status=$$?; \
-		$(BIN)/python -m pytest -m "not soak" $(BESIDE) $(PYTEST_ARGS) || status=$$?; exit $$status
+		$(BIN)/python -m pytest -m "not soak" $(SAME) $(BESIDE) $(PYTEST_ARGS) || status=$$?; exit $$status
 
 # Apart from all others: who imports these has a second device for the rest of the process.
 test-devices: $(VENV)/.dev
-	@$(BIN)/python -m pytest -m "not soak" tests/devices $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m "not soak" $(SAME) tests/devices $(PYTEST_ARGS)
 
 # Each file of these starts its processes once, so it stays in one place. Folders of few and long tests come first: a file
 # that began last would keep one core alone. Variants of what is proved here are in `make soak`.
 test-processes: $(VENV)/.dev
-	@$(BIN)/python -m pytest -m "not soak" --numprocesses 2 --dist loadfile --no-loadscope-reorder \
+	@$(BIN)/python -m pytest -m "not soak" $(SAME) --numprocesses 2 --dist loadfile --no-loadscope-reorder \
 		$(PROCESSES) $(PYTEST_ARGS)
 
 # As on a processor without AVX: our kernels and torch's libraries, in child processes too. MASK=avx2 hides AVX-512.
