@@ -128,7 +128,7 @@ def no_change_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def own_process() -> Iterator[None]:
-    """For tests of commands that run in this process, of which they may change as much as of one of their own."""
+    """For tests that run commands, or files of a user, in this process; they may change it as one of their own."""
     with as_in_a_process_of_its_own():
         yield
 

@@ -87,7 +87,7 @@ CHANGED = {
     "test_logger": "the logger 'tllm.node' was (0, (), True, False), is (40, (), True, False)",
     "test_variable": "os.environ['A_VARIABLE'] was None, is 1",
     "test_folder": "the working folder was ",
-    "test_path": "sys.path was ",
+    "test_path": "'/somewhere' in sys.path was None, is True",
     "test_dtype": "torch's default dtype was torch.float32, is torch.float64",
     "test_grad": "torch's grad mode was True, is False",
     "test_cycle": "unclosed <socket.socket ",

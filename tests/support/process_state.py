@@ -58,7 +58,7 @@ def process_state() -> ProcessState:
         settings=_python() | _torch(),
         environment={name: value for name, value in os.environ.items() if name not in OF_OTHERS},
         loggers=_loggers(),
-        files=_open_files(),
+        files=open_files(),
     )
 
 
@@ -78,9 +78,9 @@ def left_changed(before: ProcessState) -> list[str]:
 def as_in_a_process_of_its_own() -> Iterator[None]:
     """Sets back what a command changes in its process, which elsewhere ends with it."""
     before, handlers = process_state(), {number: signal.getsignal(number) for number in SIGNALS}
-    excepthook = sys.excepthook
+    excepthook, path = sys.excepthook, [*sys.path]
     yield
-    sys.excepthook = excepthook
+    sys.excepthook, sys.path[:] = excepthook, path
     for number, handler in handlers.items():
         if signal.getsignal(number) != handler:  # not that of SIGUSR1, which Python does not know of
             signal.signal(number, handler)
@@ -98,7 +98,6 @@ def _python() -> dict[str, object]:
     limits = {f"the limit of {name}": resource.getrlimit(limit) for name, limit in LIMITS}
     others = {
         "the working folder": os.getcwd(),
-        "sys.path": tuple(sys.path),
         "sys.excepthook": sys.excepthook,
         "threading.excepthook": threading.excepthook,
         "the switch interval of threads": sys.getswitchinterval(),
@@ -108,7 +107,7 @@ def _python() -> dict[str, object]:
     }
     if sys.platform == "linux":
         others["the processors of this process"] = os.sched_getaffinity(0)
-    return signals | limits | others
+    return signals | limits | others | {f"{folder!r} in sys.path": True for folder in sys.path}
 
 
 def _torch() -> dict[str, object]:
@@ -137,7 +136,8 @@ def _loggers() -> dict[str, tuple[object, ...]]:
     }
 
 
-def _open_files() -> frozenset[tuple[int, str]]:
+def open_files() -> frozenset[tuple[int, str]]:
+    """Number and name of each that this process has open."""
     found = set()
     with contextlib.suppress(FileNotFoundError):  # there is no such folder on other systems
         for number in os.listdir("/proc/self/fd"):
