@@ -120,8 +120,9 @@ def pytest_timeout_cancel_timer(item: pytest.Item) -> bool:
 def no_change_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves this process other than it was. A test's other fixtures are set up after this one, as
     `monkeypatch` is asked for by one that asks for this, and have ended before it looks; wider ones are older."""
-    before = process_state()
+    before, path = process_state(), [*sys.path]
     yield
+    sys.path[:] = path  # a file that a job names can import what lies beside it, for as long as its process lives
     if changes := left_changed(before):
         pytest.fail(f"{request.node.nodeid} left this process changed:\n  " + "\n  ".join(changes), pytrace=False)
 

@@ -78,9 +78,9 @@ def left_changed(before: ProcessState) -> list[str]:
 def as_in_a_process_of_its_own() -> Iterator[None]:
     """Sets back what a command changes in its process, which elsewhere ends with it."""
     before, handlers = process_state(), {number: signal.getsignal(number) for number in SIGNALS}
-    excepthook, path = sys.excepthook, [*sys.path]
+    excepthook = sys.excepthook
     yield
-    sys.excepthook, sys.path[:] = excepthook, path
+    sys.excepthook = excepthook
     for number, handler in handlers.items():
         if signal.getsignal(number) != handler:  # not that of SIGUSR1, which Python does not know of
             signal.signal(number, handler)
@@ -107,7 +107,7 @@ def _python() -> dict[str, object]:
     }
     if sys.platform == "linux":
         others["the processors of this process"] = os.sched_getaffinity(0)
-    return signals | limits | others | {f"{folder!r} in sys.path": True for folder in sys.path}
+    return signals | limits | others
 
 
 def _torch() -> dict[str, object]:

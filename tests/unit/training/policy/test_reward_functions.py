@@ -12,8 +12,6 @@ from tllm.core.errors import ConfigError
 from tllm.training.policy.reward_functions import RewardFunction, load_reward_function
 from tllm.training.tools.user_functions import UserModules
 
-pytestmark = pytest.mark.usefixtures("own_process")
-
 ARGUMENTS = {"prompts": ["1=", "2="], "completions": ["a", "aa"], "completion_ids": [[1], [1, 1]], "count": [1, 2]}
 
 

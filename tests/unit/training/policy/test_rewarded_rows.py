@@ -24,8 +24,6 @@ from tllm.training.policy.rewarded_rows import RewardedGroup, RewardedRows, best
 from tllm.training.policy.rollouts import Completion, completion_seed
 from tllm.training.tools.user_functions import UserModules
 
-pytestmark = pytest.mark.usefixtures("own_process")
-
 A = 12
 """The token `a` of the task."""
 

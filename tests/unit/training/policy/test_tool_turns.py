@@ -23,8 +23,6 @@ from tllm.training.policy.tool_turns import Tools, make_sampler
 from tllm.training.step.rank_groups import Groups, RankConfig
 from tllm.training.tools.user_functions import UserModules
 
-pytestmark = pytest.mark.usefixtures("own_process")
-
 LOOK, _, ADD, FAILS = CALLS[:4]
 Script = dict[int, list[str]]
 """The turns of each completion by its seed. One that ends with a full stop is cut off there."""

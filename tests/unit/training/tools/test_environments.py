@@ -19,8 +19,6 @@ from tllm.training.tools.environments import Environments
 from tllm.training.tools.tool_functions import CallingTurn, FunctionCall, ToolFunctions
 from tllm.training.tools.user_functions import UserModules
 
-pytestmark = pytest.mark.usefixtures("own_process")
-
 GAMES = '''
 from __future__ import annotations
 

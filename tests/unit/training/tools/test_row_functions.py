@@ -14,8 +14,6 @@ from tllm.training.job.job_file import read_job
 from tllm.training.job.job_parts import data_config, eval_data_config
 from tllm.training.tools.row_functions import keep_rows
 
-pytestmark = pytest.mark.usefixtures("own_process")
-
 MODULE = '''
 import numpy as np
 from types import SimpleNamespace

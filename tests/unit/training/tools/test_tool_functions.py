@@ -14,8 +14,6 @@ from tllm.core.errors import ConfigError
 from tllm.training.tools.tool_functions import CallingTurn, FunctionCall, ToolFunctions, ToolResult
 from tllm.training.tools.user_functions import UserModules
 
-pytestmark = pytest.mark.usefixtures("own_process")
-
 ODD = '''
 import sys
 import threading
