@@ -53,7 +53,7 @@ class ProcessState:
 
 
 def process_state() -> ProcessState:
-    """What is compared before and after a test; takes 0.15 ms."""
+    """What is compared before and after a test; takes 0.12 ms of a processor (Intel Xeon)."""
     return ProcessState(
         settings=_python() | _torch(),
         environment={name: value for name, value in os.environ.items() if name not in OF_OTHERS},
