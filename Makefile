@@ -7,13 +7,15 @@ PROCESSES := tests/e2e tests/multi/faults tests/docs tests/fuzz tests/multi/trai
 BESIDE := tests/house tests/unit/planner tests/parity/planner tests/parity/recovery
 KERNELS := $(wildcard src/tllm/kernels/csrc/*)
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
+# In one order and with one seed, so that a commit passes always or never; pytest alone and `make soak` take others.
+SAME := --randomly-seed 1
 TORCH := $(shell sed -n 's/^\(torch==.*\)$$/\1/p' requirements.lock)
 
 # What one process of a test has compiled is there for the next, whatever the caller's shell says of it.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-numbers test-apart test-beside test-devices test-processes test-masked check fix docs bench soak soak-numbers soak-processes gpu tiny-model clean
+.PHONY: help setup demo test test-numbers test-apart test-beside test-devices test-processes test-masked check fix docs bench soak soak-numbers soak-processes soak-properties gpu tiny-model clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -28,7 +30,7 @@ test: test-numbers test-apart  ## Run the tests
 
 # Three at a time fill two cores: the ranks of a test are threads that wait for each other a fifth of its time.
 test-numbers: $(VENV)/.dev
-	@$(BIN)/python -m pytest -m "not soak" --numprocesses 3 $(PROCESSES:%=--ignore=%) $(BESIDE:%=--ignore=%) \
+	@$(BIN)/python -m pytest -m "not soak" $(SAME) --numprocesses 3 $(PROCESSES:%=--ignore=%) $(BESIDE:%=--ignore=%) \
 		--ignore=tests/devices $(PYTEST_ARGS)
 
 test-apart: $(VENV)/.dev
@@ -38,16 +40,16 @@ test-apart: $(VENV)/.dev
 # source file, and here only one process does.
 test-beside: $(VENV)/.dev
 	@status=0; $(MAKE) --no-print-directory test-devices || status=$$?; \
-		$(BIN)/python -m pytest -m "not soak" $(BESIDE) $(PYTEST_ARGS) || status=$$?; exit $$status
+		$(BIN)/python -m pytest -m "not soak" $(SAME) $(BESIDE) $(PYTEST_ARGS) || status=$$?; exit $$status
 
 # Apart from all others: who imports these has a second device for the rest of the process.
 test-devices: $(VENV)/.dev
-	@$(BIN)/python -m pytest -m "not soak" tests/devices $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m "not soak" $(SAME) tests/devices $(PYTEST_ARGS)
 
 # Each file of these starts its processes once, so it stays in one place. Folders of few and long tests come first: a file
 # that began last would keep one core alone. Variants of what is proved here are in `make soak`.
 test-processes: $(VENV)/.dev
-	@$(BIN)/python -m pytest -m "not soak" --numprocesses 2 --dist loadfile --no-loadscope-reorder \
+	@$(BIN)/python -m pytest -m "not soak" $(SAME) --numprocesses 2 --dist loadfile --no-loadscope-reorder \
 		$(PROCESSES) $(PYTEST_ARGS)
 
 # As on a processor without AVX: our kernels and torch's libraries, in child processes too. MASK=avx2 hides AVX-512.
@@ -82,7 +84,7 @@ bench: $(VENV)/.dev  ## Repeat the benchmarks; results go to benchmarks/*/result
 gpu: $(VENV)/.dev  ## The tests of a CUDA device (skipped by name where there is none)
 	@$(BIN)/python -m pytest tests/gpu -rs $(PYTEST_ARGS)
 
-soak: soak-numbers soak-processes  ## The tests that run for minutes, and the rest of every table
+soak: soak-numbers soak-processes soak-properties  ## What runs for minutes, the rest of every table, other examples
 
 soak-numbers: $(VENV)/.dev
 	@$(BIN)/python -m pytest -m soak --numprocesses 2 $(PROCESSES:%=--ignore=%) --ignore=tests/devices $(PYTEST_ARGS)
@@ -90,6 +92,12 @@ soak-numbers: $(VENV)/.dev
 # One at a time: some make machines of their own, or count on a core.
 soak-processes: $(VENV)/.dev
 	@$(BIN)/python -m pytest -m soak $(PROCESSES) $(PYTEST_ARGS)
+
+# Examples that nobody has tried: in `make test` properties meet the same ones each time, so that a commit passes always
+# or never. What is found here becomes an @example.
+soak-properties: $(VENV)/.dev
+	@$(BIN)/python -m pytest -m hypothesis --hypothesis-profile random --timeout 3600 --numprocesses 2 tests/house \
+		tests/unit tests/multi/comm tests/fuzz $(PYTEST_ARGS)
 
 tiny-model: $(VENV)/.dev  ## Train the tiny model again from the standard library's text
 	@$(BIN)/python -m tllm.recipes.tiny_model models/tiny models/tiny

@@ -12,12 +12,12 @@ import subprocess
 import sys
 import tempfile
 import threading
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import hypothesis
 import pytest
 
 from tests.support.cluster.processes import (
@@ -31,6 +31,8 @@ from tests.support.cluster.processes import (
     wait_until_gone,
 )
 from tests.support.commands.forked_command import ForkedServer
+from tests.support.process_state import as_in_a_process_of_its_own, left_changed, process_state
+from tests.support.properties import register_profiles
 from tllm.core.stacks import STACKS_VARIABLE
 
 SECONDS_TO_END = 20
@@ -46,11 +48,7 @@ _backstops: dict[str, threading.Timer] = {}
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # How long an example takes says more of what else runs here than of the code; tests have a limit of their own.
-    hypothesis.settings.register_profile(
-        "tests", max_examples=50, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-    )
-    hypothesis.settings.load_profile("tests")
+    register_profiles()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # several ranks on few cores: more threads are only slower
     os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the real hub; those with a hub of their own say so
     os.environ[STACKS_VARIABLE] = str(STACKS)  # a worker's stderr is read by its parent, which may be what hangs
@@ -69,6 +67,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()  # half a million objects of libraries, which each full collection would look at again: 3 % of the tests
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Random numbers of torch that a test does not seed are the same each time, not those that tests before it left. By
+    the file, so that a wider fixture's are the same whichever test is the first to ask for it."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.manual_seed(zlib.crc32(item.nodeid.partition("::")[0].encode()))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -111,7 +117,27 @@ def pytest_timeout_cancel_timer(item: pytest.Item) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def no_weights_kept_before(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_change_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves this process other than it was. A test's other fixtures are set up after this one, as
+    `monkeypatch` is asked for by one that asks for this, and have ended before it looks; wider ones are older."""
+    before, path = process_state(), [*sys.path]
+    yield
+    sys.path[:] = path  # a file that a job names can import what lies beside it, for as long as its process lives
+    if changes := left_changed(before):
+        pytest.fail(f"{request.node.nodeid} left this process changed:\n  " + "\n  ".join(changes), pytrace=False)
+
+
+@pytest.fixture
+def own_process() -> Iterator[None]:
+    """For tests that run commands, or files of a user, in this process; they may change it as one of their own."""
+    with as_in_a_process_of_its_own():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def no_weights_kept_before(
+    no_change_left: None, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nodes that a test starts by the command find nothing on their shelf, and leave nothing in this user's."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache" / secrets.token_hex(8)))
 

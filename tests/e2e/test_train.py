@@ -29,7 +29,10 @@ from tllm.recipes.bench.processes import free_row
 from tllm.training.job.run_folder import commit_here
 from tllm.training.report.metrics import StepRecord, read_records
 
-pytestmark = pytest.mark.timeout(300)  # each starts several processes that load torch, some one after the other
+pytestmark = [
+    pytest.mark.timeout(300),  # each starts several processes that load torch, some one after the other
+    pytest.mark.usefixtures("own_process"),
+]
 
 SAVED = 130
 """The exit code of a run that was told to save and leave."""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.support.cluster import fuzz_readers as fuzz
 from tests.support.cluster.fuzz_readers import Target, corpora, twisted
+from tests.support.properties import examples
 
 KIB = 1024
 MOST_BYTES = 256 * KIB
@@ -33,7 +34,7 @@ def test_good_ones_are_taken(target: Target) -> None:
 
 
 @TARGETS
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(data=st.data())
 def test_any_bytes(target: Target, data: st.DataObject) -> None:
     good = st.sampled_from(corpora[target])

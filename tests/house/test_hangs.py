@@ -1,4 +1,4 @@
-"""The guards of tests/conftest.py: a hang shows every process's stack, a process left behind is a failure."""
+"""The guards of tests/conftest.py: a hang shows every process's stack, whoever leaves something behind is a failure."""
 
 from __future__ import annotations
 
@@ -38,6 +38,70 @@ def test_leak():
     subprocess.run(["sh", "-c", "sleep 44 & exit 0"], check=True)
 """
 
+CHANGES = """
+import logging, os, socket, sys
+import pytest
+import torch
+
+
+@pytest.fixture(scope="module")
+def wider():
+    os.environ["WIDER"] = "1"
+    yield
+    del os.environ["WIDER"]
+
+def test_nothing(wider, monkeypatch, caplog):
+    caplog.set_level("DEBUG", "tllm.node")
+    monkeypatch.setenv("A_VARIABLE", "1")
+    monkeypatch.chdir("/")
+
+def test_logger():
+    logging.getLogger("tllm.node").setLevel("ERROR")
+
+def test_variable(wider):
+    os.environ["A_VARIABLE"] = "1"
+
+def test_path():
+    sys.path.insert(0, "/somewhere")
+
+def test_dtype():
+    torch.set_default_dtype(torch.float64)
+
+def test_grad():
+    torch.set_grad_enabled(False)
+
+def test_cycle():
+    loop = [socket.socket()]
+    loop.append(loop)
+
+def test_after(wider):
+    assert "/somewhere" not in sys.path
+
+def test_folder():
+    os.chdir("/")
+"""
+
+CHANGED = {
+    "test_logger": "the logger 'tllm.node' was (0, (), True, False), is (40, (), True, False)",
+    "test_variable": "os.environ['A_VARIABLE'] was None, is 1",
+    "test_folder": "the working folder was ",
+    "test_dtype": "torch's default dtype was torch.float32, is torch.float64",
+    "test_grad": "torch's grad mode was True, is False",
+    "test_cycle": "unclosed <socket.socket ",
+}
+
+SEEDS = """
+import pytest
+import torch
+
+SEEN = set()
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_seen(count):
+    SEEN.add(torch.rand(9).sum().item())
+    assert len(SEEN) == 1
+"""
+
 
 def run_guarded(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
     (folder / "test_case.py").write_text(text)
@@ -60,3 +124,17 @@ def test_a_process_left_behind_fails_its_test(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "left 1 child processes" in done.stdout
     assert "sleep 44" in done.stdout
+
+
+def test_what_a_test_leaves_changed_in_its_process_fails_it_by_name(tmp_path: Path) -> None:
+    done = run_guarded(tmp_path, CHANGES)
+    failed = {line.split()[1].rpartition("::")[2] for line in done.stdout.splitlines() if line.startswith("ERROR ")}
+    assert failed == set(CHANGED), done.stdout
+    for test, line in CHANGED.items():
+        told = done.stdout.partition(f"ERROR at teardown of {test} _")[2].partition("\n____")[0]
+        assert line in told, test
+
+
+def test_random_numbers_of_torch_begin_anew_for_each_test(tmp_path: Path) -> None:
+    done = run_guarded(tmp_path, SEEDS)
+    assert done.returncode == 0, done.stdout

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.properties import examples
 from tests.support.selection import REST, SOME, covering, in_turn, pairs_in_turn, soak_but
 
 
@@ -24,7 +25,7 @@ AXES = st.lists(st.integers(1, 4), min_size=1, max_size=3).map(
 )
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(AXES, st.integers(1, 3))
 def test_values_of_different_axes_meet_and_no_combination_is_lost(axes: list[list[str]], together: int) -> None:
     kept, soaked = split(covering(*axes, together=together))

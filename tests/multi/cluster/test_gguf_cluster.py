@@ -21,6 +21,8 @@ from tllm.node.serve.serving import Serving
 from tllm.node.weights.model_folder import ModelFolder
 from tllm.spec.request import Request, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("own_process")
+
 TINY = ROOT / "models" / "tiny"
 SIZES = EngineConfig(cache_tokens=512, max_model_len=256, dtype="float32")
 PROMPT = (1, 2, 3, 4)

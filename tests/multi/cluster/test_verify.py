@@ -14,6 +14,8 @@ from tllm.cli.main import main
 from tllm.node.verify.verify import verify
 from tllm.spec.plan import Plan
 
+pytestmark = pytest.mark.usefixtures("own_process")
+
 IDS = (1, 17, 100, 5, 66, 42, 8, 9)
 
 DAMAGE = """

@@ -25,6 +25,9 @@ from tllm.core.errors import AuthError, ClusterError, LinkClosed, LinkError, Lin
 from tllm.spec.plan import Wire
 
 GOOD = LinkHello("test", 5, 0, 1)
+PATIENT = 30.0
+"""Seconds that a listener gives a hello where it is to refuse it for what it says."""
+
 SOON = 5.0
 """Seconds for what must not wait for a deadline, which is 10 or 20; a busy machine may take them."""
 
@@ -41,7 +44,7 @@ def contexts(request: pytest.FixtureRequest, tls: Contexts) -> Contexts | None:
 
 @pytest.fixture
 def listener(contexts: Contexts | None) -> Iterator[Listener]:
-    listener = Listener("127.0.0.1", 0, contexts[0] if contexts else None)
+    listener = Listener("127.0.0.1", 0, contexts[0] if contexts else None, hello_seconds=PATIENT)
     listener.expect("test", 5, [Wire(0, 1), Wire(2, 1)])
     yield listener
     listener.close()
@@ -67,7 +70,7 @@ def dial(listener: Listener, contexts: Contexts | None, hello: LinkHello = GOOD,
 
 def refusal(listener: Listener, count: int = 1) -> None:
     """Wait for the counter; it must come before a hello that is late is refused for that."""
-    until = time.monotonic() + 2.5
+    until = time.monotonic() + PATIENT / 2
     while listener.refused < count and time.monotonic() < until:
         time.sleep(0.005)
     assert listener.refused == count
@@ -128,7 +131,7 @@ def test_nonsense_is_refused_within_a_second(
 
 
 def test_plain_text_to_a_tls_listener_is_refused(tls: Contexts) -> None:
-    listener = Listener("127.0.0.1", 0, tls[0])
+    listener = Listener("127.0.0.1", 0, tls[0], hello_seconds=PATIENT)
     listener.expect("test", 5, [Wire(0, 1)])
     start = time.monotonic()
     with pytest.raises(AuthError, match=r"rank 1 at 127.0.0.1:.* and rank 0 do not trust each other"):
@@ -140,7 +143,7 @@ def test_plain_text_to_a_tls_listener_is_refused(tls: Contexts) -> None:
 
 
 def test_tls_to_a_plain_listener_is_refused(tls: Contexts) -> None:
-    listener = Listener("127.0.0.1", 0)
+    listener = Listener("127.0.0.1", 0, hello_seconds=PATIENT)
     listener.expect("test", 5, [Wire(0, 1)])
     start = time.monotonic()
     with pytest.raises(AuthError, match="do not trust each other"):
@@ -155,7 +158,7 @@ def test_strangers_certificates_are_refused_both_ways(tls: Contexts, tmp_path: P
     stranger = make_contexts(tmp_path)
     without = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     without.load_verify_locations(tmp_path / "ca.pem")
-    listener = Listener("127.0.0.1", 0, tls[0])
+    listener = Listener("127.0.0.1", 0, tls[0], hello_seconds=PATIENT)
     listener.expect("test", 5, [Wire(0, 1)])
     unchecked = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     unchecked.check_hostname, unchecked.verify_mode = False, ssl.CERT_NONE  # shows no certificate, takes any
@@ -176,7 +179,7 @@ def test_a_certificate_speaks_only_for_its_own_rank(tls: Contexts) -> None:
         if hello.source != 0 or names != {"node-a"}:
             raise AuthError(f"node-a does not hold rank {hello.source}")
 
-    listener = Listener("127.0.0.1", 0, tls[0], authorize)
+    listener = Listener("127.0.0.1", 0, tls[0], authorize, hello_seconds=PATIENT)
     listener.expect("test", 5, [Wire(0, 1), Wire(2, 1)])
     with pytest.raises(LinkClosed, match="node-a does not hold rank 2"):
         connect(listener.address, tls[1], LinkHello("test", 5, 2, 1), 10)
@@ -209,10 +212,11 @@ def test_silent_connections_are_closed_and_delay_nobody(contexts: Contexts | Non
 
 def test_more_half_open_connections_than_allowed_only_wait(contexts: Contexts | None) -> None:
     """Until the first of those that say nothing are given up."""
+    before = set(threading.enumerate())
     listener = Listener("127.0.0.1", 0, contexts[0] if contexts else None, hello_seconds=3.0)
     listener.expect("test", 5, [Wire(0, 1)])
     silent = [socket.create_connection(listener.address) for _ in range(HALF_OPEN + 5)]
-    greeting = [t for t in threading.enumerate() if t.name == "link hello"]
+    greeting = [t for t in threading.enumerate() if t.name == "link hello" and t not in before]
     assert len(greeting) <= HALF_OPEN
     dial(listener, contexts, seconds=30)
     for sock in silent:

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.comm.ranks import Contexts, join_group, make_contexts, run_ranks, tcp_groups, transport_links
+from tests.support.properties import examples
 from tllm.comm.collectives.group import Group
 from tllm.comm.collectives.group_links import exchange_messages
 from tllm.comm.links import frame
@@ -234,7 +235,7 @@ def test_a_frame_that_is_not_the_planned_one_is_refused(
     theirs.close()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(st.data())
 def test_no_bytes_whatever_get_past_the_checks(data: st.DataObject) -> None:
     good = frame.seal(frame.tensor_prefix((3,), torch.float32, 5) + frame.pack_sequence(0), b"\1" * 12)

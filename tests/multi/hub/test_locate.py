@@ -25,6 +25,8 @@ from tllm.hub.hub_errors import HubUnreachable
 from tllm.hub.locate import locate
 from tllm.spec.request import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("own_process")
+
 TINY = ROOT / "models" / "tiny"
 NAME = "org/tiny"
 WEIGHTS = "model.safetensors"

@@ -29,7 +29,10 @@ from tllm.spec.plan import Plan
 from tllm.spec.request import Request, SamplingParams
 from tllm.training.report.metrics import read_records
 
-pytestmark = pytest.mark.timeout(300)  # each starts several processes that load torch
+pytestmark = [
+    pytest.mark.timeout(300),  # each starts several processes that load torch
+    pytest.mark.usefixtures("own_process"),
+]
 
 PROMPT = (1, 2, 3, 4, 5)
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)

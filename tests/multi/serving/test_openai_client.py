@@ -285,7 +285,7 @@ def test_a_path_is_not_tidied_up_to_get_round_the_key() -> None:
 
 
 def test_slow_heads_are_cut_off_and_do_not_block_others() -> None:
-    with running(header_seconds=0.4, body_seconds=0.4) as server, ExitStack() as stack:
+    with running(header_seconds=1.5, body_seconds=1.5) as server, ExitStack() as stack:
         silent, slow, again, body = (stack.enter_context(server.socket()) for _ in range(4))
         slow.sendall(b"GET /health HT")
         again.sendall(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")

@@ -12,6 +12,8 @@ from tests.support.cluster.commands import running
 from tests.support.training.post_training.distilled_task import write_models
 from tllm.cli.main import main
 
+pytestmark = pytest.mark.usefixtures("own_process")
+
 CLUSTER = """
 [link]
 latency = "0.2 ms"

@@ -13,6 +13,8 @@ from tllm import LLM, SamplingParams
 from tllm.cli.main import main
 from tllm.core.errors import ConfigError, WeightsError
 
+pytestmark = pytest.mark.usefixtures("own_process")
+
 TINY = ROOT / "models" / "tiny"
 GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True, logprobs=2)
 PROMPTS = ["def main():", "import os\n"]

@@ -168,7 +168,7 @@ def test_a_model_without_a_tokenizer_takes_ids_alone(ids_only: Path) -> None:
 
 
 def test_what_cannot_be_loaded_leaves_nothing_behind(ids_only: Path, tmp_path: Path) -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with pytest.raises(ConfigError, match="is not a folder"):
         LLM(tmp_path / "nowhere")
     with pytest.raises(PlanError):
@@ -182,4 +182,4 @@ def test_what_cannot_be_loaded_leaves_nothing_behind(ids_only: Path, tmp_path: P
     (tmp_path / "config.json").write_bytes((ids_only / "config.json").read_bytes())
     with pytest.raises(WeightsError, match=r"neither model\.safetensors"):
         LLM(tmp_path)
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before  # one of a test before may end meanwhile

@@ -28,3 +28,8 @@ CONFIG = dict(
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def commands_run_here(own_process: None) -> None:
+    """In the tests' own process."""

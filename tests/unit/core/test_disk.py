@@ -80,10 +80,10 @@ def test_a_full_disk_behind_stdout_is_told_once_in_the_log_without_the_words(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with open("/dev/full", "w", buffering=1) as full:
-        monkeypatch.setattr(sys, "stdout", full)
-        print_line("tllm join HOST --token SECRET")
-        print_line("serving")
-        monkeypatch.undo()
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", full)
+            print_line("tllm join HOST --token SECRET")
+            print_line("serving")
         with pytest.raises(OSError, match="No space left"):
             full.close()
     print_line("and on")

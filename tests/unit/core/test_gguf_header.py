@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.properties import examples
 from tllm.core.errors import WeightsError
 from tllm.core.gguf_files import gguf_files, open_gguf
 from tllm.core.gguf_header import STEP, GgufArray, GgufHeader, read_gguf_header
@@ -201,7 +202,7 @@ def decode(data: bytes) -> None:
             value.values()
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(data=st.data())
 def test_any_bytes(data: st.DataObject) -> None:
     cut = st.integers(0, len(GOOD)).map(lambda at: GOOD[:at])

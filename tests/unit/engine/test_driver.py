@@ -319,8 +319,8 @@ def test_run_takes_requests_cancels_and_close() -> None:
 
 def test_an_idle_ring_beats_and_misses_a_node_that_is_lost() -> None:
     sizes = limits()
-    stages = stages_of([1, 1], sizes, deadline=0.8)
-    driver = Driver(stages[0], Scheduler(sizes, 2), heartbeat_seconds=0.1)
+    stages = stages_of([1, 1], sizes, deadline=2.0)
+    driver = Driver(stages[0], Scheduler(sizes, 2), heartbeat_seconds=0.2)
     failures: list[BaseException] = []
     inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
 
@@ -330,11 +330,11 @@ def test_an_idle_ring_beats_and_misses_a_node_that_is_lost() -> None:
         failures.append(caught.value)
 
     def serve_a_while() -> None:
-        for _ in range(10):  # a second of beats, longer than the deadline, then silence
+        for _ in range(12):  # 2.4 s of beats, longer than the deadline, then silence
             assert stages[1].serve_one()
 
     def ask_in_vain() -> None:
-        for number in range(20):  # what is refused sends nothing round, and puts off no beat
+        for number in range(48):  # what is refused sends nothing round, and puts off no beat
             inbox.put(request(f"too long {number}", 40, 30))
             time.sleep(0.05)
 

@@ -17,6 +17,8 @@ from tllm.core.gguf_files import open_gguf
 from tllm.hub.locate import locate
 from tllm.hub.ollama_store import MODEL
 
+pytestmark = pytest.mark.usefixtures("own_process")
+
 TINY = ROOT / "models" / "tiny"
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.properties import examples
 from tests.support.training.schedule_check import check
 from tllm.core.errors import PlanError
 from tllm.spec.pipeline_schedule import DEEP, ORDERS, Op, Schedule, StageChunk, StageTransfer, build, play
@@ -29,7 +30,7 @@ def written(schedule: Schedule, stage: int) -> str:
     return " ".join(map(str, schedule.lists[stage]))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=examples(300))
 @given(schedules())
 def test_every_order_can_be_played(schedule: Schedule) -> None:
     check(schedule)
@@ -38,7 +39,6 @@ def test_every_order_can_be_played(schedule: Schedule) -> None:
         assert tuple(op for at, op in played if at == stage) == schedule.lists[stage]
 
 
-@settings(deadline=None)
 @given(schedules())
 def test_both_ends_of_a_hop_derive_the_same(schedule: Schedule) -> None:
     ops = [(stage, op) for stage, row in enumerate(schedule.lists) for op in row]
@@ -52,7 +52,6 @@ def test_both_ends_of_a_hop_derive_the_same(schedule: Schedule) -> None:
         assert places.index(hop.target) == places.index(hop.source) + step
 
 
-@settings(deadline=None)
 @given(schedules())
 def test_gradients_are_summed_in_one_order_under_every_schedule(schedule: Schedule) -> None:
     for row in schedule.lists:
@@ -156,7 +155,7 @@ def test_an_order_that_a_link_cannot_keep_is_refused() -> None:
         check(with_list(schedule, 1, [f1, f0, b0, b1]))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=examples(300))
 @given(schedules(), st.data())
 def test_what_check_accepts_after_a_swap_still_plays(schedule: Schedule, data: st.DataObject) -> None:
     stage = data.draw(st.integers(0, schedule.stages - 1))

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.support.properties import examples
 from tests.unit.text import kits
 from tllm.text.detokenizer import Detokenizer
 from tllm.text.token_bytes import ends_inside_character
@@ -18,7 +19,7 @@ texts = st.text(
 
 
 @NAMES
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(text=texts)
 def test_pieces_join_to_the_whole_text(name: str, text: str) -> None:
     tokenizer = KITS[name]
@@ -30,7 +31,7 @@ def test_pieces_join_to_the_whole_text(name: str, text: str) -> None:
 
 
 @NAMES
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(text=texts, cut=st.integers(0, 60))
 def test_a_text_goes_on_after_its_prompt(name: str, text: str, cut: int) -> None:
     tokenizer = KITS[name]
@@ -43,7 +44,7 @@ def test_a_text_goes_on_after_its_prompt(name: str, text: str, cut: int) -> None
     assert tokenizer.decode(ids[:cut]) + reply == tokenizer.decode(ids)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(data=st.data())
 def test_any_bytes_at_all_give_the_text_of_the_whole(data: st.DataObject) -> None:
     tokenizer = KITS["byte-level"]
@@ -63,7 +64,7 @@ def test_characters_that_break_each_other_off_do_not_wait_for_ever() -> None:
     assert "\ufffd" in detokenizer.finish()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(data=st.data())
 def test_broken_byte_tokens_never_fail_and_never_wait_long(data: st.DataObject) -> None:
     tokenizer = KITS["sentencepiece-like"]

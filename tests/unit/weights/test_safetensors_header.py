@@ -101,7 +101,7 @@ def test_a_header_length_that_lies(tmp_path: Path, length: int) -> None:
     assert source.bytes_read <= 8 + 60, "nothing is allocated or read on the header's word"
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.data())
 def test_every_truncation_is_refused(tmp_path: Path, data: st.DataObject) -> None:
     content = save({"a": torch.ones(3, 4), "b": torch.ones(5, dtype=torch.bfloat16)})
@@ -110,7 +110,7 @@ def test_every_truncation_is_refused(tmp_path: Path, data: st.DataObject) -> Non
         read_header(LocalFiles(tmp_path), FILE)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.data())
 def test_a_damaged_header_never_reads_outside(tmp_path: Path, data: st.DataObject) -> None:
     content = bytearray(save({"a": torch.ones(3, 4), "b": torch.ones(5, dtype=torch.bfloat16)}))

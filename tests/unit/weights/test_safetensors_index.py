@@ -41,7 +41,7 @@ def two_files(folder: Path, **changes: str) -> Path:
     return folder
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.data())
 def test_slices_and_their_bytes(folder: Path, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from([*SHAPES, "half", "bytes"]))

@@ -29,12 +29,12 @@ def test_how_many_parameters_are_trained_and_of_how_many(
 
 def test_a_log_on_a_full_disk_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with open("/dev/full", "w", buffering=1) as full:
-        monkeypatch.setattr(sys, "stdout", full)
-        with RunDisplay(10, quiet=False) as display:
-            display.began(RunBegan(0, 1_900, 1e9), Path("run"))
-            display.told("something")
-            display.ended(RunEnded(10, "run/final"), Path("run"))
-        monkeypatch.undo()
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", full)
+            with RunDisplay(10, quiet=False) as display:
+                display.began(RunBegan(0, 1_900, 1e9), Path("run"))
+                display.told("something")
+                display.ended(RunEnded(10, "run/final"), Path("run"))
         with pytest.raises(OSError, match="No space left"):
             full.close()
     print_line("")  # which is written

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.properties import examples
 from tllm.comm.links import frame
 from tllm.core.errors import FrameError
 
@@ -32,7 +33,7 @@ def test_a_header_of_bytes_reads_back(length: int, epoch: int, sequence: int) ->
     assert header.length == length
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(st.binary(min_size=frame.HEADER_SIZE, max_size=frame.HEADER_SIZE))
 def test_random_bytes_are_refused(raw: bytes) -> None:
     with pytest.raises(FrameError):
@@ -40,7 +41,7 @@ def test_random_bytes_are_refused(raw: bytes) -> None:
     assert frame.describe(raw)
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(st.binary(min_size=frame.HEADER_SIZE - 4, max_size=frame.HEADER_SIZE - 4))
 def test_random_bytes_behind_the_magic_are_a_frame_or_refused(tail: bytes) -> None:
     raw = frame.MAGIC + tail
@@ -52,7 +53,7 @@ def test_random_bytes_behind_the_magic_are_a_frame_or_refused(tail: bytes) -> No
     assert str(header) == frame.describe(raw)
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(SHAPES, st.sampled_from(frame.DTYPES), st.binary(max_size=64), st.data())
 def test_any_flipped_bit_is_noticed(
     shape: tuple[int, ...], dtype: torch.dtype, payload: bytes, data: st.DataObject

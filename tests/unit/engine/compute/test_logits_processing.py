@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.properties import examples
 from tllm.engine.compute.logits_processing import draws_of, processed
 from tllm.engine.schedule.batch import Sampling
 from tllm.engine.schedule.grammar_state import pack_mask
@@ -51,7 +52,7 @@ SAMPLINGS = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(rows=st.lists(st.tuples(SCORES, SAMPLINGS), min_size=1, max_size=4))
 def test_penalties_bias_and_bans(rows: list[tuple[list[float], Sampling]]) -> None:
     logits_RV = torch.tensor([scores for scores, _ in rows], dtype=torch.float64)

@@ -133,10 +133,10 @@ def test_a_disk_on_which_no_folder_can_be_made_is_gone_without(tmp_path: Path, m
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         mkdir(self, *rest, **more)
 
-    monkeypatch.setattr(Path, "mkdir", full)
-    pages = folder(tmp_path)
-    assert not pages.can_write and not pages.names()
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", full)
+        pages = folder(tmp_path)
+        assert not pages.can_write and not pages.names()
     monkeypatch.setattr(page_folder_module, "FULL_SECONDS", 0.0)
     assert put(pages, NAMES[0])
 

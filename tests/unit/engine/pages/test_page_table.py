@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from tests.support.properties import examples
 from tllm.core.errors import CapacityError
 from tllm.engine.pages.page_table import PagePool
 
@@ -86,7 +87,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.num_free == 23 - len(self.held)
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40)
 TestPool = PoolMachine.TestCase
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.properties import examples
 from tests.unit.engine.kits import limits, request
 from tllm.core.errors import FrameError
 from tllm.engine.schedule.batch import (
@@ -153,7 +154,7 @@ def test_results_of_another_batch_are_refused(results: Results, words: str) -> N
         check_results(results, BATCH, limits())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(st.binary(max_size=200))
 def test_noise_is_refused(noise: bytes) -> None:
     try:
@@ -163,7 +164,7 @@ def test_noise_is_refused(noise: bytes) -> None:
     assert isinstance(message, Batch | Results | RingHeartbeat | StopRing)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400))
 @given(at=st.integers(0, 10**6), bits=st.integers(1, 255), cut=st.booleans())
 def test_a_damaged_batch_is_refused_or_stays_within_the_limits(at: int, bits: int, cut: bool) -> None:
     payload = bytearray(encode(BATCH))

@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.support.properties import examples
 from tests.unit.engine.kits import VOCAB, FakeRing, continuation, expected, limits, repeating, request
 from tllm.core.errors import ConfigError, RequestError
 from tllm.engine.schedule.scheduler import SMALLEST_CHUNK, Scheduler
@@ -181,7 +182,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert [one.logprob for one in came[0][1:] if one] == [-float(i) for i in range(len(asked.prompt_ids) - 1)]
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+SchedulerMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=50)
 TestScheduler = SchedulerMachine.TestCase
 
 

@@ -31,8 +31,9 @@ from tllm.spec.request import Output, Request
 GOT = 3
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests in which no coordinator comes; in others it may come late."""
     monkeypatch.setattr(remote_engine, "RESUME_SECONDS", 0.5)
 
 
@@ -78,7 +79,7 @@ def test_a_request_goes_on_where_the_next_coordinator_is_and_no_token_is_compute
     play(scene)
 
 
-def test_it_ends_where_none_is_found_in_time() -> None:
+def test_it_ends_where_none_is_found_in_time(short_waits: None) -> None:
     async def scene() -> None:
         with pytest.raises(ClusterError, match="no coordinator"):
             await First().read(request())
@@ -86,7 +87,7 @@ def test_it_ends_where_none_is_found_in_time() -> None:
     play(scene)
 
 
-def test_it_ends_with_the_reason_for_which_this_process_coordinates_no_more() -> None:
+def test_it_ends_with_the_reason_for_which_this_process_coordinates_no_more(short_waits: None) -> None:
     async def scene() -> None:
         first = First()
         reading = asyncio.create_task(first.read(request()))

@@ -133,13 +133,14 @@ def engine(hold_after: int | None = None) -> FakeEngine:
     return made
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests in which nobody comes; in others somebody may come late."""
     monkeypatch.setattr(remote_engine, "RESUME_SECONDS", 0.5)
     monkeypatch.setattr(node_requests, "OPEN_SECONDS", 0.3)
 
 
-def test_the_model_is_told_to_whoever_asked_before_or_asks_after() -> None:
+def test_the_model_is_told_to_whoever_asked_before_or_asks_after(short_waits: None) -> None:
     async def scene() -> None:
         coordinator = Coordinator(engine())
         early = Node(coordinator, "lab-2")
@@ -247,7 +248,7 @@ def test_a_request_goes_on_at_the_coordinator_that_takes_anothers_place() -> Non
     play(scene)
 
 
-def test_a_request_fails_where_no_coordinator_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_fails_where_no_coordinator_comes(short_waits: None, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene() -> None:
         node = Node(Coordinator(engine(hold_after=3)).open(), "lab-2")
         reading = asyncio.create_task(node.read(request()))
@@ -263,7 +264,7 @@ def test_a_request_fails_where_no_coordinator_comes(monkeypatch: pytest.MonkeyPa
     play(scene)
 
 
-def test_a_lost_node_waits_for_nothing_but_what_is_stored_goes_on() -> None:
+def test_a_lost_node_waits_for_nothing_but_what_is_stored_goes_on(short_waits: None) -> None:
     async def scene() -> None:
         coordinator = Coordinator(engine(hold_after=3)).open()
         lost, other = Node(coordinator, "lab-2"), Node(coordinator, "lab-3")
@@ -352,7 +353,7 @@ def test_a_first_machine_that_drains_or_is_full_takes_no_more() -> None:
     play(scene)
 
 
-def test_how_the_engine_is() -> None:
+def test_how_the_engine_is(short_waits: None) -> None:
     async def scene() -> None:
         coordinator = Coordinator(engine()).open()
         coordinator.engine.well = Health(running=2, node="lab-9", reason="late")

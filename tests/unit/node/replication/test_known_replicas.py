@@ -75,7 +75,7 @@ def test_a_cluster_that_forms_is_given_up_once_the_one_before_is_reached(
                 async with given_up_for_before(known, lambda: is_forming, lambda: let_go.append(is_forming)):
                     await asyncio.sleep(0.1)
                     await replica.propose(CoordinatorBegan(replica.term, HERE, 4711))
-                    await asyncio.sleep(0.5)
+                    await asyncio.sleep(60.0 if is_forming else 0.5)  # the first until it is given up
 
             await form(is_forming=False)
             with pytest.raises(Deposed) as raised:
@@ -117,7 +117,9 @@ def test_a_full_disk_ends_nothing_and_is_written_to_once_it_takes_more(
         known = KnownReplicas(tmp_path, authority)
         following = asyncio.create_task(known.follow(Unchanged()))  # type: ignore[arg-type]
         with no_room():
-            await asyncio.sleep(0.2)
+            while not caplog.messages:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.2)  # in which it is not said again
         assert not (tmp_path / REPLICAS_FILE).exists() and not following.done()
         while not (tmp_path / REPLICAS_FILE).exists():
             await asyncio.sleep(0.01)

@@ -121,9 +121,9 @@ def test_a_program_may_end_as_soon_as_it_has_its_reply(tmp_path: Path) -> None:
 
     async def reply() -> weakref.ref[torch.nn.Module]:
         with Engine.load(tmp_path, "pp=1") as engine:
-            before = threading.active_count()
+            before = set(threading.enumerate())
             async for _ in embedded(engine).submit(REQUEST):
-                assert threading.active_count() == before
+                assert set(threading.enumerate()) <= before  # one of a test before may end meanwhile
             return weakref.ref(engine.stages[0].model)
 
     model = asyncio.run(reply())

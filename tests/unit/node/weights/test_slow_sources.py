@@ -39,7 +39,7 @@ def test_one_that_does_not_answer_is_in_no_other_nodes_way() -> None:
         connections = ChunkConnections((HERE, 1), authority.identity("node"))
         waiting = asyncio.create_task(connections.to(ChunkFound(b"", "mute", HERE, mute.getsockname()[1])))
         await asyncio.sleep(0.05)
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(8):
             await connections.to(ChunkFound(b"", "lender", HERE, server.port))
         for task in (waiting, running):
             task.cancel()
@@ -87,7 +87,7 @@ def test_who_waits_for_a_chunk_hears_of_that_one_alone() -> None:
         assert not waiting.done() and not heard
         await weights.acts("east")[ChunkReceived](ChunkReceived(bytes(32), 1, COORDINATOR, True))  # type: ignore[misc]
         weights._members.state.member = lambda node: SimpleNamespace(facts=SimpleNamespace(host=HERE, lends=7))  # type: ignore[method-assign, misc, assignment]
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(20):
             await waiting
         return heard
 
@@ -108,7 +108,7 @@ def test_who_waits_for_the_disk_is_told_so_in_time(monkeypatch: pytest.MonkeyPat
             await one.aclose()  # nobody waits for it any more, nor is told what it fails with
         folder.goes_on.set()
 
-    asyncio.run(asyncio.wait_for(locate(), 5))
+    asyncio.run(asyncio.wait_for(locate(), 20))
 
 
 def test_a_chunk_that_comes_slowly_from_the_hub_is_in_no_headers_way(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_chunk_that_comes_slowly_from_the_hub_is_in_no_headers_way(tmp_path: P
     def fetch(chunk: FileChunk) -> bytes:
         if chunk.file.startswith("a"):
             begun.set()
-            goes_on.wait(10)
+            goes_on.wait(20)
         return bytes(100)
 
     chunks.chunk = fetch  # type: ignore[method-assign]
@@ -129,7 +129,7 @@ def test_a_chunk_that_comes_slowly_from_the_hub_is_in_no_headers_way(tmp_path: P
     assert begun.wait(5)
     quick = threading.Thread(target=lambda: folder.read(ReadBytes(files[1].name, 0, 8)), daemon=True)
     quick.start()
-    quick.join(2)
+    quick.join(10)
     with contextlib.ExitStack() as ending:
         ending.callback(goes_on.set)
         assert not quick.is_alive()

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.properties import examples
 from tests.unit.planner.simulate.test_training_step import SPEC
 from tllm.planner.cluster.cluster_file import parse_cluster
 from tllm.planner.cluster.device import Cluster, Device, LinkSpeed
@@ -105,7 +106,7 @@ def test_ranks_play_the_lists_that_the_trainer_executes() -> None:
 LINKED = ("pp=2,tp=2,dp=4", "dp=4,cp=2,tp=2", "pp=2,dp=8,ep=4,experts=spread", "dp=6,servers=3")
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.sampled_from(LINKED[:3]), st.integers(0, 2), st.floats(1, 100), st.sampled_from(["flat", "levels"]))
 def test_a_faster_link_or_device_never_takes_longer(text: str, which: int, more: float, how: Any) -> None:
     cluster = cluster_of(8, 2)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.properties import examples
 from tllm.core.errors import PlanError
 from tllm.planner.cluster.device import LinkSpeed
 from tllm.planner.simulate.pipeline import SchedulePlayer, StageWork, StepTimeline
@@ -91,7 +92,7 @@ def test_a_depth_for_the_slow_hop_alone_holds_less() -> None:
     assert timeline.peak_live == (6, 5, 2, 1)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.integers(2, 7), microbatch_counts, seconds, seconds, st.integers(0, 12))
 def test_the_depth_that_hides_a_hop(p: int, m: int, forward: int, backward: int, hop: int) -> None:
     """1 + 2 hop / (forward + backward), rounded up, makes 1F1B as fast as GPipe; one less does not, if m is large."""
@@ -106,7 +107,7 @@ def test_the_depth_that_hides_a_hop(p: int, m: int, forward: int, backward: int,
         assert shallow > SchedulePlayer(build("1f1b", p, many, depth)).play(work, link).total
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(st.lists(st.builds(StageWork, seconds, seconds, seconds), min_size=1, max_size=7), st.integers(1, 12))
 def test_unequal_stages_are_paced_by_the_slowest(works: list[StageWork], m: int) -> None:
     p, rows = len(works), [[work] for work in works]
@@ -163,13 +164,13 @@ def pace(name: str, works: list[StageWork], hops: list[tuple[int, int]]) -> floa
     return (more - some) / 60
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=examples(15))
 @given(stages_and_hops)
 def test_1f1b_over_unequal_stages_and_hops(given_: tuple[list[StageWork], list[tuple[int, int]]]) -> None:
     assert pace("1f1b", *given_) == pytest.approx(around(*given_, last=True), rel=1e-12)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=examples(15))
 @given(stages_and_hops)
 def test_zero_bubble_over_unequal_stages_and_hops(given_: tuple[list[StageWork], list[tuple[int, int]]]) -> None:
     """Weight gradients are off the way back, so that hops cost it less than 1F1B, whose every stage is as busy."""
@@ -187,7 +188,6 @@ def test_one_microbatch_goes_once_round_all_chunks(p: int, v: int, forward: int,
     assert timeline.total == p * v * (forward + backward) + 2 * (p * v - 1) * (hop if p > 1 else 0)
 
 
-@settings(deadline=None)
 @given(schedules(), st.data())
 def test_a_slower_link_or_stage_never_makes_it_faster(schedule: Schedule, data: st.DataObject) -> None:
     work, size = uneven(data, schedule), data.draw(st.integers(0, 8))
@@ -209,7 +209,6 @@ def test_a_slower_link_or_stage_never_makes_it_faster(schedule: Schedule, data: 
     assert base >= SchedulePlayer(schedule).play(work, links, size).total, "what shares a port comes no sooner"
 
 
-@settings(deadline=None)
 @given(schedules(), st.data())
 def test_equals_the_slow_relaxation(schedule: Schedule, data: st.DataObject) -> None:
     work, size = uneven(data, schedule), data.draw(st.integers(0, 6))

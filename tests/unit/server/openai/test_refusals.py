@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.properties import examples
 from tests.unit.server.kit import client, get, post, refusal, run, say, serve
 from tllm.core.errors import CapacityError, ClusterError, ConfigError, RequestError, TllmError
 from tllm.server.app import build_app
@@ -128,7 +129,7 @@ def test_bodies_that_are_no_request(body: bytes) -> None:
         refusal(post(serve(say()), path, body), 400)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     st.dictionaries(
         st.sampled_from([*CompletionRequest.__struct_fields__, *ChatRequest.__struct_fields__, "tokens", "unknown"]),

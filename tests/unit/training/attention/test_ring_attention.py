@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -120,7 +120,6 @@ def test_a_rank_that_is_gone_is_named() -> None:
 lengths_of_documents = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 
 
-@settings(deadline=None)
 @given(tokens=st.integers(0, 200), ranks=st.integers(1, 9))
 def test_each_token_is_on_one_rank_and_ranks_have_as_many(tokens: int, ranks: int) -> None:
     spans = zigzag(tokens, ranks)
@@ -130,7 +129,6 @@ def test_each_token_is_on_one_rank_and_ranks_have_as_many(tokens: int, ranks: in
     assert all(a < b for of_rank in spans for a, b in of_rank)
 
 
-@settings(deadline=None)
 @given(lengths=lengths_of_documents, ranks=st.integers(1, 5), window=st.none() | st.integers(1, 50))
 def test_exactly_the_keys_that_are_seen_travel(lengths: list[int], ranks: int, window: int | None) -> None:
     """`seen` against every pair of places, written out; and tiles that hold each seen pair once."""

@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.properties import examples
 from tests.unit.training.saves import Cut, Truth, held, on_ranks, world
 from tllm.core.errors import PlanError, WeightsError
 from tllm.training.checkpoint.async_saves import AsyncSaves
@@ -76,7 +77,7 @@ def restored(truth: Truth, cut: Cut, roots: list[Path], step: int = 7) -> None:
     on_ranks(world(truth, cut), work)
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(6), suppress_health_check=list(HealthCheck))
 @given(st.sampled_from(sorted(TRUTHS)), cuts, cuts, st.integers(1, 3))
 def test_any_plan_reads_any_others(case: str, before: Cut, after: Cut, nodes: int) -> None:
     one_reads_the_other(case, before, after, nodes)
@@ -84,7 +85,7 @@ def test_any_plan_reads_any_others(case: str, before: Cut, after: Cut, nodes: in
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(100), suppress_health_check=list(HealthCheck))
 @given(st.sampled_from(sorted(TRUTHS)), cuts, cuts, st.integers(1, 3))
 def test_many_plans_read_any_others(case: str, before: Cut, after: Cut, nodes: int) -> None:
     one_reads_the_other(case, before, after, nodes)
@@ -164,7 +165,7 @@ def test_the_dealing_of_equal_holders_is_even() -> None:
     assert max(sizes) - min(sizes) <= 40
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(st.data())
 def test_flat_ranges_are_views_of_their_elements(data: st.DataObject) -> None:
     truth = TRUTHS["moe"]

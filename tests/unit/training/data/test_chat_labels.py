@@ -9,6 +9,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.properties import examples
 from tests.unit.text import kits
 from tllm.core.errors import RequestError
 from tllm.text.chat_template import ChatTemplate
@@ -92,7 +93,7 @@ def test_a_conversation_that_ends_with_the_user() -> None:
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "sentencepiece-like"])
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=examples(40))
 @given(contents=st.lists(st.text("abc .\né<>/s|", min_size=1, max_size=12), min_size=1, max_size=6))
 def test_marks_as_transformers_sets_them(
     kind: str, contents: list[str], tmp_path_factory: pytest.TempPathFactory

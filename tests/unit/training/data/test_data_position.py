@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.properties import examples
 from tllm.core.errors import ConfigError
 from tllm.training.data.data_position import RowLedger
 from tllm.training.data.packing import Packed, Packer, RowPiece, deal
@@ -31,7 +32,7 @@ def all_of(ledger: RowLedger) -> list[Packed]:
     return rows
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     lengths=st.lists(st.integers(0, 40), min_size=1, max_size=60).filter(any),
     shuffle=st.booleans(),
@@ -62,7 +63,6 @@ def test_kills_at_any_moment_with_any_ranks(
     assert Counter((piece.row, token) for piece in learned for token in range(piece.start, piece.stop)) == wanted
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=40).filter(any), st.integers(0, 200), st.integers(0, 5))
 def test_a_stop_changes_no_row(lengths: list[int], stop: int, open_rows: int) -> None:
     quiet = all_of(ledger_of(lengths, True, open_rows, 2))

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.properties import examples
 from tllm.core.errors import ConfigError
 from tllm.training.data.dataset import Dataset, check_same
 from tllm.training.data.text_files import STREAM_BYTES
@@ -41,7 +42,7 @@ def test_rows_are_numbered_through_all_files(tmp_path: Path) -> None:
     rows.close()
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=30), min_size=1, max_size=30))
 def test_any_text_comes_back(tmp_path_factory: pytest.TempPathFactory, wanted: list[str]) -> None:
     lines = [json.dumps({"text": text}, ensure_ascii=False) for text in wanted]

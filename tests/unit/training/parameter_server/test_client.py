@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tests.support.comm.ranks import tcp_groups
 from tests.support.models.layouts import in_threads
+from tests.support.properties import examples
 from tests.support.training.parameter_servers import buckets_of, lines_between, state_of
 from tests.unit.training.parameter_server.test_segments import parameters_of
 from tllm.comm.collectives.group import Group, local_groups
@@ -159,7 +160,7 @@ def everything(replicas: int, steps: int) -> int:
     return sum(bit(replica, step) for replica in range(replicas) for step in range(1, steps + 1))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(
     st.sampled_from([0, 1, 2, ASYNCHRONOUS]),
     st.integers(1, 3),
