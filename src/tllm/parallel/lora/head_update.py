@@ -47,11 +47,14 @@ class HeadUpdate(nn.Module):
     def rescaled(self, factor_F: Tensor, weight: Tensor, x_TNA: Tensor, product_TNB: Tensor) -> Tensor:
         """What is added to what `weight` [N, B, width] gives, `product_TNB`, where each of its rows is multiplied by a
         factor (DoRA): rows are outputs for values, and for keys what queries, the inputs, meet."""
-        factor_NB = factor_F.unflatten(0, (len(weight), -1))  # type: ignore[no-untyped-call]
+        factor_NB: Tensor = factor_F.unflatten(0, (len(weight), -1))  # type: ignore[no-untyped-call]
+        added_TNB: Tensor
         if not self.is_transposed:
-            return factor_NB * self(x_TNA) + (factor_NB - 1) * product_TNB
+            added_TNB = factor_NB * self(x_TNA) + (factor_NB - 1) * product_TNB
+            return added_TNB
         more_TNB = heads_matmul(((factor_NB - 1) * x_TNA).to(weight.dtype), weight.transpose(1, 2), self.is_invariant)
-        return self((factor_NB * x_TNA).to(x_TNA.dtype)) + more_TNB
+        added_TNB = self((factor_NB * x_TNA).to(x_TNA.dtype)) + more_TNB
+        return added_TNB
 
     def rows_of_B(self) -> list[Tensor]:
         """B of the rows, one head after another."""

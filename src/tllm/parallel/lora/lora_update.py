@@ -111,7 +111,8 @@ class LoraUpdate(nn.Module):
 
     def rescaled(self, factor_F: Tensor, weight: Tensor, x_TD: Tensor, product_TF: Tensor) -> Tensor:
         """What is added to W x, which is `product_TF`, where each output is multiplied by a factor (DoRA)."""
-        return factor_F * self(x_TD) + (factor_F - 1) * product_TF
+        added_TF: Tensor = factor_F * self(x_TD) + (factor_F - 1) * product_TF
+        return added_TF
 
     def rows_of_B(self) -> list[Tensor]:
         """B of each span."""

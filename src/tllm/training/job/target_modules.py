@@ -22,7 +22,7 @@ from tllm.parallel.lora.lora_update import B_NAME, LoraModule, tensor_names
 from tllm.parallel.mesh import whole
 from tllm.parallel.shard import shard_of
 from tllm.spec.model_spec import ModelSpec
-from tllm.spec.plan import Plan
+from tllm.training.job.job import Job
 from tllm.training.job.lora_job import ALL_LINEAR, LoraJob
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -49,12 +49,12 @@ def adapted_modules(lora: LoraJob, spec: ModelSpec) -> dict[str, LoraModule]:
     return modules
 
 
-def forward_only_layers(lora: LoraJob, spec: ModelSpec, plan: Plan) -> int:
-    """How many of the first layers run no backward pass: those below the lowest adapted one, on the first stage alone.
-    A later stage computes the gradients of its input without asking whether the one before needs them."""
-    numbers = (LAYER.match(name) for name in adapted_modules(lora, spec))
-    lowest = min((int(match[1]) for match in numbers if match), default=spec.num_layers)
-    return min(lowest, plan.runs[0].stop)
+def lowest_learned_layer(job: Job, spec: ModelSpec) -> int:
+    """The first layer with something that is learned; those below it run no backward pass. What is learned beside the
+    model, of hidden states, may be anywhere."""
+    if job.lora is None or (job.distill is not None and job.distill.hidden_state_layers):
+        return 0
+    return min(int(match[1]) for name in adapted_modules(job.lora, spec) if (match := LAYER.match(name)))
 
 
 def _is_left(lora: LoraJob, name: str) -> bool:

@@ -65,7 +65,9 @@ class TrainedAdapter(nn.Module):
             parameter.requires_grad_()
         of_heads = {update.name: update for update in self.of_linear.values() if isinstance(update, HeadUpdate)}
         inputs = [module for module in model.modules() if isinstance(module, HeadInputs)]
-        self.of_inputs = {one: of_heads[one.name] for one in inputs if one.name in of_heads}
+        self.of_inputs: dict[nn.Module, HeadUpdate] = {
+            one: of_heads[one.name] for one in inputs if one.name in of_heads
+        }
         self.dropout = dropout
 
     def of_microbatch(self, tokens: Tokens, learns: bool) -> Adapt:
