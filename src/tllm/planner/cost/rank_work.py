@@ -109,6 +109,10 @@ class TrainingFacts:
     """Tensors of the optimizer that are as large as the weights: 2 for AdamW."""
     documents: tuple[int, ...] = ()
     """Tokens of each document in one row, when they are known; left out, one document fills it."""
+    mean_lengths: bool = False
+    """Whether that, and how many are predicted, is so on an average alone."""
+    row_tokens: int = 0
+    """Tokens of a row with those that are not learned from, where that is not `seq_len` (0)."""
     target_tokens: int | None = None
     """How many of a row's tokens the loss is computed for; left out, all."""
     bucket_bytes: int = BUCKET_BYTES
@@ -144,8 +148,8 @@ class TrainingFacts:
     shared_prompts: SharedPrompts | None = None
     """The prompts that completions in a microbatch share; left out, each has its own."""
     value_pass: bool = False
-    """Whether a pass forward that is to be learned from is computed a second time, without gradients, for the engine's
-    bits (`training.step.invariant_layers`)."""
+    """Whether a pass forward that is to be learned from is computed a second time, without gradients: for the engine's
+    bits (`training.step.invariant_layers`), or with other replies that are as long (KTO)."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
@@ -227,9 +231,11 @@ class TrainingFacts:
 
     @property
     def as_large_as_may_be(self) -> TrainingFacts:
-        """The same for what there must be room for: of pairs whole rows, as some may have hardly a prompt."""
-        is_mean = self.shared_prompts is not None and self.shared_prompts.of_row > 1
-        return replace(self, shared_prompts=None, target_tokens=None) if is_mean else self
+        """The same for what there must be room for: whole rows, as some may be so, and of pairs some have hardly a
+        prompt."""
+        if not self.mean_lengths:
+            return self
+        return replace(self, shared_prompts=None, documents=(), target_tokens=None, mean_lengths=False, row_tokens=0)
 
     @property
     def microbatches(self) -> int:

@@ -126,7 +126,7 @@ def predict_step(
 def prediction_of(played: Sequence[ReplicaStep], facts: TrainingFacts, traffic: Sequence[Traffic]) -> StepPrediction:
     """The step of all replicas, which wait for the slowest."""
     slowest = max(played, key=lambda replica: replica.seconds)
-    tokens = facts.global_batch_size * facts.seq_len
+    tokens = facts.global_batch_size * (facts.row_tokens or facts.seq_len)
     return StepPrediction(
         slowest.seconds,
         slowest.compute,
