@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from tllm.model.attention import Attend, AttentionSpec
 from tllm.model.norm import RMSNorm
 from tllm.model.rope import Rotation, rotate
-from tllm.parallel.linear import Adapt, ColumnLinear, HeadLinear, LinearRows, RowLinear, unadapted
+from tllm.parallel.linear import Adapt, ColumnLinear, HeadInputs, HeadLinear, LinearRows, RowLinear, unadapted
 from tllm.parallel.mesh import Mesh
 from tllm.spec.model_spec import ModelSpec
 
@@ -46,6 +46,7 @@ class LatentAttention(nn.Module):
         # Two parameters, since a pass whose backward is in two halves must not use one twice in a row.
         self.keys = HeadLinear(f"{name}.kv_b_proj", heads, each, (0, latent.plain_dim), latent.width, True)
         self.values = HeadLinear(f"{name}.kv_b_proj", heads, each, (latent.plain_dim, each), latent.width, False)
+        self.latents = HeadInputs(f"{name}.kv_b_proj")
         columns = (first * latent.value_dim, last * latent.value_dim)
         self.o_proj = RowLinear(f"{name}.o_proj", columns, spec.hidden_size, mesh.seam, spec.output_bias)
         self.spec = AttentionSpec(
@@ -61,7 +62,8 @@ class LatentAttention(nn.Module):
         q_TNH = self.q_proj(self.q_norm(a_TR) if of.q_width else x_TD, adapt).unflatten(-1, (-1, of.query_dim))
         plain_TNH, turned_TNH = q_TNH.split([of.plain_dim, of.rope_dim], dim=-1)
         q_TNR = torch.cat((self.keys(plain_TNH, adapt), rotate(turned_TNH, rotation)), dim=-1)
-        k_T1R = torch.cat((self.kv_norm(c_TR).unsqueeze(1), rotate(r_TH.unsqueeze(1), rotation)), dim=-1)
-        o_TNR = attend(self.layer, q_TNR, k_T1R, k_T1R)[..., : of.width]
+        c_TR = self.latents(self.kv_norm(c_TR), adapt)
+        k_T1R = torch.cat((c_TR.unsqueeze(1), rotate(r_TH.unsqueeze(1), rotation)), dim=-1)
+        o_TNR = attend(self.layer, q_TNR, k_T1R, k_T1R)[..., : c_TR.shape[1]]
         y_TD: Tensor = self.o_proj(self.values(o_TNR, adapt).flatten(1), adapt)
         return y_TD

@@ -124,6 +124,8 @@ class HeadLinear(nn.Module):
 
     The linear `name` of `width` inputs has `each` outputs for a head, of which W_n, [B, width], are `rows`. They are
     used otherwise than in products of the linear's own inputs, and held as plain numbers.
+
+    What the linear's inputs are mixed to may have further columns, which an adapter asked for (`HeadInputs`).
     """
 
     def __init__(self, name: str, heads: Range, each: int, rows: Range, width: int, is_transposed: bool) -> None:
@@ -138,8 +140,29 @@ class HeadLinear(nn.Module):
         self.weight = cut_parameter((len(pieces), last - first, width), Shard(tuple(pieces), plain=True))
 
     def forward(self, x_TNA: Tensor, adapt: Adapt = unadapted) -> Tensor:
+        if self.is_transposed:
+            return adapt(self, x_TNA, self.product(x_TNA))
+        return adapt(self, x_TNA, self.product(x_TNA[..., : self.weight.shape[2]]))
+
+    def product(self, x_TNA: Tensor) -> Tensor:
+        """What the weights alone give."""
         weight = self.weight.transpose(1, 2) if self.is_transposed else self.weight
-        return adapt(self, x_TNA, heads_matmul(x_TNA, weight, is_batch_invariant(self.weight)))
+        return heads_matmul(x_TNA, weight, is_batch_invariant(self.weight))
+
+
+class HeadInputs(nn.Module):
+    """x_TA, the inputs of the linear `name`, which are mixed before `HeadLinear`s multiply what that gives.
+
+    An adapter that sees other inputs than the linear, some of them dropped, puts these behind the linear's own; queries
+    then have columns that meet them.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, x_TA: Tensor, adapt: Adapt = unadapted) -> Tensor:
+        return adapt(self, x_TA, x_TA)
 
 
 class RowLinear(nn.Module):

@@ -51,12 +51,16 @@ class StageTransfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """`lists[stage]` is what it executes, in order. Chunk c of stage s is run c * stages + s of the model's layers."""
+    """`lists[stage]` is what it executes, in order. Chunk c of stage s is run c * stages + s of the model's layers.
+
+    Runs before `learns_from` hold nothing that is learned: no gradient goes to them, and their backward ops do nothing.
+    """
 
     stages: int
     microbatches: int
     chunks: int
     lists: tuple[tuple[Op, ...], ...]
+    learns_from: int = 0
 
     def places(self) -> list[StageChunk]:
         """Every place, in the order of the model's layers."""
@@ -70,7 +74,7 @@ class Schedule:
         if op.kind == "forward":
             below = self._below(here)
             return StageTransfer("forward", op.microbatch, below, here) if below else None
-        above = self._above(here)
+        above = self._above(here) if self.run(here) >= self.learns_from else None
         return StageTransfer("backward", op.microbatch, above, here) if above else None
 
     def sends(self, stage: int, op: Op) -> StageTransfer | None:
@@ -81,8 +85,16 @@ class Schedule:
         if op.kind == "forward":
             above = self._above(here)
             return StageTransfer("forward", op.microbatch, here, above) if above else None
-        below = self._below(here)
+        below = self._below(here) if self.wants_input_gradient(here) else None
         return StageTransfer("backward", op.microbatch, here, below) if below else None
+
+    def run(self, here: StageChunk) -> int:
+        """Which of the model's runs of layers a place has."""
+        return here.chunk * self.stages + here.stage
+
+    def wants_input_gradient(self, here: StageChunk) -> bool:
+        """Whether something below a place is learned."""
+        return self.run(here) > self.learns_from
 
     def peak_live(self, stage: int) -> int:
         """Most activations that a stage holds at once, each of one microbatch on one chunk, until its last gradient."""
@@ -194,7 +206,9 @@ DEEP = ("1f1b", "zero_bubble")
 CHUNKED = ("interleaved",)
 
 
-def build(name: str, stages: int, microbatches: int, depth: Depth = 1, chunks: int = 1) -> Schedule:
+def build(
+    name: str, stages: int, microbatches: int, depth: Depth = 1, chunks: int = 1, learns_from: int = 0
+) -> Schedule:
     """The lists of all stages under the order called `name`. PlanError for numbers that it cannot take."""
     if name not in ORDERS:
         raise PlanError(f"schedule {name!r} is not known", nearest(name, ORDERS))
@@ -207,7 +221,7 @@ def build(name: str, stages: int, microbatches: int, depth: Depth = 1, chunks: i
         raise PlanError(f"schedule {name} with {chunks} chunks on each stage", hint)
     options = {"depth": depth} if name in DEEP else {"chunks": chunks} if name in CHUNKED else {}
     lists = tuple(tuple(ORDERS[name](stage, stages, microbatches, **options)) for stage in range(stages))
-    return Schedule(stages, microbatches, chunks, lists)
+    return Schedule(stages, microbatches, chunks, lists, learns_from)
 
 
 def forward_only(stages: int, microbatches: int, chunks: int = 1) -> Schedule:

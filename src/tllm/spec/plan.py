@@ -118,6 +118,10 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True):
         """The layers of every run, in the model's order."""
         return [range(stage.start, stage.stop) for stage in self.stages]
 
+    def run_of(self, layer: int) -> int:
+        """Which of the runs has a layer."""
+        return next(place for place, run in enumerate(self.runs) if layer in run)
+
     def coordinates(self, rank: int) -> Coordinates:
         """A rank's place on each axis. Raises PlanError for a rank of no replica, as parameter servers are."""
         if not 0 <= rank < self.replicas * self.replica_size:

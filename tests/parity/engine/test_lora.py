@@ -146,7 +146,7 @@ def test_dora_beside_the_model_is_what_peft_merges(case: str, layout: str, tmp_p
         assert (want - bare).abs().max() > 0.1
         for stage in engine.stages:
             for update in stage.adapters._loaded[lora].values():
-                update.rescale = None
+                update.factor = None
         assert (scores(engine, lora) - want).abs().max() > 1e-3, "magnitudes that do nothing would hide a fault"
 
 

@@ -29,8 +29,8 @@ from tllm.planner.simulate.placed_plan import PlacedPlan
 from tllm.planner.simulate.training_step import StepPrediction, predict_step
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
-from tllm.training.data.preference_rows import PairLengths
-from tllm.training.job.initial_model import judge_specs, pair_lengths
+from tllm.training.data.packing import RowLengths
+from tllm.training.job.initial_model import judge_specs, row_lengths
 from tllm.training.job.job import Job
 from tllm.training.job.job_parts import (
     can_mirror,
@@ -109,10 +109,10 @@ def _apart(job: Job, spec: ModelSpec) -> list[str]:
     return ["", *lines] if lines else []
 
 
-def facts_of(job: Job, spec: ModelSpec, lasting: bool = False, pairs: PairLengths | None = None) -> TrainingFacts:
-    """What of a job decides its cost, where processors compute. Memory is for whole rows: it needs no `pairs`."""
+def facts_of(job: Job, spec: ModelSpec, lasting: bool = False, lengths: RowLengths | None = None) -> TrainingFacts:
+    """What of a job decides its cost, where processors compute. Memory is for whole rows: it needs no `lengths`."""
     passes = has_value_pass(job, spec), shares_prompts(job, spec)
-    return training_facts(job, lasting and can_mirror(job), judge_specs(job), *passes, pairs)
+    return training_facts(job, lasting and can_mirror(job), judge_specs(job), *passes, lengths)
 
 
 def has_value_pass(job: Job, spec: ModelSpec, device: str = "cpu") -> bool:
@@ -148,7 +148,7 @@ def _rows(spec: ModelSpec, plan: Plan, facts: TrainingFacts, ranks: list[RankMem
 
 def show_prediction(job: Job, plan: Plan, spec: ModelSpec, speed: float, where: str) -> str:
     """What a step takes if every rank computes at `speed`, in flop/s, as this machine does on what `where` names."""
-    facts = facts_of(job, spec, pairs=pair_lengths(job))
+    facts = facts_of(job, spec, lengths=row_lengths(job))
     predicted = predict_step(spec, plan, facts, speed, LOOPBACK)
     sent = sum(traffic.total for traffic in predicted.bytes_sent)
     parts = {"layers' sums": predicted.layers, "pipeline": predicted.pipeline, "gradients": predicted.gradients}

@@ -48,7 +48,7 @@ from tllm.planner.simulate.training_step import StepPrediction
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 from tllm.spec.process_groups import RoleName
-from tllm.training.job.initial_model import judge_specs, pair_lengths
+from tllm.training.job.initial_model import judge_specs, row_lengths
 from tllm.training.job.job_file import DEFAULT, ResolvedJob
 from tllm.training.job.job_parts import role_nodes, shares_prompts, training_facts, with_role_nodes, with_role_plans
 from tllm.training.job.key_limits import ALONE
@@ -239,7 +239,7 @@ class TrainingChooser(PlanChooser):
         self.chosen: TrainingChoice | None = None
         self.roles: RoleChoice | None = None
         """Who does what, where the job gives roles to nodes and it was chosen."""
-        self._judges, self._pairs = judge_specs(resolved.job), pair_lengths(resolved.job)
+        self._judges, self._lengths = judge_specs(resolved.job), row_lengths(resolved.job)
 
     def settings(self) -> SurveySettings:
         job = self.resolved.job
@@ -389,7 +389,7 @@ class TrainingChooser(PlanChooser):
             has_value_pass(job, self.spec, self.cluster.device),
             shares_prompts(job, self.spec, self.cluster.device),
         )
-        facts = training_facts(job, self.mirrored, self._judges, *passes, self._pairs)
+        facts = training_facts(job, self.mirrored, self._judges, *passes, self._lengths)
         apart = roles if apart is None else apart
         sampling = None if "rollout" in apart else facts.sampling
         if sampling is not None and (rollouts := self.resolved.job.rollouts) is not None:

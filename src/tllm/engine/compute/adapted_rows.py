@@ -18,6 +18,8 @@ from tllm.parallel.expert_dispatch import ExpertRows
 from tllm.parallel.experts import first_rows
 from tllm.parallel.linear import Adapt, unadapted
 from tllm.parallel.lora.adapted_model import Update
+from tllm.parallel.lora.expert_update import ExpertUpdate
+from tllm.parallel.lora.lora_update import weight_of
 from tllm.quantization.reference_matmul import on_grid
 from tllm.spec.request import Request
 
@@ -96,9 +98,10 @@ class AdaptedRows:
                     rows_N = torch.isin(rows.tokens_N, rows_N).nonzero().flatten()
                     of_experts = (first_rows(rows.experts_N[rows_N], len(rows.first_rows) - 1),)
                 x_ND = x_TD[rows_N].to(update.A.dtype)  # one that is trained may be wider than the model
-                added_NF = update(x_ND, *of_experts)
-                if update.rescale is not None:
-                    added_NF = update.rescale(added_NF, y_TF[rows_N])
+                if isinstance(update, ExpertUpdate) or update.factor is None:
+                    added_NF = update(x_ND, *of_experts)
+                else:
+                    added_NF = update.rescaled(update.factor(), weight_of(linear), x_ND, y_TF[rows_N])
                 is_exact = y_TF.dtype == torch.float64 and x_TD.dtype != torch.float64
                 y_TF.index_add_(0, rows_N, on_grid(added_NF) if is_exact else added_NF.to(y_TF.dtype))
         return y_TF

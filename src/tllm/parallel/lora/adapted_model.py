@@ -11,7 +11,7 @@ from tllm.parallel.experts import ExpertProduct, ExpertSum
 from tllm.parallel.linear import ColumnLinear, HeadLinear, RouterLinear, RowLinear
 from tllm.parallel.lora.expert_update import ExpertUpdate
 from tllm.parallel.lora.head_update import HeadUpdate
-from tllm.parallel.lora.lora_update import LoraModule, LoraUpdate, modules_of
+from tllm.parallel.lora.lora_update import DoraUpdate, LoraModule, LoraUpdate, modules_of
 
 Update = LoraUpdate | ExpertUpdate | HeadUpdate
 
@@ -23,7 +23,8 @@ OF_LATENTS = ".kv_b_proj"
 queries in the place of latents."""
 
 
-NO_DORA = "which is computed of linears that see a token's own input: not of experts, nor of kv_b_proj of latents"
+NO_DORA = "of an expert: PEFT, which adapts a layer's experts as one stack (target_parameters), has no DoRA of them"
+NO_DROPOUT = "an expert's: PEFT, which adapts a layer's experts as one stack (target_parameters), drops nothing there"
 ODD_EXPERTS = "not every expert of its layer alike: those of a layer are adapted together, by one rank and one scale"
 """What is said of adapters that cannot be computed."""
 
@@ -69,6 +70,11 @@ def updates_of(model: nn.Module, modules: Mapping[str, LoraModule]) -> dict[nn.M
     return found
 
 
+def with_dora(updates: Mapping[nn.Module, Update]) -> dict[nn.Module, DoraUpdate]:
+    """The updates that may be part of DoRA, which those of experts may not."""
+    return {one: update for one, update in updates.items() if not isinstance(update, ExpertUpdate)}
+
+
 def odd_experts(modules: Mapping[str, LoraModule], shapes: Mapping[str, object]) -> str:
     """The name of an expert's module that is adapted where that of another expert of its layer is not, or is with
     another rank or scale; "" where there is none. `shapes` are all modules of the model."""
@@ -80,10 +86,9 @@ def odd_experts(modules: Mapping[str, LoraModule], shapes: Mapping[str, object])
     return next((name for name in modules if _key(name) in odd), "")
 
 
-def takes_the_input_itself(module: str) -> bool:
-    """Whether an update of a module of this name sees the module's input, row by row of the batch: not so of experts,
-    whose rows are sorted, nor where queries stand in the place of latents. Dropout and DoRA need that."""
-    return EXPERT.fullmatch(module) is None and not module.endswith(OF_LATENTS)
+def is_of_expert(module: str) -> bool:
+    """Whether a module of this name is one of an expert's: such have no dropout and no DoRA, in PEFT neither."""
+    return EXPERT.fullmatch(module) is not None
 
 
 def _key(name: str) -> tuple[str, str] | None:

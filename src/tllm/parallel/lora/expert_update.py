@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tllm.parallel.expert_dispatch import split_by_expert
-from tllm.parallel.lora.lora_update import LoraModule, Rescale, Span, modules_of, product_beside, tensor_names
+from tllm.parallel.lora.lora_update import LoraModule, Span, modules_of, product_beside, tensor_names
 from tllm.parallel.shard import Shard, ShardPiece, cut_parameter, shard_of
 from tllm.spec.cut import Range
 
@@ -24,7 +24,6 @@ class ExpertUpdate(nn.Module):
     def __init__(self, weight: Tensor, modules: Mapping[str, LoraModule]) -> None:
         super().__init__()
         self.matmul = product_beside(weight)
-        self.rescale: Rescale | None = None
         of_experts: dict[int, list[tuple[str, ShardPiece]]] = {}
         for name, pieces in modules_of(weight):
             (piece,) = pieces

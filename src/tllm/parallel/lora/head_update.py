@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import Tensor, nn
 
 from tllm.kernels.batch_invariant import heads_matmul, is_batch_invariant
 from tllm.parallel.linear import HeadLinear
-from tllm.parallel.lora.lora_update import LoraModule, Rescale, tensor_names
+from tllm.parallel.lora.lora_update import Factor, LoraModule, Span, magnitude_name, tensor_names
 from tllm.parallel.shard import Shard, ShardPiece, cut_parameter
 
 
@@ -28,15 +30,53 @@ class HeadUpdate(nn.Module):
             self.B = cut_parameter((held, rank), Shard((ShardPiece(name_B, (rows, every), ((0, held), every)),)))
         else:
             self.A, self.B = other.A, other.B
-        self.rows, self.each, self.scale = linear.rows, linear.each, module.scale
+        self.rows, self.heads, self.name = linear.rows, linear.heads, linear.name
+        self.outputs = (last - first) * (linear.rows[1] - linear.rows[0])
+        self.spans = [Span(0, self.outputs, 0, rank, module.scale)]
         self.is_transposed, self.is_invariant = linear.is_transposed, is_batch_invariant(linear.weight)
-        self.rescale: Rescale | None = None
+        self.factor: Factor | None = None
 
     def forward(self, x_TNA: Tensor) -> Tensor:
-        first, last = self.rows
-        b_NHR = self.B.unflatten(0, (-1, self.each))[:, first:last]  # type: ignore[no-untyped-call]
-        a_NRD = self.A.expand(len(b_NHR), -1, -1)
-        ways = (b_NHR.transpose(1, 2), a_NRD.transpose(1, 2)) if self.is_transposed else (a_NRD, b_NHR)
+        b_NBR = self._rows_of_heads()
+        a_NRD = self.A.expand(len(b_NBR), -1, -1)
+        ways = (b_NBR.transpose(1, 2), a_NRD.transpose(1, 2)) if self.is_transposed else (a_NRD, b_NBR)
         for weight in ways:
             x_TNA = heads_matmul(x_TNA, weight, self.is_invariant)
-        return x_TNA * self.scale
+        return x_TNA * self.spans[0].scale
+
+    def rescaled(self, factor_F: Tensor, weight: Tensor, x_TNA: Tensor, product_TNB: Tensor) -> Tensor:
+        """What is added to what `weight` [N, B, width] gives, `product_TNB`, where each of its rows is multiplied by a
+        factor (DoRA): rows are outputs for values, and for keys what queries, the inputs, meet."""
+        factor_NB: Tensor = factor_F.unflatten(0, (len(weight), -1))  # type: ignore[no-untyped-call]
+        added_TNB: Tensor
+        if not self.is_transposed:
+            added_TNB = factor_NB * self(x_TNA) + (factor_NB - 1) * product_TNB
+            return added_TNB
+        more_TNB = heads_matmul(((factor_NB - 1) * x_TNA).to(weight.dtype), weight.transpose(1, 2), self.is_invariant)
+        added_TNB = self((factor_NB * x_TNA).to(x_TNA.dtype)) + more_TNB
+        return added_TNB
+
+    def rows_of_B(self) -> list[Tensor]:
+        """B of the rows, one head after another."""
+        return [self._rows_of_heads().flatten(0, 1)]
+
+    def magnitudes(self) -> Iterator[nn.Parameter]:
+        """DoRA's magnitudes of the rows, one head after another, without values."""
+        low, high = self.rows
+        name, each = magnitude_name(self.name), self._each
+        pieces = [
+            ShardPiece(
+                name, ((head * each + low, head * each + high),), ((at * (high - low), (at + 1) * (high - low)),)
+            )
+            for at, head in enumerate(range(*self.heads))
+        ]
+        yield cut_parameter((self.outputs,), Shard(tuple(pieces)))
+
+    @property
+    def _each(self) -> int:
+        """Rows of B that a head has, of keys and values."""
+        return len(self.B) // (self.heads[1] - self.heads[0])
+
+    def _rows_of_heads(self) -> Tensor:
+        b_NHR: Tensor = self.B.unflatten(0, (-1, self._each))  # type: ignore[no-untyped-call]
+        return b_NHR[:, self.rows[0] : self.rows[1]]

@@ -8,7 +8,7 @@ ranks that the layer makes anyway.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,8 @@ ELEMENTS_AT_ONCE, ON_DEVICE_AT_ONCE = 2**20, 2**22
 Product = Callable[[Tensor, Tensor], Tensor]
 """x W^T of x and W."""
 
-Rescale = Callable[[Tensor, Tensor], Tensor]
+Factor = Callable[[], Tensor]
+"""DoRA's factors of the outputs that an update has, [outputs]."""
 
 
 class LoraModule(NamedTuple):
@@ -49,6 +50,21 @@ class Span(NamedTuple):
     scale: float
 
 
+class DoraUpdate(Protocol):
+    """An update that may be part of DoRA: what its factors and their norms are made of."""
+
+    A: nn.Parameter
+    spans: list[Span]
+    outputs: int
+    factor: Factor | None
+
+    def rows_of_B(self) -> list[Tensor]: ...
+
+    def magnitudes(self) -> Iterator[nn.Parameter]: ...
+
+    def rescaled(self, factor_F: Tensor, weight: Tensor, x_TD: Tensor, product_TF: Tensor) -> Tensor: ...
+
+
 class LoraUpdate(nn.Module):
     """x_TD -> scale B A x, [T, outputs], for the modules of `weight` that are adapted, and 0 for its others.
 
@@ -56,13 +72,13 @@ class LoraUpdate(nn.Module):
     that `tensor_names` gives. Ranks that hold the same elements each compute a part of their gradient.
 
     Beside a weight in few bits or one that is batch-invariant a row has the same bits whatever is computed beside it.
-    With DoRA, whoever uses it hands what it gives, and W x, to `rescale`, which makes of them what is to be added.
+    With DoRA, whoever uses it calls `rescaled` with the factors, which `factor` gives where nothing is learned.
     """
 
     def __init__(self, weight: Tensor, modules: Mapping[str, LoraModule]) -> None:
         super().__init__()
         self.matmul = product_beside(weight)
-        self.rescale: Rescale | None = None
+        self.factor: Factor | None = None
         pieces_A: list[ShardPiece] = []
         self.B, self.spans = nn.ParameterList(), list[Span]()
         self.outputs = at = 0
@@ -93,6 +109,24 @@ class LoraUpdate(nn.Module):
         parts.append(z_TR.new_zeros(len(x_TD), self.outputs - at))
         return torch.cat(parts, dim=1)
 
+    def rescaled(self, factor_F: Tensor, weight: Tensor, x_TD: Tensor, product_TF: Tensor) -> Tensor:
+        """What is added to W x, which is `product_TF`, where each output is multiplied by a factor (DoRA)."""
+        added_TF: Tensor = factor_F * self(x_TD) + (factor_F - 1) * product_TF
+        return added_TF
+
+    def rows_of_B(self) -> list[Tensor]:
+        """B of each span."""
+        return list(self.B)
+
+    def magnitudes(self) -> Iterator[nn.Parameter]:
+        """DoRA's magnitudes of the outputs, span by span, cut as the rows of B are, without values."""
+        for b in self.B:
+            pieces = tuple(
+                ShardPiece(magnitude_name(piece.name.removesuffix(B_NAME)), piece.source[:1], piece.target[:1])
+                for piece in shard_of(b).pieces
+            )
+            yield cut_parameter(b.shape[:1], Shard(pieces, True, "partial"))
+
 
 def tensor_names(module: str) -> tuple[str, str]:
     """What A and B of a module are called."""
@@ -104,11 +138,6 @@ def magnitude_name(module: str) -> str:
     return f"{module}.lora_magnitude_vector"
 
 
-def rescaled(factor_F: Tensor, added_NF: Tensor, product_NF: Tensor) -> Tensor:
-    """What is added to W x in all, of scale B A x and of W x, where each output is multiplied by a factor (DoRA)."""
-    return factor_F * added_NF + (factor_F - 1) * product_NF
-
-
 def weight_of(linear: nn.Module) -> Tensor:
     """The weight of one of the linears that can be adapted."""
     weight = linear.weight
@@ -116,22 +145,13 @@ def weight_of(linear: nn.Module) -> Tensor:
     return weight
 
 
-def magnitude_parameters(update: LoraUpdate) -> Iterator[nn.Parameter]:
-    """DoRA's magnitudes of the outputs that an update adapts, module by module, cut as the rows of B are, without
-    values."""
-    for b in update.B:
-        pieces = tuple(
-            ShardPiece(magnitude_name(piece.name.removesuffix(B_NAME)), piece.source[:1], piece.target[:1])
-            for piece in shard_of(b).pieces
-        )
-        yield cut_parameter(b.shape[:1], Shard(pieces, True, "partial"))
-
-
-def squares_of_rows(weight: Tensor, update: LoraUpdate, adds: bool = True) -> Tensor:
+def squares_of_rows(weight: Tensor, update: DoraUpdate, adds: bool = True) -> Tensor:
     """The sums of squares of the rows of W + scale B A that are held here, or of W, of the spans of an update one after
     another: in float32 at least, some rows at a time. Weights in few bits are the numbers that they stand for."""
     sums, packed = list[Tensor](), quantized(weight)
-    for span, b in zip(update.spans, update.B, strict=True):
+    if weight.dim() == 3:  # the rows of one head after another
+        weight = weight.flatten(0, 1)
+    for span, b in zip(update.spans, update.rows_of_B(), strict=True):
         a = update.A[span.first : span.last]
         wide = torch.promote_types(a.dtype, torch.float32)
         at_once = max(1, (ELEMENTS_AT_ONCE if a.is_cpu else ON_DEVICE_AT_ONCE) // a.shape[1])

@@ -38,7 +38,7 @@ from tllm.planner.cluster.device import Cluster, Device, Points
 from tllm.planner.cluster.device_kinds import best_bandwidths
 from tllm.planner.cluster.profile import between
 from tllm.planner.cost.flops import layer_flops, logits_flops
-from tllm.planner.cost.rank_work import TrainingFacts
+from tllm.planner.cost.rank_work import TrainingFacts, forward_only_layers
 from tllm.planner.memory.heap import TRAINER_BYTES
 from tllm.spec.cut import cut_stage
 from tllm.spec.model_spec import ModelSpec
@@ -103,11 +103,11 @@ def _least(
     share a layer send over this link (bytes per second; infinite: where none is shared)."""
     (whole,) = cut_stage(spec, (1,))
     tokens, targets = _tokens(facts)
-    passes = passes_of(facts) * facts.microbatches
-    layers = (passes + recomputed * facts.microbatches) * sum(
-        layer_flops(spec, layer, whole, facts.lengths, facts.before) for layer in spec.layers
-    )
-    sums = sum(layer.hidden_sums + 2 for layer in spec.layers) * facts.microbatches
+    passes, below = passes_of(facts) * facts.microbatches, forward_only_layers(spec, facts)
+    of_each = [layer_flops(spec, layer, whole, facts.lengths, facts.before) for layer in spec.layers]
+    layers = facts.microbatches * sum(of_each[:below])
+    layers += (passes + recomputed * facts.microbatches) * sum(of_each[below:])
+    sums = sum(layer.hidden_sums + 2 * (n >= below) for n, layer in enumerate(spec.layers)) * facts.microbatches
     waits = sums * tokens * spec.hidden_size * facts.item_bytes / link
     logits = passes * logits_flops(spec, whole, targets)
     rates = [(_best_rates(device, facts, tokens, targets), count) for device, count in devices.items()]

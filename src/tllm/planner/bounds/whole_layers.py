@@ -16,7 +16,7 @@ from tllm.planner.bounds.cut_bound import (
 from tllm.planner.cost.activations import Microbatch, layer_bytes
 from tllm.planner.cost.flops import BACKWARD, attention_flops, layer_flops, logits_flops
 from tllm.planner.cost.rank_bytes import end_parameters, layer_parameters
-from tllm.planner.cost.rank_work import TrainingFacts
+from tllm.planner.cost.rank_work import TrainingFacts, forward_only_layers
 from tllm.spec.cut import Cut, cut_stage
 from tllm.spec.model_spec import ModelSpec
 
@@ -46,7 +46,8 @@ def least_of_whole_layers(
     """
     (whole,) = cut_stage(spec, (1,))
     passes = passes_of(sized[0])
-    layer = min(passes * _row_flops(spec, whole, facts) for facts in sized)
+    of_layer = 1 if forward_only_layers(spec, sized[0]) else passes  # each layer counts as the lightest one
+    layer = min(of_layer * _row_flops(spec, whole, facts) for facts in sized)
     logits = min(passes * _row_logits(spec, whole, facts) for facts in sized)
     seconds = [layer / of_layers for of_layers, _ in rates]
     worth = min(logits / of_logits / one for (_, of_logits), one in zip(rates, seconds, strict=True))
@@ -77,6 +78,7 @@ def _work(spec: ModelSpec, whole: Cut, sized: Sequence[TrainingFacts], logits: f
         for layer in kinds
     )
     is_known = facts.shared_prompts is None and not any(layer.moe for layer in kinds)
+    is_known &= not forward_only_layers(spec, facts)  # layers that run no backward pass keep nothing for it
     weights = min(_elements(spec, whole)) * facts.learned_bytes if facts.adapter is None else 0.0
     return StepWork(
         spec.num_layers,

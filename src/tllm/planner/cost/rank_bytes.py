@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from tllm.core.errors import PlanError
@@ -111,6 +112,13 @@ def adapter_parameters(
         sizes = (adapter.rank * columns, adapter.rank * count, *([count] if adapter.use_dora else ()))
         found += [Parameter(elements, spread) for elements in sizes]
     return found
+
+
+@lru_cache(64)
+def lowest_adapted_layer(spec: ModelSpec, adapter: AdapterFacts) -> int:
+    """The first layer that an adapter has parameters in."""
+    (whole,) = cut_stage(spec, (1,))
+    return next(number for number in range(spec.num_layers) if adapter_parameters(spec, number, whole, adapter))
 
 
 def end_parameters(spec: ModelSpec, layers: range, cut: Cut) -> tuple[list[Parameter], list[Parameter]]:

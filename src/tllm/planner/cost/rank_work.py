@@ -13,7 +13,14 @@ from typing import NamedTuple
 
 from tllm.core.errors import PlanError
 from tllm.planner.cost.activations import Microbatch
-from tllm.planner.cost.rank_bytes import ITEM_BYTES, AdapterFacts, Parameter, adapter_parameters, run_parameters
+from tllm.planner.cost.rank_bytes import (
+    ITEM_BYTES,
+    AdapterFacts,
+    Parameter,
+    adapter_parameters,
+    lowest_adapted_layer,
+    run_parameters,
+)
 from tllm.planner.cost.serving_load import SamplingFacts
 from tllm.spec.cut import Cut, cut_stage
 from tllm.spec.model_spec import ModelSpec
@@ -102,6 +109,10 @@ class TrainingFacts:
     """Tensors of the optimizer that are as large as the weights: 2 for AdamW."""
     documents: tuple[int, ...] = ()
     """Tokens of each document in one row, when they are known; left out, one document fills it."""
+    mean_lengths: bool = False
+    """Whether that, and how many are predicted, is so on an average alone."""
+    row_tokens: int = 0
+    """Tokens of a row with those that are not learned from, where that is not `seq_len` (0)."""
     target_tokens: int | None = None
     """How many of a row's tokens the loss is computed for; left out, all."""
     bucket_bytes: int = BUCKET_BYTES
@@ -137,8 +148,8 @@ class TrainingFacts:
     shared_prompts: SharedPrompts | None = None
     """The prompts that completions in a microbatch share; left out, each has its own."""
     value_pass: bool = False
-    """Whether a pass forward that is to be learned from is computed a second time, without gradients, for the engine's
-    bits (`training.step.invariant_layers`)."""
+    """Whether a pass forward that is to be learned from is computed a second time, without gradients: for the engine's
+    bits (`training.step.invariant_layers`), or with other replies that are as long (KTO)."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
@@ -220,9 +231,11 @@ class TrainingFacts:
 
     @property
     def as_large_as_may_be(self) -> TrainingFacts:
-        """The same for what there must be room for: of pairs whole rows, as some may have hardly a prompt."""
-        is_mean = self.shared_prompts is not None and self.shared_prompts.of_row > 1
-        return replace(self, shared_prompts=None, target_tokens=None) if is_mean else self
+        """The same for what there must be room for: whole rows, as some may be so, and of pairs some have hardly a
+        prompt."""
+        if not self.mean_lengths:
+            return self
+        return replace(self, shared_prompts=None, documents=(), target_tokens=None, mean_lengths=False, row_tokens=0)
 
     @property
     def microbatches(self) -> int:
@@ -253,6 +266,11 @@ class RankWork:
     """What is learned beside it."""
     known: dict[str, list[list[Parameter]]] = field(default_factory=dict, compare=False, repr=False)
     """Parameters once they were listed; ranks that hold the same share it, as there may be thousands of them."""
+
+    def learning(self, spec: ModelSpec) -> tuple[range, ...]:
+        """The layers of each chunk that run a backward pass."""
+        below = forward_only_layers(spec, self)
+        return tuple(range(max(run.start, below), max(run.stop, below)) for run in self.runs)
 
     def learned(self, spec: ModelSpec) -> list[list[Parameter]]:
         """The parameters that it learns: its own, or those of an adapter, a layer at a time; with the first of them the
@@ -321,15 +339,41 @@ def rank_works(
     return ranks
 
 
-def schedule_of(plan: Plan, microbatches: int) -> Schedule:
-    """The pipeline schedule of a replica that has so many microbatches in a step, one or more."""
-    return cached_schedule(plan.schedule, plan.pp, microbatches, plan.depth, plan.chunks)
+def forward_only_layers(spec: ModelSpec, what: TrainingFacts | RankWork) -> int:
+    """How many of the model's first layers run no backward pass: those below the lowest adapted one. What is learned of
+    hidden states may be of any."""
+    if what.adapter is None or what.projections is not None:
+        return 0
+    return lowest_adapted_layer(spec, what.adapter)
+
+
+def schedule_of(plan: Plan, microbatches: int, forward_only: int = 0) -> Schedule:
+    """The pipeline schedule of a replica that has so many microbatches in a step, one or more; of the model's first
+    layers so many run no backward pass."""
+    return cached_schedule(schedule_key(plan, microbatches, forward_only))
+
+
+class ScheduleKey(NamedTuple):
+    """The arguments of `pipeline_schedule.build`."""
+
+    name: str
+    stages: int
+    microbatches: int
+    depth: Depth
+    chunks: int
+    learns_from: int
+
+
+def schedule_key(plan: Plan, microbatches: int, forward_only: int = 0) -> ScheduleKey:
+    """What tells the schedule of `schedule_of` from others."""
+    learns_from = plan.run_of(forward_only) if forward_only else 0
+    return ScheduleKey(plan.schedule, plan.pp, microbatches, plan.depth, plan.chunks, learns_from)
 
 
 @lru_cache(64)
-def cached_schedule(name: str, stages: int, microbatches: int, depth: Depth, chunks: int) -> Schedule:
+def cached_schedule(key: ScheduleKey) -> Schedule:
     """A schedule is built once; each rank asks for its stage's list of it."""
-    return build(name, stages, microbatches, depth, chunks)
+    return build(*key)
 
 
 def deal_microbatches(count: int, shares: tuple[int, ...]) -> list[int]:

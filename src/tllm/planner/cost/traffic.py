@@ -33,13 +33,23 @@ from tllm.planner.cost.activations import logits_tokens
 from tllm.planner.cost.buckets import padded_elements
 from tllm.planner.cost.collective_bytes import all_gather, all_reduce, reduce_scatter
 from tllm.planner.cost.rank_bytes import end_parameters, layer_parameters
-from tllm.planner.cost.rank_work import RankWork, TrainingFacts, rank_works, schedule_of, zigzag_spans
+from tllm.planner.cost.rank_work import (
+    RankWork,
+    TrainingFacts,
+    forward_only_layers,
+    rank_works,
+    schedule_of,
+    zigzag_spans,
+)
 from tllm.spec.cut import Cut, Range, as_layer, cut_stage, size
 from tllm.spec.model_spec import LayerSpec, ModelSpec
 from tllm.spec.plan import Plan
 from tllm.spec.process_groups import targets
 
 Span = tuple[int, int]
+
+LearningLayer = tuple[LayerSpec, bool]
+"""A layer, and whether it runs a backward pass."""
 
 EMBEDDING, HEAD = "embedding", "head"
 INTEGER, ROW_NUMBER = 8, 4
@@ -92,33 +102,34 @@ def step_traffic(
 def _of_rank(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, cuts: Sequence[Cut]) -> Traffic:
     """One rank's traffic. `cuts` are those of all ranks of its stage."""
     M, layers = work.microbatches, [spec.layers[number] for run in work.runs for number in run]
-    kinds = Counter(layers)
-    tp = sum(n * _tp_of_layer(spec, layer, plan, work) for layer, n in kinds.items()) + _tp_of_ends(spec, plan, work)
+    below = forward_only_layers(spec, work)
+    kinds = Counter((spec.layers[number], number >= below) for run in work.runs for number in run)
+    tp = sum(n * _tp_of_layer(spec, kind, plan, work) for kind, n in kinds.items()) + _tp_of_ends(spec, plan, work)
     return Traffic(
         tp=M * tp if work.tp > 1 else 0,
         pp=M * _hops(spec, plan, work),
-        cp=M * sum(n * _ring(spec, layer, plan, work) for layer, n in kinds.items()) if plan.cp > 1 else 0,
+        cp=M * sum(n * _ring(spec, kind, plan, work) for kind, n in kinds.items()) if plan.cp > 1 else 0,
         dp=0 if plan.servers else _shared(spec, plan, facts, work, spread=False),
         edp=_shared(spec, plan, facts, work, spread=True),
-        ep=M * sum(n * _dispatch(spec, layer, plan, work) for layer, n in kinds.items()) if plan.ep > 1 else 0,
+        ep=M * sum(n * _dispatch(spec, kind, plan, work) for kind, n in kinds.items()) if plan.ep > 1 else 0,
         replica=_parts(spec, plan, work, cuts, layers) * facts.full_precision_bytes,
         servers=_served(spec, facts, work) if plan.servers else 0,
     )
 
 
-def _tp_of_layer(spec: ModelSpec, layer: LayerSpec, plan: Plan, work: RankWork) -> int:
+def _tp_of_layer(spec: ModelSpec, kind: LearningLayer, plan: Plan, work: RankWork) -> int:
     """Bytes for one microbatch and one layer: its rows enter cut layers twice and leave them twice in the forward pass,
     and the other way round in the backward pass. Experts and an MLP beside them leave as rows of their own."""
-    T, D, b = work.batch.tokens, spec.hidden_size, work.batch.item_bytes
-    again = plan.recompute == "layer"
+    (layer, learns), (T, D, b) = kind, (work.batch.tokens, spec.hidden_size, work.batch.item_bytes)
+    again = learns and plan.recompute == "layer"
     leaves = layer.hidden_sums + again * (1 if spec.norm_order == "pre" else layer.hidden_sums)
     squares = 0
     if spec.qk_norm == "full":
-        squares = (4 + 2 * again) * all_reduce(T, work.batch.upcast_bytes, work.at.tp, work.tp)
+        squares = (2 + 2 * learns + 2 * again) * all_reduce(T, work.batch.upcast_bytes, work.at.tp, work.tp)
     if not plan.sequence:
-        return squares + (leaves + 2) * all_reduce(T * D, b, work.at.tp, work.tp)
+        return squares + (leaves + 2 * learns) * all_reduce(T * D, b, work.at.tp, work.tp)
     gather, scatter = _gather_scatter(spec, work)
-    return squares + (2 + 2 * again + layer.hidden_sums) * gather + (leaves + 2) * scatter
+    return squares + (2 + 2 * again + layer.hidden_sums * learns) * gather + (leaves + 2 * learns) * scatter
 
 
 def _tp_of_ends(spec: ModelSpec, plan: Plan, work: RankWork) -> int:
@@ -145,18 +156,23 @@ def _gather_scatter(spec: ModelSpec, work: RankWork) -> tuple[int, int]:
 def _hops(spec: ModelSpec, plan: Plan, work: RankWork) -> int:
     """Bytes for one microbatch, forward and backward, to the neighbouring stages."""
     sent, row = 0, work.batch.rows * spec.hidden_size * work.batch.item_bytes
+    below = forward_only_layers(spec, work)
+    learns_from = plan.run_of(below) if below else 0
     for chunk in range(plan.chunks):
         here = chunk * plan.pp + work.at.stage
         for there in (here - 1, here + 1):
             stage = there % plan.pp
+            if there < here <= learns_from:  # nothing there is learned
+                continue
             if 0 <= there < len(plan.stages) and stage != work.at.stage:
                 sent += len(targets(work.at.tp, work.tp, plan.stages[stage].tp)) * row
     return sent
 
 
-def _ring(spec: ModelSpec, layer: LayerSpec, plan: Plan, work: RankWork) -> int:
+def _ring(spec: ModelSpec, kind: LearningLayer, plan: Plan, work: RankWork) -> int:
     """Bytes for one microbatch through one layer of the keys and values that other context-parallel ranks attend to,
     and of the gradients of those that this rank attends to."""
+    layer, learns = kind
     lengths, spans = work.batch.lengths, zigzag_spans(sum(work.batch.lengths), plan.cp)
     starts = [0, *accumulate(lengths)]
 
@@ -168,9 +184,9 @@ def _ring(spec: ModelSpec, layer: LayerSpec, plan: Plan, work: RankWork) -> int:
     here, others = work.at.cp, [rank for rank in range(plan.cp) if rank != work.at.cp]
     leave = sum(_seen(low, spans[rank], spans[here]) for rank in others)
     come = sum(_seen(low, spans[here], spans[rank]) for rank in others)
-    passes = 2 if plan.recompute == "none" else 3
+    passes = 1 if not learns else 2 if plan.recompute == "none" else 3
     spec, cut = as_layer(spec, layer, work.cut)
-    return 2 * size(cut.kv_heads) * spec.head_dim * work.batch.item_bytes * (passes * leave + come)
+    return 2 * size(cut.kv_heads) * spec.head_dim * work.batch.item_bytes * (passes * leave + come * learns)
 
 
 def _seen(low: Callable[[int], int], queries: Sequence[Span], keys: Sequence[Span]) -> int:
@@ -244,15 +260,16 @@ def _units(spec: ModelSpec, run: range, work: RankWork, spread: bool, sizes: dic
     return units + [frozenset({HEAD} | tied)] * bool(last)
 
 
-def _dispatch(spec: ModelSpec, layer: LayerSpec, plan: Plan, work: RankWork) -> int:
+def _dispatch(spec: ModelSpec, kind: LearningLayer, plan: Plan, work: RankWork) -> int:
     """Bytes for one microbatch through one layer, if each token goes to as many other ranks as it can."""
+    layer, learns = kind
     if layer.moe is None:
         return 0
     D, K = spec.hidden_size, layer.moe.top_k
     rows = work.batch.tokens * min(K, plan.ep - 1)
-    passes = 2 if plan.recompute == "layer" else 1
+    passes = 2 if learns and plan.recompute == "layer" else 1
     forward, backward = rows * (2 * D + 2 * K), rows * (2 * D + K)
-    return (passes * forward + backward) * work.batch.item_bytes + passes * INTEGER * (plan.ep - 1)
+    return (passes * forward + learns * backward) * work.batch.item_bytes + passes * INTEGER * (plan.ep - 1)
 
 
 def expected_dispatch_share(spec: ModelSpec, plan: Plan, work: RankWork) -> float:

@@ -6,9 +6,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from tllm.planner.cost.activations import logits_bytes, recomputed_bytes, run_bytes, split_backward_bytes
-from tllm.planner.cost.rank_work import RankWork, cached_schedule
+from tllm.planner.cost.rank_work import RankWork, ScheduleKey, cached_schedule, forward_only_layers, schedule_key
 from tllm.spec.model_spec import ModelSpec
-from tllm.spec.pipeline_schedule import Depth, Op, Schedule
+from tllm.spec.pipeline_schedule import Op, Schedule
 from tllm.spec.plan import Plan
 
 
@@ -40,11 +40,14 @@ def live_activation_bytes(spec: ModelSpec, plan: Plan, work: RankWork) -> LiveAc
     """The peak of one rank in one step."""
     if not work.microbatches:
         return LiveActivations(0, 0, 0)
-    chunks = tuple(_chunk_bytes(spec, plan, work, run) for run in work.runs)
-    return _peak(plan.schedule, plan.pp, work.microbatches, plan.depth, plan.chunks, work.at.stage, chunks)
+    chunks = tuple(_chunk_bytes(spec, plan, work, run) for run in work.learning(spec))
+    key = schedule_key(plan, work.microbatches, forward_only_layers(spec, work))
+    return _peak(key, work.at.stage, chunks)
 
 
 def _chunk_bytes(spec: ModelSpec, plan: Plan, work: RankWork, run: range) -> ChunkActivations:
+    if not run:  # nothing is kept for a backward pass
+        return ChunkActivations(0, 0, 0, 0)
     recomputed = [recomputed_bytes(spec, number, work.cut, work.batch, plan.recompute) for number in run]
     is_last = run.stop == spec.num_layers
     return ChunkActivations(
@@ -56,19 +59,11 @@ def _chunk_bytes(spec: ModelSpec, plan: Plan, work: RankWork, run: range) -> Chu
 
 
 @lru_cache(256)
-def _peak(
-    schedule: str,
-    pp: int,
-    microbatches: int,
-    depth: Depth,
-    chunk_count: int,
-    stage: int,
-    chunks: tuple[ChunkActivations, ...],
-) -> LiveActivations:
+def _peak(key: ScheduleKey, stage: int, chunks: tuple[ChunkActivations, ...]) -> LiveActivations:
     """The peak of one stage; cached, as most of its ranks are alike."""
-    built = cached_schedule(schedule, pp, microbatches, depth, chunk_count)
-    live = _Live(built, stage, chunks)
-    for op in built.lists[stage]:
+    schedule = cached_schedule(key)
+    live = _Live(schedule, stage, chunks)
+    for op in schedule.lists[stage]:
         live.play(op)
     return LiveActivations(*live.peak, live.layers_peak)
 

@@ -15,7 +15,8 @@ from tllm.planner.cost.flops import BACKWARD
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """Forward seconds of one microbatch on the devices of one stage: through each layer of the model, and of logits."""
+    """A third of the seconds of one microbatch on the devices of one stage, through each layer of the model, and of
+    logits: those of a forward pass where all gradients are computed, and less where an adapter spares some."""
 
     layers: tuple[float, ...]
     logits: float

@@ -14,10 +14,11 @@ from functools import cached_property
 from itertools import combinations, pairwise, product
 
 from tllm.core.errors import PlanError
+from tllm.planner.bounds.whole_layers import passes_of
 from tllm.planner.cluster.device import Cluster, Device
-from tllm.planner.cost.flops import layer_flops, logits_flops
+from tllm.planner.cost.flops import BACKWARD, layer_flops, logits_flops
 from tllm.planner.cost.rank_bytes import run_parameters
-from tllm.planner.cost.rank_work import TrainingFacts, deal_microbatches
+from tllm.planner.cost.rank_work import TrainingFacts, deal_microbatches, forward_only_layers
 from tllm.planner.search.device_meshes import DeviceMesh, EveryMesh
 from tllm.planner.search.layer_cuts import balanced_bounds, even_bounds, lightest_bounds
 from tllm.planner.search.microbatch_deals import (
@@ -209,7 +210,9 @@ class TrainingLayouts:
         return self._stage_seconds[key]
 
     def _slowest_rank(self, team: Sequence[Device], shares: tuple[int, ...], facts: TrainingFacts) -> StageSeconds:
-        """What the slowest rank of a team takes for a microbatch. `team`: its devices, those of a cp rank in a row."""
+        """What the slowest rank of a team takes for a microbatch, a third of it: as much as a forward pass, but where
+        an adapter spares gradients. `team`: its devices, those of a cp rank in a row."""
+        passes, below = passes_of(facts) / (1 + BACKWARD), forward_only_layers(self.spec, facts)
         of_ranks = []
         cuts = cut_stage(self.spec, shares)
         ring = len(team) // len(shares)
@@ -223,8 +226,10 @@ class TrainingLayouts:
                 if layer not in of_kind:
                     of_kind[layer] = layer_flops(self.spec, layer, cut, facts.lengths, facts.before) / rate
             logits_rate = device.logits_rate(facts.dtype, tokens // ring) * ring
-            logits = logits_flops(self.spec, cut, tokens) / logits_rate
-            of_ranks.append(StageSeconds(tuple(of_kind[layer] for layer in self.spec.layers), logits))
+            logits = passes * logits_flops(self.spec, cut, tokens) / logits_rate
+            of_layers = [passes if n >= below else 1 / (1 + BACKWARD) for n in range(self.spec.num_layers)]
+            seconds = zip(of_layers, self.spec.layers, strict=True)
+            of_ranks.append(StageSeconds(tuple(part * of_kind[layer] for part, layer in seconds), logits))
         return slowest(of_ranks)
 
     def _device(self, device: int) -> Device:

@@ -15,7 +15,7 @@ from tllm.planner.cost.buckets import padded_elements
 from tllm.planner.cost.flops import attention_flops, layer_flops, logits_flops, training_flops
 from tllm.planner.cost.link_levels import exchange_link, gather_link
 from tllm.planner.cost.message_time import sending_seconds
-from tllm.planner.cost.rank_work import RankWork, TrainingFacts, deal_microbatches, rank_works
+from tllm.planner.cost.rank_work import RankWork, TrainingFacts, deal_microbatches, forward_only_layers, rank_works
 from tllm.planner.cost.roofline.layer_time import ComputeTime, LayerTimeModel
 from tllm.planner.cost.roofline.update_time import update_seconds
 from tllm.planner.cost.traffic import Traffic, step_traffic
@@ -170,7 +170,8 @@ class PlacedPlan:
         if facts.shared_prompts is not None:
             lengths, before, count = facts.lengths, facts.before, facts.microbatches
             targets *= facts.microbatch_size
-        of_one = training_flops(self.spec, lengths, min(targets, sum(lengths)), facts.adapter is not None, before)
+        is_frozen, below = facts.adapter is not None, forward_only_layers(self.spec, facts)
+        of_one = training_flops(self.spec, lengths, min(targets, sum(lengths)), is_frozen, before, below)
         return of_one * count / (seconds * self.peak())
 
     def _device(self, rank: int) -> Device:

@@ -26,13 +26,20 @@ from tllm.planner.cost.collective_bytes import all_gather
 from tllm.planner.cost.flops import BACKWARD
 from tllm.planner.cost.message_time import group_link, sending_seconds, stage_overheads
 from tllm.planner.cost.rank_bytes import Parameter
-from tllm.planner.cost.rank_work import RankWork, TrainingFacts, cached_schedule, rank_works
-from tllm.planner.cost.roofline.layer_time import ComputeTime, ConstantRate
+from tllm.planner.cost.rank_work import (
+    RankWork,
+    ScheduleKey,
+    TrainingFacts,
+    cached_schedule,
+    forward_only_layers,
+    rank_works,
+    schedule_key,
+)
+from tllm.planner.cost.roofline.layer_time import ComputeTime, ConstantRate, PassSeconds
 from tllm.planner.cost.traffic import Traffic, expected_dispatch_share, scattered_bytes, step_traffic
 from tllm.planner.simulate.pipeline import SchedulePlayer, StageWork, StepTimeline
 from tllm.planner.simulate.steady_player import SteadyPlayer, played_counts
 from tllm.spec.model_spec import ModelSpec
-from tllm.spec.pipeline_schedule import Depth
 from tllm.spec.plan import Plan
 
 
@@ -119,7 +126,7 @@ def predict_step(
 def prediction_of(played: Sequence[ReplicaStep], facts: TrainingFacts, traffic: Sequence[Traffic]) -> StepPrediction:
     """The step of all replicas, which wait for the slowest."""
     slowest = max(played, key=lambda replica: replica.seconds)
-    tokens = facts.global_batch_size * facts.seq_len
+    tokens = facts.global_batch_size * (facts.row_tokens or facts.seq_len)
     return StepPrediction(
         slowest.seconds,
         slowest.compute,
@@ -149,32 +156,32 @@ def play_step(
     of_replica = defaultdict[int, list[RankStep]](list)
     for work, sent, compute_time in zip(works, traffic, compute_times, strict=True):
         of_replica[work.at.replica].append(RankStep(setup, work, sent, compute_time))
-    counts = {work.microbatches for work in works} - {0}
-    plan = setup.plan
-    players = {count: _steady_player(plan, count) if setup.steady else _player(plan, count) for count in counts}
+    counts, make = {work.microbatches for work in works} - {0}, _steady_player if setup.steady else _player
+    below = forward_only_layers(setup.spec, setup.facts)
+    players = {count: make(setup.plan, count, below) for count in counts}
     return [ReplicaStep(setup, index, ranks, players) for index, ranks in of_replica.items()]
 
 
 Player = SchedulePlayer | SteadyPlayer
 
 
-def _steady_player(plan: Plan, microbatches: int) -> Player:
-    """One that plays the first of very many microbatches."""
+def _steady_player(plan: Plan, microbatches: int, below: int) -> Player:
+    """One that plays the first of very many microbatches. `below`: the first layers that run no backward pass."""
     counts = played_counts(plan.pp, microbatches)
     if counts is None:
-        return _player(plan, microbatches)
-    shorter, longer = (_player(plan, count) for count in counts)
+        return _player(plan, microbatches, below)
+    shorter, longer = (_player(plan, count, below) for count in counts)
     return SteadyPlayer(shorter, longer, microbatches)
 
 
-def _player(plan: Plan, microbatches: int) -> SchedulePlayer:
-    return _cached_player(plan.schedule, plan.pp, microbatches, plan.depth, plan.chunks)
+def _player(plan: Plan, microbatches: int, below: int) -> SchedulePlayer:
+    return _cached_player(schedule_key(plan, microbatches, below))
 
 
 @lru_cache(32)
-def _cached_player(name: str, stages: int, microbatches: int, depth: Depth, chunks: int) -> SchedulePlayer:
+def _cached_player(key: ScheduleKey) -> SchedulePlayer:
     """A schedule is laid out once; a search plays it on the clocks of many plans."""
-    return SchedulePlayer(cached_schedule(name, stages, microbatches, depth, chunks))
+    return SchedulePlayer(cached_schedule(key))
 
 
 def _compute_times(
@@ -194,33 +201,48 @@ def _compute_times(
     ]
 
 
+def _pass_seconds(compute_time: ComputeTime, run: range, learns: range, is_frozen: bool) -> PassSeconds:
+    """Those of a run of which the layers `learns` have a backward pass. Weights beside an adapter take no gradient, and
+    those of the adapter are little work."""
+    parts = [compute_time.pass_seconds(part) for part in (range(run.start, run.stop - len(learns)), learns) if part]
+    if len(learns) < len(run):
+        parts[0] = parts[0].forward_alone
+    whole = PassSeconds(*map(sum, zip(*parts, strict=True)))
+    return whole._replace(backward_weight=0.0) if is_frozen else whole
+
+
 class RankStep:
     """What one rank takes for each microbatch on each of its chunks, in seconds."""
 
     def __init__(self, setup: StepSetup, work: RankWork, traffic: Traffic, compute_time: ComputeTime) -> None:
         self.setup, self.work, self.traffic = setup, work, traffic
-        self.passes = [compute_time.pass_seconds(run) for run in work.runs]
-        if work.adapter is not None:  # the model's weights take no gradient, and those of an adapter are little work
-            self.passes = [seconds._replace(backward_weight=0.0) for seconds in self.passes]
+        self.learning = work.learning(setup.spec)
+        self.passes = [
+            _pass_seconds(compute_time, run, learns, work.adapter is not None)
+            for run, learns in zip(work.runs, self.learning, strict=True)
+        ]
         if setup.facts.value_pass:
             self.passes = [seconds.with_value_pass(setup.plan.recompute) for seconds in self.passes]
         waits = self._waits() / work.microbatches if work.microbatches else 0.0
-        layers = sum(map(len, work.runs))
-        self.waits = [waits * len(run) / layers for run in work.runs]
+        early = 1 / self._passes_over_tp
+        forward, backward = ([early * len(run) for run in work.runs], [(1 - early) * len(run) for run in self.learning])
+        whole = sum(forward) + sum(backward)
+        self.waits = [waits * (a + b) / whole for a, b in zip(forward, backward, strict=True)]
         """Of each chunk, seconds that one microbatch's layers wait for messages."""
+        self.early = [a / (a + b) for a, b in zip(forward, backward, strict=True)]
+        """The part of them that is the forward pass's: of a layer that learns two of its four all-reduces, or two of
+        six where it is recomputed, of another all."""
 
     @property
     def works(self) -> list[StageWork]:
-        """The work of each chunk, waits included: a forward pass has two of a layer's four all-reduces, or two of six
-        where layers are recomputed."""
-        early = 2 / (6 if self.setup.plan.recompute == "layer" else 4)
+        """The work of each chunk, waits included."""
         return [
             StageWork(
                 seconds.forward + early * waits,
                 seconds.backward_input + seconds.recompute + (1 - early) * waits,
                 seconds.backward_weight,
             )
-            for seconds, waits in zip(self.passes, self.waits, strict=True)
+            for seconds, waits, early in zip(self.passes, self.waits, self.early, strict=True)
         ]
 
     @property
@@ -303,11 +325,12 @@ class RankStep:
 
     def _waits(self) -> float:
         """Seconds of a step that layers wait for messages."""
-        setup, layers, passes = self.setup, sum(map(len, self.work.runs)), self._passes_over_tp
+        setup, again = self.setup, self._passes_over_tp - 1
+        layers, learning = sum(map(len, self.work.runs)), sum(map(len, self.learning))
         tp = self._seconds("tp", self._all_reduces())
         share = expected_dispatch_share(setup.spec, setup.plan, self.work) if setup.plan.ep > 1 else 1.0
-        ep = self._seconds("ep", (3 * passes - 1) * layers, share)
-        cp = self._seconds("cp", (setup.plan.cp - 1) * (passes + 1) * layers)
+        ep = self._seconds("ep", 3 * layers + (3 * again - 1) * learning, share)
+        cp = self._seconds("cp", (setup.plan.cp - 1) * (layers + (again + 1) * learning))
         in_groups = (("tp", tp), ("ep", ep))
         exposed = [setup.execution.exposed_seconds(group, seconds, self.compute) for group, seconds in in_groups]
         return sum(exposed) + max(0.0, cp - self._attention())
@@ -321,11 +344,14 @@ class RankStep:
         """Messages of a microbatch over tp that are waited for. A long all-reduce is two of them, one after the other
         (reduce-scatter and all-gather)."""
         phases = 2 if self.setup.plan.sequence or self.work.tp > 2 else 1
-        return 2 * self._passes_over_tp * sum(map(len, self.work.runs)) * phases
+        passes = sum(map(len, self.work.runs)) + (self._passes_over_tp - 1) * sum(map(len, self.learning))
+        return 2 * passes * phases
 
     def _attention(self) -> float:
         """Seconds of a step's attention, which hides a ring's messages."""
-        return self.work.microbatches * (1 + BACKWARD) * sum(seconds.attention for seconds in self.passes)
+        learns = [len(run) / len(whole) for run, whole in zip(self.learning, self.work.runs, strict=True)]
+        passes = zip(self.passes, learns, strict=True)
+        return self.work.microbatches * sum((1 + BACKWARD * share) * seconds.attention for seconds, share in passes)
 
     def _seconds(self, group: str, messages: int = 0, share: float = 1.0) -> float:
         """Seconds of a `share` of a step's bytes in a group, in so many messages of each microbatch, one by one."""

@@ -85,6 +85,7 @@ class Batches:
         self.config = config
         self._encoder = encoder or choose_encoder(config.rows, tokenizer, template, config.add_eos, vocab_size)
         self._rows = open_rows(config.rows, config.files, config.documents)
+        self._files = self._rows.facts  # as they are when the run opens them
         self.values_of: Callable[[int], Values] = lambda row: NO_VALUES
         """Further numbers of a row's documents by its number, which are not in the files."""
         self._documents: OrderedDict[int, Document] = OrderedDict()
@@ -132,7 +133,7 @@ class Batches:
                 self._go_to(step)
             ledger = self._states[step]
             epoch = ledger["position"] // len(self._rows)
-            return dict(msgspec.to_builtins(DataState(step, epoch, ledger, self._rows.facts, self._choices())))
+            return dict(msgspec.to_builtins(DataState(step, epoch, ledger, self._files, self._choices())))
 
     def restore(self, state: dict[str, Any]) -> int:
         """Go on from a state, with any number of ranks and any global batch size; returns the step that comes next."""
@@ -140,7 +141,7 @@ class Batches:
             read = msgspec.convert(state, DataState)
         except msgspec.ValidationError as error:
             raise ConfigError(f"the position in the data is not one: {error}", "resume from another save") from error
-        check_same(read.files, self._rows.facts)
+        check_same(read.files, self._files)
         for name, now in self._choices().items():
             if read.choices.get(name) != now:
                 raise ConfigError(
@@ -176,7 +177,7 @@ class Batches:
     @property
     def identity(self) -> dict[str, Any]:
         """What decides which row has which number and which tokens: files and choices, as JSON holds them."""
-        return {"files": [facts.sha256 for facts in self._rows.facts], "choices": self._choices()}
+        return {"files": [facts.sha256 for facts in self._files], "choices": self._choices()}
 
     def close(self) -> None:
         self._rows.close()

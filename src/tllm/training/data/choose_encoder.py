@@ -1,9 +1,11 @@
-"""Chooses the encoder for the rows of a job's task."""
+"""Chooses what reads and encodes the rows of a job's task; and some rows of its files, spread over all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, islice, pairwise
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
 
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
@@ -11,12 +13,20 @@ from tllm.training.data.chat_labels import ChatEncoder
 from tllm.training.data.dataset import Dataset, Documents
 from tllm.training.data.encoder import Document, Encoder
 from tllm.training.data.preference_rows import (
+    OTHER,
     PairEncoder,
     ReplyEncoder,
     ScoredPairEncoder,
     UnpairedDataset,
     UnpairedEncoder,
 )
+from tllm.training.data.text_files import json_row
+
+READ_THROUGH = 8 << 20
+"""Bytes of all files together that are read through. Of more, rows are looked for from places that lie evenly."""
+
+Sampled = tuple[dict[str, Any], bool]
+"""A row, and whether it is a document of its own."""
 
 
 class RowEncoder(Protocol):
@@ -53,3 +63,53 @@ def choose_encoder(
 def open_rows(rows: str, files: Sequence[str], documents: Documents) -> Dataset:
     """The rows of the files, as `choose_encoder`'s encoder takes them."""
     return (UnpairedDataset if rows == "mismatched" else Dataset)(files, documents)
+
+
+def sampled_rows(rows: str, files: Sequence[str], documents: Documents, count: int) -> Iterator[Sampled] | None:
+    """About `count` rows of what `rows` says, as `open_rows` gives them, or all where there are fewer; None for large
+    files in which no row can be found without reading what is before it.
+
+    Of a large file of lines those are read that follow on places as far from one another as can be: a long line draws
+    no more of them than a short one, as it is the next that is read.
+    """
+    paths = [Path(name) for name in files]
+    sizes = {path: path.stat().st_size for path in paths if path.suffix != ".parquet"}  # which tells where rows are
+    if sum(sizes.values()) <= READ_THROUGH:
+        return _strided(rows, files, documents, count)
+    if all(path.suffix in (".jsonl", ".ndjson") for path in paths):
+        return _following(rows == "mismatched", paths, count)
+    return None
+
+
+def _strided(rows: str, files: Sequence[str], documents: Documents, count: int) -> Iterator[Sampled]:
+    """Every so many rows one."""
+    opened = open_rows(rows, files, documents)
+    try:
+        for number in range(0, len(opened), max(1, len(opened) // count)):
+            yield opened.read(number), opened.whole(number)
+    finally:
+        opened.close()
+
+
+def _following(mismatched: bool, paths: Sequence[Path], count: int) -> Iterator[Sampled]:
+    """Rows that follow on places in the files; if `mismatched`, with the completion of the row before."""
+    bounds = list(pairwise(accumulate((path.stat().st_size for path in paths), initial=0)))
+    last = (-1, -1)
+    for place in (bounds[-1][1] * number // count for number in range(count)):
+        index = next(at for at, (_, stop) in enumerate(bounds) if place < stop)
+        with paths[index].open("rb") as file:
+            file.seek(place - bounds[index][0])
+            if place > bounds[index][0]:
+                file.readline()
+            here = index, file.tell()
+            found = list(islice(_rows(file, paths[index]), 1 + mismatched))
+        if here == last or len(found) <= mismatched:  # in one long line, or behind the last
+            continue
+        last = here
+        yield ({**found[1], OTHER: found[0].get("completion")} if mismatched else found[0]), True
+
+
+def _rows(file: BinaryIO, path: Path) -> Iterator[dict[str, Any]]:
+    for line in file:
+        if line.strip():
+            yield json_row(line, f"{path}, before byte {file.tell()}")

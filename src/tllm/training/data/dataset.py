@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -39,8 +40,9 @@ class RowFile(Protocol):
     path: Path
     count: int
     whole: bool
-    sha256: str
 
+    @property
+    def sha256(self) -> str: ...
     def read(self, row: int) -> dict[str, Any]: ...
     def place(self, row: int) -> str: ...
     @property
@@ -64,7 +66,11 @@ class Dataset:
         self._files = [_open(Path(path), documents) for path in paths]
         self.counts = [file.count for file in self._files]
         self._firsts = [0, *accumulate(self.counts)]
-        self.facts = [_facts(file) for file in self._files]
+
+    @cached_property
+    def facts(self) -> list[DataFileFacts]:
+        """Of each file, by which a changed one is noticed."""
+        return [_facts(file) for file in self._files]
 
     def __len__(self) -> int:
         return self._firsts[-1]

@@ -5,7 +5,7 @@ Both see the global order only. The number of ranks changes which rank takes a r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
@@ -82,6 +82,45 @@ class Packer:
     def _leave(self, index: int) -> Packed:
         self._rooms.pop(index)
         return tuple(self._open.pop(index))
+
+
+class RowLengths(NamedTuple):
+    """Tokens of a prompt, and of a reply to it, on an average; `parts`: prompts with a reply that stay together, such
+    as a pair's two. Of a text from whose beginning a model learns the prompt is the first token."""
+
+    prompt: float
+    reply: float
+    parts: int = 1
+
+    @classmethod
+    def of(cls, documents: Iterable[Document], longest: int) -> RowLengths:
+        """Of some documents, one at least, of which a part has `longest` tokens at most. A prompt ends with the token
+        that predicts the first of a reply, and a reply with the last that is predicted."""
+        prompts, replies, parts = list[int](), list[int](), 1
+        for document in documents:
+            parts = max(1, len(document.parts))
+            for targets in np.split(document.targets, np.cumsum(document.parts)[:-1]):
+                (places,) = np.nonzero(targets != IGNORED)
+                first, last = (int(places[0]), int(places[-1])) if len(places) else (len(targets) - 1, len(targets) - 2)
+                prompts.append(min(first + 1, longest))
+                replies.append(min(last - first + 1, longest - prompts[-1]))
+        return cls(sum(prompts) / len(prompts), sum(replies) / len(replies), parts)
+
+    def of_row(self, tokens: int, packed: bool) -> int:
+        """Tokens of a row of at most so many."""
+        count, prompt, reply = self.filling(tokens, packed)
+        return count * self.parts * (prompt + reply)
+
+    def filling(self, tokens: int, packed: bool) -> tuple[int, int, int]:
+        """(documents, tokens of a prompt, tokens of a reply) in a row of at most so many tokens: if they are `packed`
+        as many as have room, which fill it in the proportion of prompt and reply that they have, else one as it is."""
+        whole = self.parts * (self.prompt + self.reply)
+        count = max(1, int(tokens / whole)) if packed else 1
+        each = tokens // (self.parts * count)
+        if not packed:
+            each = min(each, round(self.prompt + self.reply))
+        reply = min(max(1, round(each * self.reply / (self.prompt + self.reply))), max(1, each - 1))
+        return count, max(1, each - reply), reply
 
 
 def deal(count: int, shares: Sequence[int]) -> list[range]:

@@ -6,7 +6,7 @@ nothing is learned.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,34 +83,6 @@ class ReplyEncoder:
             return Reply(*self._conversations.encode(messages, tools, first=first))
         except RequestError as error:
             raise ConfigError(error.message, error.hint) from error
-
-
-class PairLengths(NamedTuple):
-    """Tokens of a pair's prompt, and of each of its replies, on an average."""
-
-    prompt: float
-    reply: float
-
-    @classmethod
-    def of(cls, pairs: Iterable[Document]) -> PairLengths:
-        """Of some pairs, as `PairEncoder` gives them. A prompt ends with the token that predicts the first of a reply,
-        and a reply with the last that is predicted."""
-        prompts, replies = list[int](), list[int]()
-        for pair in pairs:
-            for targets in np.split(pair.targets, np.cumsum(pair.parts)[:-1]):
-                (places,) = np.nonzero(targets != IGNORED)
-                prompts.append(int(places[0]) + 1)
-                replies.append(int(places[-1] - places[0]) + 1)
-        return cls(sum(prompts) / len(prompts), sum(replies) / len(replies))
-
-    def filling(self, tokens: int, packed: bool) -> tuple[int, int, int]:
-        """(pairs, tokens of a prompt, tokens of a reply) in a row of so many tokens, which such pairs fill: as many as
-        have room if they are `packed`, else one, in the proportion of prompt and reply that they have."""
-        whole = 2 * (self.prompt + self.reply)
-        pairs = max(1, int(tokens / whole)) if packed else 1
-        each = tokens // (2 * pairs)
-        reply = min(max(1, round(each * self.reply / (self.prompt + self.reply))), max(1, each - 1))
-        return pairs, max(1, each - reply), reply
 
 
 class PairEncoder:

@@ -17,7 +17,7 @@ import zlib
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -57,17 +57,25 @@ class LineRows:
     def read(self, row: int) -> dict[str, Any]:
         """One row. It moves no place in the file, so that a thread may read ahead."""
         start, stop = self._starts[row], self._starts[row + 1]
-        content = os.pread(self._descriptor, stop - start, start)
-        try:
-            return self._convert(content.removeprefix(codecs.BOM_UTF8))
-        except UNREADABLE as error:
-            is_other = isinstance(error, msgspec.ValidationError)
-            hint = 'each line is one object, as {"text": …}' if is_other else "repair this row or take it out"
-            raise ConfigError(f"{self.place(row)}: {error}", hint) from error
+        return _converted(os.pread(self._descriptor, stop - start, start), self._convert, lambda: self.place(row))
 
     def place(self, row: int) -> str:
         """Where a row stands, for messages; the first line is 1."""
         return f"{self.path}, line {self._lines[row]}"
+
+
+def json_row(content: bytes, place: str) -> dict[str, Any]:
+    """The object of one line. ConfigError for what is none, with its `place`."""
+    return _converted(content, _json_row, lambda: place)
+
+
+def _converted(content: bytes, convert: Callable[[bytes], dict[str, Any]], place: Callable[[], str]) -> dict[str, Any]:
+    try:
+        return convert(content.removeprefix(codecs.BOM_UTF8))
+    except UNREADABLE as error:
+        is_other = isinstance(error, msgspec.ValidationError)
+        hint = 'each line is one object, as {"text": …}' if is_other else "repair this row or take it out"
+        raise ConfigError(f"{place()}: {error}", hint) from error
 
 
 def json_lines(path: Path) -> LineRows:
@@ -164,8 +172,6 @@ class ParquetRows:
             raise ConfigError(f"{path} needs pyarrow, which is not installed", INSTALL) from error
         self.path = path
         try:
-            with path.open("rb") as file:
-                self.sha256 = hashlib.file_digest(file, "sha256").hexdigest()
             self._file = reader.ParquetFile(path)
         except (OSError, ValueError) as error:  # pyarrow's own error for a torn file is a ValueError
             raise ConfigError(f"cannot read {path}: {error}", "check that the file is whole") from error
@@ -173,6 +179,15 @@ class ParquetRows:
         self.count: int = metadata.num_rows
         self._firsts = [0, *accumulate(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))]
         self._group = lru_cache(maxsize=GROUPS_KEPT)(self._file.read_row_group)
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of the whole file, which is read for it: rows alone are found without."""
+        try:
+            with self.path.open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise ConfigError(f"cannot read {self.path}: {error}", "check that the file is whole") from error
 
     def read(self, row: int) -> dict[str, Any]:
         """One row; columns without a value are left out."""

@@ -29,10 +29,10 @@ from tllm.spec.model_spec import ModelSpec
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
 from tllm.training.data.batches import Batches, DataConfig
-from tllm.training.data.choose_encoder import RowEncoder, choose_encoder, open_rows
+from tllm.training.data.choose_encoder import RowEncoder, choose_encoder, sampled_rows
 from tllm.training.data.dataset import Dataset, Documents
 from tllm.training.data.encoder import FORMS
-from tllm.training.data.preference_rows import PairLengths
+from tllm.training.data.packing import RowLengths
 from tllm.training.data.prompt_batches import PromptBatches, PromptEncoder, RepliedPromptEncoder
 from tllm.training.job.job import Job
 from tllm.training.job.job_parts import JudgeSpecs, data_config, eval_data_config, steps_of_one_sampling
@@ -56,8 +56,8 @@ COMPANIONS = (
 
 END = "<|endoftext|>"
 
-PAIRS_READ = 100
-"""Of a job's data, about, to know how long its pairs are."""
+ROWS_READ = 100
+"""Of a job's data, about, to know how long they are."""
 
 
 @dataclass(frozen=True)
@@ -154,26 +154,28 @@ def judge_specs(job: Job) -> JudgeSpecs:
     return JudgeSpecs(*found)
 
 
-def pair_lengths(job: Job) -> PairLengths | None:
-    """How long the pairs of a job's data are. None where it has none, or neither the data nor what gives their tokens
-    is on this machine yet."""
+def row_lengths(job: Job) -> RowLengths | None:
+    """How long the documents are that a job's rows are made of. None where rows are full whatever these are, where
+    nobody knows (what is sampled), or neither the data nor what gives their tokens is on this machine yet."""
     data, kept = data_config(job), Path(job.output_dir) / FOLDER
-    if data.rows != "pairs" or not all(Path(name).is_file() for name in data.files):
+    is_full = data.rows == "texts" and data.packing
+    if is_full or data.rows == "scored_pairs" or job.rollouts is not None:
+        return None
+    if not all(Path(name).is_file() for name in data.files):
         return None
     folder = kept if kept.is_dir() else _tokenizer_source(job, _named(job))
     if (tokenizer := Tokenizer.from_folder(folder)) is None:
         return None
     template = ChatTemplate.from_folder(folder, tokenizer)
     encoder = choose_encoder(data.rows, tokenizer, template, data.add_eos, None)
-    rows = open_rows(data.rows, data.files, data.documents)
     try:
-        every = range(0, len(rows), max(1, len(rows) // PAIRS_READ))
-        return PairLengths.of(encoder.encode(rows.read(number)) for number in every)
+        found = sampled_rows(data.rows, data.files, data.documents, ROWS_READ)
+        if found is None:
+            return None
+        return RowLengths.of((encoder.encode(row, whole) for row, whole in found), data.seq_len)
     except ConfigError as error:
-        log.info("whole rows are counted, as a pair of %s cannot be read: %s", ", ".join(data.files), error.message)
+        log.info("whole rows are counted, as a row of %s cannot be read: %s", ", ".join(data.files), error.message)
         return None
-    finally:
-        rows.close()
 
 
 def open_initial_model(job: Job, name: str = "") -> InitialModel:

@@ -17,7 +17,7 @@ from tllm.spec.process_groups import RoleName
 from tllm.training.data.batches import DataConfig
 from tllm.training.data.dataset import Documents
 from tllm.training.data.encoder import OverLong
-from tllm.training.data.preference_rows import PairLengths
+from tllm.training.data.packing import RowLengths
 from tllm.training.job.job import Job
 from tllm.training.job.key_limits import ALONE, AUTO, WantedNodes
 from tllm.training.job.lora_job import LoraJob
@@ -116,14 +116,16 @@ def training_facts(
     judges: JudgeSpecs = NO_JUDGES,
     value_pass: bool = False,
     shares_prompts: bool = False,
-    pairs: PairLengths | None = None,
+    lengths: RowLengths | None = None,
 ) -> TrainingFacts:
     """What of a job decides its cost, of its roles those that its ranks have. `mirrored`: snapshots of steps are kept
     in memory. `judges`: where they are known. `value_pass`: whether the run is batch-invariant
-    (`wants_batch_invariance`). `shares_prompts`: as the function of that name says. `pairs`: of preferences how long
-    they are, if that is known; else whole rows are counted."""
-    shared = _prompts_to_share(job, pairs)
-    learned = shared if pairs is not None or job.task in ("grpo", "rejection") else None
+    (`wants_batch_invariance`). `shares_prompts`: as the function of that name says. `lengths`: of what rows are made
+    of, if that is known; else whole rows are counted."""
+    shared = _prompts_to_share(job, lengths)
+    documents, predicted = _documents(job, lengths)
+    if job.task in ("grpo", "rejection") and shared is not None:
+        predicted = shared.completion
     apart = role_nodes(job)
     return TrainingFacts(
         seq_len=job.seq_len,
@@ -131,7 +133,10 @@ def training_facts(
         microbatch_size=job.microbatch_size,
         dtype=job.dtype,
         states=STATES[job.optimizer],
-        target_tokens=None if learned is None else learned.completion * learned.of_row,
+        documents=documents,
+        target_tokens=predicted,
+        mean_lengths=lengths is not None,
+        row_tokens=0 if lengths is None else lengths.of_row(job.seq_len, job.packing),
         mirror_steps=snapshot_steps(job) if mirrored else 0,
         deterministic=job.deterministic,
         local_steps=job.local_steps,
@@ -145,15 +150,29 @@ def training_facts(
         reference=job.task == "grpo" and job.grpo is not None and job.grpo.beta > 0,
         teacher=None if judges.teacher is None or "teacher" in apart else teacher_facts(job, judges.teacher),
         reward=None if judges.reward is None or "reward" in apart else reward_facts(job, judges.reward),
-        value_pass=value_pass,
+        # KTO asks mismatched replies, which are as long as a row's own, in a pass without gradients.
+        value_pass=value_pass or (lengths is not None and row_kind(job) == "mismatched"),
         shared_prompts=shared if shares_prompts else None,
     )
 
 
-def _prompts_to_share(job: Job, pairs: PairLengths | None) -> SharedPrompts | None:
-    """Of completions as long as they may be; of pairs as they fill a row."""
-    if pairs is not None:
-        count, prompt, reply = pairs.filling(job.seq_len, job.packing)
+def _documents(job: Job, lengths: RowLengths | None) -> tuple[tuple[int, ...], int | None]:
+    """The documents of a row that are learned from, each of a prompt and a reply, and how many of its tokens are
+    predicted."""
+    if lengths is None:
+        return (), None
+    count, prompt, reply = lengths.filling(job.seq_len, job.packing)
+    count *= 1 if row_kind(job) == "mismatched" else lengths.parts
+    return (prompt + reply,) * count, reply * count
+
+
+def _prompts_to_share(job: Job, lengths: RowLengths | None) -> SharedPrompts | None:
+    """Of completions as long as they may be; of pairs as they fill a row. Unpaired replies are taken to have prompts of
+    their own."""
+    if lengths is not None:
+        if row_kind(job) != "pairs":
+            return None
+        count, prompt, reply = lengths.filling(job.seq_len, job.packing)
         return SharedPrompts(prompt, reply, 2, of_row=2 * count)
     if (config := job.rollouts) is None:
         return None

@@ -9,12 +9,20 @@ import torch
 
 from tllm.core.errors import ConfigError, nearest
 from tllm.model.transformer import build
-from tllm.parallel.lora.adapted_model import NO_DORA, ODD_EXPERTS, module_shapes, odd_experts, takes_the_input_itself
+from tllm.parallel.lora.adapted_model import (
+    NO_DORA,
+    NO_DROPOUT,
+    ODD_EXPERTS,
+    OF_LATENTS,
+    is_of_expert,
+    module_shapes,
+    odd_experts,
+)
 from tllm.parallel.lora.lora_update import B_NAME, LoraModule, tensor_names
 from tllm.parallel.mesh import whole
 from tllm.parallel.shard import shard_of
 from tllm.spec.model_spec import ModelSpec
-from tllm.spec.plan import Plan
+from tllm.training.job.job import Job
 from tllm.training.job.lora_job import ALL_LINEAR, LoraJob
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -41,17 +49,17 @@ def adapted_modules(lora: LoraJob, spec: ModelSpec) -> dict[str, LoraModule]:
     return modules
 
 
-def forward_only_layers(lora: LoraJob, spec: ModelSpec, plan: Plan) -> int:
-    """How many of the first layers run no backward pass: those below the lowest adapted one, on the first stage alone.
-    A later stage computes the gradients of its input without asking whether the one before needs them."""
-    numbers = (LAYER.match(name) for name in adapted_modules(lora, spec))
-    lowest = min((int(match[1]) for match in numbers if match), default=spec.num_layers)
-    return min(lowest, plan.runs[0].stop)
+def lowest_learned_layer(job: Job, spec: ModelSpec) -> int:
+    """The first layer with something that is learned; those below it run no backward pass. What is learned beside the
+    model, of hidden states, may be anywhere."""
+    if job.lora is None or (job.distill is not None and job.distill.hidden_state_layers):
+        return 0
+    return min(int(match[1]) for name in adapted_modules(job.lora, spec) if (match := LAYER.match(name)))
 
 
 def _is_left(lora: LoraJob, name: str) -> bool:
     """Whether a module is adapted if it is a target."""
-    if lora.target_modules == (ALL_LINEAR,) and not takes_the_input_itself(name):
+    if lora.target_modules == (ALL_LINEAR,) and (is_of_expert(name) or name.endswith(OF_LATENTS)):
         return False
     layers, layer = lora.layers_to_transform, LAYER.match(name)
     is_in_layer = not layers or (layer is not None and int(layer[1]) in layers)
@@ -72,16 +80,15 @@ def _check_left_out(lora: LoraJob, spec: ModelSpec, shapes: Mapping[str, object]
 
 
 def _check_modules(lora: LoraJob, modules: Mapping[str, LoraModule], shapes: Mapping[str, object]) -> None:
-    sorted_out = next((name for name in modules if not takes_the_input_itself(name)), "")
-    if sorted_out and lora.use_dora:
+    of_expert = next(filter(is_of_expert, modules), "")
+    if of_expert and lora.use_dora:
         raise ConfigError(
-            f"lora.use_dora and {sorted_out}, {NO_DORA}",
+            f"lora.use_dora and {of_expert}, {NO_DORA}",
             "leave use_dora out, or name others: mlp.gate_proj, say, is of no expert",
         )
-    if sorted_out and lora.lora_dropout:
+    if of_expert and lora.lora_dropout:
         raise ConfigError(
-            f"lora.lora_dropout is {lora.lora_dropout:g} and {sorted_out} is adapted, which goes without dropout: "
-            "rows of experts are sorted, and with kv_b_proj queries are multiplied in the place of latents",
+            f"lora.lora_dropout is {lora.lora_dropout:g} and {of_expert} is adapted, {NO_DROPOUT}",
             "leave lora_dropout out, or name others: mlp.gate_proj, say, is of no expert",
         )
     if odd := odd_experts(modules, shapes):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tllm.comm.collectives.group import Group
 from tllm.parallel.linear import RowLinear
-from tllm.parallel.lora.lora_update import LoraUpdate, magnitude_parameters, squares_of_rows
+from tllm.parallel.lora.lora_update import DoraUpdate, squares_of_rows
 
 
 class Magnitudes(nn.Module):
@@ -20,12 +20,12 @@ class Magnitudes(nn.Module):
     Where the linear's inputs are cut, every rank has m of all outputs, and squares are summed over the ranks `tp`.
     """
 
-    def __init__(self, linear: nn.Module, update: LoraUpdate, tp: Group) -> None:
+    def __init__(self, linear: nn.Module, update: DoraUpdate, tp: Group) -> None:
         super().__init__()
-        self.m = nn.ParameterList(magnitude_parameters(update))
+        self.m = nn.ParameterList(update.magnitudes())
         self.tp = tp if isinstance(linear, RowLinear) else None
 
-    def forward(self, weight: Tensor, update: LoraUpdate) -> Tensor:
+    def forward(self, weight: Tensor, update: DoraUpdate) -> Tensor:
         """What each output is multiplied by, [outputs]: 1 for those that are not adapted."""
         parts, at = list[Tensor](), 0
         for span, m, norm in zip(update.spans, self.m, self.norms(weight, update), strict=True):
@@ -34,16 +34,16 @@ class Magnitudes(nn.Module):
         return torch.cat([*parts, self.m[0].new_ones(update.outputs - at)])
 
     @torch.no_grad()
-    def norms(self, weight: Tensor, update: LoraUpdate) -> list[Tensor]:
+    def norms(self, weight: Tensor, update: DoraUpdate) -> list[Tensor]:
         """‖W + scale B A‖ of each row, module by module."""
         return self._norms(squares_of_rows(weight, update), update)
 
     @torch.no_grad()
-    def first_values(self, weight: Tensor, update: LoraUpdate) -> dict[nn.Parameter, Tensor]:
+    def first_values(self, weight: Tensor, update: DoraUpdate) -> dict[nn.Parameter, Tensor]:
         """What each parameter begins with: ‖W‖ of each row, as B is 0 then."""
         return dict(zip(self.m, self._norms(squares_of_rows(weight, update, adds=False), update), strict=True))
 
-    def _norms(self, squares_S: Tensor, update: LoraUpdate) -> list[Tensor]:
+    def _norms(self, squares_S: Tensor, update: DoraUpdate) -> list[Tensor]:
         if self.tp is not None and self.tp.size > 1:
             squares_S = self.tp.all_reduce(squares_S)
         return list(torch.split(squares_S.sqrt(), [span.stop - span.start for span in update.spans]))

@@ -18,6 +18,10 @@ from tllm.weights.export import WholeTensor
 from tllm.weights.lora.stacked_experts import stacked
 from tllm.weights.lora.write_adapter import write_adapter
 
+NOT_CONVERTED = ("qwen2_moe", "qwen3_5_moe", "gemma4")
+"""How types of models begin whose experts `transformers` stacks and PEFT 0.21.2 does not: it reads none of them, and
+their linears of other names all. `tests/parity/training/lora/test_read_by_peft.py` asks PEFT of every family."""
+
 log = logging.getLogger("tllm.training")
 
 
@@ -44,10 +48,10 @@ def export_adapter(checkpoint: Checkpoint, initial: InitialModel, job: Job, spec
 
 def not_read_by_peft(model_type: str, modules: Iterable[str]) -> list[str]:
     """The modules that PEFT drops when it stacks experts: linears of dense MLPs and shared experts that
-    are called as those of experts; of Qwen3.5-MoE, which it has no conversion for, the experts."""
+    are called as those of experts; of a family which it has no conversion for, the experts."""
     names = list(modules)
     ends = {match[3] for name in names if (match := EXPERT.fullmatch(name))}
-    if model_type.startswith("qwen3_5_moe"):
+    if model_type.startswith(NOT_CONVERTED):
         return [name for name in names if EXPERT.fullmatch(name)]
     return [name for name in names if name.rpartition(".")[2] in ends and EXPERT.fullmatch(name) is None]
 

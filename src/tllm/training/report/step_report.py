@@ -16,7 +16,7 @@ from tllm.training.data.batch_feed import ReplicaBatch
 from tllm.training.data.batch_tensors import Tokens
 from tllm.training.evaluation.held_out import Evaluated
 from tllm.training.gradients.accumulation_order import exact_sum
-from tllm.training.job.target_modules import forward_only_layers
+from tllm.training.job.target_modules import lowest_learned_layer
 from tllm.training.objectives.objective import MetricSum, joined
 from tllm.training.report.metrics import StepRecord
 from tllm.training.step.pipeline_step import StepResult
@@ -61,8 +61,7 @@ class StepReport:
         self._config, self._metric_names, self._device = config, metric_names, config.device
         self._groups, self._pipelined = config.groups, config.plan.pp > 1
         self._counts = config.groups.tells_losses
-        lora = config.job.lora
-        self._forward_only = 0 if lora is None else forward_only_layers(lora, config.spec, config.plan)
+        self._forward_only = lowest_learned_layer(config.job, config.spec)
         self._sent = 0
         self._own_peak = peak
         self._knows_peak = True

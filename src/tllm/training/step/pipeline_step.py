@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tllm.model.transformer import Transformer
 from tllm.parallel.quantized_weight import stands_for
-from tllm.spec.pipeline_schedule import Kind, Op, Schedule
+from tllm.spec.pipeline_schedule import Kind, Op, Schedule, StageChunk
 from tllm.training.attention.packed_attention import MakeAttend, TrainAttend
 from tllm.training.data.batch_tensors import Tokens, sent_to_host
 from tllm.training.gradients.accumulation_order import exact_sum
@@ -95,7 +95,9 @@ class _ScheduleExecutor:
         """A chunk's input and its output, which on the last chunk is the loss."""
         model, tokens = self.stage.chunks[op.chunk], self.microbatches[op.microbatch]
         incoming = self.schedule.receives(self.stage.index, op)
-        x = tokens.ids_T if incoming is None else self.mail.receive(incoming).requires_grad_()
+        x = tokens.ids_T if incoming is None else self.mail.receive(incoming)
+        if self.schedule.wants_input_gradient(StageChunk(self.stage.index, op.chunk)):
+            x = x.requires_grad_()
         attend = self.stage.make_attend(model.attention_specs(), tokens)
         adapt = self.stage.make_adapt(op.chunk, tokens)
         observe = observed(self.stage.of_states, tokens, self._told)
@@ -122,7 +124,7 @@ class _ScheduleExecutor:
     def backward_input(self, op: Op) -> None:
         live = self.live[op.microbatch, op.chunk]
         gradient = self._output_gradient(op)
-        if self.schedule.sends(self.stage.index, op) is None:  # the model's start: token ids take no gradient
+        if self.schedule.sends(self.stage.index, op) is None:  # where learning begins: its input takes no gradient
             live.weight_backward = partial(_learn, live.out, gradient)
             return
         input_gradient, weight_half = input_half(live.out, gradient, live.x)

@@ -26,7 +26,7 @@ from tllm.training.attention.varlen_attention import attention_on
 from tllm.training.data.batch_tensors import Tokens
 from tllm.training.job.job_parts import learns_from_own_tokens
 from tllm.training.job.rollout_combinations import wants_batch_invariance
-from tllm.training.job.target_modules import adapted_modules
+from tllm.training.job.target_modules import adapted_modules, lowest_learned_layer
 from tllm.training.lora.trained_adapter import MakeAdapt, TrainedAdapter, as_it_is
 from tllm.training.objectives.choose_objective import choose_objective
 from tllm.training.objectives.hidden_state_loss import hidden_state_loss
@@ -157,8 +157,9 @@ class RankModel:
     def _schedule(self, microbatches: int) -> Schedule:
         if microbatches not in self._schedules:
             plan = self._config.plan
+            learns_from = plan.run_of(lowest_learned_layer(self._config.job, self._config.spec))
             self._schedules[microbatches] = build_schedule(
-                plan.schedule, plan.pp, microbatches, depth=plan.depth, chunks=plan.chunks
+                plan.schedule, plan.pp, microbatches, plan.depth, plan.chunks, learns_from
             )
         return self._schedules[microbatches]
 

@@ -14,11 +14,12 @@ from tllm.parallel.lora.adapted_model import (
     NO_DORA,
     ODD_EXPERTS,
     Update,
+    is_of_expert,
     odd_experts,
-    takes_the_input_itself,
     updates_of,
+    with_dora,
 )
-from tllm.parallel.lora.lora_update import LoraModule, LoraUpdate, magnitude_name, tensor_names, weight_of
+from tllm.parallel.lora.lora_update import LoraModule, magnitude_name, tensor_names, weight_of
 from tllm.spec.lora.lora_config import CONFIG_FILE, CONFIG_LIMIT, LoraConfig, read_lora_config
 from tllm.spec.quantized.quantization_config import text_name
 from tllm.weights.boxes import Shape
@@ -69,8 +70,11 @@ class Adapter:
                     "linears of attention, MLPs and experts can be; routers, embeddings and lm_head cannot; "
                     f"{nearest(name, shapes)}",
                 )
-            if use_dora and not takes_the_input_itself(name):
-                raise WeightsError(f"the adapter adapts {name} with use_dora, {NO_DORA}", "merge it with PEFT")
+            if use_dora and is_of_expert(name):
+                raise WeightsError(
+                    f"the adapter adapts {name} with use_dora, {NO_DORA}",
+                    "merge it with the versions of PEFT and transformers that trained it",
+                )
             outputs, inputs = shapes[name]
             wanted: dict[str, Shape] = dict(zip(tensor_names(name), ((rank, inputs), (outputs, rank)), strict=True))
             if use_dora:
@@ -93,15 +97,14 @@ class Adapter:
         """
         with next(model.parameters()).device:
             updates = updates_of(model, self.modules)
-            whole = {one: update for one, update in updates.items() if isinstance(update, LoraUpdate)}
-            some = whole.items() if self.config.use_dora else ()
-            factors = {linear: DoraFactors(linear, update, tp) for linear, update in some}
+            whole = with_dora(updates) if self.config.use_dora else {}
+            factors = {linear: DoraFactors(linear, update, tp) for linear, update in whole.items()}
         load(nn.ModuleList(updates.values()), self.index, source, dtype)
         if factors:
             load(nn.ModuleList(factors.values()), self.index, source, torch.promote_types(dtype, torch.float32))
         for linear, of_linear in factors.items():
             of_linear.measure(weight_of(linear), whole[linear])
-            updates[linear].rescale = of_linear
+            whole[linear].factor = of_linear
         return updates
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tllm.comm.collectives.group import Group
 from tllm.parallel.linear import RowLinear
-from tllm.parallel.lora.lora_update import LoraUpdate, magnitude_parameters, rescaled, squares_of_rows
+from tllm.parallel.lora.lora_update import DoraUpdate, squares_of_rows
 
 
 class DoraFactors(nn.Module):
@@ -21,24 +21,24 @@ class DoraFactors(nn.Module):
     cut, the ranks `tp` add theirs together in the first batch that needs them: all of them compute that one.
     """
 
-    def __init__(self, linear: nn.Module, update: LoraUpdate, tp: Group) -> None:
+    def __init__(self, linear: nn.Module, update: DoraUpdate, tp: Group) -> None:
         super().__init__()
-        self.m = nn.ParameterList(magnitude_parameters(update))
+        self.m = nn.ParameterList(update.magnitudes())
         self.tp = tp if isinstance(linear, RowLinear) else None
         self.spans, self.outputs = update.spans, update.outputs
         self.squares_S: Tensor | None = None  # of the rows of all spans
         self.factor_F: Tensor | None = None
 
     @torch.no_grad()
-    def measure(self, weight: Tensor, update: LoraUpdate) -> None:
+    def measure(self, weight: Tensor, update: DoraUpdate) -> None:
         """Add up the squares of W + scale B A, in float32 at least; weights in few bits are what they stand for."""
         self.squares_S = squares_of_rows(weight, update)
 
-    def forward(self, added_NF: Tensor, product_NF: Tensor) -> Tensor:
-        """What rows get beside W x in all, of scale B A x and of W x; of partial sums, their parts of it."""
+    def forward(self) -> Tensor:
+        """f, [outputs]: 1 for outputs that are not adapted."""
         if self.factor_F is None:
             self.factor_F = self._factor()
-        return rescaled(self.factor_F, added_NF, product_NF)
+        return self.factor_F
 
     @torch.no_grad()
     def _factor(self) -> Tensor:

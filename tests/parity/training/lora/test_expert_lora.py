@@ -331,9 +331,11 @@ def test_what_cannot_be_computed_is_refused(model: Path, tmp_path: Path) -> None
         lora = LoraJob(**{"r": 2, "target_modules": ("w2",), **keys})
         return train(lora_job(model, tmp_path / "run", lora=lora, max_steps=1), "pp=1")
 
-    with pytest.raises(ConfigError, match=r"use_dora and .*experts\.0\.w2, which is computed of linears"):
+    with pytest.raises(ConfigError, match=r"use_dora and .*experts\.0\.w2, of an expert: PEFT, .* has no DoRA"):
         tried(use_dora=True)
-    with pytest.raises(ConfigError, match=r"lora_dropout is 0\.1 and .*experts\.0\.w2 is adapted"):
+    with pytest.raises(
+        ConfigError, match=r"lora_dropout is 0\.1 and .*experts\.0\.w2 is adapted, an expert's: PEFT, .* drops nothing"
+    ):
         tried(lora_dropout=0.1)
     with pytest.raises(ConfigError, match=r"experts\.3\.w2 and not every expert of its layer alike"):
         tried(target_modules=("experts.3.w2",))

@@ -69,19 +69,21 @@ LORA = LoraJob(r=4, lora_alpha=8.0, lora_dropout=0.2)
 Named = dict[str, Tensor]
 
 
-def our_gradients(base: Path, adapter: Path, dtype: torch.dtype) -> tuple[float, Named]:
+def our_gradients(
+    base: Path, adapter: Path, dtype: torch.dtype, tokens: Tokens = TOKENS, dropout: float = 0.0
+) -> tuple[float, Named]:
     """The mean loss and the gradients of an adapter's tensors."""
     spec, source = spec_of(base), LocalFiles(adapter)
     model = build(spec, whole(spec), dtype)
     slow_load(model, base)
     found = read_adapter(source)
-    trained = TrainedAdapter(model, found.modules, dtype)
+    trained = TrainedAdapter(model, found.modules, dtype, dropout)
     load(trained, found.index, source)
-    adapt = trained.of_microbatch(TOKENS, learns=True)
+    adapt = trained.of_microbatch(tokens, learns=True)
     x_TD = model(
-        TOKENS.ids_T, TOKENS.positions_T, TrainAttend(model.attention_specs(), TOKENS), TOKENS.lengths_T, adapt
+        tokens.ids_T, tokens.positions_T, TrainAttend(model.attention_specs(), tokens), tokens.lengths_T, adapt
     )
-    loss = NextTokenLoss(whole(spec))(model, x_TD, TOKENS).loss / TOKENS.predicted
+    loss = NextTokenLoss(whole(spec))(model, x_TD, tokens).loss / tokens.predicted
     loss.backward()
     assert all(parameter.grad is None for parameter in model.parameters()), "the model itself is frozen"
     named = {name: torch.full(found.index.shape(name), torch.nan, dtype=dtype) for name in found.index.entries}

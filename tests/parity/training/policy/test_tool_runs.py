@@ -111,6 +111,49 @@ def test_a_run_is_the_plain_loop(task: Path, tmp_path: Path, monkeypatch: pytest
     assert off < 1e-9, where
 
 
+def test_a_task_that_is_to_be_learned_is_the_plain_loop(
+    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of `test_a_model_learns_which_tool_to_call`: rewards of 0 and 1 that hang on another column of the row, most
+    groups with one or none that is right, whose advantages are several, or 0; prompts computed once for eight."""
+    write_tool_task(tmp_path / "task")
+    (tmp_path / "task" / "rewards.py").write_text(LEARNED)
+    seen = watch(monkeypatch)
+    table = tool_grpo(
+        tmp_path / "task",
+        reward_funcs=(f"{tmp_path / 'task' / 'rewards.py'}:right",),
+        num_generations=8,
+        max_num_seqs=48,
+    )
+    sizes: dict[str, Any] = dict(global_batch_size=48, microbatch_size=12, max_steps=3, learning_rate=5e-3)
+    got = records(train(job := tool_job(tmp_path / "task", tmp_path / "run", table, **sizes), "pp=1"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(task)
+    made = [plain_completion(tools_of(task), tokenizer, turns, 160) for turns in seen.turns.values()]
+    steps = [made[start : start + 48] for start in (0, 48, 96)]
+    assert len(made) == 144
+    groups = []
+    for record, part in zip(got, steps, strict=True):
+        right = torch.tensor([is_right(one, tokenizer) for one in part], dtype=torch.float64).view(-1, 8)
+        assert (record.metrics or {})["rewards/right/mean"] == pytest.approx(float(right.mean()))
+        off = right - right.mean(1, keepdim=True)
+        groups.append((part, (off / (right.std(1, keepdim=True) + 1e-4)).flatten()))
+    every = torch.cat([found for _, found in groups]).view(-1, 8)
+    assert 0 < int((every == 0).all(1).sum()) < len(every) and float(every.max()) > 2
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "task", dtype=torch.float64)
+    want = plain_steps(job, model, groups)
+    assert max(abs(one.loss - other) for one, other in zip(got, want, strict=True)) < 1e-9
+    trained = {name: x for name, x in model.state_dict().items() if name in final(tmp_path / "run")}
+    off, where = furthest(final(tmp_path / "run"), trained)
+    assert off < 1e-9, where
+
+
+def is_right(one: PlainCompletion, tokenizer: Any) -> bool:
+    """What `LEARNED` says of a completion of the loop."""
+    (number,) = re.findall(r"(\d)\?", tokenizer.decode(one.prompt_ids))
+    wanted = {"name": "look", "arguments": {"key": "a" if int(number) % 2 else "b"}}
+    return len(one.messages) == 3 and [call for m in one.messages for call in m.get("tool_calls", [])] == [wanted]
+
+
 def plainly(message: dict[str, Any]) -> dict[str, Any]:
     """A message without ids of calls, and with calls as the model writes them."""
     plain = {key: value for key, value in message.items() if key != "tool_call_id"}

@@ -149,7 +149,8 @@ def test_no_plan_takes_less(seed: int) -> None:
         cluster = with_other_rates(draw, cluster)
     facts = TrainingFacts(draw.choice([8, 64]), draw.randint(1, 3), target_tokens=draw.choice([None, 5]))
     if draw.random() < 0.3:
-        facts = replace(facts, adapter=AdapterFacts(rank=2, targets=("q_proj", "v_proj")))
+        late = draw.choice([(), (spec.num_layers - 1,)])
+        facts = replace(facts, adapter=AdapterFacts(rank=2, targets=("q_proj", "v_proj"), layers=late))
     bound = least_step_seconds(spec, cluster, facts, SIZES)
     assert (
         0

@@ -34,7 +34,7 @@ from tllm.planner.simulate.placed_plan import PlacedPlan
 from tllm.spec.cut import cut_stage
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
-from tllm.training.data.preference_rows import PairLengths
+from tllm.training.data.packing import RowLengths
 from tllm.training.job.distillation_keys import DistillationKeys
 from tllm.training.job.job import Job
 from tllm.training.job.job_parts import JudgeSpecs, shares_prompts, training_facts, with_role_plans
@@ -96,13 +96,14 @@ def test_a_shared_prompt_is_counted_once_for_the_completions_of_a_microbatch() -
 
 def test_the_prompt_of_a_pair_is_counted_once_and_memory_for_whole_rows() -> None:
     """Rows of 64 tokens, each of which two pairs fill: prompts of 12 tokens, of which 11 once, and two replies of 4."""
-    spec, plan, pairs = small_spec(4), Plan.parse("pp=1", 4), PairLengths(11.5, 4.0)
+    spec, plan, pairs = small_spec(4), Plan.parse("pp=1", 4), RowLengths(11.5, 4.0, 2)
     job = job_of(task="dpo", grpo=None, seq_len=64, packing=True)
     assert shares_prompts(job, spec)
-    plain, facts = training_facts(job), training_facts(job, shares_prompts=True, pairs=pairs)
+    plain, facts = training_facts(job), training_facts(job, shares_prompts=True, lengths=pairs)
     assert plain == training_facts(job, shares_prompts=True), "nobody knows how long they are"
     assert facts.lengths == (11, 4, 4) * 4 and facts.before == (0, 11, 11) * 4, "two rows are a microbatch"
-    assert plain.lengths == facts.in_ring(2).lengths == (64, 64) and facts.microbatches == plain.microbatches
+    assert plain.lengths == (64, 64) and facts.microbatches == plain.microbatches
+    assert facts.in_ring(2).lengths == (16,) * 8, "a ring shares no prompts"
     (few,), (many,) = (rank_works(spec, plan, one) for one in (facts, plain))
     assert (few.batch.target_tokens, many.batch.target_tokens) == (2 * 16, 2 * 64), "replies alone have logits"
     assert training_bytes(spec, plan, facts) == training_bytes(spec, plan, plain), "a row may have hardly a prompt"
@@ -114,9 +115,9 @@ def test_the_prompt_of_a_pair_is_counted_once_and_memory_for_whole_rows() -> Non
     assert ratio < 0.7 and seconds / whole == pytest.approx(ratio)
     assert once.mfu(seconds) == pytest.approx(twice.mfu(whole)), "both compute at the same rate"
     one_pair = training_facts(
-        job_of(task="dpo", grpo=None, seq_len=64, packing=False), shares_prompts=True, pairs=pairs
+        job_of(task="dpo", grpo=None, seq_len=64, packing=False), shares_prompts=True, lengths=pairs
     )
-    assert one_pair.lengths == (23, 8, 8) * 2
+    assert one_pair.lengths == (11, 4, 4) * 2, "a row is no longer than its pair"
 
 
 def test_a_reference_takes_the_weights_again_but_not_under_an_adapter() -> None:

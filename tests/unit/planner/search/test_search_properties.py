@@ -10,10 +10,12 @@ import pytest
 from tests.unit.planner.search.test_serving_search import cluster_of, spec_of
 from tllm.core.errors import CapacityError, PlanError
 from tllm.planner.cluster.device import Cluster, LinkSpeed
+from tllm.planner.cost.rank_bytes import AdapterFacts
 from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.cost.serving_load import ServingFacts
 from tllm.planner.search.serving_search import best_serving
 from tllm.planner.search.training_constraints import TrainingConstraints
+from tllm.planner.search.training_layouts import TrainingLayouts
 from tllm.planner.search.training_search import best_training
 from tllm.planner.simulate.placed_plan import PlacedPlan
 from tllm.spec.model_spec import ModelSpec
@@ -103,3 +105,16 @@ def test_what_is_pinned_stays() -> None:
         assert best.placed.plan.dp == (1,)
         assert best.predicted.seconds >= free * (1 - 1e-12)
     assert any(plan.dp != (1,) for plan in seen), "else the refusal was not put to the test"
+
+
+@pytest.mark.parametrize("layers", [(), (2,), (3,)])
+def test_no_layout_is_faster_than_its_bound(layers: tuple[int, ...]) -> None:
+    """Beside an adapter too, whose model has no gradients of its weights, nor of anything below the lowest adapter."""
+    spec, cluster = spec_of(4), cluster_of(random.Random(1), 2)
+    facts = TrainingFacts(64, 4, adapter=AdapterFacts(2, ("q_proj",), layers=layers))
+    seen = 0
+    for layout in TrainingLayouts(spec, more_memory(cluster, 100.0), facts, FREE):
+        placed = PlacedPlan(spec, layout.plan, layout.facts, cluster, layout.devices)
+        assert layout.lower_bound <= placed.predict().seconds * (1 + 1e-9), str(layout.plan)
+        seen += 1
+    assert seen > 20

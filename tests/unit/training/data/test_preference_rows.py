@@ -14,7 +14,8 @@ from tllm.core.errors import ConfigError
 from tllm.text.chat_template import ChatTemplate
 from tllm.training.data.choose_encoder import RowEncoder, choose_encoder, open_rows
 from tllm.training.data.encoder import IGNORED, Document, fit
-from tllm.training.data.preference_rows import CHOSEN, MISMATCHED, REJECTED, PairLengths
+from tllm.training.data.packing import RowLengths
+from tllm.training.data.preference_rows import CHOSEN, MISMATCHED, REJECTED
 
 TOKENIZER = kits.both()["byte-level"]
 EOS = TOKENIZER.eos_id
@@ -171,12 +172,15 @@ def test_a_pair_that_is_longer_than_a_row_is_refused_and_not_cut() -> None:
 @pytest.mark.parametrize(
     ("tokens", "packed", "filled"),
     [
-        (64, False, (1, 24, 8)),
+        (64, False, (1, 6, 2)),
         (64, True, (4, 6, 2)),
         (70, True, (4, 6, 2)),
         (10, True, (1, 4, 1)),
+        (10, False, (1, 4, 1)),
         (2, False, (1, 1, 1)),
     ],
 )
-def test_pairs_fill_a_row_in_their_own_proportion(tokens: int, packed: bool, filled: tuple[int, int, int]) -> None:
-    assert PairLengths(6, 2).filling(tokens, packed) == filled
+def test_packed_pairs_fill_a_row_in_their_own_proportion_and_others_are_as_they_are(
+    tokens: int, packed: bool, filled: tuple[int, int, int]
+) -> None:
+    assert RowLengths(6, 2, 2).filling(tokens, packed) == filled

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import json
+import random
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
 import gguf
 import pytest
 
-from tests.support.training.post_training.preferences import pair_rows, preference_job, small_model
+from tests.support.training.post_training.preferences import (
+    pair_rows,
+    preference_job,
+    small_model,
+    some,
+    text_of,
+    unpaired_rows,
+)
 from tllm.core.errors import ConfigError
+from tllm.planner.cost.rank_work import TrainingFacts
+from tllm.planner.memory.training_memory import training_bytes
+from tllm.spec.plan import Plan
 from tllm.training.job import initial_model
-from tllm.training.job.initial_model import pair_lengths, spec_of
+from tllm.training.job.initial_model import open_initial_model, row_lengths, spec_of
 from tllm.training.job.job import Job
+from tllm.training.job.job_parts import data_config, training_facts
+from tllm.training.job.preference_tables import KTOConfig
 
 
 def test_a_gguf_model_is_refused(tmp_path: Path) -> None:
@@ -38,16 +52,57 @@ def test_how_long_pairs_are_is_read_from_the_data_where_it_is_here(
     def words(rows: list[dict[str, str]], *names: str) -> float:
         return fmean(len(row[name].split()) for row in rows for name in names)
 
-    found = pair_lengths(job)
-    assert found == (words(rows, "prompt"), pytest.approx(words(rows, "chosen", "rejected") + 1))
-    monkeypatch.setattr(initial_model, "PAIRS_READ", 8)
-    few = pair_lengths(job)
+    found = row_lengths(job)
+    assert found == (words(rows, "prompt"), pytest.approx(words(rows, "chosen", "rejected") + 1), 2)
+    monkeypatch.setattr(initial_model, "ROWS_READ", 8)
+    few = row_lengths(job)
     assert few is not None and few.prompt == words(rows[::3], "prompt"), "of all parts of the file"
-    assert pair_lengths(preference_job(tmp_path / "model", tmp_path / "run", "kto")) is None
     with (tmp_path / "pairs.jsonl").open("a") as file:
         file.write(json.dumps({"prompt": "w1", "chosen": "w2"}) + "\n")
-    monkeypatch.setattr(initial_model, "PAIRS_READ", 100)
-    assert pair_lengths(job) is None, "the run tells what is wrong with it"
+    monkeypatch.setattr(initial_model, "ROWS_READ", 100)
+    assert row_lengths(job) is None, "the run tells what is wrong with it"
     for gone in ("model/tokenizer.json", "pairs.jsonl"):
         (tmp_path / gone).unlink()
-        assert pair_lengths(job) is None
+        assert row_lengths(job) is None
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("loss_type", ["kto", "apo_zero_unpaired"])
+def test_unpaired_replies_are_counted_as_rows_have_them(loss_type: str, packing: bool, tmp_path: Path) -> None:
+    """With and without a mismatched reply, which has a pass of its own, without gradients. What a run has in its
+    rows, over some steps, is what is counted."""
+    small_model("llama", tmp_path / "model")
+    unpaired_rows(tmp_path / "unpaired.jsonl", 200)
+    job = preference_job(
+        tmp_path / "model", tmp_path / "run", "kto", packing=packing, kto=KTOConfig(loss_type=loss_type)
+    )
+    lengths = row_lengths(job)
+    assert lengths is not None and lengths.parts == (2 if loss_type == "kto" else 1)
+    facts = training_facts(job, lengths=lengths)
+    check_counted(job, facts)
+    spec, plan = spec_of(job), Plan.parse("pp=1", 4)
+    assert facts.value_pass == (loss_type == "kto")
+    assert replace(facts.as_large_as_may_be, value_pass=False) == training_facts(job), "there is room for whole rows"
+    assert training_bytes(spec, plan, facts) == training_bytes(spec, plan, training_facts(job))
+
+
+def test_texts_that_are_rows_of_their_own_are_counted_as_long_as_they_are(tmp_path: Path) -> None:
+    small_model("llama", tmp_path / "model")
+    dice, path = random.Random(3), tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text_of(some(dice, 2, 20))}) + "\n" for _ in range(150)))
+    job = preference_job(tmp_path / "model", tmp_path / "run", "sft", train_files=(str(path),))
+    lengths = row_lengths(job)
+    assert lengths is not None
+    check_counted(job, training_facts(job, lengths=lengths))
+    assert row_lengths(replace(job, packing=True)) is None, "rows are full, whatever texts they have"
+
+
+def check_counted(job: Job, facts: TrainingFacts) -> None:
+    """Tokens of a row and those that are predicted, in the run's own batches."""
+    batches = open_initial_model(job)._batches(data_config(job))
+    rows = [row for step in range(12) for row in batches.step(step)]
+    tokens, predicted = fmean(len(row.labels) for row in rows), fmean((row.labels >= 0).sum() for row in rows)
+    learned = 0.5 if facts.value_pass else 1.0
+    assert facts.row_tokens == pytest.approx(tokens, rel=0.12)
+    assert sum(facts.lengths) / facts.microbatch_size == pytest.approx(learned * tokens, rel=0.12)
+    assert facts.target_tokens == pytest.approx(learned * predicted, rel=0.15)

@@ -16,6 +16,8 @@ QUERY = "model.layers.1.self_attn.q_proj"
     [
         ("qwen3_moe", [QUERY, DENSE, EXPERT, SHARED], [DENSE, SHARED]),
         ("qwen3_5_moe_text", [QUERY, EXPERT], [EXPERT]),
+        ("qwen2_moe", [QUERY, EXPERT, SHARED], [EXPERT]),
+        ("gemma4_text", [DENSE, EXPERT], [EXPERT]),
         ("qwen3_moe", [QUERY, EXPERT], []),
         ("llama", [QUERY, DENSE], []),
     ],

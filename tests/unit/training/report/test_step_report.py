@@ -19,7 +19,6 @@ from tllm.training.data.batch_feed import ReplicaBatch
 from tllm.training.data.batch_tensors import Tokens
 from tllm.training.data.encoder import IGNORED
 from tllm.training.job.lora_job import LoraJob
-from tllm.training.job.target_modules import forward_only_layers
 from tllm.training.report.step_report import RankCounters, StepReport
 from tllm.training.step.pipeline_step import StepResult
 
@@ -30,7 +29,7 @@ def report_of(rank: int = 0, lora: LoraJob | None = None, plan: str = "dp=2,pp=2
     """A rank's, whose peak is a billion flop/s."""
     world = SimpleNamespace(rank=rank, size=1, all_gather=solo().all_gather)
     groups = SimpleNamespace(world=world, tells_losses=True, bytes_sent=0)
-    parts = {"job": SimpleNamespace(lora=lora), "plan": Plan.parse(plan, 2), "device": CPU}
+    parts = {"job": SimpleNamespace(lora=lora, distill=None), "plan": Plan.parse(plan, 2), "device": CPU}
     config: Any = SimpleNamespace(groups=groups, rank=rank, spec=SPEC, shares_prompts=False, **parts)
     return StepReport(config, 1e9)
 
@@ -75,10 +74,3 @@ def test_layers_below_the_lowest_adapted_one_count_forward_alone(keys: tuple[int
     tokens = Tokens(torch.arange(9), torch.arange(9), torch.arange(9), [9])
     every = training_flops(SPEC, [9], tokens.predicted, is_frozen=True)
     assert report._flops([tokens]) == every - below * back
-
-
-def test_a_later_stage_computes_all_gradients_of_its_inputs() -> None:
-    spec = spec_of(4)
-    lora = LoraJob(r=2, layers_to_transform=(3,))
-    of = [forward_only_layers(lora, spec, Plan.parse(plan, 4)) for plan in ("pp=1", "pp=2", "pp=4")]
-    assert of == [3, 2, 1]

@@ -56,6 +56,12 @@ class PassSeconds(NamedTuple):
         """All four passes."""
         return self.forward + self.backward_input + self.backward_weight + self.recompute
 
+    @property
+    def forward_alone(self) -> PassSeconds:
+        """The same without a backward pass; of `memory` the forward pass's share where nothing is recomputed."""
+        forward = min(self.forward, FORWARD_TOUCHES * self.memory)
+        return PassSeconds(self.forward, 0.0, 0.0, 0.0, self.attention, forward)
+
     def with_value_pass(self, recompute: str) -> PassSeconds:
         """The same where what has gradients is computed once more without them: the forward pass, or where layers are
         computed again in the backward pass, and only then with gradients, that and the logits."""
