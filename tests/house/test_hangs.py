@@ -39,7 +39,7 @@ def test_leak():
 """
 
 CHANGES = """
-import logging, os, socket, sys
+import logging, os, signal, socket, sys
 import pytest
 import torch
 
@@ -54,6 +54,16 @@ def test_nothing(wider, monkeypatch, caplog):
     caplog.set_level("DEBUG", "tllm.node")
     monkeypatch.setenv("A_VARIABLE", "1")
     monkeypatch.chdir("/")
+
+def test_command(own_process):
+    os.environ["A_VARIABLE"] = "1"
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    sys.excepthook = print
+    torch.set_num_threads(7)
+    logging.getLogger("asyncio").setLevel("ERROR")
+
+def test_signal():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 def test_logger():
     logging.getLogger("tllm.node").setLevel("ERROR")
@@ -82,6 +92,7 @@ def test_folder():
 """
 
 CHANGED = {
+    "test_signal": "the handler of SIGTERM was 0, is 1",
     "test_logger": "the logger 'tllm.node' was (0, (), True, False), is (40, (), True, False)",
     "test_variable": "os.environ['A_VARIABLE'] was None, is 1",
     "test_folder": "the working folder was ",
