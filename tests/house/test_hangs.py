@@ -92,9 +92,9 @@ def test_folder():
 """
 
 CHANGED = {
-    "test_signal": "the handler of SIGTERM was 0, is 1",
+    "test_signal": "the handler of SIGTERM was <Handlers.SIG_DFL: 0>, is <Handlers.SIG_IGN: 1>",
     "test_logger": "the logger 'tllm.node' was (0, (), True, False), is (40, (), True, False)",
-    "test_variable": "os.environ['A_VARIABLE'] was None, is 1",
+    "test_variable": "os.environ['A_VARIABLE'] was None, is '1'",
     "test_folder": "the working folder was ",
     "test_dtype": "torch's default dtype was torch.float32, is torch.float64",
     "test_grad": "torch's grad mode was True, is False",

@@ -151,7 +151,7 @@ def _differences(
     if before == now:
         return []
     return [
-        f"{title.format(name)} was {was}, is {is_now}"
+        f"{title.format(name)} was {was!r}, is {is_now!r}"
         for name in before.keys() | now.keys()
         if (was := before.get(name, missing)) != (is_now := now.get(name, missing))
     ]
