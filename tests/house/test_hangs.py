@@ -101,6 +101,11 @@ CHANGED = {
     "test_cycle": "unclosed <socket.socket ",
 }
 
+IMPORTS = """
+def test_import():
+    import torch
+"""
+
 SEEDS = """
 import pytest
 import torch
@@ -144,6 +149,11 @@ def test_what_a_test_leaves_changed_in_its_process_fails_it_by_name(tmp_path: Pa
     for test, line in CHANGED.items():
         told = done.stdout.partition(f"ERROR at teardown of {test} _")[2].partition("\n____")[0]
         assert line in told, test
+
+
+def test_what_a_library_brings_when_it_is_imported_is_no_change(tmp_path: Path) -> None:
+    done = run_guarded(tmp_path, IMPORTS)
+    assert done.returncode == 0, done.stdout
 
 
 def test_random_numbers_of_torch_begin_anew_for_each_test(tmp_path: Path) -> None:
