@@ -39,7 +39,7 @@ def test_leak():
 """
 
 CHANGES = """
-import logging, os, socket, sys
+import logging, os, signal, socket, sys
 import pytest
 import torch
 
@@ -54,6 +54,16 @@ def test_nothing(wider, monkeypatch, caplog):
     caplog.set_level("DEBUG", "tllm.node")
     monkeypatch.setenv("A_VARIABLE", "1")
     monkeypatch.chdir("/")
+
+def test_command(own_process):
+    os.environ["A_VARIABLE"] = "1"
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    sys.excepthook = print
+    torch.set_num_threads(7)
+    logging.getLogger("asyncio").setLevel("ERROR")
+
+def test_signal():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 def test_logger():
     logging.getLogger("tllm.node").setLevel("ERROR")
@@ -82,13 +92,19 @@ def test_folder():
 """
 
 CHANGED = {
+    "test_signal": "the handler of SIGTERM was <Handlers.SIG_DFL: 0>, is <Handlers.SIG_IGN: 1>",
     "test_logger": "the logger 'tllm.node' was (0, (), True, False), is (40, (), True, False)",
-    "test_variable": "os.environ['A_VARIABLE'] was None, is 1",
+    "test_variable": "os.environ['A_VARIABLE'] was None, is '1'",
     "test_folder": "the working folder was ",
     "test_dtype": "torch's default dtype was torch.float32, is torch.float64",
     "test_grad": "torch's grad mode was True, is False",
     "test_cycle": "unclosed <socket.socket ",
 }
+
+IMPORTS = """
+def test_import():
+    import torch
+"""
 
 SEEDS = """
 import pytest
@@ -133,6 +149,11 @@ def test_what_a_test_leaves_changed_in_its_process_fails_it_by_name(tmp_path: Pa
     for test, line in CHANGED.items():
         told = done.stdout.partition(f"ERROR at teardown of {test} _")[2].partition("\n____")[0]
         assert line in told, test
+
+
+def test_what_a_library_brings_when_it_is_imported_is_no_change(tmp_path: Path) -> None:
+    done = run_guarded(tmp_path, IMPORTS)
+    assert done.returncode == 0, done.stdout
 
 
 def test_random_numbers_of_torch_begin_anew_for_each_test(tmp_path: Path) -> None:
