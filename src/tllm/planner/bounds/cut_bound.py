@@ -28,11 +28,12 @@ as can be. It says of each plan, in plain words:
 7. **Devices.** A stage whose gradients take too long for slow links has a device with a fast one in each replica, and
    one whose load is too large for slow devices a fast one. How many replicas there can be of each kind is a linear
    program: there are no more devices than there are, nor fast ones, well-linked ones, those that are both, and those
-   with much memory.
+   with much memory. As replicas are whole, no more of them have f or more fast devices than there are for that, and so
+   on.
 
 Devices count as slow or fast, with slow or fast links, with little memory or much: each as the best of its class. Ranks
 of context parallelism count as so many replicas with a part of each microbatch, of which all of the above is as true.
-Any part of a replica counts. The embedding, of which it is not known which stage has it, has no gradients. So no plan
+The embedding, of which it is not known which stage has it, has no gradients. So no plan
 of the forms that are searched (`training_bound.is_searched`) takes less, whatever its schedule.
 """
 
@@ -47,11 +48,10 @@ from itertools import combinations_with_replacement, islice, pairwise, product
 from typing import NamedTuple
 
 from tllm.planner.bounds.layer_sums import even, uneven, ways
-from tllm.planner.bounds.linear_program import most_of
+from tllm.planner.bounds.linear_program import most_of, with_whole_numbers
 from tllm.planner.bounds.replica_microbatches import (
     FAST,
     LINKED,
-    MOST_CHUNKS,
     PASSES,
     ROUNDING,
     CutMessages,
@@ -62,6 +62,7 @@ from tllm.planner.bounds.replica_microbatches import (
     ReplicaMicrobatches,
     StepWork,
     ZeroStage,
+    most_chunks,
     sure_fill,
     whole,
 )
@@ -212,13 +213,14 @@ class _CutBound:
         slow, fast, largest = self.devices.slow_seconds, self.devices.fast_seconds, cut[-1].load
         (levels, needs), part, work = _levels(cut), self.work.part, self.work
         alike = len(cut) - sum(stage.load < largest for stage in cut)
-        anew = max(max(0, one.layers - MOST_CHUNKS) * of_one for one, of_one in zip(cut, messages.anew, strict=True))
+        chunks = most_chunks(cut)
+        anew = max(max(0, one.layers - chunks) * of_one for one, of_one in zip(cut, messages.anew, strict=True))
         gathered = seconds / anew if anew else math.inf
         rows = list[float]()
         for level in levels:
             time = max(level * slow, largest * fast)
             filled = 0 if level * slow > largest * fast else alike - 1
-            fill = filled * min(1 / 3, fast / time)
+            fill = filled * (min(1 / 3, fast / time) if chunks > 1 else 1 / 3)
             freely = (seconds - messages.most) / time / part[0] + work.hides
             hidden = freely - fill * sure_fill(work.hides, freely - fill)
             rows.append(whole([hidden, (seconds - messages.always) / time / part[0] - fill, gathered]) * part[1])
@@ -306,7 +308,7 @@ class _CutBound:
         """All rows that replicas may do at most: the linear program over how many there are of each kind."""
         best, kinds = 0.0, list(self._kinds(cut, messages.sums))
         supplies = (self._whole_replicas(cut) * len(cut), *self.devices.holders[1:])
-        for passes in PASSES if self.work.layers >= 2 * len(cut) > 2 else PASSES[:1]:
+        for passes in PASSES if most_chunks(cut) > 1 else PASSES[:1]:
             values, demands = list[float](), list[list[float]]()
             for kind in kinds:
                 replica = ReplicaMicrobatches(self.work, self.devices, cut, kind, messages)
@@ -318,7 +320,10 @@ class _CutBound:
                     demands.append([len(cut), on_fast, on_links.bit_count(), on_both, large])
                     if not is_limited:
                         break  # more memory is of no use
-            best = max(best, most_of(values, demands, supplies))
+            most = most_of(values, demands, supplies)
+            if most * (1 + ROUNDING) >= self.work.rows:
+                most = most_of(values, *with_whole_numbers(demands, supplies))
+            best = max(best, most)
         return best * (1 + ROUNDING)
 
     def _whole_replicas(self, cut: LayerCut) -> int:

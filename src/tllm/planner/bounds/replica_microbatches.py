@@ -79,6 +79,11 @@ LayerCut = tuple[CutStage, ...]
 """The stages, the smallest load first."""
 
 
+def most_chunks(cut: LayerCut) -> int:
+    """That all stages may have: one layer is in each."""
+    return min(MOST_CHUNKS, min(stage.layers for stage in cut)) if len(cut) > 1 else 1
+
+
 class ZeroStage(NamedTuple):
     """What a ZeRO stage sends, as multiples of a reduce-scatter and of a gather of new weights, and holds."""
 
@@ -127,13 +132,15 @@ class ReplicaMicrobatches:
         rows, stages = self.work.part[0], len(self.cut)
         if rows > self._largest_microbatch(zero, large) * (1 + ROUNDING):
             return 0, True
-        freely = whole(self._counts(seconds, passes, 1.0))
         if passes == "split":
+            freely = whole(self._counts(seconds, passes, 1.0))
             count = whole([freely, self._in_flight(seconds, zero, large) / rows**2])
             return count, count < freely
-        # A microbatch passes each chunk in a group of as many as there are stages, or of all.
-        first = min(1.0, self._of_first_chunk(zero, large) / stages / rows)
-        count = freely if first == 1 else whole(self._counts(seconds, passes, first))
+        # A microbatch passes each chunk in a group of as many as there are stages, or of all. One layer is of another.
+        all_but_one = 1 - 1 / self.cut[-1].load
+        freely = whole(self._counts(seconds, passes, all_but_one))
+        first = min(all_but_one, self._of_first_chunk(zero, large) / stages / rows)
+        count = freely if first == all_but_one else whole(self._counts(seconds, passes, first))
         return max(count, min(freely, stages - 1)), count < freely
 
     def _largest_microbatch(self, zero: ZeroStage, large: int) -> float:
@@ -182,7 +189,7 @@ class ReplicaMicrobatches:
         """How many microbatches each of several limits allows. `first`: the part of a stage's work that its first chunk
         has at most, whose backward pass is the last."""
         cut, kind, messages, is_chunked = self.cut, self.kind, self.messages, passes == "chunked"
-        chunks = min(MOST_CHUNKS, self.work.layers // len(cut)) if is_chunked else 1
+        chunks = most_chunks(cut) if is_chunked else 1
         hides, longest = self.work.hides * first, kind.stages[0][0]
         anew = zip(cut, messages.anew, strict=False)
         gathers = max((max(0, stage.layers - chunks) * of_one for stage, of_one in anew), default=0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from tests.unit.planner.search.test_serving_search import cluster_of, some_of, s
 from tests.unit.planner.search.test_training_search import least_seconds, seconds_of
 from tllm.core.errors import ConfigError
 from tllm.planner.bounds import replica_microbatches, training_bound
-from tllm.planner.bounds.linear_program import most_of
+from tllm.planner.bounds.linear_program import most_of, with_whole_numbers
 from tllm.planner.bounds.training_bound import is_searched, least_step_seconds, relaxed_step_seconds
 from tllm.planner.bounds.whole_layers import least_of_whole_layers
 from tllm.planner.cluster.device import Cluster, Device, LinkSpeed, Points, Tier
@@ -335,6 +335,29 @@ def test_small_linear_programs(seed: int) -> None:
             if all(np.dot(row, x) <= value + 1e-9 for row, value in limits):
                 best = max(best, float(np.dot(values, x)))
     assert most_of(values, demands, supplies) == pytest.approx(best, abs=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_limits_for_whole_numbers_leave_out_none(seed: int) -> None:
+    draw = random.Random(seed)
+    rows, columns = draw.randint(1, 3), draw.randint(1, 3)
+    values = [draw.uniform(0, 3) for _ in range(columns)]
+    demands = [[float(draw.randint(0, 3)) for _ in range(rows)] + [float(draw.randint(1, 3))] for _ in range(columns)]
+    supplies = [draw.uniform(0, 7) for _ in range(rows + 1)]
+    best = max(
+        sum(x * value for x, value in zip(chosen, values, strict=True))
+        for chosen in product(range(8), repeat=columns)
+        if all(
+            sum(x * demand[i] for x, demand in zip(chosen, demands, strict=True)) <= supply
+            for i, supply in enumerate(supplies)
+        )
+    )
+    limited = most_of(values, *with_whole_numbers(demands, supplies))
+    assert best <= limited * (1 + ROUNDING) + 1e-12 and limited <= most_of(values, demands, supplies) * (1 + ROUNDING)
+
+
+def test_whole_numbers_are_fewer() -> None:
+    assert most_of([1.0], *with_whole_numbers([[2.0]], [5.0])) == 2.0 < most_of([1.0], [[2.0]], [5.0])
 
 
 def test_a_linear_program_without_a_limit_is_infinite() -> None:
