@@ -8,7 +8,8 @@ as can be. It says of each plan, in plain words:
 1. **Whole layers.** A stage of a layers is busy for m a t seconds with m microbatches, if t is what a layer takes for
    one of them. So a replica does no more microbatches than its slowest stage lets through.
 2. **Whole microbatches and replicas.** A replica does a whole number of microbatches, the last of which is computed as
-   a full one, and there are no more replicas than devices for all of their stages.
+   a full one. There are no more replicas than devices for all of their stages, and ranks that share microbatches all
+   have such stages.
 3. **The pipeline's fill.** Of i stages that take w or more for a microbatch the last one begins when it has passed the
    i - 1 others, (i - 1) w / 3 late: a third of w is the forward pass. Where backward passes are whole, as many of them
    follow its last one, so that it is (i - 1) w. With several chunks only one layer of each first chunk is sure to come
@@ -147,7 +148,7 @@ def _freest(sizes: Sequence[SizedStep]) -> SizedStep:
     slow_seconds, fast_seconds = min(one.slow_seconds for one in devices), min(one.fast_seconds for one in devices)
     holders = (devices[0].holders[0], fast, *devices[0].holders[FAST + 1 :])
     return SizedStep(
-        replace(works[0], rows=rows, logits=logits),
+        replace(works[0], rows=rows, ranks=1, logits=logits),
         replace(devices[0], slow_seconds=slow_seconds, fast_seconds=fast_seconds, holders=holders),
     )
 
@@ -327,8 +328,8 @@ class _CutBound:
         return best * (1 + ROUNDING)
 
     def _whole_replicas(self, cut: LayerCut) -> int:
-        """That can be whole."""
-        return self.devices.holders[0] // len(cut)
+        """How many there can be, as many of which share microbatches as ranks do."""
+        return self.work.ranks * (self.devices.holders[0] // (self.work.ranks * len(cut)))
 
     def _kinds(self, cut: LayerCut, sums: Sequence[float]) -> Iterator[ReplicaKind]:
         """Kinds by the KNOWN largest loads on slow devices, or all of these if they are fewer. Of stages alike those

@@ -34,6 +34,8 @@ class StepWork:
     part: tuple[float, float]
     """Rows of a microbatch that a replica computes at least, and that count for it: fewer than all where ranks share
     it."""
+    ranks: int
+    """That share each microbatch (context parallelism)."""
     logits: float
     """What the logits of a row are worth."""
     hides: float

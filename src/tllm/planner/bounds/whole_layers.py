@@ -45,12 +45,10 @@ def least_of_whole_layers(
     (whole,) = cut_stage(spec, (1,))
     sent = _gradients(spec, whole, sizes[0].facts, len(memories))
     steps = dict[object, SizedStep]()
-    for size in sizes:
+    for size in sorted(sizes, key=lambda size: size.ranks):
         step = _sized(spec, whole, size, bandwidths, memories)
-        # Of parts that are as large, as 2 of 4 rows and 4 of 8, the one whose last microbatch adds least.
-        alike = steps.setdefault((replace(step.work, rows=0), step.devices), step)
-        if step.work.rows < alike.work.rows:
-            steps[replace(step.work, rows=0), step.devices] = step
+        # Of parts that are as large, as of 4 rows on 2 ranks and of 8 on 4, fewer ranks have fewer rows to fill.
+        steps.setdefault((replace(step.work, rows=0, ranks=0), step.devices), step)
     return least_of_cuts(list(steps.values()), sent, least)
 
 
@@ -91,6 +89,7 @@ def _work(spec: ModelSpec, whole: Cut, size: RankSize, logits: float) -> StepWor
         layers=spec.num_layers,
         rows=size.facts.microbatches * size.facts.microbatch_size,
         part=_part(size),
+        ranks=size.ranks,
         logits=logits,
         hides=hides + core / 9,
         kept=float(min(_kept(spec, whole, facts))) if is_known else 0.0,

@@ -15,7 +15,7 @@ from benchmarks.planner.many_machines import cluster_of as machines_of
 from benchmarks.planner.many_machines import model
 from tests.unit.planner.search.test_serving_search import cluster_of, some_of, spec_of
 from tests.unit.planner.search.test_training_search import least_seconds, seconds_of
-from tllm.core.errors import ConfigError
+from tllm.core.errors import CapacityError, ConfigError
 from tllm.planner.bounds import replica_microbatches, training_bound
 from tllm.planner.bounds.linear_program import most_of, with_whole_numbers
 from tllm.planner.bounds.training_bound import is_searched, least_step_seconds, relaxed_step_seconds
@@ -29,6 +29,7 @@ from tllm.planner.memory.heap import TRAINER_BYTES
 from tllm.planner.search.promising_meshes import WIDTHS
 from tllm.planner.search.training_constraints import MICROBATCHES
 from tllm.planner.search.training_layouts import CHUNKS, MOST_DEVICES
+from tllm.planner.search.training_search import best_training
 from tllm.spec.model_spec import ModelSpec, MoeSpec
 from tllm.spec.plan import Plan, Stage
 
@@ -179,6 +180,23 @@ def test_with_hierarchical_collectives_no_plan_of_up_to_eight_machines_takes_les
     draw = random.Random(9000 + seed)
     spec, facts = any_model(draw, draw.randint(1, 6)), any_facts(draw, draw.randint(4, 32))
     compare(draw, spec, with_nodes(draw, machines(draw, draw.randint(3, 8))), facts, LEVELS)
+
+
+@pytest.mark.parametrize("seed", some_of(60, 3))
+def test_no_plan_that_is_found_takes_less(seed: int) -> None:
+    """The best of some hundred plans of 3 to 5 machines, which is nearer to the bound than any at
+    random."""
+    draw = random.Random(11_000 + seed)
+    spec, cluster = any_model(draw, draw.randint(3, 6)), machines(draw, draw.randint(3, 5))
+    facts = any_facts(draw, draw.choice([4, 8, 12, 24]))
+    try:
+        found = best_training(spec, cluster, facts, steps=300)
+    except CapacityError:
+        return
+    best = found.choices[0]
+    assert is_searched(best.placed.plan, len(cluster), facts)
+    bound = least_step_seconds(spec, cluster, facts, MICROBATCHES)
+    assert bound <= best.predicted.seconds * (1 + ROUNDING), f"{best.placed.plan} on {best.placed.devices}"
 
 
 def compare(
