@@ -23,6 +23,7 @@ from tllm.planner.bounds.whole_layers import least_of_whole_layers
 from tllm.planner.cluster.device import Cluster, Device, LinkSpeed, Points, Tier
 from tllm.planner.cluster.execution import Execution
 from tllm.planner.cost.flops import training_flops
+from tllm.planner.cost.link_levels import gather_link
 from tllm.planner.cost.rank_bytes import AdapterFacts
 from tllm.planner.cost.rank_work import SharedPrompts, TrainingFacts
 from tllm.planner.memory.heap import TRAINER_BYTES
@@ -252,6 +253,16 @@ def test_no_plan_of_all_of_two_or_three_machines_takes_less(seed: int, execution
     cluster = cluster if execution is None else with_nodes(draw, cluster)
     bound = least_step_seconds(spec, cluster, facts, SIZES)
     assert bound <= least_seconds(spec, cluster, facts, execution) * (1 + ROUNDING)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_hierarchical_collectives_are_no_faster_than_the_fastest_link_of_any_device(seed: int) -> None:
+    draw = random.Random(12_000 + seed)
+    for _ in range(30):
+        cluster = with_nodes(draw, machines(draw, draw.randint(2, 12)))
+        devices = draw.sample(range(len(cluster)), draw.randint(2, len(cluster)))
+        fastest = max(cluster.link(a, b).bandwidth for a in devices for b in devices if a != b)
+        assert gather_link(cluster, devices).bandwidth <= fastest * (1 + ROUNDING)
 
 
 def test_microbatches_are_whole() -> None:
