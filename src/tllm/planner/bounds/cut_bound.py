@@ -78,7 +78,7 @@ MOST_STEPS = 5
 """Ranges of how many devices of a replica have much memory: each counts with its most memory and its fewest devices."""
 
 MOST_SUBSETS = 1000
-"""Sets of stages with fast links that are looked at for a cut; where there are more, all links are taken to be fast."""
+"""Sets of stages with fast links that are looked at for a cut; where there are more, the largest stages have them."""
 
 KNOWN = 3
 """Stages on slow devices, those with the largest loads, that are looked at one by one: behind three the pipeline's fill
@@ -110,19 +110,18 @@ class SizedStep(NamedTuple):
 ZEROS = (ZeroStage(2, 0, 1), ZeroStage(1, 1, 1), ZeroStage(1, 0, 0))
 """ZeRO 0; 1 and 2; 3, whose gathers go on beside products."""
 
-FREE = ZEROS[-1]
 
-
-def least_of_cuts(sizes: Sequence[SizedStep], sent: SentGradients, least: float) -> float:
+def least_of_cuts(sizes: Sequence[SizedStep], sent: SentGradients, least: float, most: float) -> float:
     """Seconds that plans take at least that are searched and have no tensor parallelism, with microbatches of one of
-    these sizes; `least` are known already, and are the answer for a model with too many cuts."""
+    these sizes, or `most` if that is less; `least` are known already, and are the answer for a model with too many
+    cuts."""
     layers, devices = sizes[0].work.layers, sizes[0].devices.holders[0]
     if ways(layers, min(layers, devices)) > MOST_CUTS:
         return least
-    bounds, freest, best = [_CutBound(size, sent) for size in sizes], _CutBound(_freest(sizes), sent), math.inf
+    bounds, freest, best = [_CutBound(size, sent) for size in sizes], _CutBound(_freest(sizes), sent), most
     # Even cuts first, the promising ones of them before the others, so that most others need not be looked at.
     promising = [(bound, bound.cut(*ends)) for ends in _ends(even(layers, devices)) for bound in bounds]
-    for bound, cut in sorted(promising, key=lambda one: one[0].at_least(one[1], least, 2 * least)):
+    for bound, cut in sorted(promising, key=lambda one: one[0].at_least(one[1], least, most)):
         best = bound.least_of(cut, least, best)
     for parts in uneven(layers, devices):
         if max(least, freest.by_speed(freest.without_logits(parts))) < best:
@@ -178,11 +177,6 @@ class _CutBound:
 
     def least_of(self, cut: LayerCut, low: float, high: float) -> float:
         """The most seconds, up to rounding, that do not suffice for a cut; `low` if they do, `high` if no fewer do."""
-        while high == math.inf:
-            if self._suffices(cut, 2 * low):
-                high = 2 * low
-            else:
-                low *= 2
         if not self._suffices(cut, high):
             return high
         low = self.at_least(cut, low, high)

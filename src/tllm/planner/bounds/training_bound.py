@@ -73,7 +73,8 @@ def least_step_seconds(
     again = min(_least(spec, kinds, one, recomputed=1) for one in sized)
     link = _fastest_message(cluster)
     cut = min(_least(spec, kinds, one, link=link) for one in sized) if len(devices) > 1 else math.inf
-    if min(again, cut) <= relaxed:
+    most = min(again, cut)
+    if most <= relaxed:
         return relaxed
     memories = [float(cluster.devices[place].memory - TRAINER_BYTES) for place in devices]
     sizes = [
@@ -81,8 +82,7 @@ def least_step_seconds(
         for one in sized
         for ring in _rings(len(cluster), facts)
     ]
-    whole = least_of_whole_layers(spec, sizes, _fastest_sends(cluster, devices), memories, relaxed)
-    return max(relaxed, min(again, cut, whole))
+    return max(relaxed, least_of_whole_layers(spec, sizes, _fastest_sends(cluster, devices), memories, relaxed, most))
 
 
 def is_searched(plan: Plan, devices: int, facts: TrainingFacts) -> bool:

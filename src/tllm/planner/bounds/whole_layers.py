@@ -38,10 +38,16 @@ class RankSize(NamedTuple):
 
 
 def least_of_whole_layers(
-    spec: ModelSpec, sizes: Sequence[RankSize], bandwidths: Sequence[float], memories: Sequence[float], least: float
+    spec: ModelSpec,
+    sizes: Sequence[RankSize],
+    bandwidths: Sequence[float],
+    memories: Sequence[float],
+    least: float,
+    most: float,
 ) -> float:
-    """Seconds that plans without tensor parallelism take at least with microbatches of one of these sizes, of which
-    `least` are known already. Of the devices: bytes per second to any other, and bytes beside a process."""
+    """Seconds that plans without tensor parallelism take at least with microbatches of one of these sizes, or `most` if
+    that is less; `least` are known already. Of the devices: bytes per second to any other, and bytes beside a
+    process."""
     (whole,) = cut_stage(spec, (1,))
     sent = _gradients(spec, whole, sizes[0].facts, len(memories))
     steps = dict[object, SizedStep]()
@@ -49,7 +55,7 @@ def least_of_whole_layers(
         step = _sized(spec, whole, size, bandwidths, memories)
         # Of parts that are as large, as of 4 rows on 2 ranks and of 8 on 4, fewer ranks have fewer rows to fill.
         steps.setdefault((replace(step.work, rows=0, ranks=0), step.devices), step)
-    return least_of_cuts(list(steps.values()), sent, least)
+    return least_of_cuts(list(steps.values()), sent, least, most)
 
 
 def _sized(
