@@ -163,8 +163,9 @@ def page(rows: Sequence[dict[str, Any]]) -> Page:
         "many-machines",
         f"The planner's search on up to {largest['machines']:,} unlike machines",
         "What the search for a training plan takes on one core, and how far its plan is from a bound that no plan "
-        "of the forms that are searched can beat: it knows that layers are whole, that all replicas have the same cut, "
-        "and what messages of gradients are not hidden (`planner.bounds`). "
+        "of the forms that are searched can beat: it knows that layers, microbatches and replicas are whole, that all "
+        "replicas have the same cut and microbatches of one size, that pipelines fill, and what messages of gradients "
+        "are not hidden (`planner.bounds`). "
         "Products alone are all flops spread over all machines by speed, with no "
         f"message and no waiting. A model of 1.6 billion parameters in 32 layers, rows of {SEQ_LEN} tokens, bfloat16. "
         "Each machine is one of eight kinds, drawn with a seed: 4 or 10 Tflop/s, 16 or 32 GiB, at a site of 10 or of "
@@ -177,9 +178,9 @@ def page(rows: Sequence[dict[str, Any]]) -> Page:
         "microbatches, machines of one stage that wait for a slower one), its waiting for other stages, and messages "
         "that nothing hides.",
         "Predictions alone: no step was run. Within 3 % of the bound: "
-        f"{sum(gap <= 0.03 for gap in gaps)} of {len(gaps)} searches. The bound lets each replica have microbatches of "
-        "its own size and ignores most of the pipeline's waiting, so that some of the gap is still its own. The search "
-        "is not exact: it looks at the promising arrangements alone. The processor was shared with other work.",
+        f"{sum(gap <= 0.03 for gap in gaps)} of {len(gaps)} searches. Some of the gap is the bound's: in it any part "
+        "of a replica counts, an embedding has no gradients, and interleaved schedules wait little. The search is not "
+        "exact: it looks at the promising arrangements alone. The processor was shared with other work.",
     )
 
 

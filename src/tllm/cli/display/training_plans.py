@@ -298,7 +298,7 @@ def _least(cluster: Cluster, best: TrainingChoice) -> float | None:
     """Seconds that every plan of the forms that are searched takes at least, with any size of microbatches that is
     tried or the one that is given; None beside a plan of another form, which may take less."""
     facts = best.placed.facts
-    if not is_searched(best.placed.plan):
+    if not is_searched(best.placed.plan, len(cluster), facts):
         return None
     return least_step_seconds(best.placed.spec, cluster, facts, sorted({*MICROBATCHES, facts.microbatch_size}))
 

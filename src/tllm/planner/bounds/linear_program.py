@@ -37,3 +37,13 @@ def most_of(values: Sequence[float], demands: Sequence[Sequence[float]], supplie
                 table[i] = [one - factor * other for one, other in zip(row, of_pivot, strict=True)]
         gains = [one - gain * other for one, other in zip(gains, of_pivot, strict=True)]
     return math.inf
+
+
+def with_whole_numbers(
+    demands: Sequence[Sequence[float]], supplies: Sequence[float]
+) -> tuple[list[list[float]], list[float]]:
+    """The demands and supplies of `most_of` with more limits, which whole numbers x keep as well: of those that demand
+    d or more of something there are no more than supply // d (Chvátal 1973, Edmonds polytopes)."""
+    rows = [(i, d) for i in range(len(supplies)) for d in sorted({demand[i] for demand in demands} - {0})]
+    limited = [[*demand, *(float(demand[i] >= d) for i, d in rows)] for demand in demands]
+    return limited, [*supplies, *(float(supplies[i] // d) for i, d in rows)]

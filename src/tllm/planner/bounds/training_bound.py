@@ -32,8 +32,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tllm.planner.bounds.cut_bound import MOST_CHUNKS
-from tllm.planner.bounds.whole_layers import least_of_whole_layers, passes_of
+from tllm.planner.bounds.replica_microbatches import MOST_CHUNKS
+from tllm.planner.bounds.whole_layers import RankSize, least_of_whole_layers, passes_of
 from tllm.planner.cluster.device import Cluster, Device, Points
 from tllm.planner.cluster.device_kinds import best_bandwidths
 from tllm.planner.cluster.profile import between
@@ -47,6 +47,10 @@ from tllm.spec.plan import Plan
 MOST_PRICES = 64
 """Of more ratios of a device's two rates, so many are tried: each gives a bound, and all together the best one."""
 
+FEW_DEVICES, RINGS = 16, (1, 2, 4, 8, 16)
+"""Ranks of context parallelism that the search tries on more devices than these (`promising_meshes.WIDTHS`); on fewer
+it tries all numbers."""
+
 Rates = tuple[float, float]
 """Flop/s of layers and of logits."""
 
@@ -55,10 +59,12 @@ def least_step_seconds(
     spec: ModelSpec, cluster: Cluster, facts: TrainingFacts, microbatch_sizes: Sequence[int]
 ) -> float:
     """Seconds that every plan of the forms that are searched takes at least with microbatches of one of these sizes, as
-    tllm carries it out.
+    tllm carries it out; where the cluster's `execution` has hierarchical collectives, as `tllm simulate` times these.
+    Nothing else of an `execution` counts: the bound does not hold for messages that overlap with products, say.
 
     The size of `facts` itself does not count. Raises ConfigError where a device has no speed in the job's dtype.
     """
+    cluster = _as_timed(cluster)
     devices, sized = _taking_part(cluster), _sized(facts, microbatch_sizes)
     if not devices or not sized:
         return 0.0
@@ -67,25 +73,50 @@ def least_step_seconds(
     again = min(_least(spec, kinds, one, recomputed=1) for one in sized)
     link = _fastest_message(cluster)
     cut = min(_least(spec, kinds, one, link=link) for one in sized) if len(devices) > 1 else math.inf
-    if min(again, cut) <= relaxed:
+    most = min(again, cut)
+    if most <= relaxed:
         return relaxed
-    rates = [_best_rates(cluster.devices[place], *_largest(sized)) for place in devices]
     memories = [float(cluster.devices[place].memory - TRAINER_BYTES) for place in devices]
-    whole = least_of_whole_layers(spec, sized, rates, _fastest_sends(cluster, devices), memories, relaxed)
-    return max(relaxed, min(again, cut, whole))
+    sizes = [
+        _of_rank(one.in_ring(ring), ring, [cluster.devices[place] for place in devices])
+        for one in sized
+        for ring in _rings(len(cluster), facts)
+    ]
+    return max(relaxed, least_of_whole_layers(spec, sizes, _fastest_sends(cluster, devices), memories, relaxed, most))
 
 
-def is_searched(plan: Plan) -> bool:
-    """Whether a plan has a form that is searched, so that the bound holds for it."""
-    return len({stage.tp for stage in plan.stages}) == 1 and not plan.servers and plan.chunks <= MOST_CHUNKS
+def is_searched(plan: Plan, devices: int, facts: TrainingFacts) -> bool:
+    """Whether a plan has a form that is searched for a job on so many devices, so that the bound holds for it."""
+    has_one_tp = len({stage.tp for stage in plan.stages}) == 1
+    return has_one_tp and not plan.servers and plan.chunks <= MOST_CHUNKS and plan.cp in _rings(devices, facts)
+
+
+def _rings(devices: int, facts: TrainingFacts) -> Sequence[int]:
+    """How many ranks of context parallelism may share a microbatch."""
+    tried = range(1, devices + 1) if devices <= FEW_DEVICES else RINGS
+    return [ranks for ranks in tried if ranks == 1 or ranks <= min(devices, facts.seq_len // 2)]
 
 
 def relaxed_step_seconds(
     spec: ModelSpec, cluster: Cluster, facts: TrainingFacts, microbatch_sizes: Sequence[int]
 ) -> float:
     """The linear relaxation alone: products, spread over all devices by speed. Arguments are as above."""
+    cluster = _as_timed(cluster)
     kinds = Counter(cluster.devices[place] for place in _taking_part(cluster))
     return min((_least(spec, kinds, one) for one in _sized(facts, microbatch_sizes)), default=0.0) if kinds else 0.0
+
+
+def _as_timed(cluster: Cluster) -> Cluster:
+    """The cluster with what devices reach at best, where collectives are hierarchical: such runs are timed by the
+    roofline model, which looks up each product by a size of its own (`cost.roofline.layer_time`)."""
+    if cluster.execution.collectives == "flat":
+        return cluster
+    return replace(cluster, devices=tuple(map(_at_best, cluster.devices)))
+
+
+def _at_best(device: Device) -> Device:
+    rates = ((dtype, ((1.0, max(rate for _, rate in points)),)) for dtype, points in device.flop_rates)
+    return replace(device, flop_rates=tuple(rates), logits_rates=())
 
 
 def _taking_part(cluster: Cluster) -> list[int]:
@@ -127,10 +158,12 @@ def _tokens(facts: TrainingFacts) -> tuple[int, int]:
     return tokens, min(tokens, of_row * facts.microbatch_size)
 
 
-def _largest(sized: Sequence[TrainingFacts]) -> tuple[TrainingFacts, int, int]:
-    """The most tokens of a microbatch of any size, and the most targets."""
-    tokens, targets = zip(*map(_tokens, sized), strict=True)
-    return sized[0], max(tokens), max(targets)
+def _of_rank(facts: TrainingFacts, ranks: int, devices: Sequence[Device]) -> RankSize:
+    """A size of microbatches that so many ranks share."""
+    whole, targets = _tokens(facts)
+    tokens = -(-whole // (2 * ranks)) * 2 if ranks > 1 else whole
+    known = {device: _best_rates(device, facts, tokens, -(-targets * tokens // whole)) for device in set(devices)}
+    return RankSize(facts, ranks, [known[device] for device in devices])
 
 
 def _fastest_message(cluster: Cluster) -> float:
@@ -142,13 +175,18 @@ def _fastest_message(cluster: Cluster) -> float:
 
 def _fastest_sends(cluster: Cluster, devices: Sequence[int]) -> list[float]:
     """For each device the most bytes per second of gradients, none of which count as short messages; infinite where it
-    has no link."""
-    best = best_bandwidths(cluster)
-    inside = [cluster.inside[cluster.node_of[device]] for device in devices]
-    return [
+    has no link.
+
+    Of hierarchical collectives a device that is alone on its node sends less than its part over its own links. With
+    all levels together they take no less than over the fastest link of any device (`cost.link_levels`)."""
+    best, of_node = best_bandwidths(cluster), Counter(cluster.node_of)
+    nodes = [cluster.node_of[device] for device in devices]
+    inside = [cluster.inside[node] if of_node[node] > 1 else None for node in nodes]
+    sends = [
         max(best[device], link.bandwidth if link is not None else 0.0) or math.inf
         for device, link in zip(devices, inside, strict=True)
     ]
+    return sends if cluster.execution.collectives == "flat" else [max(sends)] * len(sends)
 
 
 def _best_rates(device: Device, facts: TrainingFacts, tokens: int, targets: int) -> Rates:

@@ -6,13 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
-from tllm.planner.bounds.cut_bound import (
-    DeviceClasses,
-    SentGradients,
-    StepWork,
-    least_of_cuts,
-)
+from tllm.planner.bounds.cut_bound import SentGradients, SizedStep, least_of_cuts
+from tllm.planner.bounds.replica_microbatches import DeviceClasses, StepWork
 from tllm.planner.cost.activations import Microbatch, layer_bytes
 from tllm.planner.cost.flops import BACKWARD, attention_flops, layer_flops, logits_flops
 from tllm.planner.cost.rank_bytes import end_parameters, layer_parameters
@@ -20,7 +17,7 @@ from tllm.planner.cost.rank_work import TrainingFacts, forward_only_layers
 from tllm.spec.cut import Cut, cut_stage
 from tllm.spec.model_spec import ModelSpec
 
-HIDES = 3 / 4
+HIDES, HIDES_WITH_WAITS = 2 / 3, 3 / 4
 """Part of a microbatch's time, at most, that its backward pass hides: two thirds, and where ranks of context
 parallelism wait for one another up to three quarters."""
 
@@ -31,30 +28,45 @@ def passes_of(facts: TrainingFacts) -> int:
     return 1 + BACKWARD if facts.adapter is None else BACKWARD
 
 
+class RankSize(NamedTuple):
+    """A size of microbatches, each of which so many ranks share, and what devices reach with it."""
+
+    facts: TrainingFacts
+    ranks: int
+    rates: Sequence[tuple[float, float]]
+    """Flop/s of layers and of logits, by device."""
+
+
 def least_of_whole_layers(
     spec: ModelSpec,
-    sized: Sequence[TrainingFacts],
-    rates: Sequence[tuple[float, float]],
+    sizes: Sequence[RankSize],
     bandwidths: Sequence[float],
     memories: Sequence[float],
     least: float,
+    most: float,
 ) -> float:
-    """Seconds that plans without tensor parallelism take at least, of which `least` are known already.
-
-    `sized`: the job with each size of microbatches. Of the devices: flop/s of layers and of logits, bytes per second to
-    any other, and bytes beside a process.
-    """
+    """Seconds that plans without tensor parallelism take at least with microbatches of one of these sizes, or `most` if
+    that is less; `least` are known already. Of the devices: bytes per second to any other, and bytes beside a
+    process."""
     (whole,) = cut_stage(spec, (1,))
-    passes = passes_of(sized[0])
-    of_layer = 1 if forward_only_layers(spec, sized[0]) else passes  # each layer counts as the lightest one
-    layer = min(of_layer * _row_flops(spec, whole, facts) for facts in sized)
-    logits = min(passes * _row_logits(spec, whole, facts) for facts in sized)
-    seconds = [layer / of_layers for of_layers, _ in rates]
-    worth = min(logits / of_logits / one for (_, of_logits), one in zip(rates, seconds, strict=True))
-    work = _work(spec, whole, sized, worth)
-    return least_of_cuts(
-        work, _gradients(spec, whole, sized[0], len(rates)), _classes(seconds, bandwidths, memories), least
-    )
+    sent = _gradients(spec, whole, sizes[0].facts, len(memories))
+    steps = dict[object, SizedStep]()
+    for size in sorted(sizes, key=lambda size: size.ranks):
+        step = _sized(spec, whole, size, bandwidths, memories)
+        # Of parts that are as large, as of 4 rows on 2 ranks and of 8 on 4, fewer ranks have fewer rows to fill.
+        steps.setdefault((replace(step.work, rows=0, ranks=0), step.devices), step)
+    return least_of_cuts(list(steps.values()), sent, least, most)
+
+
+def _sized(
+    spec: ModelSpec, whole: Cut, size: RankSize, bandwidths: Sequence[float], memories: Sequence[float]
+) -> SizedStep:
+    passes = passes_of(size.facts)
+    of_layer = 1 if forward_only_layers(spec, size.facts) else passes  # each layer counts as the lightest one
+    layer, logits = of_layer * _row_flops(spec, whole, size.facts), passes * _row_logits(spec, whole, size.facts)
+    seconds = [layer / of_layers for of_layers, _ in size.rates]
+    worth = min(logits / of_logits / one for (_, of_logits), one in zip(size.rates, seconds, strict=True))
+    return SizedStep(_work(spec, whole, size, worth), _classes(seconds, bandwidths, memories))
 
 
 def _row_flops(spec: ModelSpec, whole: Cut, facts: TrainingFacts) -> float:
@@ -70,8 +82,8 @@ def _row_logits(spec: ModelSpec, whole: Cut, facts: TrainingFacts) -> float:
     return logits_flops(spec, whole, targets) / facts.microbatch_size
 
 
-def _work(spec: ModelSpec, whole: Cut, sized: Sequence[TrainingFacts], logits: float) -> StepWork:
-    facts, kinds = replace(sized[0], microbatch_size=1), set(spec.layers)
+def _work(spec: ModelSpec, whole: Cut, size: RankSize, logits: float) -> StepWork:
+    facts, kinds = replace(size.facts, microbatch_size=1), set(spec.layers)
     core = max(
         attention_flops(spec, layer, whole, facts.lengths, facts.before)
         / layer_flops(spec, layer, whole, facts.lengths, facts.before)
@@ -80,15 +92,25 @@ def _work(spec: ModelSpec, whole: Cut, sized: Sequence[TrainingFacts], logits: f
     is_known = facts.shared_prompts is None and not any(layer.moe for layer in kinds)
     is_known &= not forward_only_layers(spec, facts)  # layers that run no backward pass keep nothing for it
     weights = min(_elements(spec, whole)) * facts.learned_bytes if facts.adapter is None else 0.0
+    hides = HIDES if size.ranks == 1 else HIDES_WITH_WAITS
     return StepWork(
-        spec.num_layers,
-        facts.global_batch_size,
-        max(one.microbatch_size for one in sized),
-        logits,
-        HIDES + core / 9,
-        float(min(_kept(spec, whole, facts))) if is_known else 0.0,
-        weights if is_known else 0.0,
+        layers=spec.num_layers,
+        rows=size.facts.microbatches * size.facts.microbatch_size,
+        part=_part(size),
+        ranks=size.ranks,
+        logits=logits,
+        hides=hides + core / 9,
+        kept=float(min(_kept(spec, whole, facts))) if is_known else 0.0,
+        weights=weights if is_known else 0.0,
     )
+
+
+def _part(size: RankSize) -> tuple[float, float]:
+    """Rows of a microbatch that a rank computes at least, two pieces of twice as many as there are ranks; and rows that
+    count for it, which are those of all ranks shared out, as they do equally many microbatches."""
+    tokens, rows = sum(size.facts.lengths), size.facts.microbatch_size
+    computed = 2 * (tokens // (2 * size.ranks)) if size.ranks > 1 else tokens
+    return computed * rows / tokens, rows / size.ranks
 
 
 def _kept(spec: ModelSpec, whole: Cut, facts: TrainingFacts) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 from typing import Any
 
 import numpy as np
@@ -16,20 +16,27 @@ from benchmarks.planner.many_machines import model
 from tests.unit.planner.search.test_serving_search import cluster_of, some_of, spec_of
 from tests.unit.planner.search.test_training_search import least_seconds, seconds_of
 from tllm.core.errors import ConfigError
-from tllm.planner.bounds import cut_bound
-from tllm.planner.bounds.linear_program import most_of
+from tllm.planner.bounds import replica_microbatches, training_bound
+from tllm.planner.bounds.linear_program import most_of, with_whole_numbers
 from tllm.planner.bounds.training_bound import is_searched, least_step_seconds, relaxed_step_seconds
-from tllm.planner.cluster.device import Cluster, Device, LinkSpeed, Tier
+from tllm.planner.bounds.whole_layers import least_of_whole_layers
+from tllm.planner.cluster.device import Cluster, Device, LinkSpeed, Points, Tier
+from tllm.planner.cluster.execution import Execution
 from tllm.planner.cost.flops import training_flops
+from tllm.planner.cost.link_levels import gather_link
 from tllm.planner.cost.rank_bytes import AdapterFacts
 from tllm.planner.cost.rank_work import SharedPrompts, TrainingFacts
 from tllm.planner.memory.heap import TRAINER_BYTES
+from tllm.planner.search.promising_meshes import WIDTHS
 from tllm.planner.search.training_constraints import MICROBATCHES
-from tllm.planner.search.training_layouts import CHUNKS
+from tllm.planner.search.training_layouts import CHUNKS, MOST_DEVICES
+from tllm.planner.search.training_search import best_training
 from tllm.spec.model_spec import ModelSpec, MoeSpec
 from tllm.spec.plan import Plan, Stage
 
 SIZES = (1, 2, 4)
+
+LEVELS = Execution(collectives="levels")
 
 ROUNDING = 1e-9
 """The simplex method stops where no step gains more than 1e-11 of the greatest value, and several steps may be left."""
@@ -166,24 +173,125 @@ def test_no_plan_of_up_to_six_machines_takes_less(seed: int) -> None:
     draw = random.Random(7000 + seed)
     spec, cluster = any_model(draw, draw.randint(1, 8)), machines(draw, draw.randint(2, 6))
     facts = any_facts(draw, draw.randint(4, 32))
+    compare(draw, spec, cluster, facts)
+
+
+@pytest.mark.parametrize("seed", some_of(100, 8))
+def test_with_hierarchical_collectives_no_plan_of_up_to_eight_machines_takes_less(seed: int) -> None:
+    """Of nodes with one to four devices each, whose links inside and beyond are unlike, some of single pairs."""
+    draw = random.Random(9000 + seed)
+    spec, facts = any_model(draw, draw.randint(1, 6)), any_facts(draw, draw.randint(4, 32))
+    compare(draw, spec, with_nodes(draw, machines(draw, draw.randint(3, 8))), facts, LEVELS)
+
+
+@pytest.mark.parametrize("seed", some_of(60, 3))
+def test_no_plan_that_is_found_takes_less(seed: int) -> None:
+    """The best of some hundred plans of 3 to 5 machines, which is nearer to the bound than any at
+    random."""
+    draw = random.Random(11_000 + seed)
+    spec, cluster = any_model(draw, draw.randint(3, 6)), machines(draw, draw.randint(3, 5))
+    facts = any_facts(draw, draw.choice([4, 8, 12, 24]))
+    rooms = [TRAINER_BYTES + 2**20 * draw.choice([400, 800, 1600]) for _ in cluster.devices]
+    devices = (replace(device, memory=room) for device, room in zip(cluster.devices, rooms, strict=True))
+    cluster = replace(cluster, devices=tuple(devices))
+    best = best_training(spec, cluster, facts, steps=200).choices[0]
+    assert is_searched(best.placed.plan, len(cluster), facts)
+    bound = least_step_seconds(spec, cluster, facts, MICROBATCHES)
+    assert bound <= best.predicted.seconds * (1 + ROUNDING), f"{best.placed.plan} on {best.placed.devices}"
+
+
+def compare(
+    draw: random.Random, spec: ModelSpec, cluster: Cluster, facts: TrainingFacts, execution: Execution | None = None
+) -> None:
+    """The bound with plans at random."""
     bound = least_step_seconds(spec, cluster, facts, SIZES)
     assert relaxed_step_seconds(spec, cluster, facts, SIZES) <= bound
     for _ in range(150):
         plan, devices, sized = any_plan(draw, spec, cluster, facts)
         if devices:
-            seconds = seconds_of(spec, plan, sized, cluster, devices)
+            seconds = seconds_of(spec, plan, sized, cluster, devices, execution)
             assert bound <= seconds * (1 + ROUNDING), f"{plan} on {devices}, {sized}"
 
 
+def with_nodes(draw: random.Random, cluster: Cluster) -> Cluster:
+    """The same devices on fewer nodes, with hierarchical collectives, rates over rows, and a few links of pairs."""
+    node_of = [0]
+    for _ in range(len(cluster) - 1):
+        node_of.append(node_of[-1] + (draw.random() < 0.5))
+    nodes = node_of[-1] + 1
+    pairs = {(a, b): link_of(draw) for a in range(nodes) for b in range(nodes) if a != b and draw.random() < 0.3}
+    return replace(
+        cluster,
+        names=cluster.names[:nodes] + tuple(f"m{i}" for i in range(nodes - len(cluster.names))),
+        devices=tuple(replace(one, flop_rates=over_rows(draw, one)) for one in cluster.devices),
+        node_of=tuple(node_of),
+        inside=tuple(link_of(draw) for _ in range(nodes)),
+        tiers=tuple(
+            replace(tier, group_of=tuple(draw.choice([-1, 0, 1]) for _ in range(nodes))) for tier in cluster.tiers
+        ),
+        pairs=tuple(pairs.items()),
+        execution=LEVELS,
+    )
+
+
+def over_rows(draw: random.Random, device: Device) -> tuple[tuple[str, Points], ...]:
+    """Its speed reached with many rows, or with few."""
+    ((dtype, ((_, speed),)),) = device.flop_rates
+    return (
+        (dtype, draw.choice([((1.0, speed),), ((1.0, speed / 3), (40.0, speed)), ((8.0, speed), (60.0, speed / 2))])),
+    )
+
+
 @pytest.mark.parametrize("seed", some_of(100, 1))
-def test_no_plan_of_all_of_two_or_three_machines_takes_less(seed: int) -> None:
+@pytest.mark.parametrize("execution", [None, LEVELS], ids=["flat", "levels"])
+def test_no_plan_of_all_of_two_or_three_machines_takes_less(seed: int, execution: Execution | None) -> None:
     """As above, but every plan there is."""
     draw = random.Random(8000 + seed)
     count = draw.choice([2, 2, 3])
     spec, cluster = any_model(draw, draw.randint(1, 6 - count)), machines(draw, count)
     facts = any_facts(draw, draw.randint(2, 8 - count))
+    cluster = cluster if execution is None else with_nodes(draw, cluster)
     bound = least_step_seconds(spec, cluster, facts, SIZES)
-    assert bound <= least_seconds(spec, cluster, facts) * (1 + ROUNDING)
+    assert bound <= least_seconds(spec, cluster, facts, execution) * (1 + ROUNDING)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_hierarchical_collectives_are_no_faster_than_the_fastest_link_of_any_device(seed: int) -> None:
+    draw = random.Random(12_000 + seed)
+    for _ in range(30):
+        cluster = with_nodes(draw, machines(draw, draw.randint(2, 12)))
+        devices = draw.sample(range(len(cluster)), draw.randint(2, len(cluster)))
+        fastest = max(cluster.link(a, b).bandwidth for a in devices for b in devices if a != b)
+        assert gather_link(cluster, devices).bandwidth <= fastest * (1 + ROUNDING)
+
+
+def test_microbatches_are_whole() -> None:
+    """Of three rows one of two machines does two, though one and a half each would be faster."""
+    spec, device = spec_of(2), Device(2**36, (("float32", ((1.0, 1e10),)),), 1e10)
+    two = Cluster(("a", "b"), (device,) * 2, (0, 1), (None, None), LinkSpeed(0.0, 1e15))
+    row = training_flops(spec, [64]) / 1e10
+    bound = least_of_replicas(spec, two, TrainingFacts(64, 3), row)
+    assert bound == pytest.approx(2 * row, rel=1e-5)
+    assert relaxed_step_seconds(spec, two, TrainingFacts(64, 3), (1,)) == pytest.approx(1.5 * row)
+
+
+def least_of_replicas(spec: ModelSpec, cluster: Cluster, facts: TrainingFacts, row: float) -> float:
+    """The bound of microbatches of one row without tensor parallelism and rings, if it is some rows' seconds."""
+    size = training_bound._of_rank(facts, 1, cluster.devices)
+    count = len(cluster)
+    return least_of_whole_layers(spec, [size], [1e15] * count, [2.0**36] * count, row, 4 * row)
+
+
+def test_a_device_alone_on_its_node_sends_less_by_hierarchical_collectives() -> None:
+    """It exchanges half of all gradients with the other node, where by flat ones each of three sends two thirds."""
+    spec = replace(spec_of(2), hidden_size=64, intermediate_size=256, num_heads=2, num_kv_heads=2, vocab_size=16)
+    device = Device(2**36, (("float32", ((1.0, 1e9),)),), 1e12)
+    links = (LinkSpeed(0.0, 1e6), None)
+    flat = Cluster(("a", "b"), (device,) * 3, (0, 0, 1), links, LinkSpeed(0.0, 1e5))
+    facts, plan = TrainingFacts(128, 600), Plan((Stage(0, 2, (1,)),), dp=(1, 1, 1), zero=1)
+    seconds = seconds_of(spec, plan, facts, flat, (0, 1, 2), LEVELS)
+    assert least_step_seconds(spec, replace(flat, execution=LEVELS), facts, (1,)) <= seconds
+    assert seconds < least_step_seconds(spec, flat, facts, (1,)) <= seconds_of(spec, plan, facts, flat, (0, 1, 2))
 
 
 @pytest.mark.parametrize("times", [0.0, 2.0, 10.0, 100.0])
@@ -194,7 +302,7 @@ def test_sums_inside_layers_are_short_messages(times: float, sequence: bool) -> 
     device = Device(2**36, (("float32", ((1.0, 1e11),)),), 1e10)
     cluster = Cluster(("a", "b"), (device,) * 2, (0, 1), (None, None), LinkSpeed(0.0, 3e8, short_bandwidth=times * 3e8))
     facts, plan = TrainingFacts(64, 1), Plan((Stage(0, 2, (1, 1)),), sequence=sequence)
-    assert is_searched(plan)
+    assert is_searched(plan, 2, facts)
     assert least_step_seconds(spec, cluster, facts, (1,)) <= seconds_of(spec, plan, facts, cluster, (0, 1))
 
 
@@ -203,11 +311,18 @@ def test_a_plan_with_tensor_parallelism_in_some_stages_may_be_below_the_bound_an
     devices = tuple(Device(2**36, (("float32", ((1.0, speed),)),), 1e10) for speed in (1.4e9, 0.93e9, 0.93e9))
     cluster = Cluster(("a", "b", "c"), devices, (0, 1, 2), (None,) * 3, LinkSpeed(0.0, 4.2e6))
     plan = Plan((Stage(0, 2, (1,)), Stage(2, 3, (1, 1))), schedule="zero_bubble")
-    facts = TrainingFacts(16, 24)
+    facts = TrainingFacts(24, 16)
     assert seconds_of(spec, plan, facts, cluster, (0, 1, 2)) < least_step_seconds(spec, cluster, facts, SIZES)
-    assert not is_searched(plan)
-    assert not is_searched(Plan((Stage(0, 3, (1,)),), servers=1))
-    assert not is_searched(Plan(tuple(Stage(i, i + 1, (1,)) for i in range(10)), chunks=5, schedule="interleaved"))
+    assert not is_searched(plan, 3, facts)
+    assert not is_searched(Plan((Stage(0, 3, (1,)),), servers=1), 3, facts)
+    chunks = Plan(tuple(Stage(i, i + 1, (1,)) for i in range(10)), chunks=5, schedule="interleaved")
+    assert not is_searched(chunks, 3, facts)
+    ring = Plan((Stage(0, 3, (1,)),), cp=3)
+    assert is_searched(ring, 3, facts) and not is_searched(ring, 20, facts)
+
+
+def test_rings_are_those_that_the_search_tries() -> None:
+    assert training_bound.RINGS == WIDTHS and training_bound.FEW_DEVICES == MOST_DEVICES
 
 
 def test_replicas_that_must_sum_gradients_wait_for_them() -> None:
@@ -228,7 +343,7 @@ def test_the_gap_of_many_unlike_machines_is_smaller_than_that_to_the_relaxation(
 
 
 def test_chunks_are_those_that_the_search_tries() -> None:
-    assert max(CHUNKS) == cut_bound.MOST_CHUNKS
+    assert max(CHUNKS) == replica_microbatches.MOST_CHUNKS
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -249,6 +364,29 @@ def test_small_linear_programs(seed: int) -> None:
             if all(np.dot(row, x) <= value + 1e-9 for row, value in limits):
                 best = max(best, float(np.dot(values, x)))
     assert most_of(values, demands, supplies) == pytest.approx(best, abs=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_limits_for_whole_numbers_leave_out_none(seed: int) -> None:
+    draw = random.Random(seed)
+    rows, columns = draw.randint(1, 3), draw.randint(1, 3)
+    values = [draw.uniform(0, 3) for _ in range(columns)]
+    demands = [[float(draw.randint(0, 3)) for _ in range(rows)] + [float(draw.randint(1, 3))] for _ in range(columns)]
+    supplies = [draw.uniform(0, 7) for _ in range(rows + 1)]
+    best = max(
+        sum(x * value for x, value in zip(chosen, values, strict=True))
+        for chosen in product(range(8), repeat=columns)
+        if all(
+            sum(x * demand[i] for x, demand in zip(chosen, demands, strict=True)) <= supply
+            for i, supply in enumerate(supplies)
+        )
+    )
+    limited = most_of(values, *with_whole_numbers(demands, supplies))
+    assert best <= limited * (1 + ROUNDING) + 1e-12 and limited <= most_of(values, demands, supplies) * (1 + ROUNDING)
+
+
+def test_whole_numbers_are_fewer() -> None:
+    assert most_of([1.0], *with_whole_numbers([[2.0]], [5.0])) == 2.0 < most_of([1.0], [[2.0]], [5.0])
 
 
 def test_a_linear_program_without_a_limit_is_infinite() -> None:
@@ -293,6 +431,18 @@ def test_a_device_without_room_for_a_process_takes_no_part() -> None:
     assert least_step_seconds(spec_of(2), two, facts, (1, 2)) == least_step_seconds(spec_of(2), one, facts, (1, 2))
     nobody = replace(one, devices=(two.devices[1],))
     assert least_step_seconds(spec_of(2), nobody, facts, (1,)) == 0
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_where_no_microbatch_fits_layers_are_recomputed(count: int) -> None:
+    """Which takes a forward pass more of layers, or waits for tensor parallelism."""
+    device = Device(TRAINER_BYTES + 2**20, (("float32", ((1.0, 3e9),)),), 1e10)
+    cluster = Cluster(
+        tuple("abc")[:count], (device,) * count, tuple(range(count)), (None,) * count, LinkSpeed(0.0, 1e3)
+    )
+    facts = TrainingFacts(64, 4)
+    bound, relaxed = (of(spec_of(2), cluster, facts, (1, 2)) for of in (least_step_seconds, relaxed_step_seconds))
+    assert 1.1 * relaxed < bound < 4 / 3 * relaxed
 
 
 def test_an_unknown_dtype_is_said() -> None:

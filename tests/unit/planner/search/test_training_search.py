@@ -15,6 +15,7 @@ import pytest
 from tests.unit.planner.search.test_serving_search import cluster_of, some_of, spec_of
 from tllm.core.errors import CapacityError, PlanError
 from tllm.planner.cluster.device import Cluster
+from tllm.planner.cluster.execution import Execution
 from tllm.planner.cost.rank_work import TrainingFacts, deal_microbatches
 from tllm.planner.search.stage_options import whole_shares
 from tllm.planner.search.training_search import best_training
@@ -88,19 +89,24 @@ def every_plan(
                 yield msgspec.structs.replace(plan, **order, **more), devices, sized
 
 
-def least_seconds(spec: ModelSpec, cluster: Cluster, facts: TrainingFacts) -> float:
+def least_seconds(spec: ModelSpec, cluster: Cluster, facts: TrainingFacts, execution: Execution | None = None) -> float:
     """Of all plans that a trainer takes and that fit; infinite where none does."""
-    return min(
-        (seconds_of(spec, plan, sized, cluster, devices) for plan, devices, sized in every_plan(spec, cluster, facts)),
-        default=math.inf,
-    )
+    plans = every_plan(spec, cluster, facts)
+    return min((seconds_of(spec, plan, sized, cluster, on, execution) for plan, on, sized in plans), default=math.inf)
 
 
-def seconds_of(spec: ModelSpec, plan: Plan, facts: TrainingFacts, cluster: Cluster, devices: tuple[int, ...]) -> float:
+def seconds_of(
+    spec: ModelSpec,
+    plan: Plan,
+    facts: TrainingFacts,
+    cluster: Cluster,
+    devices: tuple[int, ...],
+    execution: Execution | None = None,
+) -> float:
     """Infinite where a trainer does not take the plan, or it does not fit."""
     try:
         check_trainable(plan, spec, deal_microbatches(facts.microbatches, plan.dp))
-        placed = PlacedPlan(spec, plan, facts, cluster, devices)
+        placed = PlacedPlan(spec, plan, facts, cluster, devices, execution=execution)
         memory = placed.memory()
     except PlanError:
         return math.inf
