@@ -58,7 +58,7 @@ PLANS = ("tp=2", "pp=2")
 GUARDED, BARE = "guarded", "bare"
 PORT = 21000
 PROMPT = tuple(range(3, 35))
-CONFIG = EngineConfig(cache_tokens=1024, max_model_len=512, max_num_seqs=4)
+CONFIG = EngineConfig(cache_tokens=1024, max_model_len=512, max_num_seqs=4, wiring=Wiring(intra_host="links"))
 NOBODY = Identity("bare", b"", b"", b"")
 Process = subprocess.Popen[str]
 

@@ -33,7 +33,7 @@ from tllm.spec.plan import Plan
 from tllm.spec.process_groups import RoleName
 from tllm.spec.request import Output, Request, StageSpan
 
-PROTOCOL = 17
+PROTOCOL = 18
 """Changes with any change to a message here. Both ends must speak the same; there is no guessing."""
 
 GUEST_BYTES = 16 * 1024

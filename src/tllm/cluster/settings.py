@@ -12,19 +12,20 @@ from tllm.spec.speculative_config import SpeculativeConfig
 
 Narrowing = Literal["off", "bf16", "int8", "auto"]
 LinkKind = Literal["tls", "grpc", "torch"]
-IntraHost = Literal["links", "nccl"]
+IntraHost = Literal["memory", "links", "nccl"]
 
 
 class Wiring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The kind of a plan's links (`comm.links.connect.transport_for`).
 
     "torch" is not encrypted, and is used between machines only where the network is `trusted`. `intra_host`: what
-    carries tensors between devices of ranks on one machine (`comm.collectives.intra_host`).
+    carries tensors between ranks on one machine: for sums of ranks that serve on processors memory that they share
+    (`comm.links.shared_memory`), between devices NCCL (`comm.collectives.intra_host`), or their links.
     """
 
     kind: LinkKind = "tls"
     trusted: bool = False
-    intra_host: IntraHost = "links"
+    intra_host: IntraHost = "memory"
 
 
 OUR_LINKS = Wiring()
@@ -135,7 +136,7 @@ class SurveySettings(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid
     way_seconds: float
     threads: int = 0
     link_seconds: float
-    intra_host: IntraHost = "links"
+    intra_host: IntraHost = "memory"
     device: str = "cpu"
 
 

@@ -84,6 +84,16 @@ class CacheRowsArguments(ctypes.Structure):
     )
 
 
+class SharedSumArguments(ctypes.Structure):
+    """`SharedSum` of csrc/shared_sum.c."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("arrivals", "places")),
+        *((name, c_int64) for name in ("rank", "ranks", "place_bytes")),
+        *((name, c_int64) for name in ("number", "summed", "has_come", "spin", "taken")),
+    )
+
+
 class DrawArguments(ctypes.Structure):
     """`Draws` of csrc/gumbel_max.c."""
 
@@ -135,7 +145,8 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "tllm_copy_rows": (None, [c_void_p, *[c_int64] * 5, c_void_p]),
     "tllm_paged_attention": (None, [POINTER(AttentionArguments), c_int]),
     "tllm_write_codes": (None, [POINTER(CacheRowsArguments), c_int]),
-    "tllm_play": (None, [POINTER(CallArguments), c_int64]),
+    "tllm_shared_sum": (c_int, [c_void_p, c_void_p, c_int64, c_int]),
+    "tllm_play": (c_int64, [POINTER(CallArguments), c_int64]),
     "tllm_gumbel_max": (None, [c_void_p, c_int]),
 }
 
@@ -179,13 +190,14 @@ class RowFunctions(NamedTuple):
 
 
 class RecordedFunctions(NamedTuple):
-    """What plays a recording, and what stands in it for operations of torch."""
+    """What plays a recording, and what stands in it for operations of torch and for sums over ranks."""
 
-    play: Callable[..., None]
+    play: Callable[..., int]
     add: Callable[..., None]
     scale: Callable[..., None]
     convert: Callable[..., None]
     copy_rows: Callable[..., None]
+    shared_sum: Callable[..., int]
 
 
 class Library:
@@ -216,7 +228,7 @@ class Library:
         self.cache = CacheFunctions(functions.tllm_paged_attention, functions.tllm_write_codes)
         self.recorded = RecordedFunctions(
             *(functions.tllm_play, functions.tllm_add, functions.tllm_scale),
-            *(functions.tllm_convert, functions.tllm_copy_rows),
+            *(functions.tllm_convert, functions.tllm_copy_rows, functions.tllm_shared_sum),
         )
         self.gumbel_max = functions.tllm_gumbel_max
         self.scratch_bytes = functions.tllm_scratch_bytes

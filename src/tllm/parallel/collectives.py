@@ -15,7 +15,27 @@ import torch
 from torch import Tensor
 
 from tllm.comm.collectives.group import Group
+from tllm.comm.links.shared_memory import meet_in_memory
+from tllm.kernels.library import library
 from tllm.kernels.recording.host_steps import host_step
+from tllm.kernels.recording.shared_sums import SharedSums
+
+
+def sum_in_memory(group: Group, hosts: Sequence[str], is_able: bool, seconds: float) -> str:
+    """Let sums of a group whose ranks share a machine go through its memory, and say in one line what is so.
+
+    All ranks call it; `hosts` names each one's machine, `is_able` says whether this one's tensors are in memory, and
+    `seconds` is what waiting for another rank may take. Where one cannot, sums go by links as before. "" for groups
+    that are on several machines, or of one rank.
+    """
+    if group.size == 1 or len(set(hosts)) > 1:
+        return ""
+    kernels = library()
+    memory = meet_in_memory(group.rank, group.send, group.recv, is_able and kernels is not None, seconds)
+    if memory is None or kernels is None:
+        return f"{group.name}: sums by links, as its ranks share no memory"
+    group.memory_sums = SharedSums(kernels, memory)
+    return f"{group.name}: sums in memory that {group.size} ranks share"
 
 
 def copy_to(x: Tensor, tp: Group) -> Tensor:
@@ -31,7 +51,8 @@ def reduce_from(x: Tensor, tp: Group) -> Tensor:
         return x
     if x.requires_grad:
         return _Reduce.apply(x, tp)  # type: ignore[no-any-return, no-untyped-call]
-    return host_step(tp.all_reduce, x)
+    in_memory = tp.memory_sums
+    return host_step(tp.all_reduce if in_memory is None or not in_memory.takes(x) else in_memory, x)
 
 
 def gather_rows(x: Tensor, tp: Group, counts: Sequence[int]) -> Tensor:

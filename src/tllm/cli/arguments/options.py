@@ -238,8 +238,9 @@ def add_link(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--intra-host",
         choices=get_args(IntraHost),
-        default="links",
-        help="what carries tensors between CUDA devices of processes on one machine (%(default)s)",
+        default=OUR_LINKS.intra_host,
+        help="what carries tensors between processes on one machine: memory that they share, which is for sums on "
+        "processors, to serve; our links; nccl between CUDA devices (%(default)s)",
     )
 
 

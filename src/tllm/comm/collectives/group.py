@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -48,6 +48,17 @@ GATHERED_LIMIT = 256 * 1024 * 1024
 
 ROOM_BYTES = 32 * 1024 * 1024
 """A longer reduction is made in parts of at most so many bytes, which bounds the memory of the receive buffers."""
+
+
+class MemorySums(Protocol):
+    """Sums of ranks that share memory (`parallel.memory_sums`); `seconds` that they took until now."""
+
+    @property
+    def seconds(self) -> float: ...
+
+    def takes(self, x: Tensor) -> bool: ...
+
+    def __call__(self, x: Tensor) -> Tensor: ...
 
 
 class Group:
@@ -81,7 +92,8 @@ class Group:
         self.choice: AlgorithmChoice = choice or LengthChoice(size)
         self._links = GroupLinks(rank, send, recv, ReceiveBuffers())
         self.device_links: DeviceLinks | None = None
-        self.seconds = 0.0  # that `all_reduce` took so far, with the time that it waited for others
+        self.memory_sums: MemorySums | None = None
+        self._seconds = 0.0
         self._failure: LinkError | None = None
         self._started: AsyncCollectives | None = None
 
@@ -93,6 +105,9 @@ class Group:
             check_op(op, x.dtype)
         if self.size == 1:
             return x
+        if op == "sum" and self.memory_sums is not None and self.memory_sums.takes(x):
+            with self._in_step():
+                return self.memory_sums(x)
         y, links = self._routed(x)
         if self._started is not None:
             self._started.wait_all()
@@ -105,7 +120,7 @@ class Group:
         except LinkError as error:
             self._failure = error
             raise
-        self.seconds += time.perf_counter() - began
+        self._seconds += time.perf_counter() - began
         return _filled(x, y)
 
     def reduce(self, x: torch.Tensor, root: int = 0, op: str = "sum") -> torch.Tensor:
@@ -256,6 +271,11 @@ class Group:
             self._links_for([*sends.values(), *recvs.values()]).exchange(sends, recvs)
 
     # Administration.
+
+    @property
+    def seconds(self) -> float:
+        """That `all_reduce` took so far, with the time that it waited for others."""
+        return self._seconds + (0.0 if self.memory_sums is None else self.memory_sums.seconds)
 
     @cached_property
     def start(self) -> AsyncCollectives:

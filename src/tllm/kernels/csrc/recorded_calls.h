@@ -7,6 +7,7 @@
 typedef struct WeightPart WeightPart;
 typedef struct Attention Attention;
 typedef struct CacheRows CacheRows;
+typedef struct SharedSum SharedSum;
 
 void tllm_quantized_matmul(const WeightPart *parts, int64_t count, const int64_t *first_rows, int64_t experts,
                            const void *x, int x_dtype, void *y, int64_t stride, int y_dtype, void *scratch, int way,
@@ -26,5 +27,6 @@ void tllm_convert(const void *x, int dtype, int64_t count, void *y, int y_dtype)
 void tllm_copy_rows(const void *x, int64_t rows, int64_t bytes, int64_t stride, int64_t before, int64_t after, void *y);
 void tllm_paged_attention(const Attention *attention, int threads);
 void tllm_write_codes(const CacheRows *rows, int threads);
+int tllm_shared_sum(SharedSum *sum, void *x, int64_t count, int dtype);
 
 #endif

@@ -10,7 +10,8 @@ that is computed: kernels are noted, views and new tensors cost nothing later, a
 kernels that stand for them, with the same bits. With anything else the computation is `refused`: it has its result, and
 no recording.
 
-Sums over ranks are no kernels: a recording has parts, and makes the sum between them (`host_steps`).
+Sums over ranks by links are no kernels: a recording has parts, and makes the sum between them (`host_steps`). Those in
+memory that ranks share are, and may have to wait for other ranks while a recording is played (`shared_sums`).
 
 What a recording reads and writes has to stay where it is. New tensors come from `HeldMemory`; everything else that the
 computation is given (weights, caches, its inputs) belongs to the caller, who may change the numbers there.
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from ctypes import c_float
 from fractions import Fraction
@@ -43,6 +44,7 @@ from tllm.kernels.library import (
 )
 from tllm.kernels.recording.held_memory import HeldMemory
 from tllm.kernels.recording.host_steps import Step, taken_by
+from tllm.kernels.recording.shared_sums import SharedSums
 from tllm.kernels.row_operations import DTYPES
 
 KERNELS = (
@@ -58,6 +60,7 @@ KERNELS = (
     "copy_rows",
     "paged_attention",
     "write_codes",
+    "shared_sum",
 )
 """Those that a recording may have, by the numbers that csrc/recorded_calls.c gives them."""
 
@@ -75,10 +78,13 @@ class Part(NamedTuple):
 
 
 class Recording:
-    """What was computed, in parts, and what their calls point to. Whoever plays it does so with torch's threads."""
+    """What was computed, in parts, and what their calls point to. Whoever plays it does so with torch's threads.
 
-    def __init__(self, kernels: Library, parts: list[Part], kept: list[object]) -> None:
-        self._play, self._parts, self._kept = kernels.recorded.play, parts, kept
+    `sums` are those in shared memory, by the first of their arguments.
+    """
+
+    def __init__(self, kernels: Library, parts: list[Part], kept: list[object], sums: Mapping[int, SharedSums]) -> None:
+        self._play, self._parts, self._kept, self._sums = kernels.recorded.play, parts, kept, sums
 
     def __len__(self) -> int:
         return sum(len(part.calls) for part in self._parts)
@@ -86,9 +92,17 @@ class Recording:
     def play(self) -> None:
         """Make all calls again, and what is done between them."""
         for calls, step in self._parts:
-            self._play(calls, len(calls))
+            made = self._play(calls, len(calls))
+            while made < len(calls):
+                self._wait(calls[made])
+                made += self._play(ctypes.byref(calls[made]), len(calls) - made)
             if step is not None:
                 step()
+
+    def _wait(self, call: CallArguments) -> None:
+        """Return when a sum that was given up for now can go on."""
+        address, _, count, dtype = call.words[:4]
+        self._sums[address].wait(count, dtype)
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -111,6 +125,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._calls: list[CallArguments] = []
         self._parts: list[Part] = []
         self._kept: list[object] = [memory]
+        self._sums: dict[int, SharedSums] = {}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -121,7 +136,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def recorded(self) -> Recording | None:
         """What was written down; None if it was refused."""
         self._end_part(None)
-        return None if self.refused else Recording(self._kernels, self._parts, self._kept)
+        return None if self.refused else Recording(self._kernels, self._parts, self._kept, self._sums)
 
     def _end_part(self, step: Callable[[], object] | None) -> None:
         self._parts.append(Part((CallArguments * len(self._calls))(*self._calls), step))
@@ -132,6 +147,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         place = self._memory.place_of(x)
         if place is None:
             self.refused = self.refused or f"{step} of a tensor that may move"
+        elif isinstance(step, SharedSums):
+            where = step.address, x.data_ptr(), x.numel(), NUMBERS[x.dtype]
+            self._calls.append(self._call_of("shared_sum", where))
+            self._sums[step.address] = step
         else:
             self._end_part(partial(step, place))
         with _disable_current_modes(), taken_by(None):

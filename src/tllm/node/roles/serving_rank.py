@@ -23,7 +23,7 @@ from tllm.comm.links.connect import Listener
 from tllm.comm.links.link import Link
 from tllm.core.errors import ClusterError, ConfigError, LinkError
 from tllm.core.memory import give_back_memory
-from tllm.devices.choose import check_float64
+from tllm.devices.choose import CPU, check_float64
 from tllm.devices.memory import forget_peak, held_memory
 from tllm.engine.assembly import make_driver, make_stage
 from tllm.engine.draft.draft_model import DraftModel
@@ -41,6 +41,7 @@ from tllm.node.roles.role import Role, bytes_by_wire, connect_wires, fetched, mo
 from tllm.node.weights.chunk_fetcher import ChunkFetcher
 from tllm.node.weights.page_exchange import PageExchange
 from tllm.node.weights.tokenizer_file import fetch_tokenizer
+from tllm.parallel.collectives import sum_in_memory
 from tllm.parallel.mesh import mesh_of, whole
 from tllm.parallel.weight_reuse import Kept, wanted, weights_of
 from tllm.planner.cost.rank_bytes import rank_bytes
@@ -75,8 +76,11 @@ class RankLinks:
         stage, _ = plan.place(rank)
         hosts = [assign.places[rank].host for rank in plan.ranks(stage)]
         device, seconds = torch.device(settings.device), settings.link_seconds
-        on_devices = settings.wiring.intra_host == "nccl"
-        joined = connect_devices(self.group, hosts[self.group.rank], device, seconds) if on_devices else ""
+        joined, inside = "", settings.wiring.intra_host
+        if inside == "nccl":
+            joined = connect_devices(self.group, hosts[self.group.rank], device, seconds)
+        elif inside == "memory":
+            joined = sum_in_memory(self.group, hosts, device == CPU, seconds)
         self.network = "; ".join(filter(None, (joined, tune_between_hosts(self.group, hosts))))
         self.ring = _ring(plan, rank, self.all)
 

@@ -33,6 +33,7 @@ from tllm.node.roles.control import Control
 from tllm.node.roles.doctor_rank import ANSWER, DoctorRank
 from tllm.node.roles.role import Role
 from tllm.node.roles.sum_latency import Met, measure_sums
+from tllm.parallel.collectives import sum_in_memory
 from tllm.planner.measured.survey import SampledPasses, SurveyedNode
 from tllm.spec.families import spec_from_config
 from tllm.spec.model_spec import ModelSpec
@@ -87,6 +88,9 @@ class SurveyRank(DoctorRank):
         device = torch.device(self.settings.device)
         if self.settings.intra_host == "nccl":
             connect_devices(group, self._hosts[self.rank], device, self.settings.link_seconds)
+        elif self.settings.intra_host == "memory" and serves:
+            hosts = [self._hosts[rank] for rank in (self.rank, ring.previous.source)]
+            sum_in_memory(group, hosts, device == CPU, self.settings.link_seconds)
         try:
             met = measure_sums(group, seconds, not serves, device)
         finally:

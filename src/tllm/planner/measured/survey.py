@@ -177,7 +177,7 @@ class Survey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     nodes: tuple[SurveyedNode, ...]
     paths: tuple[SurveyedPath, ...] = msgspec.field(default=(), name="ways")
     intra_host: str = "links"
-    """What carried tensors between devices of one machine."""
+    """What carried tensors between ranks of one machine."""
 
     @property
     def has_sampling(self) -> bool:

@@ -156,7 +156,14 @@ def survey_of_two(folder: Path, goal: Goal = "serve") -> Survey:
         machine = dict(node=name, host_name=name, cores=2, threads=2, busy=2.0, memory_bytes=2**32)
         nodes.append(SurveyedNode(**machine, layers=tuple(layers), logits=logits))
     ways = (SurveyedPath(0, 1, 1e-2, 1e6), SurveyedPath(1, 0, 1e-2, 1e6))
-    return Survey(model=digest(read_spec(folder)), goal=goal, dtype="bfloat16", nodes=tuple(nodes), paths=ways)
+    return Survey(
+        model=digest(read_spec(folder)),
+        goal=goal,
+        dtype="bfloat16",
+        nodes=tuple(nodes),
+        paths=ways,
+        intra_host="memory",
+    )
 
 
 def test_who_is_left_out_and_what_that_is_worth(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,7 +89,7 @@ def training_node(name: str, speed: float = 1.0) -> SurveyedNode:
 def survey_of(goal: Goal, *nodes: SurveyedNode) -> Survey:
     pairs = [(a, b) for a in range(len(nodes)) for b in range(len(nodes)) if a != b]
     ways = tuple(SurveyedPath(a, b, 1e-4, 1e8) for a, b in pairs)
-    return Survey(model=digest(SPEC), goal=goal, dtype="float32", nodes=nodes, paths=ways)
+    return Survey(model=digest(SPEC), goal=goal, dtype="float32", nodes=nodes, paths=ways, intra_host="memory")
 
 
 def test_a_layer_takes_what_it_took_whole_and_cut() -> None:
