@@ -7,6 +7,8 @@ In each turn of the loop `run` does four things:
    about pages on disk go between them (page_moves.py).
 3. `step` waits for the results of the oldest batch in flight and gives them to the scheduler.
 4. It delivers the new tokens. Where a device can go on without the host (overlapped_steps.py), it computes meanwhile.
+
+How much of a prompt is computed is delivered before that begins, so that it is known of one that is cancelled, too.
 """
 
 from __future__ import annotations
@@ -93,7 +95,7 @@ class Driver:
                         return
                     if outputs := self._obey(command, grammars):
                         deliver(outputs)
-                if self.has_work and (outputs := self.step()):
+                if self.has_work and (outputs := self.step(deliver)):
                     deliver(outputs)
 
     def submit(self, request: Request) -> list[Output]:
@@ -117,8 +119,11 @@ class Driver:
         self.stage.adapters.remove(message)
         return outputs
 
-    def step(self) -> list[Output]:
-        """Fill the ring with batches, then take the results of the oldest one."""
+    def step(self, tell: Deliver = lambda outputs: None) -> list[Output]:
+        """Fill the ring with batches, then take the results of the oldest one.
+
+        `tell` is given how much of each prompt is computed, before that begins: those who cancel it are told too.
+        """
         was_idle = not self.in_flight
         while len(self.in_flight) < self.scheduler.depth:
             began, step = time.perf_counter(), self.scheduler.schedule()
@@ -126,6 +131,8 @@ class Driver:
             self.in_flight += self.page_moves.send(is_idle=step is None and not self.in_flight)
             if step is None:
                 break
+            if outputs := step.prompt_outputs():
+                tell(outputs)
             self.in_flight.append(InFlight(step, self._start(step), began))
         expired = self.scheduler.expire()  # after those that could begin have
         if not self.in_flight:

@@ -180,6 +180,8 @@ class Engine:
 class Stream:
     """The outputs of one request, the last with its finish reason. Closing it early cancels the request.
 
+    How much of its prompt is computed is left out.
+
     Reading it raises RequestError if the request cannot be served, and ClusterError if a rank has failed.
     """
 
@@ -198,6 +200,8 @@ class Stream:
         if self._ended:
             raise StopIteration
         output = self._outputs.get()
+        while isinstance(output, Output) and output.computed_tokens:
+            output = self._outputs.get()
         if isinstance(output, ClusterError):
             self._ended = True
             raise output

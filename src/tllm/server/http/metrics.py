@@ -123,6 +123,10 @@ class SequenceMetrics:
         """A sequence got its first token, so long after it came."""
         self.first_token.observe(seconds)
         self.recent.first_tokens.append(seconds)
+        self.processed(prompt_tokens)
+
+    def processed(self, prompt_tokens: int) -> None:
+        """So many tokens of a prompt were computed, or found in the cache."""
         self.prompt_tokens.inc(prompt_tokens)
         self.recent.prompt_tokens += prompt_tokens
 
@@ -152,6 +156,7 @@ class SequenceTimer:
         self.reason = "abort"
         self.prompt_tokens = prompt_tokens
         self.output_tokens = 0
+        self._computed = 0
         self._metrics = metrics
         self.ended: float | None = None
         self._start = self._first = self._last = time.monotonic()
@@ -186,11 +191,14 @@ class SequenceTimer:
         self.output_tokens += tokens
         self._metrics.generated(tokens)
 
+    def computes(self, tokens: int) -> None:
+        """So many tokens of the prompt are computed or under way."""
+        self._computed = max(self._computed, tokens)
+
     def pooled(self) -> None:
         """The prompt has come to its numbers: nothing is generated."""
         self.reason = "stop"
-        self._metrics.prompt_tokens.inc(self.prompt_tokens)
-        self._metrics.recent.prompt_tokens += self.prompt_tokens
+        self._metrics.processed(self.prompt_tokens)
         self._metrics.request_prompt.observe(self.prompt_tokens)
 
     def close(self) -> None:
@@ -198,6 +206,8 @@ class SequenceTimer:
         self.ended = time.monotonic()
         metrics = self._metrics
         metrics.finished(self.reason)
+        if not self.output_tokens and self.reason != "stop":
+            metrics.processed(self._computed)  # by which it came to nothing
         if self.output_tokens:
             metrics.whole.observe(self.age)
             metrics.request_prompt.observe(self.prompt_tokens)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from tllm.server.admission.account import Charge
 from tllm.server.reply.events import ReplyEvent
 from tllm.server.reply.parser_choice import ReplyParser
 from tllm.spec.request import Output, Request, TokenLogprobs
@@ -78,7 +79,10 @@ class PromptEcho:
 
 
 class ReplyChoice:
-    """Reads the outputs of one sequence. `finish_reason` is set when nothing more is wanted."""
+    """Reads the outputs of one sequence. `finish_reason` is set when nothing more is wanted.
+
+    `computed_tokens` are those of the prompt that are computed or under way, until the first token is there.
+    """
 
     def __init__(
         self, index: int, request: Request, tokenizer: Tokenizer | None, options: ChoiceOptions, prompt_text: str = ""
@@ -86,7 +90,7 @@ class ReplyChoice:
         self.index = index
         self.request = request
         self.options = options
-        self.completion_tokens = self.cached_tokens = 0
+        self.completion_tokens = self.cached_tokens = self.computed_tokens = 0
         self.finish_reason: str | None = None
         self._stop_reason: str | int | None = None
         skip = options.skip_special_tokens
@@ -95,6 +99,11 @@ class ReplyChoice:
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, request.prompt_ids, skip)
         self._length = len(prompt_text) if options.echo else 0  # of the text so far
         self._parser = None if options.new_parser is None else options.new_parser()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything was generated."""
+        return bool(self.completion_tokens) or self.finish_reason is not None
 
     @property
     def reasoning_tokens(self) -> int:
@@ -185,3 +194,11 @@ class ReplyChoice:
         progress.text += self._stop_finder.push(text, is_early)
         if self._stop_finder.found is not None:
             self.finish_reason, self._stop_reason = "stop", self._stop_finder.found
+
+
+def charge_choices(charge: Charge, choices: Sequence[ReplyChoice], cached: int) -> None:
+    """Charge what has been computed so far of a request's choices, `cached` of whose prompts was not."""
+    if any(choice.has_begun for choice in choices):
+        charge.use(sum(choice.completion_tokens for choice in choices), cached)
+    else:
+        charge.compute(sum(choice.computed_tokens for choice in choices))
