@@ -16,7 +16,7 @@ from tllm.core.errors import ConfigError
 from tllm.hub.locate import locate
 from tllm.hub.repository import HubWeights
 from tllm.node.topology.numa_binding import NumaBinding, check_numa_binding
-from tllm.planner.cost.cache_room import CACHE_DIR_BYTES, MAX_NUM_SEQS, PAGE_SIZE
+from tllm.planner.cost.cache_room import CACHE_DIR_BYTES, MAX_NUM_SEQS, PAGE_SIZE, context_of
 from tllm.planner.cost.rank_bytes import ITEM_BYTES
 from tllm.server.pooling.pooler_config import ModelPooling, PoolerConfig, model_pooling, read_pooler_config
 from tllm.spec.families import spec_from_config
@@ -130,7 +130,7 @@ class EngineOptions:
     @property
     def max_model_len(self) -> int:
         """The longest sequence in tokens: what was asked for, else what the model was made for."""
-        return self.asked_model_len or self.spec.max_model_len
+        return context_of(self.spec, self.asked_model_len)
 
     def pooling(self) -> ModelPooling:
         """How prompts become embeddings and scores. ConfigError for what the folder asks for and is not done here,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,11 @@ from tllm.cli.commands.verify import prompt_ids
 from tllm.core.errors import ConfigError, ModelError, RequestError
 from tllm.engine.engine import Engine
 from tllm.engine.schedule.limits import EngineConfig
+from tllm.planner.cost.cache_room import batch_tokens, context_of, working_bytes
+from tllm.planner.cost.rank_bytes import rank_bytes
 from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
+from tllm.spec.plan import Plan
 from tllm.spec.request import PoolingKind
 from tllm.spec.speculative_config import SpeculativeConfig
 from tllm.training.questions.causal_model import CausalModel
@@ -134,6 +138,29 @@ def test_a_token_sees_those_after_it_and_a_window_ends(is_causal_false: bool, mo
             assert (pooled(engine, "last", [changed])[0] != first) == (back <= most), back
 
 
+def test_a_prompt_is_as_long_as_the_context(tmp_path: Path) -> None:
+    """A batch has room for the longest one, which is longer than the batches of other models."""
+    model = save("gemma3", tmp_path, max_position_embeddings=1400)
+    ids = [(7 * place + place // 50) % 101 for place in range(1400)]
+    with Engine.load(tmp_path, "pp=2", EngineConfig(dtype="float64", cache_tokens=1408)) as engine:
+        assert (engine.limits.max_model_len, engine.limits.max_num_batched_tokens) == (1400, 1400)
+        got = torch.tensor(pooled(engine, "mean", [ids])[0], dtype=torch.float64)
+        torch.testing.assert_close(got, truth(model, "mean", ids), rtol=1e-8, atol=1e-8)
+        with pytest.raises(RequestError, match=r"1401 prompt tokens .* the context holds 1400"):
+            pooled(engine, "mean", [[1] * 1401])
+    save("qwen2", tmp_path, max_position_embeddings=1 << 17)
+    spec = spec_from_config(read_config(tmp_path))
+    assert (context_of(spec, None), batch_tokens(spec, 8192)) == (8192, 8192), "unless more is asked for"
+    assert (context_of(spec, 1 << 17), batch_tokens(spec, 1 << 17)) == (1 << 17, 1 << 17)
+    assert batch_tokens(replace(spec, bidirectional=False), 1 << 17) == 1024
+    windowed = replace(spec, layers=tuple(replace(layer, window=512) for layer in spec.layers))
+    plain, masked = (
+        working_bytes(one, rank_bytes(one, Plan.parse("pp=1", spec.num_layers), "float32")[0], "float32", 8192, 1)
+        for one in (spec, windowed)
+    )
+    assert masked - plain == 8 * 8192**2, "who sees whom, of each two tokens"
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_and_keys_that_are_rounded_up_are_seen_by_none(dtype: str, tmp_path: Path) -> None:
     """In 16 bits products have numbers of rows and keys up to a multiple; one prompt beside another changes nothing."""
@@ -184,7 +211,7 @@ def test_what_cannot_be_done_is_refused_by_name(tmp_path: Path) -> None:
     asked = msgspec.structs.replace(ONE_OR_TWO, max_model_len=48)
     with pytest.raises(ConfigError, match="max_model_len is 48 and a batch has 47 tokens") as caught:
         Engine.load(tmp_path, "pp=1", asked)
-    assert "leave --max-model-len out" in caught.value.hint
+    assert "give at least 48" in caught.value.hint
 
 
 def test_what_only_a_causal_model_can_do_is_refused(tmp_path: Path) -> None:
