@@ -16,6 +16,7 @@ from tllm.core.errors import ConfigError
 from tllm.hub.locate import locate
 from tllm.hub.repository import HubWeights
 from tllm.node.topology.numa_binding import NumaBinding, check_numa_binding
+from tllm.node.weights.whole_files import put_together
 from tllm.planner.cost.cache_room import CACHE_DIR_BYTES, MAX_NUM_SEQS, PAGE_SIZE, context_of
 from tllm.planner.cost.rank_bytes import ITEM_BYTES
 from tllm.server.pooling.pooler_config import ModelPooling, PoolerConfig, model_pooling, read_pooler_config
@@ -232,7 +233,7 @@ def draft_options(
 
 def located(model: Path | str, revision: str | None = None) -> Path:
     """Where all of a model is, by its path or name, fetched where it is not on this disk; what was found is logged."""
-    found = locate(str(model), "whole", revision)
+    found = locate(str(model), "whole", revision, put_together)
     if found.said:
         log.info("%s", found.said)
     return found.path
