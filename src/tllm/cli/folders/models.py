@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from tllm.cli.display.tables import table
-from tllm.core.errors import TllmError
+from tllm.core.errors import ConfigError, TllmError
 from tllm.core.memory import amount
 from tllm.hub.found_models import FoundModel, found_models
 from tllm.spec.families import spec_from_config
@@ -41,6 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     logging.getLogger("tllm.model").setLevel(logging.ERROR)  # the table says what there is to say of each
+    for folder in args.folder:
+        if not folder.exists():
+            raise ConfigError(f"there is no folder {folder}", "give one that is there, or none")
     models = [listed(found) for found in found_models(args.folder)]
     if args.json:
         print(msgspec.json.format(msgspec.json.encode(models)).decode())
