@@ -35,6 +35,10 @@ from tllm.spec.speculative_config import SpeculativeConfig
 
 log = logging.getLogger("tllm.engine")
 
+NO_TOKEN = "the prompt has no token"
+HINTS = {NO_TOKEN: "give some text, or ids"}
+"""What to do about faults of which no reference of parameters says it."""
+
 MAX_LOGPROBS = 20
 MAX_BIASED = 1024
 MAX_BANNED = 256
@@ -138,7 +142,9 @@ def check_request(
     # Penalties apply from the first token on, so one look at its sampling shows all that a stage will check.
     of_sampling = sampling_faults(msgspec.structs.replace(sampling, history=()), limits)
     for fault in chain(_request_faults(request, stop_ids, limits), of_sampling):
-        raise RequestError(fault, "the reference of the HTTP interface says what each parameter may be")
+        raise RequestError(
+            fault, HINTS.get(fault, "the reference of the HTTP interface says what each parameter may be")
+        )
     new_tokens = 0 if request.pooling else params.max_tokens
     if prompt_length + new_tokens > limits.max_model_len:
         raise RequestError(
@@ -174,7 +180,7 @@ def check_results(results: Results, batch: Batch, limits: Limits) -> None:
 def _request_faults(request: Request, stop_ids: tuple[int, ...], limits: Limits) -> Iterator[str]:
     params, num_output = request.params, len(request.output_ids)
     if not request.prompt_ids:
-        yield "the prompt has no token"
+        yield NO_TOKEN
     if request.cache_salt.startswith(LORA_SALT):
         yield f"its cache_salt begins with {LORA_SALT!r}, which stands for an adapter"
     for token_id in (*request.prompt_ids, *request.output_ids):
