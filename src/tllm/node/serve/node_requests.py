@@ -221,7 +221,7 @@ def _fault(reading: asyncio.Task[None]) -> ClusterError | None:
 
 def _use(charge: Charge, output: Output) -> None:
     if output.computed_tokens:
-        charge.compute(output.computed_tokens)
+        charge.compute(output.request_id, output.computed_tokens)
     else:
         charge.use(charge.generated + len(output.token_ids), charge.cached + output.cached_tokens)
 

@@ -49,8 +49,8 @@ class Refusal:
 class Charge:
     """What a request was charged with, in tokens, and what it has used so far; the bucket follows.
 
-    `computed` are tokens of its prompts that were computed before anything was generated. `is_written`: whether its
-    client is given the reply as it grows, and has some of it.
+    `computed` are tokens of its prompts that were computed before anything was generated, by the ids of the engine's
+    requests. `is_written`: whether its client is given the reply as it grows, and has some of it.
     """
 
     bucket: TokenBucket | None
@@ -58,7 +58,7 @@ class Charge:
     taken: float
     generated: int = 0
     cached: int = 0
-    computed: int = 0
+    computed: dict[str, int] = field(default_factory=dict)
     has_begun: bool = False
     is_written: bool = False
 
@@ -67,9 +67,9 @@ class Charge:
         self.has_begun, self.generated, self.cached = True, generated, cached
         self._settle(max(self.taken, self.used))
 
-    def compute(self, tokens: int) -> None:
-        """So many tokens of prompts in all are computed or under way, which counts though nothing may come of them."""
-        self.computed = max(self.computed, tokens)
+    def compute(self, request_id: str, tokens: int) -> None:
+        """So many tokens of a prompt are computed or under way, which counts though nothing may come of them."""
+        self.computed[request_id] = max(tokens, self.computed.get(request_id, 0))
 
     @property
     def used(self) -> int:
@@ -79,11 +79,12 @@ class Charge:
     @property
     def computed_only(self) -> int:
         """Tokens of prompts that were computed and of which nothing came. Choices of one prompt count it once."""
-        return 0 if self.has_begun else min(self.computed, self.prompt_tokens)
+        return 0 if self.has_begun else min(sum(self.computed.values()), self.prompt_tokens)
 
     def lost(self) -> None:
         """The server failed: what it has not written costs nothing, and what it has written stays."""
-        self.has_begun, self.computed = self.has_begun and self.is_written, 0
+        self.has_begun = self.has_begun and self.is_written
+        self.computed.clear()
 
     def close(self) -> None:
         """It is over: the charge becomes what was used."""

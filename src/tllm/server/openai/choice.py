@@ -79,10 +79,7 @@ class PromptEcho:
 
 
 class ReplyChoice:
-    """Reads the outputs of one sequence. `finish_reason` is set when nothing more is wanted.
-
-    `computed_tokens` are those of the prompt that are computed or under way, until the first token is there.
-    """
+    """Reads the outputs of one sequence. `finish_reason` is set when nothing more is wanted."""
 
     def __init__(
         self, index: int, request: Request, tokenizer: Tokenizer | None, options: ChoiceOptions, prompt_text: str = ""
@@ -90,7 +87,7 @@ class ReplyChoice:
         self.index = index
         self.request = request
         self.options = options
-        self.completion_tokens = self.cached_tokens = self.computed_tokens = 0
+        self.completion_tokens = self.cached_tokens = 0
         self.finish_reason: str | None = None
         self._stop_reason: str | int | None = None
         skip = options.skip_special_tokens
@@ -200,5 +197,3 @@ def charge_choices(charge: Charge, choices: Sequence[ReplyChoice], cached: int) 
     """Charge what has been computed so far of a request's choices, `cached` of whose prompts was not."""
     if any(choice.has_begun for choice in choices):
         charge.use(sum(choice.completion_tokens for choice in choices), cached)
-    else:
-        charge.compute(sum(choice.computed_tokens for choice in choices))

@@ -214,8 +214,8 @@ class RequestRouter:
                 async for output in outputs:
                     if output.computed_tokens:
                         timer.computes(output.computed_tokens)
-                        choice.computed_tokens = max(choice.computed_tokens, output.computed_tokens)
-                        look(output)
+                        # Another coordinator may have gone on with the request under another id.
+                        look(msgspec.structs.replace(output, request_id=choice.request.id))
                         continue
                     look(output)
                     self._check_end(output, choice.request)

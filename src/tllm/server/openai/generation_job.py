@@ -93,7 +93,7 @@ class GenerationJob:
 
             def look(output: Output) -> None:
                 if output.computed_tokens:
-                    charge_choices(charge, self.choices, self._cached_tokens())
+                    charge.compute(output.request_id, output.computed_tokens)
 
             is_one = len(self.choices) == 1
             source = self.router.run(self.choices[0], look) if is_one else self._side_by_side(look)

@@ -177,7 +177,7 @@ class LocalStreamStore:
         try:
             async with asyncio.timeout(self._router.request_seconds or None), asyncio.TaskGroup() as tasks:
                 for choice in choices:
-                    tasks.create_task(self._run_one(stream, choice, partial(_use, charge, choices)))
+                    tasks.create_task(self._run_one(stream, choice, charge, partial(_use, charge, choices)))
         except TimeoutError:
             error = TllmError(too_late(self._router.request_seconds).message)
         except ExceptionGroup as group:
@@ -198,10 +198,12 @@ class LocalStreamStore:
         )
         return ReplyChoice(0, request, self._tokenizer if record.stops else None, options)
 
-    async def _run_one(self, stream: StoredStream, choice: ReplyChoice, use: Callable[[], None]) -> None:
+    async def _run_one(
+        self, stream: StoredStream, choice: ReplyChoice, charge: Charge, use: Callable[[], None]
+    ) -> None:
         def look(output: Output) -> None:
             if output.computed_tokens:  # whoever goes on with the reply computes its prompt again
-                use()
+                charge.compute(output.request_id, output.computed_tokens)
             else:
                 self.streams.delivered(stream, output)
 
