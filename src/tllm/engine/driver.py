@@ -7,8 +7,6 @@ In each turn of the loop `run` does four things:
    about pages on disk go between them (page_moves.py).
 3. `step` waits for the results of the oldest batch in flight and gives them to the scheduler.
 4. It delivers the new tokens. Where a device can go on without the host (overlapped_steps.py), it computes meanwhile.
-
-How much of a prompt is computed is delivered before that begins, so that it is known of one that is cancelled, too.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from tllm.engine.overlapped_steps import OverlappedSteps
 from tllm.engine.page_moves import CLOSE_SECONDS, PageMoves, PagesInFlight
 from tllm.engine.schedule.batch import ForgetAdapter, Results, RingHeartbeat, StopRing
 from tllm.engine.schedule.scheduler import ScheduledStep, Scheduler
-from tllm.engine.serving_counters import StepTimes
+from tllm.engine.serving_counters import StepTimes, tell_of_prompts
 from tllm.engine.stage import PipelineStage
 from tllm.engine.waiting.grammar_compiler_thread import GrammarCompilerThread, GrammarReady
 from tllm.spec.request import Output, Request
@@ -120,10 +118,7 @@ class Driver:
         return outputs
 
     def step(self, tell: Deliver = lambda outputs: None) -> list[Output]:
-        """Fill the ring with batches, then take the results of the oldest one.
-
-        `tell` is given how much of each prompt is computed, before that begins: those who cancel it are told too.
-        """
+        """Fill the ring with batches, `tell` how much of prompts they compute, then take the oldest one's results."""
         was_idle = not self.in_flight
         while len(self.in_flight) < self.scheduler.depth:
             began, step = time.perf_counter(), self.scheduler.schedule()
@@ -131,8 +126,8 @@ class Driver:
             self.in_flight += self.page_moves.send(is_idle=step is None and not self.in_flight)
             if step is None:
                 break
-            if outputs := step.prompt_outputs():
-                tell(outputs)
+            # Before that is computed, so that it is known of those, too, that are cancelled meanwhile.
+            tell_of_prompts(step, tell)
             self.in_flight.append(InFlight(step, self._start(step), began))
         expired = self.scheduler.expire()  # after those that could begin have
         if not self.in_flight:
@@ -203,9 +198,7 @@ class Driver:
             self.beat_if_due()
             with contextlib.suppress(queue.Empty):
                 commands.append(inbox.get(timeout=max(0.0, self._next_beat - time.monotonic())))
-        while not inbox.empty():
-            commands.append(inbox.get())
-        return commands
+        return commands + [inbox.get() for _ in range(inbox.qsize())]
 
     def _send_round_idle_ring(self, message: RingHeartbeat | StopRing) -> None:
         assert not self.in_flight, "heartbeats and stops go round an idle ring"

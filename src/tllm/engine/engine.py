@@ -180,8 +180,6 @@ class Engine:
 class Stream:
     """The outputs of one request, the last with its finish reason. Closing it early cancels the request.
 
-    How much of its prompt is computed is left out.
-
     Reading it raises RequestError if the request cannot be served, and ClusterError if a rank has failed.
     """
 
@@ -199,9 +197,7 @@ class Stream:
     def __next__(self) -> Output:
         if self._ended:
             raise StopIteration
-        output = self._outputs.get()
-        while isinstance(output, Output) and output.computed_tokens:
-            output = self._outputs.get()
+        output = next(one for one in iter(self._outputs.get, None) if not getattr(one, "computed_tokens", 0))
         if isinstance(output, ClusterError):
             self._ended = True
             raise output

@@ -50,17 +50,6 @@ class ScheduledStep:
     draft_seconds: float = 0.0
     sources: tuple[int, ...] = ()
 
-    def prompt_outputs(self) -> list[Output]:
-        """For each prompt that it computes a part of: how much of that is computed or under way, this included."""
-        return [
-            Output(
-                request_id=sequence.request.id,
-                computed_tokens=min(entry.stop, sequence.prompt_length) - (sequence.prefix.found or 0),
-            )
-            for entry, sequence in zip(self.batch.entries, self.sequences, strict=True)
-            if entry.start < sequence.prompt_length and not sequence.num_output
-        ]
-
 
 class Scheduler:
     """Continuous batching for a ring that holds `depth` batches at once; `WaitingQueue` says who begins next.
