@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TextIO
 
 
@@ -22,3 +24,15 @@ def start_log(debug: bool, quiet: bool = False) -> None:
     if not debug:
         logging.getLogger("asyncio").setLevel(logging.ERROR)
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
+
+
+@contextmanager
+def errors_alone(logger: str) -> Iterator[None]:
+    """Within it a logger tells errors only: what else there is to tell of each thing, the command itself shows."""
+    named = logging.getLogger(logger)
+    before = named.level
+    named.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        named.setLevel(before)

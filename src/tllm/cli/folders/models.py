@@ -7,11 +7,11 @@ version can serve it, and if not, why.
 from __future__ import annotations
 
 import argparse
-import logging
 from pathlib import Path
 
 import msgspec
 
+from tllm.cli.display.logs import errors_alone
 from tllm.cli.display.tables import table
 from tllm.core.errors import ConfigError, TllmError
 from tllm.core.memory import amount
@@ -40,11 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    logging.getLogger("tllm.model").setLevel(logging.ERROR)  # the table says what there is to say of each
     for folder in args.folder:
         if not folder.exists():
             raise ConfigError(f"there is no folder {folder}", "give one that is there, or none")
-    models = [listed(found) for found in found_models(args.folder)]
+    with errors_alone("tllm.model"):
+        models = [listed(found) for found in found_models(args.folder)]
     if args.json:
         print(msgspec.json.format(msgspec.json.encode(models)).decode())
     else:
