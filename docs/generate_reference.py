@@ -2,9 +2,9 @@
 
     PYTHONPATH=src python docs/generate_reference.py
 
-What the code has no words for (introductions, fields of requests, statistics of the engine) stands in
-docs/reference/meanings.toml; a name that is in only one of the two ends this program with an error. A test
-(tests/house/test_reference.py) finds pages that are out of date.
+What the code has no words for (introductions, fields of requests) stands in docs/reference/meanings.toml; a name that
+is in only one of the two ends this program with an error. A test (tests/house/test_reference.py) finds pages that are
+out of date.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from tllm.server import app as server_app
 from tllm.server.admission.token_bucket import UNLIMITED
 from tllm.server.anthropic import requests as messages
 from tllm.server.anthropic.routes import MessagesRoutes
+from tllm.server.http.engine_statistics import COUNTERS, GAUGES, MEANINGS
 from tllm.server.http.errors import ErrorInfo
 from tllm.server.http.metrics import Metrics
 from tllm.server.http.settings import RequestLimits, ServerSettings
@@ -378,16 +379,16 @@ def metrics_page(meanings: Meanings) -> str:
     check_names("step_record", record, StepRecord.__struct_fields__)
     steps = [[f"`{f.name}`", msgspec_type(f.type), markdown(record[f.name])] for f in struct_fields(StepRecord)]
     lines = ["# Metrics", "", "## A server: /metrics", *introduction("server_metrics", meanings), ""]
-    lines += [*table(["name", "type", "labels", "meaning"], metric_rows(meanings)), ""]
+    lines += [*table(["name", "type", "labels", "meaning"], metric_rows()), ""]
     lines += ["## A training run: metrics.jsonl", *introduction("run_metrics", meanings), ""]
     lines += table(["field", "type", "meaning"], steps)
     return "\n".join(lines)
 
 
-def metric_rows(meanings: Meanings) -> list[list[str]]:
-    """A server's metrics, from its own registry, each statistic told once to see what comes of it."""
-    told = meanings["statistics"]
-    check_names("statistics", told, statistics())
+def metric_rows() -> list[list[str]]:
+    """A server's metrics, from its own registry, to which all statistics are told."""
+    told = (*GAUGES, *COUNTERS, *MEANINGS)
+    check_names("statistics", told, statistics(), "src/tllm/server/http/engine_statistics.py")
     labelled = {"weights_bytes": "weights_bytes/NODE/SOURCE"}
     labelled |= {name: f"{name}/NODE" for name in ("memory_bytes", "rss_bytes", "peak_bytes")}
     metrics = Metrics("MODEL")
@@ -396,24 +397,17 @@ def metric_rows(meanings: Meanings) -> list[list[str]]:
     metrics.keys.refused("KEY", "LIMIT")
     metrics.keys.used("KEY", 0, 0, 0)
     metrics.keys.file(0, False)
-    known = {metric.name: metric for metric in metrics.registry.collect()}
-    found = [(metric, "") for metric in known.values()]
-    for key, meaning in told.items():
-        metrics.render({labelled.get(key, key): 0.0})
-        now = {metric.name: metric for metric in metrics.registry.collect()}
-        found += [(metric, meaning) for name, metric in now.items() if name not in known]
-        known = now
-    rows = [metric_row(metric, meaning) for metric, meaning in found]
+    metrics.render({labelled.get(key, key): 0.0 for key in told})
+    rows = [metric_row(metric) for metric in metrics.registry.collect()]
     return sorted(rows, key=lambda row: row[0].strip("`"))
 
 
-def metric_row(metric: Metric, meaning: str) -> list[str]:
-    """One metric. A help text that only repeats the name gives way to the meaning, any other comes before it."""
+def metric_row(metric: Metric) -> list[str]:
+    """One metric, in the words that Prometheus is told."""
     labels = dict.fromkeys(label for sample in metric.samples for label in sample.labels if label != "le")
     name = metric.name + ("_total" if metric.type == "counter" else "")
-    helps = [] if metric.documentation.startswith("Engine statistic ") else [metric.documentation]
-    words = ". ".join([*helps, *([meaning] if meaning else [])])
-    return [f"`{name}`", metric.type, ", ".join(f"`{label}`" for label in labels) or NONE, markdown(words)]
+    told = markdown(metric.documentation)
+    return [f"`{name}`", metric.type, ", ".join(f"`{label}`" for label in labels) or NONE, told]
 
 
 def statistics() -> set[str]:
@@ -445,7 +439,7 @@ def http_page(meanings: Meanings) -> str:
     """Routes, requests, replies, errors, limits."""
     # only the tables are asked for
     own = server_app._Routes(None, None, None, None, None, None)  # type: ignore[arg-type]
-    messages, ollama = MessagesRoutes(None), OllamaRoutes(None, None, None, None)  # type: ignore[arg-type]
+    messages, ollama = MessagesRoutes(None), OllamaRoutes(None, None, None, None, 0)  # type: ignore[arg-type]
     pooled = PoolingRoutes(None, None, None, None, None)  # type: ignore[arg-type]
     lora = lora_adapters.LoraRoutes(lora_adapters.NoAdapters())
     prepare = {**own.prepare(), **messages.prepare()}
@@ -642,11 +636,13 @@ def wrapped(page: str) -> str:
     )
 
 
-def check_names(table_name: str, told: Iterable[str], found: Iterable[str]) -> None:
+def check_names(
+    table_name: str, told: Iterable[str], found: Iterable[str], where: str = "docs/reference/meanings.toml"
+) -> None:
     """Every name has a meaning, and every meaning a name. ValueError."""
     lacking, spare = sorted(set(found) - set(told)), sorted(set(told) - set(found))
     if lacking or spare:
-        raise ValueError(f"docs/reference/meanings.toml, [{table_name}]: add {lacking}, take out {spare}")
+        raise ValueError(f"{where}, [{table_name}]: add {lacking}, take out {spare}")
 
 
 def table(head: list[str], rows: Iterable[list[str]]) -> list[str]:

@@ -12,11 +12,12 @@ import msgspec
 
 from tllm.cluster.heartbeat import SILENCE_SECONDS, check_lost_after
 from tllm.cluster.settings import OUR_LINKS, Narrowing, Wiring
-from tllm.core.errors import ConfigError
+from tllm.core.errors import ConfigError, nearest
 from tllm.hub.locate import locate
 from tllm.hub.repository import HubWeights
 from tllm.node.topology.numa_binding import NumaBinding, check_numa_binding
-from tllm.planner.cost.cache_room import CACHE_DIR_BYTES, MAX_NUM_SEQS, PAGE_SIZE
+from tllm.node.weights.whole_files import put_together
+from tllm.planner.cost.cache_room import CACHE_DIR_BYTES, MAX_NUM_SEQS, PAGE_SIZE, context_of
 from tllm.planner.cost.rank_bytes import ITEM_BYTES
 from tllm.server.pooling.pooler_config import ModelPooling, PoolerConfig, model_pooling, read_pooler_config
 from tllm.spec.families import spec_from_config
@@ -130,7 +131,7 @@ class EngineOptions:
     @property
     def max_model_len(self) -> int:
         """The longest sequence in tokens: what was asked for, else what the model was made for."""
-        return self.asked_model_len or self.spec.max_model_len
+        return context_of(self.spec, self.asked_model_len)
 
     def pooling(self) -> ModelPooling:
         """How prompts become embeddings and scores. ConfigError for what the folder asks for and is not done here,
@@ -140,6 +141,33 @@ class EngineOptions:
         pooling = model_pooling(self.folder, self.spec, read_config(self.folder), self.pooler_config)
         check_dense(self.folder)
         return pooling
+
+
+ELSEWHERE = {
+    "tensor_parallel_size": 'give plan="tp=N"',
+    "pipeline_parallel_size": 'give plan="pp=N"',
+    "data_parallel_size": "each LLM is one copy of a model: make several",
+    "gpu_memory_utilization": "kv_cache_memory says the bytes of the cache, memory those of a machine or device",
+    "trust_remote_code": "leave it out: no code of a model is ever run",
+    "quantization": "leave it out: what the files say is done; quantize rounds plain weights",
+    "max_num_batched_tokens": "leave it out: it follows from the model",
+    "enforce_eager": "leave it out: replies are the same either way",
+    "tensor_split": 'shares of a plan say it: plan="tp=1+1,shares=1:3"',
+    "n_ctx": "give max_model_len",
+    "n_gpu_layers": 'give device="cuda"',
+    "device_map": 'a plan says which rank holds what: plan="pp=2"',
+    "torch_dtype": "give dtype",
+    "load_in_8bit": 'give quantize="int8"',
+    "load_in_4bit": 'give quantize="int4"',
+}
+"""Keyword arguments of vLLM, llama-cpp-python and transformers, and what is given here."""
+
+
+def check_names(args: Mapping[str, Any]) -> None:
+    """ConfigError for a keyword argument that there is none of: one that is passed over would do nothing in silence."""
+    for name in args.keys() - EngineArgs.__annotations__.keys():
+        hint = ELSEWHERE.get(name) or nearest(name, (*EngineArgs.__annotations__, "plan", "on_progress"))
+        raise ConfigError(f"there is no keyword argument {name!r}", hint)
 
 
 def engine_options(model: Path | str, plan: str = "pp=1", **args: Unpack[EngineArgs]) -> EngineOptions:
@@ -232,7 +260,7 @@ def draft_options(
 
 def located(model: Path | str, revision: str | None = None) -> Path:
     """Where all of a model is, by its path or name, fetched where it is not on this disk; what was found is logged."""
-    found = locate(str(model), "whole", revision)
+    found = locate(str(model), "whole", revision, put_together)
     if found.said:
         log.info("%s", found.said)
     return found.path

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import secrets
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Unpack
 
 import msgspec
 
-from tllm.api.engine_options import EngineArgs, check_device, engine_options
+from tllm.api.engine_options import EngineArgs, check_device, check_names, engine_options
 from tllm.api.engine_thread import EngineThread
 from tllm.api.open_engine import open_engine
 from tllm.api.streamed_reply import StreamedReply
@@ -81,6 +82,7 @@ class LLM:
         **args: Unpack[EngineArgs],
     ) -> None:
         """Load the model. Raises ConfigError, PlanError, CapacityError or WeightsError where that cannot be done."""
+        check_names(args)
         check_device(args.get("device", "cpu"))
         self.options = engine_options(model, plan, **args)
         self.tokenizer = Tokenizer.from_folder(self.options.folder)
@@ -115,8 +117,7 @@ class LLM:
         A reply ends before any text of `stop`, one or several. Raises RequestError where one cannot be served as it is,
         and ClusterError where a rank is lost and nobody can take over; no reply is then returned.
         """
-        given = [prompts] if isinstance(prompts, str) else prompts
-        replies = [self._reply(self._encode(prompt), sampling_params, stop) for prompt in given]
+        replies = [self._reply(self._encode(prompt), sampling_params, stop) for prompt in several(prompts)]
         self._engine.run(self._finish(replies))
         return [_generation(reply) for reply in replies]
 
@@ -141,6 +142,9 @@ class LLM:
         if self.tokenizer is None or self.chat_template is None:
             lacks = "tokenizer.json" if self.tokenizer is None else "chat template"
             raise ConfigError(f"{self.options.folder} has no {lacks}, so it cannot chat", "`generate` continues a text")
+        if isinstance(messages, str | Mapping) or not all(isinstance(message, Mapping) for message in messages):
+            said = 'give [{"role": "user", "content": "Hello"}]; `generate` continues a text'
+            raise RequestError("messages are a list of dicts, each with a role and content", said, "messages")
         text = self.chat_template.render([dict(message) for message in messages])
         prompt_ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
         params = self._params(sampling_params, prompt_ids)
@@ -162,7 +166,7 @@ class LLM:
         Any model that writes can embed; nothing is sampled. With `dimensions` only the first so many numbers are kept,
         and normalised again unless `normalize` is false. Raises as `generate` does.
         """
-        ids = [self._encode(prompt) for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
+        ids = [self._encode(prompt) for prompt in several(prompts)]
         found = self._engine.run(self._pooled.embed(ids, dimensions, normalize))
         return [Embedding(one, of_one.vector, of_one.num_cached_tokens) for one, of_one in zip(ids, found, strict=True)]
 
@@ -200,7 +204,7 @@ class LLM:
         if isinstance(prompt, int):
             raise RequestError("prompts are texts or lists of ids, not bare ids", "give [[1, 2, 3]] for one prompt")
         if not isinstance(prompt, str):
-            return tuple(prompt)
+            return ids_of(prompt)
         if self.tokenizer is None:
             raise ConfigError(f"{self.options.folder} has no tokenizer.json", "give prompts as token ids")
         return tuple(self.tokenizer.encode(prompt))
@@ -241,6 +245,30 @@ class LLM:
             await asyncio.gather(*tasks)
         finally:
             await end_tasks(*tasks)
+
+
+def several(prompts: str | Sequence[Prompt]) -> Sequence[Prompt]:
+    """One text, or several prompts, as several. RequestError for what is neither."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
+        raise _no_prompt(prompts)
+    return prompts
+
+
+def ids_of(prompt: Sequence[int]) -> tuple[int, ...]:
+    """The ids of a prompt's tokens, which may come from numpy or torch. RequestError for what are none."""
+    if isinstance(prompt, Mapping) or not isinstance(prompt, Iterable):
+        raise _no_prompt(prompt)
+    try:
+        return tuple(operator.index(token_id) for token_id in prompt)
+    except TypeError as error:
+        raise _no_prompt(prompt) from error
+
+
+def _no_prompt(given: object) -> RequestError:
+    message = f"prompts are texts or lists of ids, and a {type(given).__name__} was given"
+    return RequestError(message, 'give "a text", or [[1, 2, 3]] for one prompt of ids', "prompts")
 
 
 def _generation(reply: StreamedReply) -> Generation:

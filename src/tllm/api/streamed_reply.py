@@ -53,6 +53,8 @@ class StreamedReply:
         self._asked = time.perf_counter()
         async with aclosing(client.submit(self.request)) as outputs:
             async for output in outputs:
+                if output.computed_tokens:  # it has nothing else
+                    continue
                 if output.finish_reason in ("error", "cancelled"):
                     raise ClusterError(output.error or f"the engine ended the request: {output.finish_reason}")
                 if output.token_ids:

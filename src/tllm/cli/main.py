@@ -130,6 +130,8 @@ def _width() -> int:
 
 def _run(words: list[str]) -> int:
     words = [word for word in words if word != "--debug"] if words[:1] == ["--debug"] else words
+    if words[:1] == ["help"] and len(words) > 1:
+        words = [words[1], "--help"]
     if not words or words[0] in ("-h", "--help", "help"):
         print(_overview())
         return 0 if words else 2

@@ -25,7 +25,7 @@ from tllm.engine.overlapped_steps import OverlappedSteps
 from tllm.engine.page_moves import CLOSE_SECONDS, PageMoves, PagesInFlight
 from tllm.engine.schedule.batch import ForgetAdapter, Results, RingHeartbeat, StopRing
 from tllm.engine.schedule.scheduler import ScheduledStep, Scheduler
-from tllm.engine.serving_counters import StepTimes
+from tllm.engine.serving_counters import StepTimes, tell_of_prompts
 from tllm.engine.stage import PipelineStage
 from tllm.engine.waiting.grammar_compiler_thread import GrammarCompilerThread, GrammarReady
 from tllm.spec.request import Output, Request
@@ -93,7 +93,7 @@ class Driver:
                         return
                     if outputs := self._obey(command, grammars):
                         deliver(outputs)
-                if self.has_work and (outputs := self.step()):
+                if self.has_work and (outputs := self.step(deliver)):
                     deliver(outputs)
 
     def submit(self, request: Request) -> list[Output]:
@@ -117,8 +117,8 @@ class Driver:
         self.stage.adapters.remove(message)
         return outputs
 
-    def step(self) -> list[Output]:
-        """Fill the ring with batches, then take the results of the oldest one."""
+    def step(self, tell: Deliver = lambda outputs: None) -> list[Output]:
+        """Fill the ring with batches, `tell` how much of prompts they compute, then take the oldest one's results."""
         was_idle = not self.in_flight
         while len(self.in_flight) < self.scheduler.depth:
             began, step = time.perf_counter(), self.scheduler.schedule()
@@ -126,6 +126,8 @@ class Driver:
             self.in_flight += self.page_moves.send(is_idle=step is None and not self.in_flight)
             if step is None:
                 break
+            # Before that is computed, so that it is known of those, too, that are cancelled meanwhile.
+            tell_of_prompts(step, tell)
             self.in_flight.append(InFlight(step, self._start(step), began))
         expired = self.scheduler.expire()  # after those that could begin have
         if not self.in_flight:
@@ -196,9 +198,7 @@ class Driver:
             self.beat_if_due()
             with contextlib.suppress(queue.Empty):
                 commands.append(inbox.get(timeout=max(0.0, self._next_beat - time.monotonic())))
-        while not inbox.empty():
-            commands.append(inbox.get())
-        return commands
+        return commands + [inbox.get() for _ in range(inbox.qsize())]
 
     def _send_round_idle_ring(self, message: RingHeartbeat | StopRing) -> None:
         assert not self.in_flight, "heartbeats and stops go round an idle ring"

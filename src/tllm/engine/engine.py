@@ -129,8 +129,7 @@ class Engine:
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[int]]:
         """Continue several prompts together; the new ids of each. Raises RequestError if one cannot be served."""
-        names = (f"generate-{n}" for n in itertools.count())
-        free = (name for name in names if name not in self._puts)
+        free = (name for n in itertools.count() if (name := f"generate-{n}") not in self._puts)
         requests = [Request(id=next(free), prompt_ids=tuple(prompt), params=params).seeded() for prompt in prompts]
         # Now that all have a seed, whose drawing lets other threads run, no prompt begins before the next is there.
         streams = [self.submit(request) for request in requests]
@@ -197,7 +196,8 @@ class Stream:
     def __next__(self) -> Output:
         if self._ended:
             raise StopIteration
-        output = self._outputs.get()
+        while isinstance(output := self._outputs.get(), Output) and output.computed_tokens:
+            pass  # it tells nothing else
         if isinstance(output, ClusterError):
             self._ended = True
             raise output

@@ -1,4 +1,5 @@
-"""What a rank counts while it serves: `ReplyCounters` on every rank, `StepTimes` on the driver's.
+"""What a rank counts while it serves: `ReplyCounters` on every rank, `StepTimes` on the driver's, which also tells how
+much of prompts is computed.
 
 Both look at batches that give each of their sequences its next token (`Batch.is_decode`); prompts are left out, but
 for `compute_seconds`. The coordinator reads the numbers from heartbeats and compares them with what the planner
@@ -8,13 +9,14 @@ predicted.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tllm.comm.collectives.group import Group
 from tllm.engine.schedule.batch import Batch
 from tllm.engine.schedule.scheduler import ScheduledStep
 from tllm.engine.schedule.speculative_decoding import Speculation
+from tllm.spec.request import Output
 
 
 class ReplyCounters:
@@ -85,3 +87,17 @@ class StepTimes:
     def stats(self) -> dict[str, float]:
         """For the heartbeat."""
         return {"turns": self.lone_steps, "turn_seconds": self.lone_step_seconds}
+
+
+def tell_of_prompts(step: ScheduledStep, tell: Callable[[list[Output]], None]) -> None:
+    """Tell how much of each prompt is computed or under way, if this step computes a part of one that has no token."""
+    told = [
+        Output(
+            request_id=sequence.request.id,
+            computed_tokens=min(entry.stop, sequence.prompt_length) - (sequence.prefix.found or 0),
+        )
+        for entry, sequence in zip(step.batch.entries, step.sequences, strict=True)
+        if entry.start < sequence.prompt_length and not sequence.num_output
+    ]
+    if told:
+        tell(told)

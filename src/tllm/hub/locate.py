@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -53,9 +54,14 @@ class LocatedModel:
     said: str = ""
 
 
-def locate(text: str, need: Need, revision: str | None = None) -> LocatedModel:
+Reuse = Callable[[Repository], None]
+"""Puts into the Hugging Face cache what this machine has elsewhere of these files."""
+
+
+def locate(text: str, need: Need, revision: str | None = None, reuse: Reuse = lambda repository: None) -> LocatedModel:
     """A path that exists wins; else the model of that name: in the Hugging Face cache, of ollama or of LM Studio, or
-    fetched from the hub. ConfigError where it is nowhere, and what hinders fetching it as an error of its own."""
+    fetched from the hub, but for what can be reused. ConfigError where it is nowhere, and what hinders fetching it as
+    an error of its own."""
     try:
         path = Path(text).expanduser()
         is_there = path.exists()
@@ -85,7 +91,7 @@ def locate(text: str, need: Need, revision: str | None = None) -> LocatedModel:
         raise
     if repository is None:
         return _in_lm_studio(name, find_lm_studio(name.repo, name.tag, needed=True))
-    return _files(repository, name, need, where)
+    return _files(repository, name, need, where, reuse)
 
 
 def _like(path: Path) -> str:
@@ -125,17 +131,19 @@ def _listing(name: ModelName) -> tuple[Repository | None, str]:
     return found, f"as {hub_host()} has it"
 
 
-def _files(repository: Repository, name: ModelName, need: Need, where: str) -> LocatedModel:
+def _files(repository: Repository, name: ModelName, need: Need, where: str, reuse: Reuse) -> LocatedModel:
     folder = snapshot_folder(repository.repo, repository.commit)
     has_safetensors = any(file.name.endswith(SAFETENSORS) and "/" not in file.name for file in repository.files)
     if not has_safetensors and not any(file.name.endswith(SUFFIX) for file in repository.files):
         raise no_weights(repository)
     if name.tag or not has_safetensors:
-        return _gguf(gguf_files_of(repository, name.tag), name, need, where)
+        return _gguf(gguf_files_of(repository, name.tag), name, need, where, reuse)
     small = small_files(repository)
     download(small)
     index = folder / INDEX
     weights = safetensors_files(repository, index.read_bytes() if small.file(INDEX) else None)
+    if need == "whole":
+        reuse(weights)
     said = f"{name}: commit {repository.commit[:12]}, {where}; {_fetched(weights)}"
     is_whole = not missing_files(weights).files
     if need == "whole":
@@ -149,9 +157,10 @@ def _files(repository: Repository, name: ModelName, need: Need, where: str) -> L
     return LocatedModel(folder, said=said)
 
 
-def _gguf(chosen: Repository, name: ModelName, need: Need, where: str) -> LocatedModel:
+def _gguf(chosen: Repository, name: ModelName, need: Need, where: str, reuse: Reuse) -> LocatedModel:
     said = f"{name}: {chosen.files[0].name} at commit {chosen.commit[:12]}, {where}"
     if need == "whole" or not missing_files(chosen).files:
+        reuse(chosen)
         fetched = _fetched(chosen)
         download(chosen)
         path = snapshot_folder(chosen.repo, chosen.commit) / chosen.files[0].name

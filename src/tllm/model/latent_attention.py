@@ -54,6 +54,7 @@ class LatentAttention(nn.Module):
             window=spec.layers[layer].window,
             values_are_keys=True,
             kv_shape=(1, spec.head_dim),
+            bidirectional=spec.bidirectional,
         )
 
     def forward(self, x_TD: Tensor, rotation: Rotation | None, attend: Attend, adapt: Adapt = unadapted) -> Tensor:

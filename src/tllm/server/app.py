@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tllm.server.anthropic.models import VERSION, listed_models, model_info
 from tllm.server.anthropic.routes import MessagesRoutes
 from tllm.server.http.attended_request import Attended
 from tllm.server.http.auth import PAGE_FILES, Guard, cache_salt, keys_of
@@ -120,7 +121,7 @@ def build_app(
         ReplyRoutes({**routes.prepare(), **messages.prepare()}, store, routes.stream),
         messages,
         pooled,
-        OllamaRoutes(completions, prompts, client, pooled),
+        OllamaRoutes(completions, prompts, client, pooled, settings.created),
         LoraRoutes(adapters, settings.model_aliases),
     )
     inner = routed([route for part in parts for route in part.table()])
@@ -210,15 +211,16 @@ class _Routes:
 
     async def models(self, http: HttpRequest) -> Response:
         data = [self._card(name) for name in self.completions.models]
-        return json_reply({"object": "list", "data": data})
+        return json_reply(listed_models(data) if VERSION in http.headers else {"object": "list", "data": data})
 
     async def model(self, http: HttpRequest) -> Response:
         name = self.completions.check_model(http.path_params["name"])
-        return json_reply(self._card(name))
+        card = self._card(name)
+        return json_reply(model_info(card) if VERSION in http.headers else card)
 
     def _card(self, name: str) -> dict[str, Any]:
         adapter = self.completions.adapters.paths.get(name, "")
-        return about.model_card(name, self._router.client, self._settings.started, adapter)
+        return about.model_card(name, self._router.client, self._settings.created, adapter)
 
     async def cluster(self, http: HttpRequest) -> Response:
         return json_reply(self._router.client.status())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from tllm.core.errors import ModelError
@@ -50,15 +51,21 @@ def plain_spec(config: Config, layers: tuple[LayerSpec, ...], *, tied_default: b
     )
 
 
-def check_both_ways(spec: ModelSpec) -> None:
-    """ModelError where `is_causal` is false and a layer is no plain attention over all of a sequence."""
-    of_layers = {"a window": any(layer.window for layer in spec.layers), "a latent": spec.latent, "a state": spec.delta}
-    for what, has in of_layers.items():
-        if has:
-            raise ModelError(
-                f"is_causal=false of a {spec.family} model whose layers have {what} is not handled",
-                "models that see both ways and have windows are gemma3_text with use_bidirectional_attention",
-            )
+def both_ways(spec: ModelSpec) -> ModelSpec:
+    """The model where `is_causal` is false. ModelError where its layers have states.
+
+    As in transformers, a token then sees as many keys on each side as the window says, and itself; a causal window
+    counts the token among them.
+    """
+    if spec.delta:
+        raise ModelError(
+            f"is_causal=false of a {spec.family} model whose layers have a state is not handled: it holds what came "
+            "before a token, and nothing of what follows",
+            "take is_causal out of config.json if the model writes",
+        )
+    windows = (None if layer.window is None else layer.window + 1 for layer in spec.layers)
+    layers = tuple(replace(layer, window=window) for layer, window in zip(spec.layers, windows, strict=True))
+    return replace(spec, layers=layers)
 
 
 def num_labels(config: Config) -> int:

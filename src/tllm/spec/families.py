@@ -12,7 +12,7 @@ from typing import Any
 
 from tllm.core.errors import ModelError
 from tllm.spec.config_parts import (
-    check_both_ways,
+    both_ways,
     layer_windows,
     plain_rope,
     plain_spec,
@@ -66,9 +66,7 @@ def spec_from_config(raw: dict[str, Any]) -> ModelSpec:
     for of_layer in {layer.num_kv_heads for layer in spec.layers} - {0}:
         if spec.num_heads % of_layer:
             raise ModelError(f"{spec.num_heads} query heads cannot share the {of_layer} kv heads of a layer evenly")
-    if config.raw.get("is_causal") is False:
-        check_both_ways(spec)
-    return spec
+    return both_ways(spec) if config.raw.get("is_causal") is False else spec
 
 
 def llama(config: Config) -> ModelSpec:

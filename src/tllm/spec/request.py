@@ -171,7 +171,9 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     `logprobs` is parallel to `token_ids` when asked for. `prompt_logprobs` comes once, with or before the first
     token, and is parallel to the prompt; its first entry is None. `cached_tokens` comes with the first token: how many
     tokens of the prompt were found in the cache and not computed. `error` explains finish_reason "error". `pooled` is
-    what a prompt that is pooled comes to, all at once.
+    what a prompt that is pooled comes to, all at once. An output with `computed_tokens` has nothing else: it comes
+    before the first token, whenever another part of the prompt begins to be computed, and says how many of its tokens
+    are computed by then or will be, whoever cancels the request.
     """
 
     request_id: str
@@ -179,6 +181,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     cached_tokens: int = 0
+    computed_tokens: int = 0
     pooled: tuple[float, ...] = ()
     finish_reason: FinishReason | None = None
     error: str = ""

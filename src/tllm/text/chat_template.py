@@ -117,7 +117,7 @@ def _read(file: Path) -> str:
         return file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"the chat template {file} cannot be read: {error}",
+            f"the chat template {file} cannot be read: {getattr(error, 'strerror', None) or error}",
             "give a UTF-8 text file",
         ) from error
 

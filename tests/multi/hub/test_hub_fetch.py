@@ -10,17 +10,20 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants, try_to_load_from_cache
 
 from tests.support.hub.fake_hub import FakeHub, fake_hub
 from tests.support.hub.this_machine import use_hub
 from tllm.cluster.weight_messages import ReadBytes
 from tllm.core.errors import ClusterError, WeightsError
 from tllm.hub.byte_ranges import HubStopped
+from tllm.hub.folders import local_file
 from tllm.hub.hub_client import download, list_repository
 from tllm.hub.repository import HubFile, Repository
 from tllm.node.weights.hub_chunks import HubChunks
 from tllm.node.weights.hub_fetch import HubFetch
 from tllm.node.weights.hub_folder import HubFolder
+from tllm.node.weights.whole_files import put_together
 from tllm.weights.byte_spans import one_span
 from tllm.weights.chunk_cache import ChunkCache
 from tllm.weights.file_chunks import CHUNK_MIN, FileChunk, runs
@@ -233,3 +236,53 @@ def test_the_coordinator_vouches_for_what_it_fetched(
     for file, number in (("../x", 0), (FILE, 21), (FILE, -1)):
         with pytest.raises(WeightsError):
             folder.chunk(FileChunk(file, number))
+
+
+def test_what_came_in_ranges_is_put_together_though_the_hub_is_gone(
+    hub: FakeHub, repository: Repository, content: bytes, tmp_path: Path
+) -> None:
+    """Ranges of two programs of this machine; other programs find the file where the hub's library would put it."""
+    kept = tmp_path / "kept"
+    for spans in ((0, 9 * CHUNK_MIN), (8 * CHUNK_MIN, SIZE)):
+        read(files_of(repository, kept, Others(content)), spans)
+    assert local_file(repository, repository.files[0]) is None
+    hub.status = 503
+    put_together(repository, kept)
+    assert hub.weights_sent() == SIZE, "nothing more"
+    found = Path(str(try_to_load_from_cache("org/name", FILE, constants.HF_HUB_CACHE, repository.commit)))
+    assert found.read_bytes() == content and found.resolve().name == hashlib.sha256(content).hexdigest()
+    assert found.resolve().parent.name == "blobs" and not list(found.resolve().parent.glob("*.part"))
+    before = found.stat().st_mtime_ns
+    put_together(repository, kept)
+    assert found.stat().st_mtime_ns == before, "it is there"
+
+
+def test_of_what_came_in_ranges_the_rest_is_fetched(
+    hub: FakeHub, repository: Repository, content: bytes, tmp_path: Path
+) -> None:
+    kept = tmp_path / "kept"
+    put_together(repository, kept)
+    assert local_file(repository, repository.files[0]) is None and not hub.sent, "of nothing nothing is made"
+    read(files_of(repository, kept, Others(content)), (CHUNK_MIN, 12 * CHUNK_MIN))
+    damaged = next(path for path in kept.iterdir() if path.is_file())
+    damaged.write_bytes(bytes(CHUNK_MIN))
+    hub.sent.clear()
+    put_together(repository, kept)
+    assert hub.weights_sent() == SIZE - 11 * CHUNK_MIN + CHUNK_MIN
+    place = local_file(repository, repository.files[0])
+    assert place is not None and place.read_bytes() == content
+
+
+def test_what_is_not_the_file_gets_no_name(
+    hub: FakeHub, repository: Repository, content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where the hub's hash is of another file: then all of it is fetched, and refused there if it is so again."""
+    kept = tmp_path / "kept"
+    read(files_of(repository, kept, Others(content)), (0, SIZE))
+    table = next((kept / "hub").iterdir())
+    digests = table.read_bytes()
+    table.write_bytes(digests[32:64] + digests[32:])
+    put_together(repository, kept)
+    assert local_file(repository, repository.files[0]) is None
+    assert "does not have the hash that the hub gives" in caplog.text
+    assert not list((tmp_path / "hf").rglob("*.part"))

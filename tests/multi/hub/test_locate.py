@@ -19,11 +19,14 @@ from tests.support.models.gguf_models import SavedModel, with_tokenizer, write_g
 from tllm.api.llm import LLM
 from tllm.api.trainer import Trainer
 from tllm.cli.main import main
+from tllm.core.cache_folder import cache_folder
 from tllm.core.errors import AuthError, CapacityError, ConfigError, WeightsError
 from tllm.hub import hub_client
 from tllm.hub.hub_errors import HubUnreachable
 from tllm.hub.locate import locate
+from tllm.node.weights.hub_chunks import HubChunks
 from tllm.spec.request import SamplingParams
+from tllm.weights.chunk_cache import ChunkCache
 
 pytestmark = pytest.mark.usefixtures("own_process")
 
@@ -253,3 +256,19 @@ def test_a_name_trains_too(hub: FakeHub, tmp_path: Path) -> None:
     trainer = Trainer({**job, "max_steps": 1, "global_batch_size": 1})
     assert trainer.beginning.weights is not None and trainer.beginning.weights.parent.name == "snapshots"
     assert os.path.samefile(trainer.beginning.weights, locate(NAME, "whole").path)
+
+
+def test_a_model_that_nodes_fetched_by_ranges_is_whole_for_the_next_command(
+    hub: FakeHub, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shared = locate(NAME, "ranges").weights
+    assert shared is not None
+    chunks = HubChunks(shared, ChunkCache(cache_folder(), 1 << 30))
+    content = (folder / WEIGHTS).read_bytes()
+    assert chunks.read(WEIGHTS, 0, len(content)) == content
+    offline(monkeypatch)
+    words = ["generate", NAME, "--prompt", "Once", "--max-tokens", "4", "--temperature", "0"]
+    assert main(words) == 0
+    said = capsys.readouterr()
+    assert "of weights are in the Hugging Face cache" in said.err and said.out
+    assert hub.weights_sent() == len(content), "once"

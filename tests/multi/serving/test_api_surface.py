@@ -349,4 +349,7 @@ def test_lists_of_models_are_read_by_every_client(server: Clients) -> None:
     assert [model.model for model in server.ollama.list().models] == ["tiny", "other"]
     assert [model.model for model in server.ollama.ps().models] == ["tiny", "other"]
     assert httpx.get(f"{server.url}/v1/models").json()["object"] == "list"
+    assert [(one.id, one.type) for one in server.anthropic.models.list()] == [("tiny", "model"), ("other", "model")]
+    assert server.anthropic.models.retrieve("other").display_name == "other"
+    assert server.ollama.list().models[0].modified_at.year > 2000
     assert server.openai.embeddings.create(model="tiny", input="hi").data[0].embedding, "base64, the client's default"

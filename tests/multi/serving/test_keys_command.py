@@ -133,3 +133,4 @@ def test_a_wrong_file_of_keys_stops_the_start(folder: Path, tmp_path: Path) -> N
     with running("serve", str(folder), "--port", "0", "--api-keys-file", str(path)) as server:
         code, said = server.wait()
     assert code == 2 and "at least 8 printable" in said and "hint:" in said
+    assert "has a certificate now" not in said and "is ready" not in said, "before the model is loaded"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm
+from transformers.models.exaone4.modeling_exaone4 import Exaone4RMSNorm
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.mistral.modeling_mistral import MistralRMSNorm
+from transformers.models.olmo3.modeling_olmo3 import Olmo3RMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from tests.parity.engine.test_generation import LAYOUTS, LENGTHS, prompts
@@ -24,8 +30,11 @@ from tllm.cli.commands.verify import prompt_ids
 from tllm.core.errors import ConfigError, ModelError, RequestError
 from tllm.engine.engine import Engine
 from tllm.engine.schedule.limits import EngineConfig
+from tllm.planner.cost.cache_room import batch_tokens, context_of, working_bytes
+from tllm.planner.cost.rank_bytes import rank_bytes
 from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
+from tllm.spec.plan import Plan
 from tllm.spec.request import PoolingKind
 from tllm.spec.speculative_config import SpeculativeConfig
 from tllm.training.questions.causal_model import CausalModel
@@ -37,20 +46,31 @@ ONE_OR_TWO = EngineConfig(dtype="float64", cache_tokens=512, max_num_seqs=4, max
 """A batch with the longest prompt has room for the shortest one beside it, and for no other."""
 FEW_PAGES = EngineConfig(dtype="float64", cache_tokens=48, page_size=4, max_num_seqs=4, max_num_batched_tokens=96)
 CASES = ("gemma3", "qwen2", "llama")
+NORMS = (Gemma2RMSNorm, Gemma3RMSNorm, Qwen2RMSNorm, LlamaRMSNorm, MistralRMSNorm, Olmo3RMSNorm, Exaone4RMSNorm)
+WINDOWED: dict[str, dict[str, Any]] = {
+    "mistral": {},
+    "qwen2_sliding": {},
+    "gemma3": {},
+    "olmo3": {},
+    "exaone4": {},
+    "deepseek_v3_moe": {"first_k_dense_replace": 4},  # latents; its experts have no products in float64 there
+}
 
 
-def save(case: str, folder: Path, **more: Any) -> PreTrainedModel:
+def save(case: str, folder: Path, is_causal_false: bool = False, **more: Any) -> PreTrainedModel:
     """A model that sees both ways, in float64; what goes through float32 in `transformers` does not here (`exact`)."""
-    if case == "gemma3":  # of a window of 12, which counts both sides, a token sees 6 keys each way
+    is_causal_false = is_causal_false or case != "gemma3"
+    if not is_causal_false:  # of a window of 12, which counts both sides, a token sees 6 keys each way
         more = {"use_bidirectional_attention": True, "sliding_window": 12, **more}
     model = save_model(case, folder, **more)
     config = json.loads((folder / "config.json").read_text())
-    if case != "gemma3":
+    if is_causal_false:
         (folder / "config.json").write_text(json.dumps({**config, "is_causal": False}))
         model.config.is_causal = False
-    model.set_attn_implementation("sdpa")
+    if case != "gemma2":  # scores that are capped are written out there too
+        model.set_attn_implementation("sdpa")
     model = model.double()
-    if case == "gemma3":
+    if case.startswith("gemma"):
         model.model.embed_tokens.embed_scale = torch.tensor(model.config.hidden_size**0.5, dtype=torch.float64)
     return model
 
@@ -59,10 +79,10 @@ def save(case: str, folder: Path, **more: Any) -> PreTrainedModel:
 def exact(monkeypatch: pytest.MonkeyPatch) -> None:
     def normed(self: Any, x: Tensor) -> Tensor:
         eps = getattr(self, "variance_epsilon", None) or self.eps
-        offset = 1.0 if isinstance(self, Gemma3RMSNorm) else 0.0
+        offset = 1.0 if isinstance(self, Gemma2RMSNorm | Gemma3RMSNorm) else 0.0
         return (self.weight + offset) * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
-    for kind in (Gemma3RMSNorm, Qwen2RMSNorm, LlamaRMSNorm):
+    for kind in (*NORMS, DeepseekV3RMSNorm):
         monkeypatch.setattr(kind, "forward", normed)
 
 
@@ -82,16 +102,63 @@ def test_every_plan_comes_to_what_transformers_does(case: str, tmp_path: Path) -
                     torch.testing.assert_close(got, torch.stack(wanted[kind]), rtol=1e-8, atol=1e-8)
 
 
-def test_a_token_sees_those_after_it_and_a_window_ends(tmp_path: Path) -> None:
-    """By the definition, in loops: of the first layer's window 6 keys each way, none beyond."""
-    save("gemma3", tmp_path, num_hidden_layers=1, layer_types=["sliding_attention"])
+@pytest.mark.parametrize("case", WINDOWED)
+@pytest.mark.timeout(180)
+def test_windows_and_latents_that_are_not_causal_come_to_what_transformers_does(case: str, tmp_path: Path) -> None:
+    """`is_causal: false`, where a window is as many keys on each side, and not half of them."""
+    model = save(case, tmp_path, is_causal_false=True, **WINDOWED[case])
+    wanted = torch.stack([truth(model, "mean", ids) for ids in prompts()])
+    layers = spec_from_config(read_config(tmp_path)).layers
+    assert {layer.window for layer in layers if layer.window} <= {13, 11}
+    for layout, config in (("pp=1", ONE_OR_TWO), ("pp=2,tp=1+2", FEW_PAGES)):
+        with Engine.load(tmp_path, layout, config) as engine:
+            got = torch.tensor(pooled(engine, "mean", prompts()), dtype=torch.float64)
+            torch.testing.assert_close(got, wanted, rtol=1e-8, atol=1e-8)
+
+
+def test_a_window_on_both_sides_with_capped_scores(tmp_path: Path) -> None:
+    """Scores that are written out, as torch's product does not cap them. Softmax is in float32 in `transformers`."""
+    model = save("gemma2", tmp_path, attn_logit_softcapping=2.0)
+    with Engine.load(tmp_path, "pp=1", WIDE) as engine:
+        got = torch.tensor(pooled(engine, "mean", prompts()), dtype=torch.float64)
+    torch.testing.assert_close(got, torch.stack([truth(model, "mean", ids) for ids in prompts()]), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("is_causal_false", "most"), [(False, 6), (True, 12)])
+def test_a_token_sees_those_after_it_and_a_window_ends(is_causal_false: bool, most: int, tmp_path: Path) -> None:
+    """By the definition, in loops: so many keys of a window of 12 each way, none beyond."""
+    one = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
+    save("gemma3", tmp_path, is_causal_false, **one)
     base = prompts()[2]
     with Engine.load(tmp_path, "pp=1", WIDE) as engine:
         [first] = pooled(engine, "last", [base])
-        for back, is_seen in ((5, True), (6, True), (7, False), (20, False)):
+        for back in (5, 6, 7, 11, 12, 13, 20):
             changed = [*base]
             changed[-1 - back] = 100 - changed[-1 - back]
-            assert (pooled(engine, "last", [changed])[0] != first) == is_seen, back
+            assert (pooled(engine, "last", [changed])[0] != first) == (back <= most), back
+
+
+def test_a_prompt_is_as_long_as_the_context(tmp_path: Path) -> None:
+    """A batch has room for the longest one, which is longer than the batches of other models."""
+    model = save("gemma3", tmp_path, max_position_embeddings=1400)
+    ids = [(7 * place + place // 50) % 101 for place in range(1400)]
+    with Engine.load(tmp_path, "pp=2", EngineConfig(dtype="float64", cache_tokens=1408)) as engine:
+        assert (engine.limits.max_model_len, engine.limits.max_num_batched_tokens) == (1400, 1400)
+        got = torch.tensor(pooled(engine, "mean", [ids])[0], dtype=torch.float64)
+        torch.testing.assert_close(got, truth(model, "mean", ids), rtol=1e-8, atol=1e-8)
+        with pytest.raises(RequestError, match=r"1401 prompt tokens .* the context holds 1400"):
+            pooled(engine, "mean", [[1] * 1401])
+    save("qwen2", tmp_path, max_position_embeddings=1 << 17)
+    spec = spec_from_config(read_config(tmp_path))
+    assert (context_of(spec, None), batch_tokens(spec, 8192)) == (8192, 8192), "unless more is asked for"
+    assert (context_of(spec, 1 << 17), batch_tokens(spec, 1 << 17)) == (1 << 17, 1 << 17)
+    assert batch_tokens(replace(spec, bidirectional=False), 1 << 17) == 1024
+    windowed = replace(spec, layers=tuple(replace(layer, window=512) for layer in spec.layers))
+    plain, masked = (
+        working_bytes(one, rank_bytes(one, Plan.parse("pp=1", spec.num_layers), "float32")[0], "float32", 8192, 1)
+        for one in (spec, windowed)
+    )
+    assert masked - plain == 8 * 8192**2, "who sees whom, of each two tokens"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -144,7 +211,7 @@ def test_what_cannot_be_done_is_refused_by_name(tmp_path: Path) -> None:
     asked = msgspec.structs.replace(ONE_OR_TWO, max_model_len=48)
     with pytest.raises(ConfigError, match="max_model_len is 48 and a batch has 47 tokens") as caught:
         Engine.load(tmp_path, "pp=1", asked)
-    assert "leave --max-model-len out" in caught.value.hint
+    assert "give at least 48" in caught.value.hint
 
 
 def test_what_only_a_causal_model_can_do_is_refused(tmp_path: Path) -> None:
@@ -169,15 +236,16 @@ def test_configs_that_say_so_and_those_that_are_not_handled(tmp_path: Path) -> N
     assert not spec_from_config(raw).bidirectional
     both = spec_from_config({**raw, "use_bidirectional_attention": True, "sliding_window": 512})
     assert both.bidirectional and {layer.window for layer in both.layers} == {257, None}
-    with pytest.raises(ModelError, match="is_causal=false of a gemma3_text model whose layers have a window"):
-        spec_from_config({**raw, "is_causal": False})
+    for both_ways, window in ((False, 513), (True, 258)):
+        more = {"is_causal": False, "use_bidirectional_attention": both_ways, "sliding_window": 512}
+        spec = spec_from_config({**raw, **more})
+        assert spec.bidirectional and {layer.window for layer in spec.layers} == {window, None}
     save_model("gemma2", tmp_path)
     with pytest.raises(ModelError, match="use_bidirectional_attention of a gemma2 model"):
         spec_from_config({**read_config(tmp_path), "use_bidirectional_attention": True})
-    for case, what in (("qwen3_next_moe", "a state"), ("deepseek_v3_moe", "a latent")):
-        save_model(case, tmp_path)
-        with pytest.raises(ModelError, match=f"whose layers have {what}"):
-            spec_from_config({**read_config(tmp_path), "is_causal": False})
+    save_model("qwen3_next_moe", tmp_path)
+    with pytest.raises(ModelError, match=r"layers have a state is not handled: it holds what came before a token"):
+        spec_from_config({**read_config(tmp_path), "is_causal": False})
 
 
 assert LENGTHS[0] + LENGTHS[-1] <= 47 < LENGTHS[0] + LENGTHS[-1] + LENGTHS[1]

@@ -25,6 +25,7 @@ class FakeEngine:
         self.together = 1  # tokens in one output
         self.delay = 0.0
         self.cached: Script = lambda request: []  # the ids of a prompt that were found in the cache
+        self.computed = 0  # tokens of a prompt that are computed before the first comes
         self.hold_after: int | None = None
         self.go_on = asyncio.Event()
         self.fail_after: int | None = None
@@ -51,7 +52,7 @@ class FakeEngine:
                 if self.fail_after is not None and given >= self.fail_after and self.error is not None:
                     done = True
                     raise self.error
-                if self.hold_after is not None and given >= self.hold_after:
+                if self.hold_after is not None and given >= self.hold_after and not output.computed_tokens:
                     await self.go_on.wait()
                 given += len(output.token_ids)
                 done = output.finish_reason is not None
@@ -63,8 +64,9 @@ class FakeEngine:
 
     def _outputs(self, request: Request) -> list[Output]:
         params = request.params
+        outputs = [Output(request_id=request.id, computed_tokens=self.computed)] if self.computed else []
         if request.pooling is not None:
-            return [Output(request_id=request.id, pooled=self._pooled(request), finish_reason="stop")]
+            return [*outputs, Output(request_id=request.id, pooled=self._pooled(request), finish_reason="stop")]
         ids = self.script(request)[: params.max_tokens]
         reason = "length"
         if len(ids) < params.max_tokens and not params.ignore_eos:
@@ -74,7 +76,6 @@ class FakeEngine:
             if params.prompt_logprobs is None
             else (None, *(self._worth(i, params.prompt_logprobs) for i in request.prompt_ids[1:]))
         )
-        outputs = []
         for start in range(0, len(ids), self.together):
             some = ids[start : start + self.together]
             last = start + self.together >= len(ids)

@@ -8,12 +8,15 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tests.house.tree import ROOT
 from tests.support.models.families import save_model
 from tllm import LLM, SamplingParams
+from tllm.api.engine_options import ELSEWHERE, EngineArgs
 from tllm.core.errors import ClusterError, ConfigError, PlanError, RequestError, WeightsError
 from tllm.engine.engine import Engine
 
@@ -151,6 +154,20 @@ def test_what_cannot_be_served_is_an_error_and_harms_no_other(tiny: LLM) -> None
         tiny.generate(["a", "b"], SamplingParams(temperature=-1))
     with pytest.raises(RequestError, match="bare ids"):
         tiny.generate([1, 2, 3], GREEDY)  # type: ignore[list-item]
+    wrong: list[Any] = [3, {"prompt": "a"}, [{"prompt": "a"}], [["a"]], [[1.5]]]  # the keys of a dict passed for texts
+    for given in wrong:
+        with pytest.raises(RequestError, match="prompts are texts or lists of ids, and a"):
+            tiny.generate(given, GREEDY)
+        with pytest.raises(RequestError, match="prompts are texts or lists of ids, and a"):
+            tiny.embed(given)
+    talks: list[Any] = ["hi", {"role": "user", "content": "hi"}, ["hi"]]
+    for talk in talks:
+        with pytest.raises(RequestError, match="messages are a list of dicts"):
+            tiny.chat(talk, GREEDY)
+    with pytest.raises(RequestError, match="the prompt has no token") as caught:
+        tiny.generate("", GREEDY)
+    assert caught.value.hint == "give some text, or ids"
+    assert tiny.generate([torch.tensor([7, 8])], GREEDY)[0].prompt_token_ids == (7, 8)  # type: ignore[list-item]
     assert tiny.generate("a", GREEDY)[0].finish_reason == "length"
 
 
@@ -165,6 +182,25 @@ def test_a_model_without_a_tokenizer_takes_ids_alone(ids_only: Path) -> None:
     with pytest.raises(ClusterError, match="was closed"):
         llm.generate([[1, 2]], GREEDY)
     llm.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("pla", "did you mean 'plan'?"),
+        ("xyzzy", "known: "),
+        ("devise", "did you mean 'device'?"),
+        ("tensor_parallel_size", 'give plan="tp=N"'),
+    ],
+)
+def test_an_argument_that_there_is_none_of_is_not_passed_over(name: str, hint: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"there is no keyword argument '{name}'") as caught:
+        LLM(tmp_path / "nowhere", **{name: 2})
+    assert hint in caught.value.hint
+
+
+def test_what_is_said_of_other_programs_arguments_is_of_none_of_ours() -> None:
+    assert not ELSEWHERE.keys() & EngineArgs.__annotations__.keys()
 
 
 def test_what_cannot_be_loaded_leaves_nothing_behind(ids_only: Path, tmp_path: Path) -> None:

@@ -31,6 +31,11 @@ def test_ids_without_a_tokenizer() -> None:
     assert reply.tokens_per_s > 0
 
 
+def test_how_much_of_a_prompt_is_computed_is_no_piece_of_text() -> None:
+    reply = StreamedReply(request(), None)
+    assert play(reply, ListedEngine(Output(request_id="r", computed_tokens=2), out(5, reason="length"))) == [""]
+
+
 def test_logprobs_are_kept_in_order() -> None:
     one, two = TokenLogprobs(5, -0.5), TokenLogprobs(6, -1.5)
     reply = StreamedReply(request(logprobs=0), None)

@@ -24,6 +24,15 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(map(len, shown.splitlines())) <= 80, "a terminal would break it"
 
 
+def test_help_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """As git and ollama have it; it was the help of all commands, and no word of the one."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["help", "models"])
+    assert ended.value.code == 0 and "usage: tllm models" in capsys.readouterr().out
+    assert cli.main(["help", "modles"]) != 0
+    assert "did you mean 'models'?" in capsys.readouterr().err
+
+
 def test_help_is_as_wide_as_the_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     for name in cli.COMMANDS:

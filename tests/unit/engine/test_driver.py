@@ -283,7 +283,12 @@ def with_grammar(name: str, regex: str) -> Request:
 def running(driver: Driver) -> Iterator[tuple[queue.SimpleQueue[Command], queue.SimpleQueue[Output], threading.Thread]]:
     inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
     outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
-    deliver: Callable[[list[Output]], None] = lambda batch: [outputs.put(one) for one in batch] and None  # noqa: E731
+
+    def deliver(batch: list[Output]) -> None:
+        for output in batch:
+            if not output.computed_tokens:
+                outputs.put(output)
+
     thread = threading.Thread(target=driver.run, args=(inbox, deliver), daemon=True)
     thread.start()
     yield inbox, outputs, thread
@@ -315,6 +320,33 @@ def test_run_takes_requests_cancels_and_close() -> None:
     for rank in ranks:
         rank.join(5)
         assert not rank.is_alive()
+
+
+@pytest.mark.parametrize("tps", [[1], [1, 1]])
+def test_what_is_computed_of_a_prompt_is_told_before_it_is(tps: list[int]) -> None:
+    """In parts of a batch, without what the cache has, and also of a request that is cancelled in that very batch."""
+    with replica(tps, max_num_batched_tokens=8, max_num_seqs=2, page_size=4) as driver:
+        told = list[tuple[int, int]]()
+        model = driver.stage.model
+
+        def tell(outputs: list[Output]) -> None:
+            told.extend((output.computed_tokens, model.calls) for output in outputs)  # type: ignore[attr-defined]
+
+        first = request("first", 20, 3)
+        driver.submit(first)
+        outputs = [output for _ in range(12) for output in driver.step(tell)]
+        assert [computed for computed, _ in told] == [8, 16, 20]
+        assert [calls for _, calls in told] == [0, 1, 2], "each before its batch was computed"
+        assert not any(output.computed_tokens for output in outputs) and outputs[-1].finish_reason == "length"
+        told.clear()
+        driver.submit(msgspec.structs.replace(first, id="again"))
+        driver.step(tell)
+        cached = 20 // 4 * 4 - 4
+        assert [computed for computed, _ in told] == [20 - cached], "its last page is computed again"
+        driver.cancel("again")
+        while driver.has_work:
+            driver.step(tell)
+        assert len(told) == 1
 
 
 def test_an_idle_ring_beats_and_misses_a_node_that_is_lost() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -273,10 +273,19 @@ def test_prompts_that_are_done_are_paid_for_unless_the_server_fails(
     assert least <= left <= most_left, "those before the fifth, and one or two after it, of ten tokens each"
 
 
+def test_prompts_that_are_cancelled_cost_what_was_computed_of_them() -> None:
+    engine = say()
+    engine.computed, engine.hold_after = 30, 0
+    app = serve(engine, rate_limit=RateLimits(tokens_per_minute=100), request_seconds=0.1)
+    assert post(app, "/v1/embeddings", {"input": [[1] * 40, [2] * 40]}).status_code == 504
+    left = int(app.keys.anonymous.headers()["x-ratelimit-remaining-tokens"])
+    assert 40 <= left <= 60, "two of thirty, and what filled the bucket since"
+
+
 def test_the_first_prompt_that_fails_ends_the_others() -> None:
     cancelled: list[int] = []
 
-    async def one(request: Request) -> Output:
+    async def one(request: Request, look: Callable[[Output], None]) -> Output:
         import asyncio
 
         if request.prompt_ids == (2,):
@@ -308,7 +317,7 @@ def test_nothing_is_encoded_after_a_pair_that_is_too_long() -> None:
         if len(ids) > 50:
             raise RequestError(f"an input has {len(ids)} tokens")
 
-    async def run_pooled(request: Request) -> Output:
+    async def run_pooled(request: Request, look: Callable[[Output], None]) -> Output:
         raise AssertionError("nothing is computed")
 
     pooling = ModelPooling(score_type="classification", hidden_size=4, num_labels=1)

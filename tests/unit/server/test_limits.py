@@ -16,6 +16,7 @@ from tests.support.serving.fake_engine import FakeEngine
 from tests.unit.server.kit import TOKENIZER, client, run, say, serve
 from tests.unit.server.test_tools import TEMPLATE
 from tllm.core.errors import ClusterError
+from tllm.server.admission.account import ApiKey
 from tllm.server.admission.token_bucket import RateLimits
 from tllm.server.app import App
 from tllm.server.http import attended_request
@@ -258,6 +259,43 @@ def test_a_reply_that_is_lost_costs_what_was_written_of_it(interface: str, strea
     assert send(app, INTERFACES[interface], {"stream": stream}).status_code == (200 if stream else 503)
     left = int(app.keys.anonymous.headers()["x-ratelimit-remaining-tokens"])
     assert left < 100 if stream else left == 100
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("interface", INTERFACES)
+def test_a_prompt_that_is_cancelled_costs_what_was_computed_of_it(interface: str, stream: bool) -> None:
+    """Nothing is written before the first token, either: an error can still be an ordinary reply."""
+    engine, asked = say(), INTERFACES[interface]
+    send(over(engine), asked, {})
+    size = len(engine.submitted.pop().prompt_ids)
+    engine.computed, engine.hold_after = size - 1, 0
+    app = over(engine, rate_limit=RateLimits(tokens_per_minute=2 * size), request_seconds=0.1)
+
+    async def leave() -> None:
+        async with client(app) as http:
+            asking = asyncio.create_task(http.post(asked.path, json={**asked.body, "stream": stream}))
+            while not engine.running:
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0.01)
+            asking.cancel()
+            await asyncio.wait([asking])
+
+    def left() -> int:
+        return int(app.keys.anonymous.headers()["x-ratelimit-remaining-tokens"])
+
+    def counted(name: str) -> list[float]:
+        shown = app.router.metrics.render({}).decode()
+        return [float(line.split()[-1]) for line in shown.splitlines() if line.startswith(f"{name}_total")]
+
+    run(leave())
+    assert engine.cancelled and left() <= 1.5 * size, "the bucket may have been filled by a few"
+    engine.go_on = asyncio.Event()
+    app.keys.anonymous.change(ApiKey("anonymous", b""))  # with no limit any more
+    assert send(app, asked, {"stream": stream}).status_code == 504, "it took too long"
+    assert counted("tllm_key_prompt_tokens") == counted("vllm:prompt_tokens") == [2.0 * (size - 1)]
+    engine.fail_after, engine.error, engine.hold_after = 0, ClusterError("gone"), None
+    assert send(app, asked, {"stream": stream}).status_code == 503
+    assert counted("tllm_key_prompt_tokens") == [2.0 * (size - 1)], "what the server lost costs nothing"
 
 
 @pytest.mark.parametrize("interface", INTERFACES)

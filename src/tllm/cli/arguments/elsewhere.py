@@ -16,6 +16,7 @@ COMMANDS_ELSEWHERE = {
     "complete": "`tllm generate MODEL --prompt TEXT` continues a text",
     "pull": "a MODEL that is given as ORG/NAME is fetched when a command needs it",
     "download": "a MODEL that is given as ORG/NAME is fetched when a command needs it",
+    "version": "give --version",
     "list": "`tllm models` lists the models of this machine",
     "ls": "`tllm models` lists the models of this machine",
     "ps": "`tllm status` shows a running cluster",

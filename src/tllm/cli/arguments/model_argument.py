@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from functools import partial
+from pathlib import Path
 
 from tllm.cli.arguments.parser import size
 from tllm.core.cache_folder import cache_folder
 from tllm.hub.locate import Need, locate
-from tllm.hub.repository import HubWeights
+from tllm.hub.repository import HubWeights, Repository
 
 CACHE_BYTES = 32 << 30
 
@@ -45,12 +47,18 @@ def resolve_model(args: argparse.Namespace, need: Need) -> None:
     quiet = getattr(args, "quiet", False)
     if quiet:
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # the hub's library, which is not loaded yet, reads it
-    found = locate(args.model, need, args.revision)
+    found = locate(args.model, need, args.revision, partial(_put_together, getattr(args, "weights_cache", "")))
     if found.said and not quiet:
         print(found.said, file=sys.stderr, flush=True)
     args.model, args.revision, args.hub = found.path, None, None
     if found.weights is not None:
         args.hub = HubWeights(found.weights, args.weights_cache, args.weights_cache_size)
+
+
+def _put_together(cache: str, repository: Repository) -> None:
+    from tllm.node.weights.whole_files import put_together
+
+    put_together(repository, Path(cache) if cache else None)
 
 
 def size_or_none(text: str) -> int:

@@ -35,7 +35,8 @@ LINKS, COLLECTIVES = "links", "collectives"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=(LINKS, COLLECTIVES), help="what to measure")
+    what = (LINKS, COLLECTIVES)
+    parser.add_argument("what", choices=what, metavar="|".join(what), help="what to measure")
     parser.add_argument("--ways", default="", metavar="WAY,…", help="only these (all)")
     parser.add_argument("--sizes", type=_sizes, default=(), metavar="SIZE,…", help="of messages: 64,8K,1M")
     parser.add_argument("--turns", type=whole, default=3, metavar="N", help="of each way at each size (%(default)s)")

@@ -1,6 +1,6 @@
 """Talk to a model in the terminal, with the chat template that the model came with.
 
-/new starts over, /exit or Ctrl-D ends. Ctrl-C stops a reply, and ends the chat where none is
+/new starts over, /help says what there is, /exit or Ctrl-D ends. Ctrl-C stops a reply, and ends the chat where none is
 under way.
 """
 
@@ -26,6 +26,14 @@ from tllm.core.errors import ConfigError, RequestError
 from tllm.spec.request import Request, SamplingParams
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
+
+COMMANDS = "/new starts over, /exit or Ctrl-D ends; Ctrl-C stops a reply"
+HELP = ("/help", "/?")
+
+
+def is_command(text: str) -> bool:
+    """Whether a line is meant for this program: one word after a slash. A path or a sentence goes to the model."""
+    return text in HELP or (text.startswith("/") and text[1:].isalpha() and text.isascii())
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,6 +110,8 @@ def _talk(chat: Chat, options: EngineOptions, quiet: bool) -> int:
         while (text := _ask_user()) is not None:
             if text == "/new":
                 chat.restart()
+            elif is_command(text):
+                print(COMMANDS if text in HELP else f"there is no {text} ({COMMANDS})", file=sys.stderr)
             elif text:
                 _answer(chat, engine, text)
     return 0

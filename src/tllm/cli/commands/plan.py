@@ -21,7 +21,7 @@ from tllm.cli.planning.best_plans import add_goal, choose
 from tllm.cli.planning.job_plan import is_job, plan_job
 from tllm.core.gguf_files import open_gguf
 from tllm.core.memory import amount
-from tllm.planner.cost.cache_room import MAX_NUM_BATCHED_TOKENS, RUNTIME_BYTES, cache_pages, working_bytes
+from tllm.planner.cost.cache_room import RUNTIME_BYTES, batch_tokens, cache_pages, working_bytes
 from tllm.planner.cost.draft_bytes import DraftBytes, draft_bytes
 from tllm.planner.cost.rank_bytes import ITEM_BYTES, RankBytes, rank_bytes
 from tllm.planner.cost.weight_bits import mean_linear_bytes
@@ -58,7 +58,8 @@ def cache_tokens(options: EngineOptions, ranks: list[RankBytes]) -> int:
 
 def beside(options: EngineOptions, rank: RankBytes) -> int:
     """Bytes of a worker beside weights and cache: its programs, and the largest batch under way."""
-    tokens = min(MAX_NUM_BATCHED_TOKENS, options.max_model_len * options.max_num_seqs)
+    batched = batch_tokens(options.spec, options.max_model_len)
+    tokens = min(batched, options.max_model_len * options.max_num_seqs)
     return RUNTIME_BYTES + working_bytes(options.spec, rank, options.dtype, tokens, options.max_num_seqs)
 
 

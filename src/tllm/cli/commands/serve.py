@@ -73,6 +73,7 @@ from tllm.node.front_end.remote_engine import RemoteEngine, RemoteStreamStore
 from tllm.node.front_end.server_loop import ServerLoop
 from tllm.node.machine.launcher_env import Launched
 from tllm.server.app import App, build_app
+from tllm.server.http.auth import keys_of
 from tllm.server.http.settings import ServerSettings
 from tllm.server.latency import TimedEngine
 from tllm.server.openai.engine_client import EngineClient
@@ -151,7 +152,9 @@ def run(args: argparse.Namespace) -> int:
     if args.on != "ray":  # whose machines compute, and not this one
         check_device(args.device, tasks.local_rank if tasks is not None else 0)
     if is_first:
-        bind(settings.host, settings.port).close()  # a busy port shows now, not when the model is fetched or loaded
+        # A busy port and a wrong file of keys show now, not when the model is fetched or loaded.
+        bind(settings.host, settings.port).close()
+        keys_of(settings)
     kept = dict(
         weights_cache=args.weights_cache,
         weights_cache_bytes=args.weights_cache_size,

@@ -13,7 +13,7 @@ import msgspec
 
 from tllm.cli.display.logs import errors_alone
 from tllm.cli.display.tables import table
-from tllm.core.errors import TllmError
+from tllm.core.errors import ConfigError, TllmError
 from tllm.core.memory import amount
 from tllm.hub.found_models import FoundModel, found_models
 from tllm.spec.families import spec_from_config
@@ -40,6 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    for folder in args.folder:
+        if not folder.exists():
+            raise ConfigError(f"there is no folder {folder}", "give one that is there, or none")
     with errors_alone("tllm.model"):
         models = [listed(found) for found in found_models(args.folder)]
     if args.json:

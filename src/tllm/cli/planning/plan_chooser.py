@@ -31,7 +31,7 @@ from tllm.core.errors import CapacityError, PlanError
 from tllm.core.memory import amount
 from tllm.node.coordinator.cluster_options import DEFAULTS
 from tllm.planner.cluster.device import Cluster
-from tllm.planner.cost.cache_room import DEFAULT_CACHE_BYTES, MAX_NUM_BATCHED_TOKENS, working_bytes
+from tllm.planner.cost.cache_room import DEFAULT_CACHE_BYTES, batch_tokens, working_bytes
 from tllm.planner.cost.rank_bytes import rank_bytes
 from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.cost.serving_load import ServingFacts
@@ -153,7 +153,7 @@ class ServingChooser(PlanChooser):
         rows = options.max_num_seqs * (1 + options.num_speculative_tokens)
         room = min(
             int(cluster.devices[device].memory - memory.weights - memory.runtime)
-            - working_bytes(self.spec, rank, options.dtype, MAX_NUM_BATCHED_TOKENS, rows)
+            - working_bytes(self.spec, rank, options.dtype, batch_tokens(self.spec, options.max_model_len), rows)
             for device, memory, rank in zip(
                 best.devices, best.predicted.memory, rank_bytes(self.spec, best.plan, options.dtype), strict=True
             )

@@ -211,8 +211,10 @@ def _mask(
         return None
     rows = torch.arange(entry.start, entry.stop + padding[0], device=cache.device)
     keys = torch.arange(first_key, entry.stop + padding[1], device=cache.device)
-    distance = rows[:, None] - keys[None, :]
-    hidden = (keys >= entry.stop)[None, :].expand_as(distance) if spec.bidirectional else distance < 0
+    last = rows if not spec.bidirectional else torch.full_like(rows, entry.stop - 1)
+    if spec.bidirectional and spec.window is not None:
+        last = last.minimum(rows + spec.window - 1)
+    hidden = keys[None, :] > last[:, None]  # a batch may have all of a long prompt: of these there are many
     if spec.window is not None:
-        hidden = hidden | (distance.abs() >= spec.window)
+        hidden |= keys[None, :] <= rows[:, None] - spec.window
     return torch.zeros(hidden.shape, dtype=cache.dtype, device=cache.device).masked_fill_(hidden, float("-inf"))

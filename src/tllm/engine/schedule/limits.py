@@ -17,7 +17,14 @@ import msgspec
 from tllm.cluster.settings import OUR_LINKS, Narrowing, Wiring
 from tllm.core.errors import CapacityError, ConfigError, FrameError, RequestError
 from tllm.engine.schedule.batch import Batch, BatchEntry, Results, Sampling
-from tllm.planner.cost.cache_room import CACHE_DIR_BYTES, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, PAGE_SIZE, cache_pages
+from tllm.planner.cost.cache_room import (
+    CACHE_DIR_BYTES,
+    MAX_NUM_SEQS,
+    PAGE_SIZE,
+    batch_tokens,
+    cache_pages,
+    context_of,
+)
 from tllm.planner.cost.rank_bytes import rank_bytes
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
@@ -27,6 +34,10 @@ from tllm.spec.request import LORA_SALT, PoolingParams, Request
 from tllm.spec.speculative_config import SpeculativeConfig
 
 log = logging.getLogger("tllm.engine")
+
+NO_TOKEN = "the prompt has no token"
+HINTS = {NO_TOKEN: "give some text, or ids"}
+"""What to do about faults of which no reference of parameters says it."""
 
 MAX_LOGPROBS = 20
 MAX_BIASED = 1024
@@ -131,7 +142,9 @@ def check_request(
     # Penalties apply from the first token on, so one look at its sampling shows all that a stage will check.
     of_sampling = sampling_faults(msgspec.structs.replace(sampling, history=()), limits)
     for fault in chain(_request_faults(request, stop_ids, limits), of_sampling):
-        raise RequestError(fault, "the reference of the HTTP interface says what each parameter may be")
+        raise RequestError(
+            fault, HINTS.get(fault, "the reference of the HTTP interface says what each parameter may be")
+        )
     new_tokens = 0 if request.pooling else params.max_tokens
     if prompt_length + new_tokens > limits.max_model_len:
         raise RequestError(
@@ -167,7 +180,7 @@ def check_results(results: Results, batch: Batch, limits: Limits) -> None:
 def _request_faults(request: Request, stop_ids: tuple[int, ...], limits: Limits) -> Iterator[str]:
     params, num_output = request.params, len(request.output_ids)
     if not request.prompt_ids:
-        yield "the prompt has no token"
+        yield NO_TOKEN
     if request.cache_salt.startswith(LORA_SALT):
         yield f"its cache_salt begins with {LORA_SALT!r}, which stands for an adapter"
     for token_id in (*request.prompt_ids, *request.output_ids):
@@ -338,13 +351,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of the engine. What is left out follows from the model.
 
     `cache_tokens` are the tokens that all sequences together may have in the cache; `cache_bytes` says the same as
-    memory of the rank that needs most; with neither, the planner decides. `dtype` "" is the checkpoint's. `quantize`
-    rounds plain weights to few bits while they are loaded; with `dequantize` weights that the files keep in few bits
-    are held as plain numbers. `num_speculative_tokens` is the most draft tokens of one sequence that a batch checks, 0
-    for none; a `speculative_config` says it instead, and may name a draft model. `enable_prefix_caching` lets prompts
-    that begin alike share pages, but not where a token's keys depend on the length of its sequence (dynamic rope), nor
-    where layers have a state (gated delta nets), of which no page tells. `kv_cache_dtype` holds keys and values in one
-    byte each. With a `cache_dir` pages are kept in that folder too, `cache_dir_size` bytes of them at most.
+    memory of the rank that needs most; with neither, the planner decides. A batch has `max_num_batched_tokens` tokens,
+    by default 1,024, and as many as the longest prompt where the model sees both ways. `dtype` "" is the checkpoint's.
+    `quantize` rounds plain weights to few bits while they are loaded; with `dequantize` weights that the files keep in
+    few bits are held as plain numbers. `num_speculative_tokens` is the most draft tokens of one sequence that a batch
+    checks, 0 for none; a `speculative_config` says it instead, and may name a draft model. `enable_prefix_caching` lets
+    prompts that begin alike share pages, but not where a token's keys depend on the length of its sequence (dynamic
+    rope), nor where layers have a state (gated delta nets), of which no page tells. `kv_cache_dtype` holds keys and
+    values in one byte each. With a `cache_dir` pages are kept in that folder too, `cache_dir_size` bytes of them at
+    most.
 
     Two options matter only where ranks are processes: `narrow_wire` says how hidden states are compressed between
     stages, `wiring` what kind of link carries tensors between ranks.
@@ -358,7 +373,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     cache_bytes: int | None = None
     page_size: int = PAGE_SIZE
     max_num_seqs: int = MAX_NUM_SEQS
-    max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS
+    max_num_batched_tokens: int | None = None
     num_speculative_tokens: int = 0
     speculative_config: SpeculativeConfig | None = None
     enable_prefix_caching: bool = True
@@ -378,14 +393,20 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 def limits_of(spec: ModelSpec, plan: Plan, config: EngineConfig) -> Limits:
     """The sizes that every rank agrees on. Raises CapacityError where the cache cannot hold what was asked for."""
     plan.check_serving()
-    max_model_len = spec.max_model_len if config.max_model_len is None else config.max_model_len
+    max_model_len = context_of(spec, config.max_model_len)
     if not 0 < max_model_len <= spec.max_model_len:
         raise ConfigError(
             f"max_model_len {max_model_len} is not within the model's context of {spec.max_model_len}",
             f"give 1 to {spec.max_model_len}",
         )
-    if spec.bidirectional and max_model_len > config.max_num_batched_tokens:
-        max_model_len = _whole_in_a_batch(config)
+    batched = config.max_num_batched_tokens or batch_tokens(spec, max_model_len)
+    if spec.bidirectional and max_model_len > batched:
+        max_model_len = _whole_in_a_batch(config.max_model_len, batched)
+    elif config.max_model_len is None and max_model_len < spec.max_model_len:
+        text = (
+            "the context is %d of %d tokens, as the model computes all of a prompt at once: --max-model-len can be more"
+        )
+        log.info(text, max_model_len, spec.max_model_len)
     num_pages = _num_pages(spec, plan, config, max_model_len)
     cached = num_pages * config.page_size
     if config.max_model_len is not None and max_model_len > cached:
@@ -404,7 +425,7 @@ def limits_of(spec: ModelSpec, plan: Plan, config: EngineConfig) -> Limits:
         max_model_len=min(max_model_len, cached),
         page_size=config.page_size,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=batched,
         num_speculative_tokens=config.draft_tokens,
         enable_prefix_caching=config.enable_prefix_caching and not spec.scales_by_length and not why_no_prefixes,
         num_state_slots=config.max_num_seqs if spec.delta else 0,
@@ -418,14 +439,13 @@ def limits_of(spec: ModelSpec, plan: Plan, config: EngineConfig) -> Limits:
     return limits
 
 
-def _whole_in_a_batch(config: EngineConfig) -> int:
+def _whole_in_a_batch(asked: int | None, most: int) -> int:
     """The context of a model that computes all of a prompt at once; ConfigError where more was asked for."""
-    most = config.max_num_batched_tokens
-    if config.max_model_len is not None:
+    if asked is not None:
         raise ConfigError(
-            f"max_model_len is {config.max_model_len} and a batch has {most} tokens: a model that sees both ways "
-            "computes all of a prompt at once",
-            f"leave --max-model-len out: the context is then {most} tokens",
+            f"max_model_len is {asked} and a batch has {most} tokens: a model that sees both ways computes all of a "
+            "prompt at once",
+            f"leave max_num_batched_tokens out, or give at least {asked}",
         )
     log.info("the context is %d tokens: a model that sees both ways computes all of a prompt in one batch", most)
     return most

@@ -70,5 +70,6 @@ class Embedded:
             self._failure = output.message
             raise output
         if output.finish_reason == "error":
-            raise RequestError(output.error)
+            message, _, hint = output.error.partition("\nhint: ")
+            raise RequestError(message, hint)
         return output

@@ -28,7 +28,7 @@ from tllm.cluster.http_messages import (
 from tllm.cluster.messages import Cancel, Message, Outputs, Submit
 from tllm.core.errors import ClusterError, TllmError
 from tllm.core.tasks import end_tasks
-from tllm.server.admission.account import Account, ApiKey
+from tllm.server.admission.account import Account, ApiKey, Charge
 from tllm.server.http.errors import HttpError
 from tllm.server.openai.engine_client import RequestRouter
 from tllm.server.openai.lora_adapters import NoAdapters, ServedAdapters
@@ -141,10 +141,8 @@ class NodeRequests:
                 outputs = router.client.submit(message.request)
                 async with aclosing(self._read(node, message.request.id, outputs)) as answers:
                     async for answer in answers:
-                        charge.use(
-                            charge.generated + sum(len(output.token_ids) for output in answer.outputs),
-                            charge.cached + sum(output.cached_tokens for output in answer.outputs),
-                        )
+                        for output in answer.outputs:
+                            _use(charge, output)
                         yield answer
         except HttpError as error:
             raise _busy(error) from error
@@ -219,6 +217,13 @@ def _fault(reading: asyncio.Task[None]) -> ClusterError | None:
         return None
     log.error("%s failed", reading.get_name(), exc_info=error)
     return ClusterError(f"{type(error).__name__}: {error}", "this is a fault of tllm or of the machine")
+
+
+def _use(charge: Charge, output: Output) -> None:
+    if output.computed_tokens:
+        charge.compute(output.request_id, output.computed_tokens)
+    else:
+        charge.use(charge.generated + len(output.token_ids), charge.cached + output.cached_tokens)
 
 
 def _busy(error: HttpError) -> ClusterError:

@@ -16,6 +16,9 @@ MAX_NUM_SEQS = 64
 MAX_NUM_BATCHED_TOKENS = 1024
 """Defaults: tokens in a page, sequences at once, and tokens in a batch."""
 
+LONGEST_BOTH_WAYS = 8192
+"""Default context of a model that sees both ways, if its own is longer: memory for a whole prompt at once is needed."""
+
 CACHE_DIR_BYTES = 32 << 30
 """Default bytes of pages that are kept on disk, where they are."""
 
@@ -37,9 +40,21 @@ ROWS_AT_ONCE = 64
 """Rows whose logits over the vocabulary are in memory at a time."""
 
 
+def context_of(spec: ModelSpec, asked: int | None) -> int:
+    """Tokens of the longest sequence: what is asked for, or else the model's own context."""
+    most = min(spec.max_model_len, LONGEST_BOTH_WAYS) if spec.bidirectional else spec.max_model_len
+    return most if asked is None else asked
+
+
+def batch_tokens(spec: ModelSpec, max_model_len: int) -> int:
+    """Tokens in a batch, by default. A model that sees both ways computes all of a prompt in one."""
+    return max(MAX_NUM_BATCHED_TOKENS, max_model_len) if spec.bidirectional else MAX_NUM_BATCHED_TOKENS
+
+
 def working_bytes(spec: ModelSpec, rank: RankBytes, dtype: str, tokens: int, sequences: int) -> int:
     """Bytes at most that a batch of `tokens` of so many sequences takes: one layer's activations, and logits at the
-    end. The states of these sequences, in layers that have some, are counted here too."""
+    end. The states of these sequences, in layers that have some, are counted here too, as is who sees whom where all of
+    a prompt is computed at once and not all tokens see each other."""
     item, D = ITEM_BYTES[dtype], spec.hidden_size
     width = max((size(as_layer(spec, spec.layers[n], rank.cut)[1].width) for n in rank.layers), default=0)
     wide = 8 * D if item < 4 else 0  # norms of 16-bit values are worked out in float32
@@ -49,7 +64,9 @@ def working_bytes(spec: ModelSpec, rank: RankBytes, dtype: str, tokens: int, seq
     layer = tokens * (item * (4 * (D + width) + latents + inputs + 2 * beside) + wide)
     ends = rank.layers.stop == spec.num_layers
     logits = 2 * 4 * min(sequences, ROWS_AT_ONCE) * (rank.cut.vocab[1] - rank.cut.vocab[0]) if ends else 0
-    return layer + logits + sequences * state_bytes(spec, rank.layers, rank.cut, item)
+    is_masked = spec.bidirectional and any(spec.layers[number].window for number in rank.layers)
+    mask = (item + 4) * tokens**2 if is_masked else 0  # of numbers, made of up to four of truth values
+    return layer + logits + mask + sequences * state_bytes(spec, rank.layers, rank.cut, item)
 
 
 def cache_pages(

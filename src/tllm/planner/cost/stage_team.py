@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tllm.planner.cluster.device import Cluster, Device
-from tllm.planner.cost.cache_room import MAX_NUM_BATCHED_TOKENS, PAGE_SIZE, RUNTIME_BYTES, working_bytes
+from tllm.planner.cost.cache_room import PAGE_SIZE, RUNTIME_BYTES, batch_tokens, context_of, working_bytes
 from tllm.planner.cost.draft_bytes import draft_bytes
 from tllm.planner.cost.flops import attention_flops, attention_matrices, layer_flops, logits_flops
 from tllm.planner.cost.message_time import (
@@ -211,7 +211,7 @@ class StageTeam:
             held = draft_bytes(drafts, facts.dtype, facts.cached_tokens // PAGE_SIZE, PAGE_SIZE)
             weights, cache = weights + held.weights, held.cache
         rank = RankBytes(0, 0, layers, cut, 0, per_token)
-        tokens = min(MAX_NUM_BATCHED_TOKENS, facts.cached_tokens)
+        tokens = min(batch_tokens(spec, context_of(spec, None)), facts.cached_tokens)
         rows = facts.concurrency * (1 + facts.num_speculative_tokens)
         working = working_bytes(spec, rank, facts.dtype, tokens, rows)
         return ServingMemory(weights, per_token * facts.cached_tokens + cache, working)

@@ -3,7 +3,8 @@
 A request costs tokens: those of its prompt that are not found in the prefix cache, and those that are generated.
 Neither is known when it comes. So it is charged at admission with the whole prompt, and for the reply with what this
 key's replies took before, or `max_tokens` where that is less. A reply that gets longer is charged as it grows, and at
-the end the charge is corrected to what it was. So a bucket can be overdrawn by replies that are longer than expected,
+the end the charge is corrected to what it was: of a request that is cancelled before its first token, what was computed
+of its prompt. So a bucket can be overdrawn by replies that are longer than expected,
 and then nothing more is admitted until that is made up: over a longer time no key gets more than its rate. What the
 server lost before any of it was written costs no tokens.
 """
@@ -48,7 +49,8 @@ class Refusal:
 class Charge:
     """What a request was charged with, in tokens, and what it has used so far; the bucket follows.
 
-    `is_written`: whether its client is given the reply as it grows, and has some of it.
+    `computed` are tokens of its prompts that were computed before anything was generated, by the ids of the engine's
+    requests. `is_written`: whether its client is given the reply as it grows, and has some of it.
     """
 
     bucket: TokenBucket | None
@@ -56,6 +58,7 @@ class Charge:
     taken: float
     generated: int = 0
     cached: int = 0
+    computed: dict[str, int] = field(default_factory=dict)
     has_begun: bool = False
     is_written: bool = False
 
@@ -64,14 +67,24 @@ class Charge:
         self.has_begun, self.generated, self.cached = True, generated, cached
         self._settle(max(self.taken, self.used))
 
+    def compute(self, request_id: str, tokens: int) -> None:
+        """So many tokens of a prompt are computed or under way, which counts though nothing may come of them."""
+        self.computed[request_id] = max(tokens, self.computed.get(request_id, 0))
+
     @property
     def used(self) -> int:
-        """Tokens that count: none of a request that never began."""
-        return self.prompt_tokens - self.cached + self.generated if self.has_begun else 0
+        """Tokens that count. Before the first is generated, those of prompts that were computed."""
+        return self.prompt_tokens - self.cached + self.generated if self.has_begun else self.computed_only
+
+    @property
+    def computed_only(self) -> int:
+        """Tokens of prompts that were computed and of which nothing came. Choices of one prompt count it once."""
+        return 0 if self.has_begun else min(sum(self.computed.values()), self.prompt_tokens)
 
     def lost(self) -> None:
         """The server failed: what it has not written costs nothing, and what it has written stays."""
         self.has_begun = self.has_begun and self.is_written
+        self.computed.clear()
 
     def close(self) -> None:
         """It is over: the charge becomes what was used."""

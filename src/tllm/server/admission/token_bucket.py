@@ -30,11 +30,11 @@ class RateLimits(msgspec.Struct, frozen=True, kw_only=True):
         for part in text.split(","):
             name, _, number = part.strip().partition("=")
             if name not in cls.__struct_fields__:
-                raise ConfigError(f"--rate-limit has no {name[:50]!r}", nearest(name[:50], cls.__struct_fields__))
+                raise ConfigError(f"there is no limit {name[:50]!r}", nearest(name[:50], cls.__struct_fields__))
             if not number.isascii() or not number.isdigit() or not 1 <= int(number[:17]) <= 1 << 53:
-                raise ConfigError(f"--rate-limit: {name} is {number[:50]!r}", f"give a whole number: {name}=100")
+                raise ConfigError(f"{name} is {number[:50]!r}", f"give a whole number: {name}=100")
             if name in values:
-                raise ConfigError(f"--rate-limit says {name} twice", "leave one out")
+                raise ConfigError(f"{name} is said twice", "leave one out")
             values[name] = int(number)
         return cls(**values)
 

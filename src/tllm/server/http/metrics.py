@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from tllm.server.http.engine_statistics import COUNTERS, GAUGES, LABELS, MEANINGS
+
 _SHORT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _BETWEEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _LONG = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0)
@@ -21,40 +23,6 @@ MAX_KEY_LABELS = 100
 """API keys that metrics tell apart."""
 
 _TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
-# what `EngineClient.stats()` may hold: key -> (exported name, what it is). Other keys come out as tllm_<key>.
-_GAUGES = {
-    "running": ("vllm:num_requests_running", "Sequences being computed"),
-    "waiting": ("vllm:num_requests_waiting", "Sequences waiting for their first step"),
-    "plan_gain": ("tllm_plan_gain", "By what part of 1 another plan would serve faster, as machines are now"),
-    "page_store_bytes": ("tllm_page_store_bytes", "Bytes of pages on the disk of the driver's rank"),
-    "kv_usage": ("vllm:kv_cache_usage_perc", "Part of the KV pages in use, 0 to 1"),
-}
-_COUNTERS = {
-    "preemptions": ("vllm:num_preemptions", "Sequences set back for want of pages"),
-    "drafts": ("vllm:spec_decode_num_drafts", "Times that drafted tokens of a sequence were checked"),
-    "draft_tokens": ("vllm:spec_decode_num_draft_tokens", "Drafted tokens that were checked"),
-    "accepted_tokens": ("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were right"),
-    "prefix_queries": ("vllm:prefix_cache_queries", "Tokens of sequences that began, looked up in the prefix cache"),
-    "prefix_hits": ("vllm:prefix_cache_hits", "Those of them that were found and not computed"),
-    "external_prefix_queries": (
-        "vllm:external_prefix_cache_queries",
-        "Tokens of sequences that began and were not in the prefix cache, looked up on disk",
-    ),
-    "external_prefix_hits": ("vllm:external_prefix_cache_hits", "Those of them that were read from disk"),
-    "page_store_written_bytes": ("tllm_page_store_written_bytes", "Bytes of pages that the driver's rank has written"),
-    "page_store_read_bytes": ("tllm_page_store_read_bytes", "Bytes of pages that the driver's rank has read"),
-    "page_store_damaged": ("tllm_page_store_damaged", "Files of pages that were not whole, and were deleted"),
-    "page_store_refused": ("tllm_page_store_refused", "Files of pages that the disk did not take"),
-    "refused_links": ("tllm_refused_links", "Connections that were shown out, at the control port and at any node's"),
-    "refused_frames": ("tllm_refused_frames", "Frames and messages that are not what the plan says, on any wire"),
-}
-_LABELS = {
-    "weights_bytes": ("node", "source"),
-    "memory_bytes": ("node",),
-    "rss_bytes": ("node",),
-    "peak_bytes": ("node",),
-}
-"""Statistics of several things, told apart by labels: the key is the name and each label's value, as in `a/x/y`."""
 
 
 class LabelledRegistry:
@@ -123,6 +91,10 @@ class SequenceMetrics:
         """A sequence got its first token, so long after it came."""
         self.first_token.observe(seconds)
         self.recent.first_tokens.append(seconds)
+        self.processed(prompt_tokens)
+
+    def processed(self, prompt_tokens: int) -> None:
+        """So many tokens of a prompt were computed, or found in the cache."""
         self.prompt_tokens.inc(prompt_tokens)
         self.recent.prompt_tokens += prompt_tokens
 
@@ -152,6 +124,7 @@ class SequenceTimer:
         self.reason = "abort"
         self.prompt_tokens = prompt_tokens
         self.output_tokens = 0
+        self._computed = 0
         self._metrics = metrics
         self.ended: float | None = None
         self._start = self._first = self._last = time.monotonic()
@@ -186,11 +159,14 @@ class SequenceTimer:
         self.output_tokens += tokens
         self._metrics.generated(tokens)
 
+    def computes(self, tokens: int) -> None:
+        """So many tokens of the prompt are computed or under way."""
+        self._computed = max(self._computed, tokens)
+
     def pooled(self) -> None:
         """The prompt has come to its numbers: nothing is generated."""
         self.reason = "stop"
-        self._metrics.prompt_tokens.inc(self.prompt_tokens)
-        self._metrics.recent.prompt_tokens += self.prompt_tokens
+        self._metrics.processed(self.prompt_tokens)
         self._metrics.request_prompt.observe(self.prompt_tokens)
 
     def close(self) -> None:
@@ -198,6 +174,8 @@ class SequenceTimer:
         self.ended = time.monotonic()
         metrics = self._metrics
         metrics.finished(self.reason)
+        if not self.output_tokens and self.reason != "stop":
+            metrics.processed(self._computed)  # by which it came to nothing
         if self.output_tokens:
             metrics.whole.observe(self.age)
             metrics.request_prompt.observe(self.prompt_tokens)
@@ -216,25 +194,25 @@ class EngineMetrics:
 
     def update(self, stats: Mapping[str, float]) -> None:
         """Take over the engine's numbers of this moment."""
-        for key in _LABELS.keys() & self._gauges.keys():
+        for key in LABELS.keys() & self._gauges.keys():
             self._gauges[key].clear()  # nodes that are here no more must not show
         for key, value in stats.items():
-            if key in _COUNTERS:
+            if key in COUNTERS:
                 self._raise_to(key, value)
             else:
                 self._gauge(key).set(value)
 
     def _gauge(self, key: str) -> Gauge:
         key, *values = key.split("/")
-        labels = _LABELS.get(key, ())
+        labels = LABELS.get(key, ())
         if key not in self._gauges:
-            name, text = _GAUGES.get(key, (f"tllm_{key}", f"Engine statistic {key}"))
+            name, text = GAUGES.get(key, (f"tllm_{key}", MEANINGS.get(key, f"Engine statistic {key}")))
             self._gauges[key] = self._registry.gauges(name, text, labels)
         return self._gauges[key].labels(**self._registry.with_labels(**dict(zip(labels, values, strict=True))))
 
     def _raise_to(self, key: str, value: float) -> None:
         if key not in self._counters:
-            self._counters[key] = (self._registry.counter(*_COUNTERS[key]), 0.0)
+            self._counters[key] = (self._registry.counter(*COUNTERS[key]), 0.0)
         counter, before = self._counters[key]
         counter.inc(max(0.0, value - before))
         self._counters[key] = (counter, value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import time
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -10,6 +11,8 @@ from tllm.core.errors import ConfigError
 from tllm.server.admission.key_file import check_key
 from tllm.server.admission.token_bucket import UNLIMITED, RateLimits
 from tllm.text.generation_config import NO_DEFAULTS, GenerationConfig
+
+STARTED = int(time.time())
 
 SchedulingPolicy = Literal["fcfs", "priority"]
 
@@ -73,8 +76,13 @@ class ServerSettings:
     generation_config: GenerationConfig = NO_DEFAULTS  # how tokens are chosen where requests do not say
     keep_streams: float = 600.0  # seconds for which a reply that may be taken up is kept after its end; 0: none is
     keep_streams_bytes: int = 256 << 20  # of all of them together
-    started: int = 0  # Unix seconds: when the models of `/v1/models` were "created"
+    started: int = 0  # Unix seconds: when the models that are listed were "created"; 0: when this process began
     fingerprint: str = ""  # of plan and weights: `system_fingerprint` in replies
+
+    @property
+    def created(self) -> int:
+        """When the models that are listed were "created", in Unix seconds: with the server, where it is not said."""
+        return self.started or STARTED
 
     def check(self) -> None:
         """Refuse what is out of range, and serving other machines without a key."""

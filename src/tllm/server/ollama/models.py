@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from tllm.server.openai.engine_client import EngineClient
@@ -10,13 +11,17 @@ from tllm.server.openai.engine_client import EngineClient
 SPOKEN = "0.12.0"
 """The version of ollama whose interface this is: programs refuse older ones."""
 
-_STARTED = "1970-01-01T00:00:00Z"  # models here have no time of change
 _FAR = "9999-12-31T00:00:00Z"
 
 
-def listed(names: Sequence[str], client: EngineClient) -> dict[str, Any]:
-    """`/api/tags`."""
-    return {"models": [{**_model(name, client), "modified_at": _STARTED} for name in names]}
+def utc(seconds: int) -> str:
+    """Unix seconds as ollama writes times."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def listed(names: Sequence[str], client: EngineClient, started: int) -> dict[str, Any]:
+    """`/api/tags`. Models have no time of change here: they are as old as the server, in Unix seconds."""
+    return {"models": [{**_model(name, client), "modified_at": utc(started)} for name in names]}
 
 
 def running(names: Sequence[str], client: EngineClient) -> dict[str, Any]:
@@ -25,11 +30,11 @@ def running(names: Sequence[str], client: EngineClient) -> dict[str, Any]:
     return {"models": [{**_model(name, client), **more} for name in names]}
 
 
-def shown(client: EngineClient, template: str, has_tools: bool, reasons: bool) -> dict[str, Any]:
+def shown(client: EngineClient, template: str, has_tools: bool, reasons: bool, started: int) -> dict[str, Any]:
     """`/api/show`."""
     capabilities = ["completion", "embedding", *(["tools"] if has_tools else []), *(["thinking"] if reasons else [])]
     return {
-        "modified_at": _STARTED,
+        "modified_at": utc(started),
         "template": template,
         "details": _details(),
         "model_info": {"general.architecture": "tllm", "tllm.context_length": client.max_model_len},

@@ -37,10 +37,14 @@ from tllm.server.pooling.vectors import as_list
 
 
 class OllamaRoutes:
-    """Chats and completions by other names, and what ollama's programs ask of a server before."""
+    """Chats and completions by other names, and what ollama's programs ask of a server before. Models were `created`
+    at these Unix seconds."""
 
-    def __init__(self, completions: Completions, prompts: Prompts, client: EngineClient, pooled: PoolingRoutes) -> None:
+    def __init__(
+        self, completions: Completions, prompts: Prompts, client: EngineClient, pooled: PoolingRoutes, created: int
+    ) -> None:
         self._completions, self._prompts, self._client, self._pooled = completions, prompts, client, pooled
+        self._created = created
 
     def table(self) -> list[Route]:
         get = {"/api/version": self.version, "/api/tags": self.tags, "/api/ps": self.running}
@@ -60,7 +64,7 @@ class OllamaRoutes:
         return json_reply({"version": SPOKEN})
 
     async def tags(self, http: HttpRequest) -> Response:
-        return json_reply(listed(self._completions.models, self._client))
+        return json_reply(listed(self._completions.models, self._client, self._created))
 
     async def running(self, http: HttpRequest) -> Response:
         return json_reply(running(self._completions.models, self._client))
@@ -70,7 +74,8 @@ class OllamaRoutes:
         self._completions.check_model(named(request.model or request.name or ""))
         template = self._prompts.template.source if self._prompts.template is not None else ""
         parsers = self._completions.parsers
-        return json_reply(shown(self._client, template, bool(parsers.tools), bool(parsers.reasoning)))
+        told = shown(self._client, template, bool(parsers.tools), bool(parsers.reasoning), self._created)
+        return json_reply(told)
 
     async def chat(self, http: HttpRequest) -> Response:
         request = decode(await http.body(), OllamaChatRequest)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from tllm.server.admission.account import Charge
 from tllm.server.reply.events import ReplyEvent
 from tllm.server.reply.parser_choice import ReplyParser
 from tllm.spec.request import Output, Request, TokenLogprobs
@@ -97,6 +98,11 @@ class ReplyChoice:
         self._parser = None if options.new_parser is None else options.new_parser()
 
     @property
+    def has_begun(self) -> bool:
+        """Whether anything was generated."""
+        return bool(self.completion_tokens) or self.finish_reason is not None
+
+    @property
     def reasoning_tokens(self) -> int:
         """How many of the tokens are of the model's reasoning."""
         return 0 if self._parser is None else self._parser.reasoning_tokens
@@ -185,3 +191,9 @@ class ReplyChoice:
         progress.text += self._stop_finder.push(text, is_early)
         if self._stop_finder.found is not None:
             self.finish_reason, self._stop_reason = "stop", self._stop_finder.found
+
+
+def charge_choices(charge: Charge, choices: Sequence[ReplyChoice], cached: int) -> None:
+    """Charge what has been computed so far of a request's choices, `cached` of whose prompts was not."""
+    if any(choice.has_begun for choice in choices):
+        charge.use(sum(choice.completion_tokens for choice in choices), cached)

@@ -132,6 +132,8 @@ class RequestRouter:
             finally:
                 if charge.has_begun:
                     self.metrics.keys.used(account.key.name, charge.prompt_tokens, charge.cached, charge.generated)
+                elif charge.computed_only:
+                    self.metrics.keys.used(account.key.name, charge.computed_only, 0, 0)
 
     @contextmanager
     def held(self, count: int, lasting: bool = True) -> Iterator[None]:
@@ -173,13 +175,20 @@ class RequestRouter:
             )
             raise overloaded(message, self._drain_rate.seconds_to_end(count))
 
-    async def pool(self, request: Request) -> Output:
-        """What a prompt comes to that is pooled. Cancelling this cancels it; an engine's error is raised."""
+    async def pool(self, request: Request, look: Callable[[Output], None] = lambda output: None) -> Output:
+        """What a prompt comes to that is pooled. Cancelling this cancels it; an engine's error is raised.
+
+        Each output goes to `look`.
+        """
         timer = self.open[request.id] = SequenceTimer(self.metrics.sequences, len(request.prompt_ids))
+
+        def check(output: Output) -> None:
+            self._check_end(output, request)
+            timer.computes(output.computed_tokens)
+            look(output)
+
         try:
-            output = await pooled_output(
-                self.client, traced(request, timer), lambda output: self._check_end(output, request)
-            )
+            output = await pooled_output(self.client, traced(request, timer), check)
             timer.pooled()
             return output
         except TllmError:
@@ -191,18 +200,24 @@ class RequestRouter:
             self._drain_rate.ended()
 
     async def run(
-        self, choice: ReplyChoice, keep: Callable[[Output], None] = lambda output: None
+        self, choice: ReplyChoice, look: Callable[[Output], None] = lambda output: None
     ) -> AsyncGenerator[ChoiceProgress, None]:
         """Run one choice to its end. Closing this cancels its sequence; an engine's error is raised.
 
-        Each output goes to `keep` before anything is made of it.
+        Each output goes to `look` before anything is made of it. Of those that only say how much of the prompt is
+        computed nothing else is made: nobody's reply begins with them.
         """
         timer = SequenceTimer(self.metrics.sequences, len(choice.request.prompt_ids))
         self.open[choice.request.id] = timer
         try:
             async with aclosing(self.client.submit(traced(choice.request, timer))) as outputs:
                 async for output in outputs:
-                    keep(output)
+                    if output.computed_tokens:
+                        timer.computes(output.computed_tokens)
+                        # Another coordinator may have gone on with the request under another id.
+                        look(msgspec.structs.replace(output, request_id=choice.request.id))
+                        continue
+                    look(output)
                     self._check_end(output, choice.request)
                     timer.count(len(output.token_ids))
                     progress = choice.read(output)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 from tllm.core.errors import TllmError
 from tllm.server.admission.account import Account
 from tllm.server.http.errors import too_late
-from tllm.server.openai.choice import ChoiceProgress, ReplyChoice
+from tllm.server.openai.choice import ChoiceProgress, ReplyChoice, charge_choices
 from tllm.server.openai.engine_client import RequestRouter
 from tllm.server.openai.reply_format import ApiReply, ReplyFormat, Usage, usage
 from tllm.server.reply.reply_ids import ReplyIds
@@ -90,18 +90,23 @@ class GenerationJob:
             return
         max_tokens = sum(choice.request.params.max_tokens for choice in self.choices)
         with self.router.admit(len(self.choices), self.account, self.prompt_tokens, max_tokens) as charge:
-            source = self.router.run(self.choices[0]) if len(self.choices) == 1 else self._side_by_side()
+
+            def look(output: Output) -> None:
+                if output.computed_tokens:
+                    charge.compute(output.request_id, output.computed_tokens)
+
+            is_one = len(self.choices) == 1
+            source = self.router.run(self.choices[0], look) if is_one else self._side_by_side(look)
             async with aclosing(_in_time(source, self.router.request_seconds)) as steps:
                 async for progress in steps:
-                    generated = sum(choice.completion_tokens for choice in self.choices)
-                    charge.use(generated, self._cached_tokens())
+                    charge_choices(charge, self.choices, self._cached_tokens())
                     charge.is_written = not is_whole
                     yield progress
 
-    async def _side_by_side(self) -> AsyncGenerator[ChoiceProgress, None]:
+    async def _side_by_side(self, look: Callable[[Output], None]) -> AsyncGenerator[ChoiceProgress, None]:
         """All choices at once, in the order their tokens arrive; the first error ends all."""
         arrived: asyncio.Queue[ChoiceProgress | TllmError | None] = asyncio.Queue()
-        tasks = [asyncio.create_task(self._follow(choice, arrived)) for choice in self.choices]
+        tasks = [asyncio.create_task(self._follow(choice, arrived, look)) for choice in self.choices]
         try:
             running = len(tasks)
             while running:
@@ -119,10 +124,15 @@ class GenerationJob:
                 with suppress(asyncio.CancelledError):
                     await task
 
-    async def _follow(self, choice: ReplyChoice, arrived: asyncio.Queue[ChoiceProgress | TllmError | None]) -> None:
+    async def _follow(
+        self,
+        choice: ReplyChoice,
+        arrived: asyncio.Queue[ChoiceProgress | TllmError | None],
+        look: Callable[[Output], None],
+    ) -> None:
         """Put what one choice makes into the queue, then None; its error instead, where it has one."""
         try:
-            async with aclosing(self.router.run(choice)) as steps:
+            async with aclosing(self.router.run(choice, look)) as steps:
                 async for progress in steps:
                     arrived.put_nowait(progress)
         except TllmError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from tllm.core.errors import RequestError
@@ -11,8 +10,6 @@ from tllm.server.openai.engine_client import EngineClient, Health, RequestRouter
 from tllm.server.openai.prompts import Prompts
 from tllm.server.openai.requests import TokenizeRequest
 from tllm.server.openai.tools import OfferedTools
-
-STARTED = int(time.time())
 
 
 def alive(router: RequestRouter) -> dict[str, Any]:
@@ -75,12 +72,12 @@ def _with_node(message: str, health: Health) -> str:
 
 
 def model_card(name: str, client: EngineClient, created: int, adapter: str = "") -> dict[str, Any]:
-    """One entry of `/v1/models`; `created` is 0 for the time when this process was started. An adapter's has the folder
-    that it came from, and the model as its parent."""
+    """One entry of `/v1/models`; `created` is in Unix seconds. An adapter's has the folder that it came from, and the
+    model as its parent."""
     return {
         "id": name,
         "object": "model",
-        "created": created or STARTED,
+        "created": created,
         "owned_by": "together-llm",
         "root": adapter or client.model_name,
         "parent": client.model_name if adapter else None,

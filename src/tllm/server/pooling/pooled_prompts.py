@@ -21,8 +21,8 @@ AT_ONCE = 64
 
 T = TypeVar("T")
 
-RunPooled = Callable[[Request], Awaitable[Output]]
-"""Runs a request that is pooled to its end."""
+RunPooled = Callable[[Request, Callable[[Output], None]], Awaitable[Output]]
+"""Runs a request that is pooled to its end; each of its outputs goes to the function."""
 
 NOTHING_SAMPLED = SamplingParams(max_tokens=1, temperature=0.0)
 
@@ -47,7 +47,8 @@ class Scores:
 class Asker:
     """Who asks: the salt of the prefixes of their prompts, and when these begin among others that wait.
 
-    `pays(tokens, cached)` is called for each prompt that is done, `cached` of whose tokens were not computed.
+    `pays(tokens, cached)` is called for each prompt that is done, `cached` of whose tokens were not computed, and for
+    what was computed of one that is cancelled.
     """
 
     salt: str = ""
@@ -156,8 +157,7 @@ class PooledPrompts:
                     cache_salt=asker.salt,
                     scheduling=asker.scheduling,
                 )
-                found[place] = await self._run(request)
-                asker.pays(len(ids), found[place].cached_tokens)
+                found[place] = await self._paid(request, asker)
 
         tasks = [asyncio.create_task(work()) for _ in range(min(self.at_once, len(prompts)))]
         try:
@@ -165,6 +165,22 @@ class PooledPrompts:
         finally:
             await end_tasks(*tasks)
         return [found[place] for place in range(len(prompts))]
+
+    async def _paid(self, request: Request, asker: Asker) -> Output:
+        """What one prompt comes to, paid for; of one that is cancelled what was computed is."""
+        tokens = cached = 0
+
+        def look(output: Output) -> None:
+            nonlocal tokens
+            tokens = max(tokens, output.computed_tokens)
+
+        try:
+            output = await self._run(request, look)
+            tokens, cached = len(request.prompt_ids), output.cached_tokens
+        finally:
+            if tokens:
+                asker.pays(tokens, cached)
+        return output
 
     async def _by_embeddings(self, pairs: Sequence[tuple[str, str]], asker: Asker) -> Scores:
         """Each text is embedded once, however many pairs it is in."""

@@ -19,7 +19,7 @@ from tllm.core.errors import TllmError
 from tllm.server.admission.account import Account, Charge
 from tllm.server.http.errors import HttpError, overloaded, too_late
 from tllm.server.http.settings import ServerSettings
-from tllm.server.openai.choice import ChoiceOptions, ReplyChoice
+from tllm.server.openai.choice import ChoiceOptions, ReplyChoice, charge_choices
 from tllm.server.openai.engine_client import RequestRouter
 from tllm.server.stored.stored_streams import StoredStream, StoredStreams
 from tllm.spec.request import KeptReply, Output, Request, StreamRecord
@@ -177,7 +177,7 @@ class LocalStreamStore:
         try:
             async with asyncio.timeout(self._router.request_seconds or None), asyncio.TaskGroup() as tasks:
                 for choice in choices:
-                    tasks.create_task(self._run_one(stream, choice, partial(_use, charge, choices)))
+                    tasks.create_task(self._run_one(stream, choice, charge, partial(_use, charge, choices)))
         except TimeoutError:
             error = TllmError(too_late(self._router.request_seconds).message)
         except ExceptionGroup as group:
@@ -198,8 +198,16 @@ class LocalStreamStore:
         )
         return ReplyChoice(0, request, self._tokenizer if record.stops else None, options)
 
-    async def _run_one(self, stream: StoredStream, choice: ReplyChoice, use: Callable[[], None]) -> None:
-        async with aclosing(self._router.run(choice, lambda output: self.streams.delivered(stream, output))) as steps:
+    async def _run_one(
+        self, stream: StoredStream, choice: ReplyChoice, charge: Charge, use: Callable[[], None]
+    ) -> None:
+        def look(output: Output) -> None:
+            if output.computed_tokens:  # whoever goes on with the reply computes its prompt again
+                charge.compute(output.request_id, output.computed_tokens)
+            else:
+                self.streams.delivered(stream, output)
+
+        async with aclosing(self._router.run(choice, look)) as steps:
             async for _ in steps:
                 use()
         self.streams.closed(stream, choice.request.id)
@@ -272,4 +280,4 @@ def _use(charge: Charge, choices: Sequence[ReplyChoice]) -> None:
     for choice in choices:
         prompt = choice.request.prompt_ids
         cached[prompt] = min(choice.cached_tokens, cached.get(prompt, choice.cached_tokens))
-    charge.use(sum(choice.completion_tokens for choice in choices), sum(cached.values()))
+    charge_choices(charge, choices, sum(cached.values()))

@@ -65,4 +65,4 @@ def test_the_others_mean_what_they_say() -> None:
 def test_wrong_ones_are_config_errors(words: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as caught:
         settings(*words)
-    assert caught.value.hint
+    assert caught.value.hint and str(caught.value.message).count(words[0]) == 1

@@ -121,6 +121,31 @@ def test_a_request_that_never_began_costs_no_tokens() -> None:
     assert alice.headers()["x-ratelimit-remaining-requests"] == "9"
 
 
+def test_what_was_computed_of_a_prompt_is_charged_though_nothing_came_of_it() -> None:
+    clock = Clock()
+    alice = account(clock, tokens_per_minute=1000)
+    with alice.charged(1, 300, 100) as charge:
+        charge.compute("a", 128)
+        charge.compute("a", 256)
+        charge.compute("a", 128)  # as another coordinator begins it again
+        assert charge.taken == 400, "as long as it runs, it is expected to come to a reply"
+    assert alice.headers()["x-ratelimit-remaining-tokens"] == str(1000 - 256)
+    clock.now += 60
+    with alice.charged(4, 30, 100) as charge:
+        for name in "abcd":
+            charge.compute(name, 28)
+    assert alice.headers()["x-ratelimit-remaining-tokens"] == str(1000 - 30), "four choices of one prompt"
+    clock.now += 60
+    with alice.charged(1, 300, 100) as charge:
+        charge.compute("a", 256)
+        charge.lost()
+    assert alice.headers()["x-ratelimit-remaining-tokens"] == "1000", "the server failed"
+    with alice.charged(1, 300, 100) as charge:
+        charge.compute("a", 256)
+        charge.use(2, 40)
+    assert alice.headers()["x-ratelimit-remaining-tokens"] == str(1000 - 300 + 40 - 2)
+
+
 def test_what_replies_took_is_what_the_next_is_expected_to_take() -> None:
     alice = account(Clock(), tokens_per_minute=10**6)
     for _ in range(200):

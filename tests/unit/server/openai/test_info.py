@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from tests.unit.server.kit import SAID, TOKENIZER, get, post, refusal, say, serve
 from tllm.server.openai.engine_client import Health
 from tllm.text.chat_template import ChatTemplate
@@ -116,3 +118,21 @@ def test_a_request_keeps_its_id() -> None:
     made = get(app, "/version", headers={"x-request-id": "a b\tc"}).headers["x-request-id"]
     assert made
     assert made != "a b\tc"
+
+
+def test_models_are_as_old_as_the_server_in_every_clients_words() -> None:
+    """Programs of ollama said "56 years ago"; Anthropic's client found neither names nor kinds."""
+    started = 1_795_839_921
+    app = serve(say(), started=started)
+    assert get(app, "/v1/models").json()["data"][0]["created"] == started
+    [listed] = get(app, "/api/tags").json()["models"]
+    shown = post(app, "/api/show", {"model": "tiny"}).json()
+    assert listed["modified_at"] == shown["modified_at"] == "2026-11-28T04:25:21Z"
+    asked = {"anthropic-version": "2023-06-01"}
+    page = get(app, "/v1/models", headers=asked).json()
+    one = {"id": "tiny", "type": "model", "display_name": "tiny", "created_at": "2026-11-28T04:25:21Z"}
+    one |= {"max_input_tokens": 256, "max_tokens": 256}
+    assert page == {"data": [one], "has_more": False, "first_id": "tiny", "last_id": "tiny"}
+    assert get(app, "/v1/models/tiny", headers=asked).json() == one
+    now = get(serve(say()), "/v1/models").json()["data"][0]["created"]
+    assert abs(now - time.time()) < 3600

@@ -208,6 +208,28 @@ def test_a_response_in_the_background_is_polled_cancelled_and_deleted() -> None:
     run(work())
 
 
+def test_a_kept_reply_that_is_cancelled_before_its_first_token_costs_what_was_computed() -> None:
+    """And what only says how much that is is not kept, nor read by whoever takes the reply up."""
+
+    async def work() -> None:
+        engine = say()
+        engine.computed, engine.hold_after = 2, 0
+        app = serve(engine)
+        asker = Asker(app)
+        begun = (await asker.http.post("/v1/responses", json={"input": "hi", "background": True})).json()
+        path = f"/v1/responses/{begun['id']}"
+        await until(lambda: engine.running == 1)
+        await asyncio.sleep(0.02)
+        assert (await asker.get(path)).json()["output"] == []
+        assert (await asker.get(f"{path}/cancel", "POST")).json()["status"] == "cancelled"
+        await until(lambda: app.router.in_hand == 0)
+        shown = app.router.metrics.render({}).decode()
+        told = [line.split()[-1] for line in shown.splitlines() if line.startswith("tllm_key_prompt_tokens_total")]
+        assert told == ["2.0"]
+
+    run(work())
+
+
 def test_an_engine_that_fails_is_told_of_to_whoever_comes() -> None:
     async def work() -> None:
         engine = say()
