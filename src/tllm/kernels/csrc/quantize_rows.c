@@ -51,14 +51,16 @@ static void quantize_some(void *of, int64_t first, int64_t last, int thread) {
             int64_t at = row * job->columns + column + half * X_HALF;
             x[half] = load_up_to(job->x, at, left - half * X_HALF, job->dtype);
         }
-        int64_t to = group * into->rows + row;
-        int32_t *sums = into->sums + 2 * group * into->rows + row;
-        quantize_group(into->codes + to * X_GROUP, into->scales + to, sums, into->rows, x);
+        int64_t to = group * into->pitch + row;
+        int32_t *sums = into->sums + 2 * group * into->pitch + row;
+        quantize_group(into->codes + to * X_GROUP, into->scales + to, sums, into->pitch, x);
     }
 }
 
 void quantize_rows(QuantizedRows into, const void *x, int64_t columns, int dtype, int threads) {
     Job job = {into, x, columns, dtype};
+    for (int64_t group = 0; group < into.groups; group++)
+        for (int64_t row = into.rows; row < into.pitch; row++) into.scales[group * into.pitch + row] = 0;
     int64_t items = into.rows * into.groups;
     run_parallel(quantize_some, &job, items, 64, items < 1024 ? 1 : threads);
 }

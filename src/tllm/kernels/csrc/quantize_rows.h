@@ -7,15 +7,18 @@
 #define X_GROUP 32
 #define X_HALF 16
 
-/* Rows of columns padded to whole groups, of which each group lies as one: codes [groups, rows, 32], scales
- * [groups, rows], and the sums of the codes of each half group, [2 groups, rows]. So some rows of a group lie together,
- * whichever are the first and the last. */
+/* Rows of columns padded to whole groups, of which each group lies as one: codes [groups, pitch, 32], scales
+ * [groups, pitch], and the sums of the codes of each half group, [2 groups, pitch], where scales of rows that there are not are 0. So some rows
+ * of a group lie together, whichever are the first and the last. */
 typedef struct {
     int8_t *codes;
     float *scales;
     int32_t *sums;
-    int64_t rows, groups;
+    int64_t rows, groups, pitch;
 } QuantizedRows;
+
+/* Rows for which there is room: eights, so that tiles of them read no other memory than that of rows. */
+INLINE int64_t pitch_of(int64_t rows) { return rows == 1 ? 1 : (rows + 7) / 8 * 8; }
 
 /* x [rows, columns] of a dtype. scale = largest / 127, code = x * (127 / largest) to the nearest, ties to even. A group
  * with a number that is not finite has the scale NaN, so that its products are NaN. */

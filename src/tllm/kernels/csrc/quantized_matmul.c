@@ -61,11 +61,11 @@ INLINE int multiply(const Piece *piece, Sums *sums_of_rows, int64_t row, int row
         begin_group(row_of, rows);
         int64_t at = number * width, end = is_wide && at + width > w->padded ? w->padded : at + width;
         for (; at < end; at += step) {
-            const int64_t here = at / X_GROUP * x->rows + row;
-            const int32_t *halves = x->sums + at / X_HALF * x->rows + row;
+            const int64_t here = at / X_GROUP * x->pitch + row;
+            const int32_t *halves = x->sums + at / X_HALF * x->pitch + row;
             f32x16 sums[8];
             int32_t sums_of_codes[8];
-            for (int r = 0; r < rows; r++) sums_of_codes[r] = step == X_HALF ? halves[r] : halves[r] + halves[x->rows + r];
+            for (int r = 0; r < rows; r++) sums_of_codes[r] = step == X_HALF ? halves[r] : halves[r] + halves[x->pitch + r];
             group_sums(sums, w, piece->codes + at * (kind >= BYTES ? 16 : 8), x->codes + here * X_GROUP + at % X_GROUP, step,
                        sums_of_codes, rows, kind, AHEAD);
             for (int r = 0; r < rows; r++) {
@@ -212,9 +212,12 @@ static void multiply_items(void *of, int64_t first, int64_t last, int thread) {
 /* Whether products of these kernels can be made by tiles. */
 int tllm_has_tiles(void) { return HAS_TILES; }
 
-/* Bytes of scratch memory that rounding x takes; behind them are some that a tile's rows may reach. */
+#define BEHIND (TILE_ROWS * sizeof(float)) /* bytes of scratch memory: scales of 0 that a tile's rows may reach */
+
+/* Bytes of scratch memory that rounding x takes. */
 int64_t tllm_scratch_bytes(int64_t rows, int64_t padded) {
-    return rows * (padded + padded / X_GROUP * (int64_t)(sizeof(float) + 2 * sizeof(int32_t))) + TILE_ROWS * X_GROUP;
+    const int64_t of_group = X_GROUP + (int64_t)(sizeof(float) + 2 * sizeof(int32_t));
+    return pitch_of(rows) * (padded / X_GROUP) * of_group + (int64_t)BEHIND;
 }
 
 /* y [rows, …] (rows `stride` elements apart) = x [rows, columns] W^T for each of `count` parts, all of which have as many
@@ -224,10 +227,12 @@ void tllm_quantized_matmul(const WeightPart *parts, int64_t count, const int64_t
                            const void *x, int x_dtype, void *y, int64_t stride, int y_dtype, void *scratch, int way,
                            int threads) {
     if (count == 0) return;
-    int64_t rows = first_rows[experts], padded = parts[0].weight.padded, groups = padded / X_GROUP, items = 0;
-    float *scales = scratch;
-    int32_t *sums = (int32_t *)(scales + rows * groups);
-    QuantizedRows rounded = {(int8_t *)(sums + 2 * rows * groups), scales, sums, rows, groups};
+    int64_t rows = first_rows[experts], groups = parts[0].weight.padded / X_GROUP, pitch = pitch_of(rows), items = 0;
+    int8_t *codes = scratch;
+    int32_t *sums = (int32_t *)(codes + pitch * groups * X_GROUP);
+    float *scales = (float *)(sums + 2 * pitch * groups);
+    QuantizedRows rounded = {codes, scales, sums, rows, groups, pitch};
+    memset(scales + pitch * groups, 0, BEHIND);
     quantize_rows(rounded, x, parts[0].weight.columns, x_dtype, threads);
     Products all = {parts, count, first_rows, {.x = rounded, .y = y, .stride = stride, .y_dtype = y_dtype}, way};
     for (int64_t i = 0; i < count; i++) items += turns_of(&all, parts + i) * blocks_of(&parts[i].weight);

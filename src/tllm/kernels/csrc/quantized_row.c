@@ -34,9 +34,9 @@ INLINE void multiply(const Product *p, int64_t block, int blocks, int64_t row, i
         }
         const int64_t last = (number + 1) * width < w->padded ? (number + 1) * width : w->padded;
         for (int64_t at = number * width; at < last; at += step) {
-            const int64_t here = at / X_GROUP * x->rows + row;
-            const int32_t *halves = x->sums + at / X_HALF * x->rows + row;
-            const int32_t sum_of_codes = step == X_HALF ? halves[0] : halves[0] + halves[x->rows];
+            const int64_t here = at / X_GROUP * x->pitch + row;
+            const int32_t *halves = x->sums + at / X_HALF * x->pitch + row;
+            const int32_t sum_of_codes = step == X_HALF ? halves[0] : halves[0] + halves[x->pitch];
             const float d = x->scales[here], sum_of_x = (float)sum_of_codes * d;
             NOT_UNROLLED for (int b = 0; b < blocks; b++) {
                 f32x16 sums;

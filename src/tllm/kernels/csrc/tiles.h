@@ -51,15 +51,17 @@ INLINE void release_tiles(void) { _tile_release(); }
 /* Has the compiler compute a vector here, before the quarter of a product that follows. */
 #define HERE(x) __asm__ volatile("" : "+v"(x))
 
-/* A quarter of what makes a product; the four of them, one after another, put it to `sums`. What else is to be computed
+enum { LOAD_ROWS, LOAD_CODES, MULTIPLY, STORE };
+
+/* A quarter of what makes a product; in this order, one after another, they put it to `sums`. What else is to be computed
  * should lie between them: a processor does not come to what follows all of them while it waits for tiles.
  *
  * x: codes of the configured rows, `pitch` bytes apart. codes: signed, [columns / 4, 16 outputs, 4]. */
-INLINE void tile_quarter(int quarter, TileSums *sums, const int8_t *x, int64_t pitch, const int8_t *codes) {
-    if (quarter == 0) _tile_zero(0), _tile_loadd(1, x, pitch);
-    if (quarter == 1) _tile_loadd(2, codes, 64);
-    if (quarter == 2) _tile_dpbssd(0, 1, 2);
-    if (quarter == 3) _tile_stored(0, sums, 64);
+INLINE void tile_step(int step, TileSums *sums, const int8_t *x, int64_t pitch, const int8_t *codes) {
+    if (step == LOAD_ROWS) _tile_loadd(1, x, pitch);
+    if (step == LOAD_CODES) _tile_loadd(2, codes, 64);
+    if (step == MULTIPLY) _tile_zero(0), _tile_dpbssd(0, 1, 2);
+    if (step == STORE) _tile_stored(0, sums, 64);
 }
 
 #else
