@@ -36,6 +36,9 @@ class Kept:
         """There is nothing to send."""
 
 
+pytestmark = pytest.mark.usefixtures("own_process")  # an exporter turns the library's logger down
+
+
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing_module, "SPANS_SECONDS", 0.01)
