@@ -26,7 +26,8 @@ async def served(folder: Path, quantize: Quantize | None, inside: IntraHost) -> 
     )
     async with asyncio.timeout(60), open_cluster(folder, "tp=2", sizes, ClusterOptions(threads=1)) as cluster:
         request = Request(id="r", prompt_ids=PROMPT, params=PARAMS)
-        reply = [(output.token_ids, output.logprobs) async for output in cluster.submit(request)]
+        outputs = [output async for output in cluster.submit(request)]
+        reply = [(output.token_ids, output.logprobs) for output in outputs if not output.computed_tokens]
         return list(reply), {member.loaded.network for member in cluster.state.ranks if member.loaded}
 
 

@@ -104,7 +104,8 @@ class Streams:
         request = Request(id=f"{name}-{id(self)}", prompt_ids=PROMPT, params=params)
         async for output in self.cluster.submit(request):
             self.ids[name] += output.token_ids
-            assert bool(output.logprobs) == (params.logprobs is not None)
+            is_wanted = params.logprobs is not None and not output.computed_tokens  # which come before all tokens
+            assert bool(output.logprobs) == is_wanted
 
     async def reach(self, tokens: int) -> None:
         while min(map(len, self.ids.values())) < tokens:

@@ -30,7 +30,7 @@ async def asked(cluster: Serving, name: str, salt: str = "") -> tuple[list[int],
     outputs = [
         output async for output in cluster.submit(Request(id=name, prompt_ids=PROMPT, params=GREEDY, cache_salt=salt))
     ]
-    return [token for output in outputs for token in output.token_ids], outputs[0].cached_tokens
+    return [token for output in outputs for token in output.token_ids], sum(output.cached_tokens for output in outputs)
 
 
 async def until_told(client: httpx.AsyncClient, line: str) -> None:

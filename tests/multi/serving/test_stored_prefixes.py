@@ -32,7 +32,9 @@ async def asked(cluster: Serving, turn: int, prompt: tuple[int, ...]) -> tuple[t
     """The reply, and how many tokens of the prompt were found."""
     request = Request(id=f"turn {turn}", prompt_ids=prompt, params=GREEDY)
     outputs = [output async for output in cluster.submit(request)]
-    return tuple(token for output in outputs for token in output.token_ids), outputs[0].cached_tokens
+    return tuple(token for output in outputs for token in output.token_ids), sum(
+        output.cached_tokens for output in outputs
+    )
 
 
 async def written(folder: Path, tokens: int) -> None:
