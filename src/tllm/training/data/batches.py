@@ -89,12 +89,11 @@ class Batches:
         self.values_of: Callable[[int], Values] = lambda row: NO_VALUES
         """Further numbers of a row's documents by its number, which are not in the files."""
         self._documents: OrderedDict[int, Document] = OrderedDict()
-        self._tokens = 0
         order = order_of(self._rows.counts, config.weights, config.seed, config.shuffle)
         packer = Packer(config.seq_len, OPEN_ROWS if config.packing else 0)
         end = None if config.epochs is None else config.epochs * len(self._rows)
         self._ledger = RowLedger(order, lambda row: len(self._document(row).ids), packer, end)
-        self._next = 0
+        self._next = self._tokens = 0
         self._states = {0: self._ledger.state()}
         self._latest: tuple[int, list[Packed]] = (-1, [])
         self._lock = threading.RLock()

@@ -96,8 +96,7 @@ class _ScheduleExecutor:
         model, tokens = self.stage.chunks[op.chunk], self.microbatches[op.microbatch]
         incoming = self.schedule.receives(self.stage.index, op)
         x = tokens.ids_T if incoming is None else self.mail.receive(incoming)
-        if self.schedule.wants_input_gradient(StageChunk(self.stage.index, op.chunk)):
-            x = x.requires_grad_()
+        x.requires_grad_(self.schedule.wants_input_gradient(StageChunk(self.stage.index, op.chunk)))
         attend = self.stage.make_attend(model.attention_specs(), tokens)
         adapt = self.stage.make_adapt(op.chunk, tokens)
         observe = observed(self.stage.of_states, tokens, self._told)

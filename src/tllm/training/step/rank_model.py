@@ -175,8 +175,6 @@ def _adapters(config: RankConfig, chunks: Sequence[Transformer]) -> list[Trained
 
 def _load_balance(config: RankConfig) -> LoadBalance | None:
     """The load-balance loss of the experts, if the job asks for it."""
-    coefficient = config.job.router_aux_loss_coef
-    if not coefficient:
-        return None
+    coefficient, groups = config.job.router_aux_loss_coef, config.groups
     layers = sum(layer.moe is not None for layer in config.spec.layers)
-    return LoadBalance(coefficient, layers, config.groups.tp, config.groups.cp)
+    return LoadBalance(coefficient, layers, groups.tp, groups.cp) if coefficient else None
