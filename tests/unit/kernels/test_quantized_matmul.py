@@ -184,3 +184,11 @@ def test_exact_sums_of_parts_of_all_sizes(kind: str, rows: int, kernels: Library
     want = reference_matmul(x, pack(blocks), blocks.scheme, 20, exact=True)
     found = weight_of(blocks).matmul(x, exact=True)
     torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)
+
+
+def test_scratch_memory_has_room_for_the_rows_that_a_tile_reads_behind_the_last() -> None:
+    """The last row of an expert may be the first one of a tile of 16, whose codes of the last group are then read."""
+    for rows in range(2, 41):
+        for columns in (32, 64):
+            last = (columns // 32 - 1) * rows + rows - 1
+            assert libraries()[0].scratch_bytes(rows, columns) >= (last + 16) * 32

@@ -171,6 +171,23 @@ def test_a_rank_that_does_not_come_is_late_at_the_deadline() -> None:
     assert none is None
 
 
+def test_who_comes_when_it_is_not_waited_for_any_more_finds_out() -> None:
+    kernels = library()
+    assert kernels is not None
+
+    def work(group: Group) -> None:
+        memory = meet_in_memory(group.rank, group.send, group.recv, True, 2.0 if group.rank else 0.05)
+        assert memory is not None
+        sums = SharedSums(kernels, memory)
+        time.sleep(0.2 * group.rank)
+        if group.rank:
+            sums(torch.ones(4))  # rank 0 is there
+        with pytest.raises(LinkClosed if group.rank else LinkTimeout):
+            sums(torch.ones(4))
+
+    run_ranks(local_groups(2), work)
+
+
 def test_ranks_that_sum_other_tensors_are_refused() -> None:
     found = failing(lambda group, sums: sums(torch.ones(4 + group.rank)), 0.5)
     assert [type(error) for error in found] == [FrameError, FrameError]
@@ -214,3 +231,23 @@ def test_sums_are_played_and_late_ranks_waited_for() -> None:
             mine, other = (1.0, 1.0) if turn == 0 else (float(turn), turn + 1.0)
             total = 2 * mine + 2 * other
             assert torch.equal(x, torch.full((2, 40), 2 * total + mine + other))
+
+
+def test_nothing_is_summed_or_played_after_a_sum_that_was_given_up() -> None:
+    """Else the other rank, when it comes, would be given the earlier sum's numbers in the place of others."""
+    kernels = library()
+    assert kernels is not None
+    sums = joined(groups := local_groups(2), seconds=0.2)
+
+    def work(group: Group) -> None:
+        mine = sums[group.rank]
+        recording, _ = recorded(kernels, mine, torch.ones(2, 40))
+        if group.rank == 0:
+            with pytest.raises(LinkTimeout):
+                recording.play()
+            with pytest.raises(LinkClosed, match="rank 0 gave up piece 3 of a sum"):
+                recording.play()
+            with pytest.raises(LinkClosed, match="rank 0 gave up piece 3 of a sum"):
+                mine(torch.full((2, 40), 7.0))
+
+    run_ranks(groups, work)

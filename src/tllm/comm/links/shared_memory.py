@@ -25,6 +25,7 @@ from pathlib import Path
 
 from tllm.comm.links.errors import nothing_sent, refused_link, source_gone
 from tllm.comm.links.link import Link
+from tllm.core.errors import LinkError
 
 FOLDER = Path("/dev/shm")
 """Files that are memory, on Linux."""
@@ -45,12 +46,15 @@ LOOK_SECONDS = 0.02
 
 
 class SharedMemory:
-    """One rank's view; `recv` are its links from the others, and `seconds` what waiting for one of them may take."""
+    """One rank's view; `send` and `recv` are its links to and from the others, and `seconds` what waiting for one of
+    them may take."""
 
-    def __init__(self, file: int, rank: int, recv: Mapping[int, Link], seconds: float) -> None:
+    def __init__(
+        self, file: int, rank: int, send: Mapping[int, Link], recv: Mapping[int, Link], seconds: float
+    ) -> None:
         self.rank, self.ranks, self.place_bytes = rank, len(recv) + 1, PLACE_BYTES
         self.deadline = seconds
-        self._recv = recv
+        self._send, self._recv = send, recv
         self._mapped = mmap.mmap(file, bytes_of(self.ranks))
         self._words = memoryview(self._mapped).cast("q")
         self.arrivals = ctypes.addressof(ctypes.c_char.from_buffer(self._mapped))
@@ -60,15 +64,23 @@ class SharedMemory:
         """Return when every other rank has come to this piece.
 
         LinkTimeout after the deadline, LinkClosed where a rank is lost, FrameError where it has come with another
-        piece.
+        piece. Both links with that rank are ended then, so that it finds out, too.
         """
-        for rank, link in self._recv.items():
-            self._wait_for(rank, number)
-            said = self._words[rank * LINE // WORD + 1 + number % PLACES]
-            if said != piece:
-                expected = f"piece {number} of {piece // 8} numbers of kind {piece % 8}"
-                got = f"{said // 8} numbers of kind {said % 8} to sum"
-                raise refused_link(link.source, link.target, got, expected)
+        for rank in self._recv:
+            try:
+                self._wait_for(rank, number)
+                self._check(rank, number, piece)
+            except LinkError:
+                self._send[rank].interrupt()
+                self._recv[rank].interrupt()
+                raise
+
+    def _check(self, rank: int, number: int, piece: int) -> None:
+        link, said = self._recv[rank], self._words[rank * LINE // WORD + 1 + number % PLACES]
+        if said != piece:
+            expected = f"piece {number} of {piece // 8} numbers of kind {piece % 8}"
+            got = f"{said // 8} numbers of kind {said % 8} to sum"
+            raise refused_link(link.source, link.target, got, expected)
 
     def _wait_for(self, rank: int, number: int) -> None:
         link, began = self._recv[rank], time.monotonic()
@@ -106,7 +118,7 @@ def meet_in_memory(
             stack.callback(os.close, file)
         _tell(send, "" if file is None else "opened")
         found = [link.recv_bytes(NAME_BYTES) for link in recv.values()]
-        return None if file is None or not all(found) else SharedMemory(file, rank, recv, seconds)
+        return None if file is None or not all(found) else SharedMemory(file, rank, send, recv, seconds)
 
 
 def bytes_of(ranks: int) -> int:

@@ -8,8 +8,8 @@
 #define X_HALF 16
 
 /* Rows of columns padded to whole groups, of which each group lies as one: codes [groups, pitch, 32], scales
- * [groups, pitch], and the sums of the codes of each half group, [2 groups, pitch], where scales of rows that there are not are 0. So some rows
- * of a group lie together, whichever are the first and the last. */
+ * [groups, pitch], and the sums of the codes of each half group, [2 groups, pitch]. So some rows of a group lie together,
+ * whichever are the first and the last. From `rows` to `pitch` scales are 0, and the rest is anything. */
 typedef struct {
     int8_t *codes;
     float *scales;

@@ -212,12 +212,13 @@ static void multiply_items(void *of, int64_t first, int64_t last, int thread) {
 /* Whether products of these kernels can be made by tiles. */
 int tllm_has_tiles(void) { return HAS_TILES; }
 
-#define BEHIND (TILE_ROWS * sizeof(float)) /* bytes of scratch memory: scales of 0 that a tile's rows may reach */
+/* Bytes of scratch memory behind all else: a tile has rows behind the last one, whose codes are read, and scales of 0. */
+#define BEHIND (TILE_ROWS * X_GROUP)
 
 /* Bytes of scratch memory that rounding x takes. */
 int64_t tllm_scratch_bytes(int64_t rows, int64_t padded) {
     const int64_t of_group = X_GROUP + (int64_t)(sizeof(float) + 2 * sizeof(int32_t));
-    return pitch_of(rows) * (padded / X_GROUP) * of_group + (int64_t)BEHIND;
+    return pitch_of(rows) * (padded / X_GROUP) * of_group + BEHIND;
 }
 
 /* y [rows, …] (rows `stride` elements apart) = x [rows, columns] W^T for each of `count` parts, all of which have as many
@@ -232,7 +233,7 @@ void tllm_quantized_matmul(const WeightPart *parts, int64_t count, const int64_t
     int32_t *sums = (int32_t *)(codes + pitch * groups * X_GROUP);
     float *scales = (float *)(sums + 2 * pitch * groups);
     QuantizedRows rounded = {codes, scales, sums, rows, groups, pitch};
-    memset(scales + pitch * groups, 0, BEHIND);
+    memset(scales + pitch * groups, 0, TILE_ROWS * sizeof *scales);
     quantize_rows(rounded, x, parts[0].weight.columns, x_dtype, threads);
     Products all = {parts, count, first_rows, {.x = rounded, .y = y, .stride = stride, .y_dtype = y_dtype}, way};
     for (int64_t i = 0; i < count; i++) items += turns_of(&all, parts + i) * blocks_of(&parts[i].weight);

@@ -91,6 +91,8 @@ class Recording:
 
     def play(self) -> None:
         """Make all calls again, and what is done between them."""
+        for sums in self._sums.values():
+            sums.check()
         for calls, step in self._parts:
             made = self._play(calls, len(calls))
             while made < len(calls):

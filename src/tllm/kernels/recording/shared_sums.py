@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tllm.core.errors import LinkClosed
 from tllm.kernels.library import NUMBERS, Library, SharedSumArguments
 
 SUMMED = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -63,8 +64,15 @@ class SharedSums:
         """Whether this is a tensor that can be summed here, by what is the same on every rank."""
         return x.is_cpu and x.dtype in SUMMED
 
+    def check(self) -> None:
+        """LinkClosed after a sum that was given up: its numbers lie where those of the next one would."""
+        if self._arguments.has_come:
+            rank, number = self._memory.rank, self._arguments.number
+            raise LinkClosed(f"rank {rank} gave up piece {number} of a sum, and makes no more with these ranks")
+
     def __call__(self, x: Tensor) -> Tensor:
         """All ranks' `x` summed, in place, with the bits of `comm.collectives.fold`."""
+        self.check()
         y = x.detach() if x.is_contiguous() else x.detach().contiguous()
         count, dtype = y.numel(), NUMBERS[y.dtype]
         while not self._sum(self.address, y.data_ptr(), count, dtype):
