@@ -46,12 +46,11 @@ def put_together(repository: Repository, cache: Path | None = None) -> None:
     except (OSError, TllmError) as error:
         log.warning("weights that are kept in %s cannot be looked for: %s", folder, _why(error))
         return
-    for file in missing_files(repository).files:
-        kept = sum(chunks.size_of(chunk) for chunk in _chunks_of(chunks, file) if chunks.is_kept(chunk))
-        if not file.is_large or kept <= _come(repository, file):
-            continue
+    for file in (file for file in missing_files(repository).files if file.is_large):
         try:
-            _put_together(chunks, file)
+            kept = sum(chunks.size_of(chunk) for chunk in _chunks_of(chunks, file) if chunks.is_kept(chunk))
+            if kept > _come(repository, file):
+                _put_together(chunks, file)
         except (OSError, TllmError) as error:
             text = "%s of %s is not put together of the ranges that are here: %s"
             log.warning(text, file.name, repository, _why(error))
