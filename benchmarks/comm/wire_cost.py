@@ -212,11 +212,9 @@ async def _be_guarded(options: argparse.Namespace) -> None:
         print(json.dumps("ready"), flush=True)
         number = 0
         while line := await asyncio.to_thread(sys.stdin.readline):
-            times, ids, number = list[float](), list[int](), number + 1
-            async for output in it.submit(request(number, int(line))):
-                times.append(time.perf_counter())
-                ids += output.token_ids
-            print(json.dumps(figures(times, ids)), flush=True)
+            number += 1
+            came = [(time.perf_counter(), output) async for output in it.submit(request(number, int(line)))]
+            print(json.dumps(figures(came)), flush=True)
 
 
 @contextmanager
@@ -313,13 +311,10 @@ def _drive(rank: ServingRank, control: Bare) -> None:
     running.start()
     for number, line in enumerate(sys.stdin):
         rank.command(request(number, int(line)))
-        times, ids, ended = list[float](), list[int](), False
-        while not ended:
-            at, output = control.outputs.get()
-            times.append(at)
-            ids += output.token_ids
-            ended = output.finish_reason is not None
-        print(json.dumps(figures(times, ids)), flush=True)
+        came = [control.outputs.get()]
+        while came[-1][1].finish_reason is None:
+            came.append(control.outputs.get())
+        print(json.dumps(figures(came)), flush=True)
     rank.command(CloseRing())
     running.join()
 
@@ -329,7 +324,10 @@ def request(number: int, tokens: int) -> Request:
     return Request(id=f"turn-{number}", prompt_ids=PROMPT, params=params)
 
 
-def figures(times: list[float], ids: list[int]) -> dict[str, Any]:
+def figures(came: list[tuple[float, Output]]) -> dict[str, Any]:
+    """Of outputs and when they came; one before the first token tells how much of the prompt is computed."""
+    times = [at for at, output in came if output.token_ids]
+    ids = [token for _, output in came for token in output.token_ids]
     return {"rate": (len(times) - 1) / (times[-1] - times[0]), "ids": ids}
 
 

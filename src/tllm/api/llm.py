@@ -142,10 +142,7 @@ class LLM:
         if self.tokenizer is None or self.chat_template is None:
             lacks = "tokenizer.json" if self.tokenizer is None else "chat template"
             raise ConfigError(f"{self.options.folder} has no {lacks}, so it cannot chat", "`generate` continues a text")
-        if isinstance(messages, str | Mapping) or not all(isinstance(message, Mapping) for message in messages):
-            said = 'give [{"role": "user", "content": "Hello"}]; `generate` continues a text'
-            raise RequestError("messages are a list of dicts, each with a role and content", said, "messages")
-        text = self.chat_template.render([dict(message) for message in messages])
+        text = self.chat_template.render(conversation(messages))
         prompt_ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
         params = self._params(sampling_params, prompt_ids)
         if not params.ignore_eos:
@@ -247,6 +244,16 @@ class LLM:
             await end_tasks(*tasks)
 
 
+def conversation(messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+    """The messages, which may come one by one, as a template reads them. RequestError for what are none."""
+    given = list[object]() if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable) else [*messages]
+    found = [dict(one) for one in given if isinstance(one, Mapping)]
+    if not found or len(found) < len(given):
+        said = 'give [{"role": "user", "content": "Hello"}]; `generate` continues a text'
+        raise RequestError("messages are a list of dicts, each with a role and content", said, "messages")
+    return found
+
+
 def several(prompts: str | Sequence[Prompt]) -> Sequence[Prompt]:
     """One text, or several prompts, as several. RequestError for what is neither."""
     if isinstance(prompts, str):
@@ -258,7 +265,7 @@ def several(prompts: str | Sequence[Prompt]) -> Sequence[Prompt]:
 
 def ids_of(prompt: Sequence[int]) -> tuple[int, ...]:
     """The ids of a prompt's tokens, which may come from numpy or torch. RequestError for what are none."""
-    if isinstance(prompt, Mapping) or not isinstance(prompt, Iterable):
+    if isinstance(prompt, Mapping | bytes) or not isinstance(prompt, Iterable):
         raise _no_prompt(prompt)
     try:
         return tuple(operator.index(token_id) for token_id in prompt)

@@ -90,14 +90,15 @@ class StepTimes:
 
 
 def tell_of_prompts(step: ScheduledStep, tell: Callable[[list[Output]], None]) -> None:
-    """Tell how much of each prompt is computed or under way, if this step computes a part of one that has no token."""
+    """Tell how much of each prompt is computed or under way, if this step computes a part of one that has no token.
+
+    Of what a sequence found in the cache, and has to compute since it was preempted, nothing is told.
+    """
     told = [
-        Output(
-            request_id=sequence.request.id,
-            computed_tokens=min(entry.stop, sequence.prompt_length) - (sequence.prefix.found or 0),
-        )
+        Output(request_id=sequence.request.id, computed_tokens=computed)
         for entry, sequence in zip(step.batch.entries, step.sequences, strict=True)
         if entry.start < sequence.prompt_length and not sequence.num_output
+        if (computed := min(entry.stop, sequence.prompt_length) - (sequence.prefix.found or 0)) > 0
     ]
     if told:
         tell(told)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import constants, try_to_load_from_cache
@@ -20,6 +22,7 @@ from tllm.hub.byte_ranges import HubStopped
 from tllm.hub.folders import local_file
 from tllm.hub.hub_client import download, list_repository
 from tllm.hub.repository import HubFile, Repository
+from tllm.node.weights import whole_files
 from tllm.node.weights.hub_chunks import HubChunks
 from tllm.node.weights.hub_fetch import HubFetch
 from tllm.node.weights.hub_folder import HubFolder
@@ -286,3 +289,70 @@ def test_what_is_not_the_file_gets_no_name(
     assert local_file(repository, repository.files[0]) is None
     assert "does not have the hash that the hub gives" in caplog.text
     assert not list((tmp_path / "hf").rglob("*.part"))
+
+
+def test_two_programs_put_a_file_together_at_once(
+    repository: Repository, content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each finds no file at its place, and then one; whoever reads it meanwhile finds it whole."""
+    kept = tmp_path / "kept"
+    read(files_of(repository, kept, Others(content)), (0, SIZE))
+    link, others = Path.symlink_to, list[Path]()
+
+    def link_late(place: Path, target: str) -> None:
+        if not others:
+            others.append(place)
+            put_together(repository, kept)
+        link(place, target)
+
+    monkeypatch.setattr(Path, "symlink_to", link_late)
+    monkeypatch.setattr(whole_files, "missing_files", lambda repository: repository)
+    monkeypatch.setattr(whole_files, "_come", lambda repository, file: 0)
+    put_together(repository, kept)
+    place = local_file(repository, repository.files[0])
+    assert others and place is not None and place.read_bytes() == content
+    assert [path.name for path in place.parent.iterdir()] == [FILE]
+
+
+def test_what_the_hubs_library_has_more_of_is_left_to_it(
+    hub: FakeHub, repository: Repository, content: bytes, tmp_path: Path
+) -> None:
+    """It goes on where it broke off, and links what another commit has; ranges would begin anew."""
+    kept = tmp_path / "kept"
+    read(files_of(repository, kept, Others(content)), (0, 5 * CHUNK_MIN))
+    blob = Path(constants.HF_HUB_CACHE) / "models--org--name" / "blobs" / repository.files[0].etag
+    blob.parent.mkdir(parents=True)
+    partial = blob.with_name(f"{blob.name}.incomplete")
+    partial.write_bytes(content[: 6 * CHUNK_MIN])
+    hub.sent.clear()
+    put_together(repository, kept)
+    assert local_file(repository, repository.files[0]) is None and not hub.sent
+    partial.rename(blob)
+    blob.write_bytes(content)
+    put_together(repository, kept)
+    assert local_file(repository, repository.files[0]) is None and not hub.sent
+
+
+@pytest.mark.parametrize("fault", ["no room", "refused", "no ranges"])
+def test_what_cannot_be_put_together_is_left_to_the_hubs_library(
+    fault: str,
+    hub: FakeHub,
+    repository: Repository,
+    content: bytes,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    kept = tmp_path / "kept"
+    read(files_of(repository, kept, Others(content)), (0, 9 * CHUNK_MIN))
+    if fault == "no room":
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=SIZE - 1))
+    elif fault == "refused":
+        Path(constants.HF_HUB_CACHE).parent.mkdir(exist_ok=True)
+        Path(constants.HF_HUB_CACHE).write_bytes(b"no folder")
+    else:
+        hub.status = 404
+    put_together(repository, kept)
+    said = {"no room": "too little", "refused": "Not a directory", "no ranges": "404"}[fault]
+    assert "is not put together of the ranges that are here: " in caplog.text and said in caplog.text
+    assert local_file(repository, repository.files[0]) is None and not list((tmp_path / "hf").rglob("*.part"))

@@ -49,11 +49,12 @@ class FakeEngine:
         try:
             for output in self._outputs(request):
                 await asyncio.sleep(self.delay)
-                if self.fail_after is not None and given >= self.fail_after and self.error is not None:
-                    done = True
-                    raise self.error
-                if self.hold_after is not None and given >= self.hold_after and not output.computed_tokens:
-                    await self.go_on.wait()
+                if not output.computed_tokens:
+                    if self.fail_after is not None and given >= self.fail_after and self.error is not None:
+                        done = True
+                        raise self.error
+                    if self.hold_after is not None and given >= self.hold_after:
+                        await self.go_on.wait()
                 given += len(output.token_ids)
                 done = output.finish_reason is not None
                 yield output

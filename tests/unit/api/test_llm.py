@@ -154,16 +154,26 @@ def test_what_cannot_be_served_is_an_error_and_harms_no_other(tiny: LLM) -> None
         tiny.generate(["a", "b"], SamplingParams(temperature=-1))
     with pytest.raises(RequestError, match="bare ids"):
         tiny.generate([1, 2, 3], GREEDY)  # type: ignore[list-item]
-    wrong: list[Any] = [3, {"prompt": "a"}, [{"prompt": "a"}], [["a"]], [[1.5]]]  # the keys of a dict passed for texts
+    wrong: list[Any] = [
+        3,
+        {"prompt": "a"},
+        [{"prompt": "a"}],
+        [["a"]],
+        [[1.5]],
+        [b"a"],
+    ]  # the keys of a dict passed for texts
     for given in wrong:
         with pytest.raises(RequestError, match="prompts are texts or lists of ids, and a"):
             tiny.generate(given, GREEDY)
         with pytest.raises(RequestError, match="prompts are texts or lists of ids, and a"):
             tiny.embed(given)
-    talks: list[Any] = ["hi", {"role": "user", "content": "hi"}, ["hi"]]
+    said = {"role": "user", "content": "hi"}
+    talks: list[Any] = ["hi", said, ["hi"], [said, "hi"], [], None]
     for talk in talks:
         with pytest.raises(RequestError, match="messages are a list of dicts"):
             tiny.chat(talk, GREEDY)
+    one_by_one: Any = iter([said])
+    assert tiny.chat(one_by_one, GREEDY) == tiny.chat([said], GREEDY)
     with pytest.raises(RequestError, match="the prompt has no token") as caught:
         tiny.generate("", GREEDY)
     assert caught.value.hint == "give some text, or ids"

@@ -7,10 +7,12 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.models.families import save_model
+from tests.unit.engine.kits import limits, request
 from tllm.engine.engine import Engine
-from tllm.engine.schedule.batch import Batch, BatchEntry
+from tllm.engine.schedule.batch import Batch, BatchEntry, Results
 from tllm.engine.schedule.limits import EngineConfig
-from tllm.engine.serving_counters import ReplyCounters
+from tllm.engine.schedule.scheduler import Scheduler
+from tllm.engine.serving_counters import ReplyCounters, tell_of_prompts
 from tllm.spec.request import SamplingParams
 
 
@@ -39,6 +41,21 @@ def test_only_batches_of_replies_count_and_sums_are_left_out(monkeypatch: pytest
         pass
     assert counters.batches == 1 and counters.seconds == 2.0
     assert counters.compute_seconds == 2.0 + 5.0, "that of prompts too"
+
+
+def test_what_the_cache_had_when_a_prompt_began_is_not_told_of_when_it_begins_again() -> None:
+    """It was preempted, and others have its pages now: an output of no tokens would pass for another kind."""
+    scheduler = Scheduler(limits(max_num_batched_tokens=8))
+    scheduler.add(request("again", 20))
+    scheduler.by_id["again"].prefix.found = 8
+    told = list[list[int]]()
+    for _ in range(3):
+        step = scheduler.schedule()
+        assert step is not None
+        tell_of_prompts(step, lambda outputs: told.append([output.computed_tokens for output in outputs]))
+        sampled = (1,) * step.batch.entries[0].num_sampled
+        scheduler.accept(step, Results(number=step.batch.number, token_ids=sampled))
+    assert told == [[8], [12]]
 
 
 @pytest.mark.parametrize("plan", ["pp=1", "pp=2", "tp=2"])

@@ -34,8 +34,9 @@ class AttentionSegment:
     """One entry's rows [start, stop) of the batch and the keys that they see, for one kind of attention.
 
     The keys are one of three: the rows' own, where the sequence starts here (`is_fresh`) and they were not rounded to
-    codes; one run of slots (`first_slot`, `length`); or `scattered` slots. `mask` [rows, keys] is added to the scores.
-    `padding` rows are added, of which nothing is wanted, and where keys are the rows' own as many of these.
+    codes; one run of slots (`first_slot`, `length`); or `scattered` slots. `mask` [rows, keys] is added to the scores;
+    it has one row where all see the same keys. `padding` rows are added, of which nothing is wanted, and where keys are
+    the rows' own as many of these.
     """
 
     start: int
@@ -199,6 +200,7 @@ def _mask(
     entry: BatchEntry, first_key: int, spec: AttentionSpec, cache: KVCache, padding: tuple[int, int]
 ) -> Tensor | None:
     """0 where a row sees a key, -inf where not; None where it sees them all or plain causal attention says the same.
+    One row stands for all of a prompt that sees all of itself: in rows of their own, a long one's would be too many.
 
     The rows and keys of the `padding` are taken to come after all others, and no row sees them.
     """
@@ -210,6 +212,8 @@ def _mask(
     ):
         return None
     rows = torch.arange(entry.start, entry.stop + padding[0], device=cache.device)
+    if spec.bidirectional and not is_windowed:
+        rows = rows[:1]
     keys = torch.arange(first_key, entry.stop + padding[1], device=cache.device)
     last = rows if not spec.bidirectional else torch.full_like(rows, entry.stop - 1)
     if spec.bidirectional and spec.window is not None:

@@ -399,7 +399,8 @@ def limits_of(spec: ModelSpec, plan: Plan, config: EngineConfig) -> Limits:
             f"max_model_len {max_model_len} is not within the model's context of {spec.max_model_len}",
             f"give 1 to {spec.max_model_len}",
         )
-    batched = config.max_num_batched_tokens or batch_tokens(spec, max_model_len)
+    asked = config.max_num_batched_tokens
+    batched = batch_tokens(spec, max_model_len) if asked is None else asked
     if spec.bidirectional and max_model_len > batched:
         max_model_len = _whole_in_a_batch(config.max_model_len, batched)
     elif config.max_model_len is None and max_model_len < spec.max_model_len:

@@ -222,7 +222,7 @@ def _fault(reading: asyncio.Task[None]) -> ClusterError | None:
 def _use(charge: Charge, output: Output) -> None:
     if output.computed_tokens:
         charge.compute(output.request_id, output.computed_tokens)
-    else:
+    elif output.token_ids or output.pooled:  # not the end of one that waited too long
         charge.use(charge.generated + len(output.token_ids), charge.cached + output.cached_tokens)
 
 

@@ -9,17 +9,19 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import secrets
 import sys
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
 from tllm.core.cache_folder import cache_folder
-from tllm.core.disk import whole_file
+from tllm.core.disk import PART, whole_file
+from tllm.core.errors import TllmError
 from tllm.core.memory import amount
 from tllm.core.model_folders import folder_of_repo
 from tllm.hub.folders import hub_cache, missing_files, snapshot_folder
-from tllm.hub.hub_client import check_room
+from tllm.hub.hub_client import check_room, partial_bytes
 from tllm.hub.repository import HubFile, Repository
 from tllm.node.weights.hub_chunks import TABLES, HubChunks
 from tllm.node.weights.hub_fetch import RUN_BYTES
@@ -31,18 +33,41 @@ log = logging.getLogger("tllm.weights")
 
 def put_together(repository: Repository, cache: Path | None = None) -> None:
     """Put those files of a commit into the Hugging Face cache of which chunks are in the folder `cache`, by default the
-    one that nodes keep theirs in; the chunks stay there. A file of which there is none is left to others.
+    one that nodes keep theirs in; the chunks stay there.
 
-    Raises what `HubRanges` raises where chunks are missing, and CapacityError where the disk has no room. A file that
-    does not have the hash that the hub gives is thrown away, and left to others too.
+    A file is left to `download` where that has more of it already, and where it does not come about: the disk takes no
+    more, the hub gives no ranges, or what was made does not have the hash that the hub gives. The log says why.
     """
     folder = cache or cache_folder()
-    if not (folder / TABLES).is_dir():
+    try:
+        if not (folder / TABLES).is_dir():
+            return
+        chunks = HubChunks(repository, ChunkCache(folder, sys.maxsize))  # nothing is evicted for what is only read
+    except (OSError, TllmError) as error:
+        log.warning("weights that are kept in %s cannot be looked for: %s", folder, _why(error))
         return
-    chunks = HubChunks(repository, ChunkCache(folder, sys.maxsize))  # nothing is evicted for what is only read
-    for file in missing_files(repository).files:
-        if file.is_large and any(chunks.is_kept(chunk) for chunk in _chunks_of(chunks, file)):
-            _put_together(chunks, file)
+    for file in (file for file in missing_files(repository).files if file.is_large):
+        try:
+            kept = sum(chunks.size_of(chunk) for chunk in _chunks_of(chunks, file) if chunks.is_kept(chunk))
+            if kept > _come(repository, file):
+                _put_together(chunks, file)
+        except (OSError, TllmError) as error:
+            text = "%s of %s is not put together of the ranges that are here: %s"
+            log.warning(text, file.name, repository, _why(error))
+
+
+def _come(repository: Repository, file: HubFile) -> int:
+    """How much of a file the hub's library has: all of it where another commit has the same."""
+    blob = _blob(repository, file)
+    return file.size if blob.is_file() and blob.stat().st_size == file.size else partial_bytes(repository, file)
+
+
+def _blob(repository: Repository, file: HubFile) -> Path:
+    return hub_cache() / folder_of_repo(repository.repo) / "blobs" / file.etag
+
+
+def _why(error: OSError | TllmError) -> str:
+    return error.message if isinstance(error, TllmError) else error.strerror or str(error)
 
 
 def _chunks_of(chunks: HubChunks, file: HubFile) -> list[FileChunk]:
@@ -52,7 +77,7 @@ def _chunks_of(chunks: HubChunks, file: HubFile) -> list[FileChunk]:
 def _put_together(chunks: HubChunks, file: HubFile) -> None:
     repository = chunks.repository
     check_room(hub_cache(), file.size, f"{file.name} of {repository}")
-    blob = hub_cache() / folder_of_repo(repository.repo) / "blobs" / file.etag
+    blob = _blob(repository, file)
     place = snapshot_folder(repository.repo, repository.commit) / file.name
     blob.parent.mkdir(parents=True, exist_ok=True)
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -68,11 +93,20 @@ def _put_together(chunks: HubChunks, file: HubFile) -> None:
         text = "%s of %s, put together of ranges, does not have the hash that the hub gives: it is fetched anew"
         log.warning(text, file.name, repository)
         return
-    place.unlink(missing_ok=True)
-    place.symlink_to(os.path.relpath(blob, place.parent))
+    _link(place, blob)
     text = "%s of %s was put together of ranges: %s were here, %s came from the hub"
     fetched = chunks.ranges.fetched
     log.info(text, file.name, repository, amount(file.size - fetched), amount(fetched))
+
+
+def _link(place: Path, blob: Path) -> None:
+    """Let the place be a link to the blob, in one step: another program may do the same, or read it meanwhile."""
+    beside = place.with_name(f"{place.name}.{secrets.token_hex(4)}{PART}")
+    try:
+        beside.symlink_to(os.path.relpath(blob, place.parent))
+        beside.replace(place)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def _pieces(chunks: HubChunks, file: HubFile) -> Iterator[bytes]:

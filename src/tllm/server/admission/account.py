@@ -4,9 +4,9 @@ A request costs tokens: those of its prompt that are not found in the prefix cac
 Neither is known when it comes. So it is charged at admission with the whole prompt, and for the reply with what this
 key's replies took before, or `max_tokens` where that is less. A reply that gets longer is charged as it grows, and at
 the end the charge is corrected to what it was: of a request that is cancelled before its first token, what was computed
-of its prompt. So a bucket can be overdrawn by replies that are longer than expected,
-and then nothing more is admitted until that is made up: over a longer time no key gets more than its rate. What the
-server lost before any of it was written costs no tokens.
+of its prompt. So a bucket can be overdrawn by replies that are longer than expected, and then nothing more is admitted
+until that is made up: over a longer time no key gets more than its rate. What the server lost before any of it was
+written costs no tokens.
 """
 
 from __future__ import annotations

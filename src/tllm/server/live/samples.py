@@ -67,7 +67,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     kv_usage: float
     """Part of the KV pages that is in use, 0 to 1."""
     prompt_tokens: int
-    """Tokens of prompts whose first token has come."""
+    """Tokens of prompts whose first token has come or that were pooled, and what was computed of those that ended
+    before."""
     generation_tokens: int
     """Tokens generated."""
     time_to_first_token: LatencySummary | None

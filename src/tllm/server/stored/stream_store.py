@@ -17,10 +17,10 @@ import msgspec
 
 from tllm.core.errors import TllmError
 from tllm.server.admission.account import Account, Charge
-from tllm.server.http.errors import HttpError, overloaded, too_late
+from tllm.server.http.errors import HttpError, as_http, overloaded, too_late
 from tllm.server.http.settings import ServerSettings
 from tllm.server.openai.choice import ChoiceOptions, ReplyChoice, charge_choices
-from tllm.server.openai.engine_client import RequestRouter
+from tllm.server.openai.engine_client import LOST, RequestRouter
 from tllm.server.stored.stored_streams import StoredStream, StoredStreams
 from tllm.spec.request import KeptReply, Output, Request, StreamRecord
 from tllm.text.tokenizer import Tokenizer
@@ -182,6 +182,8 @@ class LocalStreamStore:
             error = TllmError(too_late(self._router.request_seconds).message)
         except ExceptionGroup as group:
             failures = [failure for failure in group.exceptions if isinstance(failure, TllmError)]
+            if not charge.has_begun and all(as_http(failure).status in LOST for failure in failures):
+                charge.lost()  # what was computed of prompts came to nothing by no fault of whoever asked
             if not failures:
                 raise
             # An HttpError was made of an output that is kept, of which every reader makes it again.

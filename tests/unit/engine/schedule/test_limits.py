@@ -56,6 +56,7 @@ def test_prefixes_are_shared_where_keys_do_not_depend_on_the_length() -> None:
         (EngineConfig(cache_tokens=64, max_model_len=65), CapacityError, "holds 64 tokens and max_model_len is 65"),
         (EngineConfig(cache_tokens=64, cache_bytes=10**6), ConfigError, "both in tokens and in bytes"),
         (EngineConfig(max_num_seqs=64, max_num_batched_tokens=64), ConfigError, "64 tokens leave no room"),
+        (EngineConfig(max_num_batched_tokens=0), ConfigError, "batches of 0 tokens leave no room"),
     ],
 )
 def test_what_does_not_fit_is_refused(config: EngineConfig, kind: type[Exception], words: str) -> None:

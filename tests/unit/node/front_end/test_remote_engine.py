@@ -169,6 +169,32 @@ def test_a_request_runs_on_the_clusters_engine() -> None:
     play(scene)
 
 
+def test_what_nodes_servers_had_computed_is_counted_and_what_waited_too_long_is_not() -> None:
+    """One key for all of them: metrics of the first machine tell what became of its time."""
+
+    async def scene() -> None:
+        coordinator = Coordinator(engine()).open()
+        node = Node(coordinator, "lab-2")
+
+        def counted() -> list[str]:
+            shown = coordinator.router.metrics.render({}).decode()
+            return [line.split()[-1] for line in shown.splitlines() if line.startswith("tllm_key_prompt_tokens_total")]
+
+        async def expired(request: Request) -> AsyncGenerator[Output, None]:
+            yield Output(request_id=request.id, finish_reason="expired")
+
+        computing, coordinator.engine.submit = coordinator.engine.submit, expired  # type: ignore[method-assign]
+        assert await node.read(request("late")) == []
+        await until(lambda: coordinator.router.is_idle)
+        assert counted() == []
+        coordinator.engine.submit = computing  # type: ignore[method-assign]
+        assert await node.read(request()) == IDS
+        await until(lambda: coordinator.router.is_idle)
+        assert counted() == ["2.0"]
+
+    play(scene)
+
+
 def test_a_request_that_is_cancelled_before_it_began_is_not_computed() -> None:
     """The question and its cancellation may be read at one go, before the question's task has begun; or while the
     coordinator is not ready. It had run to its end then, for nobody."""

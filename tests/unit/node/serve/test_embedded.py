@@ -16,6 +16,7 @@ from tests.support.models.families import save_model
 from tests.support.serving.scripted_engine import out
 from tllm.core.errors import ClusterError, RequestError
 from tllm.engine.engine import Engine, Put
+from tllm.engine.schedule.limits import EngineConfig
 from tllm.node.serve.embedded import Embedded
 from tllm.spec.request import Output, Request, SamplingParams
 
@@ -129,3 +130,23 @@ def test_a_program_may_end_as_soon_as_it_has_its_reply(tmp_path: Path) -> None:
     model = asyncio.run(reply())
     gc.collect()
     assert model() is None
+
+
+@pytest.mark.parametrize("plan", ["pp=1", "pp=2"])
+def test_an_engine_tells_what_it_computes_of_a_prompt_before_the_first_token(plan: str, tmp_path: Path) -> None:
+    """To whoever charges for it, and not to readers of tokens; nor of a reply that goes on, which has been paid for."""
+    save_model("llama", tmp_path)
+    params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+    asked = Request(id="r", prompt_ids=(1, 2, 3, 4, 5), params=params)
+
+    async def outputs(client: Embedded, request: Request) -> list[Output]:
+        return [output async for output in client.submit(request)]
+
+    with Engine.load(tmp_path, plan, EngineConfig(cache_tokens=256)) as engine:
+        first, *tokens = asyncio.run(outputs(embedded(engine), asked))
+        assert first == Output(request_id="r", computed_tokens=5)
+        assert list(engine.submit(asked)) == tokens and [len(one.token_ids) for one in tokens] == [1, 1, 1]
+        rest = msgspec.structs.replace(asked, output_ids=tokens[0].token_ids)
+        assert [one.token_ids for one in asyncio.run(outputs(embedded(engine), rest))] == [
+            one.token_ids for one in tokens[1:]
+        ]

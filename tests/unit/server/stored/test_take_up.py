@@ -16,6 +16,7 @@ import pytest
 
 from tests.unit.server.kit import client, refusal, run, say, serve
 from tllm.core.errors import ClusterError
+from tllm.server.admission.token_bucket import RateLimits
 from tllm.server.app import App
 from tllm.server.stored.stream_store import LocalStreamStore
 from tllm.spec.request import KeptReply, Request, SamplingParams, StreamRecord
@@ -226,6 +227,21 @@ def test_a_kept_reply_that_is_cancelled_before_its_first_token_costs_what_was_co
         shown = app.router.metrics.render({}).decode()
         told = [line.split()[-1] for line in shown.splitlines() if line.startswith("tllm_key_prompt_tokens_total")]
         assert told == ["2.0"]
+
+    run(work())
+
+
+def test_a_kept_reply_that_the_server_loses_before_its_first_token_costs_nothing() -> None:
+    async def work() -> None:
+        engine = say()
+        engine.computed, engine.fail_after, engine.error = 2, 0, ClusterError("a node was lost")
+        app = serve(engine, rate_limit=RateLimits(tokens_per_minute=600))
+        asker = Asker(app)
+        begun = await asker.http.post("/v1/responses", json={"input": "hi", "background": True})
+        assert begun.status_code == 200
+        await until(lambda: app.router.in_hand == 0 and engine.submitted != [])
+        assert int(app.keys.anonymous.headers()["x-ratelimit-remaining-tokens"]) == 600
+        assert "tllm_key_prompt_tokens_total{" not in app.router.metrics.render({}).decode()
 
     run(work())
 
