@@ -94,7 +94,7 @@ def is_searched(plan: Plan, devices: int, facts: TrainingFacts) -> bool:
 def _rings(devices: int, facts: TrainingFacts) -> Sequence[int]:
     """How many ranks of context parallelism may share a microbatch."""
     tried = range(1, devices + 1) if devices <= FEW_DEVICES else RINGS
-    return [ranks for ranks in tried if ranks == 1 or ranks <= min(devices, facts.seq_len // 2)]
+    return [ranks for ranks in tried if ranks <= min(devices, facts.most_ranks_of_row)]
 
 
 def relaxed_step_seconds(

@@ -230,6 +230,11 @@ class TrainingFacts:
         return replace(self, shared_prompts=None) if cp > 1 and self.shared_prompts else self
 
     @property
+    def most_ranks_of_row(self) -> int:
+        """Ranks that may share a row (context parallelism): each has two pieces of it, of a token at least."""
+        return max(1, (sum(self.documents) or self.seq_len) // 2)
+
+    @property
     def as_large_as_may_be(self) -> TrainingFacts:
         """The same for what there must be room for: whole rows, as some may be so, and of pairs some have hardly a
         prompt."""

@@ -112,7 +112,7 @@ class TrainingLayouts:
     def _of_every_mesh(self) -> Iterator[tuple[DeviceMesh, TrainingLayout]]:
         meshes = EveryMesh(self.cluster, self._rate, self.constraints.first_device)
         for mesh in meshes:
-            most_cp = 1 if self.spec.delta else self.facts.seq_len // 2
+            most_cp = 1 if self.spec.delta else self.facts.most_ranks_of_row
             if mesh.axes.pp <= self.spec.num_layers and mesh.axes.cp <= most_cp:
                 for layout in self._layouts(mesh, self.constraints.microbatch_sizes):
                     yield mesh, layout

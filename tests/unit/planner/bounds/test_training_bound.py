@@ -321,6 +321,16 @@ def test_a_plan_with_tensor_parallelism_in_some_stages_may_be_below_the_bound_an
     assert is_searched(ring, 3, facts) and not is_searched(ring, 20, facts)
 
 
+def test_no_more_ranks_share_a_row_than_it_has_tokens_for() -> None:
+    """Rows of three tokens on an average, of which no two ranks have two pieces each."""
+    spec, device = spec_of(2), Device(2**36, (("float32", ((1.0, 1e10),)),), 1e10)
+    cluster = Cluster(tuple("abcd"), (device,) * 4, (0, 1, 2, 3), (None,) * 4, LinkSpeed(0.0, 1e6))
+    facts = TrainingFacts(64, 8, documents=(3,), target_tokens=2, mean_lengths=True, row_tokens=3)
+    best = best_training(spec, cluster, facts, steps=100).choices[0]
+    assert best.placed.plan.cp == 1
+    assert 0 < least_step_seconds(spec, cluster, facts, SIZES) <= best.predicted.seconds
+
+
 def test_rings_are_those_that_the_search_tries() -> None:
     assert training_bound.RINGS == WIDTHS and training_bound.FEW_DEVICES == MOST_DEVICES
 
