@@ -33,12 +33,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tllm.planner.bounds.replica_microbatches import MOST_CHUNKS
-from tllm.planner.bounds.whole_layers import RankSize, least_of_whole_layers, passes_of
+from tllm.planner.bounds.whole_layers import RankSize, least_of_whole_layers
 from tllm.planner.cluster.device import Cluster, Device, Points
 from tllm.planner.cluster.device_kinds import best_bandwidths
 from tllm.planner.cluster.profile import between
 from tllm.planner.cost.flops import layer_flops, logits_flops
-from tllm.planner.cost.rank_work import TrainingFacts, forward_only_layers
+from tllm.planner.cost.rank_work import TrainingFacts, forward_only_layers, passes_of
 from tllm.planner.memory.heap import TRAINER_BYTES
 from tllm.spec.cut import cut_stage
 from tllm.spec.model_spec import ModelSpec
@@ -153,9 +153,7 @@ def _least(
 
 def _tokens(facts: TrainingFacts) -> tuple[int, int]:
     """Tokens of a microbatch, and those that the loss is computed for."""
-    of_row = facts.seq_len if facts.target_tokens is None else facts.target_tokens
-    tokens = sum(facts.lengths)
-    return tokens, min(tokens, of_row * facts.microbatch_size)
+    return sum(facts.lengths), facts.predicted
 
 
 def _of_rank(facts: TrainingFacts, ranks: int, devices: Sequence[Device]) -> RankSize:

@@ -15,7 +15,14 @@ from tllm.planner.cost.buckets import padded_elements
 from tllm.planner.cost.flops import attention_flops, layer_flops, logits_flops, training_flops
 from tllm.planner.cost.link_levels import exchange_link, gather_link
 from tllm.planner.cost.message_time import sending_seconds
-from tllm.planner.cost.rank_work import RankWork, TrainingFacts, deal_microbatches, forward_only_layers, rank_works
+from tllm.planner.cost.rank_work import (
+    RankWork,
+    TrainingFacts,
+    deal_microbatches,
+    forward_only_layers,
+    passes_of,
+    rank_works,
+)
 from tllm.planner.cost.roofline.layer_time import ComputeTime, LayerTimeModel
 from tllm.planner.cost.roofline.update_time import update_seconds
 from tllm.planner.cost.traffic import Traffic, step_traffic
@@ -145,15 +152,20 @@ class PlacedPlan:
         return whole / (linear + attention / rate)
 
     def _with_logits(self, work: RankWork, rate: float) -> float:
-        """Flop/s of layers and logits together, each at its own rate."""
+        """Flop/s of layers and logits together, each at its own rate, and layers that run no backward pass by what they
+        have of one that does."""
         logits_rate = self._device(work.rank).logits_rate(self.facts.dtype, work.batch.target_tokens)
         if logits_rate == rate or all(run.stop != self.spec.num_layers for run in work.runs):
             return rate
         logits = logits_flops(self.spec, work.cut, work.batch.target_tokens)
         lengths, before = work.batch.lengths, work.batch.before
         share = work.batch.tokens / sum(lengths)
-        numbers = [number for run in work.runs for number in run]
-        layers = sum(layer_flops(self.spec, self.spec.layers[n], work.cut, lengths, before) for n in numbers) * share
+        below, passes = forward_only_layers(self.spec, work), passes_of(self.facts)
+        layers = share * sum(
+            layer_flops(self.spec, self.spec.layers[n], work.cut, lengths, before) * (1 if n >= below else 1 / passes)
+            for run in work.runs
+            for n in run
+        )
         return (layers + logits) / (layers / rate + logits / logits_rate)
 
     def peak(self) -> float:
