@@ -138,8 +138,9 @@ def _least(
     of_each = [layer_flops(spec, layer, whole, facts.lengths, facts.before) for layer in spec.layers]
     layers = facts.microbatches * sum(of_each[:below])
     layers += (passes + recomputed * facts.microbatches) * sum(of_each[below:])
-    sums = sum(layer.hidden_sums + 2 * (n >= below) for n, layer in enumerate(spec.layers)) * facts.microbatches
-    waits = sums * tokens * spec.hidden_size * facts.item_bytes / link
+    # Forward, with sequence parallelism: two gathers and a scatter for each sum, each of which is half of one.
+    sums = sum((1 + layer.hidden_sums / 2) * (1 + (n >= below)) for n, layer in enumerate(spec.layers))
+    waits = facts.microbatches * sums * tokens * spec.hidden_size * facts.item_bytes / link
     logits = passes * logits_flops(spec, whole, targets)
     rates = [(_best_rates(device, facts, tokens, targets), count) for device, count in devices.items()]
     ratios = sorted({of_layers / of_logits for (of_layers, of_logits), _ in rates})

@@ -176,6 +176,20 @@ def test_no_plan_of_up_to_six_machines_takes_less(seed: int) -> None:
     compare(draw, spec, cluster, facts)
 
 
+@pytest.mark.parametrize("seed", some_of(60, 4))
+def test_beside_an_adapter_of_late_layers_no_plan_takes_less(seed: int) -> None:
+    """As above, where some or none of the first layers run no backward pass, and rows are shorter than they may be."""
+    draw = random.Random(13_000 + seed)
+    spec, cluster = any_model(draw, draw.randint(2, 8)), machines(draw, draw.randint(2, 6))
+    cluster = with_other_rates(draw, cluster) if draw.random() < 0.5 else cluster
+    late = tuple(range(draw.randrange(spec.num_layers), spec.num_layers))
+    facts = replace(any_facts(draw, draw.randint(4, 24)), adapter=AdapterFacts(2, ("q_proj",), layers=late))
+    if facts.shared_prompts is None and draw.random() < 0.5:
+        each = facts.seq_len // draw.choice([1, 2])
+        facts = replace(facts, documents=(each // 2,) * 2, mean_lengths=True, target_tokens=each // 4)
+    compare(draw, spec, cluster, facts)
+
+
 @pytest.mark.parametrize("seed", some_of(100, 8))
 def test_with_hierarchical_collectives_no_plan_of_up_to_eight_machines_takes_less(seed: int) -> None:
     """Of nodes with one to four devices each, whose links inside and beyond are unlike, some of single pairs."""
@@ -304,6 +318,18 @@ def test_sums_inside_layers_are_short_messages(times: float, sequence: bool) -> 
     facts, plan = TrainingFacts(64, 1), Plan((Stage(0, 2, (1, 1)),), sequence=sequence)
     assert is_searched(plan, 2, facts)
     assert least_step_seconds(spec, cluster, facts, (1,)) <= seconds_of(spec, plan, facts, cluster, (0, 1))
+
+
+def test_sums_of_experts_beside_an_mlp_where_late_layers_are_adapted() -> None:
+    """With sequence parallelism a layer without a backward pass gathers twice and scatters three times: of two ranks
+    less than three sums."""
+    spec = replace(spec_of(12, moe=MoeSpec(num_experts=4, top_k=2, width=256, beside_mlp=True)), vocab_size=8)
+    device = Device(2**36, (("float32", ((1.0, 1e10),)),), 1e10)
+    cluster = Cluster(("a", "b"), (device,) * 2, (0, 1), (None, None), LinkSpeed(0.0, 8e8))
+    facts = TrainingFacts(3, 2, 2, adapter=AdapterFacts(2, ("q_proj",), layers=(11,)))
+    plan = Plan((Stage(0, 12, (1, 1)),), sequence=True)
+    seconds = seconds_of(spec, plan, facts, cluster, (0, 1))
+    assert 0.98 * seconds < least_step_seconds(spec, cluster, facts, (2,)) <= seconds
 
 
 def test_a_plan_with_tensor_parallelism_in_some_stages_may_be_below_the_bound_and_is_not_compared() -> None:
