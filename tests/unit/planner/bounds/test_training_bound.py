@@ -481,6 +481,19 @@ def test_where_no_microbatch_fits_layers_are_recomputed(count: int) -> None:
     assert 1.1 * relaxed < bound < 4 / 3 * relaxed
 
 
+def test_logits_at_a_higher_rate_make_recomputed_layers_no_faster() -> None:
+    """On a machine that has room for a microbatch only where layers are recomputed."""
+    device = Device(
+        TRAINER_BYTES + 1000 * 2**20, (("float32", ((1.0, 2e9),)),), 1e10, logits_rates=(("float32", ((1.0, 3e10),)),)
+    )
+    cluster, facts, stages = Cluster(("a",), (device,), (0,), (None,)), TrainingFacts(2048, 2), (Stage(0, 24, (1,)),)
+    none, layer = (
+        seconds_of(spec_of(24), Plan(stages, recompute=again), facts, cluster, (0,)) for again in ("none", "layer")
+    )
+    assert layer < none == math.inf
+    assert least_step_seconds(spec_of(24), cluster, facts, (1,)) == pytest.approx(layer)
+
+
 def test_an_unknown_dtype_is_said() -> None:
     cluster = Cluster(("a",), (Device(2**34, (("float32", ((1.0, 3e9),)),), 1e10),), (0,), (None,))
     with pytest.raises(ConfigError, match="no speed in bfloat16"):
