@@ -99,6 +99,22 @@ def test_a_run_sends_what_is_planned_and_learns_the_same(plan: str, tmp_path: Pa
     assert planned[1] < 0.9 * planned[0]
 
 
+@pytest.mark.parametrize("plan", ["pp=2", "tp=2"])
+def test_of_gradients_those_of_an_adapter_alone_are_summed_in_a_replica(plan: str, tmp_path: Path) -> None:
+    """Not those of a table that two stages hold; of linears that are cut those of A or of B."""
+    save_model("llama", tmp_path / "model", hidden_size=192, tie_word_embeddings=True)
+    spec, sent, planned = spec_of(tmp_path / "model"), list[int](), list[int]()
+    for rank in (2, 16):
+        lora = LoraJob(r=rank, target_modules=("gate_proj", "down_proj"))
+        job = lora_job(tmp_path / "model", tmp_path / f"run{rank}", lora=lora, max_steps=2, packing=True, shuffle=False)
+        sent.append(records(train(job, plan))[-1].bytes_sent)
+        planned.append(sum(one.total for one in step_traffic(spec, Plan.parse(plan, 4), training_facts(job))))
+    assert planned[1] - planned[0] == sent[1] - sent[0]
+    assert (sent[0] < sent[1]) == (plan == "tp=2")
+    if plan == "pp=2":
+        assert planned == pytest.approx(sent, rel=1e-3)
+
+
 @pytest.mark.parametrize("plan", ["pp=1", "pp=2", "pp=4,schedule=zero_bubble", "pp=2,chunks=2", "pp=2,recompute=layer"])
 def test_seconds_and_memory_are_those_of_passes_that_are_run(plan: str, tmp_path: Path) -> None:
     save_model("llama", tmp_path)

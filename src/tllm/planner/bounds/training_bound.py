@@ -33,12 +33,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tllm.planner.bounds.replica_microbatches import MOST_CHUNKS
-from tllm.planner.bounds.whole_layers import RankSize, least_of_whole_layers, passes_of
+from tllm.planner.bounds.whole_layers import RankSize, least_of_whole_layers
 from tllm.planner.cluster.device import Cluster, Device, Points
 from tllm.planner.cluster.device_kinds import best_bandwidths
 from tllm.planner.cluster.profile import between
 from tllm.planner.cost.flops import layer_flops, logits_flops
-from tllm.planner.cost.rank_work import TrainingFacts, forward_only_layers
+from tllm.planner.cost.rank_work import TrainingFacts, forward_only_layers, passes_of
 from tllm.planner.memory.heap import TRAINER_BYTES
 from tllm.spec.cut import cut_stage
 from tllm.spec.model_spec import ModelSpec
@@ -94,7 +94,7 @@ def is_searched(plan: Plan, devices: int, facts: TrainingFacts) -> bool:
 def _rings(devices: int, facts: TrainingFacts) -> Sequence[int]:
     """How many ranks of context parallelism may share a microbatch."""
     tried = range(1, devices + 1) if devices <= FEW_DEVICES else RINGS
-    return [ranks for ranks in tried if ranks == 1 or ranks <= min(devices, facts.seq_len // 2)]
+    return [ranks for ranks in tried if ranks <= min(devices, facts.most_ranks_of_row)]
 
 
 def relaxed_step_seconds(
@@ -138,8 +138,9 @@ def _least(
     of_each = [layer_flops(spec, layer, whole, facts.lengths, facts.before) for layer in spec.layers]
     layers = facts.microbatches * sum(of_each[:below])
     layers += (passes + recomputed * facts.microbatches) * sum(of_each[below:])
-    sums = sum(layer.hidden_sums + 2 * (n >= below) for n, layer in enumerate(spec.layers)) * facts.microbatches
-    waits = sums * tokens * spec.hidden_size * facts.item_bytes / link
+    # Forward, with sequence parallelism: two gathers and a scatter for each sum, each of which is half of one.
+    sums = sum((1 + layer.hidden_sums / 2) * (1 + (n >= below)) for n, layer in enumerate(spec.layers))
+    waits = facts.microbatches * sums * tokens * spec.hidden_size * facts.item_bytes / link
     logits = passes * logits_flops(spec, whole, targets)
     rates = [(_best_rates(device, facts, tokens, targets), count) for device, count in devices.items()]
     ratios = sorted({of_layers / of_logits for (of_layers, of_logits), _ in rates})
@@ -153,9 +154,7 @@ def _least(
 
 def _tokens(facts: TrainingFacts) -> tuple[int, int]:
     """Tokens of a microbatch, and those that the loss is computed for."""
-    of_row = facts.seq_len if facts.target_tokens is None else facts.target_tokens
-    tokens = sum(facts.lengths)
-    return tokens, min(tokens, of_row * facts.microbatch_size)
+    return sum(facts.lengths), facts.predicted
 
 
 def _of_rank(facts: TrainingFacts, ranks: int, devices: Sequence[Device]) -> RankSize:

@@ -11,21 +11,15 @@ from typing import NamedTuple
 from tllm.planner.bounds.cut_bound import SentGradients, SizedStep, least_of_cuts
 from tllm.planner.bounds.replica_microbatches import DeviceClasses, StepWork
 from tllm.planner.cost.activations import Microbatch, layer_bytes
-from tllm.planner.cost.flops import BACKWARD, attention_flops, layer_flops, logits_flops
+from tllm.planner.cost.flops import attention_flops, layer_flops, logits_flops
 from tllm.planner.cost.rank_bytes import end_parameters, layer_parameters
-from tllm.planner.cost.rank_work import TrainingFacts, forward_only_layers
+from tllm.planner.cost.rank_work import TrainingFacts, forward_only_layers, passes_of
 from tllm.spec.cut import Cut, cut_stage
 from tllm.spec.model_spec import ModelSpec
 
 HIDES, HIDES_WITH_WAITS = 2 / 3, 3 / 4
 """Part of a microbatch's time, at most, that its backward pass hides: two thirds, and where ranks of context
 parallelism wait for one another up to three quarters."""
-
-
-def passes_of(facts: TrainingFacts) -> int:
-    """Products of a forward and a backward pass over those of a forward pass: the weights of a model beside an adapter
-    have no gradients."""
-    return 1 + BACKWARD if facts.adapter is None else BACKWARD
 
 
 class RankSize(NamedTuple):
@@ -77,9 +71,7 @@ def _row_flops(spec: ModelSpec, whole: Cut, facts: TrainingFacts) -> float:
 
 
 def _row_logits(spec: ModelSpec, whole: Cut, facts: TrainingFacts) -> float:
-    of_row = facts.seq_len if facts.target_tokens is None else facts.target_tokens
-    targets = min(sum(facts.lengths), of_row * facts.microbatch_size)
-    return logits_flops(spec, whole, targets) / facts.microbatch_size
+    return logits_flops(spec, whole, facts.predicted) / facts.microbatch_size
 
 
 def _work(spec: ModelSpec, whole: Cut, size: RankSize, logits: float) -> StepWork:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from tllm.core.errors import PlanError
 from tllm.planner.cost.activations import Microbatch
+from tllm.planner.cost.flops import BACKWARD
 from tllm.planner.cost.rank_bytes import (
     ITEM_BYTES,
     AdapterFacts,
@@ -230,6 +231,17 @@ class TrainingFacts:
         return replace(self, shared_prompts=None) if cp > 1 and self.shared_prompts else self
 
     @property
+    def predicted(self) -> int:
+        """Tokens of a microbatch that the loss is computed for, where nobody shares it."""
+        of_row = self.seq_len if self.target_tokens is None else self.target_tokens
+        return min(sum(self.lengths), of_row * self.microbatch_size)
+
+    @property
+    def most_ranks_of_row(self) -> int:
+        """Ranks that may share a row (context parallelism): each has two pieces of it, of a token at least."""
+        return max(1, (sum(self.documents) or self.seq_len) // 2)
+
+    @property
     def as_large_as_may_be(self) -> TrainingFacts:
         """The same for what there must be room for: whole rows, as some may be so, and of pairs some have hardly a
         prompt."""
@@ -345,6 +357,12 @@ def forward_only_layers(spec: ModelSpec, what: TrainingFacts | RankWork) -> int:
     if what.adapter is None or what.projections is not None:
         return 0
     return lowest_adapted_layer(spec, what.adapter)
+
+
+def passes_of(facts: TrainingFacts) -> int:
+    """Products of a forward and a backward pass over those of a forward pass: the weights of a model beside an adapter
+    have no gradients."""
+    return 1 + BACKWARD if facts.adapter is None else BACKWARD
 
 
 def schedule_of(plan: Plan, microbatches: int, forward_only: int = 0) -> Schedule:

@@ -25,14 +25,14 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from itertools import accumulate
+from itertools import accumulate, product
 from math import comb
 from statistics import fmean
 
 from tllm.planner.cost.activations import logits_tokens
 from tllm.planner.cost.buckets import padded_elements
 from tllm.planner.cost.collective_bytes import all_gather, all_reduce, reduce_scatter
-from tllm.planner.cost.rank_bytes import end_parameters, layer_parameters
+from tllm.planner.cost.rank_bytes import AdapterFacts, adapter_parameters, end_parameters, layer_parameters
 from tllm.planner.cost.rank_work import (
     RankWork,
     TrainingFacts,
@@ -291,6 +291,8 @@ def expected_dispatch_share(spec: ModelSpec, plan: Plan, work: RankWork) -> floa
 
 def _parts(spec: ModelSpec, plan: Plan, work: RankWork, cuts: Sequence[Cut], layers: Sequence[LayerSpec]) -> int:
     """Elements of gradients of which other ranks of the replica have parts, once for each of these ranks."""
+    if work.adapter is not None:
+        return _parts_of_adapter(spec, plan, work, cuts, work.adapter)
     first = any(run.start == 0 for run in work.runs)
     last = any(run.stop == spec.num_layers for run in work.runs)
     table = spec.tied and plan.pp > 1 and first != last
@@ -298,6 +300,18 @@ def _parts(spec: ModelSpec, plan: Plan, work: RankWork, cuts: Sequence[Cut], lay
     others = [cut for place, cut in enumerate(cuts) if place != work.at.tp]
     elements += sum(_parts_of_layer(spec, layer, plan, work.cut, other) for layer in layers for other in others)
     return elements + len(others) * plan.sequence * last * spec.hidden_size
+
+
+def _parts_of_adapter(spec: ModelSpec, plan: Plan, work: RankWork, cuts: Sequence[Cut], adapter: AdapterFacts) -> int:
+    """The same beside a model without gradients: A where the outputs of a linear are cut, and B where its inputs are.
+    All ranks hold these, and one of them the other."""
+    (whole,) = cut_stage(spec, (1,), plan.experts, plan.ep)
+    found = [0, 0]
+    for place, some in enumerate((cuts, [whole])):
+        for cut, run in product(some, work.runs):
+            units = (adapter_parameters(spec, number, cut, adapter, work.at.replica) for number in run)
+            found[place] += sum(one.elements for unit in units for one in unit)
+    return found[0] - found[1]
 
 
 def _parts_of_layer(spec: ModelSpec, layer: LayerSpec, plan: Plan, cut: Cut, other: Cut) -> int:

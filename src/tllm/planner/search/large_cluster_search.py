@@ -86,7 +86,7 @@ def _even(spec: ModelSpec, facts: TrainingFacts, devices: int, tp: int, pp: int,
     while devices // (tp * pp * cp) > facts.microbatches:
         cp *= 2
     dp = devices // (tp * pp * cp)
-    if dp < 1 or cp > (1 if spec.delta else facts.seq_len // 2):
+    if dp < 1 or cp > (1 if spec.delta else facts.most_ranks_of_row):
         return
     microbatches = -(-facts.microbatches // dp)
     text = f"pp={pp},tp={tp},cp={cp},dp={dp},chunks={chunks}" + (",sequence=true" if tp > 1 else "")

@@ -112,7 +112,7 @@ def _groups(cluster: Cluster, first: int | None) -> list[tuple[int, ...]]:
 
 def _axes(spec: ModelSpec, facts: TrainingFacts, devices: int, microbatches: int) -> Iterator[Axes]:
     """Axes over as many of the devices as they divide."""
-    most_cp = 1 if spec.delta else facts.seq_len // 2
+    most_cp = 1 if spec.delta else facts.most_ranks_of_row
     for tp in (tp for tp in WIDTHS if tp <= min(spec.num_heads, devices)):
         for cp in (cp for cp in WIDTHS if cp <= most_cp and tp * cp <= devices):
             for pp in range(1, min(spec.num_layers, devices // (tp * cp)) + 1):

@@ -14,11 +14,10 @@ from functools import cached_property
 from itertools import combinations, pairwise, product
 
 from tllm.core.errors import PlanError
-from tllm.planner.bounds.whole_layers import passes_of
 from tllm.planner.cluster.device import Cluster, Device
 from tllm.planner.cost.flops import BACKWARD, layer_flops, logits_flops
 from tllm.planner.cost.rank_bytes import run_parameters
-from tllm.planner.cost.rank_work import TrainingFacts, deal_microbatches, forward_only_layers
+from tllm.planner.cost.rank_work import TrainingFacts, deal_microbatches, forward_only_layers, passes_of
 from tllm.planner.search.device_meshes import DeviceMesh, EveryMesh
 from tllm.planner.search.layer_cuts import balanced_bounds, even_bounds, lightest_bounds
 from tllm.planner.search.microbatch_deals import (
@@ -112,7 +111,7 @@ class TrainingLayouts:
     def _of_every_mesh(self) -> Iterator[tuple[DeviceMesh, TrainingLayout]]:
         meshes = EveryMesh(self.cluster, self._rate, self.constraints.first_device)
         for mesh in meshes:
-            most_cp = 1 if self.spec.delta else self.facts.seq_len // 2
+            most_cp = 1 if self.spec.delta else self.facts.most_ranks_of_row
             if mesh.axes.pp <= self.spec.num_layers and mesh.axes.cp <= most_cp:
                 for layout in self._layouts(mesh, self.constraints.microbatch_sizes):
                     yield mesh, layout
@@ -225,8 +224,8 @@ class TrainingLayouts:
             for layer in self.spec.layers:
                 if layer not in of_kind:
                     of_kind[layer] = layer_flops(self.spec, layer, cut, facts.lengths, facts.before) / rate
-            logits_rate = device.logits_rate(facts.dtype, tokens // ring) * ring
-            logits = passes * logits_flops(self.spec, cut, tokens) / logits_rate
+            logits_rate = device.logits_rate(facts.dtype, facts.predicted // ring) * ring
+            logits = passes * logits_flops(self.spec, cut, facts.predicted) / logits_rate
             of_layers = [passes if n >= below else 1 / (1 + BACKWARD) for n in range(self.spec.num_layers)]
             seconds = zip(of_layers, self.spec.layers, strict=True)
             of_ranks.append(StageSeconds(tuple(part * of_kind[layer] for part, layer in seconds), logits))

@@ -12,11 +12,17 @@ from tllm.core.errors import PlanError
 from tllm.planner.cluster.device import Cluster, Device, LinkSpeed, worst
 from tllm.planner.cluster.execution import TLLM, Execution
 from tllm.planner.cost.buckets import padded_elements
-from tllm.planner.cost.flops import attention_flops, layer_flops, logits_flops, training_flops
+from tllm.planner.cost.flops import attention_flops, layer_flops, training_flops
 from tllm.planner.cost.link_levels import exchange_link, gather_link
 from tllm.planner.cost.message_time import sending_seconds
-from tllm.planner.cost.rank_work import RankWork, TrainingFacts, deal_microbatches, forward_only_layers, rank_works
-from tllm.planner.cost.roofline.layer_time import ComputeTime, LayerTimeModel
+from tllm.planner.cost.rank_work import (
+    RankWork,
+    TrainingFacts,
+    deal_microbatches,
+    forward_only_layers,
+    rank_works,
+)
+from tllm.planner.cost.roofline.layer_time import ComputeTime, ConstantRate, LayerTimeModel
 from tllm.planner.cost.roofline.update_time import update_seconds
 from tllm.planner.cost.traffic import Traffic, step_traffic
 from tllm.planner.memory.snapshots import replicated_bytes
@@ -110,10 +116,10 @@ class PlacedPlan:
         """Whether each of these ranks has room on its device."""
         return all(rank.total <= self._device(rank.rank).memory for rank in memory)
 
-    def _speeds(self, works: Sequence[RankWork]) -> Sequence[float | ComputeTime]:
+    def _speeds(self, works: Sequence[RankWork]) -> Sequence[ComputeTime]:
         """The speed of each rank; ranks with the same work on equal devices share one model."""
         if self.execution is None:
-            return [self.speed(work) for work in works]
+            return [self._rate(work) for work in works]
         models = dict[object, LayerTimeModel]()
         for work in works:
             device = self._device(work.rank)
@@ -124,9 +130,9 @@ class PlacedPlan:
                 )
         return [models[work.runs, work.cut, work.batch, self._device(work.rank)] for work in works]
 
-    def speed(self, work: RankWork) -> float:
-        """Flop/s of a rank: the measured rate of its layers and logits; with a `product_dtype`, of linear layers in
-        that dtype and attention in the job's."""
+    def _rate(self, work: RankWork) -> ConstantRate:
+        """The measured rates of a rank's layers and logits; with a `product_dtype`, one of linear layers in that dtype
+        and attention in the job's."""
         device, tokens = self._device(work.rank), work.batch.tokens
         layer, documents = self.spec.layers[work.runs[0].start], (work.batch.lengths, work.batch.before)
         if self.product_dtype is None:
@@ -135,26 +141,15 @@ class PlacedPlan:
                 uncut = layer_flops(self.spec, layer, cut_stage(self.spec, (1,))[0], *documents)
                 part = layer_flops(self.spec, layer, work.cut, *documents) / uncut
             rate = device.cut_rate(self.facts.dtype, tokens, part)
-            return self._with_logits(
-                work, rate / device.split_backward_factor if self.plan.schedule == "zero_bubble" else rate
-            )
+            if self.plan.schedule == "zero_bubble":
+                rate /= device.split_backward_factor
+            logits = device.logits_rate(self.facts.dtype, work.batch.target_tokens)
+            return ConstantRate(self.spec, self.plan, self.facts, work, rate, logits)
         rate = device.matrix_rate(self.facts.dtype, tokens)
         attention = attention_flops(self.spec, layer, work.cut, *documents)
         whole = layer_flops(self.spec, layer, work.cut, *documents)
         linear = (whole - attention) / device.matrix_rate(self.product_dtype, tokens)
-        return whole / (linear + attention / rate)
-
-    def _with_logits(self, work: RankWork, rate: float) -> float:
-        """Flop/s of layers and logits together, each at its own rate."""
-        logits_rate = self._device(work.rank).logits_rate(self.facts.dtype, work.batch.target_tokens)
-        if logits_rate == rate or all(run.stop != self.spec.num_layers for run in work.runs):
-            return rate
-        logits = logits_flops(self.spec, work.cut, work.batch.target_tokens)
-        lengths, before = work.batch.lengths, work.batch.before
-        share = work.batch.tokens / sum(lengths)
-        numbers = [number for run in work.runs for number in run]
-        layers = sum(layer_flops(self.spec, self.spec.layers[n], work.cut, lengths, before) for n in numbers) * share
-        return (layers + logits) / (layers / rate + logits / logits_rate)
+        return ConstantRate(self.spec, self.plan, self.facts, work, whole / (linear + attention / rate))
 
     def peak(self) -> float:
         """Peak flop/s of all devices together."""

@@ -93,18 +93,23 @@ class RowLengths(NamedTuple):
     parts: int = 1
 
     @classmethod
-    def of(cls, documents: Iterable[Document], longest: int) -> RowLengths:
-        """Of some documents, one at least, of which a part has `longest` tokens at most. A prompt ends with the token
-        that predicts the first of a reply, and a reply with the last that is predicted."""
+    def of(cls, documents: Iterable[Document], longest: int, splits: bool = False) -> RowLengths | None:
+        """Of some documents, of which a part has `longest` tokens at most: others are cut to pieces, each of them
+        counted, where the job `splits` them, and else cut off. A prompt ends with the token that predicts the first of
+        a reply, and a reply with the last that is predicted. None where no document has a token."""
         prompts, replies, parts = list[int](), list[int](), 1
         for document in documents:
             parts = max(1, len(document.parts))
-            for targets in np.split(document.targets, np.cumsum(document.parts)[:-1]):
+            length = len(document.targets)
+            stops = list(accumulate(document.parts)) or [length]
+            if splits and not document.parts:
+                stops = [*range(longest, length, longest), length]
+            for targets in (document.targets[start:stop] for start, stop in pairwise((0, *stops)) if start < stop):
                 (places,) = np.nonzero(targets != IGNORED)
                 first, last = (int(places[0]), int(places[-1])) if len(places) else (len(targets) - 1, len(targets) - 2)
                 prompts.append(min(first + 1, longest))
                 replies.append(min(last - first + 1, longest - prompts[-1]))
-        return cls(sum(prompts) / len(prompts), sum(replies) / len(replies), parts)
+        return cls(sum(prompts) / len(prompts), sum(replies) / len(replies), parts) if prompts else None
 
     def of_row(self, tokens: int, packed: bool) -> int:
         """Tokens of a row of at most so many."""

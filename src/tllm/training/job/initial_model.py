@@ -172,7 +172,8 @@ def row_lengths(job: Job) -> RowLengths | None:
         found = sampled_rows(data.rows, data.files, data.documents, ROWS_READ)
         if found is None:
             return None
-        return RowLengths.of((encoder.encode(row, whole) for row, whole in found), data.seq_len)
+        documents = (encoder.encode(row, whole) for row, whole in found)
+        return RowLengths.of(documents, data.seq_len, splits=data.over_long == "split")
     except ConfigError as error:
         log.info("whole rows are counted, as a row of %s cannot be read: %s", ", ".join(data.files), error.message)
         return None

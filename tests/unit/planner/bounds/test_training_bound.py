@@ -176,6 +176,20 @@ def test_no_plan_of_up_to_six_machines_takes_less(seed: int) -> None:
     compare(draw, spec, cluster, facts)
 
 
+@pytest.mark.parametrize("seed", some_of(60, 4))
+def test_beside_an_adapter_of_late_layers_no_plan_takes_less(seed: int) -> None:
+    """As above, where some or none of the first layers run no backward pass, and rows are shorter than they may be."""
+    draw = random.Random(13_000 + seed)
+    spec, cluster = any_model(draw, draw.randint(2, 8)), machines(draw, draw.randint(2, 6))
+    cluster = with_other_rates(draw, cluster) if draw.random() < 0.5 else cluster
+    late = tuple(range(draw.randrange(spec.num_layers), spec.num_layers))
+    facts = replace(any_facts(draw, draw.randint(4, 24)), adapter=AdapterFacts(2, ("q_proj",), layers=late))
+    if facts.shared_prompts is None and draw.random() < 0.5:
+        each = facts.seq_len // draw.choice([1, 2])
+        facts = replace(facts, documents=(each // 2,) * 2, mean_lengths=True, target_tokens=each // 4)
+    compare(draw, spec, cluster, facts)
+
+
 @pytest.mark.parametrize("seed", some_of(100, 8))
 def test_with_hierarchical_collectives_no_plan_of_up_to_eight_machines_takes_less(seed: int) -> None:
     """Of nodes with one to four devices each, whose links inside and beyond are unlike, some of single pairs."""
@@ -306,6 +320,18 @@ def test_sums_inside_layers_are_short_messages(times: float, sequence: bool) -> 
     assert least_step_seconds(spec, cluster, facts, (1,)) <= seconds_of(spec, plan, facts, cluster, (0, 1))
 
 
+def test_sums_of_experts_beside_an_mlp_where_late_layers_are_adapted() -> None:
+    """With sequence parallelism a layer without a backward pass gathers twice and scatters three times: of two ranks
+    less than three sums."""
+    spec = replace(spec_of(12, moe=MoeSpec(num_experts=4, top_k=2, width=256, beside_mlp=True)), vocab_size=8)
+    device = Device(2**36, (("float32", ((1.0, 1e10),)),), 1e10)
+    cluster = Cluster(("a", "b"), (device,) * 2, (0, 1), (None, None), LinkSpeed(0.0, 8e8))
+    facts = TrainingFacts(3, 2, 2, adapter=AdapterFacts(2, ("q_proj",), layers=(11,)))
+    plan = Plan((Stage(0, 12, (1, 1)),), sequence=True)
+    seconds = seconds_of(spec, plan, facts, cluster, (0, 1))
+    assert 0.98 * seconds < least_step_seconds(spec, cluster, facts, (2,)) <= seconds
+
+
 def test_a_plan_with_tensor_parallelism_in_some_stages_may_be_below_the_bound_and_is_not_compared() -> None:
     spec = replace(spec_of(3), vocab_size=5000)
     devices = tuple(Device(2**36, (("float32", ((1.0, speed),)),), 1e10) for speed in (1.4e9, 0.93e9, 0.93e9))
@@ -319,6 +345,16 @@ def test_a_plan_with_tensor_parallelism_in_some_stages_may_be_below_the_bound_an
     assert not is_searched(chunks, 3, facts)
     ring = Plan((Stage(0, 3, (1,)),), cp=3)
     assert is_searched(ring, 3, facts) and not is_searched(ring, 20, facts)
+
+
+def test_no_more_ranks_share_a_row_than_it_has_tokens_for() -> None:
+    """Rows of three tokens on an average, of which no two ranks have two pieces each."""
+    spec, device = spec_of(2), Device(2**36, (("float32", ((1.0, 1e10),)),), 1e10)
+    cluster = Cluster(tuple("abcd"), (device,) * 4, (0, 1, 2, 3), (None,) * 4, LinkSpeed(0.0, 1e6))
+    facts = TrainingFacts(64, 8, documents=(3,), target_tokens=2, mean_lengths=True, row_tokens=3)
+    best = best_training(spec, cluster, facts, steps=100).choices[0]
+    assert best.placed.plan.cp == 1
+    assert 0 < least_step_seconds(spec, cluster, facts, SIZES) <= best.predicted.seconds
 
 
 def test_rings_are_those_that_the_search_tries() -> None:
@@ -443,6 +479,19 @@ def test_where_no_microbatch_fits_layers_are_recomputed(count: int) -> None:
     facts = TrainingFacts(64, 4)
     bound, relaxed = (of(spec_of(2), cluster, facts, (1, 2)) for of in (least_step_seconds, relaxed_step_seconds))
     assert 1.1 * relaxed < bound < 4 / 3 * relaxed
+
+
+def test_logits_at_a_higher_rate_make_recomputed_layers_no_faster() -> None:
+    """On a machine that has room for a microbatch only where layers are recomputed."""
+    device = Device(
+        TRAINER_BYTES + 1000 * 2**20, (("float32", ((1.0, 2e9),)),), 1e10, logits_rates=(("float32", ((1.0, 3e10),)),)
+    )
+    cluster, facts, stages = Cluster(("a",), (device,), (0,), (None,)), TrainingFacts(2048, 2), (Stage(0, 24, (1,)),)
+    none, layer = (
+        seconds_of(spec_of(24), Plan(stages, recompute=again), facts, cluster, (0,)) for again in ("none", "layer")
+    )
+    assert layer < none == math.inf
+    assert least_step_seconds(spec_of(24), cluster, facts, (1,)) == pytest.approx(layer)
 
 
 def test_an_unknown_dtype_is_said() -> None:

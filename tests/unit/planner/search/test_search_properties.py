@@ -107,11 +107,13 @@ def test_what_is_pinned_stays() -> None:
     assert any(plan.dp != (1,) for plan in seen), "else the refusal was not put to the test"
 
 
+@pytest.mark.parametrize("targets", [None, 5])
 @pytest.mark.parametrize("layers", [(), (2,), (3,)])
-def test_no_layout_is_faster_than_its_bound(layers: tuple[int, ...]) -> None:
-    """Beside an adapter too, whose model has no gradients of its weights, nor of anything below the lowest adapter."""
+def test_no_layout_is_faster_than_its_bound(layers: tuple[int, ...], targets: int | None) -> None:
+    """Beside an adapter too, whose model has no gradients of its weights, nor of anything below the lowest adapter; and
+    where few tokens of a row have logits."""
     spec, cluster = spec_of(4), cluster_of(random.Random(1), 2)
-    facts = TrainingFacts(64, 4, adapter=AdapterFacts(2, ("q_proj",), layers=layers))
+    facts = TrainingFacts(64, 4, adapter=AdapterFacts(2, ("q_proj",), layers=layers), target_tokens=targets)
     seen = 0
     for layout in TrainingLayouts(spec, more_memory(cluster, 100.0), facts, FREE):
         placed = PlacedPlan(spec, layout.plan, layout.facts, cluster, layout.devices)

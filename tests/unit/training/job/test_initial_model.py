@@ -23,6 +23,7 @@ from tllm.core.errors import ConfigError
 from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.memory.training_memory import training_bytes
 from tllm.spec.plan import Plan
+from tllm.training.data import choose_encoder
 from tllm.training.job import initial_model
 from tllm.training.job.initial_model import open_initial_model, row_lengths, spec_of
 from tllm.training.job.job import Job
@@ -95,6 +96,26 @@ def test_texts_that_are_rows_of_their_own_are_counted_as_long_as_they_are(tmp_pa
     assert lengths is not None
     check_counted(job, training_facts(job, lengths=lengths))
     assert row_lengths(replace(job, packing=True)) is None, "rows are full, whatever texts they have"
+
+
+def test_texts_that_are_cut_to_rows_count_once_for_each(tmp_path: Path) -> None:
+    small_model("llama", tmp_path / "model")
+    dice, path = random.Random(4), tmp_path / "texts.jsonl"
+    job = preference_job(tmp_path / "model", tmp_path / "run", "sft", train_files=(str(path),))
+    sizes = [2 if n % 2 else 5 * job.seq_len for n in range(100)]
+    path.write_text("".join(json.dumps({"text": text_of(some(dice, size, size))}) + "\n" for size in sizes))
+    check_counted(job, training_facts(job, lengths=row_lengths(job)))
+    cut_off = row_lengths(replace(job, over_long="truncate"))
+    assert cut_off is not None and cut_off.prompt + cut_off.reply < 0.7 * job.seq_len
+
+
+def test_of_data_without_a_row_nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mismatched reply is that of the row before, and of a large file with one row there is none."""
+    small_model("llama", tmp_path / "model")
+    unpaired_rows(tmp_path / "unpaired.jsonl", 1)
+    job = preference_job(tmp_path / "model", tmp_path / "run", "kto", kto=KTOConfig())
+    monkeypatch.setattr(choose_encoder, "READ_THROUGH", 0)
+    assert row_lengths(job) is None
 
 
 def check_counted(job: Job, facts: TrainingFacts) -> None:

@@ -78,10 +78,14 @@ class ComputeTime(Protocol):
 
 
 class ConstantRate:
-    """All products at the same rate, `flops` in flop/s, and nothing else takes time."""
+    """All products of layers at the same rate, `flops` in flop/s, those of logits at `logits` or the same (0), and
+    nothing else takes time."""
 
-    def __init__(self, spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, flops: float) -> None:
-        self.spec, self.plan, self.facts, self.work, self.flops = spec, plan, facts, work, flops
+    def __init__(
+        self, spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, flops: float, logits: float = 0.0
+    ) -> None:
+        self.spec, self.plan, self.facts, self.work = spec, plan, facts, work
+        self.flops, self.logits = flops, logits or flops
 
     def pass_seconds(self, run: range) -> PassSeconds:
         spec, cut, batch = self.spec, self.work.cut, self.work.batch
@@ -90,7 +94,7 @@ class ConstantRate:
         whole = share * sum(layer_flops(spec, layer, cut, batch.lengths, batch.before) for layer in layers)
         core = share * sum(attention_flops(spec, layer, cut, batch.lengths, batch.before) for layer in layers)
         again = {"none": 0.0, "selective": core, "layer": whole}[self.plan.recompute]
-        end = logits_flops(spec, cut, batch.target_tokens) / self.flops if run.stop == spec.num_layers else 0
+        end = logits_flops(spec, cut, batch.target_tokens) / self.logits if run.stop == spec.num_layers else 0
         forward = whole + end
         return PassSeconds(forward, (BACKWARD - 1) * forward, forward, again, core, 0.0)
 
