@@ -20,7 +20,7 @@ import uvicorn
 from tests.support.serving.fake_engine import FakeEngine
 from tests.unit.server.kit import TOKENIZER, serve
 from tllm.recipes.bench.processes import free_row
-from tllm.server.http.metrics import _COUNTERS, _GAUGES, _LABELS
+from tllm.server.http.engine_statistics import COUNTERS, GAUGES, LABELS
 from tllm.server.run import bind
 
 pytestmark = [
@@ -30,8 +30,8 @@ pytestmark = [
 MONITORING = Path("monitoring")
 BOARD = json.loads((MONITORING / "grafana-dashboard.json").read_text())
 VARIABLES = {"$model_name": ".*", "$__rate_interval": "10s"}
-STATISTICS = {*_GAUGES, *_COUNTERS, "nodes", "losses", "epoch"} | {
-    "/".join((key, *(f"some-{label}" for label in labels))) for key, labels in _LABELS.items()
+STATISTICS = {*GAUGES, *COUNTERS, "nodes", "losses", "epoch"} | {
+    "/".join((key, *(f"some-{label}" for label in labels))) for key, labels in LABELS.items()
 }
 
 
