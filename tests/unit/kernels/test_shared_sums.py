@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -13,7 +14,7 @@ from tests.support.comm.ranks import run_ranks
 from tests.support.models.few_bits import libraries
 from tllm.comm.collectives.fold import fold
 from tllm.comm.collectives.group import Group, local_groups
-from tllm.comm.links.shared_memory import FOLDER, PLACE_BYTES, PREFIX, meet_in_memory
+from tllm.comm.links.shared_memory import FOLDER, PLACE_BYTES, PREFIX, SharedMemory, meet_in_memory
 from tllm.core.errors import FrameError, LinkClosed, LinkTimeout
 from tllm.kernels.library import Library, library
 from tllm.kernels.recording.held_memory import HeldMemory
@@ -27,6 +28,7 @@ COUNTS = (1, 15, 16, 2048, 3 * PLACE_BYTES // 8 + 5)
 """Numbers of a tensor: the last take several pieces, in each dtype."""
 
 LATE = 10 * SPIN_SECONDS
+"""What a rank sleeps so that the others wait for it outside of the kernel, too."""
 
 
 def joined(groups: Sequence[Group], kernels: Library | None = None, seconds: float = 20.0) -> list[SharedSums]:
@@ -76,22 +78,33 @@ def test_a_tensor_that_lies_apart_is_summed_where_it_lies() -> None:
         assert torch.equal(x, torch.arange(12.0).view(3, 4) * 3)
 
 
-def test_a_group_sums_in_memory_and_counts_the_time() -> None:
+def test_a_group_sums_in_memory_and_counts_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second rank comes when the first waits for it, and counts nothing of what was before it came."""
     groups = local_groups(2)
     said = run_ranks(groups, lambda group: sum_in_memory(group, ["here", "here"], True, 20.0))
     assert said == ["tp: sums in memory that 2 ranks share"] * 2
+    waits, wait = threading.Event(), SharedMemory.wait
 
-    def work(group: Group) -> tuple[float, int]:
+    def waited_for(memory: SharedMemory, number: int, piece: int) -> None:
+        waits.set()
+        wait(memory, number, piece)
+
+    monkeypatch.setattr(SharedMemory, "wait", waited_for)
+
+    def work(group: Group) -> tuple[float, float, int]:
         begun = group.send[1 - group.rank].bytes_moved
-        time.sleep(LATE * group.rank)
+        if group.rank == 1:
+            assert waits.wait(20)
+            time.sleep(LATE)
+        came = time.perf_counter()
         x = group.all_reduce(torch.ones(3)) + reduce_from(torch.ones(3), group)
-        seconds, moved = group.seconds, group.send[1 - group.rank].bytes_moved - begun
+        took, seconds, moved = time.perf_counter() - came, group.seconds, group.send[1 - group.rank].bytes_moved - begun
         assert group.all_reduce(torch.tensor([group.rank, 1]), "max").tolist() == [1, 1]  # none of these sums
         assert torch.equal(x, torch.full((3,), 4.0))
-        return seconds, moved
+        return seconds, took, moved
 
-    (waited, sent), (came_last, _) = run_ranks(groups, work)
-    assert sent == 0 and came_last < LATE / 2 < waited, "the first waited for the other"
+    for rank, (seconds, took, moved) in enumerate(run_ranks(groups, work)):
+        assert moved == 0 and (LATE if rank == 0 else 0.0) < seconds < took
 
 
 @pytest.mark.parametrize(
@@ -172,27 +185,28 @@ def test_a_rank_that_does_not_come_is_late_at_the_deadline() -> None:
 
 
 def test_who_comes_when_it_is_not_waited_for_any_more_finds_out() -> None:
-    kernels = library()
+    kernels, has_left = library(), threading.Event()
     assert kernels is not None
 
     def work(group: Group) -> None:
-        memory = meet_in_memory(group.rank, group.send, group.recv, True, 2.0 if group.rank else 0.05)
+        memory = meet_in_memory(group.rank, group.send, group.recv, True, 20.0 if group.rank else 0.05)
         assert memory is not None
         sums = SharedSums(kernels, memory)
-        time.sleep(0.2 * group.rank)
         if group.rank:
+            assert has_left.wait(20)
             sums(torch.ones(4))  # rank 0 is there
         with pytest.raises(LinkClosed if group.rank else LinkTimeout):
             sums(torch.ones(4))
+        has_left.set()
 
     run_ranks(local_groups(2), work)
 
 
 def test_ranks_that_sum_other_tensors_are_refused() -> None:
-    found = failing(lambda group, sums: sums(torch.ones(4 + group.rank)), 0.5)
+    found = failing(lambda group, sums: sums(torch.ones(4 + group.rank)), 20.0)
     assert [type(error) for error in found] == [FrameError, FrameError]
     assert "rank 1 sent rank 0 5 numbers of kind 0 to sum; the plan says piece 1 of 4 numbers" in str(found[0])
-    found = failing(lambda group, sums: sums(torch.ones(4, dtype=SUMMED[group.rank])), 0.5)
+    found = failing(lambda group, sums: sums(torch.ones(4, dtype=SUMMED[group.rank])), 20.0)
     assert [type(error) for error in found] == [FrameError, FrameError]
 
 
@@ -237,11 +251,14 @@ def test_nothing_is_summed_or_played_after_a_sum_that_was_given_up() -> None:
     """Else the other rank, when it comes, would be given the earlier sum's numbers in the place of others."""
     kernels = library()
     assert kernels is not None
-    sums = joined(groups := local_groups(2), seconds=0.2)
+    groups = local_groups(2)
 
     def work(group: Group) -> None:
-        mine = sums[group.rank]
+        memory = meet_in_memory(group.rank, group.send, group.recv, True, 20.0)
+        assert memory is not None
+        mine = SharedSums(kernels, memory)
         recording, _ = recorded(kernels, mine, torch.ones(2, 40))
+        memory.deadline = 0.05
         if group.rank == 0:
             with pytest.raises(LinkTimeout):
                 recording.play()

@@ -41,6 +41,9 @@ PLACE_BYTES = 256 * 1024
 """Of a place; longer tensors are summed in pieces. A rank's places stay in a core's second cache."""
 
 PAUSE_SECONDS = 0.0001
+"""A sleep between two looks at what the others have come to. Ranks that are in step never sleep, since the kernel
+waits in a loop first; who is later than that has work to do, perhaps on this very core."""
+
 LOOK_SECONDS = 0.02
 """How often who waits looks whether the others are there still."""
 
