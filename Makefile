@@ -15,7 +15,7 @@ TORCH := $(shell sed -n 's/^\(torch==.*\)$$/\1/p' requirements.lock)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-numbers test-apart test-beside test-devices test-processes test-masked check fix docs bench soak soak-numbers soak-processes soak-properties gpu tiny-model clean
+.PHONY: help setup demo test test-numbers test-apart test-beside test-devices test-processes test-masked test-stalled check fix docs bench soak soak-numbers soak-processes soak-properties gpu tiny-model clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -61,6 +61,14 @@ MASKS_generic := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE
 MASKS_avx2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 test-masked: $(VENV)/.dev  ## Tests of numbers with the processor's features masked (MASK=generic|avx2, TESTS=...)
 	@env TLLM_KERNELS=$(MASK) $(MASKS_$(MASK)) $(BIN)/python -m pytest -m "not soak" $(TESTS) $(PYTEST_ARGS)
+
+# A test that passes only while each thread has a core is found here, and not weeks later on a busy machine.
+test-stalled: $(VENV)/stalled_threads.so  ## The tests while threads of every process lose their core now and then (TESTS=...)
+	@export LD_PRELOAD=$(abspath $<); $(if $(filter file,$(origin TESTS)),$(MAKE) --no-print-directory --keep-going test, \
+		$(BIN)/python -m pytest -m "not soak" $(SAME) $(TESTS) $(PYTEST_ARGS))
+
+$(VENV)/stalled_threads.so: tests/support/stalled_threads.c | $(VENV)/.dev
+	@$(BIN)/python -m ziglang cc -std=c11 -O1 -shared -fPIC -pthread $< -o $@ -lm
 
 check: $(VENV)/.dev  ## Format, lint, types, house rules and unit tests: minutes
 	@$(BIN)/ruff format --check --quiet .

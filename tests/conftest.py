@@ -101,7 +101,7 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
 
     signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, settings.timeout)
-    backstop = threading.Timer(settings.timeout + SECONDS_TO_END, _end_run, [item.nodeid])
+    backstop = threading.Timer(settings.timeout + SECONDS_TO_END, _end_run, [item])
     backstop.daemon = True
     backstop.start()
     _backstops[item.nodeid] = backstop
@@ -170,6 +170,9 @@ def _show_and_kill(title: str) -> None:
     kill(children)
 
 
-def _end_run(nodeid: str) -> None:
-    _show_and_kill(f"{nodeid} cannot be interrupted; the run ends here")
+def _end_run(item: pytest.Item) -> None:
+    """What pytest has captured is lost with this process, and with it what is printed before that has ended."""
+    item.config.pluginmanager.getplugin("capturemanager").suspend_global_capture()
+    _show_and_kill(title := f"{item.nodeid} cannot be interrupted; the run ends here")
+    _note_failure(title)
     os._exit(70)

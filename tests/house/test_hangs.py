@@ -31,6 +31,19 @@ def test_hang():
         child.wait()
 '''
 
+IN_C = """
+import signal, time
+import pytest
+import tests.conftest
+
+tests.conftest.SECONDS_TO_END = 1
+
+@pytest.mark.timeout(1)
+def test_in_c():
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+    time.sleep(40)  # which no other thread's signal ends
+"""
+
 LEAK = """
 import subprocess
 
@@ -119,11 +132,14 @@ def test_seen(count):
 """
 
 
-def run_guarded(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
+def run_guarded(folder: Path, text: str, failures: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """A run of pytest of its own; `failures` is to get a line for each failure."""
     (folder / "test_case.py").write_text(text)
     command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "--rootdir", str(folder), "-p", "no:randomly"]
     command += ["-c", str(ROOT / "pyproject.toml"), str(folder / "test_case.py")]
     env = {name: value for name, value in os.environ.items() if name != FAILURES_VARIABLE}  # which are not of these
+    if failures is not None:
+        env[FAILURES_VARIABLE] = str(failures)
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=50)
 
 
@@ -133,6 +149,13 @@ def test_a_hang_prints_the_stacks_of_every_process(tmp_path: Path) -> None:
     assert "test_hang has run for its limit of 3 s" in done.stdout
     assert "in test_hang" in done.stdout, "our own stack"
     assert "in wait_for_a_frame_that_never_comes" in done.stdout, "the child's stack"
+
+
+def test_a_run_that_nothing_interrupts_ends_with_the_name_of_its_test(tmp_path: Path) -> None:
+    done = run_guarded(tmp_path, IN_C, failures := tmp_path / "failures.txt")
+    assert done.returncode == 70
+    assert "in test_in_c" in done.stderr, "our own stack, though pytest captures what tests print"
+    assert failures.read_text().endswith("test_case.py::test_in_c cannot be interrupted; the run ends here\n")
 
 
 def test_a_process_left_behind_fails_its_test(tmp_path: Path) -> None:

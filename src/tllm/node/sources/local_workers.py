@@ -22,7 +22,9 @@ from tllm.node.topology.numa_binding import BoundRanks
 
 log = logging.getLogger("tllm.node")
 
-END_SECONDS = 5.0
+END_SECONDS = 15.0
+"""What the own end of a worker may take. Several that end at once on few cores, beside other work, took more than 5."""
+
 SOON_SECONDS, AGAIN_SECONDS = 20.0, 5.0
 """A worker that twice in a row ends within the first time is started again after the second, any other at once."""
 
