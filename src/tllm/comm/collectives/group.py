@@ -51,10 +51,7 @@ ROOM_BYTES = 32 * 1024 * 1024
 
 
 class MemorySums(Protocol):
-    """Sums of ranks that share memory (`SharedSums`, which `parallel.collectives.sum_in_memory` puts here).
-
-    `takes`: whether a tensor can be summed so. `seconds`: what all sums took until now.
-    """
+    """Sums of ranks that share memory (`kernels.recording.shared_sums`); `seconds` that they took until now."""
 
     @property
     def seconds(self) -> float: ...
