@@ -77,7 +77,7 @@ async def serve_connections(
                     sock, address = await loop.sock_accept(listening)
                 except OSError as error:  # out of file descriptors, or gone again already
                     log.warning("cannot take a connection: %s", error)
-                    await asyncio.sleep(0.1)
+                    await asyncio.sleep(0.1)  # let some close
                     continue
                 tasks.create_task(serve(sock, format_address(address[:2])))
     finally:

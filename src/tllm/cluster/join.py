@@ -40,6 +40,7 @@ from tllm.core.program import source_digest
 log = logging.getLogger("tllm.cluster")
 
 REACH_SECONDS, REACH_EVERY = 10.0, 0.5
+"""How long a coordinator has to answer, and how long after it did not the next attempt begins: it may start later."""
 
 KNOCK_SECONDS = 60.0
 """A node that is turned away at the door knocks again for so long: where thousands come at once, only some get in."""

@@ -19,8 +19,8 @@ class Wiring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The kind of a plan's links (`comm.links.connect.transport_for`).
 
     "torch" is not encrypted, and is used between machines only where the network is `trusted`. `intra_host`: what
-    carries tensors between ranks on one machine: for sums of ranks that serve on processors memory that they share
-    (`comm.links.shared_memory`), between devices NCCL (`comm.collectives.intra_host`), or their links.
+    carries tensors between ranks on one machine. "memory": ranks that serve on processors sum in memory that they share
+    (`comm.links.shared_memory`), all else goes by links. "nccl": devices use NCCL (`comm.collectives.intra_host`).
     """
 
     kind: LinkKind = "tls"

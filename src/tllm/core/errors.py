@@ -25,6 +25,9 @@ from collections.abc import Iterable
 
 import msgspec
 
+HINT = "\nhint: "
+"""What stands between message and hint in an error's text."""
+
 
 class TllmError(Exception):
     """Base of every error meant for users: `message` says what and why, `hint` what to do.
@@ -41,7 +44,7 @@ class TllmError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        return f"{self.message}\nhint: {self.hint}" if self.hint else self.message
+        return f"{self.message}{HINT}{self.hint}" if self.hint else self.message
 
 
 class ConfigError(TllmError):
@@ -113,6 +116,12 @@ class RequestError(TllmError):
     def __init__(self, message: str, hint: str = "", param: str | None = None) -> None:
         super().__init__(message, hint)
         self.param = param
+
+    @classmethod
+    def of_text(cls, text: str) -> RequestError:
+        """The error whose text, with its hint, an output of the engine has."""
+        message, _, hint = text.partition(HINT)
+        return cls(message, hint)
 
 
 def nearest(word: str, known: Iterable[str], otherwise: str = "") -> str:

@@ -203,7 +203,7 @@ class Stream:
             raise output
         self._ended = output.finish_reason is not None
         if output.finish_reason == "error":
-            raise RequestError(output.error)
+            raise RequestError.of_text(output.error)
         return output
 
     def close(self) -> None:

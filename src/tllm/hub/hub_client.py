@@ -20,7 +20,7 @@ from tllm.hub.repository import HubFile, Repository, usable_files
 
 LIST_SECONDS = 20.0
 ATTEMPTS, RETRY_SECONDS = 3, 1.0
-"""Of a file, beside those that the library makes by itself; each goes on where the one before broke off."""
+"""Of a file, beside those of the library itself, and the pause after each: the next goes on where that broke off."""
 HASHED_BYTES = 1 << 20
 
 

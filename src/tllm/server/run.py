@@ -50,7 +50,7 @@ async def serve_http(
         watching.add_done_callback(_log_failure)
         try:
             while not server.started and not serving.done():
-                await asyncio.sleep(0.005)
+                await asyncio.sleep(0.005)  # uvicorn sets a flag, and wakes nobody
             if on_ready is not None and server.started:
                 on_ready(_url(listening))
             await _first(serving, asked.wait())
@@ -97,7 +97,7 @@ async def _let_linger(
     server.config.timeout_graceful_shutdown = None
     server.should_exit = True
     while listening.fileno() != -1 and not serving.done():
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(0.005)  # uvicorn closes it, and wakes nobody
     return OpenReplies(app, serving)
 
 
@@ -193,7 +193,7 @@ def _log_failure(task: asyncio.Task[None]) -> None:
 
 async def _idle(app: App) -> None:
     while not app.router.is_idle:
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.02)  # what is in hand ends in many places, none of which wakes anybody
 
 
 async def _first(serving: asyncio.Task[None], *others: object) -> None:

@@ -307,7 +307,7 @@ def test_two_programs_put_a_file_together_at_once(
 
     monkeypatch.setattr(Path, "symlink_to", link_late)
     monkeypatch.setattr(whole_files, "missing_files", lambda repository: repository)
-    monkeypatch.setattr(whole_files, "_come", lambda repository, file: 0)
+    monkeypatch.setattr(whole_files, "_had_by_library", lambda repository, file: 0)
     put_together(repository, kept)
     place = local_file(repository, repository.files[0])
     assert others and place is not None and place.read_bytes() == content

@@ -71,8 +71,9 @@ def test_a_stream_closed_early_frees_its_place(folder: Path) -> None:
         next(stream)
         stream.close()
         assert [out.finish_reason for out in stream][-1] in ("cancelled", "length")
-        with pytest.raises(RequestError, match="282; the context holds 256"):
+        with pytest.raises(RequestError, match="282; the context holds 256") as caught:
             engine.generate([[1] * 250], GREEDY)
+        assert caught.value.hint and "hint:" not in caught.value.message
 
 
 def test_a_rank_that_fails_is_the_reason_that_everyone_is_given(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +17,8 @@ from tests.support.comm.ranks import run_ranks
 from tests.support.models.few_bits import libraries
 from tllm.comm.collectives.fold import fold
 from tllm.comm.collectives.group import Group, local_groups
-from tllm.comm.links.shared_memory import FOLDER, PLACE_BYTES, PREFIX, SharedMemory, meet_in_memory
+from tllm.comm.links import shared_memory
+from tllm.comm.links.shared_memory import PLACE_BYTES, PREFIX, SharedMemory, bytes_of, meet_in_memory
 from tllm.core.errors import FrameError, LinkClosed, LinkTimeout
 from tllm.kernels.library import Library, library
 from tllm.kernels.recording.held_memory import HeldMemory
@@ -29,6 +33,14 @@ COUNTS = (1, 15, 16, 2048, 3 * PLACE_BYTES // 8 + 5)
 
 LATE = 10 * SPIN_SECONDS
 """What a rank sleeps so that the others wait for it outside of the kernel, too."""
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder in memory of this test's own: in the one above it files of tests beside it come and go."""
+    with tempfile.TemporaryDirectory(prefix="tllm-test-", dir=shared_memory.FOLDER) as own:
+        monkeypatch.setattr(shared_memory, "FOLDER", Path(own))
+        yield Path(own)
 
 
 def joined(groups: Sequence[Group], kernels: Library | None = None, seconds: float = 20.0) -> list[SharedSums]:
@@ -58,7 +70,7 @@ def folded(pieces: Sequence[Tensor]) -> Tensor:
 
 @EACH_LIBRARY
 @pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_sums_have_the_bits_of_those_by_links(kernels: Library, ranks: int) -> None:
+def test_sums_have_the_bits_of_those_by_links(kernels: Library, ranks: int, folder: Path) -> None:
     groups = local_groups(ranks)
     sums = joined(groups, kernels)
     cases = [parts(ranks, count, dtype) for dtype in SUMMED for count in COUNTS]
@@ -66,7 +78,7 @@ def test_sums_have_the_bits_of_those_by_links(kernels: Library, ranks: int) -> N
     for of_rank in found:
         for x, case in zip(of_rank, cases, strict=True):
             torch.testing.assert_close(x, folded(case), rtol=0, atol=0)
-    assert not list(FOLDER.glob(f"{PREFIX}*")), "the file is gone once all have opened it"
+    assert not list(folder.iterdir()), "the file is gone once all have opened it"
 
 
 def test_a_tensor_that_lies_apart_is_summed_where_it_lies() -> None:
@@ -115,38 +127,51 @@ def test_a_group_sums_in_memory_and_counts_the_time(monkeypatch: pytest.MonkeyPa
         (["here", "here"], [True, False], "tp: sums by links, as its ranks share no memory"),
     ],
 )
-def test_sums_go_by_links_where_a_rank_shares_no_memory(hosts: list[str], able: list[bool], said: str) -> None:
+def test_sums_go_by_links_where_a_rank_shares_no_memory(
+    hosts: list[str], able: list[bool], said: str, folder: Path
+) -> None:
     groups = local_groups(2)
     assert run_ranks(groups, lambda group: sum_in_memory(group, hosts, able[group.rank], 5.0)) == [said] * 2
     assert all(group.memory_sums is None for group in groups)
-    assert not list(FOLDER.glob(f"{PREFIX}*"))
+    assert not list(folder.iterdir())
     for x in run_ranks(groups, lambda group: group.all_reduce(torch.ones(2))):
         assert torch.equal(x, torch.full((2,), 2.0))
 
 
-def test_a_file_of_another_user_or_open_to_others_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first rank has made one that everybody may read."""
-    made = "tllm.comm.links.shared_memory._made"
-    (path := FOLDER / f"{PREFIX}{'0' * 32}").touch(0o600)
-    path.chmod(0o644)
-    monkeypatch.setattr(made, lambda ranks: path.name)
+@pytest.mark.parametrize(
+    ("name", "mode", "owner", "is_taken"),
+    [
+        (f"{PREFIX}{'0' * 32}", 0o600, os.getuid(), True),
+        (f"{PREFIX}{'0' * 32}", 0o644, os.getuid(), False),
+        (f"{PREFIX}{'0' * 32}", 0o600, os.getuid() + 1, False),
+        ("../elsewhere", 0o600, os.getuid(), False),
+    ],
+    ids=["as it is made", "open to others", "of another user", "outside of the folder"],
+)
+def test_only_a_file_of_this_user_alone_is_taken(
+    name: str, mode: int, owner: int, is_taken: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever name the first rank tells. Each of these files is as long as one that it makes."""
+    (inner := folder / "inner").mkdir()
+    monkeypatch.setattr(shared_memory, "FOLDER", inner)
+    (path := inner / name).write_bytes(bytes(bytes_of(2)))
+    path.chmod(mode)
+    monkeypatch.setattr(shared_memory, "_made", lambda ranks: name)
+    monkeypatch.setattr(os, "getuid", lambda: owner)
     groups = local_groups(2)
-    assert run_ranks(groups, lambda g: meet_in_memory(g.rank, g.send, g.recv, True, 5.0)) == [None, None]
+    found = run_ranks(groups, lambda g: meet_in_memory(g.rank, g.send, g.recv, True, 5.0))
+    assert [memory is not None for memory in found] == [is_taken] * 2
     assert not path.exists()
-    monkeypatch.setattr(made, lambda ranks: "../../etc/passwd")
-    monkeypatch.setattr("tllm.comm.links.shared_memory._remove", lambda name: None)
-    groups = local_groups(2)
-    assert run_ranks(groups, lambda g: meet_in_memory(g.rank, g.send, g.recv, True, 5.0)) == [None, None]
 
 
-def test_a_full_folder_is_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_folder_is_no_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(file: int, offset: int, length: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.posix_fallocate", full)
     groups = local_groups(2)
     assert run_ranks(groups, lambda g: meet_in_memory(g.rank, g.send, g.recv, True, 5.0)) == [None, None]
-    assert not list(FOLDER.glob(f"{PREFIX}*"))
+    assert not list(folder.iterdir())
 
 
 def failing(work: Callable[[Group, SharedSums], object], seconds: float) -> list[Exception | None]:

@@ -36,6 +36,8 @@ LOGIT_ROWS = 32
 """Rows that a teacher's logits are measured for: more at once are not faster for each."""
 
 LOOK_SECONDS = 1.0
+"""From one look at what answers took to the next: heartbeats of the nodes say it."""
+
 LEAST_TOLD = 8
 """Answers after which what they took is first told beside what was predicted; then after twice as many, and so on."""
 

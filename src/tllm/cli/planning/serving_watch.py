@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("tllm.serve")
 
 LOOK_SECONDS = 1.0
+"""From one look at how fast ranks are to the next: their heartbeats say it."""
+
 QUIET_LOOKS = 60
 """Looks between one advice and the next, and so between moves."""
 

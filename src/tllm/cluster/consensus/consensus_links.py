@@ -22,6 +22,8 @@ QUEUED = 256
 
 CONNECT_SECONDS = 1.0
 RETRY_SECONDS = 0.2
+"""After an attempt to reach a replica that failed: what was to be sent is lost, and more comes soon."""
+
 IDLE_SECONDS = 2.0
 """A connection that nothing is sent on for so long is closed. A leader and its voters write several times a second."""
 

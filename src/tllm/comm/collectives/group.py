@@ -51,7 +51,7 @@ ROOM_BYTES = 32 * 1024 * 1024
 
 
 class MemorySums(Protocol):
-    """Sums of ranks that share memory (`parallel.memory_sums`); `seconds` that they took until now."""
+    """Sums of ranks that share memory (`kernels.recording.shared_sums`); `seconds` that they took until now."""
 
     @property
     def seconds(self) -> float: ...
@@ -71,9 +71,10 @@ class Group:
 
     Tensors may be on any device and have any strides; those that are not contiguous in this process's memory are
     copied. With `device_links` tensors of that device go to ranks of the same machine without the host, but for those
-    of `send_to`; in one call two such ranks must both have theirs on it, or neither. Costs in rounds and
-    bytes are in `all_reduce.py`, `reduce_scatter.py` and `reduce_and_broadcast.py`; scatter, gather, all-to-all and
-    `all_gather` are direct, with one message for each pair of ranks, all in one round.
+    of `send_to`; in one call two such ranks must both have theirs on it, or neither. With `memory_sums` an `all_reduce`
+    that sums takes no link. Costs in rounds and bytes are in `all_reduce.py`, `reduce_scatter.py` and
+    `reduce_and_broadcast.py`; scatter, gather, all-to-all and `all_gather` are direct, with one message for each pair
+    of ranks, all in one round.
     """
 
     def __init__(

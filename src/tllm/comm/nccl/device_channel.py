@@ -33,6 +33,7 @@ SPIN_SECONDS = 0.0005
 """So long a wait is a loop; a longer one sleeps in between."""
 
 PAUSE_SECONDS = 0.0001
+"""From one look to the next then: who is late has work to do, perhaps on this very core."""
 
 LOOK_SECONDS = 0.02
 """How often who waits looks whether the other ranks are there still."""

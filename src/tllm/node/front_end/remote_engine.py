@@ -71,7 +71,7 @@ class RemoteEngine:
                     async for output in outputs:
                         token_ids += output.token_ids
                         until = None
-                        yield output
+                        yield msgspec.structs.replace(output, request_id=request.id) if tries else output
                 return
             except Gone as gone:
                 until = until or time.monotonic() + RESUME_SECONDS

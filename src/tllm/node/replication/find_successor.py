@@ -11,6 +11,8 @@ from tllm.cluster.consensus.raft_messages import CoordinatorFound
 from tllm.cluster.consensus.replica import Replica, answers_of, ask_replicas
 
 LOOK_SECONDS = 0.3
+"""From one question to the other replicas to the next: who has been elected tells nobody unasked."""
+
 HAND_OVER_SECONDS = 5.0
 """How long another replica may take to lead."""
 

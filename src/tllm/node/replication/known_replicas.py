@@ -26,7 +26,10 @@ FIND_SECONDS = 30.0
 """How long is waited for a leader where replicas answer: an election may be under way."""
 
 LOOK_SECONDS = 0.3
+"""From one question to the replicas to the next, while a node waits for the answer."""
+
 AGAIN_SECONDS = 10.0
+"""The same while another cluster forms, which does not wait for it; and from a write that failed to the next."""
 
 
 class KnownReplicas:

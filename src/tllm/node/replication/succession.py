@@ -135,4 +135,4 @@ async def _end(coordinator: Coordinator) -> None:
     coordinator.members.end()
     until = time.monotonic() + END_SECONDS
     while coordinator.members.channels and time.monotonic() < until:
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.05)  # nodes close them, each when it has ended

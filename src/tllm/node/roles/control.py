@@ -357,7 +357,7 @@ class Control:
             if time.monotonic() > until:
                 log.error("%s, and this node still waits for what does not come: it ends", self.reason)
                 os._exit(ClusterError.exit_code)
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.02)  # the main thread sets it, and messages go on meanwhile
 
     async def _order(self, message: Load | Assign | Start | TakeRole) -> AsyncGenerator[Message, None]:
         """Hand an order to the main thread and yield its answers until the last, which is not a `Progress`."""

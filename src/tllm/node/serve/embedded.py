@@ -70,6 +70,5 @@ class Embedded:
             self._failure = output.message
             raise output
         if output.finish_reason == "error":
-            message, _, hint = output.error.partition("\nhint: ")
-            raise RequestError(message, hint)
+            raise RequestError.of_text(output.error)
         return output

@@ -70,8 +70,7 @@ class OpenRequests:
                 if isinstance(output, TllmError):
                     raise output
                 if output.finish_reason == "error":
-                    message, _, hint = output.error.partition("\nhint: ")
-                    raise RequestError(message, hint)
+                    raise RequestError.of_text(output.error)
                 yield output
         finally:
             del self._open[request.id]

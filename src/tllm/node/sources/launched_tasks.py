@@ -35,8 +35,9 @@ from tllm.node.worker import Worker, WorkerSettings
 log = logging.getLogger("tllm.node")
 
 MEET_SECONDS = 600.0  # the first may have a tokenizer to train before anything else
-LOOK_SECONDS = 0.1
-RETRY_SECONDS = 1.0
+LOOK_SECONDS, RETRY_SECONDS = 0.1, 1.0
+"""From one look for the file that the first process writes to the next, and after one that led nowhere yet."""
+
 JOIN_VARIABLE = "TLLM_JOIN"
 LOOPBACK_HOST = "127.0.0.1"
 PLAIN = WorkerSettings(host="", port=0, token="", is_shared=True)

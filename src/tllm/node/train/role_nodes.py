@@ -47,6 +47,7 @@ DOES: dict[RoleName, str] = {
 """What a node with a role does, in words."""
 
 RETRY_SECONDS = 10.0
+"""After this machine could not say what a role needs: the folder that it lacked may be there then."""
 
 TEAMS_LOOKED_AT = 64
 """Of all that could be made of the nodes that are there, where some are left alone for a while."""

@@ -50,7 +50,7 @@ CHUNK_SECONDS = 20.0
 """For each message of a chunk."""
 
 ATTEMPTS, RETRY_SECONDS = 3, 0.5
-"""A connection that breaks is opened anew so often before its chunk server is given up."""
+"""A connection that breaks is opened anew so often, each time after a pause, before its chunk server is given up."""
 
 AHEAD = 3
 """Chunks that are on their way while one is used: their requests and answers cost no time then."""

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 LOOK_SECONDS = 0.02
+"""From one try to the next: the system's own wait for a lock would go on where nobody wants the bytes any more."""
 
 
 @contextmanager

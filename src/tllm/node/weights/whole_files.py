@@ -49,15 +49,15 @@ def put_together(repository: Repository, cache: Path | None = None) -> None:
     for file in (file for file in missing_files(repository).files if file.is_large):
         try:
             kept = sum(chunks.size_of(chunk) for chunk in _chunks_of(chunks, file) if chunks.is_kept(chunk))
-            if kept > _come(repository, file):
+            if kept > _had_by_library(repository, file):
                 _put_together(chunks, file)
         except (OSError, TllmError) as error:
             text = "%s of %s is not put together of the ranges that are here: %s"
             log.warning(text, file.name, repository, _why(error))
 
 
-def _come(repository: Repository, file: HubFile) -> int:
-    """How much of a file the hub's library has: all of it where another commit has the same."""
+def _had_by_library(repository: Repository, file: HubFile) -> int:
+    """Bytes of a file that the hub's library has: all of them where another commit has the same file."""
     blob = _blob(repository, file)
     return file.size if blob.is_file() and blob.stat().st_size == file.size else partial_bytes(repository, file)
 

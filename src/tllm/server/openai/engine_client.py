@@ -42,9 +42,9 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
 class EngineClient(Protocol):
     """What the server needs of an engine, wherever it runs.
 
-    `submit` gives the request's tokens as they come; closing it cancels the request. It raises `RequestError` where
-    the request cannot be served as written and `ClusterError` where a node was lost. `stats` may hold running, waiting,
-    kv_usage, preemptions, prefix_queries, prefix_hits and more.
+    `submit` gives the request's outputs as they come, under its id; closing it cancels the request. It raises
+    `RequestError` where the request cannot be served as written and `ClusterError` where a node was lost. `stats` may
+    hold running, waiting, kv_usage, preemptions, prefix_queries, prefix_hits and more.
     """
 
     @property
@@ -212,12 +212,10 @@ class RequestRouter:
         try:
             async with aclosing(self.client.submit(traced(choice.request, timer))) as outputs:
                 async for output in outputs:
+                    look(output)
                     if output.computed_tokens:
                         timer.computes(output.computed_tokens)
-                        # Another coordinator may have gone on with the request under another id.
-                        look(msgspec.structs.replace(output, request_id=choice.request.id))
                         continue
-                    look(output)
                     self._check_end(output, choice.request)
                     timer.count(len(output.token_ids))
                     progress = choice.read(output)

@@ -10,7 +10,6 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -177,7 +176,7 @@ class LocalStreamStore:
         try:
             async with asyncio.timeout(self._router.request_seconds or None), asyncio.TaskGroup() as tasks:
                 for choice in choices:
-                    tasks.create_task(self._run_one(stream, choice, charge, partial(_use, charge, choices)))
+                    tasks.create_task(self._run_one(stream, choice, charge, choices))
         except TimeoutError:
             error = TllmError(too_late(self._router.request_seconds).message)
         except ExceptionGroup as group:
@@ -201,7 +200,7 @@ class LocalStreamStore:
         return ReplyChoice(0, request, self._tokenizer if record.stops else None, options)
 
     async def _run_one(
-        self, stream: StoredStream, choice: ReplyChoice, charge: Charge, use: Callable[[], None]
+        self, stream: StoredStream, choice: ReplyChoice, charge: Charge, choices: Sequence[ReplyChoice]
     ) -> None:
         def look(output: Output) -> None:
             if output.computed_tokens:  # whoever goes on with the reply computes its prompt again
@@ -211,7 +210,7 @@ class LocalStreamStore:
 
         async with aclosing(self._router.run(choice, look)) as steps:
             async for _ in steps:
-                use()
+                _use(charge, choices)
         self.streams.closed(stream, choice.request.id)
 
     async def _follow(self, stream: StoredStream) -> AsyncGenerator[Output, None]:

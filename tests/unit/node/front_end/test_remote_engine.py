@@ -264,9 +264,9 @@ def test_a_request_goes_on_at_the_coordinator_that_takes_anothers_place() -> Non
         await asyncio.sleep(0.1)
         assert not rest.done() and not after.engine.submitted, "a coordinator that is not ready is waited for"
         after.open()
-        ids += (await rest).token_ids
-        ids += [output.token_ids[0] async for output in outputs]
-        assert ids == IDS
+        of_successor = [await rest] + [output async for output in outputs]
+        assert ids + [output.token_ids[0] for output in of_successor] == IDS
+        assert {output.request_id for output in of_successor} == {"r"}, "whoever asked knows no other id"
         (first,), (second,) = before.engine.submitted, after.engine.submitted
         assert second.output_ids == tuple(IDS[:3]) and second.params == first.params and first.params.seed is not None
         assert second.id != first.id, "the coordinator may be the same, and still have it"
