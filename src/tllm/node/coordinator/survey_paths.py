@@ -25,8 +25,8 @@ def paths_with_sums(
     rows forward and gradients back.
 
     `sums` are the measurements of each end. Their means are taken: the two ends do not begin and end at the same time,
-    and where one measures too little the other measures too much. Sums in memory say nothing of what a pipeline hands
-    on, which goes by links: for that the paths' own bandwidths stay.
+    and where one measures too little the other measures too much. Sums by memory or NCCL say nothing of what a
+    pipeline hands on, which goes by links: for that the paths' own bandwidths stay.
     """
     turn, alone = min(one.turn for one in sums), min(one.sum for one in sums)
     works = sums[0].work, sums[1].work
@@ -38,7 +38,7 @@ def paths_with_sums(
             bandwidth=rate,
             brief=brief,
             effort=one.effort,
-            hop_bandwidth=path.bandwidth if one.in_memory else 0.0,
+            hop_bandwidth=0.0 if one.by_links else path.bandwidth,
         )
         for path, one in zip(paths, sums, strict=True)
     ]

@@ -160,7 +160,7 @@ class SurveyedPath(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hop: float | None = None
     """Seconds that handing a batch from the one to the other takes longer in a ring of both."""
     hop_bandwidth: float = 0.0
-    """Bytes per second of a batch that is handed on, which links carry where sums go by memory; 0: as `bandwidth`."""
+    """Bytes per second of a batch that is handed on, which links carry where sums go otherwise; 0: as `bandwidth`."""
 
     def slower(self, factor: float) -> SurveyedPath:
         """The same path if all messages took `factor` times as long."""

@@ -81,9 +81,9 @@ def test_without_a_ring_hops_lose_what_meetings_do() -> None:
         assert way.hop is None and link_speed(way).for_hops == link_speed(way)
 
 
-def test_hops_go_by_links_where_sums_go_by_memory() -> None:
+def test_hops_go_by_links_where_sums_do_not() -> None:
     """A prompt's batch takes what it takes over the paths; only what is summed has the memory's rate."""
-    found = [msgspec.structs.replace(MET, rate=5e9, brief=9e9, ring=9e-3, in_memory=True)] * 2
+    found = [msgspec.structs.replace(MET, rate=5e9, brief=9e9, ring=9e-3, by_links=False)] * 2
     ways = tuple(paths_with_sums(SPEC, SETTINGS, BOTH, WAYS, found))
     assert [(way.bandwidth, way.brief, way.hop_bandwidth) for way in ways] == [(5e9, 9e9, 1e7), (5e9, 9e9, 2e7)]
     facts = ServingFacts("float32", prompt=2048)

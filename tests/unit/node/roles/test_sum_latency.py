@@ -47,7 +47,7 @@ def test_sums_of_one_machine_are_told_from_those_by_links(hosts: tuple[str, str]
         sum_in_memory(group, hosts, True, 20.0)
         return measure_sums(group, 0.1)
 
-    assert [met.in_memory for met in run_ranks(local_groups(2, deadline=20.0), one)] == [hosts == ("a", "a")] * 2
+    assert [met.by_links for met in run_ranks(local_groups(2, deadline=20.0), one)] == [hosts == ("a", "b")] * 2
 
 
 def test_a_long_sum_is_as_long_as_its_time_allows_and_alike_on_both() -> None:
