@@ -180,7 +180,7 @@ def page(rows: Sequence[dict[str, Any]]) -> Page:
         "Predictions alone: no step was run. Within 3 % of the bound: "
         f"{sum(gap <= 0.03 for gap in gaps)} of {len(gaps)} searches. Some of the gap is the bound's: in it any part "
         "of a replica counts, an embedding has no gradients, and interleaved schedules wait little. The search is not "
-        "exact: it looks at the promising arrangements alone. The processor was shared with other work.",
+        "exact: it looks at the promising arrangements alone.",
     )
 
 

@@ -187,11 +187,7 @@ def engine_options(model: Path | str, plan: str = "pp=1", **args: Unpack[EngineA
     lost_after = args.get("lost_after", SILENCE_SECONDS)
     check_lost_after(lost_after)
     asked_model_len = args.get("max_model_len")
-    if (asked_model_len or 0) > spec.max_model_len:
-        raise ConfigError(
-            f"max_model_len {asked_model_len} is more than the {spec.max_model_len} that the model was made for",
-            f"give at most {spec.max_model_len}",
-        )
+    context_of(spec, asked_model_len)  # which raises for more than there is
     drafts = draft_options(model, spec, args.get("speculative_config"), args.get("num_speculative_tokens", 0))
     return EngineOptions(
         folder=model,

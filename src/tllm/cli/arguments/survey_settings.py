@@ -67,7 +67,8 @@ def serving_facts(args: argparse.Namespace, dtype: str) -> ServingFacts:
 def within(facts: ServingFacts, longest: int) -> ServingFacts:
     """What is asked for, as far as a sequence may be long."""
     reply = min(facts.reply, max(1, longest // 2))
-    return dataclasses.replace(facts, reply=reply, prompt=max(1, min(facts.prompt, longest - reply)))
+    prompt = max(1, min(facts.prompt, longest - reply))
+    return dataclasses.replace(facts, reply=reply, prompt=prompt, max_model_len=longest)
 
 
 def _way_seconds(nodes: int) -> float:

@@ -14,6 +14,7 @@ from tllm.cli.display.timeline import as_svg, as_text
 from tllm.core.errors import PlanError
 from tllm.core.memory import amount
 from tllm.planner.cluster.device import Cluster
+from tllm.planner.cost.cache_room import context_of
 from tllm.planner.cost.serving_load import ServingFacts, ServingLoad
 from tllm.planner.search.serving_search import ServingChoice, ServingSearchResult, best_serving
 from tllm.planner.simulate.explain import (
@@ -34,7 +35,8 @@ KINDS = ("weights", "cache", "working", "runtime")
 def show_serving(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) -> None:
     """Choose a plan, or take the one that is given, and print the prediction."""
     asked = serving_facts(args, args.dtype or spec.dtype)
-    facts = within(asked, spec.max_model_len)
+    longest = context_of(spec, args.max_model_len)
+    facts = within(asked, longest)
     result = _given(args.plan, spec, cluster, facts) if args.plan else best_serving(spec, cluster, facts)
     best = result.choices[0]
     names = stage_names(best.plan, cluster, best.devices)
@@ -42,9 +44,9 @@ def show_serving(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) ->
     if args.json:
         print(msgspec.json.format(msgspec.json.encode(_as_json(spec, cluster, result, args.top))).decode())
     else:
-        if facts != asked:
+        if (facts.prompt, facts.reply) != (asked.prompt, asked.reply):
             print(
-                f"{asked.prompt} tokens in and {asked.reply} out are more than this model's {spec.max_model_len}: "
+                f"{asked.prompt} tokens in and {asked.reply} out are more than the context of {longest}: "
                 f"{facts.prompt} and {facts.reply} are counted"
             )
         print("\n".join(_as_text(spec, cluster, result, args.top, is_given=bool(args.plan))))

@@ -13,6 +13,7 @@ from tllm.cli.arguments.survey_settings import serving_facts, serving_settings, 
 from tllm.cli.display.progress import progress
 from tllm.core.errors import ClusterError, ConfigError
 from tllm.node.coordinator.cluster_options import LOOPBACK
+from tllm.planner.cost.cache_room import context_of
 from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.measured.survey import FILE, Survey, decoded, digest, read_survey
 from tllm.planner.search.training_constraints import MICROBATCHES
@@ -55,7 +56,7 @@ def _measured(args: argparse.Namespace, spec: ModelSpec) -> Survey:
 
     nodes, dtype = args.nodes or args.local, args.dtype or spec.dtype
     if args.goal == "serve":
-        facts = within(serving_facts(args, dtype), spec.max_model_len)
+        facts = within(serving_facts(args, dtype), context_of(spec, args.max_model_len))
         settings = serving_settings(facts, nodes)
     else:
         sizes = [size for size in MICROBATCHES if size <= args.batch]

@@ -394,11 +394,6 @@ def limits_of(spec: ModelSpec, plan: Plan, config: EngineConfig) -> Limits:
     """The sizes that every rank agrees on. Raises CapacityError where the cache cannot hold what was asked for."""
     plan.check_serving()
     max_model_len = context_of(spec, config.max_model_len)
-    if not 0 < max_model_len <= spec.max_model_len:
-        raise ConfigError(
-            f"max_model_len {max_model_len} is not within the model's context of {spec.max_model_len}",
-            f"give 1 to {spec.max_model_len}",
-        )
     asked = config.max_num_batched_tokens
     batched = batch_tokens(spec, max_model_len) if asked is None else asked
     if spec.bidirectional and max_model_len > batched:

@@ -25,7 +25,8 @@ def paths_with_sums(
     rows forward and gradients back.
 
     `sums` are the measurements of each end. Their means are taken: the two ends do not begin and end at the same time,
-    and where one measures too little the other measures too much.
+    and where one measures too little the other measures too much. Sums by memory or NCCL say nothing of what a
+    pipeline hands on, which goes by links: for that the paths' own bandwidths stay.
     """
     turn, alone = min(one.turn for one in sums), min(one.sum for one in sums)
     works = sums[0].work, sums[1].work
@@ -37,6 +38,7 @@ def paths_with_sums(
             bandwidth=rate,
             brief=brief,
             effort=one.effort,
+            hop_bandwidth=0.0 if one.by_links else path.bandwidth,
         )
         for path, one in zip(paths, sums, strict=True)
     ]
@@ -59,7 +61,8 @@ def _lost_in_hop(
         return None
     sizes = spec.hidden_size * ITEM_BYTES[settings.dtype], TOKEN_ID
     way, back = ways[driver], ways[1 - driver]
-    there, here = (transfer_time(size, link_speed(one)).seconds for size, one in zip(sizes, (way, back), strict=True))
+    links = (link_speed(one).for_hops for one in (way, back))
+    there, here = (transfer_time(size, link).seconds for size, link in zip(sizes, links, strict=True))
     return (turn - nodes[driver].driver_step - nodes[1 - driver].follower_step - there - here) / 2
 
 

@@ -64,6 +64,8 @@ class Met(msgspec.Struct, frozen=True, tag=True):
     effort: by how much computing takes longer for each byte that is summed meanwhile.
     shared: a layer that both ranks compute together; None where that was not measured.
     ring: a token's turn round a pipeline of both that this rank drives, without their layers; None where not measured.
+    by_links: whether the sums went by the links of both ranks, as what a pipeline hands on does, or by memory that they
+        share or NCCL.
     """
 
     work: float
@@ -74,6 +76,7 @@ class Met(msgspec.Struct, frozen=True, tag=True):
     brief: float
     shared: float | None = None
     ring: float | None = None
+    by_links: bool = True
 
 
 def measure_sums(group: Group, seconds: float, rests: bool = False, device: torch.device = CPU) -> Met:
@@ -93,7 +96,8 @@ def measure_sums(group: Group, seconds: float, rests: bool = False, device: torc
         brief_rate = rate = half.nbytes / max(long - brief, 1e-9)
     if rests and seconds > REST:
         rate = _rate_after_rest(group, numbers.new_ones(_as_long_as(group, seconds, len(numbers), long)), short)
-    return Met(work, short, turn, rate, _effort(group, numbers, seconds / 6), brief_rate)
+    effort, by_links = _effort(group, numbers, seconds / 6), group.memory_sums is None and group.device_links is None
+    return Met(work, short, turn, rate, effort, brief_rate, by_links=by_links)
 
 
 def _effort(group: Group, numbers: torch.Tensor, seconds: float) -> float:

@@ -272,6 +272,14 @@ class LinkSpeed:
     """`sync_overhead` in the all-reduces of a layer that several ranks serve, where that was measured."""
     hop_overhead: float | None = None
     """`sync_overhead` in handing a batch to the next stage when serving, where that was measured."""
+    hop_bandwidth: float = 0.0
+    """Bytes per second of batches that are handed to the next stage; 0 where that is the bandwidth of all messages."""
+
+    @property
+    def for_hops(self) -> LinkSpeed:
+        """The link as it carries batches from stage to stage."""
+        link = replace(self, bandwidth=self.hop_bandwidth, short_bandwidth=0.0) if self.hop_bandwidth else self
+        return link.with_sync_overhead(self.hop_overhead)
 
     def with_sync_overhead(self, seconds: float | None) -> LinkSpeed:
         """The link with another synchronization overhead, if one is known; no message arrives before it is sent."""

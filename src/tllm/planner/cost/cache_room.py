@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from tllm.core.errors import CapacityError
+from tllm.core.errors import CapacityError, ConfigError
 from tllm.core.memory import amount
 from tllm.planner.cost.rank_bytes import ITEM_BYTES, RankBytes, state_bytes
 from tllm.spec.cut import as_layer, size
@@ -41,7 +41,14 @@ ROWS_AT_ONCE = 64
 
 
 def context_of(spec: ModelSpec, asked: int | None) -> int:
-    """Tokens of the longest sequence: what is asked for, or else the model's own context."""
+    """Tokens of the longest sequence: what is asked for, or else the model's own context. ConfigError for more than
+    that, or none."""
+    if asked is not None and not 0 < asked <= spec.max_model_len:
+        how = "more than" if asked > 0 else "not within"
+        raise ConfigError(
+            f"max_model_len {asked} is {how} the model's context of {spec.max_model_len}",
+            f"give 1 to {spec.max_model_len}",
+        )
     most = min(spec.max_model_len, LONGEST_BOTH_WAYS) if spec.bidirectional else spec.max_model_len
     return most if asked is None else asked
 

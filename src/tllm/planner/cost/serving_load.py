@@ -40,6 +40,8 @@ class ServingFacts:
     """How keys and values are held: `auto` (as `dtype`), or in one byte each (`spec.quantized.cache_form`)."""
     draft_model: ModelSpec | None = None
     """The model that drafts on the first rank's device; None where drafts are looked up, which takes no time."""
+    max_model_len: int | None = None
+    """Tokens of the longest sequence; None for as many as by default (`context_of`)."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:

@@ -159,11 +159,13 @@ class SurveyedPath(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds that each all-reduce in a layer that both nodes serve takes longer (or less, if below 0)."""
     hop: float | None = None
     """Seconds that handing a batch from the one to the other takes longer in a ring of both."""
+    hop_bandwidth: float = 0.0
+    """Bytes per second of a batch that is handed on, which links carry where sums go otherwise; 0: as `bandwidth`."""
 
     def slower(self, factor: float) -> SurveyedPath:
         """The same path if all messages took `factor` times as long."""
-        bandwidth, brief = self.bandwidth / factor, self.brief / factor
-        return msgspec.structs.replace(self, latency=factor * self.latency, bandwidth=bandwidth, brief=brief)
+        rates = {name: getattr(self, name) / factor for name in ("bandwidth", "brief", "hop_bandwidth")}
+        return msgspec.structs.replace(self, latency=factor * self.latency, **rates)
 
 
 class Survey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -275,6 +277,7 @@ def link_speed(path: SurveyedPath) -> LinkSpeed:
         short_bandwidth=path.brief,
         layer_sync_overhead=path.shared,
         hop_overhead=path.hop,
+        hop_bandwidth=path.hop_bandwidth,
     )
 
 

@@ -146,8 +146,7 @@ def hop_time(
     if source == target:
         return TimeBreakdown()
     size = TOKEN_ID * batch.rows if closes else batch.tokens * spec.widest_hop * item_bytes
-    link = cluster.link(source, target)
-    return transfer_after_compute(size, link.with_sync_overhead(link.hop_overhead))
+    return transfer_after_compute(size, cluster.link(source, target).for_hops)
 
 
 def hop_bytes(spec: ModelSpec, facts: ServingFacts) -> int:

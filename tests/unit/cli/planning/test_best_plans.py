@@ -288,11 +288,35 @@ def test_a_prompt_that_the_model_does_not_take_is_counted_as_far_as_it_does(
     asked = ("--goal", "serve", "--prompt", "9000", "--reply", "10")
     longest = read_spec(folder).max_model_len
     assert plan(folder, cluster, *asked) == 0
-    assert f"9000 tokens in and 10 out are more than this model's {longest}: {longest - 10} and 10 are counted" in (
+    assert f"9000 tokens in and 10 out are more than the context of {longest}: {longest - 10} and 10 are counted" in (
         capsys.readouterr().out
     )
     assert plan(folder, cluster, *asked, "--json") == 0
     assert json.loads(capsys.readouterr().out)["prompt"] == longest - 10
+
+
+@pytest.mark.parametrize(("asked", "tokens"), [(None, 8192), (2048, 2048), (9000, 9000)])
+def test_a_model_that_sees_both_ways_computes_the_context_that_is_asked_for_at_once(
+    asked: int | None, tokens: int, folder: Path, cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With many requests at once batches are full: they have room for the longest prompt."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"is_causal": False, "max_position_embeddings": 16384}))
+    given = () if asked is None else ("--max-model-len", str(asked))
+    many = ("--goal", "serve", "--concurrency", "32", "--plan", "pp=1", "--json")
+    assert plan(folder, cluster, *many, *given) == 0
+    [memory] = json.loads(capsys.readouterr().out)["choices"][0]["memory"]
+    spec = read_spec(folder)
+    [rank] = rank_bytes(spec, Plan.parse("pp=1", spec.num_layers), spec.dtype)
+    assert memory["working"] == working_bytes(spec, rank, spec.dtype, tokens, 32)
+
+
+def test_a_context_longer_than_the_model_has_is_refused(
+    folder: Path, cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    longest = read_spec(folder).max_model_len
+    assert plan(folder, cluster, "--goal", "serve", "--max-model-len", str(longest + 1)) == 2
+    assert f"max_model_len {longest + 1} is more than the model's context of {longest}" in capsys.readouterr().err
 
 
 def test_a_file_that_is_not_there_is_named_once(

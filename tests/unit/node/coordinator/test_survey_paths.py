@@ -78,8 +78,23 @@ def test_a_turn_round_a_ring_of_both_is_predicted_to_take_what_it_took(turns: tu
 
 def test_without_a_ring_hops_lose_what_meetings_do() -> None:
     for way in met(None, None):
-        link = link_speed(way)
-        assert way.hop is None and link.with_sync_overhead(link.hop_overhead) == link
+        assert way.hop is None and link_speed(way).for_hops == link_speed(way)
+
+
+def test_hops_go_by_links_where_sums_do_not() -> None:
+    """A prompt's batch takes what it takes over the paths; only what is summed has the memory's rate."""
+    found = [msgspec.structs.replace(MET, rate=5e9, brief=9e9, ring=9e-3, by_links=False)] * 2
+    ways = tuple(paths_with_sums(SPEC, SETTINGS, BOTH, WAYS, found))
+    assert [(way.bandwidth, way.brief, way.hop_bandwidth) for way in ways] == [(5e9, 9e9, 1e7), (5e9, 9e9, 2e7)]
+    facts = ServingFacts("float32", prompt=2048)
+    cluster = cluster_of(Survey(model=digest(SPEC), goal="serve", dtype="float32", nodes=BOTH, paths=ways), SPEC)
+    predicted = predict_serving(SPEC, Plan.parse("pp=2", SPEC.num_layers), cluster, (0, 1), facts)
+    nbytes = predicted.load.prefill.tokens * SPEC.hidden_size * 4
+    assert predicted.stages[0].prefill_hop.sending == pytest.approx(nbytes / 1e7)
+    # The seconds lost in a turn are those that its messages over links do not explain.
+    there, back = SPEC.hidden_size * 4 / 1e7 + 1e-3, 8 / 2e7 + 1e-3
+    steps = BOTH[0].driver_step + BOTH[1].follower_step
+    assert ways[0].hop == pytest.approx((9e-3 - steps - there - back) / 2, rel=1e-12)
 
 
 def test_without_halves_nothing_is_known_of_a_layer() -> None:

@@ -22,6 +22,7 @@ from tllm.node.roles.sum_latency import (
     _rate_after_rest,
     measure_sums,
 )
+from tllm.parallel.collectives import sum_in_memory
 
 
 def test_both_end_together_though_one_has_less_time() -> None:
@@ -36,6 +37,17 @@ def test_both_end_together_though_one_has_less_time() -> None:
     assert len(found) == 2 and all(
         min(met.turn, met.work, met.sum) > 0 and met.rate > 0 and met.effort >= 0 for met in found
     )
+
+
+@pytest.mark.parametrize("hosts", [("a", "a"), ("a", "b")])
+def test_sums_of_one_machine_are_told_from_those_by_links(hosts: tuple[str, str]) -> None:
+    """A survey must not take the memory's rate for that of what still goes by links."""
+
+    def one(group: Group) -> Met:
+        sum_in_memory(group, hosts, True, 20.0)
+        return measure_sums(group, 0.1)
+
+    assert [met.by_links for met in run_ranks(local_groups(2, deadline=20.0), one)] == [hosts == ("a", "b")] * 2
 
 
 def test_a_long_sum_is_as_long_as_its_time_allows_and_alike_on_both() -> None:
