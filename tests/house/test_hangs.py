@@ -7,8 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import FAILURES_VARIABLE
 from tests.house.tree import ROOT
+
+pytestmark = pytest.mark.timeout(240)  # a few seconds where nothing else runs
 
 HANG = '''
 import subprocess, sys
@@ -24,28 +28,34 @@ def wait_for_a_frame_that_never_comes():
 wait_for_a_frame_that_never_comes()
 """
 
-@pytest.mark.timeout(3)
+child = subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE)
+child.stdout.readline()
+
+@pytest.mark.timeout(1)
 def test_hang():
-    with subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE) as child:
-        child.stdout.readline()
+    with child:
         child.wait()
 '''
+"""The child has begun to wait before the test's time begins."""
 
 IN_C = """
 import signal, time
 import pytest
 import tests.conftest
 
-tests.conftest.SECONDS_TO_END = 1
+tests.conftest.SECONDS_TO_END = 3  # by when the test has begun
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
 
 @pytest.mark.timeout(1)
 def test_in_c():
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
     time.sleep(40)  # which no other thread's signal ends
 """
 
 LEAK = """
-import subprocess
+import functools, subprocess
+from tests import conftest
+
+conftest.wait_until_gone = functools.partial(conftest.wait_until_gone, seconds=0.5)
 
 def test_leak():
     subprocess.run(["sh", "-c", "sleep 44 & exit 0"], check=True)
@@ -140,13 +150,13 @@ def run_guarded(folder: Path, text: str, failures: Path | None = None) -> subpro
     env = {name: value for name, value in os.environ.items() if name != FAILURES_VARIABLE}  # which are not of these
     if failures is not None:
         env[FAILURES_VARIABLE] = str(failures)
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=50)
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=200)
 
 
 def test_a_hang_prints_the_stacks_of_every_process(tmp_path: Path) -> None:
     done = run_guarded(tmp_path, HANG)
     assert done.returncode == 1
-    assert "test_hang has run for its limit of 3 s" in done.stdout
+    assert "test_hang has run for its limit of 1 s" in done.stdout
     assert "in test_hang" in done.stdout, "our own stack"
     assert "in wait_for_a_frame_that_never_comes" in done.stdout, "the child's stack"
 

@@ -38,6 +38,10 @@ def examples(count: int) -> int:
 
 def _same_constants_whatever_is_imported() -> None:
     """Hypothesis also draws numbers and words that stand in our modules, those that have been imported by then: which
-    these are depends on what ran before in the process, and so would the examples of one seed. Fixed ones have none."""
+    these are depends on what ran before in the process, and so would the examples of one seed. Fixed ones have none.
+
+    By a private function, as no setting leaves them out (6.170): `derandomize` fixes the seed alone, and a `backend` of
+    our own would draw everything else in another way, too. Where it is called otherwise one day, this fails at once.
+    """
     of_modules, none = providers._get_local_constants, Constants()
     providers._get_local_constants = lambda: none if hypothesis.settings.default.derandomize else of_modules()

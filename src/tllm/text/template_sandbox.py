@@ -29,7 +29,7 @@ MAX_TEMPLATE = 1 << 20  # characters of a template
 MAX_OUTPUT = 16 << 20  # characters that a template may produce
 MAX_WRITTEN = 4 * MAX_OUTPUT  # all that is written, into macros and blocks too, and from them once more
 MAX_ITEMS = 1 << 20  # of a list that is repeated
-MAX_SECONDS = 1.0
+MAX_SECONDS = 1.0  # of a processor
 WIDE = re.compile(r"\d{7,}")  # a width in a format that asks for millions of characters
 KEEPING = (
     "attr",
@@ -75,11 +75,16 @@ COMPARING = (
 
 
 class _Budget:
-    """What one rendering may still take."""
+    """What one rendering may still take: seconds of the processor, as it is no template's fault that others have it."""
 
     def __init__(self, seconds: float) -> None:
-        self.deadline = time.monotonic() + seconds
         self.left = MAX_WRITTEN
+        self._soonest = time.monotonic() + seconds  # before which it cannot have used them; this clock is read quickly
+        self._until = time.thread_time() + seconds
+
+    @property
+    def is_spent(self) -> bool:
+        return time.monotonic() > self._soonest and time.thread_time() > self._until
 
 
 _budget: ContextVar[_Budget | None] = ContextVar("template budget", default=None)
@@ -190,7 +195,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def tick() -> str:
         """Called in each turn of a loop; the end of the line for a template that never ends."""
         budget = _budget.get()
-        if budget is not None and time.monotonic() > budget.deadline:
+        if budget is not None and budget.is_spent:
             raise TemplateLimit("the template ran longer than it may")
         return ""
 

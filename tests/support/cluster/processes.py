@@ -14,6 +14,9 @@ PR_SET_CHILD_SUBREAPER = 36
 KEPT_BY_PYTHON = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 """Processes that the standard library keeps for the life of its parent; no test can be blamed for them."""
 
+SECONDS_FOR_STACKS = 12
+"""Of all processes together; whoever prints them is ended soon after that."""
+
 _kept: set[int] = set()
 _waited_for: set[int] = set()
 
@@ -73,14 +76,18 @@ def command(pid: int) -> str:
 
 
 def print_stacks(pids: list[int], file: Path) -> None:
-    """Ask each process for its threads' stacks, which come on its own stderr or in `file`; say who cannot answer."""
+    """Ask each process for its threads' stacks, which come on its own stderr or in `file`; say who cannot answer.
+
+    One after the other, so that their stacks do not mix, but not for ever: who is stopped writes none."""
+    until = time.monotonic() + SECONDS_FOR_STACKS
     for pid in pids:
         if _catches(pid, signal.SIGUSR1):
             _say(f"--- stacks of child {pid}: {command(pid)}")
-            before = file.stat().st_size if file.exists() else 0
+            before, deaf = _size(file), _blocking(pid, signal.SIGUSR1)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
-            time.sleep(0.3)  # so that two processes' stacks do not mix
+            while (_size(file) == before or _blocking(pid, signal.SIGUSR1) - deaf) and time.monotonic() < until:
+                time.sleep(0.02)
             if file.exists():
                 _say(file.read_bytes()[before:].decode(errors="replace"))
         else:
@@ -123,9 +130,25 @@ def _state(pid: int) -> str:
     return ""
 
 
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
+
+
 def _catches(pid: int, number: int) -> bool:
+    return _has(Path(f"/proc/{pid}/status"), "SigCgt:", number)
+
+
+def _blocking(pid: int, number: int) -> set[Path]:
+    """Threads that this signal does not reach now, as one that is in its handler."""
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("SigCgt:"):
+        return {thread for thread in Path(f"/proc/{pid}/task").iterdir() if _has(thread / "status", "SigBlk:", number)}
+    return set()
+
+
+def _has(status: Path, field: str, number: int) -> bool:
+    """Whether a signal is in one of the sets that a file of proc(5) shows."""
+    with contextlib.suppress(OSError):
+        for line in status.read_text().splitlines():
+            if line.startswith(field):
                 return bool(int(line.split()[1], 16) >> (number - 1) & 1)
     return False

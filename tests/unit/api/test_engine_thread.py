@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tests.support.serving.fake_engine import FakeEngine
+from tests.unit.api.interrupted_call import interrupt_when_it_waits
 from tllm.api.engine_thread import EngineThread
 from tllm.core.errors import ClusterError
 from tllm.server.openai.engine_client import EngineClient
@@ -31,23 +31,23 @@ def test_who_waits_for_a_call_when_it_is_closed_is_told() -> None:
 
     with ThreadPoolExecutor(1) as other:
         waiting = other.submit(lambda: engine.run(wait()))
-        assert began.wait(5)
+        assert began.wait(20)
         engine.close()
         with pytest.raises(ClusterError, match="was closed"):
-            waiting.result(5)
+            waiting.result(20)
     with pytest.raises(ClusterError, match="was closed"):
         engine.run(wait())
 
 
 @pytest.fixture
-def interrupt() -> Iterator[threading.Timer]:
-    """Started, it is Ctrl-C a moment later."""
-    timer = threading.Timer(0.1, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
-    yield timer
-    timer.cancel()
+def interrupt() -> Iterator[threading.Thread]:
+    """Started, it is Ctrl-C as soon as this thread waits for the engine's."""
+    thread = threading.Thread(target=interrupt_when_it_waits, args=(threading.get_ident(),))
+    yield thread
+    thread.join()
 
 
-def test_an_interrupt_ends_a_stream_and_no_other_call(interrupt: threading.Timer) -> None:
+def test_an_interrupt_ends_a_stream_and_no_other_call(interrupt: threading.Thread) -> None:
     ended = threading.Event()
 
     async def numbers() -> AsyncIterator[int]:
@@ -69,13 +69,13 @@ def test_an_interrupt_ends_a_stream_and_no_other_call(interrupt: threading.Timer
     engine.close()
 
 
-def test_an_interrupt_ends_the_opening(interrupt: threading.Timer) -> None:
+def test_an_interrupt_ends_the_opening(interrupt: threading.Thread) -> None:
     given_up = threading.Event()
 
     @asynccontextmanager
     async def never() -> AsyncIterator[EngineClient]:
         try:
-            await asyncio.sleep(5)
+            await asyncio.Event().wait()
         except asyncio.CancelledError:
             given_up.set()
             raise

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import signal
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ import torch
 
 from tests.house.tree import ROOT
 from tests.support.models.families import save_model
+from tests.unit.api.interrupted_call import interrupt_when_it_waits
 from tllm import LLM, SamplingParams
 from tllm.api.engine_options import ELSEWHERE, EngineArgs
 from tllm.core.errors import ClusterError, ConfigError, PlanError, RequestError, WeightsError
@@ -49,13 +49,15 @@ def test_several_prompts_give_the_engines_tokens_in_their_order(ids_only: Path) 
     assert {(reply.text, reply.finish_reason, reply.logprobs) for reply in replies} == {("", "length", ())}
 
 
-def test_an_interrupt_ends_the_loading_of_one_rank(ids_only: Path) -> None:
+def test_an_interrupt_ends_the_loading_of_one_rank(ids_only: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told, caller, before = list[tuple[int, int]](), threading.get_ident(), set(threading.enumerate())
+    given_up = threading.Event()
+    monkeypatch.setattr("tllm.api.open_engine.threading", SimpleNamespace(Event=lambda: given_up))
 
     def on_progress(what: str, done: int, total: int) -> None:
         if not told:
-            signal.pthread_kill(caller, signal.SIGINT)
-            time.sleep(0.2)  # until the caller has asked for the end
+            interrupt_when_it_waits(caller)
+            assert given_up.wait(20), "the caller asks for the end"
         told.append((done, total))
 
     with pytest.raises(KeyboardInterrupt):

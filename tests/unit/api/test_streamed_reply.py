@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -23,11 +24,11 @@ def request(**params: Any) -> Request:
 
 
 def test_ids_without_a_tokenizer() -> None:
-    reply = StreamedReply(request(), None)
+    began, reply = time.perf_counter(), StreamedReply(request(), None)
     assert play(reply, ListedEngine(out(5), out(6, 7), out(reason="length"))) == ["", "", ""]
     assert reply.token_ids == [5, 6, 7]
     assert reply.finish_reason == "length"
-    assert 0 <= reply.ttft_s < 10
+    assert 0 <= reply.ttft_s <= time.perf_counter() - began
     assert reply.tokens_per_s > 0
 
 

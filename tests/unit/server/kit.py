@@ -46,8 +46,14 @@ def client(app: App) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://127.0.0.1:8000", timeout=20)
 
 
+def new_loop() -> asyncio.AbstractEventLoop:
+    """That of `run`; the fixture `virtual_time` puts another in its place."""
+    return asyncio.new_event_loop()
+
+
 def run(work: Coroutine[Any, Any, _T]) -> _T:
-    return asyncio.run(work)
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        return runner.run(work)
 
 
 def post(app: App, path: str, body: Any, **options: Any) -> httpx.Response:

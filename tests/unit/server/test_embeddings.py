@@ -248,6 +248,7 @@ def test_a_text_that_is_cut_keeps_the_token_after_it() -> None:
     assert short == tuple(tokenizer.encode("a"))
 
 
+@pytest.mark.usefixtures("full_buckets")
 @pytest.mark.parametrize(
     ("error", "status", "least", "most_left"),
     [(RequestError("no"), 400, 940, 989), (ClusterError("gone"), 503, 1000, 1000)],
@@ -273,13 +274,14 @@ def test_prompts_that_are_done_are_paid_for_unless_the_server_fails(
     assert least <= left <= most_left, "those before the fifth, and one or two after it, of ten tokens each"
 
 
+@pytest.mark.usefixtures("virtual_time", "full_buckets")
 def test_prompts_that_are_cancelled_cost_what_was_computed_of_them() -> None:
     engine = say()
     engine.computed, engine.hold_after = 30, 0
     app = serve(engine, rate_limit=RateLimits(tokens_per_minute=100), request_seconds=0.1)
     assert post(app, "/v1/embeddings", {"input": [[1] * 40, [2] * 40]}).status_code == 504
     left = int(app.keys.anonymous.headers()["x-ratelimit-remaining-tokens"])
-    assert 40 <= left <= 60, "two of thirty, and what filled the bucket since"
+    assert left == 100 - 2 * 30
 
 
 def test_the_first_prompt_that_fails_ends_the_others() -> None:

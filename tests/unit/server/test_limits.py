@@ -19,7 +19,6 @@ from tllm.core.errors import ClusterError
 from tllm.server.admission.account import ApiKey
 from tllm.server.admission.token_bucket import RateLimits
 from tllm.server.app import App
-from tllm.server.http import attended_request
 from tllm.server.http.settings import RequestLimits
 from tllm.spec.request import Output, Request
 
@@ -231,6 +230,7 @@ def test_places_in_hand(interface: str) -> None:
     assert "2 sequences are in hand and 2 the most" in text and int(refused.headers["retry-after"]) >= 1
 
 
+@pytest.mark.usefixtures("full_buckets")
 @pytest.mark.parametrize("interface", INTERFACES)
 def test_requests_and_tokens_of_a_key(interface: str) -> None:
     asked = INTERFACES[interface]
@@ -250,6 +250,7 @@ def test_requests_and_tokens_of_a_key(interface: str) -> None:
     assert 9500 < left < 10_000 and int(third.headers["x-ratelimit-remaining-tokens"]) >= left
 
 
+@pytest.mark.usefixtures("full_buckets")
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("interface", INTERFACES)
 def test_a_reply_that_is_lost_costs_what_was_written_of_it(interface: str, stream: bool) -> None:
@@ -261,6 +262,7 @@ def test_a_reply_that_is_lost_costs_what_was_written_of_it(interface: str, strea
     assert left < 100 if stream else left == 100
 
 
+@pytest.mark.usefixtures("virtual_time", "full_buckets")
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("interface", INTERFACES)
 def test_a_prompt_that_is_cancelled_costs_what_was_computed_of_it(interface: str, stream: bool) -> None:
@@ -288,7 +290,7 @@ def test_a_prompt_that_is_cancelled_costs_what_was_computed_of_it(interface: str
         return [float(line.split()[-1]) for line in shown.splitlines() if line.startswith(f"{name}_total")]
 
     run(leave())
-    assert engine.cancelled and left() <= 1.5 * size, "the bucket may have been filled by a few"
+    assert engine.cancelled and left() == 2 * size - (size - 1)
     engine.go_on = asyncio.Event()
     app.keys.anonymous.change(ApiKey("anonymous", b""))  # with no limit any more
     assert send(app, asked, {"stream": stream}).status_code == 504, "it took too long"
@@ -346,6 +348,7 @@ def test_a_request_that_cannot_begin_in_time_is_429(interface: str, stream: bool
         words(send(over(), asked, {}, **{"x-max-queue-seconds": wrong}), asked.path, 400)
 
 
+@pytest.mark.usefixtures("virtual_time")
 @pytest.mark.parametrize("interface", INTERFACES)
 def test_a_request_that_takes_too_long_ends_with_one_clear_error(interface: str) -> None:
     asked = INTERFACES[interface]
@@ -364,8 +367,8 @@ def test_a_request_that_takes_too_long_ends_with_one_clear_error(interface: str)
     assert engine.cancelled == [engine.submitted[0].id] and engine.running == 0
 
 
-def test_a_route_that_is_no_reply_is_cut_off_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attended_request, "GRACE_SECONDS", 0.05)
+@pytest.mark.usefixtures("virtual_time")
+def test_a_route_that_is_no_reply_is_cut_off_too() -> None:
     app = over(request_seconds=0.1)
 
     async def never(*_: Any) -> Any:

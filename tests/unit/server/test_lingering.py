@@ -21,7 +21,10 @@ def test_replies_go_on_while_another_listens_at_the_address() -> None:
         serving = asyncio.create_task(serve_http(app, urls.put_nowait, stop, signals=False, lingers=lambda: True))
         url = await urls.get()
         port = int(url.rpartition(":")[2])
-        async with httpx.AsyncClient() as client, client.stream("POST", f"{url}/v1/completions", json=ASKED) as reply:
+        async with (
+            httpx.AsyncClient(timeout=20) as client,
+            client.stream("POST", f"{url}/v1/completions", json=ASKED) as reply,
+        ):
             lines = reply.aiter_lines()
             seen = [await anext(lines)]
             stop.set()

@@ -74,9 +74,9 @@ def test_many_tensors_cut_many_ways_are_quick() -> None:
     held = {
         rank: [HeldBlock(f"w{i}", ((0, 64), (rank * 512, rank * 512 + 512))) for i in range(5000)] for rank in range(8)
     }
-    began = time.process_time()
+    began = time.thread_time()
     check_coverage(held, shapes)
-    assert time.process_time() - began < 10, "40,000 pieces take a fraction of a second where nothing is quadratic"
+    assert time.thread_time() - began < 10, "40,000 pieces take a fraction of a second where nothing is quadratic"
 
 
 def test_it_loads_no_torch() -> None:

@@ -19,6 +19,7 @@ from tllm.cli.commands.serve import _chooser as serving_chooser
 from tllm.cli.commands.train import _chooser_of as training_chooser
 from tllm.cli.main import main
 from tllm.cluster.settings import TrainSettings, Wiring
+from tllm.engine.schedule.step_cost import StepCost
 from tllm.planner.measured.outcome import FILE as OUTCOME
 from tllm.planner.measured.outcome import ServingOutcome
 from tllm.planner.measured.survey import FILE, digest
@@ -56,7 +57,10 @@ def test_a_reply_is_predicted_beside_its_text(
 def test_what_was_right_of_drafts_takes_the_place_of_what_was_expected(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Each draft is checked here: whether drafts pay is measured, and with it would change how many were right."""
     monkeypatch.setattr("tllm.cli.arguments.survey_settings.NODE_SECONDS", 0.1)
+    for decision in ("row_pays", "drafts_pay"):
+        monkeypatch.setattr(StepCost, decision, lambda *of: True)
     asked = ["generate", str(model), "--prompt-ids", ",".join(["1,2,3"] * 8), "--max-tokens", "40", "--threads", "1"]
     asked += ["--ignore-eos", "--temperature", "0", "--quiet"]
     assert main(asked) == 0

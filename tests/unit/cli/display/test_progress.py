@@ -37,7 +37,8 @@ def test_bars_tell_bytes_from_what_is_counted(
     assert "1 of 3" in said and "1.0 MiB of 3.0 MiB" in said
 
 
-def test_what_is_quick_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_quick_says_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(module.time, "monotonic", lambda: 100.0)
     tell = module.Lines()
     tell("rank 0", 0, 100)
     tell("rank 0", 100, 100)

@@ -111,7 +111,7 @@ def test_a_search_that_nobody_waits_for_is_dropped() -> None:
         adviser = Adviser(Chooser())  # type: ignore[arg-type]
         adviser._task = asyncio.create_task(asyncio.sleep(60))  # type: ignore[arg-type]
         adviser.close()
-        await asyncio.wait([adviser._task], timeout=5)
+        await asyncio.wait([adviser._task], timeout=20)
         assert adviser._task.cancelled()
 
     asyncio.run(scene())

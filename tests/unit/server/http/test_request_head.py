@@ -104,11 +104,12 @@ def test_sizes_are_those_of_the_slow_way() -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [b'"' + b'\\"' * 30_000, b'"\\' * 30_000, b'["' + b'\\"' * 30_000, b'"",' * 1_000_000],
+    [b'"' + b'\\"' * 100_000, b'"\\' * 100_000, b'["' + b'\\"' * 100_000, b'"",' * 1_000_000],
     ids=lambda body: body[:6],
 )
 def test_a_body_is_read_once_however_its_quotes_are(body: bytes) -> None:
-    """A quote that begins a text without an end had the whole rest read, and the next quote again: 80 KB took 70 s."""
-    began = time.process_time()
+    """A quote that begins a text without an end had the whole rest read, and the next quote again: 80 KB took 70 s, and
+    these would take minutes."""
+    began = time.thread_time()
     check_json_size(body, 1, 1)
-    assert time.process_time() - began < 0.5
+    assert time.thread_time() - began < 10, "it takes a fraction of a second"

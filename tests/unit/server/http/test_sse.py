@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tllm.core.errors import ClusterError
 from tllm.server.app import App
 from tllm.server.http import sse as stream_module
 from tllm.server.openai.engine_client import Health
+from tllm.spec.request import Output, Request
 
 BODY = {"model": "tiny", "prompt": "hello", "max_tokens": 10}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 10}
@@ -107,8 +109,16 @@ def test_who_is_waited_for_is_said_again_only_after_a_while(monkeypatch: pytest.
 def test_an_error_after_the_first_comment_is_an_event() -> None:
     async def work() -> _Talk:
         engine = say()
-        engine.error, engine.fail_after, engine.delay = ClusterError("gone"), 0, 0.15
+
+        async def fails(request: Request) -> AsyncGenerator[Output, None]:
+            await engine.go_on.wait()
+            raise ClusterError("gone")
+            yield
+
+        engine.submit = fails  # type: ignore[method-assign]
         talk = _Talk(serve(engine, keep_alive_seconds=0.05), "/v1/completions", {**BODY, "stream": True})
+        await talk.until(lambda: b": keep-alive" in talk.body())
+        engine.go_on.set()
         await talk.finished()
         return talk
 
@@ -159,12 +169,12 @@ class _Talk:
         self._in.put_nowait({"type": "http.disconnect"})
 
     async def until(self, done: Any) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not done():
                 await asyncio.sleep(0.001)
 
     async def finished(self) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await self.task
 
 

@@ -9,7 +9,7 @@ import asyncio
 import json
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import pytest
@@ -29,6 +29,16 @@ ASKED: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "hi"},
 }
 PATHS = tuple(ASKED)
+
+
+class Held(asyncio.Event):
+    """What an engine waits for before it goes on, which tells that all it gave before has been taken."""
+
+    is_waited_for = False
+
+    async def wait(self) -> Literal[True]:
+        self.is_waited_for = True
+        return await super().wait()
 
 
 class Asker:
@@ -63,7 +73,7 @@ class Asker:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not holds():
             await asyncio.sleep(0.001)
 
@@ -181,15 +191,14 @@ def test_a_client_that_did_not_ask_for_it_cancels_by_going_away() -> None:
 
 def test_a_response_in_the_background_is_polled_cancelled_and_deleted() -> None:
     async def work() -> None:
-        engine = say()
-        engine.hold_after = 4
+        engine, held = say(), Held()
+        engine.hold_after, engine.go_on = 4, held
         asker = Asker(serve(engine))
         body = {"input": "hi", "background": True}
         begun = (await asker.http.post("/v1/responses", json=body)).json()
         assert (begun["status"], begun["background"], begun["store"]) == ("in_progress", True, True)
         path = f"/v1/responses/{begun['id']}"
-        await until(lambda: engine.running == 1)
-        await asyncio.sleep(0.02)
+        await until(lambda: held.is_waited_for)
         so_far = (await asker.get(path)).json()
         assert so_far["status"] == "in_progress" and so_far["output"][0]["status"] == "in_progress"
         cancelled = (await asker.get(f"{path}/cancel", "POST")).json()
@@ -213,14 +222,13 @@ def test_a_kept_reply_that_is_cancelled_before_its_first_token_costs_what_was_co
     """And what only says how much that is is not kept, nor read by whoever takes the reply up."""
 
     async def work() -> None:
-        engine = say()
-        engine.computed, engine.hold_after = 2, 0
+        engine, held = say(), Held()
+        engine.computed, engine.hold_after, engine.go_on = 2, 0, held
         app = serve(engine)
         asker = Asker(app)
         begun = (await asker.http.post("/v1/responses", json={"input": "hi", "background": True})).json()
         path = f"/v1/responses/{begun['id']}"
-        await until(lambda: engine.running == 1)
-        await asyncio.sleep(0.02)
+        await until(lambda: held.is_waited_for)
         assert (await asker.get(path)).json()["output"] == []
         assert (await asker.get(f"{path}/cancel", "POST")).json()["status"] == "cancelled"
         await until(lambda: app.router.in_hand == 0)
@@ -368,14 +376,18 @@ def test_what_finds_no_room_runs_for_nobody_and_is_in_hand_no_more() -> None:
     run(work())
 
 
+@pytest.mark.usefixtures("virtual_time")
 def test_what_ended_is_forgotten_though_nobody_comes() -> None:
     async def work() -> None:
-        app = serve(say(), keep_streams=0.05)
-        _, reading = await Asker(app).begin("/v1/chat/completions")
-        await reading
+        app = serve(say(), keep_streams=60)
         assert isinstance(app.store, LocalStreamStore)
         streams = app.store.streams
+        streams._clock = asyncio.get_running_loop().time
+        _, reading = await Asker(app).begin("/v1/chat/completions")
+        await reading
+        await asyncio.sleep(59)
         assert streams.nbytes > 0
-        await until(lambda: streams.nbytes == 0)
+        await asyncio.sleep(2)
+        assert streams.nbytes == 0
 
     run(work())

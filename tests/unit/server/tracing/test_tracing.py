@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import time
+import threading
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -14,8 +14,9 @@ import pytest
 from tests.support.serving.otlp_collector import Collector, collecting
 from tests.unit.server.kit import client, say, serve
 from tllm.server.app import App
+from tllm.server.tracing import otlp
 from tllm.server.tracing import tracing as tracing_module
-from tllm.server.tracing.otlp import EXPORT_SECONDS, OtlpTraces
+from tllm.server.tracing.otlp import OtlpTraces
 from tllm.server.tracing.request_trace import RequestTrace
 from tllm.server.tracing.tracing import NodeSpan, SpansOf, TraceExporter, Tracing
 from tllm.spec.request import StageSpan
@@ -134,31 +135,52 @@ def test_who_samples_nothing_is_followed() -> None:
         assert not whole(collector, 0, traceparent="00-" + "a" * 32 + "-" + "b" * 16 + "-00")
 
 
-def test_a_collector_that_is_away_is_told_once_and_holds_nobody_up(caplog: pytest.LogCaptureFixture) -> None:
+def ended() -> RequestTrace:
+    """One that nobody called, of a request without a sequence: one span."""
     trace = RequestTrace("POST", "/v1/completions", {}, status=200)
     trace.end()
+    return trace
+
+
+def test_a_collector_that_is_away_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(otlp, "EXPORT_SECONDS", 0.1)  # less than the library waits before it tries again
     with socket.socket() as nobody, caplog.at_level(logging.INFO):
         nobody.bind(("127.0.0.1", 0))  # nobody listens there, and nobody else can
         port = nobody.getsockname()[1]
         exporter = OtlpTraces(f"http://127.0.0.1:{port}", "fake")
-        began = time.monotonic()
-        for _ in range(5):
-            exporter.export(trace, ())
-        assert time.monotonic() - began < EXPORT_SECONDS
-        exporter._provider.force_flush(8000)
-        exporter.export(trace, ())
+        for _ in range(2):
+            exporter.export(ended(), ())
+            exporter._provider.force_flush(8000)
         exporter.close()
-        assert time.monotonic() - began < 3 * EXPORT_SECONDS
     said = [record.getMessage() for record in caplog.records if str(port) in record.getMessage()]
     assert len(said) == 1 and "takes no traces: they are dropped" in said[0], said
 
 
-def test_closing_waits_for_no_collector_that_says_nothing() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        exporter = OtlpTraces(f"http://127.0.0.1:{silent.getsockname()[1]}", "fake")
-        trace = RequestTrace("POST", "/v1/completions", {}, status=200)
-        trace.end()
-        exporter.export(trace, ())
-        began = time.monotonic()
+def test_a_collector_that_does_not_answer_holds_up_neither_requests_nor_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It answers only after all calls have returned, so none of them can have waited for it."""
+    monkeypatch.setattr(otlp, "EXPORT_SECONDS", 60.0)
+    monkeypatch.setattr(otlp, "CLOSE_SECONDS", 0.05)
+    with collecting() as collector:
+        asked, answers, take = threading.Event(), threading.Event(), collector.take
+
+        def hold(body: bytes) -> None:
+            asked.set()
+            assert answers.wait(20)
+            take(body)
+
+        monkeypatch.setattr(collector, "take", hold)
+        exporter = OtlpTraces(collector.url, "fake")
+        exporter.export(ended(), ())
+        assert asked.wait(20), "the first one is being sent"
+        for _ in range(5):
+            exporter.export(ended(), ())
         exporter.close()
-        assert time.monotonic() - began < EXPORT_SECONDS
+        [sending] = [thread for thread in threading.enumerate() if thread.name == "otlp"]
+        answers.set()
+        assert len(collector.wait(6)) == 6, "what waited is sent on"
+        sending.join(20)
+        assert not sending.is_alive()
