@@ -148,7 +148,7 @@ def no_process_left(request: pytest.FixtureRequest) -> Iterator[None]:
     before, orphans = set(descendants()), ended_orphans()
     yield
     bury(orphans & ended_orphans())  # not what has ended since: a fork of this very test may be waited for yet
-    left = wait_until_gone([pid for pid in descendants() if pid not in before], seconds=3)
+    left = wait_until_gone([pid for pid in descendants() if pid not in before])
     if left:
         names = "\n".join(f"  {pid}: {command(pid)}" for pid in left)
         kill(left)

@@ -139,7 +139,7 @@ def test_told_while_it_starts_it_ends(tmp_path: Path) -> None:
             time.sleep(0.01)
         code, said = command.interrupt()
     assert code == SAVED and "Traceback" not in said
-    assert wait_until_gone(here, 3.0) == []
+    assert wait_until_gone(here) == []
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["start"]
 
 
@@ -154,7 +154,7 @@ def test_told_twice_it_ends_at_once(tmp_path: Path) -> None:
         command.until("once more ends at once")
         code, said = command.interrupt()
     assert code == SAVED and "Traceback" not in said
-    assert wait_until_gone(here, 3.0) == []
+    assert wait_until_gone(here) == []
     assert records(tmp_path / "run") == [] and not list((tmp_path / "run").glob("step-*"))
 
 
@@ -176,7 +176,7 @@ def test_a_worker_that_is_lost_ends_the_run_with_its_name(number: str, words: st
     *_, last = said.splitlines()
     assert re.fullmatch(rf"error: node local-1 \(rank 1, layers \[1, 2\)\) {words}", last), said
     assert "Traceback" not in said
-    assert wait_until_gone(here, 3.0) == []
+    assert wait_until_gone(here) == []
 
 
 def test_a_worker_that_is_lost_is_started_again(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_a_worker_that_is_lost_is_started_again(tmp_path: Path) -> None:
     assert code == 0 and "Traceback" not in said
     assert [record.step for record in records(tmp_path / "run")] == list(range(1, 61))
     assert starts(tmp_path / "run") == [(0, PP2), (int(again[1]), PP2)]
-    assert wait_until_gone(here, 3.0) == []
+    assert wait_until_gone(here) == []
 
 
 PP2 = "pp=2,tp=1+1,layers=1+1"
@@ -202,7 +202,7 @@ def test_a_command_that_is_killed_leaves_no_worker(tmp_path: Path) -> None:
         command.until(step_line(3))
         here = workers(command)
         command.process.kill()
-        assert wait_until_gone(here, 15.0) == []
+        assert wait_until_gone(here) == []
 
 
 def test_weights_that_explode_end_the_run(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_a_cluster_computes_what_one_process_does_and_reads_each_byte_once(
             assert len(seen) == len(nodes)
 
     play(scene)
-    assert wait_until_gone(descendants(), 1.0) == []
+    assert wait_until_gone(descendants()) == []
 
 
 def test_a_node_without_the_model_gets_its_bytes_from_the_coordinator(
@@ -169,7 +169,7 @@ def test_workers_here_keep_together_to_what_is_given(model: Path, truth: list[in
                 assert given <= limit < given + LARGEST_UNTOUCHED
 
     play(scene)
-    assert wait_until_gone(descendants(), 1.0) == []
+    assert wait_until_gone(descendants()) == []
 
 
 def test_a_plan_that_does_not_fit_what_is_given_here_is_refused(model: Path) -> None:
@@ -213,7 +213,7 @@ def test_other_machines_join_by_what_the_coordinator_prints(model: Path, truth: 
                 assert await ids(cluster) == truth
                 await first[0]
             for process in started:
-                assert await asyncio.to_thread(process.wait, 5) == 0
+                assert await asyncio.to_thread(process.wait, 60) == 0
 
     play(scene)
 
@@ -254,8 +254,8 @@ def test_workers_end_with_their_coordinator_however_it_ends(number: signal.Signa
         workers = [int(pid) for pid in process.stdout.readline().split()]
         assert len(workers) == 2
         process.send_signal(number)
-        process.wait(10)
-        assert wait_until_gone(workers, 5.0) == []
+        process.wait(60)
+        assert wait_until_gone(workers) == []
 
 
 def test_closing_a_request_cancels_it(model: Path, truth: list[int]) -> None:
@@ -333,7 +333,7 @@ def test_a_spoilt_folder_is_an_error_in_words_and_nothing_is_left(
         assert time.monotonic() - start < LOCAL_SECONDS / 2, "nobody waits for what cannot come"
 
     play(scene)
-    assert wait_until_gone(descendants(), 1.0) == []
+    assert wait_until_gone(descendants()) == []
 
 
 def test_a_worker_that_dies_before_it_joins_ends_the_wait(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

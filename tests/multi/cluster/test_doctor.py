@@ -30,7 +30,7 @@ def test_every_node_and_every_way() -> None:
     assert len({node.versions["source"] for node in found.nodes}) == 1
     assert [(way.source, way.target) for way in found.ways] == [(a, b) for a in names for b in names if a != b]
     assert all(way.measured is not None and way.measured.bandwidth > 0 for way in found.ways)
-    assert wait_until_gone(descendants(), 1.0) == []
+    assert wait_until_gone(descendants()) == []
 
 
 def test_a_node_that_is_killed_ends_the_visit_by_its_name() -> None:
@@ -47,7 +47,7 @@ def test_a_node_that_is_killed_ends_the_visit_by_its_name() -> None:
 
     with pytest.raises(ClusterError, match="local-1"):
         asyncio.run(limited())
-    assert wait_until_gone(descendants(), 1.0) == []
+    assert wait_until_gone(descendants()) == []
 
 
 @pytest.mark.soak  # `test_every_node_and_every_way` measures all links

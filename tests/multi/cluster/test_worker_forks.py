@@ -25,13 +25,13 @@ def play(scene: Callable[[WorkerForks], Awaitable[None]]) -> None:
     """A scene that leaves no process."""
 
     async def limited() -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(200):
             forks = WorkerForks(threads=1)
             await scene(forks)
             await forks.close()
 
     asyncio.run(limited())
-    assert wait_until_gone(descendants(), 1.0) == []
+    assert wait_until_gone(descendants()) == []
 
 
 async def forked(forks: WorkerForks, count: int) -> list[WorkerProcess]:
@@ -80,7 +80,7 @@ def test_workers_outlive_the_server_and_another_is_started() -> None:
         assert old.pid in descendants()
         (new,) = await forked(forks, 1)
         old.kill()
-        assert old.pid is not None and wait_until_gone([old.pid], 5.0) == []
+        assert old.pid is not None and wait_until_gone([old.pid]) == []
         new.stdin.close()
         assert await new.exit_code == 0
 

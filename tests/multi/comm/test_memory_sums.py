@@ -24,7 +24,7 @@ async def served(folder: Path, quantize: Quantize | None, inside: IntraHost) -> 
     sizes = EngineConfig(
         cache_tokens=256, max_model_len=128, dtype="float32", quantize=quantize, wiring=Wiring(intra_host=inside)
     )
-    async with asyncio.timeout(60), open_cluster(folder, "tp=2", sizes, ClusterOptions(threads=1)) as cluster:
+    async with asyncio.timeout(200), open_cluster(folder, "tp=2", sizes, ClusterOptions(threads=1)) as cluster:
         request = Request(id="r", prompt_ids=PROMPT, params=PARAMS)
         outputs = [output async for output in cluster.submit(request)]
         reply = [(output.token_ids, output.logprobs) for output in outputs if not output.computed_tokens]

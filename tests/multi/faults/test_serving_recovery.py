@@ -166,7 +166,7 @@ def test_a_cluster_outlives_one_loss_after_another(model: Path, truth: Truth, ca
 
     play(scene)
     assert "its machine answers and its process does not" in caplog.text
-    assert wait_until_gone(descendants(), 1.0) == []
+    assert wait_until_gone(descendants()) == []
 
 
 def test_a_node_lost_while_others_load_for_one_lost_before(
@@ -192,7 +192,7 @@ def test_a_node_lost_while_others_load_for_one_lost_before(
             assert cluster.state.epoch >= 3
 
     play(scene)
-    assert wait_until_gone(descendants(), 1.0) == []
+    assert wait_until_gone(descendants()) == []
 
 
 def test_with_nobody_left_requests_end_once_and_the_next_node_brings_service_back(model: Path, truth: Truth) -> None:

@@ -136,7 +136,7 @@ def test_one_worker_after_another_is_killed_and_started_again(model: Path, whole
 
     play(scene(), SECONDS)
     check(job, whole)
-    assert wait_until_gone(descendants(), 1.0) == []
+    assert wait_until_gone(descendants()) == []
 
 
 def test_a_spare_takes_a_seat_then_fewer_go_on_then_one_joins(model: Path, whole: Any, tmp_path: Path) -> None:

@@ -121,4 +121,4 @@ def test_a_chat_outlives_its_workers_and_its_server(model: Path, tmp_path: Path)
             assert await asked(cluster, 2, prompts[2]) == (replies[2], found[2])
 
     play(scene)
-    assert wait_until_gone(descendants(), 1.0) == []
+    assert wait_until_gone(descendants()) == []

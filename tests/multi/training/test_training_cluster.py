@@ -121,7 +121,7 @@ def test_processes_train_what_threads_do(model: Path, tmp_path: Path) -> None:
     assert len(seen) == 2 and all(done == total > 0 for done, total in seen.values())
     off, name = furthest(final(tmp_path / "processes"), final(tmp_path / "threads"))
     assert off < 1e-11, name
-    assert wait_until_gone(descendants(), 1.0) == []
+    assert wait_until_gone(descendants()) == []
 
 
 def test_the_end_is_told_when_every_rank_has_ended(job: Job, join: Callable[..., Joined]) -> None:

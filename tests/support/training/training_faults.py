@@ -170,7 +170,7 @@ class TrainRun:
         for process in (self.command, *self.nodes.values()):
             process.kill()
             process.wait()
-        assert wait_until_gone(here, 8) == [], "the command left a process behind"
+        assert wait_until_gone(here) == [], "the command left a process behind"
 
     def _check_lives(self) -> None:
         assert self.command.poll() is None, f"it ended before the fault: {self.log()}"
