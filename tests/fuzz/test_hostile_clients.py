@@ -30,6 +30,8 @@ from tllm.server.http.settings import RequestLimits, ServerSettings
 from tllm.server.run import serving
 from tllm.spec.request import Output, Request
 
+pytestmark = pytest.mark.timeout(300)
+
 GOOD = json.dumps({"model": "tiny", "prompt": "hello", "max_tokens": 4}).encode()
 HIGH_WATER = 64 << 10
 """Bytes that asyncio's transports hold of what is written before writers have to wait."""
@@ -380,7 +382,6 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-@pytest.mark.timeout(240)
 def test_memory_stays_as_it_is_however_often_clients_misbehave() -> None:
     """A round has 36 connections. Were each to leave 64 KiB behind, as much as its buffer may hold, a round would
     leave 2.25 MiB and three rounds 6.75 MiB. What is allowed for all three is what one such round would leave."""

@@ -16,16 +16,16 @@ from tllm.node.machine.machine_facts import ClusterProbe
 
 pytestmark = pytest.mark.timeout(300)
 LIMIT = 150.0
-"""Seconds, on a machine that does much else: each of three processes measures what it can."""
+"""Seconds, on a machine that does much else: each of two processes measures what it can. `test_doctor_hosts`: three."""
 
 
 def test_every_node_and_every_way() -> None:
     async def scene() -> ClusterProbe:
-        async with asyncio.timeout(LIMIT), open_doctor(3, measure_seconds=0.3, way_seconds=0.3) as doctor:
+        async with asyncio.timeout(LIMIT), open_doctor(2, measure_seconds=0.3, way_seconds=0.3) as doctor:
             return await doctor.probe()
 
     found = asyncio.run(scene())
-    names = ["local-0", "local-1", "local-2"]
+    names = ["local-0", "local-1"]
     assert [node.node for node in found.nodes] == names
     assert len({node.versions["source"] for node in found.nodes}) == 1
     assert [(way.source, way.target) for way in found.ways] == [(a, b) for a in names for b in names if a != b]

@@ -57,6 +57,7 @@ def test_a_split_model_is_equal(model: Path) -> None:
     assert wait_until_gone(descendants()) == []
 
 
+@pytest.mark.soak  # `test_gguf_cluster` verifies a model of few bits
 def test_a_quantised_model_is_equal_too(model: Path, tmp_path: Path) -> None:
     save_quantized(model, tmp_path / "awq", FORMATS["awq"])
 

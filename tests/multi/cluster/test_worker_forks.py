@@ -42,9 +42,12 @@ async def forked(forks: WorkerForks, count: int) -> list[WorkerProcess]:
 
 
 def test_each_worker_has_its_own_files_group_and_end() -> None:
+    """And one that takes the place of another imports nothing."""
+
     async def scene(forks: WorkerForks) -> None:
         killed, closed, kept = await forked(forks, 3)
         assert [os.getpgid(worker.pid) == worker.pid for worker in (killed, closed, kept) if worker.pid] == [True] * 3
+        (server,) = set(descendants()) - {killed.pid, closed.pid, kept.pid}
         killed.kill()
         assert await killed.exit_code == -signal.SIGKILL
         closed.stdin.close()
@@ -54,17 +57,8 @@ def test_each_worker_has_its_own_files_group_and_end() -> None:
         kept.stdin.write(b"no settings\n")
         assert await kept.exit_code == 1
         assert b"DecodeError" in await kept.stderr.read()
-
-    play(scene)
-
-
-def test_one_that_takes_the_place_of_another_imports_nothing() -> None:
-    async def scene(forks: WorkerForks) -> None:
-        (first,) = await forked(forks, 1)
-        first.kill()
-        (server,) = set(descendants()) - {first.pid}
         (second,) = await forked(forks, 1)
-        assert set(descendants()) - {first.pid} == {server, second.pid}
+        assert set(descendants()) - {killed.pid, closed.pid, kept.pid} == {server, second.pid}
         second.stdin.close()
         assert await second.exit_code == 0
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.models.families import save_model
+from tests.support.selection import soak_but
 from tllm.cluster.settings import IntraHost, Wiring
 from tllm.engine.schedule.limits import EngineConfig
 from tllm.node.coordinator.cluster_options import ClusterOptions
@@ -31,7 +32,7 @@ async def served(folder: Path, quantize: Quantize | None, inside: IntraHost) -> 
         return list(reply), {member.loaded.network for member in cluster.state.ranks if member.loaded}
 
 
-@pytest.mark.parametrize("quantize", [None, "int4"])
+@pytest.mark.parametrize("quantize", soak_but(["int4"], [None, "int4"]))
 def test_sums_in_memory_have_the_bits_of_those_by_links(quantize: Quantize | None, tmp_path: Path) -> None:
     save_model("llama", tmp_path)
     in_memory, said = asyncio.run(served(tmp_path, quantize, "memory"))
