@@ -318,7 +318,11 @@ def strange_config(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("spoil", "error"),
-    [(broken_weights, WeightsError), (missing_weights, WeightsError), (strange_config, PlanError)],
+    [
+        (broken_weights, WeightsError),
+        pytest.param(missing_weights, WeightsError, marks=pytest.mark.soak),
+        (strange_config, PlanError),
+    ],
 )
 def test_a_spoilt_folder_is_an_error_in_words_and_nothing_is_left(
     spoil: Callable[[Path], None], error: type[TllmError], model: Path, tmp_path: Path
