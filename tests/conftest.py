@@ -35,6 +35,10 @@ from tests.support.process_state import as_in_a_process_of_its_own, left_changed
 from tests.support.properties import register_profiles
 from tllm.core.stacks import STACKS_VARIABLE
 
+# Several ranks on few cores: more threads are only slower. Here, since torch reads it once, and a folder's conftest.py
+# that imports it is read before any hook is called.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 SECONDS_TO_END = 20
 """How long after its limit a test may still hold the main thread (in C code, say) before the whole run is ended."""
 
@@ -49,7 +53,6 @@ _backstops: dict[str, threading.Timer] = {}
 
 def pytest_configure(config: pytest.Config) -> None:
     register_profiles()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # several ranks on few cores: more threads are only slower
     os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the real hub; those with a hub of their own say so
     os.environ[STACKS_VARIABLE] = str(STACKS)  # a worker's stderr is read by its parent, which may be what hangs
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
@@ -148,7 +151,7 @@ def no_process_left(request: pytest.FixtureRequest) -> Iterator[None]:
     before, orphans = set(descendants()), ended_orphans()
     yield
     bury(orphans & ended_orphans())  # not what has ended since: a fork of this very test may be waited for yet
-    left = wait_until_gone([pid for pid in descendants() if pid not in before], seconds=3)
+    left = wait_until_gone([pid for pid in descendants() if pid not in before])
     if left:
         names = "\n".join(f"  {pid}: {command(pid)}" for pid in left)
         kill(left)

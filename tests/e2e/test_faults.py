@@ -35,10 +35,10 @@ def check_that_strangers_are_counted(cluster: Faulty) -> None:
     assert len(addresses) == 4
     for address in addresses:
         host, _, port = address.rpartition(":")
-        with socket.create_connection((host, int(port)), timeout=10) as sock, contextlib.suppress(ConnectionError):
+        with socket.create_connection((host, int(port)), timeout=60) as sock, contextlib.suppress(ConnectionError):
             sock.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
             assert b"HTTP" not in sock.recv(1000)
-    cluster.until(lambda: cluster.metrics()["tllm_refused_links_total"] == len(addresses), 10, "the counter")
+    cluster.until(lambda: cluster.metrics()["tllm_refused_links_total"] == len(addresses), 60, "the counter")
 
 
 @pytest.mark.netns

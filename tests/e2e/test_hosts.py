@@ -22,6 +22,8 @@ pytestmark = [pytest.mark.netns, pytest.mark.timeout(300)]
 
 KEY = "a-key-of-this-test"
 COUNT = 3
+IMPATIENT = "from tllm.node.front_end import remote_engine\nremote_engine.RESUME_SECONDS = 4.0"
+"""For a first machine that has to look in vain for who coordinates: as it does for half a minute."""
 
 
 @pytest.fixture(autouse=True)
@@ -36,9 +38,9 @@ def expected(folder: Path) -> list[list[int]]:
         return [engine.generate([[1, 2, 3 + number]], greedy)[0] for number in range(COUNT)]
 
 
-def serve(hosts: Hosts, folder: Path, *more: str) -> Any:
+def serve(hosts: Hosts, folder: Path, *more: str, before: str = "") -> Any:
     words = ["serve", str(folder), "--nodes", "3", "--host", hosts.addresses[0], "--api-key", KEY, "--threads", "1"]
-    return running(*words, "--cluster-host", hosts.addresses[0], *more, host=hosts.command(0))
+    return running(*words, "--cluster-host", hosts.addresses[0], *more, host=hosts.command(0), before=before)
 
 
 def join(hosts: Hosts, number: int, line: Any) -> Any:
@@ -76,7 +78,7 @@ def test_three_hosts_serve_the_official_client(network: dict[str, Any], plan: st
 def test_a_cable_pulled_out_is_outlived_and_its_node_taken_back(folder: Path) -> None:
     """The node is not killed, only silent; plugged in again it finds the coordinator and is of use to it. So is the
     first machine: meanwhile it answers that it coordinates no more, and then it is a node of whoever does."""
-    with Hosts(4, rate="100mbit") as hosts, serve(hosts, folder, "--plan", "pp=3") as server:
+    with Hosts(4, rate="100mbit") as hosts, serve(hosts, folder, "--plan", "pp=3", before=IMPATIENT) as server:
         line = server.until(r"tllm join (\S+) --token (\S+)")
         with join(hosts, 1, line), join(hosts, 2, line):
             url = url_of(server)
@@ -112,7 +114,7 @@ def test_a_cable_pulled_out_is_outlived_and_its_node_taken_back(folder: Path) ->
 
 def until_deposed(hosts: Hosts, url: str, model: str) -> dict[str, Any]:
     """What the first host answers to a request, asked there, once it coordinates no more and has looked in vain for who
-    does for half a minute."""
+    does."""
     asked = {"model": model, "prompt": [1], "max_tokens": 1}
     with inside(hosts.names[0]):
         while True:

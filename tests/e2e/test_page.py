@@ -24,6 +24,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="this machine has no Chromium: `apt-get install chromium`"),
 ]
 KEY = "a-key-for-the-page"
+expect.set_options(timeout=60_000)  # milliseconds, in place of five seconds: what is expected comes
 UNANSWERED = "Failed to load resource: the server responded with a status of 401"
 """What the browser itself says of a request that the server refuses for want of a key."""
 
@@ -113,15 +114,15 @@ def sees_a_node_lost_while_a_chat_is_written(page: Page, address: str) -> None:
     page.get_by_label("Temperature").fill("0")
     page.get_by_role("button", name="Send").click()
     reply = page.locator("#messages li.assistant")
-    expect(reply).to_have_text(re.compile(r"\w{3}"), timeout=30_000)
+    expect(reply).to_have_text(re.compile(r"\w{3}"))
     os.kill(next(node["pid"] for node in cluster(address)["nodes"] if node["rank"] == 1), signal.SIGKILL)
-    expect(reply).to_contain_text(re.compile(r"tokens/s · \d+ tokens"), timeout=60_000)
+    expect(reply).to_contain_text(re.compile(r"tokens/s · \d+ tokens"))
     expect(reply.locator(".fault")).to_have_count(0)
 
     page.get_by_role("tab", name="Cluster").click()
     expect(page.locator("#events")).to_contain_text(re.compile(r"node local-\d \(rank 1, layers \[2, 4\)\) went away"))
     expect(page.locator("#plan")).to_contain_text("1 node lost so far")
-    expect(page.locator("#state")).to_have_text("tiny ready", timeout=30_000)
+    expect(page.locator("#state")).to_have_text("tiny ready")
 
 
 def begins_a_new_chat_while_one_is_written(page: Page) -> None:
@@ -205,12 +206,12 @@ def test_the_page_of_a_training_run(tmp_path: Path) -> None:
     with running("train", str(job), "--plan", "pp=2", "--page", "0", "--quiet") as run:
         address = run.until(r"page is at (http://\S+)")[1] + "/"
         with tab(address) as watched:
-            expect(watched.page.locator("#state")).to_have_text("run trains", timeout=60_000)
+            expect(watched.page.locator("#state")).to_have_text("run trains")
             expect(watched.page.locator(".card")).to_have_count(2)
             expect(watched.page.get_by_role("tab", name="Chat")).to_be_hidden()
             expect(watched.page.locator(".chart").first).to_contain_text(re.compile(r"Loss\d+\.\d{3} between"))
             expect(watched.page.locator("#requests")).to_contain_text("of 100,000")
-            expect(watched.page.locator("#events")).to_contain_text("saved step 5", timeout=60_000)
+            expect(watched.page.locator("#events")).to_contain_text("saved step 5")
             expect(watched.page.locator("#completions h2")).to_contain_text(re.compile(r"held out, after step \d+$"))
             expect(watched.page.locator("#completions tbody tr")).to_have_count(2)
             expect(watched.page.locator("#completions td").first).to_contain_text("<b>first</b>")

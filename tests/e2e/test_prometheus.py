@@ -62,7 +62,7 @@ class Prometheus:
     def ask(self, path: str, **query: str) -> Any:
         """What its API answers."""
         url = f"http://{self.address}/api/v1/{path}?{urllib.parse.urlencode(query)}"
-        with urllib.request.urlopen(url, timeout=10) as reply:
+        with urllib.request.urlopen(url, timeout=60) as reply:
             answer = json.load(reply)
         assert answer["status"] == "success"
         return answer["data"]
@@ -97,7 +97,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
         body = json.dumps({"prompt": "hello", "max_tokens": 4}).encode()
         asked = urllib.request.Request(f"http://{address}/v1/completions", body, {"content-type": "application/json"})
         with urllib.request.urlopen(asked):
-            started.wait_for_scrapes(4)
+            started.wait_for_scrapes(3)
         yield started
     finally:
         started.process.terminate()

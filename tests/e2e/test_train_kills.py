@@ -122,7 +122,7 @@ def killed(words: list[str], dice: random.Random, folder: Folder) -> bool:
         print(f"{words[-1]}: killed {here.index(victim)} of {len(here)} while {moment}, at step {folder.step}: {code}")
         assert code in (LOST, KILLED), said
         assert "Traceback" not in said
-        assert wait_until_gone(here[1:], 8.0) == []
+        assert wait_until_gone(here[1:]) == []
     return True
 
 

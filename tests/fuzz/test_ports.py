@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 
+import pytest
+
 from tests.support.cluster.fuzz_ports import NodePort, control_port
+
+pytestmark = pytest.mark.timeout(300)
 
 ATTACKS = 120
 

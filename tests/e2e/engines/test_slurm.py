@@ -52,7 +52,7 @@ def losses(run: Path) -> dict[int, float]:
     return {record.step: record.loss for record in read_records(run / "metrics.jsonl")}
 
 
-def until_step(lab: Slurm, run: Path, step: int, seconds: float = 60.0) -> None:
+def until_step(lab: Slurm, run: Path, step: int, seconds: float = 120.0) -> None:
     end = time.monotonic() + seconds
     while not (run / "metrics.jsonl").exists() or max(losses(run), default=0) < step:
         assert time.monotonic() < end, lab.told()
@@ -82,7 +82,7 @@ def test_a_run_is_requeued_and_outlives_a_task_with_the_losses_of_one_machine(la
     number = lab.submit(script("train.sh", tmp_path), "--chdir", str(tmp_path), "--output", str(output))
     until_step(lab, run, 5)
     lab("scancel", "--signal=TERM", str(number))
-    lab.until(number, "PENDING", seconds=30)
+    lab.until(number, "PENDING", seconds=120)
     lab.start_now(number)
     (saved,) = run.glob("step-*")
     stopped = int(saved.name.removeprefix("step-"))
@@ -93,7 +93,7 @@ def test_a_run_is_requeued_and_outlives_a_task_with_the_losses_of_one_machine(la
     os.kill(task, signal.SIGKILL)
     killed = max(losses(run))
     assert killed < 75
-    ended = lab.until(number, "COMPLETED", "FAILED", seconds=60)
+    ended = lab.until(number, "COMPLETED", "FAILED", seconds=120)
     said = output.read_text()
     assert (run / "final").is_dir(), said
     assert "task-1" in said
@@ -116,14 +116,14 @@ def test_a_run_is_preempted_and_goes_on_with_fewer_machines(lab: Slurm, tmp_path
     assert lab.state(number)["NumNodes"] == "2"
     (tmp_path / "urgent.sh").write_text("#!/bin/bash\nsleep 600\n")
     urgent = lab.submit(tmp_path / "urgent.sh", "--partition=urgent", "--nodes=1", "--chdir", str(tmp_path))
-    lab.until(urgent, "RUNNING", seconds=60)
+    lab.until(urgent, "RUNNING", seconds=120)
     (saved,) = run.glob("step-*")
     stopped = int(saved.name.removeprefix("step-"))
     assert 5 <= stopped < 100
     lab.start_now(number)
     again = lab.state(number)
     assert (again["NumNodes"], again["Restarts"]) == ("1", "1")
-    assert lab.until(number, "COMPLETED", "FAILED", seconds=90)["JobState"] == "COMPLETED", output.read_text()
+    assert lab.until(number, "COMPLETED", "FAILED", seconds=120)["JobState"] == "COMPLETED", output.read_text()
     assert lab.state(urgent)["JobState"] == "RUNNING"
     found, wanted = losses(run), losses(tmp_path / "alone")
     assert found.keys() == wanted.keys()
@@ -136,7 +136,7 @@ def ask(url: str, body: dict[str, Any] | None = None) -> Any:
     return urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=60)
 
 
-def until_ready(lab: Slurm, url: str, seconds: float = 60.0) -> None:
+def until_ready(lab: Slurm, url: str, seconds: float = 120.0) -> None:
     end = time.monotonic() + seconds
     while True:
         try:
@@ -171,7 +171,7 @@ def test_a_stream_outlives_a_task(lab: Slurm, folder: Path, tmp_path: Path) -> N
                     nodes = {}
     assert ids == whole
     lab("scancel", str(number))
-    lab.until(number, "CANCELLED", seconds=30)
+    lab.until(number, "CANCELLED", seconds=120)
     assert not list(tmp_path.glob(".join*"))
 
 
@@ -179,5 +179,5 @@ def test_tllm_alone_in_a_script_says_that_srun_is_missing(lab: Slurm, folder: Pa
     file, output = tmp_path / "alone.sh", tmp_path / "alone.out"
     file.write_text(f"#!/bin/bash\n#SBATCH --nodes=2\ntllm serve {folder} --on slurm\n")
     number = lab.submit(file, "--chdir", str(tmp_path), "--output", str(output))
-    assert lab.until(number, "FAILED", seconds=30)["ExitCode"] == "2:0"
+    assert lab.until(number, "FAILED", seconds=120)["ExitCode"] == "2:0"
     assert re.search(rf"error: job {number} of Slurm has started this process, and no srun in it", output.read_text())

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster.processes import descendants, wait_until_gone
-from tests.support.commands.forked_command import ForkedCommand
+from tests.support.commands.forked_command import ForkedCommand, command_server
 from tests.support.models.families import save_model
 from tests.support.selection import soak_but
 from tllm.cluster.connection import parse_address
@@ -55,6 +55,13 @@ LONG = SamplingParams(max_tokens=240, temperature=0, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def commands_at_hand() -> None:
+    """Else the first node that a scene starts waits for the imports of who forks it, and the coordinator, which is in
+    the same loop, answers nobody meanwhile."""
+    command_server()
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
@@ -88,7 +95,7 @@ def pid_of(cluster: Serving, rank: int) -> int:
 PLANS = ("pp=2", "pp=2,tp=1+2", "tp=3,shares=1:2:1")
 
 
-@pytest.mark.parametrize("plan", soak_but(PLANS[1:], PLANS))
+@pytest.mark.parametrize("plan", soak_but(PLANS[2:], PLANS))
 def test_a_cluster_computes_what_one_process_does_and_reads_each_byte_once(
     plan: str, model: Path, truth: list[int]
 ) -> None:
@@ -117,7 +124,7 @@ def test_a_cluster_computes_what_one_process_does_and_reads_each_byte_once(
             assert len(seen) == len(nodes)
 
     play(scene)
-    assert wait_until_gone(descendants(), 1.0) == []
+    assert wait_until_gone(descendants()) == []
 
 
 def test_a_node_without_the_model_gets_its_bytes_from_the_coordinator(
@@ -169,7 +176,7 @@ def test_workers_here_keep_together_to_what_is_given(model: Path, truth: list[in
                 assert given <= limit < given + LARGEST_UNTOUCHED
 
     play(scene)
-    assert wait_until_gone(descendants(), 1.0) == []
+    assert wait_until_gone(descendants()) == []
 
 
 def test_a_plan_that_does_not_fit_what_is_given_here_is_refused(model: Path) -> None:
@@ -206,14 +213,14 @@ def test_other_machines_join_by_what_the_coordinator_prints(model: Path, truth: 
                     started.append(stack.enter_context(joining(address, token, node)))  # type: ignore[arg-type]
 
             async with open_cluster(
-                model, "pp=3", SIZES, ClusterOptions(local=1, source=JoinLine(invite), join_seconds=30)
+                model, "pp=3", SIZES, ClusterOptions(local=1, source=JoinLine(invite), join_seconds=120)
             ) as cluster:
                 assert {member.node for member in cluster.state.ranks} == {"local-0", "east", "west"}
                 assert cluster.state.ranks[0].node == "local-0"
                 assert await ids(cluster) == truth
                 await first[0]
             for process in started:
-                assert await asyncio.to_thread(process.wait, 5) == 0
+                assert await asyncio.to_thread(process.wait, 60) == 0
 
     play(scene)
 
@@ -254,45 +261,40 @@ def test_workers_end_with_their_coordinator_however_it_ends(number: signal.Signa
         workers = [int(pid) for pid in process.stdout.readline().split()]
         assert len(workers) == 2
         process.send_signal(number)
-        process.wait(10)
-        assert wait_until_gone(workers, 5.0) == []
+        process.wait(60)
+        assert wait_until_gone(workers) == []
 
 
-def test_closing_a_request_cancels_it(model: Path, truth: list[int]) -> None:
+def test_requests_that_are_closed_or_cannot_be_served_harm_no_other(model: Path, truth: list[int]) -> None:
     async def scene() -> None:
         async with open_cluster(model, "pp=2", SIZES) as cluster:
-            for i in range(3):
-                outputs = cluster.submit(Request(id=f"c{i}", prompt_ids=PROMPT, params=LONG))
-                await anext(outputs)
-                await outputs.aclose()
-            assert cluster.health().running == 0
-            assert await ids(cluster) == truth
-            await idle(cluster)
-            assert cluster.stats()["kv_usage"] == 0
+            await closing_a_request_cancels_it(cluster, truth)
+            await one_that_cannot_be_served_is_refused_alone(cluster, truth)
 
     play(scene)
 
 
-async def idle(cluster: Serving) -> None:
-    """Wait for heartbeats that tell of no work."""
+async def closing_a_request_cancels_it(cluster: Serving, truth: list[int]) -> None:
+    for i in range(3):
+        outputs = cluster.submit(Request(id=f"c{i}", prompt_ids=PROMPT, params=LONG))
+        await anext(outputs)
+        await outputs.aclose()
+    assert cluster.health().running == 0
+    assert await ids(cluster) == truth
     await asyncio.sleep(1.0)
-    while cluster.stats()["running"]:
+    while cluster.stats()["running"] or cluster.stats()["kv_usage"]:  # until a heartbeat tells that all is let go
         await asyncio.sleep(0.1)
 
 
-def test_a_request_that_cannot_be_served_harms_no_other(model: Path, truth: list[int]) -> None:
-    async def scene() -> None:
-        async with open_cluster(model, "pp=2", SIZES) as cluster:
-            too_long = Request(id="long", prompt_ids=(1,) * 300, params=SHORT)
-            with pytest.raises(RequestError, match="300"):
-                await collect(cluster.submit(too_long))
-            same = [asyncio.create_task(ids(cluster, name="same")) for _ in range(2)]
-            done = await asyncio.gather(*same, return_exceptions=True)
-            assert sorted(map(str, done)) == sorted([str(truth), str(done[1])])
-            assert isinstance(done[1], RequestError)
-            assert await ids(cluster) == truth
-
-    play(scene)
+async def one_that_cannot_be_served_is_refused_alone(cluster: Serving, truth: list[int]) -> None:
+    too_long = Request(id="long", prompt_ids=(1,) * 300, params=SHORT)
+    with pytest.raises(RequestError, match="300"):
+        await collect(cluster.submit(too_long))
+    same = [asyncio.create_task(ids(cluster, name="same")) for _ in range(2)]
+    done = await asyncio.gather(*same, return_exceptions=True)
+    assert sorted(map(str, done)) == sorted([str(truth), str(done[1])])
+    assert isinstance(done[1], RequestError)
+    assert await ids(cluster) == truth
 
 
 async def collect(outputs: AsyncIterator[Output]) -> list[Output]:
@@ -316,7 +318,11 @@ def strange_config(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("spoil", "error"),
-    [(broken_weights, WeightsError), (missing_weights, WeightsError), (strange_config, PlanError)],
+    [
+        (broken_weights, WeightsError),
+        pytest.param(missing_weights, WeightsError, marks=pytest.mark.soak),
+        (strange_config, PlanError),
+    ],
 )
 def test_a_spoilt_folder_is_an_error_in_words_and_nothing_is_left(
     spoil: Callable[[Path], None], error: type[TllmError], model: Path, tmp_path: Path
@@ -333,7 +339,7 @@ def test_a_spoilt_folder_is_an_error_in_words_and_nothing_is_left(
         assert time.monotonic() - start < LOCAL_SECONDS / 2, "nobody waits for what cannot come"
 
     play(scene)
-    assert wait_until_gone(descendants(), 1.0) == []
+    assert wait_until_gone(descendants()) == []
 
 
 def test_a_worker_that_dies_before_it_joins_ends_the_wait(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,21 +16,21 @@ from tllm.node.machine.machine_facts import ClusterProbe
 
 pytestmark = pytest.mark.timeout(300)
 LIMIT = 150.0
-"""Seconds, on a machine that does much else: each of three processes measures what it can."""
+"""Seconds, on a machine that does much else: each of two processes measures what it can. `test_doctor_hosts`: three."""
 
 
 def test_every_node_and_every_way() -> None:
     async def scene() -> ClusterProbe:
-        async with asyncio.timeout(LIMIT), open_doctor(3, measure_seconds=0.3, way_seconds=0.3) as doctor:
+        async with asyncio.timeout(LIMIT), open_doctor(2, measure_seconds=0.3, way_seconds=0.3) as doctor:
             return await doctor.probe()
 
     found = asyncio.run(scene())
-    names = ["local-0", "local-1", "local-2"]
+    names = ["local-0", "local-1"]
     assert [node.node for node in found.nodes] == names
     assert len({node.versions["source"] for node in found.nodes}) == 1
     assert [(way.source, way.target) for way in found.ways] == [(a, b) for a in names for b in names if a != b]
     assert all(way.measured is not None and way.measured.bandwidth > 0 for way in found.ways)
-    assert wait_until_gone(descendants(), 1.0) == []
+    assert wait_until_gone(descendants()) == []
 
 
 def test_a_node_that_is_killed_ends_the_visit_by_its_name() -> None:
@@ -47,7 +47,7 @@ def test_a_node_that_is_killed_ends_the_visit_by_its_name() -> None:
 
     with pytest.raises(ClusterError, match="local-1"):
         asyncio.run(limited())
-    assert wait_until_gone(descendants(), 1.0) == []
+    assert wait_until_gone(descendants()) == []
 
 
 @pytest.mark.soak  # `test_every_node_and_every_way` measures all links

@@ -44,11 +44,11 @@ def truth(model: Path) -> list[int]:
 
 def play(scene: Callable[[], Awaitable[None]]) -> None:
     async def limited() -> None:
-        async with asyncio.timeout(50):
+        async with asyncio.timeout(200):
             await scene()
 
     asyncio.run(limited())
-    assert wait_until_gone(descendants(), 1.0) == []
+    assert wait_until_gone(descendants()) == []
 
 
 async def ids(cluster: Serving) -> list[int]:
@@ -86,6 +86,7 @@ def test_a_node_that_lacks_the_files_fetches_its_part(
     play(scene)
 
 
+@pytest.mark.soak  # the last one compares a model that is divided so, number by number
 @pytest.mark.parametrize("plan", ["tp=3,shares=1:2:1"])
 def test_every_plan_gives_the_same_tokens(plan: str, model: Path, truth: list[int]) -> None:
     async def scene() -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from types import SimpleNamespace
 
 import pytest
 
+from tests.support.steady_loop import play_steadily
 from tests.unit.cluster.kits import facts
 from tllm.cluster import control_server as door_module
 from tllm.cluster import join as join_module
@@ -41,7 +44,7 @@ from tllm.recipes.bench.processes import free_row
 
 HERE = "127.0.0.1"
 SOON = 3.0
-"""Seconds for what must happen within a second, with room for a busy machine."""
+"""Seconds for what must happen within a second, by a clock that does not count what a busy machine takes of them."""
 
 
 @pytest.fixture(autouse=True)
@@ -114,11 +117,11 @@ def play(scene: Callable[[Gate], Awaitable[None]]) -> None:
     """Run the scene against an open gate, and then see that the cluster is unharmed."""
 
     async def whole() -> None:
-        async with asyncio.timeout(30), gate() as opened:
+        async with gate() as opened:
             await scene(opened)
             await opened.check_unharmed()
 
-    asyncio.run(whole())
+    play_steadily(whole())
 
 
 @contextlib.asynccontextmanager
@@ -135,13 +138,10 @@ async def raw(
 
 async def closed_within_a_second(reader: asyncio.StreamReader) -> bytes:
     """What still comes before the other end closes."""
-    start = time.monotonic()
-    came = b""
-    with contextlib.suppress(OSError):
-        async with asyncio.timeout(SOON):
-            came = await reader.read()
-    assert time.monotonic() - start < SOON
-    return came
+    async with asyncio.timeout(SOON):
+        with contextlib.suppress(ConnectionError, ssl.SSLError):
+            return await reader.read()
+    return b""
 
 
 def test_a_node_joins_and_is_heard(caplog: pytest.LogCaptureFixture) -> None:
@@ -193,7 +193,7 @@ async def token_of_another_cluster(opened: Gate) -> JoinToken:
     ("make", "words", "by_coordinator"),
     [
         (wrong_token, "not one of this cluster", True),
-        (expired_token, "expired 40 s ago", True),
+        (expired_token, r"expired [45]\d s ago", True),
         (used_token, "used up", True),
         (token_of_another_cluster, "not the one that the join token was made for", False),
     ],
@@ -203,11 +203,10 @@ def test_a_token_that_is_no_good(
 ) -> None:
     async def scene(opened: Gate) -> None:
         token = await make(opened)
-        start = time.monotonic()
-        with pytest.raises(AuthError, match=words):
-            await join(opened.address, token, "uninvited")
-        assert time.monotonic() - start < SOON
-        said = [record.message for record in caplog.records if words in record.message]
+        async with asyncio.timeout(SOON):
+            with pytest.raises(AuthError, match=words):
+                await join(opened.address, token, "uninvited")
+        said = [record.message for record in caplog.records if re.search(words, record.message)]
         assert len(said) == by_coordinator, "the node's command tells the error, and its log would say it twice"
         assert opened.door.refused == by_coordinator
 
@@ -357,10 +356,9 @@ def test_a_certificate_of_another_authority_is_refused(caplog: pytest.LogCapture
     async def scene(opened: Gate) -> None:
         stranger = Authority.create().identity("node-1")
         forged = Identity("node-1", stranger.certificate, stranger.key, opened.authority.pem)
-        start = time.monotonic()
-        with pytest.raises((AuthError, ClusterError)):
-            await attach(opened.address, forged, facts("node-1"))
-        assert time.monotonic() - start < SOON
+        async with asyncio.timeout(SOON):
+            with pytest.raises((AuthError, ClusterError)):
+                await attach(opened.address, forged, facts("node-1"))
         await until(lambda: opened.door.refused == 1)
         assert "not one of this cluster" in caplog.text
 
@@ -432,7 +430,8 @@ def test_nodes_that_come_at_once_all_get_in_through_a_narrow_door(monkeypatch: p
 
 
 def test_who_hangs_up_again_and_again_is_no_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(join_module, "KNOCK_SECONDS", 0.5)
+    monkeypatch.setattr(join_module, "KNOCK_SECONDS", 0.8)
+    monkeypatch.setattr(join_module, "time", SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time()))
     knocks: list[str] = []
 
     async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -468,7 +467,7 @@ def test_a_coordinator_that_comes_later_is_waited_for(caplog: pytest.LogCaptureF
         with pytest.raises(ClusterError, match="cannot reach coordinator at 127"):
             await locate(place)
         waits = asyncio.create_task(locate(place, 30.0))
-        await asyncio.sleep(0.1)
+        await until(lambda: "tries again for 30 s" in caplog.text)
         late = ControlServer(opened.authority, opened.tokens, opened, place)
         serves = asyncio.create_task(late.run())
         assert await waits == place
@@ -477,7 +476,7 @@ def test_a_coordinator_that_comes_later_is_waited_for(caplog: pytest.LogCaptureF
             await serves
 
     play(scene)
-    assert "cannot reach coordinator at 127" in caplog.text and "tries again for 30 s" in caplog.text
+    assert "cannot reach coordinator at 127" in caplog.text
 
 
 def test_a_server_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

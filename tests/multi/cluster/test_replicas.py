@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from types import SimpleNamespace
 
 import pytest
 
+from tests.support.steady_loop import play_steadily
+from tllm.cluster import channel as channel_module
 from tllm.cluster.certificates import COORDINATOR, Authority, Identity, make_request
 from tllm.cluster.channel import one_way
 from tllm.cluster.connection import connect_tls
+from tllm.cluster.consensus import replica as replica_module
 from tllm.cluster.consensus.raft_messages import CONSENSUS_BYTES, FromReplica, RequestVote
 from tllm.cluster.consensus.replica import Deposed, Replica, ask_replicas, find_coordinator
 from tllm.cluster.consensus.replicated_state import (
@@ -36,7 +40,7 @@ def play(scene: Callable[[], Awaitable[None]]) -> None:
         async with asyncio.timeout(50):
             await scene()
 
-    asyncio.run(limited())
+    play_steadily(limited())
 
 
 def identity(authority: Authority, name: str) -> Identity:
@@ -53,7 +57,8 @@ class Group:
         self.tasks: list[asyncio.Task[None]] = []
 
     def start(self, name: str, founds: bool = False) -> Replica:
-        replica = Replica(identity(self.authority, name), HERE, (HERE, 0), founds, TIMING)
+        clock = asyncio.get_running_loop().time  # so that no leader is deposed because this process was not let run
+        replica = Replica(identity(self.authority, name), HERE, (HERE, 0), founds, TIMING, clock)
         self.replicas.append(replica)
         self.tasks.append(asyncio.create_task(replica.run()))
         return replica
@@ -153,13 +158,13 @@ def test_one_that_was_deposed_finds_who_coordinates_and_leads_no_more() -> None:
         async with three() as group:
             first, (north, south) = group.leader(), group.replicas[1:]
             await group.end(south)
-            assert await first.hand_over(5.0)
+            assert await first.hand_over(20.0)
             asker = identity(group.authority, COORDINATOR)
             assert await find_successor(first, asker, 0.0) is None, "nobody coordinates yet"
             searching = asyncio.create_task(find_successor(first, asker, 30.0))
             for _ in range(2):  # elected again, its process has no nodes to coordinate
                 await north.until(lambda: north.leads)
-                assert await north.hand_over(5.0)
+                assert await north.hand_over(20.0)
             await north.until(lambda: north.leads)
             await north.propose(CoordinatorBegan(north.term, HERE, 7001))
             await asyncio.sleep(0.6)
@@ -181,10 +186,10 @@ def test_only_who_is_of_the_cluster_and_speaks_for_itself_is_heard(caplog: pytes
                 await find_coordinator(leader.place, stranger)
             liar = identity(group.authority, "liar")
             channel = await connect_tls(
-                leader.place.address, member_client(liar), COORDINATOR, FromReplica, CONSENSUS_BYTES, 5
+                leader.place.address, member_client(liar), COORDINATOR, FromReplica, CONSENSUS_BYTES, 20
             )
             await channel.send(RequestVote(99, group.replicas[1].place, 99, 99, False))
-            assert await channel.receive_within(5) is None
+            assert await channel.receive_within(20) is None
             assert (leader.leads, leader.term) == (True, term)
 
     play(scene)
@@ -196,10 +201,13 @@ def test_a_message_may_come_slowly_and_silence_ends_the_connection(monkeypatch: 
     monkeypatch.setattr("tllm.cluster.consensus.replica.SILENT_SECONDS", 1.0)
 
     async def scene() -> None:
+        steady = SimpleNamespace(monotonic=asyncio.get_running_loop().time)
+        for module in (channel_module, replica_module):
+            monkeypatch.setattr(module, "time", steady)
         group = Group(Authority.create())
         replica = group.start("north")
         south = identity(group.authority, "south")
-        channel = await connect_tls(replica.place.address, member_client(south), "north", FromReplica, 1000, 5)
+        channel = await connect_tls(replica.place.address, member_client(south), "north", FromReplica, 1000, 20)
         asked = one_way(RequestVote(7, ReplicaPlace("south/0123456789abcdef", HERE, 1), 99, 99, False))
         for start in range(0, len(asked), 20):
             channel._writer.write(asked[start : start + 20])

@@ -31,8 +31,6 @@ FILE = "model.safetensors"
 SIZE = 12 * CHUNK_MIN + 1234
 CONTENT = random.Random(0).randbytes(SIZE)
 
-pytestmark = pytest.mark.timeout(50)
-
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -61,7 +59,7 @@ def read(node: Node, start: int = 0, stop: int = SIZE) -> dict[str, int]:
 
 def brought(giver: Giver, total: int) -> dict[tuple[str, str], int]:
     """Bytes by node and source once they are `total`: what came last is told after it is given to whoever reads."""
-    end = time.monotonic() + 10
+    end = time.monotonic() + 30
     while True:
         ways = {(way["node"], way["source"]): way["bytes"] for way in giver.weights.report()["brought"]}
         if sum(ways.values()) == total:
@@ -166,11 +164,11 @@ def ask(where: tuple[str, int], context: ssl.SSLContext, name: str, message: Mes
     """What a fetcher does, with any certificate and any question. ClusterError if it is not answered."""
 
     async def scene() -> None:
-        channel = await connect_tls(where, context, name, ToFetcher, 2**20, 5.0)
+        channel = await connect_tls(where, context, name, ToFetcher, 2**20, 30.0)
         try:
             await channel.send(OpenChunkConnection())
             await channel.write(QUESTION, 1, message)
-            if await channel.receive_within(5.0) is None:
+            if await channel.receive_within(30.0) is None:
                 raise ClusterError("it closed")
         finally:
             channel.abort()
@@ -192,7 +190,7 @@ def test_nobody_uninvited_is_given_anything(folder: Path, tmp_path: Path) -> Non
             with pytest.raises((AuthError, ClusterError)):
                 ask(where, context, "east", wanted)
         with socket.create_connection(where) as plain:
-            plain.settimeout(5)
+            plain.settimeout(30)
             plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
             with contextlib.suppress(ConnectionResetError):
                 while plain.recv(1000):
@@ -202,7 +200,10 @@ def test_nobody_uninvited_is_given_anything(folder: Path, tmp_path: Path) -> Non
             ask(where, member, "east", Attach(PROTOCOL, facts("gone")))
         with pytest.raises(ClusterError):
             ask(giver.address, member, "coordinator", wanted)
-        assert (nodes[0].server.refused, nodes[0].server.refused_frames) == (4, 1)
+        server, until = nodes[0].server, time.monotonic() + 30
+        while (server.refused, server.refused_frames) != (4, 1) and time.monotonic() < until:
+            time.sleep(0.005)  # who was refused hears of it before it is counted
+        assert (server.refused, server.refused_frames) == (4, 1)
         nodes.append(Node(giver, "west", tmp_path / "west"))
         assert read(nodes[1]) == {"east": SIZE}
         assert giver.sent.keys() == {"east"}
@@ -224,10 +225,10 @@ def test_who_waits_for_another_is_woken_when_it_is_lost_or_when_the_epoch_is_ove
         reading = reads()
         nodes[0].soon(nodes[0].fetcher.drop)
         with pytest.raises(ClusterError, match="is wanted no more"):
-            reading.result(10)
+            reading.result(30)
         reading = reads()
         giver.forget("ghost")
-        assert sum(reading.result(10).values()) >= SIZE - 4 * CHUNK_MIN
+        assert sum(reading.result(30).values()) >= SIZE - 4 * CHUNK_MIN
         assert giver.sent.total() < SIZE + 4 * CHUNK_MIN
 
 

@@ -42,7 +42,7 @@ def sum_and_wait(rank: int, addresses: dict[int, tuple[str, int]]) -> None:
 @pytest.mark.parametrize(
     ("number", "deadline", "error", "words"),
     [
-        (signal.SIGKILL, 30, LinkClosed, "rank 1 went away while rank 0 waited for messages between devices"),
+        (signal.SIGKILL, 60, LinkClosed, "rank 1 went away while rank 0 waited for messages between devices"),
         (signal.SIGSTOP, 1, LinkTimeout, "rank 1 did not come to exchange tensors with rank 0 between their devices"),
     ],
     ids=["killed", "stopped"],
@@ -67,7 +67,7 @@ def test_machines_sum_and_a_rank_that_dies_or_hangs_is_named_in_time(
         start = time.monotonic()
         with pytest.raises(error, match=words):
             group.all_reduce(torch.ones(3001))
-        assert time.monotonic() - start < 20, "the deadline was 60 s"
+        assert time.monotonic() - start < 40, "the deadline was 60 s"
         with pytest.raises(LinkClosed, match="group is over"):
             group.all_reduce(torch.ones(3001))
     finally:

@@ -13,6 +13,7 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import msgspec
@@ -30,7 +31,7 @@ from tllm.cluster.certificates import Authority, Identity
 from tllm.cluster.settings import LinkKind, Wiring
 from tllm.cluster.tls import data_client, data_server
 from tllm.comm.collectives.group import Group, local_groups
-from tllm.comm.links import frame
+from tllm.comm.links import frame, transport_link
 from tllm.comm.links.connect import LinkHello, LinkOptions, Listener, open_links, transport_for
 from tllm.comm.links.link import Link, LocalLink
 from tllm.comm.links.send_buffer import DEPTH
@@ -64,8 +65,9 @@ def authority() -> Authority:
     return Authority.create()
 
 
-def both_ends(source: Transport, target: Transport, seconds: float = 10.0) -> tuple[Link | Exception, Link | Exception]:
-    """What each end has of the wire 3>8, which is introduced by a link inside this process."""
+def both_ends(source: Transport, target: Transport, seconds: float = 30.0) -> tuple[Link | Exception, Link | Exception]:
+    """What each end has of the wire 3>8, which is introduced by a link inside this process; the source waits for the
+    other so many seconds."""
     ours = LocalLink(3, 8)
 
     def told(work: object) -> Link | Exception:
@@ -77,7 +79,7 @@ def both_ends(source: Transport, target: Transport, seconds: float = 10.0) -> tu
     with ThreadPoolExecutor(2) as pool:
         ends = [
             pool.submit(told, lambda: source.open_source(ours, HELLO, LOOPBACK, seconds)),
-            pool.submit(told, lambda: target.open_target(ours, HELLO, LOOPBACK, LOOPBACK, seconds)),
+            pool.submit(told, lambda: target.open_target(ours, HELLO, LOOPBACK, LOOPBACK, 30.0)),
         ]
         return ends[0].result(), ends[1].result()
 
@@ -180,20 +182,24 @@ def test_a_frame_that_nobody_takes_in_time_fails_the_next_send_of_an_unbounded_l
         source.send(torch.zeros(3))
 
 
-def test_that_nothing_was_sent_for_long_is_no_delay_of_the_next() -> None:
+def test_that_nothing_was_sent_for_long_is_no_delay_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that stands still but for the hour in which nobody sends."""
+    now = [1000.0]
+    monkeypatch.setattr(transport_link, "time", SimpleNamespace(monotonic=lambda: now[0]))
     source = TransportLink(HELLO, 0.5)
     runs = source.outgoing.chunks()
     source.send(torch.zeros(3))
     next(runs)
     with ThreadPoolExecutor(1) as pool:
         following = pool.submit(next, runs)
-        time.sleep(0.6)  # the first is written, and the thread waits for another
-        with (
-            source.outgoing._changed
-        ):  # which the thread must have before it takes the next: that waits as this is sent
+        with source.outgoing._changed:
+            assert source.outgoing._changed.wait_for(lambda: not source.outgoing._waiting, 30), "the first is written"
+        now[0] += 3600.0
+        with source.outgoing._changed:
+            # The thread must have this lock before it takes the next: that waits as another is sent.
             for _ in range(2):
                 source.send(torch.zeros(3))
-        following.result(10)
+        following.result(30)
     source.outgoing.interrupt()
 
 
@@ -204,11 +210,11 @@ class TestGrpc:
 
     def test_a_rank_of_another_cluster_is_refused(self, authority: Authority) -> None:
         stranger = Authority.create().identity("node-8")
-        source, target = both_ends(transport("grpc", authority.identity("node-3")), transport("grpc", stranger), 2.0)
+        source, target = both_ends(transport("grpc", authority.identity("node-3")), transport("grpc", stranger), 1.0)
         assert isinstance(target, AuthError)
         assert "rank 3 did not take the gRPC call of rank 8" in str(target)
         assert isinstance(source, LinkTimeout)
-        assert "rank 8 did not call the gRPC port of rank 3 within 2 s" in str(source)
+        assert "rank 8 did not call the gRPC port of rank 3 within 1 s" in str(source)
 
     def test_no_port_stays_open_where_the_other_end_went_away_before_it_heard_of_it(self, authority: Authority) -> None:
         def files() -> int:
@@ -234,7 +240,7 @@ class TestGrpc:
 
         ends = transport("grpc", authority.identity("node-3")), transport("grpc", authority.identity("node-8"))
         with patch.object(TransportOffer, "make", other_name):
-            _, target = both_ends(*ends, 2.0)
+            _, target = both_ends(*ends, 1.0)
         assert isinstance(target, AuthError)
 
     @pytest.mark.parametrize("wrong", ["secret", "hello", "bytes", "certificate"])
@@ -410,7 +416,7 @@ def test_two_processes_serve_the_same_words(kind: LinkKind, model: Path) -> None
         truth = engine.generate([prompt], params)[0]
 
     async def served() -> list[int]:
-        async with asyncio.timeout(50), open_cluster(model, "pp=2", sizes) as cluster:
+        async with asyncio.timeout(200), open_cluster(model, "pp=2", sizes) as cluster:
             request = Request(id="r", prompt_ids=prompt, params=params)
             return [token async for output in cluster.submit(request) for token in output.token_ids]
 
@@ -428,7 +434,7 @@ def test_two_processes_train_to_the_same_losses(kind: LinkKind, model: Path, tmp
     opening = open_training(TrainingWork(ResolvedJob(job, {}), plan, json.dumps(config), Wiring(kind)))
 
     async def trained() -> list[float]:
-        async with asyncio.timeout(50), opening as run:
+        async with asyncio.timeout(200), opening as run:
             return [one.loss for one in records([news async for news in run.events()])]
 
     assert asyncio.run(trained()) == pytest.approx(truth, rel=1e-12)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.models.families import save_model
+from tests.support.selection import soak_but
 from tllm.cluster.settings import IntraHost, Wiring
 from tllm.engine.schedule.limits import EngineConfig
 from tllm.node.coordinator.cluster_options import ClusterOptions
@@ -24,14 +25,14 @@ async def served(folder: Path, quantize: Quantize | None, inside: IntraHost) -> 
     sizes = EngineConfig(
         cache_tokens=256, max_model_len=128, dtype="float32", quantize=quantize, wiring=Wiring(intra_host=inside)
     )
-    async with asyncio.timeout(60), open_cluster(folder, "tp=2", sizes, ClusterOptions(threads=1)) as cluster:
+    async with asyncio.timeout(200), open_cluster(folder, "tp=2", sizes, ClusterOptions(threads=1)) as cluster:
         request = Request(id="r", prompt_ids=PROMPT, params=PARAMS)
         outputs = [output async for output in cluster.submit(request)]
         reply = [(output.token_ids, output.logprobs) for output in outputs if not output.computed_tokens]
         return list(reply), {member.loaded.network for member in cluster.state.ranks if member.loaded}
 
 
-@pytest.mark.parametrize("quantize", [None, "int4"])
+@pytest.mark.parametrize("quantize", soak_but(["int4"], [None, "int4"]))
 def test_sums_in_memory_have_the_bits_of_those_by_links(quantize: Quantize | None, tmp_path: Path) -> None:
     save_model("llama", tmp_path)
     in_memory, said = asyncio.run(served(tmp_path, quantize, "memory"))

@@ -45,7 +45,7 @@ def contexts(request: pytest.FixtureRequest, tls: Contexts) -> Contexts | None:
 
 def close_both(pair: tuple[Link, Link]) -> None:
     for link in pair:
-        link.set_deadline(1)
+        link.set_deadline(30)
         link.close()
 
 
@@ -69,15 +69,18 @@ def any_pair(request: pytest.FixtureRequest, tls: Contexts) -> Iterator[tuple[Li
         pytest.importorskip("grpc")
     sources, targets = transport_links(request.param, (3, 8), epoch=5)
     yield sources[Wire(3, 8)], targets[Wire(3, 8)]
-    for links in (sources, targets):
-        close_both((links[Wire(3, 8)], links[Wire(8, 3)]))
+    for links in (sources, targets):  # after what a test did to them, an end may have to be torn off
+        for link in links.values():
+            link.interrupt()
+            with contextlib.suppress(LinkError):
+                link.close()
 
 
 def tcp_pair(contexts: Contexts | None) -> tuple[TcpLink, TcpLink]:
     listener = Listener("127.0.0.1", 0, contexts[0] if contexts else None)
     listener.expect("test", 5, [Wire(3, 8)])
     source = connect(listener.address, contexts[1] if contexts else None, LinkHello("test", 5, 3, 8))
-    target = listener.accept(Wire(3, 8), 10)
+    target = listener.accept(Wire(3, 8), 30)
     listener.close()
     return source, target
 
@@ -261,12 +264,14 @@ def test_no_bytes_whatever_get_past_the_checks(data: st.DataObject) -> None:
 
 
 def test_a_peer_that_trickles_is_late_all_the_same() -> None:
+    """A byte each tenth of a second, for as long as it is let: the whole tensor would take an hour."""
     ours, theirs = socket.socketpair()
     target = TcpLink(ours, 3, 8, epoch=5, deadline=0.5)
     done = threading.Event()
 
     def trickle() -> None:
-        for byte in frame.tensor_prefix((3,), torch.float32, 5):
+        shape = (36_000,)
+        for byte in frame.seal(frame.tensor_prefix(shape, torch.uint8, 5) + frame.pack_sequence(0), bytes(shape[0])):
             if done.wait(0.1):
                 return
             with contextlib.suppress(BrokenPipeError):  # whoever gave up has closed
@@ -274,10 +279,8 @@ def test_a_peer_that_trickles_is_late_all_the_same() -> None:
 
     thread = threading.Thread(target=trickle)
     thread.start()
-    start = time.monotonic()
     with pytest.raises(LinkTimeout, match=r"rank 3 sent nothing to rank 8 within 0\.5 s"):
-        target.recv((3,), torch.float32)
-    assert time.monotonic() - start < 3, "all of it would take 6 s"
+        target.recv((36_000,), torch.uint8)
     done.set()
     thread.join()
     theirs.close()
@@ -286,7 +289,6 @@ def test_a_peer_that_trickles_is_late_all_the_same() -> None:
 def test_a_target_that_takes_nothing_is_named(any_pair: tuple[Link, Link]) -> None:
     source, _ = any_pair
     source.set_deadline(0.3)
-    start = time.monotonic()
     x = torch.zeros(8 * MB, dtype=torch.uint8)
 
     def send_too_many() -> None:
@@ -295,7 +297,6 @@ def test_a_target_that_takes_nothing_is_named(any_pair: tuple[Link, Link]) -> No
 
     with pytest.raises(LinkTimeout, match=r"rank 8 did not take what rank 3 sent it within 0\.3 s"):
         send_too_many()
-    assert time.monotonic() - start < 5
     with pytest.raises(LinkError):
         source.send(torch.zeros(1))
 
@@ -347,7 +348,7 @@ def test_an_interrupt_wakes_both_ends_whatever_their_deadline(
         work(here)
     with pytest.raises(LinkError):
         send_for_ever(source) if work is receive else receive(target)
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 60
     timer.join()
     with contextlib.suppress(LinkError):
         source.close()
@@ -357,7 +358,7 @@ def test_what_fails_in_the_thread_is_raised_at_the_next_send(pair: tuple[TcpLink
     source, target = pair
     source.send(torch.zeros(32 * MB, dtype=torch.uint8))
     target.close()
-    source._sender._thread.join(10)  # type: ignore[union-attr]
+    source._sender._thread.join(30)  # type: ignore[union-attr]
     with pytest.raises(LinkClosed, match="rank 8 went away while rank 3 sent to it"):
         source.send(torch.zeros(1))
     source.close()  # told already
@@ -378,7 +379,7 @@ def test_close_ends_a_receive_that_waits(any_pair: tuple[Link, Link]) -> None:
     start = time.monotonic()
     with pytest.raises(LinkClosed, match="from rank 3 to rank 8 was closed on this side"):
         target.recv((3,), torch.float32)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 25, "the deadline is 30 s"
     timer.join()
 
 
@@ -400,9 +401,9 @@ def test_wait_tells_without_harm(any_pair: tuple[Link, Link]) -> None:
     assert not target.wait(0.01)
     source.send_bytes(b"x")
     source.send_bytes(b"y")
-    assert target.wait(10)
+    assert target.wait(30)
     assert target.recv_bytes(1) == b"x"
-    assert target.wait(10)
+    assert target.wait(30)
     assert target.recv_bytes(1) == b"y"
     assert not target.wait(0.01)
 
@@ -419,7 +420,7 @@ def sum_and_wait(address: tuple[str, int], port: int, rounds: int) -> None:
 @pytest.mark.parametrize(
     ("number", "deadline", "error", "words"),
     [
-        (signal.SIGKILL, 30, LinkClosed, "rank 1 went away"),
+        (signal.SIGKILL, 60, LinkClosed, "rank 1 went away"),
         (signal.SIGSTOP, 1, LinkTimeout, "rank 1 sent nothing to rank 0 within 1 s"),
     ],
     ids=["killed", "stopped"],
@@ -443,7 +444,7 @@ def test_a_rank_that_dies_or_hangs_is_named_in_time(
     start = time.monotonic()
     with pytest.raises(error, match=words):
         group.all_reduce(torch.ones(nbytes // 4))
-    assert time.monotonic() - start < 20, "the deadline was 60 s"
+    assert time.monotonic() - start < 40, "the deadline was 60 s"
     with pytest.raises(LinkClosed, match="group is over"):
         group.all_reduce(torch.ones(2048))
     peer.kill()

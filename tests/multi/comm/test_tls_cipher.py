@@ -56,7 +56,7 @@ def cipher_with(file: Path, role: str, variables: dict[str, str]) -> str:
     identity = msgspec.json.decode(file.read_bytes(), type=Identity)
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(socket.create_server((HERE, 0)))
-        listening.settimeout(20)
+        listening.settimeout(100)
         words = [sys.executable, "-c", DIAL, str(file), str(listening.getsockname()[1]), role]
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), **variables}
         child = stack.enter_context(subprocess.Popen(words, env=environment))
@@ -64,7 +64,7 @@ def cipher_with(file: Path, role: str, variables: dict[str, str]) -> str:
         sock = stack.enter_context(ours(plain, role, data_server(identity), data_client(identity)))
         cipher = sock.cipher()
         sock.sendall(b"x")
-        assert child.wait(20) == 0 and cipher is not None
+        assert child.wait(100) == 0 and cipher is not None
         return cipher[0]
 
 

@@ -37,7 +37,7 @@ class Tamperer:
 
     def close(self) -> None:
         """Wait until both ends are gone."""
-        self._thread.join(10)
+        self._thread.join(30)
 
     def _run(self) -> None:
         with self._server, self._server.accept()[0] as source, socket.create_connection(self._target) as target:
@@ -66,7 +66,7 @@ def test_a_bit_that_was_changed_on_the_way_ends_the_link(at: int, tmp_path: Path
     listener.expect("test", 5, [WIRE])
     with contextlib.closing(Tamperer(listener.address)) as between:
         source = connect(between.address, client, LinkHello("test", 5, *WIRE))
-        target = listener.accept(WIRE, 10)
+        target = listener.accept(WIRE, 30)
         listener.close()
         x = torch.arange(LONG, dtype=torch.int64).to(torch.uint8)
         source.send(x)

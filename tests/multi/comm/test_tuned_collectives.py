@@ -54,14 +54,14 @@ class Machines:
 
     def play(self, scene: Coroutine[Any, Any, None]) -> None:
         async def limited() -> None:
-            async with asyncio.timeout(50):
+            async with asyncio.timeout(200):
                 await scene
 
         try:
             asyncio.run(limited())
         finally:
             for process in self.processes:
-                process.join(5)
+                process.join(30)
                 process.kill()
                 process.join()
 
@@ -73,7 +73,7 @@ def test_machines_that_serve_measure_first_and_say_how_they_sum(model: Path) -> 
 
     async def scene() -> None:
         async with open_cluster(
-            model, "tp=2", SIZES, ClusterOptions(local=0, source=JoinLine(machines.invite), join_seconds=30)
+            model, "tp=2", SIZES, ClusterOptions(local=0, source=JoinLine(machines.invite), join_seconds=90)
         ) as cluster:
             found = report(cluster.state)
             (line,) = network_lines(found)
@@ -96,7 +96,7 @@ def test_machines_that_train_measure_first_and_have_the_same_losses(model: Path,
         config = read_config(model)
         plan = Plan.parse("dp=2", spec_from_config(config).num_layers)
         work = TrainingWork(ResolvedJob(here, {}), plan, json.dumps(config))
-        options = ClusterOptions(local=0, source=JoinLine(machines.invite), join_seconds=30.0)
+        options = ClusterOptions(local=0, source=JoinLine(machines.invite), join_seconds=90.0)
         async with open_training(work, options) as run:
             news = [one async for one in run.events()]
             began = news[0]

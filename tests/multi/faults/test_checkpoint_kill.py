@@ -82,6 +82,6 @@ def test_killed_again_and_again(tmp_path: Path) -> None:
         records = [record.step for record in read_records(tmp_path / FILE)]
         assert records == list(range(1, len(records) + 1)), "no step twice, none left out"
         assert len(records) >= before
-    assert before > KILLS, "it went on from what was left"
+    assert before >= KILLS, "it went on from what was left"
     starter.communicate()
     assert starter.returncode == 0

@@ -105,7 +105,7 @@ def three_machines(model: Path) -> Iterator[tuple[Spoken, list[Spoken]]]:
     finally:
         for process in (first, *nodes):
             process.end()
-        assert wait_until_gone(descendants(), 10.0) == []
+        assert wait_until_gone(descendants()) == []
 
 
 def taken_over(nodes: list[Spoken], seconds: float) -> tuple[dict[str, Any], float]:

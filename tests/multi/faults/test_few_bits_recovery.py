@@ -72,7 +72,7 @@ class Disturbed:
 
 async def preempted(cluster: Serving) -> None:
     """Wait until the first rank tells, with a heartbeat, that it has preempted sequences in this epoch."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not cluster.stats().get("preemptions"):
             await asyncio.sleep(0.02)
 

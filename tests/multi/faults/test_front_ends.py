@@ -32,6 +32,7 @@ CHAT = {
     "ignore_eos": True,
     "stream": True,
 }
+STILL_SECONDS = 3.0
 SHOWN = 6
 """Events that a client has before its server is killed."""
 
@@ -63,15 +64,17 @@ def text_of(events: str) -> str:
 
 
 def rows(url: str) -> dict[str, float]:
-    """Tokens that each rank has computed for replies so far, once the numbers have stopped moving."""
+    """Tokens that each rank has computed for replies so far, once the numbers have stopped moving for as long as six
+    heartbeats take."""
     last: dict[str, float] = {}
-    while True:
+    since = time.monotonic()
+    while time.monotonic() - since < STILL_SECONDS:
         nodes = httpx.get(f"{url}/v1/cluster", headers=KEYS, timeout=60).json()["nodes"]
         now = {node["node"]: node["stats"]["reply_rows"] for node in nodes if node["rank"] is not None}
-        if now == last:
-            return now
-        last = now
-        time.sleep(1.2)  # longer than from one heartbeat to the next
+        if now != last:
+            last, since = now, time.monotonic()
+        time.sleep(0.1)
+    return last
 
 
 def client(url: str) -> openai.OpenAI:

@@ -30,7 +30,7 @@ from tllm.training.report.metrics import FILE, read_records
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # each starts several processes that load torch
 
-STEPS, KILLED_AFTER = 6, 2
+STEPS, KILLED_AFTER = 4, 2
 SAMPLING = 0.5
 """Of the seconds that the sampling of a step takes: about when in it somebody is killed."""
 
@@ -64,8 +64,6 @@ async def follow(job: Job, plan: str, on_loss: OnLoss, hurt: Callable[[TrainingR
             news.append(one)
             if isinstance(one, RunStepped) and one.record.step == KILLED_AFTER:
                 seconds = (one.record.role_seconds or {})["sampling"]
-                is_ahead = job.grpo is not None and job.grpo.max_staleness > 0
-                assert is_ahead or seconds > one.record.seconds / 3, "sampling is much of a step"
                 await asyncio.sleep(SAMPLING * seconds)
                 hurt(run)
     return news

@@ -20,7 +20,6 @@ import pytest
 from tests.support.cluster.processes import descendants, wait_until_gone
 from tests.support.commands.forked_command import ForkedCommand
 from tests.support.models.families import save_model
-from tllm.cluster.heartbeat import BEAT_SECONDS, LATE_SECONDS
 from tllm.core.errors import ClusterError
 from tllm.engine.engine import Engine
 from tllm.engine.schedule.limits import EngineConfig
@@ -137,7 +136,7 @@ def test_a_cluster_outlives_one_loss_after_another(model: Path, truth: Truth, ca
     """Lost while idle, in the first batch, and in mid-stream: killed, or stopped and only silent."""
 
     async def scene() -> None:
-        async with open_cluster(model, "pp=3", SIZES, ClusterOptions(lost_after=3.5)) as cluster:
+        async with open_cluster(model, "pp=3", SIZES, ClusterOptions()) as cluster:
             kill(cluster, 1)
             while cluster.is_open:
                 await asyncio.sleep(0.01)
@@ -149,24 +148,23 @@ def test_a_cluster_outlives_one_loss_after_another(model: Path, truth: Truth, ca
             await streams.reach(20)
             await begun(cluster, epoch + 1)
             stopped = kill(cluster, len(cluster.state.ranks) - 1, signal.SIGSTOP)
-            start = time.monotonic()
-            while not (health := cluster.health()).node:
+            start, epoch = time.monotonic(), cluster.state.epoch
+            while (health := cluster.health()).node != stopped:
                 await asyncio.sleep(0.05)
-            assert (health.node, health.running) == (stopped, 2)
-            assert time.monotonic() - start < LATE_SECONDS + BEAT_SECONDS + 1.0
-            await begun(cluster, cluster.state.epoch + 1)
-            assert time.monotonic() - start < 25, "who waited for the stopped one on a link, for 30 s, was woken"
+            assert health.running == 2 and cluster.state.epoch == epoch, "it is named before it is lost"
+            await begun(cluster, epoch + 1)
+            assert time.monotonic() - start < 29, "who waited for the stopped one on a link, for 30 s, was woken"
             assert await streams.end() == truth
             await restored(cluster)  # by workers that were started again, and put to use as nothing runs
             assert {member.node for member in cluster.state.ranks} == {"local-0", "local-1", "local-2"}
             assert await Streams(cluster).end() == truth
             assert (cluster.health().node, cluster.status()["fault"]) == ("", "")
-            await asyncio.sleep(2 * BEAT_SECONDS)
-            assert cluster.stats()["kv_usage"] == 0
+            while cluster.stats()["kv_usage"]:  # a heartbeat tells that all pages were let go
+                await asyncio.sleep(0.05)
 
     play(scene)
     assert "its machine answers and its process does not" in caplog.text
-    assert wait_until_gone(descendants(), 1.0) == []
+    assert wait_until_gone(descendants()) == []
 
 
 def test_a_node_lost_while_others_load_for_one_lost_before(
@@ -192,7 +190,7 @@ def test_a_node_lost_while_others_load_for_one_lost_before(
             assert cluster.state.epoch >= 3
 
     play(scene)
-    assert wait_until_gone(descendants(), 1.0) == []
+    assert wait_until_gone(descendants()) == []
 
 
 def test_with_nobody_left_requests_end_once_and_the_next_node_brings_service_back(model: Path, truth: Truth) -> None:
@@ -210,7 +208,7 @@ def test_with_nobody_left_requests_end_once_and_the_next_node_brings_service_bac
                 invited.append((address, token))
 
             async with open_cluster(
-                model, "pp=2", SIZES, ClusterOptions(local=0, source=JoinLine(invite), join_seconds=40)
+                model, "pp=2", SIZES, ClusterOptions(local=0, source=JoinLine(invite), join_seconds=120)
             ) as cluster:
                 streams = Streams(cluster)
                 await streams.reach(10)
@@ -264,7 +262,7 @@ def test_a_successor_takes_its_weights_from_a_neighbour_when_the_coordinator_has
                     join(name)
 
             async with open_cluster(
-                folder, "tp=2", SIZES, ClusterOptions(local=0, source=JoinLine(invite), join_seconds=60)
+                folder, "tp=2", SIZES, ClusterOptions(local=0, source=JoinLine(invite), join_seconds=120)
             ) as cluster:
                 size, first = weights.stat().st_size, taken(cluster)
                 once = sum(count for (_, source), count in first.items() if source == "coordinator")
@@ -320,7 +318,7 @@ async def main():
     options = EngineOptions(folder, read_spec(folder), plan, "float32", 1, 16, None, 256, 8)
     choice = Two(options, ServingFacts("float32", 8, 12, 1), authority, 3).choice()
     join = JoinLine(lambda count, address, token: print(address, token, flush=True))
-    where = ClusterOptions(local=0, address=("127.0.0.1", port), authority=authority, source=join, join_seconds=30)
+    where = ClusterOptions(local=0, address=("127.0.0.1", port), authority=authority, source=join, join_seconds=120)
     async with open_cluster(folder, plan, engine_config(options), where, choice=choice) as cluster:
         params = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
         request = Request(id="r", prompt_ids=(1, 2, 3, 4), params=params)
@@ -348,15 +346,15 @@ def test_nodes_keep_their_weights_for_a_coordinator_that_is_started_again(
             address, token = process.stdout.readline().decode().split()
             if number == 0:
                 names = ("east", "north", "west")
-                nodes = [stack.enter_context(joining(address, token, name, rejoin=40)) for name in names]
+                nodes = [stack.enter_context(joining(address, token, name, rejoin=120)) for name in names]
             assert json.loads(process.stdout.readline()) == truth["greedy"]
             if number == 1:
-                assert time.monotonic() - start < 28, "they look for it all the time, and would for 40 s"
+                assert time.monotonic() - start < 90, "they look for it all the time, and would for 120 s"
             found.append(ast.literal_eval(process.stdout.readline().decode()))
             assert ast.literal_eval(process.stdout.readline().decode()) == list(names), "the one left out as well"
             process.kill() if number == 0 else process.send_signal(signal.SIGINT)
-            codes.append(process.wait(10))
-        (first, second), ends = found, [node.wait(10) for node in nodes]
+            codes.append(process.wait(60))
+        (first, second), ends = found, [node.wait(60) for node in nodes]
     assert [one[:2] for one in first] == [one[:2] for one in second], "the same processes with the same ranks"
     assert all(read > 0 for *_, read in first) and all(read == 0 for *_, read in second)
     assert ends == [ClusterError.exit_code] * 3

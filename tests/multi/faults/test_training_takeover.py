@@ -4,6 +4,7 @@ have had."""
 from __future__ import annotations
 
 import re
+import shutil
 import signal
 import time
 from contextlib import ExitStack
@@ -16,7 +17,7 @@ import pytest
 
 from tests.support.cluster.commands import Running, running, tllm
 from tests.support.training.joined_nodes import JoinedNode, joined, kill, who_says
-from tests.support.training.runs import final, records, train
+from tests.support.training.runs import final, records, saved, train
 from tests.support.training.small_job import write_job
 from tests.support.training.training_step import furthest
 from tllm.cli.main import INTERRUPTED
@@ -140,7 +141,7 @@ def test_without_a_shared_folder_it_goes_on_in_one_of_its_own(tmp_path: Path) ->
     for place in places:
         place.mkdir()
         names: dict[str, Any] = dict(output_dir="run", train_files=["pages.jsonl"], config_name="config.json")
-        job = write_job(place, CONFIG, max_steps=STEPS, save_steps=SAVE_EVERY, dtype="float64", **names)
+        job = write_job(place, CONFIG, save_steps=SAVE_EVERY, **LONG, **names)
     words = ["train", "job.toml", "--nodes", "3", "--threads", "1", "--cluster-host", "127.0.0.1", "--page", "0"]
     words += ["--lost-after", "10"]
     with ExitStack() as stack:
@@ -157,7 +158,9 @@ def test_without_a_shared_folder_it_goes_on_in_one_of_its_own(tmp_path: Path) ->
         heir, again = who_says(nodes, GOES_ON)
         assert again[3] == MEMORY
         check_followed(heir)
-        assert [node.process.wait(120) for node in nodes] == [0, 0]
+        left = stopped(heir)
+        assert left > int(again[1])
+        assert [node.process.wait(60) for node in nodes] == [INTERRUPTED] * 2
         own = tmp_path / heir.name / "run"
         told = re.search(
             rf"metrics and saves go to {own} on \S+ from now on; metrics of steps up to (\d+) are in \S+:(\S+)",
@@ -166,15 +169,19 @@ def test_without_a_shared_folder_it_goes_on_in_one_of_its_own(tmp_path: Path) ->
         assert told is not None and told[2] == str(places[0] / "run"), heir.said()
         assert "# the coordinator before" in (own / "job.toml").read_text() and (own / "starts.jsonl").is_file()
     found = read_records(places[0] / "run" / FILE)[: int(again[1])] + read_records(own / FILE)
-    assert [one.step for one in found] == list(range(1, STEPS + 1))
+    assert [one.step for one in found] == list(range(1, left + 1))
     alone = replace(
         read_job(job).job,
         output_dir=str(tmp_path / "alone"),
         train_files=(str(places[0] / "pages.jsonl"),),
         config_name=str(places[0] / "config.json"),
+        max_steps=left,
     )
     train(alone, "pp=1")
-    off, name = furthest(final(own), final(tmp_path / "alone"))
+    for node in nodes:  # each has its own part of the save
+        part = tmp_path / node.name / "run" / f"step-{left}"
+        shutil.copytree(part, tmp_path / "whole" / part.name, dirs_exist_ok=True)
+    off, name = furthest(saved(tmp_path / "whole", left), final(tmp_path / "alone"))
     assert off < 1e-11, name
 
 

@@ -198,7 +198,7 @@ def test_who_waits_for_what_another_program_fetches_may_want_it_no_more(
     hub: FakeHub, repository: Repository, tmp_path: Path
 ) -> None:
     first, second = (HubChunks(repository, ChunkCache(tmp_path / "kept", ROOM)) for _ in range(2))
-    hub.stall = 1.0
+    hub.goes_on.clear()
     with ThreadPoolExecutor(2) as pool:
         fetching = pool.submit(first.fetch, [FileChunk(FILE, 0)])
         while not any(request.startswith("HEAD") for request in hub.requests):
@@ -206,8 +206,9 @@ def test_who_waits_for_what_another_program_fetches_may_want_it_no_more(
         waiting = pool.submit(second.fetch, [FileChunk(FILE, 0)])
         second.ranges.is_stopped = True
         with pytest.raises(HubStopped, match="wanted no more"):
-            waiting.result(10)
-        assert fetching.result(10)[0].came
+            waiting.result(30)
+        hub.goes_on.set()
+        assert fetching.result(30)[0].came
 
 
 def test_without_a_cache_nothing_is_kept(

@@ -63,7 +63,7 @@ class Clients(Running):
         self.ollama = ollama.Client(host=self.url)
         return self
 
-    def join(self, seconds: float = 10) -> bool:
+    def join(self, seconds: float = 60) -> bool:
         self.anthropic.close()
         self.ollama._client.close()
         return super().join(seconds)

@@ -59,7 +59,7 @@ def test_a_server_takes_the_best_plan_and_says_what_came_of_it(
 
     async def scene() -> None:
         async with (
-            asyncio.timeout(50),
+            asyncio.timeout(200),
             open_nodes(options, cluster_options(options), choice=chooser.choice()) as client,
         ):
             timed = TimedEngine(client)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -166,15 +167,15 @@ def test_the_openai_client_loads_uses_and_unloads_adapters(folder: Path, truth: 
 
     async def scene() -> None:
         async with contextlib.AsyncExitStack() as stack:
-            options = ClusterOptions(threads=1)
+            options = ClusterOptions(threads=1, lost_after=60.0)  # one that stands still for a moment is not lost
             cluster = await stack.enter_async_context(open_cluster(folder / "model", "pp=2", SIZES, options))
             cluster.adapters.max_loras = 2
             settings = ServerSettings(port=0)
             url = await stack.enter_async_context(
                 serving(build_app(cluster, settings=settings, adapters=cluster.adapters), settings)
             )
-            http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=30))
-            client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30)
+            http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60))
+            client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
             stack.push_async_callback(client.close)
 
             async def post(what: str, **body: str) -> tuple[int, str]:
@@ -200,10 +201,13 @@ def test_the_openai_client_loads_uses_and_unloads_adapters(folder: Path, truth: 
             assert (await post("load", lora_name="a", lora_path=str(folder / "b")))[0] == 400
             running = Replies(cluster, ["a"])
             await running.reach(5)
+            kill(cluster, 1, signal.SIGSTOP)
             assert (await post("unload", lora_name="a"))[0] == 200
             with pytest.raises(openai.NotFoundError, match="'a' is not served here"):
                 await ids_of("a")
-            assert len(running.ids["a"]) < 120 and await running.end() == {"a": truth["a"]}
+            assert len(running.ids["a"]) < 120
+            kill(cluster, 1, signal.SIGCONT)
+            assert await running.end() == {"a": truth["a"]}
             (left,) = cluster.coordinator.weights.adapters.files()
             assert left.lora == cluster.adapters.id_of("b"), "with its last request the other is let go"
             assert (await post("unload", lora_name="a"))[0] == 404

@@ -16,6 +16,7 @@ import openai
 import pytest
 
 from tests.support.serving.fake_engine import FakeEngine
+from tests.support.steady_loop import HeldLoop
 from tests.unit.server.kit import SAID, TEMPLATE, TOKENIZER, say
 from tllm.core.errors import ClusterError, ConfigError
 from tllm.server.app import App, build_app
@@ -34,10 +35,17 @@ class Running:
         self.app: App = build_app(engine, TOKENIZER, TEMPLATE, ServerSettings(port=0, **settings))
         self._ready = threading.Event()
         self._clients: list[openai.OpenAI] = []
-        self._thread = threading.Thread(target=asyncio.run, args=(self._main(),), daemon=True)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=self._make_loop) as runner:
+            runner.run(self._main())
+
+    def _make_loop(self) -> HeldLoop:
+        self.loop = HeldLoop()
+        return self.loop
 
     async def _main(self) -> None:
-        self.loop = asyncio.get_running_loop()
         self.stop = asyncio.Event()
         await serve_http(self.app, on_ready=self._on_ready, stop=self.stop, signals=False)
 
@@ -47,13 +55,14 @@ class Running:
 
     def start(self) -> Running:
         self._thread.start()
-        assert self._ready.wait(10)
+        assert self._ready.wait(60)
         return self
 
     def ask_to_stop(self) -> None:
+        self.loop.let_go()
         self.loop.call_soon_threadsafe(self.stop.set)
 
-    def join(self, seconds: float = 10) -> bool:
+    def join(self, seconds: float = 60) -> bool:
         self._thread.join(seconds)
         for client in self._clients:
             client.close()
@@ -62,14 +71,14 @@ class Running:
     def go_on(self) -> None:
         self.loop.call_soon_threadsafe(self.engine.go_on.set)
 
-    def client(self, key: str = "none", retries: int = 0, timeout: float = 20) -> openai.OpenAI:
+    def client(self, key: str = "none", retries: int = 0, timeout: float = 60) -> openai.OpenAI:
         made = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=retries, timeout=timeout)
         self._clients.append(made)
         return made
 
     def socket(self) -> socket.socket:
         host, port = self.url.removeprefix("http://").split(":")
-        return socket.create_connection((host, int(port)), timeout=10)
+        return socket.create_connection((host, int(port)), timeout=60)
 
 
 @contextmanager
@@ -83,7 +92,7 @@ def running(engine: FakeEngine | None = None, **settings: Any) -> Iterator[Runni
         assert server.join(), "the server did not stop"
 
 
-def eventually(done: Callable[[], bool], seconds: float = 5.0) -> float:
+def eventually(done: Callable[[], bool], seconds: float = 60.0) -> float:
     start = time.monotonic()
     while not done():
         assert time.monotonic() - start < seconds, "it never happened"
@@ -175,7 +184,7 @@ def test_who_is_waited_for_is_told_in_comments_that_the_client_skips(monkeypatch
     monkeypatch.setattr(stream_module, "REASON_AFTER_SECONDS", 0.05)
     engine = say()
     engine.hold_after = 2
-    with running(engine) as server, httpx.Client(timeout=20) as raw:
+    with running(engine) as server, httpx.Client(timeout=60) as raw:
         client = server.client()
         body: dict[str, Any] = {"model": "tiny", "prompt": "x", "stream": True}
         parts = client.completions.create(**body, max_tokens=50)
@@ -213,10 +222,14 @@ def test_a_client_that_gives_up_waiting_cancels_a_whole_reply_too() -> None:
     engine = say()
     engine.hold_after = 1
     with running(engine) as server:
-        with pytest.raises(openai.APITimeoutError):
-            server.client(timeout=1.0).completions.create(model="tiny", prompt="x", n=2)
-        eventually(lambda: engine.running == 0)
-        assert len(engine.cancelled) == 2
+        for seconds in (1.0, 2.0, 4.0, 8.0, 16.0, 32.0):  # a busy machine may not even ask within the first
+            asked = len(engine.submitted)
+            with pytest.raises(openai.APITimeoutError):
+                server.client(timeout=seconds).completions.create(model="tiny", prompt="x", n=2)
+            eventually(lambda: engine.running == 0 and not server.app.router.in_hand)
+            if len(engine.submitted) == asked + 2:
+                break
+        assert len(engine.cancelled) == len(engine.submitted) >= 2
 
 
 def test_a_crowd_is_served_and_the_rest_told_to_come_again() -> None:
@@ -236,13 +249,13 @@ def test_a_crowd_is_served_and_the_rest_told_to_come_again() -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(200)
         assert answers.count(SAID) + answers.count("busy") == 24
         assert answers.count(SAID) >= 8
         assert engine.running == 0
 
 
-def raw(server: Running, data: bytes, seconds: float = 10.0) -> bytes:
+def raw(server: Running, data: bytes, seconds: float = 60.0) -> bytes:
     """Send bytes, read until the server closes."""
     with server.socket() as wire:
         wire.settimeout(seconds)
@@ -285,7 +298,8 @@ def test_a_path_is_not_tidied_up_to_get_round_the_key() -> None:
 
 
 def test_slow_heads_are_cut_off_and_do_not_block_others() -> None:
-    with running(header_seconds=1.5, body_seconds=1.5) as server, ExitStack() as stack:
+    with running(header_seconds=30, body_seconds=30) as server, ExitStack() as stack:
+        server.loop.hold()
         silent, slow, again, body = (stack.enter_context(server.socket()) for _ in range(4))
         slow.sendall(b"GET /health HT")
         again.sendall(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
@@ -295,18 +309,17 @@ def test_slow_heads_are_cut_off_and_do_not_block_others() -> None:
         assert reply.startswith(b"HTTP/1.1 200")
         again.sendall(b"GET /heal")
         body.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 9\r\n\r\n{")
-        start = time.monotonic()
         assert httpx.get(f"{server.url}/health").status_code == 200
+        server.loop.pass_seconds(31)
         assert silent.recv(10) == b""
         assert slow.recv(10) == b""
         assert again.recv(10) == b""
         assert body.recv(65536).startswith(b"HTTP/1.1 408")
-        assert time.monotonic() - start < 5
 
 
 def test_a_large_body_gets_its_answer() -> None:
     with running() as server:
-        reply = httpx.post(f"{server.url}/v1/completions", content=b"x" * (20 << 20), timeout=20)
+        reply = httpx.post(f"{server.url}/v1/completions", content=b"x" * (20 << 20), timeout=60)
         assert reply.status_code == 413
         assert reply.json()["error"]["code"] == "body_too_large"
 

@@ -64,9 +64,9 @@ def test_torchrun_starts_a_run_and_any_rank_can_end_it(tmp_path: Path) -> None:
                 case ["ended", step]:
                     ended = int(step)
         errors = process.stderr.read()
-        assert process.wait(10) == 0, errors
+        assert process.wait(60) == 0, errors
     assert steps == list(range(1, ended + 1)), errors
-    assert 3 <= ended < 1000
+    assert 3 <= ended < 100_000
     assert (run / f"step-{ended}").is_dir()
 
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.context import ForkServerProcess
@@ -20,7 +19,6 @@ from tests.support.training.opened_run import play, training
 from tests.support.training.runs import final, job_for, records, train
 from tests.support.training.stand_in_trainer import IN_ORDER, LATE, NONE, Fault, start_node
 from tests.support.training.training_step import furthest
-from tllm.cluster.heartbeat import SILENCE_SECONDS
 from tllm.core.errors import CapacityError, ClusterError, ConfigError, TllmError
 from tllm.core.memory import amount
 from tllm.node.sources.node_source import JoinLine
@@ -45,7 +43,7 @@ def job(model: Path, tmp_path: Path) -> Job:
     return job_for(model, tmp_path / "run", max_steps=4)
 
 
-SECONDS = 50.0
+SECONDS = 120.0
 """Of a scene."""
 
 
@@ -61,7 +59,7 @@ class Joined:
 
     def codes(self) -> list[int | None]:
         for process in self.processes:
-            process.join(8)
+            process.join(60)
         return [process.exitcode for process in self.processes]
 
     def kill(self) -> None:
@@ -84,15 +82,9 @@ def join() -> Iterator[Callable[..., Joined]]:
 
 
 @contextlib.asynccontextmanager
-async def joined_run(job: Job, joined: Joined, lost_after: float = SILENCE_SECONDS) -> AsyncIterator[TrainingRun]:
-    async with training(
-        job,
-        f"dp={len(joined.nodes)}",
-        local=0,
-        source=JoinLine(joined.invite),
-        join_seconds=30.0,
-        lost_after=lost_after,
-    ) as run:
+async def joined_run(job: Job, joined: Joined) -> AsyncIterator[TrainingRun]:
+    where = dict(local=0, source=JoinLine(joined.invite), join_seconds=120.0)
+    async with training(job, f"dp={len(joined.nodes)}", **where) as run:
         yield run
 
 
@@ -121,7 +113,7 @@ def test_processes_train_what_threads_do(model: Path, tmp_path: Path) -> None:
     assert len(seen) == 2 and all(done == total > 0 for done, total in seen.values())
     off, name = furthest(final(tmp_path / "processes"), final(tmp_path / "threads"))
     assert off < 1e-11, name
-    assert wait_until_gone(descendants(), 1.0) == []
+    assert wait_until_gone(descendants()) == []
 
 
 def test_the_end_is_told_when_every_rank_has_ended(job: Job, join: Callable[..., Joined]) -> None:
@@ -170,22 +162,20 @@ def test_a_rank_that_fails_ends_the_others_and_is_named(
     job: Job,
     join: Callable[..., Joined],
 ) -> None:
-    """Links wait for ten minutes, twelve times as long as the scene may take: the others learn of it from the
+    """Links wait for ten minutes, five times as long as the scene may take: the others learn of it from the
     coordinator."""
     joined = join(Fault(kind, "west"))
 
     async def scene() -> None:
-        async with joined_run(job, joined, lost_after=2.0) as run:
-            start = time.monotonic()
+        async with joined_run(job, joined) as run:
             with pytest.raises(error, match=words) as caught:
                 await collect(run)
             assert type(caught.value) is error
-            assert time.monotonic() - start < 20, "lost_after is 2 s"
 
     play(scene(), SECONDS)
     east, west, north = joined.processes
     for process in (east, north):  # before what is stopped goes, and its links with it
-        process.join(8)
+        process.join(60)
         assert process.exitcode == IN_ORDER + ClusterError.exit_code
     west.kill()
     west.join()
@@ -251,7 +241,7 @@ def test_a_rank_that_waits_for_a_killed_one_wakes(job: Job, join: Callable[..., 
                 async for _ in news:
                     pass
             left = joined.processes[joined.nodes.index(run.state.ranks[0].node)]
-            await asyncio.to_thread(left.join, 10)
+            await asyncio.to_thread(left.join, 60)
             assert left.exitcode == IN_ORDER + ClusterError.exit_code
 
     play(scene(), SECONDS)

@@ -40,17 +40,22 @@ def but_for_late(said: str) -> str:
 
 
 class Running:
-    """A command in the background."""
+    """A command in the background. `before` are statements that its process executes first."""
 
-    def __init__(self, *words: str, host: Sequence[str] = (), env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, *words: str, host: Sequence[str] = (), env: Mapping[str, str] | None = None, before: str = ""
+    ) -> None:
+        program = f"{before}\nimport runpy\nrunpy.run_module('tllm.cli', run_name='__main__', alter_sys=True)\n"
+        start = ["-c", program] if before else ["-m", "tllm.cli"]
         self.process = ForkedCommand(
-            [*host, sys.executable, "-m", "tllm.cli", *words],
+            [*host, sys.executable, *start, *words],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, **(env or {})},
         )
         self.lines: list[str] = []
+        self.logged: list[str] = []
 
     def until(self, pattern: str) -> re.Match[str]:
         """Wait for a line of its output; AssertionError with what it said if it ends before."""
@@ -61,6 +66,15 @@ class Running:
                 return found
         raise AssertionError("".join([*self.lines, self.process.stderr.read()]))
 
+    def until_logged(self, words: str) -> None:
+        """Wait for a line on its stderr; AssertionError with what it said if it ends before."""
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.logged.append(line)
+            if words in line:
+                return
+        raise AssertionError("".join([*self.lines, *self.logged]))
+
     def interrupt(self) -> tuple[int, str]:
         """Ctrl-C; the exit code and what it said on stderr."""
         self.process.send_signal(signal.SIGINT)
@@ -68,15 +82,20 @@ class Running:
 
     def wait(self) -> tuple[int, str]:
         """The exit code and what it said on stderr."""
+        if self.logged:  # some of stderr may be read already, which `communicate` does not know
+            assert self.process.stderr is not None
+            self.logged += self.process.stderr
         _, errors = self.process.communicate()
-        return self.process.returncode, errors
+        return self.process.returncode, "".join(self.logged) + errors
 
 
 @contextlib.contextmanager
-def running(*words: str, host: Sequence[str] = (), env: Mapping[str, str] | None = None) -> Iterator[Running]:
+def running(
+    *words: str, host: Sequence[str] = (), env: Mapping[str, str] | None = None, before: str = ""
+) -> Iterator[Running]:
     """A command in the background, killed at the end if it still runs; `host` are words that run it on another host,
-    `env` variables beside our own."""
-    command = Running(*words, host=host, env=env)
+    `env` variables beside our own, `before` statements that its process executes first."""
+    command = Running(*words, host=host, env=env, before=before)
     with command.process:
         try:
             yield command

@@ -69,7 +69,7 @@ class Faulty:
         self.server.send_signal(signal.SIGINT)
         for process in processes:
             with suppress(subprocess.TimeoutExpired):
-                process.wait(15 if kind is None else 2)
+                process.wait(60 if kind is None else 2)
             process.kill()
             process.wait()
         self._stack.close()
@@ -89,7 +89,7 @@ class Faulty:
 
     def get(self, path: str) -> tuple[int, Any]:
         """Status and JSON of a page."""
-        connection = http.client.HTTPConnection(self.hosts.addresses[0], PORT, timeout=10)
+        connection = http.client.HTTPConnection(self.hosts.addresses[0], PORT, timeout=60)
         try:
             connection.request("GET", path, headers={"authorization": f"Bearer {KEY}"})
             reply = connection.getresponse()
@@ -156,7 +156,7 @@ class Faulty:
                 if now.get(what, 0) > count + next((more for kind, more in KEPT.items() if what.startswith(kind)), 0)
             ]
 
-        until = time.monotonic() + 8
+        until = time.monotonic() + 30
         while (found := more()) and time.monotonic() < until:
             time.sleep(0.1)
         return found

@@ -45,7 +45,7 @@ HERE = "127.0.0.1"
 TENSOR_TLS, BYTES_TLS = (  # over TLS a frame's checksum covers its header alone
     frame.seal_header(whole[: frame.CRC_AT], b"") + whole[frame.HEADER_SIZE :] for whole in (TENSOR, BYTES)
 )
-SOON, ENDS = 0.05, 6.0
+SOON, ENDS = 0.05, 60.0
 """Seconds: how long one is listened to that may be silent; when what said something wrong must have been closed."""
 
 

@@ -50,7 +50,7 @@ class Capture:
 
     def __enter__(self) -> Capture:
         self._thread.start()
-        assert self._begun.wait(5), f"cannot listen in {self._namespace}"
+        assert self._begun.wait(60), f"cannot listen in {self._namespace}"
         return self
 
     def __exit__(

@@ -101,8 +101,9 @@ def kill(pids: list[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def wait_until_gone(pids: list[int], seconds: float) -> list[int]:
-    """Give processes that are ending some time; those that still live."""
+def wait_until_gone(pids: list[int], seconds: float = 30.0) -> list[int]:
+    """Give processes that are ending some time, which is long, as each may be late on a busy machine; those that still
+    live."""
     end = time.monotonic() + seconds
     alive = pids
     while alive and time.monotonic() < end:

@@ -95,7 +95,7 @@ class Slurm:
             time.sleep(0.2)
         return found
 
-    def start_now(self, job: int, seconds: float = 30.0) -> None:
+    def start_now(self, job: int, seconds: float = 120.0) -> None:
         """Start a job that was requeued, for which Slurm would wait two minutes.
 
         Not at once: a machine refuses what was begun in the second in which it ended the job before.
@@ -153,7 +153,7 @@ def _idle(one: Slurm) -> int:
     return len({line for line in done.stdout.splitlines() if line.split()[1:] == ["idle"]})
 
 
-def _wait(holds: object, one: Slurm, seconds: float = 30.0) -> None:
+def _wait(holds: object, one: Slurm, seconds: float = 120.0) -> None:
     assert callable(holds)
     end = time.monotonic() + seconds
     while not holds():
@@ -165,7 +165,7 @@ def _end_jobs(one: Slurm) -> None:
     """Kill what still runs, so that no task outlives its slurmd."""
     one("scancel", "--signal=KILL", "--full", "--user=root")
     one("scancel", "--user=root")
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while one("squeue", "--noheader") and time.monotonic() < end:
         time.sleep(0.1)
 
@@ -173,7 +173,7 @@ def _end_jobs(one: Slurm) -> None:
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
     try:
-        process.wait(5)
+        process.wait(30)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

@@ -48,7 +48,7 @@ class Giver:
         self._up = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="giver", daemon=True)
         self._thread.start()
-        assert self._up.wait(10)
+        assert self._up.wait(60)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -60,11 +60,11 @@ class Giver:
         async def lose() -> None:
             self.weights.forget(node)
 
-        asyncio.run_coroutine_threadsafe(lose(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(lose(), self._loop).result(60)
 
     def end(self) -> None:
         self._loop.call_soon_threadsafe(self._task.cancel)
-        self._thread.join(10)
+        self._thread.join(60)
         assert not self._thread.is_alive()
 
     async def _run(self) -> None:
@@ -112,7 +112,7 @@ class Node:
         self._up = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._control()), name=name, daemon=True)
         self._thread.start()
-        assert self._up.wait(10)
+        assert self._up.wait(60)
 
     def files(self) -> FetchedFiles:
         return FetchedFiles(self.fetcher, self._giver.sizes)
@@ -122,12 +122,12 @@ class Node:
         self._loop.call_soon_threadsafe(act)
 
     def stop_serving(self) -> None:
-        asyncio.run_coroutine_threadsafe(self.fetcher.stop_serving(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self.fetcher.stop_serving(), self._loop).result(60)
 
     def end(self) -> None:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._channel.abort)
-            self._thread.join(10)
+            self._thread.join(60)
         assert not self._thread.is_alive()
 
     async def _control(self) -> None:

@@ -65,7 +65,7 @@ def run_processes(case: Case, size: int, backend: str, dying: int | None = None)
             return [None if rank == dying else _answer(rank, end) for rank, end in enumerate(ends)]
         finally:
             for process in processes:
-                process.join(5)
+                process.join(30)
                 process.kill()
                 process.join()
 

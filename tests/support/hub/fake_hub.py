@@ -53,8 +53,8 @@ class FakeHub:
     linked_etag: instead of the true one, what the hub says pins a large file.
     ignores_ranges, status: of the storage server, which then gives whole files, or this HTTP status.
     shifted: bytes by which the storage server misses the range. storage_expired: it refuses one request, as it does
-    where the address that the hub gave is old. stall: seconds that it takes to answer. altered: what it gives instead
-    of the content of any file.
+    where the address that the hub gave is old. stall: seconds that it takes to answer, once `goes_on` is set, as it is
+    at first. altered: what it gives instead of the content of any file.
     """
 
     repositories: dict[str, FakeRepository] = field(default_factory=dict)
@@ -69,9 +69,13 @@ class FakeHub:
     shifted: int = 0
     storage_expired: bool = False
     stall: float = 0.0
+    goes_on: threading.Event = field(default_factory=threading.Event)
     altered: bytes | None = None
     url: str = ""
     storage_url: str = ""
+
+    def __post_init__(self) -> None:
+        self.goes_on.set()
 
     def add(self, repo: str, folder: Path, revision: str = "main") -> str:
         """Put a folder's files under a revision of a repository. Returns the commit."""
@@ -211,6 +215,7 @@ class _Storage(_Answers):
         assert "Authorization" not in self.headers, "a token that is for the hub came to the storage"
         org, name, commit, file = unquote(url.path).lstrip("/").split("/", 3)
         who = parse_qs(url.query).get("who", [""])[0]
+        assert hub.goes_on.wait(60), "the test lets no answer go"
         time.sleep(hub.stall)
         if hub.storage_expired:
             hub.storage_expired = False

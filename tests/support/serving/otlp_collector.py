@@ -33,7 +33,7 @@ class Collector:
         self.url = ""
         self.raw = b""
 
-    def wait(self, count: int, seconds: float = 20.0) -> list[CollectedSpan]:
+    def wait(self, count: int, seconds: float = 60.0) -> list[CollectedSpan]:
         """So many spans, once they have come."""
         until = time.monotonic() + seconds
         while len(self.spans) < count and time.monotonic() < until:

@@ -61,4 +61,4 @@ def kill(*processes: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
         process.kill()
     for process in processes:
         process.wait()
-    assert wait_until_gone(below, 15.0) == []
+    assert wait_until_gone(below) == []

@@ -38,7 +38,7 @@ def main(model: str, rows: str, run: str) -> None:
         asyncio.run(follow(found, job))
     else:
         print("pid", os.getpid(), flush=True)
-        work_launched(found, Path(job.output_dir), os.environ, seconds=40.0)
+        work_launched(found, Path(job.output_dir), os.environ, seconds=120.0)
 
 
 if __name__ == "__main__":

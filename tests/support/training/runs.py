@@ -27,6 +27,7 @@ from tllm.node.roles.colocated_rollouts import colocated_rollouts
 from tllm.spec.plan import Plan, Wire
 from tllm.spec.process_groups import computing
 from tllm.training import trainer as trainer_module
+from tllm.training.checkpoint.checkpoint import open_folder
 from tllm.training.job.initial_model import open_initial_model
 from tllm.training.job.job import Job
 from tllm.training.parameter_server.server_run import ParameterServerRun
@@ -134,6 +135,12 @@ def records(news: Sequence[RunEvent]) -> list[StepRecord]:
 def final(run: Path) -> dict[str, Tensor]:
     """The finished model's tensors."""
     return {name: x for file in sorted((run / "final").glob("*.safetensors")) for name, x in load_file(file).items()}
+
+
+def saved(run: Path, step: int) -> dict[str, Tensor]:
+    """The model's tensors of a save."""
+    opened = open_folder(run / f"step-{step}")
+    return {name: opened.whole(name) for name in opened.model_names}
 
 
 def plain_loop(job: Job, model: transformers.PreTrainedModel) -> list[float]:

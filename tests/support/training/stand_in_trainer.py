@@ -17,6 +17,7 @@ import torch
 from tllm.cluster.connection import parse_address
 from tllm.cluster.settings import TrainSettings
 from tllm.core.errors import CapacityError, ConfigError, TllmError
+from tllm.node.roles import control
 from tllm.node.roles.training_rank import TrainingRank
 from tllm.node.worker import ROLES, Worker, WorkerSettings
 from tllm.training.report.events import IsStopped, OnEvent, RunBegan, RunEnded, RunStepped, TrainerReady
@@ -29,6 +30,8 @@ from tllm.weights.load import Progress
 STEP_SECONDS = 0.02
 IN_ORDER = 100
 """Added to the exit code of a node that ended by itself; one that had to be ended by force has none of this."""
+END_SECONDS = 60.0
+"""What a node here has to end in, else it is ended by force: a busy machine needs more than a user would wait."""
 LATE = "late"
 """The file that a rank which ends later than the others leaves."""
 
@@ -118,6 +121,7 @@ def start_node(address: str, token: str, node: str, fault: Fault | None = NONE, 
 
 
 def _be_node(address: str, token: str, node: str, fault: Fault | None, listen: str) -> None:
+    control.END_SECONDS = END_SECONDS
     host, port = parse_address(address)
     parts = (
         ROLES if fault is None else {**ROLES, TrainSettings: partial(TrainingRank, make=partial(StandIn, fault, node))}

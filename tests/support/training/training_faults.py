@@ -30,7 +30,7 @@ from tllm.training.report.metrics import FILE, read_records
 
 TRAINING_MOMENTS = ("training step", "checkpoint")
 PLAN, NODES = "pp=3", 3
-STEPS, FEW_STEPS, SAVE_EVERY = 40, 12, 6
+STEPS, FEW_STEPS, SAVE_EVERY = 80, 12, 6
 BOUND, SLOW_BOUND = 60.0, 240.0
 LOSS_OFF, WEIGHT_OFF = 1e-12, 1e-11
 """How far float64 may be off under another plan, relative to the size."""
@@ -149,7 +149,7 @@ class TrainRun:
         living = [name for name in self.nodes if name != self.node or self.fault.is_slow]
         for name in living:
             with suppress(subprocess.TimeoutExpired):
-                self.nodes[name].wait(10)
+                self.nodes[name].wait(60)
             if self.nodes[name].returncode != 0:
                 wrong.append(f"{name} ended with {self.nodes[name].returncode}")
         return wrong
@@ -170,7 +170,7 @@ class TrainRun:
         for process in (self.command, *self.nodes.values()):
             process.kill()
             process.wait()
-        assert wait_until_gone(here, 8) == [], "the command left a process behind"
+        assert wait_until_gone(here) == [], "the command left a process behind"
 
     def _check_lives(self) -> None:
         assert self.command.poll() is None, f"it ended before the fault: {self.log()}"
