@@ -56,7 +56,7 @@ from tllm.spec.request import Output, Request, SamplingParams, StreamRecord
 from tllm.training.questions.run_connection import RUN_HELLOS, RunHello
 
 SHAPE, DTYPE, EPOCH, LIMIT = (3, 5), torch.float32, 7, 256
-SECONDS = 5.0
+SECONDS = 20.0
 LIMITS = Limits(num_pages=16, vocab_size=101, max_model_len=64, page_size=4, max_num_seqs=4, max_num_batched_tokens=32)
 TENSOR = frame.seal(
     frame.tensor_prefix(SHAPE, DTYPE, EPOCH) + frame.pack_sequence(0), torch.arange(15.0).numpy().tobytes()

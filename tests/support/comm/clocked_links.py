@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from tllm.comm.collectives.group import Group
-from tllm.comm.links.link import LocalLink
+from tllm.comm.links.link import DEADLINE, LocalLink
 
 
 class ClockedLink(LocalLink):
     """`clocks[rank]` is how many one-way delays have passed for a rank: those of the longest chain of messages."""
 
-    def __init__(self, source: int, target: int, clocks: list[int], deadline: float = 10) -> None:
+    def __init__(self, source: int, target: int, clocks: list[int], deadline: float = DEADLINE) -> None:
         super().__init__(source, target, deadline)
         self.clocks = clocks
         self.stamps: list[int] = []

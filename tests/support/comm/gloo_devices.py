@@ -88,7 +88,7 @@ class UnderWay:
         self._future.result()
 
 
-def connected(groups: Sequence[Group], hosts: Sequence[str], seconds: float = 10.0) -> list[str]:
+def connected(groups: Sequence[Group], hosts: Sequence[str], seconds: float = 20.0) -> list[str]:
     """Connect the ranks of each host by gloo, as their threads do; what each of them says of it."""
     backend = GlooDevices()
     with ThreadPoolExecutor(len(groups)) as pool:

@@ -50,7 +50,7 @@ def test_of_two_processes_that_make_it_at_once_both_have_the_same(tmp_path: Path
     begins = threading.Barrier(8)
 
     def opened(_: int) -> Authority:
-        begins.wait(5)
+        begins.wait(20)
         return Authority.open(tmp_path)
 
     with ThreadPoolExecutor(8) as pool:

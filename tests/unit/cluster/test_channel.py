@@ -56,7 +56,7 @@ def pair(limit: int = 10_000) -> tuple[Channel, Channel, asyncio.StreamReader]:
 def play(scene: Callable[[], Awaitable[None]]) -> None:
     async def limited() -> None:
         try:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 await scene()
         finally:
             while ends:
@@ -73,7 +73,7 @@ def test_a_question_gets_its_own_answer_whatever_the_order() -> None:
     async def scene() -> None:
         coordinator, node, _ = pair()
         runs = [asyncio.create_task(node.run({Start: start})), asyncio.create_task(coordinator.run({}))]
-        answers = await asyncio.gather(*(coordinator.ask(Start(epoch), 1.0) for epoch in range(3)))
+        answers = await asyncio.gather(*(coordinator.ask(Start(epoch), 20.0) for epoch in range(3)))
         assert [answer.rank for answer in answers] == [0, 1, 2]
         coordinator.abort()
         node.abort()
@@ -90,7 +90,7 @@ def test_a_stream_yields_each_item_and_then_ends() -> None:
     async def scene() -> None:
         coordinator, node, _ = pair()
         runs = [asyncio.create_task(node.run({Load: load})), asyncio.create_task(coordinator.run({}))]
-        assert [item.done async for item in coordinator.stream(Load(1), 1.0)] == [0, 1, 2]
+        assert [item.done async for item in coordinator.stream(Load(1), 20.0)] == [0, 1, 2]
         coordinator.abort()
         node.abort()
         await asyncio.gather(*runs)
@@ -134,9 +134,9 @@ def test_an_error_for_users_is_an_answer_and_the_channel_goes_on() -> None:
         coordinator, node, _ = pair()
         runs = [asyncio.create_task(node.run({Start: start})), asyncio.create_task(coordinator.run({}))]
         with pytest.raises(PlanError, match="three ranks of two") as caught:
-            await coordinator.ask(Start(0), 1.0)
+            await coordinator.ask(Start(0), 20.0)
         assert caught.value.hint == "use two"
-        assert await coordinator.ask(Start(1), 1.0) == Started(1)
+        assert await coordinator.ask(Start(1), 20.0) == Started(1)
         coordinator.abort()
         node.abort()
         await asyncio.gather(*runs)

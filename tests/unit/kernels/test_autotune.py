@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -12,6 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from tests.unit.kernels.clocks import Clocks
 from tllm.core.cache_folder import cache_folder
 from tllm.core.errors import ConfigError
 from tllm.engine.compute import attention_choice
@@ -128,25 +128,6 @@ def test_ranks_that_are_threads_measure_once(measuring: Measuring) -> None:
     for thread in threads:
         thread.join()
     assert measuring.count == 1
-
-
-class Clocks:
-    """Wall time and this thread's own, which stand still but for what work says."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.wall = self.own = 0.0
-        monkeypatch.setattr(time, "perf_counter", lambda: self.wall)
-        monkeypatch.setattr(time, "thread_time", lambda: self.own)
-
-    def takes(self, own: float, *waits: float) -> Callable[[], None]:
-        """What computes for `own` seconds, and waits for the processor for so long in each run, the last ever after."""
-        left: Iterator[float] = iter((*waits[:-1],))
-
-        def run() -> None:
-            self.own += own
-            self.wall += own + next(left, waits[-1])
-
-        return run
 
 
 @pytest.mark.parametrize(

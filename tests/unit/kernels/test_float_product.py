@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.support.models.few_bits import libraries
+from tests.unit.kernels.clocks import Clocks
 from tllm.core.program import PREPARED
 from tllm.kernels import float_product
 from tllm.kernels.autotune import Autotuned
-from tllm.kernels.fastest import LONG
+from tllm.kernels.fastest import LONG, REPEATS
 from tllm.kernels.float_product import (
     CANDIDATES,
     IN_DOUBLING,
@@ -223,13 +224,15 @@ def test_tiles_multiply_what_fits_them(library: Library, monkeypatch: pytest.Mon
 
 def test_the_fastest_is_taken_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(float_product, "MEASURED_BYTES", 0)
-    used: list[str] = []
+    clocks, used = Clocks(monkeypatch), list[str]()
+    takes_long, takes_less = clocks.takes(5e-3, 0.0), clocks.takes(1e-3, 0.0)
 
     def slow(x: Tensor, weight: Tensor) -> Tensor:
-        time.sleep(0.005)
+        takes_long()
         return x @ weight.T
 
     def fast(x: Tensor, weight: Tensor) -> Tensor:
+        takes_less()
         used.append("fast")
         return x @ weight.T
 
@@ -244,16 +247,23 @@ def test_the_fastest_is_taken_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_hopeless_candidate_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
+    clocks, calls = Clocks(monkeypatch), list[str]()
 
-    def slow(x: Tensor, weight: Tensor) -> Tensor:
-        calls.append("slow")
-        time.sleep(1.2 * LONG)
-        return x @ weight.T
+    def taking(name: str, seconds: float) -> Callable[[Tensor, Tensor], Tensor]:
+        run = clocks.takes(seconds, 0.0)
 
-    monkeypatch.setattr(float_product, "CANDIDATES", {"linear": lambda x, w: x @ w.T, "W x^T": slow})
+        def product(x: Tensor, weight: Tensor) -> Tensor:
+            run()
+            calls.append(name)
+            return x @ weight.T
+
+        return product
+
+    monkeypatch.setattr(
+        float_product, "CANDIDATES", {"linear": taking("fast", 1e-3), "W x^T": taking("slow", 1.2 * LONG)}
+    )
     assert measure(torch.randn(3, 16), torch.randn(8, 16)).name == "linear"
-    assert len(calls) == 1
+    assert calls.count("slow") == 1 and calls.count("fast") == REPEATS
 
 
 def test_small_weights_and_many_rows_are_torchs() -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import platform
-import time
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
+from tests.unit.kernels.clocks import Clocks
 from tllm.kernels import instruction_sets, packed_product
 from tllm.kernels.instruction_sets import AMX, VNNI, may_use, supported
 from tllm.kernels.library import PackedWeightArguments
-from tllm.kernels.packed_product import TURNS, Way, choices, kind_of, multiply
+from tllm.kernels.packed_product import TURNS, Product, Way, choices, kind_of, multiply
 
 KERNELS = SimpleNamespace(has_tiles=True)
 WEIGHT = PackedWeightArguments(columns=64, kind=0, group=32)
@@ -27,18 +28,24 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Way]:
     return []
 
 
-def slow_in(made: list[Way], slow: Way) -> Callable[[Way], None]:
-    def product(way: Way) -> None:
-        made.append(way)
-        if way == slow:
-            time.sleep(0.002)
+@pytest.fixture
+def slow_in(made: list[Way], monkeypatch: pytest.MonkeyPatch) -> Callable[[Way], Product]:
+    """A product that takes twice as long in one way."""
+    clocks = Clocks(monkeypatch)
+    long, short = clocks.takes(2e-3, 0.0), clocks.takes(1e-3, 0.0)
 
-    return product
+    def product(slow: Way, way: Way) -> None:
+        made.append(way)
+        (long if way == slow else short)()
+
+    return lambda slow: partial(product, slow)
 
 
 @pytest.mark.parametrize(("slow", "faster"), [(Way.BY_TILES, Way.ONE_BY_ONE), (Way.ONE_BY_ONE, Way.BY_TILES)])
-def test_the_faster_way_is_taken_for_products_that_are_alike(made: list[Way], slow: Way, faster: Way) -> None:
-    product = slow_in(made, slow)
+def test_the_faster_way_is_taken_for_products_that_are_alike(
+    made: list[Way], slow_in: Callable[[Way], Product], slow: Way, faster: Way
+) -> None:
+    product = slow_in(slow)
     multiply(KERNELS, kind_of(20, 48, WEIGHT, False), product)  # type: ignore[arg-type]
     assert set(made) == {slow, faster} and made[-1] is faster
     made.clear()
@@ -58,9 +65,13 @@ def test_nothing_is_measured_of_several_rows_without_tiles(made: list[Way]) -> N
 
 @pytest.mark.parametrize(("slow", "faster"), [(Way.SIDE_BY_SIDE, Way.ONE_BY_ONE), (Way.ONE_BY_ONE, Way.SIDE_BY_SIDE)])
 def test_single_rows_are_made_once_each_and_by_turns_until_one_way_is_known(
-    made: list[Way], slow: Way, faster: Way, monkeypatch: pytest.MonkeyPatch
+    made: list[Way],
+    slow_in: Callable[[Way], Product],
+    slow: Way,
+    faster: Way,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kind, product = kind_of(1, 48, WEIGHT, False), slow_in(made, slow)
+    kind, product = kind_of(1, 48, WEIGHT, False), slow_in(slow)
     for _ in range(2 * TURNS + 3):
         multiply(KERNELS, kind, product)  # type: ignore[arg-type]
     assert made == [Way.ONE_BY_ONE, Way.SIDE_BY_SIDE] * TURNS + [faster] * 3

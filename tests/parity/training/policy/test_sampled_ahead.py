@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parity.training.policy.test_remote_rollouts import HangsUp
+from tests.parity.training.policy.test_remote_rollouts import ComesLater, HangsUp
 from tests.support.training.post_training.policy_task import grpo, policy_job, write_task
 from tests.support.training.post_training.rollout_servers import sampling
 from tests.support.training.post_training.teachers import address_of
@@ -143,7 +143,8 @@ def test_a_server_that_is_lost_while_it_samples_ahead_changes_nothing(calm: Told
     """Nor do a second server, another plan, and servers that are slower than the trainer."""
     secret, dying = tmp_path / "key", HangsUp(RolloutModel.open(str(task)))
     slow = Watched(RolloutModel.open(str(task)), seconds=0.2)
-    with sampling(task, secret, slow) as one, sampling(task, secret, dying) as two:
+    later = ComesLater(slow, dying)
+    with sampling(task, secret, later) as one, sampling(task, secret, dying) as two:
         dying.servers.append(two)
         got = told(job_of(task, tmp_path / "run", [address_of(one), address_of(two)], secret), "dp=2")
     check_same(got, calm)

@@ -35,7 +35,7 @@ def in_a_thread(server: QuestionServer[Any, Any, Any]) -> Iterator[None]:
         yield
     finally:
         server.close()
-        thread.join(10)
+        thread.join(20)
         assert not thread.is_alive()
 
 

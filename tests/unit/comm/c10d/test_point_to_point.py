@@ -33,7 +33,7 @@ class LateLinks:
 
     def accept(self, wire: Wire, cancelled: threading.Event) -> Link:
         self.begun.set()
-        assert cancelled.wait(5)
+        assert cancelled.wait(20)
         time.sleep(0.05)
         return TcpLink(self._sock, wire.source, wire.target, deadline=60)
 
@@ -45,11 +45,11 @@ def test_a_link_that_opens_when_all_end_is_ended_too(end: str) -> None:
     links = LateLinks(ours)
     messages = PointToPoint(links)  # type: ignore[arg-type]
     received = messages.recv(1, torch.empty(1), 7)
-    assert links.begun.wait(5)
+    assert links.begun.wait(20)
     start = time.monotonic()
     getattr(messages, end)()
     with pytest.raises(LinkError):
-        received.wait(5)
+        received.wait(20)
     messages.close()
     assert time.monotonic() - start < 20 and theirs.recv(1) == b""
     theirs.close()

@@ -7,9 +7,11 @@ import os
 import socket
 import stat
 import threading
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,16 +37,29 @@ from tllm.core.errors import AuthError, ConfigError, LinkError, LinkTimeout, Tll
 ONE, OTHER = "a" * SECRET_LENGTH, "b" * SECRET_LENGTH
 
 
-def meeting_of(environments: list[Mapping[str, str]], store: dist.Store, seconds: float = 5.0) -> list[object]:
-    """What each rank, a thread with an environment of its own, meets, or what it fails with."""
+def meeting_of(environments: list[Mapping[str, str]], store: dist.Store) -> list[object]:
+    """What each rank, a thread with an environment of its own, meets, or what it fails with.
+
+    The first to fail has failed by what the others are, and not by their end; it ends theirs, which would take them
+    until the deadline.
+    """
+    listeners: list[Listener] = []
+
+    class Ended(Listener):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            listeners.append(self)
 
     def work(rank: int) -> object:
         try:
-            return join_rendezvous(store, rank, range(len(environments)), "test", seconds, environments[rank])
+            return join_rendezvous(store, rank, range(len(environments)), "test", 20.0, environments[rank])
         except TllmError as error:
+            for listener in listeners:
+                listener.end_epochs_before(rendezvous.EPOCH + 1)
             return error
 
-    with ThreadPoolExecutor(len(environments)) as pool:
+    with pytest.MonkeyPatch.context() as patches, ThreadPoolExecutor(len(environments)) as pool:
+        patches.setattr(rendezvous, "Listener", Ended)
         return list(pool.map(work, range(len(environments))))
 
 
@@ -74,12 +89,35 @@ def test_between_machines_the_links_are_measured_and_on_one_they_are_not() -> No
         close(found)
 
 
-@pytest.mark.parametrize("environments", [({"TLLM_SECRET": ONE}, {"TLLM_SECRET": OTHER}), ({"TLLM_SECRET": ONE}, {})])
-def test_ranks_that_share_none_do_not(environments: tuple[dict[str, str], ...]) -> None:
-    found = meeting_of(list(environments), dist.HashStore(), seconds=2.0)
+def test_ranks_that_share_none_do_not() -> None:
+    found = meeting_of([{"TLLM_SECRET": ONE}, {"TLLM_SECRET": OTHER}], dist.HashStore())
     assert all(isinstance(one, AuthError | LinkError) for one in found), found
     assert any(isinstance(one, AuthError) for one in found)
     close(found)
+
+
+def test_a_rank_without_the_secret_of_rank_0_does_not_meet_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fails before it has an address; rank 0's time, which goes on until then, is cut short here."""
+    asked, refused = rendezvous._wait_for_key, threading.Event()
+
+    def soon(store: dist.Store, key: str, rank: int, until: float) -> str:
+        if key.endswith("/1"):
+            assert refused.wait(20)
+            until = time.monotonic() + 0.05
+        return asked(store, key, rank, until)
+
+    def fail(rank: int, environment: dict[str, str]) -> TllmError:
+        with pytest.raises(TllmError) as caught:
+            join_rendezvous(store, rank, [0, 1], "test", 20.0, environment)
+        refused.set()
+        return caught.value
+
+    store = dist.HashStore()
+    monkeypatch.setattr(rendezvous, "_wait_for_key", soon)
+    with ThreadPoolExecutor(2) as pool:
+        errors = list(pool.map(fail, range(2), [{"TLLM_SECRET": ONE}, {}]))
+    assert [type(error) for error in errors] == [LinkTimeout, AuthError], errors
+    assert "rank 1 did not come to the store" in errors[0].message
 
 
 def test_a_rank_that_never_comes_is_named_by_the_deadline() -> None:
@@ -97,7 +135,7 @@ def test_whoever_the_store_names_must_prove_that_it_is_that_rank(monkeypatch: py
         return asked(store, f"{key.rpartition('/')[0]}/{given}" if key[-1].isdigit() else key, rank, until)
 
     monkeypatch.setattr(rendezvous, "_wait_for_key", crossed)
-    found = meeting_of([{"TLLM_SECRET": ONE}] * 3, store, seconds=2.0)
+    found = meeting_of([{"TLLM_SECRET": ONE}] * 3, store)
     assert any(isinstance(one, AuthError) and "spoke for rank" in one.message for one in found), found
     close(found)
 
@@ -111,7 +149,7 @@ def test_a_listener_of_another_authority_is_not_spoken_to() -> None:
     store.set(rendezvous.MEETING, meeting)
     store.set(f"{rendezvous.MEETING}/{meeting}/0", format_address(listener.address))
     with pytest.raises(AuthError, match=r"rank 0 at .* do not trust each other"):
-        join_rendezvous(store, 1, [0, 1], "test", 2.0, {"TLLM_SECRET": ONE})
+        join_rendezvous(store, 1, [0, 1], "test", 20.0, {"TLLM_SECRET": ONE})
     listener.close()
 
 
@@ -120,7 +158,7 @@ def test_a_store_cannot_make_a_rank_read_another_file(meeting: str) -> None:
     store = dist.HashStore()
     store.set(rendezvous.MEETING, meeting)
     with pytest.raises(AuthError, match="as the name of the ranks' meeting"):
-        join_rendezvous(store, 1, [0, 1], "test", 1.0, {})
+        join_rendezvous(store, 1, [0, 1], "test", 20.0, {})
 
 
 def test_a_secret_that_might_be_guessed_is_refused() -> None:

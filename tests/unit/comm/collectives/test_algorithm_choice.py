@@ -135,7 +135,7 @@ def test_all_ranks_find_the_same_network_and_sum_by_it(size: int, monkeypatch: p
         group.broadcast(x, root=size - 1)
         return network, group.reduce(x, root=0, op="max")
 
-    results = run_ranks(local_groups(size, deadline=10), work)
+    results = run_ranks(local_groups(size), work)
     network = results[0][0]
     assert all(found == network for found, _ in results)
     assert network.hosts == tuple(rank // 2 for rank in range(size))

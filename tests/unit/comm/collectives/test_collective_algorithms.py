@@ -92,7 +92,7 @@ def test_all_that_add_as_a_tree_have_its_bits(size: int, op: str) -> None:
         pieces = given(size, dtype, (7, 33))
         want = folded(pieces, op)
         for name, way in tree_ways(size).items():
-            groups = local_groups(size, deadline=10)
+            groups = local_groups(size)
             for group in groups:
                 group.choice = FixedChoice(way)
             for got in run_ranks(groups, lambda group, p=pieces: group.all_reduce(p[group.rank].clone(), op)):
@@ -110,7 +110,7 @@ def test_other_orders_agree_among_ranks_and_with_the_tree_to_rounding(size: int,
     )
     for dtype in DTYPES if op != "mean" else DTYPES[:-1]:
         pieces = given(size, dtype)
-        groups = local_groups(size, deadline=10)
+        groups = local_groups(size)
         for group in groups:
             group.choice = FixedChoice(algorithm)
         results = run_ranks(groups, lambda group, p=pieces: group.all_reduce(p[group.rank].clone(), op))
@@ -124,7 +124,7 @@ def test_other_orders_agree_among_ranks_and_with_the_tree_to_rounding(size: int,
 
 def test_ring_adds_in_another_order() -> None:
     pieces = given(4, torch.float32)
-    groups = local_groups(4, deadline=10)
+    groups = local_groups(4)
     for group in groups:
         group.choice = FixedChoice(ring_all_reduce)
     got = run_ranks(groups, lambda group: group.all_reduce(pieces[group.rank].clone()))[0]
@@ -150,7 +150,7 @@ def test_to_and_from_one_rank(size: int) -> None:
                     spread(x, links, root)
                     assert torch.equal(x, pieces[root])
 
-            run_ranks(local_groups(size, deadline=10), work)
+            run_ranks(local_groups(size), work)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -270,7 +270,7 @@ def test_shares_end_together_and_the_slow_sum_nothing() -> None:
 def test_machines_that_nest_have_the_bits_of_the_tree(hosts: tuple[int, ...], nested: bool) -> None:
     assert hosts_are_subtrees(hosts) == nested
     pieces = given(len(hosts), torch.float32)
-    groups = local_groups(len(hosts), deadline=10)
+    groups = local_groups(len(hosts))
     way = HierarchicalAllReduce(hosts, one_shot_all_reduce)
     for group in groups:
         group.choice = FixedChoice(way)

@@ -33,8 +33,7 @@ def test_all_reduce_is_the_sum_to_the_bit_on_every_rank(
     for dtype in frame.DTYPES:
         given = pieces(size, shape, dtype)
         groups = [
-            Group(g.rank, g.size, g.send, g.recv, choice=LengthChoice(size, latency_bytes))
-            for g in local_groups(size, deadline=10)
+            Group(g.rank, g.size, g.send, g.recv, choice=LengthChoice(size, latency_bytes)) for g in local_groups(size)
         ]
         results = run_ranks(groups, lambda group, given=given: group.all_reduce(given[group.rank].clone()))
         for result in results[1:]:
@@ -52,8 +51,7 @@ def test_all_reduce_is_the_sum_to_the_bit_on_every_rank(
 @pytest.mark.parametrize("latency_bytes", [0.0, 1e9], ids=["two_step", "one_shot"])
 def test_all_reduce_of_a_strided_tensor_leaves_its_neighbours(size: int, latency_bytes: float) -> None:
     groups = [
-        Group(g.rank, g.size, g.send, g.recv, choice=LengthChoice(size, latency_bytes))
-        for g in local_groups(size, deadline=10)
+        Group(g.rank, g.size, g.send, g.recv, choice=LengthChoice(size, latency_bytes)) for g in local_groups(size)
     ]
 
     def work(group: Group) -> torch.Tensor:
@@ -78,9 +76,9 @@ def test_a_sum_longer_than_its_room_is_made_in_parts(size: int, count: int, monk
         mine = group.reduce_scatter(given[group.rank], rows)
         return summed, mine, max(x.nbytes for x in group._links.buffers._memory.values())
 
-    at_once = run_ranks(local_groups(size, deadline=10), work)
+    at_once = run_ranks(local_groups(size), work)
     monkeypatch.setattr("tllm.comm.collectives.group.ROOM_BYTES", 64)
-    in_parts = run_ranks(local_groups(size, deadline=10), work)
+    in_parts = run_ranks(local_groups(size), work)
     for one, other in zip(at_once, in_parts, strict=True):
         assert torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])
         assert one[2] > 64 >= other[2]
@@ -95,7 +93,7 @@ def test_all_reduce_in_and_outside_inference_mode_share_buffers() -> None:
             group.all_reduce(x)
         return float(group.all_reduce(x.detach()).sum())
 
-    assert run_ranks(local_groups(3, deadline=10), work) == [4 * 9.0] * 3
+    assert run_ranks(local_groups(3), work) == [4 * 9.0] * 3
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -116,7 +114,7 @@ def test_broadcast_gather_and_barrier(size: int) -> None:
         assert group.broadcast_bytes(payload, root=root, limit=4) == b"plan"
         group.barrier()
 
-    run_ranks(local_groups(size, deadline=10), work)
+    run_ranks(local_groups(size), work)
 
 
 def test_barrier_waits_for_everyone() -> None:
@@ -129,7 +127,7 @@ def test_barrier_waits_for_everyone() -> None:
         group.barrier()
         return late.is_set()
 
-    assert run_ranks(local_groups(3, deadline=10), work) == [True] * 3
+    assert run_ranks(local_groups(3), work) == [True] * 3
 
 
 def test_a_group_of_one_does_nothing() -> None:
@@ -148,7 +146,8 @@ def test_a_late_rank_is_named_and_the_group_is_over() -> None:
     def work(group: Group) -> str:
         if group.rank == 1:
             return ""
-        with pytest.raises(LinkTimeout, match=r"rank 1 sent nothing to rank \d within 1 s") as late:
+        group.recv[1].set_deadline(0.1)
+        with pytest.raises(LinkTimeout, match=r"rank 1 sent nothing to rank \d within 0.1 s") as late:
             group.all_reduce(torch.ones(4))
         with pytest.raises(LinkClosed, match="tp group is over: rank 1 sent nothing"):
             group.all_reduce(torch.ones(4))
@@ -156,7 +155,7 @@ def test_a_late_rank_is_named_and_the_group_is_over() -> None:
             group.all_gather_bytes(b"")
         return late.value.message
 
-    messages = run_ranks(local_groups(3, deadline=1.0), work)
+    messages = run_ranks(local_groups(3), work)
     assert "waited for float32 (4,)" in messages[0]
 
 
@@ -169,18 +168,18 @@ def test_a_rank_that_closes_is_named_at_once() -> None:
             group.all_reduce(torch.ones(4))
 
     start = time.monotonic()
-    run_ranks(local_groups(2, deadline=10), work)
-    assert time.monotonic() - start < 5
+    run_ranks(local_groups(2, deadline=50), work)
+    assert time.monotonic() - start < 20
 
 
 def test_stats_count_payload_bytes() -> None:
-    groups = local_groups(2, deadline=10)
+    groups = local_groups(2)
     run_ranks(groups, lambda group: group.all_reduce(torch.ones(10)))
     assert groups[0].stats() == {"0>1": 40, "1>0": 40}
 
 
 def test_many_shapes_do_not_grow_the_buffers_without_end() -> None:
-    groups = local_groups(2, deadline=10)
+    groups = local_groups(2)
 
     def work(group: Group) -> None:
         for n in range(1, 600):

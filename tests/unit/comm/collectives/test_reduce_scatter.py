@@ -27,7 +27,7 @@ MACHINES = [(4, 2), (6, 2), (8, 2), (8, 4), (12, 4)]
 
 
 def by_host(size: int, per_host: int) -> list[Group]:
-    groups = local_groups(size, deadline=10)
+    groups = local_groups(size)
     for group in groups:
         group.choice = ByHost(size, per_host)
     return groups
@@ -82,7 +82,7 @@ def test_a_machine_sends_each_piece_once(size: int, per_host: int, dtype: torch.
     least = x.nbytes * (machines - 1) // machines
     widens = 2 if dtype == torch.bfloat16 else 1
     for groups, times, wide in (
-        (local_groups(size, deadline=10), per_host, 1),
+        (local_groups(size), per_host, 1),
         (by_host(size, per_host), 1, widens),
     ):
         run_ranks(groups, lambda group: group.reduce_scatter(x, [5] * size))

@@ -23,17 +23,17 @@ def test_work_is_done_in_order_and_hands_over_what_it_gives_or_raises() -> None:
         return 6 // number
 
     futures = [lane.submit(partial(divide, n)) for n in (3, 2, 0, 1)]
-    assert [futures[place].result(5) for place in (0, 1, 3)] == [2, 3, 6] and done == [3, 2, 0, 1]
-    assert isinstance(futures[2].exception(5), ZeroDivisionError)
+    assert [futures[place].result(20) for place in (0, 1, 3)] == [2, 3, 6] and done == [3, 2, 0, 1]
+    assert isinstance(futures[2].exception(20), ZeroDivisionError)
     lane.close()
 
 
 def test_what_has_not_begun_when_it_closes_is_cancelled() -> None:
     lane, begun, goes_on = WorkerThread("one"), threading.Event(), threading.Event()
-    first = lane.submit(lambda: (begun.set(), goes_on.wait(5)))
+    first = lane.submit(lambda: (begun.set(), goes_on.wait(20)))
     second = lane.submit(lambda: None)
-    assert begun.wait(5)
-    threading.Timer(0.05, goes_on.set).start()
+    second.add_done_callback(lambda _: goes_on.set())  # what runs ends only then, and `close` waits for it
+    assert begun.wait(20)
     lane.close()
     assert first.done() and not first.cancelled() and second.cancelled()
 
@@ -41,27 +41,27 @@ def test_what_has_not_begun_when_it_closes_is_cancelled() -> None:
 def test_a_closed_lane_takes_nothing_more_and_says_so() -> None:
     """It would never be done, and who waits for it would wait for ever."""
     lane = WorkerThread("one")
-    lane.submit(lambda: None).result(5)
+    lane.submit(lambda: None).result(20)
     lane.close()
     assert lane.submit(lambda: None).cancelled()
     start = solo().start
     start.close()
     with pytest.raises(LinkClosed, match="had not begun when the group was closed"):
-        start.barrier().wait(5)
+        start.barrier().wait(20)
 
 
 def test_whoever_waits_for_cancelled_work_is_woken() -> None:
     """`concurrent.futures.wait` counts a future as done once it was told that it is cancelled."""
     lane, begun, goes_on = WorkerThread("one"), threading.Event(), threading.Event()
-    lane.submit(lambda: (begun.set(), goes_on.wait(5)))
-    assert begun.wait(5)
+    lane.submit(lambda: (begun.set(), goes_on.wait(20)))
+    assert begun.wait(20)
     before = lane.submit(lambda: None)
     closing = threading.Thread(target=lane.close, daemon=True)
     closing.start()
-    assert wait([before], timeout=5).done, "cancelled by `close`"
+    assert wait([before], timeout=20).done, "cancelled by `close`"
     goes_on.set()
-    closing.join(5)
-    assert wait([lane.submit(lambda: None)], timeout=5).done, "submitted after it"
+    closing.join(20)
+    assert wait([lane.submit(lambda: None)], timeout=20).done, "submitted after it"
 
 
 def test_close_ends_though_the_thread_takes_the_last_work_first() -> None:
@@ -80,13 +80,13 @@ def test_close_ends_though_the_thread_takes_the_last_work_first() -> None:
 
         def _let_it_be_taken(self) -> None:
             goes_on.set()
-            done.wait(5)
+            done.wait(20)
 
     lane._waiting = TakenMeanwhile()
-    lane.submit(lambda: (begun.set(), goes_on.wait(5)))
-    assert begun.wait(5)
+    lane.submit(lambda: (begun.set(), goes_on.wait(20)))
+    assert begun.wait(20)
     lane.submit(done.set)
     closing = threading.Thread(target=lane.close, daemon=True)
     closing.start()
-    closing.join(2)
+    closing.join(20)
     assert not closing.is_alive()

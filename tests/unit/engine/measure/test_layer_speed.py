@@ -18,6 +18,7 @@ from tllm.spec.request import Output
 SLOW = 0.05
 
 
+@pytest.mark.usefixtures("own_clock")
 def test_all_that_a_token_takes_is_measured() -> None:
     """Layers whole and in half, a token of each sequence and a prompt; logits; a driver's step and a follower's."""
     given: list[Output] = []
@@ -32,19 +33,14 @@ def test_all_that_a_token_takes_is_measured() -> None:
     assert given and all(len(one.token_ids) == 1 for one in given), "tokens are handed out"
 
 
+@pytest.mark.usefixtures("own_clock")
 def test_a_rest_costs_what_the_next_step_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tllm.engine.measure.layer_speed.REST", 0.05)
     rest = serving_passes(spec_of(4), torch.float32, (1,), prompt=20, chunk=16, seconds=0.3).rest
     assert 0 <= rest < 0.05, "the rest itself is not counted"
 
 
-@pytest.fixture
-def _computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No layers are played: those would not see what is made slow."""
-    monkeypatch.setattr("tllm.engine.measure.benchmark_layers.decode_recordings", lambda *stage: None)
-
-
-@pytest.mark.usefixtures("own_clock", "_computed")
+@pytest.mark.usefixtures("own_clock", "computed")
 def test_layers_that_are_slow_in_a_step_make_it_cool_and_not_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside them it takes what it took."""
 
@@ -58,7 +54,7 @@ def test_layers_that_are_slow_in_a_step_make_it_cool_and_not_long(monkeypatch: p
     assert max(found.turns[0].seconds, found.follows[0].seconds) < SLOW / 2 < found.cooled
 
 
-@pytest.mark.usefixtures("own_clock", "_computed")
+@pytest.mark.usefixtures("own_clock", "computed")
 def test_all_else_that_is_slow_makes_a_step_long(monkeypatch: pytest.MonkeyPatch) -> None:
     def late(*values: Any) -> Tensor:
         time.sleep(SLOW)

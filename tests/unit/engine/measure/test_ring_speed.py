@@ -38,6 +38,9 @@ def late(function: Callable[..., object]) -> Callable[..., object]:
     return called
 
 
+pytestmark = pytest.mark.usefixtures("own_clock", "computed")
+
+
 def test_both_are_the_driver_once_and_end_together() -> None:
     given = list[Output]()
     assert all(turn > 0 for turn in overheads(0.1, given))

@@ -214,7 +214,7 @@ def test_a_disk_that_is_too_slow_is_not_waited_for(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(rank_pages, "TAKE_SECONDS", 0.0)
     with rank(tmp_path, part_of(EMPTY, *WHOLE)) as pages:
         gate = threading.Event()
-        begun = pages._reader.submit(gate.wait, 5.0)
+        begun = pages._reader.submit(gate.wait, 20.0)
         assert taken(pages, chain_of()) == 0
         gate.set()
         begun.result()

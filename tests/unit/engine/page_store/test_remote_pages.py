@@ -43,7 +43,7 @@ class Elsewhere:
 
 
 def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while not holds():
         assert time.monotonic() < deadline, "it does not come"
         time.sleep(0.002)

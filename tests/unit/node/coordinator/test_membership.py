@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
+from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
@@ -15,81 +15,102 @@ from tllm.cluster.heartbeat import BEAT_SECONDS, LATE_SECONDS
 from tllm.cluster.messages import Heartbeat
 from tllm.cluster.state import NodeHeard, NodeJoined
 from tllm.node.coordinator import membership as members_module
-from tllm.node.coordinator.membership import Membership
+from tllm.node.coordinator.membership import Membership, ProbeResult, Surroundings
 
 
 async def lend(channel: Channel, node: str) -> None:
     raise AssertionError("nobody borrows here")
 
 
+class Clock:
+    """The coordinator's, which the test moves. `looks`: how often it was looked at; each turn of `watch` does twice."""
+
+    def __init__(self) -> None:
+        self.now, self.looks = 1000.0, 0
+
+    def __call__(self) -> float:
+        self.looks += 1
+        return self.now
+
+    async def turns(self) -> None:
+        """Wait until `watch` has looked at all nodes some more times."""
+        until = self.looks + 10
+        while self.looks < until:
+            await asyncio.sleep(0.001)
+
+
+async def has_ended(address: object) -> ProbeResult:
+    return ProbeResult("its process has ended", False)
+
+
+def joined(*of: object) -> tuple[Membership, Clock]:
+    clock, members = Clock(), Membership(*of)  # type: ignore[arg-type]
+    members.surroundings = Surroundings(clock, has_ended)
+    return members, clock
+
+
+@contextlib.asynccontextmanager
+async def watched(members: Membership) -> AsyncIterator[None]:
+    watch = asyncio.create_task(members.watch())
+    yield
+    watch.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await watch
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members_module, "BEAT_SECONDS", BEAT_SECONDS / 100)
+
+
 @pytest.mark.parametrize(("lost_after", "lost"), [(4.0, ["silent"]), (60.0, [])])
-def test_a_silent_node_is_lost_after_what_was_asked(
-    lost_after: float, lost: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(members_module, "BEAT_SECONDS", BEAT_SECONDS / 50)
+def test_a_silent_node_is_lost_after_what_was_asked(lost_after: float, lost: list[str]) -> None:
     told: list[str] = []
 
     async def scene() -> None:
-        members = Membership(
+        members, clock = joined(
             "c", lambda node: {}, lambda node, error: told.append(node), lambda: None, lend, lost_after
         )
-        members.record(NodeJoined("silent", facts("silent"), time.monotonic() - 4.5))
-        members.record(NodeJoined("well", facts("well"), time.monotonic()))
-        watch = asyncio.create_task(members.watch())
-        await asyncio.sleep(BEAT_SECONDS)
-        watch.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await watch
+        members.record(NodeJoined("silent", facts("silent"), clock.now - 4.5))
+        members.record(NodeJoined("well", facts("well"), clock.now))
+        async with watched(members):
+            await clock.turns()
 
     asyncio.run(scene())
     assert told == lost
 
 
-def test_a_late_node_is_named_to_the_operator_once_each_time(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(members_module, "BEAT_SECONDS", BEAT_SECONDS / 50)
-
+def test_a_late_node_is_named_to_the_operator_once_each_time(caplog: pytest.LogCaptureFixture) -> None:
     async def scene() -> None:
-        members = Membership("c", lambda node: {}, lambda node, error: None, lambda: None, lend)
-        members.record(NodeJoined("late", facts("late"), time.monotonic() - LATE_SECONDS - 0.5))
-        members.record(NodeJoined("well", facts("well"), time.monotonic()))
-        watch = asyncio.create_task(members.watch())
-        await asyncio.sleep(BEAT_SECONDS / 5)
-        assert [message.rpartition(" for ")[0] for message in caplog.messages] == ["node late has been silent"]
-        members.record(NodeHeard("late", Heartbeat(), time.monotonic()))
-        await asyncio.sleep(BEAT_SECONDS / 5)
-        members.record(NodeJoined("late", facts("late"), time.monotonic() - LATE_SECONDS - 1.0))
-        await asyncio.sleep(BEAT_SECONDS / 5)
-        assert len(caplog.messages) == 2
-        members.end()
-        members.record(NodeJoined("well", facts("well"), time.monotonic() - LATE_SECONDS - 1.0))
-        await asyncio.sleep(BEAT_SECONDS / 5)
-        assert len(caplog.messages) == 2, "who was told to end is not late"
-        watch.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await watch
+        members, clock = joined("c", lambda node: {}, lambda node, error: None, lambda: None, lend)
+        members.record(NodeJoined("late", facts("late"), clock.now - LATE_SECONDS - 0.5))
+        members.record(NodeJoined("well", facts("well"), clock.now))
+        async with watched(members):
+            await clock.turns()
+            assert [message.rpartition(" for ")[0] for message in caplog.messages] == ["node late has been silent"]
+            members.record(NodeHeard("late", Heartbeat(), clock.now))
+            await clock.turns()
+            members.record(NodeJoined("late", facts("late"), clock.now - LATE_SECONDS - 1.0))
+            await clock.turns()
+            assert len(caplog.messages) == 2
+            members.end()
+            members.record(NodeJoined("well", facts("well"), clock.now - LATE_SECONDS - 1.0))
+            await clock.turns()
+            assert len(caplog.messages) == 2, "who was told to end is not late"
 
     asyncio.run(scene())
 
 
-def test_one_that_takes_more_than_it_was_given_is_named_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(members_module, "BEAT_SECONDS", BEAT_SECONDS / 50)
-
+def test_one_that_takes_more_than_it_was_given_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     async def scene() -> None:
-        members = Membership("c", lambda node: {}, lambda node, error: None, lambda: None, lend)
+        members, clock = joined("c", lambda node: {}, lambda node, error: None, lambda: None, lend)
         given = msgspec.structs.replace(facts("greedy"), is_given=True, is_shared=False, memory_bytes=100)
-        members.record(NodeJoined("greedy", given, time.monotonic()))
-        watch = asyncio.create_task(members.watch())
-        for held in (100, 101, 99, 102):
-            members.record(NodeHeard("greedy", Heartbeat(rss_bytes=held), time.monotonic()))
-            await asyncio.sleep(BEAT_SECONDS / 5)
-            assert len(caplog.messages) == (held != 100 or bool(caplog.messages))
-        watch.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await watch
+        members.record(NodeJoined("greedy", given, clock.now))
+        async with watched(members):
+            for held in (100, 101, 99, 102):
+                members.record(NodeHeard("greedy", Heartbeat(rss_bytes=held), clock.now))
+                await clock.turns()
+                assert len(caplog.messages) == (held != 100 or bool(caplog.messages))
 
     asyncio.run(scene())
     (told,) = caplog.messages

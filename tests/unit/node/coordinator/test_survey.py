@@ -112,7 +112,7 @@ def test_nodes_first_then_each_way_and_then_they_are_free() -> None:
 )
 def test_what_goes_wrong_is_named(answer: Any, words: str) -> None:
     with pytest.raises(ClusterError, match=words):
-        asyncio.run(asyncio.wait_for(Stand(answer).examiner.survey(NODES, HOSTS, ASKED), 5.0))
+        asyncio.run(asyncio.wait_for(Stand(answer).examiner.survey(NODES, HOSTS, ASKED), 30.0))
 
 
 class Slow(Stand):

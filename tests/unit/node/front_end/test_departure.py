@@ -83,8 +83,8 @@ def test_one_signal_is_enough_where_the_http_server_has_failed(monkeypatch: pyte
     monkeypatch.setattr(FrontEnd, "_follow", fail)
     departure = Departure(ServerSettings(version=""))
     assert departure.front_end is not None
-    departure.front_end._thread.join(10)
-    seconds = 5.0
+    departure.front_end._thread.join(20)
+    seconds = 40.0
 
     def work() -> bool:
         signal.raise_signal(signal.SIGINT)

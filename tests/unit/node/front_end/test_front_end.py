@@ -40,10 +40,10 @@ def test_replies_of_both_servers_end_at_the_same_time(monkeypatch: pytest.Monkey
     loop.replies = replies  # type: ignore[assignment]
     front_end = FrontEnd(ServerSettings(version=""), lambda *words: None, left.set, loop=loop)
     front_end._in_loop(lambda: front_end._serve("a model"))  # type: ignore[arg-type]
-    assert served.wait(10) and not replies.began.is_set(), "until it leaves they go on"
+    assert served.wait(20) and not replies.began.is_set(), "until it leaves they go on"
     front_end.leave()
-    assert replies.began.wait(10), "while its own are let finish"
+    assert replies.began.wait(20), "while its own are let finish"
     drained.set()
     assert not left.wait(0.1), "what is in hand is waited for"
     replies.may_end.set()
-    assert left.wait(10)
+    assert left.wait(20)

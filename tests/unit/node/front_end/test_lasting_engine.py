@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,7 +26,7 @@ from tllm.core.errors import ClusterError
 from tllm.node.front_end import remote_engine
 from tllm.node.front_end.engine_link import EngineLink
 from tllm.node.front_end.lasting_engine import LastingEngine
-from tllm.node.front_end.remote_engine import RemoteEngine, RemoteStreamStore
+from tllm.node.front_end.remote_engine import RESUME_SECONDS, RemoteEngine, RemoteStreamStore
 from tllm.spec.request import Output, Request
 
 GOT = 3
@@ -87,12 +88,17 @@ def test_it_ends_where_none_is_found_in_time(short_waits: None) -> None:
     play(scene)
 
 
-def test_it_ends_with_the_reason_for_which_this_process_coordinates_no_more(short_waits: None) -> None:
+def test_it_ends_with_the_reason_for_which_this_process_coordinates_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(remote_engine, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
     async def scene() -> None:
         first = First()
         reading = asyncio.create_task(first.read(request()))
         await asyncio.sleep(0.1)
+        assert not reading.done()
         first.engine.refuse(DEPOSED)
+        now[0] = RESUME_SECONDS + 1  # nobody was found until then
         with pytest.raises(Deposed, match="coordinates no more"):
             await reading
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 
 from tllm.cluster.certificates import Authority
 from tllm.cluster.connection import Address
+from tllm.cluster.consensus import replica as replica_module
 from tllm.cluster.consensus.replica import Deposed, Replica
 from tllm.cluster.consensus.replicated_state import CoordinatorBegan
+from tllm.cluster.consensus.timing import RaftTiming
 from tllm.cluster.join_token import TokenBook
 from tllm.core.tasks import end_tasks
 from tllm.node.coordinator.cluster_options import ClusterOptions
@@ -47,24 +50,30 @@ async def elect_another(stack: AsyncExitStack, replica: Replica, authority: Auth
         replica.raft.learn(other.place, replica.now())
         await holds(replica, lambda: replica.raft.has_learned(other.place.id))  # noqa: B023
         await replica.change((*replica.raft.log.configuration, other.place))
-    await replica.hand_over(5.0)
+    assert await replica.hand_over(20.0)
     while not (led := [other for other in others if other.leads]):
         await asyncio.sleep(0.01)
     await led[0].propose(CoordinatorBegan(led[0].term, *NEXT))
 
 
 async def holds(replica: Replica, condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await replica.until(condition)
 
 
-@pytest.mark.parametrize("seconds", [0.0, 10.0], ids=["does not join", "joins"])
+@pytest.fixture(autouse=True)
+def _no_replica_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None stands for election by itself, however long this process does not run."""
+    monkeypatch.setattr(replica_module, "RaftTiming", partial(RaftTiming, election=60.0))
+
+
+@pytest.mark.parametrize("seconds", [0.0, 20.0], ids=["does not join", "joins"])
 def test_who_coordinates_then_is_found(seconds: float) -> None:
     async def scene() -> None:
         authority = Authority.create()
         job = job_of(authority)
-        options = ClusterOptions(address=(HERE, 0), replicas=3, successor_seconds=seconds)
-        async with asyncio.timeout(30), AsyncExitStack() as stack:
+        options = ClusterOptions(address=(HERE, 0), lost_after=120.0, replicas=3, successor_seconds=seconds)
+        async with asyncio.timeout(50), AsyncExitStack() as stack:
 
             async def depose() -> None:
                 async with replicated(job, authority, options):
@@ -91,7 +100,7 @@ def test_it_is_looked_for_once() -> None:
         deposed = Deposed("it coordinates no more")
         deposed.was_sought = True
         with pytest.raises(Deposed) as raised:
-            async with asyncio.timeout(5), replicated(job_of(authority), authority, options):
+            async with asyncio.timeout(30), replicated(job_of(authority), authority, options):
                 raise deposed
         assert raised.value is deposed
 

@@ -13,6 +13,7 @@ import pytest
 from tests.support.faults.full_disk import no_room
 from tllm.cluster.certificates import COORDINATOR, Authority
 from tllm.cluster.connection import Address
+from tllm.cluster.consensus import replica as replica_module
 from tllm.cluster.consensus.replica import Deposed, Replica
 from tllm.cluster.consensus.replicated_state import CoordinatorBegan
 from tllm.cluster.join import join, locate
@@ -31,6 +32,12 @@ HERE = "127.0.0.1"
 @pytest.fixture(scope="module")
 def authority() -> Authority:
     return Authority.create()
+
+
+@pytest.fixture(autouse=True)
+def _answers_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy this machine is: a replica that answers late is taken for one that is gone."""
+    monkeypatch.setattr(replica_module, "CONNECT_SECONDS", 20.0)
 
 
 @contextlib.asynccontextmanager

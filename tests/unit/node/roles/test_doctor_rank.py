@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,11 +17,12 @@ from tllm.cluster.certificates import Authority, Identity
 from tllm.cluster.messages import Assign, RankAddress
 from tllm.cluster.settings import DoctorSettings
 from tllm.cluster.tls import data_server
-from tllm.comm.links.connect import Listener
-from tllm.comm.links.link import LocalLink
+from tllm.comm.links.connect import LinkHello, Listener, connect
+from tllm.comm.links.link import Link, LocalLink
 from tllm.core.errors import LinkError
 from tllm.node.doctor.network_rules import of_paths
 from tllm.node.machine.machine_facts import NetworkPath
+from tllm.node.roles import doctor_rank
 from tllm.node.roles.doctor_rank import (
     REQUEST,
     TILE_BYTES,
@@ -35,9 +37,9 @@ from tllm.node.roles.doctor_rank import (
     connect_all,
     measure_path,
 )
-from tllm.spec.plan import Plan
+from tllm.spec.plan import Plan, Wire
 
-SECONDS = 0.3
+SECONDS = SOON = 0.3
 
 
 @pytest.mark.parametrize("rate", [1e5, 1.17e7, 1.2e8, 1e10])
@@ -64,7 +66,7 @@ def test_as_many_questions_as_there_is_time_for() -> None:
 
 
 def test_a_clock_that_is_ahead_and_a_count_of_everything_sent() -> None:
-    ask, back = LocalLink(0, 1, 5.0), LocalLink(1, 0, 5.0)
+    ask, back = LocalLink(0, 1), LocalLink(1, 0)
     seen: list[int] = []
 
     def ahead() -> None:
@@ -90,7 +92,13 @@ def test_a_clock_that_is_ahead_and_a_count_of_everything_sent() -> None:
 
 def test_a_path_that_loses_all_large_packets_is_told_by_its_short_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tllm.node.roles.doctor_rank.path_mtu", lambda host: 1500)
-    ask, back = LocalLink(0, 1, 5.0), LocalLink(1, 0, 0.1)
+    ask, back = LocalLink(0, 1), LocalLink(1, 0)
+
+    def not_for_long(*measured: Any) -> float:
+        back.set_deadline(0.1)
+        return _bandwidth(*measured)
+
+    monkeypatch.setattr("tllm.node.roles.doctor_rank._bandwidth", not_for_long)
 
     def answers_short_ones() -> None:
         while REQUEST.unpack(ask.recv_bytes(REQUEST.size))[0] == 0:
@@ -125,7 +133,7 @@ def assign(rank: int, listeners: list[Listener]) -> Assign:
         plan=Plan.parse("pp=3", 3),
         places=tuple(RankAddress(name, *listener.address) for name, listener in zip("abc", listeners, strict=True)),
         config="{}",
-        settings=DoctorSettings(measure_seconds=SECONDS, way_seconds=SECONDS, threads=0, link_seconds=5.0),
+        settings=DoctorSettings(measure_seconds=SECONDS, way_seconds=SECONDS, threads=0, link_seconds=20.0),
         folder="",
         files=(),
     )
@@ -154,13 +162,28 @@ def test_three_nodes_measure_each_other(nodes: tuple[list[Identity], list[Listen
     assert lost.fault
 
 
+def wait_in_vain(monkeypatch: pytest.MonkeyPatch, dialled: Collection[int], dialling: Collection[int]) -> None:
+    """Links to and from these ranks, which cannot open, are given up soon; others have the time that was given."""
+
+    def dial(address: Any, context: Any, hello: LinkHello, seconds: float, check: Any) -> Link:
+        return connect(address, context, hello, SOON if hello.target in dialled else seconds, check)
+
+    def accept(listener: Listener, wire: Wire, seconds: float, take: Any = Listener.accept) -> Link:
+        link: Link = take(listener, wire, SOON if wire.source in dialling else seconds)
+        return link
+
+    monkeypatch.setattr(doctor_rank, "connect", dial)
+    monkeypatch.setattr(Listener, "accept", accept)
+
+
 def test_a_node_that_nobody_reaches_is_found_and_the_others_are_measured(
-    nodes: tuple[list[Identity], list[Listener]],
+    nodes: tuple[list[Identity], list[Listener]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     identities, listeners = nodes
     listeners[2].close()
+    wait_in_vain(monkeypatch, {2}, {2})
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda r: connect_all(assign(r, listeners), identities[r], listeners[r], 0.5), range(2)))
+        found = list(pool.map(lambda r: connect_all(assign(r, listeners), identities[r], listeners[r]), range(2)))
     for rank, (links, faults) in enumerate(found):
         mine = {wire for wire in all_wires(3) if rank in (wire.source, wire.target)}
         assert set(links) | set(faults) == mine
@@ -169,20 +192,23 @@ def test_a_node_that_nobody_reaches_is_found_and_the_others_are_measured(
             link.close()
 
 
-def test_one_who_is_not_who_the_plan_says(nodes: tuple[list[Identity], list[Listener]]) -> None:
+def test_one_who_is_not_who_the_plan_says(
+    nodes: tuple[list[Identity], list[Listener]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another cluster's node at an address of ours: a fault in words, not an end."""
     identities, listeners = nodes
+    wait_in_vain(monkeypatch, {2}, {1, 2})
     stranger = Authority.create().identity("b")
     with contextlib.closing(Listener("127.0.0.1", 0, data_server(stranger))) as other:
         listeners = [listeners[0], other, listeners[2]]
-        _, faults = connect_all(assign(0, listeners), identities[0], listeners[0], 0.5)
+        _, faults = connect_all(assign(0, listeners), identities[0], listeners[0])
     assert "do not trust each other" in next(text for wire, text in faults.items() if wire.target == 1)
 
 
 def test_answers_end_with_the_other_end() -> None:
-    ask, back = LocalLink(0, 1, 5.0), LocalLink(1, 0, 5.0)
+    ask, back = LocalLink(0, 1), LocalLink(1, 0)
     thread = threading.Thread(target=answer, args=(ask, back))
     thread.start()
     ask.close()
-    thread.join(5)
+    thread.join(20)
     assert not thread.is_alive()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.support.comm.ranks import run_ranks
+from tests.support.own_clock import OwnClock
 from tllm.comm.collectives.group import Group, local_groups
 from tllm.devices.choose import CPU
+from tllm.node.roles import sum_latency
 from tllm.node.roles.sum_latency import (
     FEW,
     LONGEST,
@@ -66,13 +68,13 @@ def test_a_sum_after_a_rest_is_as_long_as_the_slower_rank_allows() -> None:
 
 
 def test_neither_a_rest_nor_waiting_for_who_is_late_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or a sum of 4 KiB would seem to take a quarter of a second."""
-    rests = list[float]()
+    """Or a sum of 4 KiB would seem to take a quarter of a second. It takes a few looks at the clock."""
+    rests, clock = list[float](), OwnClock()
 
-    def sleep(seconds: float, really: Callable[[float], None] = time.sleep) -> None:
+    def sleep(seconds: float) -> None:
         rests.append(seconds)
-        really(seconds)
+        clock.sleep(seconds)
 
-    monkeypatch.setattr("tllm.node.roles.sum_latency.time.sleep", sleep)
+    monkeypatch.setattr(sum_latency, "time", SimpleNamespace(sleep=sleep, perf_counter=clock.now))
     found = run_ranks(local_groups(2, deadline=20.0), lambda group: _rate_after_rest(group, torch.ones(1000), 0.0))
-    assert len(rests) == 2 * RESTS and found[0] == found[1] > 4000 / 0.2
+    assert len(rests) == 2 * RESTS and found[0] == found[1] > 4000 / 0.05

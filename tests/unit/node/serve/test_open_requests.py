@@ -18,7 +18,7 @@ def ask(name: str, seed: int | None = 3) -> Request:
 
 def play(scene: Callable[[], Awaitable[None]]) -> None:
     async def limited() -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await scene()
 
     asyncio.run(limited())

@@ -58,7 +58,7 @@ def begin(cluster: Serving, nodes: str) -> None:
 
 def play(scene: Callable[[], Awaitable[None]]) -> None:
     async def limited() -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await scene()
 
     asyncio.run(limited())

@@ -89,7 +89,7 @@ def lose(run: ElasticRun, node: str, error: TllmError | None = None) -> None:
 
 def play(scene: Callable[[], Awaitable[None]]) -> None:
     async def limited() -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await scene()
 
     asyncio.run(limited())

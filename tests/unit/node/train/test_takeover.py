@@ -224,7 +224,7 @@ def test_replicas_know_the_last_step_and_the_last_save(make: Make, job: Job) -> 
     async def scene() -> None:
         run, agreed = make(None), Agreed()
         run.coordinator.replication = agreed  # type: ignore[assignment]  # no more is asked of it
-        async with asyncio.timeout(10), keeping_steps(run, job):
+        async with asyncio.timeout(30), keeping_steps(run, job):
             await asyncio.sleep(0.2)
             assert agreed.entries == [], "before the run has begun there is nothing to know"
             run.publish(RunBegan(0, 1, 1.0))

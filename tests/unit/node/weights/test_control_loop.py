@@ -36,19 +36,19 @@ def test_what_waits_is_cancelled_and_nothing_more_is_begun() -> None:
 
     thread = threading.Thread(target=lambda: asyncio.run(control()))
     thread.start()
-    assert is_open.wait(10)
-    assert loop.begin(seven()).result(10) == 7
+    assert is_open.wait(20)
+    assert loop.begin(seven()).result(20) == 7
     loop.call(lambda: called.append("before"))
     waiting = loop.begin(for_ever(began))
-    assert began.wait(10)
+    assert began.wait(20)
     ends.set()
     with pytest.raises(concurrent.futures.CancelledError):
-        waiting.result(10)
-    assert left.result(10) == 1, "only `control` itself"
+        waiting.result(20)
+    assert left.result(20) == 1, "only `control` itself"
     with pytest.raises(ClusterError, match="has ended"):
         loop.begin(seven())
     loop.call(lambda: called.append("after"))
-    thread.join(10)
+    thread.join(20)
     assert called == ["before"]
 
 

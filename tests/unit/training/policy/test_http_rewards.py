@@ -61,7 +61,7 @@ def test_a_verifier_is_asked_as_a_function_is_and_may_say_nothing(
     verifier: Verifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(http_rewards.KEY_VARIABLE, "secret")
-    said, unsaid = http_reward(f"{verifier.url}/verify", 5)(ARGUMENTS)
+    said, unsaid = http_reward(f"{verifier.url}/verify", 20)(ARGUMENTS)
     assert said == 1.0 and math.isnan(unsaid)
     assert json.loads(verifier.asked[0]) == ARGUMENTS and verifier.keys == ["Bearer secret"]
 
@@ -72,12 +72,12 @@ def test_a_reward_model_is_asked_by_its_score_route(verifier: Verifier, monkeypa
         200,
         {"id": "score-1", "data": [{"index": 0, "score": len(question["text_2"][0])}]},
     )
-    assert http_reward(f"{verifier.url}/score", 5)(ARGUMENTS) == [1.0, 2.0]
+    assert http_reward(f"{verifier.url}/score", 20)(ARGUMENTS) == [1.0, 2.0]
     requests = [msgspec.json.decode(question, type=ScoreRequest) for question in verifier.asked]
     assert [request.pairs() for request in requests] == [[("1=", "a")], [("2=", "bb")]], "as our own server reads it"
     assert all(request.use_activation is False for request in requests) and verifier.keys == [None, None]
     with pytest.raises(ConfigError, match="scores texts"):
-        http_reward(f"{verifier.url}/score", 5)({**ARGUMENTS, "prompts": [[{"role": "user", "content": "hi"}]] * 2})
+        http_reward(f"{verifier.url}/score", 20)({**ARGUMENTS, "prompts": [[{"role": "user", "content": "hi"}]] * 2})
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_reward_model_is_asked_by_its_score_route(verifier: Verifier, monkeypa
 def test_what_is_of_no_use_is_told_in_one_line(answer: tuple[int, Any], words: str, verifier: Verifier) -> None:
     verifier.answer = lambda question: answer
     with pytest.raises(ConfigError) as caught:
-        http_reward(f"{verifier.url}/verify", 5)(ARGUMENTS)
+        http_reward(f"{verifier.url}/verify", 20)(ARGUMENTS)
     assert f"the server at {verifier.url}/verify {words}" in caught.value.message and caught.value.hint
     assert "\n" not in caught.value.message
 
@@ -106,4 +106,4 @@ def test_a_server_that_is_not_there_or_hangs_is_named(verifier: Verifier) -> Non
         http_reward(f"{verifier.url}/verify", 0.2)(ARGUMENTS)
     held.set()
     with pytest.raises(ConfigError, match=r"cannot be asked: .*refused"):
-        http_reward("http://127.0.0.1:9/verify", 5)(ARGUMENTS)
+        http_reward("http://127.0.0.1:9/verify", 20)(ARGUMENTS)

@@ -62,7 +62,7 @@ def test_a_function_that_hangs_is_left_behind(tmp_path: Path) -> None:
 def test_a_function_without_room_for_columns_is_told_which_parameters_it_gets(tmp_path: Path) -> None:
     (tmp_path / "of_test.py").write_text("def f(prompts, completions):\n    return [0.0, 0.0]\n")
     with pytest.raises(ConfigError, match="raised TypeError") as caught:
-        load_reward_function(f"{tmp_path / 'of_test.py'}:f", 5.0, UserModules())(ARGUMENTS)
+        load_reward_function(f"{tmp_path / 'of_test.py'}:f", 20.0, UserModules())(ARGUMENTS)
     assert "**columns" in caught.value.hint
 
 
@@ -71,15 +71,15 @@ def test_a_file_is_found_run_and_asked_for_its_function(tmp_path: Path) -> None:
     (tmp_path / "of_test.py").write_text(
         "from neighbour_of_test import ONE\n\n\ndef f(completions, **columns):\n    return [ONE for _ in completions]\n"
     )
-    assert load_reward_function(f"{tmp_path / 'of_test.py'}:f", 5.0, UserModules())(ARGUMENTS) == [1.0, 1.0]
+    assert load_reward_function(f"{tmp_path / 'of_test.py'}:f", 20.0, UserModules())(ARGUMENTS) == [1.0, 1.0]
     for text, words in (
         (f"{tmp_path / 'nowhere.py'}:f", "which is no file"),
         (f"{tmp_path / 'of_test.py'}:g", "has no function g"),
         (f"{tmp_path / 'of_test.py'}:ONE", "has no function ONE"),
     ):
         with pytest.raises(ConfigError, match=words):
-            load_reward_function(text, 5.0, UserModules())
+            load_reward_function(text, 20.0, UserModules())
     (tmp_path / "of_test.py").write_text("import no_such_module_anywhere\n")
     with pytest.raises(ConfigError, match="raised ModuleNotFoundError") as caught:
-        load_reward_function(f"{tmp_path / 'of_test.py'}:f", 5.0, UserModules())
+        load_reward_function(f"{tmp_path / 'of_test.py'}:f", 20.0, UserModules())
     assert caught.value.hint == "of_test.py, line 1"

@@ -43,7 +43,7 @@ def test_who_waits_gets_the_first_error_and_so_does_who_asks_later() -> None:
     waiting.start()
     queue.fail(ClusterError("the first"))
     queue.close()
-    waiting.join(5)
+    waiting.join(20)
     assert taken == [None] and queue.is_over
     for row in (asked, queue.ask(question(2))):
         with pytest.raises(ClusterError, match="the first"):

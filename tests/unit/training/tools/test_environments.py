@@ -104,14 +104,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def games(folder: Path, name: str = "Game", seconds: float = 5.0) -> Environments:
+def games(folder: Path, name: str = "Game", seconds: float = 20.0) -> Environments:
     return Environments(f"{folder / 'games.py'}:{name}", seconds, UserModules())
 
 
 def test_each_completion_has_a_state_of_its_own(folder: Path) -> None:
     (folder / "tools.py").write_text(TOOLS)
     factory = f"{folder / 'games.py'}:Game"
-    tools = ToolFunctions.load([f"{folder / 'tools.py'}:add"], 5.0, UserModules(), factory)
+    tools = ToolFunctions.load([f"{folder / 'tools.py'}:add"], 20.0, UserModules(), factory)
     with closing(tools):
         assert [one["function"]["name"] for one in tools.schemas] == ["add", "go"], "neither reset nor private ones"
         assert tools.parameters["go"]["required"] == ["by"] and tools.environments is not None
@@ -163,7 +163,7 @@ def test_what_is_no_environment_is_named(name: str, words: str, folder: Path) ->
     ],
 )
 def test_a_reset_that_goes_wrong_ends_in_one_line(how: str, words: str, folder: Path) -> None:
-    found = games(folder, seconds=0.1 if how == "hang" else 5.0)
+    found = games(folder, seconds=0.1 if how == "hang" else 20.0)
     with pytest.raises(ConfigError, match=rf"the environment Game of games\.py {words}"):
         found.begin([1], [{"prompt": "", "start": 1, "how": how}])
 
@@ -171,7 +171,7 @@ def test_a_reset_that_goes_wrong_ends_in_one_line(how: str, words: str, folder: 
 def test_a_tool_and_a_method_of_one_name_are_refused(folder: Path) -> None:
     (folder / "tools.py").write_text(TOOLS.replace("def add", "def go"))
     with pytest.raises(ConfigError, match="go is one of tools and a method of environment_factory"):
-        ToolFunctions.load([f"{folder / 'tools.py'}:go"], 5.0, UserModules(), f"{folder / 'games.py'}:Game")
+        ToolFunctions.load([f"{folder / 'tools.py'}:go"], 20.0, UserModules(), f"{folder / 'games.py'}:Game")
 
 
 def test_prompts_have_what_reset_returns_and_share_what_is_alike(folder: Path) -> None:
@@ -192,7 +192,7 @@ def test_prompts_have_what_reset_returns_and_share_what_is_alike(folder: Path) -
         tool_grpo(folder, reward_funcs=(f"{folder / 'games.py'}:rewards",), reward_weights=(10.0,)),
         opened.reply_tokenizer,
         modules := UserModules(),
-        Environments(f"{folder / 'games.py'}:Game", 5.0, modules),
+        Environments(f"{folder / 'games.py'}:Game", 20.0, modules),
     )
     assert rewards.environments is not None
     started = start_prompts(rows[:1], [[7, 8]], prompts, rewards.environments)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from concurrent.futures._base import DoneAndNotDoneFutures
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import pytest
 
 from tests.support.training.post_training.tool_task import TOOLS
 from tllm.core.errors import ConfigError
+from tllm.training.tools import tool_functions
 from tllm.training.tools.tool_functions import CallingTurn, FunctionCall, ToolFunctions, ToolResult
 from tllm.training.tools.user_functions import UserModules
 
@@ -53,7 +57,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def load(folder: Path, *names: str, seconds: float = 5.0) -> ToolFunctions:
+def load(folder: Path, *names: str, seconds: float = 20.0) -> ToolFunctions:
     return ToolFunctions.load([f"{folder / 'tools.py'}:{name}" for name in names], seconds, UserModules())
 
 
@@ -101,7 +105,7 @@ def test_the_model_is_told_of_errors(folder: Path) -> None:
     ],
 )
 def test_what_cannot_go_on_ends_in_one_line(what: str, words: str, folder: Path) -> None:
-    tools = load(folder, "give", seconds=0.05 if what == "hang" else 5.0)
+    tools = load(folder, "give", seconds=0.05 if what == "hang" else 20.0)
     with pytest.raises(ConfigError, match=words) as caught:
         result(tools, "give", {"what": what})
     assert "\n" not in caught.value.message and caught.value.hint
@@ -130,6 +134,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 LATER = '''
 import asyncio
 import time
+from pathlib import Path
 
 arrived = None
 
@@ -157,8 +162,8 @@ async def stuck(how: str) -> str:
     Args:
         how: Whether others can.
     """
-    if how == "blocked":
-        time.sleep(1.0)
+    while how == "blocked" and not Path(__file__).with_name("goes on").exists():
+        time.sleep(0.01)
     if how == "raise":
         raise ValueError(how)
     if how == "exit":
@@ -179,7 +184,7 @@ def test_coroutines_of_all_completions_are_awaited_at_once_in_one_loop(tmp_path:
         first = [FunctionCall("1", "meet", {"name": "a"}), FunctionCall("2", "look", {"key": "a"})]
         second = [FunctionCall("3", "quick", {"q": 1}), FunctionCall("4", "meet", {"name": "b"})]
         turns = [CallingTurn(1, first), CallingTurn(2, second), CallingTurn(3, ())]
-        told = tools.results(turns, time.monotonic() + 5)
+        told = tools.results(turns, time.monotonic() + 20)
         wrong = (str({"error": "quick() got an unexpected keyword argument 'q'"}), True)
         assert told == [[("a+b", False), ("x1", False)], [wrong, ("a+b", False)], []]
         assert result(tools, "meet", {"name": "c"}) == ("a+b+c", False), "an event of the same loop"
@@ -194,11 +199,23 @@ def test_coroutines_of_all_completions_are_awaited_at_once_in_one_loop(tmp_path:
         ("exit", r"the tool stuck of tools\.py raised SystemExit: exit"),
     ],
 )
-def test_a_coroutine_that_cannot_go_on_is_named(how: str, words: str, tmp_path: Path) -> None:
-    """Also where it lets no other return."""
+def test_a_coroutine_that_cannot_go_on_is_named(
+    how: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it lets no other return. The time begins once all others have, or it keeps them from it."""
     (tmp_path / "tools.py").write_text(LATER)
-    with closing(load(tmp_path, "quick", "meet", "stuck", seconds=0.5)) as tools:
+
+    def later(results: Sequence[Future[Any]], seconds: float) -> DoneAndNotDoneFutures[Any]:
+        assert tools.loop is not None
+        while how == "blocked" and tools.loop.computing != "stuck":
+            time.sleep(0.001)
+        assert how == "blocked" or results[0] in wait(results[:1], 20).done
+        return wait(results, seconds)
+
+    monkeypatch.setattr(tool_functions, "wait", later)
+    with closing(load(tmp_path, "quick", "meet", "stuck", seconds=20.0 if how == "exit" else 0.5)) as tools:
         first = FunctionCall("1", "meet", {"name": "a"}) if how == "blocked" else FunctionCall("1", "quick", {})
         with pytest.raises(ConfigError, match=words) as caught:
             results(tools, first, FunctionCall("2", "stuck", {"how": how}))
+        (tmp_path / "goes on").touch()
         assert "\n" not in caught.value.message and caught.value.hint
