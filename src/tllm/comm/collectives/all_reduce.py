@@ -51,9 +51,11 @@ def one_shot_limit(size: int, latency_bytes: float = LATENCY_BYTES) -> float:
 
 def one_shot_all_reduce(x: torch.Tensor, links: GroupLinks, op: str = "sum") -> None:
     """All-reduce in one round: every rank sends all of `x` to every other, and combines what it receives."""
-    rank, buffers, shape, dtype = links.rank, links.buffers, x.shape, x.dtype
-    pieces = [x if peer == rank else buffers.piece(peer, shape, dtype) for peer in range(links.size)]
-    links.exchange(dict.fromkeys(links.send, x), {peer: pieces[peer] for peer in links.recv})
+    buffers, shape, dtype = links.buffers, x.shape, x.dtype
+    pieces, received = [x] * (len(links.recv) + 1), dict[int, torch.Tensor]()
+    for peer in links.recv:
+        pieces[peer] = received[peer] = buffers.piece(peer, shape, dtype)
+    links.exchange(dict.fromkeys(links.send, x), received)
     fold(pieces, x, op)
 
 

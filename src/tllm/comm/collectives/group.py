@@ -32,7 +32,6 @@ from tllm.comm.collectives.device_links import DeviceLinks
 from tllm.comm.collectives.fold import check_op
 from tllm.comm.collectives.group_links import GroupLinks, ReceiveBuffers, equal_pieces
 from tllm.comm.collectives.worker_thread import Handle, WorkerThread
-from tllm.comm.links.frame import is_plain
 from tllm.comm.links.link import DEADLINE, Link, LocalLink
 from tllm.core.errors import UNREADABLE, FrameError, LinkClosed, LinkError
 
@@ -330,9 +329,9 @@ class Group:
 
     def _routed(self, x: torch.Tensor) -> tuple[torch.Tensor, GroupLinks]:
         """`x`, contiguous, where what it is sent by can read and write it; and by what it is sent."""
-        links = self._links_for((x,))
-        on_host = links is self._links and self.size > 1
-        return (_flat(x) if on_host else x.detach().contiguous()), links
+        links = self._links if self.device_links is None else self._links_for((x,))
+        y = (x.detach() if x.requires_grad else x).contiguous()
+        return (y if y.is_cpu or links is not self._links or self.size == 1 else y.cpu()), links
 
     def _links_for(self, tensors: Sequence[torch.Tensor]) -> GroupLinks:
         near = self.device_links
@@ -474,11 +473,6 @@ def local_groups(size: int, deadline: float = DEADLINE, name: str = "tp") -> lis
 def _run(inference: bool, work: Callable[[], T]) -> T:
     with torch.inference_mode(inference):
         return work()
-
-
-def _flat(x: torch.Tensor) -> torch.Tensor:
-    """`x` if a link can read and write its memory, else a contiguous copy in this process's memory."""
-    return x.detach() if is_plain(x) else x.detach().cpu().contiguous()
 
 
 def _filled(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

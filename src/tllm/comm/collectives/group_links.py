@@ -8,7 +8,7 @@ those between devices of one machine otherwise.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,7 +76,8 @@ class GroupLinks:
     def exchange(self, sends: TensorsByRank, recvs: TensorsByRank) -> None:
         """Send one tensor to each of some ranks and receive one from each of some, by index, all at once."""
         exchange_messages(
-            [(self.send[peer], x) for peer, x in sends.items()], [(self.recv[peer], x) for peer, x in recvs.items()]
+            zip(map(self.send.__getitem__, sends), sends.values(), strict=True),
+            zip(map(self.recv.__getitem__, recvs), recvs.values(), strict=True),
         )
 
     def among(self, ranks: Sequence[int]) -> GroupLinks:
@@ -93,7 +94,7 @@ def equal_pieces(x: torch.Tensor, count: int) -> list[torch.Tensor]:
     return [flat[bounds[i] : bounds[i + 1]] for i in range(count)]
 
 
-def exchange_messages(sends: list[Message], recvs: list[Message]) -> None:
+def exchange_messages(sends: Iterable[Message], recvs: Iterable[Message]) -> None:
     """Send and receive all of these at once, in the calling thread and without copies, whatever their length.
 
     While this thread waits for a receive it pushes what its own sends have left, so that two ranks which send each

@@ -62,6 +62,19 @@ pack_sequence = _SEQUENCE.pack
 crc32 = zlib.crc32
 
 Memory = ctypes.Array[ctypes.c_char] | memoryview
+Buffer = bytes | bytearray | memoryview
+
+
+class TensorFrames(NamedTuple):
+    """What the frames of every tensor of one shape and dtype have in common in one epoch.
+
+    `places` are the slices of the tensor's bytes that are the frames' payloads; an empty tensor has one empty slice.
+    `memory.from_address(tensor.data_ptr())` is what `memory_of` gives.
+    """
+
+    prefix: bytes
+    places: tuple[slice, ...]
+    memory: type[ctypes.Array[ctypes.c_char]]
 
 
 class Header(NamedTuple):
@@ -95,6 +108,14 @@ def tensor_prefix(shape: tuple[int, ...], dtype: torch.dtype, epoch: int) -> byt
     return _PREFIX.pack(MAGIC, VERSION, TENSOR, CODES[dtype], len(shape), epoch, length, *dims)
 
 
+def tensor_frames(shape: tuple[int, ...], dtype: torch.dtype, epoch: int) -> TensorFrames:
+    """The frames of tensors of this shape and dtype; FrameError where they cannot travel."""
+    length = math.prod(shape) * dtype.itemsize
+    starts = range(0, max(length, 1), PIECE_BYTES)
+    places = tuple(slice(start, min(start + PIECE_BYTES, length)) for start in starts)
+    return TensorFrames(tensor_prefix(shape, dtype, epoch), places, ctypes.c_char * length)
+
+
 def bytes_prefix(length: int, epoch: int) -> bytes:
     return _PREFIX.pack(MAGIC, VERSION, BYTES, 0, 0, epoch, length, *(0,) * MAX_DIMS)
 
@@ -109,12 +130,12 @@ def seal(head: bytes, payload: Memory | bytes) -> bytes:
     return b"".join((seal_header(head, payload), payload))
 
 
-def is_sealed(header: bytes | bytearray, payload: Memory | bytes | bytearray) -> bool:
-    """Whether the checksum in `header` is that of the header and payload that arrived."""
+def is_sealed(header: Buffer, payload: Memory | Buffer) -> bool:
+    """Whether the checksum in `header`, which may go on behind its end, is that of header and payload as they came."""
     return bool(_CRC.unpack_from(header, CRC_AT)[0] == crc32(header[:CRC_AT], crc32(payload)))
 
 
-def parse(header: bytes | bytearray) -> Header:
+def parse(header: Buffer) -> Header:
     """Parse the 64 bytes of a header; FrameError when they are no header, or contradict themselves."""
     assert len(header) == HEADER_SIZE
     magic, version, kind, code, ndim, epoch, length, *dims = _PREFIX.unpack_from(header)
@@ -142,16 +163,11 @@ def describe(header: bytes | bytearray) -> str:
         return error.message
 
 
-def pieces_of(length: int) -> list[slice]:
-    """The slices of a tensor's bytes that are the payloads of its frames; an empty tensor has one empty slice."""
-    return [slice(start, min(start + PIECE_BYTES, length)) for start in range(0, max(length, 1), PIECE_BYTES)]
-
-
 def memory_of(tensor: torch.Tensor) -> Memory:
-    """A view of the bytes of a contiguous CPU tensor. It does not keep the tensor alive: the caller must."""
+    """A view of the bytes of a tensor that `is_plain`. It does not keep the tensor alive: the caller must."""
     return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether `memory_of` may be used: the tensor is contiguous and in this process's own memory."""
+    """Whether a link can read and write the tensor where it lies: contiguous, and in this process's own memory."""
     return tensor.is_cpu and tensor.is_contiguous()

@@ -18,11 +18,12 @@ from tllm.comm.links import frame
 from tllm.comm.links.send_buffer import FrameQueue, PendingSend
 from tllm.core.errors import FrameError, LinkError
 
-PREFIXES_KEPT = 256
-"""Headers' prefixes, by shape and dtype, that one link remembers."""
+SHAPES_KEPT = 256
+"""Shapes and dtypes of tensors whose frames one link remembers."""
 
 JOINED_BYTES = 16 * 1024
-"""A tensor of up to so many bytes is copied behind its header, which costs less than one more call of the socket."""
+"""So many bytes of a payload are sent, and read, together with its header by way of a copy. That costs less than one
+more call of the socket."""
 
 Expected = bytes | str
 """The expected prefix and sequence number of a header, or a description in words for errors."""
@@ -36,9 +37,7 @@ class ByteReceiver(Protocol):
 
     authentic: bool
 
-    def read(
-        self, memory: frame.Memory | bytearray, size: int, until: float, pending_sends: Sequence[PendingSend] = ()
-    ) -> None: ...
+    def read(self, memory: memoryview, least: int, until: float, pending_sends: Sequence[PendingSend] = ()) -> int: ...
 
     def wait(self, seconds: float) -> bool: ...
 
@@ -65,27 +64,28 @@ class FramedLink:
         self._epoch = epoch
         self._deadline = deadline
         self._sequence = 0
-        self._prefixes: dict[tuple[tuple[int, ...], torch.dtype], bytes] = {}
-        self._header = bytearray(frame.HEADER_SIZE)
+        self._known: dict[tuple[tuple[int, ...], torch.dtype], frame.TensorFrames] = {}
+        self._first = memoryview(bytearray(frame.HEADER_SIZE + JOINED_BYTES))  # the header that came last, and more
         self._sender, self._receiver = sender, receiver
         self._closed = self._interrupted = False
 
     def send(self, tensor: torch.Tensor) -> None:
         if not frame.is_plain(tensor):
             tensor = tensor.detach().cpu().contiguous()
-        places = frame.pieces_of(tensor.nbytes)
-        self._write(self._prefix(tensor.shape, tensor.dtype), frame.memory_of(tensor), places)
+        known = self._known.get((tensor.shape, tensor.dtype)) or self._learn(tensor.shape, tensor.dtype)
+        self._write(known.prefix, known.memory.from_address(tensor.data_ptr()), known.places)
 
     def send_bytes(self, payload: bytes) -> None:
-        self._write(frame.bytes_prefix(len(payload), self._epoch), payload, [slice(0, len(payload))])
+        self._write(frame.bytes_prefix(len(payload), self._epoch), payload, (slice(0, len(payload)),))
 
     def start_send(self, tensor: torch.Tensor) -> PendingSend | None:
         if tensor.nbytes <= JOINED_BYTES or not frame.is_plain(tensor):
             self.send(tensor)
             return None
-        first, places = self._sequence, frame.pieces_of(tensor.nbytes)
-        frames = self._frames(self._prefix(tensor.shape, tensor.dtype), frame.memory_of(tensor), first, places)
-        self._count(tensor.nbytes, len(places))
+        known = self._known.get((tensor.shape, tensor.dtype)) or self._learn(tensor.shape, tensor.dtype)
+        memory = known.memory.from_address(tensor.data_ptr())
+        frames = self._frames(known.prefix, memory, self._sequence, known.places)
+        self._count(tensor.nbytes, len(known.places))
         try:
             return self._sender.start_write(part for parts in frames for part in parts)
         except LinkError as error:
@@ -99,25 +99,25 @@ class FramedLink:
         pending_sends: Sequence[PendingSend] = (),
     ) -> torch.Tensor:
         assert out is None or (out.shape == shape and out.dtype == dtype), "`out` is not what is to be received"
-        prefix = self._prefix(shape, dtype)
+        prefix, places, memory = self._known.get((shape, dtype)) or self._learn(shape, dtype)
         until = time.monotonic() + self._deadline
-        self._read_header(prefix, until, pending_sends)
         plain = out is not None and frame.is_plain(out)
         tensor = out if out is not None and plain else torch.empty(shape, dtype=dtype)
-        memory = memoryview(frame.memory_of(tensor))
-        for place in frame.pieces_of(tensor.nbytes):
-            if place.start:
-                self._read_header(prefix, until, pending_sends)
-            self._read_payload(memory[place], place.stop - place.start, until, self._head(prefix), pending_sends)
+        payload = memoryview(memory.from_address(tensor.data_ptr())).cast("B")
+        for place in places:
+            self._read_frame(prefix, payload[place], until, pending_sends)
         return tensor if out is None or plain else out.copy_(tensor)
 
     def recv_bytes(self, limit: int) -> bytes:
         expected = f"up to {limit} bytes, epoch {self._epoch}, frame {self._sequence}"
         until = time.monotonic() + self._deadline
-        self._read(self._header, frame.HEADER_SIZE, until, expected)
+        self._read(self._first[: frame.HEADER_SIZE], frame.HEADER_SIZE, until, expected)
         length = self._declared(limit, expected)
         payload = bytearray(length)
-        self._read_payload(payload, length, until, expected)
+        if length:
+            self._read(memoryview(payload), length, until, expected)
+        self._check_seal(payload, expected)
+        self._count(length)
         return bytes(payload)
 
     def wait(self, seconds: float) -> bool:
@@ -146,10 +146,6 @@ class FramedLink:
         finally:
             self._receiver.close()
 
-    def _head(self, prefix: bytes) -> bytes:
-        """A header's first 60 bytes: all but the checksum."""
-        return prefix + frame.pack_sequence(self._sequence)
-
     def _count(self, size: int, frames: int = 1) -> None:
         self._sequence += frames
         self.bytes_moved += size
@@ -161,29 +157,20 @@ class FramedLink:
         memory = memoryview(payload)
         for sequence, place in enumerate(places, first):
             part = memory[place]
-            yield frame.seal_header(prefix + frame.pack_sequence(sequence), self._covered(part)), part
+            covered = b"" if self._sender.authentic else part
+            yield frame.seal_header(prefix + frame.pack_sequence(sequence), covered), part
 
-    def _covered(self, payload: frame.Memory | bytes) -> frame.Memory | bytes:
-        """What of a payload the frame's checksum covers."""
-        return b"" if self._sender.authentic else payload
-
-    def _read_header(self, prefix: bytes, until: float, pending_sends: Sequence[PendingSend]) -> None:
-        expected = self._head(prefix)
-        self._read(self._header, frame.HEADER_SIZE, until, expected, pending_sends)
-        if not self._header.startswith(expected):
-            raise self._fail(self._refused(_words(expected)))
-
-    def _prefix(self, shape: tuple[int, ...], dtype: torch.dtype) -> bytes:
-        known = self._prefixes.get((shape, dtype))
-        if known is None:
-            if len(self._prefixes) >= PREFIXES_KEPT:
-                self._prefixes.clear()
-            known = self._prefixes[shape, dtype] = frame.tensor_prefix(shape, dtype, self._epoch)
+    def _learn(self, shape: tuple[int, ...], dtype: torch.dtype) -> frame.TensorFrames:
+        """The frames of tensors that this link has not carried before, or not lately."""
+        if len(self._known) >= SHAPES_KEPT:
+            self._known.clear()
+        known = self._known[shape, dtype] = frame.tensor_frames(shape, dtype, self._epoch)
         return known
 
     def _write(self, prefix: bytes, payload: frame.Memory | bytes, places: Sequence[slice]) -> None:
         if len(places) == 1:
-            whole = b"".join((frame.seal_header(self._head(prefix), self._covered(payload)), payload))
+            covered = b"" if self._sender.authentic else payload
+            whole = b"".join((frame.seal_header(prefix + frame.pack_sequence(self._sequence), covered), payload))
         else:
             whole = b"".join(part for parts in self._frames(prefix, payload, self._sequence, places) for part in parts)
         self._count(places[-1].stop, len(places))  # before: once it arrives, another thread of ours may send the next
@@ -195,7 +182,7 @@ class FramedLink:
     def _declared(self, limit: int, expected: str) -> int:
         """The length that a frame of bytes declares, once all else in its header is found to be as it must."""
         try:
-            header = frame.parse(self._header)
+            header = frame.parse(self._first[: frame.HEADER_SIZE])
         except FrameError as error:
             raise self._fail(self._refused(expected)) from error
         if header.dtype is not None or header.length > limit:
@@ -204,33 +191,41 @@ class FramedLink:
             raise self._fail(self._refused(expected))
         return header.length
 
-    def _read_payload(
-        self,
-        memory: frame.Memory | bytearray,
-        size: int,
-        until: float,
-        expected: Expected,
-        pending_sends: Sequence[PendingSend] = (),
+    def _read_frame(
+        self, prefix: bytes, payload: memoryview, until: float, pending_sends: Sequence[PendingSend]
     ) -> None:
-        if size:
-            self._read(memory, size, until, expected, pending_sends)
-        if not frame.is_sealed(self._header, b"" if self._receiver.authentic else memory):
-            got = f"{frame.describe(self._header)} with a checksum that is not that of its bytes"
+        """Fill `payload` from the next frame. What comes with its header is copied, the rest is read to its place."""
+        expected, size = prefix + frame.pack_sequence(self._sequence), len(payload)
+        first = self._first[: frame.HEADER_SIZE + size]
+        came = self._read(first, frame.HEADER_SIZE, until, expected, pending_sends) - frame.HEADER_SIZE
+        if first[: frame.CRC_AT] != expected:
+            raise self._fail(self._refused(_words(expected)))
+        if came:
+            payload[:came] = first[frame.HEADER_SIZE : frame.HEADER_SIZE + came]
+        if came < size:
+            self._read(payload[came:], size - came, until, expected, pending_sends)
+        self._check_seal(payload, expected)
+        self._sequence += 1
+        self.bytes_moved += size
+
+    def _check_seal(self, payload: memoryview | bytearray, expected: Expected) -> None:
+        """FrameError unless the checksum of the header that came is right; it covers `payload`, except on TLS."""
+        if not frame.is_sealed(self._first, b"" if self._receiver.authentic else payload):
+            got = f"{self._described()} with a checksum that is not that of its bytes"
             raise self._fail(faults.refused_link(self.source, self.target, got, _words(expected)))
-        self._count(size)
 
     def _read(
         self,
-        memory: frame.Memory | bytearray,
-        size: int,
+        memory: memoryview,
+        least: int,
         until: float,
         expected: Expected,
         pending_sends: Sequence[PendingSend] = (),
-    ) -> None:
+    ) -> int:
         if self._closed:
             raise faults.closed_here(self.source, self.target)
         try:
-            self._receiver.read(memory, size, until, pending_sends)
+            return self._receiver.read(memory, least, until, pending_sends)
         except TimeoutError as error:
             what = _words(expected)
             raise self._fail(faults.nothing_sent(self.source, self.target, self._deadline, what)) from error
@@ -241,7 +236,11 @@ class FramedLink:
             raise self._fail(faults.source_gone(self.source, self.target, what, str(error))) from error
 
     def _refused(self, expected: str) -> FrameError:
-        return faults.refused_link(self.source, self.target, frame.describe(self._header), expected)
+        return faults.refused_link(self.source, self.target, self._described(), expected)
+
+    def _described(self) -> str:
+        """The header that came last, in words."""
+        return frame.describe(bytes(self._first[: frame.HEADER_SIZE]))
 
     def _fail(self, error: LinkError) -> LinkError:
         """Close this end for good; the caller raises the error that is returned."""

@@ -46,7 +46,8 @@ class FrameQueue:
         self.deadline = deadline
         self.depth: float = DEPTH
         self.source, self.target = source, target
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # of `_changed`; taken by itself it is entered without a call of Python
+        self._changed = threading.Condition(self._lock)
         self._waiting: deque[memoryview] = deque()  # the thread may be half through the first
         self._failure: LinkError | None = None
         self._closing = False
@@ -143,13 +144,20 @@ class SendBuffer(FrameQueue):
 
     def write(self, frame: bytes) -> None:
         """Send `frame`, or leave what the socket does not take now to the thread."""
-        with self._changed:
+        with self._lock:
             self._check()
-            rest = memoryview(frame)
-            if not self._waiting and len(frame) <= INLINE_BYTES:
-                rest = rest[self._send_now(rest) :]
-            if rest:
-                self._put(rest)
+            if self._waiting or len(frame) > INLINE_BYTES:
+                self._put(memoryview(frame))
+                return
+            try:
+                sent = self._sock.send(frame)
+            except (BlockingIOError, ssl.SSLWantWriteError):  # and a TLS socket wants the same bytes again
+                sent = 0
+            except OSError as error:
+                self._failure = target_gone(self.source, self.target, str(error))
+                raise self._failure from error
+            if sent < len(frame):
+                self._put(memoryview(frame)[sent:])
 
     def start_write(self, parts: Iterable[Buffer]) -> PendingSend | None:
         """Send frames as far as the socket takes them; the rest is the caller's to push before it sends another.
@@ -178,16 +186,6 @@ class SendBuffer(FrameQueue):
     def _check(self) -> None:
         assert self._pending is None or self._pending.done, "a frame that was started must be pushed to its end first"
         super()._check()
-
-    def _send_now(self, frame: memoryview) -> int:
-        """Bytes that the socket took without waiting; after 0 a TLS socket wants the same bytes again."""
-        try:
-            return self._sock.send(frame)
-        except (BlockingIOError, ssl.SSLWantWriteError):
-            return 0
-        except OSError as error:
-            self._failure = target_gone(self.source, self.target, str(error))
-            raise self._failure from error
 
     def _put(self, frame: memoryview) -> None:
         if has_hung_up(self._sock):  # else the frame would wait for a thread that is still to find out

@@ -17,7 +17,6 @@ import time
 from collections.abc import Sequence
 
 from tllm.comm.links.errors import nothing_taken
-from tllm.comm.links.frame import Memory
 from tllm.comm.links.framed_link import FramedLink
 from tllm.comm.links.link import DEADLINE
 from tllm.comm.links.send_buffer import PendingSend, SendBuffer, has_hung_up, is_authentic, shut
@@ -51,7 +50,7 @@ def set_socket_options(sock: socket.socket) -> None:
 
 
 class ReceiveBuffer:
-    """The receiving side of one non-blocking socket: fills memory by a deadline.
+    """The receiving side of one non-blocking socket: reads into memory by a deadline.
 
     While it waits it pushes this rank's own pending sends, so that two ranks may send each other long messages in one
     thread each. TimeoutError at the deadline, OSError when the other end is gone.
@@ -65,21 +64,22 @@ class ReceiveBuffer:
         self._readable.register(sock, select.POLLIN)
         sock.setblocking(False)
 
-    def read(
-        self, memory: Memory | bytearray, size: int, until: float, pending_sends: Sequence[PendingSend] = ()
-    ) -> None:
-        """Fill `memory`, of `size` bytes, before the monotonic time `until`, and push `pending_sends` while waiting."""
-        start = 0
+    def read(self, memory: memoryview, least: int, until: float, pending_sends: Sequence[PendingSend] = ()) -> int:
+        """Read at least `least` bytes into `memory`, before the monotonic time `until`; returns how many.
+
+        More, up to the length of `memory`, are read where they are there already. Pushes `pending_sends` while waiting.
+        """
+        start, size = 0, len(memory)
         with self._reading:
             while True:
                 try:
-                    count = self._sock.recv_into(memoryview(memory)[start:] if start else memory, size - start)
+                    count = self._sock.recv_into(memory[start:] if start else memory, size - start)
                 except (BlockingIOError, ssl.SSLWantReadError):
                     self._await(until, pending_sends)
                     continue
                 start += count
-                if start == size:
-                    return
+                if start >= least:
+                    return start
                 if not count:
                     raise ConnectionError("connection closed")
 
@@ -102,10 +102,11 @@ class ReceiveBuffer:
 
     def _await(self, until: float, pending_sends: Sequence[PendingSend]) -> None:
         """Return when there may be something to read, or something more was sent."""
-        incomplete = [send for send in pending_sends if not send.done]
-        if incomplete:
-            push_any(incomplete, until, self._sock)
-            return
+        if pending_sends:
+            incomplete = [send for send in pending_sends if not send.done]
+            if incomplete:
+                push_any(incomplete, until, self._sock)
+                return
         now = time.monotonic()
         spin_until = now + SPIN_SECONDS
         while now < spin_until:

@@ -199,18 +199,20 @@ class IncomingBytes:
             self._end = self._end or why
             self._changed.notify_all()
 
-    def read(
-        self, memory: frame.Memory | bytearray, size: int, until: float, pending_sends: Sequence[PendingSend] = ()
-    ) -> None:
-        """Fill `memory`, of `size` bytes, before the monotonic time `until`. TimeoutError, or OSError at the end."""
+    def read(self, memory: memoryview, least: int, until: float, pending_sends: Sequence[PendingSend] = ()) -> int:
+        """Read from `least` bytes up to all of `memory`, before the monotonic time `until`; returns how many.
+
+        TimeoutError, or OSError at the end.
+        """
         assert not pending_sends, "the links of a group are all of one kind, and this kind leaves nothing to push"
-        whole, start = memoryview(memory).cast("B"), 0
-        while start < size:
+        start, size = 0, len(memory)
+        while start < least:
             chunk = self._first_chunk(until)
             count = min(len(chunk), size - start)
-            whole[start : start + count] = chunk[:count]
+            memory[start : start + count] = chunk[:count]
             start += count
             self._consume(count)
+        return start
 
     def wait(self, seconds: float) -> bool:
         """Whether bytes, or the end, are there to read within `seconds`."""
