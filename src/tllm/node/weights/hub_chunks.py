@@ -116,8 +116,7 @@ class HubChunks:
         found = {}
         for number, chunk in enumerate(run):
             piece = data[number * self.chunk_bytes : (number + 1) * self.chunk_bytes]
-            found[chunk] = FetchedChunk(piece, self.note(chunk, piece), True)
-            self._cache.put(found[chunk].digest, piece)
+            found[chunk] = FetchedChunk(piece, self.keep(chunk, piece), True)
         return found
 
     @contextlib.contextmanager
@@ -134,6 +133,12 @@ class HubChunks:
             except OSError as error:
                 self._trouble.refused(error)
             yield
+
+    def keep(self, chunk: FileChunk, data: bytes) -> bytes:
+        """Put a chunk that came into the cache, and write down which hash it has. Returns the hash."""
+        digest = self.note(chunk, data)
+        self._cache.put(digest, data)
+        return digest
 
     def note(self, chunk: FileChunk, data: bytes) -> bytes:
         """Write down which hash a chunk has, for the next start. Returns the hash."""
