@@ -31,7 +31,7 @@ from tllm.node.coordinator.chunk_registry import ChunkRegistry, far_by
 from tllm.node.coordinator.membership import Membership
 from tllm.node.weights.adapter_registry import AdapterRegistry
 from tllm.node.weights.chunk_server import PENDING_SECONDS, chunk_messages, pending
-from tllm.node.weights.file_proof import Place, Proven
+from tllm.node.weights.file_proof import AskedNode, Proven
 from tllm.node.weights.hub_folder import HubFails, HubFolder
 from tllm.node.weights.hub_vouching import HubVouching
 from tllm.node.weights.model_folder import ModelFolder
@@ -177,10 +177,10 @@ class WeightRegistry:
                 raise
             return await self._vouching.hash_of(chunk, error)
 
-    def _places(self) -> list[Place]:
+    def _places(self) -> list[AskedNode]:
         """Where chunks may be."""
         facts = [member.facts for member in self._members.state.living]
-        return [Place(one.node, one.host_name, one.host, one.lends) for one in facts if one.lends]
+        return [AskedNode(one.node, one.host_name, one.host, one.lends) for one in facts if one.lends]
 
     def _learn(self, proven: Proven) -> None:
         """What was made out of a file of the hub."""

@@ -27,7 +27,7 @@ from tllm.weights.file_chunks import FileChunk
 log = logging.getLogger("tllm.node")
 
 
-class Place(NamedTuple):
+class AskedNode(NamedTuple):
     """A node that is asked: its name, its machine's, and the address of its chunk server."""
 
     node: str
@@ -66,7 +66,7 @@ class FileProof:
         self,
         chunks: HubChunks,
         file: HubFile,
-        places: Sequence[Place],
+        places: Sequence[AskedNode],
         identity: Identity,
         wanted: Collection[int] = (),
     ) -> None:
@@ -97,7 +97,7 @@ class FileProof:
             "one of them has damaged bytes: bring the hub back, or the model's files to the first machine",
         )
 
-    async def _ask(self, place: Place) -> None:
+    async def _ask(self, place: AskedNode) -> None:
         """What a node has. One that does not say is done without."""
         wanted, count = ListHubChunks(self._chunks.repository, self._file.name), self._chunks.count(self._file.name)
         try:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from tllm.cluster.certificates import Identity
 from tllm.cluster.weight_messages import Bytes, ReadBytes
 from tllm.core.errors import WeightsError
-from tllm.node.weights.file_proof import FileProof, LackedChunks, Place, Proven
+from tllm.node.weights.file_proof import AskedNode, FileProof, LackedChunks, Proven
 from tllm.node.weights.hub_folder import HubFails, HubFolder
 from tllm.node.weights.model_folder import hashed
 from tllm.weights.file_chunks import FileChunk
@@ -27,7 +27,7 @@ class HubVouching:
         self,
         folder: HubFolder,
         identity: Identity,
-        places: Callable[[], Sequence[Place]],
+        places: Callable[[], Sequence[AskedNode]],
         is_held: Callable[[bytes], bool],
         learn: Callable[[Proven], None],
     ) -> None:
@@ -80,7 +80,7 @@ class HubVouching:
             self._learn(proven)
             return proven
 
-    def _nobody(self, name: str, lacked: LackedChunks, places: Sequence[Place], failure: HubFails) -> WeightsError:
+    def _nobody(self, name: str, lacked: LackedChunks, places: Sequence[AskedNode], failure: HubFails) -> WeightsError:
         """What to say where nobody has some chunks of a file."""
         chunks = self._folder.chunks
         what = self._folder.contents(name, lacked.numbers) or "a part"
