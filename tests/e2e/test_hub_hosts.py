@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import pytest
 from safetensors import safe_open
 
 from tests.house.tree import ROOT
-from tests.support.cluster.commands import EXACT, running, tllm
+from tests.support.cluster.commands import EXACT, Running, running, tllm
 from tests.support.hub.fake_hub import FakeHub, fake_hub
 from tests.support.hub.this_machine import environment
 from tests.support.serving.completions import completed
@@ -89,6 +92,73 @@ def test_a_node_without_the_hub_is_given_its_part(hub: FakeHub, truth: list[int]
     assert SIZE <= hub.weights_sent("first") <= SIZE + 4 * CHUNK, "what both need is fetched once"
     assert 0.35 * SIZE < fetched["second"] < 0.65 * SIZE
     assert hub.weights_sent() == hub.weights_sent("first")
+
+
+def test_layers_that_only_other_nodes_have_are_taken_over_when_the_hub_is_gone(
+    hub: FakeHub, truth: list[int], tmp_path: Path
+) -> None:
+    """Two nodes fetched a half each. Then without the hub, three serve, of which one has nothing; it is killed, and one
+    that has nothing either takes its layers. In the end a machine is missing that alone has layers."""
+    with two_nodes(*(environment(tmp_path / name, hub, name) for name in ("first", "second"))) as (url, _):
+        assert completed(url, PROMPT, 24) == truth
+    sent = hub.weights_sent()
+    hub.status = 503
+    first, second, third, fourth = (
+        environment(tmp_path / name, hub if name == "first" else None)
+        for name in ("first", "second", "third", "fourth")
+    )
+    words = ["--plan", "pp=3", "--nodes", "3", "--spare-nodes", "1", "--cluster-host", "127.0.0.1", "--port", "0"]
+    with ExitStack() as stack:
+        server = stack.enter_context(running("serve", NAME, *words, *EXACT, env=first))
+        line = server.until(r"tllm join (\S+) --token (\S+)")
+
+        def join(name: str, env: dict[str, str]) -> Running:
+            return stack.enter_context(running("join", line[1], "--token", line[2], "--name", name, env=env))
+
+        join("second", second)
+        lost = join("third", third)
+        url = server.until(r"serving (\S+) at (\S+)")[2]
+        assert completed(url, PROMPT, 24) == truth
+        assert given_to("third", url) > 0
+        join("fourth", fourth)
+        until_members(url, 4)
+        lost.process.send_signal(signal.SIGKILL)
+        lost.wait()
+        assert completed(url, PROMPT, 24) == truth
+        assert given_to("fourth", url) > 0
+        assert server.interrupt()[0] == 0
+    assert hub.weights_sent() == sent, "the hub gave nothing"
+
+    words = ["--plan", "pp=2", "--nodes", "2", "--cluster-host", "127.0.0.1", "--port", "0"]
+    with running("serve", NAME, *words, *EXACT, env={**first, **environment(tmp_path / "first", None)}) as server:
+        line = server.until(r"tllm join (\S+) --token (\S+)")
+        fifth = environment(tmp_path / "fifth", None)
+        with running("join", line[1], "--token", line[2], "--name", "fifth", env=fifth) as node:
+            code, said = server.wait()
+            assert code == 6, said
+            node.wait()
+    assert re.search(r"nobody has layers? .*\b5.* of org/tiny@\w+ \(\d+ of 61 chunks of model.safetensors\)", said), (
+        said
+    )
+    assert "fifth on " in said and "HF_HUB_OFFLINE" in said and "bring the hub back" in said
+
+
+def given_to(node: str, url: str) -> int:
+    """Bytes of weights that a node got from nodes other than the first machine's."""
+    ways = status_of(url)["weights"]["brought"]
+    return sum(way["bytes"] for way in ways if way["node"] == node and way["source"] in ("second", "third"))
+
+
+def until_members(url: str, count: int) -> None:
+    end = time.monotonic() + 60
+    while len(status_of(url)["nodes"]) < count:
+        assert time.monotonic() < end, "it did not join"
+        time.sleep(0.1)
+
+
+def status_of(url: str) -> dict[str, Any]:
+    status: dict[str, Any] = json.loads(tllm("status", "--json", "--port", url.split(":")[2].split("/")[0]).stdout)
+    return status
 
 
 def test_what_two_ranks_of_a_machine_need_of_the_same_chunks_comes_once(

@@ -19,6 +19,7 @@ from tllm.cluster.weight_messages import (
     GetChunk,
     GetPage,
     HeldPiece,
+    ListHubChunks,
     ListPages,
     ModelFileFacts,
     OfWeights,
@@ -33,7 +34,7 @@ from tllm.spec.plan import Plan
 from tllm.spec.process_groups import RoleName
 from tllm.spec.request import Output, Request, StageSpan
 
-PROTOCOL = 18
+PROTOCOL = 19
 """Changes with any change to a message here. Both ends must speak the same; there is no guessing."""
 
 GUEST_BYTES = 16 * 1024
@@ -464,7 +465,7 @@ ToHttp = ToHttpServer | Outputs
 
 FromGuest = Hello | Join
 ToGuest = Welcome | Joined | Refused
-FromFetcher = OpenChunkConnection | GetChunk | FindPages | ListPages | GetPage
+FromFetcher = OpenChunkConnection | GetChunk | ListHubChunks | FindPages | ListPages | GetPage
 ToFetcher = ChunkBytes | PagesFound | PageNames | Refused
 ToOrder = Prepared | Progress | Loaded | Started | RoleTaken | AdapterReady | Refused
 OfNode = Attach | Heartbeat | Failure | ReplicaServes

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from tllm.cluster.wire_message import Message
+from tllm.hub.repository import Repository
 from tllm.spec.process_groups import RoleName
 
 READ_BYTES = 8 * 1024 * 1024
@@ -123,8 +124,16 @@ class GetChunk(Message, frozen=True):
     digest: bytes
 
 
+class ListHubChunks(Message, frozen=True):
+    """Asks a node what it has of a file of a repository on the hub. The answer is a stream of `ChunkBytes`: the SHA-256
+    of each chunk, one after the other, zeros for one that it lacks."""
+
+    repository: Repository
+    file: str
+
+
 class ChunkBytes(Message, frozen=True):
-    """The next bytes of a chunk."""
+    """The next bytes of a chunk, or of what is listed."""
 
     data: bytes
 

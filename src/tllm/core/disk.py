@@ -9,7 +9,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -20,6 +20,8 @@ log = logging.getLogger("tllm")
 PART = ".part"
 """What the name of a file ends with that is still written, or was when its program died."""
 
+STALE_SECONDS = 3600.0
+"""A file that nobody has finished for so long is left over from a program that was killed."""
 
 READABLE = "see that it is there, and that this user may read it"
 """What to do about a file of a model that cannot be read."""
@@ -59,6 +61,15 @@ def whole_file(path: Path, mode: int = 0o666, *, synced: bool = True, replaces: 
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)
         raise
+
+
+def remove_stale(parts: Iterable[Path]) -> None:
+    """Remove those that nobody has written to for `STALE_SECONDS`: the programs that did were killed. One that cannot
+    be removed, or is gone already, is passed over."""
+    for path in parts:
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat(follow_symlinks=False).st_mtime > STALE_SECONDS:
+                path.unlink()
 
 
 def write_whole(path: Path, content: bytes, variable: str) -> None:

@@ -4,7 +4,6 @@ programs share. The library of the hub does both; it is loaded when it is needed
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import shutil
 import sys
 import time
@@ -127,10 +126,8 @@ def _broken_off(repository: Repository, file: HubFile, attempts: int, error: Exc
 
 
 def _hash(path: Path, file: HubFile) -> str:
-    """What the etag should be: the SHA-256 of a large file, the hash that git has of a small one."""
-    digest = hashlib.sha256()
-    if not file.is_large:
-        digest = hashlib.sha1(f"blob {file.size}\0".encode(), usedforsecurity=False)
+    """What the etag should be."""
+    digest = file.hasher()
     with path.open("rb") as stream:
         while content := stream.read(HASHED_BYTES):
             digest.update(content)

@@ -17,6 +17,11 @@ class HubOffline(HubUnreachable):
     """HF_HUB_OFFLINE forbids to ask it, so that it is of no use to try again."""
 
 
+HUB_REFUSES = (WeightsError, AuthError, ConfigError)
+"""What a fetch may fail with. Of a private model a hub says to whoever may not read it that there is none, which is a
+ConfigError."""
+
+
 def endpoint() -> str:
     """Where the hub is: HF_ENDPOINT, else https://huggingface.co."""
     from huggingface_hub import constants

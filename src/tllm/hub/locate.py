@@ -25,6 +25,7 @@ from tllm.hub.hub_errors import HubOffline, hub_host
 from tllm.hub.lm_studio import find_lm_studio
 from tllm.hub.model_name import ModelName, is_commit, meant, parse_name
 from tllm.hub.ollama_store import find_ollama
+from tllm.hub.part_files import remove_left_parts
 from tllm.hub.partial_gguf import fetch_partial_gguf
 from tllm.hub.repository import (
     INDEX,
@@ -84,6 +85,7 @@ def locate(text: str, need: Need, revision: str | None = None, reuse: Reuse = la
         return LocatedModel(found, said=f"{name}: {found.resolve()}")
     if name.store == "lmstudio":
         return _in_lm_studio(name, find_lm_studio(name.repo, name.tag, needed=True))
+    remove_left_parts()
     try:
         repository, where = _listing(name)
     except TllmError as error:

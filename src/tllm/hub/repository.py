@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -37,6 +38,12 @@ class HubFile(msgspec.Struct, frozen=True):
     def is_large(self) -> bool:
         """Whether the hub stores it apart, under its SHA-256."""
         return len(self.etag) == 64
+
+    def hasher(self) -> hashlib._Hash:
+        """What becomes the etag once it has had all bytes: SHA-256, of a small file the hash that git has of it."""
+        if self.is_large:
+            return hashlib.sha256()
+        return hashlib.sha1(f"blob {self.size}\0".encode(), usedforsecurity=False)
 
 
 class Repository(msgspec.Struct, frozen=True):

@@ -10,7 +10,7 @@ import os
 import threading
 from pathlib import Path
 
-from tllm.core.disk import DiskTrouble, whole_file
+from tllm.core.disk import PART, DiskTrouble, remove_stale, whole_file
 from tllm.core.errors import ConfigError
 
 log = logging.getLogger("tllm.weights")
@@ -23,7 +23,8 @@ class ChunkCache:
     """Each chunk is a file named by its SHA-256, which it must still have when it is taken up again.
 
     At most `limit` bytes are kept; those unused for longest go first. With no folder, or a limit of 0, nothing is
-    kept. Several processes may share a folder. Its methods may be called from any thread.
+    kept. Several processes may share a folder; what one that was killed has left half written goes when another begins
+    an hour later. Its methods may be called from any thread.
     """
 
     def __init__(self, folder: Path | None, limit: int) -> None:
@@ -36,6 +37,7 @@ class ChunkCache:
             return
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
+            remove_stale(self._folder.glob(f"*{PART}"))  # they count in no limit
             self._used = self._make_room()
         except OSError as error:
             raise ConfigError(

@@ -50,6 +50,7 @@ from tllm.core.errors import AuthError, ClusterError, FrameError, LinkClosed, Li
 from tllm.engine.pages import page_messages
 from tllm.engine.schedule import batch
 from tllm.engine.schedule.limits import Limits, check_batch
+from tllm.hub.repository import HubFile, Repository
 from tllm.node.roles.rank_addresses import pack_addresses
 from tllm.spec.plan import Plan
 from tllm.spec.request import Output, Request, SamplingParams, StreamRecord
@@ -343,6 +344,10 @@ def _examples() -> dict[Target, list[bytes]]:
         from_borrower: [
             _messages(weight_messages.OpenChunkConnection(), kind=QUESTION),
             _messages(weight_messages.GetChunk("f", 1, b"digest"), kind=QUESTION),
+            _messages(
+                weight_messages.ListHubChunks(Repository("org/name", "a" * 40, (HubFile("f", 1, "b" * 64),)), "f"),
+                kind=QUESTION,
+            ),
             _messages(weight_messages.FindPages("m", (bytes(32),)), weight_messages.ListPages("m"), kind=QUESTION),
             _messages(weight_messages.GetPage("m", bytes(32), (0, 4, 0, 2)), kind=QUESTION),
         ],

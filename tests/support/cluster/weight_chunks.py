@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from tests.unit.cluster.kits import facts
-from tllm.cluster.certificates import Authority
+from tllm.cluster.certificates import COORDINATOR, Authority
 from tllm.cluster.channel import Channel
 from tllm.cluster.control_server import ControlServer
 from tllm.cluster.join import attach, join
@@ -36,15 +36,16 @@ ROOM = 2**30
 class Giver:
     """The coordinator, in a thread of its own. `sent` counts bytes of weights that it wrote to each node's connection.
 
-    Once `breaks_at` bytes were sent in all, the connection ends there and then.
+    Once `breaks_at` bytes were sent in all, the connection ends there and then. It has the files of a folder, or of a
+    model on the hub what it is given.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path | ModelFolder) -> None:
         self.sent: Counter[str] = Counter()
         self.breaks_at: int | None = None
         self.authority = Authority.create()
         self.tokens = TokenBook(self.authority.fingerprint)
-        self.folder = ModelFolder(folder)
+        self.folder = ModelFolder(folder) if isinstance(folder, Path) else folder
         self._up = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="giver", daemon=True)
         self._thread.start()
@@ -76,7 +77,7 @@ class Giver:
             lambda: None,
             self._lend,
         )
-        self.weights = WeightRegistry(self.folder, self.members, set())
+        self.weights = WeightRegistry(self.folder, self.members, set(), self.authority.identity(COORDINATOR))
         door = ControlServer(self.authority, self.tokens, self.members, (HERE, 0))
         self.address = (HERE, door.port)
         self._task = asyncio.create_task(door.run())
@@ -142,7 +143,7 @@ class Node:
 
 
 @contextlib.contextmanager
-def passing(folder: Path) -> Iterator[tuple[Giver, list[Node]]]:
+def passing(folder: Path | ModelFolder) -> Iterator[tuple[Giver, list[Node]]]:
     """A coordinator; nodes that the test makes and adds are ended with it."""
     giver, nodes = Giver(folder), list[Node]()
     try:

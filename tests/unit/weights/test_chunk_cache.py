@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.faults.full_disk import no_room
+from tllm.core.disk import STALE_SECONDS
 from tllm.core.errors import ConfigError
 from tllm.weights.chunk_cache import ChunkCache
 
@@ -30,6 +31,15 @@ def test_what_is_put_is_there_again_later(tmp_path: Path) -> None:
     assert again.digests() == [digest]
     assert again.take(digest) == chunk(1)[1]
     assert again.take(chunk(2)[0]) is None
+
+
+def test_what_a_killed_process_has_left_half_written_goes_after_a_while(tmp_path: Path) -> None:
+    for name in ("fresh.part", "stale.part"):
+        (tmp_path / f"{chunk(1)[0].hex()}.{name}").write_bytes(b"half")
+    stale = tmp_path / f"{chunk(1)[0].hex()}.stale.part"
+    os.utime(stale, (0, stale.stat().st_mtime - STALE_SECONDS - 10))
+    ChunkCache(tmp_path, 1000)
+    assert [path.name.split(".", 1)[1] for path in tmp_path.iterdir()] == ["fresh.part"]
 
 
 @pytest.mark.parametrize("spoil", [lambda data: data[:-1], lambda data: data[:-1] + b"x", lambda data: b""])

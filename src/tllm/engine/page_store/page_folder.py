@@ -19,15 +19,12 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from tllm.core.disk import PART, DiskTrouble, whole_file
+from tllm.core.disk import PART, DiskTrouble, remove_stale, whole_file
 from tllm.core.errors import ConfigError
 
 log = logging.getLogger("tllm.engine")
 
 FILE = re.compile(r"([0-9a-f]{64})\.(\d{1,6})-(\d{1,6})\.(\d{1,6})-(\d{1,6})")
-STALE_SECONDS = 3600
-"""A file that nobody has finished for so long is left over from a process that was killed."""
-
 FULL_SECONDS = 60.0
 """A disk that took no more is tried again after so long."""
 
@@ -174,11 +171,10 @@ class PageFolder:
         found: list[tuple[int, int, str]] = []
         for entry in _files(self.root):
             with contextlib.suppress(OSError):
-                facts = entry.stat(follow_symlinks=False)
                 if entry.name.endswith(PART):
-                    if time.time() - facts.st_mtime > STALE_SECONDS:
-                        os.unlink(entry.path)
+                    remove_stale([Path(entry.path)])
                     continue
+                facts = entry.stat(follow_symlinks=False)
                 if FILE.fullmatch(entry.name) is not None:
                     found.append((facts.st_mtime_ns, facts.st_size, entry.path))
         used = sum(size for _, size, _ in found)

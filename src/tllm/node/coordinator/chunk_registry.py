@@ -91,6 +91,10 @@ class ChunkRegistry:
         """Whether a node has all of the model's files."""
         return node in self._roots
 
+    def is_held(self, digest: bytes) -> bool:
+        """Whether some node is known to have a chunk."""
+        return bool(self._holders.get(digest))
+
     def forget(self, node: str) -> None:
         """A node is gone."""
         for digest in self._held.pop(node, ()):

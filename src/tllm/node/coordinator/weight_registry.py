@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from tllm.cluster.certificates import COORDINATOR
+from tllm.cluster.certificates import COORDINATOR, Identity
 from tllm.cluster.channel import Act, Channel
 from tllm.cluster.messages import Message
 from tllm.cluster.weight_messages import (
@@ -31,6 +31,9 @@ from tllm.node.coordinator.chunk_registry import ChunkRegistry, far_by
 from tllm.node.coordinator.membership import Membership
 from tllm.node.weights.adapter_registry import AdapterRegistry
 from tllm.node.weights.chunk_server import PENDING_SECONDS, chunk_messages, pending
+from tllm.node.weights.file_proof import AskedNode, Proven
+from tllm.node.weights.hub_folder import HubFails, HubFolder
+from tllm.node.weights.hub_vouching import HubVouching
 from tllm.node.weights.model_folder import ModelFolder
 from tllm.planner.measured.survey import Survey
 from tllm.spec.process_groups import RoleName
@@ -48,10 +51,13 @@ class WeightRegistry:
 
     Which nodes are near each other follows from the machines that they run on and, once there is one, from the
     `survey`. A node that waits for another node's fetch of a chunk is woken by news of that chunk alone: of thousands
-    of nodes that load, most wait for others.
+    of nodes that load, most wait for others. By its `identity` the coordinator asks nodes for what the hub gives no
+    more.
     """
 
-    def __init__(self, folder: ModelFolder | None, members: Membership, here: set[str]) -> None:
+    def __init__(
+        self, folder: ModelFolder | None, members: Membership, here: set[str], identity: Identity | None = None
+    ) -> None:
         self.folder, self._members, self._here = folder, members, here
         self.survey: Survey | None = None
         self.catalogue = ChunkRegistry()
@@ -59,6 +65,9 @@ class WeightRegistry:
         self.beside: dict[str, ModelFolder] = {}
         self._reads = asyncio.Semaphore(READS)
         self._news: dict[bytes, asyncio.Event] = {}  # of chunks that are waited for
+        self._vouching: HubVouching | None = None
+        if isinstance(folder, HubFolder) and identity is not None:
+            self._vouching = HubVouching(folder, identity, self._places, self.catalogue.is_held, self._learn)
 
     def begin(self) -> None:
         """A new epoch: no load is under way any more, and distances are between the nodes that are here now."""
@@ -96,7 +105,12 @@ class WeightRegistry:
                 if role != "rollout" and role not in self.beside:
                     raise WeightsError(f"no files of the {role} are here yet", "the role is to be given anew")
             folder = self.beside.get(role) or self._folder_for(node, message.file)
-            return await asyncio.to_thread(folder.read, message)
+            try:
+                return await asyncio.to_thread(folder.read, message)
+            except HubFails as error:
+                if self._vouching is None or folder is not self.folder:
+                    raise
+                return await self._vouching.read(message, error)
 
         async def holds(message: HoldsChunks) -> None:
             has_files = message.files and node not in self._here
@@ -136,8 +150,10 @@ class WeightRegistry:
             if not await self._hears_of(digest):
                 yield Pending()
         if not source:
+            words = await asyncio.to_thread(self._folder_for(node, chunk.file).contents, chunk.file, (chunk.number,))
             raise WeightsError(
-                f"nobody is left who gives {node} chunk {wanted.number} of {wanted.file}; {wanted.failed} did not last",
+                f"nobody is left who gives {node} chunk {wanted.number} of {wanted.file}{words and f' ({words})'}; "
+                f"{wanted.failed} did not last",
                 "see the warnings above; bring the model's files back, or let a node join that has them",
             )
         if source in (COORDINATOR, node):
@@ -153,8 +169,26 @@ class WeightRegistry:
         return self.catalogue.source(node, digest, time.monotonic())
 
     async def _hash_of(self, node: str, chunk: FileChunk) -> bytes:
-        async with self._reads:
-            return await asyncio.to_thread(self._folder_for(node, chunk.file).hash_of, chunk)
+        try:
+            async with self._reads:
+                return await asyncio.to_thread(self._folder_for(node, chunk.file).hash_of, chunk)
+        except HubFails as error:
+            if self._vouching is None:
+                raise
+            return await self._vouching.hash_of(chunk, error)
+
+    def _places(self) -> list[AskedNode]:
+        """Where chunks may be."""
+        facts = [member.facts for member in self._members.state.living]
+        return [AskedNode(one.node, one.host_name, one.host, one.lends) for one in facts if one.lends]
+
+    def _learn(self, proven: Proven) -> None:
+        """What was made out of a file of the hub."""
+        living = {member.node for member in self._members.state.living}
+        for node in proven.holders.keys() & living:
+            self.catalogue.holds(node, proven.holders[node])
+        self.catalogue.liars |= proven.wrong
+        self._wake(proven.digests)
 
     def _note_failure(self, node: str, wanted: LocateChunk, digest: bytes) -> None:
         words = {"lacks": "has no", "broke": "could not be reached for", "lied": "gave wrong bytes for"}[wanted.why]

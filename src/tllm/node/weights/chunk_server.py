@@ -18,10 +18,19 @@ from tllm.cluster.channel import Channel
 from tllm.cluster.connection import accept_tls, listen, reason_of, serve_connections
 from tllm.cluster.messages import FromFetcher, Message
 from tllm.cluster.tls import data_server
-from tllm.cluster.weight_messages import ChunkBytes, FindPages, GetChunk, GetPage, ListPages, OpenChunkConnection
+from tllm.cluster.weight_messages import (
+    ChunkBytes,
+    FindPages,
+    GetChunk,
+    GetPage,
+    ListHubChunks,
+    ListPages,
+    OpenChunkConnection,
+)
 from tllm.core.errors import TllmError, WeightsError
 from tllm.core.tasks import end_tasks
 from tllm.engine.page_store.page_folder import PageFolder
+from tllm.node.weights.hub_chunks import DIGEST_BYTES, HubChunks
 from tllm.node.weights.model_folder import ModelFolder
 from tllm.node.weights.page_exchange import boxes_of, file_of, names_of
 from tllm.weights.chunk_cache import ChunkCache
@@ -63,15 +72,17 @@ async def chunk_messages(reading: Coroutine[Any, Any, bytes]) -> AsyncGenerator[
 class ChunkServer:
     """Listens from the moment it is made; `run` serves until cancelled.
 
-    It has what is in the chunk cache and, once `folder` is set, the model's files; once `pages` is set, also pages of
-    the KV cache that are on this node's disk. `refused` counts connections that
-    were refused, `refused_frames` messages that are no request for a chunk.
+    It has what is in the chunk cache and, once `folder` is set, the model's files; of a model on the hub also what the
+    Hugging Face cache has, once somebody has asked for a list. Once `pages` is set, it has pages of the KV cache that
+    are on this node's disk. `refused` counts connections that were refused, `refused_frames` messages that are no
+    request for a chunk.
     """
 
     def __init__(self, host: str, identity: Identity, cache: ChunkCache) -> None:
         self.folder: ModelFolder | None = None
         self.pages: PageFolder | None = None
         self._cache = cache
+        self._hub: HubChunks | None = None
         self._context = data_server(identity)
         self._connections = 0
         self.refused = self.refused_frames = 0
@@ -103,6 +114,7 @@ class ChunkServer:
                 {
                     OpenChunkConnection: self._greet,
                     GetChunk: lambda message: chunk_messages(self._read(message)),
+                    ListHubChunks: lambda message: chunk_messages(self._list(message)),
                     FindPages: self._find_pages,
                     ListPages: lambda message: names_of(self.pages, message),
                     GetPage: lambda message: chunk_messages(self._read_page(message)),
@@ -130,6 +142,10 @@ class ChunkServer:
             raise WeightsError(f"chunk {wanted.number} of {wanted.file[:80]} is not here any more")
         return data
 
+    async def _list(self, wanted: ListHubChunks) -> bytes:
+        async with self._reads:
+            return await asyncio.to_thread(self._listed, wanted)
+
     async def _find_pages(self, message: FindPages) -> Message:
         return boxes_of(self.pages, message)
 
@@ -139,13 +155,23 @@ class ChunkServer:
 
     def _lookup(self, wanted: GetChunk) -> bytes | None:
         cached = self._cache.take(wanted.digest)
-        if cached is not None or self.folder is None:
+        if cached is not None:
             return cached
-        return self.folder.chunk(FileChunk(wanted.file, wanted.number))
+        chunk = FileChunk(wanted.file, wanted.number)
+        if self.folder is not None:
+            return self.folder.chunk(chunk)
+        hub = self._hub
+        return hub.kept(chunk) if hub is not None and hub.has_chunk(chunk) else None
+
+    def _listed(self, wanted: ListHubChunks) -> bytes:
+        """The table of hashes. WeightsError for what is no repository."""
+        hub = self._hub = HubChunks(wanted.repository, self._cache)
+        return b"".join(digest or bytes(DIGEST_BYTES) for digest in hub.digests(wanted.file))
 
 
-async def receive_chunk(channel: Channel, wanted: GetChunk, size: int, seconds: float) -> bytes:
-    """A chunk of `size` bytes from the other end, each message within the deadline. Its hash is not checked yet."""
+async def receive_chunk(channel: Channel, wanted: GetChunk | ListHubChunks, size: int, seconds: float) -> bytes:
+    """A chunk of `size` bytes, or a list, from the other end, each message within the deadline. Nothing of it is
+    checked yet, and there may be less."""
     out = bytearray()
     async with aclosing(channel.stream(wanted, seconds)) as pieces:
         async for piece in pieces:

@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,7 +65,7 @@ class HubChunks:
         """Whether this disk has a chunk."""
         if local_file(self.repository, self._files[chunk.file]) is not None:
             return True
-        digest = self._digest(chunk)
+        digest = self.digest(chunk)
         return digest is not None and self._cache.has(digest)
 
     def kept(self, chunk: FileChunk) -> bytes | None:
@@ -73,9 +73,26 @@ class HubChunks:
         path = local_file(self.repository, self._files[chunk.file])
         if path is not None:
             return _read(path, *bounds(chunk.number, self.chunk_bytes, self.sizes[chunk.file]))
-        digest = self._digest(chunk)
+        digest = self.digest(chunk)
         data = None if digest is None else self._cache.take(digest)
         return data if data is not None and len(data) == self.size_of(chunk) else None
+
+    def has_chunk(self, chunk: FileChunk) -> bool:
+        """Whether the repository has such a chunk."""
+        return 0 <= chunk.number < self.count(chunk.file)
+
+    def count(self, file: str) -> int:
+        """The chunks of a file; 0 where there is no such file."""
+        return -(-self.sizes.get(file, 0) // self.chunk_bytes)
+
+    def digests(self, file: str) -> list[bytes]:
+        """The SHA-256 of each chunk of a file that this disk has, b"" for one that it lacks."""
+        chunks = [FileChunk(file, number) for number in range(self.count(file))]
+        if chunks and local_file(self.repository, self._files[file]) is not None:
+            kept = (self.kept(chunk) for chunk in chunks)
+            return [b"" if data is None else hashlib.sha256(data).digest() for data in kept]
+        noted = (self.digest(chunk) for chunk in chunks)
+        return [digest if digest and self._cache.has(digest) else b"" for digest in noted]
 
     def fetch(self, chunks: Sequence[FileChunk]) -> list[FetchedChunk]:
         """Chunks of one file that follow each other, from the hub, and kept. What another program of this machine has
@@ -99,8 +116,7 @@ class HubChunks:
         found = {}
         for number, chunk in enumerate(run):
             piece = data[number * self.chunk_bytes : (number + 1) * self.chunk_bytes]
-            found[chunk] = FetchedChunk(piece, self.note(chunk, piece), True)
-            self._cache.put(found[chunk].digest, piece)
+            found[chunk] = FetchedChunk(piece, self.keep(chunk, piece), True)
         return found
 
     @contextlib.contextmanager
@@ -118,9 +134,20 @@ class HubChunks:
                 self._trouble.refused(error)
             yield
 
+    def keep(self, chunk: FileChunk, data: bytes) -> bytes:
+        """Put a chunk that came into the cache, and write down which hash it has. Returns the hash."""
+        digest = self.note(chunk, data)
+        self._cache.put(digest, data)
+        return digest
+
     def note(self, chunk: FileChunk, data: bytes) -> bytes:
         """Write down which hash a chunk has, for the next start. Returns the hash."""
         digest = hashlib.sha256(data).digest()
+        self.note_digest(chunk, digest)
+        return digest
+
+    def note_digest(self, chunk: FileChunk, digest: bytes) -> None:
+        """The same of a chunk that need not be here."""
         if self._tables is not None:
             path = self._table(self._files[chunk.file])
             try:
@@ -130,15 +157,14 @@ class HubChunks:
                 self._trouble.accepted()
             except OSError as error:
                 self._trouble.refused(error)
-        return digest
 
-    def read(self, file: str, start: int, stop: int) -> bytes:
-        """Bytes of a file, by whole chunks, which are kept."""
+    def read(self, file: str, start: int, stop: int, take: Callable[[FileChunk], bytes] | None = None) -> bytes:
+        """Bytes of a file, by whole chunks, which are kept. `take` gets one chunk (`chunk`)."""
         if not 0 <= start <= stop <= self.sizes.get(file, -1):
             raise WeightsError(f"{file[:80]!r} of {self.repository} has no bytes [{start}, {stop})")
         first = start // self.chunk_bytes
         numbers = range(first, -(-stop // self.chunk_bytes))
-        data = b"".join(self.chunk(FileChunk(file, number)) for number in numbers)
+        data = b"".join((take or self.chunk)(FileChunk(file, number)) for number in numbers)
         return data[start - first * self.chunk_bytes : stop - first * self.chunk_bytes]
 
     def chunk(self, chunk: FileChunk) -> bytes:
@@ -162,8 +188,8 @@ class HubChunks:
         assert self._tables is not None
         return self._tables / f"{file.etag}-{self.chunk_bytes}"
 
-    def _digest(self, chunk: FileChunk) -> bytes | None:
-        """What the table says of a chunk."""
+    def digest(self, chunk: FileChunk) -> bytes | None:
+        """The SHA-256 of a chunk as it was noted here; the chunk need not be here any more."""
         if self._tables is None:
             return None
         with contextlib.suppress(OSError), self._table(self._files[chunk.file]).open("rb", buffering=0) as table:

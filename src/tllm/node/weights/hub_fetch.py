@@ -9,8 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Protocol
 
-from tllm.core.errors import AuthError, ClusterError, WeightsError
-from tllm.hub.hub_errors import hub_host
+from tllm.core.errors import ClusterError, TllmError
+from tllm.hub.hub_errors import HUB_REFUSES, hub_host
 from tllm.node.weights.hub_chunks import HubChunks
 from tllm.weights.byte_source import Fetch
 from tllm.weights.file_chunks import FileChunk, runs
@@ -58,7 +58,7 @@ class HubFetch:
             return self._others(file, start, stop)
         try:
             return self._chunks.read(file, start, stop)
-        except (WeightsError, AuthError) as error:
+        except HUB_REFUSES as error:
             self._give_up(error)
             return self._others(file, start, stop)
 
@@ -78,7 +78,7 @@ class HubFetch:
         if self._is_reachable:
             try:
                 return self._from_hub(chunk)
-            except (WeightsError, AuthError) as error:
+            except HUB_REFUSES as error:
                 self._give_up(error)
         data, source = self._others.chunk(chunk)
         self._chunks.note(chunk, data)
@@ -120,7 +120,7 @@ class HubFetch:
                 self._others.came(piece.digest, len(piece.data), hub_host())
         return [(piece.data, hub_host() if piece.came else "") for piece in found]
 
-    def _give_up(self, error: WeightsError | AuthError) -> None:
+    def _give_up(self, error: TllmError) -> None:
         log.warning("weights come from other nodes from now on, and not from the hub: %s", error.message)
         self._is_reachable = False
         self._drop()

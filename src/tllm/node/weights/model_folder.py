@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections.abc import Collection
 from pathlib import Path
 
 from tllm.cluster.weight_messages import READ_BYTES, Bytes, ModelFileFacts, ReadBytes
 from tllm.core.errors import WeightsError
 from tllm.core.gguf_files import gguf_files, is_gguf
+from tllm.node.weights.chunk_contents import contents
 from tllm.node.weights.tokenizer_file import TOKENIZER, tokenizer_file
 from tllm.weights.byte_source import ByteSource, LocalFiles
 from tllm.weights.file_chunks import FileChunk, bounds, chunk_bytes
@@ -80,6 +82,11 @@ class ModelFolder:
         if chunk not in self._hashes:
             self._hashes[chunk] = hashlib.sha256(self.chunk(chunk)).digest()
         return self._hashes[chunk]
+
+    def contents(self, file: str, numbers: Collection[int]) -> str:
+        """What some chunks of a file hold, in words; "" where that cannot be read."""
+        with self._lock:
+            return contents(self._source, file, numbers, self._chunk_bytes)
 
     def is_another_base(self, trained_beside: str) -> bool:
         """Whether the weights are known not to be those that an adapter was trained beside, by the digest it keeps."""

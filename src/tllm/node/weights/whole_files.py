@@ -6,7 +6,6 @@ Nodes fetch what they need of a model, and keep it in chunks. Whoever needs all 
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import secrets
@@ -14,14 +13,16 @@ import sys
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
+from typing import BinaryIO
 
 from tllm.core.cache_folder import cache_folder
-from tllm.core.disk import PART, whole_file
+from tllm.core.disk import PART
 from tllm.core.errors import TllmError
 from tllm.core.memory import amount
 from tllm.core.model_folders import folder_of_repo
 from tllm.hub.folders import hub_cache, missing_files, snapshot_folder
 from tllm.hub.hub_client import check_room, partial_bytes
+from tllm.hub.part_files import held_part, part_bytes, part_of
 from tllm.hub.repository import HubFile, Repository
 from tllm.node.weights.hub_chunks import TABLES, HubChunks
 from tllm.node.weights.hub_fetch import RUN_BYTES
@@ -34,6 +35,9 @@ log = logging.getLogger("tllm.weights")
 def put_together(repository: Repository, cache: Path | None = None) -> None:
     """Put those files of a commit into the Hugging Face cache of which chunks are in the folder `cache`, by default the
     one that nodes keep theirs in; the chunks stay there.
+
+    What a program had written that was killed at it is taken up. One that puts the same file together at the same time
+    is waited for.
 
     A file is left to `download` where that has more of it already, and where it does not come about: the disk takes no
     more, the hub gives no ranges, or what was made does not have the hash that the hub gives. The log says why.
@@ -49,7 +53,7 @@ def put_together(repository: Repository, cache: Path | None = None) -> None:
     for file in (file for file in missing_files(repository).files if file.is_large):
         try:
             kept = sum(chunks.size_of(chunk) for chunk in _chunks_of(chunks, file) if chunks.is_kept(chunk))
-            if kept > _had_by_library(repository, file):
+            if max(kept, part_bytes(_blob(repository, file))) > _had_by_library(repository, file):
                 _put_together(chunks, file)
         except (OSError, TllmError) as error:
             text = "%s of %s is not put together of the ranges that are here: %s"
@@ -58,8 +62,12 @@ def put_together(repository: Repository, cache: Path | None = None) -> None:
 
 def _had_by_library(repository: Repository, file: HubFile) -> int:
     """Bytes of a file that the hub's library has: all of them where another commit has the same file."""
+    return file.size if _is_whole(repository, file) else partial_bytes(repository, file)
+
+
+def _is_whole(repository: Repository, file: HubFile) -> bool:
     blob = _blob(repository, file)
-    return file.size if blob.is_file() and blob.stat().st_size == file.size else partial_bytes(repository, file)
+    return blob.is_file() and blob.stat().st_size == file.size
 
 
 def _blob(repository: Repository, file: HubFile) -> Path:
@@ -70,33 +78,53 @@ def _why(error: OSError | TllmError) -> str:
     return error.message if isinstance(error, TllmError) else error.strerror or str(error)
 
 
-def _chunks_of(chunks: HubChunks, file: HubFile) -> list[FileChunk]:
-    return [FileChunk(file.name, number) for number in range(-(-file.size // chunks.chunk_bytes))]
+def _chunks_of(chunks: HubChunks, file: HubFile, first: int = 0) -> list[FileChunk]:
+    return [FileChunk(file.name, number) for number in range(first, chunks.count(file.name))]
 
 
 def _put_together(chunks: HubChunks, file: HubFile) -> None:
     repository = chunks.repository
-    check_room(hub_cache(), file.size, f"{file.name} of {repository}")
     blob = _blob(repository, file)
     place = snapshot_folder(repository.repo, repository.commit) / file.name
     blob.parent.mkdir(parents=True, exist_ok=True)
     place.parent.mkdir(parents=True, exist_ok=True)
-    digest = hashlib.sha256()
-    try:
-        with whole_file(blob) as whole:
-            for data in _pieces(chunks, file):
-                digest.update(data)
-                whole.write(data)
-            if digest.hexdigest() != file.etag:
-                raise _WrongHash
-    except _WrongHash:
-        text = "%s of %s, put together of ranges, does not have the hash that the hub gives: it is fetched anew"
-        log.warning(text, file.name, repository)
-        return
+    with held_part(part_of(blob)) as part:
+        if not _is_whole(repository, file):  # else another program was first
+            check_room(hub_cache(), file.size - part_bytes(blob), f"{file.name} of {repository}")
+            if not _fill(part, chunks, file):
+                text = "%s of %s, put together of ranges, does not have the hash that the hub gives: it is fetched anew"
+                log.warning(text, file.name, repository)
+                return
+            part_of(blob).replace(blob)
     _link(place, blob)
-    text = "%s of %s was put together of ranges: %s were here, %s came from the hub"
-    fetched = chunks.ranges.fetched
-    log.info(text, file.name, repository, amount(file.size - fetched), amount(fetched))
+
+
+def _fill(part: BinaryIO, chunks: HubChunks, file: HubFile) -> bool:
+    """Write what a part of a file lacks, and see to it that all is on the disk; whether the whole has the right hash.
+
+    If it has not, a machine that lost power may have left what was never written, so that all is written once more.
+    """
+    size = part.seek(0, os.SEEK_END)
+    whole = size // chunks.chunk_bytes if size <= file.size else 0
+    for first in dict.fromkeys((whole, 0)):
+        digest, fetched = file.hasher(), chunks.ranges.fetched
+        part.seek(0)
+        for _ in range(first):
+            digest.update(part.read(chunks.chunk_bytes))
+        part.truncate(part.seek(first * chunks.chunk_bytes))
+        for data in _pieces(chunks, file, first):
+            digest.update(data)
+            part.write(data)
+        if digest.hexdigest() == file.etag:
+            part.flush()
+            os.fsync(part.fileno())
+            text = (
+                "%s of %s was put together of ranges: %s were here, of these %s in a part of it; %s came from the hub"
+            )
+            came, taken = chunks.ranges.fetched - fetched, first * chunks.chunk_bytes
+            log.info(text, file.name, chunks.repository, amount(file.size - came), amount(taken), amount(came))
+            return True
+    return False
 
 
 def _link(place: Path, blob: Path) -> None:
@@ -109,16 +137,11 @@ def _link(place: Path, blob: Path) -> None:
         beside.unlink(missing_ok=True)
 
 
-def _pieces(chunks: HubChunks, file: HubFile) -> Iterator[bytes]:
-    """The file's bytes in order, what is missing from the hub."""
-    chunks.ranges.fetched = 0
+def _pieces(chunks: HubChunks, file: HubFile, first: int) -> Iterator[bytes]:
+    """The file's bytes in order from a chunk on, what is missing from the hub."""
     longest = max(1, RUN_BYTES // chunks.chunk_bytes)
-    for is_kept, group in groupby(_chunks_of(chunks, file), chunks.is_kept):
+    for is_kept, group in groupby(_chunks_of(chunks, file, first), chunks.is_kept):
         for run in runs(list(group), 1 if is_kept else longest):
             kept = chunks.kept(run[0]) if is_kept else None
             start, stop = run[0].number * chunks.chunk_bytes, bounds(run[-1].number, chunks.chunk_bytes, file.size)[1]
             yield chunks.ranges.read(file, start, stop) if kept is None else kept
-
-
-class _WrongHash(Exception):
-    """What was written is not the file, and gets no name."""

@@ -11,9 +11,10 @@ from typing import Any, BinaryIO
 
 import pytest
 
+from tllm.core.disk import STALE_SECONDS
 from tllm.core.errors import ConfigError
 from tllm.engine.page_store import page_folder as page_folder_module
-from tllm.engine.page_store.page_folder import FULL_SECONDS, STALE_SECONDS, Box, PageFolder, covers
+from tllm.engine.page_store.page_folder import FULL_SECONDS, Box, PageFolder, covers
 
 BOX = Box(0, 4, 0, 2)
 NAMES = [bytes([n]) * 32 for n in range(20)]
