@@ -147,7 +147,11 @@ def run_guarded(folder: Path, text: str, failures: Path | None = None) -> subpro
     (folder / "test_case.py").write_text(text)
     command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "--rootdir", str(folder), "-p", "no:randomly"]
     command += ["-c", str(ROOT / "pyproject.toml"), str(folder / "test_case.py")]
-    env = {name: value for name, value in os.environ.items() if name != FAILURES_VARIABLE}  # which are not of these
+    outer = (
+        FAILURES_VARIABLE,
+        "PYTEST_XDIST_WORKER",
+    )  # a file for other failures, and whose worker this process may be
+    env = {name: value for name, value in os.environ.items() if name not in outer}
     if failures is not None:
         env[FAILURES_VARIABLE] = str(failures)
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=200)
