@@ -56,7 +56,8 @@ class Members(Protocol):
 class ControlServer:
     """Listens from the moment it is made; `run` serves until cancelled.
 
-    `refused` counts who was shown out, `refused_frames` what members sent that is no message of theirs.
+    `identity` is the coordinator's. `refused` counts who was shown out, `refused_frames` what members sent that is no
+    message of theirs.
 
     A node must run our very program, unless `allow_mixed`; those in `own` do, as we start them. Of who was refused
     with a token that was good before, `tokens.on_stale()` hears.
@@ -66,7 +67,8 @@ class ControlServer:
         self._authority = authority
         self._tokens = tokens
         self._members = members
-        self._context = control_server(authority.identity(COORDINATOR))
+        self.identity = authority.identity(COORDINATOR)
+        self._context = control_server(self.identity)
         self._guests = 0
         self.refused = self.refused_frames = 0
         self.allow_mixed = False

@@ -36,6 +36,11 @@ def bounds(number: int, chunk: int, size: int) -> tuple[int, int]:
     return number * chunk, min((number + 1) * chunk, size)
 
 
+def numbers(start: int, stop: int, chunk: int) -> range:
+    """The numbers of the chunks that hold bytes [start, stop) of a file."""
+    return range(start // chunk, -(-stop // chunk))
+
+
 def touched(spans: Spans, chunk: int) -> Iterator[int]:
     """The numbers of the chunks that hold these runs, each once, in order."""
     last = -1

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
 from huggingface_hub.file_download import HfFileMetadata
 
-from tests.support.hub.fake_hub import FakeHub, fake_hub
-from tests.support.hub.this_machine import use_hub
+from tests.support.hub.fake_hub import FakeHub
 from tllm.core.errors import AuthError, WeightsError
 from tllm.hub.byte_ranges import ATTEMPTS, FIRST_ATTEMPTS, HubRanges
 from tllm.hub.hub_client import list_repository
@@ -28,14 +26,6 @@ def content(tmp_path: Path) -> bytes:
     (tmp_path / "model" / "model.safetensors").write_bytes(data)
     (tmp_path / "model" / "config.json").write_text('{"a": 1}')
     return data
-
-
-@pytest.fixture
-def hub(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    with fake_hub() as running:
-        running.add("org/name", tmp_path / "model")
-        use_hub(monkeypatch, tmp_path, running)
-        yield running
 
 
 def opened(pause: float = 0.0) -> tuple[HubRanges, HubFile]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,13 +13,13 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub import constants, try_to_load_from_cache
 
-from tests.support.hub.fake_hub import FakeHub, fake_hub
-from tests.support.hub.this_machine import use_hub
+from tests.multi.hub.conftest import FILE, ROOM, SIZE
+from tests.support.hub.fake_hub import FakeHub
 from tllm.cluster.weight_messages import ReadBytes
 from tllm.core.errors import ClusterError, WeightsError
 from tllm.hub.byte_ranges import HubStopped
 from tllm.hub.folders import local_file
-from tllm.hub.hub_client import download, list_repository
+from tllm.hub.hub_client import download
 from tllm.hub.repository import HubFile, Repository
 from tllm.node.weights import whole_files
 from tllm.node.weights.hub_chunks import HubChunks
@@ -31,10 +30,6 @@ from tllm.weights.byte_spans import one_span
 from tllm.weights.chunk_cache import ChunkCache
 from tllm.weights.file_chunks import CHUNK_MIN, FileChunk, runs
 from tllm.weights.remote_files import FetchedFiles
-
-FILE = "model.safetensors"
-SIZE = 20 * CHUNK_MIN + 1234
-ROOM = 1 << 30
 
 
 class Others:
@@ -65,26 +60,6 @@ class Others:
 
     def came(self, digest: bytes, nbytes: int, source: str) -> None:
         self.told.append((digest, nbytes, source))
-
-
-@pytest.fixture
-def content(tmp_path: Path) -> bytes:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / FILE).write_bytes(data := os.urandom(SIZE))
-    return data
-
-
-@pytest.fixture
-def hub(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    with fake_hub() as running:
-        running.add("org/name", tmp_path / "model")
-        use_hub(monkeypatch, tmp_path, running)
-        yield running
-
-
-@pytest.fixture
-def repository(hub: FakeHub) -> Repository:
-    return list_repository("org/name", "main")
 
 
 def files_of(repository: Repository, kept: Path | None, others: Others) -> FetchedFiles:

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from tests.support.hub.fake_hub import FakeHub, fake_hub
-from tests.support.hub.this_machine import environment, use_hub
+from tests.multi.hub.conftest import FILE, ROOM, SIZE
+from tests.support.hub.fake_hub import FakeHub
+from tests.support.hub.this_machine import environment
 from tllm.core.disk import STALE_SECONDS
 from tllm.hub.folders import local_file
-from tllm.hub.hub_client import list_repository
 from tllm.hub.locate import locate
 from tllm.hub.part_files import UNWANTED_SECONDS, held_part, part_bytes, part_of, remove_left_parts
 from tllm.hub.repository import Repository
@@ -31,10 +31,6 @@ from tllm.weights.file_chunks import CHUNK_MIN
 
 pytestmark = pytest.mark.timeout(120)
 
-FILE = "model.safetensors"
-SIZE = 20 * CHUNK_MIN + 1234
-ROOM = 1 << 30
-
 PROGRAM = """
 import logging, sys
 from pathlib import Path
@@ -43,26 +39,6 @@ from tllm.node.weights.whole_files import put_together
 logging.basicConfig(level=logging.INFO)
 put_together(list_repository("org/name", "main"), Path(sys.argv[1]))
 """
-
-
-@pytest.fixture
-def content(tmp_path: Path) -> bytes:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / FILE).write_bytes(data := os.urandom(SIZE))
-    return data
-
-
-@pytest.fixture
-def hub(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    with fake_hub() as running:
-        running.add("org/name", tmp_path / "model")
-        use_hub(monkeypatch, tmp_path, running)
-        yield running
-
-
-@pytest.fixture
-def repository(hub: FakeHub) -> Repository:
-    return list_repository("org/name", "main")
 
 
 def blob_of(repository: Repository) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -14,13 +13,12 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import save_file
 
+from tests.multi.hub.conftest import FILE, ROOM
 from tests.support.cluster.weight_chunks import Giver, Node, passing
-from tests.support.hub.fake_hub import FakeHub, fake_hub
-from tests.support.hub.this_machine import use_hub
+from tests.support.hub.fake_hub import FakeHub
 from tllm.cluster.weight_messages import GetChunk, ListHubChunks
 from tllm.core.errors import WeightsError
 from tllm.hub.byte_ranges import HubRanges
-from tllm.hub.hub_client import list_repository
 from tllm.hub.repository import Repository
 from tllm.node.weights.chunk_server import ChunkServer
 from tllm.node.weights.hub_chunks import HubChunks
@@ -33,8 +31,6 @@ from tllm.weights.remote_files import FetchedFiles
 
 pytestmark = pytest.mark.timeout(120)
 
-FILE = "model.safetensors"
-ROOM = 1 << 30
 LAYERS, LAYER_CHUNKS = 6, 3
 HALF = 3 * LAYER_CHUNKS + 1
 """Chunks up to the end of layer 2: of the header and of three layers."""
@@ -62,18 +58,10 @@ def _saved(folder: Path, tensors: dict[str, torch.Tensor], note: str) -> bytes:
     return path.read_bytes()
 
 
-@pytest.fixture
-def hub(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before what a hub that is gone is asked again."""
     monkeypatch.setattr(HubRanges.__init__, "__defaults__", (0.0,))
-    with fake_hub() as running:
-        running.add("org/name", tmp_path / "model")
-        use_hub(monkeypatch, tmp_path, running)
-        yield running
-
-
-@pytest.fixture
-def repository(hub: FakeHub) -> Repository:
-    return list_repository("org/name", "main")
 
 
 def first_machine(repository: Repository, tmp_path: Path) -> HubFolder:

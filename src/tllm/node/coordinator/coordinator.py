@@ -10,7 +10,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Protocol
 
-from tllm.cluster.certificates import COORDINATOR, Authority
+from tllm.cluster.certificates import Authority
 from tllm.cluster.channel import Act, Channel
 from tllm.cluster.connection import Address
 from tllm.cluster.consensus.replica import Deposed
@@ -108,8 +108,8 @@ class Coordinator:
         self.control_server = ControlServer(authority, self.tokens, self.members, address)
         self.control_server.allow_mixed = work.allow_mixed
         self.tokens.on_stale = self._invite_missing
-        identity = authority.identity(COORDINATOR)
-        self.weights = WeightRegistry(_model_folder(work), self.members, self.control_server.own, identity)
+        server = self.control_server
+        self.weights = WeightRegistry(_model_folder(work), self.members, server.own, server.identity)
         self.selection = PlanSelection(self.members, self.weights, self.bring_up)
 
     @property

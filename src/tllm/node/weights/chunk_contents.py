@@ -10,6 +10,7 @@ from tllm.core.errors import TllmError
 from tllm.core.gguf_files import SUFFIX
 from tllm.core.gguf_header import read_gguf_header
 from tllm.weights.byte_source import ByteSource
+from tllm.weights.file_chunks import numbers
 from tllm.weights.header_tables import read_tables
 
 LAYER = re.compile(r"(?:^|\.)(?:layers|blk|h|blocks)\.(\d+)\.")
@@ -17,24 +18,24 @@ NAMES = 3
 """Tensors outside of the layers that are named at most."""
 
 
-def contents(source: ByteSource, file: str, numbers: Collection[int], chunk_bytes: int) -> str:
-    """What lies in some chunks of a file: "layers 2 to 5 and lm_head.weight"; "" where its header cannot be read, or
-    they have no tensors."""
+def contents(source: ByteSource, file: str, chunks: Collection[int], chunk_bytes: int) -> str:
+    """What lies in some chunks of a file, by their numbers: "layers 2 to 5 and lm_head.weight"; "" where its header
+    cannot be read, or they have no tensors."""
     try:
         tensors = list(_tensors(source, file))
     except TllmError:  # the header may be what is missing
         return ""
-    wanted = set(numbers)
-    held = [name for name, start, stop in tensors if stop > start and wanted & _chunks(start, stop, chunk_bytes)]
+    wanted = set(chunks)
+    held = [
+        name
+        for name, start, stop in tensors
+        if stop > start and not wanted.isdisjoint(numbers(start, stop, chunk_bytes))
+    ]
     layers = sorted({int(match[1]) for name in held if (match := LAYER.search(name))})
     others = sorted(name for name in held if not LAYER.search(name))
     more = [f"{len(others) - NAMES} more tensors"] if len(others) > NAMES else []
     parts = [*_layers(layers), *others[:NAMES], *more]
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if parts[1:] else parts)
-
-
-def _chunks(start: int, stop: int, chunk_bytes: int) -> set[int]:
-    return set(range(start // chunk_bytes, -(-stop // chunk_bytes)))
 
 
 def _tensors(source: ByteSource, file: str) -> Iterator[tuple[str, int, int]]:

@@ -23,7 +23,7 @@ from tllm.hub.folders import local_file
 from tllm.hub.repository import HubFile, Repository, check_repository
 from tllm.node.weights.range_claim import claimed
 from tllm.weights.chunk_cache import ChunkCache
-from tllm.weights.file_chunks import FileChunk, bounds, chunk_bytes, runs
+from tllm.weights.file_chunks import FileChunk, bounds, chunk_bytes, numbers, runs
 
 log = logging.getLogger("tllm.weights")
 
@@ -162,10 +162,10 @@ class HubChunks:
         """Bytes of a file, by whole chunks, which are kept. `take` gets one chunk (`chunk`)."""
         if not 0 <= start <= stop <= self.sizes.get(file, -1):
             raise WeightsError(f"{file[:80]!r} of {self.repository} has no bytes [{start}, {stop})")
-        first = start // self.chunk_bytes
-        numbers = range(first, -(-stop // self.chunk_bytes))
-        data = b"".join((take or self.chunk)(FileChunk(file, number)) for number in numbers)
-        return data[start - first * self.chunk_bytes : stop - first * self.chunk_bytes]
+        wanted = numbers(start, stop, self.chunk_bytes)
+        data = b"".join((take or self.chunk)(FileChunk(file, number)) for number in wanted)
+        first = wanted.start * self.chunk_bytes
+        return data[start - first : stop - first]
 
     def chunk(self, chunk: FileChunk) -> bytes:
         """A chunk, from here or from the hub."""

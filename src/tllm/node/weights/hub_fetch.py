@@ -13,7 +13,7 @@ from tllm.core.errors import ClusterError, TllmError
 from tllm.hub.hub_errors import HUB_REFUSES, hub_host
 from tllm.node.weights.hub_chunks import HubChunks
 from tllm.weights.byte_source import Fetch
-from tllm.weights.file_chunks import FileChunk, runs
+from tllm.weights.file_chunks import FileChunk, numbers, runs
 
 log = logging.getLogger("tllm.node")
 
@@ -52,8 +52,7 @@ class HubFetch:
         self._pool = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="hub")
 
     def __call__(self, file: str, start: int, stop: int) -> bytes:
-        size = self._chunks.chunk_bytes
-        wanted = [FileChunk(file, number) for number in range(start // size, -(-stop // size))]
+        wanted = [FileChunk(file, number) for number in numbers(start, stop, self._chunks.chunk_bytes)]
         if not self._is_reachable and not all(self._chunks.is_kept(chunk) for chunk in wanted):
             return self._others(file, start, stop)
         try:

@@ -14,7 +14,7 @@ from tllm.core.errors import WeightsError
 from tllm.node.weights.file_proof import AskedNode, FileProof, LackedChunks, Proven
 from tllm.node.weights.hub_folder import HubFails, HubFolder
 from tllm.node.weights.model_folder import hashed
-from tllm.weights.file_chunks import FileChunk
+from tllm.weights.file_chunks import FileChunk, numbers
 
 log = logging.getLogger("tllm.node")
 
@@ -52,13 +52,10 @@ class HubVouching:
         """Bytes of a file that neither this machine nor the hub has, as its header is where this process has taken the
         coordinator's place and had no part in the model before. Their chunks are kept. Raises what `hash_of` does."""
         chunks = self._folder.chunks
-        size = chunks.chunk_bytes
-        numbers = range(wanted.start // size, -(-wanted.stop // size))
-        found = (await self._prove(wanted.file, failure, numbers)).wanted
-        data = b"".join(found[number] for number in numbers)
-        for number in numbers:
-            await asyncio.to_thread(chunks.keep, FileChunk(wanted.file, number), found[number])
-        return hashed(data[wanted.start - numbers.start * size : wanted.stop - numbers.start * size])
+        proven = await self._prove(wanted.file, failure, numbers(wanted.start, wanted.stop, chunks.chunk_bytes))
+        for number, data in proven.wanted.items():
+            await asyncio.to_thread(chunks.keep, FileChunk(wanted.file, number), data)
+        return hashed(chunks.read(wanted.file, wanted.start, wanted.stop, lambda chunk: proven.wanted[chunk.number]))
 
     async def _prove(self, name: str, failure: HubFails, wanted: Collection[int] = ()) -> Proven:
         file, repository = self._folder.chunks.repository.file(name), self._folder.chunks.repository
