@@ -147,10 +147,7 @@ def run_guarded(folder: Path, text: str, failures: Path | None = None) -> subpro
     (folder / "test_case.py").write_text(text)
     command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "--rootdir", str(folder), "-p", "no:randomly"]
     command += ["-c", str(ROOT / "pyproject.toml"), str(folder / "test_case.py")]
-    outer = (
-        FAILURES_VARIABLE,
-        "PYTEST_XDIST_WORKER",
-    )  # a file for other failures, and whose worker this process may be
+    outer = {FAILURES_VARIABLE, "PYTEST_XDIST_WORKER"}  # of the run that this test is in
     env = {name: value for name, value in os.environ.items() if name not in outer}
     if failures is not None:
         env[FAILURES_VARIABLE] = str(failures)
