@@ -52,10 +52,11 @@ def main() -> int:
 ONE_SIZE = 1 << 20
 """Bytes; the page shows collectives other than all-reduce at this size alone, with the most ranks."""
 
-PURPOSE = """Microseconds of all-reduce and other collectives between CPU processes: ours over plain TCP and over mutual
-TLS, and gloo's, which is not encrypted. Tensor parallelism calls an all-reduce twice in each layer of a token, so small
-ones decide how fast it decodes; training sums large ones. Each cell is median (p10): the p10 is nearest to what the
-machine can do, the median is what other work on it left."""
+PURPOSE = """Microseconds of all-reduce and other collectives between CPU processes: ours over plain TCP, over mutual
+TLS and, for sums of ranks of one machine, in memory that they share, as a server makes them; and gloo's, which is not
+encrypted. Tensor parallelism calls an all-reduce twice in each layer of a token, so small ones decide how fast it
+decodes; training sums large ones. Each cell is median (p10): the p10 is nearest to what the machine can do, the median
+is what other work on it left."""
 READING = """A setting is loopback, or that many network namespaces joined at a rate and a delay one way. All run in
 turns in one run. Sizes are bytes of the tensor on each rank. All sizes of the other collectives, and the bytes sent,
 are in the JSON."""

@@ -44,6 +44,17 @@ def test_bytes_are_counted_and_are_those_of_the_formulas() -> None:
         assert 0 < one.p10 <= one.median
 
 
+def test_ranks_of_a_machine_sum_in_memory_and_send_nothing() -> None:
+    asked = bench_collectives.CollectiveBench(
+        ("all_reduce", "reduce"), ("tllm TLS", bench_collectives.IN_MEMORY), (12000, 300000), turns=1, seconds=1e-6
+    )
+    times = in_threads(2, lambda seat: measure_collectives(seat, asked))
+    assert [(one.kind, one.size, one.payload) for one in times.figures if one.way == bench_collectives.IN_MEMORY] == [
+        ("all_reduce", 12000, 0.0),
+        ("all_reduce", 300000, 0.0),
+    ]
+
+
 def test_groups_that_are_tuned_measure_first() -> None:
     asked = bench_collectives.CollectiveBench(("reduce",), ("tllm plain",), (4000,), turns=1, seconds=1e-6, tuned=True)
     times = in_threads(2, lambda seat: measure_collectives(seat, asked))

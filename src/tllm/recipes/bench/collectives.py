@@ -1,4 +1,4 @@
-"""Benchmark of collectives: our groups with TLS and without, and gloo, in one run, in turns.
+"""Benchmark of collectives: our groups over TLS, over TCP and in shared memory, and gloo, in turns in one run.
 
 Rates are those of nccl-tests: algorithm bandwidth is bytes / seconds; bus bandwidth is that times the part of the bytes
 that each rank's link must carry (`BUS`), so that it can be compared with the link's rate whatever the number of ranks.
@@ -19,11 +19,18 @@ from torch import Tensor
 from tllm.comm.collectives.group import Group
 from tllm.comm.collectives.tuning import tune_group
 from tllm.comm.links.torch_link import interface_of
+from tllm.parallel.collectives import sum_in_memory
 from tllm.recipes.bench.echo import PLAIN, TLS, open_gloo
-from tllm.recipes.bench.processes import Seat
+from tllm.recipes.bench.processes import DEADLINE, Seat
 
 SIZES = (8 << 10, 64 << 10, 1 << 20, 16 << 20)
-WAYS = ("tllm TLS", "tllm plain", "gloo")
+IN_MEMORY = "tllm memory"
+"""Sums of ranks of one machine as a server makes them (`sum_in_memory`): an all-reduce alone, and of few bytes."""
+
+WAYS = ("tllm TLS", "tllm plain", IN_MEMORY, "gloo")
+PORTS = {"tllm TLS": TLS, "tllm plain": PLAIN, IN_MEMORY: 8}
+"""Which of a rank's ports each of our ways has (a service of `Seat.group`)."""
+
 CONTROL = 7
 LEAST, MOST = 3, 400
 
@@ -87,9 +94,9 @@ def measure_collectives(seat: Seat, asked: CollectiveBench) -> CollectiveTimes:
     """Measure; all ranks call this. The settings of rank 0 are used, and the figures are those of rank 0."""
     control = seat.group(encrypted=True, service=CONTROL, name="control")
     asked = msgspec.json.decode(control.broadcast_bytes(msgspec.json.encode(asked)), type=CollectiveBench)
-    ours = {
-        way: seat.group(way == "tllm TLS", TLS if way == "tllm TLS" else PLAIN) for way in asked.ways if way != "gloo"
-    }
+    ours = {way: seat.group(way != "tllm plain", PORTS[way]) for way in asked.ways if way != "gloo"}
+    in_memory = ours.get(IN_MEMORY)
+    has_memory = in_memory is not None and _share_memory(in_memory, seat)
     if asked.tuned:
         for group in ours.values():
             tune_group(group, host=seat.hosts[seat.rank])
@@ -101,6 +108,8 @@ def measure_collectives(seat: Seat, asked: CollectiveBench) -> CollectiveTimes:
             for size in asked.sizes:
                 x = torch.ones(size // 4 // seat.size * seat.size)
                 for way in asked.ways:
+                    if way == IN_MEMORY and not (has_memory and kind == "all_reduce"):
+                        continue
                     call = _gloo(kind, seat) if way == "gloo" else _ours(kind, ours[way])
                     tally = times.setdefault((kind, way, x.nbytes), _Tally(seat, ours.get(way)))
                     tally.turn(call, x, control, asked.seconds)
@@ -110,6 +119,12 @@ def measure_collectives(seat: Seat, asked: CollectiveBench) -> CollectiveTimes:
     for group in [*ours.values(), control]:
         group.close()
     return CollectiveTimes(seat.size, [tally.figures(*key) for key, tally in times.items()] if seat.rank == 0 else [])
+
+
+def _share_memory(group: Group, seat: Seat) -> bool:
+    """Let the group's sums go through memory, and say whether they do: not between machines, nor without kernels."""
+    sum_in_memory(group, seat.hosts, is_able=True, seconds=DEADLINE)
+    return group.memory_sums is not None
 
 
 class _Tally:
