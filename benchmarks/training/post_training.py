@@ -21,13 +21,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.models.random_llama import SHAPES, model_folder, parameters
+from benchmarks.models.random_llama import SHAPES, SIZES, model_folder, parameters
 from benchmarks.models.word_tokenizer import add_word_tokenizer, words
 from benchmarks.processes.alternating_processes import Report
 from benchmarks.processes.python_module import module_command
 from benchmarks.report.markdown import percent, table
 from benchmarks.report.results import BENCHMARKS, Page, raw_of, write
+from benchmarks.serving.throughput import read_rate
 from benchmarks.training.throughput import Commands, Raw, contenders, made, take_turns
+from tllm.weights.dtypes import torch_dtype
 
 TASKS = ("sft", "dpo", "grpo")
 DTYPES = ("float32", "bfloat16")
@@ -128,6 +130,7 @@ def main() -> None:
     old = BENCHMARKS / "training" / "results" / "post-training.md"
     found = raw_of(old) if options.more else {"size": options.size, "runs": {}}
     found["versions"] = versions(options.peer_python)
+    found["read_rate"] = read_rate(THREADS)
     with tempfile.TemporaryDirectory(prefix="post-training-", dir=options.folders) as root:
         faults: list[str] = []
         for task in options.tasks:
@@ -230,7 +233,7 @@ def page(found: dict[str, Any]) -> Page:
     unrun = [f"{task.upper()} in {dtype}" for task in TASKS for dtype in DTYPES if dtype not in runs.get(task, {})]
     limits = LIMITS.format(
         missed=f" Short of them: {'; '.join(missed)}." if missed else " All that was run reaches them.",
-        bound=bound(runs.get("grpo", {})),
+        bound=bound(found),
         unrun=", ".join(unrun) or "nothing that was planned",
     )
     title = f"Post-training a model of {parameters(found['size'])}, beside TRL"
@@ -243,18 +246,31 @@ def spread(mine: Sequence[Report], theirs: Sequence[Report]) -> str:
     return f"{min(found):.2f} to {max(found):.2f} in single rounds"
 
 
-def bound(grpo: dict[str, Raw]) -> str:
-    """What GRPO could reach here: learning alone takes a part of the step that no engine shortens."""
-    return "".join(
-        f" Would sampling take no time, GRPO in {dtype} would reach {statistics.median(free):.1f} times."
-        for dtype, raw in grpo.items()
-        for free in [
-            [
-                theirs["seconds"] / (mine["seconds"] - mine["sampling"])
+def bound(found: dict[str, Any]) -> str:
+    """What GRPO could reach here: learning takes a part of the step that no engine shortens, and each token of a reply
+    reads all weights."""
+    said, rate = [], found["read_rate"]
+    for dtype, raw in found["runs"].get("grpo", {}).items():
+        least = ROWS["grpo"].reply * weights_read(found["size"], dtype) / rate / 1e9
+        free, read = (
+            statistics.median(
+                theirs["seconds"] / (mine["seconds"] - mine["sampling"] + len(mine["losses"]) * seconds)
                 for mine, theirs in zip(raw[OURS][1:], raw[PEER][1:], strict=True)
-            ]
-        ]
-    )
+            )
+            for seconds in (0.0, least)
+        )
+        said.append(
+            f" GRPO in {dtype} would reach {read:.1f} times if sampling took as long as reading the weights for each"
+            f" token ({least:.2f} s a step at {rate:.1f} GB/s), and {free:.1f} times if it took no time."
+        )
+    return "".join(said)
+
+
+def weights_read(size: str, dtype: str) -> int:
+    """Bytes of the weights that a token's step reads: of all but the embedding, of which it reads a row."""
+    width, layers, heads, shared, inner, words = (SHAPES[size][name] for name in SIZES)
+    attention = 2 * width * width + 2 * width * (width // heads * shared)
+    return (layers * (attention + 3 * width * inner) + width * words) * torch_dtype(dtype).itemsize
 
 
 def cells(task: str, reports: Sequence[Report]) -> list[str]:

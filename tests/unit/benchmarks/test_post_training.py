@@ -9,11 +9,12 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from safetensors import safe_open
 
 from benchmarks.models.random_llama import model_folder
 from benchmarks.models.word_tokenizer import add_word_tokenizer, words
 from benchmarks.training.even_words import even_words
-from benchmarks.training.post_training import ONCE, OURS, PEER, ROWS, TASKS, our_job, page, unlike
+from benchmarks.training.post_training import ONCE, OURS, PEER, ROWS, TASKS, our_job, page, unlike, weights_read
 from benchmarks.training.throughput import Raw
 from benchmarks.training.tllm_rank import EndlessRollouts
 from tllm.text.tokenizer import Tokenizer
@@ -79,7 +80,8 @@ def test_the_page_has_the_ratio_of_each_round_and_names_aims_that_are_missed() -
         "dpo": {"float32": {OURS: reports(9, 2, 1), PEER: reports(9, 4, 2), ONCE: reports(9, 1, 0.5)}},
         "grpo": {"float32": {OURS: reports(1, 1, length=grpo.reply), PEER: reports(1, 4, length=grpo.reply)}},
     }
-    made = page({"size": "tiny", "versions": "TRL 1", "runs": runs})
+    rate = grpo.reply * weights_read("tiny", "float32") / 0.25 / 1e9  # sampling then takes 0.25 s, as it does here
+    made = page({"size": "tiny", "versions": "TRL 1", "runs": runs, "read_rate": rate})
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in made.table.splitlines()]
     cells = {(line[0], line[2]): line[3:] for line in lines}
     assert cells["DPO", OURS] == ["3.00", "", ""], "the median of 4 pairs in 2 s and 4 in 1 s"
@@ -87,9 +89,20 @@ def test_the_page_has_the_ratio_of_each_round_and_names_aims_that_are_missed() -
     assert cells["DPO", ONCE] == ["6.00", "0.50", ""]
     assert cells["GRPO", PEER] == ["2.00", "4.00", "6.2 %"]
     assert "DPO in float32 has 0.50 (TRL, reference once)" in made.limits and "GRPO in float32 has" not in made.limits
-    assert "GRPO in float32 would reach 5.3 times." in made.limits, "4 s beside 0.75 s of learning"
+    assert "GRPO in float32 would reach 4.0 times if sampling took as long as reading" in made.limits
+    assert "(0.25 s a step at 0.1 GB/s), and 5.3 times if it took no time." in made.limits, (
+        "4 s beside 0.75 s of learning"
+    )
     assert "Not run: SFT in float32, SFT in bfloat16, DPO in bfloat16, GRPO in bfloat16." in made.limits
     assert "2.00 times TRL, 2.00 to 2.00 in single rounds" in made.meaning and "in bfloat16 at" not in made.meaning
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
+def test_a_step_reads_all_weights_but_the_embedding_and_the_few_of_norms(dtype: str, size: int, folder: Path) -> None:
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        found = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (no mapping)
+    matrices = [rows * columns for name, (rows, *rest) in found.items() for columns in rest if "embed" not in name]
+    assert weights_read("tiny", dtype) == sum(matrices) * size
 
 
 def test_nothing_ends_a_completion_of_the_benchmark() -> None:
