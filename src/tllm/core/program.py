@@ -1,7 +1,8 @@
 """This program: a digest of its source, and the environment in which it computes.
 
 Libraries read the environment when a process starts. A command that computes therefore executes itself again with
-what they need (`reexecute_to_compute`), and gives it to the workers that it starts:
+what they need (`reexecute_to_compute`), and gives it to the workers that it starts. A user's own program that imports
+`tllm` is not executed again: it has all but the first of these, if it has not loaded torch before (`ask_torch`).
 
 - glibc's GLIBC_TUNABLES, for huge pages: one page of 2 MiB comes with one page fault, where 512 pages of 4 KiB come
   with one each; so returning memory to the system and getting it again costs less (docs/log/memory.md). Nothing is
@@ -69,6 +70,16 @@ def reexecute_to_compute(huge_pages: Path = HUGE_PAGES) -> None:
     environment = computing_environment(os.environ, huge_pages)
     if environment != dict(os.environ):
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+
+
+def ask_torch() -> None:
+    """Put what torch's libraries read into the environment of this process, which is a user's own program.
+
+    Does nothing once they are loaded, as they have read it, or where a process before this one has put it there.
+    """
+    if "torch" not in sys.modules:
+        asked = computing_environment(os.environ)
+        os.environ.update({name: asked[name] for name in (*WAITING, *PREPARED) if name in asked})
 
 
 def _on_request(huge_pages: Path) -> bool:

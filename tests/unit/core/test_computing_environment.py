@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -74,3 +75,19 @@ def test_a_program_begins_anew_once_in_the_same_process(on_request: Path) -> Non
         and second == f"{number} {ASKED} {WAITING['GOMP_SPINCOUNT']} --word"
         and end == "begun"
     )
+
+
+@pytest.mark.parametrize(
+    ("before", "found"),
+    [("", WAITING | PREPARED), ("import torch", dict.fromkeys([*WAITING, *PREPARED]))],
+    ids=["torch is not loaded", "torch is loaded"],
+)
+def test_a_users_program_computes_as_a_command_does_if_torch_has_not_read_otherwise(
+    before: str, found: dict[str, str | None]
+) -> None:
+    program = f"import json, os\n{before}\nfrom tllm import LLM\nprint(json.dumps(dict(os.environ)))"
+    plain = {name: value for name, value in os.environ.items() if name not in {VARIABLE, *WAITING, *PREPARED}}
+    done = subprocess.run([sys.executable, "-c", program], env=plain, check=True, capture_output=True, text=True)
+    environment = json.loads(done.stdout)
+    assert {name: environment.get(name) for name in found} == found
+    assert VARIABLE not in environment, "glibc has read it, and other programs that are started have not asked for it"
