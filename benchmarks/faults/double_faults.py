@@ -96,10 +96,12 @@ a full disk, a clock that is set ten minutes or a day forward or back, or forty 
 every host that goes on."""
 READING = """{count} runs of the {all} that the command draws, in {minutes} minutes. In {first} of them the first
 machine was struck, which ran the command; in {two} there were two faults. {wrong} had something wrong: {hangs} streams
-that hung, {tokens} with other tokens, {replies} kept replies that were not the same afterwards. `going on`: the end of
-the longest silence that a stream had after the faults, in seconds. `answered`: when every host that was not lost had
-also answered a new request, after the open streams had ended. `back`, from seed 57 on: when every host that had been
-cut off or stopped had answered one, after its fault was undone; the first machine comes back as one of the nodes."""
+that hung, {tokens} with other tokens, {replies} kept replies that were not the same afterwards. `silence`, of the
+newest {silences} runs: how long a stream got no token after the faults. `going on`: when the longest silence of each
+stream had ended, after the faults; where no rank is lost, as by a clock or a disk, that is whenever one was slowest.
+`answered`: when every host that was not lost had also answered a new request, after the open streams had ended.
+`back`, from seed 57 on: when every host that had been cut off or stopped had answered one, after its fault was undone;
+the first machine comes back as one of the nodes."""
 LIMITS = """- Five hosts in network namespaces of one machine, a small model, while streams are open; serving alone.
 - Five hosts share two cores, with whatever else the machine does: seconds are upper bounds.
 - The streams of a host that is killed, stopped or cut off break with it and are not counted.
@@ -111,15 +113,15 @@ def page(raw: dict[str, Any]) -> Page:
     """The page of raw figures: each fault by itself or with others, and all on each processor."""
     runs = raw["runs"]
     kinds = sorted({kind_of(fault) for row in runs for fault in row["faults"]})
-    table = [["with", "runs", "wrong", *(f"{name}, s: median (worst)" for name in ("going on", "answered", "back"))]]
+    spans = {"silence": "silence", "going on": "recovered", "answered": "answered", "back": "returned"}
+    table = [["with", "runs", "wrong", *(f"{name}, s: median (worst)" for name in spans)]]
     groups = [(kind, [row for row in runs if kind in map(kind_of, row["faults"])]) for kind in kinds]
     groups += [("the first machine", [row for row in runs if row["first"]])]
     for name, seeds in raw["seeds"].items():
         groups.append((f"all on {name}", [row for row in runs if row["seed"] in seeds]))
     for name, some in groups:
         wrong = sum(bool(row["wrong"]) for row in some)
-        spreads = [spread(some, key) for key in ("recovered", "answered", "returned")]
-        table.append([name, str(len(some)), str(wrong), *spreads])
+        table.append([name, str(len(some)), str(wrong), *(spread(some, key) for key in spans.values())])
     counts = {
         "count": len(runs),
         "all": RUNS,
@@ -130,6 +132,7 @@ def page(raw: dict[str, Any]) -> Page:
         "hangs": sum(row["hangs"] for row in runs),
         "tokens": sum(row["wrong_tokens"] for row in runs),
         "replies": sum(row["lost_replies"] for row in runs),
+        "silences": sum(row.get("silence") is not None for row in runs),
     }
     title = f"Two faults at once: {len(runs)} runs"
     return Page("faults", "double-faults", title, PURPOSE, markdown.table(table), READING.format(**counts), LIMITS)

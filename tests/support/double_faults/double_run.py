@@ -96,7 +96,8 @@ class Drawn:
 
 @dataclass(frozen=True)
 class DoubleOutcome:
-    """One run. `recovered`: seconds from the faults until every stream of hosts that were not struck had gone on;
+    """One run. `silence`: the most seconds after the faults in which a stream of a host that was not struck got no
+    token; `recovered`: from the faults until each of these streams had ended its longest silence, however short;
     `answered`: until each of these hosts had answered a new request; `returned`: from the faults' end until each host
     that was cut off or stopped had.
     """
@@ -111,6 +112,7 @@ class DoubleOutcome:
     lost_replies: int
     wrong: list[str]
     returned: float | None = None
+    silence: float | None = None
 
 
 class DoubleRun:
@@ -145,11 +147,12 @@ class DoubleRun:
         wrong = [f"stream {stream}: {why}" for stream in self.streams if (why := self._wrong(stream))]
         silent = [host for host in self.well if host not in answered]
         gone = [host for host in self.coming_back if host not in returned]
+        silences = self._silences(struck.at)
         return DoubleOutcome(
             seed=self.drawn.seed,
             faults=self.drawn.names,
             first=self.drawn.strikes_first,
-            recovered=self._recovered(struck.at),
+            recovered=max((end for _, end in silences), default=None),
             answered=None if silent else round(max(answered.values()) - struck.at, 2),
             hangs=len(hangs),
             wrong_tokens=sum("tokens" in one for one in wrong),
@@ -162,6 +165,7 @@ class DoubleRun:
                 *(f"the reply that host {host} kept is not the same" for host in lost),
             ],
             returned=None if gone or not returned else round(max(returned.values()) - undone.at, 2),
+            silence=max((length for length, _ in silences), default=None),
         )
 
     def _body(self, question: Question, **more: Any) -> dict[str, Any]:
@@ -207,14 +211,15 @@ class DoubleRun:
             return f"host {asked['host']} gave other tokens, {len(given)} of them"
         return ""
 
-    def _recovered(self, struck: float) -> float | None:
-        """The end of the longest silence of a stream after the faults."""
-        found = [0.0]
+    def _silences(self, struck: float) -> list[tuple[float, float]]:
+        """The longest silence of each stream that went on after the faults: its length, and its end after them."""
+        found = []
         for stream in self.streams:
             times = [struck, *(event.at for event in self.history.of("tokens", struck, stream=stream))]
             if len(times) > 1:
-                found.append(max((b - a, b - struck) for a, b in pairwise(times))[1])
-        return round(max(found), 2) if len(found) > 1 else None
+                length, end = max((b - a, b - struck) for a, b in pairwise(times))
+                found.append((round(length, 2), round(end, 2)))
+        return found
 
     def _all_answer(self, hosts: Sequence[int]) -> dict[int, float]:
         """When each of these hosts, of those that do within BOUND, has answered a new request. One that answers nothing

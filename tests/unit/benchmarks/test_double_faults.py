@@ -26,20 +26,32 @@ def test_the_page_counts_what_went_wrong() -> None:
         "recovered": 4.0,
         "answered": 6.5,
         "returned": 1.5,
+        "silence": 2.5,
         "hangs": 0,
         "wrong_tokens": 0,
         "lost_replies": 0,
         "wrong": [],
     }
     bad = {**row, "seed": 1, "faults": ["SIGKILL of host 1"], "first": False, "recovered": None, "answered": None}
-    del bad["returned"]  # as of the runs that did not look at it
+    del bad["returned"], bad["silence"]  # as of the runs that did not look at them
     bad |= {"hangs": 2, "wrong_tokens": 1, "lost_replies": 3, "wrong": ["stream 0 hangs"]}
     made = page({"runs": [row, bad], "minutes": 1.5, "seeds": {"Brand 1": [0], "Brand 2": [1]}})
     lines = [line.split("|")[1:-1] for line in made.table.splitlines()]
     cells = {line[0].strip(): [cell.strip() for cell in line[1:]] for line in lines}
-    assert cells["SIGKILL"] == ["2", "1", "4.0 (4.0)", "6.5 (6.5)", "1.5 (1.5)"]
-    assert cells["disk full"] == cells["the first machine"] == ["1", "0", "4.0 (4.0)", "6.5 (6.5)", "1.5 (1.5)"]
-    assert cells["all on Brand 1"] == ["1", "0", "4.0 (4.0)", "6.5 (6.5)", "1.5 (1.5)"]
-    assert cells["all on Brand 2"] == ["1", "1", "", "", ""]
-    for words in ("2 runs of the 300", "In 1 of them the first", "in 1 there were two", "2 streams", "3 kept replies"):
+    assert cells["SIGKILL"] == ["2", "1", "2.5 (2.5)", "4.0 (4.0)", "6.5 (6.5)", "1.5 (1.5)"]
+    assert (
+        cells["disk full"]
+        == cells["the first machine"]
+        == ["1", "0", "2.5 (2.5)", "4.0 (4.0)", "6.5 (6.5)", "1.5 (1.5)"]
+    )
+    assert cells["all on Brand 1"] == ["1", "0", "2.5 (2.5)", "4.0 (4.0)", "6.5 (6.5)", "1.5 (1.5)"]
+    assert cells["all on Brand 2"] == ["1", "1", "", "", "", ""]
+    for words in (
+        "2 runs of the 300",
+        "In 1 of them the first",
+        "in 1 there were two",
+        "2 streams",
+        "3 kept replies",
+        "newest 1 runs",
+    ):
         assert words in " ".join(made.meaning.split())
