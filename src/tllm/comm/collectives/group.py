@@ -33,7 +33,8 @@ from tllm.comm.collectives.fold import check_op
 from tllm.comm.collectives.group_links import GroupLinks, ReceiveBuffers, equal_pieces
 from tllm.comm.collectives.worker_thread import Handle, WorkerThread
 from tllm.comm.links.link import DEADLINE, Link, LocalLink
-from tllm.core.errors import UNREADABLE, FrameError, LinkClosed, LinkError
+from tllm.core.decoding import decoded
+from tllm.core.errors import LinkClosed, LinkError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -234,15 +235,17 @@ class Group:
 
         For what ranks must agree on before they act. At most `limit` bytes of all ranks together.
         """
-        if self.rank != 0:
+        if self.rank == 0:
+            with self._in_step():
+                gathered = [payload, *(self.recv[peer].recv_bytes(limit) for peer in range(1, self.size))]
+            if self.size == 1:
+                return gathered
+            told = self.broadcast_bytes(msgspec.msgpack.encode(gathered), 0, limit)
+        else:
             with self._in_step():
                 self.send[0].send_bytes(payload)
-            return _unpack_list(self.broadcast_bytes(None, 0, limit))
-        with self._in_step():
-            gathered = [payload, *(self.recv[peer].recv_bytes(limit) for peer in range(1, self.size))]
-        if self.size == 1:
-            return gathered
-        return _unpack_list(self.broadcast_bytes(msgspec.msgpack.encode(gathered), 0, limit))
+            told = self.broadcast_bytes(None, 0, limit)
+        return decoded(told, _LISTS, "what rank 0 passed on is no list of bytes")
 
     def gather_bytes(self, payload: bytes, limit: int = BYTES_LIMIT) -> list[bytes]:
         """Every rank's `payload` on rank 0, in rank order, each of at most `limit` bytes; nothing elsewhere."""
@@ -483,10 +486,3 @@ def _filled(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 _LISTS = msgspec.msgpack.Decoder(list[bytes])
-
-
-def _unpack_list(content: bytes) -> list[bytes]:
-    try:
-        return _LISTS.decode(content)
-    except UNREADABLE as error:
-        raise FrameError(f"what rank 0 passed on is no list of bytes: {error}") from error

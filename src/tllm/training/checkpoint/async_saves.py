@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from tllm.comm.collectives.group import Group, solo
+from tllm.core.decoding import decoded
 from tllm.core.errors import ConfigError, WeightsError
 from tllm.training.checkpoint import save_folders as folders
 from tllm.training.checkpoint.checkpoint import Checkpoint, open_folder
@@ -162,7 +163,7 @@ class AsyncSaves:
         except OSError as error:
             raise ConfigError(f"cannot make {self.root}: {error.strerror}", "give another output_dir") from error
         listings = self._group.all_gather_bytes(msgspec.msgpack.encode(folders.look(self.root)))
-        found = [folders.FOUND_SAVES.decode(listing) for listing in listings]
+        found = [decoded(listing, folders.FOUND_SAVES) for listing in listings]
         chosen = folders.choose(found)
         if not chosen and is_needed:
             folders.check_found(found)
@@ -193,7 +194,7 @@ class AsyncSaves:
         held = [HeldBox(b.name, b.box, NAMES[b.tensor.dtype], b.tensor.dtype.itemsize) for b in blocks]
         if self._assignment is None:
             gathered = self._group.all_gather_bytes(msgspec.msgpack.encode(held))
-            of_ranks = [HELD_BOXES.decode(content) for content in gathered]
+            of_ranks = [decoded(content, HELD_BOXES) for content in gathered]
             self._assignment = ShardAssignment(held, shapes_of(of_ranks), assign_shards(of_ranks)[self._group.rank])
         assert held == self._assignment.held, "a run holds the same blocks at every save"
         return self._assignment

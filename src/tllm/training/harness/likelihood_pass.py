@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tllm.core.errors import UNREADABLE, ConfigError, FrameError
+from tllm.core.decoding import decoded
+from tllm.core.errors import ConfigError
 from tllm.model.transformer import Transformer
-from tllm.training.data.batch_feed import LIMIT, ReplicaBatch, split_global_batch
+from tllm.training.data.batch_feed import LIMIT, NO_ROWS, ReplicaBatch, split_global_batch
 from tllm.training.data.batch_tensors import Tokens
 from tllm.training.data.encoder import IGNORED
 from tllm.training.data.packing import PackedRow
@@ -91,7 +92,7 @@ class LikelihoodPass:
     def follow(self) -> None:
         """On another rank: what `of` asks for."""
         while (content := self._groups.world.broadcast_bytes(None, limit=LIMIT)) != END:
-            self._computed(_decoded(content)[self._replica])
+            self._computed(decoded(content, _BATCHES, NO_ROWS)[self._replica])
 
     def _sent(self, rows: Sequence[PackedRow]) -> ReplicaBatch:
         """Tell every rank the parts of all replicas, who have as many microbatches each; this one's."""
@@ -109,13 +110,6 @@ class LikelihoodPass:
 
 
 _BATCHES = msgspec.msgpack.Decoder(list[ReplicaBatch])
-
-
-def _decoded(content: bytes) -> list[ReplicaBatch]:
-    try:
-        return _BATCHES.decode(content)
-    except UNREADABLE as error:
-        raise FrameError(f"what rank 0 sent are no rows: {error}") from error
 
 
 def packed_rows(continuations: Sequence[Continuation], longest: int) -> list[list[Continuation]]:

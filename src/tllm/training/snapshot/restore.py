@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tllm.comm.collectives.group import Group
-from tllm.core.errors import UNREADABLE, FrameError
+from tllm.core.decoding import decoded
 from tllm.training.checkpoint.manifest import LIMIT
 from tllm.training.checkpoint.shard_assignment import HeldBox, shapes_of
 from tllm.training.snapshot.memory_snapshot import LiveState, SnapshotLabel, StepSnapshot
@@ -128,10 +128,7 @@ def _exchange_offers(group: Group, snapshots: Sequence[StepSnapshot], state: Tra
     ]
     needed = held_boxes([*state.updated, *state.reduction])
     mine = msgspec.msgpack.encode(RankOffer(offered, needed, held_boxes(state.layout_bound)))
-    try:
-        return [_OFFERS.decode(content) for content in group.all_gather_bytes(mine, LIMIT)]
-    except UNREADABLE as error:
-        raise FrameError(f"a rank's offer of copies is none: {error}") from error
+    return [decoded(one, _OFFERS, "a rank's offer of copies is none") for one in group.all_gather_bytes(mine, LIMIT)]
 
 
 def last_complete(offers: Sequence[RankOffer]) -> SnapshotLabel | None:
