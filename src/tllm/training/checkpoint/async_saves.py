@@ -22,12 +22,11 @@ from tllm.training.checkpoint.durable_disk import DurableDisk
 from tllm.training.checkpoint.fetch_files import bring_files, bring_list
 from tllm.training.checkpoint.manifest import LIMIT, decode
 from tllm.training.checkpoint.retention import Retention, Worth, unknown
-from tllm.training.checkpoint.shard_assignment import HELD_BOXES, HeldBox, ShardAssignment, assign_shards, shapes_of
-from tllm.training.checkpoint.shard_writer import ShardSnapshot
+from tllm.training.checkpoint.shard_assignment import HELD_BOXES, ShardAssignment, assign_shards, shapes_of
+from tllm.training.checkpoint.shard_writer import ShardSnapshot, held_boxes
 from tllm.training.state.optimizer_offload import OnDevice, StatePlacement
 from tllm.training.state.tensor_blocks import TensorBlock
 from tllm.weights.boxes import Shape
-from tllm.weights.dtypes import NAMES
 from tllm.weights.load import Progress
 
 KEEP = 2
@@ -191,7 +190,7 @@ class AsyncSaves:
 
     def _assign(self, blocks: Sequence[TensorBlock]) -> ShardAssignment:
         """Tell all ranks what each holds, and decide who writes what; once, as that does not change in a run."""
-        held = [HeldBox(b.name, b.box, NAMES[b.tensor.dtype], b.tensor.dtype.itemsize) for b in blocks]
+        held = held_boxes(blocks)
         if self._assignment is None:
             gathered = self._group.all_gather_bytes(msgspec.msgpack.encode(held))
             of_ranks = [decoded(content, HELD_BOXES) for content in gathered]

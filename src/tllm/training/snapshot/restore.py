@@ -20,12 +20,12 @@ from tllm.comm.collectives.group import Group
 from tllm.core.decoding import decoded
 from tllm.training.checkpoint.manifest import LIMIT
 from tllm.training.checkpoint.shard_assignment import HeldBox, shapes_of
+from tllm.training.checkpoint.shard_writer import held_boxes
 from tllm.training.snapshot.memory_snapshot import LiveState, SnapshotLabel, StepSnapshot
 from tllm.training.state.replica_local import read_replica_local
 from tllm.training.state.tensor_blocks import TensorBlock
 from tllm.training.state.train_state import TrainState
 from tllm.weights.boxes import Box, Shape, chunks, overlap, regions, widths, within
-from tllm.weights.dtypes import NAMES
 from tllm.weights.load import Progress, part
 
 CHUNK_BYTES = 8 * 1024 * 1024
@@ -73,11 +73,6 @@ class BoxTransfer(NamedTuple):
     source_block: int
     target_block: int
     box: Box
-
-
-def held_boxes(blocks: Sequence[TensorBlock]) -> list[HeldBox]:
-    """The blocks without their values."""
-    return [HeldBox(b.name, b.box, NAMES[b.tensor.dtype], b.tensor.dtype.itemsize) for b in blocks]
 
 
 class SnapshotRestore:
