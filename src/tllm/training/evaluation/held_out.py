@@ -12,13 +12,10 @@ from tllm.training.data.batch_feed import ReplicaBatch
 from tllm.training.data.batches import Batches
 from tllm.training.evaluation.completion_record import CompletionRecord
 from tllm.training.evaluation.divergence_estimate import BeforePasses
-from tllm.training.evaluation.forward_rows import ForwardFeed
+from tllm.training.evaluation.forward_rows import MICROBATCHES, ForwardFeed
 from tllm.training.objectives.objective import MetricSum
 from tllm.training.step.rank_groups import RankConfig
 from tllm.training.step.rank_model import RankModel
-
-MICROBATCHES = 8
-"""Microbatches of a replica between two meetings of all ranks."""
 
 
 class Evaluated(msgspec.Struct, frozen=True):
