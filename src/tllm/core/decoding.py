@@ -6,15 +6,20 @@ from typing import TypeVar
 
 import msgspec
 
-from tllm.core.errors import UNREADABLE, FrameError
+from tllm.core.errors import UNREADABLE, FrameError, TllmError
 
 T = TypeVar("T")
 
 
-def decoded(content: bytes, decoder: msgspec.msgpack.Decoder[T] | msgspec.json.Decoder[T], what: str = "") -> T:
-    """What the bytes say. FrameError for bytes that are not of the decoder's type; `what` says it in words."""
+def decoded(
+    content: bytes,
+    decoder: msgspec.msgpack.Decoder[T] | msgspec.json.Decoder[T],
+    what: str = "",
+    raises: type[TllmError] = FrameError,
+) -> T:
+    """What the bytes say. An error for bytes that are not of the decoder's type; `what` says it in words."""
     try:
         return decoder.decode(content)
     except UNREADABLE as error:
         name = getattr(decoder.type, "__name__", str(decoder.type))
-        raise FrameError(f"{what or f'not a {name}'}: {error}", "run the same tllm on every node") from error
+        raise raises(f"{what or f'not a {name}'}: {error}", "run the same tllm on every node") from error

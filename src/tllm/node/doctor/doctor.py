@@ -16,7 +16,8 @@ from tllm.cluster.connection import Address
 from tllm.cluster.messages import News, Prepared, Probe
 from tllm.cluster.settings import DoctorSettings
 from tllm.cluster.state import ClusterState
-from tllm.core.errors import UNREADABLE, ClusterError, TllmError
+from tllm.core.decoding import decoded
+from tllm.core.errors import ClusterError, TllmError
 from tllm.node.coordinator.cluster_options import DEFAULTS, LINKS_MEASURED, ClusterOptions, OnProgress
 from tllm.node.coordinator.coordinator import Coordinator
 from tllm.node.coordinator.forming import forming, local_names, open_authority
@@ -30,6 +31,8 @@ LINK_SECONDS = 20.0  # for a tile on a very slow line
 LATE_SECONDS = 60.0  # how much longer than it should a measurement may take
 
 Measured = TypeVar("Measured", NodeProbe, NetworkPath)
+
+_FINDINGS: msgspec.json.Decoder[NodeProbe | NetworkPath] = msgspec.json.Decoder(NodeProbe | NetworkPath)
 
 
 class Doctor:
@@ -83,7 +86,9 @@ class Doctor:
 
     def acts(self, node: str) -> Mapping[type, Act]:
         async def news(message: News) -> None:
-            self._queue(node).put_nowait(_decoded(message, node))
+            self._queue(node).put_nowait(
+                decoded(message.content, _FINDINGS, f"{node} sent findings that are none", ClusterError)
+            )
 
         return {News: news}
 
@@ -135,10 +140,3 @@ async def open_doctor(
     doctor = Doctor(work, await open_authority(options.authority), options.address, names)
     async with forming(doctor, names, reachable(options.address[0]), options):
         yield doctor
-
-
-def _decoded(message: News, node: str) -> NodeProbe | NetworkPath:
-    try:
-        return msgspec.json.decode(message.content, type=NodeProbe | NetworkPath)
-    except UNREADABLE as error:
-        raise ClusterError(f"{node} sent findings that are none: {error}") from error
