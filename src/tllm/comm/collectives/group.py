@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import cached_property, partial
+from itertools import permutations
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import msgspec
@@ -35,6 +36,7 @@ from tllm.comm.collectives.worker_thread import Handle, WorkerThread
 from tllm.comm.links.link import DEADLINE, Link, LocalLink
 from tllm.core.decoding import decoded
 from tllm.core.errors import LinkClosed, LinkError
+from tllm.spec.plan import Wire
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -457,20 +459,19 @@ def solo() -> Group:
     return Group(0, 1, {}, {})
 
 
+def group_of(name: str, ranks: Sequence[int], rank: int, links: Mapping[Wire, Link], wires: str | None = None) -> Group:
+    """The group of these global ranks, by the links of its name, or of the name that `wires` gives."""
+    wire_name = name if wires is None else wires
+    others = {index: other for index, other in enumerate(ranks) if other != rank}
+    send = {index: links[Wire(rank, other, wire_name)] for index, other in others.items()}
+    recv = {index: links[Wire(other, rank, wire_name)] for index, other in others.items()}
+    return Group(ranks.index(rank), len(ranks), send, recv, name)
+
+
 def local_groups(size: int, deadline: float = DEADLINE, name: str = "tp") -> list[Group]:
     """One group for each of `size` ranks that are threads of this process."""
-    pairs = [(a, b) for a in range(size) for b in range(size) if a != b]
-    links = {pair: LocalLink(*pair, deadline) for pair in pairs}
-    return [
-        Group(
-            rank,
-            size,
-            {b: links[rank, b] for b in range(size) if b != rank},
-            {a: links[a, rank] for a in range(size) if a != rank},
-            name,
-        )
-        for rank in range(size)
-    ]
+    links = {Wire(*pair, name): LocalLink(*pair, deadline) for pair in permutations(range(size), 2)}
+    return [group_of(name, range(size), rank, links) for rank in range(size)]
 
 
 def _run(inference: bool, work: Callable[[], T]) -> T:
