@@ -123,9 +123,9 @@ class Coordinator:
         available = [member.node for member in by_machine(self.state.available)]
         return tuple(sorted(available, key=lambda node: order.get(node, len(order))))
 
-    def token(self, uses: int = 1, seconds: float = HOUR) -> JoinToken:
-        """A join token for so many nodes."""
-        return self.tokens.issue(time.time(), uses, seconds)
+    def token(self, uses: int = 1) -> JoinToken:
+        """A join token for so many nodes, good for an hour."""
+        return self.tokens.issue(time.time(), uses, HOUR)
 
     def invite(self, count: int) -> None:
         """Ask for so many nodes more, from elsewhere."""
