@@ -220,10 +220,10 @@ def _check_same(opened: Checkpoint, shapes: Mapping[str, Shape]) -> None:
                 f"{name} has shape {tuple(opened.shapes[name])} in the save of step {opened.step} and here {shape}",
                 "resume with the config.json that the run began with",
             )
-    unknown = sorted(set(opened.shapes) - set(shapes))
-    if unknown:
+    placeless = sorted(set(opened.shapes) - set(shapes))
+    if placeless:
         raise WeightsError(
-            f"the save of step {opened.step} holds {len(unknown)} tensors that this run has no place for, "
-            f"{unknown[0]!r} the first",
+            f"the save of step {opened.step} holds {len(placeless)} tensors that this run has no place for, "
+            f"{placeless[0]!r} the first",
             "resume with the model and the optimizer that the run began with",
         )
