@@ -17,7 +17,7 @@ from tllm.cluster.consensus.replica import Deposed
 from tllm.cluster.consensus.replicated_state import AnyEntry
 from tllm.cluster.control_server import ControlServer
 from tllm.cluster.http_messages import ServesHttp
-from tllm.cluster.join_token import HOUR, JoinToken, TokenBook, TokenRecord
+from tllm.cluster.join_token import JoinToken, TokenBook, TokenRecord
 from tllm.cluster.messages import Assign, Load, Loaded, Prepared, Progress, RankAddress, Start
 from tllm.cluster.settings import Settings, SurveySettings
 from tllm.cluster.state import ClusterState, Planned, RankLoaded, RankLoading, RankPrepared, RankReady, by_machine
@@ -125,7 +125,7 @@ class Coordinator:
 
     def token(self, uses: int = 1) -> JoinToken:
         """A join token for so many nodes, good for an hour."""
-        return self.tokens.issue(time.time(), uses, HOUR)
+        return self.tokens.issue(time.time(), uses)
 
     def invite(self, count: int) -> None:
         """Ask for so many nodes more, from elsewhere."""

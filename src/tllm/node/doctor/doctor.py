@@ -132,7 +132,7 @@ async def open_doctor(
         measure_seconds=measure_seconds,
         way_seconds=way_seconds,
         threads=0,
-        link_seconds=LINK_SECONDS if options.link_seconds is None else options.link_seconds,
+        link_seconds=options.links_wait(LINK_SECONDS),
     )
     plan = Plan.parse(f"pp={nodes}", nodes)  # a rank for each node; there is no model
     names = local_names(plan, options.local)
