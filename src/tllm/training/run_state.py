@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 from torch import nn
 
-from tllm.core.decoding import decoded
-from tllm.core.errors import CapacityError, ConfigError
+from tllm.core.errors import CapacityError, ConfigError, decoded
 from tllm.training.checkpoint.async_saves import AsyncSaves
 from tllm.training.checkpoint.checkpoint import export_checkpoint, write_final
 from tllm.training.checkpoint.commit import SaveResult

@@ -14,8 +14,7 @@ from tllm.cluster.http_messages import ServedModel
 from tllm.cluster.join_token import TokenRecord
 from tllm.cluster.messages import Port
 from tllm.cluster.settings import Settings
-from tllm.core.decoding import decoded
-from tllm.core.errors import ClusterError
+from tllm.core.errors import ClusterError, decoded
 from tllm.hub.repository import Repository
 from tllm.spec.lora.lora_config import ServedLoras
 from tllm.spec.plan import Plan

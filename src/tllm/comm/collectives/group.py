@@ -34,8 +34,7 @@ from tllm.comm.collectives.fold import check_op
 from tllm.comm.collectives.group_links import GroupLinks, ReceiveBuffers, equal_pieces
 from tllm.comm.collectives.worker_thread import Handle, WorkerThread
 from tllm.comm.links.link import DEADLINE, Link, LocalLink
-from tllm.core.decoding import decoded
-from tllm.core.errors import LinkClosed, LinkError
+from tllm.core.errors import LinkClosed, LinkError, decoded
 from tllm.spec.plan import Wire
 
 P = ParamSpec("P")

@@ -27,8 +27,7 @@ from tllm.comm.collectives.group_links import ReceiveBuffers
 from tllm.comm.nccl.arrivals import ArrivalBoard
 from tllm.comm.nccl.device_backend import DeviceBackend, Nccl
 from tllm.comm.nccl.device_channel import DeviceChannel
-from tllm.core.decoding import decoded
-from tllm.core.errors import LinkClosed
+from tllm.core.errors import LinkClosed, decoded
 
 STORE, BOARD = "store", "arrivals"
 PRIVATE = 0o700

@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from tllm.comm.links import frame
-from tllm.core.decoding import decoded
-from tllm.core.errors import FrameError
+from tllm.core.errors import FrameError, decoded
 from tllm.spec.plan import Wire
 
 HELLO_LIMIT = 1024  # bytes

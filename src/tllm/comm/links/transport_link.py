@@ -27,8 +27,7 @@ from tllm.comm.links.framed_link import FramedLink
 from tllm.comm.links.handshake import LinkHello
 from tllm.comm.links.link import Link
 from tllm.comm.links.send_buffer import DEPTH, Buffer, FrameQueue, PendingSend
-from tllm.core.decoding import decoded
-from tllm.core.errors import LinkError
+from tllm.core.errors import LinkError, decoded
 
 CHUNK_BYTES = frame.HEADER_SIZE + frame.PIECE_BYTES
 """At most so many bytes are one message of the library."""

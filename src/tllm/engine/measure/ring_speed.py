@@ -12,7 +12,7 @@ import time
 import msgspec
 import torch
 
-from tllm.core.decoding import decoded
+from tllm.core.errors import decoded
 from tllm.engine.driver import Deliver, Driver
 from tllm.engine.measure.benchmark_layers import BenchmarkLayers
 from tllm.engine.measure.step_speed import MAX_REPLY_TOKENS, decode_step, time_layers

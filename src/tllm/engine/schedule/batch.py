@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from tllm.core.decoding import decoded
+from tllm.core.errors import decoded
 from tllm.engine.pages.page_messages import PageMessage
 from tllm.spec.request import PoolingParams, TokenLogprobs, TraceNumber
 

@@ -21,8 +21,7 @@ from tllm.cluster.messages import RankAddress
 from tllm.cluster.settings import OUR_LINKS
 from tllm.comm.links.connect import Listener
 from tllm.comm.links.link import Link, break_off
-from tllm.core.decoding import decoded
-from tllm.core.errors import ConfigError, LinkClosed, LinkError
+from tllm.core.errors import ConfigError, LinkClosed, LinkError, decoded
 from tllm.node.roles.role import CONNECT_SECONDS, Placed, bytes_by_wire, connect_wires
 from tllm.spec.plan import Plan, Wire
 from tllm.spec.process_groups import wires

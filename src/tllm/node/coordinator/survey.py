@@ -13,8 +13,7 @@ import msgspec
 
 from tllm.cluster.messages import Findings, NodeFacts, Probe
 from tllm.cluster.settings import SurveySettings
-from tllm.core.decoding import decoded
-from tllm.core.errors import ClusterError
+from tllm.core.errors import ClusterError, decoded
 from tllm.node.coordinator.cluster_options import LINKS_MEASURED, NODES_MEASURED, OnProgress
 from tllm.node.coordinator.membership import Membership
 from tllm.node.coordinator.survey_paths import paths_with_sums

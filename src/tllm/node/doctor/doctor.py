@@ -16,8 +16,7 @@ from tllm.cluster.connection import Address
 from tllm.cluster.messages import News, Prepared, Probe
 from tllm.cluster.settings import DoctorSettings
 from tllm.cluster.state import ClusterState
-from tllm.core.decoding import decoded
-from tllm.core.errors import ClusterError, TllmError
+from tllm.core.errors import ClusterError, TllmError, decoded
 from tllm.node.coordinator.cluster_options import DEFAULTS, LINKS_MEASURED, ClusterOptions, OnProgress
 from tllm.node.coordinator.coordinator import Coordinator
 from tllm.node.coordinator.forming import forming, local_names, open_authority

@@ -13,8 +13,7 @@ from tllm.cluster.connection import Address
 from tllm.cluster.messages import Done, News, Prepared, Stop
 from tllm.cluster.settings import TrainSettings
 from tllm.cluster.state import ClusterState, RankDone
-from tllm.core.decoding import decoded
-from tllm.core.errors import ClusterError, TllmError
+from tllm.core.errors import ClusterError, TllmError, decoded
 from tllm.node.coordinator.cluster_options import OnProgress
 from tllm.node.coordinator.coordinator import Coordinator
 from tllm.node.coordinator.workload import Workload

@@ -15,8 +15,7 @@ from tllm.cluster.channel import Act
 from tllm.cluster.connection import Address
 from tllm.cluster.messages import News, Prepared
 from tllm.cluster.settings import EngineSettings, VerifySettings
-from tllm.core.decoding import decoded
-from tllm.core.errors import ClusterError, TllmError
+from tllm.core.errors import ClusterError, TllmError, decoded
 from tllm.engine.schedule.limits import Limits
 from tllm.node.coordinator.cluster_options import LOOPBACK, ClusterOptions, OnProgress
 from tllm.node.coordinator.coordinator import Coordinator

@@ -13,8 +13,7 @@ from typing import Any
 import msgspec
 
 from tllm.comm.collectives.group import Group, solo
-from tllm.core.decoding import decoded
-from tllm.core.errors import ConfigError, WeightsError
+from tllm.core.errors import ConfigError, WeightsError, decoded
 from tllm.training.checkpoint import save_folders as folders
 from tllm.training.checkpoint.checkpoint import Checkpoint, open_folder
 from tllm.training.checkpoint.commit import SaveCommit, SaveResult

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from tllm.comm.collectives.group import Group
-from tllm.core.decoding import decoded
+from tllm.core.errors import decoded
 from tllm.training.checkpoint import save_folders as folders
 from tllm.training.checkpoint.durable_disk import DurableDisk
 from tllm.training.checkpoint.manifest import LIMIT, NAME, VERSION, CheckpointManifest, encode

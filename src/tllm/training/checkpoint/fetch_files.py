@@ -12,9 +12,8 @@ from typing import NamedTuple
 import msgspec
 
 from tllm.comm.collectives.group import Group
-from tllm.core.decoding import decoded
 from tllm.core.disk import whole_file
-from tllm.core.errors import WeightsError
+from tllm.core.errors import WeightsError, decoded
 from tllm.training.checkpoint import save_folders as folders
 from tllm.training.checkpoint.durable_disk import DurableDisk
 from tllm.training.checkpoint.manifest import LIMIT, NAME

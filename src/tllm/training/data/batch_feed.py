@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tllm.comm.links.link import Link
-from tllm.core.decoding import decoded
-from tllm.core.errors import ConfigError
+from tllm.core.errors import ConfigError, decoded
 from tllm.spec.plan import Plan
 from tllm.training.data.batch_tensors import Tokens, tokens_of
 from tllm.training.data.encoder import IGNORED, Values

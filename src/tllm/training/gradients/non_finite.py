@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from tllm.comm.collectives.group import Group
-from tllm.core.decoding import decoded
-from tllm.core.errors import NonFiniteError
+from tllm.core.errors import NonFiniteError, decoded
 from tllm.parallel.shard import shard_of
 from tllm.training.state.tensor_blocks import TensorBlock
 

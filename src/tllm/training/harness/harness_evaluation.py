@@ -14,8 +14,7 @@ from typing import Any
 
 import msgspec
 
-from tllm.core.decoding import decoded
-from tllm.core.errors import ConfigError
+from tllm.core.errors import ConfigError, decoded
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
 from tllm.training.data.batches import Batches

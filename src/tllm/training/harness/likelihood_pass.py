@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tllm.core.decoding import decoded
-from tllm.core.errors import ConfigError
+from tllm.core.errors import ConfigError, decoded
 from tllm.model.transformer import Transformer
 from tllm.training.data.batch_feed import LIMIT, NO_ROWS, ReplicaBatch, split_global_batch
 from tllm.training.data.batch_tensors import Tokens

@@ -8,8 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from tllm.comm.links.link import Link
-from tllm.core.decoding import decoded
-from tllm.core.errors import UNREADABLE, LinkClosed, LinkError, TllmError
+from tllm.core.errors import UNREADABLE, LinkClosed, LinkError, TllmError, decoded
 
 T = TypeVar("T")
 

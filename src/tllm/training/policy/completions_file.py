@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tllm.training.evaluation.completion_record import CompletionRecord
-from tllm.training.report.step_lines import StepLines
+from tllm.training.evaluation.step_lines import StepLines
 
 COMPLETIONS, EVAL_COMPLETIONS = "completions.jsonl", "eval_completions.jsonl"
 

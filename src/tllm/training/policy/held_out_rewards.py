@@ -12,8 +12,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from tllm.core.decoding import decoded
-from tllm.core.errors import ConfigError
+from tllm.core.errors import ConfigError, decoded
 from tllm.training.data.batches import Batches
 from tllm.training.data.prompt_batches import PromptBatches, PromptRow
 from tllm.training.data.seeds import key_for

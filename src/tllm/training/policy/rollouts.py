@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from tllm.core.decoding import decoded
+from tllm.core.errors import decoded
 from tllm.training.data.seeds import key_for
 from tllm.training.job.job import Job
 from tllm.training.step.rank_groups import RankConfig

@@ -20,8 +20,7 @@ from tllm.comm.links import frame
 from tllm.comm.links.handshake import LINK_WELCOMES, peer_certificate, receive_message, send_message, start_tls
 from tllm.comm.links.link import break_off
 from tllm.comm.links.tcp_link import TcpLink, set_socket_options
-from tllm.core.decoding import decoded
-from tllm.core.errors import AuthError, FrameError, LinkClosed
+from tllm.core.errors import AuthError, FrameError, LinkClosed, decoded
 from tllm.training.questions.answerer_places import AnswererPlace
 
 RUN, ANSWERER = 0, 1

@@ -11,8 +11,8 @@ import msgspec
 
 from tllm.core.errors import ConfigError
 from tllm.training.evaluation.completion_record import CompletionRecord
+from tllm.training.evaluation.step_lines import StepLines, step_of
 from tllm.training.policy.completions_file import EVAL_COMPLETIONS
-from tllm.training.report.step_lines import StepLines, step_of
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

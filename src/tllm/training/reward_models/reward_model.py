@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tllm.core.decoding import decoded
-from tllm.core.errors import ConfigError, FrameError
+from tllm.core.errors import ConfigError, FrameError, decoded
 from tllm.hub.locate import locate
 from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tllm.comm.collectives.group import Group
-from tllm.core.decoding import decoded
+from tllm.core.errors import decoded
 from tllm.training.checkpoint.shard_assignment import HELD_BOXES, Share, assign_shards, shapes_of
 from tllm.training.checkpoint.shard_writer import held_boxes
 from tllm.training.state.tensor_blocks import TensorBlock, model_blocks

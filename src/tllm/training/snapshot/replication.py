@@ -16,8 +16,7 @@ import msgspec
 
 from tllm.comm.collectives.group import Group
 from tllm.comm.links.link import Link
-from tllm.core.decoding import decoded
-from tllm.core.errors import FrameError
+from tllm.core.errors import FrameError, decoded
 from tllm.spec.plan import Wire
 from tllm.training.checkpoint.manifest import LIMIT
 from tllm.training.checkpoint.shard_assignment import HeldBox

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tllm.comm.collectives.group import Group
-from tllm.core.decoding import decoded
+from tllm.core.errors import decoded
 from tllm.training.checkpoint.manifest import LIMIT
 from tllm.training.checkpoint.shard_assignment import HeldBox, shapes_of
 from tllm.training.checkpoint.shard_writer import held_boxes

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tllm.comm.collectives.group import solo
-from tllm.core.decoding import decoded
-from tllm.core.errors import ConfigError, FrameError
+from tllm.core.errors import ConfigError, FrameError, decoded
 from tllm.parallel.top_log_probs import top_log_probs
 from tllm.spec.model_spec import ModelSpec
 from tllm.text.same_vocabulary import vocabulary_digest

@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tllm.core.decoding import decoded
-from tllm.core.errors import FrameError
+from tllm.core.errors import FrameError, decoded
 
 
 class Place(msgspec.Struct):
