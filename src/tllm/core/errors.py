@@ -145,7 +145,7 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def decoded(
-    content: bytes,
+    content: bytes | bytearray,
     decoder: msgspec.msgpack.Decoder[T] | msgspec.json.Decoder[T],
     what: str = "",
     raises: type[TllmError] = FrameError,
