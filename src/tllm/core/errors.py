@@ -15,15 +15,19 @@
     ├── NonFiniteError       7   a loss, gradient or weight in training is no number, or logits to draw from are none
     └── RequestError         -   one request cannot be served (HTTP 400); others go on
 
-The number is the exit code of the command (docs/reference/exit-codes.md). `nearest` makes a hint from a mistyped word.
+The number is the exit code of the command (docs/reference/exit-codes.md). `nearest` makes a hint from a mistyped word,
+`decoded` reads what another process sent.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import TypeVar
 
 import msgspec
+
+T = TypeVar("T")
 
 HINT = "\nhint: "
 """What stands between message and hint in an error's text."""
@@ -138,3 +142,17 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 `except UNREADABLE` stands around every decoding of bytes from a network or a file.
 """
+
+
+def decoded(
+    content: bytes | bytearray,
+    decoder: msgspec.msgpack.Decoder[T] | msgspec.json.Decoder[T],
+    what: str = "",
+    raises: type[TllmError] = FrameError,
+) -> T:
+    """A message from another process, as the decoder's type. An error for anything else; `what` says it in words."""
+    try:
+        return decoder.decode(content)
+    except UNREADABLE as error:
+        name = getattr(decoder.type, "__name__", str(decoder.type))
+        raise raises(f"{what or f'not a {name}'}: {error}", "run the same tllm on every node") from error

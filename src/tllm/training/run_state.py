@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 from torch import nn
 
-from tllm.core.errors import CapacityError, ConfigError
+from tllm.core.errors import CapacityError, ConfigError, decoded
 from tllm.training.checkpoint.async_saves import AsyncSaves
 from tllm.training.checkpoint.checkpoint import export_checkpoint, write_final
 from tllm.training.checkpoint.commit import SaveResult
@@ -126,7 +126,7 @@ class RunState:
         if replicator and snapshot_step is not None and replicator.agree(snapshot_step >= (checkpoint_step or 0)):
             self.origin, step = "memory", snapshot_step
             data_position = replicator.restore(progress)
-            kept = _POSITIONS.decode(data_position)
+            kept = decoded(data_position, _POSITIONS)
             best.take_up(kept.evaluations)
             self._restore_data(msgspec.msgpack.decode(kept.data))
             learner.snapshot_restored(step, self._learning_rate(step - 1))

@@ -10,6 +10,7 @@ from pathlib import Path
 from tests.support.models.layouts import in_threads
 from tests.support.training.local_links import local_links
 from tests.support.training.runs import short_peak
+from tllm.comm.collectives.group import group_of
 from tllm.comm.links.link import Link, LocalLink
 from tllm.core.errors import LinkError
 from tllm.spec.plan import Plan, Wire
@@ -21,7 +22,7 @@ from tllm.training.snapshot.placement import RESTORE, restore_wires, snapshot_wi
 from tllm.training.snapshot.replication import SnapshotReplicator, snapshot_links
 from tllm.training.snapshot.spare_node import SpareNode
 from tllm.training.state.initial_weights import InitialWeights
-from tllm.training.step.rank_groups import RankConfig, group_of, groups_of
+from tllm.training.step.rank_groups import RankConfig, groups_of
 from tllm.training.trainer import RankTrainer
 from tllm.weights.byte_source import LocalFiles
 

@@ -5,7 +5,7 @@ The entries are what replicas agree on. Heartbeats and progress are not among th
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -14,7 +14,7 @@ from tllm.cluster.http_messages import ServedModel
 from tllm.cluster.join_token import TokenRecord
 from tllm.cluster.messages import Port
 from tllm.cluster.settings import Settings
-from tllm.core.errors import UNREADABLE, ClusterError
+from tllm.core.errors import ClusterError, decoded
 from tllm.hub.repository import Repository
 from tllm.spec.lora.lora_config import ServedLoras
 from tllm.spec.plan import Plan
@@ -249,13 +249,13 @@ class ReplicatedMachine:
         self.state = ReplicatedState()
 
     def apply(self, content: bytes) -> None:
-        self.state = apply_entry(self.state, _decoded(_entries, content))
+        self.state = apply_entry(self.state, decoded(content, _entries, _unread(content), ClusterError))
 
     def snapshot(self) -> bytes:
         return _encode(self.state)
 
     def restore(self, data: bytes) -> None:
-        self.state = _decoded(_states, data) if data else ReplicatedState()
+        self.state = decoded(data, _states, _unread(data), ClusterError) if data else ReplicatedState()
 
 
 def encoded(entry: AnyEntry) -> bytes:
@@ -263,11 +263,8 @@ def encoded(entry: AnyEntry) -> bytes:
     return _encode(entry)
 
 
-def _decoded(decoder: msgspec.msgpack.Decoder[Any], data: bytes) -> Any:
-    try:
-        return decoder.decode(data)
-    except UNREADABLE as error:
-        raise ClusterError(f"{len(data)} bytes of the replicated state cannot be read: {error}") from error
+def _unread(data: bytes) -> str:
+    return f"{len(data)} bytes of the replicated state cannot be read"
 
 
 def _replace(state: ReplicatedState, **changes: object) -> ReplicatedState:

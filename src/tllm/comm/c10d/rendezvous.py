@@ -29,7 +29,7 @@ from tllm.comm.c10d.secret import (
     secret_file,
     secret_from_environment,
 )
-from tllm.comm.collectives.group import Group
+from tllm.comm.collectives.group import Group, group_of
 from tllm.comm.collectives.tuning import tune_between_hosts
 from tllm.comm.links.connect import Address, LinkOptions, connect, open_links
 from tllm.comm.links.errors import closed_here, link_named, not_opened, source_gone, target_gone
@@ -90,11 +90,7 @@ class ProcessGroupLinks:
 
     def group(self) -> Group:
         """The group of all ranks; if they are on several machines, its links are measured to choose algorithms."""
-        here = self.ranks.index(self.rank)
-        others = {index: rank for index, rank in enumerate(self.ranks) if index != here}
-        send = {index: self.links[Wire(self.rank, rank, self.name)] for index, rank in others.items()}
-        recv = {index: self.links[Wire(rank, self.rank, self.name)] for index, rank in others.items()}
-        group = Group(here, len(self.ranks), send, recv, self.name)
+        group = group_of(self.name, self.ranks, self.rank, self.links)
         if words := tune_between_hosts(group, [self.addresses[rank][0] for rank in self.ranks]):
             logger.info("group %s", words)
         return group

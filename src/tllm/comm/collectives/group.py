@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import cached_property, partial
+from itertools import permutations
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import msgspec
@@ -33,7 +34,8 @@ from tllm.comm.collectives.fold import check_op
 from tllm.comm.collectives.group_links import GroupLinks, ReceiveBuffers, equal_pieces
 from tllm.comm.collectives.worker_thread import Handle, WorkerThread
 from tllm.comm.links.link import DEADLINE, Link, LocalLink
-from tllm.core.errors import UNREADABLE, FrameError, LinkClosed, LinkError
+from tllm.core.errors import LinkClosed, LinkError, decoded
+from tllm.spec.plan import Wire
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -234,15 +236,17 @@ class Group:
 
         For what ranks must agree on before they act. At most `limit` bytes of all ranks together.
         """
-        if self.rank != 0:
+        if self.rank == 0:
+            with self._in_step():
+                gathered = [payload, *(self.recv[peer].recv_bytes(limit) for peer in range(1, self.size))]
+            if self.size == 1:
+                return gathered
+            told = self.broadcast_bytes(msgspec.msgpack.encode(gathered), 0, limit)
+        else:
             with self._in_step():
                 self.send[0].send_bytes(payload)
-            return _unpack_list(self.broadcast_bytes(None, 0, limit))
-        with self._in_step():
-            gathered = [payload, *(self.recv[peer].recv_bytes(limit) for peer in range(1, self.size))]
-        if self.size == 1:
-            return gathered
-        return _unpack_list(self.broadcast_bytes(msgspec.msgpack.encode(gathered), 0, limit))
+            told = self.broadcast_bytes(None, 0, limit)
+        return decoded(told, _LISTS, "what rank 0 passed on is no list of bytes")
 
     def gather_bytes(self, payload: bytes, limit: int = BYTES_LIMIT) -> list[bytes]:
         """Every rank's `payload` on rank 0, in rank order, each of at most `limit` bytes; nothing elsewhere."""
@@ -454,20 +458,19 @@ def solo() -> Group:
     return Group(0, 1, {}, {})
 
 
+def group_of(name: str, ranks: Sequence[int], rank: int, links: Mapping[Wire, Link], wires: str | None = None) -> Group:
+    """The group of these global ranks, by the links of its name, or of the name that `wires` gives."""
+    wire_name = name if wires is None else wires
+    others = {index: other for index, other in enumerate(ranks) if other != rank}
+    send = {index: links[Wire(rank, other, wire_name)] for index, other in others.items()}
+    recv = {index: links[Wire(other, rank, wire_name)] for index, other in others.items()}
+    return Group(ranks.index(rank), len(ranks), send, recv, name)
+
+
 def local_groups(size: int, deadline: float = DEADLINE, name: str = "tp") -> list[Group]:
     """One group for each of `size` ranks that are threads of this process."""
-    pairs = [(a, b) for a in range(size) for b in range(size) if a != b]
-    links = {pair: LocalLink(*pair, deadline) for pair in pairs}
-    return [
-        Group(
-            rank,
-            size,
-            {b: links[rank, b] for b in range(size) if b != rank},
-            {a: links[a, rank] for a in range(size) if a != rank},
-            name,
-        )
-        for rank in range(size)
-    ]
+    links = {Wire(*pair, name): LocalLink(*pair, deadline) for pair in permutations(range(size), 2)}
+    return [group_of(name, range(size), rank, links) for rank in range(size)]
 
 
 def _run(inference: bool, work: Callable[[], T]) -> T:
@@ -483,10 +486,3 @@ def _filled(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 _LISTS = msgspec.msgpack.Decoder(list[bytes])
-
-
-def _unpack_list(content: bytes) -> list[bytes]:
-    try:
-        return _LISTS.decode(content)
-    except UNREADABLE as error:
-        raise FrameError(f"what rank 0 passed on is no list of bytes: {error}") from error

@@ -27,7 +27,7 @@ from tllm.comm.collectives.group_links import ReceiveBuffers
 from tllm.comm.nccl.arrivals import ArrivalBoard
 from tllm.comm.nccl.device_backend import DeviceBackend, Nccl
 from tllm.comm.nccl.device_channel import DeviceChannel
-from tllm.core.errors import UNREADABLE, FrameError, LinkClosed
+from tllm.core.errors import LinkClosed, decoded
 
 STORE, BOARD = "store", "arrivals"
 PRIVATE = 0o700
@@ -49,7 +49,7 @@ def connect_devices(
         return ""
     backend = backend or Nccl()
     told = group.all_gather_bytes(msgspec.msgpack.encode(_Seat(host, backend.identity(device))))
-    seats = [_seat(content) for content in told]
+    seats = [decoded(content, _SEATS, f"{len(content)} bytes do not say where a rank is") for content in told]
     mates = [rank for rank, seat in enumerate(seats) if seat.host == host]
     reason = _unconnected([seats[mate].device for mate in mates])
     place = _meet(group, mates if not reason else [])
@@ -80,13 +80,6 @@ class _Meeting(NamedTuple):
 
     path: Path | None
     folder: TemporaryDirectory[str] | None
-
-
-def _seat(content: bytes) -> _Seat:
-    try:
-        return _SEATS.decode(content)
-    except UNREADABLE as error:
-        raise FrameError(f"{len(content)} bytes do not say where a rank is: {error}") from error
 
 
 def _unconnected(devices: Sequence[str]) -> str:

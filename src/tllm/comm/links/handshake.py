@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from tllm.comm.links import frame
-from tllm.core.errors import UNREADABLE, FrameError
+from tllm.core.errors import FrameError, decoded
 from tllm.spec.plan import Wire
 
 HELLO_LIMIT = 1024  # bytes
@@ -64,10 +64,7 @@ def receive_message(sock: socket.socket, decoder: msgspec.msgpack.Decoder[Messag
     payload = _read(sock, header.length, until)
     if not frame.is_sealed(raw, payload):
         raise FrameError(f"a {name} whose checksum is not that of its bytes")
-    try:
-        return decoder.decode(payload)
-    except UNREADABLE as error:
-        raise FrameError(f"not a {name}: {error}") from error
+    return decoded(payload, decoder)
 
 
 def start_tls(sock: socket.socket, context: ssl.SSLContext, server_name: str | None = None) -> ssl.SSLSocket:

@@ -27,7 +27,7 @@ from tllm.comm.links.framed_link import FramedLink
 from tllm.comm.links.handshake import LinkHello
 from tllm.comm.links.link import Link
 from tllm.comm.links.send_buffer import DEPTH, Buffer, FrameQueue, PendingSend
-from tllm.core.errors import UNREADABLE, FrameError, LinkError
+from tllm.core.errors import LinkError, decoded
 
 CHUNK_BYTES = frame.HEADER_SIZE + frame.PIECE_BYTES
 """At most so many bytes are one message of the library."""
@@ -83,10 +83,7 @@ class TransportOffer(msgspec.Struct, frozen=True):
         ours.set_deadline(seconds)
         payload = ours.recv_bytes(OFFER_LIMIT)
         ours.close()
-        try:
-            return _OFFERS.decode(payload)
-        except UNREADABLE as error:
-            raise FrameError(f"rank {ours.source} sent rank {ours.target} what is no offer: {error}") from error
+        return decoded(payload, _OFFERS, f"rank {ours.source} sent rank {ours.target} what is no offer")
 
 
 _OFFERS = msgspec.msgpack.Decoder(TransportOffer)

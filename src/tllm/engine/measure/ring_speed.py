@@ -12,7 +12,7 @@ import time
 import msgspec
 import torch
 
-from tllm.core.errors import UNREADABLE, FrameError
+from tllm.core.errors import decoded
 from tllm.engine.driver import Deliver, Driver
 from tllm.engine.measure.benchmark_layers import BenchmarkLayers
 from tllm.engine.measure.step_speed import MAX_REPLY_TOKENS, decode_step, time_layers
@@ -62,7 +62,8 @@ def _drive(layers: BenchmarkLayers, ring: RingLinks, seconds: float, deliver: De
         decode_step(driver, 1, 1, deliver)
         steps.append(time.perf_counter() - begun)
     driver.close()
-    followers = _decode_seconds(ring.previous.recv_bytes(NUMBER_BYTES * (MAX_REPLY_TOKENS + MIN_STEPS)))
+    sent = ring.previous.recv_bytes(NUMBER_BYTES * (MAX_REPLY_TOKENS + MIN_STEPS))
+    followers = decoded(sent, _SECONDS, "no seconds came from the other rank of a ring")
     each = zip(steps, own.seconds[skipped:], followers[skipped:], strict=True)
     return statistics.median(step - mine - other for step, mine, other in each)
 
@@ -76,10 +77,3 @@ def _follow(layers: BenchmarkLayers, ring: RingLinks) -> None:
 
 
 _SECONDS = msgspec.json.Decoder(list[float])
-
-
-def _decode_seconds(payload: bytes) -> list[float]:
-    try:
-        return _SECONDS.decode(payload)
-    except UNREADABLE as error:
-        raise FrameError(f"no seconds came from the other rank of a ring: {error}") from error

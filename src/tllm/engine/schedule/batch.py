@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from tllm.core.errors import UNREADABLE, FrameError
+from tllm.core.errors import decoded
 from tllm.engine.pages.page_messages import PageMessage
 from tllm.spec.request import PoolingParams, TokenLogprobs, TraceNumber
 
@@ -162,8 +162,4 @@ def decode(payload: bytes) -> RingMessage:
 
     Raises `FrameError` for anything else.
     """
-    try:
-        return _decoder.decode(payload)
-    except UNREADABLE as error:
-        # UNREADABLE also holds what msgspec does not wrap: a key that is no UTF-8, and messages nested too deeply.
-        raise FrameError(f"{len(payload)} bytes came that are no message of the ring: {error}") from error
+    return decoded(payload, _decoder, f"{len(payload)} bytes came that are no message of the ring")

@@ -21,12 +21,12 @@ from tllm.cluster.messages import RankAddress
 from tllm.cluster.settings import OUR_LINKS
 from tllm.comm.links.connect import Listener
 from tllm.comm.links.link import Link, break_off
-from tllm.core.errors import ConfigError, LinkClosed, LinkError
+from tllm.core.errors import ConfigError, LinkClosed, LinkError, decoded
 from tllm.node.roles.role import CONNECT_SECONDS, Placed, bytes_by_wire, connect_wires
 from tllm.spec.plan import Plan, Wire
 from tllm.spec.process_groups import wires
 from tllm.training.questions.question_server import Session
-from tllm.training.questions.run_connection import GREETING_LIMIT, QUESTION_LIMIT, Conversation, decoded
+from tllm.training.questions.run_connection import GREETING_LIMIT, QUESTION_LIMIT, Conversation
 from tllm.training.step.rank_groups import Groups, groups_of
 
 BROKEN = "broken_team"

@@ -82,6 +82,11 @@ class ClusterOptions:
     served: ServedModel | None = None
     adapters: ServedLoras | None = None
 
+    def links_wait(self, default: float) -> float:
+        """The seconds of `link_seconds`, or the work's `default`: longer than a silent node is waited for, so that the
+        node is named and not its neighbour."""
+        return max(default if self.link_seconds is None else self.link_seconds, 2 * self.lost_after)
+
 
 DEFAULTS = ClusterOptions()
 """Everything on this machine: one worker for each rank."""

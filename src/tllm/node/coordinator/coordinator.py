@@ -17,7 +17,7 @@ from tllm.cluster.consensus.replica import Deposed
 from tllm.cluster.consensus.replicated_state import AnyEntry
 from tllm.cluster.control_server import ControlServer
 from tllm.cluster.http_messages import ServesHttp
-from tllm.cluster.join_token import HOUR, JoinToken, TokenBook, TokenRecord
+from tllm.cluster.join_token import JoinToken, TokenBook, TokenRecord
 from tllm.cluster.messages import Assign, Load, Loaded, Prepared, Progress, RankAddress, Start
 from tllm.cluster.settings import Settings, SurveySettings
 from tllm.cluster.state import ClusterState, Planned, RankLoaded, RankLoading, RankPrepared, RankReady, by_machine
@@ -123,9 +123,9 @@ class Coordinator:
         available = [member.node for member in by_machine(self.state.available)]
         return tuple(sorted(available, key=lambda node: order.get(node, len(order))))
 
-    def token(self, uses: int = 1, seconds: float = HOUR) -> JoinToken:
-        """A join token for so many nodes."""
-        return self.tokens.issue(time.time(), uses, seconds)
+    def token(self, uses: int = 1) -> JoinToken:
+        """A join token for so many nodes, good for an hour."""
+        return self.tokens.issue(time.time(), uses)
 
     def invite(self, count: int) -> None:
         """Ask for so many nodes more, from elsewhere."""

@@ -13,7 +13,7 @@ import msgspec
 
 from tllm.cluster.messages import Findings, NodeFacts, Probe
 from tllm.cluster.settings import SurveySettings
-from tllm.core.errors import UNREADABLE, ClusterError
+from tllm.core.errors import ClusterError, decoded
 from tllm.node.coordinator.cluster_options import LINKS_MEASURED, NODES_MEASURED, OnProgress
 from tllm.node.coordinator.membership import Membership
 from tllm.node.coordinator.survey_paths import paths_with_sums
@@ -26,6 +26,10 @@ LATE_SECONDS = 60.0
 """How much longer than it should a measurement may take."""
 
 Result = TypeVar("Result", SurveyedNode, NetworkPath, Met)
+
+_FINDINGS: msgspec.json.Decoder[SurveyedNode | NetworkPath | Met] = msgspec.json.Decoder(
+    SurveyedNode | NetworkPath | Met
+)
 
 
 @dataclass(frozen=True)
@@ -78,10 +82,7 @@ class Examiner:
 
     def take(self, node: str, message: Findings) -> None:
         """Take a result that a node sends. ClusterError if it cannot be read."""
-        try:
-            result = msgspec.json.decode(message.content, type=SurveyedNode | NetworkPath | Met)
-        except UNREADABLE as error:
-            raise ClusterError(f"{node} sent findings that are none: {error}") from error
+        result = decoded(message.content, _FINDINGS, f"{node} sent findings that are none", ClusterError)
         self._queue(node).put_nowait(result)
 
     async def survey(

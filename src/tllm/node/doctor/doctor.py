@@ -16,7 +16,7 @@ from tllm.cluster.connection import Address
 from tllm.cluster.messages import News, Prepared, Probe
 from tllm.cluster.settings import DoctorSettings
 from tllm.cluster.state import ClusterState
-from tllm.core.errors import UNREADABLE, ClusterError, TllmError
+from tllm.core.errors import ClusterError, TllmError, decoded
 from tllm.node.coordinator.cluster_options import DEFAULTS, LINKS_MEASURED, ClusterOptions, OnProgress
 from tllm.node.coordinator.coordinator import Coordinator
 from tllm.node.coordinator.forming import forming, local_names, open_authority
@@ -30,6 +30,8 @@ LINK_SECONDS = 20.0  # for a tile on a very slow line
 LATE_SECONDS = 60.0  # how much longer than it should a measurement may take
 
 Measured = TypeVar("Measured", NodeProbe, NetworkPath)
+
+_FINDINGS: msgspec.json.Decoder[NodeProbe | NetworkPath] = msgspec.json.Decoder(NodeProbe | NetworkPath)
 
 
 class Doctor:
@@ -83,7 +85,9 @@ class Doctor:
 
     def acts(self, node: str) -> Mapping[type, Act]:
         async def news(message: News) -> None:
-            self._queue(node).put_nowait(_decoded(message, node))
+            self._queue(node).put_nowait(
+                decoded(message.content, _FINDINGS, f"{node} sent findings that are none", ClusterError)
+            )
 
         return {News: news}
 
@@ -127,7 +131,7 @@ async def open_doctor(
         measure_seconds=measure_seconds,
         way_seconds=way_seconds,
         threads=0,
-        link_seconds=LINK_SECONDS if options.link_seconds is None else options.link_seconds,
+        link_seconds=options.links_wait(LINK_SECONDS),
     )
     plan = Plan.parse(f"pp={nodes}", nodes)  # a rank for each node; there is no model
     names = local_names(plan, options.local)
@@ -135,10 +139,3 @@ async def open_doctor(
     doctor = Doctor(work, await open_authority(options.authority), options.address, names)
     async with forming(doctor, names, reachable(options.address[0]), options):
         yield doctor
-
-
-def _decoded(message: News, node: str) -> NodeProbe | NetworkPath:
-    try:
-        return msgspec.json.decode(message.content, type=NodeProbe | NetworkPath)
-    except UNREADABLE as error:
-        raise ClusterError(f"{node} sent findings that are none: {error}") from error

@@ -4,7 +4,6 @@ elected."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import socket
@@ -17,6 +16,7 @@ from tllm.cluster.consensus.timing import RaftTiming
 from tllm.cluster.messages import ReplicaPlace, ServeReplica
 from tllm.cluster.settings import Settings
 from tllm.core.errors import ConfigError, TllmError
+from tllm.core.tasks import end_tasks
 from tllm.node.coordinator.coordinator import Coordinator
 from tllm.node.replication.succession import Office
 from tllm.node.weights.model_folder import same_model
@@ -60,6 +60,8 @@ class JoinedReplica:
         check_readable(asked.files)
         await asyncio.to_thread(check_model, asked)
         if self._replica is None or self._task is None or self._task.done():
+            if self._replica is not None:
+                self._replica.close()
             # One that ended is another replica now: it must not vote again under the name that it had.
             timing = RaftTiming(election=asked.election_seconds)
             self._replica = Replica(self._identity, self._host, (self._host, 0), timing=timing)
@@ -74,9 +76,7 @@ class JoinedReplica:
 
     async def close(self) -> None:
         if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await end_tasks(self._task)
         if self._replica is not None:
             self._replica.close()
 

@@ -34,7 +34,7 @@ from tllm.node.machine.machine_facts import (
     path_mtu,
     resent_packets,
 )
-from tllm.node.machine.measure import Clock, measure
+from tllm.node.machine.measure import measure
 from tllm.node.machine.process_facts import programs
 from tllm.node.roles.control import Control
 from tllm.node.roles.role import Certificate, Role, bytes_by_wire, check_speaker
@@ -175,16 +175,14 @@ def all_wires(ranks: int) -> list[Wire]:
     return [Wire(a, b, name) for a in range(ranks) for b in range(ranks) if a != b for name in (ASK, ANSWER)]
 
 
-def connect_all(
-    assign: Assign, identity: Identity, listener: Listener, seconds: float = CONNECT_SECONDS
-) -> tuple[dict[Wire, Link], dict[Wire, str]]:
+def connect_all(assign: Assign, identity: Identity, listener: Listener) -> tuple[dict[Wire, Link], dict[Wire, str]]:
     """This rank's ends of all wires that can be connected, and for each other one why not."""
     assert isinstance(assign.settings, DoctorSettings | SurveySettings), "another part"
     link_seconds = assign.settings.link_seconds
     mine = [wire for wire in all_wires(len(assign.places)) if assign.rank in (wire.source, wire.target)]
     listener.expect(assign.cluster, assign.epoch, [wire for wire in mine if wire.target == assign.rank])
     context, links, faults = data_client(identity), dict[Wire, Link](), dict[Wire, str]()
-    until = time.monotonic() + seconds
+    until = time.monotonic() + CONNECT_SECONDS
 
     def speaks_for_target(hello: LinkHello, certificate: Certificate | None) -> None:
         check_speaker(certificate, assign.places[hello.target].node, hello.target)
@@ -195,7 +193,7 @@ def connect_all(
                 link = listener.accept(wire, max(0.0, until + 1 - time.monotonic()))
             else:
                 place, hello = assign.places[wire.target], LinkHello(assign.cluster, assign.epoch, *wire)
-                link = connect((place.host, place.port), context, hello, seconds, speaks_for_target)
+                link = connect((place.host, place.port), context, hello, CONNECT_SECONDS, speaks_for_target)
         except (LinkError, AuthError) as error:
             faults[wire] = error.message
             return
@@ -220,10 +218,10 @@ def answer(ask: Link, back: Link) -> None:
         return
 
 
-def measure_path(ask: Link, back: Link, host: str, seconds: float, clock: Clock = time.perf_counter) -> PathMeasurement:
+def measure_path(ask: Link, back: Link, host: str, seconds: float) -> PathMeasurement:
     """Measure for about so many seconds in all: short requests for the round trip, then longer and longer ones for the
     bandwidth. LargePacketsLost where only the short ones are answered."""
-    request = _Request(ask, back, clock)
+    request = _Request(ask, back)
     request(0)  # which pages in the code of both ends
     trips = [request(0) for _ in range(_pings(request(0).seconds, seconds / 3))]
     round_trips = [trip.seconds for trip in trips]
@@ -273,19 +271,19 @@ class _Request:
     `answered_tiles`: of the requests that were answered.
     """
 
-    def __init__(self, ask: Link, back: Link, clock: Clock) -> None:
-        self._ask, self._back, self._clock = ask, back, clock
+    def __init__(self, ask: Link, back: Link) -> None:
+        self._ask, self._back = ask, back
         self._tile = torch.arange(TILE_BYTES, dtype=torch.int32).to(torch.uint8)
         self.answered_tiles = 0
 
     def __call__(self, tiles: int) -> _Trip:
-        here, begun = time.time(), self._clock()
+        here, begun = time.time(), time.perf_counter()
         self._ask.send_bytes(REQUEST.pack(tiles))
         for _ in range(tiles):
             self._ask.send(self._tile)
         there: float = TIME.unpack(self._back.recv_bytes(TIME.size))[0]
         self.answered_tiles += tiles
-        return _Trip(here, there, self._clock() - begun)
+        return _Trip(here, there, time.perf_counter() - begun)
 
 
 def _pings(round_trip: float, seconds: float) -> int:

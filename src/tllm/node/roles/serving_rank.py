@@ -16,7 +16,7 @@ from tllm.cluster.certificates import Identity
 from tllm.cluster.messages import AdapterReady, Assign, Loaded, Prepared
 from tllm.cluster.settings import EngineSettings, PageDisk
 from tllm.cluster.weight_messages import AdapterFiles, HeldPiece, adapter_file
-from tllm.comm.collectives.group import Group
+from tllm.comm.collectives.group import group_of
 from tllm.comm.collectives.intra_host import connect_devices
 from tllm.comm.collectives.tuning import tune_between_hosts
 from tllm.comm.links.connect import Listener
@@ -72,8 +72,8 @@ class RankLinks:
         assert isinstance(assign.settings, EngineSettings)
         plan, rank, settings = assign.plan, assign.rank, assign.settings
         self.all = connect_wires(assign, wires(plan), identity, listener, settings.link_seconds, settings.wiring)
-        self.group = _group(plan, rank, self.all)
         stage, _ = plan.place(rank)
+        self.group = group_of("tp", plan.ranks(stage), rank, self.all, wires="")
         hosts = [assign.places[rank].host for rank in plan.ranks(stage)]
         device, seconds = torch.device(settings.device), settings.link_seconds
         joined, inside = "", settings.wiring.intra_host
@@ -287,14 +287,6 @@ def wires(plan: Plan) -> list[Wire]:
     inside = [Wire(a, b) for stage in range(plan.pp) for a in plan.ranks(stage) for b in plan.ranks(stage) if a != b]
     ring = [Wire(leaders[i - 1], leaders[i]) for i in range(plan.pp)] if plan.pp > 1 else []
     return inside + ring
-
-
-def _group(plan: Plan, rank: int, links: Mapping[Wire, Link]) -> Group:
-    stage, place = plan.place(rank)
-    others = {index: other for index, other in enumerate(plan.ranks(stage)) if other != rank}
-    send = {index: links[Wire(rank, other)] for index, other in others.items()}
-    recv = {index: links[Wire(other, rank)] for index, other in others.items()}
-    return Group(place, plan.stages[stage].tp, send, recv)
 
 
 def _ring(plan: Plan, rank: int, links: Mapping[Wire, Link]) -> RingLinks | None:

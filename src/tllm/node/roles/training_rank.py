@@ -18,7 +18,7 @@ from tllm.cluster.certificates import Identity
 from tllm.cluster.messages import Assign, Loaded, Prepared
 from tllm.cluster.settings import TrainSettings
 from tllm.cluster.tls import data_client
-from tllm.comm.collectives.group import Group, solo
+from tllm.comm.collectives.group import Group, group_of, solo
 from tllm.comm.links.connect import Listener
 from tllm.core.errors import ConfigError, LinkClosed, LinkError
 from tllm.core.memory import LARGEST_TRAINED, free_bytes, give_back_memory, keep_freed_memory, rss_bytes
@@ -40,7 +40,7 @@ from tllm.training.snapshot.placement import RESTORE, restore_wires, snapshot_wi
 from tllm.training.snapshot.replication import SnapshotReplicator, snapshot_links
 from tllm.training.snapshot.spare_node import SpareNode
 from tllm.training.state.initial_weights import STD, InitialWeights
-from tllm.training.step.rank_groups import RankConfig, group_of, groups_of, on_devices, tuned
+from tllm.training.step.rank_groups import RankConfig, groups_of, on_devices, tuned
 from tllm.training.trainer import RankTrainer
 from tllm.weights.byte_source import Fetch
 from tllm.weights.load import Progress

@@ -74,8 +74,7 @@ def serving_workload(
 ) -> Workload:
     """What to serve, checked as far as it can be before anything is started.
 
-    `threads` is what each rank computes with; 0 leaves it to the rank's node. A link waits for longer than a silent
-    node is waited for, so that the node is named and not its neighbour.
+    `threads` is what each rank computes with; 0 leaves it to the rank's node.
     """
     raw = with_weight_form(read_config(folder), config.quantize, config.dequantize)
     spec = spec_from_config(raw)
@@ -84,7 +83,6 @@ def serving_workload(
     limits = limits_of(spec, plan, config)
     if config.cache_dir:
         make_private(Path(config.cache_dir).expanduser())
-    link_seconds = LINK_SECONDS if options.link_seconds is None else options.link_seconds
     settings = EngineSettings(
         dtype=config.dtype or spec.dtype,
         num_pages=limits.num_pages,
@@ -98,7 +96,7 @@ def serving_workload(
         kv_cache_dtype=limits.kv_cache_dtype,
         page_disk=page_disk(folder, raw, config, config.dtype or spec.dtype, hub),
         threads=threads,
-        link_seconds=max(link_seconds, 2 * options.lost_after),
+        link_seconds=options.links_wait(LINK_SECONDS),
         narrow_wire=config.narrow_wire,
         wiring=config.wiring,
     )

@@ -55,11 +55,11 @@ def read_topology(
     )
 
 
-def read_processors(root: Path = SYSTEM, affinity: Iterable[int] | None = None) -> MachineTopology:
+def read_processors() -> MachineTopology:
     """The cores of this machine and nothing else, for those who are in a hurry."""
-    cores = processor_cores(root)
+    cores = processor_cores(SYSTEM)
     return MachineTopology(
-        cores=cores, allowed=allowed_processors(root, affinity, [cpu for core in cores for cpu in core.cpus])
+        cores=cores, allowed=allowed_processors(SYSTEM, None, [cpu for core in cores for cpu in core.cpus])
     )
 
 

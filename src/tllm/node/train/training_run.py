@@ -13,7 +13,7 @@ from tllm.cluster.connection import Address
 from tllm.cluster.messages import Done, News, Prepared, Stop
 from tllm.cluster.settings import TrainSettings
 from tllm.cluster.state import ClusterState, RankDone
-from tllm.core.errors import UNREADABLE, ClusterError, TllmError
+from tllm.core.errors import ClusterError, TllmError, decoded
 from tllm.node.coordinator.cluster_options import OnProgress
 from tllm.node.coordinator.coordinator import Coordinator
 from tllm.node.coordinator.workload import Workload
@@ -24,7 +24,7 @@ from tllm.spec.families import spec_from_config
 from tllm.spec.plan import Plan
 from tllm.training.job.job import Job, decode_job
 from tllm.training.job.job_parts import shares_prompts, training_facts
-from tllm.training.report.events import RunEnded, RunEvent, decode
+from tllm.training.report.events import EVENTS, RunEnded, RunEvent
 
 
 class TrainingRun:
@@ -150,7 +150,7 @@ class TrainingRun:
 
         async def report(message: News) -> None:
             if self.state.ranks and self.state.ranks[0].node == node:
-                self.publish(_decoded(message, node))
+                self.publish(decoded(message.content, EVENTS, f"{node} sent news that are none", ClusterError))
                 await self.coordinator.members.notify()
 
         async def done(_: Done) -> None:
@@ -181,10 +181,3 @@ def job_of(work: Workload) -> Job:
 def is_mirrored(work: Workload) -> bool:
     """Whether each rank of work that is training keeps in-memory snapshots of another one's last steps."""
     return isinstance(work.settings, TrainSettings) and work.settings.mirrored
-
-
-def _decoded(message: News, node: str) -> RunEvent:
-    try:
-        return decode(message.content)
-    except UNREADABLE as error:
-        raise ClusterError(f"{node} sent news that are none: {error}") from error

@@ -46,13 +46,9 @@ class TrainingWork:
         return spec_from_config(json.loads(self.config))
 
     def workload(self, options: ClusterOptions = DEFAULTS) -> Workload:
-        """The same as a coordinator takes it. PlanError where the plan does not fit the model.
-
-        A link waits for longer than a silent node is waited for, so that the node is named and not its neighbour.
-        """
+        """The same as a coordinator takes it. PlanError where the plan does not fit the model."""
         self.plan.check(self.spec.num_layers)
-        asked = LINK_SECONDS if options.link_seconds is None else options.link_seconds
-        link_seconds = max(asked, 2 * options.lost_after)
+        link_seconds = options.links_wait(LINK_SECONDS)
         job = self.resolved.job
         settings = TrainSettings(
             job=encode_job(job),

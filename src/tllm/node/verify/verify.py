@@ -15,7 +15,7 @@ from tllm.cluster.channel import Act
 from tllm.cluster.connection import Address
 from tllm.cluster.messages import News, Prepared
 from tllm.cluster.settings import EngineSettings, VerifySettings
-from tllm.core.errors import UNREADABLE, ClusterError, TllmError
+from tllm.core.errors import ClusterError, TllmError, decoded
 from tllm.engine.schedule.limits import Limits
 from tllm.node.coordinator.cluster_options import LOOPBACK, ClusterOptions, OnProgress
 from tllm.node.coordinator.coordinator import Coordinator
@@ -34,6 +34,8 @@ from tllm.weights.byte_source import LocalFiles
 from tllm.weights.dtypes import torch_dtype
 from tllm.weights.formats.open_index import open_index
 from tllm.weights.load import read_piece
+
+_COMPARED = msgspec.json.Decoder(Compared)
 
 LINK_SECONDS = 30.0
 """How long a rank waits for a message of another one."""
@@ -71,10 +73,7 @@ class VerifyJob:
 
     def acts(self, node: str) -> Mapping[type, Act]:
         async def compared(message: News) -> None:
-            try:
-                result = msgspec.json.decode(message.content, type=Compared)
-            except UNREADABLE as error:
-                raise ClusterError(f"{node} sent findings that are none: {error}") from error
+            result = decoded(message.content, _COMPARED, f"{node} sent findings that are none", ClusterError)
             member = self.coordinator.state.member(node)
             if member is None or member.rank != result.rank:
                 raise ClusterError(f"{node} spoke for rank {result.rank}")

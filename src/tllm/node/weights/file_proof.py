@@ -18,6 +18,7 @@ from typing import NamedTuple
 from tllm.cluster.certificates import COORDINATOR, Identity
 from tllm.cluster.weight_messages import ChunkFound, GetChunk, ListHubChunks
 from tllm.core.errors import AuthError, ClusterError, WeightsError
+from tllm.core.tasks import end_tasks
 from tllm.hub.repository import HubFile
 from tllm.node.weights.chunk_fetcher import AHEAD, CHUNK_SECONDS, ChunkConnections
 from tllm.node.weights.chunk_server import has_hash, receive_chunk
@@ -143,9 +144,7 @@ class FileProof:
                     self._kept[number] = came[0]
                 digests.append(came[1])
         finally:
-            for task in under_way:
-                task.cancel()
-            await asyncio.gather(*under_way, return_exceptions=True)
+            await end_tasks(*under_way)
         return digests if hasher.hexdigest() == self._file.etag else None
 
     def _ways(self, told: dict[str, list[bytes]], number: int) -> list[tuple[str, bytes]]:

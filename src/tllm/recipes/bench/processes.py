@@ -18,7 +18,7 @@ import msgspec
 from tllm.cluster.certificates import Authority, Identity
 from tllm.cluster.settings import LinkKind, Wiring
 from tllm.cluster.tls import data_client, data_server
-from tllm.comm.collectives.group import Group
+from tllm.comm.collectives.group import Group, group_of
 from tllm.comm.links.connect import LinkOptions, Listener, open_links, transport_for
 from tllm.core.errors import ClusterError
 from tllm.spec.plan import Wire
@@ -77,9 +77,7 @@ class Seat(msgspec.Struct, frozen=True):
             )
         finally:
             listener.close()
-        send = {rank: links[Wire(self.rank, rank, name)] for rank in others}
-        recv = {rank: links[Wire(rank, self.rank, name)] for rank in others}
-        group = Group(self.rank, self.size, send, recv, name)
+        group = group_of(name, range(self.size), self.rank, links)
         group.set_deadline(DEADLINE)
         return group
 

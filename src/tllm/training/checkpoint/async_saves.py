@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from tllm.comm.collectives.group import Group, solo
-from tllm.core.errors import ConfigError, WeightsError
+from tllm.core.errors import ConfigError, WeightsError, decoded
 from tllm.training.checkpoint import save_folders as folders
 from tllm.training.checkpoint.checkpoint import Checkpoint, open_folder
 from tllm.training.checkpoint.commit import SaveCommit, SaveResult
@@ -21,12 +21,11 @@ from tllm.training.checkpoint.durable_disk import DurableDisk
 from tllm.training.checkpoint.fetch_files import bring_files, bring_list
 from tllm.training.checkpoint.manifest import LIMIT, decode
 from tllm.training.checkpoint.retention import Retention, Worth, unknown
-from tllm.training.checkpoint.shard_assignment import HELD_BOXES, HeldBox, ShardAssignment, assign_shards, shapes_of
-from tllm.training.checkpoint.shard_writer import ShardSnapshot
+from tllm.training.checkpoint.shard_assignment import HELD_BOXES, ShardAssignment, assign_shards, shapes_of
+from tllm.training.checkpoint.shard_writer import ShardSnapshot, held_boxes
 from tllm.training.state.optimizer_offload import OnDevice, StatePlacement
 from tllm.training.state.tensor_blocks import TensorBlock
 from tllm.weights.boxes import Shape
-from tllm.weights.dtypes import NAMES
 from tllm.weights.load import Progress
 
 KEEP = 2
@@ -162,7 +161,7 @@ class AsyncSaves:
         except OSError as error:
             raise ConfigError(f"cannot make {self.root}: {error.strerror}", "give another output_dir") from error
         listings = self._group.all_gather_bytes(msgspec.msgpack.encode(folders.look(self.root)))
-        found = [folders.FOUND_SAVES.decode(listing) for listing in listings]
+        found = [decoded(listing, folders.FOUND_SAVES) for listing in listings]
         chosen = folders.choose(found)
         if not chosen and is_needed:
             folders.check_found(found)
@@ -190,10 +189,10 @@ class AsyncSaves:
 
     def _assign(self, blocks: Sequence[TensorBlock]) -> ShardAssignment:
         """Tell all ranks what each holds, and decide who writes what; once, as that does not change in a run."""
-        held = [HeldBox(b.name, b.box, NAMES[b.tensor.dtype], b.tensor.dtype.itemsize) for b in blocks]
+        held = held_boxes(blocks)
         if self._assignment is None:
             gathered = self._group.all_gather_bytes(msgspec.msgpack.encode(held))
-            of_ranks = [HELD_BOXES.decode(content) for content in gathered]
+            of_ranks = [decoded(content, HELD_BOXES) for content in gathered]
             self._assignment = ShardAssignment(held, shapes_of(of_ranks), assign_shards(of_ranks)[self._group.rank])
         assert held == self._assignment.held, "a run holds the same blocks at every save"
         return self._assignment
@@ -220,10 +219,10 @@ def _check_same(opened: Checkpoint, shapes: Mapping[str, Shape]) -> None:
                 f"{name} has shape {tuple(opened.shapes[name])} in the save of step {opened.step} and here {shape}",
                 "resume with the config.json that the run began with",
             )
-    unknown = sorted(set(opened.shapes) - set(shapes))
-    if unknown:
+    placeless = sorted(set(opened.shapes) - set(shapes))
+    if placeless:
         raise WeightsError(
-            f"the save of step {opened.step} holds {len(unknown)} tensors that this run has no place for, "
-            f"{unknown[0]!r} the first",
+            f"the save of step {opened.step} holds {len(placeless)} tensors that this run has no place for, "
+            f"{placeless[0]!r} the first",
             "resume with the model and the optimizer that the run began with",
         )

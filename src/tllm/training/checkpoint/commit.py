@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from tllm.comm.collectives.group import Group
+from tllm.core.errors import decoded
 from tllm.training.checkpoint import save_folders as folders
 from tllm.training.checkpoint.durable_disk import DurableDisk
 from tllm.training.checkpoint.manifest import LIMIT, NAME, VERSION, CheckpointManifest, encode
@@ -65,7 +66,8 @@ class SaveCommit:
         """Files, then agreement, then the list and the name; returns the steps that are complete after it."""
         start = time.monotonic()
         report = self._write_files(step, snapshot, facts)
-        reports = [_REPORTS.decode(one) for one in self._group.all_gather_bytes(msgspec.msgpack.encode(report), LIMIT)]
+        every = self._group.all_gather_bytes(msgspec.msgpack.encode(report), LIMIT)
+        reports = [decoded(one, _REPORTS) for one in every]
         nbytes = sum(file.size for report in reports for file in report.written.files.values())
         kept = list(complete)
         error = "; ".join(report.error for report in reports if report.error)

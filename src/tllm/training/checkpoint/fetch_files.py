@@ -13,7 +13,7 @@ import msgspec
 
 from tllm.comm.collectives.group import Group
 from tllm.core.disk import whole_file
-from tllm.core.errors import WeightsError
+from tllm.core.errors import WeightsError, decoded
 from tllm.training.checkpoint import save_folders as folders
 from tllm.training.checkpoint.durable_disk import DurableDisk
 from tllm.training.checkpoint.manifest import LIMIT, NAME
@@ -63,7 +63,7 @@ def bring_files(root: Path, step: int, wanted: Collection[str], group: Group) ->
     found = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
     files = {name: size for name, size in found.items() if sizes.get(name) == size}
     mine = LocalSave(_place(folder), files, tuple(sorted(set(wanted) - set(files))))
-    everyone = [_SAVES.decode(one) for one in group.all_gather_bytes(msgspec.msgpack.encode(mine))]
+    everyone = [decoded(one, _SAVES) for one in group.all_gather_bytes(msgspec.msgpack.encode(mine))]
     brought = 0
     for way in _ways(everyone, step):
         if way.source == group.rank:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tllm.training.checkpoint.durable_disk import DurableDisk
 from tllm.training.checkpoint.manifest import StoredFile
-from tllm.training.checkpoint.shard_assignment import Share
+from tllm.training.checkpoint.shard_assignment import HeldBox, Share
 from tllm.training.state.optimizer_offload import OffloadedStates, StatePlacement
 from tllm.training.state.tensor_blocks import TensorBlock, state_of
 from tllm.weights.boxes import Box, Shape, widths, within
@@ -36,6 +36,11 @@ class Written(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     pieces: tuple[StoredFile, ...]
     files: dict[str, FileHashes]
+
+
+def held_boxes(blocks: Iterable[TensorBlock]) -> list[HeldBox]:
+    """The blocks without their values."""
+    return [HeldBox(b.name, b.box, NAMES[b.tensor.dtype], b.tensor.dtype.itemsize) for b in blocks]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tllm.comm.links.link import Link
-from tllm.core.errors import UNREADABLE, ConfigError, FrameError
+from tllm.core.errors import ConfigError, decoded
 from tllm.spec.plan import Plan
 from tllm.training.data.batch_tensors import Tokens, tokens_of
 from tllm.training.data.encoder import IGNORED, Values
@@ -22,6 +22,7 @@ from tllm.training.data.packing import ArrayType, PackedRow, deal
 
 LIMIT = 1 << 30
 """Bytes of one step's rows for one rank, at most."""
+NO_ROWS = "what rank 0 sent are no rows"
 
 NOTICE_SECONDS = 5.0
 """After which a rank that waits for rows of others says so; then after twice as long, and so on."""
@@ -201,10 +202,7 @@ def send_parts(parts: Sequence[ReplicaBatch], plan: Plan, links: Mapping[int, Li
 
 def receive_part(links: Mapping[int, Link]) -> ReplicaBatch:
     """On another rank: what rank 0 sent."""
-    try:
-        return _BATCHES.decode(links[0].recv_bytes(LIMIT))
-    except UNREADABLE as error:
-        raise FrameError(f"what rank 0 sent are no rows: {error}") from error
+    return decoded(links[0].recv_bytes(LIMIT), _BATCHES, NO_ROWS)
 
 
 def split_global_batch(

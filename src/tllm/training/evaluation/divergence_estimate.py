@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 
@@ -15,11 +14,8 @@ from tllm.training.objectives.reply_log_probs import ReplyLogProbs
 from tllm.training.step.rank_groups import Groups
 from tllm.training.step.rank_model import RankModel
 
-
-class BeforePasses(Protocol):
-    """What is done before the passes over a replica's microbatches of a step. Every rank calls it."""
-
-    def __call__(self, microbatches: Sequence[Tokens]) -> list[Tokens]: ...
+BeforePasses = Callable[[Sequence[Tokens]], list[Tokens]]
+"""What is done before the passes over a replica's microbatches of a step. Every rank calls it."""
 
 
 def unchanged(microbatches: Sequence[Tokens]) -> list[Tokens]:

@@ -15,6 +15,9 @@ from tllm.training.data.batch_feed import ReplicaBatch, receive_part, send_parts
 from tllm.training.data.encoder import IGNORED
 from tllm.training.data.packing import PackedRow
 
+MICROBATCHES = 8
+"""Microbatches of a replica between two meetings of all ranks."""
+
 NOTHING = ReplicaBatch()
 """What is sent when no further rows come."""
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
 
+import msgspec
 import torch
 
 from tllm.core.errors import ConfigError
@@ -12,25 +12,22 @@ from tllm.training.data.batch_feed import ReplicaBatch
 from tllm.training.data.batches import Batches
 from tllm.training.evaluation.completion_record import CompletionRecord
 from tllm.training.evaluation.divergence_estimate import BeforePasses
-from tllm.training.evaluation.forward_rows import ForwardFeed
+from tllm.training.evaluation.forward_rows import MICROBATCHES, ForwardFeed
 from tllm.training.objectives.objective import MetricSum
 from tllm.training.step.rank_groups import RankConfig
 from tllm.training.step.rank_model import RankModel
 
-MICROBATCHES = 8
-"""Microbatches of a replica between two meetings of all ranks."""
 
-
-@dataclass(frozen=True)
-class Evaluated:
+class Evaluated(msgspec.Struct, frozen=True):
     """The loss of the rows held out, if the task has one of them, and metrics by name: means over all of them.
 
     `perplexity` is exp(loss), where the loss is a mean of -log p over tokens; inf beyond what a float holds. On rank 0
-    `completions` are some to be read. A `fault` says, with a hint, why there is nothing.
+    `completions` are some to be read. A `fault` says, with a hint, why there is nothing. What rank 0
+    alone can evaluate it tells the others, as msgpack (`EVALUATIONS`).
     """
 
     loss: float | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = {}
     perplexity: float | None = None
     completions: tuple[CompletionRecord, ...] = ()
     fault: tuple[str, str] | None = None
@@ -38,7 +35,10 @@ class Evaluated:
     def joined(self, other: Evaluated) -> Evaluated:
         """With what another part of the evaluation told."""
         metrics, completions = self.metrics | other.metrics, (*self.completions, *other.completions)
-        return replace(self, metrics=metrics, completions=completions, fault=self.fault or other.fault)
+        return Evaluated(self.loss, metrics, self.perplexity, completions, self.fault or other.fault)
+
+
+EVALUATIONS = msgspec.msgpack.Decoder(Evaluated)
 
 
 class HeldOut:

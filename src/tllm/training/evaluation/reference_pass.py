@@ -11,41 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tllm.model.transformer import Transformer
 from tllm.training.data.batch_feed import ReplicaBatch
-from tllm.training.data.batch_tensors import Tokens
 from tllm.training.data.batches import Batches
 from tllm.training.data.packing import PackedRow, RowPiece, put_together
-from tllm.training.evaluation.forward_rows import ForwardFeed
+from tllm.training.evaluation.document_results import PLACE, results_by_place
+from tllm.training.evaluation.forward_rows import MICROBATCHES, ForwardFeed
 from tllm.training.evaluation.reference_file import FILE, ReferenceFile, ReferenceTable, read_reference
-from tllm.training.objectives.objective import MicrobatchLoss
 from tllm.training.objectives.reply_log_probs import ReplyLogProbs
 from tllm.training.step.rank_groups import RankConfig
 from tllm.training.step.rank_model import RankModel
-
-PLACE = "place"
-"""The number of each document by which its result is known, from 1: 0 is filling."""
-MICROBATCHES = 8
-"""Microbatches of a replica between two meetings of all ranks."""
-
-
-class RecordedSums:
-    """An `Objective` that learns nothing, and keeps each document's log-probability by its `place`."""
-
-    metric_names: tuple[str, ...] = ()
-
-    def __init__(self, log_probs: ReplyLogProbs, places: int) -> None:
-        self._log_probs = log_probs
-        self.found = torch.zeros(places, dtype=torch.float64)
-
-    def __call__(self, model: Transformer, x_TD: Tensor, tokens: Tokens) -> MicrobatchLoss:
-        sums_N = self._log_probs(model, x_TD, tokens)
-        self.found[tokens.of_documents[PLACE].long().cpu()] = sums_N.double().cpu()
-        return MicrobatchLoss(sums_N.sum())
 
 
 def prepare_reference(
@@ -117,10 +94,7 @@ class ReferencePass:
 
     def _computed(self, batch: ReplicaBatch) -> Tensor:
         """The log-probability of each place, alike on every rank."""
-        recorded = RecordedSums(self._log_probs, len(batch.lengths) + 1)
-        self._model.forward_only(batch.unpack(), recorded)
-        speaks = self._groups.tp.rank == 0 and self._groups.cp.rank == 0
-        return self._groups.world.all_reduce(recorded.found * speaks)
+        return results_by_place(self._model, self._groups, batch, self._log_probs)
 
 
 def reference_facts(config: RankConfig, data: Mapping[str, Batches], run: str) -> dict[str, Any]:

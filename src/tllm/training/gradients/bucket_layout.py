@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,7 +23,6 @@ LINE = 16
 Kernels take what lies across such a line, or does not fill it, by other instructions, which round otherwise.
 """
 
-Decays = Callable[[nn.Parameter], bool]
 Kind = tuple[bool, bool, bool]
 """(partial, spread, decays) of a bucket and all that is in it."""
 
@@ -76,15 +75,14 @@ def spans(bucket: GradientBucket, parameters: Sequence[nn.Parameter], first: int
             yield ParameterSpan(parameters[index], start - at, slice(start - first, stop - first))
 
 
-def matrices(parameter: nn.Parameter) -> bool:
-    """What weight decay is usually for: not biases, be it of a stack of experts, and not the scales of norms."""
+def decays(parameter: nn.Parameter) -> bool:
+    """Whether weight decay is for it: not for biases, be it of a stack of experts, nor for the scales of norms."""
     return parameter.ndim > 1 and not any(piece.name.endswith("bias") for piece in shard_of(parameter).pieces)
 
 
 def lay_out(
     parameters: Sequence[nn.Parameter],
     limit: int = BUCKET_BYTES,
-    decays: Decays = matrices,
     units: Sequence[int] | None = None,
 ) -> list[GradientBucket]:
     """Buckets of about `limit` bytes of gradient, in the order in which backward passes complete them.
@@ -119,7 +117,7 @@ class BucketLayout:
     """A rank's parameters in buckets, over whom each bucket is summed, and which range of it this rank keeps.
 
     With `zero` of 1 or more the ranks of a bucket's group keep a range each, [start, stop) in `ranges`; else each rank
-    keeps all of it. `bucket_bytes`, `decays` and `units` are those of `lay_out`.
+    keeps all of it. `bucket_bytes` and `units` are those of `lay_out`.
     """
 
     def __init__(
@@ -128,19 +126,22 @@ class BucketLayout:
         groups: GradientGroups,
         zero: Zero = 0,
         bucket_bytes: int = BUCKET_BYTES,
-        decays: Decays = matrices,
         units: Sequence[int] | None = None,
     ) -> None:
         self.parameters, self.groups = list(parameters), groups
         self.zero: Zero = zero if groups.dp.size > 1 else 0
-        self.buckets = lay_out(self.parameters, bucket_bytes, decays, units)
+        self.buckets = lay_out(self.parameters, bucket_bytes, units)
         self.ranges = [self._range(number) for number in range(len(self.buckets))]
         self.bucket_of = {index: number for number, bucket in enumerate(self.buckets) for index in bucket.parameters}
         self._starts = {i: start for b in self.buckets for i, start in zip(b.parameters, b.starts, strict=True)}
 
     def group_of(self, number: int) -> Group:
         """The ranks over which a bucket is summed and, with `zero`, cut into ranges."""
-        return self.groups.edp if self.buckets[number].spread else self.groups.dp
+        return self.groups.summing(self.buckets[number].spread)
+
+    def spans(self, number: int) -> Iterator[ParameterSpan]:
+        """What of each parameter lies in this rank's range of a bucket."""
+        return spans(self.buckets[number], self.parameters, *self.ranges[number])
 
     def view(self, flat: Tensor, index: int) -> Tensor:
         """A parameter's part of its bucket's flat memory, in the parameter's shape."""

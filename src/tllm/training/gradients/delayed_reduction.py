@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from tllm.comm.collectives.group import Group
-from tllm.training.gradients.bucket_layout import spans
 from tllm.training.gradients.gradient_buckets import GradientBuckets
 from tllm.training.gradients.reduction import GradientGroups, Reduction
 from tllm.training.state.tensor_blocks import StateSlice, TensorBlock, optimizer_blocks, update_dtype
@@ -42,10 +41,11 @@ class DelayedReduction:
 
     def all_reduce(self, number: int, run: Tensor, group: Group) -> Tensor:
         sent = run.clone()
-        return run.copy_(self._swap(number, run, lambda: self.inner.all_reduce(number, sent, self._group_of(number))))
+        own = self.groups.summing(self.layout.buckets[number].spread)
+        return run.copy_(self._swap(number, run, lambda: self.inner.all_reduce(number, sent, own)))
 
     def reduce_scatter(self, number: int, run: Tensor, counts: Sequence[int], group: Group) -> Tensor:
-        sent, own = run.clone(), self._group_of(number)
+        sent, own = run.clone(), self.groups.summing(self.layout.buckets[number].spread)
         none = run[: counts[group.rank]]
         return self._swap(number, none, lambda: self.inner.reduce_scatter(number, sent, counts, own).clone())
 
@@ -74,8 +74,8 @@ class DelayedReduction:
                 self._kept.append(torch.zeros(stop - start, dtype=update_dtype(first.dtype), device=first.device))
         held = [
             StateSlice(parameter, ON_THE_WAY, start, kept[place])
-            for bucket, (first, last), kept in zip(self.layout.buckets, self.layout.ranges, self._kept, strict=True)
-            for parameter, start, place in spans(bucket, self.layout.parameters, first, last)
+            for number, kept in enumerate(self._kept)
+            for parameter, start, place in self.layout.spans(number)
         ]
         return [TensorBlock(ON_THE_WAY, ((0, 1),), self._waits), *optimizer_blocks(held)]
 
@@ -126,6 +126,3 @@ class DelayedReduction:
         if self._kept:
             self._kept[number].copy_(total)
         return total
-
-    def _group_of(self, number: int) -> Group:
-        return self.groups.edp if self.layout.buckets[number].spread else self.groups.dp

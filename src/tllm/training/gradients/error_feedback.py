@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tllm.comm.collectives.group import Group
 from tllm.training.gradients.bucket_layout import BucketLayout, spans
 from tllm.training.gradients.gradient_buckets import GradientBuckets
 from tllm.training.gradients.reduction import GradientGroups
@@ -42,7 +41,7 @@ class Residuals:
         A save that keeps what is held then holds all of it, and to go on from it is to go on as if nothing was saved.
         """
         for number, bucket in enumerate(self.layout.buckets):
-            group, run = self._group_of(number), self.of(number)
+            group, run = self.groups.summing(bucket.spread), self.of(number)
             if group.size > 1:
                 mine = group.reduce_scatter(run, bucket.counts(group.size))
                 start, stop = bucket.range_of(group.rank, group.size)
@@ -51,7 +50,7 @@ class Residuals:
     def checkpoint_slices(self) -> Iterator[StateSlice]:
         """What this rank holds after `consolidate`, as views to save or to fill."""
         for number, bucket in enumerate(self.layout.buckets):
-            group, run = self._group_of(number), self.of(number)
+            group, run = self.groups.summing(bucket.spread), self.of(number)
             first, last = bucket.range_of(group.rank, group.size)
             for parameter, start, place in spans(bucket, self.layout.parameters, first, last):
                 yield StateSlice(parameter, RESIDUAL, start, run[first:last][place])
@@ -59,7 +58,7 @@ class Residuals:
     def replica_slices(self) -> Iterator[StateSlice]:
         """All that this rank has yet to send, as views."""
         for number, bucket in enumerate(self.layout.buckets):
-            group, run = self._group_of(number), self.of(number)
+            group, run = self.groups.summing(bucket.spread), self.of(number)
             state = replica_local_state(RESIDUAL, SUMMED, group.rank, group.size)
             for parameter, start, place in spans(bucket, self.layout.parameters, 0, bucket.size):
                 yield StateSlice(parameter, state, start, run[place])
@@ -68,9 +67,6 @@ class Residuals:
     def nbytes(self) -> int:
         """Memory that they take."""
         return sum(run.nbytes for run in self._runs.values())
-
-    def _group_of(self, number: int) -> Group:
-        return self.groups.edp if self.layout.buckets[number].spread else self.groups.dp
 
 
 def lossy_parameters(buckets: GradientBuckets) -> set[int]:

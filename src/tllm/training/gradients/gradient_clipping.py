@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tllm.comm.collectives.group import Group, solo
-from tllm.parallel.shard import shard_of
 from tllm.training.gradients.gradient_buckets import GradientBuckets
 from tllm.training.gradients.non_finite import (
     LOSS,
@@ -24,7 +23,7 @@ from tllm.training.gradients.non_finite import (
     error_of,
     places_of,
 )
-from tllm.training.state.tensor_blocks import TensorBlock, flat_blocks
+from tllm.training.state.tensor_blocks import StateSlice, TensorBlock, optimizer_blocks
 
 Span = tuple[int, int]
 
@@ -168,15 +167,10 @@ class GradientNorm:
             *bad_blocks(SUMMED, summed, places, self.rank),
         ]
 
-    def _held(self, number: int) -> Iterator[TensorBlock]:
+    def _held(self, number: int) -> list[TensorBlock]:
         """What this rank holds of a bucket's gradient, by the checkpoint's names."""
-        bucket, (first, last) = self._layout.buckets[number], self._layout.ranges[number]
-        for index, at in zip(bucket.parameters, bucket.starts, strict=True):
-            parameter = self._layout.parameters[index]
-            start, stop = max(at, first), min(at + parameter.numel(), last)
-            if start < stop:
-                held = self.buckets.reduced(number)[start - first : stop - first]
-                yield from flat_blocks(shard_of(parameter), tuple(parameter.shape), start - at, held)
+        reduced, held = self.buckets.reduced(number), self._layout.spans(number)
+        return optimizer_blocks(StateSlice(parameter, "", start, reduced[place]) for parameter, start, place in held)
 
 
 def _sum_of_squares(runs: list[Tensor]) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tllm.comm.collectives.group import Group
-from tllm.core.errors import NonFiniteError
+from tllm.core.errors import NonFiniteError, decoded
 from tllm.parallel.shard import shard_of
 from tllm.training.state.tensor_blocks import TensorBlock
 
@@ -62,7 +62,7 @@ def agree(found: list[NonFiniteFound], groups: Iterable[Group]) -> list[NonFinit
     found = _ends(found)
     for group in groups:
         payloads = group.all_gather_bytes(msgspec.msgpack.encode(found))
-        found = _ends([bad for payload in payloads for bad in _FOUND.decode(payload)])
+        found = _ends([bad for payload in payloads for bad in decoded(payload, _FOUND)])
     return found
 
 

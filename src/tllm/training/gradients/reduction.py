@@ -24,6 +24,10 @@ class GradientGroups:
     edp: Group = field(default_factory=solo)
     ep: Group = field(default_factory=solo)
 
+    def summing(self, spread: bool) -> Group:
+        """The ranks over which a bucket is summed, which is of experts spread over `ep` or of ordinary parameters."""
+        return self.edp if spread else self.dp
+
 
 class Reduction(Protocol):
     """How the flat gradient of bucket `number` is summed over a group. Every rank must end with the same bits."""

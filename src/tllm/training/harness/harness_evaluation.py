@@ -14,15 +14,14 @@ from typing import Any
 
 import msgspec
 
-from tllm.core.errors import ConfigError
+from tllm.core.errors import ConfigError, decoded
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
 from tllm.training.data.batches import Batches
-from tllm.training.evaluation.held_out import Evaluated
+from tllm.training.evaluation.held_out import EVALUATIONS, Evaluated
 from tllm.training.harness.greedy_texts import GreedyTexts, WantedText
 from tllm.training.harness.likelihood_pass import Continuation, Likelihood, LikelihoodPass, packed_rows
 from tllm.training.job.job_parts import LM_EVAL
-from tllm.training.policy.held_out_rewards import Outcome, decode_outcome
 from tllm.training.policy.rollouts import Rollouts
 from tllm.training.step.rank_groups import RankConfig
 from tllm.training.step.rank_model import RankModel
@@ -80,18 +79,19 @@ class HarnessEvaluation:
         if self._folder is None:
             while (question := world.broadcast_bytes(None)) in (LIKELIHOODS, TEXTS):
                 self._follow(question)
-            outcome = decode_outcome(question)
+            evaluated = decoded(question, EVALUATIONS)
         else:
             try:
-                outcome = Outcome(self._with_best(self._tasks.run(self._model)))
+                evaluated = Evaluated(metrics=self._with_best(self._tasks.run(self._model)))
             except ConfigError as error:
-                outcome = Outcome(fault=(error.message, error.hint))
+                evaluated = Evaluated(fault=(error.message, error.hint))
             except Exception as error:  # of the tasks' own files
                 if self._is_asking:  # all ranks are in the midst of something
                     raise
-                outcome = Outcome(fault=(f"a task of lm-eval raised {said(error)}", "look at the tasks' own files"))
-            world.broadcast_bytes(msgspec.msgpack.encode(outcome))
-        return Evaluated(metrics=outcome.metrics, fault=outcome.fault)
+                fault = f"a task of lm-eval raised {said(error)}", "look at the tasks' own files"
+                evaluated = Evaluated(fault=fault)
+            world.broadcast_bytes(msgspec.msgpack.encode(evaluated))
+        return evaluated
 
     def _with_best(self, metrics: dict[str, float]) -> dict[str, float]:
         """The same; ConfigError where the metric that evaluations are compared by is not among them."""

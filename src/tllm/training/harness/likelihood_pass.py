@@ -15,24 +15,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tllm.core.errors import UNREADABLE, ConfigError, FrameError
+from tllm.core.errors import ConfigError, decoded
 from tllm.model.transformer import Transformer
-from tllm.training.data.batch_feed import LIMIT, ReplicaBatch, split_global_batch
+from tllm.training.data.batch_feed import LIMIT, NO_ROWS, ReplicaBatch, split_global_batch
 from tllm.training.data.batch_tensors import Tokens
 from tllm.training.data.encoder import IGNORED
 from tllm.training.data.packing import PackedRow
-from tllm.training.evaluation.forward_rows import filled_up
+from tllm.training.evaluation.document_results import PLACE, results_by_place
+from tllm.training.evaluation.forward_rows import MICROBATCHES, filled_up
 from tllm.training.objectives.continuation_scores import ContinuationScores
-from tllm.training.objectives.objective import MicrobatchLoss
 from tllm.training.step.rank_groups import RankConfig
 from tllm.training.step.rank_model import RankModel
 
-PLACE = "place"
-"""The number of each document by which its result is known, from 1: 0 is filling."""
 END = b"end"
 """What is told when no further rows come."""
-MICROBATCHES = 8
-"""Microbatches of a replica between two meetings of all ranks."""
 
 
 class Continuation(NamedTuple):
@@ -47,22 +43,6 @@ class Likelihood(NamedTuple):
 
     log_prob: float
     is_greedy: bool
-
-
-class _Recorded:
-    """An `Objective` that learns nothing, and keeps each document's scores by its `place`."""
-
-    metric_names: tuple[str, ...] = ()
-
-    def __init__(self, scores: ContinuationScores, places: int) -> None:
-        self._scores = scores
-        self.found = torch.zeros(places, 2, dtype=torch.float64)
-
-    def __call__(self, model: Transformer, x_TD: Tensor, tokens: Tokens) -> MicrobatchLoss:
-        log_probs_N, others_N = self._scores(model, x_TD, tokens)
-        scores_N2 = torch.stack((log_probs_N.double(), others_N.double()), 1).cpu()
-        self.found[tokens.of_documents[PLACE].long().cpu()] = scores_N2
-        return MicrobatchLoss(log_probs_N.sum())
 
 
 class LikelihoodPass:
@@ -91,7 +71,7 @@ class LikelihoodPass:
     def follow(self) -> None:
         """On another rank: what `of` asks for."""
         while (content := self._groups.world.broadcast_bytes(None, limit=LIMIT)) != END:
-            self._computed(_decoded(content)[self._replica])
+            self._computed(decoded(content, _BATCHES, NO_ROWS)[self._replica])
 
     def _sent(self, rows: Sequence[PackedRow]) -> ReplicaBatch:
         """Tell every rank the parts of all replicas, who have as many microbatches each; this one's."""
@@ -101,21 +81,14 @@ class LikelihoodPass:
         return parts[self._replica]
 
     def _computed(self, batch: ReplicaBatch) -> Tensor:
-        """Of each place, alike on every rank."""
-        recorded = _Recorded(self._scores, len(batch.lengths) + 1)
-        self._model.forward_only(batch.unpack(), recorded)
-        speaks = self._groups.tp.rank == 0 and self._groups.cp.rank == 0
-        return self._groups.world.all_reduce(recorded.found * speaks)
+        """Of each place its log-probability, and how many of its tokens are not the likeliest."""
+        return results_by_place(self._model, self._groups, batch, self._scored, shape=(2,))
+
+    def _scored(self, model: Transformer, x_TD: Tensor, tokens: Tokens) -> Tensor:
+        return torch.stack([x_N.double() for x_N in self._scores(model, x_TD, tokens)], 1)
 
 
 _BATCHES = msgspec.msgpack.Decoder(list[ReplicaBatch])
-
-
-def _decoded(content: bytes) -> list[ReplicaBatch]:
-    try:
-        return _BATCHES.decode(content)
-    except UNREADABLE as error:
-        raise FrameError(f"what rank 0 sent are no rows: {error}") from error
 
 
 def packed_rows(continuations: Sequence[Continuation], longest: int) -> list[list[Continuation]]:

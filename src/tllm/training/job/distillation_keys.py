@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar
 
 from tllm.core.errors import ConfigError
@@ -146,7 +146,7 @@ class DistillationKeys:
         )
 
     def __post_init__(self) -> None:
-        self.LIMITS.check({field.name: getattr(self, field.name) for field in fields(self)}, "distill")
+        self.LIMITS.check(self, "distill")
         if self.temperature == 0:
             raise ConfigError("distill.temperature is 0 and must be more", "1 leaves the distributions as they are")
         for key in ("beta", "alpha", "lmbda"):

@@ -3,7 +3,7 @@ them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 
 import msgspec
@@ -268,7 +268,7 @@ class Job:
         return {"grpo": self.grpo, "rejection": self.rejection, "distill": own}.get(self.task)
 
     def __post_init__(self) -> None:
-        LIMITS.check({field.name: getattr(self, field.name) for field in fields(self)})
+        LIMITS.check(self)
         check_task_tables(self.task, {name: getattr(self, name) for name in TASK_TABLES}, NEEDED_LINES)
         for name in ("output_dir", "train_files"):
             if not getattr(self, name):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from tllm.core.errors import ConfigError, PlanError, nearest
 from tllm.spec.plan_text import rank_count
@@ -52,9 +53,10 @@ class KeyLimits:
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     hints: Mapping[str, str] = field(default_factory=dict)
 
-    def check(self, values: Mapping[str, object], table: str = "") -> None:
-        """ConfigError for the first value outside its limits. `table` names where the keys stand, if not at the top."""
-        for key, value in values.items():
+    def check(self, keys: Any, table: str = "") -> None:
+        """ConfigError for the first value outside its limits of a dataclass of keys. `table` names where they stand, if
+        not at the top."""
+        for key, value in ((one.name, getattr(keys, one.name)) for one in fields(keys)):
             name = f"{table}.{key}" if table else key
             if isinstance(value, float) and not math.isfinite(value):
                 raise ConfigError(f"{name} is {value}", "give a finite number")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar, cast
 
 from tllm.core.errors import ConfigError
@@ -49,7 +49,7 @@ class LoraJob:
     )
 
     def __post_init__(self) -> None:
-        self.LIMITS.check({field.name: getattr(self, field.name) for field in fields(self)}, "lora")
+        self.LIMITS.check(self, "lora")
         if self.lora_alpha == 0:
             raise ConfigError("lora.lora_alpha is 0, and the update would be 0 for ever", "r or twice r is usual")
         if not self.target_modules or not all(self.target_modules):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from tllm.core.errors import ConfigError
 from tllm.training.job.key_limits import KeyLimits
@@ -133,11 +133,11 @@ def check_table(
     name: str, table: DPOConfig | KTOConfig | ORPOConfig | SimPOConfig | RewardConfig, limits: KeyLimits
 ) -> None:
     """ConfigError for a key of a table outside its limits."""
-    values = {field.name: getattr(table, field.name) for field in fields(table)}
-    limits.check(values, name)
-    if values.get("beta", 1) <= 0:
+    limits.check(table, name)
+    beta = getattr(table, "beta", 1)
+    if beta <= 0:
         raise ConfigError(
-            f"{name}.beta is {values['beta']} and must be more than 0", "0.1 is usual" if name != "simpo" else "try 2"
+            f"{name}.beta is {beta} and must be more than 0", "0.1 is usual" if name != "simpo" else "try 2"
         )
 
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Self
 
-from tllm.core.errors import ConfigError, nearest
+from tllm.core.errors import ConfigError
 from tllm.training.job.key_limits import (
     ALONE,
     KeyLimits,
@@ -28,7 +28,7 @@ FUNCTION = re.compile(r"(?P<module>.*\.py|\w+(\.\w+)*):(?P<function>[A-Za-z_]\w*
 REWARD_SECONDS = 600.0
 """Reward functions have less: so long do the other ranks wait for rank 0, which calls them."""
 
-REWARD_DTYPES = ("float32", "bfloat16", "float64")
+CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType({"reward_dtype": ("float32", "bfloat16", "float64")})
 
 CORRECTION_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
@@ -145,7 +145,7 @@ class RolloutConfig:
         return replace(self, reward_funcs=rewards, tools=tools, environment_factory=factory)
 
     def _check(self, table: str, limits: KeyLimits) -> None:
-        limits.check({field.name: getattr(self, field.name) for field in fields(self)}, table)
+        limits.check(self, table)
         check_addresses(self.rollout_servers, f"{table}.rollout_servers")
         check_one_place(self.rollout_servers, self.rollout_nodes, f"{table}.rollout_servers", f"{table}.rollout_nodes")
         check_role_plan(table, "rollout", self.rollout_plan, self.rollout_nodes)
@@ -154,11 +154,7 @@ class RolloutConfig:
             raise ConfigError(
                 f"{table}.reward_funcs is empty", 'name a function that rewards completions: ["rewards:correct"]'
             )
-        names = [text if is_url(text) else _parts(text, table)[1] for text in self.reward_funcs]
-        if self.environment_factory is not None:
-            names.append(_parts(self.environment_factory, table, "environment_factory")[1])
-        if self.reward_model:
-            names.append(self.reward_model)
+        names = _reward_names(self, table)
         called = [_parts(text, table, "tools")[1] for text in self.tools]
         for key, each, reason in (
             ("reward_funcs", names, "metrics are told by the name of a function, or of an environment"),
@@ -183,10 +179,6 @@ class RolloutConfig:
             raise ConfigError(f"{table}.top_p is {self.top_p}", "give one above 0, and 1 for all tokens")
 
     def _check_reward_model(self, table: str) -> None:
-        if self.reward_dtype not in REWARD_DTYPES:
-            raise ConfigError(
-                f"{table}.reward_dtype is {self.reward_dtype!r}", nearest(self.reward_dtype, REWARD_DTYPES)
-            )
         wanted = WantedNodes.of(self.reward_nodes, f"{table}.reward_nodes")
         if self.reward_nodes and not self.reward_model:
             raise ConfigError(
@@ -266,6 +258,7 @@ class GRPOConfig(RolloutConfig):
         },
         below={"reward_timeout": REWARD_SECONDS, "epsilon": 1},
         choices={
+            **CHOICES,
             "kl_estimator": ("k1", "k2", "k3"),
             "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo"),
             "importance_sampling_level": ("token", "sequence"),
@@ -317,7 +310,7 @@ class RejectionConfig(RolloutConfig):
     threshold: float | None = None
     """Completions whose reward is lower are not learned, be they the best of their prompt."""
 
-    LIMITS = KeyLimits(at_least={**AT_LEAST, "keep": 1}, below={"reward_timeout": REWARD_SECONDS})
+    LIMITS = KeyLimits(at_least={**AT_LEAST, "keep": 1}, below={"reward_timeout": REWARD_SECONDS}, choices=CHOICES)
 
     def __post_init__(self) -> None:
         self._check("rejection", self.LIMITS)
@@ -335,12 +328,15 @@ def is_url(text: str) -> bool:
 
 def reward_metrics(config: RolloutConfig) -> tuple[str, ...]:
     """The metrics that evaluations can be compared by: the mean of all rewards, and that of each function."""
-    names = [text if is_url(text) else function_parts(text)[1] for text in config.reward_funcs]
+    return ("reward", *(f"rewards/{name}/mean" for name in _reward_names(config, "the job")))
+
+
+def _reward_names(config: RolloutConfig, table: str) -> list[str]:
+    """By which metrics tell the rewards: those of functions and servers, of an environment, and of a reward model."""
+    names = [text if is_url(text) else _parts(text, table)[1] for text in config.reward_funcs]
     if config.environment_factory is not None:
-        names.append(function_parts(config.environment_factory)[1])
-    if config.reward_model:
-        names.append(config.reward_model)
-    return ("reward", *(f"rewards/{name}/mean" for name in names))
+        names.append(_parts(config.environment_factory, table, "environment_factory")[1])
+    return [*names, config.reward_model] if config.reward_model else names
 
 
 def completions_evaluated(config: RolloutConfig) -> int:

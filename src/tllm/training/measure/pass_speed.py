@@ -1,7 +1,4 @@
-"""Measures how fast this process trains: a model's layers, its logits and its optimizer. Predictions of steps use it.
-
-How fast this machine trains one layer of a model: what the seconds of a step are predicted from.
-"""
+"""Measures how fast this process trains: a model's layers, its logits and its optimizer. Predictions use it."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from torch import Tensor, nn
 from tllm.comm.collectives.group import solo
 from tllm.core.timing import mean_seconds_each
 from tllm.devices.choose import CPU
-from tllm.devices.memory import completed, wait_for
+from tllm.devices.memory import completed
 from tllm.model.transformer import Transformer, build
 from tllm.parallel.mesh import Mesh, whole
 from tllm.planner.cost.flops import BACKWARD, layer_flops
@@ -28,7 +25,7 @@ from tllm.training.attention.varlen_attention import attention_on
 from tllm.training.data.batch_tensors import Tokens
 from tllm.training.objectives.next_token import NextTokenLoss
 from tllm.training.optim.optimizer import Optimizer
-from tllm.training.state.initial_weights import STD, fill_randomly
+from tllm.training.state.initial_weights import STD
 from tllm.training.step.matmul_dtype import choose_matmul_dtype
 from tllm.training.step.split_backward import input_half
 
@@ -177,19 +174,14 @@ def layer_speed(
     The middle layer, uncut, over rows of one document each: the best of some passes in about a second.
     """
     middle, uncut = spec.num_layers // 2, whole(spec)
-    model = build(spec, Mesh(1, 3, range(middle, middle + 1), uncut.tp, uncut.cut), dtype, device).requires_grad_()
-    fill_randomly(model.parameters(), spec, 0)
+    model = _filled(spec, Mesh(1, 3, range(middle, middle + 1), uncut.tp, uncut.cut), dtype, device)
     length = min(seq_len, TOKENS)
-    lengths = [length] * max(1, min(microbatch_size, TOKENS // length))
-    tokens = sum(lengths)
-    positions_T = torch.cat([torch.arange(length) for length in lengths])
-    batch = Tokens(positions_T, positions_T, positions_T, lengths).to(device)
-    x_TD = torch.randn(tokens, spec.hidden_size, dtype=dtype, device=device, requires_grad=True)
-    work = (1 + BACKWARD) * layer_flops(spec, spec.layers[middle], uncut.cut, lengths)
+    rows = length * max(1, min(microbatch_size, TOKENS // length))
+    work = (1 + BACKWARD) * layer_flops(spec, spec.layers[middle], uncut.cut, documents(rows, length))
+    passes = completed(_Through(model, dtype, rows, length).whole, device)
     best, until = 0.0, time.perf_counter() + SECONDS
     while not best or time.perf_counter() < until:
         begun = time.perf_counter()
-        torch.autograd.backward(_through_layers(model, x_TD, batch).sum())
-        wait_for(device)
+        passes()
         best = max(best, work / (time.perf_counter() - begun))
     return best

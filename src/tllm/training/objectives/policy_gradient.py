@@ -43,13 +43,11 @@ class SampledTokenLosses(TokenLosses):
     fuses = False
 
     def __init__(self, mesh: Mesh, temperature: float) -> None:
-        super().__init__(mesh)
+        super().__init__(mesh, precise=True)
         self.temperature = temperature
 
     def logits(self, model: Transformer, x_TD: Tensor, tokens: int) -> Tensor:
         logits_TV = super().logits(model, x_TD, tokens)
-        if logits_TV.dtype in (torch.bfloat16, torch.float16):
-            logits_TV = logits_TV.float()
         return logits_TV if self.temperature == 1 else logits_TV / self.temperature
 
 

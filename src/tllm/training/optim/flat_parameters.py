@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from tllm.parallel.shard import shard_of
-from tllm.training.gradients.bucket_layout import BucketLayout, ParameterSpan, spans
+from tllm.training.gradients.bucket_layout import BucketLayout
 from tllm.training.state.tensor_blocks import TensorBlock, blocks_of, flat_blocks
 
 
@@ -61,16 +61,12 @@ class FlatParameters:
                 self.mine[number].copy_(self.whole[number][start:stop])
                 self.free(number)
 
-    def spans(self, number: int) -> Iterator[ParameterSpan]:
-        """What of each parameter lies in this rank's range of a bucket."""
-        return spans(self.layout.buckets[number], self.layout.parameters, *self.layout.ranges[number])
-
     def blocks(self) -> list[TensorBlock]:
         """The blocks of the model's weights that stay on this rank."""
         blocks = list[TensorBlock]()
         for number, bucket in enumerate(self.layout.buckets):
             if self.is_sharded(number):
-                for parameter, start, held in self.spans(number):
+                for parameter, start, held in self.layout.spans(number):
                     flat = self.mine[number][held]
                     blocks += flat_blocks(shard_of(parameter), tuple(parameter.shape), start, flat)
             else:

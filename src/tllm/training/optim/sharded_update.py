@@ -74,7 +74,7 @@ class OptimizerUpdate:
     def state_slices(self) -> Iterator[StateSlice]:
         """Every tensor of this rank beside the model's weights that a save must keep, parameter by parameter."""
         for number, states in enumerate(self.states):
-            for parameter, start, place in self.flat.spans(number):
+            for parameter, start, place in self.buckets.layout.spans(number):
                 for name, tensor in states.tensors.items():
                     yield StateSlice(parameter, name, start, tensor[place])
 

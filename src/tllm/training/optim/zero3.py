@@ -54,7 +54,7 @@ def units_of(trained: Sequence[nn.Module]) -> list[Unit]:
 
 
 def unit_numbers(units: Sequence[Unit], parameters: Sequence[nn.Parameter]) -> list[int]:
-    """The unit of each parameter, the first of two that share one: what `Buckets` takes as `units`."""
+    """The unit of each parameter, the first of two that share one: what `BucketLayout` takes as `units`."""
     number_of: dict[int, int] = {}
     for number, unit in enumerate(units):
         for parameter in unit.parameters():

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from typing import TypeVar
 
 import msgspec
 
 from tllm.comm.links.link import Link
-from tllm.core.errors import UNREADABLE, FrameError, LinkClosed, LinkError, TllmError
+from tllm.core.errors import UNREADABLE, LinkClosed, LinkError, TllmError, decoded
+
+T = TypeVar("T")
 
 LIMIT = 64 * 1024
 """Bytes of a message, its tensors left out."""
@@ -85,7 +88,8 @@ class Failed(_Message, frozen=True):
 
 Request = Give | Pull | Push | Apply | Save | Farewell | Failed
 Reply = Weights | Square | Settled | Failed
-_REQUESTS, _REPLIES = msgspec.msgpack.Decoder(Request), msgspec.msgpack.Decoder(Reply)
+_REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 _FAILURES = msgspec.msgpack.Decoder(Failed)
 
 WORDS_SECONDS = 1.0
@@ -108,22 +112,12 @@ def send(link: Link, message: Request | Reply) -> None:
 
 def receive_request(link: Link) -> Request:
     """The next message of a replica."""
-    content = link.recv_bytes(LIMIT)
-    try:
-        request: Request = _REQUESTS.decode(content)
-    except UNREADABLE as error:
-        raise _unreadable(link, error) from error
-    return request
+    return _received(link, _REQUESTS)
 
 
 def receive_reply(link: Link) -> Reply:
     """The next message of a server."""
-    content = link.recv_bytes(LIMIT)
-    try:
-        reply: Reply = _REPLIES.decode(content)
-    except UNREADABLE as error:
-        raise _unreadable(link, error) from error
-    return reply
+    return _received(link, _REPLIES)
 
 
 def last_words(link: Link) -> LinkClosed | None:
@@ -136,8 +130,6 @@ def last_words(link: Link) -> LinkClosed | None:
     return None
 
 
-def _unreadable(link: Link, error: Exception) -> FrameError:
-    return FrameError(
-        f"what rank {link.source} sent rank {link.target} is no message between replica and server: {error}",
-        "run the same tllm on every node",
-    )
+def _received(link: Link, decoder: msgspec.msgpack.Decoder[T]) -> T:
+    what = f"what rank {link.source} sent rank {link.target} is no message between replica and server"
+    return decoded(link.recv_bytes(LIMIT), decoder, what)

@@ -23,7 +23,7 @@ from tllm.weights.load import Progress
 
 
 class ParameterServerRun:
-    """In the place of a `Trainer`: `prepare`, then `run`. It holds its segments of the weights, and no model."""
+    """In the place of a `RankTrainer`: `prepare`, then `run`. It holds its segments of the weights, and no model."""
 
     compute_seconds = 0.0
 

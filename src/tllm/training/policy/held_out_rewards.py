@@ -12,12 +12,12 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from tllm.core.errors import UNREADABLE, ConfigError, FrameError
+from tllm.core.errors import ConfigError, decoded
 from tllm.training.data.batches import Batches
 from tllm.training.data.prompt_batches import PromptBatches, PromptRow
 from tllm.training.data.seeds import key_for
 from tllm.training.evaluation.completion_record import CompletionRecord
-from tllm.training.evaluation.held_out import Evaluated
+from tllm.training.evaluation.held_out import EVALUATIONS, Evaluated
 from tllm.training.job.rollout_keys import completions_evaluated
 from tllm.training.policy.advantages import Rewards
 from tllm.training.policy.completion_rewards import CompletionRewards, Written
@@ -25,16 +25,6 @@ from tllm.training.policy.rollouts import Completion, RolloutOrder
 from tllm.training.policy.sample_together import CompletionSampler, dealt
 from tllm.training.policy.started_prompts import StartedPrompts, start_prompts
 from tllm.training.step.rank_groups import RankConfig
-
-
-class Outcome(msgspec.Struct, frozen=True):
-    """What rank 0 tells of an evaluation: means over all completions, or why there are none."""
-
-    metrics: dict[str, float] = {}
-    fault: tuple[str, str] | None = None
-
-
-_OUTCOMES = msgspec.msgpack.Decoder(Outcome)
 
 
 class RewardedPrompts(NamedTuple):
@@ -76,26 +66,26 @@ class HeldOutRewards:
         """With the weights that the model has now; a reward that goes wrong is its fault, on every rank."""
         world = self._config.groups.world
         found: list[RewardedPrompts] = []
-        outcome, number = Outcome(), 0
+        evaluated, number = Evaluated(), 0
         while True:
-            order = None if self._rewards is None else self._order(number, outcome.fault)
+            order = None if self._rewards is None else self._order(number, evaluated.fault)
             asked, completions = self._sampler(order)
             if asked.fault is not None:
-                outcome = Outcome(fault=asked.fault)
+                evaluated = Evaluated(fault=asked.fault)
             if not any(asked.groups):
                 break
             if self._rewards is not None:
                 try:
                     found.append(self._rewarded(completions))
                 except ConfigError as error:
-                    outcome = Outcome(fault=(error.message, error.hint))
+                    evaluated = Evaluated(fault=(error.message, error.hint))
             number += 1
-        if found and outcome.fault is None:
-            outcome = Outcome(self._metrics(found))
-        told = None if self._rewards is None else msgspec.msgpack.encode(outcome)
-        agreed = decode_outcome(world.broadcast_bytes(told))
-        records = () if agreed.fault is not None else self._records(step, found)
-        return Evaluated(metrics=agreed.metrics, completions=records, fault=agreed.fault)
+        if found and evaluated.fault is None:
+            evaluated = Evaluated(metrics=self._metrics(found))
+        told = None if self._rewards is None else msgspec.msgpack.encode(evaluated)
+        evaluated = decoded(world.broadcast_bytes(told), EVALUATIONS)
+        records = () if evaluated.fault is not None else self._records(step, found)
+        return msgspec.structs.replace(evaluated, completions=records)
 
     def _order(self, number: int, fault: tuple[str, str] | None) -> RolloutOrder:
         """On rank 0: the prompts of a chunk; none at the end, or after a fault."""
@@ -144,11 +134,3 @@ class HeldOutRewards:
                     )
                 )
         return tuple(records)
-
-
-def decode_outcome(content: bytes) -> Outcome:
-    """FrameError for anything else."""
-    try:
-        return _OUTCOMES.decode(content)
-    except UNREADABLE as error:
-        raise FrameError(f"what rank 0 sent is no outcome of an evaluation: {error}") from error

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from tllm.core.errors import UNREADABLE, FrameError
+from tllm.core.errors import decoded
 from tllm.training.data.seeds import key_for
 from tllm.training.job.job import Job
 from tllm.training.step.rank_groups import RankConfig
@@ -139,15 +139,9 @@ _PARTS, _ORDERS = msgspec.msgpack.Decoder(SampledPart), msgspec.msgpack.Decoder(
 
 def decode_part(content: bytes) -> SampledPart:
     """FrameError for anything else."""
-    try:
-        return _PARTS.decode(content)
-    except UNREADABLE as error:
-        raise FrameError(f"what a replica sent are no completions: {error}") from error
+    return decoded(content, _PARTS, "what a replica sent are no completions")
 
 
 def decode_order(content: bytes) -> RolloutOrder:
     """What rank 0 asks for; FrameError for anything else."""
-    try:
-        return _ORDERS.decode(content)
-    except UNREADABLE as error:
-        raise FrameError(f"what rank 0 sent are no prompts: {error}") from error
+    return decoded(content, _ORDERS, "what rank 0 sent are no prompts")

@@ -1,5 +1,4 @@
-"""`ToolTurns`: completions of several turns. The model writes, rank 0 runs the tools that it calls, the model
-continues.
+"""Completions of several turns: the model writes, rank 0 runs the tools that it calls, the model continues.
 
 As in TRL's `GRPOTrainer`:
 

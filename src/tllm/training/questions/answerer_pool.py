@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import ssl
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
+from tllm.core.errors import ConfigError, TllmError
 from tllm.training.questions.answerer_places import AnswererPlace, AnswererPlaces
-from tllm.training.questions.question_queue import QuestionQueue
-from tllm.training.questions.remote_answerer import Inquirer, RemoteAnswerer
+from tllm.training.questions.question_queue import Asked, QuestionQueue
+from tllm.training.questions.remote_answerer import NOBODY, Inquirer, RemoteAnswerer, wait_for
+
+log = logging.getLogger("tllm.train")
 
 Intro = TypeVar("Intro")
 Q = TypeVar("Q")
@@ -79,3 +83,25 @@ class AnswererPool(Generic[Intro, Q, A]):
                     asking = RemoteAnswerer(place, self._context, self._inquirer, self._queue)
                     self._asking[place] = asking
                     asking.start()
+
+    def answer_of(self, asked: Asked[Q, A]) -> tuple[A, int]:
+        """The answer, once it is there, and the bytes that it took. ConfigError where nobody can answer."""
+        try:
+            return wait_for(asked, self, "the run", self.waits_for, self._tell, self._queue.stop)
+        except TllmError as error:
+            raise ConfigError(error.message, error.hint) from error
+
+    def waits_for(self) -> str:
+        """Those that are here, with what is the matter with each."""
+        each = ", ".join(f"{one.name} ({one.trouble or 'computing'})" for one in self)
+        return f"the {self._inquirer.conversation.answerer}s {each or NOBODY}"
+
+    def close(self) -> None:
+        """End the threads; whoever waits for an answer gets an error."""
+        self._queue.close()
+        for one in self:
+            one.close()
+
+    def _tell(self, reason: str) -> None:
+        if not len(self) or any(one.trouble for one in self):
+            log.warning("waiting for %s", reason)

@@ -20,7 +20,7 @@ from tllm.comm.links import frame
 from tllm.comm.links.handshake import LINK_WELCOMES, peer_certificate, receive_message, send_message, start_tls
 from tllm.comm.links.link import break_off
 from tllm.comm.links.tcp_link import TcpLink, set_socket_options
-from tllm.core.errors import UNREADABLE, AuthError, FrameError, LinkClosed
+from tllm.core.errors import AuthError, FrameError, LinkClosed, decoded
 from tllm.training.questions.answerer_places import AnswererPlace
 
 RUN, ANSWERER = 0, 1
@@ -40,7 +40,6 @@ Direction = Literal["questions", "answers"]
 Intro = TypeVar("Intro")
 Q = TypeVar("Q")
 A = TypeVar("A")
-T = TypeVar("T")
 
 
 class RunHello(msgspec.Struct, frozen=True):
@@ -135,15 +134,6 @@ class RunConnection(Generic[Intro, Q, A]):
 
     def close(self) -> None:
         break_off((self.questions, self.answers))  # what was under way is asked again
-
-
-def decoded(content: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
-    """FrameError for anything else."""
-    try:
-        return decoder.decode(content)
-    except UNREADABLE as error:
-        name = getattr(decoder.type, "__name__", str(decoder.type))
-        raise FrameError(f"not a {name}: {error}") from error
 
 
 def _sent(link: TcpLink, message: Any) -> int:

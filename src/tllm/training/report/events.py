@@ -121,10 +121,4 @@ def encode(event: RunEvent) -> bytes:
     return msgspec.msgpack.encode(event)
 
 
-_EVENTS = msgspec.msgpack.Decoder(RunEvent)
-
-
-def decode(content: bytes) -> RunEvent:
-    """What `encode` made."""
-    event: RunEvent = _EVENTS.decode(content)
-    return event
+EVENTS: msgspec.msgpack.Decoder[RunEvent] = msgspec.msgpack.Decoder(RunEvent)

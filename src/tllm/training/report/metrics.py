@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -12,7 +11,8 @@ import msgspec
 
 from tllm.core.errors import ConfigError
 from tllm.training.evaluation.completion_record import CompletionRecord
-from tllm.training.policy.completions_file import EVAL_COMPLETIONS, CompletionsFile
+from tllm.training.evaluation.step_lines import StepLines, step_of
+from tllm.training.policy.completions_file import EVAL_COMPLETIONS
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -69,38 +69,15 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-class MetricsFile:
-    """`metrics.jsonl` of a run whose first `done` steps are kept: lines of later steps, and a torn one, are cut off.
-
-    A disk that is full does not end the run: lines that find no room are left out, and `lost` says how many.
-    """
+class MetricsFile(StepLines):
+    """`metrics.jsonl`: a line for each step."""
 
     def __init__(self, folder: Path, done: int = 0) -> None:
-        self.path = folder / FILE
-        self.lost = 0
-        self.error = ""
-        """What the system last said of a line that was lost."""
-        try:
-            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            self._end = _kept(self.path, done)
-            os.ftruncate(self._file, self._end)
-        except OSError as error:
-            raise ConfigError(f"cannot write {self.path}: {error.strerror}", "give another output_dir") from error
+        super().__init__(folder / FILE, done)
 
     def write(self, record: StepRecord, completions: Sequence[CompletionRecord] = ()) -> None:
-        """Add a line; it is with the system when this returns. Completions have a file of their own."""
-        line = msgspec.json.encode(record) + b"\n"
-        try:
-            written = os.pwrite(self._file, line, self._end)
-            if written < len(line):  # the room ended within the line
-                written += os.pwrite(self._file, line[written:], self._end + written)
-            self._end += written
-        except OSError as error:
-            self.lost, self.error = self.lost + 1, error.strerror or str(error)
-            os.ftruncate(self._file, self._end)
-
-    def close(self) -> None:
-        os.close(self._file)
+        """Add a line. Completions have a file of their own."""
+        self.add([record])
 
 
 class TensorBoard:
@@ -130,18 +107,14 @@ class TensorBoard:
         self._writer.close()
 
 
-class EvalCompletions:
-    """`eval_completions.jsonl`: completions of rows held out, a line each, cut after the first `done` steps."""
+class EvalCompletions(StepLines):
+    """`eval_completions.jsonl`: completions of rows held out, a line each."""
 
     def __init__(self, folder: Path, done: int = 0) -> None:
-        self._file = CompletionsFile(folder, done, EVAL_COMPLETIONS)
+        super().__init__(folder / EVAL_COMPLETIONS, done)
 
     def write(self, record: StepRecord, completions: Sequence[CompletionRecord] = ()) -> None:
-        if completions:
-            self._file.write(completions)
-
-    def close(self) -> None:
-        self._file.close()
+        self.add(completions)
 
 
 def check_sinks(report_to: tuple[str, ...]) -> None:
@@ -170,7 +143,7 @@ _RECORDS = msgspec.json.Decoder(StepRecord)
 
 def read_records(path: Path) -> list[StepRecord]:
     """The lines of a file, those that are whole."""
-    return [_RECORDS.decode(line) for line in path.read_bytes().splitlines(True) if _is_whole(line)]
+    return [_RECORDS.decode(line) for line in path.read_bytes().splitlines(True) if line.endswith(b"\n")]
 
 
 def last_step(folder: Path) -> int:
@@ -180,7 +153,7 @@ def last_step(folder: Path) -> int:
         return 0
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-        return max((_step(line) for line in file if _is_whole(line)), default=0)
+        return max(map(step_of, file), default=0)
 
 
 def fields(record: StepRecord) -> dict[str, Any]:
@@ -212,28 +185,3 @@ def _summary_writer() -> type[SummaryWriter]:
             "pip install tensorboard, or leave report_to out: metrics.jsonl holds the same",
         ) from error
     return SummaryWriter
-
-
-def _is_whole(line: bytes) -> bool:
-    return line.endswith(b"\n")
-
-
-def _kept(path: Path, done: int) -> int:
-    """The bytes up to the first line that is torn, of a later step, or not after the line before it."""
-    end = last = 0
-    with path.open("rb") as file:
-        for line in file:
-            step = _step(line) if _is_whole(line) else 0
-            if not last < step <= done:
-                break
-            end, last = end + len(line), step
-    return end
-
-
-def _step(line: bytes) -> int:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return 0
-    step = record.get("step") if isinstance(record, dict) else None
-    return step if isinstance(step, int) else 0

@@ -7,7 +7,6 @@ itself. Prompts that are messages go through its own chat template.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,13 +15,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tllm.core.errors import ClusterError, ConfigError, RequestError, TllmError
+from tllm.core.errors import ClusterError, ConfigError, RequestError
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
 from tllm.training.job.rollout_keys import RolloutConfig
 from tllm.training.questions.answerer_pool import AnswererPool, ClusterAnswerers
 from tllm.training.questions.question_queue import QuestionQueue
-from tllm.training.questions.remote_answerer import NOBODY, wait_for
 from tllm.training.questions.run_connection import RunConnection
 from tllm.training.questions.stop_signal import StopSignal
 from tllm.training.reward_models.reward_messages import SCORING, ScoringRun, TextScore, TextToScore
@@ -30,8 +28,6 @@ from tllm.training.reward_models.reward_model import RewardModel, ScoringModel
 
 IN_FLIGHT = 4
 """Texts that a node has been asked and has not answered: it computes one while others travel."""
-
-log = logging.getLogger("tllm.train")
 
 RewardConnection = RunConnection[ScoringRun, TextToScore, TextScore]
 
@@ -149,23 +145,8 @@ class NodesThatScore:
 
     def scores(self, texts: Sequence[TextToScore]) -> list[float]:
         asked = [self._queue.ask(text) for text in texts]
-        try:
-            telling = self._waits_for, self._tell, self._queue.stop
-            found = [wait_for(one, self._pool, "the run", *telling) for one in asked]
-        except TllmError as error:
-            raise ConfigError(error.message, error.hint) from error
-        return [answer.score for answer, _ in found]
+        return [answer.score for answer, _ in map(self._pool.answer_of, asked)]
 
     def close(self) -> None:
         """End the threads."""
-        self._queue.close()
-        for one in self._pool:
-            one.close()
-
-    def _waits_for(self) -> str:
-        each = ", ".join(f"{one.name} ({one.trouble or 'computing'})" for one in self._pool)
-        return f"scores of the reward models {each or NOBODY}"
-
-    def _tell(self, reason: str) -> None:
-        if not len(self._pool) or any(one.trouble for one in self._pool):
-            log.warning("waiting for %s", reason)
+        self._pool.close()

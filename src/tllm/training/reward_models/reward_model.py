@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tllm.core.errors import ConfigError, FrameError
+from tllm.core.errors import ConfigError, FrameError, decoded
 from tllm.hub.locate import locate
 from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
 from tllm.spec.model_spec import ModelSpec
 from tllm.training.data.encoder import IGNORED
 from tllm.training.data.packing import PackedRow
-from tllm.training.questions.run_connection import ANSWER_LIMIT, decoded
+from tllm.training.questions.run_connection import ANSWER_LIMIT
 from tllm.training.questions.stateless_session import StatelessSession
 from tllm.training.reward_models.reward_messages import ScoringRun, TextScore, TextToScore
 from tllm.training.step.frozen_model import FrozenModel

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from tllm.comm.collectives.group import Group
-from tllm.training.checkpoint.shard_assignment import HELD_BOXES, HeldBox, Share, assign_shards, shapes_of
+from tllm.core.errors import decoded
+from tllm.training.checkpoint.shard_assignment import HELD_BOXES, Share, assign_shards, shapes_of
+from tllm.training.checkpoint.shard_writer import held_boxes
 from tllm.training.state.tensor_blocks import TensorBlock, model_blocks
 from tllm.weights.boxes import widths, within
-from tllm.weights.dtypes import DTYPES, NAMES
+from tllm.weights.dtypes import DTYPES
 from tllm.weights.load import part
 
 
@@ -22,9 +24,8 @@ class GatheredWeights:
 
     def __init__(self, group: Group, modules: Sequence[nn.Module]) -> None:
         self._group, self._modules = group, modules
-        held = [HeldBox(b.name, b.box, NAMES[b.tensor.dtype], b.tensor.dtype.itemsize) for b in self.blocks()]
-        gathered = group.all_gather_bytes(msgspec.msgpack.encode(held))
-        self.held = [HELD_BOXES.decode(content) for content in gathered]
+        gathered = group.all_gather_bytes(msgspec.msgpack.encode(held_boxes(self.blocks())))
+        self.held = [decoded(content, HELD_BOXES) for content in gathered]
         """The boxes that each rank holds."""
         self._shares = defaultdict[str, list[tuple[int, Share]]](list)
         for rank, shares in enumerate(assign_shards(self.held)):

@@ -6,7 +6,6 @@ whichever server samples which of them, and however many servers there are. A lo
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, count
 from pathlib import Path
@@ -14,7 +13,6 @@ from pathlib import Path
 from torch import Tensor
 
 from tllm.cluster.tls import data_client
-from tllm.core.errors import ConfigError, TllmError
 from tllm.text.same_vocabulary import vocabulary_digest
 from tllm.training.job.initial_model import InitialModel
 from tllm.training.job.job import Job, encode_job
@@ -24,7 +22,6 @@ from tllm.training.job.rollout_keys import RolloutConfig
 from tllm.training.policy.rollouts import Completion, CompletionSampling, PromptGroup, RolloutOrder
 from tllm.training.questions.answerer_pool import AnswererPool, NamedAnswerers
 from tllm.training.questions.question_queue import Asked, QuestionQueue
-from tllm.training.questions.remote_answerer import NOBODY, wait_for
 from tllm.training.questions.shared_secret import shared_identity
 from tllm.training.rollout_servers.base_digest import base_digest
 from tllm.training.rollout_servers.gathered_weights import GatheredWeights
@@ -33,8 +30,6 @@ from tllm.training.rollout_servers.rollout_inquirer import RolloutInquirer, port
 from tllm.training.rollout_servers.rollout_messages import PromptGroups, RolloutAnswer, RolloutQuestion, RolloutRun
 from tllm.training.step.rank_groups import RankConfig
 from tllm.training.step.rank_model import RankModel
-
-log = logging.getLogger("tllm.train")
 
 METRICS = (
     *("rollout/weight_bytes", "rollout/changed_weight_ratio", "rollout/completion_bytes"),
@@ -76,7 +71,7 @@ class RemoteRollouts:
     ) -> AskedCompletions:
         """On rank 0: let servers complete these with the weights that were published last."""
         assert self._servers is not None, "rank 0 asks"
-        return self._servers.ask(groups, stop_ids, sampling)
+        return self._servers.published.ask(groups, stop_ids, sampling)
 
     def fixed(self) -> FixedWeights:
         """On rank 0: what samples with the weights that were published last, whatever is published later."""
@@ -116,13 +111,13 @@ class RolloutServers:
         self._queue = QuestionQueue[RolloutQuestion, RolloutAnswer]("rollout server", rank_config.stop)
         inquirer = RolloutInquirer(_introduction(job, initial_model), weights, spec.vocab_size, spec.eos_token_ids)
         self._numbers = count(1)
-        self._pool: AnswererPool[RolloutRun, RolloutQuestion, RolloutAnswer]
+        self.pool: AnswererPool[RolloutRun, RolloutQuestion, RolloutAnswer]
         if config.rollout_nodes:
             assert cluster is not None, "checked when the run began"
-            self._pool = AnswererPool.of("rollout", cluster, inquirer, self._queue)
+            self.pool = AnswererPool.of("rollout", cluster, inquirer, self._queue)
         else:
             addresses, context = named_servers(config, job.task)
-            self._pool = AnswererPool.at(addresses, inquirer, self._queue, context)
+            self.pool = AnswererPool.at(addresses, inquirer, self._queue, context)
 
     def publish(self, gather: Callable[[Mapping[str, Tensor]], None]) -> None:
         """The weights are those that `gather` writes into the tensors that it is given."""
@@ -133,18 +128,16 @@ class RolloutServers:
         version = self.weights.publish(version)
         self._published = FixedWeights(self, version, self.weights.changed_bytes / max(self.weights.nbytes, 1))
 
-    def ask(
-        self, groups: Sequence[PromptGroup], stop_ids: Sequence[int], sampling: CompletionSampling
-    ) -> AskedCompletions:
-        """Ask for the completions of each group with the weights that were published last."""
+    @property
+    def published(self) -> FixedWeights:
+        """The weights that were published last."""
         assert self._published is not None, "publish comes before"
-        return self._published.ask(groups, stop_ids, sampling)
+        return self._published
 
     def fixed(self) -> FixedWeights:
-        """The weights that were published last, which stay for who has them."""
-        assert self._published is not None, "publish comes before"
-        self.weights.use(self._published.version)
-        return self._published
+        """The same, which stay for who has them."""
+        self.weights.use(self.published.version)
+        return self.published
 
     def put(
         self, root: bytes, groups: Sequence[PromptGroup], stop_ids: Sequence[int], sampling: CompletionSampling
@@ -152,30 +145,12 @@ class RolloutServers:
         """Let these wait for servers, about one question for each, to be completed with the weights of this root."""
         return [
             self._queue.ask(PromptGroups(next(self._numbers), root, portion, tuple(stop_ids), sampling))
-            for portion in portions(groups, max(1, len(self._pool)), self._at_once)
+            for portion in portions(groups, max(1, len(self.pool)), self._at_once)
         ]
-
-    def answer_of(self, asked: Asked[RolloutQuestion, RolloutAnswer]) -> tuple[RolloutAnswer, int]:
-        """The answer, once it is there, and the bytes that it took. ConfigError where nobody can answer."""
-        try:
-            return wait_for(asked, self._pool, "the run", self.waits_for, self._tell, self._queue.stop)
-        except TllmError as error:
-            raise ConfigError(error.message, error.hint) from error
-
-    def waits_for(self) -> str:
-        """The servers, with what is the matter with each."""
-        each = ", ".join(f"{one.name} ({one.trouble or 'sampling'})" for one in self._pool)
-        return f"completions of the rollout servers {each or NOBODY}"
 
     def close(self) -> None:
         """End the threads."""
-        self._queue.close()
-        for one in self._pool:
-            one.close()
-
-    def _tell(self, reason: str) -> None:
-        if not len(self._pool) or any(one.trouble for one in self._pool):
-            log.warning("waiting for %s", reason)
+        self.pool.close()
 
 
 class FixedWeights:
@@ -220,7 +195,7 @@ class AskedCompletions:
 
     def wait(self) -> list[Completion]:
         """The completions of each group in turn; called once. ConfigError where the servers cannot sample them."""
-        found = [self._servers.answer_of(one) for one in self._asked]
+        found = [self._servers.pool.answer_of(one) for one in self._asked]
         weights = self._servers.weights
         self.metrics = {
             "rollout/weight_bytes": float(weights.bytes_travelled(self._version)),

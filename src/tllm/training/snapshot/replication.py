@@ -16,7 +16,7 @@ import msgspec
 
 from tllm.comm.collectives.group import Group
 from tllm.comm.links.link import Link
-from tllm.core.errors import UNREADABLE, FrameError
+from tllm.core.errors import FrameError, decoded
 from tllm.spec.plan import Wire
 from tllm.training.checkpoint.manifest import LIMIT
 from tllm.training.checkpoint.shard_assignment import HeldBox
@@ -225,7 +225,7 @@ class SnapshotReplicator:
 
     def _receive(self, source: int, label: SnapshotLabel) -> None:
         link, snapshot = self._links.back[source], self._replicas[source].next_to_write()
-        came = _head(link.recv_bytes(LIMIT))
+        came = decoded(link.recv_bytes(LIMIT), _HEADS, "what comes before a copy does not say of what it is")
         if came.label != label:
             raise FrameError(f"rank {source} sent its copy of {came.label} and that of {label} is due")
         snapshot.data_position = came.data_position
@@ -243,10 +243,3 @@ def is_the_same_for_all(offers: Sequence[RankOffer]) -> bool:
     """Whether ranks have the very state that they restore, and nothing was dealt out anew or dropped."""
     own = (read_replica_local(held.name) for offer in offers for held in offer.needed)
     return not any(own) and not any(offer.layout_bound for offer in offers)
-
-
-def _head(content: bytes) -> SnapshotHead:
-    try:
-        return _HEADS.decode(content)
-    except UNREADABLE as error:
-        raise FrameError(f"what comes before a copy does not say of what it is: {error}") from error

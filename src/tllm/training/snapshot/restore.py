@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from tllm.comm.collectives.group import Group
-from tllm.core.errors import UNREADABLE, FrameError
+from tllm.core.errors import decoded
 from tllm.training.checkpoint.manifest import LIMIT
 from tllm.training.checkpoint.shard_assignment import HeldBox, shapes_of
+from tllm.training.checkpoint.shard_writer import held_boxes
 from tllm.training.snapshot.memory_snapshot import LiveState, SnapshotLabel, StepSnapshot
 from tllm.training.state.replica_local import read_replica_local
 from tllm.training.state.tensor_blocks import TensorBlock
 from tllm.training.state.train_state import TrainState
 from tllm.weights.boxes import Box, Shape, chunks, overlap, regions, widths, within
-from tllm.weights.dtypes import NAMES
 from tllm.weights.load import Progress, part
 
 CHUNK_BYTES = 8 * 1024 * 1024
@@ -73,11 +73,6 @@ class BoxTransfer(NamedTuple):
     source_block: int
     target_block: int
     box: Box
-
-
-def held_boxes(blocks: Sequence[TensorBlock]) -> list[HeldBox]:
-    """The blocks without their values."""
-    return [HeldBox(b.name, b.box, NAMES[b.tensor.dtype], b.tensor.dtype.itemsize) for b in blocks]
 
 
 class SnapshotRestore:
@@ -128,10 +123,7 @@ def _exchange_offers(group: Group, snapshots: Sequence[StepSnapshot], state: Tra
     ]
     needed = held_boxes([*state.updated, *state.reduction])
     mine = msgspec.msgpack.encode(RankOffer(offered, needed, held_boxes(state.layout_bound)))
-    try:
-        return [_OFFERS.decode(content) for content in group.all_gather_bytes(mine, LIMIT)]
-    except UNREADABLE as error:
-        raise FrameError(f"a rank's offer of copies is none: {error}") from error
+    return [decoded(one, _OFFERS, "a rank's offer of copies is none") for one in group.all_gather_bytes(mine, LIMIT)]
 
 
 def last_complete(offers: Sequence[RankOffer]) -> SnapshotLabel | None:

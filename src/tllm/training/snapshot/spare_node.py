@@ -8,7 +8,7 @@ from tllm.weights.load import Progress
 
 
 class SpareNode:
-    """In the place of a `Trainer`: `prepare` gives the ranks the snapshots that they lack, and that is all."""
+    """In the place of a `RankTrainer`: `prepare` gives the ranks the snapshots that they lack, and that is all."""
 
     compute_seconds = 0.0
 

@@ -7,6 +7,7 @@ it (ZeRO); its blocks carry the parameter's names after the state's own: `exp_av
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -48,7 +49,7 @@ def flat_blocks(shard: Shard, shape: Shape, start: int, flat: Tensor, state: str
     """The blocks of elements [start, start + len(flat)) of a parameter of this shape, laid out row by row."""
     blocks, at = list[TensorBlock](), 0
     for box in runs(shape, start, start + flat.numel()):
-        stop = at + _count(box)
+        stop = at + math.prod(widths(box))
         blocks += _cut(shard, shape, box, flat.detach()[at:stop].view(widths(box)), state)
         at = stop
     return blocks
@@ -95,13 +96,6 @@ def _to_source(met: Box, target: Box, source: Box) -> Box:
         box.insert(0, (first + start - low, first + stop - low))
     assert all(high - low == 1 for _, (low, high) in dims), f"a piece from {source} does not fit {target}"
     return tuple(box)
-
-
-def _count(box: Box) -> int:
-    count = 1
-    for width in widths(box):
-        count *= width
-    return count
 
 
 def update_dtype(dtype: torch.dtype) -> torch.dtype:

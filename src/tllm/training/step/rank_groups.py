@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tllm.comm.collectives.group import Group, solo
+from tllm.comm.collectives.group import Group, group_of, solo
 from tllm.comm.collectives.intra_host import connect_devices
 from tllm.comm.collectives.tuning import tune_between_hosts
 from tllm.comm.links.link import Link
@@ -139,14 +139,6 @@ def tuned(groups: Groups, plan: Plan, rank: int, hosts: Sequence[str]) -> Groups
     mates = members(plan, rank)
     lines = [tune_between_hosts(getattr(groups, name), [hosts[mate] for mate in mates[name]]) for name in SUMMED]
     return replace(groups, network=_joined(groups.network, *lines))
-
-
-def group_of(name: str, group: Sequence[int], rank: int, links: Mapping[Wire, Link]) -> Group:
-    """The group of these global ranks, by the links of its name."""
-    others = {index: other for index, other in enumerate(group) if other != rank}
-    send = {index: links[Wire(rank, other, name)] for index, other in others.items()}
-    recv = {index: links[Wire(other, rank, name)] for index, other in others.items()}
-    return Group(group.index(rank), len(group), send, recv, name)
 
 
 def _joined(*lines: str) -> str:

@@ -114,7 +114,7 @@ class DiLoCo:
     def checkpoint_slices(self) -> Iterator[StateSlice]:
         """What a save keeps beside weights and inner states: v, the same on every rank of dp. Views."""
         for number, velocity in enumerate(self.velocities):
-            for parameter, start, place in self.update.flat.spans(number):
+            for parameter, start, place in self.update.buckets.layout.spans(number):
                 yield StateSlice(parameter, OUTER_MOMENTUM, start, velocity[place])
 
     def train_state_blocks(self) -> list[TensorBlock]:

@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tllm.comm.collectives.group import solo
-from tllm.core.errors import ConfigError, FrameError
+from tllm.core.errors import ConfigError, FrameError, decoded
 from tllm.parallel.top_log_probs import top_log_probs
 from tllm.spec.model_spec import ModelSpec
 from tllm.text.same_vocabulary import vocabulary_digest
 from tllm.training.data.encoder import IGNORED
 from tllm.training.data.packing import PackedRow
 from tllm.training.questions.causal_model import CausalModel
-from tllm.training.questions.run_connection import ANSWER_LIMIT, decoded
+from tllm.training.questions.run_connection import ANSWER_LIMIT
 from tllm.training.questions.stateless_session import StatelessSession
 from tllm.training.step.frozen_model import FrozenModel
 from tllm.training.teachers.hidden_states import TakenStates

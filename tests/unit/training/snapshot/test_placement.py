@@ -9,8 +9,8 @@ import pytest
 from tests.unit.training.saves import Cut, Truth, held, world
 from tllm.spec.plan import Wire
 from tllm.training.checkpoint.shard_assignment import HeldBox, shapes_of
+from tllm.training.checkpoint.shard_writer import held_boxes
 from tllm.training.snapshot.placement import SNAPSHOTS, place_copies, snapshot_holder, snapshot_wires
-from tllm.training.snapshot.restore import held_boxes
 from tllm.training.state.tensor_blocks import TensorBlock
 from tllm.weights.boxes import regions
 
