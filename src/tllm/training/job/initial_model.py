@@ -21,7 +21,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from tllm.core.disk import whole_file
 from tllm.core.errors import ConfigError
 from tllm.core.gguf_files import open_gguf
-from tllm.hub.locate import Need, locate
+from tllm.hub.locate import Need, locate, nearby
 from tllm.hub.model_name import parse_name
 from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
@@ -346,7 +346,8 @@ def _config_of(named: Path) -> dict[str, Any]:
         )
     if not named.is_dir():
         raise ConfigError(
-            f"{named} is neither a model's folder nor a config.json", "give the path of one, or a name: ORG/NAME"
+            f"{named} is neither a model's folder nor a config.json",
+            f"{nearby(named)}give the path of one, or a name: ORG/NAME",
         )
     return read_config(named)
 

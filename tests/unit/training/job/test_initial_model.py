@@ -33,6 +33,14 @@ from tllm.training.job.job_parts import data_config, training_facts
 from tllm.training.job.preference_tables import KTOConfig
 
 
+def test_a_mistyped_folder_is_told_what_lies_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "tiny").mkdir()
+    named = str(tmp_path / "tinny")
+    with pytest.raises(ConfigError, match=r"tinny is neither a model's folder nor a config.json") as caught:
+        spec_of(Job(model_name_or_path=named, train_files=("a.txt",), output_dir="run", max_steps=1))
+    assert caught.value.hint.startswith(f"did you mean {tmp_path / 'tiny'}? ")
+
+
 def test_a_gguf_model_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     writer = gguf.GGUFWriter(path, "llama")
