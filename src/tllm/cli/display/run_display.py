@@ -115,7 +115,8 @@ class RunDisplay:
         if news.reason:
             print_line(f"ended early: {news.reason}")
         if news.final:
-            print_line(f"done after {news.step} steps; {product_of(job)} is in {news.final}{news.of_step}")
+            count = "1 step" if news.step == 1 else f"{news.step} steps"
+            print_line(f"done after {count}; {product_of(job)} is in {news.final}{news.of_step}")
             print_line(f"to use it: {use_of(job, news.final)}")
         else:
             whence = ", whose save failed; the same command goes on from the last that is whole"
