@@ -11,9 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from tllm.cli.arguments.lora_arguments import MAX_LORA_RANK
 from tllm.cli.display.tables import terminal_width
 from tllm.core.disk import print_line
+from tllm.spec.lora.lora_config import MAX_LORA_RANK
 from tllm.training.report.console import show_bytes, show_seconds, step_line
 from tllm.training.report.events import RunBegan, RunEnded, RunLostRank, RunResumed, RunSaved
 from tllm.training.report.metrics import StepRecord

@@ -54,6 +54,9 @@ def test_json_that_holds_no_rows_is_named(tmp_path: Path, content: str, message:
     path.write_text(content)
     with pytest.raises(ConfigError, match=message):
         rows_of(path)
+    path.write_text(content, "utf-16")
+    with pytest.raises(ConfigError, match=r"rows\.json is in UTF-16"):
+        rows_of(path)
 
 
 def test_a_table_has_a_row_a_line_by_the_names_of_its_columns(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
@@ -106,22 +106,24 @@ def _table(path: Path, delimiter: str) -> RowsInMemory:
 def _first_line(path: Path) -> bytes:
     """The first that is not blank, without a byte order mark; b"" where there is none."""
     with _read(path) as file:
-        return next((line for line in file if line.removeprefix(codecs.BOM_UTF8).strip()), b"").removeprefix(
-            codecs.BOM_UTF8
-        )
+        line = next((line for line in file if line.removeprefix(codecs.BOM_UTF8).strip()), b"")
+    return _in_utf8(line, path)
 
 
 def _content(path: Path) -> bytes:
     """All of a file, unpacked, without a byte order mark."""
     with _read(path) as file:
-        content = file.read().removeprefix(codecs.BOM_UTF8)
+        return _in_utf8(file.read(), path)
+
+
+def _in_utf8(content: bytes, path: Path) -> bytes:
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise ConfigError(f"{path} is in UTF-16", "save it in UTF-8")
-    return content
+    return content.removeprefix(codecs.BOM_UTF8)
 
 
 @contextmanager
-def _read(path: Path) -> Iterator[IO[bytes]]:
+def _read(path: Path) -> Iterator[io.BufferedIOBase]:
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             yield file
