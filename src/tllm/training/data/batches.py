@@ -145,8 +145,7 @@ class Batches:
             if read.choices.get(name) != now:
                 raise ConfigError(
                     f"{name} was {read.choices.get(name)} when the run began and is {now} now",
-                    "which row comes next hangs on it: set it back, or give another output_dir, with "
-                    "model_name_or_path = the final of this run to go on from its weights",
+                    "which row comes next hangs on it: set it back, or give another output_dir for a new run",
                 )
         with self._lock:
             self._ledger.restore(read.ledger)
