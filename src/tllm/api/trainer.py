@@ -78,12 +78,15 @@ class Trainer:
     @cached_property
     def beginning(self) -> InitialModel:
         """What the run begins from. Asking for it makes the run's folder, where there is none, and calls functions of
-        the job that give rows. AuthError where programs at addresses that the job names do not trust the run."""
+        the job that give rows. AuthError where programs at addresses that the job names do not trust the run,
+        ConfigError where the first row of a file is none: before machines are waited for."""
         from tllm.training.answerer_trust import check_trust
 
         check_trust(self.resolved.job)
         keep_rows(self.resolved.job)
-        return open_initial_model(self.resolved.job)
+        initial = open_initial_model(self.resolved.job)
+        initial.check_rows(self.resolved.job)
+        return initial
 
     @property
     def config(self) -> str:

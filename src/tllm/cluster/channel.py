@@ -282,7 +282,7 @@ class Channel:
                 return
             answer = await result
         except TllmError as error:
-            log.warning("%s asked for %s: %s", self.peer, _name(message), error.message)
+            log.info("%s asked for %s: %s", self.peer, _name(message), error.message)
             await self.write(REFUSAL, number, refused(error))
             return
         assert answer is not None, "a question needs an answer"

@@ -78,7 +78,7 @@ def locate(text: str, need: Need, revision: str | None = None, reuse: Reuse = la
     name = parse_name(text, revision)
     if name is None:
         raise ConfigError(
-            f"{text} is not a folder or a GGUF file, nor a name that a model can have", _like(path) + meant(text)
+            f"{text} is not a folder or a GGUF file, nor a name that a model can have", nearby(path) + meant(text)
         )
     if name.store == "ollama":
         found = find_ollama(name.repo, name.tag)
@@ -89,14 +89,14 @@ def locate(text: str, need: Need, revision: str | None = None, reuse: Reuse = la
     try:
         repository, where = _listing(name)
     except TllmError as error:
-        error.hint = _like(path) + error.hint
+        error.hint = nearby(path) + error.hint
         raise
     if repository is None:
         return _in_lm_studio(name, find_lm_studio(name.repo, name.tag, needed=True))
     return _files(repository, name, need, where, reuse)
 
 
-def _like(path: Path) -> str:
+def nearby(path: Path) -> str:
     """The beginning of a hint where a model with nearly the name of a path lies beside it, else ""."""
     try:
         beside = [one.name for one in path.parent.iterdir() if one.suffix == SUFFIX or one.is_dir()]

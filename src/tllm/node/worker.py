@@ -58,6 +58,7 @@ from tllm.engine.driver import Command
 from tllm.node.answering.answering_rank import AnsweringRank
 from tllm.node.answering.answering_role import AnsweringRole
 from tllm.node.machine.memory_limit import keep_to, out_of_memory
+from tllm.node.machine.printed_lines import PrintedLines
 from tllm.node.machine.process_facts import cores, facts_of, usable_memory
 from tllm.node.roles.control import Control, WorkerOrder
 from tllm.node.roles.controlled_node import Beside, HttpDoor, ReplicaHost
@@ -419,6 +420,7 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    sys.stdout = PrintedLines(sys.stderr, sys.stdout.fileno())
     line = sys.stdin.buffer.readline()
     if not line:
         return 0

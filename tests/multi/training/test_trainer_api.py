@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.training.post_training.policy_task import write_task
 from tests.support.training.small_job import write_job
 from tllm import LLM, SamplingParams, Trainer, train
 from tllm.core.errors import ConfigError, PlanError
@@ -59,3 +60,23 @@ def test_what_is_wrong_with_a_job_is_said_before_anything_is_written(tmp_path: P
     assert not (tmp_path / "run").exists()
     assert Trainer(job, ranks=2).plan.replicas == 2
     assert json.loads(Trainer(job).config)["model_type"] == "llama"
+
+
+def test_what_a_reward_function_prints_is_printed_by_the_program(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the process of rank 0, which has no stdout of its own."""
+    write_task(tmp_path)
+    (tmp_path / "rewards.py").write_text(
+        "def seen(completions, **columns):\n"
+        "    print('rewards for', len(completions))\n"
+        "    return [1.0] * len(completions)\n"
+    )
+    job = {
+        **dict(task="grpo", max_steps=1, seq_len=16, global_batch_size=8, output_dir=str(tmp_path / "run")),
+        **dict(config_name=str(tmp_path / "config.json"), tokenizer_name=str(tmp_path / "tokenizer.json")),
+        "train_files": [str(tmp_path / "prompts.jsonl")],
+        "grpo": dict(reward_funcs=[f"{tmp_path / 'rewards.py'}:seen"], num_generations=4, max_completion_length=8),
+    }
+    train(job)
+    assert capsys.readouterr().out == "rewards for 8\n"

@@ -40,6 +40,7 @@ from tllm.cli.commands.join import REJOIN_SECONDS, join_again, join_successor
 from tllm.cli.commands.serve import invite, invite_by_secret
 from tllm.cli.display.logs import start_log
 from tllm.cli.display.progress import ShowProgress, loading
+from tllm.cli.display.run_display import product_of
 from tllm.cli.main import INTERRUPTED
 from tllm.cli.planning.dry_run import Computing, dry_run
 from tllm.cli.planning.followed_run import follow_run
@@ -139,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
         dry_run(job, trainer.plan, trainer.spec, Computing(args.threads, args.device, place), outlives, chooser)
         return 0
     if args.nodes and tasks is None and (final := final_model(job)):  # and the machines that it had may be gone
-        print(f"has taken its {job.max_steps} steps; the model is in {final}", flush=True)
+        print(f"has taken its {job.max_steps} steps; {product_of(job)} is in {final}", flush=True)
         return 0
     if (other := tasks or here) is not None and other.rank:
         from tllm.node.sources.launched_tasks import MEET_SECONDS, PLAIN, work_launched

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from tllm.cli.display.tables import terminal_width
 from tllm.core.disk import print_line
+from tllm.spec.lora.lora_config import MAX_LORA_RANK
 from tllm.training.report.console import show_bytes, show_seconds, step_line
 from tllm.training.report.events import RunBegan, RunEnded, RunLostRank, RunResumed, RunSaved
 from tllm.training.report.metrics import StepRecord
@@ -19,9 +21,26 @@ from tllm.training.report.metrics import StepRecord
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
+    from tllm.training.job.job import Job
 
 WEIGHT = 0.1
 """Of the newest step in the average that the time left is worked out from."""
+
+
+def product_of(job: Job) -> str:
+    """What a run ends with."""
+    return "the model" if job.lora is None else "the adapter"
+
+
+def use_of(job: Job, final: str) -> str:
+    """The command with which the product of a run, in the folder `final`, is used."""
+    folder = shlex.quote(final)
+    if job.lora is not None:
+        rank = f" --max-lora-rank {job.lora.r}" if job.lora.r > MAX_LORA_RANK else ""
+        bits = "" if job.lora.few_bits is None else f" --quantize {job.lora.quantize}"
+        model = shlex.quote(job.model_name_or_path or "")
+        return f"tllm serve {model}{bits} --enable-lora{rank} --lora-modules adapter={folder}"
+    return f"tllm serve {folder}" if job.task == "reward" else f"tllm generate {folder} --prompt TEXT"
 
 
 class RunDisplay:
@@ -91,12 +110,14 @@ class RunDisplay:
         after = f" after {news.seconds:.1f} s" if news.seconds else ""
         self._say(f"goes on{after} after step {news.step}{again}, from {origin[news.origin]}; plan {news.plan}")
 
-    def ended(self, news: RunEnded, folder: Path) -> None:
+    def ended(self, news: RunEnded, job: Job) -> None:
         self._close_bar()
         if news.reason:
             print_line(f"ended early: {news.reason}")
         if news.final:
-            print_line(f"done after {news.step} steps; the model is in {news.final}{news.of_step}")
+            count = "1 step" if news.step == 1 else f"{news.step} steps"
+            print_line(f"done after {count}; {product_of(job)} is in {news.final}{news.of_step}")
+            print_line(f"to use it: {use_of(job, news.final)}")
         else:
             whence = ", whose save failed; the same command goes on from the last that is whole"
             said = whence if self._unsaved == news.step else "; the same command goes on"

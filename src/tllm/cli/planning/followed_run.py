@@ -68,7 +68,7 @@ async def follow_run(events: Events, page: RunPage, job: Job, quiet: bool) -> in
                     if watch is not None:
                         watch.resumed(event.plan)
                 case RunEnded():
-                    display.ended(event, folder)
+                    display.ended(event, job)
                     code = 0 if event.final else INTERRUPTED
     if watch is not None:
         watch.conclude(folder)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from tllm.cli.display.run_display import product_of
 from tllm.cli.planning.run_watch import Watch
 from tllm.server.live.run_log import RunLog
 from tllm.server.live.samples import Severity
@@ -67,7 +68,7 @@ class RunPage:
                 self.told(f"goes on after step {event.step} with plan {event.plan}, {event.seconds:.1f} s later")
             case RunEnded():
                 early = f", {event.reason}" if event.reason else ""
-                model = f"; the model is in {event.final}{event.of_step}" if event.final else ""
+                model = f"; {product_of(self._job)} is in {event.final}{event.of_step}" if event.final else ""
                 self.told(f"ended after step {event.step}{early}{model}")
 
     def told(self, text: str, severity: Severity = "info") -> None:

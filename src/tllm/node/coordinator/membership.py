@@ -204,7 +204,9 @@ class Membership:
         member = self.state.member(node)
         if member is None or not member.is_living or self.is_ending:
             return
-        log.warning("lost %s: %s", node, error.message)
+        # What is no machine's fault ends the work, which tells of it: the same line twice would hide what it says.
+        level = logging.WARNING if isinstance(error, ClusterError) else logging.INFO
+        log.log(level, "lost %s: %s", node, error.message)
         self.record(NodeLost(node, error.message))
         self._calls.on_loss(node, error)
         await self.notify()

@@ -15,8 +15,10 @@ import msgspec
 
 from tllm.cluster.connection import Address
 from tllm.cluster.join_token import JoinToken
+from tllm.core.disk import print_line
 from tllm.core.tasks import background, end_tasks
 from tllm.hub.repository import HubWeights
+from tllm.node.machine.printed_lines import MARK
 from tllm.node.sources.worker_forks import TAIL_LINES, WorkerForks, WorkerProcess, how_it_ended, lines_of
 from tllm.node.topology.numa_binding import BoundRanks
 
@@ -64,6 +66,8 @@ class LocalWorker:
             level, _, said = text.partition(" ")
             if level == "WARNING":  # of this machine, as a full disk; what a worker fails by comes as its answer
                 log.warning("%s: %s", self.node, said)
+            elif level == MARK:  # by a function of the user's
+                print_line(said)
             else:
                 log.debug("%s: %s", self.node, text)
         code = await self.process.exit_code

@@ -145,7 +145,7 @@ class Batches:
             if read.choices.get(name) != now:
                 raise ConfigError(
                     f"{name} was {read.choices.get(name)} when the run began and is {now} now",
-                    "which row comes next hangs on it: set it back, or begin a new run from the weights of this one",
+                    "which row comes next hangs on it: set it back, or give another output_dir for a new run",
                 )
         with self._lock:
             self._ledger.restore(read.ledger)

@@ -20,7 +20,8 @@ from tllm.training.data.preference_rows import (
     UnpairedDataset,
     UnpairedEncoder,
 )
-from tllm.training.data.text_files import json_row
+from tllm.training.data.row_files.text_files import json_row
+from tllm.training.data.row_forms import with_messages
 
 READ_THROUGH = 8 << 20
 """Bytes of all files together that are read through. Of more, rows are looked for from places that lie evenly."""
@@ -112,4 +113,4 @@ def _following(mismatched: bool, paths: Sequence[Path], count: int) -> Iterator[
 def _rows(file: BinaryIO, path: Path) -> Iterator[dict[str, Any]]:
     for line in file:
         if line.strip():
-            yield json_row(line, f"{path}, before byte {file.tell()}")
+            yield with_messages(json_row(line, f"{path}, before byte {file.tell()}"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -12,14 +13,17 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from tllm.core.errors import ConfigError, nearest
-from tllm.training.data.text_files import ParquetRows, json_lines, text_documents, text_stream
+from tllm.training.data.row_files.text_files import ParquetRows, json_lines, text_documents, text_stream
+from tllm.training.data.row_files.whole_files import comma_separated, json_file, tab_separated
+from tllm.training.data.row_forms import with_messages
 
 Documents = Literal["blank_lines", "stream"]
 """What a text file is: documents with blank lines between them, or one text without borders."""
 
-COMPRESSED = (".jsonl", ".ndjson", ".txt")
-OF_OBJECTS = (".json", ".csv", ".tsv", ".yaml", ".arrow")
-"""Files that others read rows from."""
+COMPRESSED = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
+
+FUNCTION_OF_ROWS = 'train_files = ["rows:training"], with a function training() in rows.py that returns the rows'
+DATASET_OF_HUB = re.compile(r"[\w-]+/[\w-]+")
 
 
 class DataFileFacts(msgspec.Struct, frozen=True):
@@ -52,6 +56,9 @@ class RowFile(Protocol):
 READERS: dict[str, Callable[[Path], RowFile]] = {
     ".jsonl": json_lines,
     ".ndjson": json_lines,
+    ".json": json_file,
+    ".csv": comma_separated,
+    ".tsv": tab_separated,
     ".txt": text_documents,
     ".parquet": ParquetRows,
 }
@@ -76,8 +83,13 @@ class Dataset:
         return self._firsts[-1]
 
     def read(self, row: int) -> dict[str, Any]:
+        """A row; conversations that are written as ShareGPT's are messages."""
         file, own = self._find(row)
-        return file.read(own)
+        content = file.read(own)
+        try:
+            return with_messages(content)
+        except ConfigError as error:
+            raise ConfigError(f"{file.place(own)}: {error.message}", error.hint) from error
 
     def place(self, row: int) -> str:
         """File and line of a row."""
@@ -116,12 +128,23 @@ def check_file(path: Path) -> None:
     """ConfigError where there is no such file, or one of which no rows are read. It is not opened."""
     if not path.is_file():
         kind = "a folder" if path.is_dir() else "not there"
-        raise ConfigError(f"{path} is {kind}", f"give paths of files, from {Path.cwd()} or from /")
+        raise ConfigError(f"{path} is {kind}", _hint_for(path))
     plain = path.with_suffix("") if path.suffix == ".gz" else path
     if plain.suffix not in (COMPRESSED if path.suffix == ".gz" else READERS):
         known = [*READERS, *(f"{suffix}.gz" for suffix in COMPRESSED)]
-        hint = "write a JSON object a line, into a file that ends with .jsonl" if plain.suffix in OF_OBJECTS else ""
-        raise ConfigError(f"{path}: rows are not read from such a file", hint or nearest("".join(path.suffixes), known))
+        others = f"rows are read from {', '.join(READERS)}; a function of yours may read any other: {FUNCTION_OF_ROWS}"
+        raise ConfigError(f"{path}: rows are not read from such a file", nearest("".join(path.suffixes), known, others))
+
+
+def _hint_for(path: Path) -> str:
+    """What a path that is no file was meant to be."""
+    if path.is_dir():
+        return f"name the files in it: {', '.join(sorted(found.name for found in path.iterdir())[:3])}"
+    if set("*?[") & set(str(path)) and list(Path().glob(str(path))):
+        return "patterns are not expanded: name each file"
+    if DATASET_OF_HUB.fullmatch(str(path)):
+        return f"a dataset of the Hugging Face hub comes from a function of yours: {FUNCTION_OF_ROWS}"
+    return f"give paths of files, from {Path.cwd()} or from /"
 
 
 def _open(path: Path, documents: Documents) -> RowFile:

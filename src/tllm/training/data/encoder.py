@@ -13,6 +13,7 @@ from tllm.core.errors import ConfigError, RequestError
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
 from tllm.training.data.chat_labels import ChatEncoder
+from tllm.training.data.row_forms import instruction_row, is_instruction
 from tllm.training.data.seeds import key_for
 
 Ids = NDArray[np.int32]
@@ -23,7 +24,7 @@ IGNORED = -100
 """The target of a position at which nothing is learned, as torch's cross-entropy knows it."""
 FORMS = (
     'a row is {"input_ids": […]}, {"text": …}, {"prompt": …, "completion": …} (texts, or lists of messages) or '
-    '{"messages": […]}'
+    '{"messages": […]}; ShareGPT\'s {"conversations": […]} and Alpaca\'s {"instruction": …, "output": …} are read too'
 )
 KINDS = {type(None): "null", int: "a number", float: "a number", bool: "a boolean", list: "a list", dict: "an object"}
 """What JSON has beside texts."""
@@ -85,9 +86,11 @@ class Encoder:
                 return self._completion(row)
             if "text" in row:
                 return self._text(_text_of(row, "text"), whole)
+            if is_instruction(row):
+                return self._completion(instruction_row(row, as_messages=self._conversations is not None))
         except RequestError as error:
             raise ConfigError(error.message, error.hint) from error
-        raise ConfigError(f"a row with the keys {sorted(row)} is of no known form", FORMS)
+        raise ConfigError(f"a row with the keys {sorted(row)} is of no known form", _missing(row) or FORMS)
 
     def _given(self, row: dict[str, Any]) -> Document:
         ids = _numbers(row, "input_ids")
@@ -163,6 +166,16 @@ def _document(ids: Sequence[int], labels: Sequence[int]) -> Document:
     """`labels` stand on the ids themselves, as files have them; the targets are one place earlier."""
     targets = [*labels[1:], IGNORED] if ids else []
     return Document(np.asarray(ids, dtype=np.int32), np.asarray(targets, dtype=np.int32))
+
+
+def _missing(row: Mapping[str, Any]) -> str:
+    """What to do with a row whose reply has another name."""
+    if "prompt" not in row:
+        return ""
+    pair = {"chosen", "rejected"} & row.keys()
+    if pair:
+        return 'chosen and rejected are of the tasks "dpo", "orpo", "simpo" and "reward": give task'
+    return 'call what the model is to say completion: {"prompt": …, "completion": …}'
 
 
 def _text_of(row: dict[str, Any], key: str) -> str:

@@ -169,7 +169,7 @@ class PromptBatches:
             raise ConfigError(
                 f"num_iterations is {self._steps_each} now, and the run began with "
                 f"{state.get('steps_each', 'another task')}",
-                "which prompt comes next hangs on it: set it back, or begin a new run from the weights of this one",
+                "which prompt comes next hangs on it: set it back, or give another output_dir for a new run",
             )
         return self._batches.restore(state["prompts"]) * self._steps_each
 

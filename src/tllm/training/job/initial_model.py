@@ -21,7 +21,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from tllm.core.disk import whole_file
 from tllm.core.errors import ConfigError
 from tllm.core.gguf_files import open_gguf
-from tllm.hub.locate import Need, locate
+from tllm.hub.locate import Need, locate, nearby
 from tllm.hub.model_name import parse_name
 from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
@@ -34,6 +34,7 @@ from tllm.training.data.dataset import Dataset, Documents
 from tllm.training.data.encoder import FORMS
 from tllm.training.data.packing import RowLengths
 from tllm.training.data.prompt_batches import PromptBatches, PromptEncoder, RepliedPromptEncoder
+from tllm.training.data.row_forms import instruction_row, is_instruction
 from tllm.training.job.job import Job
 from tllm.training.job.job_parts import JudgeSpecs, data_config, eval_data_config, steps_of_one_sampling
 from tllm.training.job.reward_head import with_reward_head
@@ -119,6 +120,28 @@ class InitialModel:
     def eval_batches(self, job: Job) -> Batches | None:
         """The rows held out, if the job names any that are not prompts."""
         return self._batches(eval_data_config(job)) if job.eval_files and job.rollouts is None else None
+
+    def check_rows(self, job: Job) -> None:
+        """ConfigError for a file of rows whose first row cannot be read or is of no form that the job's task takes. Of
+        files that are not on this machine, and of large ones that are no files of lines, nothing is known."""
+        for config in (data_config(job), eval_data_config(job)):
+            here = [name for name in config.files if Path(name).is_file()]
+            encoder = self._first_encoder(job, config) if here else None
+            for name in here:
+                for row, whole in sampled_rows(config.rows, [name], config.documents, 1) or ():
+                    assert encoder is not None, "there is a file"
+                    try:
+                        encoder.encode(row, whole)
+                    except ConfigError as error:
+                        raise ConfigError(f"{name}, first row: {error.message}", error.hint) from error
+
+    def _first_encoder(self, job: Job, config: DataConfig) -> RowEncoder:
+        """What encodes rows of the job; without its tools, for which code of the user's would have to be run."""
+        if job.rollouts is not None:
+            return self._row_encoder(job, job.rollouts, ())
+        tokenizer = Tokenizer.from_folder(self.folder)
+        template = ChatTemplate.from_folder(self.folder, tokenizer)
+        return choose_encoder(config.rows, tokenizer, template, config.add_eos, self.spec.vocab_size)
 
     def _row_encoder(self, job: Job, config: RolloutConfig, tools: Sequence[Mapping[str, Any]]) -> RowEncoder:
         """Of prompts; where a teacher judges, of the data's own completions too."""
@@ -272,7 +295,7 @@ def texts_of(files: tuple[str, ...], documents: Documents) -> Iterator[str]:
     try:
         for number in range(len(rows)):
             row = rows.read(number)
-            texts = _texts(row)
+            texts = _texts(instruction_row(row, as_messages=True) if is_instruction(row) else row)
             if not texts and "input_ids" not in row:
                 raise ConfigError(f"{rows.place(number)}: a row with the keys {sorted(row)} holds no text", FORMS)
             yield from texts
@@ -323,7 +346,8 @@ def _config_of(named: Path) -> dict[str, Any]:
         )
     if not named.is_dir():
         raise ConfigError(
-            f"{named} is neither a model's folder nor a config.json", "give the path of one, or a name: ORG/NAME"
+            f"{named} is neither a model's folder nor a config.json",
+            f"{nearby(named)}give the path of one, or a name: ORG/NAME",
         )
     return read_config(named)
 

@@ -105,9 +105,10 @@ class Job:
     output_dir: str
     """Folder of the run: metrics, saves, the finished model (docs/guides/train.md lists what it holds)."""
     train_files: tuple[str, ...]
-    """Files of training data: `.jsonl`, `.ndjson`, `.parquet` or `.txt`; all but `.parquet` also with `.gz`. Or Python
-    functions of your own, as `module:function`: `rows:training` is the function `training` of `rows.py` in the folder
-    of the job's file, which returns a dataset of Ray Data or anything else that gives rows one by one."""
+    """Files of training data: `.jsonl`, `.ndjson`, `.json`, `.csv`, `.tsv`, `.parquet` or `.txt`; all but `.parquet`
+    also with `.gz`. Or Python functions of your own, as `module:function`: `rows:training` is the function `training`
+    of `rows.py` in the folder of the job's file, which returns a dataset of Ray Data or anything else that gives rows
+    one by one."""
     max_steps: int
     """Optimizer steps of the whole run."""
     task: str = "sft"

@@ -162,6 +162,10 @@ _SAID = (
     ),
     ("let `tllm serve` write the teacher's texts, and learn from these as data", "seq_kd"),
     ("there is none but lora_dropout below [lora]", "dropout attention_dropout disable_dropout"),
+    (
+        "give max_completion_length below the table of the task; eval_max_new_tokens is for completions to be read",
+        "max_new_tokens max_tokens max_response_length response_length",
+    ),
     ("completions are drawn by temperature, top_k and top_p below the table of the task", "min_p repetition_penalty"),
     ("give files that have just the rows to be read", "max_*_samples limit_*_batches split train_split"),
     (
@@ -187,6 +191,8 @@ def _hint_for(key: str) -> str:
         return f"write [{key.lower()}], in small letters"
     if table and name in TYPES:
         return f"it is no key of a table: write it above [{table}]"
+    if table and (longer := [known for known in TYPES if known.startswith(f"{table}.") and known.endswith(f"_{name}")]):
+        return f"did you mean {' or '.join(repr(known.partition('.')[2]) for known in longer)}?"
     tables = [known.partition(".")[0] for known in TYPES if known.endswith(f".{name}")]
     if tables:
         return f"write it below {' or '.join(f'[{known}]' for known in tables)}"
@@ -361,7 +367,8 @@ def _converted(key: str, value: Any, origin: str) -> Any:
         if isinstance(value, float) and 0 < value < 1 and key.endswith("_steps"):
             hint = "give a number of steps: a part of max_steps is not read"
         elif isinstance(value, str) and not _holds_text(TYPES[key]):
-            hint = "write true or false, without quotes" if TYPES[key] is bool else "write it without quotes"
+            hint = "write true or false" if TYPES[key] is bool else "write a number"
+            hint += "" if origin == SET else ", without quotes"
         raise ConfigError(f"{origin}: {key} = {value!r}: {why}", hint) from error
 
 

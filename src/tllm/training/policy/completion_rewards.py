@@ -12,7 +12,7 @@ from tllm.text.tokenizer import Tokenizer
 from tllm.training.job.rollout_keys import RolloutConfig, is_url
 from tllm.training.policy.advantages import Rewards, weighted_sums
 from tllm.training.policy.http_rewards import http_reward
-from tllm.training.policy.reward_functions import RewardFunction, load_reward_function
+from tllm.training.policy.reward_functions import ALWAYS, RewardFunction, load_reward_function
 from tllm.training.policy.rollouts import Completion
 from tllm.training.policy.started_prompts import StartedPrompts
 from tllm.training.reward_models.model_rewards import ModelRewards
@@ -20,8 +20,6 @@ from tllm.training.tools.environments import Environments
 from tllm.training.tools.user_functions import UserModules
 
 ENVIRONMENTS = "environments"
-RESERVED = ("prompts", "completions", "completion_ids")
-
 Written = str | list[dict[str, Any]]
 """A completion's text; where a job has tools, the messages of its turns."""
 
@@ -82,7 +80,7 @@ class CompletionRewards:
         """
         each = [row.columns for row in started.rows_N]
         prompts = [columns["prompt"] for columns in each]
-        names = {name for columns in each for name in columns} - {"prompt", *RESERVED}
+        names = {name for columns in each for name in columns} - {"prompt", *ALWAYS}
         arguments: dict[str, list[Any]] = {
             "prompts": prompts,
             "completions": [

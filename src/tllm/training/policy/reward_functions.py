@@ -9,6 +9,7 @@ that are messages a list with one message, or where the job has tools with those
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ from typing import Any
 from tllm.core.errors import ConfigError
 from tllm.training.tools.user_functions import UserModules, called, place_of, said
 
-PARAMETERS = "its parameters: prompts, completions, completion_ids, **columns"
+ALWAYS = ("prompts", "completions", "completion_ids")
+"""What every function is called with, beside the columns of the rows."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,20 @@ class RewardFunction:
             raise self._fault(f"returned {len(returned)} rewards for {count} completions", "return one for each")
         return [self._number(value, place) for place, value in enumerate(returned)]
 
+    def check_signature(self) -> None:
+        """ConfigError for a function that cannot take what every one is called with, or that is a coroutine."""
+        hint = f"write it as def {self.name}(prompts, completions, **columns)"
+        if inspect.iscoroutinefunction(self.function):
+            raise self._fault("is async, and its rewards are waited for", hint)
+        try:
+            signature = inspect.signature(self.function)
+        except ValueError:  # of a function in C
+            return
+        try:
+            signature.bind_partial(**dict.fromkeys(ALWAYS))
+        except TypeError as error:
+            raise self._fault(f"is called with {', '.join(ALWAYS)}, and is {self.name}{signature}", hint) from error
+
     def _returned(self, arguments: Mapping[str, Sequence[Any]]) -> Any:
         """What the function returns, or its error as a ConfigError. One that hangs is left behind in its thread."""
         result = called(lambda: self.function(**arguments), self.seconds, f"reward-{self.name}")
@@ -55,7 +71,7 @@ class RewardFunction:
             raise error
         if error is not None:
             place = place_of(error, self.file) if self.file else ""
-            raise self._fault(f"raised {said(error)}", place or PARAMETERS) from error
+            raise self._fault(f"raised {said(error)}", place or f"it is called with {', '.join(arguments)}") from error
         return result.result()
 
     def _number(self, value: Any, place: int) -> float:
@@ -77,6 +93,9 @@ class RewardFunction:
 
 
 def load_reward_function(text: str, seconds: float, modules: UserModules) -> RewardFunction:
-    """The function that `FILE.py:function` names."""
+    """The function that `FILE.py:function` names; ConfigError for one that cannot be called as rewards are asked for,
+    which a run would else meet when it has sampled its first completions."""
     found = modules.load(text, "reward_funcs")
-    return RewardFunction(found.name, found.file, found.function, seconds)
+    function = RewardFunction(found.name, found.file, found.function, seconds)
+    function.check_signature()
+    return function

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -14,6 +15,7 @@ from tllm.cluster.channel import Channel
 from tllm.cluster.heartbeat import BEAT_SECONDS, LATE_SECONDS
 from tllm.cluster.messages import Heartbeat
 from tllm.cluster.state import NodeHeard, NodeJoined
+from tllm.core.errors import ClusterError, ConfigError, TllmError
 from tllm.node.coordinator import membership as members_module
 from tllm.node.coordinator.membership import Membership, ProbeResult, Surroundings
 
@@ -115,3 +117,22 @@ def test_one_that_takes_more_than_it_was_given_is_named_once(caplog: pytest.LogC
     asyncio.run(scene())
     (told,) = caplog.messages
     assert told.startswith("node greedy holds 101 bytes of memory and was given 100: give it more")
+
+
+@pytest.mark.parametrize(
+    ("error", "level"),
+    [(ClusterError("a went away"), logging.WARNING), (ConfigError("rows.jsonl, line 2: …"), logging.INFO)],
+)
+def test_what_ends_the_work_is_no_warning_of_a_lost_node_too(
+    error: TllmError, level: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The command ends with a row's fault and says it: a machine's fault alone is news of its own."""
+
+    async def scene() -> None:
+        members, clock = joined("c", lambda node: {}, lambda node, error: None, lambda: None, lend, 5.0)
+        members.record(NodeJoined("a", facts("a"), clock.now))
+        await members.mark_lost("a", error)
+
+    with caplog.at_level(logging.INFO, "tllm"):
+        asyncio.run(scene())
+    assert [(record.levelno, record.message) for record in caplog.records] == [(level, f"lost a: {error.message}")]

@@ -13,7 +13,7 @@ from tllm.node.sources.worker_forks import WorkerProcess
 
 
 def test_whatever_a_worker_prints_is_read_its_warnings_are_told_and_its_end_is_heard(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A progress bar may write megabytes without a line's end. If nobody read on, the worker would stand still."""
     ends = list[tuple[str, ...]]()
@@ -26,6 +26,7 @@ def test_whatever_a_worker_prints_is_read_its_warnings_are_told_and_its_end_is_h
             stderr.feed_data(b"x" * 65536)
             await asyncio.sleep(0)
         stderr.feed_data(b"\nINFO tllm.node: ready\nWARNING tllm.engine: the disk is full\n")
+        stderr.feed_data(b"PRINTED   of a reward function\n")
         stderr.feed_data(b"\r50 %\r100 %\nits last words\n")
         stderr.feed_eof()
         process.exit_code.set_result(1)
@@ -34,6 +35,7 @@ def test_whatever_a_worker_prints_is_read_its_warnings_are_told_and_its_end_is_h
     with caplog.at_level(logging.INFO):
         asyncio.run(hear())
     assert [record.message for record in caplog.records] == ["local-0: tllm.engine: the disk is full"]
+    assert capsys.readouterr().out == "  of a reward function\n"
     ((node, how, tail),) = ends
     assert (node, how) == ("local-0", "ended with exit code 1")
     assert tail.endswith("\n50 %\n100 %\nits last words")

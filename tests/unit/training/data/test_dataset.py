@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.support.properties import examples
 from tllm.core.errors import ConfigError
 from tllm.training.data.dataset import Dataset, check_same
-from tllm.training.data.text_files import STREAM_BYTES
+from tllm.training.data.row_files.text_files import STREAM_BYTES
 
 
 def written(path: Path, content: str | bytes) -> Path:
@@ -99,8 +99,7 @@ def test_text_that_is_not_utf8_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("x.csv", b"a", "not read from such a file"),
-        ("x.json", b"[]", "write a JSON object a line"),
+        ("x.yaml", b"a", "not read from such a file"),
         ("x.jsonl", '{"text": "a"}\n'.encode("utf-16"), "is in UTF-16"),
         ("x.parquet.gz", b"a", "not read from such a file"),
         ("x.jsonl", b"\n \n", "no row"),
@@ -116,13 +115,30 @@ def test_files_that_hold_no_rows(tmp_path: Path, name: str, content: bytes, mess
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is a folder"):
+    written(tmp_path / "a.jsonl", "{}")
+    with pytest.raises(ConfigError, match="is a folder") as raised:
         Dataset([tmp_path])
+    assert raised.value.hint == "name the files in it: a.jsonl"
     with pytest.raises(ConfigError, match=r"gone\.jsonl is not there") as raised:
         Dataset([tmp_path / "gone.jsonl"])
     assert str(Path.cwd()) in raised.value.hint
     with pytest.raises(ConfigError, match="no file"):
         Dataset([])
+
+
+def test_names_of_other_things_than_files_are_told_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path / "a.jsonl", "{}")
+    for name, hint in [("*.jsonl", "name each file"), ("org/some-data", "rows:training"), ("b.yaml", str(tmp_path))]:
+        with pytest.raises(ConfigError, match="is not there") as raised:
+            Dataset([name])
+        assert hint in raised.value.hint
+
+
+def test_a_conversation_that_is_none_is_named_by_its_line(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.jsonl", '{"text": "a"}\n{"conversations": [{"from": "me", "value": "a"}]}\n')
+    with pytest.raises(ConfigError, match=r"a\.jsonl, line 2: a turn of the conversation is from 'me'"):
+        Dataset([path]).read(1)
 
 
 def test_a_changed_file_is_noticed_and_a_copied_one_is_not(tmp_path: Path) -> None:

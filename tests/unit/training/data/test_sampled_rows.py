@@ -12,10 +12,10 @@ import pytest
 
 from tllm.core.errors import ConfigError
 from tllm.training.data import choose_encoder as module
-from tllm.training.data import text_files
 from tllm.training.data.choose_encoder import sampled_rows
 from tllm.training.data.dataset import Dataset
 from tllm.training.data.preference_rows import OTHER
+from tllm.training.data.row_files import text_files
 
 
 def written(path: Path, count: int, seed: int = 0, first: int = 0) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import gguf
 import pytest
@@ -19,6 +20,7 @@ from tests.support.training.post_training.preferences import (
     text_of,
     unpaired_rows,
 )
+from tllm.api.trainer import Trainer
 from tllm.core.errors import ConfigError
 from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.memory.training_memory import training_bytes
@@ -29,6 +31,14 @@ from tllm.training.job.initial_model import open_initial_model, row_lengths, spe
 from tllm.training.job.job import Job
 from tllm.training.job.job_parts import data_config, training_facts
 from tllm.training.job.preference_tables import KTOConfig
+
+
+def test_a_mistyped_folder_is_told_what_lies_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "tiny").mkdir()
+    named = str(tmp_path / "tinny")
+    with pytest.raises(ConfigError, match=r"tinny is neither a model's folder nor a config.json") as caught:
+        spec_of(Job(model_name_or_path=named, train_files=("a.txt",), output_dir="run", max_steps=1))
+    assert caught.value.hint.startswith(f"did you mean {tmp_path / 'tiny'}? ")
 
 
 def test_a_gguf_model_is_refused(tmp_path: Path) -> None:
@@ -127,3 +137,38 @@ def check_counted(job: Job, facts: TrainingFacts) -> None:
     assert facts.row_tokens == pytest.approx(tokens, rel=0.12)
     assert sum(facts.lengths) / facts.microbatch_size == pytest.approx(learned * tokens, rel=0.12)
     assert facts.target_tokens == pytest.approx(learned * predicted, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "message", "hint"),
+    [
+        ("dpo", {"text": "w1"}, "has no chosen", '"rejected"'),
+        (
+            "dpo",
+            {"prompt": "w1", "chosen": "w2", "rejected": "w2"},
+            "chosen and rejected are the same",
+            "leave the row out",
+        ),
+        ("kto", {"prompt": "w1", "completion": "w2", "label": "yes"}, "label is 'yes'", "true or false"),
+        ("sft", {"prompt": "w1", "response": "w2"}, r"keys \['prompt', 'response'\]", "completion"),
+        ("sft", {"prompt": "w1", "chosen": "w2", "rejected": "w3"}, "is of no known form", "give task"),
+    ],
+)
+def test_a_first_row_of_no_form_that_the_task_takes_is_named_before_anybody_is_waited_for(
+    task: str, row: dict[str, str], message: str, hint: str, tmp_path: Path
+) -> None:
+    small_model("llama", tmp_path / "model")
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    job = replace(preference_job(tmp_path / "model", tmp_path / "run", "dpo"), task=task, dpo=None)
+    with pytest.raises(ConfigError, match=rf"pairs\.jsonl, first row: .*{message}") as caught:
+        Trainer(job_keys(job)).beginning  # noqa: B018 - it is what looks at the rows
+    assert hint in caught.value.hint
+    path.unlink()
+    assert Trainer(job_keys(job)).beginning.spec.num_layers, "another machine may have the file"
+
+
+def job_keys(job: Job) -> dict[str, Any]:
+    """The keys that a job gives, as a program gives them."""
+    names = ("output_dir", "train_files", "max_steps", "task", "model_name_or_path", "seq_len")
+    return {name: getattr(job, name) for name in names}

@@ -127,6 +127,9 @@ def test_one_text_where_a_list_is_meant(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message", "hint"),
     [
+        ("[lora]\nalpha = 16", "'lora.alpha' is no key", "did you mean 'lora_alpha'?"),
+        ("[lora]\ndropout = 0.1", "'lora.dropout' is no key", "did you mean 'lora_dropout'?"),
+        ("[grpo]\nmax_new_tokens = 9", "'grpo.max_new_tokens' is no key", "max_completion_length"),
         ("learning_rte = 1.0", "job.toml: 'learning_rte' is no key", "did you mean 'learning_rate'?"),
         ("lr = 1.0", "'lr' is no key", "give learning_rate"),
         ("bf16 = true", "'bf16' is no key", "bfloat16"),

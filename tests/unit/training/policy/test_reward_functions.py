@@ -59,11 +59,27 @@ def test_a_function_that_hangs_is_left_behind(tmp_path: Path) -> None:
     held.set()
 
 
-def test_a_function_without_room_for_columns_is_told_which_parameters_it_gets(tmp_path: Path) -> None:
-    (tmp_path / "of_test.py").write_text("def f(prompts, completions):\n    return [0.0, 0.0]\n")
-    with pytest.raises(ConfigError, match="raised TypeError") as caught:
-        load_reward_function(f"{tmp_path / 'of_test.py'}:f", 20.0, UserModules())(ARGUMENTS)
-    assert "**columns" in caught.value.hint
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("def f(completion):", r"is called with prompts, completions, completion_ids, and is f\(completion\)"),
+        ("def f(prompts, completions):", r"and is f\(prompts, completions\)"),
+        ("async def f(prompts, completions, **columns):", "is async"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_refused_when_it_is_loaded(line: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "of_test.py").write_text(f"{line}\n    return [0.0, 0.0]\n")
+    with pytest.raises(ConfigError, match=words) as caught:
+        load_reward_function(f"{tmp_path / 'of_test.py'}:f", 20.0, UserModules())
+    assert caught.value.hint == "write it as def f(prompts, completions, **columns)"
+
+
+def test_a_column_that_rows_have_not_is_told_beside_those_that_they_have(tmp_path: Path) -> None:
+    (tmp_path / "of_test.py").write_text("def f(prompts, completions, answer, **columns):\n    return [0.0, 0.0]\n")
+    f = load_reward_function(f"{tmp_path / 'of_test.py'}:f", 20.0, UserModules())
+    with pytest.raises(ConfigError, match=r"raised TypeError: .*'answer'") as caught:
+        f(ARGUMENTS)
+    assert caught.value.hint == "it is called with prompts, completions, completion_ids, count"
 
 
 def test_a_file_is_found_run_and_asked_for_its_function(tmp_path: Path) -> None:
