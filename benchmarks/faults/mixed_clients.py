@@ -114,6 +114,18 @@ class Clients:
             for number in range(CLIENTS):
                 group.create_task(self._client(http, random.Random(number), until))
 
+    async def rush(self, rounds: int) -> None:
+        """Long prompts that come at the same moment: of all clients, of one less and so on, so many rounds of these.
+
+        So batches get as many tokens of prompts as they ever have, and all that lie between.
+        """
+        chance = random.Random("rush")
+        async with httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=CLIENTS)) as http:
+            for asking in rounds * (*range(CLIENTS, 1, -1),):
+                async with asyncio.TaskGroup() as group:
+                    for _ in range(asking):
+                        group.create_task(self._long(http, chance, self.seen["long prompt"]))
+
     async def _client(self, http: httpx.AsyncClient, chance: random.Random, until: float) -> None:
         names, weights = list(self._kinds), [weight for weight, _ in self._kinds.values()]
         while time.monotonic() < until:

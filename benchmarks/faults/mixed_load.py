@@ -2,7 +2,7 @@
 
 Clients at a server's capacity chat, call tools, send long prompts, go away in mid-stream and send what is refused. The
 page says what was answered and how fast, and what the server holds afterwards beside what it held after a warm-up:
-memory, threads and descriptors of each process, tasks, and pages of the cache.
+memory by its kinds, threads and descriptors of each process, tasks, and pages of the cache.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.faults.mixed_clients import CLIENTS, Clients, percentiles
+from benchmarks.processes.memory_kinds import HUGE_PAGES, KINDS, grown, memory_kinds
 from benchmarks.processes.python_module import ROOT, descendants, free_port
 from benchmarks.report.markdown import table
 from benchmarks.report.results import Page, write
@@ -32,8 +33,15 @@ CACHE = "64MiB"
 WARM_SECONDS, REST_SECONDS = 600.0, 3.0
 """What a server holds grows for some minutes, until it has seen all sizes of batches (docs/log/serving.md)."""
 
+RUSHES = 3
+"""Rounds of long prompts that come at the same moment, at the end of the warm-up: the largest batches are as rare as
+that, and torch's library prepares products, of half a MiB each, for each of its few sizes (docs/log/memory.md)."""
+
 GROWTH = 0.02
 """What a process may hold more after the load than before it, in parts of 1."""
+
+TOLD_KIB = 512
+"""Changes of a kind of memory from one rest to the next that the page tells."""
 
 
 def held(url: str, pid: int) -> dict[str, Any]:
@@ -55,9 +63,11 @@ def held(url: str, pid: int) -> dict[str, Any]:
 def process_held(pid: int) -> dict[str, Any]:
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+    kinds = memory_kinds(pid)
     return {
         "name": next((word for word in words if word.startswith("tllm.")), words[0]),
-        "rss_kib": int(status["VmRSS"].split()[0]),
+        "rss_kib": sum(kinds[kind] for kind in KINDS),
+        "kinds_kib": kinds,
         "threads": int(status["Threads"]),
         "descriptors": len(os.listdir(f"/proc/{pid}/fd")),
     }
@@ -80,7 +90,8 @@ def left_behind(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str
             if new[name] > old[name]
         ]
         if new["rss_kib"] > old["rss_kib"] * (1 + GROWTH):
-            found.append(f"{where}: {old['rss_kib']} KiB before, {new['rss_kib']} after")
+            what = grown(old["kinds_kib"], new["kinds_kib"], TOLD_KIB)
+            found.append(f"{where}: {old['rss_kib']} KiB before, {new['rss_kib']} after ({what})")
     return found
 
 
@@ -94,6 +105,7 @@ def run(model: str, plan: str, seconds: float, warm_seconds: float = WARM_SECOND
     ) as process:
         wait_until_ready(url, process)
         asyncio.run(Clients(url, name).ask_for(warm_seconds))
+        asyncio.run(Clients(url, name).rush(RUSHES))
         time.sleep(REST_SECONDS)
         marks = [held(url, process.pid) | {"done": 0}]
         clients, parts = Clients(url, name), max(1, round(seconds / 300))
@@ -102,7 +114,10 @@ def run(model: str, plan: str, seconds: float, warm_seconds: float = WARM_SECOND
             time.sleep(REST_SECONDS)
             done = sum(one.done for one in clients.seen.values())
             marks.append(held(url, process.pid) | {"done": done})
-            print(f"{part + 1} of {parts}: {done} requests", flush=True)
+            print(
+                f"{part + 1} of {parts}: {done} requests; {'; '.join(changes(*marks[-2:])) or 'nothing grew'}",
+                flush=True,
+            )
     return {
         "model": name,
         "plan": plan,
@@ -121,7 +136,8 @@ are chats of two turns, 2 are held to call a tool, 2 have a prompt of 300 words,
 client and 2 are such as have to be refused."""
 READING = """Goodput: {rate:.1f} tokens a second, those of replies that were left not counted; {done} requests, of which
 {wrong} were not answered as they should have been. What it holds is read at rest, {rest:g} s after the last request:
-at first after a warm-up of {warm:g} s under the same load. {said}"""
+at first after a warm-up of {warm:g} s under the same load, and of long prompts that come at the same moment, from
+all clients, from one less and so on. {said}"""
 LIMITS = """- A tiny model, so that much of the work is the server's and not the model's.
 - Other programs may use the machine's cores meanwhile: the times are upper bounds. `python -m
   benchmarks.faults.mixed_load_beside` asks the same of llama.cpp's server.
@@ -152,15 +168,41 @@ def page(found: Mapping[str, Any]) -> Page:
         said=said,
     )
     purpose = PURPOSE.format(clients=CLIENTS, minutes=found["seconds"] / 60, model=found["model"], plan=found["plan"])
-    body = "\n\n".join(map(table, (lines, kept, growth(found["held"]))))
+    grew = table(growth(found["held"]), comment=True)
+    body = "\n\n".join((*map(table, (lines, kept, kinds(first, last))), grew))
     return Page("faults", "mixed-load", "Serving: mixed load for a long time", purpose, body, reading, LIMITS)
 
 
 def growth(marks: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """The memory of each process at each rest, in MiB, by the requests since the warm-up."""
+    """The memory of each process at each rest, in MiB, by the requests since the warm-up, and which kinds changed."""
     names = [f"process {place}" for place, _ in enumerate(marks[0]["processes"])]
-    rows = [[f"{mark['done']}", *(f"{one['rss_kib'] / 1024:.1f}" for one in mark["processes"])] for mark in marks]
-    return [["requests since the warm-up", *(f"{name}: MiB" for name in names)], *rows]
+    rows = [
+        [
+            f"{mark['done']}",
+            *(f"{one['rss_kib'] / 1024:.1f}" for one in mark["processes"]),
+            "; ".join(changes(marks[place - 1], mark)) if place else "",
+        ]
+        for place, mark in enumerate(marks)
+    ]
+    return [["requests since the warm-up", *(f"{name}: MiB" for name in names), "what changed"], *rows]
+
+
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Of each process the kinds of memory that grew or shrank from one rest to the next, in words."""
+    pairs = enumerate(zip(before["processes"], after["processes"], strict=False))
+    told = [(place, grown(old["kinds_kib"], new["kinds_kib"], TOLD_KIB)) for place, (old, new) in pairs]
+    return [f"process {place}: {what}" for place, what in told if what]
+
+
+def kinds(first: Mapping[str, Any], last: Mapping[str, Any]) -> list[list[str]]:
+    """MiB of each kind of memory in each process, after the warm-up and at the end."""
+    names = [f"process {place}" for place, _ in enumerate(first["processes"])]
+    pairs = list(zip(first["processes"], last["processes"], strict=False))
+    rows = [
+        [kind, *(" to ".join(f"{one['kinds_kib'][kind] / 1024:.1f}" for one in pair) for pair in pairs)]
+        for kind in (*KINDS, HUGE_PAGES)
+    ]
+    return [["MiB, after the warm-up and at the end", *names], *rows]
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ of a server has any number of rows. So they are rounded up (`padded_rows`), and 
 the memory of a server grew for hours by what was prepared, and dropped again, between tensors (docs/log/memory.md).
 
 On processors with AMX our own product by tiles (csrc/bfloat16_tiles.c) reads weights as they lie, and prepares nothing.
+So small weights are multiplied by it up to `ROWS_BY_TILES` rows, where nothing is measured: most batches of a server.
 """
 
 from __future__ import annotations
@@ -44,6 +45,10 @@ eighth."""
 TILED = 32
 """Outputs and columns of weights that are multiplied by tiles are a multiple of this."""
 
+ROWS_BY_TILES = 256
+"""Up to so many rows tiles take 0.3 to 1.1 times as long as oneDNN's product beside weights of less than `LARGE_BYTES`,
+and from 512 on 1.0 to 1.3 times as long (docs/log/memory.md)."""
+
 TILE_ROWS = 16
 """Rows that oneDNN's products of 16-bit numbers make at once, with AMX."""
 
@@ -74,7 +79,8 @@ def product_name(x_TD: Tensor, weight_FD: Tensor) -> str:
     if kernels is not None and kernels.makes_plain_products and x_TD.dtype in DTYPES and weight_FD.is_contiguous():
         return "tiles" if _can("tiles", x_TD, weight_FD) else "kernel"
     if rows > MEASURED_ROWS or rows == 0 or weight_FD.nbytes < MEASURED_BYTES or x_TD.dtype == torch.float64:
-        return "linear"
+        is_small = 0 < rows <= ROWS_BY_TILES and weight_FD.nbytes < LARGE_BYTES
+        return "tiles" if is_small and _can("tiles", x_TD, weight_FD) else "linear"
     kind = ProductKind(
         next_power_of_two(rows), len(weight_FD), weight_FD.shape[1], weight_FD.dtype, torch.get_num_threads()
     )

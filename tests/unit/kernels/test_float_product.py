@@ -22,6 +22,7 @@ from tllm.kernels.float_product import (
     IN_DOUBLING,
     IN_DOUBLING_OF_LARGE,
     LARGE_BYTES,
+    ROWS_BY_TILES,
     TILE_ROWS,
     float_matmul,
     is_prepared,
@@ -123,12 +124,12 @@ from tllm.parallel.lora.lora_update import LoraModule, LoraUpdate
 from tllm.parallel.shard import Shard, ShardPiece, cut_parameter
 
 float_product.LARGE_BYTES = {least}
-whole = (0, 48), (0, 32)
-weight = cut_parameter((48, 32), Shard((ShardPiece("m.weight", whole),), True))
+whole = (0, {outputs}), (0, 32)
+weight = cut_parameter(({outputs}, 32), Shard((ShardPiece("m.weight", whole),), True))
 update = LoraUpdate(weight, {{"m": LoraModule(rank=16, scale=1.0)}}).bfloat16()
 weight = weight.bfloat16()
 with torch.inference_mode():
-    for rows in range(65, 1025, 5):
+    for rows in {rows}:
         {product}(torch.ones(rows, 32, dtype=torch.bfloat16))
 """
 
@@ -143,9 +144,19 @@ def test_what_onednn_prepares_does_not_grow_with_the_batches(least: int) -> None
     assert 0 < prepared(least, "update") <= 2 * numbers, "A and B of an adapter"
 
 
-def prepared(least: int, product: str) -> int:
-    """How many products oneDNN prepares in a process for 192 numbers of rows."""
-    words = [sys.executable, "-c", COUNT.format(least=least, product=product)]
+@pytest.mark.skipif(not is_prepared(torch.bfloat16), reason="nothing is prepared on this processor")
+@pytest.mark.skipif(not any(one.has_tiles for one in libraries()), reason="this processor has no tiles")
+def test_beside_small_weights_onednn_prepares_nothing_for_most_batches() -> None:
+    """Tiles do these, whose outputs and columns they take: what is prepared is half a MiB for each number of rows."""
+    product = "(lambda x: float_product.float_matmul(x, weight))"
+    assert prepared(LARGE_BYTES, product, range(1, ROWS_BY_TILES + 1), outputs=64) == 0
+    assert prepared(LARGE_BYTES, product, range(1, ROWS_BY_TILES + 1), outputs=48) > 0
+    assert 0 < prepared(LARGE_BYTES, product, range(ROWS_BY_TILES + 1, 1025), outputs=64) <= 2 * IN_DOUBLING
+
+
+def prepared(least: int, product: str, rows: range = range(65, 1025, 5), outputs: int = 48) -> int:
+    """How many products oneDNN prepares in a process for these numbers of rows."""
+    words = [sys.executable, "-c", COUNT.format(least=least, product=product, rows=rows, outputs=outputs)]
     env = {**os.environ, "ONEDNN_VERBOSE": "profile_create", "PYTHONPATH": os.pathsep.join(sys.path)}
     said = subprocess.run(words, env=env, capture_output=True, text=True)
     assert said.returncode == 0, said.stderr
