@@ -20,8 +20,11 @@ HALVINGS = 60
 
 def entropy(logits_PV: Tensor) -> Tensor:
     """Of each place's distribution, in nats, float64 [P]. A logit may be -inf."""
-    terms_PV: Tensor = torch.special.entr(logits_PV.softmax(-1))
-    return terms_PV.sum(-1, dtype=torch.float64)
+    z_PV = logits_PV - logits_PV.amax(-1, keepdim=True)
+    p_PV, lowest = z_PV.exp(), torch.finfo(z_PV.dtype).min  # in place of -inf: 0 times it is 0
+    total_P, products_P = p_PV.sum(-1), p_PV.mul_(z_PV.clamp_(min=lowest)).sum(-1)
+    entropy_P: Tensor = total_P.log() - products_P / total_P
+    return entropy_P.double()
 
 
 def lost_by_count(log_p_PB: Tensor, rest_entropy_P: Tensor, vocab_size: int) -> Tensor:
