@@ -16,6 +16,12 @@ from tllm.training.job.key_limits import (
 )
 from tllm.training.job.rollout_keys import RolloutConfig
 
+CODE_STEP = 1 / 12
+"""Nats between two codes of a log-probability that travels in a byte."""
+
+CODES_LOSE = CODE_STEP**2 / 8
+"""Nats a token that these lose at most: `teachers/coded_log_probs.py` says why."""
+
 
 @dataclass(frozen=True)
 class DistillationKeys:
@@ -42,6 +48,7 @@ class DistillationKeys:
         {},
         {
             "teacher_dtype": ("float32", "bfloat16", "float64"),
+            "log_prob_dtype": ("float32", "uint8"),
             "hidden_state_loss": ("mse", "cosine"),
             "hidden_state_dtype": ("float32", "bfloat16", "float64"),
         },
@@ -69,6 +76,9 @@ class DistillationKeys:
     """Send as few tokens of each place, at most `top_k`, as lose no more than this of the teacher's distribution p:
     KL(p || p') in nats, on average over the tokens of a row, where p' shares the mass of all others out evenly. 0:
     always `top_k`."""
+    log_prob_dtype: str = "float32"
+    """What log-probabilities travel in: "float32", or with `kl_budget` "uint8", a quarter of their bytes: steps of a
+    twelfth of a nat, which lose at most 0.00087 nats a token. They are of the budget."""
     beta: float = 0.0
     """The divergence: 0 forward KL, 1 reverse KL, between them the generalised Jensen-Shannon divergence."""
     temperature: float = 1.0
@@ -157,6 +167,12 @@ class DistillationKeys:
                 f"distill.kl_budget is {self.kl_budget} and distill.top_k is {self.top_k}: a budget chooses how many "
                 "of the top_k tokens are sent",
                 "give top_k the most of a place, 256 say and less than 65536, or leave kl_budget out",
+            )
+        if self.log_prob_dtype == "uint8" and self.kl_budget <= CODES_LOSE:
+            raise ConfigError(
+                f'distill.log_prob_dtype is "uint8" and distill.kl_budget is {self.kl_budget}: rounding to a byte may '
+                f"lose {CODES_LOSE:.5f} nats a token, which a budget must have",
+                "give kl_budget, 0.1 say, or leave log_prob_dtype out",
             )
         check_role_plan("distill", "teacher", self.teacher_plan, self.teacher_nodes)
         check_role_plan("distill", "rollout", self.rollout_plan, self.rollout_nodes)

@@ -12,6 +12,7 @@ from tllm.core.errors import FrameError
 from tllm.training.questions.run_connection import Conversation
 
 HiddenStateDtype = Literal["float32", "bfloat16", "float64"]
+LogProbDtype = Literal["float32", "uint8"]
 HIDDEN_STATE_TYPES: dict[str, str] = {"float32": "<f4", "bfloat16": "<i2", "float64": "<f8"}
 """How numbers of each travel, in numpy's letters."""
 
@@ -21,7 +22,7 @@ class Lesson(msgspec.Struct, frozen=True):
 
     `vocabulary` is the digest of the student's tokens (`vocabulary_digest`), of which its model has `vocab_size`.
     `hidden_states` are numbers, each once, of hidden states of the teacher's, which the run takes to have `hidden_size`
-    columns (`objectives.hidden_state_loss`).
+    columns (`objectives.hidden_state_loss`). With a budget `log_prob_dtype` may be "uint8" (`coded_log_probs`).
     """
 
     top_k: int
@@ -32,6 +33,12 @@ class Lesson(msgspec.Struct, frozen=True):
     hidden_states: tuple[int, ...] = ()
     hidden_size: int = 0
     hidden_state_dtype: HiddenStateDtype = "float32"
+    log_prob_dtype: LogProbDtype = "float32"
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether log-probabilities of tokens travel as codes of a byte."""
+        return self.log_prob_dtype == "uint8"
 
     @property
     def width(self) -> int:
@@ -64,7 +71,8 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
     With a budget a place has tokens as `counts` says, uint16 [P], one after another, and one log-probability more than
     tokens; `lost` is what is lost of all places together (`top_k_choice`), in nats. `hidden_states` are those that
-    were asked for, one after another, each [P, hidden_size] in the dtype that was asked for.
+    were asked for, one after another, each [P, hidden_size] in the dtype that was asked for. Where the lesson
+    `is_coded`, `log_probs` are codes of the tokens, uint8, and those of all others together are `rests`, float32 [P].
     """
 
     number: int
@@ -74,6 +82,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     counts: bytes = b""
     lost: float = 0.0
     hidden_states: bytes = b""
+    rests: bytes = b""
 
     @property
     def token_counts(self) -> NDArray[np.int64]:

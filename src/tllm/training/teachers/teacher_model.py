@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,10 +21,12 @@ from tllm.spec.model_spec import ModelSpec
 from tllm.text.same_vocabulary import vocabulary_digest
 from tllm.training.data.encoder import IGNORED
 from tllm.training.data.packing import PackedRow
+from tllm.training.job.distillation_keys import CODES_LOSE
 from tllm.training.questions.causal_model import CausalModel
 from tllm.training.questions.run_connection import ANSWER_LIMIT
 from tllm.training.questions.stateless_session import StatelessSession
 from tllm.training.step.frozen_model import FrozenModel
+from tllm.training.teachers.coded_log_probs import codes_of, log_probs_of, normalised
 from tllm.training.teachers.hidden_states import TakenStates
 from tllm.training.teachers.teacher_messages import Answer, Lesson, Question, unpacked
 from tllm.training.teachers.top_k_choice import entropy, fewest_within, lost_by_count
@@ -166,14 +169,30 @@ def _failed(question: Question, reason: str) -> Answer:
 
 def _within_budget(number: int, ids_PK: Tensor, log_p_PB: Tensor, lost_PK: Tensor, lesson: Lesson) -> Answer:
     """The likeliest tokens of each place, as many as the budget wants, and all others together."""
-    counts_P = fewest_within(lost_PK, lesson.kl_budget)
+    budget = lesson.kl_budget - CODES_LOSE if lesson.is_coded else lesson.kl_budget
+    counts_P = fewest_within(lost_PK, budget)
     columns_B = torch.arange(log_p_PB.shape[-1])
     is_sent_PB = columns_B < counts_P[:, None]
     rest_P1 = log_p_PB.masked_fill(is_sent_PB, -torch.inf).logsumexp(-1, keepdim=True)
-    sent_PB = torch.where(is_sent_PB, log_p_PB, rest_P1)[columns_B <= counts_P[:, None]]
     lost = float(lost_PK.gather(-1, counts_P[:, None] - 1).sum())
     ids = ids_PK[is_sent_PB[:, :-1]].numpy().astype(lesson.id_type).tobytes()
-    return Answer(number, ids, _floats(sent_PB), counts=counts_P.numpy().astype("<u2").tobytes(), lost=lost)
+    counts = counts_P.numpy().astype("<u2").tobytes()
+    if lesson.is_coded:
+        top_PK = log_p_PB.masked_fill(~is_sent_PB, -torch.inf)[:, :-1]
+        codes, by_codes = _coded(torch.cat((top_PK, rest_P1), -1).double().numpy(), is_sent_PB[:, :-1].numpy())
+        return Answer(number, ids, codes, counts=counts, lost=lost + by_codes, rests=_floats(rest_P1))
+    sent_PB = torch.where(is_sent_PB, log_p_PB, rest_P1)[columns_B <= counts_P[:, None]]
+    return Answer(number, ids, _floats(sent_PB), counts=counts, lost=lost)
+
+
+def _coded(log_p_PB: NDArray[Any], is_sent_PK: NDArray[np.bool_]) -> tuple[bytes, float]:
+    """The codes of the tokens that are sent, and the nats that they lose; others are -inf, the rest is last."""
+    codes = codes_of(log_p_PB[:, :-1][is_sent_PK])
+    told_PB = log_p_PB.copy()
+    told_PB[:, :-1][is_sent_PK] = log_probs_of(codes)
+    p_PB, told_PB = np.exp(log_p_PB), normalised(told_PB)
+    differences_PB = np.subtract(log_p_PB, told_PB, out=np.zeros_like(told_PB), where=p_PB > 0)
+    return codes.tobytes(), max(0.0, float((p_PB * differences_PB).sum()))
 
 
 def _floats(x: Tensor) -> bytes:

@@ -25,8 +25,16 @@ from tllm.training.questions.answerer_pool import AnswererPool, ClusterAnswerers
 from tllm.training.questions.remote_answerer import NOBODY, AnsweringThread, wait_for
 from tllm.training.questions.shared_secret import shared_identity
 from tllm.training.questions.stop_signal import StopSignal
+from tllm.training.teachers.coded_log_probs import log_probs_of, normalised
 from tllm.training.teachers.hidden_states import states_of_tokens
-from tllm.training.teachers.teacher_messages import Answer, HiddenStateDtype, Lesson, Question, packed
+from tllm.training.teachers.teacher_messages import (
+    Answer,
+    HiddenStateDtype,
+    Lesson,
+    LogProbDtype,
+    Question,
+    packed,
+)
 from tllm.training.teachers.teacher_model import TeacherModel
 from tllm.training.teachers.teacher_threads import AskedRow, LocalTeacher, TeacherInquirer, TeacherQueue
 
@@ -60,6 +68,7 @@ class TeacherPool:
             keys.teacher_hidden_states,
             keys.teacher_hidden_size or 0,
             msgspec.convert(keys.hidden_state_dtype, HiddenStateDtype),
+            msgspec.convert(keys.log_prob_dtype, LogProbDtype),
         )
         if keys.teacher_nodes:
             assert cluster is not None, "checked when the run began"
@@ -83,7 +92,7 @@ class TeacherPool:
         """
         answer, nbytes = (Answer(0), 0) if asked is None else self._wait_for(asked, step, on_wait)
         places, tokens = np.flatnonzero(row.labels != IGNORED), len(row.labels)
-        ids, log_probs = _of_places(answer, len(places), self._lesson)
+        ids, log_probs = places_of(answer, len(places), self._lesson)
         of_tokens = {**row.of_tokens, LOG_PROBS: np.zeros((tokens, self._lesson.width), dtype="<f4")}
         of_tokens[LOG_PROBS][places] = log_probs
         if self._lesson.top_k:
@@ -130,16 +139,24 @@ class TeacherPool:
         return wait_for(asked, self._teachers, f"step {step + 1}", self.waits_for, on_wait, self._queue.stop)
 
 
-def _of_places(answer: Answer, places: int, lesson: Lesson) -> tuple[Numbers, Numbers]:
+def places_of(answer: Answer, places: int, lesson: Lesson) -> tuple[Numbers, Numbers]:
     """The ids and log-probabilities of each place, [places, top_k] and [places, width]: -1 and -inf for tokens that a
     budget left out."""
-    numbers, log_probs = np.frombuffer(answer.ids, lesson.id_type), np.frombuffer(answer.log_probs, "<f4")
+    numbers = np.frombuffer(answer.ids, lesson.id_type)
+    if lesson.is_coded:
+        log_probs: Numbers = log_probs_of(np.frombuffer(answer.log_probs, np.uint8))
+    else:
+        log_probs = np.frombuffer(answer.log_probs, "<f4")
     if not lesson.kl_budget:
         return numbers.reshape(places, lesson.top_k), log_probs.reshape(places, lesson.width)
     is_sent = np.arange(lesson.width) < answer.token_counts[:, None]
     ids = np.full((places, lesson.top_k), NO_TOKEN, dtype="<i4")
     ids[is_sent[:, :-1]] = numbers
     spread = np.full((places, lesson.width), -np.inf, dtype="<f4")
+    if lesson.is_coded:
+        spread[is_sent] = log_probs
+        spread[:, -1] = np.frombuffer(answer.rests, "<f4")
+        return ids, normalised(spread)
     is_sent[:, -1] = True  # the rest
     spread[is_sent] = log_probs
     return ids, spread

@@ -86,12 +86,15 @@ def checked(answer: Answer, question: Question, lesson: Lesson, name: str) -> An
             )
         sent = int(counts.sum())
     each = np.dtype(lesson.id_type).itemsize
-    want = question.number, each * sent, 4 * (sent + places if lesson.top_k else places * lesson.width)
-    got = answer.number, len(answer.ids), len(answer.log_probs)
+    numbers = sent + places if lesson.top_k else places * lesson.width
+    log_probs, rests = (sent, 4 * places) if lesson.is_coded else (4 * numbers, 0)
+    want = question.number, each * sent, log_probs, rests
+    got = answer.number, len(answer.ids), len(answer.log_probs), len(answer.rests)
     if got != want:
         raise ClusterError(
-            f"the teacher at {name} answers row {got[0]} with {got[1]} bytes of tokens and {got[2]} of probabilities, "
-            f"and row {want[0]} has {want[1]} and {want[2]}"
+            f"the teacher at {name} answers row {got[0]} with {got[1]} bytes of tokens, {got[2]} of probabilities and "
+            f"{got[3]} of rests, and row {want[0]} has {want[1]}, {want[2]} and {want[3]}",
+            "its tllm knows no log_prob_dtype: install this version there too" if rests and not answer.rests else "",
         )
     asked = places * lesson.hidden_state_bytes
     if asked and not answer.hidden_states:

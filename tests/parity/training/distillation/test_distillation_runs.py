@@ -190,6 +190,29 @@ def test_two_teachers_elsewhere_and_two_replicas(
         assert 8 * 2 + 9 * 4 + 4 + 4 < record.metrics["teacher_bytes_per_token"] < 110
 
 
+def test_log_probabilities_of_a_byte_from_elsewhere_are_those_of_a_teacher_beside_the_student(
+    folder: Path, tmp_path: Path
+) -> None:
+    keys = {"top_k": 24, "kl_budget": 0.15, "log_prob_dtype": "uint8"}
+    beside, secret = records(train(distilling(folder, tmp_path / "a" / "run", distill=keys), "pp=1")), tmp_path / "key"
+    exact = records(
+        train(distilling(folder, tmp_path / "b" / "run", distill={**keys, "log_prob_dtype": "float32"}), "pp=1")
+    )
+    with serving(folder / "teacher", secret, "float64") as server:
+        job = elsewhere(folder, tmp_path / "c" / "run", secret, server)
+        assert job.distill is not None
+        job = replace(job, distill=replace(job.distill, **keys))
+        found = records(train(job, "dp=2"))
+    is_golden(tmp_path / "c" / "run", found, (beside, tmp_path / "a" / "run"))
+    for got, want in zip(found, exact, strict=True):
+        assert got.metrics is not None and want.metrics is not None
+        assert got.metrics["teacher_kl"] <= 0.15
+        assert got.metrics["teacher_top_k"] < want.metrics["teacher_top_k"] + 0.5, (
+            "the bound of what codes lose is small"
+        )
+        assert 0 < abs(got.loss - want.loss) < 0.01 * want.loss
+
+
 def test_a_teacher_that_is_lost_in_mid_run_changes_nothing(
     folder: Path, golden: tuple[list[StepRecord], Path], tmp_path: Path
 ) -> None:

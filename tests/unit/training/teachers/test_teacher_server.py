@@ -27,6 +27,7 @@ from tllm.training.questions.run_connection import RunConnection
 from tllm.training.questions.shared_secret import shared_identity
 from tllm.training.teachers.teacher_messages import TEACHING, Answer, Lesson, Question, packed, unpacked
 from tllm.training.teachers.teacher_model import TeacherModel
+from tllm.training.teachers.teacher_pool import places_of
 from tllm.training.teachers.teacher_threads import TeacherConnection, TeacherInquirer, TeacherQueue, checked
 
 LESSON = Lesson(top_k=5, temperature=2.0, vocab_size=101, vocabulary="")
@@ -125,6 +126,34 @@ def test_a_budget_chooses_how_many_tokens_each_place_has(folder: Path, teacher: 
         torch.testing.assert_close(told_V[mine], p_PV[place, mine], rtol=1e-5, atol=1e-7)
         lost += float((p_PV[place] * (p_PV[place] / told_V).log()).sum())
     assert answer.lost == pytest.approx(lost, abs=1e-5) and answer.lost <= 3 * BUDGET.kl_budget
+
+
+def test_codes_of_a_byte_hold_the_budget_too(teacher: TeacherModel) -> None:
+    """What a run makes of them is put together, and what was lost counted by the definition over all tokens."""
+    lesson = msgspec.structs.replace(BUDGET, log_prob_dtype="uint8")
+    whole = teacher.answer(ROW, msgspec.structs.replace(LESSON, top_k=0))
+    p_PV = np.exp(np.frombuffer(whole.log_probs, "<f4").reshape(3, 101).astype(np.float64))
+    answer = checked(teacher.answer(ROW, lesson), ROW, lesson, "there")
+    counts = answer.token_counts
+    assert (len(answer.log_probs), len(answer.rests)) == (counts.sum(), 12), "a byte each, and the rest in four"
+    ids_PK, log_p_PB = places_of(answer, 3, lesson)
+    np.testing.assert_allclose(np.exp(log_p_PB).sum(-1), 1, rtol=1e-6)
+    lost = 0.0
+    for p_V, ids_K, log_p_B, k in zip(p_PV, ids_PK, log_p_PB, counts, strict=True):
+        assert (ids_K >= 0).sum() == k
+        told_V = np.full(101, np.exp(log_p_B[-1]) / (101 - k))
+        told_V[ids_K[:k]] = np.exp(log_p_B[:k])
+        lost += float((p_V * np.log(p_V / told_V)).sum())
+    assert answer.lost == pytest.approx(lost, abs=1e-5) and answer.lost <= 3 * lesson.kl_budget
+    exact = teacher.answer(ROW, BUDGET)
+    assert abs(answer.lost - exact.lost) > 0, "the codes have their part"
+
+
+def test_a_teacher_that_knows_no_codes_is_told_apart(teacher: TeacherModel) -> None:
+    lesson = msgspec.structs.replace(BUDGET, log_prob_dtype="uint8")
+    with pytest.raises(ClusterError, match="of rests") as error:
+        checked(teacher.answer(ROW, BUDGET), ROW, lesson, "there")
+    assert "knows no log_prob_dtype" in error.value.hint
 
 
 def test_a_budget_is_held_in_a_fiftieth_of_all_logits(tmp_path: Path) -> None:
