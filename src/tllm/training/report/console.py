@@ -9,6 +9,9 @@ UNITS = ("B", "KB", "MB", "GB", "TB")
 TELLING = {"reward": "reward", "rewards/margins": "margin", "accuracy": "accuracy", "divergence": "divergence"}
 """Of what tasks tell beside their loss, what says whether they learn: GRPO's loss is 0, say, whatever it learns."""
 
+TAUGHT = "teacher_bytes_per_token"
+"""Messages to and from teachers elsewhere; 0 of one beside the student."""
+
 LEAST_FIRST = ("sent", "bubble", "mem", "mfu", "lr", "norm", "tok/s")
 """What a narrow terminal does without, before what the task tells, the time left and the loss."""
 
@@ -50,6 +53,8 @@ def _told(record: StepRecord) -> list[str]:
     """What the task tells, and the loss of rows held out after an evaluation."""
     metrics = record.metrics or {}
     told = [f"{name} {metrics[key]:7.3f}" for key, name in TELLING.items() if key in metrics]
+    if metrics.get(TAUGHT):
+        told.append(f"teacher {show_bytes(metrics[TAUGHT])}/tok")
     if record.eval_loss is not None:
         told.append(f"eval {record.eval_loss:.4f}")
     if "reward" in (record.eval_metrics or {}):

@@ -161,5 +161,9 @@ def test_the_line_for_people() -> None:
     assert step_line(record(30), 500, 0.5, room=3) == "step  30/500"
     told = msgspec.structs.replace(bare, metrics={"rewards/margins": 0.25, "logps/chosen": -9.0}, eval_loss=0.6)
     assert step_line(told, 9).startswith("step 7/9  loss   1.0000  margin   0.250  eval 0.6000  norm    2.000")
+    taught = msgspec.structs.replace(bare, metrics={"divergence": 1.5, "teacher_bytes_per_token": 912.4})
+    assert "  divergence   1.500  teacher 912 B/tok  norm" in step_line(taught, 9)
+    beside = msgspec.structs.replace(bare, metrics={"divergence": 1.5, "teacher_bytes_per_token": 0.0})
+    assert "teacher" not in step_line(beside, 9), "nothing crosses a wire"
     assert [show_bytes(n) for n in (0, 999, 1000, 2.5e15)] == ["0 B", "999 B", "1.0 KB", "2500.0 TB"]
     assert [show_seconds(s) for s in (-1, 59.4, 60, 7500)] == ["0s", "59s", "1m00s", "2h05m"]
