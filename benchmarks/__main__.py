@@ -30,6 +30,7 @@ RUNS = (
     ["training.memory"],
     ["training.log_prob_mismatch"],
     ["training.sampled_ahead"],
+    ["training.distillation"],
     ["serving.drafts"],
     ["serving.two_machines"],
     ["cluster.coordinator_scale"],
