@@ -58,11 +58,18 @@ def fewest_within(lost_PK: Tensor, budget: float) -> Tensor:
         return float(lost_PK.gather(-1, at_P[:, None]).mean())
 
     low, high = 0.0, float(lost_PK.max()) + 1.0
-    if lost(bought(high)) <= budget:
-        return bought(high) + 1
-    if lost(bought(low)) > budget:
-        return torch.full_like(bought(low), lost_PK.shape[-1])
+    within_P, beyond_P = bought(low), bought(high)
+    if lost(beyond_P) <= budget:
+        return beyond_P + 1
+    if lost(within_P) > budget:
+        return torch.full_like(within_P, lost_PK.shape[-1])
     for _ in range(HALVINGS):
         price = (low + high) / 2
-        low, high = (price, high) if lost(bought(price)) <= budget else (low, price)
-    return bought(low) + 1
+        at_P = bought(price)
+        if lost(at_P) <= budget:
+            low, within_P = price, at_P
+        else:
+            high, beyond_P = price, at_P
+        if int((within_P - beyond_P).sum()) == 1:  # no price is between them
+            break
+    return within_P + 1
