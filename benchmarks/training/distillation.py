@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -122,13 +122,12 @@ log_prob_dtype = "{self.options.log_probs if top_k else "float32"}"
         return self.root / "answers"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Place:
     """Two hosts, joined, with `tllm teach` on the second of them."""
 
     hosts: Hosts
     work: Work
-    beside: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
     def address(self) -> str:

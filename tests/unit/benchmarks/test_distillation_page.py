@@ -20,7 +20,7 @@ from tllm.training.report.metrics import StepRecord
 from tllm.training.teachers.teacher_messages import Answer, Question, packed
 from tllm.training.teachers.top_k_choice import entropy
 
-SETTINGS = dict(
+SETTINGS: dict[str, Any] = dict(
     student="30m", teacher="60m", rate="100mbit", delay=5.0, budget=0.1, top_k=64, log_probs="uint8", rounds=2
 )
 SETTINGS |= dict(steps=4, warm=1, length=128, batch=4)
@@ -31,7 +31,7 @@ def run(*seconds: float, nbytes: float = 1000.0, told: float = 900.0, lost: floa
 
 
 def raw(**runs: list[dict[str, Any]]) -> dict[str, Any]:
-    found = {
+    found: dict[str, list[dict[str, Any]]] = {
         "apart": [dict(student=2.0, teacher=1.0, rows=30), dict(student=2.2, teacher=1.1, rows=30)],
         "100 Mbit/s": [run(2.0, 2.2), run(2.2, 2.2)],
         "delayed": [run(4.0), run(4.4)],
@@ -73,7 +73,9 @@ def test_the_page_says_what_is_behind_the_aims_and_nothing_else() -> None:
 
 def test_bytes_are_of_all_tokens_of_a_run_and_seconds_of_the_steps_that_count(tmp_path: Path) -> None:
     metrics = dict(teacher_bytes_per_token=800.0, teacher_kl=0.08, teacher_top_k=130.0)
-    fields = dict(loss=1.0, grad_norm=1.0, learning_rate=1e-4, tokens=512, tokens_per_second=1.0, metrics=metrics)
+    fields: dict[str, Any] = dict(
+        loss=1.0, grad_norm=1.0, learning_rate=1e-4, tokens=512, tokens_per_second=1.0, metrics=metrics
+    )
     records = [StepRecord(step=step + 1, seconds=step + 1.0, **fields) for step in range(4)]
     counted = dict(received_bytes=2_000_000, sent_bytes=32_000, received_packets=2000, sent_packets=32)
     work = Work(tmp_path, tmp_path, tmp_path, argparse.Namespace(warm=2, budget=0.1, log_probs="uint8"))
