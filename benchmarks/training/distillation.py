@@ -59,8 +59,8 @@ STUDENT, TEACHER = 0, 1
 """The hosts, and the processor that each has for itself."""
 
 BUDGETS = (0.1, 0.2)
-COUNTED_ROWS, COUNTED_LENGTH = 4, 128
-"""Rows, and their tokens, of which it is counted what a budget lets a teacher send."""
+COUNTED_ROWS, COUNTED_LENGTH, COUNTED_TOP_K = 4, 128, 4096
+"""Rows, and their tokens, of which it is counted what a budget lets a teacher send: of each place so many at most."""
 
 PORT = 7070
 SECONDS = 300.0
@@ -276,7 +276,7 @@ class RememberedRows(FrozenModel):
         return self.rows[name]
 
 
-def sent_of_model(title: str, name: str, text: Path | None, top_k: int) -> Figures:
+def sent_of_model(title: str, name: str, text: Path | None, top_k: int = COUNTED_TOP_K) -> Figures:
     """How sure a teacher is of some rows, and what it sends of them by each budget: whole messages, without TLS."""
     folder, config, _ = CausalModel.find(name, "gives no next token", "")
     part = RememberedRows.load(config, LocalFiles(folder), "float32")
@@ -342,9 +342,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="distillation-", dir=folders) as root:
         work = Work(student, teacher, Path(root), options)
         runs = rounds(work)
-        models = [sent_of_model("made up", str(teacher), None, options.top_k)]
+        models = [sent_of_model("made up", str(teacher), None)]
         if options.trained:
-            models.append(sent_of_model(Path(options.trained).stem, options.trained, options.text, options.top_k))
+            models.append(sent_of_model(Path(options.trained).stem, options.trained, options.text))
     settings = {name: getattr(options, name) for name in ("student", "teacher", "rate", "delay", "budget", "top_k")}
     settings |= {"log_probs": options.log_probs, "rounds": options.rounds, "steps": options.steps, "warm": options.warm}
     settings |= {"length": work.length, "batch": work.batch, "took": time.monotonic() - start}
