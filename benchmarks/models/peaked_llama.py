@@ -38,6 +38,8 @@ def peaked_folder(size: str, root: Path, vocabulary: int) -> Path:
 
 def peaked_head(vocabulary: int, width: int) -> torch.Tensor:
     """[V, D]: the logits of hidden states with a mean square of 1 have deviations as `COMMON` and `OWN` say."""
-    head_VD = torch.randn(vocabulary, width, generator=torch.Generator().manual_seed(1)) * COMMON / width**0.5
+    head_VD: torch.Tensor = (
+        torch.randn(vocabulary, width, generator=torch.Generator().manual_seed(1)) * COMMON / width**0.5
+    )
     head_VD[:, :WIDE] *= OWN / COMMON * (width / WIDE) ** 0.5
     return head_VD
