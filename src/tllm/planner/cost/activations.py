@@ -193,6 +193,7 @@ def _delta_chunks(of: DeltaSpec, cut: Cut, batch: Microbatch) -> int:
 def _latent_attention(
     spec: ModelSpec, of: LatentSpec, layer: LayerSpec, cut: Cut, batch: Microbatch, selective: bool
 ) -> int:
+    spec, cut = as_layer(spec, layer, cut)
     T, b, w, N = batch.tokens, batch.item_bytes, batch.upcast_bytes, size(cut.heads)
     latents = T * of.latents * b if b == w else 0  # what the norms take in; of 16-bit numbers they keep copies
     norms = sum(_norm(T, width, batch, False, copied=False) for width in (of.q_width, of.width) if width)

@@ -391,4 +391,5 @@ def is_snapshot_step(job: Job, step: int) -> bool:
 
 def _adapter_facts(lora: LoraJob) -> AdapterFacts:
     left_out = lora.exclude_modules, lora.layers_to_transform
-    return AdapterFacts(lora.r, lora.target_modules, lora.few_bits, lora.use_dora, *left_out)
+    drops = lora.lora_dropout > 0
+    return AdapterFacts(lora.r, lora.target_modules, lora.few_bits, lora.use_dora, *left_out, drops)

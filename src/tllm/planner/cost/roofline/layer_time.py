@@ -19,7 +19,14 @@ from typing import NamedTuple, Protocol
 from tllm.planner.cluster.device import Device
 from tllm.planner.cluster.execution import Execution
 from tllm.planner.cost.activations import layer_bytes, logits_bytes
-from tllm.planner.cost.flops import BACKWARD, attention_flops, attention_matrices, layer_flops, logits_flops
+from tllm.planner.cost.flops import (
+    BACKWARD,
+    attention_flops,
+    attention_matrices,
+    layer_flops,
+    logits_flops,
+)
+from tllm.planner.cost.rank_bytes import as_learned
 from tllm.planner.cost.rank_work import RankWork, TrainingFacts
 from tllm.planner.cost.roofline.attention_time import attention_seconds
 from tllm.planner.cost.roofline.matrix_product import MatrixProduct
@@ -84,7 +91,7 @@ class ConstantRate:
     def __init__(
         self, spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, flops: float, logits: float = 0.0
     ) -> None:
-        self.spec, self.plan, self.facts, self.work = spec, plan, facts, work
+        self.spec, self.plan, self.facts, self.work = as_learned(spec, facts.adapter), plan, facts, work
         self.flops, self.logits = flops, logits or flops
 
     def pass_seconds(self, run: range) -> PassSeconds:
@@ -119,7 +126,7 @@ class LayerTimeModel:
         execution: Execution,
         product_dtype: str | None = None,
     ) -> None:
-        self.spec, self.plan, self.facts, self.work = spec, plan, facts, work
+        self.spec, self.plan, self.facts, self.work = as_learned(spec, facts.adapter), plan, facts, work
         self.device, self.execution = device, execution
         self.product_dtype = product_dtype or facts.dtype
         self.known: dict[LayerSpec, PassSeconds] = {}
