@@ -145,16 +145,25 @@ def _tp_of_layer(spec: ModelSpec, kind: LearningLayer, plan: Plan, work: RankWor
 
 def _tp_of_ends(spec: ModelSpec, plan: Plan, work: RankWork) -> int:
     """Bytes for one microbatch: the embedding's all-reduce, that of the gradient of the last hidden state, and an
-    all-gather of four numbers for each token of the loss. A table beside an adapter has no gradient."""
+    what the loss sends. A table beside an adapter has no gradient."""
     T, D, b = work.batch.tokens, spec.hidden_size, work.batch.item_bytes
     first = any(run.start == 0 for run in work.runs)
     last = any(run.stop == spec.num_layers for run in work.runs)
-    loss = last * all_gather(4 * logits_tokens(work.batch) * work.batch.upcast_bytes, work.tp)
+    loss = last * _of_loss(spec, work)
     if plan.sequence:
         gather, scatter = _gather_scatter(spec, work)
         return loss + (first * (work.adapter is None) + last) * gather + (first + last) * scatter
     sums = [T] * first + [logits_tokens(work.batch)] * last
     return loss + sum(all_reduce(tokens * D, b, work.at.tp, work.tp) for tokens in sums)
+
+
+def _of_loss(spec: ModelSpec, work: RankWork) -> int:
+    """Bytes for one microbatch: an all-gather of four numbers for each token of the loss, or an all-reduce of the
+    scores of all tokens, which one rank tells, and none of its gradients."""
+    tokens, w = logits_tokens(work.batch), work.batch.upcast_bytes
+    if spec.num_labels:
+        return all_reduce(tokens, w, work.at.tp, work.tp)
+    return all_gather(4 * tokens * w, work.tp)
 
 
 def _gather_scatter(spec: ModelSpec, work: RankWork) -> tuple[int, int]:

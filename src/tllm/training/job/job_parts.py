@@ -158,12 +158,12 @@ def training_facts(
 
 def _documents(job: Job, lengths: RowLengths | None) -> tuple[tuple[int, ...], int | None]:
     """The documents of a row that are learned from, each of a prompt and a reply, and how many of its tokens are
-    predicted."""
+    predicted; all where conversations are scored, of which each token has a score."""
     if lengths is None:
         return (), None
     count, prompt, reply = lengths.filling(job.seq_len, job.packing)
     count *= 1 if row_kind(job) == "mismatched" else lengths.parts
-    return (prompt + reply,) * count, reply * count
+    return (prompt + reply,) * count, None if row_kind(job) == "scored_pairs" else reply * count
 
 
 def _prompts_to_share(job: Job, lengths: RowLengths | None) -> SharedPrompts | None:

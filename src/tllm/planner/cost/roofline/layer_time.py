@@ -23,6 +23,7 @@ from tllm.planner.cost.flops import (
     BACKWARD,
     attention_flops,
     attention_matrices,
+    head_width,
     layer_flops,
     logits_flops,
 )
@@ -180,7 +181,7 @@ class LayerTimeModel:
     def _logits(self) -> PassSeconds:
         """Logits and loss, in the dtype of the job."""
         batch, cut = self.work.batch, self.work.cut
-        head = MatrixProduct(batch.target_tokens, self.spec.hidden_size, size(cut.vocab))
+        head = MatrixProduct(batch.target_tokens, self.spec.hidden_size, head_width(self.spec, cut))
         product, added = self._seconds(head, self.facts.dtype), self._accumulated([head])
         touches = self.execution.touches if self.execution.loss_touches is None else self.execution.loss_touches
         moved = touches * logits_bytes(self.spec, cut, batch) / self.device.memory_bandwidth
