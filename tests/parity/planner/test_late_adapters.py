@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
@@ -17,7 +18,7 @@ from tests.support.training.runs import records, train
 from tests.support.training.training_step import furthest
 from tllm.planner.cluster.device import LinkSpeed
 from tllm.planner.cost.flops import attention_flops, layer_flops, training_flops
-from tllm.planner.cost.rank_work import ProjectionFacts, forward_only_layers
+from tllm.planner.cost.rank_work import ProjectionFacts, forward_only_layers, rank_works
 from tllm.planner.cost.traffic import step_traffic
 from tllm.planner.memory.training_memory import training_bytes
 from tllm.planner.simulate.training_step import predict_step
@@ -30,6 +31,7 @@ from tllm.training.job.lora_job import LoraJob
 from tllm.training.job.target_modules import lowest_learned_layer
 from tllm.training.step import rank_model
 from tllm.training.step.pipeline_step import StepResult
+from tllm.training.trainer import RankTrainer
 
 RANK, LOWEST, SPEED = 3, 2, 1e9
 LATE = LoraJob(r=RANK, target_modules=("q_proj",), layers_to_transform=(LOWEST, 3))
@@ -97,6 +99,48 @@ def test_a_run_sends_what_is_planned_and_learns_the_same(plan: str, tmp_path: Pa
     assert off < 1e-11, name
     assert planned[0] - planned[1] == pytest.approx(sent[0] - sent[1], rel=0.05)
     assert planned[1] < 0.9 * planned[0]
+
+
+HALVES = {
+    "attention": (("q_proj", "down_proj"), 3),
+    "the last of attention": (("o_proj",), 3),
+    "the MLP": (("gate_proj", "down_proj"), 2),
+    "the last of the MLP": (("down_proj",), 2),
+}
+"""Targets of the lowest adapted layer, and the sums of hidden states that it makes with them: two in the forward pass,
+and one of the gradient at the MLP's input, if that is not the lowest of what learns."""
+
+
+def sent_over_tp(trainer: RankTrainer) -> int:
+    return sum(link.bytes_moved for link in trainer.config.groups.tp.send.values())
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "tp=2,recompute=layer", "tp=3,sequence=true", "pp=2,tp=2", "tp=2,cp=2"])
+@pytest.mark.parametrize(("case", "lowest"), [("attention", 0), *((case, LOWEST) for case in HALVES)])
+def test_no_gradient_is_summed_below_the_lowest_adapted_linear(
+    case: str, lowest: int, plan: str, tmp_path: Path
+) -> None:
+    """Whole rows are sent over `tp`, and beside them some numbers of each token and step."""
+    save_model("llama", tmp_path / "model", hidden_size=192)
+    targets, sums = HALVES[case]
+    rows, spec, trainers = tmp_path / "full.jsonl", spec_of(tmp_path / "model"), list[RankTrainer]()
+    rows.write_text("".join(json.dumps({"input_ids": [*range(1, 25)]}) + "\n" for _ in range(8)))
+    layers = tuple(range(lowest, spec.num_layers))
+    lora = LoraJob(r=RANK, target_modules=targets, layers_to_transform=layers)
+    job = lora_job(tmp_path / "model", tmp_path / "run", lora=lora, max_steps=2, train_files=(str(rows),))
+    train(job, plan, damage=trainers.append)
+    parsed, facts = Plan.parse(plan, spec.num_layers), training_facts(job)
+    planned = {
+        work.rank: sent
+        for work, sent in zip(rank_works(spec, parsed, facts), step_traffic(spec, parsed, facts), strict=True)
+    }
+    assert len(trainers) == parsed.world_size
+    a_sum = facts.microbatches * facts.seq_len * spec.hidden_size * facts.item_bytes / parsed.cp
+    for trainer in trainers:
+        assert sent_over_tp(trainer) / job.max_steps == pytest.approx(planned[trainer.config.rank].tp, abs=0.1 * a_sum)
+    if plan == "tp=2":
+        whole = sums + 4 * (spec.num_layers - 1 - lowest) + 2 * lowest + 1  # and the embedding's; the head has few
+        assert planned[0].tp / a_sum == pytest.approx(whole + 1, rel=0.05)
 
 
 @pytest.mark.parametrize("plan", ["pp=2", "tp=2"])

@@ -38,10 +38,16 @@ from tllm.planner.cluster.device import Cluster, Device, Points
 from tllm.planner.cluster.device_kinds import best_bandwidths
 from tllm.planner.cluster.profile import between
 from tllm.planner.cost.flops import layer_flops, logits_flops
-from tllm.planner.cost.rank_work import TrainingFacts, forward_only_layers, passes_of
+from tllm.planner.cost.rank_work import (
+    LayerGradients,
+    TrainingFacts,
+    forward_only_layers,
+    layer_gradients,
+    passes_of,
+)
 from tllm.planner.memory.heap import TRAINER_BYTES
 from tllm.spec.cut import cut_stage
-from tllm.spec.model_spec import ModelSpec
+from tllm.spec.model_spec import LayerSpec, ModelSpec
 from tllm.spec.plan import Plan
 
 MOST_PRICES = 64
@@ -138,8 +144,7 @@ def _least(
     of_each = [layer_flops(spec, layer, whole, facts.lengths, facts.before) for layer in spec.layers]
     layers = facts.microbatches * sum(of_each[:below])
     layers += (passes + recomputed * facts.microbatches) * sum(of_each[below:])
-    # Forward, with sequence parallelism: two gathers and a scatter for each sum, each of which is half of one.
-    sums = sum((1 + layer.hidden_sums / 2) * (1 + (n >= below)) for n, layer in enumerate(spec.layers))
+    sums = sum(_sums(layer, layer_gradients(spec, facts, number)) for number, layer in enumerate(spec.layers))
     waits = facts.microbatches * sums * tokens * spec.hidden_size * facts.item_bytes / link
     logits = passes * logits_flops(spec, whole, targets)
     rates = [(_best_rates(device, facts, tokens, targets), count) for device, count in devices.items()]
@@ -150,6 +155,13 @@ def _least(
         / sum(count * max(r, price * g) for (r, g), count in rates)
         for price in prices
     )
+
+
+def _sums(layer: LayerSpec, gradients: LayerGradients) -> float:
+    """Sums over ranks that share a layer, forward and backward: all-reduces, or with sequence parallelism gathers and
+    scatters, each of which is half of one; whichever are fewer."""
+    halves = 2 + layer.hidden_sums + gradients.left(layer) + gradients.inputs
+    return min(layer.hidden_sums + gradients.inputs, halves / 2)
 
 
 def _tokens(facts: TrainingFacts) -> tuple[int, int]:

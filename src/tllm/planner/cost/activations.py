@@ -112,8 +112,12 @@ def split_backward_bytes(spec: ModelSpec, layers: range, cut: Cut, batch: Microb
 
 
 def logits_bytes(spec: ModelSpec, cut: Cut, batch: Microbatch) -> int:
-    """Bytes of the final norm, the logits and the loss."""
+    """Bytes of the final norm, the logits and the loss; or of the scores of all tokens, of which those of a document's
+    last token are chosen."""
     P, D, b, w = logits_tokens(batch), spec.hidden_size, batch.item_bytes, batch.upcast_bytes
+    if spec.num_labels:
+        T = batch.tokens
+        return _norm(batch.rows, D, batch, spec.norm_offset) + T * D * b + T * (spec.num_labels * w + 1)
     kept = _norm(batch.rows if batch.is_sliced else P, D, batch, spec.norm_offset) + P * D * b + P * size(cut.vocab) * w
     if spec.final_softcap is not None:
         kept += P * size(cut.vocab) * w
@@ -193,6 +197,7 @@ def _delta_chunks(of: DeltaSpec, cut: Cut, batch: Microbatch) -> int:
 def _latent_attention(
     spec: ModelSpec, of: LatentSpec, layer: LayerSpec, cut: Cut, batch: Microbatch, selective: bool
 ) -> int:
+    spec, cut = as_layer(spec, layer, cut)
     T, b, w, N = batch.tokens, batch.item_bytes, batch.upcast_bytes, size(cut.heads)
     latents = T * of.latents * b if b == w else 0  # what the norms take in; of 16-bit numbers they keep copies
     norms = sum(_norm(T, width, batch, False, copied=False) for width in (of.q_width, of.width) if width)

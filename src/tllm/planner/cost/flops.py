@@ -128,7 +128,13 @@ def attention_flops(
 
 
 def logits_flops(spec: ModelSpec, cut: Cut, tokens: int) -> int:
-    return 2 * tokens * spec.hidden_size * size(cut.vocab)
+    """Of the model's end, for so many tokens: logits, or the labels of one that scores, which every rank computes."""
+    return 2 * tokens * spec.hidden_size * head_width(spec, cut)
+
+
+def head_width(spec: ModelSpec, cut: Cut) -> int:
+    """What a rank makes of a token at the model's end."""
+    return spec.num_labels or size(cut.vocab)
 
 
 def seen(length: int, window: int | None) -> int:

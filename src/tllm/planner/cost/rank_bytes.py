@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -50,7 +50,7 @@ class AdapterFacts:
 
     Its rank; the ends of names of linears that it is for; what plain weights of the model beside it are rounded to;
     whether each output has a magnitude of its own (DoRA); the ends of names of linears that it is not for; the layers
-    that it is for, if not for all.
+    that it is for, if not for all; whether some of its inputs are dropped.
     """
 
     rank: int
@@ -59,6 +59,7 @@ class AdapterFacts:
     use_dora: bool = False
     excluded: tuple[str, ...] = ()
     layers: tuple[int, ...] = ()
+    drops: bool = False
 
     def adapts(self, module: str) -> bool:
         """Whether a linear has an update, in a layer that has some."""
@@ -93,18 +94,10 @@ def adapter_parameters(
 ) -> list[Parameter]:
     """The parameters of an adapter in one layer on a rank: A and B of each linear, those of all experts held here as
     one, and magnitudes. `replica` decides which of the experts spread over replicas are here."""
-    if adapter.layers and number not in adapter.layers:
-        return []
     outputs, inputs = defaultdict[str, int](int), dict[str, int]()
-    layer, of = spec.layers[number], spec.latent
-    found_here = [*linears(spec, number, cut, replica)]
-    if of is not None and layer.delta is None:
-        rows = size(cut.heads) * (of.plain_dim + of.value_dim)
-        found_here.append(Linear(f"model.layers.{number}.self_attn.kv_b_proj", rows * of.width, of.width))
-    for linear in found_here:
-        if adapter.adapts(linear.module) and linear.columns:
-            outputs[linear.module] += linear.elements // linear.columns
-            inputs[linear.module] = linear.columns
+    for linear in adapted_linears(spec, number, cut, adapter, replica):
+        outputs[linear.module] += linear.elements // linear.columns
+        inputs[linear.module] = linear.columns
     found, experts = list[Parameter](), size(cut.holders[replica % len(cut.holders)])
     for name, count in outputs.items():
         of_experts = ".experts." in name
@@ -112,6 +105,37 @@ def adapter_parameters(
         sizes = (adapter.rank * columns, adapter.rank * count, *([count] if adapter.use_dora else ()))
         found += [Parameter(elements, spread) for elements in sizes]
     return found
+
+
+def adapted_linears(
+    spec: ModelSpec, number: int, cut: Cut, adapter: AdapterFacts, replica: int = 0
+) -> Iterator[Linear]:
+    """The linears of one layer that an adapter adds to, as far as a rank holds some of them."""
+    if adapter.layers and number not in adapter.layers:
+        return
+    layer, of = spec.layers[number], spec.latent
+    found_here = [*linears(spec, number, cut, replica)]
+    if of is not None and layer.delta is None:
+        rows = size(cut.heads) * (of.plain_dim + of.value_dim)
+        found_here.append(Linear(f"model.layers.{number}.self_attn.kv_b_proj", rows * of.width, of.width))
+    yield from (linear for linear in found_here if adapter.adapts(linear.module) and linear.columns)
+
+
+@lru_cache(64)
+def as_learned(spec: ModelSpec, adapter: AdapterFacts | None) -> ModelSpec:
+    """The model as attention computes it while it learns: where an adapter sees latents of which some columns are
+    dropped, these stand behind the whole ones, in keys and in queries (`parallel.linear.HeadInputs`).
+
+    The shapes of its weights are those of the model.
+    """
+    if spec.latent is None or adapter is None or not adapter.drops:
+        return spec
+    (whole,) = cut_stage(spec, (1,))
+    layers = list(spec.layers)
+    for number, layer in enumerate(layers):
+        if any(one.module.endswith(".kv_b_proj") for one in adapted_linears(spec, number, whole, adapter)):
+            layers[number] = replace(layer, head_dim=spec.head_dim + spec.latent.width)
+    return replace(spec, layers=tuple(layers))
 
 
 @lru_cache(64)

@@ -18,13 +18,14 @@ from tllm.planner.cost.rank_bytes import (
     ITEM_BYTES,
     AdapterFacts,
     Parameter,
+    adapted_linears,
     adapter_parameters,
     lowest_adapted_layer,
     run_parameters,
 )
 from tllm.planner.cost.serving_load import SamplingFacts
 from tllm.spec.cut import Cut, cut_stage
-from tllm.spec.model_spec import ModelSpec
+from tllm.spec.model_spec import LayerSpec, ModelSpec
 from tllm.spec.pipeline_schedule import Depth, Schedule, build
 from tllm.spec.plan import Coordinates, Plan
 
@@ -357,6 +358,44 @@ def forward_only_layers(spec: ModelSpec, what: TrainingFacts | RankWork) -> int:
     if what.adapter is None or what.projections is not None:
         return 0
     return lowest_adapted_layer(spec, what.adapter)
+
+
+class LayerGradients(NamedTuple):
+    """How far gradients go in a layer: `halves`, of its attention and its MLP, that have a backward pass; `inputs` of
+    these that want a gradient; and whether the keys and queries that attention meets do (`core`)."""
+
+    halves: int
+    inputs: int
+    core: bool
+
+    def left(self, layer: LayerSpec) -> int:
+        """Sums over ranks that share the layer (`LayerSpec.hidden_sums`) through which a gradient comes back."""
+        return layer.hidden_sums - (2 - self.halves) if self.halves else 0
+
+
+EVERY_GRADIENT, NO_GRADIENT = LayerGradients(2, 2, True), LayerGradients(0, 0, False)
+
+
+def layer_gradients(spec: ModelSpec, what: TrainingFacts | RankWork, number: int) -> LayerGradients:
+    """Those of the model's layer `number`. In the lowest adapted layer they end where the first adapted linear is,
+    whose input wants none."""
+    if what.adapter is None or what.projections is not None:
+        return EVERY_GRADIENT
+    lowest = lowest_adapted_layer(spec, what.adapter)
+    if number != lowest:
+        return EVERY_GRADIENT if number > lowest else NO_GRADIENT
+    return _lowest_gradients(spec, what.adapter)
+
+
+@lru_cache(64)
+def _lowest_gradients(spec: ModelSpec, adapter: AdapterFacts) -> LayerGradients:
+    """Of the lowest adapted layer."""
+    (whole,) = cut_stage(spec, (1,))
+    linears = adapted_linears(spec, lowest_adapted_layer(spec, adapter), whole, adapter)
+    parts = [linear.module for linear in linears if "_attn." in linear.module]
+    if not parts:
+        return LayerGradients(1, 0, False)
+    return LayerGradients(2, 1, any(not name.endswith(("o_proj", "out_proj")) for name in parts))
 
 
 def passes_of(facts: TrainingFacts) -> int:

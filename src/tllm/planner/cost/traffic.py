@@ -17,6 +17,7 @@ of an activation or weight and w bytes of a gradient element:
     replica  gradients of which several ranks have parts (shared key-value heads, tied tables), once a step
 
 What is recomputed is sent again: `recompute=layer` repeats a layer's forward pass except an all-reduce at its very end.
+Beside an adapter no gradient goes below the lowest adapted linear, and sums of gradients below it are not made.
 """
 
 from __future__ import annotations
@@ -32,11 +33,19 @@ from statistics import fmean
 from tllm.planner.cost.activations import logits_tokens
 from tllm.planner.cost.buckets import padded_elements
 from tllm.planner.cost.collective_bytes import all_gather, all_reduce, reduce_scatter
-from tllm.planner.cost.rank_bytes import AdapterFacts, adapter_parameters, end_parameters, layer_parameters
+from tllm.planner.cost.rank_bytes import (
+    AdapterFacts,
+    adapter_parameters,
+    as_learned,
+    end_parameters,
+    layer_parameters,
+)
 from tllm.planner.cost.rank_work import (
+    LayerGradients,
     RankWork,
     TrainingFacts,
     forward_only_layers,
+    layer_gradients,
     rank_works,
     schedule_of,
     zigzag_spans,
@@ -48,8 +57,8 @@ from tllm.spec.process_groups import targets
 
 Span = tuple[int, int]
 
-LearningLayer = tuple[LayerSpec, bool]
-"""A layer, and whether it runs a backward pass."""
+LearningLayer = tuple[LayerSpec, LayerGradients]
+"""A layer, and how far gradients go in it."""
 
 EMBEDDING, HEAD = "embedding", "head"
 INTEGER, ROW_NUMBER = 8, 4
@@ -88,6 +97,7 @@ def step_traffic(
 
     Raises PlanError where the plan does not fit the model.
     """
+    spec = as_learned(spec, facts.adapter)
     cuts = [cut_stage(spec, stage.shares, plan.experts, plan.ep) for stage in plan.stages[: plan.pp]]
     known, every = dict[object, Traffic](), list[Traffic]()
     for work in rank_works(spec, plan, facts, replicas):
@@ -102,8 +112,7 @@ def step_traffic(
 def _of_rank(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, cuts: Sequence[Cut]) -> Traffic:
     """One rank's traffic. `cuts` are those of all ranks of its stage."""
     M, layers = work.microbatches, [spec.layers[number] for run in work.runs for number in run]
-    below = forward_only_layers(spec, work)
-    kinds = Counter((spec.layers[number], number >= below) for run in work.runs for number in run)
+    kinds = Counter((spec.layers[n], layer_gradients(spec, work, n)) for run in work.runs for n in run)
     tp = sum(n * _tp_of_layer(spec, kind, plan, work) for kind, n in kinds.items()) + _tp_of_ends(spec, plan, work)
     return Traffic(
         tp=M * tp if work.tp > 1 else 0,
@@ -119,31 +128,42 @@ def _of_rank(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, 
 
 def _tp_of_layer(spec: ModelSpec, kind: LearningLayer, plan: Plan, work: RankWork) -> int:
     """Bytes for one microbatch and one layer: its rows enter cut layers twice and leave them twice in the forward pass,
-    and the other way round in the backward pass. Experts and an MLP beside them leave as rows of their own."""
-    (layer, learns), (T, D, b) = kind, (work.batch.tokens, spec.hidden_size, work.batch.item_bytes)
-    again = learns and plan.recompute == "layer"
+    and the other way round in the backward pass, as far as that goes. Experts and an MLP beside them leave as rows of
+    their own."""
+    (layer, gradients), (T, D, b) = kind, (work.batch.tokens, spec.hidden_size, work.batch.item_bytes)
+    again = gradients.halves > 0 and plan.recompute == "layer"
     leaves = layer.hidden_sums + again * (1 if spec.norm_order == "pre" else layer.hidden_sums)
     squares = 0
     if spec.qk_norm == "full":
-        squares = (2 + 2 * learns + 2 * again) * all_reduce(T, work.batch.upcast_bytes, work.at.tp, work.tp)
+        squares = (2 + 2 * gradients.core + 2 * again) * all_reduce(T, work.batch.upcast_bytes, work.at.tp, work.tp)
     if not plan.sequence:
-        return squares + (leaves + 2 * learns) * all_reduce(T * D, b, work.at.tp, work.tp)
+        return squares + (leaves + gradients.inputs) * all_reduce(T * D, b, work.at.tp, work.tp)
     gather, scatter = _gather_scatter(spec, work)
-    return squares + (2 + 2 * again + layer.hidden_sums * learns) * gather + (leaves + 2 * learns) * scatter
+    gathers = 2 + 2 * again + gradients.left(layer)
+    return squares + gathers * gather + (leaves + gradients.inputs) * scatter
 
 
 def _tp_of_ends(spec: ModelSpec, plan: Plan, work: RankWork) -> int:
     """Bytes for one microbatch: the embedding's all-reduce, that of the gradient of the last hidden state, and an
-    all-gather of four numbers for each token of the loss."""
+    what the loss sends. A table beside an adapter has no gradient."""
     T, D, b = work.batch.tokens, spec.hidden_size, work.batch.item_bytes
     first = any(run.start == 0 for run in work.runs)
     last = any(run.stop == spec.num_layers for run in work.runs)
-    loss = last * all_gather(4 * logits_tokens(work.batch) * work.batch.upcast_bytes, work.tp)
+    loss = last * _of_loss(spec, work)
     if plan.sequence:
         gather, scatter = _gather_scatter(spec, work)
-        return loss + (first + last) * (gather + scatter)
+        return loss + (first * (work.adapter is None) + last) * gather + (first + last) * scatter
     sums = [T] * first + [logits_tokens(work.batch)] * last
     return loss + sum(all_reduce(tokens * D, b, work.at.tp, work.tp) for tokens in sums)
+
+
+def _of_loss(spec: ModelSpec, work: RankWork) -> int:
+    """Bytes for one microbatch: an all-gather of four numbers for each token of the loss, or an all-reduce of the
+    scores of all tokens, which one rank tells, and none of its gradients."""
+    tokens, w = logits_tokens(work.batch), work.batch.upcast_bytes
+    if spec.num_labels:
+        return all_reduce(tokens, w, work.at.tp, work.tp)
+    return all_gather(4 * tokens * w, work.tp)
 
 
 def _gather_scatter(spec: ModelSpec, work: RankWork) -> tuple[int, int]:
@@ -172,7 +192,7 @@ def _hops(spec: ModelSpec, plan: Plan, work: RankWork) -> int:
 def _ring(spec: ModelSpec, kind: LearningLayer, plan: Plan, work: RankWork) -> int:
     """Bytes for one microbatch through one layer of the keys and values that other context-parallel ranks attend to,
     and of the gradients of those that this rank attends to."""
-    layer, learns = kind
+    layer, gradients = kind
     lengths, spans = work.batch.lengths, zigzag_spans(sum(work.batch.lengths), plan.cp)
     starts = [0, *accumulate(lengths)]
 
@@ -184,9 +204,10 @@ def _ring(spec: ModelSpec, kind: LearningLayer, plan: Plan, work: RankWork) -> i
     here, others = work.at.cp, [rank for rank in range(plan.cp) if rank != work.at.cp]
     leave = sum(_seen(low, spans[rank], spans[here]) for rank in others)
     come = sum(_seen(low, spans[here], spans[rank]) for rank in others)
-    passes = 1 if not learns else 2 if plan.recompute == "none" else 3
+    again = gradients.core if plan.recompute == "selective" else gradients.halves > 0 and plan.recompute == "layer"
+    passes = 1 + again + gradients.core
     spec, cut = as_layer(spec, layer, work.cut)
-    return 2 * size(cut.kv_heads) * spec.head_dim * work.batch.item_bytes * (passes * leave + come * learns)
+    return 2 * size(cut.kv_heads) * spec.head_dim * work.batch.item_bytes * (passes * leave + come * gradients.core)
 
 
 def _seen(low: Callable[[int], int], queries: Sequence[Span], keys: Sequence[Span]) -> int:
@@ -262,11 +283,12 @@ def _units(spec: ModelSpec, run: range, work: RankWork, spread: bool, sizes: dic
 
 def _dispatch(spec: ModelSpec, kind: LearningLayer, plan: Plan, work: RankWork) -> int:
     """Bytes for one microbatch through one layer, if each token goes to as many other ranks as it can."""
-    layer, learns = kind
+    layer, gradients = kind
     if layer.moe is None:
         return 0
     D, K = spec.hidden_size, layer.moe.top_k
     rows = work.batch.tokens * min(K, plan.ep - 1)
+    learns = gradients.halves > 0
     passes = 2 if learns and plan.recompute == "layer" else 1
     forward, backward = rows * (2 * D + 2 * K), rows * (2 * D + K)
     return (passes * forward + learns * backward) * work.batch.item_bytes + passes * INTEGER * (plan.ep - 1)

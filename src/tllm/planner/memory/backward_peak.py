@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from tllm.planner.cost.activations import logits_tokens, scores_bytes
+from tllm.planner.cost.flops import head_width
 from tllm.planner.cost.rank_work import RankWork
 from tllm.planner.memory.heap import heap_part
 from tllm.planner.memory.live_activations import LiveActivations
@@ -68,4 +69,4 @@ def layer_piece(spec: ModelSpec, work: RankWork) -> int:
 def logits_piece(spec: ModelSpec, work: RankWork) -> int:
     """Bytes of one microbatch's logits; 0 on a rank that makes none."""
     ends = any(run.stop == spec.num_layers for run in work.runs)
-    return ends * logits_tokens(work.batch) * size(work.cut.vocab) * work.batch.upcast_bytes
+    return ends * logits_tokens(work.batch) * head_width(spec, work.cut) * work.batch.upcast_bytes

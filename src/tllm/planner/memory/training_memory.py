@@ -28,7 +28,7 @@ from functools import lru_cache
 
 from tllm.planner.cost.activations import recomputed_bytes
 from tllm.planner.cost.buckets import buckets_of, padded_elements, receive_bytes, received, shares_table
-from tllm.planner.cost.rank_bytes import Parameter, end_bytes, layer_bytes
+from tllm.planner.cost.rank_bytes import Parameter, as_learned, end_bytes, layer_bytes
 from tllm.planner.cost.rank_work import RankWork, TrainingFacts, deal_microbatches, rank_works
 from tllm.planner.memory.backward_peak import layer_piece, logits_piece, peak_pass_bytes, workspace_bytes
 from tllm.planner.memory.heap import TRAINER_BYTES, heap_bytes, heap_part, largest_heap_piece, runtime_bytes
@@ -96,7 +96,7 @@ def training_bytes(
     Without spread experts, replicas with equally many microbatches hold equally much, but for what rank 0 reads: one of
     each kind is looked at. Raises PlanError where the plan does not fit the model.
     """
-    facts = facts.as_large_as_may_be
+    spec, facts = as_learned(spec, facts.adapter), facts.as_large_as_may_be
     some, counts = (
         range(plan.replicas) if replicas is None else replicas,
         deal_microbatches(facts.microbatches, plan.dp),

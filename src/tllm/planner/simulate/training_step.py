@@ -32,6 +32,7 @@ from tllm.planner.cost.rank_work import (
     TrainingFacts,
     cached_schedule,
     forward_only_layers,
+    layer_gradients,
     rank_works,
     schedule_key,
 )
@@ -225,7 +226,11 @@ class RankStep:
             self.passes = [seconds.with_value_pass(setup.plan.recompute) for seconds in self.passes]
         waits = self._waits() / work.microbatches if work.microbatches else 0.0
         early = 1 / self._passes_over_tp
-        forward, backward = ([early * len(run) for run in work.runs], [(1 - early) * len(run) for run in self.learning])
+        forward = [early * len(run) for run in work.runs]
+        backward = [
+            (1 - early) * len(learns) - early * self._unasked(run) / 2
+            for run, learns in zip(work.runs, self.learning, strict=True)
+        ]
         whole = sum(forward) + sum(backward)
         self.waits = [waits * (a + b) / whole for a, b in zip(forward, backward, strict=True)]
         """Of each chunk, seconds that one microbatch's layers wait for messages."""
@@ -345,7 +350,15 @@ class RankStep:
         (reduce-scatter and all-gather)."""
         phases = 2 if self.setup.plan.sequence or self.work.tp > 2 else 1
         passes = sum(map(len, self.work.runs)) + (self._passes_over_tp - 1) * sum(map(len, self.learning))
-        return 2 * passes * phases
+        return round((2 * passes - sum(map(self._unasked, self.work.runs))) * phases)
+
+    def _unasked(self, run: range) -> float:
+        """Sums over tp that the backward pass of a run's layers does without: of inputs that want no gradient, in the
+        lowest adapted layer. With sequence parallelism what enters and what leaves is half of one each."""
+        found = [layer_gradients(self.setup.spec, self.work, number) for number in run]
+        inputs = sum(2 - gradients.inputs for gradients in found if gradients.halves)
+        halves = sum(2 - gradients.halves for gradients in found if gradients.halves)
+        return (inputs + halves) / 2 if self.setup.plan.sequence else inputs
 
     def _attention(self) -> float:
         """Seconds of a step's attention, which hides a ring's messages."""

@@ -182,7 +182,7 @@ def row_lengths(job: Job) -> RowLengths | None:
     nobody knows (what is sampled), or neither the data nor what gives their tokens is on this machine yet."""
     data, kept = data_config(job), Path(job.output_dir) / FOLDER
     is_full = data.rows == "texts" and data.packing
-    if is_full or data.rows == "scored_pairs" or job.rollouts is not None:
+    if is_full or job.rollouts is not None:
         return None
     if not all(Path(name).is_file() for name in data.files):
         return None

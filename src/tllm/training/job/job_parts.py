@@ -158,12 +158,12 @@ def training_facts(
 
 def _documents(job: Job, lengths: RowLengths | None) -> tuple[tuple[int, ...], int | None]:
     """The documents of a row that are learned from, each of a prompt and a reply, and how many of its tokens are
-    predicted."""
+    predicted; all where conversations are scored, of which each token has a score."""
     if lengths is None:
         return (), None
     count, prompt, reply = lengths.filling(job.seq_len, job.packing)
     count *= 1 if row_kind(job) == "mismatched" else lengths.parts
-    return (prompt + reply,) * count, reply * count
+    return (prompt + reply,) * count, None if row_kind(job) == "scored_pairs" else reply * count
 
 
 def _prompts_to_share(job: Job, lengths: RowLengths | None) -> SharedPrompts | None:
@@ -391,4 +391,5 @@ def is_snapshot_step(job: Job, step: int) -> bool:
 
 def _adapter_facts(lora: LoraJob) -> AdapterFacts:
     left_out = lora.exclude_modules, lora.layers_to_transform
-    return AdapterFacts(lora.r, lora.target_modules, lora.few_bits, lora.use_dora, *left_out)
+    drops = lora.lora_dropout > 0
+    return AdapterFacts(lora.r, lora.target_modules, lora.few_bits, lora.use_dora, *left_out, drops)

@@ -183,7 +183,8 @@ def test_beside_an_adapter_of_late_layers_no_plan_takes_less(seed: int) -> None:
     spec, cluster = any_model(draw, draw.randint(2, 8)), machines(draw, draw.randint(2, 6))
     cluster = with_other_rates(draw, cluster) if draw.random() < 0.5 else cluster
     late = tuple(range(draw.randrange(spec.num_layers), spec.num_layers))
-    facts = replace(any_facts(draw, draw.randint(4, 24)), adapter=AdapterFacts(2, ("q_proj",), layers=late))
+    adapter = AdapterFacts(2, ("q_proj",) if seed % 2 else ("down_proj",), layers=late)
+    facts = replace(any_facts(draw, draw.randint(4, 24)), adapter=adapter)
     if facts.shared_prompts is None and draw.random() < 0.5:
         each = facts.seq_len // draw.choice([1, 2])
         facts = replace(facts, documents=(each // 2,) * 2, mean_lengths=True, target_tokens=each // 4)

@@ -22,14 +22,16 @@ from tests.support.training.post_training.preferences import (
 )
 from tllm.api.trainer import Trainer
 from tllm.core.errors import ConfigError
+from tllm.planner.cost.flops import training_flops
 from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.memory.training_memory import training_bytes
 from tllm.spec.plan import Plan
 from tllm.training.data import choose_encoder
+from tllm.training.data.packing import PackedRow
 from tllm.training.job import initial_model
 from tllm.training.job.initial_model import open_initial_model, row_lengths, spec_of
 from tllm.training.job.job import Job
-from tllm.training.job.job_parts import data_config, training_facts
+from tllm.training.job.job_parts import data_config, shares_prompts, training_facts
 from tllm.training.job.preference_tables import KTOConfig
 
 
@@ -97,6 +99,26 @@ def test_unpaired_replies_are_counted_as_rows_have_them(loss_type: str, packing:
     assert training_bytes(spec, plan, facts) == training_bytes(spec, plan, training_facts(job))
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_scored_pairs_are_counted_as_rows_have_them(packing: bool, tmp_path: Path) -> None:
+    """A conversation has a score of each token and no logits, and both of a pair are computed whole."""
+    small_model("llama", tmp_path / "model")
+    pair_rows(tmp_path / "pairs.jsonl", 200)
+    job = preference_job(tmp_path / "model", tmp_path / "run", "reward", packing=packing)
+    lengths, spec = row_lengths(job), spec_of(job)
+    assert lengths is not None and lengths.parts == 2 and spec.num_labels == 1
+    facts = training_facts(job, shares_prompts=shares_prompts(job, spec), lengths=lengths)
+    rows = rows_of(job)
+    assert facts.row_tokens == pytest.approx(fmean(len(row.labels) for row in rows), rel=0.12)
+    assert not any((row.labels >= 0).any() for row in rows) and facts.predicted == sum(facts.lengths)
+    computed = fmean(training_flops(spec, row.lengths) for row in rows)
+    planned = training_flops(spec, facts.lengths, facts.predicted, before=facts.before) / facts.microbatch_size
+    assert planned == pytest.approx(computed, rel=0.12)
+    assert planned < 0.9 * training_flops(replace(spec, num_labels=0), (job.seq_len,))
+    plan = Plan.parse("pp=1", spec.num_layers)
+    assert training_bytes(spec, plan, facts) == training_bytes(spec, plan, training_facts(job))
+
+
 def test_texts_that_are_rows_of_their_own_are_counted_as_long_as_they_are(tmp_path: Path) -> None:
     small_model("llama", tmp_path / "model")
     dice, path = random.Random(3), tmp_path / "texts.jsonl"
@@ -128,10 +150,15 @@ def test_of_data_without_a_row_nothing_is_known(tmp_path: Path, monkeypatch: pyt
     assert row_lengths(job) is None
 
 
+def rows_of(job: Job) -> list[PackedRow]:
+    """Those of some steps."""
+    batches = open_initial_model(job)._batches(data_config(job))
+    return [row for step in range(12) for row in batches.step(step)]
+
+
 def check_counted(job: Job, facts: TrainingFacts) -> None:
     """Tokens of a row and those that are predicted, in the run's own batches."""
-    batches = open_initial_model(job)._batches(data_config(job))
-    rows = [row for step in range(12) for row in batches.step(step)]
+    rows = rows_of(job)
     tokens, predicted = fmean(len(row.labels) for row in rows), fmean((row.labels >= 0).sum() for row in rows)
     learned = 0.5 if facts.value_pass else 1.0
     assert facts.row_tokens == pytest.approx(tokens, rel=0.12)

@@ -19,7 +19,15 @@ from typing import NamedTuple, Protocol
 from tllm.planner.cluster.device import Device
 from tllm.planner.cluster.execution import Execution
 from tllm.planner.cost.activations import layer_bytes, logits_bytes
-from tllm.planner.cost.flops import BACKWARD, attention_flops, attention_matrices, layer_flops, logits_flops
+from tllm.planner.cost.flops import (
+    BACKWARD,
+    attention_flops,
+    attention_matrices,
+    head_width,
+    layer_flops,
+    logits_flops,
+)
+from tllm.planner.cost.rank_bytes import as_learned
 from tllm.planner.cost.rank_work import RankWork, TrainingFacts
 from tllm.planner.cost.roofline.attention_time import attention_seconds
 from tllm.planner.cost.roofline.matrix_product import MatrixProduct
@@ -84,7 +92,7 @@ class ConstantRate:
     def __init__(
         self, spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, flops: float, logits: float = 0.0
     ) -> None:
-        self.spec, self.plan, self.facts, self.work = spec, plan, facts, work
+        self.spec, self.plan, self.facts, self.work = as_learned(spec, facts.adapter), plan, facts, work
         self.flops, self.logits = flops, logits or flops
 
     def pass_seconds(self, run: range) -> PassSeconds:
@@ -119,7 +127,7 @@ class LayerTimeModel:
         execution: Execution,
         product_dtype: str | None = None,
     ) -> None:
-        self.spec, self.plan, self.facts, self.work = spec, plan, facts, work
+        self.spec, self.plan, self.facts, self.work = as_learned(spec, facts.adapter), plan, facts, work
         self.device, self.execution = device, execution
         self.product_dtype = product_dtype or facts.dtype
         self.known: dict[LayerSpec, PassSeconds] = {}
@@ -173,7 +181,7 @@ class LayerTimeModel:
     def _logits(self) -> PassSeconds:
         """Logits and loss, in the dtype of the job."""
         batch, cut = self.work.batch, self.work.cut
-        head = MatrixProduct(batch.target_tokens, self.spec.hidden_size, size(cut.vocab))
+        head = MatrixProduct(batch.target_tokens, self.spec.hidden_size, head_width(self.spec, cut))
         product, added = self._seconds(head, self.facts.dtype), self._accumulated([head])
         touches = self.execution.touches if self.execution.loss_touches is None else self.execution.loss_touches
         moved = touches * logits_bytes(self.spec, cut, batch) / self.device.memory_bandwidth
