@@ -144,7 +144,7 @@ def _tp_of_layer(spec: ModelSpec, kind: LearningLayer, plan: Plan, work: RankWor
 
 
 def _tp_of_ends(spec: ModelSpec, plan: Plan, work: RankWork) -> int:
-    """Bytes for one microbatch: the embedding's all-reduce, that of the gradient of the last hidden state, and an
+    """Bytes for one microbatch: the embedding's all-reduce, that of the gradient of the last hidden state, and
     what the loss sends. A table beside an adapter has no gradient."""
     T, D, b = work.batch.tokens, spec.hidden_size, work.batch.item_bytes
     first = any(run.start == 0 for run in work.runs)
