@@ -19,6 +19,12 @@ from tllm.training.job.job import Job
 PROMPT, REPLY = 4, 12
 """Letters of a prompt, and of what follows it."""
 
+TEACHER, STUDENT = 48, 32
+"""Widths: the teacher has 2.2 times as many weights."""
+
+FEW = 60
+"""Texts of which a student learns where they are few."""
+
 Language = Mapping[tuple[str, str], tuple[list[str], list[float]]]
 
 
@@ -27,6 +33,12 @@ def of_one_letter(seed: int) -> Language:
     dice = random.Random(seed)
     after = {b: [dice.expovariate(1) ** 2 for _ in CHARACTERS] for b in CHARACTERS}
     return {(a, b): (list(CHARACTERS), after[b]) for a in CHARACTERS for b in CHARACTERS}
+
+
+def of_two_letters(seed: int) -> Language:
+    """What comes next hangs on the last two letters: either of two may, equally often."""
+    dice = random.Random(seed)
+    return {(a, b): (dice.sample(CHARACTERS, 2), [1.0, 1.0]) for a in CHARACTERS for b in CHARACTERS}
 
 
 def write_texts(path: Path, tongue: Language, count: int, seed: int) -> Path:
@@ -86,6 +98,12 @@ def ids_of(folder: Path, rows: Path) -> Tensor:
     ids = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
     lines = map(json.loads, rows.read_text().splitlines())
     return torch.tensor([[ids[letter] for letter in row["prompt"] + row["completion"]] for row in lines])
+
+
+def is_of(tongue: Language, text: str) -> bool:
+    """Whether each letter of a whole text, after its prompt, may follow the two before it."""
+    places = range(PROMPT, PROMPT + REPLY)
+    return len(text) == places.stop and all(text[at] in tongue[text[at - 2], text[at - 1]][0] for at in places)
 
 
 @torch.no_grad()

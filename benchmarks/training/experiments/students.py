@@ -1,0 +1,147 @@
+"""Students of a teacher with twice their weights: beside one that reads alone, and beside one that is judged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor
+
+from benchmarks.report.curves import Points
+from benchmarks.training.experiments.runs import Found, evaluated_before, losses, metrics, opened_save, run, seeded
+from benchmarks.training.experiments.runs import sampled as sampled_from
+from tests.support.training.post_training.letter_languages import (
+    FEW,
+    PROMPT,
+    REPLY,
+    STUDENT,
+    TEACHER,
+    Language,
+    ids_of,
+    is_of,
+    language_job,
+    of_one_letter,
+    of_two_letters,
+    opened,
+    text_loss,
+    write_shape,
+    write_texts,
+)
+from tests.support.training.post_training.policy_task import CHARACTERS
+from tllm.training.job.distillation_keys import DistillationKeys
+
+END_ID = 0
+"""The token that ends a text; the others are the characters in their order, from 1 on."""
+
+EVERY = 10
+"""Steps between two places of a curve."""
+
+
+def taught(seed: int, folder: Path) -> Found:
+    """Students of few texts, from the same weights: of the texts alone, and of what the teacher says of them."""
+    language = of_one_letter(seed)
+    many, few, held_out = (
+        write_texts(folder / f"{count}.jsonl", language, count, seed + count) for count in (8_000, FEW, 401)
+    )
+    large, small = (write_shape(folder / f"width-{width}", width) for width in (TEACHER, STUDENT))
+    run(language_job(large, folder / "teacher", many, 120, seed=seed))
+    keys = DistillationKeys(str(folder / "teacher" / "final"), top_k=0)
+    more: dict[str, Any] = dict(seed=seed, eval_files=(str(held_out),), eval_steps=EVERY)
+    alone = language_job(small, folder / "alone", few, 80, **more)
+    student = language_job(small, folder / "taught", few, 80, task="distill", distill=keys, **more)
+    before = evaluated_before(alone)
+    first, told = evaluated_before(student), run(student)
+    curves = {"text alone": losses(before, run(alone)), "taught": metrics("cross_entropy", first, told)}
+    ids_BT = ids_of(small, held_out)
+    return Found(
+        {name: text_loss(opened(folder / name / "final"), ids_BT) for name in ("teacher", "alone", "taught")}, curves
+    )
+
+
+ON, OFF, OFF_FORWARD = "on-policy, reverse KL", "off-policy, reverse KL", "off-policy, forward KL"
+ARMS = {ON: (1.0, 1.0), OFF: (0.0, 1.0), OFF_FORWARD: (0.0, 0.0)}
+"""`lmbda` and `beta` of each student."""
+
+STEPS, SAVED, ASKED = 160, 20, 1_000
+
+
+def corrected(seed: int, folder: Path) -> Found:
+    """Students that go on from the same weights, with the same prompts and teacher: it speaks of what they write
+    themselves, or of the texts from which the prompts are."""
+    language = of_two_letters(seed)
+    many, few, asked = (
+        write_texts(folder / f"{count}.jsonl", language, count, seed + count) for count in (20_000, FEW, ASKED)
+    )
+    large, small = (write_shape(folder / f"width-{width}", width) for width in (TEACHER, STUDENT))
+    size: dict[str, Any] = dict(global_batch_size=64, microbatch_size=64)
+    run(language_job(large, folder / "teacher", many, 250, seed=seed, learning_rate=1e-2, **size))
+    run(language_job(small, folder / "start", few, 60, seed=seed, learning_rate=5e-3))
+    judge = Judge(opened(folder / "teacher" / "final"), ids_of(small, asked), language, seed)
+    figures, curves = {"legal of the teacher": judge.of(judge.teacher).legal}, dict[str, Points]()
+    start = judge.of(opened(folder / "start" / "final"))
+    figures |= {"own, start": start.own, "legal, start": start.legal, "data, start": start.data}
+    for place, (name, (lmbda, beta)) in enumerate(ARMS.items()):
+        keys = DistillationKeys(
+            str(folder / "teacher" / "final"),
+            top_k=0,
+            lmbda=lmbda,
+            beta=beta,
+            max_completion_length=REPLY,
+            max_num_seqs=32,
+        )
+        more: dict[str, Any] = dict(learning_rate=5e-3, save_steps=SAVED, save_total_limit=STEPS)
+        out = folder / f"arm-{place}"
+        steps = run(
+            language_job(folder / "start" / "final", out, few, STEPS, seed=seed, task="distill", distill=keys, **more)
+        )
+        tokens, points, last = 0, [(0.0, start.own)], start
+        for step in steps:
+            tokens += step.tokens
+            if step.step % SAVED == 0:
+                last = judge.of(opened_save(out, step.step))
+                points.append((float(tokens), last.own))
+        curves[name] = points
+        figures |= {f"own, {name}": last.own, f"legal, {name}": last.legal, f"data, {name}": last.data}
+        figures[f"tokens, {name}"] = tokens
+    return Found(figures, curves)
+
+
+class Judged(NamedTuple):
+    """Of one student: KL(student || teacher) in nats a token, exact over all tokens, on what it writes itself and on
+    texts that nobody learned; and which share of what it writes is of the language, to the last letter."""
+
+    own: float
+    data: float
+    legal: float
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Judges students by the same prompts, [texts, PROMPT + REPLY] with what the language wrote after them."""
+
+    teacher: transformers.PreTrainedModel
+    texts_BT: Tensor
+    language: Language
+    seed: int
+
+    def of(self, student: transformers.PreTrainedModel) -> Judged:
+        prompts_BT = self.texts_BT[:, :PROMPT]
+        with seeded(self.seed):
+            replies_BT = sampled_from(student, prompts_BT, REPLY, END_ID)
+        own_BT = torch.cat([prompts_BT, replies_BT], 1)
+        texts = ["".join(CHARACTERS[i - 1] for i in row if i != END_ID) for row in own_BT.tolist()]
+        legal = sum(is_of(self.language, text) for text in texts) / len(texts)
+        return Judged(self._divergence(student, own_BT), self._divergence(student, self.texts_BT), legal)
+
+    @torch.no_grad()
+    def _divergence(self, student: transformers.PreTrainedModel, ids_BT: Tensor) -> float:
+        """The mean over the replies' tokens, the first end of each among them."""
+        student_BTV, teacher_BTV = (
+            model(ids_BT[:, :-1]).logits[:, PROMPT - 1 :].log_softmax(-1) for model in (student, self.teacher)
+        )
+        divergence_BT = (student_BTV.exp() * (student_BTV - teacher_BTV)).sum(-1)
+        ended_BT = (ids_BT[:, PROMPT - 1 : -1] == END_ID).cumsum(1) > 0
+        return float(divergence_BT[~ended_BT].mean())

@@ -1,0 +1,261 @@
+"""What small models learn in minutes, with curves: `python -m benchmarks.training.learning [EXPERIMENT …]`.
+
+SFT, LoRA, DPO, GRPO and distillation, each as a job of `tllm train` on one thread, for three seeds that were fixed
+beforehand. Nothing is timed, so the machine need not be quiet. An experiment that is named is run anew and the others
+stay on the page as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.report import markdown
+from benchmarks.report.curves import axes_for, svg
+from benchmarks.report.markdown import percent
+from benchmarks.report.results import BENCHMARKS, Page, raw_of, write
+from benchmarks.training.experiments.adapters import fine_tuned
+from benchmarks.training.experiments.counting import counted
+from benchmarks.training.experiments.preferences import preferred
+from benchmarks.training.experiments.runs import Found
+from benchmarks.training.experiments.students import OFF, OFF_FORWARD, ON, corrected, taught
+from tests.support.training.post_training.letter_languages import FEW
+
+KIND = "learning"
+SEEDS = (1, 2, 3)
+
+Figures = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """How one seed is run, in a folder of its own, and what the axes of its curves are."""
+
+    run: Callable[[int, Path], Found]
+    x_title: str
+    y_title: str
+    drawn: tuple[str, ...]
+    """The curves that are drawn; the others are in the JSON alone."""
+
+
+EXPERIMENTS = {
+    "fine-tuning": Experiment(fine_tuned, "step", "held-out loss, nats a token", ("whole model", "LoRA")),
+    "preferences": Experiment(preferred, "step", "held-out pairs", ("margin", "pairs won")),
+    "counting": Experiment(counted, "step", "share of completions", ("right", "reward")),
+    "taught": Experiment(taught, "step", "held-out loss, nats a token", ("text alone", "taught")),
+    "on-policy": Experiment(corrected, "tokens", "KL(student || teacher), own texts", (ON, OFF, OFF_FORWARD)),
+}
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A row of the page: what is claimed, how a seed's figures are shown, and whether they reach the aim."""
+
+    experiment: str
+    what: str
+    shown: Callable[[Figures], str]
+    aim: str
+    holds: Callable[[Figures], bool]
+
+
+def _from_to(before: float, after: float) -> str:
+    return f"{before:.3f} to {after:.3f}"
+
+
+def _shares(before: float, after: float) -> str:
+    return f"{percent(before)} to {percent(after)}"
+
+
+CLAIMS = (
+    Claim(
+        "fine-tuning",
+        "SFT: held-out loss, before and after",
+        lambda f: _from_to(f["before"], f["whole"]),
+        "lower",
+        lambda f: f["whole"] < f["before"],
+    ),
+    Claim(
+        "fine-tuning",
+        "LoRA: held-out loss, beside the whole model's",
+        lambda f: f"{f['adapter']:.3f} ({percent(f['adapter'] / f['whole'] - 1, sign=True)})",
+        "at most 2 % above",
+        lambda f: f["adapter"] <= 1.02 * f["whole"],
+    ),
+    Claim(
+        "preferences",
+        "DPO: margin of held-out pairs, before and after",
+        lambda f: _from_to(f["margin before"], f["margin"]),
+        "higher",
+        lambda f: f["margin"] > f["margin before"],
+    ),
+    Claim(
+        "preferences",
+        "DPO: held-out pairs won",
+        lambda f: percent(f["pairs won"]),
+        "over 90 %",
+        lambda f: f["pairs won"] > 0.9,
+    ),
+    Claim(
+        "preferences",
+        "DPO: own replies that are of the wanted kind",
+        lambda f: _shares(f["wanted before"], f["wanted"]),
+        "more",
+        lambda f: f["wanted"] > f["wanted before"],
+    ),
+    Claim(
+        "counting",
+        "GRPO: completions that count right, first and last 400",
+        lambda f: _shares(f["before"], f["after"]),
+        "under 20 % to over 80 %",
+        lambda f: f["before"] < 0.2 and f["after"] > 0.8,
+    ),
+    Claim(
+        "taught",
+        "Distilled student: held-out loss, beside text alone (teacher)",
+        lambda f: f"{f['taught']:.3f}, {f['alone']:.3f} ({f['teacher']:.3f})",
+        "lower",
+        lambda f: f["taught"] < f["alone"],
+    ),
+    Claim(
+        "on-policy",
+        "On-policy: KL from the teacher on own texts, beside off-policy with reverse and with forward KL",
+        lambda f: ", ".join(f"{f[f'own, {arm}']:.3f}" for arm in (ON, OFF, OFF_FORWARD)),
+        "lower than both",
+        lambda f: all(f[f"own, {ON}"] < f[f"own, {arm}"] for arm in (OFF, OFF_FORWARD)),
+    ),
+    Claim(
+        "on-policy",
+        "The same students: own texts without a wrong letter",
+        lambda f: ", ".join(percent(f[f"legal, {arm}"]) for arm in (ON, OFF, OFF_FORWARD)),
+        "more than both",
+        lambda f: all(f[f"legal, {ON}"] > f[f"legal, {arm}"] for arm in (OFF, OFF_FORWARD)),
+    ),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("experiments", nargs="*", help=f"of {', '.join(EXPERIMENTS)}; left out: all")
+    options = parser.parse_args()
+    if unknown := [name for name in options.experiments if name not in EXPERIMENTS]:
+        parser.error(f"no experiment is called {', '.join(unknown)}: there are {', '.join(EXPERIMENTS)}")
+    torch.set_num_threads(1)
+    for name in options.experiments or EXPERIMENTS:
+        found = {}
+        for seed in SEEDS:
+            with tempfile.TemporaryDirectory(prefix="learning-") as folder:
+                found[str(seed)] = EXPERIMENTS[name].run(seed, Path(folder)).raw()
+            print(f"{name}, seed {seed}: {found[str(seed)]['figures']}", flush=True)
+        _add(name, found)
+
+
+def _add(name: str, found: Mapping[str, Any]) -> None:
+    """Put an experiment on the page, beside those that are there; several commands may do so at once."""
+    results = BENCHMARKS / "training" / "results"
+    with (results.parent / "learning.py").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        there = raw_of(results / KIND) if (results / f"{KIND}.json").exists() else {}
+        raw = {key: found if key == name else there[key] for key in EXPERIMENTS if key == name or key in there}
+        (results / f"{KIND}-{name}.svg").write_text(drawn(name, found))
+        write(page(raw), raw)
+
+
+def drawn(name: str, found: Mapping[str, Any]) -> str:
+    """A panel for each seed."""
+    shown = EXPERIMENTS[name]
+    panels = {
+        f"seed {seed}": {curve: [(x, y) for x, y in one["curves"][curve]] for curve in shown.drawn}
+        for seed, one in found.items()
+    }
+    return svg(panels, axes_for(panels, shown.x_title, shown.y_title))
+
+
+PURPOSE = """Whether each way of training teaches what it is for. All runs are jobs of `tllm train` (of the `Job` that
+its TOML file says, taken by a rank of it in this process, on one thread), small enough for minutes on a processor.
+Seeds {seeds} were fixed before any of them was run; each draws texts, weights and order. Nothing is timed.
+
+- Fine-tuning: the tiny model (2.0 M parameters) over 1,920 letters that it has never seen, whole and by a LoRA adapter of
+  rank 32, each at the best learning rate that was tried for it; 64 letters are held out.
+- Preferences: a Llama of two layers learns replies of both kinds alike, then 30 steps of DPO over 160 pairs; 100 pairs
+  are held out.
+- Counting: GRPO from random weights, 100 steps of 80 completions: `3=` is answered by `aaa` and the end.
+- Students: made-up languages of 15 letters; the teacher has 2.2 times the student's weights and learned 8,000 texts or
+  more, the students {few}, from the same weights.
+- On-policy and off-policy: students that go on from one student of these {few} texts, with the same prompts, teacher
+  and number of tokens. Off-policy ones learn from the completions in the texts, the on-policy one from its own."""
+MEANING = """Of {claims} claims {held} hold for every seed{missed}.
+
+The on-policy student is judged by what it writes after 1,000 prompts that nobody learned. {on_policy}
+
+{pictures}"""
+LIMITS = """- Small models, tasks of letters: they show that the methods work here, not what they give a large one.
+- On-policy distillation is at an advantage where texts are few, as here: the off-policy student reads each of {few}
+  some 85 times. With new texts at every step it did not win ([log](../../../docs/log/training.md)).
+- Equal tokens are not equal work: the on-policy student also samples its completions.
+- Rates and lengths of runs were chosen with other seeds than those shown, without a search for each method."""
+
+
+def page(raw: Mapping[str, Mapping[str, Any]]) -> Page:
+    """The page of raw figures: by experiment and seed."""
+    figures = {name: {int(seed): one["figures"] for seed, one in found.items()} for name, found in raw.items()}
+    claims = [claim for claim in CLAIMS if claim.experiment in figures]
+    rows = [["what", *(f"seed {seed}" for seed in SEEDS), "aim", "reached"]]
+    rows += [
+        [
+            claim.what,
+            *(claim.shown(figures[claim.experiment][seed]) for seed in SEEDS),
+            claim.aim,
+            reached(claim, figures[claim.experiment]),
+        ]
+        for claim in claims
+    ]
+    missed = [claim.what for claim in claims if reached(claim, figures[claim.experiment]) != "yes"]
+    meaning = MEANING.format(
+        claims=len(claims),
+        held=len(claims) - len(missed),
+        missed=f"; not: {'; '.join(missed)}" if missed else "",
+        on_policy=own_texts(figures["on-policy"]) if "on-policy" in figures else "It was not run.",
+        pictures="\n\n".join(f"![Curves of {name}]({KIND}-{name}.svg)" for name in raw),
+    )
+    seeds = ", ".join(map(str, SEEDS))
+    return Page(
+        "training",
+        KIND,
+        "What small models learn",
+        PURPOSE.format(seeds=seeds, few=FEW),
+        markdown.table(rows),
+        meaning,
+        LIMITS.format(few=FEW),
+    )
+
+
+def reached(claim: Claim, found: Mapping[int, Figures]) -> str:
+    """Whether a claim holds, "yes", "no", or for how many seeds."""
+    held = sum(claim.holds(one) for one in found.values())
+    return {0: "no", len(found): "yes"}.get(held, f"{held} of {len(found)}")
+
+
+def own_texts(found: Mapping[int, Figures]) -> str:
+    """How far the three students of each seed are from the teacher, on their own texts and on those of the language."""
+    times = [one[f"own, {OFF}"] / one[f"own, {ON}"] for one in found.values()]
+    apart = [one[f"data, {OFF}"] / one[f"data, {ON}"] for one in found.values()]
+    tokens = [one[f"tokens, {ON}"] / one[f"tokens, {OFF}"] for one in found.values()]
+    return (
+        f"Its divergence from the teacher there is the off-policy student's (reverse KL) divided by {_span(times)}; on "
+        f"texts of the language, divided by {_span(apart)}. It learned from {_span(tokens)} times the tokens."
+    )
+
+
+def _span(values: list[float]) -> str:
+    return f"{min(values):.2f} to {max(values):.2f}"
+
+
+if __name__ == "__main__":
+    main()
