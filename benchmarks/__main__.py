@@ -29,6 +29,7 @@ RUNS = (
     ["planner.planning"],
     ["training.memory"],
     ["training.log_prob_mismatch"],
+    ["training.learning"],
     ["training.sampled_ahead"],
     ["serving.drafts"],
     ["serving.two_machines"],

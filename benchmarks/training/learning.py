@@ -181,10 +181,10 @@ PURPOSE = """Whether each way of training teaches what it is for. All runs are j
 its TOML file says, taken by a rank of it in this process, on one thread), small enough for minutes on a processor.
 Seeds {seeds} were fixed before any of them was run; each draws texts, weights and order. Nothing is timed.
 
-- Fine-tuning: the tiny model (2.0 M parameters) over 1,920 letters that it has never seen, whole and by a LoRA adapter of
-  rank 32, each at the best learning rate that was tried for it; 64 letters are held out.
-- Preferences: a Llama of two layers learns replies of both kinds alike, then 30 steps of DPO over 160 pairs; 100 pairs
-  are held out.
+- Fine-tuning: the tiny model (2.0 M parameters) over 1,920 letters that it has never seen, whole and by a LoRA adapter
+  of rank 32, each at the best learning rate that was tried for it; 64 letters are held out.
+- Preferences: a Llama of two layers learns replies of both kinds alike, then 30 steps of DPO over 160 pairs; 100 are
+  held out.
 - Counting: GRPO from random weights, 100 steps of 80 completions: `3=` is answered by `aaa` and the end.
 - Students: made-up languages of 15 letters; the teacher has 2.2 times the student's weights and learned 8,000 texts or
   more, the students {few}, from the same weights.

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 from benchmarks.report.curves import Points
-from benchmarks.training.experiments.runs import Found, evaluated_before, losses, metrics, opened_save, run, seeded
+from benchmarks.training.experiments.runs import Found, opened_save, run, seeded
 from benchmarks.training.experiments.runs import sampled as sampled_from
 from tests.support.training.post_training.letter_languages import (
     FEW,
@@ -36,8 +36,8 @@ from tllm.training.job.distillation_keys import DistillationKeys
 END_ID = 0
 """The token that ends a text; the others are the characters in their order, from 1 on."""
 
-EVERY = 10
-"""Steps between two places of a curve."""
+READ, EVERY = 80, 10
+"""Steps in which a student reads few texts, and between two places of its curve."""
 
 
 def taught(seed: int, folder: Path) -> Found:
@@ -49,16 +49,15 @@ def taught(seed: int, folder: Path) -> Found:
     large, small = (write_shape(folder / f"width-{width}", width) for width in (TEACHER, STUDENT))
     run(language_job(large, folder / "teacher", many, 120, seed=seed))
     keys = DistillationKeys(str(folder / "teacher" / "final"), top_k=0)
-    more: dict[str, Any] = dict(seed=seed, eval_files=(str(held_out),), eval_steps=EVERY)
-    alone = language_job(small, folder / "alone", few, 80, **more)
-    student = language_job(small, folder / "taught", few, 80, task="distill", distill=keys, **more)
-    before = evaluated_before(alone)
-    first, told = evaluated_before(student), run(student)
-    curves = {"text alone": losses(before, run(alone)), "taught": metrics("cross_entropy", first, told)}
     ids_BT = ids_of(small, held_out)
-    return Found(
-        {name: text_loss(opened(folder / name / "final"), ids_BT) for name in ("teacher", "alone", "taught")}, curves
-    )
+    more: dict[str, Any] = dict(seed=seed, save_steps=EVERY, save_total_limit=READ // EVERY)
+    curves = dict[str, Points]()
+    for name, how in (("text alone", {}), ("taught", dict(task="distill", distill=keys))):
+        run(language_job(small, folder / name, few, READ, **how, **more))
+        saves = range(EVERY, READ + 1, EVERY)
+        curves[name] = [(float(step), text_loss(opened_save(folder / name, step), ids_BT)) for step in saves]
+    teacher = text_loss(opened(folder / "teacher" / "final"), ids_BT)
+    return Found({"teacher": teacher, "alone": curves["text alone"][-1][1], "taught": curves["taught"][-1][1]}, curves)
 
 
 ON, OFF, OFF_FORWARD = "on-policy, reverse KL", "off-policy, reverse KL", "off-policy, forward KL"
