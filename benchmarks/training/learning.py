@@ -1,8 +1,8 @@
 """What small models learn in minutes, with curves: `python -m benchmarks.training.learning [EXPERIMENT …]`.
 
 SFT, LoRA, DPO, GRPO and distillation, each as a job of `tllm train` on one thread, for three seeds that were fixed
-beforehand. Nothing is timed, so the machine need not be quiet. An experiment that is named is run anew and the others
-stay on the page as they are.
+beforehand. Nothing is timed, so the machine need not be quiet. Experiments and seeds that are named are run anew, and
+the others stay on the page as they are.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ KIND = "learning"
 SEEDS = (1, 2, 3)
 
 Figures = Mapping[str, float]
+
+Raw = Mapping[str, Mapping[str, Mapping[str, Any]]]
+"""What was found, by experiment and seed."""
 
 
 @dataclass(frozen=True)
@@ -143,28 +146,32 @@ CLAIMS = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiments", nargs="*", help=f"of {', '.join(EXPERIMENTS)}; left out: all")
+    parser.add_argument("--seeds", nargs="+", type=int, choices=SEEDS, default=SEEDS)
     options = parser.parse_args()
     if unknown := [name for name in options.experiments if name not in EXPERIMENTS]:
         parser.error(f"no experiment is called {', '.join(unknown)}: there are {', '.join(EXPERIMENTS)}")
     torch.set_num_threads(1)
     for name in options.experiments or EXPERIMENTS:
-        found = {}
-        for seed in SEEDS:
+        for seed in options.seeds:
             with tempfile.TemporaryDirectory(prefix="learning-") as folder:
-                found[str(seed)] = EXPERIMENTS[name].run(seed, Path(folder)).raw()
-            print(f"{name}, seed {seed}: {found[str(seed)]['figures']}", flush=True)
-        _add(name, found)
+                _add(name, seed, EXPERIMENTS[name].run(seed, Path(folder)))
 
 
-def _add(name: str, found: Mapping[str, Any]) -> None:
-    """Put an experiment on the page, beside those that are there; several commands may do so at once."""
+def _add(name: str, seed: int, found: Found) -> None:
+    """Put one seed on the page, beside what is there; several commands may do so at once."""
     results = BENCHMARKS / "training" / "results"
-    with (results.parent / "learning.py").open() as lock:
+    with Path(__file__).open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        there = raw_of(results / KIND) if (results / f"{KIND}.json").exists() else {}
-        raw = {key: found if key == name else there[key] for key in EXPERIMENTS if key == name or key in there}
-        (results / f"{KIND}-{name}.svg").write_text(drawn(name, found))
+        raw = joined(raw_of(results / KIND) if (results / f"{KIND}.json").exists() else {}, name, seed, found)
+        (results / f"{KIND}-{name}.svg").write_text(drawn(name, raw[name]))
         write(page(raw), raw)
+
+
+def joined(there: Raw, name: str, seed: int, found: Found) -> Raw:
+    """Raw figures in which one seed of an experiment takes the place of an older run, in the order of the page."""
+    ours = {**there.get(name, {}), str(seed): found.raw()}
+    both = {**there, name: {str(one): ours[str(one)] for one in SEEDS if str(one) in ours}}
+    return {one: both[one] for one in EXPERIMENTS if one in both}
 
 
 def drawn(name: str, found: Mapping[str, Any]) -> str:
@@ -207,15 +214,10 @@ def page(raw: Mapping[str, Mapping[str, Any]]) -> Page:
     figures = {name: {int(seed): one["figures"] for seed, one in found.items()} for name, found in raw.items()}
     claims = [claim for claim in CLAIMS if claim.experiment in figures]
     rows = [["what", *(f"seed {seed}" for seed in SEEDS), "aim", "reached"]]
-    rows += [
-        [
-            claim.what,
-            *(claim.shown(figures[claim.experiment][seed]) for seed in SEEDS),
-            claim.aim,
-            reached(claim, figures[claim.experiment]),
-        ]
-        for claim in claims
-    ]
+    for claim in claims:
+        found = figures[claim.experiment]
+        cells = (claim.shown(found[seed]) if seed in found else "not run" for seed in SEEDS)
+        rows.append([claim.what, *cells, claim.aim, reached(claim, found)])
     missed = [claim.what for claim in claims if reached(claim, figures[claim.experiment]) != "yes"]
     meaning = MEANING.format(
         claims=len(claims),

@@ -51,8 +51,9 @@ def taught(seed: int, folder: Path) -> Found:
     keys = DistillationKeys(str(folder / "teacher" / "final"), top_k=0)
     ids_BT = ids_of(small, held_out)
     more: dict[str, Any] = dict(seed=seed, save_steps=EVERY, save_total_limit=READ // EVERY)
+    students: dict[str, dict[str, Any]] = {"text alone": {}, "taught": dict(task="distill", distill=keys)}
     curves = dict[str, Points]()
-    for name, how in (("text alone", {}), ("taught", dict(task="distill", distill=keys))):
+    for name, how in students.items():
         run(language_job(small, folder / name, few, READ, **how, **more))
         saves = range(EVERY, READ + 1, EVERY)
         curves[name] = [(float(step), text_loss(opened_save(folder / name, step), ids_BT)) for step in saves]
@@ -64,7 +65,7 @@ ON, OFF, OFF_FORWARD = "on-policy, reverse KL", "off-policy, reverse KL", "off-p
 ARMS = {ON: (1.0, 1.0), OFF: (0.0, 1.0), OFF_FORWARD: (0.0, 0.0)}
 """`lmbda` and `beta` of each student."""
 
-STEPS, SAVED, ASKED = 160, 20, 1_000
+STEPS, SAVED, ASKED = 120, 30, 1_000
 
 
 def corrected(seed: int, folder: Path) -> Found:

@@ -13,7 +13,7 @@ import torch
 from benchmarks.report.curves import axes_for, svg
 from benchmarks.report.results import PAGE_LINES, Page, Provenance
 from benchmarks.training import learning
-from benchmarks.training.experiments.runs import sampled, seeded
+from benchmarks.training.experiments.runs import Found, sampled, seeded
 from benchmarks.training.experiments.students import ARMS, END_ID, OFF_FORWARD, ON, Judge
 from tests.support.training.post_training.letter_languages import (
     PROMPT,
@@ -86,6 +86,17 @@ def test_one_seed_that_misses_an_aim_is_told(name: str) -> None:
     page = learning.page(raw_of({name: BAD[name]}))
     assert sorted(reached(page)) == sorted(["2 of 3"] + ["yes"] * (len(learning.CLAIMS) - 1))
     assert "Of 9 claims 8 hold for every seed; not: " in page.meaning
+
+
+def test_a_seed_takes_the_place_of_its_older_run_and_no_other() -> None:
+    found = Found({"before": 0.1, "after": 0.5}, {"right": [(5.0, 0.1)]})
+    raw = learning.joined(learning.joined({}, "taught", 1, found), "counting", 3, found)
+    raw = learning.joined(learning.joined(raw, "counting", 1, found), "counting", 3, Found({"after": 0.9}, {}))
+    assert [(name, list(seeds)) for name, seeds in raw.items()] == [("counting", ["1", "3"]), ("taught", ["1"])]
+    assert raw["counting"]["3"] == {"figures": {"after": 0.9}, "curves": {}}
+    assert raw["counting"]["1"] == {"figures": {"before": 0.1, "after": 0.5}, "curves": {"right": [(5.0, 0.1)]}}
+    of_one = {"counting": {"1": raw_of({})["counting"]["1"]}}
+    assert "| 19.0 % to 81.0 % | not run | not run |" in learning.page(of_one).table
 
 
 def test_axes_hold_all_that_is_drawn_at_round_values() -> None:
