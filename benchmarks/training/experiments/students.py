@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,11 +62,20 @@ def taught(seed: int, folder: Path) -> Found:
     return Found({"teacher": teacher, "alone": curves["text alone"][-1][1], "taught": curves["taught"][-1][1]}, curves)
 
 
-ON, OFF, OFF_FORWARD = "on-policy, reverse KL", "off-policy, reverse KL", "off-policy, forward KL"
-ARMS = {ON: (1.0, 1.0), OFF: (0.0, 1.0), OFF_FORWARD: (0.0, 0.0)}
-"""`lmbda` and `beta` of each student."""
+class Arm(NamedTuple):
+    """How one of the students learns: `lmbda` and `beta` of its job, and whether each step has new completions of the
+    few prompts, drawn from the language, where the others read those of the few texts again and again."""
 
-STEPS, SAVED, ASKED = 120, 30, 1_000
+    lmbda: float
+    beta: float
+    is_new: bool = False
+
+
+ON, OFF, OFF_FORWARD = "on-policy, reverse KL", "off-policy, reverse KL", "off-policy, forward KL"
+OFF_NEW = "off-policy, reverse KL, new completions"
+ARMS = {ON: Arm(1.0, 1.0), OFF: Arm(0.0, 1.0), OFF_FORWARD: Arm(0.0, 0.0), OFF_NEW: Arm(0.0, 1.0, True)}
+
+STEPS, BATCH, SAVED, ASKED = 120, 32, 30, 1_000
 
 
 def corrected(seed: int, folder: Path) -> Found:
@@ -83,20 +93,23 @@ def corrected(seed: int, folder: Path) -> Found:
     figures, curves = {"legal of the teacher": judge.of(judge.teacher).legal}, dict[str, Points]()
     start = judge.of(opened(folder / "start" / "final"))
     figures |= {"own, start": start.own, "legal, start": start.legal, "data, start": start.data}
-    for place, (name, (lmbda, beta)) in enumerate(ARMS.items()):
+    prompts = [json.loads(line)["prompt"] for line in few.read_text().splitlines()]
+    new = write_texts(folder / "new.jsonl", language, STEPS * BATCH, seed + 1, prompts)
+    for place, (name, arm) in enumerate(ARMS.items()):
         keys = DistillationKeys(
             str(folder / "teacher" / "final"),
             top_k=0,
-            lmbda=lmbda,
-            beta=beta,
+            lmbda=arm.lmbda,
+            beta=arm.beta,
             max_completion_length=REPLY,
             max_num_seqs=32,
         )
-        more: dict[str, Any] = dict(learning_rate=5e-3, save_steps=SAVED, save_total_limit=STEPS)
-        out = folder / f"arm-{place}"
-        steps = run(
-            language_job(folder / "start" / "final", out, few, STEPS, seed=seed, task="distill", distill=keys, **more)
+        more: dict[str, Any] = dict(
+            learning_rate=5e-3, global_batch_size=BATCH, save_steps=SAVED, save_total_limit=STEPS
         )
+        out, rows = folder / f"arm-{place}", new if arm.is_new else few
+        more |= dict(seed=seed, task="distill", distill=keys)
+        steps = run(language_job(folder / "start" / "final", out, rows, STEPS, **more))
         tokens, points, last = 0, [(0.0, start.own)], start
         for step in steps:
             tokens += step.tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +41,11 @@ def of_two_letters(seed: int) -> Language:
     return {(a, b): (dice.sample(CHARACTERS, 2), [1.0, 1.0]) for a in CHARACTERS for b in CHARACTERS}
 
 
-def write_texts(path: Path, tongue: Language, count: int, seed: int) -> Path:
-    """Rows of prompts and completions."""
+def write_texts(path: Path, tongue: Language, count: int, seed: int, prompts: Sequence[str] = ()) -> Path:
+    """Rows of prompts, those that are given in turn or new ones, and completions."""
     dice, lines = random.Random(seed), []
-    for _ in range(count):
-        text = dice.choices(CHARACTERS, k=2)
+    for number in range(count):
+        text = list(prompts[number % len(prompts)]) if prompts else dice.choices(CHARACTERS, k=2)
         while len(text) < PROMPT + REPLY:
             text += dice.choices(*tongue[text[-2], text[-1]])
         lines.append(json.dumps({"prompt": "".join(text[:PROMPT]), "completion": "".join(text[PROMPT:])}))
