@@ -11,7 +11,7 @@ import argparse
 import fcntl
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from benchmarks.report import markdown
 from benchmarks.report.curves import axes_for, svg
 from benchmarks.report.markdown import percent
-from benchmarks.report.results import BENCHMARKS, Page, raw_of, write
+from benchmarks.report.results import BENCHMARKS, Page, Provenance, raw_of, write
 from benchmarks.training.experiments.adapters import fine_tuned
 from benchmarks.training.experiments.counting import counted
 from benchmarks.training.experiments.preferences import preferred
@@ -47,9 +47,14 @@ class Experiment:
     drawn: tuple[str, ...]
     """The curves that are drawn; the others are in the JSON alone."""
 
+    has_start: bool = True
+    """Whether what was before the first step is drawn, or so far above the rest that this would be one line."""
+
 
 EXPERIMENTS = {
-    "fine-tuning": Experiment(fine_tuned, "step", "held-out loss, nats a token", ("whole model", "LoRA")),
+    "fine-tuning": Experiment(
+        fine_tuned, "step", "held-out loss, nats a token", ("whole model", "LoRA"), has_start=False
+    ),
     "preferences": Experiment(preferred, "step", "held-out pairs", ("margin", "pairs won")),
     "counting": Experiment(counted, "step", "share of completions", ("right", "reward")),
     "taught": Experiment(taught, "step", "held-out loss, nats a token", ("text alone", "taught")),
@@ -171,7 +176,10 @@ def _add(name: str, seed: int, found: Found) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         raw = joined(raw_of(results / KIND) if (results / f"{KIND}.json").exists() else {}, name, seed, found)
         (results / f"{KIND}-{name}.svg").write_text(drawn(name, raw[name]))
-        write(page(raw), raw)
+        made = replace(
+            Provenance.of_this_run(), command=f"python -m benchmarks.training.{KIND}"
+        )  # whatever part it was
+        write(page(raw), raw, made)
 
 
 def joined(there: Raw, name: str, seed: int, found: Found) -> Raw:
@@ -185,7 +193,9 @@ def drawn(name: str, found: Mapping[str, Any]) -> str:
     """A panel for each seed."""
     shown = EXPERIMENTS[name]
     panels = {
-        f"seed {seed}": {curve: [(x, y) for x, y in one["curves"][curve]] for curve in shown.drawn}
+        f"seed {seed}": {
+            curve: [(x, y) for x, y in one["curves"][curve] if x or shown.has_start] for curve in shown.drawn
+        }
         for seed, one in found.items()
     }
     return svg(panels, axes_for(panels, shown.x_title, shown.y_title))
@@ -211,10 +221,12 @@ The on-policy student is judged by what it writes after 1,000 prompts that nobod
 
 {pictures}"""
 LIMITS = """- Small models, tasks of letters: they show that the methods work here, not what they give a large one.
-- On-policy distillation is at an advantage where texts are few, as here: the off-policy student reads each of {few}
-  {times} times. With new texts at every step it did not win ([log](../../../docs/log/training.md)).
+- On-policy distillation is at an advantage where texts are few, as here: the off-policy student reads {few} texts
+  {times} times each. With new texts at every step it did not win ([log](../../../docs/log/training.md)).
 - Equal tokens are not equal work: the on-policy student also samples its completions.
-- Rates and lengths of runs were chosen with other seeds than those shown, without a search for each method."""
+- GRPO's prompts are five, all of which are learned from.
+- Rates and lengths of runs are those of the tests, or were chosen with other seeds than those shown, but one: with half
+  as many steps, 120, LoRA's loss was 2.8 % above the whole model's for seed 1."""
 
 
 def page(raw: Mapping[str, Mapping[str, Any]]) -> Page:
