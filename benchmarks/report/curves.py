@@ -75,7 +75,7 @@ def _y(value: float, axes: Axes) -> float:
 
 
 def axes_for(panels: Mapping[str, Mapping[str, Points]], x_title: str, y_title: str) -> Axes:
-    """Axes from nothing to the end of what is drawn, with round values at some four to eight places."""
+    """Axes from nothing to the end of what is drawn, with round values at some three to eight places."""
     points = [point for curves in panels.values() for line in curves.values() for point in line]
     (x_range, x_ticks), (y_range, y_ticks) = (
         _rounded(min(0.0, *(point[place] for point in points)), max(point[place] for point in points))
@@ -85,12 +85,10 @@ def axes_for(panels: Mapping[str, Mapping[str, Points]], x_title: str, y_title: 
 
 
 def _rounded(low: float, high: float) -> tuple[tuple[float, float], dict[float, str]]:
-    """A range of whole steps of 1, 2 or 5 times a power of ten, and what stands at each."""
+    """A range that begins at one of the whole steps of 1, 2 or 5 times a power of ten, and what stands at each."""
     assert high > low, "a curve that is nothing but zeros has no axis"
-    power = 10.0 ** math.floor(math.log10((high - low) / 4))
-    step = max(times * power for times in (1, 2, 5) if times * power <= (high - low) / 4)
-    first, last = math.floor(low / step), math.ceil(high / step - 1e-9)
+    power = 10.0 ** math.floor(math.log10((high - low) / 3))
+    step = max(times * power for times in (1, 2, 5) if times * power <= (high - low) / 3)
+    first, last = math.floor(low / step), math.floor(high / step + 1e-9)
     places = max(0, -math.floor(math.log10(step)))
-    return (first * step, last * step), {
-        place * step: f"{place * step:,.{places}f}" for place in range(first, last + 1)
-    }
+    return (first * step, high), {place * step: f"{place * step:,.{places}f}" for place in range(first, last + 1)}

@@ -215,7 +215,7 @@ Seeds {seeds} were fixed before any of them was run; each draws texts, weights a
 - On-policy and off-policy: students that go on from one student of these {few} texts, with the same prompts, teacher
   and number of tokens. Off-policy ones learn from the completions in the texts, one of them from
   new completions of the same prompts at every step, and the on-policy one from its own."""
-MEANING = """Of {claims} claims {held} hold for every seed{missed}.
+MEANING = """Of {claims} claims {held} hold for every seed that is shown{missed}.
 
 The on-policy student is judged by what it writes after 1,000 prompts that nobody learned. {on_policy}
 
