@@ -265,13 +265,19 @@ def reached(claim: Claim, found: Mapping[int, Figures]) -> str:
 
 
 def own_texts(found: Mapping[int, Figures]) -> str:
-    """How far the three students of each seed are from the teacher, on their own texts and on those of the language."""
+    """How far the students of each seed are from the teacher, on their own texts and on those of the language."""
+
+    def span(kind: str, arm: str) -> str:
+        return _span([one[f"{kind}, {arm}"] for one in found.values()])
+
     times = [one[f"own, {OFF}"] / one[f"own, {ON}"] for one in found.values()]
-    apart = [one[f"data, {OFF}"] / one[f"data, {ON}"] for one in found.values()]
     tokens = [one[f"tokens, {ON}"] / one[f"tokens, {OFF}"] for one in found.values()]
+    right = [percent(pick(one["legal of the teacher"] for one in found.values())) for pick in (min, max)]
     return (
-        f"Its divergence from the teacher there is the off-policy student's (reverse KL) divided by {_span(times)}; on "
-        f"texts of the language, divided by {_span(apart)}. It learned from {_span(tokens)} times the tokens."
+        f"Its divergence there is that of the off-policy student (reverse KL) divided by {_span(times)}, from "
+        f"{_span(tokens)} times the tokens. On texts of the language that nobody learned it has {span('data', ON)} "
+        f"nats a token, the off-policy student {span('data', OFF)}, with new completions {span('data', OFF_NEW)}. All "
+        f"are far from done: of the teacher's own texts {right[0]} to {right[1]} have no wrong letter."
     )
 
 

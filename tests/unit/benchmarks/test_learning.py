@@ -44,6 +44,7 @@ GOOD: dict[str, dict[str, float]] = {
         **{f"tokens, {arm}": 100.0 for arm in ARMS},
         f"own, {ON}": 0.2,
         f"legal, {ON}": 0.5,
+        "legal of the teacher": 0.79,
     },
 }
 BAD = {
@@ -74,9 +75,9 @@ def test_a_page_says_what_holds_for_every_seed() -> None:
     page = learning.page(raw_of({}))
     assert reached(page) == ["yes"] * len(learning.CLAIMS)
     assert "Of 10 claims 10 hold for every seed that is shown." in page.meaning
-    assert "divided by 2.00 to 2.00; on texts of the language, divided by 1.00 to 1.00" in " ".join(
-        page.meaning.split()
-    )
+    said = " ".join(page.meaning.split())
+    assert "(reverse KL) divided by 2.00 to 2.00, from 1.00 to 1.00 times the tokens" in said
+    assert "with new completions 0.40 to 0.40" in said and "79.0 % to 79.0 % have no wrong letter" in said
     text = page.text(Provenance("2026-11-28", "abc1234", "Some CPU", "python -m benchmarks.training.learning"))
     assert len(text.splitlines()) <= PAGE_LINES
 
