@@ -29,6 +29,7 @@ RUNS = (
     ["planner.planning"],
     ["training.memory"],
     ["training.log_prob_mismatch"],
+    ["training.experiments.learning"],
     ["training.sampled_ahead"],
     ["training.distillation"],
     ["serving.drafts"],

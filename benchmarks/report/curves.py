@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -71,3 +72,23 @@ def _x(value: float, left: int, axes: Axes) -> float:
 def _y(value: float, axes: Axes) -> float:
     low, high = axes.y_range
     return MARGIN + HEIGHT * (1 - (min(max(value, low), high) - low) / (high - low))
+
+
+def axes_for(panels: Mapping[str, Mapping[str, Points]], x_title: str, y_title: str) -> Axes:
+    """Axes from nothing to the end of what is drawn, with round values at some three to eight places."""
+    points = [point for curves in panels.values() for line in curves.values() for point in line]
+    (x_range, x_ticks), (y_range, y_ticks) = (
+        _rounded(min(0.0, *(point[place] for point in points)), max(point[place] for point in points))
+        for place in range(2)
+    )
+    return Axes(x_title, x_range, x_ticks, y_title, y_range, y_ticks)
+
+
+def _rounded(low: float, high: float) -> tuple[tuple[float, float], dict[float, str]]:
+    """A range that begins at one of the whole steps of 1, 2 or 5 times a power of ten, and what stands at each."""
+    assert high > low, "a curve that is nothing but zeros has no axis"
+    power = 10.0 ** math.floor(math.log10((high - low) / 3))
+    step = max(times * power for times in (1, 2, 5) if times * power <= (high - low) / 3)
+    first, last = math.floor(low / step), math.floor(high / step + 1e-9)
+    places = max(0, -math.floor(math.log10(step)))
+    return (first * step, high), {place * step: f"{place * step:,.{places}f}" for place in range(first, last + 1)}

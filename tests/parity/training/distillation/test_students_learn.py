@@ -12,6 +12,9 @@ import pytest
 import torch
 
 from tests.support.training.post_training.letter_languages import (
+    FEW,
+    STUDENT,
+    TEACHER,
     ids_of,
     language_job,
     of_one_letter,
@@ -22,9 +25,6 @@ from tests.support.training.post_training.letter_languages import (
 )
 from tests.support.training.runs import train
 from tllm.training.job.distillation_keys import DistillationKeys
-
-TEACHER, STUDENT = 48, 32
-"""Widths: the teacher has 2.2 times as many weights."""
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def test_a_student_learns_more_of_few_texts_from_a_teacher_of_twice_its_size(see
     """A teacher of 8,000 texts; a student of 60 of them alone, and from the same weights one that it teaches."""
     language = of_one_letter(seed)
     many, few, held_out = (
-        write_texts(tmp_path / f"{count}.jsonl", language, count, seed + count) for count in (8_000, 60, 401)
+        write_texts(tmp_path / f"{count}.jsonl", language, count, seed + count) for count in (8_000, FEW, 401)
     )
     large, small = (write_shape(tmp_path / f"width-{width}", width) for width in (TEACHER, STUDENT))
     train(language_job(large, tmp_path / "teacher", many, 120, seed=seed), "pp=1")

@@ -12,7 +12,7 @@ import torch
 
 from tests.support.models.families import save_model
 from tests.support.selection import pairs_in_turn, soak_but
-from tests.support.training.post_training.policy_task import grpo, policy_job, write_task
+from tests.support.training.post_training.policy_task import counting_job, grpo, policy_job, write_task
 from tests.support.training.post_training.sampled_log_probs import policy_of, sampled_and_trained
 from tests.support.training.post_training.told_runs import Told, check_same_run, told
 from tests.support.training.runs import final, records, train
@@ -213,17 +213,7 @@ def test_a_model_learns_to_count(task: Path, tmp_path: Path) -> None:
     """From random weights to nine of ten right: `3=` is answered by `aaa` and the end. About a minute."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    names = tuple(f"{task / 'rewards.py'}:{name}" for name in ("closeness", "correct"))
-    job = policy_job(
-        task,
-        tmp_path / "run",
-        grpo(task, reward_funcs=names, num_generations=8, max_num_seqs=64),
-        global_batch_size=80,
-        microbatch_size=80,
-        max_steps=100,
-        save_steps=100,
-        learning_rate=5e-3,
-    )
+    job = counting_job(task, tmp_path / "run")
     try:
         right = [(record.metrics or {})["rewards/correct/mean"] for record in records(train(job, "pp=1"))]
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,12 @@ from tllm.training.job.job import Job
 PROMPT, REPLY = 4, 12
 """Letters of a prompt, and of what follows it."""
 
+TEACHER, STUDENT = 48, 32
+"""Widths: the teacher has 2.2 times as many weights."""
+
+FEW = 60
+"""Texts of which a student learns where they are few."""
+
 Language = Mapping[tuple[str, str], tuple[list[str], list[float]]]
 
 
@@ -29,11 +35,17 @@ def of_one_letter(seed: int) -> Language:
     return {(a, b): (list(CHARACTERS), after[b]) for a in CHARACTERS for b in CHARACTERS}
 
 
-def write_texts(path: Path, tongue: Language, count: int, seed: int) -> Path:
-    """Rows of prompts and completions."""
+def of_two_letters(seed: int) -> Language:
+    """What comes next hangs on the last two letters: either of two may, equally often."""
+    dice = random.Random(seed)
+    return {(a, b): (dice.sample(CHARACTERS, 2), [1.0, 1.0]) for a in CHARACTERS for b in CHARACTERS}
+
+
+def write_texts(path: Path, tongue: Language, count: int, seed: int, prompts: Sequence[str] = ()) -> Path:
+    """Rows of prompts, those that are given in turn or new ones, and completions."""
     dice, lines = random.Random(seed), []
-    for _ in range(count):
-        text = dice.choices(CHARACTERS, k=2)
+    for number in range(count):
+        text = list(prompts[number % len(prompts)]) if prompts else dice.choices(CHARACTERS, k=2)
         while len(text) < PROMPT + REPLY:
             text += dice.choices(*tongue[text[-2], text[-1]])
         lines.append(json.dumps({"prompt": "".join(text[:PROMPT]), "completion": "".join(text[PROMPT:])}))
@@ -86,6 +98,12 @@ def ids_of(folder: Path, rows: Path) -> Tensor:
     ids = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
     lines = map(json.loads, rows.read_text().splitlines())
     return torch.tensor([[ids[letter] for letter in row["prompt"] + row["completion"]] for row in lines])
+
+
+def is_of(tongue: Language, text: str) -> bool:
+    """Whether each letter of a whole text, after its prompt, may follow the two before it."""
+    places = range(PROMPT, PROMPT + REPLY)
+    return len(text) == places.stop and all(text[at] in tongue[text[at - 2], text[at - 1]][0] for at in places)
 
 
 @torch.no_grad()

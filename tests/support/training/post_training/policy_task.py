@@ -103,3 +103,13 @@ def grpo(folder: Path, **more: Any) -> GRPOConfig:
         reward_funcs=(f"{folder / 'rewards.py'}:closeness",), num_generations=4, max_completion_length=8
     )
     return GRPOConfig(**{**fields, **more})
+
+
+def counting_job(folder: Path, run: Path, **more: Any) -> Job:
+    """A hundred steps in which a model of random weights learns to count."""
+    names = tuple(f"{folder / 'rewards.py'}:{name}" for name in ("closeness", "correct"))
+    fields: dict[str, Any] = dict(
+        global_batch_size=80, microbatch_size=80, max_steps=100, save_steps=100, learning_rate=5e-3
+    )
+    table = grpo(folder, reward_funcs=names, num_generations=8, max_num_seqs=64)
+    return policy_job(folder, run, table, **{**fields, **more})

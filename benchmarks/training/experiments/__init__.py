@@ -1,0 +1,1 @@
+"""What `learning.py` shows: one module for each experiment, and how a run of it is made."""
