@@ -66,13 +66,14 @@ def opened_save(run_folder: Path, step: int) -> transformers.PreTrainedModel:
     model = opened(run_folder / "final")
     missing = model.load_state_dict(saved(run_folder, step), strict=False)
     assert not missing.unexpected_keys and set(missing.missing_keys) <= {"lm_head.weight"}, missing
-    return model.eval()
+    return model
 
 
 @torch.no_grad()
 def sampled(model: transformers.PreTrainedModel, prompts_BT: torch.Tensor, longest: int, end: int) -> torch.Tensor:
     """Completions at a temperature of 1, without their prompts, [prompts, longest]; after an end there are ends."""
-    ids_BT = model.generate(
+    generate: Any = model.generate
+    ids_BT = generate(
         prompts_BT,
         attention_mask=torch.ones_like(prompts_BT),
         do_sample=True,

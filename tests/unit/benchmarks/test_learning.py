@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.report.curves import axes_for, svg
 from benchmarks.report.results import PAGE_LINES, Page, Provenance
-from benchmarks.training import learning
+from benchmarks.training.experiments import learning
 from benchmarks.training.experiments.runs import Found, sampled, seeded
 from benchmarks.training.experiments.students import ARMS, END_ID, OFF_FORWARD, ON, Judge
 from tests.support.training.post_training.letter_languages import (
