@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import msgspec
 import pytest
 import torch
 
@@ -12,8 +13,9 @@ from tests.support.comm.ranks import run_ranks
 from tests.unit.planner.search.test_serving_search import spec_of
 from tllm.comm.collectives.group import Group, local_groups
 from tllm.core.errors import FrameError
+from tllm.engine.measure import ring_speed
 from tllm.engine.measure.benchmark_layers import LayersAsModel
-from tllm.engine.measure.ring_speed import MIN_STEPS, _decode_seconds, ring_step_overhead
+from tllm.engine.measure.ring_speed import MIN_STEPS, ring_step_overhead
 from tllm.engine.ring_links import RingLinks
 from tllm.engine.stage import PipelineStage
 from tllm.spec.request import Output
@@ -57,6 +59,7 @@ def test_layers_do_not_count_and_all_else_does(monkeypatch: pytest.MonkeyPatch) 
     assert min(overheads(0.1, [])) > SLOW
 
 
-def test_what_is_no_list_of_seconds_is_said() -> None:
-    with pytest.raises(FrameError, match="no seconds came"):
-        _decode_seconds(b'{"seconds": 3}')
+def test_what_is_no_list_of_seconds_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring_speed, "_SECONDS", msgspec.json.Decoder(dict[str, float]))
+    with pytest.raises(FrameError, match="no seconds came from the other rank"):
+        overheads(0.1, [])

@@ -18,7 +18,7 @@ def test_they_are_those_that_training_fills(lines: list[int], limit: int) -> Non
     sizes = [LINE * one for one in lines]
     ours = fill_order([4 * size for size in sizes], 4 * LINE * limit)
     parameters = [cut_parameter((size,), Shard((ShardPiece("p"),))) for size in sizes]
-    theirs = lay_out(parameters, 4 * LINE * limit, lambda _: False)
+    theirs = lay_out(parameters, 4 * LINE * limit)
     assert [one.part * sum(sizes) for one in ours] == pytest.approx([one.size for one in theirs])
     assert ours[-1].done == pytest.approx(1.0) and sum(one.part for one in ours) == pytest.approx(1.0)
 
