@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
+from tests.parity.planner.trained_runs import planned_traffic, sent_in_a_step, watch_peaks
 from tests.parity.training.lora.test_lora import lora_job
 from tests.support.models.families import save_model
 from tests.support.models.layouts import spec_of
-from tests.support.models.live_tensors import Live
 from tests.support.training.runs import train
 from tllm.planner.cluster.device import LinkSpeed
-from tllm.planner.cost.rank_work import passes_of, rank_works
-from tllm.planner.cost.traffic import step_traffic
+from tllm.planner.cost.rank_work import passes_of
 from tllm.planner.memory.training_memory import training_bytes
 from tllm.planner.simulate.training_step import predict_step
 from tllm.spec.plan import Plan
@@ -24,7 +23,6 @@ from tllm.training.attention.packed_attention import TrainAttend
 from tllm.training.job.job import Job
 from tllm.training.job.job_parts import training_facts
 from tllm.training.job.lora_job import LoraJob
-from tllm.training.step import rank_model
 from tllm.training.trainer import RankTrainer
 
 TOKENS, SPEED = 48, 1e9
@@ -57,13 +55,9 @@ def test_a_ring_sends_keys_as_wide_as_they_are(kind: str, model: Path, tmp_path:
     job, trainers, plan = full_job(model, tmp_path / "run", KINDS[kind]), list[RankTrainer](), Plan.parse("cp=2", 4)
     train(job, "cp=2", damage=trainers.append)
     spec, facts = spec_of(model), training_facts(job)
-    planned = {
-        work.rank: sent.cp
-        for work, sent in zip(rank_works(spec, plan, facts), step_traffic(spec, plan, facts), strict=True)
-    }
+    planned = planned_traffic(spec, plan, facts)
     for trainer in trainers:
-        sent = sum(link.bytes_moved for link in trainer.config.groups.cp.send.values()) / job.max_steps
-        assert sent == pytest.approx(planned[trainer.config.rank], rel=0.01)
+        assert sent_in_a_step(trainer, "cp") == pytest.approx(planned[trainer.config.rank].cp, rel=0.01)
 
 
 @pytest.mark.parametrize("kind", ["dropped", "late"])
@@ -92,15 +86,7 @@ def test_attention_takes_as_long_as_it_is_wide(
 
 def test_memory_is_that_of_columns_that_are_there(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the passes of a run keep more with dropout, masks of some columns among it."""
-    peaks, run_schedule = list[int](), rank_model.run_schedule
-
-    def measured(*arguments: Any) -> Any:
-        with Live() as live:
-            result = run_schedule(*arguments)
-        peaks.append(live.peak)
-        return result
-
-    monkeypatch.setattr(rank_model, "run_schedule", measured)
+    peaks = watch_peaks(monkeypatch)
     spec, plan, planned, taken = spec_of(model), Plan.parse("pp=1", 4), list[int](), list[int]()
     for kind in ("dropped", "whole"):
         job = full_job(model, tmp_path / kind, KINDS[kind])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.parity.planner.trained_runs import planned_traffic, sent_in_a_step
 from tests.parity.training.lora.test_lora import adapter, lora_job
 from tests.support.models.families import save_model
 from tests.support.models.layouts import spec_of
@@ -18,7 +19,7 @@ from tests.support.training.runs import records, train
 from tests.support.training.training_step import furthest
 from tllm.planner.cluster.device import LinkSpeed
 from tllm.planner.cost.flops import attention_flops, layer_flops, training_flops
-from tllm.planner.cost.rank_work import ProjectionFacts, forward_only_layers, rank_works
+from tllm.planner.cost.rank_work import ProjectionFacts, forward_only_layers
 from tllm.planner.cost.traffic import step_traffic
 from tllm.planner.memory.training_memory import training_bytes
 from tllm.planner.simulate.training_step import predict_step
@@ -111,10 +112,6 @@ HALVES = {
 and one of the gradient at the MLP's input, if that is not the lowest of what learns."""
 
 
-def sent_over_tp(trainer: RankTrainer) -> int:
-    return sum(link.bytes_moved for link in trainer.config.groups.tp.send.values())
-
-
 @pytest.mark.parametrize("plan", ["tp=2", "tp=2,recompute=layer", "tp=3,sequence=true", "pp=2,tp=2", "tp=2,cp=2"])
 @pytest.mark.parametrize(("case", "lowest"), [("attention", 0), *((case, LOWEST) for case in HALVES)])
 def test_no_gradient_is_summed_below_the_lowest_adapted_linear(
@@ -130,14 +127,11 @@ def test_no_gradient_is_summed_below_the_lowest_adapted_linear(
     job = lora_job(tmp_path / "model", tmp_path / "run", lora=lora, max_steps=2, train_files=(str(rows),))
     train(job, plan, damage=trainers.append)
     parsed, facts = Plan.parse(plan, spec.num_layers), training_facts(job)
-    planned = {
-        work.rank: sent
-        for work, sent in zip(rank_works(spec, parsed, facts), step_traffic(spec, parsed, facts), strict=True)
-    }
+    planned = planned_traffic(spec, parsed, facts)
     assert len(trainers) == parsed.world_size
     a_sum = facts.microbatches * facts.seq_len * spec.hidden_size * facts.item_bytes / parsed.cp
     for trainer in trainers:
-        assert sent_over_tp(trainer) / job.max_steps == pytest.approx(planned[trainer.config.rank].tp, abs=0.1 * a_sum)
+        assert sent_in_a_step(trainer, "tp") == pytest.approx(planned[trainer.config.rank].tp, abs=0.1 * a_sum)
     if plan == "tp=2":
         whole = sums + 4 * (spec.num_layers - 1 - lowest) + 2 * lowest + 1  # and the embedding's; the head has few
         assert planned[0].tp / a_sum == pytest.approx(whole + 1, rel=0.05)

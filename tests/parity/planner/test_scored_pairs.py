@@ -9,17 +9,14 @@ from typing import Any
 
 import pytest
 
-from tests.support.models.live_tensors import Live
+from tests.parity.planner.trained_runs import planned_traffic, sent_in_a_step, watch_peaks
 from tests.support.training.post_training.preferences import preference_job, small_model, text_of
 from tests.support.training.runs import train
-from tllm.planner.cost.rank_work import rank_works
-from tllm.planner.cost.traffic import step_traffic
 from tllm.planner.memory.training_memory import training_bytes
 from tllm.spec.plan import Plan
 from tllm.training.job.initial_model import row_lengths, spec_of
 from tllm.training.job.job import Job
 from tllm.training.job.job_parts import training_facts
-from tllm.training.step import rank_model
 from tllm.training.trainer import RankTrainer
 
 PROMPT, REPLY, SEQ_LEN = 5, 12, 48
@@ -44,26 +41,14 @@ def test_a_run_sends_what_is_planned(plan: str, tmp_path: Path) -> None:
     spec, facts = spec_of(job), training_facts(job, lengths=row_lengths(job))
     parsed = Plan.parse(plan, spec.num_layers)
     assert sum(facts.lengths) == 2 * (PROMPT + REPLY + 1) < SEQ_LEN
-    planned = {
-        work.rank: sent.tp
-        for work, sent in zip(rank_works(spec, parsed, facts), step_traffic(spec, parsed, facts), strict=True)
-    }
+    planned = planned_traffic(spec, parsed, facts)
     for trainer in trainers:
-        sent = sum(link.bytes_moved for link in trainer.config.groups.tp.send.values()) / job.max_steps
-        assert sent == pytest.approx(planned[trainer.config.rank], rel=0.01, abs=1024)
+        assert sent_in_a_step(trainer, "tp") == pytest.approx(planned[trainer.config.rank].tp, rel=0.01, abs=1024)
 
 
 def test_a_run_takes_what_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a model whose logits would be a third of it, and whose rows are full."""
-    peaks, run_schedule = list[int](), rank_model.run_schedule
-
-    def measured(*arguments: Any) -> Any:
-        with Live() as live:
-            result = run_schedule(*arguments)
-        peaks.append(live.peak)
-        return result
-
-    monkeypatch.setattr(rank_model, "run_schedule", measured)
+    peaks = watch_peaks(monkeypatch)
     job = even_pairs(tmp_path, 2 * (PROMPT + 140 + 1), 140, num_hidden_layers=1, vocab_size=300)
     train(job, "pp=1")
     (rank,) = training_bytes(spec_of(job), Plan.parse("pp=1", 1), training_facts(job))
