@@ -94,37 +94,32 @@ def measure_collectives(seat: Seat, asked: CollectiveBench) -> CollectiveTimes:
     """Measure; all ranks call this. The settings of rank 0 are used, and the figures are those of rank 0."""
     control = seat.group(encrypted=True, service=CONTROL, name="control")
     asked = msgspec.json.decode(control.broadcast_bytes(msgspec.json.encode(asked)), type=CollectiveBench)
-    ours = {way: seat.group(way != "tllm plain", PORTS[way]) for way in asked.ways if way != "gloo"}
-    in_memory = ours.get(IN_MEMORY)
-    has_memory = in_memory is not None and _share_memory(in_memory, seat)
+    ways = [way for way in asked.ways if way != IN_MEMORY or len(set(seat.hosts)) == 1]
+    ours = {way: seat.group(way != "tllm plain", PORTS[way]) for way in ways if way != "gloo"}
+    if IN_MEMORY in ours:
+        sum_in_memory(ours[IN_MEMORY], seat.hosts, is_able=True, seconds=DEADLINE)
     if asked.tuned:
-        for group in ours.values():
+        for group in (ours[way] for way in ours if way != IN_MEMORY):
             tune_group(group, host=seat.hosts[seat.rank])
-    if "gloo" in asked.ways:
+    if "gloo" in ways:
         open_gloo(seat)
     times: dict[tuple[str, str, int], _Tally] = {}
     for _ in range(asked.turns):
         for kind in asked.kinds:
             for size in asked.sizes:
                 x = torch.ones(size // 4 // seat.size * seat.size)
-                for way in asked.ways:
-                    if way == IN_MEMORY and not (has_memory and kind == "all_reduce"):
+                for way in ways:
+                    if way == IN_MEMORY and (kind != "all_reduce" or ours[way].memory_sums is None):
                         continue
                     call = _gloo(kind, seat) if way == "gloo" else _ours(kind, ours[way])
                     tally = times.setdefault((kind, way, x.nbytes), _Tally(seat, ours.get(way)))
                     tally.turn(call, x, control, asked.seconds)
-    if "gloo" in asked.ways:
+    if "gloo" in ways:
         dist.destroy_process_group()
     control.barrier()
     for group in [*ours.values(), control]:
         group.close()
     return CollectiveTimes(seat.size, [tally.figures(*key) for key, tally in times.items()] if seat.rank == 0 else [])
-
-
-def _share_memory(group: Group, seat: Seat) -> bool:
-    """Let the group's sums go through memory, and say whether they do: not between machines, nor without kernels."""
-    sum_in_memory(group, seat.hosts, is_able=True, seconds=DEADLINE)
-    return group.memory_sums is not None
 
 
 class _Tally:
