@@ -99,9 +99,19 @@ class InitialModel:
         return PromptBatches(each, self._row_encoder(job, config, tools))
 
     @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """What the run's texts are read by."""
+        return Tokenizer.from_folder(self.folder)
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate | None:
+        """What makes a text of messages."""
+        return ChatTemplate.from_folder(self.folder, self.tokenizer)
+
+    @property
     def reply_tokenizer(self) -> Tokenizer:
         """What gives completions their text; ConfigError where there is none, or none of its tokens ends a text."""
-        tokenizer = Tokenizer.from_folder(self.folder)
+        tokenizer = self.tokenizer
         if tokenizer is None:
             raise ConfigError(
                 f"{self.folder} has no {TOKENIZER}", "it names the token that ends a completion: give a tokenizer"
@@ -139,14 +149,12 @@ class InitialModel:
         """What encodes rows of the job; without its tools, for which code of the user's would have to be run."""
         if job.rollouts is not None:
             return self._row_encoder(job, job.rollouts, ())
-        tokenizer = Tokenizer.from_folder(self.folder)
-        template = ChatTemplate.from_folder(self.folder, tokenizer)
-        return choose_encoder(config.rows, tokenizer, template, config.add_eos, self.spec.vocab_size)
+        vocab_size = self.spec.vocab_size
+        return choose_encoder(config.rows, self.tokenizer, self.chat_template, config.add_eos, vocab_size)
 
     def _row_encoder(self, job: Job, config: RolloutConfig, tools: Sequence[Mapping[str, Any]]) -> RowEncoder:
         """Of prompts; where a teacher judges, of the data's own completions too."""
-        tokenizer = self.reply_tokenizer
-        template = ChatTemplate.from_folder(self.folder, tokenizer)
+        tokenizer, template = self.reply_tokenizer, self.chat_template
         prompts = PromptEncoder(tokenizer, template, job.seq_len - config.max_completion_length, tools)
         if job.distill is None:
             return prompts
@@ -154,9 +162,7 @@ class InitialModel:
         return RepliedPromptEncoder(prompts, rows, keeps_replies=job.distill.lmbda < 1)
 
     def _batches(self, config: DataConfig) -> Batches:
-        tokenizer = Tokenizer.from_folder(self.folder)
-        template = ChatTemplate.from_folder(self.folder, tokenizer)
-        return Batches(config, tokenizer, template, self.spec.vocab_size)
+        return Batches(config, self.tokenizer, self.chat_template, self.spec.vocab_size)
 
 
 def spec_of(job: Job) -> ModelSpec:
