@@ -38,7 +38,6 @@ from tllm.training.teachers.teacher_threads import AskedRow, TeacherInquirer
 from tllm.training.trainer import RankTrainer
 from tllm.weights.byte_source import LocalFiles
 
-READY = "ready"
 AHEAD = 8
 """Rows that `ask` has asked for and has no answer to: two steps' rows, as a run has them."""
 
