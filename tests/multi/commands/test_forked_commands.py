@@ -31,6 +31,14 @@ for _ in range(2):
     server.kill()
     print(server.wait(), server.stderr.read())
 """
+KILLS_ONE = """
+import sys
+from tests.support.commands.forked_command import ForkedCommand
+with ForkedCommand([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+    print(process.poll())
+    process.kill()
+    print(process.wait())
+"""
 
 
 @pytest.fixture
@@ -58,6 +66,12 @@ def test_it_is_listed_by_its_words_and_a_signal_ends_it() -> None:
         assert command(process.pid) == "python -c one two"
         process.terminate()
         assert process.wait() == -signal.SIGTERM
+
+
+def test_a_program_that_adopts_nobody_itself_is_its_parent_too() -> None:
+    """As a benchmark is, which once killed nobody so, and thought that it had."""
+    done = subprocess.run([sys.executable, "-c", KILLS_ONE], stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout.splitlines() == ["None", str(-signal.SIGKILL)]
 
 
 def test_a_fork_server_of_its_own_is_its_child_and_leads_a_session() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import tllm
-from tests.support.cluster.processes import keep, wait_for
+from tests.support.cluster.processes import adopt_orphans, keep, wait_for
 from tests.support.commands.start import Start
 from tllm.core.program import computing_environment
 
@@ -145,6 +145,7 @@ class _Server:
     """The server's process, which ends with this one."""
 
     def __init__(self) -> None:
+        adopt_orphans()  # whoever asks for a fork is the parent of what is forked, and can wait for its end
         self.environment = read_at_import(os.environ)
         self._control, theirs = socket.socketpair()
         with theirs:
