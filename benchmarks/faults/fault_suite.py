@@ -76,7 +76,7 @@ link is no loss: only the wait for the next token or step is shown, and there is
 moment and direction."""
 LIMITS = """- A silent node is given up only after 5 s, so serving and training wait for 6 to 10 s; where a node is lost
   while weights load, loading begins again.
-- The machine on which the command runs was not struck: with it, open streams end.
+- The machine on which the command runs was not struck: [double faults](double-faults.md) strike it too.
 - Three nodes in network namespaces of one machine, a small model; each fault two or three times at each moment."""
 
 

@@ -75,15 +75,18 @@ async def model_of(client: httpx.AsyncClient, url: str) -> str:
     return model
 
 
-async def measure(url: str, repeats: int = 3, prompt: int = 128, reply: int = 64) -> dict[str, list[float]]:
+async def measure(
+    url: str, repeats: int = 3, prompt: int = 128, reply: int = 64, first: int = 0
+) -> dict[str, list[float]]:
     """Tokens per second of one request, of a prompt of 512, and of 8 requests (`prompt` + `reply` tokens) at once.
 
-    Each is repeated, after a request that warms up.
+    Each is repeated, after a request that warms up. `first` is the number of the first repeat, from 0 to 9: each number
+    has prompts of its own.
     """
     async with httpx.AsyncClient(timeout=600) as client:
         model = await model_of(client, url)
         out: dict[str, list[float]] = {"decode_tok_s": [], "prefill_tok_s": [], "eight_tok_s": []}
-        for turn in range(repeats):
+        for turn in range(first, first + repeats):
             one = await ask(client, url, model, prompt_of(128, 10 + turn), 64)
             out["decode_tok_s"].append((one.tokens - 1) / (one.last - one.first))
             long = await ask(client, url, model, prompt_of(512, 20 + turn), 1)

@@ -2,7 +2,8 @@
 
 Measures tllm as one process, with tensor parallelism over two and as a pipeline of two, beside `transformers` alone and
 with its own tensor parallelism, and beside vLLM's CPU build if an environment that has it is given. All have the same
-weights and threads and run one after another. Servers are asked over HTTP; `transformers` runs in a process of its own.
+weights. Those that are compared are up together and take turns, so that what else the machine does for a while slows
+all of them. Servers are asked over HTTP; `transformers` runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -10,24 +11,30 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.models.random_llama import SHAPES, model_folder, parameters
+from benchmarks.processes.alternating_processes import contender
 from benchmarks.processes.python_module import descendants, environment, free_port, module_command, peak_mib
 from benchmarks.report.markdown import percent, table
 from benchmarks.report.results import Page, write
 from benchmarks.serving.openai_client import measure, wait_until_ready
 
 Figures = dict[str, Any]
+Take = Callable[[int], Figures]
+"""The figures of a contender's turn, by the turn's number."""
+Start = Callable[[], AbstractContextManager[Take]]
 
 
 @contextlib.contextmanager
@@ -47,42 +54,44 @@ def server(words: list[str], threads: int) -> Iterator[subprocess.Popen[bytes]]:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def ask_server(words: list[str], threads: int, repeats: int) -> Figures:
+@contextlib.contextmanager
+def asked_server(words: list[str], threads: int) -> Iterator[Take]:
+    """A server that is up and answers."""
     port = free_port()
     start = time.perf_counter()
     with server([*words, "--port", str(port)], threads) as process:
         url = f"http://127.0.0.1:{port}"
         wait_until_ready(url, process)
         ready = time.perf_counter() - start
-        figures: Figures = asyncio.run(measure(url, repeats))
-        figures["ready_s"] = ready
-        figures["peak_mib"] = {pid: peak_mib(pid) for pid in descendants(process.pid)}
-    return figures
+
+        def take(turn: int) -> Figures:
+            figures: Figures = asyncio.run(measure(url, repeats=1, first=turn))
+            return {**figures, "ready_s": ready, "peak_mib": {pid: peak_mib(pid) for pid in descendants(process.pid)}}
+
+        yield take
 
 
-def tllm(folder: Path, dtype: str, threads: int, repeats: int, *more: str) -> Figures:
+def tllm(folder: Path, threads: int, *more: str, dtype: str = "bfloat16") -> AbstractContextManager[Take]:
     words = [sys.executable, "-m", "tllm.cli", "serve", str(folder), "--dtype", dtype, "--threads", str(threads)]
-    return ask_server([*words, "--quiet", *more], threads, repeats)
+    return asked_server([*words, "--quiet", *more], threads)
 
 
-def transformers(folder: Path, dtype: str, threads: int, repeats: int, ranks: int = 1) -> Figures:
+@contextlib.contextmanager
+def transformers(folder: Path, threads: int, ranks: int = 1, dtype: str = "bfloat16") -> Iterator[Take]:
     run = [sys.executable]
     if ranks > 1:
         run += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
     words = [*run, "-m", "benchmarks.serving.transformers_generation", str(folder), "--dtype", dtype]
-    words += ["--threads", str(threads)]
-    words += ["--repeats", str(repeats), *(["--tp"] if ranks > 1 else [])]
-    env = environment(OMP_NUM_THREADS=str(threads))
-    done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
-    if done.returncode:
-        return {"failed": done.stderr[-500:]}
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    words += ["--threads", str(threads), *(["--tp"] if ranks > 1 else [])]
+    with tempfile.TemporaryDirectory() as logs, contender([words], Path(logs), threads) as process:
+        process.ready()
+        yield lambda turn: process.ask(str(turn))[0]
 
 
-def vllm(python: str, folder: Path, threads: int, repeats: int) -> Figures:
+def vllm(python: str, folder: Path, threads: int) -> AbstractContextManager[Take]:
     words = [str(Path(python).with_name("vllm")), "serve", str(folder), "--skip-tokenizer-init", "--dtype", "bfloat16"]
     os.environ.update(VLLM_CPU_KVCACHE_SPACE="2", VLLM_CPU_OMP_THREADS_BIND=f"0-{threads - 1}")
-    return ask_server([*words, "--max-model-len", "2048"], threads, repeats)
+    return asked_server([*words, "--max-model-len", "2048"], threads)
 
 
 def read_rate(threads: int) -> float:
@@ -91,41 +100,61 @@ def read_rate(threads: int) -> float:
     return float(subprocess.run(words, env=environment(), capture_output=True, text=True, check=True).stdout)
 
 
+def matches(folder: Path, vllm_python: str | None, has_float32: bool) -> list[dict[str, Start]]:
+    """The contenders in sets that take turns: each set fits into memory at once."""
+    one_thread: dict[str, Start] = {
+        "tllm, 1 thread": partial(tllm, folder, 1),
+        "transformers, 1 thread": partial(transformers, folder, 1),
+        "tllm, tp=2, 1 thread each": partial(tllm, folder, 1, "--plan", "tp=2"),
+        "transformers, tp 2, 1 thread each": partial(transformers, folder, 1, ranks=2),
+        "tllm, pp=2, 1 thread each": partial(tllm, folder, 1, "--plan", "pp=2"),
+    }
+    two_threads: dict[str, Start] = {
+        "tllm, 2 threads": partial(tllm, folder, 2),
+        "transformers, 2 threads": partial(transformers, folder, 2),
+    }
+    if vllm_python:
+        two_threads["vLLM, 2 threads"] = partial(vllm, vllm_python, folder, 2)
+    in_float32: dict[str, Start] = {
+        "tllm, 2 threads, float32": partial(tllm, folder, 2, dtype="float32"),
+        "transformers, 2 threads, float32": partial(transformers, folder, 2, dtype="float32"),
+    }
+    return [one_thread, two_threads, *([in_float32] if has_float32 else [])]
+
+
+def take_turns(starts: dict[str, Start], rounds: int) -> dict[str, list[Figures]]:
+    """The figures of each contender by turns. Rounds alternate the order."""
+    raw: dict[str, list[Figures]] = {name: [] for name in starts}
+    with ExitStack() as stack:
+        takes: dict[str, Take] = {}
+        for name, start in starts.items():
+            print(f"start {name}", flush=True)
+            try:
+                takes[name] = stack.enter_context(start())
+            except TimeoutError as error:  # one that does not start leaves the others' figures whole
+                raw[name].append({"failed": str(error)})
+        for turn in range(rounds):
+            for name in list(takes)[:: -1 if turn % 2 else 1]:
+                raw[name].append(takes[name](turn))
+            print(f"round {turn + 1} of {rounds}", flush=True)
+    return raw
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("size", choices=("0.3b", "1.1b"))
     parser.add_argument("--folders", type=Path, default=Path("/tmp/tllm-bench"), help="where model folders are kept")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=2, help="how often the whole list is gone through")
+    parser.add_argument("--rounds", type=int, choices=range(1, 11), default=4)
     parser.add_argument("--vllm-python", help="python of an environment that has vllm-cpu")
     parser.add_argument("--float32", action="store_true", help="also one process in float32")
     options = parser.parse_args()
-    folder, n = model_folder(options.size, options.folders), options.repeats
-    runs: dict[str, Callable[[], Figures]] = {
-        "tllm, 1 thread": lambda: tllm(folder, "bfloat16", 1, n),
-        "transformers, 1 thread": lambda: transformers(folder, "bfloat16", 1, n),
-        "tllm, 2 threads": lambda: tllm(folder, "bfloat16", 2, n),
-        "transformers, 2 threads": lambda: transformers(folder, "bfloat16", 2, n),
-        "tllm, tp=2, 1 thread each": lambda: tllm(folder, "bfloat16", 1, n, "--plan", "tp=2"),
-        "transformers, tp 2, 1 thread each": lambda: transformers(folder, "bfloat16", 1, n, ranks=2),
-        "tllm, pp=2, 1 thread each": lambda: tllm(folder, "bfloat16", 1, n, "--plan", "pp=2"),
-    }
-    if options.float32:
-        runs["tllm, 2 threads, float32"] = lambda: tllm(folder, "float32", 2, n)
-        runs["transformers, 2 threads, float32"] = lambda: transformers(folder, "float32", 2, n)
-    if options.vllm_python:
-        runs["vLLM, 2 threads"] = lambda: vllm(options.vllm_python, folder, 2, n)
-    raw: dict[str, list[Figures]] = {name: [] for name in runs}
+    folder = model_folder(options.size, options.folders)
+    raw: dict[str, list[Figures]] = {}
     limits: dict[int, list[float]] = {1: [], 2: []}
-    for _ in range(options.rounds):
+    for starts in matches(folder, options.vllm_python, options.float32):
         for threads in limits:
             limits[threads].append(read_rate(threads))
-        for name, run in runs.items():
-            print(name, flush=True)
-            try:
-                raw[name].append(run())
-            except TimeoutError as error:  # one that does not start leaves the others' figures whole
-                raw[name].append({"failed": str(error)})
+        raw |= take_turns(starts, options.rounds)
     embedding = 32000 * SHAPES[options.size]["hidden_size"] * 2  # of which a token reads one row
     weights = (folder / "model.safetensors").stat().st_size - embedding
     best = {threads: max(speeds) for threads, speeds in limits.items()}
@@ -146,14 +175,14 @@ PAIRS = (
     ("tllm, 2 threads", "vLLM, 2 threads"),
 )
 PURPOSE = """Tokens per second of tllm, `transformers` and (where it is installed) vLLM's CPU build, with the same
-random weights in bfloat16, the same threads and the same requests, one after another in one run. It answers what a user
-gains or loses against the tools that he has, and what two processes of one machine gain over one. Servers are asked
-over HTTP; `transformers` generates in a process of its own. Greedy decoding."""
+random weights in bfloat16, the same threads and the same requests. It answers what a user gains or loses against the
+tools that he has, and what two processes of one machine gain over one. Those that are compared are up together and
+take turns. Servers are asked over HTTP; `transformers` generates in a process of its own. Greedy decoding."""
 READING = """Decode: one request, prompt of 128, from the first to the last of 64 tokens. Prompt of 512: its tokens over
-the time to the first new token. 8 requests: all new tokens over the time of all, sent at once. Medians over rounds and
-repeats. Read limit: the rate at which this machine reads bfloat16 weights from memory, and the tokens per second that
-this allows at most when each token reads all weights. Trust ratios more than absolute numbers: the machine is a shared
-virtual one."""
+the time to the first new token. 8 requests: all new tokens over the time of all, sent at once. Medians over rounds; a
+ratio is the median of the ratios of each round. Read limit: the rate at which this machine reads bfloat16 weights from
+memory, and the tokens per second that this allows at most when each token reads all weights. Trust ratios more than
+absolute numbers: the machine is a shared virtual one."""
 LIMITS = """- Two processes on one machine share its memory bandwidth, which limits decoding: neither tensor nor
   pipeline parallelism can come near twice one process there. Between machines each has its own memory.
 - A pipeline on one machine reads the weights once for each half of the requests, so it gains nothing.
@@ -190,9 +219,9 @@ def conclusions(raw: dict[str, list[Figures]], limits: dict[str, dict[str, float
 def speeds_table(raw: dict[str, list[Figures]], limits: dict[str, dict[str, float]]) -> str:
     rows = [["", *TITLES, "ready after, s"]]
     for name in raw:
-        values = [median(raw, name, key) for key in KEYS]
+        medians = [median(raw, name, key) for key in KEYS]
         ready = [one["ready_s"] for one in raw[name] if "ready_s" in one]
-        cells = ["failed" if value is None else f"{value:.1f}" for value in values]
+        cells = ["failed" if value is None else f"{value:.1f}" for value in medians]
         rows.append([name, *cells, f"{statistics.median(ready):.1f}" if ready else ""])
     for threads, limit in limits.items():
         what = f"read limit, threads: {threads} ({limit['gb_s']:.1f} GB/s)"
@@ -200,18 +229,24 @@ def speeds_table(raw: dict[str, list[Figures]], limits: dict[str, dict[str, floa
     return table(rows)
 
 
+def values(raw: dict[str, list[Figures]], name: str, key: str) -> list[float]:
+    """What a contender reached in each round."""
+    return [value for one in raw.get(name, []) for value in one.get(key, [])]
+
+
 def median(raw: dict[str, list[Figures]], name: str, key: str) -> float | None:
-    values = [value for one in raw.get(name, []) for value in one.get(key, [])]
-    return statistics.median(values) if values else None
+    found = values(raw, name, key)
+    return statistics.median(found) if found else None
 
 
 def ratios(raw: dict[str, list[Figures]]) -> list[list[str]]:
-    """The medians of one contender over those of another, for every pair that was measured; titles first."""
+    """The median over rounds of one contender over another, for every pair that was measured; titles first."""
     rows = [["ratio", "decode", "prompt of 512", "8 requests"]]
     for ours, theirs in PAIRS:
-        both = [(median(raw, ours, key), median(raw, theirs, key)) for key in KEYS]
-        if all(a and b for a, b in both):
-            rows.append([f"{ours} / {theirs}", *(f"{a / b:.2f}" for a, b in both if a and b)])
+        both = [list(zip(values(raw, ours, key), values(raw, theirs, key), strict=False)) for key in KEYS]
+        if all(both):
+            found = [statistics.median(mine / other for mine, other in pairs) for pairs in both]
+            rows.append([f"{ours} / {theirs}", *(f"{times:.2f}" for times in found)])
     return rows
 
 
