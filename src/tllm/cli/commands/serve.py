@@ -213,7 +213,7 @@ def _opening(
         )
     choice = chooser.choice() if chooser else None
     where = dict(
-        **(ray or joining(tasks, _meeting_folder(args), invite, invite_by_secret)),
+        **(ray or joining(tasks, _meeting_folder(args))),
         address=address,
         authority=args.cluster_folder,
         spare_nodes=args.spare_nodes,
@@ -406,18 +406,6 @@ def _options(args: argparse.Namespace) -> EngineOptions:
             "give a plan with a rank for each, or leave --plan out for a stage on each",
         )
     return options
-
-
-def invite(joining: int, address: str, token: str) -> None:
-    """Tell the operator what to run on the other machines."""
-    others = f"each of {joining} other machines" if joining > 1 else "one other machine"
-    print_line(f"run this on {others} (the token is good for an hour):\n\n  tllm join {address} --token {token}\n")
-
-
-def invite_by_secret(joining: int, address: str) -> None:
-    """Tell the operator what to run where the secret is known, and no token."""
-    others = f"{joining} other machines that know" if joining > 1 else "one other machine that knows"
-    print_line(f"waits for {others} TLLM_SECRET. Run there:\n\n  tllm join {address}\n")
 
 
 def _taken(args: argparse.Namespace, defaults: GenerationConfig) -> str:
