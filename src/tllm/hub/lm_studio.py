@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from tllm.core.cache_folder import home
 from tllm.core.errors import ConfigError
 from tllm.hub.repository import gguf_choices
 
 
 def lm_studio_folders() -> list[Path]:
     """Where LM Studio keeps models, in its newer versions and in its older ones."""
-    return [Path.home() / ".lmstudio" / "models", Path.home() / ".cache" / "lm-studio" / "models"]
+    return [home() / ".lmstudio" / "models", home() / ".cache" / "lm-studio" / "models"]
 
 
 def find_lm_studio(name: str, tag: str, needed: bool) -> Path | None:

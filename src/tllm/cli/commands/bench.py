@@ -21,7 +21,7 @@ import msgspec
 
 from tllm.cli.arguments.node_sources import TOKEN_VARIABLE, given_token
 from tllm.cli.arguments.parser import address, size, whole
-from tllm.cli.display.tables import table
+from tllm.cli.display.tables import indented_json, table
 from tllm.core.errors import ConfigError, nearest
 from tllm.core.memory import amount
 
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     times = _measure(args)
     if times is not None:
-        print(msgspec.json.format(msgspec.json.encode(times)).decode() if args.json else _as_text(args.what, times))
+        print(indented_json(times) if args.json else _as_text(args.what, times))
     return 0
 
 

@@ -20,7 +20,7 @@ from tllm.cli.commands.profile import products_table
 from tllm.cli.display.logs import start_log
 from tllm.cli.display.machine_topology import topologies_text
 from tllm.cli.display.progress import progress
-from tllm.cli.display.tables import table, terminal_width, wrapped
+from tllm.cli.display.tables import indented_json, table, terminal_width, wrapped
 from tllm.core.errors import ConfigError
 from tllm.core.memory import amount
 from tllm.node.coordinator.cluster_options import LOOPBACK
@@ -122,7 +122,7 @@ def print_join_line(joining: int, address: str, token: str) -> None:
 def as_json(probe: ClusterProbe, diagnoses: list[Diagnosis]) -> str:
     """All that was measured, and the diagnoses, as JSON."""
     report = {**msgspec.to_builtins(probe), "findings": [vars(diagnosis) for diagnosis in diagnoses]}
-    return msgspec.json.format(msgspec.json.encode(report)).decode()
+    return indented_json(report)
 
 
 def as_text(probe: ClusterProbe, diagnoses: list[Diagnosis]) -> str:
