@@ -7,7 +7,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Scope
 
-from tllm.server.anthropic.replies import error_event, message, message_events
+from tllm.server.anthropic.replies import error_events, message, message_events
 from tllm.server.anthropic.requests import CountTokensRequest, MessagesRequest, as_chat
 from tllm.server.http.auth import cache_salt
 from tllm.server.http.caller import caller_of
@@ -44,7 +44,7 @@ class MessagesRoutes:
             may_be_taken_up=bool(request.store),
             whole=lambda: message(job),
             events=lambda: message_events(job),
-            failed=error_event,
+            failed=error_events,
         )
 
     async def count_tokens(self, http: HttpRequest) -> Response:

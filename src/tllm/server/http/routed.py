@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -52,15 +52,18 @@ def json_reply(value: object) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
-async def lines_reply(source: AsyncGenerator[bytes, None]) -> Response:
-    """A stream with a JSON object on each line. An error before the first line is raised."""
+async def lines_reply(source: AsyncGenerator[bytes, None], error_line: Callable[[TllmError], bytes]) -> Response:
+    """A stream with a JSON object on each line. An error before the first line is raised, a later one is the last."""
     first = await anext(source, b"")
 
     async def lines() -> AsyncGenerator[bytes, None]:
         async with aclosing(source):
             yield first
-            async for line in source:
-                yield line
+            try:
+                async for line in source:
+                    yield line
+            except TllmError as error:
+                yield error_line(error)
 
     return StreamingResponse(lines(), media_type="application/x-ndjson")
 

@@ -13,7 +13,7 @@ from tllm.server.http.auth import cache_salt
 from tllm.server.http.caller import caller_of
 from tllm.server.http.routed import decode, json_reply, lines_reply
 from tllm.server.ollama.models import SPOKEN, listed, running, shown
-from tllm.server.ollama.replies import NANOSECONDS, Kind, OllamaReply, loaded, reply_lines, whole_reply
+from tllm.server.ollama.replies import NANOSECONDS, Kind, OllamaReply, error_line, loaded, reply_lines, whole_reply
 from tllm.server.ollama.requests import (
     OllamaChatRequest,
     OllamaEmbeddingsRequest,
@@ -130,4 +130,4 @@ class OllamaRoutes:
         reply = OllamaReply(job, kind, request.model, self._named_tokens if request.logprobs else None)
         if request.stream is False:
             return json_reply(await whole_reply(reply, job))
-        return await lines_reply(reply_lines(reply, job))
+        return await lines_reply(reply_lines(reply, job), error_line)

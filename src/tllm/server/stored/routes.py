@@ -21,7 +21,7 @@ from tllm.server.http.auth import key_of
 from tllm.server.http.errors import MESSAGES, HttpError, draining
 from tllm.server.http.query import number_of
 from tllm.server.http.routed import json_reply
-from tllm.server.http.sse import EventStream
+from tllm.server.http.sse import EventStream, ended_by_error
 from tllm.server.openai.prepared_reply import Prepare, PreparedReply
 from tllm.server.reply.reply_ids import ReplyIds
 from tllm.server.stored.replay import Replay, numbered
@@ -152,8 +152,9 @@ class ReplyRoutes:
 
 
 def _events(path: str, reply: PreparedReply) -> AsyncGenerator[bytes, None]:
-    """The events of a reply that is kept. Those of responses have numbers of their own."""
-    return reply.events() if path == RESPONSES else numbered(reply.events())
+    """The events of a reply that is kept, an error's too. Those of responses have numbers of their own."""
+    events = ended_by_error(reply.events(), reply.failed)
+    return events if path == RESPONSES else numbered(events)
 
 
 async def _joined(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
