@@ -111,8 +111,7 @@ def build_app(
     parsers = choose_parsers(settings.tool_call_parser, settings.reasoning_parser, source)
     recorder = LiveRecorder(router)
     store = store or LocalStreamStore(router, tokenizer, settings)
-    completions = Completions(router, prompts, settings, parsers)
-    completions.adapters = adapters
+    completions = Completions(router, prompts, settings, parsers, adapters)
     routes = _Routes(router, prompts, completions, settings, recorder, store)
     messages = MessagesRoutes(completions)
     pooled = PoolingRoutes(completions, router, prompts, settings, pooling)
