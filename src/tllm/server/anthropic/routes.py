@@ -12,7 +12,7 @@ from tllm.server.anthropic.requests import CountTokensRequest, MessagesRequest, 
 from tllm.server.http.auth import cache_salt
 from tllm.server.http.caller import caller_of
 from tllm.server.http.errors import MESSAGES
-from tllm.server.http.routed import decode, json_reply
+from tllm.server.http.routed import decode, json_reply, routes
 from tllm.server.openai.completions import Completions
 from tllm.server.openai.prepared_reply import Prepare, PreparedReply
 from tllm.server.reply.reply_ids import ReplyIds
@@ -26,7 +26,7 @@ class MessagesRoutes:
 
     def table(self) -> list[Route]:
         """What needs no reply of the model."""
-        return [Route(f"{MESSAGES}/count_tokens", self.count_tokens, methods=["POST"])]
+        return routes("POST", {f"{MESSAGES}/count_tokens": self.count_tokens})
 
     def prepare(self) -> dict[str, Prepare]:
         """How the requests of these paths become replies."""

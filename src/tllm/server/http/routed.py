@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -24,6 +24,14 @@ ALIKE = 0.8
 """How alike two paths must be, from 0 to 1, for one to be taken for a mistyped other."""
 
 _log = logging.getLogger("tllm.server")
+
+
+Endpoint = Callable[[HttpRequest], Awaitable[Response]]
+
+
+def routes(method: str, endpoints: Mapping[str, Endpoint]) -> list[Route]:
+    """A route for each path, all for one method."""
+    return [Route(path, endpoint, methods=[method]) for path, endpoint in endpoints.items()]
 
 
 def routed(routes: Sequence[Route]) -> Starlette:

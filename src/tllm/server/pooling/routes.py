@@ -17,7 +17,7 @@ from tllm.core.errors import RequestError
 from tllm.server.http.auth import cache_salt
 from tllm.server.http.caller import Caller, caller_of
 from tllm.server.http.errors import HttpError
-from tllm.server.http.routed import decode, json_reply
+from tllm.server.http.routed import decode, json_reply, routes
 from tllm.server.http.settings import ServerSettings
 from tllm.server.openai.completions import Completions
 from tllm.server.openai.engine_client import RequestRouter
@@ -62,7 +62,7 @@ class PoolingRoutes:
             "/v1/rerank": self.rerank,
             COHERE: self.rerank,
         }
-        return [Route(path, function, methods=["POST"]) for path, function in post.items()]
+        return routes("POST", post)
 
     async def embeddings(self, http: HttpRequest) -> Response:
         request = decode(await http.body(), EmbeddingRequest)

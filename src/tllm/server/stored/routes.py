@@ -8,8 +8,9 @@ outputs that are kept there. So a reply that is taken up, from whichever machine
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
+from functools import partial
 from typing import NamedTuple
 
 from starlette.requests import Request as HttpRequest
@@ -20,7 +21,7 @@ from tllm.core.errors import RequestError
 from tllm.server.http.auth import key_of
 from tllm.server.http.errors import MESSAGES, HttpError, draining
 from tllm.server.http.query import number_of
-from tllm.server.http.routed import json_reply
+from tllm.server.http.routed import json_reply, routes
 from tllm.server.http.sse import EventStream, ended_by_error
 from tllm.server.openai.prepared_reply import Prepare, PreparedReply
 from tllm.server.reply.reply_ids import ReplyIds
@@ -46,8 +47,6 @@ KINDS: Mapping[str, ReplyKind] = {
     MESSAGES: ReplyKind("msg_", "message_deleted"),
 }
 
-Act = Callable[[str, HttpRequest], Awaitable[Response]]
-
 MakeStream = Callable[[AsyncGenerator[bytes, None], PreparedReply], EventStream]
 """A reply of events, as the server sends them."""
 
@@ -60,20 +59,12 @@ class ReplyRoutes:
 
     def table(self) -> list[Route]:
         """Posting, and what can be done with a reply by its id."""
-        routes = [Route(f"{RESPONSES}/{{id}}/cancel", self._on(RESPONSES, self._cancel), methods=["POST"])]
-        for path in self._prepare:
-            routes += [
-                Route(path, self._on(path, self._post), methods=["POST"]),
-                Route(f"{path}/{{id}}", self._on(path, self._get), methods=["GET"]),
-                Route(f"{path}/{{id}}", self._on(path, self._delete), methods=["DELETE"]),
-            ]
-        return routes
-
-    def _on(self, path: str, act: Act) -> Callable[[HttpRequest], Awaitable[Response]]:
-        async def endpoint(http: HttpRequest) -> Response:
-            return await act(path, http)
-
-        return endpoint
+        return [
+            *routes("POST", {f"{RESPONSES}/{{id}}/cancel": partial(self._cancel, RESPONSES)}),
+            *routes("POST", {path: partial(self._post, path) for path in self._prepare}),
+            *routes("GET", {f"{path}/{{id}}": partial(self._get, path) for path in self._prepare}),
+            *routes("DELETE", {f"{path}/{{id}}": partial(self._delete, path) for path in self._prepare}),
+        ]
 
     async def _post(self, path: str, http: HttpRequest) -> Response:
         body = await http.body()
