@@ -34,10 +34,10 @@ def routes(method: str, endpoints: Mapping[str, Endpoint]) -> list[Route]:
     return [Route(path, endpoint, methods=[method]) for path, endpoint in endpoints.items()]
 
 
-def routed(routes: Sequence[Route]) -> Starlette:
+def routed(table: Sequence[Route]) -> Starlette:
     """An application of these routes."""
     made = Starlette(
-        routes=routes, exception_handlers={TllmError: _refusal, HTTPException: _no_route, Exception: _fault}
+        routes=table, exception_handlers={TllmError: _refusal, HTTPException: _no_route, Exception: _fault}
     )
     made.router.redirect_slashes = False
     return made
