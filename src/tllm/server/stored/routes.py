@@ -8,9 +8,8 @@ outputs that are kept there. So a reply that is taken up, from whichever machine
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from functools import partial
 from typing import NamedTuple
 
 from starlette.requests import Request as HttpRequest
@@ -21,7 +20,7 @@ from tllm.core.errors import RequestError
 from tllm.server.http.auth import key_of
 from tllm.server.http.errors import MESSAGES, HttpError, draining
 from tllm.server.http.query import number_of
-from tllm.server.http.routed import json_reply, routes
+from tllm.server.http.routed import Endpoint, json_reply, routes
 from tllm.server.http.sse import EventStream, ended_by_error
 from tllm.server.openai.prepared_reply import Prepare, PreparedReply
 from tllm.server.reply.reply_ids import ReplyIds
@@ -60,10 +59,10 @@ class ReplyRoutes:
     def table(self) -> list[Route]:
         """Posting, and what can be done with a reply by its id."""
         return [
-            *routes("POST", {f"{RESPONSES}/{{id}}/cancel": partial(self._cancel, RESPONSES)}),
-            *routes("POST", {path: partial(self._post, path) for path in self._prepare}),
-            *routes("GET", {f"{path}/{{id}}": partial(self._get, path) for path in self._prepare}),
-            *routes("DELETE", {f"{path}/{{id}}": partial(self._delete, path) for path in self._prepare}),
+            *routes("POST", {f"{RESPONSES}/{{id}}/cancel": _on(RESPONSES, self._cancel)}),
+            *routes("POST", {path: _on(path, self._post) for path in self._prepare}),
+            *routes("GET", {f"{path}/{{id}}": _on(path, self._get) for path in self._prepare}),
+            *routes("DELETE", {f"{path}/{{id}}": _on(path, self._delete) for path in self._prepare}),
         ]
 
     async def _post(self, path: str, http: HttpRequest) -> Response:
@@ -140,6 +139,13 @@ class ReplyRoutes:
     async def _end(self, path: str, http: HttpRequest, forget: bool) -> None:
         if not await self._store.end(_id(path, http), key_of(http.scope), forget):
             raise _unknown(http)
+
+
+def _on(path: str, act: Callable[[str, HttpRequest], Awaitable[Response]]) -> Endpoint:
+    async def endpoint(http: HttpRequest) -> Response:
+        return await act(path, http)
+
+    return endpoint
 
 
 def _events(path: str, reply: PreparedReply) -> AsyncGenerator[bytes, None]:
