@@ -24,7 +24,7 @@ from tllm.server.http.auth import PAGE_FILES, Guard, cache_salt, keys_of
 from tllm.server.http.caller import caller_of
 from tllm.server.http.metrics import Metrics
 from tllm.server.http.query import number_of
-from tllm.server.http.routed import decode, json_reply, routed, routes
+from tllm.server.http.routed import Endpoint, decode, json_reply, routed, routes
 from tllm.server.http.settings import ServerSettings
 from tllm.server.http.sse import EventStream
 from tllm.server.live.recorder import LiveRecorder
@@ -146,7 +146,7 @@ class _Routes:
         self._page = PageFiles()
 
     def table(self) -> list[Route]:
-        get = {
+        get: dict[str, Endpoint] = {
             "/": self._page.index,
             PAGE_FILES + "{name}": self._page.file,
             "/health": self.health,

@@ -13,7 +13,7 @@ from tllm.server.http.attended_request import Attended
 from tllm.server.http.auth import PAGE_FILES, Guard, keys_of
 from tllm.server.http.metrics import Metrics
 from tllm.server.http.query import number_of
-from tllm.server.http.routed import json_reply, routed, routes
+from tllm.server.http.routed import Endpoint, json_reply, routed, routes
 from tllm.server.http.settings import ServerSettings
 from tllm.server.live.run_log import RunLog
 from tllm.server.page.page_files import PageFiles
@@ -33,7 +33,7 @@ def build_run_app(log: RunLog, status: Callable[[], Mapping[str, Any]], settings
         return json_reply({"status": "ok"})
 
     page = PageFiles()
-    get = {
+    get: dict[str, Endpoint] = {
         "/": page.index,
         PAGE_FILES + "{name}": page.file,
         "/health": health,
