@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tllm.engine.engine import Engine
     from tllm.node.coordinator.cluster_options import ClusterOptions
     from tllm.node.coordinator.plan_selection import PlanChoice
+    from tllm.node.serve.serving import Serving
     from tllm.server.openai.engine_client import EngineClient
 
 OnProgress = Callable[[str, int, int], None]
@@ -82,7 +83,7 @@ async def open_nodes(
     *,
     policy: Literal["replan", "wait"] = "replan",
     choice: PlanChoice | None = None,
-) -> AsyncIterator[EngineClient]:
+) -> AsyncIterator[Serving]:
     """An engine over the nodes of a cluster, ended with the block.
 
     `policy` is for nodes that are lost: go on with what is left, or wait for another. With a `choice` the options'
@@ -92,8 +93,8 @@ async def open_nodes(
 
     sizes = engine_config(options)
     opening = open_cluster(options.folder, options.plan, sizes, cluster, policy=policy, choice=choice, hub=options.hub)
-    async with opening as client:
-        yield client
+    async with opening as serving:
+        yield serving
 
 
 def cluster_options(options: EngineOptions, joining: int = 0, **more: Any) -> ClusterOptions:

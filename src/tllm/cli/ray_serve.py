@@ -27,6 +27,7 @@ from starlette.responses import Response, StreamingResponse
 
 import tllm
 from tllm.cli.arguments.options import API_KEY_VARIABLE
+from tllm.cli.arguments.parser import option_of
 from tllm.cli.main import main
 from tllm.core.errors import ClusterError, ConfigError
 
@@ -104,14 +105,10 @@ def serve_words(args: Mapping[str, Any]) -> list[str]:
             continue
         for one in value if isinstance(value, list | tuple) else [value]:
             if one is True or one == "true":
-                words.append(_option(name))
+                words.append(option_of(name))
             elif one is not False and one != "false":
-                words += [_option(name), json.dumps(one) if isinstance(one, Mapping) else str(one)]
+                words += [option_of(name), json.dumps(one) if isinstance(one, Mapping) else str(one)]
     return [*words, *ON_RAY] if "nodes" in args else words
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 class ServedCluster:

@@ -9,7 +9,7 @@ from pathlib import Path
 from tllm.core.errors import TllmError
 from tllm.hub.folders import cached_repositories, commit_of
 from tllm.hub.lm_studio import lm_studio_models
-from tllm.hub.ollama_store import blob_of, find_ollama, ollama_models
+from tllm.hub.ollama_store import find_ollama, ollama_models
 from tllm.hub.repository import INDEX, PICKLES, gguf_choices, index_names
 
 DEPTH = 3
@@ -43,14 +43,13 @@ def _of_hub() -> Iterator[FoundModel]:
 
 
 def _of_ollama() -> Iterator[FoundModel]:
-    for name, manifest in ollama_models():
+    for name in ollama_models():
         try:
-            blob = blob_of(manifest)
             path = find_ollama(*name.rsplit(":", 1))
         except TllmError as error:
             yield FoundModel(f"ollama:{name}", "ollama", None, "gguf", 0, error.message)
             continue
-        yield FoundModel(f"ollama:{name}", "ollama", path, "gguf", blob.stat().st_size)
+        yield FoundModel(f"ollama:{name}", "ollama", path, "gguf", path.stat().st_size)
 
 
 def _of_lm_studio() -> Iterator[FoundModel]:

@@ -22,7 +22,7 @@ from tllm.hub.folders import (
 )
 from tllm.hub.hub_client import download, list_repository
 from tllm.hub.hub_errors import HubOffline, hub_host
-from tllm.hub.lm_studio import find_lm_studio
+from tllm.hub.lm_studio import find_lm_studio, lm_studio_file
 from tllm.hub.model_name import ModelName, is_commit, meant, parse_name
 from tllm.hub.ollama_store import find_ollama
 from tllm.hub.part_files import remove_left_parts
@@ -84,15 +84,15 @@ def locate(text: str, need: Need, revision: str | None = None, reuse: Reuse = la
         found = find_ollama(name.repo, name.tag)
         return LocatedModel(found, said=f"{name}: {found.resolve()}")
     if name.store == "lmstudio":
-        return _in_lm_studio(name, find_lm_studio(name.repo, name.tag, needed=True))
+        return _in_lm_studio(name, lm_studio_file(name.repo, name.tag))
     remove_left_parts()
+    if (file := _only_in_lm_studio(name)) is not None:
+        return _in_lm_studio(name, file)
     try:
         repository, where = _listing(name)
     except TllmError as error:
         error.hint = nearby(path) + error.hint
         raise
-    if repository is None:
-        return _in_lm_studio(name, find_lm_studio(name.repo, name.tag, needed=True))
     return _files(repository, name, need, where, reuse)
 
 
@@ -106,20 +106,23 @@ def nearby(path: Path) -> str:
     return f"did you mean {path.parent / close[0]}? " if close else ""
 
 
-def _in_lm_studio(name: ModelName, path: Path | None) -> LocatedModel:
-    assert path is not None, "it was needed"
+def _in_lm_studio(name: ModelName, path: Path) -> LocatedModel:
     return LocatedModel(path, said=f"{name}: {path} of LM Studio")
 
 
-def _listing(name: ModelName) -> tuple[Repository | None, str]:
-    """What the repository holds at the revision, and how that is known; None where LM Studio has the model and the hub
-    was never asked for it."""
+def _only_in_lm_studio(name: ModelName) -> Path | None:
+    """The file of LM Studio, where the hub was never asked for the model."""
+    if name.revision or commit_of(name.repo, name.revision):
+        return None
+    return find_lm_studio(name.repo, name.tag)
+
+
+def _listing(name: ModelName) -> tuple[Repository, str]:
+    """What the repository holds at the revision, and how that is known."""
     commit = commit_of(name.repo, name.revision)
     kept = kept_listing(name.repo, commit) if commit else None
     if kept is not None and is_commit(name.revision):
         return kept, "which never changes"
-    if not commit and not name.revision and find_lm_studio(name.repo, name.tag, needed=False):
-        return None, ""
     try:
         found = list_repository(name.repo, name.revision)
     except TllmError as error:

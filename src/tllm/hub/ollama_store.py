@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from tllm.core.cache_folder import cache_folder
+from tllm.core.cache_folder import cache_folder, home
 from tllm.core.errors import UNREADABLE, ConfigError
 
 HOST, NAMESPACE, TAG = "registry.ollama.ai", "library", "latest"
@@ -38,7 +38,7 @@ class OllamaManifest(msgspec.Struct, frozen=True):
 
 def ollama_folder() -> Path:
     """OLLAMA_MODELS, else where ollama keeps its models."""
-    return Path(os.environ.get("OLLAMA_MODELS") or Path.home() / ".ollama" / "models")
+    return Path(os.environ.get("OLLAMA_MODELS") or home() / ".ollama" / "models")
 
 
 def find_ollama(name: str, tag: str) -> Path:
@@ -48,25 +48,25 @@ def find_ollama(name: str, tag: str) -> Path:
     full = [*(HOST, NAMESPACE)[: max(0, 3 - len(parts))], *parts]
     manifest = ollama_folder().joinpath("manifests", *full, tag or TAG)
     if not manifest.is_file():
-        known = ", ".join(f"ollama:{known}" for known, _ in ollama_models()) or "none"
+        known = ", ".join(f"ollama:{known}" for known in ollama_models()) or "none"
         raise ConfigError(
             f"ollama has no {name}:{tag or TAG} in {ollama_folder()}",
             f"`ollama pull {name}:{tag or TAG}` fetches it; there are: {known}",
         )
-    return _link(blob_of(manifest), f"{'-'.join(parts)}-{tag or TAG}")
+    return _link(_blob_of(manifest), f"{'-'.join(parts)}-{tag or TAG}")
 
 
-def ollama_models() -> Iterator[tuple[str, Path]]:
-    """(name as `ollama:` takes it, manifest) of every model of the store."""
+def ollama_models() -> Iterator[str]:
+    """The name as `ollama:` takes it of every model of the store."""
     root = ollama_folder() / "manifests"
     for manifest in sorted(root.glob("*/*/*/*")):
         if manifest.is_file():
             host, namespace, name, tag = manifest.relative_to(root).parts
             place = [] if (host, namespace) == (HOST, NAMESPACE) else [namespace] if host == HOST else [host, namespace]
-            yield "/".join([*place, name]) + f":{tag}", manifest
+            yield "/".join([*place, name]) + f":{tag}"
 
 
-def blob_of(manifest: Path) -> Path:
+def _blob_of(manifest: Path) -> Path:
     """The GGUF file that a manifest names. ConfigError where there is none, or where it is not all of the model."""
     try:
         content: Any = manifest.read_bytes() if manifest.stat().st_size <= MANIFEST_BYTES else b""

@@ -97,7 +97,7 @@ def choice_file() -> ChoiceFile | None:
         return None
     try:
         return _opened(str(cache_folder(FOLDER)), mode == "again")
-    except RuntimeError:  # nobody's home
+    except ConfigError:  # nobody's home
         return None
 
 

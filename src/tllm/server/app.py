@@ -7,7 +7,7 @@ and made a `GenerationJob` by `Completions`, whose reply or chunks it sends.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from tllm.server.http.auth import PAGE_FILES, Guard, cache_salt, keys_of
 from tllm.server.http.caller import caller_of
 from tllm.server.http.metrics import Metrics
 from tllm.server.http.query import number_of
-from tllm.server.http.routed import decode, json_reply, routed
+from tllm.server.http.routed import Endpoint, decode, json_reply, routed, routes
 from tllm.server.http.settings import ServerSettings
 from tllm.server.http.sse import EventStream
 from tllm.server.live.recorder import LiveRecorder
@@ -111,14 +111,13 @@ def build_app(
     parsers = choose_parsers(settings.tool_call_parser, settings.reasoning_parser, source)
     recorder = LiveRecorder(router)
     store = store or LocalStreamStore(router, tokenizer, settings)
-    completions = Completions(router, prompts, settings, parsers)
-    completions.adapters = adapters
-    routes = _Routes(router, prompts, completions, settings, recorder, store)
+    completions = Completions(router, prompts, settings, parsers, adapters)
+    own = _Routes(router, prompts, completions, settings, recorder, store)
     messages = MessagesRoutes(completions)
     pooled = PoolingRoutes(completions, router, prompts, settings, pooling)
     parts = (
-        routes,
-        ReplyRoutes({**routes.prepare(), **messages.prepare()}, store, routes.stream),
+        own,
+        ReplyRoutes({**own.prepare(), **messages.prepare()}, store, own.stream),
         messages,
         pooled,
         OllamaRoutes(completions, prompts, client, pooled, settings.created),
@@ -147,7 +146,7 @@ class _Routes:
         self._page = PageFiles()
 
     def table(self) -> list[Route]:
-        get: dict[str, Callable[[HttpRequest], Awaitable[Response]]] = {
+        get: dict[str, Endpoint] = {
             "/": self._page.index,
             PAGE_FILES + "{name}": self._page.file,
             "/health": self.health,
@@ -161,14 +160,7 @@ class _Routes:
             "/v1/cluster/live": self.live,
             "/tokenizer_info": self.tokenizer_info,
         }
-        post: dict[str, Callable[[HttpRequest], Awaitable[Response]]] = {
-            "/tokenize": self.tokenize,
-            "/detokenize": self.detokenize,
-        }
-        return [
-            *(Route(path, function, methods=["GET"]) for path, function in get.items()),
-            *(Route(path, function, methods=["POST"]) for path, function in post.items()),
-        ]
+        return routes("GET", get) + routes("POST", {"/tokenize": self.tokenize, "/detokenize": self.detokenize})
 
     def prepare(self) -> dict[str, Prepare]:
         """How the requests of these paths become replies."""

@@ -14,6 +14,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from tllm.core.errors import ConfigError
+from tllm.core.tasks import background
 from tllm.server.app import App
 from tllm.server.http.protocol import protocol
 from tllm.server.http.settings import ServerSettings
@@ -44,10 +45,8 @@ async def serve_http(
     asked, now = stop or asyncio.Event(), asyncio.Event()
     with _handlers(asked, now, lambda: _leave(app, leaves)) if signals else contextlib.nullcontext():
         serving = asyncio.create_task(server.serve(sockets=[listening]))
-        recording = asyncio.create_task(app.recorder.run(), name="recorder")
-        recording.add_done_callback(_log_failure)
-        watching = asyncio.create_task(app.keys.watch(), name="keys")
-        watching.add_done_callback(_log_failure)
+        recording = background(app.recorder.run(), "what samples the server for its page")
+        watching = background(app.keys.watch(), "what reads the file of API keys anew")
         try:
             while not server.started and not serving.done():
                 await asyncio.sleep(0.005)  # uvicorn sets a flag, and wakes nobody
@@ -90,9 +89,7 @@ class OpenReplies:
             await self._app.tracing.close()
 
 
-async def _let_linger(
-    server: _Server, serving: asyncio.Task[None], listening: socket.socket, app: App
-) -> OpenReplies | None:
+async def _let_linger(server: _Server, serving: asyncio.Task[None], listening: socket.socket, app: App) -> OpenReplies:
     """Take no more connections, and wait for none of those that are open."""
     server.config.timeout_graceful_shutdown = None
     server.should_exit = True
@@ -182,13 +179,6 @@ def _handlers(asked: asyncio.Event, now: asyncio.Event, on_terminate: Callable[[
 
 def _leave(app: App, leaves: Callable[[], bool]) -> None:
     app.router.leaving = leaves()
-
-
-def _log_failure(task: asyncio.Task[None]) -> None:
-    """Log why a task failed; requests are served without it."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        lost = {"recorder": "the page shows nothing new", "keys": "the file of API keys is not read"}
-        _log.error("%s any more", lost[task.get_name()], exc_info=error)
 
 
 async def _idle(app: App) -> None:

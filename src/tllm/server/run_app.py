@@ -7,14 +7,13 @@ from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from tllm.server.http.attended_request import Attended
 from tllm.server.http.auth import PAGE_FILES, Guard, keys_of
 from tllm.server.http.metrics import Metrics
 from tllm.server.http.query import number_of
-from tllm.server.http.routed import json_reply, routed
+from tllm.server.http.routed import Endpoint, json_reply, routed, routes
 from tllm.server.http.settings import ServerSettings
 from tllm.server.live.run_log import RunLog
 from tllm.server.page.page_files import PageFiles
@@ -34,12 +33,11 @@ def build_run_app(log: RunLog, status: Callable[[], Mapping[str, Any]], settings
         return json_reply({"status": "ok"})
 
     page = PageFiles()
-    routes = {
+    get: dict[str, Endpoint] = {
         "/": page.index,
         PAGE_FILES + "{name}": page.file,
         "/health": health,
         "/v1/cluster": cluster,
         "/v1/training/live": live,
     }
-    inner = routed([Route(path, function, methods=["GET"]) for path, function in routes.items()])
-    return Guard(Attended(inner, settings), settings, Metrics("training"), keys_of(settings))
+    return Guard(Attended(routed(routes("GET", get)), settings), settings, Metrics("training"), keys_of(settings))

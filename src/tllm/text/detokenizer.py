@@ -29,7 +29,7 @@ class Detokenizer:
         self._window = self._context(prompt_ids)
         held = self._unfinished(self._window)
         self._read = len(self._window) - held
-        self._before = self._decode(self._window[: self._read])
+        self._before = tokenizer.decode(self._window[: self._read])
         self._pending = b"".join(tokenizer.token_bytes(i) for i in self._window[self._read :])
 
     def push(self, ids: Iterable[int]) -> str:
@@ -54,9 +54,9 @@ class Detokenizer:
     def _take(self, held: int = 0) -> str:
         """The text of all tokens but the last ones, which are `held` back."""
         stop = len(self._window) - held
-        text = self._decode(self._window[:stop])
+        text = self._tokenizer.decode(self._window[:stop])
         new = text[len(self._before) :]
-        fresh = self._decode(self._window[self._read : stop])
+        fresh = self._tokenizer.decode(self._window[self._read : stop])
         # a window without text would make the next token look like the start of the text
         if fresh:
             del self._window[: self._read]
@@ -64,9 +64,6 @@ class Detokenizer:
         self._read = len(self._window) - held
         self._pending = b"".join(self._tokenizer.token_bytes(i) for i in self._window[self._read :])
         return new
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids)
 
     def _context(self, prompt_ids: Sequence[int]) -> list[int]:
         """The prompt's last few tokens, from the beginning of a character on."""

@@ -11,7 +11,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -68,8 +68,13 @@ def check_grammar(grammar: GrammarText, param: str) -> None:
 def as_part(grammar: GrammarText, param: str) -> str:
     """A grammar that was checked, as a part of a larger one in Lark, without what may come before it."""
     if grammar.kind == "json_schema":
-        return f"%json {json.dumps(_schema(grammar.text, param))}"
+        return json_part(_schema(grammar.text, param))
     return f"%lark {{\n{_lark_of(grammar, param)}\n}}"
+
+
+def json_part(schema: Mapping[str, Any]) -> str:
+    """JSON of a schema on one line, as a part of a larger grammar in Lark."""
+    return f"%json {json.dumps(_on_one_line(schema))}"
 
 
 def can_start_with(grammar: GrammarText, texts: Sequence[str]) -> str:
@@ -244,7 +249,7 @@ def _library_form(grammar: GrammarText, param: str) -> str:
             f"{param} has {size} bytes, at most {MAX_GRAMMAR_BYTES} are taken", "take what is not needed out", param
         )
     if grammar.kind == "json_schema":
-        answer: dict[str, Any] = {"json_schema": _schema(grammar.text, param)}
+        answer: dict[str, Any] = {"json_schema": _on_one_line(_schema(grammar.text, param))}
     else:
         answer = {"lark_grammar": _lark_of(grammar, param)}
     if not grammar.free_until:
@@ -263,7 +268,7 @@ def _lark_of(grammar: GrammarText, param: str) -> str:
     return _lark(grammar.text, param)
 
 
-def _schema(text: str, param: str) -> Any:
+def _schema(text: str, param: str) -> dict[str, Any]:
     try:
         schema = msgspec.json.decode(text)
     except UNREADABLE as error:
@@ -272,12 +277,13 @@ def _schema(text: str, param: str) -> Any:
         schema = {}
     if not isinstance(schema, dict):
         raise RequestError(f"{param} is a {type(schema).__name__}, a JSON schema is an object", param=param)
-    return {**schema, "x-guidance": {**JSON_FORM, **_options(schema)}}
+    return schema
 
 
-def _options(schema: dict[str, Any]) -> dict[str, Any]:
+def _on_one_line(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema with `JSON_FORM`, but for what it says of that itself."""
     given = schema.get("x-guidance")
-    return given if isinstance(given, dict) else {}
+    return {**schema, "x-guidance": {**JSON_FORM, **(given if isinstance(given, dict) else {})}}
 
 
 def _choices(text: str, param: str) -> list[str]:

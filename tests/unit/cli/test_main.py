@@ -15,6 +15,7 @@ import pytest
 import tllm
 from tllm.cli import main as cli
 from tllm.core.errors import AuthError, ClusterError, NonFiniteError, PlanError, RequestError, TllmError, WeightsError
+from tllm.kernels.autotune import VARIABLE, choice_file
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,6 +79,25 @@ def test_usage_errors(words: list[str], error: str, hint: str, capsys: pytest.Ca
     assert error in first
     assert second.startswith("hint: ")
     assert hint in second
+
+
+@pytest.mark.parametrize("words", [["models"], ["serve", "org/name"], ["generate", "ollama:name"]])
+def test_a_user_without_a_home_is_told(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a service may have; it was called a fault of ours."""
+
+    def nobody(uid: int) -> None:
+        raise KeyError(uid)
+
+    for name in ("HOME", "XDG_CACHE_HOME", "OLLAMA_MODELS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    assert cli.main(words) == 2
+    shown = capsys.readouterr().err.splitlines()
+    assert shown == ["error: this user has no home folder", "hint: set HOME to a folder that this user may write"]
+    monkeypatch.setenv(VARIABLE, "on")
+    assert choice_file() is None, "what is measured is then not kept"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from tllm.core.errors import ConfigError
 from tllm.spec.lora.lora_config import CONFIG_FILE, MAX_LORA_RANK, ServedLoras
 
 if TYPE_CHECKING:
-    from tllm.server.openai.engine_client import EngineClient
+    from tllm.node.serve.serving import Serving
     from tllm.server.openai.lora_adapters import ServedAdapters
 
 
@@ -71,12 +71,9 @@ def served_loras(args: argparse.Namespace) -> ServedLoras | None:
     return ServedLoras(args.max_loras or max(1, len(modules)), args.max_lora_rank, modules)
 
 
-async def open_adapters(args: argparse.Namespace, client: EngineClient) -> ServedAdapters | None:
+async def open_adapters(args: argparse.Namespace, serving: Serving) -> ServedAdapters | None:
     """The adapters of a cluster that serves, once those to begin with are loaded; None where none are served."""
-    from tllm.node.serve.serving import Serving
-
     if not args.enable_lora:
         return None
-    assert isinstance(client, Serving), "a server's ranks are nodes"
-    await client.adapters.load_first()
-    return client.adapters
+    await serving.adapters.load_first()
+    return serving.adapters

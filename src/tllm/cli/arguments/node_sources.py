@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+import sys
 from pathlib import Path
 from typing import Any
 
 from tllm.cli.arguments.ray_arguments import add_ray, check_ray, ray_nodes
+from tllm.core.disk import print_line
 from tllm.core.errors import ConfigError
 from tllm.node.machine.launcher_env import Launched, check_slurm, launched
-from tllm.node.sources.node_source import JoinLine, SayLine
+from tllm.node.sources.node_source import JoinLine
 
 ENGINES = ("slurm", "ray")
 ANYWHERE = "0.0.0.0"
+TOKEN_VARIABLE = "TLLM_JOIN_TOKEN"
 
 
 def add_on(group: argparse._ActionsContainer) -> None:
@@ -84,19 +86,34 @@ def from_ray(args: argparse.Namespace, spare: int = 0) -> dict[str, Any] | None:
     return dict(source=source, secret=secret, join_seconds=args.ray_seconds + MEET_SECONDS)
 
 
-def joining(
-    tasks: Launched | None, folder: Path, say: SayLine, say_where: Callable[[int, str], None]
-) -> dict[str, Any]:
-    """Options of a cluster whose other nodes are these tasks, which meet in a folder, or come by what is said.
-
-    `say_where` tells the operator how many and the address alone, where nodes know the secret.
-    """
+def joining(tasks: Launched | None, folder: Path) -> dict[str, Any]:
+    """Options of a cluster whose other nodes are these tasks, which meet in a folder, or come by the line that is
+    printed."""
     from tllm.comm.c10d.secret import secret_from_environment
     from tllm.node.sources.launched_tasks import MEET_SECONDS, LaunchedTasks
 
     secret = secret_from_environment(os.environ)
     if tasks is not None:
         return dict(source=LaunchedTasks(tasks, folder), secret=secret, join_seconds=MEET_SECONDS)
-    if secret is None:
-        return dict(source=JoinLine(say), secret=None)
-    return dict(source=JoinLine(lambda count, address, _: say_where(count, address)), secret=secret)
+    return dict(source=JoinLine(_invite if secret is None else _invite_by_secret), secret=secret)
+
+
+def join_text(count: int, address: str, token: str, command: str = "join") -> str:
+    """What the operator is to run on so many other machines."""
+    others = f"each of {count} other machines" if count > 1 else "one other machine"
+    return f"run this on {others} (the token is good for an hour):\n\n  tllm {command} {address} --token {token}\n"
+
+
+def given_token(args: argparse.Namespace) -> str:
+    """The join token: what --token says, a line of stdin where that is "-", else the variable; "" for none."""
+    return sys.stdin.readline().strip() if args.token == "-" else args.token or os.environ.get(TOKEN_VARIABLE, "")
+
+
+def _invite(count: int, address: str, token: str) -> None:
+    print_line(join_text(count, address, token))
+
+
+def _invite_by_secret(count: int, address: str, token: str) -> None:
+    """Where machines know the secret, the token is not shown."""
+    others = f"{count} other machines that know" if count > 1 else "one other machine that knows"
+    print_line(f"waits for {others} TLLM_SECRET. Run there:\n\n  tllm join {address}\n")

@@ -12,6 +12,10 @@ from typing import Any, NoReturn
 from tllm.cli.arguments.elsewhere import said_of_option, said_of_value
 from tllm.core.errors import ConfigError, nearest
 
+MOST = (1 << 31) - 1
+"""Of anything that is counted, and the largest token id: more does not fit into the numbers of the libraries below."""
+
+MOST_BYTES = (1 << 63) - 1
 UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -94,24 +98,33 @@ def _said_of_key(name: str) -> str | None:
     return said_of_key(name)
 
 
+def option_of(name: str) -> str:
+    """The option whose value the namespace has under this name."""
+    return f"--{name.replace('_', '-')}"
+
+
 def whole(text: str) -> int:
     """A whole number of 1 or more."""
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return int(text)
+    return _number(text, 1, MOST, "a whole number of 1 or more")
 
 
 def count(text: str) -> int:
     """A whole number of 0 or more."""
-    if not text.isascii() or not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
-    return int(text)
+    return _number(text, 0, MOST, "a whole number of 0 or more")
 
 
 def port(text: str) -> int:
     """A port to listen on; 0 takes any free one."""
-    if not text.isascii() or not text.isdigit() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to 65535")
+    return _number(text, 0, 65535, "a port from 0 to 65535")
+
+
+def _number(text: str, least: int, most: int, what: str) -> int:
+    """Decimal digits as a number from `least` to `most`, which `what` says in words."""
+    if not text.isascii() or not text.isdigit() or int(text[:20]) < least:
+        raise argparse.ArgumentTypeError(f"{text[:60]!r} is not {what}")
+    if len(text) > 20 or int(text) > most:
+        upto = "" if str(most) in what else f", {most} at most"
+        raise argparse.ArgumentTypeError(f"{text[:60]!r} is not {what}{upto}")
     return int(text)
 
 
@@ -119,9 +132,10 @@ def size(text: str) -> int:
     """Bytes: a number, or one with a unit (512M and 512MiB are 2^20 bytes each, 512MB are 10^6)."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     unit = match[2].upper().replace("IB", "") if match else ""
-    if not match or unit not in UNITS or float(match[1]) <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512MiB or 2GiB")
-    return int(float(match[1]) * UNITS[unit])
+    nbytes = float(match[1]) * UNITS.get(unit, 0) if match else 0.0
+    if not 0 < nbytes <= MOST_BYTES:
+        raise argparse.ArgumentTypeError(f"{text[:60]!r} is not a size such as 512MiB or 2GiB")
+    return int(nbytes)
 
 
 def nonempty(given: str) -> str:
@@ -133,10 +147,7 @@ def nonempty(given: str) -> str:
 
 def token_ids(text: str) -> tuple[int, ...]:
     """Token ids joined by commas: 1,2,3."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() for part in parts):
-        raise argparse.ArgumentTypeError(f"{text[:60]!r} is not a list of token ids such as 1,2,3")
-    return tuple(int(part) for part in parts)
+    return tuple(_number(part.strip(), 0, MOST, "a token id in a list such as 1,2,3") for part in text.split(","))
 
 
 def address(text: str) -> tuple[str, int]:

@@ -8,6 +8,7 @@ import os
 import secrets
 from typing import TYPE_CHECKING, Any
 
+from tllm.cli.arguments.parser import option_of
 from tllm.core.errors import ClusterError, ConfigError
 
 if TYPE_CHECKING:
@@ -87,8 +88,7 @@ def check_ray(args: argparse.Namespace) -> None:
     """ConfigError for options of Ray without it, and for others that go without it."""
     if args.on != "ray":
         if given := [name for name, default in RAY_ONLY.items() if getattr(args, name, default) != default]:
-            option = f"--{given[0].replace('_', '-')}"
-            raise ConfigError(f"{option} is for machines of a Ray cluster", "give --on ray with it")
+            raise ConfigError(f"{option_of(given[0])} is for machines of a Ray cluster", "give --on ray with it")
         return
     if args.local:
         raise ConfigError(

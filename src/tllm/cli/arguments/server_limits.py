@@ -6,7 +6,7 @@ import argparse
 from dataclasses import fields
 from typing import TypedDict
 
-from tllm.cli.arguments.parser import count, size, whole
+from tllm.cli.arguments.parser import count, option_of, size, whole
 from tllm.core.errors import ConfigError
 from tllm.server.admission.token_bucket import UNLIMITED, RateLimits
 from tllm.server.http.settings import RequestLimits, SchedulingPolicy, ServerSettings
@@ -80,12 +80,12 @@ def add_server_limits(parser: argparse.ArgumentParser) -> None:
     of_settings = {"max_request_seconds": default.request_seconds}
     for name, text in seconds.items():
         value = of_settings[name] if name in of_settings else getattr(default, name)
-        keys.add_argument(_option(name), type=seconds_of, default=value, metavar="S", help=f"{text} (%(default)g)")
+        keys.add_argument(option_of(name), type=seconds_of, default=value, metavar="S", help=f"{text} (%(default)g)")
     largest = parser.add_argument_group("largest requests")
     for field in fields(RequestLimits):
         kind = size if field.name == "max_body_bytes" else count
         text = f"{LARGEST[field.name]} (%(default)s)"
-        largest.add_argument(_option(field.name), type=kind, default=field.default, metavar="N", help=text)
+        largest.add_argument(option_of(field.name), type=kind, default=field.default, metavar="N", help=text)
     largest.add_argument(
         "--h11-max-incomplete-event-size",
         type=size,
@@ -143,7 +143,3 @@ def seconds_of(text: str) -> float:
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text[:50]!r} is not a number of seconds, 0 or more")
     return value
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")

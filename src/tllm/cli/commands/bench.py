@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from tllm.cli.arguments.node_sources import TOKEN_VARIABLE, given_token
 from tllm.cli.arguments.parser import address, size, whole
-from tllm.cli.commands.join import TOKEN_VARIABLE
-from tllm.cli.display.tables import table
+from tllm.cli.display.tables import indented_json, table
 from tllm.core.errors import ConfigError, nearest
 from tllm.core.memory import amount
 
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     times = _measure(args)
     if times is not None:
-        print(msgspec.json.format(msgspec.json.encode(times)).decode() if args.json else _as_text(args.what, times))
+        print(indented_json(times) if args.json else _as_text(args.what, times))
     return 0
 
 
@@ -110,7 +110,7 @@ def _seat_of_two_machines(args: argparse.Namespace) -> Seat:
         return wait_for_second_machine(
             args.listen, lambda token: print(f"tllm bench links --connect {where} --token {token}", flush=True)
         )
-    token = args.token or os.environ.get(TOKEN_VARIABLE, "")
+    token = given_token(args)
     if not token:
         raise ConfigError("there is no token", "copy the whole line that the other side printed")
     return connect_to_first_machine(args.connect, token)

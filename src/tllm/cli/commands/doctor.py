@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import sys
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from tllm.cli.arguments.node_sources import TOKEN_VARIABLE, given_token, join_text
 from tllm.cli.arguments.options import add_cluster_address, add_local
 from tllm.cli.arguments.parser import address, whole
-from tllm.cli.commands.join import TOKEN_VARIABLE
 from tllm.cli.commands.profile import products_table
 from tllm.cli.display.logs import start_log
 from tllm.cli.display.machine_topology import topologies_text
 from tllm.cli.display.progress import progress
-from tllm.cli.display.tables import table, terminal_width, wrapped
+from tllm.cli.display.tables import indented_json, table, terminal_width, wrapped
 from tllm.core.errors import ConfigError
 from tllm.core.memory import amount
 from tllm.node.coordinator.cluster_options import LOOPBACK
@@ -71,7 +70,7 @@ def be_examined(args: argparse.Namespace) -> int:
         raise ConfigError(
             "HOST:PORT is of another machine's doctor, and --nodes and --local begin one here", "give one"
         )
-    token = sys.stdin.readline().strip() if args.token == "-" else args.token or os.environ.get(TOKEN_VARIABLE, "")
+    token = given_token(args)
     if not token:
         raise ConfigError("there is no join token", "copy the whole line that the doctor printed")
     start_log(args.debug, args.quiet)
@@ -117,15 +116,13 @@ async def _probe_cluster(args: argparse.Namespace) -> ClusterProbe:
 
 def print_join_line(joining: int, address: str, token: str) -> None:
     """Print the line to run on the other machines; on stderr, as stdout is for the results."""
-    other_machines = f"each of {joining} other machines" if joining > 1 else "one other machine"
-    line = f"tllm doctor {address} --token {token}"
-    print(f"run this on {other_machines} (the token is good for an hour):\n\n  {line}\n", file=sys.stderr, flush=True)
+    print(join_text(joining, address, token, "doctor"), file=sys.stderr, flush=True)
 
 
 def as_json(probe: ClusterProbe, diagnoses: list[Diagnosis]) -> str:
     """All that was measured, and the diagnoses, as JSON."""
     report = {**msgspec.to_builtins(probe), "findings": [vars(diagnosis) for diagnosis in diagnoses]}
-    return msgspec.json.format(msgspec.json.encode(report)).decode()
+    return indented_json(report)
 
 
 def as_text(probe: ClusterProbe, diagnoses: list[Diagnosis]) -> str:

@@ -20,13 +20,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tllm.cli.arguments.http_options import add_http, http_settings
 from tllm.cli.arguments.model_argument import CACHE_BYTES, add_weights_cache, size_or_none
-from tllm.cli.arguments.node_sources import ANYWHERE
+from tllm.cli.arguments.node_sources import ANYWHERE, TOKEN_VARIABLE, given_token
 from tllm.cli.arguments.options import add_device
 from tllm.cli.arguments.parser import address, count, size, whole
 from tllm.cli.arguments.run_page_options import add_page, page_settings
@@ -48,7 +47,7 @@ from tllm.server.tracing.tracing import no_tracing
 if TYPE_CHECKING:
     from tllm.node.replication.coordinated_elsewhere import RunningCluster
 
-TOKEN_VARIABLE, SECRET_VARIABLE = "TLLM_JOIN_TOKEN", "TLLM_SECRET"
+SECRET_VARIABLE = "TLLM_SECRET"
 REJOIN_SECONDS = 300
 """More than a home router or a machine takes to start again, which is one to three minutes."""
 
@@ -106,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    token = sys.stdin.readline().strip() if args.token == "-" else args.token or os.environ.get(TOKEN_VARIABLE, "")
+    token = given_token(args)
     if not token and not os.environ.get(SECRET_VARIABLE):
         raise ConfigError("there is no join token", "copy the whole line that the coordinator printed")
     http, page = _http(args), page_settings(args)

@@ -16,7 +16,7 @@ import msgspec
 from tllm.api.engine_options import EngineOptions
 from tllm.cli.arguments.model_argument import resolve_model
 from tllm.cli.arguments.options import add_cache, add_model, engine_options
-from tllm.cli.display.tables import span, table
+from tllm.cli.display.tables import indented_json, span, table
 from tllm.cli.planning.best_plans import add_goal, choose
 from tllm.cli.planning.job_plan import is_job, plan_job
 from tllm.core.gguf_files import open_gguf
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     options = engine_options(args)
     ranks = rank_bytes(options.spec, options.plan, options.dtype, options.kv_cache_dtype)
     if args.json:
-        print(msgspec.json.format(msgspec.json.encode(_as_json(options, ranks))).decode())
+        print(indented_json(_as_json(options, ranks)))
     else:
         print(_as_text(options, ranks))
     return 0

@@ -76,10 +76,9 @@ from tllm.server.app import App, build_app
 from tllm.server.http.auth import keys_of
 from tllm.server.http.settings import ServerSettings
 from tllm.server.latency import TimedEngine
-from tllm.server.openai.engine_client import EngineClient
-from tllm.server.openai.lora_adapters import ServedAdapters
 from tllm.server.run import OpenReplies, bind, serve_http
-from tllm.server.tracing.tracing import NodeSpan, SpansOf
+from tllm.server.stored.stream_store import LocalStreamStore
+from tllm.server.tracing.tracing import NodeSpan
 from tllm.spec.lora.lora_config import ServedLoras
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.generation_config import NOTHING, OWN, GenerationConfig
@@ -87,6 +86,7 @@ from tllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from tllm.node.coordinator.coordinator import Coordinator
+    from tllm.node.serve.serving import Serving
 
 log = logging.getLogger("tllm.model")
 
@@ -189,10 +189,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Opening(NamedTuple):
-    """How the cluster is opened, or the engine of one rank, and what chooses and watches its plan."""
+    """How the cluster is opened, which may be of one rank, and what chooses its plan."""
 
     chooser: ServingChooser | None
-    open: Callable[[ShowProgress], AbstractAsyncContextManager[EngineClient]]
+    open: Callable[[ShowProgress], AbstractAsyncContextManager[Serving]]
 
 
 def _opening(
@@ -213,7 +213,7 @@ def _opening(
         )
     choice = chooser.choice() if chooser else None
     where = dict(
-        **(ray or joining(tasks, _meeting_folder(args), invite, invite_by_secret)),
+        **(ray or joining(tasks, _meeting_folder(args))),
         address=address,
         authority=args.cluster_folder,
         spare_nodes=args.spare_nodes,
@@ -223,7 +223,7 @@ def _opening(
         adapters=served[1],
     )
 
-    def opening(on_progress: ShowProgress) -> AbstractAsyncContextManager[EngineClient]:
+    def opening(on_progress: ShowProgress) -> AbstractAsyncContextManager[Serving]:
         cluster = cluster_options(options, to_join, on_progress=on_progress, **where)
         return open_nodes(options, cluster, policy=args.on_loss, choice=choice)
 
@@ -239,91 +239,77 @@ async def _serve(
     loop: ServerLoop,
 ) -> int:
     chooser = opening.chooser
-    async with loading(args.quiet, opening.open) as client:
-        lasting = _lasting(client, loop)
-        timed = TimedEngine(lasting or client)
-        served = await open_adapters(args, client)
-        app = build_app(timed, *text, settings, adapters=served, pooling=options.pooling())
-        _open_to_nodes(client, app, served)
-        app.tracing = tracing_at(args.otlp_endpoint)(client.model_name, _node_spans(client))
-        watch = _watch(chooser, client, timed, args.replan)
+    async with loading(args.quiet, opening.open) as serving:
+        assert serving.served is not None, "the cluster was opened with it"
+        # Its requests go on when this process coordinates no more.
+        lasting = LastingEngine(serving, RemoteEngine(loop.link, serving.served))
+        timed = TimedEngine(lasting)
+        adapters = await open_adapters(args, serving)
+        app = build_app(timed, *text, settings, adapters=adapters, pooling=options.pooling())
+        serving.open_to_nodes(app.router, _store_of(app), adapters)
+
+        async def node_spans(traces: Collection[int]) -> Iterable[NodeSpan]:
+            return serving.node_spans(traces)
+
+        app.tracing = tracing_at(args.otlp_endpoint)(serving.model_name, node_spans)
+        watch = ServingWatch(chooser, serving, timed, args.replan) if chooser else None
         async with watch.looking() if watch else nullcontext():
-            loop.replies = await _answer(client, app, lasting, loop)
+            loop.replies = await _answer(serving, app, lasting, loop)
         if app.tracing is not None and loop.replies is None:
             await app.tracing.close()
         if app.router.leaving:
-            await _hand_over(client)
-        if chooser and (watch is None or watch.is_planned):
-            conclude_serving(chooser, timed, _most_memory(client.status()))
+            await serving.hand_over()
+        if chooser and watch and watch.is_planned:
+            conclude_serving(chooser, timed, _most_memory(serving.status()))
     return 0
 
 
-def _lasting(client: EngineClient, loop: ServerLoop) -> LastingEngine | None:
-    """The engine whose requests go on when this process coordinates no more; None where nobody else could."""
-    from tllm.node.serve.serving import Serving
-
-    if not isinstance(client, Serving) or client.served is None:
-        return None
-    return LastingEngine(client, RemoteEngine(loop.link, client.served))
+def _store_of(app: App) -> LocalStreamStore:
+    assert isinstance(app.store, LocalStreamStore), "the first machine runs its replies itself"
+    return app.store
 
 
-def _can_hand_over(client: EngineClient) -> bool:
-    """Whether other machines may go on without this one."""
-    from tllm.node.serve.serving import Serving
-
-    return isinstance(client, Serving) and client.can_hand_over
-
-
-async def _answer(
-    client: EngineClient, app: App, lasting: LastingEngine | None, loop: ServerLoop
-) -> OpenReplies | None:
+async def _answer(serving: Serving, app: App, lasting: LastingEngine, loop: ServerLoop) -> OpenReplies | None:
     """Answer HTTP requests until a signal comes, or nothing is served from here any more. What is in hand then, if
     another machine can go on with it."""
     stop = asyncio.Event()
-    ending = background(_stop_with_cluster(client, app, lasting, loop, stop), "the end of the server")
+    ending = background(_stop_with_cluster(serving, app, lasting, loop, stop), "the end of the server")
     try:
         return await serve_http(
             app,
-            lambda url: print_line(f"serving {client.model_name} at {url}/v1"),
+            lambda url: print_line(f"serving {serving.model_name} at {url}/v1"),
             stop,
-            leaves=lambda: _can_hand_over(client),
-            lingers=lambda: _is_succeeded(client),
+            leaves=lambda: serving.can_hand_over,
+            lingers=lambda: _is_succeeded(serving),
         )
     finally:
         await end_tasks(ending)
 
 
-def _is_succeeded(client: EngineClient) -> bool:
+def _is_succeeded(serving: Serving) -> bool:
     """Whether this process was deposed, and knows who coordinates now."""
-    from tllm.node.serve.serving import Serving
-
-    return isinstance(client, Serving) and isinstance(client.fault, Deposed) and client.fault.successor is not None
+    return isinstance(serving.fault, Deposed) and serving.fault.successor is not None
 
 
 async def _stop_with_cluster(
-    client: EngineClient, app: App, lasting: LastingEngine | None, loop: ServerLoop, stop: asyncio.Event
+    serving: Serving, app: App, lasting: LastingEngine, loop: ServerLoop, stop: asyncio.Event
 ) -> None:
     """Once nothing is served from here any more, refuse what is asked, and set `stop`. A process that was deposed
     refuses it until it knows where to join its cluster again, and keeps what is in hand until then; unless it is told
     to end (`stop`), as it would go on as a node."""
-    from tllm.node.serve.serving import Serving
-    from tllm.server.stored.stream_store import LocalStreamStore
-
-    if not isinstance(client, Serving):
-        return
-    await client.ended.wait()
-    fault = client.fault
+    await serving.ended.wait()
+    fault, served, store = serving.fault, serving.served, _store_of(app)
     try:
         assert fault is not None, "it is why nothing is served"
-        assert isinstance(app.store, LocalStreamStore), "the first machine runs its replies itself"
-        if isinstance(fault, Deposed) and lasting is not None and client.served is not None:
+        assert served is not None, "the cluster was opened with it"
+        if isinstance(fault, Deposed):
             lasting.refuse(fault)
-            app.store.refuse(fault, RemoteStreamStore(loop.link, client.served).rest)
-            await _find_successor(client.coordinator, fault, stop)
+            store.refuse(fault, RemoteStreamStore(loop.link, served).rest)
+            await _find_successor(serving.coordinator, fault, stop)
         else:
-            app.store.refuse(fault)
+            store.refuse(fault)
             await asyncio.sleep(TOLD_SECONDS)
-        if not _is_succeeded(client):
+        if not _is_succeeded(serving):
             app.stop()
     finally:
         stop.set()
@@ -339,33 +325,6 @@ async def _find_successor(coordinator: Coordinator, deposed: Deposed, told: asyn
         await work_beside(ending, coordinator.find_successor(deposed, REJOIN_SECONDS))
     finally:
         await end_tasks(ending)
-
-
-def _node_spans(client: EngineClient) -> SpansOf:
-    """What each rank of a cluster did for a request; of an engine in this process the one rank is the server's."""
-    from tllm.node.serve.serving import Serving
-
-    async def node_spans(traces: Collection[int]) -> Iterable[NodeSpan]:
-        return client.node_spans(traces) if isinstance(client, Serving) else ()
-
-    return node_spans
-
-
-async def _hand_over(client: EngineClient) -> None:
-    from tllm.node.serve.serving import Serving
-
-    assert isinstance(client, Serving), "others may go on"
-    await client.hand_over()
-
-
-def _open_to_nodes(client: EngineClient, app: App, adapters: ServedAdapters | None) -> None:
-    """Let nodes that were joined with `--serve` answer as this machine does."""
-    from tllm.node.serve.serving import Serving
-    from tllm.server.stored.stream_store import LocalStreamStore
-
-    if isinstance(client, Serving):
-        assert isinstance(app.store, LocalStreamStore), "the first machine runs its replies itself"
-        client.open_to_nodes(app.router, app.store, adapters)
 
 
 def _served_model(options: EngineOptions, settings: ServerSettings, template: ChatTemplate | None) -> ServedModel:
@@ -430,15 +389,6 @@ def _chooser(args: argparse.Namespace, options: EngineOptions) -> ServingChooser
     return ServingChooser(options, facts, folder, nodes, given, args.leave_out == "auto")
 
 
-def _watch(
-    chooser: ServingChooser | None, client: EngineClient, timed: TimedEngine, moves: bool
-) -> ServingWatch | None:
-    """What looks after a plan that was predicted."""
-    from tllm.node.serve.serving import Serving
-
-    return ServingWatch(chooser, client, timed, moves) if chooser and isinstance(client, Serving) else None
-
-
 def _most_memory(status: Mapping[str, Any]) -> int | None:
     """That any rank has held, as they last said."""
     return max((node["peak_bytes"] for node in status.get("nodes", ()) if node["rank"] is not None), default=None)
@@ -456,18 +406,6 @@ def _options(args: argparse.Namespace) -> EngineOptions:
             "give a plan with a rank for each, or leave --plan out for a stage on each",
         )
     return options
-
-
-def invite(joining: int, address: str, token: str) -> None:
-    """Tell the operator what to run on the other machines."""
-    others = f"each of {joining} other machines" if joining > 1 else "one other machine"
-    print_line(f"run this on {others} (the token is good for an hour):\n\n  tllm join {address} --token {token}\n")
-
-
-def invite_by_secret(joining: int, address: str) -> None:
-    """Tell the operator what to run where the secret is known, and no token."""
-    others = f"{joining} other machines that know" if joining > 1 else "one other machine that knows"
-    print_line(f"waits for {others} TLLM_SECRET. Run there:\n\n  tllm join {address}\n")
 
 
 def _taken(args: argparse.Namespace, defaults: GenerationConfig) -> str:

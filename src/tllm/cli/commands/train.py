@@ -37,7 +37,6 @@ from tllm.cli.arguments.parser import whole
 from tllm.cli.arguments.replica_count import add_replicas, replica_count
 from tllm.cli.arguments.run_page_options import add_page, page_settings
 from tllm.cli.commands.join import REJOIN_SECONDS, join_again, join_successor
-from tllm.cli.commands.serve import invite, invite_by_secret
 from tllm.cli.display.logs import start_log
 from tllm.cli.display.progress import ShowProgress, loading
 from tllm.cli.display.run_display import product_of
@@ -222,7 +221,7 @@ async def _train(
     print_line(f"{how}: bringing up {plan.world_size} rank{'s' if plan.world_size > 1 else ''}{roles}")
 
     folder = Path(trainer.resolved.job.output_dir)
-    source = ray or joining(tasks, folder, invite, invite_by_secret)
+    source = ray or joining(tasks, folder)
 
     def opening(on_progress: ShowProgress) -> AbstractAsyncContextManager[TrainingRun]:
         return trainer.open(

@@ -12,14 +12,13 @@ import asyncio
 import dataclasses
 from typing import Any
 
-import msgspec
-
 from tllm.api.engine_options import EngineOptions, check_device
 from tllm.cli.arguments.model_argument import resolve_model
 from tllm.cli.arguments.options import add_device, add_model, engine_options
 from tllm.cli.arguments.parser import token_ids, whole
 from tllm.cli.display.logs import start_log
 from tllm.cli.display.progress import ShowProgress, progress
+from tllm.cli.display.tables import indented_json
 from tllm.core.errors import ConfigError, ModelError, RequestError
 from tllm.node.machine.machine_facts import machine_facts
 from tllm.node.verify.verdict import Pass, Verdict, judge
@@ -113,7 +112,7 @@ def as_text(verdict: Verdict, options: EngineOptions, count: int) -> str:
 def as_json(verdict: Verdict, first: Pass, exact: Pass | None) -> str:
     """The verdict, and all that differs in each pass."""
     passes = [comparison for comparison in (first, exact) if comparison is not None]
-    return msgspec.json.format(msgspec.json.encode({"verdict": verdict, "passes": passes})).decode()
+    return indented_json({"verdict": verdict, "passes": passes})
 
 
 async def _passes(options: EngineOptions, ids: tuple[int, ...], on_progress: ShowProgress) -> tuple[Pass, Pass | None]:

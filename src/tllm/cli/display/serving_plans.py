@@ -6,10 +6,8 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from tllm.cli.arguments.survey_settings import serving_facts, within
-from tllm.cli.display.tables import table
+from tllm.cli.display.tables import indented_json, table
 from tllm.cli.display.timeline import as_svg, as_text
 from tllm.core.errors import PlanError
 from tllm.core.memory import amount
@@ -37,12 +35,16 @@ def show_serving(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) ->
     asked = serving_facts(args, args.dtype or spec.dtype)
     longest = context_of(spec, args.max_model_len)
     facts = within(asked, longest)
-    result = _given(args.plan, spec, cluster, facts) if args.plan else best_serving(spec, cluster, facts)
+    result = (
+        given_serving(given_plan(args.plan, spec, cluster), spec, cluster, facts)
+        if args.plan
+        else best_serving(spec, cluster, facts)
+    )
     best = result.choices[0]
     names = stage_names(best.plan, cluster, best.devices)
     lines = ring_timelines(best.predicted, names)
     if args.json:
-        print(msgspec.json.format(msgspec.json.encode(_as_json(spec, cluster, result, args.top))).decode())
+        print(indented_json(_as_json(spec, cluster, result, args.top)))
     else:
         if (facts.prompt, facts.reply) != (asked.prompt, asked.reply):
             print(
@@ -67,13 +69,11 @@ def given_plan(text: str, spec: ModelSpec, cluster: Cluster) -> Plan:
     return plan
 
 
-def _given(text: str, spec: ModelSpec, cluster: Cluster, facts: ServingFacts) -> ServingSearchResult:
-    """The plan on the cluster's devices, in their order."""
-    plan = given_plan(text, spec, cluster)
+def given_serving(plan: Plan, spec: ModelSpec, cluster: Cluster, facts: ServingFacts) -> ServingSearchResult:
+    """The plan on the cluster's first devices, in their order, as if it had been searched for."""
     devices = tuple(range(plan.world_size))
-    return ServingSearchResult(
-        (ServingChoice(plan, devices, predict_serving(spec, plan, cluster, devices, facts)),), True, 1
-    )
+    choice = ServingChoice(plan, devices, predict_serving(spec, plan, cluster, devices, facts))
+    return ServingSearchResult((choice,), True, 1)
 
 
 def _as_text(spec: ModelSpec, cluster: Cluster, result: ServingSearchResult, top: int, is_given: bool) -> list[str]:

@@ -7,23 +7,17 @@ import math
 from dataclasses import asdict, replace
 from typing import Any
 
-import msgspec
-
 from tllm.cli.arguments.survey_settings import serving_facts
-from tllm.cli.display.serving_plans import drafting, whose
-from tllm.cli.display.tables import brief, table
+from tllm.cli.display.serving_plans import drafting, given_plan, given_serving, whose
+from tllm.cli.display.tables import brief, indented_json, table
 from tllm.cli.display.timeline import as_svg, as_text
-from tllm.core.errors import PlanError
 from tllm.core.memory import amount
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.cost.message_time import TimeBreakdown
-from tllm.planner.cost.serving_load import ServingFacts
 from tllm.planner.search.serving_search import ServingChoice, best_serving
 from tllm.planner.simulate.explain import StageTimeline, TimelineBar, decode_breakdowns, serving_bottleneck, stage_names
 from tllm.planner.simulate.ring import RingStage, RingTimeline, play_ring
-from tllm.planner.simulate.serving import predict_serving
 from tllm.spec.model_spec import ModelSpec
-from tllm.spec.plan import Plan
 
 SHOWN = 3
 """Rounds of the ring that are drawn."""
@@ -33,7 +27,12 @@ def show_ring(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) -> No
     """Simulate the plan that is given, or the best one, and print the result."""
     facts = serving_facts(args, args.dtype or spec.dtype)
     facts = replace(facts, weight_bits=args.weight_bits, message_bits=args.message_bits)
-    choice = _choice(args.plan, spec, cluster, facts)
+    result = (
+        given_serving(given_plan(args.plan, spec, cluster), spec, cluster, facts)
+        if args.plan
+        else best_serving(spec, cluster, facts)
+    )
+    choice = result.choices[0]
     names = stage_names(choice.plan, cluster, choice.devices)
     load = choice.predicted.load
     stages = [
@@ -43,24 +42,11 @@ def show_ring(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) -> No
     ring = play_ring(stages, load.batches, math.ceil(facts.reply / load.tokens_per_step))
     lines = _lines(play_ring(stages, load.batches, SHOWN), names)
     if args.json:
-        print(msgspec.json.format(msgspec.json.encode(_as_json(choice, ring))).decode())
+        print(indented_json(_as_json(choice, ring)))
     else:
         print("\n".join([*_as_text(choice, ring, names), "", as_text(lines)]))
     if args.svg is not None:
         args.svg.write_text(as_svg(lines, f"{brief(choice.plan)}: {SHOWN} turns of the ring"))
-
-
-def _choice(text: str | None, spec: ModelSpec, cluster: Cluster, facts: ServingFacts) -> ServingChoice:
-    if text is None:
-        return best_serving(spec, cluster, facts).choices[0]
-    plan = Plan.parse(text, spec.num_layers)
-    if plan.world_size > len(cluster):
-        raise PlanError(
-            f"plan {plan} has {plan.world_size} ranks and the cluster {len(cluster)} devices",
-            "give the cluster more nodes, or the plan fewer ranks",
-        )
-    devices = tuple(range(plan.world_size))
-    return ServingChoice(plan, devices, predict_serving(spec, plan, cluster, devices, facts))
 
 
 def _lines(ring: RingTimeline, names: list[str]) -> list[StageTimeline]:

@@ -6,11 +6,10 @@ import argparse
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import msgspec
-
-from tllm.cli.display.tables import brief, span, table
+from tllm.cli.display.serving_plans import given_plan
+from tllm.cli.display.tables import brief, indented_json, span, table
 from tllm.cli.display.timeline import as_svg, as_text
-from tllm.core.errors import ConfigError, PlanError
+from tllm.core.errors import ConfigError
 from tllm.core.memory import amount
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.cluster.failures import Failures
@@ -52,7 +51,7 @@ def show_step(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) -> No
     failures = _failure_estimate(cluster.failures, placed, args.save_every)
     lines = [_line(played, rank) for rank in ranks]
     if args.json:
-        print(msgspec.json.format(msgspec.json.encode(_as_json(played, ranks, failures))).decode())
+        print(indented_json(_as_json(played, ranks, failures)))
     else:
         print("\n".join([*_as_text(played, ranks), *_failure_lines(played, failures), "", as_text(lines)]))
     if args.svg is not None:
@@ -68,12 +67,7 @@ def _placed(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) -> Plac
     if args.plan is None:
         found = best_training(spec, cluster, facts).choices[0].placed
         return PlacedPlan(spec, found.plan, found.facts, cluster, found.devices, args.products, cluster.execution)
-    plan = Plan.parse(args.plan, spec.num_layers)
-    if plan.world_size > len(cluster):
-        raise PlanError(
-            f"plan {plan} has {plan.world_size} ranks and the cluster {len(cluster)} devices",
-            "give the cluster more nodes, or the plan fewer ranks",
-        )
+    plan = given_plan(args.plan, spec, cluster)
     return PlacedPlan(spec, plan, facts, cluster, device_order(plan, args.order), args.products, cluster.execution)
 
 

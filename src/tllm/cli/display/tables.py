@@ -1,4 +1,4 @@
-"""Plain text for people: columns that line up, and lines that end between words."""
+"""Plain text for people: columns that line up, lines that end between words, JSON with a value on each line."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from itertools import groupby
+
+import msgspec
 
 from tllm.spec.plan import Plan
 
@@ -25,6 +27,11 @@ def brief(plan: Plan) -> str:
         return "+".join(number if times < 3 else f"{number}*{times}" for number, times in runs)
 
     return re.sub(r"\d+(?:\+\d+){2,}", fold, str(plan))
+
+
+def indented_json(value: object) -> str:
+    """JSON of anything that msgspec encodes, indented."""
+    return msgspec.json.format(msgspec.json.encode(value)).decode()
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

@@ -9,10 +9,8 @@ import argparse
 from dataclasses import asdict
 from typing import Any
 
-import msgspec
-
 from tllm.cli.display.serving_plans import certainty, given_plan
-from tllm.cli.display.tables import span, table
+from tllm.cli.display.tables import indented_json, span, table
 from tllm.cli.display.timeline import as_svg, as_text
 from tllm.core.memory import amount
 from tllm.planner.bounds.training_bound import is_searched, least_step_seconds
@@ -198,7 +196,11 @@ def not_predicted(job: Job) -> list[str]:
 def show_training(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) -> None:
     """Choose, or take the plan that is given, and print what it comes to."""
     facts = TrainingFacts(args.seq, args.batch, dtype=args.dtype or spec.dtype)
-    result = _given(args.plan, spec, cluster, facts) if args.plan else best_training(spec, cluster, facts, args.top)
+    result = (
+        given_training(given_plan(args.plan, spec, cluster), spec, cluster, facts)
+        if args.plan
+        else best_training(spec, cluster, facts, args.top)
+    )
     show_choices(args, cluster, result)
 
 
@@ -208,7 +210,7 @@ def show_choices(args: argparse.Namespace, cluster: Cluster, result: TrainingSea
     names = stage_names(best.placed.plan, cluster, best.placed.devices)
     lines = step_timelines(best.predicted.timeline, names) if best.predicted.timeline else []
     if args.json:
-        print(msgspec.json.format(msgspec.json.encode(_as_json(cluster, result))).decode())
+        print(indented_json(_as_json(cluster, result)))
     else:
         print("\n".join(_as_text(cluster, result, is_given=bool(args.plan))))
         if args.explain:
@@ -217,13 +219,11 @@ def show_choices(args: argparse.Namespace, cluster: Cluster, result: TrainingSea
         args.svg.write_text(as_svg(lines, f"{best.placed.plan}: one step"))
 
 
-def _given(text: str, spec: ModelSpec, cluster: Cluster, facts: TrainingFacts) -> TrainingSearchResult:
-    """The plan on the cluster's devices, in their order."""
-    plan = given_plan(text, spec, cluster)
+def given_training(plan: Plan, spec: ModelSpec, cluster: Cluster, facts: TrainingFacts) -> TrainingSearchResult:
+    """The plan on the cluster's first devices, in their order, as if it had been searched for."""
     placed = PlacedPlan(spec, plan, facts, cluster, tuple(range(plan.world_size)))
-    return TrainingSearchResult(
-        (TrainingChoice(placed, placed.predict(), tuple(placed.memory(placed.replicas))),), True, 1
-    )
+    choice = TrainingChoice(placed, placed.predict(), tuple(placed.memory(placed.replicas)))
+    return TrainingSearchResult((choice,), True, 1)
 
 
 def _as_text(cluster: Cluster, result: TrainingSearchResult, is_given: bool) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from tllm.cli.display.logs import errors_alone
-from tllm.cli.display.tables import table
+from tllm.cli.display.tables import indented_json, table
 from tllm.core.errors import ConfigError, TllmError
 from tllm.core.memory import amount
 from tllm.hub.found_models import FoundModel, found_models
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     with errors_alone("tllm.model"):
         models = [listed(found) for found in found_models(args.folder)]
     if args.json:
-        print(msgspec.json.format(msgspec.json.encode(models)).decode())
+        print(indented_json(models))
     else:
         print(as_text(models))
     return 0

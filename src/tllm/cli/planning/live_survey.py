@@ -8,6 +8,7 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
+from tllm.cli.arguments.node_sources import join_text
 from tllm.cli.arguments.running_cluster import asked_server, fetch
 from tllm.cli.arguments.survey_settings import serving_facts, serving_settings, training_settings, within
 from tllm.cli.display.progress import progress
@@ -96,6 +97,4 @@ def measured(args: argparse.Namespace, request: SurveyRequest, config: str) -> S
 
 def _invite(joining: int, address: str, token: str) -> None:
     """On stderr: stdout is for plans."""
-    others = f"each of {joining} other machines" if joining > 1 else "one other machine"
-    line = f"tllm join {address} --token {token}"
-    print(f"run this on {others} (the token is good for an hour):\n\n  {line}\n", file=sys.stderr, flush=True)
+    print(join_text(joining, address, token), file=sys.stderr, flush=True)

@@ -14,8 +14,9 @@ import msgspec
 
 from tllm.api.engine_options import EngineOptions
 from tllm.cli.arguments.survey_settings import serving_settings, training_settings, within
-from tllm.cli.display.serving_plans import advice, certainty, drafting
+from tllm.cli.display.serving_plans import advice, certainty, drafting, given_serving
 from tllm.cli.display.training_plans import (
+    given_training,
     has_value_pass,
     left_out,
     not_predicted,
@@ -43,7 +44,6 @@ from tllm.planner.search.training_constraints import MICROBATCHES, TrainingConst
 from tllm.planner.search.training_search import TrainingChoice, TrainingSearchResult, best_training
 from tllm.planner.simulate.explain import serving_bottleneck, stage_names, training_bottleneck
 from tllm.planner.simulate.placed_plan import PlacedPlan
-from tllm.planner.simulate.serving import predict_serving
 from tllm.planner.simulate.training_step import StepPrediction
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
@@ -171,7 +171,7 @@ class ServingChooser(PlanChooser):
         """Choose by a survey, save it, and print what was chosen and why."""
         self.keep(survey)
         cluster = cluster_of(survey, self.spec)
-        result = self._given(cluster) if self.given else self._search(cluster)
+        result = given_serving(self.given, self.spec, cluster, self.facts) if self.given else self._search(cluster)
         best = self.chosen = result.choices[0] if self.given else self._best(cluster, result)
         predicted, names = best.predicted, stage_names(best.plan, cluster, best.devices)
         most = max(rank.total for rank in predicted.memory)
@@ -200,12 +200,6 @@ class ServingChooser(PlanChooser):
 
     def _best(self, cluster: Cluster, result: ServingSearchResult) -> ServingChoice:
         return result.choices[0] if self.leave_out else _on_all_nodes(cluster, result)
-
-    def _given(self, cluster: Cluster) -> ServingSearchResult:
-        assert self.given is not None
-        devices = tuple(range(self.given.world_size))
-        predicted = predict_serving(self.spec, self.given, cluster, devices, self.facts)
-        return ServingSearchResult((ServingChoice(self.given, devices, predicted),), True, 1)
 
 
 def _on_all_nodes(cluster: Cluster, result: ServingSearchResult) -> ServingChoice:
@@ -373,10 +367,7 @@ class TrainingChooser(PlanChooser):
     def predicted(self, cluster: Cluster) -> TrainingSearchResult:
         """The plan that is given, on the first devices."""
         assert self.given is not None
-        facts, devices = self.facts(), tuple(range(self.given.world_size))
-        placed = PlacedPlan(self.spec, self.given, facts, cluster, devices)
-        choice = TrainingChoice(placed, placed.predict(), tuple(placed.memory(placed.replicas)))
-        return TrainingSearchResult((choice,), True, 1)
+        return given_training(self.given, self.spec, cluster, self.facts())
 
     def facts(self, apart: Collection[RoleName] | None = None) -> TrainingFacts:
         """What of the job decides its cost, without the roles that are `apart` from its ranks: those that the job gives

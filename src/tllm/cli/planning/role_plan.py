@@ -7,9 +7,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
-from tllm.cli.display.tables import table
+from tllm.cli.display.tables import indented_json, table
 from tllm.cli.display.training_plans import not_predicted, not_timed
 from tllm.cli.planning.plan_chooser import TrainingChooser
 from tllm.core.memory import amount
@@ -37,7 +35,7 @@ def show_roles(args: argparse.Namespace, cluster: Cluster, chooser: TrainingChoo
     steps = commands(args, cluster, chooser, asked, found[0])
     if args.json:
         told = {"goal": "train", "choices": [_as_json(cluster, one) for one in found[: args.top]], "commands": steps}
-        print(msgspec.json.format(msgspec.json.encode(told)).decode())
+        print(indented_json(told))
         return
     does = {"teacher": "that teaches", "rollout": "that samples", "reward": "that scores"}
     takes = [

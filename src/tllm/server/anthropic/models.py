@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import Any
+
+from tllm.server.openai.info import utc
 
 VERSION = "anthropic-version"
 """The header by which requests are told from OpenAI's, which ask the same paths."""
@@ -18,7 +19,6 @@ def listed_models(cards: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def model_info(card: dict[str, Any]) -> dict[str, Any]:
     """One model. The most that it may write is what its context holds."""
-    created = datetime.fromtimestamp(card["created"], UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     most = card["max_model_len"]
-    named = {"id": card["id"], "type": "model", "display_name": card["id"], "created_at": created}
+    named = {"id": card["id"], "type": "model", "display_name": card["id"], "created_at": utc(card["created"])}
     return {**named, "max_input_tokens": most, "max_tokens": most}

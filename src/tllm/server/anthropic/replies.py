@@ -107,25 +107,20 @@ async def message(job: GenerationJob) -> Event:
 
 
 async def message_events(job: GenerationJob) -> AsyncGenerator[bytes, None]:
-    """Run, and give out events as they come. An error before the first is raised: it can still be an ordinary reply."""
+    """Run, and give out events as they come."""
     stream, has_begun = MessageStream(job), False
-    try:
-        async with aclosing(job.steps()) as steps:
-            async for progress in steps:
-                if not has_begun:
-                    has_begun = True
-                    yield named_event(stream.begin())
-                for event in stream.events(progress.events):
-                    yield named_event(event)
-    except TllmError as error:
-        if not has_begun:
-            raise
-        yield error_event(error)
+    async with aclosing(job.steps()) as steps:
+        async for progress in steps:
+            if not has_begun:
+                has_begun = True
+                yield named_event(stream.begin())
+            for event in stream.events(progress.events):
+                yield named_event(event)
 
 
-def error_event(error: TllmError) -> bytes:
+def error_events(error: TllmError) -> tuple[bytes]:
     """The event of an error in mid-stream, after which nothing comes."""
-    return b"event: error\ndata: " + body_of(as_http(error), MESSAGES) + b"\n\n"
+    return (b"event: error\ndata: " + body_of(as_http(error), MESSAGES) + b"\n\n",)
 
 
 def envelope(job: GenerationJob) -> Event:

@@ -7,12 +7,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Scope
 
-from tllm.server.anthropic.replies import error_event, message, message_events
+from tllm.server.anthropic.replies import error_events, message, message_events
 from tllm.server.anthropic.requests import CountTokensRequest, MessagesRequest, as_chat
 from tllm.server.http.auth import cache_salt
 from tllm.server.http.caller import caller_of
 from tllm.server.http.errors import MESSAGES
-from tllm.server.http.routed import decode, json_reply
+from tllm.server.http.routed import decode, json_reply, routes
 from tllm.server.openai.completions import Completions
 from tllm.server.openai.prepared_reply import Prepare, PreparedReply
 from tllm.server.reply.reply_ids import ReplyIds
@@ -26,7 +26,7 @@ class MessagesRoutes:
 
     def table(self) -> list[Route]:
         """What needs no reply of the model."""
-        return [Route(f"{MESSAGES}/count_tokens", self.count_tokens, methods=["POST"])]
+        return routes("POST", {f"{MESSAGES}/count_tokens": self.count_tokens})
 
     def prepare(self) -> dict[str, Prepare]:
         """How the requests of these paths become replies."""
@@ -44,7 +44,7 @@ class MessagesRoutes:
             may_be_taken_up=bool(request.store),
             whole=lambda: message(job),
             events=lambda: message_events(job),
-            failed=error_event,
+            failed=error_events,
         )
 
     async def count_tokens(self, http: HttpRequest) -> Response:

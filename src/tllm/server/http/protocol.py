@@ -120,9 +120,7 @@ class _Attentive(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
         self._unwatch_sending()
-        if self._is_counted:
-            self._is_counted = False
-            self.room.forget(self)
+        self._give_room()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -141,10 +139,13 @@ class _Attentive(H11Protocol):
 
     def abort(self) -> None:
         """Close at once, without what is still to be sent."""
+        self._give_room()
+        self.transport.abort()
+
+    def _give_room(self) -> None:
         if self._is_counted:
             self._is_counted = False
             self.room.forget(self)
-        self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
         """What h11 cannot read at all is answered in the same shape as every other error."""
@@ -208,7 +209,7 @@ def _most_connections(settings: ServerSettings) -> int:
     """As many as are wanted, or as the system's limit of open files leaves, which is raised as far as it may be."""
     wanted = settings.max_connections + DESCRIPTORS_BESIDE
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if resource.RLIM_INFINITY in (soft, hard) and soft == resource.RLIM_INFINITY:
+    if soft == resource.RLIM_INFINITY:
         return settings.max_connections
     if soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -26,10 +26,18 @@ ALIKE = 0.8
 _log = logging.getLogger("tllm.server")
 
 
-def routed(routes: Sequence[Route]) -> Starlette:
+Endpoint = Callable[[HttpRequest], Awaitable[Response]]
+
+
+def routes(method: str, endpoints: Mapping[str, Endpoint]) -> list[Route]:
+    """A route for each path, all for one method."""
+    return [Route(path, endpoint, methods=[method]) for path, endpoint in endpoints.items()]
+
+
+def routed(table: Sequence[Route]) -> Starlette:
     """An application of these routes."""
     made = Starlette(
-        routes=routes, exception_handlers={TllmError: _refusal, HTTPException: _no_route, Exception: _fault}
+        routes=table, exception_handlers={TllmError: _refusal, HTTPException: _no_route, Exception: _fault}
     )
     made.router.redirect_slashes = False
     return made
@@ -52,15 +60,18 @@ def json_reply(value: object) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
-async def lines_reply(source: AsyncGenerator[bytes, None]) -> Response:
-    """A stream with a JSON object on each line. An error before the first line is raised."""
+async def lines_reply(source: AsyncGenerator[bytes, None], error_line: Callable[[TllmError], bytes]) -> Response:
+    """A stream with a JSON object on each line. An error before the first line is raised, a later one is the last."""
     first = await anext(source, b"")
 
     async def lines() -> AsyncGenerator[bytes, None]:
         async with aclosing(source):
             yield first
-            async for line in source:
-                yield line
+            try:
+                async for line in source:
+                    yield line
+            except TllmError as error:
+                yield error_line(error)
 
     return StreamingResponse(lines(), media_type="application/x-ndjson")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -27,20 +27,33 @@ REASON_AFTER_SECONDS, REASON_AGAIN_SECONDS = 1.0, 3.0
 """A stream without events for the first says in a comment what it waits for, and again after the second."""
 
 
+ErrorEvents = Callable[[TllmError], Iterable[bytes]]
+"""error_events(error): the events with which an error ends a stream"""
+
+
 async def events(chunks: AsyncGenerator[msgspec.Struct, None]) -> AsyncGenerator[bytes, None]:
-    """The events of a stream. An error before the first chunk is raised: it can still be an ordinary reply."""
+    """The events of a stream of OpenAI's interface."""
     encode = msgspec.json.Encoder().encode
-    begun = False
     async with aclosing(chunks):
-        try:
-            async for chunk in chunks:
-                begun = True
-                yield b"data: " + encode(chunk) + b"\n\n"
-        except TllmError as error:
-            if not begun:
-                raise
-            yield b"data: " + body_of(as_http(error)) + b"\n\n"
+        async for chunk in chunks:
+            yield b"data: " + encode(chunk) + b"\n\n"
     yield DONE
+
+
+async def ended_by_error(events: AsyncGenerator[bytes, None], error_events: ErrorEvents) -> AsyncGenerator[bytes, None]:
+    """The same events; after an error among them, those of the error. One before the first event is raised: it can
+    still be an ordinary reply."""
+    has_begun = False
+    async with aclosing(events):
+        try:
+            async for event in events:
+                has_begun = True
+                yield event
+        except TllmError as error:
+            if not has_begun:
+                raise
+            for event in error_events(error):
+                yield event
 
 
 def named_event(event: Mapping[str, Any]) -> bytes:
@@ -49,16 +62,17 @@ def named_event(event: Mapping[str, Any]) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(event) + b"\n\n"
 
 
-def last_error(error: TllmError) -> bytes:
+def last_error(error: TllmError) -> tuple[bytes, bytes]:
     """How an error ends a stream of `events`."""
-    return b"data: " + body_of(as_http(error)) + b"\n\n" + DONE
+    return b"data: " + body_of(as_http(error)) + b"\n\n", DONE
 
 
 class EventStream(Response):
     """A reply of events. Headers go out with the first event, or after `keep_alive_seconds` without one.
 
     A stream that is silent for so long sends a comment. `waiting` says in words what is waited for, or nothing; it is
-    sent as a comment, too, which clients ignore and people can read. `error_event` is how an error ends the stream.
+    sent as a comment, too, which clients ignore and people can read. An error before the headers is raised, and can
+    still be an ordinary reply; a later one ends the stream with its `error_events`.
     """
 
     def __init__(
@@ -66,14 +80,14 @@ class EventStream(Response):
         source: AsyncGenerator[bytes, None],
         keep_alive_seconds: float,
         waiting: Callable[[], str],
-        error_event: Callable[[TllmError], bytes],
+        error_events: ErrorEvents,
     ) -> None:
         super().__init__(headers=_HEADERS)
         del self.headers["content-length"]
         self._source = source
         self._keep_alive_seconds = keep_alive_seconds
         self._waiting = waiting
-        self._error_event = error_event
+        self._error_events = error_events
         self._sent, self._reason_sent = time.monotonic(), -math.inf
         self._sending = asyncio.Lock()
 
@@ -87,23 +101,19 @@ class EventStream(Response):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await self._send(send, early)
             ping = asyncio.create_task(self._comments(send))
-            if comment:
-                await self._late(first, send)
-            async for event in self._source:
-                await self._send(send, event)
+            try:
+                if comment:
+                    await self._send(send, await first)
+                async for event in self._source:
+                    await self._send(send, event)
+            except TllmError as error:
+                await self._send(send, b"".join(self._error_events(error)))
             await _stopped(ping)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             await _stopped(ping)
             await _stopped(first)
             await self._source.aclose()
-
-    async def _late(self, first: asyncio.Future[bytes], send: Send) -> None:
-        """The first event when headers are already out: its error can only be an event now."""
-        try:
-            await self._send(send, await first)
-        except TllmError as error:
-            await self._send(send, self._error_event(error))
 
     async def _send(self, send: Send, data: bytes) -> None:
         async with self._sending:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import Any
 
 from tllm.server.openai.engine_client import EngineClient
+from tllm.server.openai.info import utc
 
 SPOKEN = "0.12.0"
 """The version of ollama whose interface this is: programs refuse older ones."""
@@ -14,20 +14,14 @@ SPOKEN = "0.12.0"
 _FAR = "9999-12-31T00:00:00Z"
 
 
-def utc(seconds: int) -> str:
-    """Unix seconds as ollama writes times."""
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
 def listed(names: Sequence[str], client: EngineClient, started: int) -> dict[str, Any]:
     """`/api/tags`. Models have no time of change here: they are as old as the server, in Unix seconds."""
-    return {"models": [{**_model(name, client), "modified_at": utc(started)} for name in names]}
+    return {"models": _models(names, client, modified_at=utc(started))}
 
 
 def running(names: Sequence[str], client: EngineClient) -> dict[str, Any]:
     """`/api/ps`: the model is always loaded."""
-    more = {"expires_at": _FAR, "size_vram": 0, "context_length": client.max_model_len}
-    return {"models": [{**_model(name, client), **more} for name in names]}
+    return {"models": _models(names, client, expires_at=_FAR, size_vram=0, context_length=client.max_model_len)}
 
 
 def shown(client: EngineClient, template: str, has_tools: bool, reasons: bool, started: int) -> dict[str, Any]:
@@ -42,9 +36,11 @@ def shown(client: EngineClient, template: str, has_tools: bool, reasons: bool, s
     }
 
 
-def _model(name: str, client: EngineClient) -> dict[str, Any]:
+def _models(names: Sequence[str], client: EngineClient, **more: Any) -> list[dict[str, Any]]:
+    """An entry for each name of the one model, of which the cluster holds so many bytes."""
     held = sum(node.get("parameter_bytes", 0) for node in client.status().get("nodes", ()))
-    return {"name": name, "model": name, "size": held, "digest": "", "details": _details()}
+    of_all = {"size": held, "digest": "", "details": _details(), **more}
+    return [{"name": name, "model": name, **of_all} for name in names]
 
 
 def _details() -> dict[str, Any]:

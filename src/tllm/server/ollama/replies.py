@@ -97,18 +97,16 @@ def loaded(kind: Kind, model: str) -> Line:
 
 
 async def reply_lines(reply: OllamaReply, job: GenerationJob) -> AsyncGenerator[bytes, None]:
-    """Run, and give out lines as they come. An error before the first is raised: it can still be an ordinary reply."""
-    has_begun = False
-    try:
-        async with aclosing(job.steps()) as steps:
-            async for progress in steps:
-                for line in reply.lines(progress):
-                    has_begun = True
-                    yield encoded(line)
-    except TllmError as error:
-        if not has_begun:
-            raise
-        yield encoded({"error": as_http(error).info.message})
+    """Run, and give out lines as they come."""
+    async with aclosing(job.steps()) as steps:
+        async for progress in steps:
+            for line in reply.lines(progress):
+                yield encoded(line)
+
+
+def error_line(error: TllmError) -> bytes:
+    """The line with which an error ends a stream."""
+    return encoded({"error": as_http(error).info.message})
 
 
 async def whole_reply(reply: OllamaReply, job: GenerationJob) -> Line:

@@ -11,9 +11,9 @@ from starlette.routing import Route
 
 from tllm.server.http.auth import cache_salt
 from tllm.server.http.caller import caller_of
-from tllm.server.http.routed import decode, json_reply, lines_reply
+from tllm.server.http.routed import decode, json_reply, lines_reply, routes
 from tllm.server.ollama.models import SPOKEN, listed, running, shown
-from tllm.server.ollama.replies import NANOSECONDS, Kind, OllamaReply, loaded, reply_lines, whole_reply
+from tllm.server.ollama.replies import NANOSECONDS, Kind, OllamaReply, error_line, loaded, reply_lines, whole_reply
 from tllm.server.ollama.requests import (
     OllamaChatRequest,
     OllamaEmbeddingsRequest,
@@ -55,10 +55,7 @@ class OllamaRoutes:
             "/api/embed": self.embed,
             "/api/embeddings": self.embedding,
         }
-        return [
-            *(Route(path, function, methods=["GET"]) for path, function in get.items()),
-            *(Route(path, function, methods=["POST"]) for path, function in post.items()),
-        ]
+        return routes("GET", get) + routes("POST", post)
 
     async def version(self, http: HttpRequest) -> Response:
         return json_reply({"version": SPOKEN})
@@ -130,4 +127,4 @@ class OllamaRoutes:
         reply = OllamaReply(job, kind, request.model, self._named_tokens if request.logprobs else None)
         if request.stream is False:
             return json_reply(await whole_reply(reply, job))
-        return await lines_reply(reply_lines(reply, job))
+        return await lines_reply(reply_lines(reply, job), error_line)

@@ -11,6 +11,7 @@ For `/v1/completions` and `/v1/chat/completions` alike:
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,11 +25,11 @@ from tllm.server.http.settings import ServerSettings
 from tllm.server.openai.choice import ChoiceOptions, ReplyChoice
 from tllm.server.openai.engine_client import RequestRouter
 from tllm.server.openai.generation_job import GenerationJob
-from tllm.server.openai.lora_adapters import NoAdapters, ServedAdapters
+from tllm.server.openai.lora_adapters import ServedAdapters
 from tllm.server.openai.prompts import Prompt, Prompts, count_prompts
 from tllm.server.openai.reply_format import ChatFormat, CompletionFormat, ReplyFields, ReplyFormat
 from tllm.server.openai.requests import ChatRequest, CompletionRequest, SamplingFields
-from tllm.server.openai.structured_output import asked_grammar, checked_grammar
+from tllm.server.openai.structured_output import asked_grammar
 from tllm.server.openai.tools import OfferedTools
 from tllm.server.reply.call_grammars import HARMONY
 from tllm.server.reply.held_calls import AskedForm, HeldCalls
@@ -37,6 +38,7 @@ from tllm.server.reply.reasoning import is_message_open
 from tllm.server.reply.reply_ids import ReplyIds
 from tllm.server.reply.tool_formats import ToolFormat, plain_reply
 from tllm.spec.request import Grammar, Request, Scheduling
+from tllm.text.grammar import check_grammar
 
 _DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI's; a chat reply may fill the context
 
@@ -58,7 +60,12 @@ class Completions:
     """
 
     def __init__(
-        self, router: RequestRouter, prompts: Prompts, settings: ServerSettings, parsers: ReplyParsers
+        self,
+        router: RequestRouter,
+        prompts: Prompts,
+        settings: ServerSettings,
+        parsers: ReplyParsers,
+        adapters: ServedAdapters,
     ) -> None:
         self._router = router
         self._prompts = prompts
@@ -67,7 +74,7 @@ class Completions:
         self._held_calls: HeldCalls | None = None
         if prompts.tokenizer is not None and (parsers.tools or parsers.is_harmony):
             self._held_calls = HeldCalls(prompts.tokenizer, HARMONY if parsers.is_harmony else parsers.tools)
-        self.adapters: ServedAdapters = NoAdapters()
+        self.adapters = adapters
         self._names = (router.client.model_name, *settings.model_aliases)
 
     @property
@@ -162,22 +169,26 @@ class Completions:
         return (None, None) if form is None else (held_to(form.grammar, free), plain_reply)
 
     async def _checked(self, grammar: Grammar, param: str) -> Grammar:
+        """The grammar, if it can be followed; this takes some milliseconds, aside from the event loop."""
         if self._prompts.tokenizer is None:
             raise RequestError(f"{param} needs a tokenizer and this model's folder has none", "leave it out", param)
-        return await checked_grammar(grammar, param)
+        await asyncio.to_thread(check_grammar, grammar, param)
+        return grammar
 
     def check_model(self, name: str | None) -> str:
         """The name to answer under; an unknown one is an error."""
         if name is not None and name not in self.models:
-            raise unknown_model(name, tuple(self.models))
+            raise unknown_model(name, self.models)
         return name or self._names[0]
 
     def _check(self, request: SamplingFields) -> None:
         """Refuse what cannot be done."""
         self.check_model(request.model)
         request.check(self._settings.limits)
-        if request.stops:
-            self._prompts_need_text()
+        if request.stops and self._prompts.tokenizer is None:
+            raise RequestError(
+                "stop strings need a tokenizer and this model's folder has none", "use stop_token_ids", "stop"
+            )
 
     def _checked_caller(self, request: SamplingFields, caller: Caller, ids: ReplyIds) -> Scheduling:
         """Refuse what cannot be done, or not now for this key, before there is work on it; else when it begins."""
@@ -185,12 +196,6 @@ class Completions:
         if not ids.is_again:
             self._router.check(caller.account)
         return caller.scheduling(request.priority, self._settings)
-
-    def _prompts_need_text(self) -> None:
-        if self._prompts.tokenizer is None:
-            raise RequestError(
-                "stop strings need a tokenizer and this model's folder has none", "use stop_token_ids", "stop"
-            )
 
     def _fields(self, request: SamplingFields, logprobs: bool) -> ReplyFields:
         return ReplyFields(
@@ -240,12 +245,11 @@ class Completions:
                 text = tokenizer.decode(prompt.ids, options.skip_special_tokens)
             for seed in request.seeds():
                 params = request.sampling_params(max_tokens, seed, eos_ids, *logprobs, form.grammar)
-                salt = request.cache_salt or ""
                 to_engine = Request(
                     id=ids.request(len(choices)),
                     prompt_ids=prompt.ids,
                     params=params,
-                    cache_salt=salt,
+                    cache_salt=request.cache_salt or "",
                     lora=lora,
                     scheduling=scheduling,
                 )

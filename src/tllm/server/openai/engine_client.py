@@ -175,22 +175,12 @@ class RequestRouter:
             )
             raise overloaded(message, self._drain_rate.seconds_to_end(count))
 
-    async def pool(self, request: Request, look: Callable[[Output], None] = lambda output: None) -> Output:
-        """What a prompt comes to that is pooled. Cancelling this cancels it; an engine's error is raised.
-
-        Each output goes to `look`.
-        """
+    @contextmanager
+    def _timed(self, request: Request) -> Iterator[SequenceTimer]:
+        """The request is with the engine while the block goes on."""
         timer = self.open[request.id] = SequenceTimer(self.metrics.sequences, len(request.prompt_ids))
-
-        def check(output: Output) -> None:
-            self._check_end(output, request)
-            timer.computes(output.computed_tokens)
-            look(output)
-
         try:
-            output = await pooled_output(self.client, traced(request, timer), check)
-            timer.pooled()
-            return output
+            yield timer
         except TllmError:
             timer.reason = "error"
             raise
@@ -198,6 +188,22 @@ class RequestRouter:
             del self.open[request.id]
             timer.close()
             self._drain_rate.ended()
+
+    async def pool(self, request: Request, look: Callable[[Output], None] = lambda output: None) -> Output:
+        """What a prompt comes to that is pooled. Cancelling this cancels it; an engine's error is raised.
+
+        Each output goes to `look`.
+        """
+        with self._timed(request) as timer:
+
+            def check(output: Output) -> None:
+                self._check_end(output, request)
+                timer.computes(output.computed_tokens)
+                look(output)
+
+            output = await pooled_output(self.client, traced(request, timer), check)
+            timer.pooled()
+            return output
 
     async def run(
         self, choice: ReplyChoice, look: Callable[[Output], None] = lambda output: None
@@ -207,9 +213,7 @@ class RequestRouter:
         Each output goes to `look` before anything is made of it. Of those that only say how much of the prompt is
         computed nothing else is made: nobody's reply begins with them.
         """
-        timer = SequenceTimer(self.metrics.sequences, len(choice.request.prompt_ids))
-        self.open[choice.request.id] = timer
-        try:
+        with self._timed(choice.request) as timer:
             async with aclosing(self.client.submit(traced(choice.request, timer))) as outputs:
                 async for output in outputs:
                     look(output)
@@ -224,13 +228,6 @@ class RequestRouter:
                     if choice.finish_reason is not None:
                         return
             raise HttpError(500, "the engine ended the request without a reason", "server_error", "engine_error")
-        except TllmError:
-            timer.reason = "error"
-            raise
-        finally:
-            del self.open[choice.request.id]
-            timer.close()
-            self._drain_rate.ended()
 
     async def read(
         self, choices: Sequence[ReplyChoice], outputs: AsyncGenerator[Output, None]

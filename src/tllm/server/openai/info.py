@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 from tllm.core.errors import RequestError
@@ -69,6 +70,11 @@ def _with_node(message: str, health: Health) -> str:
     if name and name in health.reason:  # as it is where the cluster says it
         said.remove(name)
     return ": ".join(said)
+
+
+def utc(seconds: int) -> str:
+    """Unix seconds as Anthropic's and ollama's interfaces write times."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def model_card(name: str, client: EngineClient, created: int, adapter: str = "") -> dict[str, Any]:

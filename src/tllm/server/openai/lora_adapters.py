@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Protocol
 
 import msgspec
@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from tllm.core.errors import ConfigError, RequestError, WeightsError
 from tllm.server.http.errors import HttpError
-from tllm.server.http.routed import decode
+from tllm.server.http.routed import decode, routes
 
 MAX_NAME, MAX_PATH = 200, 4096
 
@@ -73,11 +73,7 @@ class LoraRoutes:
         self._adapters, self._taken = adapters, taken
 
     def table(self) -> list[Route]:
-        posts: dict[str, Callable[[HttpRequest], Awaitable[Response]]] = {
-            "/v1/load_lora_adapter": self.load,
-            "/v1/unload_lora_adapter": self.unload,
-        }
-        return [Route(path, function, methods=["POST"]) for path, function in posts.items()]
+        return routes("POST", {"/v1/load_lora_adapter": self.load, "/v1/unload_lora_adapter": self.unload})
 
     async def load(self, http: HttpRequest) -> Response:
         asked = decode(await http.body(), LoadLoraRequest)

@@ -8,8 +8,7 @@ from typing import Any
 
 from starlette.types import Scope
 
-from tllm.core.errors import TllmError
-from tllm.server.http.sse import events, last_error
+from tllm.server.http.sse import ErrorEvents, events, last_error
 from tllm.server.openai.generation_job import GenerationJob
 from tllm.server.openai.requests import SamplingFields
 from tllm.server.reply.reply_ids import ReplyIds
@@ -20,7 +19,7 @@ Prepare = Callable[[bytes, Scope, ReplyIds], Awaitable["PreparedReply"]]
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedReply:
-    """One of its functions runs the job. `failed` is how an error ends the events once headers have gone out.
+    """One of its functions runs the job. `failed` is how an error ends the events after the first.
 
     `state` tells how far a reply has come, also of one that failed, where the interface has such a thing; else it is
     waited for (`whole`). `may_be_taken_up`: the request asks that. `is_background`: only the state is wanted.
@@ -31,7 +30,7 @@ class PreparedReply:
     may_be_taken_up: bool
     whole: Callable[[], Awaitable[object]]
     events: Callable[[], AsyncGenerator[bytes, None]]
-    failed: Callable[[TllmError], bytes]
+    failed: ErrorEvents
     state: Callable[[], Awaitable[Any]] | None = None
     is_background: bool = False
 

@@ -28,7 +28,7 @@ TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Top = Annotated[int, Meta(ge=0, le=20)]
 Refused = Any
 Priority = Annotated[int, Meta(gt=-(1 << 31), lt=1 << 31)]
-MAX_SALT_LENGTH = 1024
+Salt = Annotated[str, Meta(min_length=1, max_length=1024)]
 _SEEDS = 1 << 63
 
 
@@ -69,7 +69,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_LENGTH)] | None = None
+    cache_salt: Salt | None = None
     priority: Priority | None = None
     stream: bool | None = None
     store: bool | None = None  # the reply may be taken up again

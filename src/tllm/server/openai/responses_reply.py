@@ -190,22 +190,16 @@ async def response_state(stream: ResponseStream, job: GenerationJob) -> Event:
 
 
 async def response_events(stream: ResponseStream, job: GenerationJob) -> AsyncGenerator[bytes, None]:
-    """Run, and give out events as they come. An error before the first is raised: it can still be an ordinary reply."""
+    """Run, and give out events as they come."""
     has_begun = False
-    try:
-        async with aclosing(job.steps()) as steps:
-            async for progress in steps:
-                if not has_begun:
-                    has_begun = True
-                    for event in stream.begin():
-                        yield event
-                for event in stream.progress(progress):
+    async with aclosing(job.steps()) as steps:
+        async for progress in steps:
+            if not has_begun:
+                has_begun = True
+                for event in stream.begin():
                     yield event
-    except TllmError as error:
-        if not has_begun:
-            raise
-        for event in stream.failed(error):
-            yield event
+            for event in stream.progress(progress):
+                yield event
 
 
 def _part(kind: str, text: str, logprobs: list[Event]) -> Event:
@@ -240,6 +234,6 @@ def prepared_response(request: ResponsesRequest, job: GenerationJob, keeps: bool
         is_background=bool(request.background),
         whole=lambda: response(stream, job),
         events=lambda: response_events(stream, job),
-        failed=lambda error: b"".join(stream.failed(error)),
+        failed=stream.failed,
         state=lambda: response_state(stream, job),
     )

@@ -1,9 +1,9 @@
 """Requests of OpenAI's Responses API as types, and what they mean as a `ChatRequest`.
 
 A conversation comes whole with each request, and `previous_response_id` is refused: responses are kept for a while
-only to be taken up again, where `background` or `store` asks for that. Tools that
-OpenAI's servers run (`web_search` and others) are not offered to the model, as agents send them whether they are needed
-or not; `tools` of the reply shows those that are.
+only to be taken up again, where `background` or `store` asks for that. Tools that OpenAI's servers run (`web_search`
+and others) are not offered to the model, as agents send them whether they are needed or not; `tools` of the reply shows
+those that are.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from msgspec import Meta
 
 from tllm.core.errors import RequestError
 from tllm.server.openai.requests import (
-    MAX_SALT_LENGTH,
     ChatRequest,
     Priority,
     Refused,
     RequestMessage,
+    Salt,
     TokenCount,
     Top,
     refuse,
@@ -100,7 +100,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     background: bool | None = None
     store: bool | None = None
     priority: Priority | None = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_LENGTH)] | None = None
+    cache_salt: Salt | None = None
     include: list[str] | None = None
     top_logprobs: Top | None = None
     previous_response_id: Refused = None

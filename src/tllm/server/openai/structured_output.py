@@ -6,7 +6,6 @@ OpenAI's `response_format`, vLLM's `structured_outputs` and older `guided_…`, 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,6 @@ import msgspec
 from tllm.core.errors import RequestError, nearest
 from tllm.server.reply.held_calls import AskedForm
 from tllm.spec.request import Grammar, GrammarKind
-from tllm.text.grammar import check_grammar
 
 if TYPE_CHECKING:
     from tllm.server.openai.requests import SamplingFields
@@ -51,12 +49,6 @@ def asked_grammar(request: SamplingFields) -> AskedForm | None:
         names = ", ".join(form.param for form in asked)
         raise RequestError(f"{names} each ask for a form of the reply", "use one of them", asked[1].param)
     return asked[0] if asked else None
-
-
-async def checked_grammar(grammar: Grammar, param: str) -> Grammar:
-    """The grammar, if it can be followed; this takes some milliseconds, aside from the event loop."""
-    await asyncio.to_thread(check_grammar, grammar, param)
-    return grammar
 
 
 def _response_format(given: Mapping[str, Any]) -> Grammar | None:

@@ -210,7 +210,8 @@ def softmax(values: Vector) -> Vector:
     """e^x of each over the sum of all, without overflow."""
     largest = max(values)
     powers = [math.exp(value - largest) for value in values]
-    return tuple(power / math.fsum(powers) for power in powers)
+    total = math.fsum(powers)
+    return tuple(power / total for power in powers)
 
 
 def logistic(x: float) -> float:

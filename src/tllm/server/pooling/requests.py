@@ -10,12 +10,11 @@ from msgspec import Meta
 
 from tllm.core.errors import RequestError
 from tllm.server.openai.prompts import count_prompts
-from tllm.server.openai.requests import MAX_SALT_LENGTH, Refused, refuse
+from tllm.server.openai.requests import Refused, Salt, refuse
 
 MAX_INPUTS = 2048
 """Texts of one request, as OpenAI has it."""
 
-Salt = Annotated[str, Meta(min_length=1, max_length=MAX_SALT_LENGTH)]
 Texts = str | Annotated[list[str], Meta(max_length=MAX_INPUTS)]
 
 

@@ -17,7 +17,7 @@ from tllm.core.errors import RequestError
 from tllm.server.http.auth import cache_salt
 from tllm.server.http.caller import Caller, caller_of
 from tllm.server.http.errors import HttpError
-from tllm.server.http.routed import decode, json_reply
+from tllm.server.http.routed import decode, json_reply, routes
 from tllm.server.http.settings import ServerSettings
 from tllm.server.openai.completions import Completions
 from tllm.server.openai.engine_client import RequestRouter
@@ -62,7 +62,7 @@ class PoolingRoutes:
             "/v1/rerank": self.rerank,
             COHERE: self.rerank,
         }
-        return [Route(path, function, methods=["POST"]) for path, function in post.items()]
+        return routes("POST", post)
 
     async def embeddings(self, http: HttpRequest) -> Response:
         request = decode(await http.body(), EmbeddingRequest)
@@ -88,16 +88,14 @@ class PoolingRoutes:
             {"index": i, "label": labels[probs.index(max(probs))], "probs": probs, "num_classes": len(probs)}
             for i, probs in enumerate(found)
         ]
-        head = {"id": f"classify-{uuid.uuid4().hex}", "object": "list", "created": int(time.time()), "model": model}
-        return json_reply({**head, "data": data, "usage": _usage(tokens)})
+        return json_reply(_list_of("classify", model, data, tokens))
 
     async def score(self, http: HttpRequest) -> Response:
         request = decode(await http.body(), ScoreRequest)
         model, pairs = self.model(request.model), request.pairs()
         scores = await self._score(pairs, http.scope, request)
         data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores.values)]
-        head = {"id": f"score-{uuid.uuid4().hex}", "object": "list", "created": int(time.time()), "model": model}
-        return json_reply({**head, "data": data, "usage": _usage(scores.prompt_tokens)})
+        return json_reply(_list_of("score", model, data, scores.prompt_tokens))
 
     async def rerank(self, http: HttpRequest) -> Response:
         request = decode(await http.body(), RerankRequest)
@@ -183,6 +181,12 @@ async def _ids_of(prompts: Awaitable[Sequence[Prompt]]) -> list[tuple[int, ...]]
     except HttpError as error:
         error.info.param = "input"
         raise
+
+
+def _list_of(kind: str, model: str, data: list[dict[str, Any]], tokens: int) -> dict[str, Any]:
+    """A reply with an entry for each input, for which so many tokens were read. The kind begins its id."""
+    head = {"id": f"{kind}-{uuid.uuid4().hex}", "object": "list", "created": int(time.time()), "model": model}
+    return {**head, "data": data, "usage": _usage(tokens)}
 
 
 def _usage(tokens: int) -> dict[str, int]:

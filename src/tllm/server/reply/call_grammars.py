@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tllm.server.reply.harmony_grammar import harmony_grammar
-from tllm.server.reply.lark_rules import ANY, GAP, SPACE, LarkRules, SpecialTokens, json_of, literal
+from tllm.server.reply.lark_rules import ANY, GAP, SPACE, LarkRules, SpecialTokens, literal
 from tllm.server.reply.parameter_grammar import GLM45_TAGS, QWEN3_CODER_TAGS, ParameterTags, parameters_of
+from tllm.text.grammar import json_part
 
 Arguments = Mapping[str, Mapping[str, Any]]
 """The JSON schema that holds the arguments of each tool, by its name."""
@@ -64,7 +65,7 @@ def _llama3_json(rules: LarkRules, arguments: Arguments, parallel: bool, form: s
     A form may be JSON too and have a name: then only the tool's name and the key after it tell a call.
     """
     if form:
-        call = rules.rule("call", " | ".join(json_of(_call_schema(name, held)) for name, held in arguments.items()))
+        call = rules.rule("call", " | ".join(json_part(_call_schema(name, held)) for name, held in arguments.items()))
         more = f'({GAP} ";" {GAP} {call})*' if parallel else ""
         return f"({rules.until('tagged', [PYTHON_TAG], GAP)} {GAP} {call} | {call}) {more} | {form}"
     begin = ("", "\\{", '("type"', ":", '"function"', ",)?", '"name"', ":")
@@ -80,7 +81,7 @@ def _mistral(rules: LarkRules, arguments: Arguments, parallel: bool, form: str) 
     one = _objects(rules, arguments, "arguments")
     more = f'(", " {one})*' if parallel else ""
     call_id = f"({rules.mark('[CALL_ID]')} /[a-zA-Z0-9]{{9}}/)?"
-    named = [f"{literal(name)} {call_id} {rules.mark('[ARGS]')}? {json_of(held)}" for name, held in arguments.items()]
+    named = [f"{literal(name)} {call_id} {rules.mark('[ARGS]')}? {json_part(held)}" for name, held in arguments.items()]
     return _among_text(rules, {CALLS: f'{GAP} ("[" {one} {more} "]" | {" | ".join(named)})'}, parallel, form)
 
 
@@ -140,7 +141,7 @@ def _members(arguments: Arguments, key: str) -> list[str]:
     """For each tool, what follows `{"name": `."""
     end = literal("}")
     return [
-        f"{literal(json.dumps(name) + f', {json.dumps(key)}: ')} {json_of(held)} {end}"
+        f"{literal(json.dumps(name) + f', {json.dumps(key)}: ')} {json_part(held)} {end}"
         for name, held in arguments.items()
     ]
 

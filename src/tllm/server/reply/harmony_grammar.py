@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tllm.server.reply.lark_rules import ANY, LarkRules, SpecialTokens, json_of, literal
+from tllm.server.reply.lark_rules import ANY, LarkRules, SpecialTokens, literal
 from tllm.server.reply.reasoning import HARMONY_ENDS
+from tllm.text.grammar import json_part
 
 HARMONY_IN_HEADERS = ("<|message|>", "<|start|>", "<|channel|>", "<|constrain|>")
 _NO_EQUALS = "(?s-u:[\\x00-<>-\\xfe])"
@@ -57,5 +58,5 @@ def _call(rules: LarkRules, arguments: Mapping[str, Mapping[str, Any]], header: 
     """A message to one of the functions."""
     rules.rule("AFTER_NAME", f"/( {_NO_EQUALS}*)?/")
     rules.rule("after_name", f"AFTER_NAME {rest_of_header}")
-    calls = (f"{literal(f'functions.{name}')} after_name {json_of(held)}" for name, held in arguments.items())
+    calls = (f"{literal(f'functions.{name}')} after_name {json_part(held)}" for name, held in arguments.items())
     return f"{header} recipient ({' | '.join(calls)})"

@@ -8,10 +8,8 @@ may also be a special token, which no text is; free text may have all other spec
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from tllm.text.grammar import JSON_FORM
 from tllm.text.tokenizer import Tokenizer
 
 ANY = "ANY"
@@ -103,13 +101,6 @@ class LarkRules:
 def literal(text: str) -> str:
     """A text as Lark writes it."""
     return json.dumps(text)
-
-
-def json_of(schema: Mapping[str, Any]) -> str:
-    """JSON of a schema on one line, as Lark has it."""
-    given = schema.get("x-guidance")
-    form = {**JSON_FORM, **(given if isinstance(given, dict) else {})}
-    return f"%json {json.dumps({**schema, 'x-guidance': form})}"
 
 
 def _ranges(ids: Sequence[int]) -> str:

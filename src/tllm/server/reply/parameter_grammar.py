@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from tllm.server.reply.lark_rules import GAP, LarkRules, json_of, literal
+from tllm.server.reply.lark_rules import GAP, LarkRules, literal
+from tllm.text.grammar import json_part
 
 _OF_OBJECTS = frozenset(
     ("type", "properties", "required", "additionalProperties", "$defs", "definitions", "x-guidance", "$schema", "$id")
@@ -102,7 +103,7 @@ def _value(rules: LarkRules, tags: ParameterTags, schema: Any, root: Mapping[str
     if schema.get("type") == "string":
         return _any_text(rules, tags)
     shared = {key: root[key] for key in ("$defs", "definitions") if key in root and key not in schema}
-    return f"{around} {json_of({**schema, **shared})} {around} {end}"
+    return f"{around} {json_part({**schema, **shared})} {around} {end}"
 
 
 def _any_text(rules: LarkRules, tags: ParameterTags) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from tllm.core.errors import ConfigError, nearest
+from tllm.server.reply.call_grammars import HARMONY
 from tllm.server.reply.events import ArgumentsPiece, ReasoningPiece, ReplyEvent, ReplyFinish, ToolCallBegin
 from tllm.server.reply.reasoning import ReasoningMarks, harmony, is_open_in, with_reasoning
 from tllm.server.reply.reply_ids import ReplyIds
@@ -29,7 +30,7 @@ from tllm.server.reply.tool_formats import (
 )
 from tllm.spec.request import Grammar
 
-HARMONY_TOOLS, HARMONY_REASONING = "openai", "openai_gptoss"
+HARMONY_TOOLS, HARMONY_REASONING = HARMONY, "openai_gptoss"
 TOOL_FORMATS: dict[str, ToolFormat] = {
     "hermes": hermes,
     "llama3_json": llama3_json,
@@ -75,7 +76,7 @@ class ReplyParsers:
 
     @property
     def is_harmony(self) -> bool:
-        return HARMONY_TOOLS in (self.tools, self.reasoning) or self.reasoning == HARMONY_REASONING
+        return self.tools == HARMONY_TOOLS or self.reasoning == HARMONY_REASONING
 
     @property
     def needs_special_tokens(self) -> bool:
@@ -114,13 +115,10 @@ class ReplyParsers:
         own = reply or named
         rest: Parser = plain_text if own is None else lambda scanner: own(scanner, given)
         marks = REASONING_MARKS.get(self.reasoning)
-        if marks is not None:
-            rest = with_reasoning(marks, bool(is_open_in(marks, prompt)), rest) if _may_reason(marks, prompt) else rest
+        is_open = False if marks is None else is_open_in(marks, prompt)
+        if marks is not None and is_open is not False:  # else the prompt has closed the reasoning
+            rest = with_reasoning(marks, bool(is_open), rest)
         return ReplyParser(rest)
-
-
-def _may_reason(marks: ReasoningMarks, prompt: str) -> bool:
-    return is_open_in(marks, prompt) is not False
 
 
 def choose_parsers(tools: str, reasoning: str, template: str) -> ReplyParsers:

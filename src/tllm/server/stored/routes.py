@@ -20,8 +20,8 @@ from tllm.core.errors import RequestError
 from tllm.server.http.auth import key_of
 from tllm.server.http.errors import MESSAGES, HttpError, draining
 from tllm.server.http.query import number_of
-from tllm.server.http.routed import json_reply
-from tllm.server.http.sse import EventStream
+from tllm.server.http.routed import Endpoint, json_reply, routes
+from tllm.server.http.sse import EventStream, ended_by_error
 from tllm.server.openai.prepared_reply import Prepare, PreparedReply
 from tllm.server.reply.reply_ids import ReplyIds
 from tllm.server.stored.replay import Replay, numbered
@@ -46,8 +46,6 @@ KINDS: Mapping[str, ReplyKind] = {
     MESSAGES: ReplyKind("msg_", "message_deleted"),
 }
 
-Act = Callable[[str, HttpRequest], Awaitable[Response]]
-
 MakeStream = Callable[[AsyncGenerator[bytes, None], PreparedReply], EventStream]
 """A reply of events, as the server sends them."""
 
@@ -60,20 +58,12 @@ class ReplyRoutes:
 
     def table(self) -> list[Route]:
         """Posting, and what can be done with a reply by its id."""
-        routes = [Route(f"{RESPONSES}/{{id}}/cancel", self._on(RESPONSES, self._cancel), methods=["POST"])]
-        for path in self._prepare:
-            routes += [
-                Route(path, self._on(path, self._post), methods=["POST"]),
-                Route(f"{path}/{{id}}", self._on(path, self._get), methods=["GET"]),
-                Route(f"{path}/{{id}}", self._on(path, self._delete), methods=["DELETE"]),
-            ]
-        return routes
-
-    def _on(self, path: str, act: Act) -> Callable[[HttpRequest], Awaitable[Response]]:
-        async def endpoint(http: HttpRequest) -> Response:
-            return await act(path, http)
-
-        return endpoint
+        return [
+            *routes("POST", {f"{RESPONSES}/{{id}}/cancel": _on(RESPONSES, self._cancel)}),
+            *routes("POST", {path: _on(path, self._post) for path in self._prepare}),
+            *routes("GET", {f"{path}/{{id}}": _on(path, self._get) for path in self._prepare}),
+            *routes("DELETE", {f"{path}/{{id}}": _on(path, self._delete) for path in self._prepare}),
+        ]
 
     async def _post(self, path: str, http: HttpRequest) -> Response:
         body = await http.body()
@@ -151,9 +141,17 @@ class ReplyRoutes:
             raise _unknown(http)
 
 
+def _on(path: str, act: Callable[[str, HttpRequest], Awaitable[Response]]) -> Endpoint:
+    async def endpoint(http: HttpRequest) -> Response:
+        return await act(path, http)
+
+    return endpoint
+
+
 def _events(path: str, reply: PreparedReply) -> AsyncGenerator[bytes, None]:
-    """The events of a reply that is kept. Those of responses have numbers of their own."""
-    return reply.events() if path == RESPONSES else numbered(reply.events())
+    """The events of a reply that is kept, an error's too. Those of responses have numbers of their own."""
+    events = ended_by_error(reply.events(), reply.failed)
+    return events if path == RESPONSES else numbered(events)
 
 
 async def _joined(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:

@@ -123,6 +123,7 @@ class LocalStreamStore:
             error = TllmError(kept.error) if kept.error else None
             for request in kept.requests:
                 self.streams.closed(stream, request.id, error)
+            self._expire_later()
             return
         left = []
         for choice in choices.values():
@@ -144,9 +145,13 @@ class LocalStreamStore:
         def ended(_: asyncio.Task[None]) -> None:  # also where it was cancelled before it began
             admitted.close()
             del self._running[name]
-            asyncio.get_running_loop().call_later(self._seconds, self.streams.expire)  # if nobody comes until then
+            self._expire_later()
 
         running.add_done_callback(ended)
+
+    def _expire_later(self) -> None:
+        """Forget what ends now in its time, if nobody comes until then."""
+        asyncio.get_running_loop().call_later(self._seconds, self.streams.expire)
 
     async def take_up(self, stream_id: str, owner: str) -> TakenStream | None:
         """The stream from its beginning on; None where there is none that is this owner's."""

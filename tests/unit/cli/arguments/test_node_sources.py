@@ -58,9 +58,10 @@ def test_the_first_task_is_told_what_an_operator_would_say() -> None:
         be_first(asked(), TASKS, spare=3)
 
 
-def test_tasks_are_told_by_a_file_and_others_by_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[tuple[object, ...]] = []
-    found = joining(TASKS, tmp_path, lambda *how: said.append(how), lambda *where: said.append(where))
+def test_tasks_are_told_by_a_file_and_others_by_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = joining(TASKS, tmp_path)
     source = found["source"]
     assert isinstance(source, LaunchedTasks) and found["join_seconds"] == MEET_SECONDS
     source.start(2, "10.0.0.1:7", "tllm1-x")
@@ -68,14 +69,19 @@ def test_tasks_are_told_by_a_file_and_others_by_a_line(tmp_path: Path, monkeypat
     labels = {"engine": "slurm", "job": "7"}
     assert source.nodes() == {"task-1": {**labels, "task": "1"}, "task-2": {**labels, "task": "2"}}
     source.stop()
-    assert not list(tmp_path.iterdir()) and not said
-    for secret in ("", "s" * 32):
+    assert not list(tmp_path.iterdir()) and not capsys.readouterr().out
+    lines = {
+        "": "run this on each of 2 other machines (the token is good for an hour):\n\n"
+        "  tllm join 10.0.0.1:7 --token tllm1-x\n\n",
+        "s" * 32: "waits for 2 other machines that know TLLM_SECRET. Run there:\n\n  tllm join 10.0.0.1:7\n\n",
+    }
+    for secret, line in lines.items():
         monkeypatch.setenv("TLLM_SECRET", secret)
-        found = joining(None, tmp_path, lambda *how: said.append(how), lambda *where: said.append(where))
+        found = joining(None, tmp_path)
         assert isinstance(found["source"], JoinLine) and found["secret"] == (secret.encode() or None)
         found["source"].start(2, "10.0.0.1:7", "tllm1-x")
         assert found["source"].nodes() == {}
-    assert said == [(2, "10.0.0.1:7", "tllm1-x"), (2, "10.0.0.1:7")], "no token where there is a secret"
+        assert capsys.readouterr().out == line, "no token where there is a secret"
 
 
 def test_a_file_that_others_could_have_written_leads_nobody_anywhere(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tllm.cli.arguments.parser import Parser, address, count, nonempty, size, token_ids, whole
+from tllm.cli.arguments.parser import MOST, Parser, address, count, nonempty, port, size, token_ids, whole
 
 
 @pytest.mark.parametrize(
@@ -14,6 +14,8 @@ from tllm.cli.arguments.parser import Parser, address, count, nonempty, size, to
     [
         (whole, "1", 1),
         (count, "0", 0),
+        (count, str(MOST), MOST),
+        (port, "65535", 65535),
         (size, "4096", 4096),
         (size, "512M", 512 << 20),
         (size, "512MiB", 512 << 20),
@@ -38,12 +40,18 @@ def test_values(read: Callable[[str], Any], text: str, value: object) -> None:
         (whole, "1.5"),
         (whole, "²"),
         (count, "x"),
+        (count, str(MOST + 1)),
+        (whole, "9" * 5000),
+        (port, "65536"),
         (size, "0"),
         (size, "2 parsecs"),
         (size, "GiB"),
+        (size, "99999999T"),
+        (size, "9" * 400),
         (token_ids, ""),
         (token_ids, "1,,2"),
         (token_ids, "1,-2"),
+        (token_ids, f"1,{MOST + 1}"),
         (address, "lab-3"),
         (address, ":7000"),
         (address, "lab-3:0"),

@@ -17,8 +17,22 @@ from tllm.cli.commands import serve
 from tllm.cli.main import main
 from tllm.cluster.connection import Address
 from tllm.cluster.consensus.replica import Deposed
+from tllm.cluster.http_messages import ServedModel
 from tllm.core.errors import ConfigError
 from tllm.node.coordinator.cluster_options import ClusterOptions
+
+
+class _ListedCluster(ListedEngine):
+    """As a cluster that serves: nobody in it could take over, no plan of it is watched, it never ends by itself."""
+
+    can_hand_over, is_open, state, fault = False, False, None, None
+
+    def __init__(self, served: ServedModel) -> None:
+        super().__init__()
+        self.served, self.ended = served, asyncio.Event()
+
+    def open_to_nodes(self, *answering: object) -> None:
+        """No node answers."""
 
 
 @pytest.fixture
@@ -29,7 +43,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     @asynccontextmanager
     async def open_listed(
         options: EngineOptions, cluster: ClusterOptions, *, policy: str, choice: Any
-    ) -> AsyncIterator[ListedEngine]:
+    ) -> AsyncIterator[_ListedCluster]:
         source, authority = cluster.source, cluster.authority
         assert source is not None and cluster.local is not None
         joining = options.plan.world_size - cluster.local
@@ -42,10 +56,10 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         if policy == "wait":
             assert authority == Path("kept")
             source.start(1, "10.0.0.1:7000", "tllm1-def")
-        yield ListedEngine()
+        yield _ListedCluster(cluster.served)
 
     async def serve(app: Any, on_ready: Any, stop: Any, leaves: Any, lingers: Any) -> None:
-        assert not leaves() and not lingers(), "there is no cluster"
+        assert not leaves() and not lingers(), "nobody could take over"
         seen.append(app.settings)
         on_ready("http://127.0.0.1:1")
 
@@ -210,8 +224,7 @@ def _deposed(client: _OneOfSeveral, monkeypatch: pytest.MonkeyPatch) -> tuple[li
     """What the application was told, and how it follows the cluster's end."""
     said = list[str]()
     store = type("Store", (), {"refuse": lambda *words: said.append("stored replies refused")})
-    monkeypatch.setattr("tllm.node.serve.serving.Serving", _OneOfSeveral)
-    monkeypatch.setattr("tllm.server.stored.stream_store.LocalStreamStore", store)
+    monkeypatch.setattr(serve, "LocalStreamStore", store)
     monkeypatch.setattr(serve, "RemoteStreamStore", lambda *words: SimpleNamespace(rest=None))
     app = SimpleNamespace(store=store(), stop=lambda: said.append("stopped"))
     lasting = SimpleNamespace(refuse=lambda fault: said.append("requests refused"))

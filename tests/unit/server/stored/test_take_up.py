@@ -391,3 +391,23 @@ def test_what_ended_is_forgotten_though_nobody_comes() -> None:
         assert streams.nbytes == 0
 
     run(work())
+
+
+@pytest.mark.usefixtures("virtual_time")
+def test_what_had_ended_elsewhere_is_forgotten_though_nobody_comes() -> None:
+    """The process that began it is gone, and nothing of it runs in the one that keeps it now."""
+
+    async def work() -> None:
+        app = serve(say(), keep_streams=60)
+        assert isinstance(app.store, LocalStreamStore)
+        streams, name = app.store.streams, f"cmpl-{'a' * 32}"
+        streams._clock = asyncio.get_running_loop().time
+        record = StreamRecord(id=name, body=b"", owner="", created=1)
+        asked = Request(id=name, prompt_ids=(5,), params=SamplingParams())
+        app.store.restore(KeptReply(record=record, requests=(asked,), is_over=True), app.keys.anonymous)
+        await asyncio.sleep(59)
+        assert streams.nbytes > 0
+        await asyncio.sleep(2)
+        assert streams.nbytes == 0
+
+    run(work())

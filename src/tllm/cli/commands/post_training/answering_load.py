@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from tllm.cli.arguments.parser import whole
+from tllm.cli.arguments.parser import option_of, whole
 from tllm.planner.cost.serving_load import SamplingFacts
 from tllm.planner.roles.answering_plans import AnsweringLoad, GroupLoad, RowLoad
 from tllm.spec.model_spec import ModelSpec
@@ -34,8 +34,8 @@ def add_groups(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(CHOOSING)
     group.add_argument("--prompt", type=whole, metavar="N", help=f"tokens of a prompt ({PROMPT})")
     for name, what in GROUPS.items():
-        option = f"--{name.replace('_', '-')}"
-        group.add_argument(option, type=whole, metavar="N", help=f"{what} ({getattr(RolloutConfig, name)})")
+        default = getattr(RolloutConfig, name)
+        group.add_argument(option_of(name), type=whole, metavar="N", help=f"{what} ({default})")
     group.add_argument(
         "--run-dtype", choices=("float32", "bfloat16", "float64"), help=f"that runs train in ({Job.dtype})"
     )
@@ -62,5 +62,5 @@ def _given(args: argparse.Namespace, name: str) -> int:
 def named_load(args: argparse.Namespace) -> list[str]:
     """Options that only say what a plan is to be chosen for, as far as they are given."""
     names = ("row", "prompt", *GROUPS, "run_dtype")
-    given = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name, None)]
+    given = [option_of(name) for name in names if getattr(args, name, None)]
     return given + ["--leave-out"] * (args.leave_out != "auto")

@@ -23,7 +23,6 @@ from tllm.cli.arguments.options import (
 )
 from tllm.cli.arguments.parser import whole
 from tllm.cli.commands.post_training.answering_load import asked_load, named_load
-from tllm.cli.commands.serve import invite, invite_by_secret
 from tllm.cli.display.progress import ShowProgress, loading
 from tllm.cli.planning.answering_chooser import AnsweringChooser, tell_answers
 from tllm.cli.planning.outcome import conclude_answering
@@ -108,7 +107,7 @@ def answer_over_nodes(args: argparse.Namespace, role: RoleName, say: Say) -> int
     to_join = args.nodes - 1 if args.nodes else 0
     here = answerers.plan.world_size - to_join
     options: dict[str, Any] = dict(
-        **joining(None, Path(), invite, invite_by_secret),
+        **joining(None, Path()),
         local=here,
         threads=args.threads or 0,
         address=(args.cluster_host, args.cluster_port) if to_join or args.spare_nodes else LOOPBACK,
