@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from tllm.devices.choose import CPU
+from tllm.engine.compute.cache_writer import places_of
 from tllm.engine.compute.kv_cache import KVCache, slot_runs
 from tllm.engine.compute.positions import positions
 from tllm.engine.recording_choice import (
@@ -160,14 +161,13 @@ class DecodeRecordings:
 
     def _write(self, batch: Batch, x_TD: Tensor) -> None:
         """Write a batch's numbers to where recordings find them."""
-        held, rows, page_size = self._inputs, len(batch.token_ids), self._cache.page_size
+        held, rows = self._inputs, len(batch.token_ids)
         held.x_TD[:rows] = x_TD
         for rope, now in rotations(self._model.ropes(), positions(batch), self._cache.dtype).items():
             for there, here in zip(held.turned[rope] or (), now or (), strict=True):
                 if isinstance(there, Tensor) and isinstance(here, Tensor):
                     there[:rows] = here
-        runs = [slot_runs(entry, page_size, entry.start, entry.stop) for entry in batch.entries]
-        held.places[:rows] = torch.tensor([slot for of_entry in runs for run in of_entry for slot in run])
+        held.places[:rows] = places_of(self._cache, batch.entries)
         for kind in held.kinds:
             kind.write(batch.entries)
 

@@ -26,18 +26,15 @@ from torch import Tensor
 from tllm.devices.host_copy import HostCopy
 from tllm.engine.compute.logprobs import check_drawn
 from tllm.engine.decode_graphs import DecodeGraphs
+from tllm.engine.decode_recordings import RecordedSteps
 from tllm.engine.schedule.batch import Batch, BatchEntry, Results
 from tllm.engine.schedule.scheduler import ScheduledChunk, ScheduledStep, Scheduler
 from tllm.engine.schedule.sequence import SequenceState
 from tllm.engine.stage import PipelineStage
 
 
-class FollowingSteps(Protocol):
+class FollowingSteps(RecordedSteps, Protocol):
     """Recorded steps that need not be told their ids: `DecodeGraphs`."""
-
-    def takes(self, batch: Batch) -> bool: ...
-
-    def __call__(self, batch: Batch, x_TD: Tensor | None) -> Tensor: ...
 
     def follow(self, batch: Batch, sources: Sequence[int], tokens_R: Tensor) -> Tensor: ...
 

@@ -31,7 +31,7 @@ NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 3
 """The kernels' numbers of the dtypes, as in csrc/vectors.h."""
 
 LANES = 16
-"""Numbers of one vector of the kernels, as in csrc/vectors.h."""
+"""Numbers of one vector of the kernels, as in csrc/vectors.h, and outputs of a block of a packed weight."""
 
 FLOAT8 = 6
 """The kernels' number of e4m3, which is held in bytes."""

@@ -5,10 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tllm.kernels.library import NUMBERS, Library
-
-LANES = 16
-"""Outputs of a block of a packed weight."""
+from tllm.kernels.library import LANES, NUMBERS, Library
 
 X_GROUP = 32
 """Columns of the activations that share a scale, and of weights that are rounded while they are loaded."""

@@ -7,7 +7,7 @@ row; where a format keeps scales in few bits too, a scale is `super_scale * scal
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import torch
@@ -75,29 +75,22 @@ class Blocks:
     minima: Tensor | None = None
     super_minima: Tensor | None = None
 
+    def named(self) -> dict[str, Tensor]:
+        """The tensors that there are, by their names."""
+        found = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "scheme"}
+        return {name: x for name, x in found.items() if x is not None}
+
     def narrow(self, dim: int, start: int, stop: int) -> Blocks:
         """Rows (dim -2) or columns (dim -1, from the start of a super group) [start, stop) of these."""
-        scheme = self.scheme
+        per = self.scheme.group if dim == -1 else 1
+        per_super = self.scheme.super_group if dim == -1 and self.scheme.super_group else per
+        assert dim == -2 or start % max(per, per_super) == 0, "a part begins at a group"
+        of_one = {"codes": 1, "super_scales": per_super, "super_minima": per_super}  # columns that an index stands for
 
-        def cut(x: Tensor | None, per: int) -> Tensor | None:
-            if x is None:
-                return None
+        def cut(x: Tensor, per: int) -> Tensor:
             return x.narrow(dim, start // per, -(-stop // per) - start // per)
 
-        per = scheme.group if dim == -1 else 1
-        per_super = scheme.super_group if dim == -1 and scheme.super_group else per
-        assert dim == -2 or start % max(per, per_super) == 0, "a part begins at a group"
-        codes, scales = cut(self.codes, 1), cut(self.scales, per)
-        assert codes is not None and scales is not None
-        return Blocks(
-            scheme,
-            codes,
-            scales,
-            cut(self.super_scales, per_super),
-            cut(self.zeros, per),
-            cut(self.minima, per),
-            cut(self.super_minima, per_super),
-        )
+        return Blocks(self.scheme, **{name: cut(x, of_one.get(name, per)) for name, x in self.named().items()})
 
 
 def dequantize(blocks: Blocks) -> Tensor:
@@ -109,6 +102,11 @@ def dequantize(blocks: Blocks) -> Tensor:
     weights = values * _of_columns(scales_of(blocks), scheme.group, columns)
     minima = minima_of(blocks)
     return weights if minima is None else weights - _of_columns(minima, scheme.group, columns)
+
+
+def plain_numbers(found: Blocks | Tensor) -> Tensor:
+    """The weights as plain numbers, of blocks or of what is plain already."""
+    return dequantize(found) if isinstance(found, Blocks) else found
 
 
 def scales_of(blocks: Blocks) -> Tensor:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from tllm.kernels.library import library
-from tllm.kernels.packing import LANES, X_GROUP, pack_codes
+from tllm.kernels.library import LANES, library
+from tllm.kernels.packing import X_GROUP, pack_codes
 from tllm.quantization.blocks import Blocks, Scheme, dequantize, minima_of, scales_of
 
 

@@ -92,9 +92,7 @@ class LocalFiles:
         return _size(self._sizes, file, str(self.folder))
 
     def read(self, file: str, start: int, stop: int) -> bytes:
-        out = bytearray(stop - start)
-        self.read_spans(file, one_span(start, stop), memoryview(out))
-        return bytes(out)
+        return read_run(self, file, start, stop)
 
     def read_spans(self, file: str, spans: Spans, out: memoryview) -> None:
         assert len(out) == spans.nbytes
@@ -200,6 +198,21 @@ class RemoteFiles:
         self.bytes_read += len(got)
         self._taken += len(got)
         return got
+
+
+def read_run(source: ByteSource, file: str, start: int, stop: int) -> bytes:
+    """Bytes [start, stop) of a file, by `read_spans`."""
+    out = bytearray(stop - start)
+    source.read_spans(file, one_span(start, stop), memoryview(out))
+    return bytes(out)
+
+
+def read_whole(source: ByteSource, file: str, limit: int) -> bytes:
+    """All of a file. WeightsError for one of more than `limit` bytes."""
+    size = source.size(file)
+    if size > limit:
+        raise WeightsError(f"{file} has {size} bytes and {limit} is the most that is read")
+    return source.read(file, 0, size)
 
 
 def _size(sizes: Mapping[str, int], file: str, where: str) -> int:

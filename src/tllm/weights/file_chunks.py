@@ -5,7 +5,7 @@ All chunks of a model have the same length, which follows from its largest file,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from tllm.weights.byte_spans import Spans
@@ -14,6 +14,7 @@ CHUNK_MIN, CHUNK_MAX = 64 * 1024, 4 * 1024 * 1024
 """Bytes. With small chunks a node fetches little more than it needs; large ones take fewer requests for their
 places."""
 CHUNKS_WANTED = 1024
+"""Of the largest file, where their length allows it."""
 
 
 class FileChunk(NamedTuple):
@@ -25,8 +26,14 @@ class FileChunk(NamedTuple):
 
 def chunk_bytes(sizes: Mapping[str, int]) -> int:
     """The length of a model's chunks, from the sizes of all its files."""
-    chunk, largest = CHUNK_MIN, max(sizes.values(), default=0)
-    while chunk < CHUNK_MAX and chunk * CHUNKS_WANTED < largest:
+    return chunk_length(sizes.values(), CHUNK_MIN, CHUNK_MAX)
+
+
+def chunk_length(sizes: Iterable[int], least: int, most: int) -> int:
+    """The least length, doubled until the largest of these files has no more than `CHUNKS_WANTED` chunks, or to the
+    most."""
+    chunk, largest = least, max(sizes, default=0)
+    while chunk < most and chunk * CHUNKS_WANTED < largest:
         chunk *= 2
     return chunk
 
@@ -48,6 +55,21 @@ def touched(spans: Spans, chunk: int) -> Iterator[int]:
         start = spans.start + i * spans.pitch
         first, last = max(start // chunk, last + 1), max((start + spans.width - 1) // chunk, last)
         yield from range(first, last + 1)
+
+
+def read_from_chunks(spans: Spans, chunk: int, read: Callable[[int], memoryview], out: memoryview) -> None:
+    """Copy runs of bytes one after the other into `out`, which has just their length; `read(number)` gives a whole
+    chunk."""
+    assert len(out) == spans.nbytes
+    filled = 0
+    for i in range(spans.count):
+        at = spans.start + i * spans.pitch
+        stop = at + spans.width
+        while at < stop:
+            number, offset = divmod(at, chunk)
+            taken = read(number)[offset : offset + stop - at]
+            out[filled : filled + len(taken)] = taken
+            at, filled = at + len(taken), filled + len(taken)
 
 
 def runs(chunks: Sequence[FileChunk], longest: int) -> Iterator[list[FileChunk]]:

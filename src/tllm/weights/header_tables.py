@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 from tllm.core.disk import LFS_HINT, LFS_POINTER, is_lfs_pointer
 from tllm.core.errors import WeightsError
 from tllm.weights.boxes import Shape
-from tllm.weights.byte_source import ByteSource
+from tllm.weights.byte_source import ByteSource, read_whole
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -51,11 +51,8 @@ def weight_files(source: ByteSource) -> list[str]:
 
 def weight_map(source: ByteSource) -> dict[str, str]:
     """Which file each tensor is in, as the index says."""
-    size = source.size(INDEX)
-    if size > HEADER_LIMIT:
-        raise WeightsError(f"{INDEX} has {size} bytes and {HEADER_LIMIT} is the most that is read")
     try:
-        index = json.loads(source.read(INDEX, 0, size).decode("utf-8"))
+        index = json.loads(read_whole(source, INDEX, HEADER_LIMIT).decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise WeightsError(f"{INDEX} is not JSON ({error})", "copy the file again") from error
     found = index.get("weight_map") if isinstance(index, dict) else None

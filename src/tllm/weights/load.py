@@ -16,7 +16,7 @@ from tllm.kernels.batch_invariant import is_batch_invariant, make_batch_invarian
 from tllm.parallel.quantized_weight import empty_parameter, is_empty
 from tllm.parallel.shard import ShardPiece, held_dtype, shard_of
 from tllm.parallel.weight_reuse import Kept, Key, key_of
-from tllm.quantization.blocks import Blocks, dequantize
+from tllm.quantization.blocks import Blocks, plain_numbers
 from tllm.quantization.stored_tensor import StoredTensor
 from tllm.weights.boxes import Box, chunks, is_inside, regions, show, whole, widths, within
 from tllm.weights.byte_source import ByteSource
@@ -299,4 +299,4 @@ def read_stored(
 
 def _plain(stored: StoredTensor, box: Box, found: Blocks | Tensor) -> Tensor:
     """The plain numbers of a box, of what the aligned box that holds it has."""
-    return part(dequantize(found) if isinstance(found, Blocks) else found, within(box, stored.aligned(box)))
+    return part(plain_numbers(found), within(box, stored.aligned(box)))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from tllm.kernels.packing import LANES, X_GROUP
+from tllm.kernels.library import LANES
+from tllm.kernels.packing import X_GROUP
 from tllm.parallel.quantized_weight import PackedRows, QuantizedStack, QuantizedWeight, carry, stands_for
 from tllm.parallel.shard import ShardPiece, shard_of
 from tllm.quantization.blocks import Blocks
@@ -113,7 +114,7 @@ def trimmed(blocks: Blocks, box: Box, at: Box) -> tuple[Blocks, int]:
     if blocks.scales.shape[-1] == 1 and not scheme.super_group:
         start = max(first_column, column // X_GROUP * X_GROUP)
         codes = blocks.codes[:, start - first_column : last_column - first_column]
-        return Blocks(scheme, codes, blocks.scales, None, blocks.zeros, blocks.minima, None), column - start
+        return replace(blocks, codes=codes), column - start
     assert first_column % unit == 0 or first_column == 0, "an aligned box begins at a group"
     start = column // unit * unit
     return blocks.narrow(-1, start - first_column, last_column - first_column), column - start
@@ -123,19 +124,7 @@ def _matrix(blocks: Blocks) -> Blocks:
     """A stack of one matrix as that matrix."""
     if blocks.codes.dim() == 2:
         return blocks
-
-    def matrix(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x.flatten(0, -2)
-
-    return Blocks(
-        blocks.scheme,
-        blocks.codes.flatten(0, -2),
-        blocks.scales.flatten(0, -2),
-        matrix(blocks.super_scales),
-        matrix(blocks.zeros),
-        matrix(blocks.minima),
-        matrix(blocks.super_minima),
-    )
+    return Blocks(blocks.scheme, **{name: x.flatten(0, -2) for name, x in blocks.named().items()})
 
 
 def _room(packed: PackedTensors, codes: Tensor) -> PackedTensors:

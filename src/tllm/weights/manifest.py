@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from tllm.core.errors import UNREADABLE, WeightsError
-from tllm.weights.byte_source import ByteSource
+from tllm.weights.byte_source import ByteSource, read_run, read_whole
 from tllm.weights.byte_spans import Spans, one_span
-from tllm.weights.file_chunks import bounds, touched
+from tllm.weights.file_chunks import bounds, chunk_length, read_from_chunks, touched
 
 MANIFEST = "tllm.manifest.json"
 CHUNK_MIN, CHUNK_MAX = 16 * 1024, 1024 * 1024
 """Bytes. Small chunks keep a rank's reading near its own bytes; large ones keep the manifest of a large model small."""
-CHUNKS_WANTED = 1024
 MANIFEST_LIMIT = 100_000_000
 CHANGED = f"copy the file again; if it was changed on purpose, delete {MANIFEST}"
 
@@ -42,11 +42,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @classmethod
     def read(cls, source: ByteSource) -> Manifest:
         """The manifest of a folder that has one."""
-        size = source.size(MANIFEST)
-        if size > MANIFEST_LIMIT:
-            raise WeightsError(f"{MANIFEST} has {size} bytes and {MANIFEST_LIMIT} is the most that is read")
         try:
-            manifest = _MANIFESTS.decode(source.read(MANIFEST, 0, size))
+            manifest = _MANIFESTS.decode(read_whole(source, MANIFEST, MANIFEST_LIMIT))
         except UNREADABLE as error:
             raise WeightsError(f"{MANIFEST} is not a manifest: {error}", CHANGED) from error
         if manifest.version != 1:
@@ -61,10 +58,7 @@ _MANIFESTS = msgspec.json.Decoder(Manifest)
 
 def make_manifest(folder: Path, files: list[str]) -> Manifest:
     """Hash files of a folder."""
-    largest = max(((folder / file).stat().st_size for file in files), default=0)
-    chunk = CHUNK_MIN
-    while chunk < CHUNK_MAX and chunk * CHUNKS_WANTED < largest:
-        chunk *= 2
+    chunk = chunk_length(((folder / file).stat().st_size for file in files), CHUNK_MIN, CHUNK_MAX)
     return Manifest(1, chunk, {file: _hashes(folder / file, chunk) for file in sorted(files)})
 
 
@@ -115,25 +109,15 @@ class CheckedFiles:
         )
 
     def read(self, file: str, start: int, stop: int) -> bytes:
-        out = bytearray(stop - start)
-        self.read_spans(file, one_span(start, stop), memoryview(out))
-        return bytes(out)
+        return read_run(self, file, start, stop)
 
     def read_spans(self, file: str, spans: Spans, out: memoryview) -> None:
-        assert len(out) == spans.nbytes
-        size, chunk_bytes, filled = self.size(file), self._manifest.chunk_bytes, 0
+        size = self.size(file)
         if spans.stop > size:
             raise WeightsError(f"{file} has {size} bytes and byte {spans.stop} was asked for")
-        for i in range(spans.count):
-            at = spans.start + i * spans.pitch
-            stop = at + spans.width
-            while at < stop:
-                number, offset = divmod(at, chunk_bytes)
-                taken = self._chunk(file, number, size)[offset : offset + stop - at]
-                out[filled : filled + len(taken)] = taken
-                at, filled = at + len(taken), filled + len(taken)
+        read_from_chunks(spans, self._manifest.chunk_bytes, partial(self._chunk, file, size), out)
 
-    def _chunk(self, file: str, number: int, size: int) -> memoryview:
+    def _chunk(self, file: str, size: int, number: int) -> memoryview:
         known, at, content = self._latest
         if (known, at) != (file, number):
             start = number * self._manifest.chunk_bytes

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from tllm.core.memory import amount
-from tllm.weights.byte_source import Fetch, RemoteFiles
+from tllm.weights.byte_source import Fetch, RemoteFiles, read_run
 from tllm.weights.byte_spans import Spans, one_span
-from tllm.weights.file_chunks import FileChunk, bounds, chunk_bytes, touched
+from tllm.weights.file_chunks import FileChunk, bounds, chunk_bytes, read_from_chunks, touched
 
 
 class FetchedFiles(RemoteFiles):
@@ -41,27 +41,15 @@ class FetchedFiles(RemoteFiles):
         self._gather.expect(chunks, self._sizes)
 
     def read(self, file: str, start: int, stop: int) -> bytes:
-        spans = one_span(start, stop)
-        if not self._is_expected(file, spans):
+        if not self._is_expected(file, one_span(start, stop)):
             return super().read(file, start, stop)
-        out = bytearray(stop - start)
-        self.read_spans(file, spans, memoryview(out))
-        return bytes(out)
+        return read_run(self, file, start, stop)
 
     def read_spans(self, file: str, spans: Spans, out: memoryview) -> None:
-        assert len(out) == spans.nbytes
         if not self._is_expected(file, spans):
             super().read_spans(file, spans, out)
             return
-        filled = 0
-        for i in range(spans.count):
-            at = spans.start + i * spans.pitch
-            stop = at + spans.width
-            while at < stop:
-                number, offset = divmod(at, self._chunk_bytes)
-                taken = self._chunk(FileChunk(file, number))[offset : offset + stop - at]
-                out[filled : filled + len(taken)] = taken
-                at, filled = at + len(taken), filled + len(taken)
+        read_from_chunks(spans, self._chunk_bytes, lambda number: self._chunk(FileChunk(file, number)), out)
 
     def _is_expected(self, file: str, spans: Spans) -> bool:
         inside = spans.nbytes > 0 and spans.stop <= self.size(file)

@@ -11,6 +11,7 @@ from torch import Tensor
 from tllm.engine.compute.kv_cache import KVCache, LayerCache
 from tllm.engine.compute.positions import num_singles
 from tllm.engine.compute.segmented_attention import SegmentedAttention
+from tllm.engine.pages.page_table import pages_of
 from tllm.engine.schedule.batch import BatchEntry
 from tllm.kernels.gpu_kernels import GpuKernels, gpu_kernels
 from tllm.model.attention import AttentionSpec, first_heads
@@ -39,14 +40,9 @@ def device_attention(
 
 def page_tables(cache: KVCache, entries: tuple[BatchEntry, ...]) -> Tensor:
     """The pages of each sequence of a batch, int32 [sequences, pages] on the device."""
-    pages = [pages_of(entry) for entry in entries]
+    pages = [pages_of(entry.page_table) for entry in entries]
     width = max(map(len, pages))
     return torch.tensor([row + [0] * (width - len(row)) for row in pages], dtype=torch.int32).to(cache.device)
-
-
-def pages_of(entry: BatchEntry) -> list[int]:
-    """A sequence's pages, in order."""
-    return [page for first, count in entry.page_table for page in range(first, first + count)]
 
 
 class KernelOnGpu:

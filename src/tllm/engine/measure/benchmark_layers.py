@@ -84,9 +84,7 @@ class BenchmarkLayers:
     def follower_step(self, sequences: int, prompt: int) -> TimedStep:
         """The same step of a last stage: what comes to it and what it gives passes links inside this process."""
         ring = RingLinks(LocalLink(0, 1), LocalLink(1, 0))
-        batch = batch_of(sequences, 1, prompt)
-        entries = tuple(msgspec.structs.replace(entry, sampling=PLAIN_GREEDY) for entry in batch.entries)
-        payload = encode(msgspec.structs.replace(batch, entries=entries))
+        payload = encode(sampled(batch_of(sequences, 1, prompt)))
         x_TD = torch.ones(sequences, self.model.received_width, dtype=self.dtype)
         stage = self.stage(sequences, prompt, ring, is_first=False)
         return TimedStep(stage, partial(follower_step, stage, ring, payload, x_TD))
@@ -176,6 +174,12 @@ def batch_of(sequences: int, count: int, start: int) -> Batch:
         BatchEntry(i, start, count, start + count, ((i * pages, pages),), state_slot=i) for i in range(sequences)
     )
     return Batch(0, entries, (0,) * (sequences * count))
+
+
+def sampled(batch: Batch) -> Batch:
+    """The batch, after whose entries the likeliest tokens are wanted."""
+    entries = tuple(msgspec.structs.replace(entry, sampling=PLAIN_GREEDY) for entry in batch.entries)
+    return msgspec.structs.replace(batch, entries=entries)
 
 
 def num_streamed_layers(spec: ModelSpec, dtype: torch.dtype, ranks: int) -> int:

@@ -16,7 +16,6 @@ from functools import partial
 from itertools import cycle, islice
 from typing import NamedTuple
 
-import msgspec
 import torch
 
 from tllm.comm.collectives.group import solo
@@ -25,7 +24,7 @@ from tllm.core.timing import mean_seconds_each
 from tllm.devices.memory import completed
 from tllm.engine.assembly import make_stage
 from tllm.engine.driver import Deliver, Driver
-from tllm.engine.measure.benchmark_layers import batch_of, fill, largest_layer
+from tllm.engine.measure.benchmark_layers import batch_of, fill, largest_layer, sampled
 from tllm.engine.measure.layer_speed import (
     LEAST_SECONDS,
     AfterRest,
@@ -37,7 +36,7 @@ from tllm.engine.measure.layer_speed import (
 )
 from tllm.engine.measure.step_speed import MAX_REPLY_TOKENS, MIN_STEPS, decode_step, follower_step
 from tllm.engine.ring_links import RingLinks
-from tllm.engine.schedule.batch import PLAIN_GREEDY, Batch, encode
+from tllm.engine.schedule.batch import Batch, encode
 from tllm.engine.schedule.limits import Limits
 from tllm.engine.schedule.scheduler import Scheduler
 from tllm.engine.stage import PipelineStage
@@ -109,7 +108,7 @@ class LastStage:
     def steps(self, sequences: int, prompt: int) -> WholeSteps:
         """Its steps with the next token of each of so many sequences."""
         x_TD = torch.ones(sequences, self._width, dtype=self._dtype)
-        payload = encode(_sampled(batch_of(sequences, 1, prompt)))
+        payload = encode(sampled(batch_of(sequences, 1, prompt)))
         return WholeSteps(self._stage, partial(follower_step, self._stage, self._ring, payload, x_TD))
 
 
@@ -130,8 +129,8 @@ def device_serving_passes(
     limits, several = _limits(spec, sizes), num_measured_layers(spec, dtype, sizes, free)
     made = partial(stage_with_layers, spec, dtype, device, limits)
     pairs = [(made(1, ranks), made(several, ranks)) for ranks in ((1, 2) if spec.num_heads > 1 else (1,))]
-    batches = [_sampled(batch_of(count, 1, sizes.prompt)) for count in sizes.sequences]
-    batches.append(_sampled(batch_of(1, sizes.chunk, 0)))
+    batches = [sampled(batch_of(count, 1, sizes.prompt)) for count in sizes.sequences]
+    batches.append(sampled(batch_of(1, sizes.chunk, 0)))
     steps = [[(single.steps(batch), more.steps(batch)) for batch in batches] for single, more in pairs]
     heads = output_heads(spec, dtype, device)
     ends = [completed(logits_pass(heads, count), device) for count in sizes.sequences]
@@ -213,12 +212,6 @@ def _limits(spec: ModelSpec, sizes: ServingSizes) -> Limits:
         num_state_slots=most,
         hidden_size=spec.hidden_size,
     )
-
-
-def _sampled(batch: Batch) -> Batch:
-    """The batch, after whose entries the likeliest tokens are wanted."""
-    entries = tuple(msgspec.structs.replace(entry, sampling=PLAIN_GREEDY) for entry in batch.entries)
-    return msgspec.structs.replace(batch, entries=entries)
 
 
 def _of_layer(

@@ -76,18 +76,16 @@ class ServingPasses(NamedTuple):
 def serving_passes(
     spec: ModelSpec,
     dtype: torch.dtype,
-    sequences: tuple[int, ...],
-    prompt: int,
-    chunk: int,
+    sizes: ServingSizes,
     seconds: float,
     deliver: Deliver = lambda outputs: None,
 ) -> ServingPasses:
     """What this process takes to serve, measured in about so many seconds.
 
-    It measures decoding with each number of `sequences`, whose prompts have `prompt` tokens, and a prompt of `chunk`
-    tokens. `deliver` is given what the driver makes. All are measured by turns: what slows this machine for a while
-    slows all of them.
+    `deliver` is given what the driver makes. All are measured by turns: what slows this machine for a while slows all
+    of them.
     """
+    sequences, prompt, chunk = sizes
     batches = [batch_of(count, 1, prompt) for count in sequences] + [batch_of(1, chunk, 0)]
     layers_of_rank = [BenchmarkLayers(spec, dtype, ranks) for ranks in ((1, 2) if spec.num_heads > 1 else (1,))]
     pairs = [(layers, batch) for layers in layers_of_rank for batch in batches]

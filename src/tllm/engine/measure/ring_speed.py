@@ -15,13 +15,10 @@ import torch
 from tllm.core.errors import decoded
 from tllm.engine.driver import Deliver, Driver
 from tllm.engine.measure.benchmark_layers import BenchmarkLayers
-from tllm.engine.measure.step_speed import MAX_REPLY_TOKENS, decode_step, time_layers
+from tllm.engine.measure.step_speed import MAX_REPLY_TOKENS, MIN_STEPS, decode_step, time_layers
 from tllm.engine.ring_links import RingLinks
 from tllm.engine.schedule.scheduler import Scheduler
 from tllm.spec.model_spec import ModelSpec
-
-MIN_STEPS = 3
-"""Tokens that are measured at least."""
 
 NUMBER_BYTES = 32
 """At the most, of a number as text."""

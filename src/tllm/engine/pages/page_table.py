@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from tllm.core.errors import CapacityError
@@ -83,16 +84,12 @@ class PagePool:
         assert owner not in self._held, f"{owner} has begun"
         if not self.has_room(shared, tokens):
             return False
-        runs = self._held[owner] = []
         for page in shared:
             assert page in self._cached or page in self._num_owners, f"page {page} is free and holds nothing"
             if page in self._cached:
                 self._cached.remove(page)
             self._num_owners[page] = self._num_owners.get(page, 0) + 1
-            if runs and sum(runs[-1]) == page:
-                runs[-1][1] += 1
-            else:
-                runs.append([page, 1])
+        self._held[owner] = [list(run) for run in runs_of(shared)]
         return self.cover(owner, tokens, max_tokens)
 
     def cover(self, owner: int, tokens: int, max_tokens: int = 0) -> bool:
@@ -214,3 +211,19 @@ class PagePool:
             self._gaps[at - 1][1] = stop
         else:
             self._gaps.insert(at, [start, stop])
+
+
+def pages_of(page_table: Sequence[Run]) -> list[int]:
+    """The pages of a page table, in order."""
+    return [page for first, count in page_table for page in range(first, first + count)]
+
+
+def runs_of(pages: Iterable[int]) -> tuple[Run, ...]:
+    """Pages in their order as a page table: runs of neighbouring ones."""
+    runs: list[Run] = []
+    for page in pages:
+        if runs and sum(runs[-1]) == page:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((page, 1))
+    return tuple(runs)

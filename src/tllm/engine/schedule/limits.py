@@ -141,7 +141,8 @@ def check_request(
         raise RequestError(f"a request with id {request.id!r} is already running", "give each request its own id")
     # Penalties apply from the first token on, so one look at its sampling shows all that a stage will check.
     of_sampling = sampling_faults(msgspec.structs.replace(sampling, history=()), limits)
-    for fault in chain(_request_faults(request, stop_ids, limits), of_sampling):
+    fault = next(chain(_request_faults(request, stop_ids, limits), of_sampling), None)
+    if fault is not None:
         raise RequestError(
             fault, HINTS.get(fault, "the reference of the HTTP interface says what each parameter may be")
         )
@@ -196,7 +197,7 @@ def _request_faults(request: Request, stop_ids: tuple[int, ...], limits: Limits)
         yield f"seed {params.seed} has more than 64 bits"
     for name, value in (("top_k", params.top_k), ("logprobs", params.logprobs), ("min_tokens", params.min_tokens)):
         if not 0 <= (value or 0) < 2**31:
-            yield f"{name} {value} is not 0 or more"
+            yield f"{name} {value} is not from 0 to {2**31 - 1}"
     if not 0 <= (params.prompt_logprobs or 0) <= MAX_LOGPROBS:
         yield f"prompt_logprobs {params.prompt_logprobs} is not 0 to {MAX_LOGPROBS}"
     if any(not 0 <= token_id < limits.vocab_size for token_id in (*params.stop_token_ids, *params.logit_bias)):
@@ -206,9 +207,9 @@ def _request_faults(request: Request, stop_ids: tuple[int, ...], limits: Limits)
     if not 0 < scheduling.weight < math.inf or not abs(scheduling.priority) < 2**31:
         yield f"weight {scheduling.weight} is not more than 0, or priority {scheduling.priority} has over 32 bits"
     if not 0 <= (scheduling.max_queue_seconds or 0) < math.inf:
-        yield f"max_queue_seconds {scheduling.max_queue_seconds} is not 0 or more"
+        yield f"max_queue_seconds {scheduling.max_queue_seconds} is not a finite number of 0 or more"
     if len(stop_ids) > MAX_BANNED:
-        yield f"{len(params.stop_token_ids)} stop tokens, at most {MAX_BANNED}"
+        yield f"{len(stop_ids)} stop tokens, those of the model among them, at most {MAX_BANNED}"
 
 
 def _head_faults(request: Request, limits: Limits) -> Iterator[str]:
@@ -298,7 +299,7 @@ def sampling_faults(sampling: Sampling, limits: Limits) -> Iterator[str]:
     if not abs(largest) <= MAX_PENALTY:
         yield f"a penalty or bias of {largest:g}, at most {MAX_PENALTY:g} either way"
     if not 0 <= sampling.temperature < math.inf:
-        yield f"temperature {sampling.temperature} is not 0 or more"
+        yield f"temperature {sampling.temperature} is not a finite number of 0 or more"
     if sampling.tempered_logprobs and sampling.temperature == 0:
         yield "log-probabilities at a temperature of 0 are asked for"
     if not 0 < sampling.top_p <= 1:

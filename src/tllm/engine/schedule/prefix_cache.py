@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from typing import NamedTuple
 
-from tllm.engine.pages.page_table import Run
+from tllm.engine.pages.page_table import Run, pages_of
 from tllm.engine.schedule.sequence import Sequence
 
 FIRST = bytes(32)
@@ -93,8 +93,7 @@ class PrefixCache:
         if not self.lacks_page(sequence, coming):
             return
         start, stop = sequence.prefix.num_added, (sequence.num_sound_tokens + coming) // self.page_size
-        pages = [first + i for first, count in page_table for i in range(count)]
-        self.add_pages(sequence, start, pages[start:stop])
+        self.add_pages(sequence, start, pages_of(page_table)[start:stop])
         sequence.prefix.num_added = stop
 
     def add_pages(self, sequence: Sequence, start: int, pages: list[int]) -> None:

@@ -18,7 +18,7 @@ from itertools import islice
 from typing import Protocol
 
 from tllm.engine.pages.page_messages import FetchPages, PageChain, SavePages, TakePages, salt_digest
-from tllm.engine.pages.page_table import PagePool, Run
+from tllm.engine.pages.page_table import PagePool, Run, pages_of, runs_of
 from tllm.engine.schedule.prefix_cache import PageContent, PrefixCache
 from tllm.engine.schedule.sequence import Sequence
 
@@ -85,8 +85,7 @@ class StoredPrefixes:
     def release(self, sequence: Sequence, page_table: tuple[Run, ...]) -> None:
         """A sequence lets go of its pages: those that can be found and are not on disk are to be saved."""
         sequence.prefix.is_sought = False
-        pages = (page for first, count in page_table for page in range(first, first + count))
-        for place, page in enumerate(islice(pages, sequence.prefix.num_added)):
+        for place, page in enumerate(pages_of(page_table)[: sequence.prefix.num_added]):
             if page not in self._prefix_cache:
                 continue
             name, _ = self._prefix_cache.content(page)
@@ -130,7 +129,7 @@ class StoredPrefixes:
         self._lacking.difference_update(names)
         contents = [content for *_, content in part]
         chain = _chain(names, part[0][1], contents)
-        return SavePages(chain, _runs([page for page, *_ in part]))
+        return SavePages(chain, runs_of(page for page, *_ in part))
 
     # --- loading
     def is_awaited(self, sequence: Sequence) -> bool:
@@ -153,8 +152,8 @@ class StoredPrefixes:
             return False  # nor is there room to begin
         sequence.prefix.is_sought = True
         if names:
-            pages = [page for first, n in self._pool.page_table(owner) for page in range(first, first + n)]
-            self.loads[sequence.key] = PrefixLoad(sequence, owner, len(found), frozenset(names), pages[len(found) :])
+            pages = pages_of(self._pool.page_table(owner))[len(found) :]
+            self.loads[sequence.key] = PrefixLoad(sequence, owner, len(found), frozenset(names), pages)
         return bool(names)
 
     def next_fetch(self, load: PrefixLoad) -> FetchPages | None:
@@ -175,7 +174,7 @@ class StoredPrefixes:
         number, count = load.parts[0]
         load.is_taking = True
         pages = [] if load.is_dropped else load.pages[load.taken : load.taken + count]
-        return TakePages(number, _runs(pages), len(pages))
+        return TakePages(number, runs_of(pages), len(pages))
 
     def took(self, load: PrefixLoad, message: TakePages) -> None:
         """A part has come back: what every rank took can be found from now on."""
@@ -228,14 +227,3 @@ class StoredPrefixes:
 def _chain(names: tuple[bytes, ...], first: int, contents: list[PageContent]) -> PageChain:
     token_ids = b"".join(content.token_ids for content in contents)
     return PageChain(names, first, contents[0].parent, token_ids, salt_digest(contents[0].salt))
-
-
-def _runs(pages: list[int]) -> tuple[Run, ...]:
-    """Pages in their order as runs of neighbouring ones."""
-    runs: list[Run] = []
-    for page in pages:
-        if runs and sum(runs[-1]) == page:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
-        else:
-            runs.append((page, 1))
-    return tuple(runs)

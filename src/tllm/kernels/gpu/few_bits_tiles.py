@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tllm.kernels.gpu.few_bits_rows import DeviceRows, sum_of_codes
 from tllm.kernels.gpu.few_bits_weight import NUMBERS, DeviceWeight, of_weight, on_grid
-from tllm.kernels.packing import LANES
+from tllm.kernels.library import LANES
 
 TILE_ROWS = 16
 """The fewest rows that tensor cores multiply."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tllm.kernels.gpu.few_bits_rows import DeviceRows, sum_of_codes
 from tllm.kernels.gpu.few_bits_weight import NUMBERS, DeviceWeight, of_weight, on_grid
-from tllm.kernels.packing import LANES
+from tllm.kernels.library import LANES
 
 MOST_ROWS = 8
 """Rows of one program."""

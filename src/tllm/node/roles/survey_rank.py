@@ -116,7 +116,7 @@ def examined(
 
     def serving(sizes: ServingSizes, seconds: float) -> dict[str, Any]:
         if device == CPU:
-            return serving_passes(spec, dtype, *sizes, seconds, deliver)._asdict()
+            return serving_passes(spec, dtype, sizes, seconds, deliver)._asdict()
         return device_serving_passes(spec, dtype, sizes, device, free, seconds, deliver)._asdict()
 
     begun, used, peak = time.perf_counter(), time.process_time(), 0.0

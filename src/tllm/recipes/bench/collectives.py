@@ -21,7 +21,7 @@ from tllm.comm.collectives.tuning import tune_group
 from tllm.comm.links.torch_link import interface_of
 from tllm.parallel.collectives import sum_in_memory
 from tllm.recipes.bench.echo import PLAIN, TLS, open_gloo
-from tllm.recipes.bench.processes import DEADLINE, Seat
+from tllm.recipes.bench.processes import CONTROL, DEADLINE, Seat
 
 SIZES = (8 << 10, 64 << 10, 1 << 20, 16 << 20)
 IN_MEMORY = "tllm memory"
@@ -31,7 +31,6 @@ WAYS = ("tllm TLS", "tllm plain", IN_MEMORY, "gloo")
 PORTS = {"tllm TLS": TLS, "tllm plain": PLAIN, IN_MEMORY: 8}
 """Which of a rank's ports each of our ways has (a service of `Seat.group`)."""
 
-CONTROL = 7
 LEAST, MOST = 3, 400
 
 BUS: dict[str, Callable[[int], float]] = {

@@ -21,7 +21,7 @@ from tllm.comm.links.frame import memory_of
 from tllm.comm.links.torch_link import interface_of
 from tllm.recipes.bench.processes import Seat
 
-TLS, PLAIN, GLOO, GRPC, ZEROMQ, RPC, RAY = range(7)  # services: each has ports of its own; 7 is the control group's
+TLS, PLAIN, GLOO, GRPC, ZEROMQ, RPC = range(6)  # services: each has ports of its own, as CONTROL has
 LINK_GRPC, LINK_TORCH = 8, 9
 GRPC_METHOD = "/tllm.Bench/Echo"
 MESSAGE_BYTES = 1 << 30

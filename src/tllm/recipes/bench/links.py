@@ -10,11 +10,10 @@ import torch
 
 from tllm.comm.collectives.group import Group
 from tllm.recipes.bench.echo import WAYS, Echo, is_installed
-from tllm.recipes.bench.processes import Seat
+from tllm.recipes.bench.processes import CONTROL, Seat
 
 SIZES = (64, 512, 4 << 10, 32 << 10, 256 << 10, 2 << 20, 16 << 20, 64 << 20)
 ENCRYPTED = ("tllm TLS", "tllm gRPC")
-CONTROL = 7  # the service (a range of ports) of the group that keeps both processes in step
 LEAST, MOST = 3, 200  # round trips of one turn
 
 

@@ -27,6 +27,7 @@ At = Callable[[int, list[str]], list[str]]
 LOOPBACK = "127.0.0.1"
 DEADLINE = 600.0  # seconds: the others may be measuring something that does not use our links
 SERVICES = 10  # ports of one rank
+CONTROL = 7  # the service of the group that keeps the ranks in step
 LISTENED = range(10000, 32000)  # Linux gives those who dial a port from 32768 on, others from 49152 on
 
 

@@ -15,7 +15,7 @@ import msgspec
 
 from tllm.core.errors import UNREADABLE, WeightsError
 from tllm.weights.boxes import Box, Shape, is_inside, regions, show, whole
-from tllm.weights.byte_source import ByteSource
+from tllm.weights.byte_source import ByteSource, read_whole
 from tllm.weights.manifest import Manifest
 
 NAME = "checkpoint.json"
@@ -90,10 +90,7 @@ def read_saved(source: ByteSource) -> CheckpointManifest:
     """The list of a folder's save. It says nothing of whether the files are there."""
     if NAME not in source.names():
         raise WeightsError(f"there is no {NAME}: this is not a complete save", "resume from another one")
-    size = source.size(NAME)
-    if size > LIMIT:
-        raise WeightsError(f"{NAME} has {size} bytes and {LIMIT} is the most that is read")
-    return decode(source.read(NAME, 0, size))
+    return decode(read_whole(source, NAME, LIMIT))
 
 
 def _check(saved: CheckpointManifest) -> None:

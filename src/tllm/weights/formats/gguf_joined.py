@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tllm.core.errors import WeightsError
-from tllm.quantization.blocks import Blocks, Scheme, dequantize
+from tllm.quantization.blocks import Blocks, Scheme, plain_numbers
 from tllm.quantization.stored_tensor import StoredTensor
 from tllm.weights.boxes import Box, Shape
 from tllm.weights.formats.stacked_experts import MatrixStack, with_stack
@@ -51,7 +51,7 @@ class ByTurns:
         if self.scheme is not None:
             assert isinstance(first, Blocks) and isinstance(second, Blocks) and self.dim == 0
             return _blocks_by_turns(first, second)
-        return _by_turns(plain(first), plain(second), self.dim)
+        return _by_turns(plain_numbers(first), plain_numbers(second), self.dim)
 
     def _of_each(self, box: Box) -> Box:
         """The box of either tensor that this one needs."""
@@ -96,7 +96,7 @@ class RowsOfHeads:
     def decode(self, box: Box, planes: Mapping[str, Tensor]) -> Tensor:
         parts = []
         for stored, of_heads in self._parts(box):
-            found = plain(stored.decode(of_heads, planes))
+            found = plain_numbers(stored.decode(of_heads, planes))
             parts.append(found.mT if stored is self.keys else found)
         return torch.cat(parts, 1).flatten(0, 1)
 
@@ -108,27 +108,13 @@ class RowsOfHeads:
         return [(one, (heads, *((0, width) for width in one.shape[1:]))) for one, is_there in wanted if is_there]
 
 
-def plain(x: Blocks | Tensor) -> Tensor:
-    return dequantize(x) if isinstance(x, Blocks) else x
-
-
 def _by_turns(first: Tensor, second: Tensor, dim: int) -> Tensor:
     return torch.stack((first, second), dim + 1).flatten(dim, dim + 1)
 
 
 def _blocks_by_turns(first: Blocks, second: Blocks) -> Blocks:
-    def rows(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-        return None if one is None or other is None else _by_turns(one, other, 0)
-
-    return Blocks(
-        first.scheme,
-        _by_turns(first.codes, second.codes, 0),
-        _by_turns(first.scales, second.scales, 0),
-        rows(first.super_scales, second.super_scales),
-        rows(first.zeros, second.zeros),
-        rows(first.minima, second.minima),
-        rows(first.super_minima, second.super_minima),
-    )
+    others = second.named()
+    return Blocks(first.scheme, **{name: _by_turns(x, others[name], 0) for name, x in first.named().items()})
 
 
 def experts_by_turns(stored: Mapping[str, StoredTensor], file: str) -> dict[str, StoredTensor]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tllm.core.errors import WeightsError
+from tllm.kernels.packing import X_GROUP
 from tllm.quantization.blocks import Blocks, Scheme
 from tllm.quantization.stored_tensor import Box
 from tllm.spec.quantized.weight_bits import Coding
@@ -19,8 +20,6 @@ from tllm.weights.safetensors_header import TensorEntry
 from tllm.weights.safetensors_index import Index
 
 SCALES = (torch.float16, torch.bfloat16, torch.float32)
-ROUNDED_TOGETHER = 32
-"""Columns of activations that share a scale in products with weights of few bits."""
 ALL = -1
 """Of a plane's axis: it is taken whole, whatever part of the matrix is wanted."""
 
@@ -108,7 +107,7 @@ def part_of(x: Tensor, box: Box, dim: int, per: int) -> Tensor:
 def column_unit(pack: int, group: int, columns: int) -> int:
     """In multiples of what columns parts are read: whole words, whole groups where a row has several, and the columns
     whose activations are rounded together."""
-    return math.lcm(pack, ROUNDED_TOGETHER, group if group < columns else 1)
+    return math.lcm(pack, X_GROUP, group if group < columns else 1)
 
 
 def modules_with(index: Index, suffixes: Iterable[str]) -> list[str]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tllm.core.errors import WeightsError
 from tllm.core.gguf_files import gguf_files
-from tllm.quantization.blocks import Blocks, dequantize
+from tllm.quantization.blocks import plain_numbers
 from tllm.quantization.stored_tensor import Box, StoredTensor
 from tllm.spec.families import spec_from_config
 from tllm.spec.quantized.quantization_config import read_quantization
@@ -103,8 +103,7 @@ class DequantizedTensor:
         return self.stored.plane_boxes(box)
 
     def decode(self, box: Box, planes: Mapping[str, Tensor]) -> Tensor:
-        found = self.stored.decode(box, planes)
-        return dequantize(found) if isinstance(found, Blocks) else found
+        return plain_numbers(self.stored.decode(box, planes))
 
 
 def readable(stored: StoredTensor) -> StoredTensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tllm.core.errors import WeightsError
-from tllm.quantization.blocks import Blocks, dequantize
+from tllm.quantization.blocks import plain_numbers
 from tllm.quantization.stored_tensor import Box, StoredTensor
 from tllm.spec.quantized.weight_form import expert_matrix
 from tllm.weights.boxes import Shape
@@ -87,8 +87,7 @@ class MatrixStack:
         stack = []
         for expert in range(first, last):
             of_expert = {name: x[expert - first : expert - first + 1] for name, x in planes.items()}
-            found = self.matrices[expert].decode((outputs, inputs), of_expert)
-            stack.append((dequantize(found) if isinstance(found, Blocks) else found).t())
+            stack.append(plain_numbers(self.matrices[expert].decode((outputs, inputs), of_expert)).t())
         return torch.stack(stack)
 
 

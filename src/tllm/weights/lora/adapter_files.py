@@ -23,7 +23,7 @@ from tllm.parallel.lora.lora_update import LoraModule, magnitude_name, tensor_na
 from tllm.spec.lora.lora_config import CONFIG_FILE, CONFIG_LIMIT, LoraConfig, read_lora_config
 from tllm.spec.quantized.quantization_config import text_name
 from tllm.weights.boxes import Shape
-from tllm.weights.byte_source import ByteSource
+from tllm.weights.byte_source import ByteSource, read_whole
 from tllm.weights.load import load
 from tllm.weights.lora.dora_factors import DoraFactors
 from tllm.weights.lora.sampled_digest import KEY
@@ -117,10 +117,7 @@ def read_adapter(source: ByteSource) -> Adapter:
         pickled = [name for name in names if name.startswith("adapter_model") and name.endswith(PICKLED)]
         hint = f"{pickled[0]} is a pickle, which can run code: save the adapter anew with PEFT" if pickled else ""
         raise WeightsError(f"there is no {WEIGHTS_FILE}", hint or "copy the whole folder")
-    size = source.size(CONFIG_FILE)
-    if size > CONFIG_LIMIT:
-        raise WeightsError(f"{CONFIG_FILE} has {size} bytes and {CONFIG_LIMIT} is the most that is read")
-    config = read_lora_config(source.read(CONFIG_FILE, 0, size))
+    config = read_lora_config(read_whole(source, CONFIG_FILE, CONFIG_LIMIT))
     entries = _plain_names(read_header(source, WEIGHTS_FILE))
     modules = {name.rpartition(".lora_")[0]: None for name in entries}
     if not modules:

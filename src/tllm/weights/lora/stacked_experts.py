@@ -28,11 +28,11 @@ from tllm.weights.boxes import Shape
 from tllm.weights.byte_source import ByteSource
 from tllm.weights.dtypes import memory
 from tllm.weights.export import WholeTensor
+from tllm.weights.lora.adapter_files import WEIGHTS_FILE, WRAPPED
 from tllm.weights.safetensors_header import make_header, read_header, read_metadata
 from tllm.weights.safetensors_index import Index
 
 KEY = "target_parameters"
-WEIGHTS_FILE, WRAPPED = "adapter_model.safetensors", "base_model.model."
 
 STACKED = re.compile(r"(model\.layers\.\d+)\.(?:[\w.]+\.)?experts(\.base_layer)?\.lora_([AB])\.weight")
 """A tensor of stacked experts: its layer, whether it is the inner one of two that are adapted, and which it is."""

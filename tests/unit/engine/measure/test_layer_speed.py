@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.unit.planner.search.test_serving_search import spec_of
 from tllm.engine import stage
 from tllm.engine.measure.benchmark_layers import LayersAsModel
-from tllm.engine.measure.layer_speed import serving_passes
+from tllm.engine.measure.layer_speed import ServingSizes, serving_passes
 from tllm.spec.request import Output
 
 SLOW = 0.05
@@ -22,7 +22,9 @@ SLOW = 0.05
 def test_all_that_a_token_takes_is_measured() -> None:
     """Layers whole and in half, a token of each sequence and a prompt; logits; a driver's step and a follower's."""
     given: list[Output] = []
-    found = serving_passes(spec_of(4), torch.float32, (1, 3), prompt=20, chunk=16, seconds=0.3, deliver=given.extend)
+    found = serving_passes(
+        spec_of(4), torch.float32, ServingSizes((1, 3), prompt=20, chunk=16), seconds=0.3, deliver=given.extend
+    )
     layers, logits, turns, follows, cooled, rest, rested = found
     assert [(one.rows, one.ranks, one.keys) for one in layers] == [
         (rows, ranks, keys) for ranks in (1, 2) for rows, keys in ((1, 20), (3, 20), (16, 0))
@@ -36,7 +38,7 @@ def test_all_that_a_token_takes_is_measured() -> None:
 @pytest.mark.usefixtures("own_clock")
 def test_a_rest_costs_what_the_next_step_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tllm.engine.measure.layer_speed.REST", 0.05)
-    rest = serving_passes(spec_of(4), torch.float32, (1,), prompt=20, chunk=16, seconds=0.3).rest
+    rest = serving_passes(spec_of(4), torch.float32, ServingSizes((1,), prompt=20, chunk=16), seconds=0.3).rest
     assert 0 <= rest < 0.05, "the rest itself is not counted"
 
 
@@ -50,7 +52,7 @@ def test_layers_that_are_slow_in_a_step_make_it_cool_and_not_long(monkeypatch: p
 
     plain = LayersAsModel.__call__
     monkeypatch.setattr(LayersAsModel, "__call__", late)
-    found = serving_passes(spec_of(4), torch.float32, (1,), prompt=20, chunk=16, seconds=0.3)
+    found = serving_passes(spec_of(4), torch.float32, ServingSizes((1,), prompt=20, chunk=16), seconds=0.3)
     assert max(found.turns[0].seconds, found.follows[0].seconds) < SLOW / 2 < found.cooled
 
 
@@ -62,5 +64,5 @@ def test_all_else_that_is_slow_makes_a_step_long(monkeypatch: pytest.MonkeyPatch
 
     plain = stage.positions
     monkeypatch.setattr(stage, "positions", late)
-    found = serving_passes(spec_of(4), torch.float32, (1,), prompt=20, chunk=16, seconds=0.3)
+    found = serving_passes(spec_of(4), torch.float32, ServingSizes((1,), prompt=20, chunk=16), seconds=0.3)
     assert min(found.turns[0].seconds, found.follows[0].seconds) > SLOW > found.cooled

@@ -9,7 +9,7 @@ import torch
 
 from tests.unit.planner.search.test_serving_search import spec_of
 from tllm.engine.measure.benchmark_layers import BenchmarkLayers, batch_of
-from tllm.engine.measure.layer_speed import serving_passes
+from tllm.engine.measure.layer_speed import ServingSizes, serving_passes
 from tllm.parallel.quantized_weight import quantized, weight_bytes
 from tllm.planner.cost.rank_bytes import layer_bytes
 from tllm.spec.cut import cut_stage
@@ -36,5 +36,5 @@ def test_linears_are_packed_and_take_the_bytes_that_are_counted(coding: Coding) 
 def test_a_survey_of_a_model_in_few_bits() -> None:
     rules = ((r".*_proj", Coding(4, 32)), ("lm_head", Coding(8, 32)), ("model.embed_tokens", Coding(8, 32)))
     spec = replace(spec_of(4), quantization=Quantization("int4", rules))
-    found = serving_passes(spec, torch.float32, (1,), prompt=20, chunk=16, seconds=0.2)
+    found = serving_passes(spec, torch.float32, ServingSizes((1,), prompt=20, chunk=16), seconds=0.2)
     assert all(one.seconds > 0 for one in (*found.layers, *found.logits))

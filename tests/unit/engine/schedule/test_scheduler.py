@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.support.properties import examples
 from tests.unit.engine.kits import VOCAB, FakeRing, continuation, expected, limits, repeating, request
 from tllm.core.errors import ConfigError, RequestError
+from tllm.engine.schedule.limits import MAX_BANNED
 from tllm.engine.schedule.scheduler import SMALLEST_CHUNK, Scheduler
 from tllm.engine.schedule.sequence import Sequence
 from tllm.spec.request import Output, Request, Scheduling
@@ -375,11 +376,19 @@ def test_the_end_token_counts_only_after_min_tokens() -> None:
         (request("x", 3, 3, logit_bias={VOCAB: 1.0}), "not in the vocabulary"),
         (request("x", 3, 3, logit_bias={1: float("inf")}), "a penalty or bias of inf"),
         (request("x", 3, 3, stop_token_ids=(VOCAB,)), "not in the vocabulary"),
+        (request("x", 3, 3, top_k=2**31), "top_k 2147483648 is not from 0 to 2147483647"),
+        (request("x", 3, 3, temperature=float("inf"), seed=1), "temperature inf is not a finite number of 0 or more"),
     ],
 )
 def test_what_can_never_be_served_is_refused(asked: Request, words: str) -> None:
     with pytest.raises(RequestError, match=words):
         Scheduler(limits()).add(asked)
+
+
+def test_too_many_stop_tokens_are_counted_with_those_of_the_model() -> None:
+    asked = request("x", 3, 3, stop_token_ids=(2,) * MAX_BANNED, ignore_eos=False)
+    with pytest.raises(RequestError, match=f"{MAX_BANNED + 1} stop tokens, .* at most {MAX_BANNED}"):
+        Scheduler(limits(), eos_ids=(1,)).add(asked)
 
 
 def test_more_than_the_whole_cache_is_refused() -> None:
