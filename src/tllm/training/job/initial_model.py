@@ -61,6 +61,12 @@ ROWS_READ = 100
 """Of a job's data, about, to know how long they are."""
 
 
+OUTPUT_IS_LEFT = (
+    "%s: rows of Alpaca's form are prompts here, of their instruction and input; their output is not learned, and "
+    "reward functions get it as a column"
+)
+
+
 @dataclass(frozen=True)
 class InitialModel:
     """`folder` holds config and tokenizer; `weights` is the folder of the first weights, None for random ones."""
@@ -142,6 +148,8 @@ class InitialModel:
                     assert encoder is not None, "there is a file"
                     try:
                         encoder.encode(row, whole)
+                        if learns_no_reply(job) and is_instruction(row):
+                            log.warning(OUTPUT_IS_LEFT, name)
                     except ConfigError as error:
                         raise ConfigError(f"{name}, first row: {error.message}", error.hint) from error
 
@@ -163,6 +171,11 @@ class InitialModel:
 
     def _batches(self, config: DataConfig) -> Batches:
         return Batches(config, self.tokenizer, self.chat_template, self.spec.vocab_size)
+
+
+def learns_no_reply(job: Job) -> bool:
+    """Whether a row's own reply is never learned, as the model that is trained writes all of them."""
+    return job.rollouts is not None and (job.distill is None or job.distill.lmbda == 1)
 
 
 def spec_of(job: Job) -> ModelSpec:
