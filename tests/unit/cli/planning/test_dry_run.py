@@ -78,6 +78,22 @@ def test_what_a_save_takes_stands_beside_what_is_free(job: Path, capsys: pytest.
         assert found is not None and takes - 0.1 < float(found[1]) < more * takes + 0.1
 
 
+def test_a_reference_that_is_computed_before_the_first_step_is_counted(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A third of each step's passes, which are all of a step that waits for nobody."""
+    (job.parent / "pages.jsonl").unlink()  # of whose rows nothing is known then, so that they are full
+    dry = ["train", str(job), "--plan", "pp=1", "--dry-run", "--threads", "1"]
+    for task, is_counted in (("dpo", True), ("simpo", False)):
+        assert main([*dry, "--set", f"task={task}", "--set", "max_steps=3000"]) == 0
+        out = capsys.readouterr().out
+        step = re.search(r"predicted: ([\d.e-]+) s a step", out)
+        before = re.search(r"before the first step: the reference's forward pass, ([\d.e+]+) s at most", out)
+        assert step is not None and (before is not None) == is_counted
+        if before is not None:
+            assert float(before[1]) == pytest.approx(3000 * float(step[1]) / 3, rel=0.05)
+
+
 def test_without_a_survey_it_says_what_would_choose(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", str(job), *LOCAL]) == 0
     out = capsys.readouterr().out
