@@ -13,7 +13,7 @@ HELD_OUT, STEPS, EVERY, WARMUP = 64, 240, 40, 24
 RANK = 64
 
 WHOLE: dict[str, Any] = dict(learning_rate=2e-3)
-ADAPTER: dict[str, Any] = dict(learning_rate=5e-3, lora=LoraJob(r=RANK, lora_alpha=2 * RANK))
+ADAPTER: dict[str, Any] = dict(learning_rate=5e-3, lora=LoraJob(r=RANK, lora_alpha=2.0 * RANK))
 """Each at the best that was tried for it with seed 11, which is none of those shown (docs/log/training.md)."""
 
 
