@@ -33,7 +33,7 @@ from tllm.training.data.choose_encoder import RowEncoder, choose_encoder, sample
 from tllm.training.data.dataset import Dataset, Documents
 from tllm.training.data.encoder import FORMS
 from tllm.training.data.packing import RowLengths
-from tllm.training.data.prompt_batches import PromptBatches, PromptEncoder, RepliedPromptEncoder
+from tllm.training.data.prompt_batches import PromptBatches, PromptEncoder, PromptRowEncoder, RepliedPromptEncoder
 from tllm.training.data.row_forms import instruction_row, is_instruction
 from tllm.training.job.job import Job
 from tllm.training.job.job_parts import JudgeSpecs, data_config, eval_data_config, steps_of_one_sampling
@@ -160,7 +160,7 @@ class InitialModel:
         vocab_size = self.spec.vocab_size
         return choose_encoder(config.rows, self.tokenizer, self.chat_template, config.add_eos, vocab_size)
 
-    def _row_encoder(self, job: Job, config: RolloutConfig, tools: Sequence[Mapping[str, Any]]) -> RowEncoder:
+    def _row_encoder(self, job: Job, config: RolloutConfig, tools: Sequence[Mapping[str, Any]]) -> PromptRowEncoder:
         """Of prompts; where a teacher judges, of the data's own completions too."""
         tokenizer, template = self.reply_tokenizer, self.chat_template
         prompts = PromptEncoder(tokenizer, template, job.seq_len - config.max_completion_length, tools)
