@@ -66,7 +66,8 @@ class Trainer:
     ) -> None:
         """Raises ConfigError or PlanError where job, model and plan do not fit each other; writes nothing."""
         from tllm.training.job.combinations import (
-            check_combination,  # with torch, which `tllm train --help` does without
+            check_combination,
+            warn_of_context,  # both with torch, which `tllm train --help` does without
         )
 
         self.resolved = read_job(Path(job) if isinstance(job, str) else job, overrides, plan)
@@ -74,6 +75,7 @@ class Trainer:
         self.spec = spec_of(self.resolved.job)
         self.resolved, self.plan = self._shared_out(ranks)
         check_combination(self.resolved.job, self.plan, self.spec)
+        warn_of_context(self.resolved.job, self.spec)
 
     @cached_property
     def beginning(self) -> InitialModel:

@@ -163,6 +163,12 @@ class RunState:
         job = self._config.job
         return step > 0 and (step % job.save_steps == 0 or step == job.max_steps)
 
+    def missing_room(self, step: int) -> str:
+        """What to tell of disks that lack room for the saves after `step`, "" where none does. Every rank calls it."""
+        most, every = self._config.job.max_steps, self._config.job.save_steps
+        left = -(-most // every) - step // every if step < most else 0
+        return self._saves.missing_room(self._learner.checkpoint_blocks(), left)
+
     def is_snapshot_due(self, step: int) -> bool:
         """Whether a snapshot is taken after this step."""
         return self._replicator is not None and is_snapshot_step(self._config.job, step)

@@ -136,7 +136,8 @@ class RankTrainer:
             for sink in self._sinks:
                 self._closing.callback(sink.close)
         facts = self._report.peak, self.config.groups.network, self._state.origin, self._model.products
-        on_event(RunBegan(self._step, parameter_count(spec), *facts, adapter_parameter_count(job.lora, spec)))
+        adapted, disk = adapter_parameter_count(job.lora, spec), self._state.missing_room(self._step)
+        on_event(RunBegan(self._step, parameter_count(spec), *facts, adapted, disk))
         self._state.complete_restored_step(self._step, self._forward.best.standing)
         stop = bool(self._forward.best.reason)
         if self._step < job.max_steps and not stop:

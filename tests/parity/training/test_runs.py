@@ -11,14 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.support.models.families import save_model
 from tests.support.selection import soak_but
 from tests.support.training.runs import final, plain_loop, records, rows_file, short_job, train
 from tests.support.training.training_step import furthest, saved
 from tllm.core.errors import CapacityError, ConfigError
+from tllm.core.memory import amount
 from tllm.training.checkpoint.durable_disk import DurableDisk
-from tllm.training.report.events import RunEnded, RunSaved
+from tllm.training.report.events import RunBegan, RunEnded, RunSaved
 
 GRIDS = ("tp=8,tensor=3d", "tp=8,tensor=2.5d", "dp=2,tp=4,tensor=2d,zero=2,recompute=layer")
 PLANS = (
@@ -207,6 +209,23 @@ def test_a_run_whose_last_step_is_not_saved_has_no_finished_model(
     assert not (tmp_path / "run" / "final").exists()
     assert [record.step for record in records(train(job, "dp=2"))] == [3, 4]
     assert (tmp_path / "run" / "final").is_dir()
+
+
+@pytest.mark.parametrize("plan", ["pp=1", "dp=2,pp=2,zero=1", "dp=2,servers=1"])
+def test_a_run_says_as_it_begins_that_its_saves_have_no_room(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan: str
+) -> None:
+    """With the bytes that its saves turn out to have, whichever ranks write them."""
+    monkeypatch.setattr(DurableDisk, "free", lambda disk, folder: 1000)
+    run = tmp_path / "run"
+    told = next(event for event in train(short_job(model, run, max_steps=2, save_steps=2), plan))
+    assert isinstance(told, RunBegan)
+    tensors = [tensor for file in (run / "step-2").glob("*.safetensors") for tensor in load_file(file).values()]
+    takes = amount(sum(tensor.nbytes for tensor in tensors))
+    assert f"has 1000 B free and a save takes {takes} there: saves will fail" in told.disk
+    monkeypatch.undo()
+    again = next(event for event in train(short_job(model, run, max_steps=3, save_steps=2), plan))
+    assert isinstance(again, RunBegan) and not again.disk
 
 
 def test_rows_of_which_nothing_is_predicted(model: Path, tmp_path: Path) -> None:

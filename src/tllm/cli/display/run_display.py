@@ -76,6 +76,8 @@ class RunDisplay:
             print_line(f"products: {news.products}")
         if news.network:
             print_line(f"network: {news.network}")
+        if news.disk:
+            print_line(f"disk: {news.disk}")
         if sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not self._quiet:
             self._bar = self._open_bar(news.step)
 

@@ -157,6 +157,7 @@ def show_prediction(job: Job, plan: Plan, spec: ModelSpec, speed: float, where: 
             f"{predicted.tokens_per_second:,.0f} tokens/s, bubble {100 * predicted.bubble:.0f} %, {amount(sent)} sent",
             f"if each rank reaches the {speed / 1e9:,.1f} Gflop/s that a layer reaches here on {where}, and links are "
             "those of one machine",
+            *reference_before(job, predicted),
             *_policy_alone(job, facts),
         ]
     )

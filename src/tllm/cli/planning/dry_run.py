@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
 from tllm.cli.display.tensor_modes import show_tensor_modes
-from tllm.cli.display.training_plans import head_of, show_plan, show_prediction
+from tllm.cli.display.training_plans import facts_of, head_of, show_plan, show_prediction
 from tllm.cli.planning.plan_chooser import TrainingChooser
+from tllm.core.memory import amount
 from tllm.node.machine.process_facts import cores
+from tllm.planner.memory.training_memory import training_bytes
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
+from tllm.training.checkpoint.durable_disk import DurableDisk
 from tllm.training.job.job import Job
 
 
@@ -30,7 +34,8 @@ def dry_run(
     if chooser is not None and survey is not None:
         print(f"as {chooser.path} was measured, on {' '.join(node.node for node in survey.nodes)}:")
         best = chooser.decide(survey)
-        print("\n" + show_plan(chooser.resolved.job, best.placed.plan, spec, lasting), flush=True)
+        chosen, plan = chooser.resolved.job, best.placed.plan
+        print("\n" + show_plan(chosen, plan, spec, lasting) + _disk_here(chosen, plan, spec), flush=True)
         return
     if chooser is not None and chooser.given is None:
         print(_unknown(job, plan, chooser), flush=True)
@@ -39,8 +44,20 @@ def dry_run(
         told = *head_of(job, plan, spec), "", modes, "", "memory and time of ranks on a grid are not predicted"
         print("\n".join(told), flush=True)
         return
-    print(show_plan(job, plan, spec, lasting) + f"\n\n{modes}".rstrip(), flush=True)
+    print(show_plan(job, plan, spec, lasting) + f"\n\n{modes}".rstrip() + _disk_here(job, plan, spec), flush=True)
     print("\n" + _predicted_here(job, plan, spec, computing), flush=True)
+
+
+def _disk_here(job: Job, plan: Plan, spec: ModelSpec) -> str:
+    """What a save takes of disks, and what the one here has; "" where nobody knows before the run."""
+    saved = sum(rank.saving for rank in training_bytes(spec, plan, facts_of(job, spec)))
+    folder = Path(job.output_dir).absolute()
+    there = next(path for path in (folder, *folder.parents) if path.is_dir())
+    free = DurableDisk().free(there)
+    if not saved or free is None:
+        return ""
+    at_once = job.save_total_limit + 1
+    return f"\n\na save: {amount(saved)} at most, up to {at_once} at once; {there} here has {amount(free)} free"
 
 
 def _unknown(job: Job, plan: Plan, chooser: TrainingChooser) -> str:

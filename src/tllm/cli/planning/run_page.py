@@ -53,6 +53,8 @@ class RunPage:
             case RunBegan():
                 self._began = event
                 self.told(f"an epoch begins after step {event.step}")
+                if event.disk:
+                    self.told(event.disk, "warning")
             case RunStepped():
                 self._log.stepped(msgspec.to_builtins(event.record), msgspec.to_builtins(event.completions))
             case RunWaits():

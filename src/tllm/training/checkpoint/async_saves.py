@@ -17,6 +17,7 @@ from tllm.core.errors import ConfigError, WeightsError, decoded
 from tllm.training.checkpoint import save_folders as folders
 from tllm.training.checkpoint.checkpoint import Checkpoint, open_folder
 from tllm.training.checkpoint.commit import SaveCommit, SaveResult
+from tllm.training.checkpoint.disk_room import RANK_ROOM, missing_room, room_of, to_come
 from tllm.training.checkpoint.durable_disk import DurableDisk
 from tllm.training.checkpoint.fetch_files import bring_files, bring_list
 from tllm.training.checkpoint.manifest import LIMIT, decode
@@ -77,6 +78,14 @@ class AsyncSaves:
     def best(self) -> int | None:
         """The step of the best complete save; None where none was compared. Ask when no save runs."""
         return self._retention.best(self.complete)
+
+    def missing_room(self, blocks: Sequence[TensorBlock], left: int) -> str:
+        """What to tell of disks that lack room for the `left` saves that are still to come and for the finished model;
+        "" where none does. Every rank calls it, between saves, and is told the same."""
+        mine = room_of(self.root, self._disk, self._assign(blocks))
+        gathered = self._group.all_gather_bytes(msgspec.msgpack.encode(mine))
+        more = to_come(len(self.complete), left, self._retention.limit)
+        return missing_room([decoded(one, RANK_ROOM) for one in gathered], more)
 
     def save(self, step: int, blocks: Sequence[TensorBlock], facts: Mapping[str, Any]) -> None:
         """Copy what the blocks hold and write it in the background; an earlier save that still runs is waited for.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tllm.core.errors import WeightsError, nearest
 from tllm.training.checkpoint.manifest import CHANGED, NAME, CheckpointManifest, StoredFile, read_saved
-from tllm.training.state.tensor_blocks import PROJECTION, TensorBlock, state_of
+from tllm.training.state.tensor_blocks import TensorBlock, is_of_model
 from tllm.weights.boxes import Shape, is_inside, overlap, show, whole, widths, within
 from tllm.weights.byte_source import ByteSource, LocalFiles
 from tllm.weights.dtypes import DTYPES
@@ -66,7 +66,7 @@ class Checkpoint:
     @property
     def model_names(self) -> list[str]:
         """The model's own tensors, without the states of an optimizer and what is learned beside it."""
-        return sorted(name for name in self.saved.shapes if not state_of(name) and not name.startswith(PROJECTION))
+        return sorted(name for name in self.saved.shapes if is_of_model(name))
 
     def files_of(self, names: Iterable[str]) -> set[str]:
         """The files that hold these tensors."""

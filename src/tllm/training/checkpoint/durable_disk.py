@@ -46,6 +46,11 @@ class DurableDisk:
             os.close(descriptor)
         self.point(f"after sync {folder.name}")
 
+    def free(self, folder: Path) -> int | None:
+        """Bytes that may still be written there; None where the system does not say."""
+        usage = shutil.disk_usage(folder)
+        return usage.free if usage.total else None
+
     def sync(self, descriptor: int, path: Path) -> None:
         os.fsync(descriptor)
 

@@ -22,7 +22,7 @@ class Retention:
     """
 
     def __init__(self, limit: int, worth: Worth = unknown) -> None:
-        self._limit, self._worth = limit, worth
+        self.limit, self._worth = limit, worth
         self._found: dict[int, float] = {}
 
     def found(self, step: int, facts: Mapping[str, Any]) -> None:
@@ -39,5 +39,5 @@ class Retention:
 
     def kept(self, complete: Sequence[int]) -> list[int]:
         """Those of the complete saves, oldest first, that stay: the last ones, and the best in the oldest's place."""
-        newest, best = list(complete[-self._limit :]), self.best(complete)
+        newest, best = list(complete[-self.limit :]), self.best(complete)
         return newest if best is None or best in newest else [best, *newest[1:]]

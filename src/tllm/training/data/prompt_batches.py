@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -17,10 +17,12 @@ from tllm.training.data.batches import Batches, DataConfig
 from tllm.training.data.choose_encoder import RowEncoder
 from tllm.training.data.encoder import IGNORED, Document, Ids, OverLong
 from tllm.training.data.packing import PackedRow
+from tllm.training.data.row_forms import is_instruction, with_prompt
 from tllm.training.data.seeds import key_for
 
 FORM = (
-    'a row is {"prompt": "…"} or {"prompt": [{"role": "user", "content": "…"}]}, with columns for the rewards beside it'
+    'a row is {"prompt": "…"}, {"prompt": [{"role": "user", "content": "…"}]} or {"instruction": "…", "input": "…"}, '
+    "with columns for the rewards beside it"
 )
 
 
@@ -52,10 +54,14 @@ class PromptEncoder:
         source = template.source if template else ""
         self.key = f"{key_for('prompt', tokenizer.inner.to_str(), source, *shown):016x}"
 
+    def columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        """A row with a `prompt`: its own, or what its instruction asks."""
+        return with_prompt(row, as_messages=self._template is not None)
+
     def encode(self, row: dict[str, Any], whole: bool = True) -> Document:
         """A prompt's ids, of which nothing is learned."""
         try:
-            ids = self._ids(row)
+            ids = self._ids(self.columns(row))
         except RequestError as error:
             raise ConfigError(error.message, error.hint) from error
         return self.document(np.asarray(ids, dtype=np.int32))
@@ -94,7 +100,8 @@ class PromptEncoder:
 
 
 class RepliedPromptEncoder:
-    """Encodes rows to which a student may write the last reply itself: prompts, prompts with completions, messages.
+    """Encodes rows to which a student may write the last reply itself: prompts, prompts with completions, messages,
+    instructions with their outputs.
 
     With `keeps_replies` a row is encoded with its reply, and must have one; else it is cut to what stands before it.
     """
@@ -103,9 +110,14 @@ class RepliedPromptEncoder:
         self._prompts, self._rows, self._keeps_replies = prompts, rows, keeps_replies
         self.key = f"{key_for('reply', prompts.key, rows.key, int(keeps_replies)):016x}"
 
+    def columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        """As of prompts alone."""
+        return self._prompts.columns(row)
+
     def encode(self, row: dict[str, Any], whole: bool = True) -> Document:
         """The ids, of which the replies are learned. Faults are `ConfigError`, without a place."""
-        if "messages" not in row and not (self._keeps_replies and "completion" in row):
+        is_replied = "completion" in row or is_instruction(row)
+        if "messages" not in row and not (self._keeps_replies and is_replied):
             if self._keeps_replies and "prompt" in row:
                 raise ConfigError(
                     f"a row with the keys {sorted(row)} has no reply, and steps of data learn from one",
@@ -127,10 +139,16 @@ def before_the_reply(ids: NDArray[Id], targets: NDArray[Id]) -> NDArray[Id]:
     return ids[: first + 1]
 
 
+class PromptRowEncoder(RowEncoder, Protocol):
+    """Encodes rows that have a prompt; `columns` gives a row with it as its `prompt`."""
+
+    def columns(self, row: dict[str, Any]) -> dict[str, Any]: ...
+
+
 class PromptBatches:
     """The prompts of a job, in one global order. New ones come every `steps_each` steps, counted from 0."""
 
-    def __init__(self, config: DataConfig, encoder: RowEncoder, steps_each: int = 1) -> None:
+    def __init__(self, config: DataConfig, encoder: PromptRowEncoder, steps_each: int = 1) -> None:
         over_long: OverLong = "truncate" if config.over_long == "truncate" else "refuse"
         each_alone = replace(config, packing=False, over_long=over_long)
         self._batches, self._encoder = Batches(each_alone, encoder=encoder), encoder
@@ -139,9 +157,12 @@ class PromptBatches:
     def prompts(self, step: int) -> list[PromptRow]:
         """Those whose completions step `step` and the next `steps_each - 1` learn from."""
         return [
-            PromptRow(tuple(before_the_reply(row.input_ids, row.labels).tolist()), self._batches.row(row.pieces[0].row))
+            PromptRow(tuple(before_the_reply(row.input_ids, row.labels).tolist()), self._columns(row))
             for row in self.rows(step)
         ]
+
+    def _columns(self, row: PackedRow) -> dict[str, Any]:
+        return self._encoder.columns(self._batches.row(row.pieces[0].row))
 
     def continued(self, row: PromptRow, text: str) -> PromptRow:
         """A prompt of messages with this text at the end of the last; ConfigError where it is too long then."""

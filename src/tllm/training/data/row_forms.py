@@ -71,6 +71,17 @@ def instruction_row(row: Mapping[str, Any], as_messages: bool) -> dict[str, Any]
     return {"prompt": form.format(instruction=instruction, input=given), "completion": output}
 
 
+def asks_by_instruction(row: Mapping[str, Any]) -> bool:
+    """Whether what a row asks is Alpaca's `instruction`, with or without an `output`."""
+    return "instruction" in row and not any(name in row for name in OWN_FORMS)
+
+
+def with_prompt(row: dict[str, Any], as_messages: bool) -> dict[str, Any]:
+    """Alpaca's row with what it asks as its `prompt`, beside its own columns, of which `output` is no part of it. Any
+    other row as it is. ConfigError as `instruction_row`."""
+    return {**row, "prompt": instruction_row(row, as_messages)["prompt"]} if asks_by_instruction(row) else row
+
+
 def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
     """ShareGPT's `from` and `value` as role and content; what has a role already stays as it is."""
     if "role" in turn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import NamedTuple
@@ -22,6 +23,8 @@ from tllm.training.job.preference_tables import PREFERENCE_TABLES
 from tllm.training.job.rollout_combinations import SAMPLING_TASKS, check_rollouts
 from tllm.training.job.rollout_keys import GRPOConfig, RolloutConfig
 from tllm.training.job.target_modules import adapted_modules
+
+log = logging.getLogger("tllm.training")
 
 
 def check_combination(job: Job, plan: Plan, spec: ModelSpec) -> None:
@@ -47,6 +50,16 @@ def check_combination(job: Job, plan: Plan, spec: ModelSpec) -> None:
     _check_unread(job)
     if job.deterministic:
         check_deterministic(plan, total, spec.tied)
+
+
+def warn_of_context(job: Job, spec: ModelSpec) -> None:
+    """Say that rows may be longer than any server of the model computes. Runs that sample are refused for it."""
+    if job.seq_len > spec.max_model_len:
+        log.warning(
+            "seq_len is %d and the model's context %d tokens: a document that is longer is learned at places that no "
+            "server of the model computes; give seq_len = %d, or the config.json of a model with a longer context",
+            *(job.seq_len, spec.max_model_len, spec.max_model_len),
+        )
 
 
 def microbatches_of(job: Job) -> int:

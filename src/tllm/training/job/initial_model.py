@@ -33,7 +33,7 @@ from tllm.training.data.choose_encoder import RowEncoder, choose_encoder, sample
 from tllm.training.data.dataset import Dataset, Documents
 from tllm.training.data.encoder import FORMS
 from tllm.training.data.packing import RowLengths
-from tllm.training.data.prompt_batches import PromptBatches, PromptEncoder, RepliedPromptEncoder
+from tllm.training.data.prompt_batches import PromptBatches, PromptEncoder, PromptRowEncoder, RepliedPromptEncoder
 from tllm.training.data.row_forms import instruction_row, is_instruction
 from tllm.training.job.job import Job
 from tllm.training.job.job_parts import JudgeSpecs, data_config, eval_data_config, steps_of_one_sampling
@@ -59,6 +59,12 @@ END = "<|endoftext|>"
 
 ROWS_READ = 100
 """Of a job's data, about, to know how long they are."""
+
+
+OUTPUT_IS_LEFT = (
+    "%s: rows of Alpaca's form are prompts here, of their instruction and input; their output is not learned, and "
+    "reward functions get it as a column"
+)
 
 
 @dataclass(frozen=True)
@@ -142,6 +148,8 @@ class InitialModel:
                     assert encoder is not None, "there is a file"
                     try:
                         encoder.encode(row, whole)
+                        if learns_no_reply(job) and is_instruction(row):
+                            log.warning(OUTPUT_IS_LEFT, name)
                     except ConfigError as error:
                         raise ConfigError(f"{name}, first row: {error.message}", error.hint) from error
 
@@ -152,7 +160,7 @@ class InitialModel:
         vocab_size = self.spec.vocab_size
         return choose_encoder(config.rows, self.tokenizer, self.chat_template, config.add_eos, vocab_size)
 
-    def _row_encoder(self, job: Job, config: RolloutConfig, tools: Sequence[Mapping[str, Any]]) -> RowEncoder:
+    def _row_encoder(self, job: Job, config: RolloutConfig, tools: Sequence[Mapping[str, Any]]) -> PromptRowEncoder:
         """Of prompts; where a teacher judges, of the data's own completions too."""
         tokenizer, template = self.reply_tokenizer, self.chat_template
         prompts = PromptEncoder(tokenizer, template, job.seq_len - config.max_completion_length, tools)
@@ -163,6 +171,11 @@ class InitialModel:
 
     def _batches(self, config: DataConfig) -> Batches:
         return Batches(config, self.tokenizer, self.chat_template, self.spec.vocab_size)
+
+
+def learns_no_reply(job: Job) -> bool:
+    """Whether a row's own reply is never learned, as the model that is trained writes all of them."""
+    return job.rollouts is not None and (job.distill is None or job.distill.lmbda == 1)
 
 
 def spec_of(job: Job) -> ModelSpec:

@@ -54,6 +54,7 @@ class ParameterServerRun:
     def run(self, on_event: OnEvent, is_stopped: IsStopped = lambda: False) -> None:
         """Serve until every replica has said farewell, and take part in saves. Replicas say when to stop."""
         assert self._saves is not None, "prepare comes before run"
+        self._saves.missing_room(self._state.blocks(), 0)  # which rank 0 tells, of all ranks
         self._server.run(self._save)
         self._saves.wait()
         if self._step == self._config.job.max_steps:  # then rank 0 asks for all of the model

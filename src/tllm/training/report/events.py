@@ -24,7 +24,7 @@ class RunBegan(msgspec.Struct, frozen=True, tag=True):
 
     `parameters` are the model's, and `adapter_parameters` those that are trained in their place, 0 without an adapter.
     `network` says what links between machines measured and how rank 0 sums over them, `products` what it computes
-    matrix products in.
+    matrix products in, `disk` which disks lack room for the run's saves.
     """
 
     step: int
@@ -34,6 +34,7 @@ class RunBegan(msgspec.Struct, frozen=True, tag=True):
     origin: Origin = "start"
     products: str = ""
     adapter_parameters: int = 0
+    disk: str = ""
 
 
 class RunStepped(msgspec.Struct, frozen=True, tag=True):

@@ -74,6 +74,11 @@ def state_of(name: str) -> str:
     return name.rpartition("/")[0]
 
 
+def is_of_model(name: str) -> bool:
+    """Whether a block is of the model itself: not of the states of an optimizer, nor of what is learned beside it."""
+    return not state_of(name) and not name.startswith(PROJECTION)
+
+
 def _cut(shard: Shard, shape: Shape, region: Box, tensor: Tensor, state: str) -> Iterator[TensorBlock]:
     """What of a parameter's region, held in `tensor`, each piece of the shard names."""
     for piece in shard.pieces:

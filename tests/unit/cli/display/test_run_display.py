@@ -30,6 +30,12 @@ def test_how_many_parameters_are_trained_and_of_how_many(
     assert capsys.readouterr().out.splitlines()[0] == said
 
 
+def test_a_disk_without_room_is_told_as_the_run_begins(capsys: pytest.CaptureFixture[str]) -> None:
+    with RunDisplay(10, quiet=True) as display:
+        display.began(RunBegan(0, 1_900, 1e9, disk="run on box has 1 B free"), Path("run"))
+    assert "disk: run on box has 1 B free" in capsys.readouterr().out.splitlines()
+
+
 def test_a_log_on_a_full_disk_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with open("/dev/full", "w", buffering=1) as full:
         with monkeypatch.context() as patch:

@@ -15,6 +15,7 @@ from tests.unit.planner.measured.test_survey import survey_of, training_node
 from tllm.cli.main import main
 from tllm.planner.measured.survey import FILE, digest
 from tllm.spec.families import spec_from_config
+from tllm.training.state.initial_weights import parameter_count
 
 LOCAL = ["--local", "2", "--dry-run", "--threads", "1"]
 
@@ -64,6 +65,33 @@ def test_ways_to_cut_a_layer_are_compared_by_what_they_send(job: Path, capsys: p
         assert ("ranks on a grid are not predicted" in out) == ("tensor" in plan)
     assert main(["train", str(job), "--plan", "tp=2,dp=2", "--dry-run", "--threads", "1"]) == 0
     assert "tensor" not in capsys.readouterr().out
+
+
+def test_what_a_save_takes_stands_beside_what_is_free(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Weights and both of AdamW's states, once for all ranks."""
+    spec = spec_from_config(json.loads((job.parent / "config.json").read_text()))
+    takes, keeps = 3 * 4 * parameter_count(spec) / 1024, ["--set", "save_total_limit=4"]
+    for plan, more in (("pp=1", 1.0), ("dp=2,zero=1", 1.02)):  # what several ranks hold one writes
+        assert main(["train", str(job), "--plan", plan, "--dry-run", "--threads", "1", *keeps]) == 0
+        out = capsys.readouterr().out
+        found = re.search(rf"a save: ([\d.]+) KiB at most, up to 5 at once; {job.parent} here has .* free", out)
+        assert found is not None and takes - 0.1 < float(found[1]) < more * takes + 0.1
+
+
+def test_a_reference_that_is_computed_before_the_first_step_is_counted(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A third of each step's passes, which are all of a step that waits for nobody."""
+    (job.parent / "pages.jsonl").unlink()  # of whose rows nothing is known then, so that they are full
+    dry = ["train", str(job), "--plan", "pp=1", "--dry-run", "--threads", "1"]
+    for task, is_counted in (("dpo", True), ("simpo", False)):
+        assert main([*dry, "--set", f"task={task}", "--set", "max_steps=3000"]) == 0
+        out = capsys.readouterr().out
+        step = re.search(r"predicted: ([\d.e-]+) s a step", out)
+        before = re.search(r"before the first step: the reference's forward pass, ([\d.e+]+) s at most", out)
+        assert step is not None and (before is not None) == is_counted
+        if before is not None:
+            assert float(before[1]) == pytest.approx(3000 * float(step[1]) / 3, rel=0.05)
 
 
 def test_without_a_survey_it_says_what_would_choose(job: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +16,10 @@ import torch
 
 from tests.unit.training.saves import on_ranks
 from tllm.comm.collectives.group import Group
+from tllm.core.memory import amount
 from tllm.training.checkpoint.async_saves import AsyncSaves
 from tllm.training.checkpoint.checkpoint import open_folder
+from tllm.training.checkpoint.disk_room import RankRoom, missing_room, to_come
 from tllm.training.checkpoint.durable_disk import DurableDisk
 from tllm.training.state.tensor_blocks import TensorBlock
 
@@ -114,6 +117,78 @@ def test_a_disk_that_is_really_full(small_disk: Path) -> None:
     assert checkpoints.complete == [3, 5]
     for step in (3, 5):
         assert torch.equal(open_folder(small_disk / f"step-{step}").whole("w"), large_blocks(step)[0].tensor)
+
+
+class Sized(DurableDisk):
+    """A disk with so many bytes free, whatever is written; None: a file system that does not say."""
+
+    def __init__(self, free: int | None) -> None:
+        self._free = free
+
+    def free(self, folder: Path) -> int | None:
+        return self._free
+
+
+SAVED = 4 * MEGABYTE
+"""Bytes of `large_blocks`, all of them the model's."""
+
+
+@pytest.mark.parametrize(
+    ("free", "left", "said"),
+    [
+        (None, 9, ""),
+        (3 * SAVED, 9, ""),
+        (
+            3 * SAVED - 1,
+            9,
+            "a save takes 4.0 MiB there, and the run 12.0 MiB more at most (3 saves at once, or fewer with the",
+        ),
+        (2 * SAVED, 1, ""),  # the only save, and the model
+        (2 * SAVED - 1, 1, "the run 8.0 MiB more at most (1 save at once, or fewer with the finished model)"),
+        (SAVED - 1, 9, "has 4.0 MiB free and a save takes 4.0 MiB there: saves will fail"),
+        (0, 0, "the run 4.0 MiB more at most (0 saves at once, or fewer"),
+    ],
+)
+def test_whether_what_is_to_come_has_room_is_known_before(
+    tmp_path: Path, free: int | None, left: int, said: str
+) -> None:
+    found = AsyncSaves(tmp_path, disk=Sized(free)).missing_room(large_blocks(0), left)
+    assert said in found and bool(said) == bool(found)
+    assert not found or found.startswith(f"{tmp_path} on {socket.gethostname()} has {amount(free or 0)} free")
+
+
+def test_saves_that_are_there_leave_room_for_fewer(tmp_path: Path) -> None:
+    checkpoints = AsyncSaves(tmp_path, disk=Sized(SAVED))
+    for step in (1, 2):
+        checkpoints.save(step, large_blocks(step), {"step": step})
+    checkpoints.wait()
+    assert checkpoints.missing_room(large_blocks(2), 9) == "", "one is removed when the next is whole"
+    fewer = AsyncSaves(tmp_path, disk=Sized(SAVED - 1))
+    assert "saves will fail" in fewer.missing_room(large_blocks(2), 9)
+
+
+def test_ranks_of_one_disk_need_its_room_together(tmp_path: Path) -> None:
+    def said(group: Group) -> str:
+        half = MEGABYTE // 2
+        box = ((group.rank * half, (group.rank + 1) * half),)
+        checkpoints = AsyncSaves(tmp_path / f"node{group.rank}", group, disk=Sized(3 * SAVED - 1))
+        return checkpoints.missing_room([TensorBlock("w", box, torch.zeros(half))], 9)
+
+    first, second = on_ranks(2, said)
+    assert first == second and first.startswith(f"{tmp_path}/node0 on ") and first.count("free") == 1
+    assert "a save takes 4.0 MiB there, and the run 12.0 MiB more" in first
+
+
+def test_each_disk_that_lacks_room_is_told() -> None:
+    """The first has the finished model of all ranks beside its saves; the last has room for what it writes."""
+    rooms = [
+        RankRoom("run", "a", 1, free=25 * MEGABYTE, saved=8 * MEGABYTE, model=4 * MEGABYTE),
+        RankRoom("run", "b", 1, free=7 * MEGABYTE, saved=8 * MEGABYTE, model=4 * MEGABYTE),
+        RankRoom("run", "c", 1, free=24 * MEGABYTE, saved=8 * MEGABYTE, model=4 * MEGABYTE),
+    ]
+    first, second = missing_room(rooms, to_come(complete=0, left=9, limit=2)).split("; ")
+    assert "on a has 25.0 MiB free, a save takes 8.0 MiB there, and the run 28.0 MiB more at most" in first
+    assert "on b has 7.0 MiB free and a save takes 8.0 MiB there: saves will fail" in second
 
 
 def test_a_file_that_may_not_grow(tmp_path: Path) -> None:

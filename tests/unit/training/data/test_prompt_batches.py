@@ -42,6 +42,13 @@ def test_a_prompt_is_text_or_messages_and_keeps_its_columns(tmp_path: Path, toke
     assert tokenizer.decode(other.ids) == "(7)=" and other.columns == rows[1]
 
 
+def test_an_instruction_is_a_prompt_without_its_output(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    row = {"instruction": "1", "input": "", "output": "a"}
+    (one,) = batches(tmp_path, tokenizer, [row]).prompts(0)[:1]
+    assert tokenizer.decode(one.ids) == "(1)="
+    assert one.columns == {**row, "prompt": [{"role": "user", "content": "1"}]}
+
+
 @pytest.mark.parametrize(
     ("row", "words"),
     [
@@ -115,16 +122,17 @@ def replied(tokenizer: Tokenizer, keeps_replies: bool, longest: int = 12) -> Rep
 def test_the_last_reply_of_a_row_may_be_written_anew(keeps_replies: bool, tmp_path: Path, tokenizer: Tokenizer) -> None:
     file = tmp_path / "rows.jsonl"
     rows: list[dict[str, Any]] = [{"prompt": "12=", "completion": "ab"}, {"messages": TALK}]
+    rows += [{"instruction": "1", "output": "b"}]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = DataConfig((str(file),), seq_len=20, global_batch_size=2, shuffle=False)
+    config = DataConfig((str(file),), seq_len=20, global_batch_size=3, shuffle=False)
     found = PromptBatches(config, replied(tokenizer, keeps_replies))
     prompts = [tokenizer.decode(row.ids, skip_special_tokens=False) for row in found.prompts(0)]
-    assert prompts == ["12=", "(1)=a<end>(2)="]
+    assert prompts == ["12=", "(1)=a<end>(2)=", "(1)="]
     texts = [
         tokenizer.decode([label for label in row.labels.tolist() if label != IGNORED], skip_special_tokens=False)
         for row in found.rows(0)
     ]
-    assert texts == (["ab<end>", "a<end>aa<end>"] if keeps_replies else ["", ""])
+    assert texts == (["ab<end>", "a<end>aa<end>", "b<end>"] if keeps_replies else ["", "", ""])
 
 
 @pytest.mark.parametrize(

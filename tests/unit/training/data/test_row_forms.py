@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tllm.core.errors import ConfigError
-from tllm.training.data.row_forms import instruction_row, is_instruction, with_messages
+from tllm.training.data.row_forms import instruction_row, is_instruction, with_messages, with_prompt
 
 HUMAN, GPT = {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}
 USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
@@ -83,3 +83,19 @@ def test_what_an_instruction_has_no_place_for_is_refused(more: dict[str, Any], m
 def test_a_row_that_says_what_it_is_is_no_instruction() -> None:
     assert not is_instruction({"instruction": "a", "output": "b", "text": "a b"})
     assert not is_instruction({"instruction": "a"})
+
+
+@pytest.mark.parametrize("output", [{}, {"output": "Hello"}], ids=["alone", "answered"])
+def test_what_an_instruction_asks_is_a_prompt_beside_its_columns(output: dict[str, str]) -> None:
+    row = {"instruction": "Say", "input": "hello", "words": 3, **output}
+    chat = with_prompt(row, as_messages=True)
+    assert chat == {**row, "prompt": [{"role": "user", "content": "Say\nhello"}]}
+    text = with_prompt(row, as_messages=False)
+    assert text["prompt"].endswith("### Instruction:\nSay\n\n### Input:\nhello\n\n### Response:")
+    asked = {"prompt": "a", "instruction": "b"}
+    assert with_prompt(asked, as_messages=False) is asked
+
+
+def test_a_row_whose_instruction_is_no_text_has_no_prompt() -> None:
+    with pytest.raises(ConfigError, match="instruction is not a text"):
+        with_prompt({"instruction": ["a"]}, as_messages=False)

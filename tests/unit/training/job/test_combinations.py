@@ -12,7 +12,7 @@ from tllm.core.errors import ConfigError, PlanError
 from tllm.spec.families import spec_from_config
 from tllm.spec.plan import Plan
 from tllm.spec.trainable import check_lock_step
-from tllm.training.job.combinations import check_combination
+from tllm.training.job.combinations import check_combination, warn_of_context
 from tllm.training.job.distillation_keys import DistillationKeys
 from tllm.training.job.job import Job
 from tllm.training.job.lora_job import LoraJob
@@ -163,6 +163,15 @@ def test_completions_of_the_student_are_refused_where_grpo_s_are(plan: str, more
         check(plan, LLAMA, **{**ON_POLICY, **more})
     check("dp=2,pp=2", LLAMA, **ON_POLICY)
     check("cp=2", LLAMA, task="distill", distill=DistillationKeys("t"))
+
+
+def test_rows_beyond_the_context_of_the_model_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    spec = spec_from_config({**SHAPE, **LLAMA, "max_position_embeddings": 64})
+    job = Job("run", ("a.txt",), 2, config_name="c", seq_len=64)
+    warn_of_context(job, spec)
+    assert not caplog.messages
+    warn_of_context(replace(job, seq_len=65), spec)
+    assert "seq_len is 65 and the model's context 64 tokens" in caplog.text
 
 
 def test_rates_that_cannot_be_are_refused_before_anything_starts() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import gguf
 import pytest
 
+from tests.support.training.post_training.policy_task import policy_job, write_task
 from tests.support.training.post_training.preferences import (
     pair_rows,
     preference_job,
@@ -29,6 +30,7 @@ from tllm.spec.plan import Plan
 from tllm.training.data import choose_encoder
 from tllm.training.data.packing import PackedRow
 from tllm.training.job import initial_model
+from tllm.training.job.distillation_keys import DistillationKeys
 from tllm.training.job.initial_model import open_initial_model, row_lengths, spec_of
 from tllm.training.job.job import Job
 from tllm.training.job.job_parts import data_config, shares_prompts, training_facts
@@ -193,6 +195,22 @@ def test_a_first_row_of_no_form_that_the_task_takes_is_named_before_anybody_is_w
     assert hint in caught.value.hint
     path.unlink()
     assert Trainer(job_keys(job)).beginning.spec.num_layers, "another machine may have the file"
+
+
+@pytest.mark.parametrize("lmbda", [None, 0.5, 1.0], ids=["grpo", "some of its own", "all its own"])
+def test_an_output_that_is_not_learned_is_told_before(
+    lmbda: float | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_task(tmp_path)
+    rows = tmp_path / "alpaca.jsonl"
+    rows.write_text(json.dumps({"instruction": "1", "output": "a"}) + "\n")
+    job = policy_job(tmp_path, tmp_path / "run", train_files=(str(rows),), seq_len=320)
+    if lmbda is not None:
+        taught = DistillationKeys(teacher_model_name_or_path="t", lmbda=lmbda, max_completion_length=8)
+        job = replace(job, task="distill", grpo=None, distill=taught)
+    open_initial_model(job).check_rows(job)
+    told = [message for message in caplog.messages if "their output is not learned" in message]
+    assert len(told) == (lmbda != 0.5) and all(str(rows) in message for message in told)
 
 
 def job_keys(job: Job) -> dict[str, Any]:
