@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -27,6 +28,7 @@ from tllm.parallel.collectives import reduce_from
 from tllm.parallel.grid import stationary
 from tllm.parallel.lora.adapted_model import module_shapes
 from tllm.parallel.mesh import whole
+from tllm.parallel.sequence_parallel import TensorParallelRegion
 from tllm.weights.lora.held_adapter import HeldAdapter, HeldFiles
 
 GRIDS = (
@@ -98,7 +100,7 @@ def test_a_prefix_is_found_and_read_by_whoever_computes_what_follows(layout: str
 
 def test_pages_on_disk_go_from_other_plans_to_grids_and_back(folder: Path, tmp_path: Path) -> None:
     """Both ranks of a column have the same heads, and keep the same pages."""
-    prompt, want = prompts()[3], None
+    prompt, want = prompts()[3], list[int]()
     for layout in ("pp=1", "tp=4,tensor=2d", "tp=8,tensor=2.5d", "pp=2,tp=1+4,tensor=2d", "tp=2"):
         with Engine.load(folder, layout, on_disk(tmp_path)) as engine:
             ids, found = asked(engine, prompt)
@@ -137,8 +139,12 @@ def adapted(folder: Path, adapter: Path, layout: str) -> Iterator[tuple[Engine, 
 @pytest.mark.parametrize("layout", GRIDS[:3])
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_adapters_add_what_peft_merges(kind: str, layout: str, tmp_path: Path) -> None:
-    truth, make = save_model("llama", tmp_path / "base"), peft_dora if kind == "dora" else peft_adapter
-    peft = make(truth, tmp_path / "adapter", TARGETS["llama"], rank_pattern={TARGETS["llama"][-1]: 6}, use_rslora=True)
+    truth, targets = save_model("llama", tmp_path / "base"), TARGETS["llama"]
+    config: dict[str, Any] = dict(rank_pattern={targets[-1]: 6}, use_rslora=True)
+    if kind == "dora":
+        peft = peft_dora(truth, tmp_path / "adapter", targets, **config)
+    else:
+        peft = peft_adapter(truth, tmp_path / "adapter", targets, **config)
     peft.double().merge_and_unload().save_pretrained(tmp_path / "merged")
     with Engine.load(tmp_path / "merged", "pp=1", msgspec.structs.replace(ROOMY, dtype="float64")) as engine:
         want = scores(engine, "")
@@ -175,7 +181,7 @@ def test_a_sum_that_one_rank_leaves_out_shows(axis: str, folder: Path, monkeypat
     with Engine.load(folder, "pp=1", EXACT) as engine:
         want = scores(engine, "", prompts()[2])
 
-    class Forgetful(stationary.TensorParallelRegion):
+    class Forgetful(TensorParallelRegion):
         def leave(self, y_TD: torch.Tensor) -> torch.Tensor:
             whole = reduce_from(y_TD.clone(), self.tp)
             return y_TD if self.tp.name == {"row": "row", "width": "column"}[axis] and self.tp.rank == 1 else whole
