@@ -1,7 +1,7 @@
 """What 1D, 2D, 2.5D and 3D tensor parallelism send: `python -m benchmarks.comm.tensor_parallel`.
 
-Bytes and messages of one layer's forward and backward pass, counted on the links of ranks that are threads of this
-process, beside the planner's law. Nothing is timed.
+Bytes and messages of one layer's forward and backward pass, and of batches that are served, counted on the links of
+ranks that are threads of this process, beside the planner's laws. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -21,14 +21,20 @@ from benchmarks.report.results import Page, write
 from tllm.comm.collectives.group import Group
 from tllm.comm.links.link import LocalLink
 from tllm.core.errors import PlanError
+from tllm.engine.assembly import make_stage
+from tllm.engine.ring_links import RingLinks
+from tllm.engine.schedule.batch import Batch, BatchEntry, Sampling, encode
+from tllm.engine.schedule.limits import Limits
+from tllm.engine.stage import PipelineStage
 from tllm.model.transformer import Transformer, build
-from tllm.parallel.grid.grid_mesh import GridMesh, grid_mesh_of
+from tllm.parallel.grid.grid_mesh import GridMesh, grid_mesh_of, serving_mesh_of
 from tllm.parallel.mesh import Mesh, mesh_of
 from tllm.planner.cost.tensor_parallel.layer_traffic import LayerSent, Sent, layer_sent
+from tllm.planner.cost.tensor_parallel.serving_traffic import StageSums
 from tllm.spec.families import spec_from_config
 from tllm.spec.grid.grid_shape import MODES, TensorMode, grid_shape
 from tllm.spec.model_spec import ModelSpec
-from tllm.spec.plan import Plan
+from tllm.spec.plan import Plan, Stage
 from tllm.training.attention.packed_attention import TrainAttend
 from tllm.training.data.batch_tensors import Tokens
 
@@ -37,6 +43,12 @@ WIDTH = 576
 TOKENS = (1, 4, 16)
 """Tokens of a microbatch, in multiples of the width."""
 
+
+SERVED = (1, 8, 144, 576, 2304)
+"""Tokens of a batch that is served; so many rows get a token, but those of one prompt one."""
+
+DECODED, COUNTED = 8, 576
+"""Rows of the largest of these batches that decodes, and tokens of the largest that is counted."""
 
 DOCUMENTS = 4
 """Of a rank's tokens."""
@@ -60,7 +72,8 @@ def main() -> int:
         for mode in modes_of(ranks):
             counted, law = counted_layer(spec, mode, ranks, 4 * WIDTH), layer_sent(spec, mode, ranks, 4 * WIDTH)
             assert counted == (law.forward, law.backward), f"{mode} on {ranks} ranks: {counted} is not {law}"
-            rows.append(_row(spec, mode, ranks, law))
+            served = {tokens: _served(spec, mode, ranks, tokens) for tokens in SERVED}
+            rows.append(_row(spec, mode, ranks, law) | {"served": served})
     write(page(rows), {"width": WIDTH, "rows": rows})
     return 0
 
@@ -108,6 +121,58 @@ def counted_layer(spec: ModelSpec, mode: TensorMode, ranks: int, tokens: int) ->
     _in_threads(models, lambda model, mesh: gradients[id(model)].sum().backward())
     both = _sent(links)
     return forward, Sent(both.bytes - forward.bytes, both.messages - forward.messages)
+
+
+def counted_batch(
+    spec: ModelSpec, mode: TensorMode, ranks: int, tokens: int, rows: int, layers: range | None = None
+) -> Sent:
+    """What the ranks of a stage send each other for a batch of `rows` sequences with so many tokens in all, without the
+    batch itself. Without `layers` the stage is the whole model; else it begins it, and hands on what it computes."""
+    links = {(a, b): CountingLink(a, b) for a in range(ranks) for b in range(ranks) if a != b}
+    stop = spec.num_layers if layers is None else layers.stop
+    runs = (Stage(0, stop, (1,) * ranks), *((Stage(stop, spec.num_layers),) if layers is not None else ()))
+    plan, each = Plan(runs, tensor=mode), tokens // rows
+    limits = Limits(
+        num_pages=rows * -(-each // 16), vocab_size=spec.vocab_size, max_model_len=4096, max_num_batched_tokens=4096
+    )
+    pages = -(-each // 16)
+    entries = tuple(BatchEntry(n, 0, each, each, ((n * pages, pages),), Sampling()) for n in range(rows))
+    batch = Batch(0, entries, (7,) * tokens)
+    ends = LocalLink(1, 0), LocalLink(0, 1)
+    ends[1].unbounded()
+    ring = None if layers is None else RingLinks(*ends)
+    stages = [_stage(spec, plan, rank, _group(rank, ranks, links), limits, ring) for rank in range(ranks)]
+    with ThreadPoolExecutor(ranks) as pool:
+        list(pool.map(lambda stage: _compute(stage, batch), stages))
+    of_batch = Sent(len(encode(batch)) * (ranks - 1), ranks - 1)
+    return _sent(links).plus(of_batch, -1)
+
+
+def _stage(spec: ModelSpec, plan: Plan, rank: int, tp: Group, limits: Limits, ring: RingLinks | None) -> PipelineStage:
+    mesh = serving_mesh_of(spec, plan, rank, tp)
+    model = build(spec, mesh, torch.float32)
+    for parameter in model.parameters():
+        parameter.data.fill_(0.01)
+    return make_stage(model, mesh, plan, ring if rank == 0 else None, limits)
+
+
+def _compute(stage: PipelineStage, batch: Batch) -> None:
+    with torch.inference_mode():
+        if stage.tp.rank == 0:
+            stage.start(batch)
+        else:
+            stage.serve_one()
+
+
+def _served(spec: ModelSpec, mode: TensorMode, ranks: int, tokens: int) -> dict[str, float]:
+    """Of one layer and rank, in the mean; for the whole model counted as the law has it."""
+    sums, rows = StageSums(spec, grid_shape(mode, ranks), ranks), tokens if tokens <= DECODED else 1
+    layers = range(spec.num_layers)
+    if tokens <= COUNTED:
+        counted, law = counted_batch(spec, mode, ranks, tokens, rows), sums.sent(layers, tokens, rows, 4)
+        assert counted == law, f"{mode} on {ranks} ranks, {tokens} tokens: {counted} is not {law}"
+    one = sums.of_one_layer(spec.layers[1], tokens, 4)
+    return {"kilobytes_a_rank": one.bytes / ranks / 1e3, "messages_a_rank": one.messages / ranks}
 
 
 def _middle(spec: ModelSpec, plan: Plan, rank: int, tp: Group) -> tuple[Transformer, Mesh]:
@@ -176,7 +241,19 @@ LIMITS = """- Nothing is timed. The products of a grid are rounds of messages th
   than the all-reduces of 1d take: over links that answer slowly this decides, and not bytes.
 - Attention sends nothing on a grid, as each document is whole on a rank. Blocks of tokens are filled to one length,
   which the table does not show.
-- Serving does not know grids: a step that decodes has few tokens, and weights would travel for each."""
+- A batch that is served waits for six sums in a layer of a grid, and for two with 1d: over links that answer slowly
+  1d is faster, whatever it sends."""
+SERVING = """## Serving
+
+A grid that serves leaves its weights where they are, and activations travel: kB a rank for the same layer and one
+batch, by its number of tokens, and messages of the smallest and the largest. Batches of 1 and 8 tokens decode that many
+rows, others are one prompt. Embedding, layers, logits and the choice of a token were counted for up to 576 tokens, and
+the run ends unless they are the law (`planner/cost/tensor_parallel/serving_traffic.py`) exactly; the last column is by
+the law. For one token a grid sends less than 1d, whose short sums go to all other ranks at once: on 16 ranks a quarter
+or less, in fewer messages. For many a single square or a cube sends more, as the wide sums into an MLP travel too;
+several squares, which divide the tokens, send less from 8 ranks on.
+
+"""
 
 
 def page(rows: Sequence[dict[str, Any]]) -> Page:
@@ -193,7 +270,19 @@ def page(rows: Sequence[dict[str, Any]]) -> Page:
         for row in rows
     ]
     title = "Tensor parallelism in one, two and three dimensions"
-    return Page("comm", "tensor-parallel", title, PURPOSE, table([titles, *body], left=3), READING, LIMITS)
+    tables = table([titles, *body], left=3) + "\n\n" + SERVING + _serving_table(rows)
+    return Page("comm", "tensor-parallel", title, PURPOSE, tables, READING, LIMITS)
+
+
+def _serving_table(rows: Sequence[dict[str, Any]]) -> str:
+    titles = ["ranks", "tensor", "grid", *(f"T = {tokens:,}" for tokens in SERVED), "messages, few", "many"]
+    body = []
+    for row in rows:
+        served = [row["served"][tokens] for tokens in SERVED]
+        cells = [f"{one['kilobytes_a_rank']:.1f}" for one in served]
+        messages = [f"{one['messages_a_rank']:.0f}" for one in (served[0], served[-1])]
+        body.append([str(row["ranks"]), row["mode"], row["grid"], *cells, *messages])
+    return table([titles, *body], left=3)
 
 
 if __name__ == "__main__":

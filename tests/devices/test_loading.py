@@ -23,8 +23,8 @@ from tllm.engine.schedule.batch import Batch, BatchEntry, Sampling
 from tllm.model.transformer import Transformer, build
 from tllm.node.roles.comparison_record import Record, compare, fingerprints
 from tllm.node.roles.reference_model import batches_of, limits_for, write_reference
-from tllm.node.roles.verify_rank import play
-from tllm.parallel.mesh import mesh_of
+from tllm.node.roles.verify_rank import held_part, play
+from tllm.parallel.mesh import mesh_of, whole
 from tllm.spec.plan import Plan
 from tllm.weights.byte_source import LocalFiles
 from tllm.weights.load import HeldAs, load
@@ -94,5 +94,5 @@ def test_each_part_on_a_device_gives_what_the_undivided_model_gives(folder: Path
     model = loaded(folder, SEPARATE[1])
     record = Record(model)
     play(make_stage(model, mesh_of(spec, plan, 0, solo()), plan, None, limits), batches)
-    found = compare(record, tmp_path, model.vocab)
+    found = compare(record, tmp_path, held_part(whole(spec), model, batches))
     assert len(found) == spec.num_layers + 2 and max(one.relative for one in found) < 1e-12

@@ -38,7 +38,7 @@ SUB_PACKAGES = {
     "cluster": (".", "consensus"),
     "cli": ("arguments", "display", ".", "planning", "demonstration", "folders", "commands"),
     "comm": ("links", "nccl", "collectives", "c10d"),
-    "engine": ("pages", "waiting", "schedule", "compute", "draft", "page_store", ".", "measure"),
+    "engine": ("pages", "waiting", "schedule", "compute", "grid", "draft", "page_store", ".", "measure"),
     "node": (
         *(
             "topology",

@@ -20,20 +20,24 @@ from tllm.comm.collectives.group import local_groups
 from tllm.comm.links.link import Link, LocalLink
 from tllm.engine.compute.kv_cache import KVCache
 from tllm.engine.compute.pooler import Pooler
+from tllm.engine.compute.sampler import Sampler
 from tllm.engine.decode_graphs import decode_graphs
 from tllm.engine.decode_recordings import decode_recordings
 from tllm.engine.driver import Driver
+from tllm.engine.grid.grid_stage import FollowingSampler, GridModel
 from tllm.engine.overlapped_steps import overlapped_steps
 from tllm.engine.page_store.open_store import open_store
 from tllm.engine.ring_links import RingLinks
 from tllm.engine.schedule.limits import Limits
 from tllm.engine.schedule.proposer import Proposer
 from tllm.engine.schedule.scheduler import Scheduler
+from tllm.engine.serving_counters import ReplyCounters
 from tllm.engine.stage import PipelineStage
 from tllm.model.transformer import Transformer, build
-from tllm.parallel.mesh import Mesh, mesh_of
+from tllm.parallel.grid.grid_mesh import StationaryMesh, serving_mesh_of
+from tllm.parallel.mesh import Mesh
 from tllm.parallel.quantized_weight import is_empty, stands_for
-from tllm.spec.cut import cut_stage
+from tllm.spec.cut import Range, stage_cuts
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 
@@ -68,15 +72,40 @@ def make_stage(
     is_exact = trained_on is not None or few_bits
     device = trained_on or first.device
     cache = KVCache(model.attention_specs(), limits, dtype, model.state_shapes(), is_exact, device)
-    cuts = cut_stage(model.spec, plan.stages[mesh.stage].shares, plan.experts)
-    stage = PipelineStage(model, cache, mesh.tp, ring, limits, [cut.vocab for cut in cuts])
-    if trained_on is None:
-        graphs = decode_graphs(model, cache, limits) if mesh.tp.size == 1 else None
-        stage.graphs = graphs or decode_recordings(model, cache, limits)
-    if stage.sampler is not None:
-        stage.pooler = Pooler(model.normed, model.scores, stage.sampler)
+    vocab_ranges = [cut.vocab for cut in stage_cuts(model.spec, plan, mesh.stage)]
+    if isinstance(mesh, StationaryMesh):
+        stage = _grid_stage(model, mesh, cache, ring, limits, vocab_ranges)
+    else:
+        stage = PipelineStage(model, cache, mesh.tp, ring, limits, vocab_ranges)
+        if trained_on is None:
+            graphs = decode_graphs(model, cache, limits) if mesh.tp.size == 1 else None
+            stage.graphs = graphs or decode_recordings(model, cache, limits)
+        if stage.sampler is not None:
+            stage.pooler = Pooler(model.normed, model.scores, stage.sampler)
     if disk is not None and limits.enable_prefix_caching:
         stage.pages.store = open_store(disk, cache, model.spec, mesh.cut)
+    return stage
+
+
+def _grid_stage(
+    model: Transformer,
+    mesh: StationaryMesh,
+    cache: KVCache,
+    ring: RingLinks | None,
+    limits: Limits,
+    vocab_ranges: list[Range],
+) -> PipelineStage:
+    """A rank of a grid. What it computes is not recorded: its norms are sums over ranks, which no kernel stands for.
+
+    The first row has every part of the vocabulary, and samples.
+    """
+    on_grid = GridModel(model, mesh)
+    stage = PipelineStage(on_grid, cache, mesh.stage_group, ring, limits, vocab_ranges)
+    stage.counters = ReplyCounters(mesh.grid.row, mesh.grid.width)
+    if model.is_last:
+        samples = (mesh.grid.at.layer, mesh.grid.at.row) == (0, 0)
+        stage.sampler = (Sampler if samples else FollowingSampler)(model.logits, mesh.tp, vocab_ranges[: mesh.tp.size])
+        stage.pooler = Pooler(on_grid.normed, model.scores, stage.sampler, is_cut=True)
     return stage
 
 
@@ -194,7 +223,7 @@ def _links_and_places(spec: ModelSpec, plan: Plan) -> tuple[list[Link], list[tup
     hops: list[Link] = [LocalLink(rank, leaders[(i + 1) % plan.pp], math.inf) for i, rank in enumerate(leaders)]
     places: list[tuple[Mesh, RingLinks | None]] = []
     for rank, tp in enumerate(groups):
-        mesh = mesh_of(spec, plan, rank, tp)
+        mesh = serving_mesh_of(spec, plan, rank, tp)
         is_leader = plan.pp > 1 and rank == leaders[mesh.stage]
         places.append((mesh, RingLinks(hops[mesh.stage - 1], hops[mesh.stage]) if is_leader else None))
     links = [link for group in groups for link in group.send.values()] + hops

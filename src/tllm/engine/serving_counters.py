@@ -23,22 +23,22 @@ class ReplyCounters:
     """Sums over the batches that one rank has computed for replies.
 
     `batches`, the `sequences` and `rows` (tokens) in them, and the `keys` (tokens of context) that these sequences had.
-    `seconds` are those of computing, without what the collectives of the group `tp` took; `compute_seconds` are the
+    `seconds` are those of computing, without what the collectives of the `groups` took; `compute_seconds` are the
     same of all batches, those of prompts too. Of steps that overlap the host's work they are from one step's tokens to
     the next one's.
     """
 
-    def __init__(self, tp: Group) -> None:
+    def __init__(self, *groups: Group) -> None:
         self.batches = self.sequences = self.rows = self.keys = 0
         self.seconds = self.compute_seconds = 0.0
-        self._tp = tp
+        self._groups = groups
 
     @contextmanager
     def counting(self, batch: Batch) -> Iterator[None]:
         """Count a batch, which is computed in the `with` block."""
-        began, collectives = time.perf_counter(), self._tp.seconds
+        began, collectives = time.perf_counter(), self._collectives()
         yield
-        self.count(batch, time.perf_counter() - began - (self._tp.seconds - collectives))
+        self.count(batch, time.perf_counter() - began - (self._collectives() - collectives))
 
     def count(self, batch: Batch, seconds: float) -> None:
         """Count a batch that took so long to compute."""
@@ -49,6 +49,9 @@ class ReplyCounters:
             self.sequences += len(batch.entries)
             self.rows += len(batch.token_ids)
             self.keys += sum(entry.stop for entry in batch.entries)
+
+    def _collectives(self) -> float:
+        return sum(group.seconds for group in self._groups)
 
     def stats(self) -> dict[str, float]:
         """For the heartbeat."""

@@ -79,6 +79,16 @@ class Mesh:
     balance: LoadBalance | None = None
 
     @property
+    def stage_group(self) -> Group:
+        """All ranks of its stage."""
+        return self.tp
+
+    @property
+    def copies(self) -> Group:
+        """The ranks of its stage that have the same weights and divide the tokens: itself alone."""
+        return solo()
+
+    @property
     def seam(self) -> TensorParallelRegion:
         """How rows enter and leave the layers that are cut between the ranks of `tp`."""
         return SequenceParallelRegion(self.tp) if self.sequence and self.tp.size > 1 else TensorParallelRegion(self.tp)
@@ -105,6 +115,7 @@ def mesh_of(
     """The mesh of a global rank; `tp` is its stage's group, `ep` its group over the plan's `ep` replicas."""
     index, place = plan.place(rank)
     stage = plan.stages[index]
+    assert plan.grid_of(index) is None, "a grid has a mesh of its own"
     assert (tp.rank, tp.size) == (place, stage.tp), "the group given is not this stage's"
     ep = ep or solo()
     assert ep.size == plan.ep, "the group given is not the plan's"

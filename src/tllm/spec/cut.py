@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tllm.core.errors import PlanError
+from tllm.spec.grid.grid_shape import GridShape
 from tllm.spec.model_spec import DeltaSpec, LayerSpec, ModelSpec
-from tllm.spec.plan import Experts
+from tllm.spec.plan import Experts, Plan
 
 Range = tuple[int, int]
 
@@ -82,6 +83,58 @@ def cut_stage(spec: ModelSpec, shares: tuple[int, ...], experts: Experts = "cut"
         )
         for i in range(len(shares))
     )
+
+
+def stage_cuts(spec: ModelSpec, plan: Plan, stage: int) -> tuple[Cut, ...]:
+    """The cut of every rank of one stage of a plan, in the first replica.
+
+    On a grid it is that of the rank's column, and of the hidden size a rank's weights have `width_of` alone. Raises
+    PlanError for a model that no grid is for, or one that is too small.
+    """
+    shape, of_stage = plan.grid_of(stage), plan.stages[stage]
+    if shape is None:
+        return cut_stage(spec, of_stage.shares, plan.experts, plan.ep)
+    _check_grid(spec, shape)
+    columns = cut_stage(spec, (1,) * shape.side)
+    return tuple(columns[shape.place(rank).column] for rank in range(shape.ranks))
+
+
+def width_of(hidden_size: int, shape: GridShape | None, place: int) -> Range:
+    """The columns of hidden states that the weights of a rank of a stage are for: all of them where it is no grid."""
+    if shape is None:
+        return 0, hidden_size
+    at, even = shape.place(place), (1,) * shape.side
+    if shape.mode != "3d":
+        return proportional(hidden_size, even, "hidden size")[at.row]
+    start, stop = proportional(hidden_size, even, "hidden size")[at.layer]
+    first, last = proportional(stop - start, even, "hidden size")[at.row]
+    return start + first, start + last
+
+
+def _check_grid(spec: ModelSpec, shape: GridShape) -> None:
+    """PlanError for a model that no grid is for, or one too small for it."""
+    kinds = {
+        "experts": any(layer.moe for layer in spec.layers),
+        "latent attention": spec.latent is not None,
+        "gated delta nets": spec.delta is not None,
+        "attention sinks": spec.attention_sinks,
+        "inputs of its own for each layer": spec.per_layer_width > 0,
+        "keys shared between layers": any(layer.shares_keys for layer in spec.layers),
+        "a scale for each layer": spec.layer_scale,
+        "a classification head": spec.num_labels > 0,
+        "weights of few bits": spec.quantization is not None,
+    }
+    for what, has in kinds.items():
+        if has:
+            raise PlanError(
+                f"tensor={shape.mode} and a {spec.family} model with {what}: this is not cut both ways",
+                "leave tensor out: all models are cut one way (tensor=1d)",
+            )
+    if spec.hidden_size < shape.width_parts:
+        raise PlanError(
+            f"hidden size {spec.hidden_size} cannot be cut into {shape.width_parts} parts for a grid of {shape}",
+            "take a smaller grid",
+        )
 
 
 def _key_heads(delta: DeltaSpec, values: Range) -> Range:

@@ -54,8 +54,8 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True):
     """How one model is laid out over ranks.
 
     The ranks are numbered replica by replica, inside a replica stage by stage, inside a stage by context-parallel and
-    then by tensor-parallel rank; parameter servers come last. Serving uses `stages` and `experts` alone. The other
-    fields are for training: they change where work happens and what is kept, and no number of the result.
+    then by tensor-parallel rank; parameter servers come last. Serving uses `stages`, `experts` and `tensor` alone. The
+    other fields are for training: they change where work happens and what is kept, and no number of the result.
     """
 
     stages: tuple[Stage, ...]
@@ -97,8 +97,12 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def grid(self) -> GridShape | None:
-        """The grid that the ranks of each stage form; None where weights are cut one way."""
-        return grid_shape(self.tensor, self.stages[0].tp)
+        """The grid that the ranks of the largest stage form; None where weights are cut one way."""
+        return grid_shape(self.tensor, max(stage.tp for stage in self.stages))
+
+    def grid_of(self, stage: int) -> GridShape | None:
+        """The grid that the ranks of one stage form; a rank that has its stage to itself forms none."""
+        return None if self.stages[stage].tp == 1 else grid_shape(self.tensor, self.stages[stage].tp)
 
     @property
     def replicas(self) -> int:
@@ -202,7 +206,8 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True):
         """Blocks of a grid are even, and its tokens are cut by the grid itself."""
         if self.grid is None:
             return
-        for stage in self.stages:
+        for index, stage in enumerate(self.stages):
+            self.grid_of(index)
             if len(set(stage.shares)) > 1:
                 raise PlanError(
                     f"tensor={self.tensor} and shares={':'.join(map(str, stage.shares))}: blocks of a grid are even",
@@ -221,15 +226,10 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True):
                     f"tensor={self.tensor} and {name}={str(getattr(self, name)).lower()}: {why}",
                     "take zero=1 or zero=2" if name == "zero" else f"leave {name} out, or tensor",
                 )
-        if len(self.stages) > 1:
-            raise PlanError(
-                f"tensor={self.tensor} and {len(self.stages)} runs of layers: a grid has all layers",
-                "leave pp out, and give tp all ranks of a replica",
-            )
 
     def check_serving(self) -> None:
         """Raises PlanError where the plan sets a field that only training has."""
-        plain = Plan(self.stages, self.experts)
+        plain = Plan(self.stages, self.experts, self.tensor)
         for name in TRAINING:
             if getattr(self, name) != getattr(plain, name):
                 raise PlanError(f"{name} of plan {self} is for training", f"leave {name} out, or run `tllm train`")

@@ -20,9 +20,9 @@ from tllm.core.errors import PlanError, nearest
 from tllm.spec.grid.grid_shape import MODES
 from tllm.spec.pipeline_schedule import CHUNKED, ORDERS
 
-SERVING = ("pp", "tp", "layers", "shares", "experts")
+SERVING = ("pp", "tp", "layers", "shares", "experts", "tensor")
 TRAINING = (
-    *("tensor", "dp", "cp", "ep", "zero", "schedule", "depth", "chunks", "sequence", "recompute", "offload"),
+    *("dp", "cp", "ep", "zero", "schedule", "depth", "chunks", "sequence", "recompute", "offload"),
     "servers",
 )
 KEYS = SERVING + TRAINING
@@ -103,7 +103,7 @@ def rank_count(text: str) -> int:
     """Ranks that hold one model by a plan, however many layers it has. PlanError where a value cannot be read, or for a
     key that says more than who holds what of a model."""
     given = _pairs(text)
-    if others := [key for key in given if key not in SERVING]:
+    if others := [key for key in given if key not in SERVING or key == "tensor"]:
         raise PlanError(
             f"plan {text!r} gives {others[0]}, and one copy of a model answers, for single rows",
             f"give {' and '.join(SERVING[:2])} alone: more copies are more nodes",

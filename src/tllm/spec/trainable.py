@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tllm.core.errors import PlanError
-from tllm.spec.cut import cut_stage
-from tllm.spec.grid.grid_shape import GridShape
+from tllm.spec.cut import stage_cuts
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.pipeline_schedule import build
 from tllm.spec.plan import Plan
@@ -19,11 +18,13 @@ def check_trainable(plan: Plan, spec: ModelSpec, counts: Sequence[int]) -> None:
     if plan.ep > 1 and not any(layer.moe for layer in spec.layers):
         raise PlanError(f"ep={plan.ep} and the model has no experts", "leave ep out")
     check_lock_step(counts, plan.ep)
-    if plan.grid is not None:
-        _check_grid(spec, plan.grid)
-    else:
-        for stage in plan.stages:
-            cut_stage(spec, stage.shares, plan.experts, plan.ep)
+    if plan.grid is not None and len(plan.stages) > 1:
+        raise PlanError(
+            f"tensor={plan.tensor} and {len(plan.stages)} runs of layers: in training a grid has all layers",
+            "leave pp out, and give tp all ranks of a replica",
+        )
+    for index in range(len(plan.stages)):
+        stage_cuts(spec, plan, index)
     if plan.cp > 1 and spec.delta:
         raise PlanError(
             f"cp={plan.cp} and a {spec.family} model: its gated delta nets have a state that goes from each token "
@@ -38,34 +39,6 @@ def check_trainable(plan: Plan, spec: ModelSpec, counts: Sequence[int]) -> None:
     _check_sequence(plan)
     _check_gathered(plan, counts)
     _check_chunks(plan, spec)
-
-
-def _check_grid(spec: ModelSpec, shape: GridShape) -> None:
-    """PlanError for a model that no grid is for, or one too small for it."""
-    kinds = {
-        "experts": any(layer.moe for layer in spec.layers),
-        "latent attention": spec.latent is not None,
-        "gated delta nets": spec.delta is not None,
-        "attention sinks": spec.attention_sinks,
-        "inputs of its own for each layer": spec.per_layer_width > 0,
-        "keys shared between layers": any(layer.shares_keys for layer in spec.layers),
-        "a scale for each layer": spec.layer_scale,
-        "a classification head": spec.num_labels > 0,
-        "weights of few bits": spec.quantization is not None,
-    }
-    for what, has in kinds.items():
-        if has:
-            raise PlanError(
-                f"tensor={shape.mode} and a {spec.family} model with {what}: this is not cut both ways",
-                "leave tensor out: all models are cut one way (tensor=1d)",
-            )
-    smallest = shape.side * shape.side if shape.mode == "3d" else shape.side
-    if spec.hidden_size < smallest:
-        raise PlanError(
-            f"hidden size {spec.hidden_size} cannot be cut into {smallest} parts for a grid of {shape}",
-            "take a smaller grid",
-        )
-    cut_stage(spec, (1,) * shape.side)
 
 
 def check_lock_step(microbatches: Sequence[int], ep: int) -> None:

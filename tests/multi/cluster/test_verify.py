@@ -57,6 +57,20 @@ def test_a_split_model_is_equal(model: Path) -> None:
     assert wait_until_gone(descendants()) == []
 
 
+@pytest.mark.parametrize("plan", ["pp=2,tp=1+4,tensor=2d", pytest.param("tp=8,tensor=2.5d", marks=pytest.mark.soak)])
+def test_a_model_on_a_grid_is_equal(plan: str, model: Path) -> None:
+    """Every rank's columns, and on several squares its rows, of every layer; every weight is that of the file."""
+
+    async def limited() -> None:
+        async with asyncio.timeout(200):
+            found = await verify(model, Plan.parse(plan, 4), "float64", IDS)
+            assert found.damaged == ()
+            assert 0 < found.worst < 1e-12
+
+    asyncio.run(limited())
+    assert wait_until_gone(descendants()) == []
+
+
 @pytest.mark.soak  # `test_gguf_cluster` verifies a model of few bits
 def test_a_quantised_model_is_equal_too(model: Path, tmp_path: Path) -> None:
     save_quantized(model, tmp_path / "awq", FORMATS["awq"])

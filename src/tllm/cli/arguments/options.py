@@ -37,7 +37,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         default=None,
         metavar="PLAN",
         help="who holds what: pp=2,tp=2 (stages, ranks in each), tp=1+2 (each stage its own), layers=10+22 "
-        "or 1+2*62+1 (layers of each stage), shares=1:3 (share of each rank), experts=spread; or a JSON file",
+        "or 1+2*62+1 (layers of each stage), shares=1:3 (share of each rank), experts=spread, "
+        "tensor=2d (both ways); or a JSON file",
     )
     parser.add_argument("--dtype", choices=DTYPES, default=None, help="of weights and cache (the checkpoint's own)")
     form = parser.add_mutually_exclusive_group()

@@ -17,6 +17,7 @@ from tllm.api.engine_options import EngineOptions
 from tllm.cli.arguments.model_argument import resolve_model
 from tllm.cli.arguments.options import add_cache, add_model, engine_options
 from tllm.cli.display.tables import indented_json, span, table
+from tllm.cli.display.tensor_modes import show_serving_modes
 from tllm.cli.planning.best_plans import add_goal, choose
 from tllm.cli.planning.job_plan import is_job, plan_job
 from tllm.core.gguf_files import open_gguf
@@ -102,7 +103,9 @@ def _as_text(options: EngineOptions, ranks: list[RankBytes]) -> str:
         *_of_draft(drafts),
         "",
     ]
-    return "\n".join(head) + table(rows)
+    batched = min(batch_tokens(spec, options.max_model_len), options.max_model_len)
+    modes = show_serving_modes(spec, options.plan, options.dtype, batched)
+    return "\n".join(head) + table(rows) + (f"\n\n{modes}" if modes else "")
 
 
 def draft_model_bytes(options: EngineOptions, tokens: int) -> DraftBytes | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from tllm.cli.arguments.survey_settings import serving_facts, within
 from tllm.cli.display.tables import indented_json, table
+from tllm.cli.display.tensor_modes import serving_modes
 from tllm.cli.display.timeline import as_svg, as_text
 from tllm.core.errors import PlanError
 from tllm.core.memory import amount
@@ -107,6 +108,7 @@ def _as_text(spec: ModelSpec, cluster: Cluster, result: ServingSearchResult, top
         "",
         table(_ranks(cluster, best)),
         *_sent(spec, best),
+        *_otherwise_cut(spec, cluster, best),
     ]
 
 
@@ -174,11 +176,22 @@ def _sent(spec: ModelSpec, choice: ServingChoice) -> list[str]:
     """Bytes that are sent for one token, in all-reduces over tp and between stages."""
     facts = choice.predicted.load.facts
     rows = choice.predicted.load.rows_per_token
-    tp = rows * max(all_reduce_bytes(spec, stage, facts) for stage in choice.plan.stages)
+    tp = rows * max(all_reduce_bytes(spec, choice.plan, stage, facts) for stage in range(choice.plan.pp))
     parts = [f"{amount(tp)} by each rank in sums over tp"] if tp else []
     parts += [f"{amount(rows * hop_bytes(spec, facts))} from stage to stage"] if choice.plan.pp > 1 else []
     bubble = f"; stages stand still {100 * choice.predicted.bubble:.0f} % of the time" if choice.plan.pp > 1 else ""
     return ["", f"sent for each token: {', '.join(parts)}{bubble}"] if parts else []
+
+
+def _otherwise_cut(spec: ModelSpec, cluster: Cluster, choice: ServingChoice) -> list[str]:
+    """How many of its tokens/s the same plan would give if its ranks cut weights in each other way."""
+    plan, facts, lines = choice.plan, choice.predicted.load.facts, list[str]()
+    for mode in serving_modes(spec, plan):
+        if mode != plan.tensor:
+            other = predict_serving(spec, msgspec.structs.replace(plan, tensor=mode), cluster, choice.devices, facts)
+            ratio = other.tokens_per_second / choice.predicted.tokens_per_second
+            lines.append(f"with tensor={mode} in place of {plan.tensor}: {ratio:.3g} times the tokens/s")
+    return lines
 
 
 def _explained(choice: ServingChoice, names: Sequence[str]) -> list[str]:
@@ -229,7 +242,10 @@ def _choice_json(spec: ModelSpec, cluster: Cluster, choice: ServingChoice) -> di
         "bubble": predicted.bubble,
         "bottleneck": serving_bottleneck(predicted, names),
         "sent_per_token": {
-            "tp": [round(rows * all_reduce_bytes(spec, stage, predicted.load.facts)) for stage in choice.plan.stages],
+            "tp": [
+                round(rows * all_reduce_bytes(spec, choice.plan, stage, predicted.load.facts))
+                for stage in range(choice.plan.pp)
+            ],
             "pp": round(rows * hop_bytes(spec, predicted.load.facts)) if choice.plan.pp > 1 else 0,
         },
         "memory": [{kind: getattr(rank, kind) for kind in (*KINDS, "total")} for rank in predicted.memory],

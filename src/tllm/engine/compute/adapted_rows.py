@@ -89,6 +89,14 @@ class AdaptedRows:
     def __init__(self, groups: list[_Group]) -> None:
         self._groups = groups
 
+    def of_rows(self, own: slice) -> AdaptedRows:
+        """What is added to these rows of the batch, where they are computed on their own."""
+        found = []
+        for updates, rows_N in self._groups:
+            rows_N = rows_N[(rows_N >= own.start) & (rows_N < own.stop)]
+            found += [_Group(updates, rows_N - own.start)] if len(rows_N) else []
+        return AdaptedRows(found)
+
     def __call__(self, linear: nn.Module, x_TD: Tensor, y_TF: Tensor, rows: ExpertRows | None = None) -> Tensor:
         for updates, rows_N in self._groups:
             update = updates.get(linear)

@@ -21,13 +21,18 @@ class Pooler:
     """Completes the results of a batch with what its prompts come to. Every rank of the last stage calls it.
 
     `normed` maps hidden states [rows, width] to those after the final norm, `scores` to those of a classification head
-    [rows, labels]. The `sampler` has the logits of the whole vocabulary.
+    [rows, labels]. The `sampler` has the logits of the whole vocabulary. If `is_cut`, ranks have parts of the rows'
+    columns, and `normed` puts these together, for which all ranks call it.
     """
 
     def __init__(
-        self, normed: Callable[[Tensor], Tensor], scores: Callable[[Tensor], Tensor], sampler: Sampler
+        self,
+        normed: Callable[[Tensor], Tensor],
+        scores: Callable[[Tensor], Tensor],
+        sampler: Sampler,
+        is_cut: bool = False,
     ) -> None:
-        self.normed, self.scores, self.sampler = normed, scores, sampler
+        self.normed, self.scores, self.sampler, self.is_cut = normed, scores, sampler, is_cut
 
     def __call__(self, x_TD: Tensor, batch: Batch, results: Results | None) -> Results | None:
         """The sampler's results with `pooled`; None on a rank that does not lead."""
@@ -38,7 +43,7 @@ class Pooler:
                 continue
             if entry.pooling.kind == "logprobs":  # the ranks have a part of the vocabulary each
                 pooled += self._logprobs(x_TD, stop - 1, entry.pooling.token_ids)
-            elif results is not None:
+            elif self.is_cut or results is not None:
                 pooled.append(self._values(x_TD[start:stop], entry.pooling.kind))
         if results is None or not pooled:
             return results

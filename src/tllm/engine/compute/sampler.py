@@ -54,7 +54,7 @@ class Sampler:
         """The tokens that entries want, and log-probabilities where they ask for them; nothing but on the leader."""
         rows, wanted = wanted_tokens(batch)
         if self.tp.size > 1 and all(sampling.is_plain_greedy for sampling, _ in wanted):
-            greedy = [self._argmax(take_rows(x_TD, piece)) for piece in _pieces(rows)]
+            greedy = [self._argmax(take_rows(x_TD, piece)) for piece in pieces_of(rows)]
             return tuple(chain.from_iterable(greedy)), ()
         token_ids, logprobs = list[int](), list[TokenLogprobs | None]()
         for logits_RV in self.whole_logits(x_TD, rows):
@@ -112,7 +112,7 @@ class Sampler:
 
     def whole_logits(self, x_TD: Tensor, rows: list[int]) -> Iterator[Tensor]:
         """Logits of these rows over the whole vocabulary, piece by piece; none but on the leader."""
-        for piece in _pieces(rows):
+        for piece in pieces_of(rows):
             logits_RV = self.logits(take_rows(x_TD, piece))
             if self.tp.size > 1:
                 parts = self.tp.gather(logits_RV, [(len(logits_RV), width) for width in self.widths])
@@ -166,6 +166,6 @@ def sample_tokens(logits_RV: Tensor, wanted: Sequence[tuple[Sampling, int]]) -> 
     return ids_R
 
 
-def _pieces(rows: list[int]) -> Iterator[list[int]]:
+def pieces_of(rows: list[int]) -> Iterator[list[int]]:
     """Rows whose logits are in memory at the same time."""
     return (rows[at : at + ROWS_AT_ONCE] for at in range(0, len(rows), ROWS_AT_ONCE))

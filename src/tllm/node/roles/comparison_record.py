@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -84,13 +85,25 @@ def write_rows(folder: Path, what: str, rows: Tensor) -> None:
     (folder / _file(what)).write_bytes(memory(kept))
 
 
-def compare(record: Record, folder: Path, vocab: Range) -> tuple[Difference, ...]:
-    """Hold a record against what was written; of the logits this rank has only the columns `vocab`."""
+class HeldPart(NamedTuple):
+    """What a rank has of the prompt's `tokens`: these `rows` and `columns` of hidden states, this `vocab` of logits."""
+
+    tokens: int
+    rows: list[int]
+    columns: Range
+    vocab: Range
+
+
+def compare(record: Record, folder: Path, held: HeldPart) -> tuple[Difference, ...]:
+    """Hold a record against what was written."""
     found = []
     for what, rows in record:
         expected = torch.frombuffer(bytearray((folder / _file(what)).read_bytes()), dtype=rows.dtype)
-        expected = expected.view(len(rows), -1)
-        found.append(difference(what, rows, expected[:, slice(*vocab)] if what == LOGITS else expected))
+        if what == LOGITS:
+            expected = expected.view(len(rows), -1)[:, slice(*held.vocab)]
+        else:
+            expected = expected.view(held.tokens, -1)[held.rows, slice(*held.columns)]
+        found.append(difference(what, rows, expected))
     return tuple(found)
 
 

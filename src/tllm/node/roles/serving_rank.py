@@ -42,7 +42,8 @@ from tllm.node.weights.chunk_fetcher import ChunkFetcher
 from tllm.node.weights.page_exchange import PageExchange
 from tllm.node.weights.tokenizer_file import fetch_tokenizer
 from tllm.parallel.collectives import sum_in_memory
-from tllm.parallel.mesh import mesh_of, whole
+from tllm.parallel.grid.grid_mesh import serving_mesh_of
+from tllm.parallel.mesh import whole
 from tllm.parallel.weight_reuse import Kept, wanted, weights_of
 from tllm.planner.cost.rank_bytes import rank_bytes
 from tllm.spec.families import spec_from_config
@@ -160,7 +161,7 @@ class ServingRank:
         self._fetch = fetch
         self._weights: RankWeights = RankWeights(assign, fetch, earlier)
         self._links = RankLinks(assign, identity, listener)
-        self._mesh = mesh_of(self.spec, assign.plan, self.rank, self._links.group)
+        self._mesh = serving_mesh_of(self.spec, assign.plan, self.rank, self._links.group)
         self._links.compress(assign, self.spec.hidden_size)
         self._model = build(self.spec, self._mesh, torch_dtype(self._settings.dtype), "meta")
         self._weights.keep_what(self._model)

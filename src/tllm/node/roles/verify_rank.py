@@ -12,13 +12,16 @@ from tllm.cluster.certificates import Identity
 from tllm.cluster.messages import Assign, Loaded
 from tllm.cluster.settings import VerifySettings
 from tllm.comm.links.connect import Listener
+from tllm.engine.grid.divided_tokens import DividedRows
 from tllm.engine.schedule.batch import Batch, StopRing
 from tllm.engine.stage import PipelineStage
-from tllm.node.roles.comparison_record import Compared, Record, compare, fingerprints
+from tllm.model.transformer import Transformer
+from tllm.node.roles.comparison_record import Compared, HeldPart, Record, compare, fingerprints
 from tllm.node.roles.control import Control
 from tllm.node.roles.reference_model import batches_of, limits_for
 from tllm.node.roles.role import Role
 from tllm.node.roles.serving_rank import ServingRank
+from tllm.parallel.mesh import Mesh
 from tllm.weights.byte_source import Fetch
 from tllm.weights.load import Progress
 
@@ -47,13 +50,24 @@ class VerifyRank(ServingRank):
     def run(self, control: Control) -> None:
         """Compute the prompt together, and report to the coordinator how far it is from the reference."""
         assert self._stage is not None and self._record is not None, "load comes before run"
+        batches = batches_of(self._asked.token_ids, limits_for(self.spec, len(self._asked.token_ids)))
         if self.rank == 0:
-            play(self._stage, batches_of(self._asked.token_ids, limits_for(self.spec, len(self._asked.token_ids))))
+            play(self._stage, batches)
         else:
             self._stage.serve()
-        differences = compare(self._record, Path(self._asked.truth), self._model.vocab)
+        differences = compare(self._record, Path(self._asked.truth), held_part(self._mesh, self._model, batches))
         result = Compared(self.rank, differences, fingerprints(self._model))
         control.post(messages.News(msgspec.json.encode(result)))
+
+
+def held_part(mesh: Mesh, model: Transformer, batches: list[Batch]) -> HeldPart:
+    """What a rank has of the batches together: on a grid some columns, and of several squares some rows of each."""
+    rows, at = list[int](), 0
+    for batch in batches:
+        tokens = len(batch.token_ids)
+        rows += range(at, at + tokens)[DividedRows(tokens, mesh.copies).own]
+        at += tokens
+    return HeldPart(at, rows, mesh.hidden(model.spec.hidden_size).held, model.vocab)
 
 
 def play(stage: PipelineStage, batches: list[Batch]) -> None:

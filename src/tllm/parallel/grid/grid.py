@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from tllm.comm.collectives.group import Group
+from tllm.comm.collectives.group import Group, solo
 from tllm.spec.cut import Range, proportional
 from tllm.spec.grid.grid_shape import GridPlace, GridShape
 
@@ -48,6 +48,22 @@ class Grid:
     def depth(self) -> Group:
         """The ranks at this place of all layers."""
         return self._axis("depth", lambda n: self.shape.rank_at(n, self.at.row, self.at.column), self.shape.depth)
+
+    @cached_property
+    def width(self) -> Group:
+        """The ranks that have the other parts of D of the same heads, widths and vocabulary, in the order of D."""
+        return self.column if self.shape.mode != "3d" else subgroup(self.stage, self.width_ranks, "width")
+
+    @property
+    def width_ranks(self) -> list[int]:
+        """The ranks of the stage that are in `width`."""
+        layers = range(self.shape.side) if self.shape.mode == "3d" else (self.at.layer,)
+        return [self.shape.rank_at(layer, row, self.at.column) for layer in layers for row in range(self.shape.side)]
+
+    @cached_property
+    def copies(self) -> Group:
+        """The ranks that have the same weights as this one, for other tokens: none but on a grid of several squares."""
+        return self.depth if self.shares_weights else solo()
 
     @property
     def hidden(self) -> Group:

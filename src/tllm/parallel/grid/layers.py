@@ -53,7 +53,7 @@ class GridColumnLinear(nn.Module):
     def __init__(self, width: int, rows: list[LinearRows], bias: bool, replicated: bool, grid: Grid) -> None:
         super().__init__()
         size, held = sum(part.stop - part.start for part in rows), grid.weight_range(width)
-        shard = _with_columns(stacked(rows, "weight", replicated or grid.shares_weights, width), held)
+        shard = with_columns(stacked(rows, "weight", replicated or grid.shares_weights, width), held)
         self.weight = cut_parameter((size, held[1] - held[0]), shard)
         self.bias = cut_parameter((size,), stacked(rows, "bias", True)) if bias else None
         self.grid, self.width, self.product = grid, width, products(grid)[0]
@@ -71,7 +71,8 @@ class GridRowLinear(nn.Module):
         super().__init__()
         held, here = grid.weight_range(width), grid.hidden_range(width)
         self.weight = cut_parameter(
-            (held[1] - held[0], columns[1] - columns[0]), _matrix(f"{name}.weight", held, columns, grid.shares_weights)
+            (held[1] - held[0], columns[1] - columns[0]),
+            matrix_shard(f"{name}.weight", held, columns, grid.shares_weights),
         )
         piece = ShardPiece(f"{name}.bias", source=(here,))
         self.bias = cut_parameter((here[1] - here[0],), Shard((piece,), True, "partial")) if bias else None
@@ -139,7 +140,7 @@ class GridLayers(CutLayers):
 
     def table(self, name: str, vocab: Range, width: int, replicated: bool = False) -> nn.Parameter:
         held = self.grid.weight_range(width)
-        shard = _matrix(name, vocab, held, replicated or self.grid.shares_weights)
+        shard = matrix_shard(name, vocab, held, replicated or self.grid.shares_weights)
         return cut_parameter((vocab[1] - vocab[0], held[1] - held[0]), shard)
 
     def embedding(self, table: nn.Parameter, vocab: Range, scale: float) -> GridEmbedding:
@@ -188,12 +189,13 @@ def _exchanged(grid: Grid, sends: dict[int, Tensor], shapes: dict[int, tuple[int
     return {**came, mine: given[mine]} if mine in shapes else came
 
 
-def _matrix(name: str, rows: Range, columns: Range, replicated: bool) -> Shard:
+def matrix_shard(name: str, rows: Range, columns: Range, replicated: bool) -> Shard:
+    """The block of these rows and columns of a weight."""
     piece = ShardPiece(name, source=(rows, columns))
     return Shard((piece,), replicated, "partial" if replicated else "whole")
 
 
-def _with_columns(shard: Shard, columns: Range) -> Shard:
+def with_columns(shard: Shard, columns: Range) -> Shard:
     """The same rows, of these columns alone."""
     size = (0, columns[1] - columns[0])
     pieces = (replace(p, source=(p.source[0], columns), target=(p.target[0], size)) for p in shard.pieces)

@@ -15,7 +15,8 @@ from typing import NamedTuple
 from tllm.core.errors import PlanError
 from tllm.planner.cost.flops import attention_matrices, delta_channels, delta_values
 from tllm.planner.cost.weight_bits import Linear, linears, saved_bytes, saved_input_bytes, saved_table_bytes
-from tllm.spec.cut import Cut, as_layer, cut_stage, projected_width, size
+from tllm.spec.cut import Cut, as_layer, cut_stage, projected_width, size, stage_cuts, width_of
+from tllm.spec.grid.grid_shape import GridShape
 from tllm.spec.model_spec import DeltaSpec, LayerSpec, ModelSpec
 from tllm.spec.plan import Plan
 from tllm.spec.quantized.cache_form import cached_bytes
@@ -239,11 +240,20 @@ def rank_bytes(spec: ModelSpec, plan: Plan, dtype: str, kv_cache_dtype: str = "a
     ranks: list[RankBytes] = []
     for index, stage in enumerate(plan.stages):
         layers = range(stage.start, stage.stop)
-        for place, cut in enumerate(cut_stage(spec, stage.shares, plan.experts)):
-            weights = sum(end_bytes(spec, layers, cut, item)) + sum(layer_bytes(spec, n, cut, item) for n in layers)
+        for place, cut in enumerate(stage_cuts(spec, plan, index)):
+            part = part_of_width(spec, plan.grid_of(index), place)
+            weights = sum(end_bytes(part, layers, cut, item)) + sum(layer_bytes(part, n, cut, item) for n in layers)
             kv = sum(kv_bytes(spec, spec.layers[n], cut, item, kv_cache_dtype) for n in cached_layers(spec, layers))
             ranks.append(RankBytes(plan.ranks(index)[place], index, layers, cut, math.ceil(weights), kv))
     return ranks
+
+
+def part_of_width(spec: ModelSpec, shape: GridShape | None, place: int) -> ModelSpec:
+    """The model with as many columns of hidden states as the weights of a rank of a stage are for.
+
+    On a grid, whose models are dense, every weight of the rank has these in the place of the hidden size.
+    """
+    return spec if shape is None else replace(spec, hidden_size=size(width_of(spec.hidden_size, shape, place)))
 
 
 def state_bytes(spec: ModelSpec, layers: range, cut: Cut, item: float) -> int:

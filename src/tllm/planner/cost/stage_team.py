@@ -24,10 +24,18 @@ from tllm.planner.cost.message_time import (
     transfer_after_compute,
     transfer_time,
 )
-from tllm.planner.cost.rank_bytes import RankBytes, cached_layers, end_bytes, kv_bytes, layer_bytes, state_elements
+from tllm.planner.cost.rank_bytes import (
+    RankBytes,
+    cached_layers,
+    end_bytes,
+    kv_bytes,
+    layer_bytes,
+    part_of_width,
+    state_elements,
+)
 from tllm.planner.cost.serving_load import ExpectedBatch, ServingFacts
 from tllm.planner.cost.weight_bits import mean_linear_bytes, saved_table_bytes
-from tllm.spec.cut import Cut, as_layer, cut_stage, size
+from tllm.spec.cut import Cut, as_layer, size, stage_cuts
 from tllm.spec.model_spec import DeltaSpec, LayerSpec, ModelSpec, MoeSpec
 from tllm.spec.plan import Experts, Plan, Stage
 
@@ -70,13 +78,14 @@ class StageTeam:
     ) -> None:
         self.spec, self.cluster, self.devices = spec, cluster, tuple(devices)
         self.facts = facts
-        self.cuts = cut_stage(spec, plan.stages[stage].shares, plan.experts)
+        self.cuts = stage_cuts(spec, plan, stage)
         link = cluster.slowest_link(self.devices)
         self.link = link.with_sync_overhead(link.layer_sync_overhead)
         self._layers: dict[tuple[Kind, ExpectedBatch], TimeBreakdown] = {}
         self._sizes: dict[tuple[Kind | int, int], float] = {}
         # The bits that are asked for count for every weight, whatever the model's files have.
-        self._held = spec if facts.weight_bits is None else replace(spec, quantization=None)
+        held, shape = spec if facts.weight_bits is None else replace(spec, quantization=None), plan.grid_of(stage)
+        self._held = [part_of_width(held, shape, place) for place in range(len(self.cuts))]
 
     def batch_time(self, layers: range, batch: ExpectedBatch) -> TimeBreakdown:
         """A batch through these layers, and through the model's ends if its first or last layer is among them."""
@@ -89,7 +98,7 @@ class StageTeam:
         """A batch through one layer: what its ranks compute, and its all-reduces."""
         key = (kind_of(layer), batch)
         if key not in self._layers:
-            works = [self._work(layer, batch, device, cut) for device, cut in zip(self._each(), self.cuts, strict=True)]
+            works = [self._work(layer, batch, place) for place in range(len(self.cuts))]
             self._layers[key] = compute_and_all_reduce_time(
                 works, self._all_reduces(layer, batch), self._overhead(layer, batch)
             )
@@ -106,13 +115,13 @@ class StageTeam:
         time = self._begin(first, batch).plus(TimeBreakdown(operations=self._cold(batch)))
         if first:
             time = time.plus(self._drafting(batch))
-            time = time.plus(all_reduce_time(ranks, batch.tokens * D * self.facts.message_bytes, self.link))
+        time = time.plus(self._end_sums(first, last, batch))
         if last:
             works = []
-            for device, cut in zip(self._each(), self.cuts, strict=True):
+            for device, cut, held in zip(self._each(), self.cuts, self._held, strict=True):
                 item = self.facts.weight_bytes
-                table = size(cut.vocab) * D * item - saved_table_bytes(self._held, cut, item, head=True)
-                flops = logits_flops(self.spec, cut, 1) * batch.rows
+                table = size(cut.vocab) * held.hidden_size * item - saved_table_bytes(held, cut, item, head=True)
+                flops = logits_flops(held, cut, 1) * batch.rows
                 if self.spec.num_labels:  # a head of its own, and small
                     table, flops = self.spec.num_labels * D * item, 2 * self.spec.num_labels * D * batch.rows
                 works.append(
@@ -121,6 +130,13 @@ class StageTeam:
             time = time.plus(max(works, key=lambda work: work.seconds))
             time = time.plus(transfer_time(TOKEN_ID * batch.rows, self.link)) if ranks > 1 else time
         return time
+
+    def _end_sums(self, first: bool, last: bool, batch: ExpectedBatch) -> TimeBreakdown:
+        """The all-reduces outside of layers: that of the embedding."""
+        if not first:
+            return TimeBreakdown()
+        nbytes = batch.tokens * self.spec.hidden_size * self.facts.message_bytes
+        return all_reduce_time(len(self.cuts), nbytes, self.link)
 
     def _begin(self, first: bool, batch: ExpectedBatch) -> TimeBreakdown:
         """Until all ranks have the batch: its leader sends it to the others.
@@ -166,13 +182,14 @@ class StageTeam:
     def _each(self) -> list[Device]:
         return [self.cluster.devices[device] for device in self.devices]
 
-    def _work(self, layer: LayerSpec, batch: ExpectedBatch, device: Device, cut: Cut) -> TimeBreakdown:
+    def _work(self, layer: LayerSpec, batch: ExpectedBatch, place: int) -> TimeBreakdown:
         """What one rank computes of one layer: products with weights, attention over keys and values, operations."""
-        spec, facts = self.spec, self.facts
+        spec, cut, facts = self._held[place], self.cuts[place], self.facts
+        device = self.cluster.devices[self.devices[place]]
         keys = 1 if layer.delta else batch.keys if layer.window is None else min(batch.keys, layer.window)
         rate = device.matrix_rate(facts.dtype, batch.tokens)
         products = (layer_flops(spec, layer, cut, (1,)) - attention_flops(spec, layer, cut, (1,))) * batch.tokens
-        weights = read_elements(spec, layer, cut, batch.tokens) * mean_linear_bytes(self._held, facts.weight_bytes)
+        weights = read_elements(spec, layer, cut, batch.tokens) * mean_linear_bytes(spec, facts.weight_bytes)
         scores = attention_flops(spec, layer, cut, (1,)) * keys * batch.tokens
         if layer.delta:  # states are read and written
             cache = 2 * state_elements(layer.delta, cut) * max(4, facts.item_bytes) * batch.sequences
@@ -200,7 +217,7 @@ class StageTeam:
 
     def _memory(self, layers: range, place: int, end: bool = True) -> ServingMemory:
         spec, facts, cut = self.spec, self.facts, self.cuts[place]
-        first, last = end_bytes(self._held, layers, cut, facts.weight_bytes)
+        first, last = end_bytes(self._held[place], layers, cut, facts.weight_bytes)
         weights = sum(self._layer_bytes(number, place) for number in layers) + first + (last if end else 0)
         kinds = Counter(spec.layers[number] for number in cached_layers(spec, layers))
         per_token = sum(
@@ -218,9 +235,10 @@ class StageTeam:
 
     def _layer_bytes(self, number: int, place: int) -> float:
         # Layers of one kind may still be in other bits.
-        key = (kind_of(self.spec.layers[number]) if self._held.quantization is None else number, place)
+        held = self._held[place]
+        key = (kind_of(self.spec.layers[number]) if held.quantization is None else number, place)
         if key not in self._sizes:
-            self._sizes[key] = layer_bytes(self._held, number, self.cuts[place], self.facts.weight_bytes)
+            self._sizes[key] = layer_bytes(held, number, self.cuts[place], self.facts.weight_bytes)
         return self._sizes[key]
 
 

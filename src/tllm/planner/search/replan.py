@@ -25,7 +25,8 @@ def replan(plan: Plan, ranks: Collection[int]) -> Plan:
     """The plan on `ranks` alone, in their order. Raises PlanError if no rank is left.
 
     A stage keeps those of its ranks that are left, with their shares; one without any is gone. Layers go to the stages
-    in proportion to what their ranks held of them before, so a rank that was given little is still given little.
+    in proportion to what their ranks held of them before, so a rank that was given little is still given little. Where
+    a grid has lost a rank, weights are cut one way.
     """
     plan.check_serving()
     assert set(ranks) <= set(range(plan.world_size)), "only ranks of the plan can be left of it"
@@ -41,7 +42,9 @@ def replan(plan: Plan, ranks: Collection[int]) -> Plan:
     scale = lcm(*(layers.denominator for layers in held))
     bounds = proportional(plan.stages[-1].stop, tuple(int(layers * scale) for layers in held), "layers")
     runs = (Stage(start, stop, shares) for (start, stop), (_, shares) in zip(bounds, stages, strict=True))
-    return Plan(tuple(runs), plan.experts)
+    is_grid = all(len(places) == stage.tp for places, stage in zip(kept, plan.stages, strict=True) if places)
+    tensor = plan.tensor if is_grid and any(len(shares) > 1 for _, shares in stages) else "1d"
+    return Plan(tuple(runs), plan.experts, tensor)
 
 
 def training_plans_on(plan: Plan, ranks: Collection[int]) -> Iterator[tuple[Plan, tuple[int, ...]]]:

@@ -22,8 +22,10 @@ from tllm.planner.cost.collective_bytes import all_reduce
 from tllm.planner.cost.message_time import TimeBreakdown, transfer_after_compute
 from tllm.planner.cost.serving_load import ExpectedBatch, RingSeconds, ServingFacts, ServingLoad, loads
 from tllm.planner.cost.stage_team import TOKEN_ID, ServingMemory, StageTeam
+from tllm.planner.cost.tensor_parallel.grid_team import stage_team
+from tllm.planner.cost.tensor_parallel.serving_traffic import StageSums
 from tllm.spec.model_spec import ModelSpec
-from tllm.spec.plan import Plan, Stage
+from tllm.spec.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def predict_serving(
     plan.check_serving()
     if len(devices) != plan.world_size:
         raise PlanError(f"the plan has {plan.world_size} ranks and {len(devices)} devices are given")
-    teams = [StageTeam(spec, cluster, [devices[r] for r in plan.ranks(i)], plan, i, facts) for i in range(plan.pp)]
+    teams = [stage_team(spec, cluster, [devices[r] for r in plan.ranks(i)], plan, i, facts) for i in range(plan.pp)]
     predictions = (_under(load, plan, teams) for load in loads(plan.pp, facts))
     return min(predictions, key=lambda prediction: prediction.seconds)
 
@@ -154,7 +156,13 @@ def hop_bytes(spec: ModelSpec, facts: ServingFacts) -> int:
     return round(spec.widest_hop * facts.message_bytes)
 
 
-def all_reduce_bytes(spec: ModelSpec, stage: Stage, facts: ServingFacts) -> int:
-    """Bytes that each rank of a stage sends for one token, in two all-reduces of each of its layers."""
-    whole = 2 * (stage.stop - stage.start) * all_reduce(spec.hidden_size, facts.item_bytes, 0, stage.tp)
-    return round(whole * facts.message_bytes / facts.item_bytes) if stage.tp > 1 else 0
+def all_reduce_bytes(spec: ModelSpec, plan: Plan, index: int, facts: ServingFacts) -> int:
+    """Bytes that each rank of a stage sends for one token, in two all-reduces of each of its layers; those on a grid in
+    the mean, in all that it sums."""
+    stage, shape = plan.stages[index], plan.grid_of(index)
+    if shape is None:
+        whole = 2 * (stage.stop - stage.start) * all_reduce(spec.hidden_size, facts.item_bytes, 0, stage.tp)
+        return round(whole * facts.message_bytes / facts.item_bytes) if stage.tp > 1 else 0
+    sums, layers = StageSums(spec, shape, stage.tp), spec.layers[stage.start : stage.stop]
+    sent = sum(one.sent(facts.item_bytes).bytes for layer in layers for one in sums.of_layer(layer, 1))
+    return round(sent / stage.tp * facts.message_bytes / facts.item_bytes)

@@ -61,6 +61,11 @@ class GridShape:
         """The block of tokens for which it attends, computes an MLP's width, and has logits and labels."""
         return at.row * self.side + at.layer if self.mode == "3d" else self.outer_block(at)
 
+    @property
+    def width_parts(self) -> int:
+        """Into how many parts weights cut the width of hidden states."""
+        return self.side * self.side if self.mode == "3d" else self.side
+
     def __str__(self) -> str:
         sides = f"{self.side}x{self.side}"
         return sides if self.mode == "2d" else f"{sides}x{self.depth}"

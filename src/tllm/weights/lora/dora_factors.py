@@ -18,13 +18,16 @@ class DoraFactors(nn.Module):
     """m of the outputs of one linear that `update` adapts, without values yet, and f once they and `update` have some.
 
     Each rank adds up the squares of the columns that it holds, when the adapter is loaded (`measure`). Where inputs are
-    cut, the ranks `tp` add theirs together in the first batch that needs them: all of them compute that one.
+    cut, the ranks that sum the linear's products, of `tp` if its own sum is left to others, add theirs together in the
+    first batch that needs them: all of them compute that one.
     """
 
     def __init__(self, linear: nn.Module, update: DoraUpdate, tp: Group) -> None:
         super().__init__()
         self.m = nn.ParameterList(update.magnitudes())
-        self.tp = tp if isinstance(linear, RowLinear) else None
+        self.tp: Group | None = None
+        if isinstance(linear, RowLinear):
+            self.tp = tp if linear.seam is None else linear.seam.tp
         self.spans, self.outputs = update.spans, update.outputs
         self.squares_S: Tensor | None = None  # of the rows of all spans
         self.factor_F: Tensor | None = None

@@ -20,6 +20,18 @@ def test_table_names_each_rank(folder: Path, capsys: pytest.CaptureFixture[str])
     assert "3/4" in text
 
 
+def test_grids_are_shown_beside_1d(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for plan in ("tp=4", "tp=4,tensor=2d", "pp=2,tp=1+4,tensor=2d"):
+        assert main(["plan", str(folder), "--plan", plan]) == 0
+        shown = capsys.readouterr().out
+        assert "what each of 4 ranks of a stage sends for a batch that is served" in shown
+        assert [line.split()[:2] for line in shown.splitlines()[-4:-2]] == [["1d", "4"], ["2d", "2x2"]]
+        assert "tensor=2d sends the fewest bytes; " in shown, "sums this short go to every other rank"
+    for plan in ("tp=2", "pp=2", "tp=4,shares=1:1:1:2"):
+        assert main(["plan", str(folder), "--plan", plan]) == 0
+        assert "what each of" not in capsys.readouterr().out
+
+
 def test_json_is_a_plan_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     short = "pp=2,tp=1+2,layers=2+4,shares=1:3"
     assert main(["plan", str(folder), "--plan", short, "--json"]) == 0

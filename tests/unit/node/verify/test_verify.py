@@ -17,6 +17,7 @@ from tllm.model.transformer import Transformer, build
 from tllm.node.roles.comparison_record import (
     Compared,
     Difference,
+    HeldPart,
     Record,
     compare,
     difference,
@@ -26,10 +27,10 @@ from tllm.node.roles.comparison_record import (
     place_of,
 )
 from tllm.node.roles.reference_model import DECODED, batches_of, limits_for, write_reference
-from tllm.node.roles.verify_rank import play
+from tllm.node.roles.verify_rank import held_part, play
 from tllm.node.verify.verdict import ROUNDING_64, Damaged, Differs, Pass, judge
 from tllm.node.verify.verify import as_pass
-from tllm.parallel.mesh import mesh_of
+from tllm.parallel.mesh import mesh_of, whole
 from tllm.parallel.shard import shard_of
 from tllm.spec.plan import Plan
 from tllm.weights.byte_source import LocalFiles
@@ -72,6 +73,10 @@ def run_whole(folder: Path, name: str = "", by: float = 0.0) -> tuple[Record, Tr
     return record, model
 
 
+def held(model: Transformer) -> HeldPart:
+    return held_part(whole(model.spec), model, batches_of(IDS, limits_for(model.spec, len(IDS))))
+
+
 def test_the_truth_is_what_the_plain_model_gives(folder: Path, truth: Path) -> None:
     """Its last logits are those of all tokens at once, with no cache."""
     written = torch.frombuffer(bytearray((truth / "logits.bin").read_bytes()), dtype=EXACT).view(1 + DECODED, -1)
@@ -83,7 +88,7 @@ def test_the_truth_is_what_the_plain_model_gives(folder: Path, truth: Path) -> N
 
 def test_the_model_is_equal_to_itself(folder: Path, truth: Path) -> None:
     record, model = run_whole(folder)
-    differences = compare(record, truth, model.vocab)
+    differences = compare(record, truth, held(model))
     layers = [f"layer {number}" for number in range(spec_of(folder).num_layers)]
     assert sorted(one.what for one in differences) == ["embedding", *layers, "logits"]
     assert all(one.equal and one.largest == 0 and one.scale > 0 for one in differences)
@@ -100,12 +105,12 @@ def test_layers_with_keys_of_others_are_compared_one_by_one(tmp_path: Path) -> N
     spec, limits = spec_of(model), limits_for(spec_of(model), len(IDS))
     write_reference(model, truth, spec, EXACT, batches_of(IDS, limits), limits)
     record, made = run_whole(model)
-    differences = compare(record, truth, made.vocab)
+    differences = compare(record, truth, held(made))
     assert len(differences) == 1 + spec.num_layers + 1
     assert max(one.relative for one in differences) < ROUNDING_64
     assert judge(as_pass([Compared(0, differences, fingerprints(made))], model, "float64", spec.num_layers), None).equal
     spoiled, made = run_whole(model, "model.layers.1.self_attn.v_proj.weight", 1.0)
-    found = as_pass([Compared(0, compare(spoiled, truth, made.vocab), fingerprints(made))], model, "float64", 4)
+    found = as_pass([Compared(0, compare(spoiled, truth, held(made)), fingerprints(made))], model, "float64", 4)
     assert judge(found, None).layer == "layer 1"
 
 
@@ -113,7 +118,7 @@ def test_layers_with_keys_of_others_are_compared_one_by_one(tmp_path: Path) -> N
 def test_a_damaged_weight_is_named_and_so_is_where_it_shows(folder: Path, truth: Path, layer: int) -> None:
     name = f"model.layers.{layer}.self_attn.v_proj.weight"
     record, model = run_whole(folder, name, 3.0)
-    differences = compare(record, truth, model.vocab)
+    differences = compare(record, truth, held(model))
     found = as_pass([Compared(0, differences, fingerprints(model))], folder, "float64", 4)
     assert [(one.layer, one.name) for one in found.damaged] == [(f"layer {layer}", name)]
     assert found.differs[0].what == f"layer {layer}", "no layer before it"
@@ -127,7 +132,7 @@ def test_a_damaged_weight_is_named_and_so_is_where_it_shows(folder: Path, truth:
 def test_a_bit_that_changes_nothing_is_found_by_its_digest(folder: Path, truth: Path) -> None:
     """The table's row of token 0, which no prompt holds."""
     record, model = run_whole(folder, "model.embed_tokens.weight", 1e-9)
-    found = as_pass([Compared(0, compare(record, truth, model.vocab), fingerprints(model))], folder, "float64", 4)
+    found = as_pass([Compared(0, compare(record, truth, held(model)), fingerprints(model))], folder, "float64", 4)
     if not spec_of(folder).tied:
         assert not found.differs
     assert judge(found, None).parameter == "model.embed_tokens.weight"

@@ -19,6 +19,9 @@ from tllm.spec.plan import Plan, Stage
         ("tp=3,shares=1:2:1", 4, {0, 1}, "pp=1,tp=2,layers=4,shares=1:2"),
         ("pp=2,tp=1+2,shares=1+3:1", 8, {0, 2}, "pp=2,tp=1+1,layers=6+2"),
         ("pp=2,tp=2,experts=spread", 4, {2, 3}, "pp=1,tp=2,layers=4,experts=spread"),
+        ("tp=4,tensor=2d", 8, {0, 1, 3}, "pp=1,tp=3,layers=8"),
+        ("pp=2,tp=1+4,tensor=2d", 8, {1, 2, 3, 4}, "pp=1,tp=4,layers=8,tensor=2d"),
+        ("pp=2,tp=1+4,tensor=2d", 8, {0}, "pp=1,tp=1,layers=8"),
         ("pp=2,tp=1+2", 6, {0, 1, 2}, "pp=2,tp=1+2,layers=3+3"),
     ],
 )

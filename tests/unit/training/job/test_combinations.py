@@ -84,6 +84,7 @@ def check(plan: str, config: dict[str, Any], **more: Any) -> None:
         ("tp=2", LLAMA, {"deterministic": True}, "tp=2"),
         ("dp=3", LLAMA, {"deterministic": True}, "does not divide 8"),
         ("pp=2", TIED, {"deterministic": True}, "tied embeddings"),
+        ("pp=2,tp=4,tensor=2d", LLAMA, {}, "2 runs of layers: in training a grid has all layers"),
         ("tp=4,tensor=2d", MIXTRAL, {}, "tensor=2d and a mixtral model with experts"),
         ("tp=8,tensor=3d", DELTA, {}, "tensor=3d and a qwen3_5_text model with gated delta nets"),
         ("tp=64,tensor=2.5d", dict(LLAMA, hidden_size=32, num_attention_heads=2, head_dim=16), {}, "query heads of 2"),

@@ -1,0 +1,80 @@
+"""`GridTeam`: the seconds that a batch takes on the devices of a stage whose ranks form a grid, and what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tllm.planner.cluster.device import Cluster
+from tllm.planner.cost.message_time import TimeBreakdown, all_reduce_time, transfer_time
+from tllm.planner.cost.serving_load import ExpectedBatch, ServingFacts
+from tllm.planner.cost.stage_team import StageTeam
+from tllm.planner.cost.tensor_parallel.serving_traffic import GroupSums, StageSums
+from tllm.spec.grid.grid_shape import GridShape
+from tllm.spec.model_spec import LayerSpec, ModelSpec
+from tllm.spec.plan import Plan
+
+
+class GridTeam(StageTeam):
+    """Products come from blocks of weights, and sums go along rows and columns; several squares divide the tokens."""
+
+    def __init__(
+        self, spec: ModelSpec, cluster: Cluster, devices: Sequence[int], plan: Plan, stage: int, facts: ServingFacts
+    ) -> None:
+        super().__init__(spec, cluster, devices, plan, stage, facts)
+        shape = plan.grid_of(stage)
+        assert shape is not None, "other stages are another team"
+        self._squares = shape.depth if shape.mode == "2.5d" else 1
+        square = GridShape("2d", shape.side) if self._squares > 1 else shape
+        self._sums = StageSums(spec, square, square.ranks)
+
+    def _own(self, batch: ExpectedBatch) -> ExpectedBatch:
+        """What one square has of a batch."""
+        if batch.tokens < self._squares:
+            return batch
+        count = self._squares
+        return replace(batch, tokens=batch.tokens / count, sequences=max(1.0, batch.sequences / count))
+
+    def _work(self, layer: LayerSpec, batch: ExpectedBatch, place: int) -> TimeBreakdown:
+        return super()._work(layer, self._own(batch), place)
+
+    def _overhead(self, layer: LayerSpec, batch: ExpectedBatch) -> float:
+        sums = self._sums.of_layer(layer, 1)
+        sent = sum((one.ranks - 1) * self._bytes(one) for one in sums) * self._own(batch).tokens
+        return len(sums) * self.link.sync_overhead + sent * self.link.compute_overhead
+
+    def _all_reduces(self, layer: LayerSpec, batch: ExpectedBatch) -> TimeBreakdown:
+        time, own = TimeBreakdown(), self._own(batch)
+        for one in self._sums.of_layer(layer, 1):
+            time = time.plus(self._seconds(one, own.tokens))
+        if own is batch:
+            return time
+        cut = max(self.cuts, key=lambda cut: cut.kv_heads[1] - cut.kv_heads[0])
+        keys = 2 * (cut.kv_heads[1] - cut.kv_heads[0]) * self.spec.head_dim * self.facts.message_bytes
+        return time.plus(transfer_time((self._squares - 1) * keys * own.tokens, self.link))
+
+    def _end_sums(self, first: bool, last: bool, batch: ExpectedBatch) -> TimeBreakdown:
+        time = TimeBreakdown()
+        if first:
+            for one in self._sums.of_ends(1, 1, True, False):
+                time = time.plus(self._seconds(one, self._own(batch).tokens))
+        if last:
+            for one in self._sums.of_ends(1, 1, False, True):
+                time = time.plus(self._seconds(one, batch.rows))
+        return time
+
+    def _seconds(self, one: GroupSums, tokens: float) -> TimeBreakdown:
+        return all_reduce_time(one.ranks, self._bytes(one) * tokens, self.link)
+
+    def _bytes(self, one: GroupSums) -> float:
+        """Of one token, in the group that has most."""
+        item = self.facts.message_bytes
+        return max(one.elements) * (max(item, 4) if one.is_wide else item)
+
+
+def stage_team(
+    spec: ModelSpec, cluster: Cluster, devices: Sequence[int], plan: Plan, stage: int, facts: ServingFacts
+) -> StageTeam:
+    """The team of one stage of a plan, whose ranks may form a grid. Raises PlanError where it cannot be cut."""
+    team = StageTeam if plan.grid_of(stage) is None else GridTeam
+    return team(spec, cluster, devices, plan, stage, facts)
