@@ -75,7 +75,8 @@ def tokens_of_tile(first_heads: Sequence[int], by_amx: bool = False) -> int:
 class TiledAttention:
     """Attention of a batch's tokens, one call for each layer.
 
-    `tiles` may be given as what the kernel reads of them. `by_amx`: by the kernel for AMX (`fits_amx`). `first_heads` are the first query head of each kv head, and the number of heads at the end. A token sees the last
+    `tiles` may be given as what the kernel reads of them. `by_amx`: by the kernel for AMX (`fits_amx`).
+    `first_heads` are the first query head of each kv head, and the number of heads at the end. A token sees the last
     `window` keys up to its own (None: all of them).
     """
 

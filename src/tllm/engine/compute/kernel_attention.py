@@ -15,8 +15,8 @@ from tllm.model.attention import AttentionSpec
 class KernelAttention:
     """The rows of `entries`, which are the first of a batch or all of them, or with `by_amx` the last.
 
-    `first_heads` are the first query head of each kv head, and the number of heads at the end. `by_amx`: by the kernel for
-    AMX (`kernels/paged_attention.py`).
+    `first_heads` are the first query head of each kv head, and the number of heads at the end. `by_amx`: by the kernel
+    for AMX (`kernels/paged_attention.py`).
     """
 
     def __init__(
