@@ -7,7 +7,8 @@
  *     scores^T = K q^T      K lies in the cache as a product wants its first factor; q is packed once
  *     out^T   += V^T e^T    V^T is packed once for each block and for all rows; e^T are the exponentials, as bfloat16
  *
- * A product of tiles sums over 32 numbers: columns of a head in the first, keys in the second.
+ * A product of tiles sums over 32 numbers: columns of a head in the first, keys in the second. Scores are times log2 e, and
+ * exponentials of 2, which the processor scales by.
  */
 #include "attention.h"
 #include "threads.h"
@@ -16,8 +17,9 @@
 #define KEYS 256       /* of a block */
 #define MOST_WIDTH 256 /* of a head */
 #define PAIR 32        /* rows that are computed together: two tiles of them */
-#define HIDDEN -2e30f  /* the score of a key that a row does not see: e^(HIDDEN - LEAST) is 0 */
+#define HIDDEN -2e30f  /* the score of a key that a row does not see: 2^(HIDDEN - LEAST) is 0 */
 #define LEAST -1e30f   /* the largest score of a row before it has seen any */
+#define LOG2_E 1.44269504f
 
 #if HAS_TILES
 
@@ -62,7 +64,7 @@ static void begin_rows(const Attention *a, Rows rows, Buffers *w) {
             largest[r] = LEAST;
             if (row >= count) continue;
             from[r] = (int32_t)a->first_key[token], to[r] = (int32_t)(a->first_key[token] + a->num_keys[token]);
-            if (a->sinks) largest[r] = a->sinks[rows.head + row % rows.heads], sums[r] = 1;
+            if (a->sinks) largest[r] = a->sinks[rows.head + row % rows.heads] * LOG2_E, sums[r] = 1;
         }
         memcpy(w->from + tile, from, sizeof from), memcpy(w->to + tile, to, sizeof to);
         memcpy(w->largest + tile, largest, sizeof largest), memcpy(w->sums + tile, sums, sizeof sums);
@@ -127,36 +129,56 @@ INLINE int64_t extreme(i32x16 x, int most) {
     return found;
 }
 
+/* 2^x with a relative error below 3e-6, far less than the rounding of what comes out to bfloat16. NaN stays NaN. */
+INLINE __m512 exponential_of_2(__m512 x) {
+    const __m512 n = _mm512_roundscale_ps(x, 0), rest = _mm512_sub_ps(x, n);
+    __m512 p = _mm512_set1_ps(1.33335581e-3f);
+    p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(9.61812911e-3f));
+    p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(5.55041087e-2f));
+    p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(2.40226507e-1f));
+    p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(6.93147181e-1f));
+    p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(1.0f));
+    return _mm512_scalef_ps(p, n);
+}
+
 /* The weights of a tile of rows for `keys` keys from `first` on, as bfloat16 and but for the division by their sum; and
  * what was summed before, scaled for the largest score that there is now. */
-INLINE void weigh(const Attention *a, Buffers *w, int64_t tile, int64_t half, int64_t first, int64_t keys) {
-    f32x16 *scores = (f32x16 *)w->scores[half], most = w->largest[tile], sums = {};
+static void weigh(const Attention *a, Buffers *w, int64_t tile, int64_t half, int64_t first, int64_t keys) {
+    float *scores = w->scores[half];
     const i32x16 from = w->from[tile] - (int32_t)first, to = w->to[tile] - (int32_t)first;
     const int64_t all_from = extreme(from, 1), all_to = extreme(to, 0);
+    const __m512 before = (__m512)w->largest[tile];
+    __m512 most = before, even_sums = _mm512_setzero_ps(), odd_sums = _mm512_setzero_ps();
     for (int64_t key = 0; key < keys; key++) {
-        f32x16 some = scores[key] * a->scale;
-        if (a->softcap > 0) some = hyperbolic_tangent(some / a->softcap) * a->softcap;
+        __m512 some = _mm512_loadu_ps(scores + key * TILE_ROWS);
+        if (a->softcap > 0)
+            some = (__m512)(hyperbolic_tangent((f32x16)some * (a->scale / a->softcap)) * (a->softcap * LOG2_E));
+        else
+            some = _mm512_mul_ps(some, _mm512_set1_ps(a->scale * LOG2_E));
         if (key < all_from || key >= all_to) {
-            const i32x16 at = (i32x16){} + (int32_t)key, seen = (from <= at) & (at < to);
-            some = (f32x16)(((i32x16)some & seen) | ((i32x16)splat(HIDDEN) & ~seen));
+            const __m512i at = _mm512_set1_epi32((int32_t)key);
+            const __mmask16 seen = _mm512_cmple_epi32_mask((__m512i)from, at) & _mm512_cmplt_epi32_mask(at, (__m512i)to);
+            some = _mm512_mask_blend_ps(seen, _mm512_set1_ps(HIDDEN), some);
         }
-        scores[key] = some;
-        most = greater(some, most);
+        _mm512_storeu_ps(scores + key * TILE_ROWS, some);
+        most = _mm512_max_ps(some, most);
     }
     for (int64_t key = 0; key < keys; key += 2) {
-        const f32x16 even = exponential(scores[key] - most), odd = exponential(scores[key + 1] - most);
-        sums += even;
-        sums += odd;
-        const bf16x32 both = (bf16x32)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
+        const float *both_scores = scores + key * TILE_ROWS;
+        const __m512 even = exponential_of_2(_mm512_sub_ps(_mm512_loadu_ps(both_scores), most));
+        const __m512 odd = exponential_of_2(_mm512_sub_ps(_mm512_loadu_ps(both_scores + TILE_ROWS), most));
+        even_sums = _mm512_add_ps(even_sums, even);
+        odd_sums = _mm512_add_ps(odd_sums, odd);
+        const bf16x32 both = (bf16x32)_mm512_cvtne2ps_pbh(odd, even);
         const bf16x32 pairs = SHUFFLE(both, both, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24, 9, 25, 10,
                                       26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
         memcpy(w->weights[half] + key * TILE_ROWS, &pairs, sizeof pairs);
     }
-    const f32x16 scale = exponential(w->largest[tile] - most);
+    const f32x16 scale = (f32x16)exponential_of_2(_mm512_sub_ps(before, most));
     f32x16 *out = (f32x16 *)(w->out + tile * TILE_ROWS * a->width);
     for (int64_t i = 0; i < a->width; i++) out[i] *= scale;
-    w->sums[tile] = w->sums[tile] * scale + sums;
-    w->largest[tile] = most;
+    w->sums[tile] = w->sums[tile] * scale + (f32x16)_mm512_add_ps(even_sums, odd_sums);
+    w->largest[tile] = (f32x16)most;
 }
 
 /* Two tiles of rows from `tile` on, with `count` keys of a block from `first` on. */
