@@ -61,7 +61,7 @@ class WeightPartArguments(ctypes.Structure):
 
 
 class AttentionArguments(ctypes.Structure):
-    """`Attention` of csrc/paged_attention.c."""
+    """`Attention` of csrc/attention.h."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("q", "keys", "values", "key_scales", "value_scales", "sinks", "out")),
@@ -144,6 +144,8 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "tllm_convert": (None, [c_void_p, c_int, c_int64, c_void_p, c_int]),
     "tllm_copy_rows": (None, [c_void_p, *[c_int64] * 5, c_void_p]),
     "tllm_paged_attention": (None, [POINTER(AttentionArguments), c_int]),
+    "tllm_tiled_attention_scratch_bytes": (c_int64, [c_int]),
+    "tllm_tiled_attention": (None, [POINTER(AttentionArguments), c_int]),
     "tllm_write_codes": (None, [POINTER(CacheRowsArguments), c_int]),
     "tllm_shared_sum": (c_int, [c_void_p, c_void_p, c_int64, c_int]),
     "tllm_play": (c_int64, [POINTER(CallArguments), c_int64]),
@@ -152,10 +154,12 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
 
 
 class TileFunctions(NamedTuple):
-    """The product with plain weights by tiles, of processors that have those (`Library.has_tiles`)."""
+    """The product with plain weights and attention by tiles, of processors that have those (`Library.has_tiles`)."""
 
     bfloat16_matmul: Callable[..., None]
     scratch_bytes: Callable[..., int]
+    attention: Callable[..., None]
+    attention_scratch_bytes: Callable[..., int]
 
 
 class CacheFunctions(NamedTuple):
@@ -217,7 +221,10 @@ class Library:
         self.has_tiles = bool(functions.tllm_has_tiles())
         self.quantized_matmul = functions.tllm_quantized_matmul
         self.float_matmul = functions.tllm_float_matmul
-        self.tiles = TileFunctions(functions.tllm_bfloat16_matmul, functions.tllm_bfloat16_scratch_bytes)
+        self.tiles = TileFunctions(
+            *(functions.tllm_bfloat16_matmul, functions.tllm_bfloat16_scratch_bytes),
+            *(functions.tllm_tiled_attention, functions.tllm_tiled_attention_scratch_bytes),
+        )
         self.loading = LoadingFunctions(
             functions.tllm_pack_codes, functions.tllm_split_nibbles, functions.tllm_round_weights
         )

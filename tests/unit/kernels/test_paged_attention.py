@@ -1,4 +1,4 @@
-"""Attention over the paged cache by the kernel: against float64, and the same bits however tokens are put together."""
+"""Attention over the paged cache by the kernels: against float64, and the same bits however tokens are put together."""
 
 from __future__ import annotations
 
@@ -95,6 +95,40 @@ def test_a_prompt_has_the_same_bits_in_any_tiles(window: int | None, has_sinks: 
         torch.set_num_threads(before)
     torch.testing.assert_close(found[0], want, rtol=3e-6, atol=3e-6)
     assert all(torch.equal(one, found[0]) for one in found)
+
+
+@pytest.mark.skipif(not any(one.has_tiles for one in libraries()), reason="this processor has no AMX")
+@pytest.mark.parametrize("width", [32, 64, 96, 256])
+@pytest.mark.parametrize("window", [None, 1, 20, 300])
+@pytest.mark.parametrize(("softcap", "has_sinks"), [(0.0, False), (1.5, True)])
+def test_prompts_by_amx(width: int, window: int | None, softcap: float, has_sinks: bool) -> None:
+    """Over three blocks of keys whose slots are in four runs, in tiles that are full and not, with any threads."""
+    runs, start, stop = [range(100, 433), range(500, 850), range(10, 60), range(900, 967)], 150, 800
+    slots = torch.cat([torch.arange(run.start, run.stop) for run in runs])
+    torch.manual_seed(0)
+    keys, values = (torch.randn(2, 1000, width).bfloat16() for _ in range(2))
+    q = torch.randn(stop - start, 8, width).bfloat16()[:, :6]
+    sinks = torch.randn(6) * 3 if has_sinks else None
+    hidden = torch.arange(stop) > torch.arange(start, stop)[:, None]
+    if window is not None:
+        hidden |= torch.arange(stop) <= torch.arange(start, stop)[:, None] - window
+    want = torch.empty(q.shape)
+    for head in range(6):
+        k, v = (x[int(head >= HEADS[1]), slots[:stop]].float() for x in (keys, values))
+        scores = q[:, head].float() @ k.T * SCALE
+        scores = (torch.tanh(scores / softcap) * softcap if softcap else scores).masked_fill(hidden, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[head].expand(len(scores), 1)), 1)
+        want[:, head] = scores.softmax(1)[:, :stop] @ v
+    library, before = next(one for one in libraries() if one.has_tiles), torch.get_num_threads()
+    try:
+        for threads, tokens in ((1, 32), (2, 21)):
+            torch.set_num_threads(threads)
+            tiles = list(cut(start, stop, runs, tokens, window))
+            attend = TiledAttention(library, tiles, HEADS, SCALE, softcap, window, by_amx=True)
+            torch.testing.assert_close(attend(q, keys, values, sinks_N=sinks).float(), want, rtol=2e-2, atol=2e-2)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_bits_do_not_depend_on_where_pages_lie_or_who_is_beside() -> None:

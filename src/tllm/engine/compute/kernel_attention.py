@@ -1,7 +1,8 @@
-"""Attention of a batch's entries over the paged cache by our kernel."""
+"""Attention of a batch's entries over the paged cache by our kernels."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from tllm.engine.compute.kv_cache import KVCache, LayerCache, slot_runs
@@ -12,9 +13,10 @@ from tllm.model.attention import AttentionSpec
 
 
 class KernelAttention:
-    """The rows of `entries`, which are the first of a batch or all of them.
+    """The rows of `entries`, which are the first of a batch or all of them, or with `by_amx` the last.
 
-    `first_heads` are the first query head of each kv head, and the number of heads at the end.
+    `first_heads` are the first query head of each kv head, and the number of heads at the end. `by_amx`: by the kernel
+    for AMX (`kernels/paged_attention.py`).
     """
 
     def __init__(
@@ -24,23 +26,39 @@ class KernelAttention:
         spec: AttentionSpec,
         entries: tuple[BatchEntry, ...],
         first_heads: tuple[int, ...],
+        by_amx: bool = False,
     ) -> None:
-        most = tokens_of_tile(first_heads)
+        most = tokens_of_tile(first_heads, by_amx)
         tiles = [tile for entry in entries for tile in tiles_of(entry, cache.page_size, spec.window, most)]
         self.rows = sum(entry.count for entry in entries)
-        self._attend = TiledAttention(kernels, tiles, first_heads, spec.scale, spec.softcap or 0.0, spec.window)
+        self._rows = slice(-self.rows, None) if by_amx else slice(self.rows)
+        softcap = spec.softcap or 0.0
+        self._attend = TiledAttention(kernels, tiles, first_heads, spec.scale, softcap, spec.window, by_amx)
 
     def __call__(
         self, layer_cache: LayerCache, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, sinks_N: Tensor | None = None
     ) -> Tensor:
         return self._attend(
-            q_TNH[: self.rows],
+            q_TNH[self._rows],
             layer_cache.keys,
             layer_cache.values,
             layer_cache.key_scales,
             layer_cache.value_scales,
             sinks_N,
         )
+
+
+class RepliesAndPrompts:
+    """The rows of replies, which come first, and those of prompts, each in a way of their own."""
+
+    def __init__(self, replies: KernelAttention, prompts: KernelAttention) -> None:
+        self._replies, self._prompts = replies, prompts
+
+    def __call__(
+        self, layer_cache: LayerCache, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, sinks_N: Tensor | None = None
+    ) -> Tensor:
+        parts = self._replies, self._prompts
+        return torch.cat([part(layer_cache, q_TNH, k_TKH, v_TKH, sinks_N) for part in parts])
 
 
 def tiles_of(entry: BatchEntry, page_size: int, window: int | None, most: int) -> list[TokenTile]:

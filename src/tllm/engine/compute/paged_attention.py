@@ -15,13 +15,13 @@ from torch import Tensor
 from tllm.engine.compute.attention_choice import AttentionKind, fastest_way
 from tllm.engine.compute.cache_writer import cache_writer
 from tllm.engine.compute.gpu_attention import device_attention
-from tllm.engine.compute.kernel_attention import KernelAttention
+from tllm.engine.compute.kernel_attention import KernelAttention, RepliesAndPrompts
 from tllm.engine.compute.kv_cache import KVCache, LayerCache
 from tllm.engine.compute.positions import num_singles
 from tllm.engine.compute.recurrent_states import StateRuns
 from tllm.engine.compute.segmented_attention import SegmentedAttention
 from tllm.engine.schedule.batch import BatchEntry
-from tllm.kernels.paged_attention import fits
+from tllm.kernels.paged_attention import fits, fits_amx
 from tllm.kernels.row_operations import takes
 from tllm.model.attention import AttentionSpec, first_heads
 from tllm.model.recurrence import Advance
@@ -43,7 +43,7 @@ class PagedAttend:
     """The model's `Attend` for one batch: (layer, q [T, N, H], k [T, K, H], v [T, K, H], sinks [N]) -> [T, N, H].
 
     Replies are computed by the kernel. So are prompts where the cache `is_exact`, so that no number depends on how they
-    are cut; else by the kernel or by torch, whichever is faster here. Other devices than processors have their own way.
+    are cut; else by a kernel or by torch, whichever is fastest here. Other devices than processors have their own way.
     """
 
     def __init__(self, cache: KVCache, entries: tuple[BatchEntry, ...]) -> None:
@@ -81,12 +81,19 @@ class PagedAttend:
         cache, entries = self.cache, self.entries
         firsts = first_heads(spec, q_TNH.shape[1], spec.kv_shape[0])
         kernels = takes(q_TNH) if fits(q_TNH.shape[2], firsts) and not spec.bidirectional else None  # causal
-        replies = entries[: num_singles(entries)]
-        kind = AttentionKind.of(spec, entries[len(replies) :], q_TNH, spec.kv_shape[0])
+        replies, prompts = entries[: num_singles(entries)], entries[num_singles(entries) :]
+        kind = AttentionKind.of(spec, prompts, q_TNH, spec.kv_shape[0])
         if kernels is None:
             return {"torch": lambda: SegmentedAttention(cache, spec, entries)}, kind
         ways: Ways = {"kernel": lambda: KernelAttention(kernels, cache, spec, entries, firsts)}
-        if not cache.is_exact and replies != entries:
-            first = KernelAttention(kernels, cache, spec, replies, firsts) if replies else None
-            ways["torch"] = lambda: SegmentedAttention(cache, spec, entries, first)
+        if cache.is_exact or not prompts:
+            return ways, kind
+        first = KernelAttention(kernels, cache, spec, replies, firsts) if replies else None
+        ways["torch"] = lambda: SegmentedAttention(cache, spec, entries, first)
+        if cache.coding is None and fits_amx(kernels, q_TNH.shape[2], firsts, (q_TNH.dtype, cache.dtype)):
+            ways["AMX"] = lambda: _by_amx(first, KernelAttention(kernels, cache, spec, prompts, firsts, by_amx=True))
         return ways, kind
+
+
+def _by_amx(replies: KernelAttention | None, prompts: KernelAttention) -> BatchAttention:
+    return prompts if replies is None else RepliesAndPrompts(replies, prompts)

@@ -14,8 +14,6 @@
 
 #if HAS_TILES
 
-#define STEP 32                      /* columns of a product of tiles */
-#define TILE_BYTES 1024
 #define SUMS (TILE_ROWS * TILE_ROWS) /* of a tile */
 #define PANEL (2 * TILE_ROWS)        /* outputs, and rows, that are multiplied at once: four tiles of sums */
 
@@ -52,31 +50,6 @@ INLINE void multiply(float *sums, const uint8_t *w, const uint8_t *x, int64_t co
     }
     _tile_stored(0, sums, 64), _tile_stored(1, sums + SUMS, 64);
     _tile_stored(2, sums + 2 * SUMS, 64), _tile_stored(3, sums + 3 * SUMS, 64);
-}
-
-/* Rows of 16 numbers become columns. */
-INLINE void transpose(u32x16 *x) {
-    u32x16 y[TILE_ROWS];
-    for (int i = 0; i < 16; i += 2) {
-        y[i] = SHUFFLE(x[i], x[i + 1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
-        y[i + 1] = SHUFFLE(x[i], x[i + 1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
-    }
-    for (int i = 0; i < 16; i += 4)
-        for (int j = 0; j < 2; j++) {
-            const u32x16 a = y[i + j], b = y[i + 2 + j];
-            x[i + 2 * j] = SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
-            x[i + 2 * j + 1] = SHUFFLE(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-        }
-    for (int i = 0; i < 16; i += 8)
-        for (int j = 0; j < 4; j++) {
-            const u32x16 a = x[i + j], b = x[i + 4 + j];
-            y[i + j] = SHUFFLE(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
-            y[i + 4 + j] = SHUFFLE(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-        }
-    for (int j = 0; j < 8; j++) {
-        x[j] = SHUFFLE(y[j], y[8 + j], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
-        x[8 + j] = SHUFFLE(y[j], y[8 + j], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-    }
 }
 
 /* The sums of 16 rows from `row` on, with a panel of outputs, to their places in y. */

@@ -21,9 +21,10 @@ from tllm.engine.schedule.batch import BatchEntry
 from tllm.engine.schedule.limits import Limits
 from tllm.kernels.autotune import Autotuned
 from tllm.kernels.fastest import Choice
+from tllm.kernels.library import library
 from tllm.model.attention import AttentionSpec
 
-HEADS, KV_HEADS, WIDTH, PAGE = 4, 2, 16, 4
+HEADS, KV_HEADS, WIDTH, PAGE = 4, 2, 32, 4
 SHAPE = (KV_HEADS, WIDTH)
 SPECS = {
     "plain": AttentionSpec(scale=0.3, kv_shape=SHAPE),
@@ -173,6 +174,23 @@ def check_mixtures(spec: AttentionSpec, dtype: torch.dtype, scrambled: bool) -> 
                 want = reference(cache.kinds[cache.layers[layer].kind], q[rows], k_all, v_all, entry.start)
                 torch.testing.assert_close(got[rows].double(), want, rtol=0, atol=tolerance)
                 row += entry.count
+
+
+@pytest.mark.skipif(library() is None or not library().has_tiles, reason="this processor has no AMX")
+@pytest.mark.parametrize("scrambled", [False, True], ids=["one run", "scrambled"])
+@pytest.mark.parametrize("name", SPECS)
+def test_any_mixture_by_amx(name: str, scrambled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts, also those that go on after others of their sequence; replies beside them go by the kernel."""
+    chosen: list[str] = []
+
+    def choose(candidates: dict[str, Callable[[], object]]) -> Choice:
+        chosen.append("AMX" if "AMX" in candidates else "kernel")
+        return Choice(chosen[-1], dict.fromkeys(candidates, 1.0))
+
+    monkeypatch.setattr(attention_choice, "fastest", choose)
+    monkeypatch.setattr(attention_choice, "choices", Autotuned("attention of prompts"))
+    check_mixtures(SPECS[name], torch.bfloat16, scrambled)
+    assert set(chosen) == {"AMX"}
 
 
 @pytest.mark.parametrize("faster", ["kernel", "torch"])
