@@ -57,20 +57,22 @@ class ServingMemory:
 
 
 class StageTeam:
-    """The devices of one stage, their cut, and what a batch takes on them."""
+    """The devices of one stage, their cut, and what a batch takes on them. PlanError where there is too little to cut
+    for so many `shares`."""
 
     def __init__(
         self,
         spec: ModelSpec,
         cluster: Cluster,
         devices: Sequence[int],
-        plan: Plan,
-        stage: int,
+        shares: tuple[int, ...],
+        experts: Experts,
         facts: ServingFacts,
     ) -> None:
         self.spec, self.cluster, self.devices = spec, cluster, tuple(devices)
         self.facts = facts
-        self.cuts = cut_stage(spec, plan.stages[stage].shares, plan.experts)
+        self.cuts = cut_stage(spec, shares, experts)
+        self._each = [cluster.devices[device] for device in devices]
         link = cluster.slowest_link(self.devices)
         self.link = link.with_sync_overhead(link.layer_sync_overhead)
         self._layers: dict[tuple[Kind, ExpectedBatch], TimeBreakdown] = {}
@@ -89,7 +91,7 @@ class StageTeam:
         """A batch through one layer: what its ranks compute, and its all-reduces."""
         key = (kind_of(layer), batch)
         if key not in self._layers:
-            works = [self._work(layer, batch, device, cut) for device, cut in zip(self._each(), self.cuts, strict=True)]
+            works = [self._work(layer, batch, device, cut) for device, cut in zip(self._each, self.cuts, strict=True)]
             self._layers[key] = compute_and_all_reduce_time(
                 works, self._all_reduces(layer, batch), self._overhead(layer, batch)
             )
@@ -109,7 +111,7 @@ class StageTeam:
             time = time.plus(all_reduce_time(ranks, batch.tokens * D * self.facts.message_bytes, self.link))
         if last:
             works = []
-            for device, cut in zip(self._each(), self.cuts, strict=True):
+            for device, cut in zip(self._each, self.cuts, strict=True):
                 item = self.facts.weight_bytes
                 table = size(cut.vocab) * D * item - saved_table_bytes(self._held, cut, item, head=True)
                 flops = logits_flops(self.spec, cut, 1) * batch.rows
@@ -127,7 +129,7 @@ class StageTeam:
 
         On the `first` stage the leader is the driver, which schedules the batch before and is not a follower itself.
         """
-        leader, *others = self._each()
+        leader, *others = self._each
         driver, followers = (leader.driver_step(batch.sequences), others) if first else (0.0, [leader, *others])
         following = max((device.follower_step(batch.sequences) for device in followers), default=0.0)
         time = TimeBreakdown(operations=driver + following)
@@ -141,18 +143,17 @@ class StageTeam:
         drafts = self.facts.draft_model
         if drafts is None or not batch.draft_steps:
             return TimeBreakdown()
-        layers, facts = drafts.num_layers, replace(self.facts, draft_model=None, weight_bits=None)
-        alone = single_stage_plan((1,), layers, "cut")
-        team = StageTeam(drafts, self.cluster, self.devices[:1], alone, 0, facts)
+        facts = replace(self.facts, draft_model=None, weight_bits=None)
+        team = StageTeam(drafts, self.cluster, self.devices[:1], (1,), "cut", facts)
         step = ExpectedBatch(batch.sequences, batch.sequences, batch.keys, batch.sequences)
-        return team.batch_time(range(layers), step).times(batch.draft_steps)
+        return team.batch_time(range(drafts.num_layers), step).times(batch.draft_steps)
 
     def _cold(self, batch: ExpectedBatch) -> float:
         """Seconds by which a stage's layers take longer than repeated alone, because caches are cold: after a wait, or
         after the rest of a step. Where several ranks all-reduce, this is part of the synchronization overhead."""
         if batch.after_idle:
-            return max(device.after_wait_seconds for device in self._each())
-        return self._each()[0].cold_cache_seconds if len(self.devices) == 1 else 0.0
+            return max(device.after_wait_seconds for device in self._each)
+        return self._each[0].cold_cache_seconds if len(self.devices) == 1 else 0.0
 
     def memory(self, layers: range) -> list[ServingMemory]:
         """The memory of each rank that holds these layers."""
@@ -161,10 +162,7 @@ class StageTeam:
     def fits(self, layers: range, end: bool = True) -> bool:
         """Whether each rank has room; without `end`, room for the layers but not for the logits after them."""
         memory = [self._memory(layers, place, end) for place in range(len(self.cuts))]
-        return all(rank.total <= device.memory for rank, device in zip(memory, self._each(), strict=True))
-
-    def _each(self) -> list[Device]:
-        return [self.cluster.devices[device] for device in self.devices]
+        return all(rank.total <= device.memory for rank, device in zip(memory, self._each, strict=True))
 
     def _work(self, layer: LayerSpec, batch: ExpectedBatch, device: Device, cut: Cut) -> TimeBreakdown:
         """What one rank computes of one layer: products with weights, attention over keys and values, operations."""
@@ -234,14 +232,19 @@ def kind_of(layer: LayerSpec) -> Kind:
     return layer.window, layer.moe, layer.delta, layer.shares_keys
 
 
-def single_stage_plan(shares: tuple[int, ...], layers: int, experts: Experts) -> Plan:
-    """A plan of one stage, to work out what a team costs."""
-    return Plan((Stage(0, layers, shares),), experts)
+def stage_teams(
+    spec: ModelSpec, plan: Plan, cluster: Cluster, devices: Sequence[int], facts: ServingFacts
+) -> list[StageTeam]:
+    """The team of each stage of a plan, whose rank r runs on `devices[r]`."""
+    return [
+        StageTeam(spec, cluster, [devices[rank] for rank in plan.ranks(index)], stage.shares, plan.experts, facts)
+        for index, stage in enumerate(plan.stages)
+    ]
 
 
 def whole_model(spec: ModelSpec) -> Plan:
     """The plan of one device that has all of a model."""
-    return single_stage_plan((1,), spec.num_layers, "cut")
+    return Plan((Stage(0, spec.num_layers),))
 
 
 def _slower(compute: float, memory: float) -> TimeBreakdown:

@@ -21,7 +21,7 @@ from tllm.planner.cluster.device import Cluster
 from tllm.planner.cost.collective_bytes import all_reduce
 from tllm.planner.cost.message_time import TimeBreakdown, transfer_after_compute
 from tllm.planner.cost.serving_load import ExpectedBatch, RingSeconds, ServingFacts, ServingLoad, loads
-from tllm.planner.cost.stage_team import TOKEN_ID, ServingMemory, StageTeam
+from tllm.planner.cost.stage_team import TOKEN_ID, ServingMemory, StageTeam, stage_teams
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan, Stage
 
@@ -57,6 +57,11 @@ class ServingPrediction:
     """Of each rank."""
 
     @property
+    def chunk(self) -> RingSeconds:
+        """One chunk of prompts."""
+        return ring_seconds([(stage.prefill, stage.prefill_hop) for stage in self.stages])
+
+    @property
     def step_seconds(self) -> float:
         """Seconds of a decode step of all batches in flight."""
         return self.per_token * self.load.tokens_per_step
@@ -89,7 +94,7 @@ def predict_serving(
     plan.check_serving()
     if len(devices) != plan.world_size:
         raise PlanError(f"the plan has {plan.world_size} ranks and {len(devices)} devices are given")
-    teams = [StageTeam(spec, cluster, [devices[r] for r in plan.ranks(i)], plan, i, facts) for i in range(plan.pp)]
+    teams = stage_teams(spec, plan, cluster, devices, facts)
     predictions = (_under(load, plan, teams) for load in loads(plan.pp, facts))
     return min(predictions, key=lambda prediction: prediction.seconds)
 
