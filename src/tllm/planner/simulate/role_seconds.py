@@ -90,7 +90,9 @@ def sampling_seconds(
     sampling = facts.sampling
     assert sampling is not None, "asked of a job that samples"
     if plan.chunks > 1 or plan.cp > 1:
-        raise PlanError(f"the plan {plan} samples nothing: a completion's ring passes each stage once", "leave cp out")
+        raise PlanError(
+            f"the plan {plan} samples nothing: a completion's ring passes each stage once", "leave chunks and cp out"
+        )
     ring, kinds = Plan(plan.stages, plan.experts), dict[object, float]()
     for replica, count in enumerate(deal_microbatches(sampling.groups, plan.dp)):
         own = devices[replica * plan.replica_size :][: plan.replica_size]
