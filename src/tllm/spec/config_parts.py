@@ -139,6 +139,11 @@ def same_layers(config: Config, **of_each: Any) -> tuple[LayerSpec, ...]:
     return (LayerSpec(**of_each),) * config.number("num_hidden_layers")
 
 
+def all_but_each(count: int, every: int, other: str = "sliding_attention") -> list[str]:
+    """Kinds of layers as `layer_types` has them: each `every`-th sees all, and the others are of the other kind."""
+    return [other if (number + 1) % every else "full_attention" for number in range(count)]
+
+
 def layer_windows(config: Config, default: list[str], window: int | None) -> list[int | None]:
     """The window of each layer from `layer_types`, or from the family's own rule."""
     types = config.get("layer_types") or default

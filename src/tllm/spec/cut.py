@@ -92,8 +92,11 @@ def stage_cuts(spec: ModelSpec, plan: Plan, stage: int) -> tuple[Cut, ...]:
     PlanError for a model that no grid is for, or one that is too small.
     """
     shape, of_stage = plan.grid_of(stage), plan.stages[stage]
-    if shape is None:
-        return cut_stage(spec, of_stage.shares, plan.experts, plan.ep)
+    return cut_stage(spec, of_stage.shares, plan.experts, plan.ep) if shape is None else cut_grid(spec, shape)
+
+
+def cut_grid(spec: ModelSpec, shape: GridShape) -> tuple[Cut, ...]:
+    """The cut of every rank of a grid, which is that of its column. PlanError as for `stage_cuts`."""
     _check_grid(spec, shape)
     columns = cut_stage(spec, (1,) * shape.side)
     return tuple(columns[shape.place(rank).column] for rank in range(shape.ranks))

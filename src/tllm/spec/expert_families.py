@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from tllm.core.errors import ModelError
-from tllm.spec.config_parts import layer_windows, plain_rope, plain_spec, same_layers
+from tllm.spec.config_parts import all_but_each, layer_windows, plain_rope, plain_spec, same_layers
 from tllm.spec.hf_config import Config
 from tllm.spec.model_spec import DeltaSpec, LatentSpec, LayerSpec, ModelSpec, MoeSpec, RopeSpec
 from tllm.spec.rope_config import rope_spec, yarn_scale
@@ -207,7 +207,7 @@ def gpt_oss(config: Config) -> ModelSpec:
         alpha=config.positive("swiglu_alpha", 1.702),
         style="gpt_oss",
     )
-    default = ["full_attention" if i % 2 else "sliding_attention" for i in range(config.number("num_hidden_layers"))]
+    default = all_but_each(config.number("num_hidden_layers"), 2)
     rope = plain_rope(config, theta=1.5e5)
     windows = layer_windows(config, default, config.get("sliding_window", 128))
     layers = tuple(LayerSpec(rope=rope, window=window, moe=moe) for window in windows)
@@ -270,8 +270,7 @@ def _with_delta_nets(config: Config, layers: tuple[LayerSpec, ...], fused: bool,
         raise ModelError(f"{delta.value_heads} value heads cannot share {delta.key_heads} key heads evenly")
     if config.get("hidden_act", "silu") != "silu" or config.get("attn_output_gate", True) is False:
         raise ModelError(f"hidden_act or attn_output_gate of this {config.family} model is not handled")
-    interval = config.number("full_attention_interval", 4)
-    default = ["linear_attention" if (i + 1) % max(interval, 1) else "full_attention" for i in range(len(layers))]
+    default = all_but_each(len(layers), max(1, config.number("full_attention_interval", 4)), "linear_attention")
     kinds = config.get("layer_types") or default
     if set(kinds) - {"linear_attention", "full_attention"} or len(kinds) != len(layers):
         raise ModelError(f"layer_types {sorted(set(kinds))} for {len(kinds)} of {len(layers)} layers is not handled")

@@ -12,6 +12,7 @@ from typing import Any
 
 from tllm.core.errors import ModelError
 from tllm.spec.config_parts import (
+    all_but_each,
     both_ways,
     layer_windows,
     plain_rope,
@@ -103,7 +104,7 @@ def qwen3_vl(config: Config) -> ModelSpec:
 
 
 def gemma2(config: Config) -> ModelSpec:
-    default = ["full_attention" if i % 2 else "sliding_attention" for i in range(config.number("num_hidden_layers"))]
+    default = all_but_each(config.number("num_hidden_layers"), 2)
     windows = layer_windows(config, default, config.get("sliding_window", 4096))
     if config.flag("use_bidirectional_attention"):
         raise ModelError("use_bidirectional_attention of a gemma2 model is not handled", "no published model sets it")
@@ -122,7 +123,7 @@ def gemma3(config: Config) -> ModelSpec:
     count = config.number("num_hidden_layers")
     if pattern < 1:
         raise ModelError(f"config.json: sliding_window_pattern={pattern} is not 1 or more")
-    default = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(count)]
+    default = all_but_each(count, pattern)
     windows = layer_windows(config, default, config.get("sliding_window", 4096))
     bidirectional = config.flag("use_bidirectional_attention")
     if bidirectional:  # the file counts the keys on both sides
@@ -143,7 +144,7 @@ def gemma4(config: Config) -> ModelSpec:
     if config.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise ModelError("use_bidirectional_attention='all' is not handled", "only causal language models are served")
     count, window = config.number("num_hidden_layers"), config.number("sliding_window")
-    default = ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(count)]
+    default = all_but_each(count, 6)
     default[-1:] = ["full_attention"]
     windows = layer_windows(config, default, window)
     if windows[-1] is not None:
@@ -219,8 +220,7 @@ def olmo2(config: Config) -> ModelSpec:
 def olmo3(config: Config) -> ModelSpec:
     """olmo2 with windows on three of four layers; contexts are scaled on the other layers only."""
     count = config.number("num_hidden_layers")
-    default = ["sliding_attention" if (i + 1) % 4 else "full_attention" for i in range(count)]
-    windows = layer_windows(config, default, config.get("sliding_window", 4096))
+    windows = layer_windows(config, all_but_each(count, 4), config.get("sliding_window", 4096))
     if config.positive("rope_theta", 5e5) != 5e5 and not rope_parameters_by_type(config)[0]:
         raise ModelError(
             f"rope_theta={config.get('rope_theta')} of an olmo3 model: whether layers with a window have it depends on "
@@ -240,7 +240,7 @@ def exaone4(config: Config) -> ModelSpec:
     turns = window is not None and isinstance(pattern, int) and pattern > 0
     if not turns and window is not None and config.get("layer_types") is None:
         raise ModelError(f"sliding_window_pattern={pattern!r} is not handled", "name each layer's kind in layer_types")
-    default = ["sliding_attention" if turns and (i + 1) % pattern else "full_attention" for i in range(count)]
+    default = all_but_each(count, pattern if turns else 1)
     rope = plain_rope(config)
     layers = tuple(
         LayerSpec(rope=None if window is not None and near is None else rope, window=near)

@@ -97,10 +97,9 @@ class Config:
         self._read = {"quantization_config", "quantization"}
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A key's value; null counts as absent only where the default is not None."""
+        """A key's value: the default where the file leaves it out, None where it has null."""
         self._read.add(key)
-        value = self.raw.get(key, default)
-        return default if value is None and key not in self.raw else value
+        return self.raw.get(key, default)
 
     def number(self, key: str, default: int | None = None) -> int:
         self._read.add(key)

@@ -6,7 +6,7 @@ The short form (`pp=2,tp=2`) is read by `plan_text`; the other form is JSON.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -124,7 +124,7 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def run_of(self, layer: int) -> int:
         """Which of the runs has a layer."""
-        return next(place for place, run in enumerate(self.runs) if layer in run)
+        return next(place for place, run in enumerate(self.stages) if layer < run.stop)
 
     def coordinates(self, rank: int) -> Coordinates:
         """A rank's place on each axis. Raises PlanError for a rank of no replica, as parameter servers are."""
@@ -139,8 +139,8 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def rank_of(self, at: Coordinates) -> int:
         """The global rank that stands there."""
-        before = self.cp * sum(stage.tp for stage in self.stages[: at.stage])
-        return at.replica * self.replica_size + before + at.cp * self.stages[at.stage].tp + at.tp
+        first = self.ranks(at.stage).start
+        return at.replica * self.replica_size + first + at.cp * self.stages[at.stage].tp + at.tp
 
     def place(self, rank: int) -> tuple[int, int]:
         """(stage, tp rank) of a global rank."""
@@ -261,23 +261,8 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True):
         """
         if text.endswith(".json"):
             return cls.load(Path(text), num_layers)
-        fields = read_fields(text, num_layers)
-        plan = cls(
-            tuple(Stage(*run) for run in fields.runs),
-            cast(Experts, fields.experts),
-            tensor=cast(TensorMode, fields.tensor),
-            dp=fields.dp,
-            cp=fields.cp,
-            ep=fields.ep,
-            zero=cast(Zero, fields.zero),
-            schedule=fields.schedule,
-            depth=fields.depth,
-            chunks=fields.chunks,
-            sequence=fields.sequence,
-            recompute=cast(Recompute, fields.recompute),
-            offload=cast(Offload, fields.offload),
-            servers=fields.servers,
-        )
+        fields = read_fields(text, num_layers)._asdict()
+        plan = cls(tuple(Stage(*run) for run in fields.pop("runs")), **fields)
         plan.check(num_layers)
         return plan
 

@@ -51,7 +51,7 @@ class RunFields(NamedTuple):
 
 
 class PlanFields(NamedTuple):
-    """The value of each field of a `Plan`, where `experts` to `offload` are words that are known."""
+    """The value of each field of a `Plan` under its name, the stages as `runs`; words are among the `CHOICES`."""
 
     runs: tuple[RunFields, ...]
     experts: str

@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from tllm.cli.arguments.survey_settings import serving_facts, within
 from tllm.cli.display.tables import indented_json, table
 from tllm.cli.display.tensor_modes import serving_modes

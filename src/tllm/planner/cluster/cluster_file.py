@@ -45,6 +45,7 @@ restart = "10 min"
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -83,18 +84,14 @@ class _Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     profile: str | None = None
 
 
-class _Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    latency: Number
-    bandwidth: Number
+class _Group(_Link, frozen=True, forbid_unknown_fields=True):
     name: str = "group"
     nodes: tuple[str, ...] = ()
     size: int = 0
 
 
-class _Pair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Pair(_Link, frozen=True, forbid_unknown_fields=True):
     between: tuple[str, str]
-    latency: Number
-    bandwidth: Number
     back: _Link | None = None
 
 
@@ -176,20 +173,8 @@ def cluster_from(raw: Mapping[str, object], path: Path) -> Cluster:
 
 
 def _execution(given: _Execution) -> Execution:
-    return Execution(
-        collectives=given.collectives,
-        overlap=tuple(given.beside.items()),
-        slowdown=given.slowdown,
-        touches=given.touches,
-        loss_touches=given.loss_touches,
-        attention=given.attention,
-        recompute_share=given.again,
-        scores=given.scores,
-        fused_accumulation=given.fused_accumulation,
-        overlap_gradients=given.overlap_gradients,
-        waits_for_hops=given.waits_for_hops,
-        gradient_passes=given.gradient_passes,
-    )
+    fields = msgspec.structs.asdict(given)
+    return Execution(overlap=tuple(fields.pop("beside").items()), recompute_share=fields.pop("again"), **fields)
 
 
 def _failures(given: _Failures) -> Failures:
@@ -214,8 +199,7 @@ def _device(node: _Node, path: Path) -> Device:
                 f"node {node.name!r} has a profile and speeds of its own", "leave out profile, or the speeds"
             )
         return _profiled(path.parent / node.profile, memory, disk)
-    missing = [key for key in ("memory", "memory_bandwidth", "flops") if not getattr(node, key)]
-    missing = [key for key in missing if getattr(node, key) in (None, {})]
+    missing = [key for key in ("memory", "memory_bandwidth", "flops") if getattr(node, key) in (None, {})]
     if missing or memory is None or node.memory_bandwidth is None:
         raise ConfigError(
             f"node {node.name!r} lacks {', '.join(missing)}", "give them, or profile = FILE of `tllm profile`"
@@ -262,14 +246,14 @@ def _tiers(groups: Sequence[_Group], names: Sequence[str]) -> tuple[Tier, ...]:
         else:
             size = int(positive(group.size, {"": 1.0}, f"size of group {group.name!r}"))
             group_of = tuple(index // size for index in range(len(names)))
-        link = _speed(_Link(group.latency, group.bandwidth), f"group {group.name!r}")
+        link = _speed(group, f"group {group.name!r}")
         tiers.append((size, Tier(group.name, group_of, link)))
     return tuple(tier for _, tier in sorted(tiers, key=lambda sized: sized[0]))
 
 
 def _both_directions(pair: _Pair, names: Sequence[str]) -> list[tuple[tuple[int, int], LinkSpeed]]:
     a, b = (_index(name, names, "pair") for name in pair.between)
-    there = _speed(_Link(pair.latency, pair.bandwidth), f"pair {pair.between[0]}, {pair.between[1]}")
+    there = _speed(pair, f"pair {pair.between[0]}, {pair.between[1]}")
     back = _speed(pair.back, f"pair {pair.between[1]}, {pair.between[0]}") if pair.back else there
     return [((a, b), there), ((b, a), back)]
 
@@ -288,8 +272,8 @@ def _speed(link: _Link, of: str) -> LinkSpeed:
 
 def _not_negative(given: Number, name: str, units: dict[str, float] = SECONDS) -> float:
     value = quantity(given, units, name)
-    if value < 0:
-        raise ConfigError(f"{name} is {shown(given)} and must not be below 0", f"for example {name} = 0")
+    if not 0 <= value < math.inf:
+        raise ConfigError(f"{name} is {shown(given)} and must be 0 or more", f"for example {name} = 0")
     return value
 
 

@@ -90,7 +90,7 @@ def buckets_of(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork
     (`spread`), or those of all other parameters. A table that another stage holds too comes last, by itself."""
     units, shared = work.learned(spec), list[Parameter]()
     if shares_table(spec, plan, work):
-        at = 0 if work.runs[0].start == 0 else -1
+        at = 0 if work.begins_model else -1
         *units[at], table = units[at]
         shared = [table]
     if plan.zero != 3:
@@ -104,5 +104,4 @@ def buckets_of(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork
 
 def shares_table(spec: ModelSpec, plan: Plan, work: RankWork) -> bool:
     """Whether this rank learns a tied table that a rank of another stage learns too."""
-    first, last = work.runs[0].start == 0, work.runs[-1].stop == spec.num_layers
-    return spec.tied and plan.pp > 1 and first != last and work.adapter is None
+    return spec.tied and plan.pp > 1 and work.begins_model != work.ends_model(spec) and work.adapter is None

@@ -134,8 +134,8 @@ def sending_seconds(sent: float, link: LinkSpeed, messages: int = 1) -> float:
 def stage_overheads(hops: LinkSpeed | Mapping[tuple[int, int], LinkSpeed], plan: Plan) -> list[float]:
     """For each pipeline stage, seconds of computing lost for each byte of one microbatch's rows, over its slowest link.
 
-    A link's `overhead` is for one byte received and one sent: half of it counts for each neighbour, of which the first
-    and the last stage have only one unless the stages form a ring.
+    A link's `compute_overhead` is for one byte received and one sent: half of it counts for each neighbour, of which
+    the first and the last stage have only one unless the stages form a ring.
     """
     is_ring, overheads = plan.chunks > 1, list[float]()
     for stage in range(plan.pp):

@@ -26,6 +26,12 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one number, by dtype."""
 
 
+def check_dtype(dtype: str) -> None:
+    """PlanError for a dtype that no weights are computed in."""
+    if dtype not in ITEM_BYTES:
+        raise PlanError(f"dtype {dtype!r} is not known", "known: " + ", ".join(ITEM_BYTES))
+
+
 ALL = "all-linear"
 """The target that stands for every linear that can be adapted."""
 
@@ -234,8 +240,7 @@ def rank_bytes(spec: ModelSpec, plan: Plan, dtype: str, kv_cache_dtype: str = "a
     Raises PlanError where the plan cannot be cut, ConfigError where there is no such cache.
     """
     plan.check(spec.num_layers)
-    if dtype not in ITEM_BYTES:
-        raise PlanError(f"dtype {dtype!r} is not known", "known: " + ", ".join(ITEM_BYTES))
+    check_dtype(dtype)
     item = ITEM_BYTES[dtype]
     ranks: list[RankBytes] = []
     for index, stage in enumerate(plan.stages):

@@ -20,6 +20,7 @@ from tllm.planner.cost.rank_bytes import (
     Parameter,
     adapted_linears,
     adapter_parameters,
+    check_dtype,
     lowest_adapted_layer,
     run_parameters,
 )
@@ -154,8 +155,7 @@ class TrainingFacts:
     bits (`training.step.invariant_layers`), or with other replies that are as long (KTO)."""
 
     def __post_init__(self) -> None:
-        if self.dtype not in ITEM_BYTES:
-            raise PlanError(f"dtype {self.dtype!r} is not known", "known: " + ", ".join(ITEM_BYTES))
+        check_dtype(self.dtype)
         for name in ("seq_len", "global_batch_size", "microbatch_size"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} is {getattr(self, name)}", f"give {name} of 1 or more")
@@ -279,6 +279,15 @@ class RankWork:
     """What is learned beside it."""
     known: dict[str, list[list[Parameter]]] = field(default_factory=dict, compare=False, repr=False)
     """Parameters once they were listed; ranks that hold the same share it, as there may be thousands of them."""
+
+    @property
+    def begins_model(self) -> bool:
+        """Whether it has the first layer, and the embedding with it."""
+        return self.runs[0].start == 0
+
+    def ends_model(self, spec: ModelSpec) -> bool:
+        """Whether it has the last layer, and what makes logits with it."""
+        return self.runs[-1].stop == spec.num_layers
 
     def learning(self, spec: ModelSpec) -> tuple[range, ...]:
         """The layers of each chunk that run a backward pass."""
@@ -423,8 +432,7 @@ class ScheduleKey(NamedTuple):
 
 def schedule_key(plan: Plan, microbatches: int, forward_only: int = 0) -> ScheduleKey:
     """What tells the schedule of `schedule_of` from others."""
-    learns_from = plan.run_of(forward_only) if forward_only else 0
-    return ScheduleKey(plan.schedule, plan.pp, microbatches, plan.depth, plan.chunks, learns_from)
+    return ScheduleKey(plan.schedule, plan.pp, microbatches, plan.depth, plan.chunks, plan.run_of(forward_only))
 
 
 @lru_cache(64)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from tllm.core.errors import PlanError
 from tllm.planner.cost.cache_room import MAX_NUM_BATCHED_TOKENS, PAGE_SIZE
-from tllm.planner.cost.rank_bytes import ITEM_BYTES
+from tllm.planner.cost.rank_bytes import ITEM_BYTES, check_dtype
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 from tllm.spec.quantized.cache_form import check_kv_cache_dtype
@@ -44,8 +44,7 @@ class ServingFacts:
     """Tokens of the longest sequence; None for as many as by default (`context_of`)."""
 
     def __post_init__(self) -> None:
-        if self.dtype not in ITEM_BYTES:
-            raise PlanError(f"dtype {self.dtype!r} is not known", "known: " + ", ".join(ITEM_BYTES))
+        check_dtype(self.dtype)
         check_kv_cache_dtype(self.kv_cache_dtype)
         for name in ("prompt", "reply", "concurrency"):
             if getattr(self, name) < 1:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tllm.planner.cluster.device import Cluster, Device
+from tllm.planner.cluster.device import Cluster
 from tllm.planner.cost.cache_room import PAGE_SIZE, RUNTIME_BYTES, batch_tokens, context_of, working_bytes
 from tllm.planner.cost.draft_bytes import draft_bytes
 from tllm.planner.cost.flops import attention_flops, attention_matrices, layer_flops, logits_flops
@@ -30,12 +30,11 @@ from tllm.planner.cost.rank_bytes import (
     end_bytes,
     kv_bytes,
     layer_bytes,
-    part_of_width,
     state_elements,
 )
 from tllm.planner.cost.serving_load import ExpectedBatch, ServingFacts
 from tllm.planner.cost.weight_bits import mean_linear_bytes, saved_table_bytes
-from tllm.spec.cut import Cut, as_layer, size, stage_cuts
+from tllm.spec.cut import Cut, as_layer, cut_stage, size
 from tllm.spec.model_spec import DeltaSpec, LayerSpec, ModelSpec, MoeSpec
 from tllm.spec.plan import Experts, Plan, Stage
 
@@ -65,27 +64,37 @@ class ServingMemory:
 
 
 class StageTeam:
-    """The devices of one stage, their cut, and what a batch takes on them."""
+    """The devices of one stage, their cut, and what a batch takes on them. PlanError where there is too little to cut
+    for so many `shares`."""
 
     def __init__(
         self,
         spec: ModelSpec,
         cluster: Cluster,
         devices: Sequence[int],
-        plan: Plan,
-        stage: int,
+        shares: tuple[int, ...],
+        experts: Experts,
         facts: ServingFacts,
     ) -> None:
         self.spec, self.cluster, self.devices = spec, cluster, tuple(devices)
         self.facts = facts
-        self.cuts = stage_cuts(spec, plan, stage)
+        self.cuts = self._cut(shares, experts)
+        self._each = [cluster.devices[device] for device in devices]
         link = cluster.slowest_link(self.devices)
         self.link = link.with_sync_overhead(link.layer_sync_overhead)
         self._layers: dict[tuple[Kind, ExpectedBatch], TimeBreakdown] = {}
         self._sizes: dict[tuple[Kind | int, int], float] = {}
         # The bits that are asked for count for every weight, whatever the model's files have.
-        held, shape = spec if facts.weight_bits is None else replace(spec, quantization=None), plan.grid_of(stage)
-        self._held = [part_of_width(held, shape, place) for place in range(len(self.cuts))]
+        held = spec if facts.weight_bits is None else replace(spec, quantization=None)
+        self._held = [self._held_by(held, place) for place in range(len(self.cuts))]
+
+    def _cut(self, shares: tuple[int, ...], experts: Experts) -> tuple[Cut, ...]:
+        """What each rank has of the model's heads, widths and words."""
+        return cut_stage(self.spec, shares, experts)
+
+    def _held_by(self, spec: ModelSpec, place: int) -> ModelSpec:
+        """The model whose weights a rank has its cut of."""
+        return spec
 
     def batch_time(self, layers: range, batch: ExpectedBatch) -> TimeBreakdown:
         """A batch through these layers, and through the model's ends if its first or last layer is among them."""
@@ -118,7 +127,7 @@ class StageTeam:
         time = time.plus(self._end_sums(first, last, batch))
         if last:
             works = []
-            for device, cut, held in zip(self._each(), self.cuts, self._held, strict=True):
+            for device, cut, held in zip(self._each, self.cuts, self._held, strict=True):
                 item = self.facts.weight_bytes
                 table = size(cut.vocab) * held.hidden_size * item - saved_table_bytes(held, cut, item, head=True)
                 flops = logits_flops(held, cut, 1) * batch.rows
@@ -143,7 +152,7 @@ class StageTeam:
 
         On the `first` stage the leader is the driver, which schedules the batch before and is not a follower itself.
         """
-        leader, *others = self._each()
+        leader, *others = self._each
         driver, followers = (leader.driver_step(batch.sequences), others) if first else (0.0, [leader, *others])
         following = max((device.follower_step(batch.sequences) for device in followers), default=0.0)
         time = TimeBreakdown(operations=driver + following)
@@ -157,18 +166,17 @@ class StageTeam:
         drafts = self.facts.draft_model
         if drafts is None or not batch.draft_steps:
             return TimeBreakdown()
-        layers, facts = drafts.num_layers, replace(self.facts, draft_model=None, weight_bits=None)
-        alone = single_stage_plan((1,), layers, "cut")
-        team = StageTeam(drafts, self.cluster, self.devices[:1], alone, 0, facts)
+        facts = replace(self.facts, draft_model=None, weight_bits=None)
+        team = StageTeam(drafts, self.cluster, self.devices[:1], (1,), "cut", facts)
         step = ExpectedBatch(batch.sequences, batch.sequences, batch.keys, batch.sequences)
-        return team.batch_time(range(layers), step).times(batch.draft_steps)
+        return team.batch_time(range(drafts.num_layers), step).times(batch.draft_steps)
 
     def _cold(self, batch: ExpectedBatch) -> float:
         """Seconds by which a stage's layers take longer than repeated alone, because caches are cold: after a wait, or
         after the rest of a step. Where several ranks all-reduce, this is part of the synchronization overhead."""
         if batch.after_idle:
-            return max(device.after_wait_seconds for device in self._each())
-        return self._each()[0].cold_cache_seconds if len(self.devices) == 1 else 0.0
+            return max(device.after_wait_seconds for device in self._each)
+        return self._each[0].cold_cache_seconds if len(self.devices) == 1 else 0.0
 
     def memory(self, layers: range) -> list[ServingMemory]:
         """The memory of each rank that holds these layers."""
@@ -177,15 +185,12 @@ class StageTeam:
     def fits(self, layers: range, end: bool = True) -> bool:
         """Whether each rank has room; without `end`, room for the layers but not for the logits after them."""
         memory = [self._memory(layers, place, end) for place in range(len(self.cuts))]
-        return all(rank.total <= device.memory for rank, device in zip(memory, self._each(), strict=True))
-
-    def _each(self) -> list[Device]:
-        return [self.cluster.devices[device] for device in self.devices]
+        return all(rank.total <= device.memory for rank, device in zip(memory, self._each, strict=True))
 
     def _work(self, layer: LayerSpec, batch: ExpectedBatch, place: int) -> TimeBreakdown:
         """What one rank computes of one layer: products with weights, attention over keys and values, operations."""
         spec, cut, facts = self._held[place], self.cuts[place], self.facts
-        device = self.cluster.devices[self.devices[place]]
+        device = self._each[place]
         keys = 1 if layer.delta else batch.keys if layer.window is None else min(batch.keys, layer.window)
         rate = device.matrix_rate(facts.dtype, batch.tokens)
         products = (layer_flops(spec, layer, cut, (1,)) - attention_flops(spec, layer, cut, (1,))) * batch.tokens
@@ -252,14 +257,9 @@ def kind_of(layer: LayerSpec) -> Kind:
     return layer.window, layer.moe, layer.delta, layer.shares_keys
 
 
-def single_stage_plan(shares: tuple[int, ...], layers: int, experts: Experts) -> Plan:
-    """A plan of one stage, to work out what a team costs."""
-    return Plan((Stage(0, layers, shares),), experts)
-
-
 def whole_model(spec: ModelSpec) -> Plan:
     """The plan of one device that has all of a model."""
-    return single_stage_plan((1,), spec.num_layers, "cut")
+    return Plan((Stage(0, spec.num_layers),))
 
 
 def _slower(compute: float, memory: float) -> TimeBreakdown:

@@ -31,7 +31,7 @@ from math import comb
 from statistics import fmean
 
 from tllm.planner.cost.activations import logits_tokens
-from tllm.planner.cost.buckets import padded_elements
+from tllm.planner.cost.buckets import padded_elements, shares_table
 from tllm.planner.cost.collective_bytes import all_gather, all_reduce, reduce_scatter
 from tllm.planner.cost.rank_bytes import (
     AdapterFacts,
@@ -52,6 +52,7 @@ from tllm.planner.cost.rank_work import (
 )
 from tllm.spec.cut import Cut, Range, as_layer, cut_stage, size
 from tllm.spec.model_spec import LayerSpec, ModelSpec
+from tllm.spec.pipeline_schedule import StageChunk
 from tllm.spec.plan import Plan
 from tllm.spec.process_groups import targets
 
@@ -147,8 +148,7 @@ def _tp_of_ends(spec: ModelSpec, plan: Plan, work: RankWork) -> int:
     """Bytes for one microbatch: the embedding's all-reduce, that of the gradient of the last hidden state, and
     what the loss sends. A table beside an adapter has no gradient."""
     T, D, b = work.batch.tokens, spec.hidden_size, work.batch.item_bytes
-    first = any(run.start == 0 for run in work.runs)
-    last = any(run.stop == spec.num_layers for run in work.runs)
+    first, last = work.begins_model, work.ends_model(spec)
     loss = last * _of_loss(spec, work)
     if plan.sequence:
         gather, scatter = _gather_scatter(spec, work)
@@ -176,8 +176,7 @@ def _gather_scatter(spec: ModelSpec, work: RankWork) -> tuple[int, int]:
 def _hops(spec: ModelSpec, plan: Plan, work: RankWork) -> int:
     """Bytes for one microbatch, forward and backward, to the neighbouring stages."""
     sent, row = 0, work.batch.rows * spec.hidden_size * work.batch.item_bytes
-    below = forward_only_layers(spec, work)
-    learns_from = plan.run_of(below) if below else 0
+    learns_from = plan.run_of(forward_only_layers(spec, work))
     for chunk in range(plan.chunks):
         here = chunk * plan.pp + work.at.stage
         for there in (here - 1, here + 1):
@@ -255,7 +254,7 @@ def _gathered(spec: ModelSpec, plan: Plan, work: RankWork, spread: bool) -> int:
     total, there = 0, frozenset[str]()
     for op in schedule.lists[stage]:
         # The model's start has all its backward pass where others have the weights' half, which reads no weight.
-        starts = op.kind != "forward" and schedule.sends(stage, op._replace(kind="backward")) is None
+        starts = op.kind != "forward" and not schedule.wants_input_gradient(StageChunk(stage, op.chunk))
         if op.kind == ("backward_input" if starts else "backward_weight"):
             continue
         chunk = units[op.chunk]
@@ -315,13 +314,10 @@ def _parts(spec: ModelSpec, plan: Plan, work: RankWork, cuts: Sequence[Cut], lay
     """Elements of gradients of which other ranks of the replica have parts, once for each of these ranks."""
     if work.adapter is not None:
         return _parts_of_adapter(spec, plan, work, cuts, work.adapter)
-    first = any(run.start == 0 for run in work.runs)
-    last = any(run.stop == spec.num_layers for run in work.runs)
-    table = spec.tied and plan.pp > 1 and first != last
-    elements = table * size(work.cut.vocab) * spec.hidden_size
+    elements = shares_table(spec, plan, work) * size(work.cut.vocab) * spec.hidden_size
     others = [cut for place, cut in enumerate(cuts) if place != work.at.tp]
     elements += sum(_parts_of_layer(spec, layer, plan, work.cut, other) for layer in layers for other in others)
-    return elements + len(others) * plan.sequence * last * spec.hidden_size
+    return elements + len(others) * plan.sequence * work.ends_model(spec) * spec.hidden_size
 
 
 def _parts_of_adapter(spec: ModelSpec, plan: Plan, work: RankWork, cuts: Sequence[Cut], adapter: AdapterFacts) -> int:

@@ -39,8 +39,7 @@ def peak_pass_bytes(
     whole at once."""
     gathered = max(map(sum, pairwise(unit_bytes)), default=sum(unit_bytes))
     turning = PassBytes(live.activations, live.logits, largest_gradient, gathered)
-    is_at_both_ends = work.runs[0].start == 0 and work.runs[-1].stop == spec.num_layers
-    if not (spec.tied and is_at_both_ends) or work.adapter is not None:
+    if not (spec.tied and work.begins_model and work.ends_model(spec)) or work.adapter is not None:
         return turning
     layers = heap_part(live.layers_peak, layer_piece(spec, work))
     logits = heap_part(live.logits, logits_piece(spec, work))
@@ -68,5 +67,6 @@ def layer_piece(spec: ModelSpec, work: RankWork) -> int:
 
 def logits_piece(spec: ModelSpec, work: RankWork) -> int:
     """Bytes of one microbatch's logits; 0 on a rank that makes none."""
-    ends = any(run.stop == spec.num_layers for run in work.runs)
-    return ends * logits_tokens(work.batch) * head_width(spec, work.cut) * work.batch.upcast_bytes
+    if not work.ends_model(spec):
+        return 0
+    return logits_tokens(work.batch) * head_width(spec, work.cut) * work.batch.upcast_bytes

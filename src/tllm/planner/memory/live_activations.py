@@ -8,7 +8,7 @@ from typing import NamedTuple
 from tllm.planner.cost.activations import logits_bytes, recomputed_bytes, run_bytes, split_backward_bytes
 from tllm.planner.cost.rank_work import RankWork, ScheduleKey, cached_schedule, forward_only_layers, schedule_key
 from tllm.spec.model_spec import ModelSpec
-from tllm.spec.pipeline_schedule import Op, Schedule
+from tllm.spec.pipeline_schedule import Op, Schedule, StageChunk
 from tllm.spec.plan import Plan
 
 
@@ -82,7 +82,7 @@ class _Live:
         The first stage sends no gradient: there `backward_input` does nothing, and `backward_weight` does all.
         """
         chunk = self.chunks[op.chunk]
-        sends_nothing = op.kind != "forward" and self.schedule.sends(self.stage, op._replace(kind="backward")) is None
+        sends_nothing = not self.schedule.wants_input_gradient(StageChunk(self.stage, op.chunk))
         if op.kind == "forward":
             self._add(chunk.kept, chunk.logits)
         elif op.kind == "backward_weight" and not sends_nothing:

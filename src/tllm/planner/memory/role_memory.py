@@ -49,10 +49,9 @@ def role_memory(spec: ModelSpec, facts: TrainingFacts, work: RankWork) -> RoleMe
     """What a rank holds beside the policy."""
     cache, sampling = _sampling_bytes(spec, facts, work)
     is_held = facts.reference and facts.adapter is None
-    weights = (parameter.nbytes(facts.item_bytes) for unit in work.parameters(spec) for parameter in unit)
     return RoleMemory(
         cache,
-        math.ceil(sum(weights)) if is_held else 0,
+        _weight_bytes(spec, facts, work) if is_held else 0,
         _beside_rank_0(facts.teacher, work),
         _beside_rank_0(facts.reward, work),
         sampling,
@@ -94,10 +93,14 @@ def rollout_parts(spec: ModelSpec, facts: TrainingFacts) -> tuple[int, ...]:
     plan = facts.sampling.plan or whole_model(spec)
 
     def held(work: RankWork) -> int:
-        weights = (parameter.nbytes(facts.item_bytes) for unit in work.parameters(spec) for parameter in unit)
-        return math.ceil(sum(weights)) + sum(_sampling_bytes(spec, facts, work))
+        return _weight_bytes(spec, facts, work) + sum(_sampling_bytes(spec, facts, work))
 
     return tuple(map(held, rank_works(spec, plan, replace(facts, global_batch_size=1, microbatch_size=1))))
+
+
+def _weight_bytes(spec: ModelSpec, facts: TrainingFacts, work: RankWork) -> int:
+    """Of the model's weights on a rank, in the job's dtype."""
+    return math.ceil(sum(one.nbytes(facts.item_bytes) for unit in work.parameters(spec) for one in unit))
 
 
 def _sampling_bytes(spec: ModelSpec, facts: TrainingFacts, work: RankWork) -> tuple[int, int]:

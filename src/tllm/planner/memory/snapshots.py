@@ -78,7 +78,7 @@ def _item_bytes_of_kinds(facts: TrainingFacts) -> tuple[int, ...]:
 def _tensors(spec: ModelSpec, work: RankWork) -> tuple[int, ...]:
     """Elements of each parameter in the order of names: both ends of the model come before its layers."""
     units = work.learned(spec)
-    if work.adapter is None and work.runs[-1].stop == spec.num_layers:
+    if work.adapter is None and work.ends_model(spec):
         units = [units[-1], *units[:-1]]
     return tuple(parameter.elements for unit in units for parameter in unit)
 

@@ -93,18 +93,11 @@ def training_bytes(
 ) -> list[RankMemory]:
     """The memory of every rank of a plan, or of those of some replicas; parameter servers last.
 
-    Without spread experts, replicas with equally many microbatches hold equally much, but for what rank 0 reads: one of
-    each kind is looked at. Raises PlanError where the plan does not fit the model.
+    Raises PlanError where the plan does not fit the model.
     """
     spec, facts = as_learned(spec, facts.adapter), facts.as_large_as_may_be
-    some, counts = (
-        range(plan.replicas) if replicas is None else replicas,
-        deal_microbatches(facts.microbatches, plan.dp),
-    )
-    first: dict[tuple[int, bool], int] = {}
-    alike = [
-        first.setdefault((counts[replica], replica == 0), replica) if plan.ep == 1 else replica for replica in some
-    ]
+    some = range(plan.replicas) if replicas is None else replicas
+    alike = _representatives(plan, facts, some)
     works = rank_works(spec, plan, facts, list(dict.fromkeys(alike)))
     copies = snapshot_bytes(spec, plan, facts, works)
     saved = save_bytes(spec, plan, facts, works)
@@ -124,18 +117,22 @@ def training_bytes(
 
 @lru_cache(8)
 def rank_totals(spec: ModelSpec, plan: Plan, facts: TrainingFacts) -> tuple[int, ...]:
-    """The `total` of every rank of a plan, as `training_bytes` has it, fast for many replicas.
-
-    Replicas with equally many microbatches hold equally much, but for what rank 0 reads: one of each kind is looked at.
-    """
-    counts = deal_microbatches(facts.microbatches, plan.dp)
-    kinds: dict[tuple[int, bool], int] = {}
-    alike = [kinds.setdefault((count, replica == 0), replica) for replica, count in enumerate(counts)]
-    looked_at, size = list(kinds.values()), plan.replica_size
+    """The `total` of every rank of a plan, as `training_bytes` has it, fast for many replicas."""
+    alike = _representatives(plan, facts, range(plan.replicas))
+    looked_at, size = list(dict.fromkeys(alike)), plan.replica_size
     totals = [rank.total for rank in training_bytes(spec, plan, facts, looked_at)]
     of_replica = {replica: totals[at * size : (at + 1) * size] for at, replica in enumerate(looked_at)}
     servers = totals[len(looked_at) * size :]
     return tuple(total for replica in alike for total in of_replica[replica]) + tuple(servers)
+
+
+def _representatives(plan: Plan, facts: TrainingFacts, replicas: Sequence[int]) -> list[int]:
+    """For each of these replicas the first of them that holds as much: one with as many microbatches, but for replica
+    0, whose first rank reads the rows. Where experts are divided over replicas, each stands for itself."""
+    if plan.ep > 1:
+        return list(replicas)
+    counts, first = deal_microbatches(facts.microbatches, plan.dp), dict[tuple[int, bool], int]()
+    return [first.setdefault((counts[replica], replica == 0), replica) for replica in replicas]
 
 
 def _computing(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork) -> RankMemory:
@@ -273,19 +270,19 @@ def _servers(spec: ModelSpec, plan: Plan, facts: TrainingFacts, replica: RankWor
     """Parameter servers hold ranges of weights and states, and every replica's gradients of these while they arrive."""
     first = plan.replicas * plan.replica_size
     whole = sum(padded_elements(parameter) for unit in replica.parameters(spec) for parameter in unit)
-    ranges = [whole * (i + 1) // plan.servers - whole * i // plan.servers for i in range(plan.servers)]
-    return [
-        RankMemory(
-            rank=first + index,
-            weights=mine * facts.item_bytes,
-            gradients=mine * facts.full_precision_bytes * plan.replicas,
-            optimizer=mine * facts.full_precision_bytes * facts.states,
-            wide_weights=mine * facts.full_precision_bytes * (facts.item_bytes < facts.full_precision_bytes),
-            saving=mine
-            * (
-                facts.item_bytes
-                + facts.full_precision_bytes * (facts.states + (facts.item_bytes < facts.full_precision_bytes))
-            ),
+    b, w = facts.item_bytes, facts.full_precision_bytes
+    servers = list[RankMemory]()
+    for index in range(plan.servers):
+        mine = whole * (index + 1) // plan.servers - whole * index // plan.servers
+        weights, optimizer, wide_weights = mine * b, mine * w * facts.states, mine * w * (b < w)
+        servers.append(
+            RankMemory(
+                rank=first + index,
+                weights=weights,
+                gradients=mine * w * plan.replicas,
+                optimizer=optimizer,
+                wide_weights=wide_weights,
+                saving=weights + optimizer + wide_weights,
+            )
         )
-        for index, mine in enumerate(ranges)
-    ]
+    return servers

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
 from tllm.planner.cluster.device import Cluster
-from tllm.planner.cluster.device_kinds import Counts, counts_upto, kinds_of
+from tllm.planner.cluster.device_kinds import counts_upto, devices_for, kinds_of, orders_of
 
 MOST_ORDERS = 24
 """Orders of devices that are all tried; of more only the cluster's own and those by speed."""
@@ -68,21 +67,14 @@ class EveryMesh:
         """Choices of devices, in orders that cost differently."""
         whole = tuple(map(len, self._kinds))
         for counts in counts_upto(whole, sum(whole)):
-            devices = [device for kind, number in zip(self._kinds, counts, strict=True) for device in kind[:number]]
-            if _permutations(counts) <= MOST_ORDERS:
-                yield from self._permuted(counts, ())
+            orders, are_all = orders_of(counts, MOST_ORDERS)
+            if are_all:
+                yield from (devices_for(self._kinds, order) for order in orders)
             else:
                 self.is_exhaustive = False
-                orders = [tuple(sorted(devices)), self._by_speed(devices, -1), self._by_speed(devices, 1)]
-                yield from dict.fromkeys(orders)
-
-    def _permuted(self, left: Counts, order: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """Every order of so many devices of each kind that begins with the kinds of `order`."""
-        if not any(left):
-            yield tuple(self._kinds[kind][order[:place].count(kind)] for place, kind in enumerate(order))
-        for kind, count in enumerate(left):
-            if count:
-                yield from self._permuted((*left[:kind], count - 1, *left[kind + 1 :]), (*order, kind))
+                devices = devices_for(self._kinds, orders[0])
+                some = [tuple(sorted(devices)), self._by_speed(devices, -1), self._by_speed(devices, 1)]
+                yield from dict.fromkeys(some)
 
     def _by_speed(self, devices: Sequence[int], sign: int) -> tuple[int, ...]:
         """Devices by their rate of products: the fastest first for a `sign` of -1, last for 1."""
@@ -104,8 +96,3 @@ def _led_by(first: int | None, devices: tuple[int, ...]) -> tuple[int, ...]:
 
 def _divisors(number: int) -> list[int]:
     return [part for part in range(1, number + 1) if number % part == 0]
-
-
-def _permutations(counts: Counts) -> int:
-    """How many orders there are of so many devices of each kind."""
-    return math.factorial(sum(counts)) // math.prod(map(math.factorial, counts))

@@ -32,11 +32,12 @@ WAITING = 0.1
 
 @dataclass(frozen=True)
 class Slowdown:
-    """`ranks[r]`: how many times as long rank r computes as in the beginning; `link_factor`: as long messages take."""
+    """Seconds now over those in the beginning."""
 
     rank_factors: tuple[float, ...]
-    """Of each rank."""
+    """Of what each rank computes."""
     link_factor: float = 1.0
+    """Of messages."""
 
     def differs(self, other: Slowdown) -> bool:
         """Whether some speed changed between the two."""
@@ -70,14 +71,12 @@ class DriftDetector:
         return now
 
     def _now(self) -> Slowdown:
-        before, after = ([statistics.median(column) for column in zip(*rows, strict=True)] for rows in self._both())
+        both = (self._first, self._last)
+        before, after = ([statistics.median(column) for column in zip(*rows, strict=True)] for rows in both)
         ranks = tuple(b / a for a, b in zip(before[:-2], after[:-2], strict=True))
         waits = before[-2] > WAITING * before[-1] or after[-2] > WAITING * after[-1]
         least = WAITING * before[-1]
         return Slowdown(ranks, max(after[-2], least) / max(before[-2], least) if waits else 1.0)
-
-    def _both(self) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
-        return self._first, list(self._last)
 
 
 def slowed_survey(survey: Survey, devices: Sequence[int], drift: Slowdown) -> Survey:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.cost.serving_load import ExpectedBatch, ServingFacts, ServingLoad
-from tllm.planner.cost.tensor_parallel.grid_team import stage_team
+from tllm.planner.cost.tensor_parallel.grid_team import stage_teams
 from tllm.planner.measured.survey import Survey, cluster_of
 from tllm.planner.search.drift import DriftDetector, Slowdown, slowed_survey
 from tllm.planner.search.serving_search import ServingChoice
@@ -60,11 +60,9 @@ class ServingDriftDetector:
     """Follows one plan while the cluster stays the same (one epoch)."""
 
     def __init__(self, spec: ModelSpec, choice: ServingChoice, cluster: Cluster, facts: ServingFacts) -> None:
-        plan, devices = choice.plan, choice.devices
+        plan = choice.plan
         self._plan, self._decode = plan, ServingLoad(plan.pp, facts).decode
-        self._teams = [
-            stage_team(spec, cluster, [devices[r] for r in plan.ranks(i)], plan, i, facts) for i in range(plan.pp)
-        ]
+        self._teams = stage_teams(spec, plan, cluster, choice.devices, facts)
         self._ranks, self._links = DriftDetector(plan.world_size), DriftDetector(1)
         self._expected = [team.batch_time(plan.runs[i], self._decode).seconds for i, team in enumerate(self._teams)]
         self._last: tuple[list[DecodeTotals], LoneStepTotals] | None = None

@@ -19,11 +19,10 @@ from tllm.core.errors import CapacityError, PlanError
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.cluster.device_kinds import kinds_of
 from tllm.planner.cost.serving_load import ServingFacts, ServingLoad, loads
-from tllm.planner.cost.stage_team import StageTeam, single_stage_plan
+from tllm.planner.cost.stage_team import StageTeam
 from tllm.planner.search.branch_and_bound import BranchAndBound, SearchSpace
 from tllm.planner.search.stage_options import StageOption, options_of
 from tllm.planner.simulate.serving import ServingPrediction, predict_serving
-from tllm.spec.cut import cut_stage
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Experts, Plan, Stage
 
@@ -190,11 +189,9 @@ class _Pipelines:
         if key not in self.known:
             shares = (1,) * len(devices)
             try:
-                cut_stage(self.spec, shares, experts)
+                team = StageTeam(self.spec, self.cluster, devices, shares, experts, self.facts)
             except PlanError:
-                return None
-            plan = single_stage_plan(shares, self.spec.num_layers, experts)
-            team = StageTeam(self.spec, self.cluster, devices, plan, 0, self.facts)
+                return None  # there are more ranks than there is to cut
             option = StageOption((len(devices),), devices, shares, team)
             self.known[key] = option if option.max_layers else None
         known = self.known[key]
@@ -247,7 +244,7 @@ def _ended(teams: list[StageOption]) -> list[StageOption]:
 
 def _too_large(spec: ModelSpec, cluster: Cluster, facts: ServingFacts, devices: Sequence[int]) -> CapacityError:
     """The error that says what one device would have to hold, and what all devices have."""
-    team = StageTeam(spec, cluster, devices[:1], single_stage_plan((1,), spec.num_layers, "cut"), 0, facts)
+    team = StageTeam(spec, cluster, devices[:1], (1,), "cut", facts)
     (whole,) = team.memory(range(spec.num_layers))
     memory = sum(cluster.devices[device].memory for device in devices)
     needed = whole.weights + whole.cache

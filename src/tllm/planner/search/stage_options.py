@@ -3,7 +3,6 @@ them under one load (`TimedOption`)."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -12,7 +11,8 @@ from tllm.core.errors import PlanError
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.cluster.device_kinds import Counts, Order, counts_upto, devices_for, orders_of
 from tllm.planner.cost.serving_load import ExpectedBatch, ServingFacts, ServingLoad
-from tllm.planner.cost.stage_team import StageTeam, single_stage_plan
+from tllm.planner.cost.stage_team import StageTeam
+from tllm.planner.search.microbatch_deals import lowest_terms
 from tllm.spec.cut import Cut, cut_stage, size
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Experts
@@ -109,8 +109,7 @@ def options_of(
         orders, are_all = orders_of(team_counts, MOST_ORDERS)
         is_exhaustive = is_exhaustive and are_all
         for order, shares in _unlike(spec, cluster, facts, kinds, orders, experts):
-            plan = single_stage_plan(shares, spec.num_layers, experts)
-            team = StageTeam(spec, cluster, devices_for(kinds, order), plan, 0, facts)
+            team = StageTeam(spec, cluster, devices_for(kinds, order), shares, experts, facts)
             option = StageOption(team_counts, order, shares, team)
             if option.max_layers:
                 options.append(option)
@@ -168,9 +167,7 @@ def shares_of(cluster: Cluster, devices: Sequence[int], facts: ServingFacts) -> 
 
 def whole_shares(amounts: Sequence[float]) -> tuple[int, ...]:
     """Small whole numbers in about the proportion of `amounts`."""
-    numbers = [max(1, round(SHARE_UNITS * amount / max(amounts))) for amount in amounts]
-    divisor = math.gcd(*numbers)
-    return tuple(number // divisor for number in numbers)
+    return lowest_terms(max(1, round(SHARE_UNITS * amount / max(amounts))) for amount in amounts)
 
 
 def _cheapest(sums: Sequence[float]) -> float:

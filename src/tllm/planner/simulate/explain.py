@@ -71,13 +71,10 @@ def decode_breakdowns(predicted: ServingPrediction, names: Sequence[str]) -> lis
 
 def prefill_breakdowns(predicted: ServingPrediction, names: Sequence[str]) -> list[StageBreakdown]:
     """Each stage while all prompts are computed (prefill)."""
-    stages, load = predicted.stages, predicted.load
-    total = sum(stage.prefill.seconds + stage.prefill_hop.seconds for stage in stages)
-    slowest = max(max(stage.prefill.seconds, stage.prefill_hop.sending) for stage in stages)
-    whole = load.prompt_seconds(total, slowest)
+    whole = predicted.load.prompt_seconds(*predicted.chunk)
     accounts = []
-    for name, stage in zip(names, stages, strict=True):
-        parts = stage.prefill.times(load.chunks)
+    for name, stage in zip(names, predicted.stages, strict=True):
+        parts = stage.prefill.times(predicted.load.chunks)
         accounts.append(StageBreakdown(name, parts, max(0.0, whole - parts.seconds)))
     return accounts
 

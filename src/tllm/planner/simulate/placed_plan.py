@@ -220,7 +220,7 @@ SAME: dict[str, Callable[[Coordinates, int], tuple[int, ...]]] = {
 
 
 class PlacedLinks:
-    """The links of a placed plan (`RankLinks`)."""
+    """The links of a placed plan (`SimulatedLinks`)."""
 
     def __init__(self, placed: PlacedPlan) -> None:
         self.placed = placed

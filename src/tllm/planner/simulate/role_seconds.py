@@ -23,8 +23,9 @@ from tllm.planner.cost.flops import BACKWARD
 from tllm.planner.cost.message_time import transfer_after_compute
 from tllm.planner.cost.rank_work import JudgeFacts, TrainingFacts, deal_microbatches, rank_works
 from tllm.planner.cost.serving_load import ExpectedBatch, SamplingFacts, ServingFacts
-from tllm.planner.cost.stage_team import StageTeam, whole_model
-from tllm.planner.simulate.serving import predict_serving, ring_seconds
+from tllm.planner.cost.stage_team import whole_model
+from tllm.planner.cost.tensor_parallel.grid_team import stage_teams
+from tllm.planner.simulate.serving import predict_serving
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 
@@ -90,7 +91,9 @@ def sampling_seconds(
     sampling = facts.sampling
     assert sampling is not None, "asked of a job that samples"
     if plan.chunks > 1 or plan.cp > 1:
-        raise PlanError(f"the plan {plan} samples nothing: a completion's ring passes each stage once", "leave cp out")
+        raise PlanError(
+            f"the plan {plan} samples nothing: a completion's ring passes each stage once", "leave chunks and cp out"
+        )
     ring, kinds = Plan(plan.stages, plan.experts), dict[object, float]()
     for replica, count in enumerate(deal_microbatches(sampling.groups, plan.dp)):
         own = devices[replica * plan.replica_size :][: plan.replica_size]
@@ -153,14 +156,13 @@ def row_seconds(judge: JudgeFacts, cluster: Cluster, *devices: int) -> float:
     spec, plan = judge.spec, judge.plan or whole_model(judge.spec)
     facts = ServingFacts(judge.dtype, judge.row, 1)
     row = ExpectedBatch(judge.row, 1, (judge.row + 1) / 2, judge.answered)
-    of_stages = [[devices[rank] for rank in plan.ranks(index)] for index in range(plan.pp)]
+    teams = stage_teams(spec, plan, cluster, devices, facts)
     seconds = 0.0
-    for index, (stage, own) in enumerate(zip(plan.stages, of_stages, strict=True)):
-        team = StageTeam(spec, cluster, own, plan, index, facts)
-        seconds += team.batch_time(range(stage.start, stage.stop), row).seconds
-    for (source, *_), (target, *_) in pairwise(of_stages):
+    for team, layers in zip(teams, plan.runs, strict=True):
+        seconds += team.batch_time(layers, row).seconds
+    for here, there in pairwise(teams):
         hop = judge.row * spec.widest_hop * facts.item_bytes
-        seconds += transfer_after_compute(hop, cluster.link(source, target)).seconds
+        seconds += transfer_after_compute(hop, cluster.link(here.devices[0], there.devices[0])).seconds
     return seconds
 
 
@@ -204,8 +206,7 @@ def _replica_seconds(
         wave = predict_serving(spec, ring, cluster, devices, replace(facts, concurrency=at_once))
         seconds += count * (sampling.completion - 1) * wave.per_token
         if not prompts:
-            chunk = ring_seconds([(stage.prefill, stage.prefill_hop) for stage in wave.stages])
-            prompts = wave.load.prompt_seconds(*chunk, requests=groups * computed_prompts(sampling))
+            prompts = wave.load.prompt_seconds(*wave.chunk, requests=groups * computed_prompts(sampling))
     return seconds + prompts
 
 

@@ -22,7 +22,7 @@ from tllm.planner.cost.collective_bytes import all_reduce
 from tllm.planner.cost.message_time import TimeBreakdown, transfer_after_compute
 from tllm.planner.cost.serving_load import ExpectedBatch, RingSeconds, ServingFacts, ServingLoad, loads
 from tllm.planner.cost.stage_team import TOKEN_ID, ServingMemory, StageTeam
-from tllm.planner.cost.tensor_parallel.grid_team import stage_team
+from tllm.planner.cost.tensor_parallel.grid_team import stage_teams
 from tllm.planner.cost.tensor_parallel.serving_traffic import StageSums
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
@@ -59,6 +59,11 @@ class ServingPrediction:
     """Of each rank."""
 
     @property
+    def chunk(self) -> RingSeconds:
+        """One chunk of prompts."""
+        return ring_seconds([(stage.prefill, stage.prefill_hop) for stage in self.stages])
+
+    @property
     def step_seconds(self) -> float:
         """Seconds of a decode step of all batches in flight."""
         return self.per_token * self.load.tokens_per_step
@@ -91,7 +96,7 @@ def predict_serving(
     plan.check_serving()
     if len(devices) != plan.world_size:
         raise PlanError(f"the plan has {plan.world_size} ranks and {len(devices)} devices are given")
-    teams = [stage_team(spec, cluster, [devices[r] for r in plan.ranks(i)], plan, i, facts) for i in range(plan.pp)]
+    teams = stage_teams(spec, plan, cluster, devices, facts)
     predictions = (_under(load, plan, teams) for load in loads(plan.pp, facts))
     return min(predictions, key=lambda prediction: prediction.seconds)
 

@@ -16,7 +16,6 @@ from tllm.core.gguf_vocabulary import stop_ids, token_id
 from tllm.spec.gguf.gguf_codings import TYPES
 from tllm.spec.gguf.gguf_delta_nets import qwen3next, qwen35, qwen35moe
 from tllm.spec.gguf.gguf_dense import (
-    arcee,
     ernie4_5,
     exaone4,
     glm4,
@@ -25,14 +24,23 @@ from tllm.spec.gguf.gguf_dense import (
     olmo2,
     qwen3vl,
     seed_oss,
-    smollm3,
+    with_biases,
 )
 from tllm.spec.gguf.gguf_experts import deepseek2, glm4moe, gpt_oss, minimax_m2
 from tllm.spec.gguf.gguf_gemma4 import UNLIKE, gemma4
 from tllm.spec.gguf.gguf_keys import GgufKeys
 from tllm.spec.gguf.gguf_names import ARCHITECTURES as NAMES
 from tllm.spec.gguf.gguf_names import parse_name, types_by_turns
-from tllm.spec.gguf.gguf_parts import MOST, biases, check_softmax, expert_keys, has_bias, rope_keys, window_keys
+from tllm.spec.gguf.gguf_parts import (
+    MOST,
+    check_softmax,
+    expert_keys,
+    has_bias,
+    head_width,
+    rope_keys,
+    shared_expert_keys,
+    window_keys,
+)
 
 PLAIN = frozenset({"F32", "F16", "BF16", "F64"})
 """Types of plain numbers."""
@@ -110,7 +118,7 @@ def _dtype(keys: GgufKeys) -> str:
 def _llama(keys: GgufKeys) -> dict[str, Any]:
     """llama, mistral and mixtral: the files call them all llama."""
     if not keys.number("expert_count", 0):
-        return {**rope_keys(keys), **biases(keys)}
+        return with_biases(keys)
     experts = keys.count("expert_count", MOST)
     check_softmax(keys, renormalised=True)
     return {
@@ -122,21 +130,16 @@ def _llama(keys: GgufKeys) -> dict[str, Any]:
     }
 
 
-def _qwen2(keys: GgufKeys) -> dict[str, Any]:
-    return rope_keys(keys)
-
-
 def _qwen3(keys: GgufKeys) -> dict[str, Any]:
     return {**rope_keys(keys), "attention_bias": has_bias(keys, "attn")}
 
 
 def _qwen2moe(keys: GgufKeys) -> dict[str, Any]:
-    shared = keys.number("expert_shared_feed_forward_length", 0)
     return {
         **rope_keys(keys),
         **expert_keys(keys, renormalised=False),
+        **shared_expert_keys(keys),
         "model_type": "qwen2_moe",
-        "shared_expert_intermediate_size": shared or keys.tensor("blk.0.ffn_up_shexp.weight").shape[0],
         "qkv_bias": has_bias(keys, "attn"),
     }
 
@@ -170,14 +173,11 @@ def _gemma3(keys: GgufKeys) -> dict[str, Any]:
 def _gemma_scale(keys: GgufKeys, layers_of_largest: int) -> dict[str, Any]:
     heads, hidden = keys.number("attention.head_count"), keys.number("embedding_length")
     largest = keys.number("block_count") == layers_of_largest
-    return {
-        "query_pre_attn_scalar": hidden // heads if largest else keys.number("attention.key_length", hidden // heads)
-    }
+    return {"query_pre_attn_scalar": hidden // heads if largest else head_width(keys)}
 
 
 def _phi3(keys: GgufKeys) -> dict[str, Any]:
-    heads, hidden = keys.number("attention.head_count"), keys.number("embedding_length")
-    head_dim = keys.number("attention.key_length", hidden // heads)
+    head_dim = head_width(keys)
     config = {
         "rope_theta": keys.positive("rope.freq_base", 1e4),
         "partial_rotary_factor": keys.number("rope.dimension_count", head_dim) / head_dim,
@@ -203,7 +203,7 @@ def _phi3(keys: GgufKeys) -> dict[str, Any]:
 
 ARCHITECTURES: dict[str, Callable[[GgufKeys], dict[str, Any]]] = {
     "llama": _llama,
-    "qwen2": _qwen2,
+    "qwen2": rope_keys,
     "qwen3": _qwen3,
     "qwen2moe": _qwen2moe,
     "qwen3moe": _qwen3moe,
@@ -211,12 +211,12 @@ ARCHITECTURES: dict[str, Callable[[GgufKeys], dict[str, Any]]] = {
     "gemma3": _gemma3,
     "phi3": _phi3,
     "olmo2": olmo2,
-    "smollm3": smollm3,
+    "smollm3": with_biases,
     "granite": granite,
     "seed_oss": seed_oss,
     "mistral3": mistral3,
     "exaone4": exaone4,
-    "arcee": arcee,
+    "arcee": with_biases,
     "ernie4_5": ernie4_5,
     "glm4": glm4,
     "qwen3vl": qwen3vl,

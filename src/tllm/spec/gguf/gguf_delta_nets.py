@@ -10,14 +10,14 @@ from typing import Any
 
 from tllm.core.errors import ModelError
 from tllm.spec.gguf.gguf_keys import GgufKeys
-from tllm.spec.gguf.gguf_parts import MOST, expert_keys, has_bias, own_layers, partial_rope_keys
+from tllm.spec.gguf.gguf_parts import MOST, expert_keys, has_bias, own_layers, partial_rope_keys, shared_expert_keys
 
 
 def qwen3next(keys: GgufKeys) -> dict[str, Any]:
     return {
         **_with_delta_nets(keys),
         **expert_keys(keys, renormalised=True),
-        **_shared_expert(keys),
+        **shared_expert_keys(keys),
         "model_type": "qwen3_next",
         "_gguf_heads": "apart",
     }
@@ -33,15 +33,10 @@ def qwen35moe(keys: GgufKeys) -> dict[str, Any]:
     return {
         **_with_delta_nets(keys),
         **experts,
-        **_shared_expert(keys),
+        **shared_expert_keys(keys),
         "model_type": "qwen3_5_moe_text",
         "_gguf_heads": "tiled",
     }
-
-
-def _shared_expert(keys: GgufKeys) -> dict[str, Any]:
-    shared = keys.number("expert_shared_feed_forward_length", 0)
-    return {"shared_expert_intermediate_size": shared or keys.tensor("blk.0.ffn_up_shexp.weight").shape[0]}
 
 
 def _with_delta_nets(keys: GgufKeys) -> dict[str, Any]:

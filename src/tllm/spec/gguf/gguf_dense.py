@@ -35,7 +35,8 @@ def olmo2(keys: GgufKeys) -> dict[str, Any]:
     }
 
 
-def smollm3(keys: GgufKeys) -> dict[str, Any]:
+def with_biases(keys: GgufKeys) -> dict[str, Any]:
+    """llama, smollm3 and arcee, whose linears may have biases."""
     return {**rope_keys(keys), **biases(keys)}
 
 
@@ -43,8 +44,7 @@ def granite(keys: GgufKeys) -> dict[str, Any]:
     if keys.get("rope.scaling.finetuned", True) is False:
         raise ModelError(f"{keys.file.header.file}: a granite model without rope is not handled")
     return {
-        **rope_keys(keys),
-        **biases(keys),
+        **with_biases(keys),
         "embedding_multiplier": keys.optional("embedding_scale") or 1.0,
         "attention_multiplier": keys.optional("attention.scale") or head_width(keys) ** -0.5,
         "residual_multiplier": keys.optional("residual_scale") or 1.0,
@@ -86,10 +86,6 @@ def mistral3(keys: GgufKeys) -> dict[str, Any]:
 def exaone4(keys: GgufKeys) -> dict[str, Any]:
     windows = window_keys(keys, every=4, default=ITS_WINDOW if keys.number("block_count") == WINDOWED_EXAONE else 0)
     return {**rope_keys(keys), **windows}
-
-
-def arcee(keys: GgufKeys) -> dict[str, Any]:
-    return {**rope_keys(keys), **biases(keys)}
 
 
 def ernie4_5(keys: GgufKeys) -> dict[str, Any]:

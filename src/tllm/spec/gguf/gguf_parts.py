@@ -32,6 +32,7 @@ def partial_rope_keys(keys: GgufKeys) -> dict[str, Any]:
 
 
 def head_width(keys: GgufKeys) -> int:
+    """Widths of a head: the hidden state's over the heads, where the file does not say."""
     each = keys.number("embedding_length") // keys.count("attention.head_count", MOST)
     return keys.number("attention.key_length", each)
 
@@ -93,6 +94,12 @@ def expert_keys(keys: GgufKeys, renormalised: bool) -> dict[str, Any]:
         "moe_intermediate_size": width,
         "norm_topk_prob": renormalised,
     }
+
+
+def shared_expert_keys(keys: GgufKeys) -> dict[str, Any]:
+    """The width of Qwen's expert that all tokens share: of its tensor, where no key gives it."""
+    width = keys.number("expert_shared_feed_forward_length", 0) or keys.tensor("blk.0.ffn_up_shexp.weight").shape[0]
+    return {"shared_expert_intermediate_size": width}
 
 
 def check_softmax(keys: GgufKeys, renormalised: bool) -> None:

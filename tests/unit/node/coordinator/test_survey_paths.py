@@ -12,7 +12,7 @@ from tests.unit.planner.measured.test_survey import KEYS, SPEC, serving_node
 from tllm.node.coordinator.survey_paths import paths_with_sums
 from tllm.node.roles.sum_latency import Met
 from tllm.planner.cost.serving_load import ExpectedBatch, ServingFacts
-from tllm.planner.cost.stage_team import StageTeam, single_stage_plan
+from tllm.planner.cost.stage_team import StageTeam
 from tllm.planner.measured.survey import (
     Survey,
     SurveyedNode,
@@ -38,9 +38,7 @@ def met(*shared: float | None, nodes: tuple[SurveyedNode, SurveyedNode] = BOTH) 
 def team(ways: Sequence[SurveyedPath]) -> StageTeam:
     """Both nodes, which share layers."""
     survey = Survey(model=digest(SPEC), goal="serve", dtype="float32", nodes=BOTH, paths=tuple(ways))
-    return StageTeam(
-        SPEC, cluster_of(survey, SPEC), (0, 1), single_stage_plan((1, 1), 1, "cut"), 0, ServingFacts("float32", KEYS, 1)
-    )
+    return StageTeam(SPEC, cluster_of(survey, SPEC), (0, 1), (1, 1), "cut", ServingFacts("float32", KEYS, 1))
 
 
 def test_what_was_measured_both_ways_counts_for_either() -> None:

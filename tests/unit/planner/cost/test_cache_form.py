@@ -61,7 +61,7 @@ def test_a_team_holds_and_reads_fewer_bytes() -> None:
     cluster = Cluster(("a",), (device,), (0,), (None,))
     facts = ServingFacts("bfloat16", 4096, 128)
     plain, coded = (
-        StageTeam(SPEC, cluster, [0], PLAN, 0, replace(facts, kv_cache_dtype=kind)) for kind in ("auto", "int8")
+        StageTeam(SPEC, cluster, [0], (1,), "cut", replace(facts, kv_cache_dtype=kind)) for kind in ("auto", "int8")
     )
     bytes_of = [team.memory(range(2))[0].cache for team in (plain, coded)]
     assert bytes_of == [facts.cached_tokens * 2 * NUMBERS, facts.cached_tokens * (NUMBERS + 4 * ROWS)]

@@ -108,10 +108,10 @@ def test_a_team_holds_and_reads_fewer_bytes(spec: ModelSpec) -> None:
     cluster = Cluster(("a",), (device,), (0,), (None,))
     facts, plan = ServingFacts("bfloat16", 64, 16), Plan.parse("pp=1", 4)
     quantized = replace(spec, quantization=rounded(4, spec.tied))
-    plain, small = (StageTeam(one, cluster, [0], plan, 0, facts) for one in (spec, quantized))
+    plain, small = (StageTeam(one, cluster, [0], (1,), "cut", facts) for one in (spec, quantized))
     whole = range(4)
     assert small.memory(whole)[0].weights == pytest.approx(rank_bytes(quantized, plan, "bfloat16")[0].weights, abs=1)
     assert mean_linear_bytes(quantized, 2) == pytest.approx(4.5 / 8)
     assert small.memory(whole)[0].total < plain.memory(whole)[0].total
-    asked = StageTeam(quantized, cluster, [0], plan, 0, replace(facts, weight_bits=16))
+    asked = StageTeam(quantized, cluster, [0], (1,), "cut", replace(facts, weight_bits=16))
     assert asked.memory(whole) == plain.memory(whole), "the bits that are asked for count"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.unit.planner.cost.test_expert_dispatch import mixture
 from tests.unit.planner.simulate.test_large_cluster import EXPERTS
 from tests.unit.planner.simulate.test_training_step import SPEC
 from tllm.planner.cost.rank_work import TrainingFacts
@@ -28,6 +29,15 @@ FACTS = (
 def test_each_rank_has_the_total_of_its_kind(spec: ModelSpec, plan: str, facts: TrainingFacts) -> None:
     made = Plan.parse(plan, spec.num_layers)
     assert list(rank_totals(spec, made, facts)) == [rank.total for rank in training_bytes(spec, made, facts)]
+
+
+def test_replicas_with_more_experts_have_a_total_of_their_own() -> None:
+    """Four experts over three replicas: the last has two of them."""
+    spec, facts = mixture(4, 2), TrainingFacts(64, 24)
+    plan = Plan.parse("dp=3,ep=3", spec.num_layers)
+    totals = rank_totals(spec, plan, facts)
+    assert totals[2] > totals[1]
+    assert list(totals) == [rank.total for rank in training_bytes(spec, plan, facts)]
 
 
 def test_what_rank_0_reads_is_its_own() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.planner.measured.test_survey import SPEC, serving_node, survey_of
 from tllm.planner.cost.serving_load import ExpectedBatch, ServingFacts
-from tllm.planner.cost.stage_team import StageTeam
+from tllm.planner.cost.tensor_parallel.grid_team import stage_teams
 from tllm.planner.measured.outcome import WARM
 from tllm.planner.measured.survey import cluster_of
 from tllm.planner.search.drift import BEGINNING, LATELY, Slowdown
@@ -30,7 +30,7 @@ CLUSTER = cluster_of(SURVEY, SPEC)
 FACTS = ServingFacts("float32", 64, 16)
 PLAN = Plan.parse("pp=2", SPEC.num_layers)
 CHOICE = ServingChoice(PLAN, (0, 1), predict_serving(SPEC, PLAN, CLUSTER, (0, 1), FACTS))
-TEAMS = [StageTeam(SPEC, CLUSTER, [i], PLAN, i, FACTS) for i in range(2)]
+TEAMS = stage_teams(SPEC, PLAN, CLUSTER, (0, 1), FACTS)
 HOP = 1e-3
 
 

@@ -132,5 +132,7 @@ def test_a_device_that_was_measured_as_it_samples_is_timed_so() -> None:
 
 
 def test_a_plan_that_cannot_sample_is_refused() -> None:
-    with pytest.raises(PlanError, match="samples nothing"):
-        sampled(SamplingFacts(32, 40, 4, 4, 16, 80), "cp=2", (1.0, 1.0))
+    for plan in ("cp=2", "pp=2,chunks=2"):
+        with pytest.raises(PlanError, match="samples nothing") as refused:
+            sampled(SamplingFacts(32, 40, 4, 4, 16, 80), plan, (1.0, 1.0))
+        assert refused.value.hint == "leave chunks and cp out"

@@ -7,26 +7,33 @@ from dataclasses import replace
 
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.cost.message_time import TimeBreakdown, all_reduce_time, transfer_time
+from tllm.planner.cost.rank_bytes import part_of_width
 from tllm.planner.cost.serving_load import ExpectedBatch, ServingFacts
 from tllm.planner.cost.stage_team import StageTeam
 from tllm.planner.cost.tensor_parallel.serving_traffic import GroupSums, StageSums
+from tllm.spec.cut import Cut, cut_grid
 from tllm.spec.grid.grid_shape import GridShape
 from tllm.spec.model_spec import LayerSpec, ModelSpec
-from tllm.spec.plan import Plan
+from tllm.spec.plan import Experts, Plan
 
 
 class GridTeam(StageTeam):
     """Products come from blocks of weights, and sums go along rows and columns; several squares divide the tokens."""
 
     def __init__(
-        self, spec: ModelSpec, cluster: Cluster, devices: Sequence[int], plan: Plan, stage: int, facts: ServingFacts
+        self, spec: ModelSpec, cluster: Cluster, devices: Sequence[int], shape: GridShape, facts: ServingFacts
     ) -> None:
-        super().__init__(spec, cluster, devices, plan, stage, facts)
-        shape = plan.grid_of(stage)
-        assert shape is not None, "other stages are another team"
+        self._shape = shape
+        super().__init__(spec, cluster, devices, (1,) * shape.ranks, "cut", facts)
         self._squares = shape.depth if shape.mode == "2.5d" else 1
         square = GridShape("2d", shape.side) if self._squares > 1 else shape
         self._sums = StageSums(spec, square, square.ranks)
+
+    def _cut(self, shares: tuple[int, ...], experts: Experts) -> tuple[Cut, ...]:
+        return cut_grid(self.spec, self._shape)
+
+    def _held_by(self, spec: ModelSpec, place: int) -> ModelSpec:
+        return part_of_width(spec, self._shape, place)
 
     def _own(self, batch: ExpectedBatch) -> ExpectedBatch:
         """What one square has of a batch."""
@@ -72,9 +79,17 @@ class GridTeam(StageTeam):
         return max(one.elements) * (max(item, 4) if one.is_wide else item)
 
 
-def stage_team(
-    spec: ModelSpec, cluster: Cluster, devices: Sequence[int], plan: Plan, stage: int, facts: ServingFacts
+def stage_teams(
+    spec: ModelSpec, plan: Plan, cluster: Cluster, devices: Sequence[int], facts: ServingFacts
+) -> list[StageTeam]:
+    """The team of each stage of a plan, whose rank r runs on `devices[r]`. Raises PlanError where it cannot be cut."""
+    return [_stage_team(spec, plan, cluster, devices, facts, index) for index in range(len(plan.stages))]
+
+
+def _stage_team(
+    spec: ModelSpec, plan: Plan, cluster: Cluster, devices: Sequence[int], facts: ServingFacts, index: int
 ) -> StageTeam:
-    """The team of one stage of a plan, whose ranks may form a grid. Raises PlanError where it cannot be cut."""
-    team = StageTeam if plan.grid_of(stage) is None else GridTeam
-    return team(spec, cluster, devices, plan, stage, facts)
+    shape, of_stage = plan.grid_of(index), [devices[rank] for rank in plan.ranks(index)]
+    if shape is None:
+        return StageTeam(spec, cluster, of_stage, plan.stages[index].shares, plan.experts, facts)
+    return GridTeam(spec, cluster, of_stage, shape, facts)
