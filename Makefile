@@ -139,12 +139,14 @@ $(VENV)/.kernels: requirements-build.lock setup.py $(KERNELS) | $(BIN)/python
 	@$(BIN)/python -c "import setup; setup.compile_kernels()"
 	@touch $@
 
+# Without bytecode, which is written when a module is first imported: most of these never are, and to compile them takes
+# pip longer than all else.
 $(VENV)/.dev: requirements-dev.lock $(VENV)/.runtime
 	@echo "installing requirements-dev.lock"
-	@$(PIP) --requirement requirements.lock --requirement requirements-dev.lock
+	@$(PIP) --no-compile --requirement requirements.lock --requirement requirements-dev.lock
 	@touch $@
 
 $(VENV)/.docs: requirements-docs.lock $(VENV)/.runtime
 	@echo "installing requirements-docs.lock"
-	@$(PIP) --requirement requirements.lock --requirement requirements-docs.lock
+	@$(PIP) --no-compile --requirement requirements.lock --requirement requirements-docs.lock
 	@touch $@
