@@ -16,6 +16,7 @@ from tllm.cli.planning.outcome import serving_outcome
 from tllm.cli.planning.plan_advice import changes
 from tllm.cli.planning.plan_chooser import ServingChooser
 from tllm.core.errors import CapacityError, PlanError
+from tllm.core.tasks import background
 from tllm.planner.measured.survey import Survey, cluster_of
 from tllm.planner.search.drift import Slowdown, slowed_survey
 from tllm.planner.search.serving_drift import ServingDriftDetector, decode_totals, lone_step_totals, serving_gain
@@ -56,8 +57,7 @@ class ServingWatch:
     async def looking(self) -> AsyncIterator[None]:
         """Look every second while the block goes on."""
         await self.look()
-        task = asyncio.create_task(self._run(), name="watch")
-        task.add_done_callback(_log_failure)
+        task = background(self._run(), "the watch for a better plan")
         try:
             yield
         finally:
@@ -151,9 +151,3 @@ class ServingWatch:
         self._before = self._chooser.chosen
         self._chooser.chosen, self._chooser.survey = other, now
         log.warning("moves to it; streams go on")
-
-
-def _log_failure(task: asyncio.Task[None]) -> None:
-    """Log why a watch failed; serving goes on without it."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("nobody looks for a better plan any more", exc_info=error)
