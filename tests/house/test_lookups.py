@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.tree import SOURCE, nodes, sources
+from tests.house.tree import SOURCE, nodes, parse, sources
 
 LOOK_UPS = {
     # Serving: Orca (Yu et al. 2022), vLLM (Kwon et al. 2023), SARATHI (Agrawal et al. 2024).
@@ -84,6 +84,9 @@ LOOK_UPS = {
 MOST_HITS = 12
 """A search that finds more files than a screen shows leads nowhere."""
 
+FIRST_NAME = re.compile(r"^`([A-Z]\w*)`")
+"""Of a docstring that begins with the name of a class."""
+
 
 def words_of(name: str) -> list[str]:
     """The words of a path, or of a snake_case or CamelCase name, in lower case: `KVCache` is kv, cache."""
@@ -121,6 +124,11 @@ def hits(term: str) -> list[str]:
     ]
 
 
+def _assigned(path: Path) -> set[str]:
+    """Names that a file gives a value, as a union of classes has one."""
+    return {node.id for node in nodes(path) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+
+
 def test_there_are_at_least_forty() -> None:
     assert len(LOOK_UPS) >= 40
 
@@ -130,6 +138,16 @@ def test_a_term_of_the_field_leads_to_its_file(term: str) -> None:
     files = hits(term)
     assert LOOK_UPS[term] in files, f"a search for {term!r} finds {files}"
     assert len(files) <= MOST_HITS, f"a search for {term!r} finds {len(files)} files: {files}"
+
+
+def test_a_file_that_names_its_class_first_has_it() -> None:
+    """The line that a reader begins with must not name what was renamed, or moved to another file."""
+    faults = []
+    for path in sources():
+        first = (ast.get_docstring(parse(path)) or "").partition("\n")[0]
+        own = {node.name for node in nodes(path) if isinstance(node, ast.ClassDef)} | _assigned(path)
+        faults += [f"{path.relative_to(SOURCE)}: {name}" for name in FIRST_NAME.findall(first) if name not in own]
+    assert not faults, "named in the first line of a docstring, and not there:\n" + "\n".join(faults)
 
 
 def test_a_search_can_find_nothing() -> None:

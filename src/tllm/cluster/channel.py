@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import ssl
 import struct
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
@@ -96,16 +95,41 @@ class Channel:
 
     async def ask(self, message: Message, deadline: float) -> Any:
         """Send a question and return its answer. The error that it was refused with, ClusterError if none comes."""
-        async with aclosing(self._replies(message, deadline)) as replies:
-            async for answer in replies:
+        async with aclosing(self.stream(message, deadline)) as answers:
+            async for answer in answers:
                 return answer
         raise ClusterError(f"{self.peer} answered {_name(message)} with nothing")
 
     async def stream(self, message: Message, deadline: float) -> AsyncGenerator[Any, None]:
         """Send a question and yield its answers; each must come within the deadline."""
-        async with aclosing(self._replies(message, deadline)) as replies:
-            async for answer in replies:
-                yield answer
+        self._number = (self._number + 1) % 2**32
+        number, queue = self._number, asyncio.Queue[Frame | None]()
+        self._asked[number] = queue
+        if self._over:
+            queue.put_nowait(None)
+        try:
+            await self.write(QUESTION, number, message)
+            while True:
+                try:
+                    async with asyncio.timeout(deadline):
+                        frame = await queue.get()
+                except TimeoutError as error:
+                    raise ClusterError(
+                        f"{self.peer} did not answer {_name(message)} within {deadline:g} s",
+                        f"see the log of {self.peer}",
+                    ) from error
+                if frame is None:
+                    raise Gone(f"{self.peer} went away before it answered {_name(message)}")
+                if frame.kind == END:
+                    return
+                if frame.kind == REFUSAL:
+                    assert isinstance(frame.message, Refused)
+                    raise error_of(frame.message)
+                yield frame.message
+                if frame.kind == ANSWER:
+                    return
+        finally:
+            del self._asked[number]
 
     async def run(self, acts: Mapping[type, Act]) -> None:
         """Read until the other end closes. What an act raises ends the channel and comes out here.
@@ -142,7 +166,7 @@ class Channel:
             return None
         except ConnectionError:  # its process ended with some of what we sent unread
             return None
-        except (OSError, ssl.SSLError) as error:
+        except OSError as error:  # ssl's are such too
             raise ClusterError(f"the channel to {self.peer} broke: {error}") from error
         if kind > REFUSAL:
             raise self._refused(f"sent a message of kind {kind}, there is none above {REFUSAL}")
@@ -218,36 +242,6 @@ class Channel:
     def abort(self) -> None:
         """Close at once."""
         self._writer.transport.abort()
-
-    async def _replies(self, message: Message, deadline: float) -> AsyncGenerator[Any, None]:
-        self._number = (self._number + 1) % 2**32
-        number, queue = self._number, asyncio.Queue[Frame | None]()
-        self._asked[number] = queue
-        if self._over:
-            queue.put_nowait(None)
-        try:
-            await self.write(QUESTION, number, message)
-            while True:
-                try:
-                    async with asyncio.timeout(deadline):
-                        frame = await queue.get()
-                except TimeoutError as error:
-                    raise ClusterError(
-                        f"{self.peer} did not answer {_name(message)} within {deadline:g} s",
-                        f"see the log of {self.peer}",
-                    ) from error
-                if frame is None:
-                    raise Gone(f"{self.peer} went away before it answered {_name(message)}")
-                if frame.kind == END:
-                    return
-                if frame.kind == REFUSAL:
-                    assert isinstance(frame.message, Refused)
-                    raise error_of(frame.message)
-                yield frame.message
-                if frame.kind == ANSWER:
-                    return
-        finally:
-            del self._asked[number]
 
     async def _take(self, frame: Frame, acts: Mapping[type, Act], tasks: asyncio.TaskGroup) -> None:
         if frame.kind in (ANSWER, ITEM, END, REFUSAL):

@@ -53,7 +53,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.create_server((str(address[0]), port), family=family, backlog=128)
-    except OSError as error:
+    except (OSError, *NO_ADDRESS) as error:
         raise ConfigError(
             f"cannot listen on {format_address((host, port))}: {_why(error)}",
             "choose another port, or an address of this machine",
@@ -147,11 +147,11 @@ def failure(where: str, error: OSError) -> TllmError:
     return Unreachable(f"cannot reach {where}: {_why(error)}", SEE)
 
 
-def _why(error: OSError) -> str:
+def _why(error: Exception) -> str:
     """What the system says, without the address that Python's libraries add to it."""
-    if isinstance(error, socket.gaierror) or not error.errno:
-        return error.strerror or str(error) or type(error).__name__
-    return os.strerror(error.errno)
+    if isinstance(error, OSError) and error.errno and not isinstance(error, socket.gaierror):
+        return os.strerror(error.errno)
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def reason_of(error: OSError) -> str:
@@ -187,9 +187,9 @@ def own_address(towards: Address) -> str:
         with socket.socket(family, kind) as probe:
             probe.connect(address)
             return str(probe.getsockname()[0])
-    except OSError as error:
+    except (OSError, *NO_ADDRESS) as error:
         raise ConfigError(
-            f"no way to {towards[0]} from this machine: {error.strerror}",
+            f"no way to {towards[0]} from this machine: {_why(error)}",
             "name an address that other machines can reach",
         ) from error
 

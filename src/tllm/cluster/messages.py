@@ -474,22 +474,5 @@ Adapters = LoadAdapter | UnloadAdapter
 OfReplicas = ServeReplica | Replicas
 OfRoles = TakeRole | RolePlaces | RoleAsker
 OfRequests = Submit | Cancel | Adapters
-ToNode = (
-    (
-        Attached
-        | Heartbeat
-        | OfReplicas
-        | RankAddresses
-        | Assign
-        | Load
-        | Start
-        | OfRoles
-        | ToWeights
-        | ToHttp
-        | OfRequests
-        | Stop
-        | Probe
-    )
-    | Shutdown
-    | Refused
-)
+OfWork = RankAddresses | Assign | Load | Start | Stop | Probe
+ToNode = Attached | Heartbeat | OfReplicas | OfWork | OfRoles | OfRequests | ToWeights | ToHttp | Shutdown | Refused

@@ -132,7 +132,7 @@ def nearest(word: str, known: Iterable[str], otherwise: str = "") -> str:
     """A hint for a mistyped word: the known word that is most like it, or all known words. Where these are too many for
     a line, `otherwise` stands in their place, and the word must be more like one of them: of many some always are."""
     choices = sorted(known)
-    alike = [known for known in choices if known.lower() == word.lower()]
+    alike = [choice for choice in choices if choice.lower() == word.lower()]
     close = alike or difflib.get_close_matches(word, choices, n=1, cutoff=0.7 if otherwise else 0.6)
     return f"did you mean {close[0]!r}?" if close else otherwise or "known: " + ", ".join(choices)
 

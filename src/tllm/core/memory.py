@@ -43,9 +43,8 @@ def peak_bytes() -> int:
     Not `ru_maxrss` where /proc has it: under Linux a process starts with the `ru_maxrss` of the one that started it.
     """
     with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
+        if peak := _table(Path("/proc/self/status")).get("VmHWM"):
+            return peak
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT
 
 

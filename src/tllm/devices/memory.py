@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
@@ -111,9 +110,9 @@ def wait_for(device: torch.device) -> None:
 
 def completed(work: Callable[[], object], device: torch.device) -> Callable[[], None]:
     """The work as what is timed: it returns when the device has done it."""
-    return partial(_complete, work, device)
 
+    def whole() -> None:
+        work()
+        wait_for(device)
 
-def _complete(work: Callable[[], object], device: torch.device) -> None:
-    work()
-    wait_for(device)
+    return whole

@@ -119,11 +119,11 @@ class DecodeRecordings:
 
     def __init__(self, model: Transformer, cache: KVCache, limits: Limits, kernels: Library) -> None:
         self._model, self._cache, self._kernels = model, cache, kernels
-        self._layers = list(model.own_layers().values())
+        self._layers = list(model.own_layers.values())
         self._most = min(MOST_ROWS, limits.max_num_seqs * (1 + limits.num_speculative_tokens))
         most_keys = min(limits.max_model_len, cache.num_slots)
         kinds = [KindNumbers(self._most, most_keys, cache.page_size, spec.window) for spec in cache.kinds]
-        turned = rotations(model.ropes(), torch.zeros(self._most, dtype=torch.int64), cache.dtype)
+        turned = rotations(model.ropes, torch.zeros(self._most, dtype=torch.int64), cache.dtype)
         x_TD = torch.zeros(self._most, model.spec.hidden_size, dtype=cache.dtype)
         self._inputs = HeldInputs(x_TD, turned, torch.zeros(self._most, dtype=torch.int64), kinds)
         self._memory = HeldMemory()
@@ -163,7 +163,7 @@ class DecodeRecordings:
         """Write a batch's numbers to where recordings find them."""
         held, rows = self._inputs, len(batch.token_ids)
         held.x_TD[:rows] = x_TD
-        for rope, now in rotations(self._model.ropes(), positions(batch), self._cache.dtype).items():
+        for rope, now in rotations(self._model.ropes, positions(batch), self._cache.dtype).items():
             for there, here in zip(held.turned[rope] or (), now or (), strict=True):
                 if isinstance(there, Tensor) and isinstance(here, Tensor):
                     there[:rows] = here

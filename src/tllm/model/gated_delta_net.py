@@ -25,7 +25,7 @@ from tllm.model.rope import Rotation
 from tllm.parallel.linear import Adapt, ColumnLinear, LinearRows, RowLinear, unadapted
 from tllm.parallel.mesh import Mesh
 from tllm.parallel.shard import Shard, ShardPiece, cut_parameter
-from tllm.spec.cut import size
+from tllm.spec.cut import Range, size
 from tllm.spec.model_spec import DeltaSpec, ModelSpec
 
 CHUNK = 64
@@ -188,14 +188,11 @@ def chunked_rule(
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2), S_BNKV
 
 
-def in_proj_rows(of: DeltaSpec, values: tuple[int, int], keys: tuple[int, int], name: str) -> list[LinearRows]:
+def in_proj_rows(of: DeltaSpec, values: Range, keys: Range, name: str) -> list[LinearRows]:
     """Rows of q, k, v, the output gates z, b (beta) and a (alpha), in this order, of the heads held here."""
     K, V = of.key_dim, of.value_dim
     if not of.fused:
-        q_k = [(start + keys[0] * K, start + keys[1] * K) for start in (0, of.key_heads * K)]
-        start = 2 * of.key_heads * K
-        qkv = [*q_k, (start + values[0] * V, start + values[1] * V)]
-        rows = [LinearRows(f"{name}.in_proj_qkv", *span) for span in qkv]
+        rows = [LinearRows(f"{name}.in_proj_qkv", *span) for span in _qkv_spans(of, values, keys)]
         rows.append(LinearRows(f"{name}.in_proj_z", values[0] * V, values[1] * V))
         return [*rows, *_ba_rows(of, values, keys, name)]
     R = of.group
@@ -214,13 +211,20 @@ def in_proj_rows(of: DeltaSpec, values: tuple[int, int], keys: tuple[int, int], 
     return [*rows, *_ba_rows(of, values, keys, name)]
 
 
-def _held(of: DeltaSpec, values: tuple[int, int], keys: tuple[int, int]) -> list[tuple[int, int, int]]:
+def _qkv_spans(of: DeltaSpec, values: Range, keys: Range) -> list[Range]:
+    """Of all queries, keys and values one after another, those of the heads held here."""
+    K, V, v_start = of.key_dim, of.value_dim, 2 * of.key_heads * of.key_dim
+    q_k = [(start + keys[0] * K, start + keys[1] * K) for start in (0, of.key_heads * K)]
+    return [*q_k, (v_start + values[0] * V, v_start + values[1] * V)]
+
+
+def _held(of: DeltaSpec, values: Range, keys: Range) -> list[tuple[int, int, int]]:
     """Of each key head's value heads, those [first, last) that are held here."""
     R = of.group
     return [(head, max(0, values[0] - head * R), min(R, values[1] - head * R)) for head in range(*keys)]
 
 
-def _ba_rows(of: DeltaSpec, values: tuple[int, int], keys: tuple[int, int], name: str) -> list[LinearRows]:
+def _ba_rows(of: DeltaSpec, values: Range, keys: Range, name: str) -> list[LinearRows]:
     if not of.fused_ba:
         return [LinearRows(f"{name}.in_proj_{part}", *values) for part in "ba"]
     R = of.group
@@ -231,16 +235,10 @@ def _ba_rows(of: DeltaSpec, values: tuple[int, int], keys: tuple[int, int], name
     ]
 
 
-def _convolution(
-    of: DeltaSpec, values: tuple[int, int], keys: tuple[int, int], name: str, shared: bool
-) -> nn.Parameter:
+def _convolution(of: DeltaSpec, values: Range, keys: Range, name: str, shared: bool) -> nn.Parameter:
     """Weights [C, 1, kernel] of the channels of q, k and v held here."""
-    K, V, every = of.key_dim, of.value_dim, ((0, 1), (0, of.kernel))
-    of_keys = of.key_heads * K
-    spans = [(start + keys[0] * K, start + keys[1] * K) for start in (0, of_keys)]
-    spans.append((2 * of_keys + values[0] * V, 2 * of_keys + values[1] * V))
-    pieces, at = [], 0
-    for first, last in spans:
+    pieces, at, every = [], 0, ((0, 1), (0, of.kernel))
+    for first, last in _qkv_spans(of, values, keys):
         target = (at, at + last - first)
         pieces.append(ShardPiece(f"{name}.conv1d.weight", ((first, last), *every), (target, *every)))
         at = target[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -77,12 +78,12 @@ class Transformer(nn.Module):
         ids_T, tokens = x if self.is_first else ids_T, len(positions_T)
         e_TD = beside.setdefault(EMBEDDING, x_TD)
         inputs_TLP = None if self.layer_inputs is None else self.layer_inputs(ids_T, e_TD)
-        turned = rotations(self.ropes(), positions_T, x_TD.dtype, lengths_T)
+        turned = rotations(self.ropes, positions_T, x_TD.dtype, lengths_T)
         if self.carried.sources:
             attend = KeptKeys(attend, self.carried.sources)
             for number, keys in self.carried.borrowed.items():
                 attend.kept[number] = keys(beside[number], turned[keys.rope], tokens, adapt)
-        for place, (number, layer) in enumerate(self.own_layers().items()):
+        for place, (number, layer) in enumerate(self.own_layers.items()):
             if number in self.carried.goes:
                 beside[number] = x_TD
             p_TP = None if inputs_TLP is None else inputs_TLP[:, place]
@@ -116,20 +117,21 @@ class Transformer(nn.Module):
     def attention_specs(self) -> dict[int, AttentionSpec]:
         """How each layer whose keys are made here attends, by global layer number."""
         borrowed = {n: keys.spec for n, keys in self.carried.borrowed.items()}
-        without, own = (GatedDeltaNet, SharedKeyAttention), self.own_layers().items()
+        without, own = (GatedDeltaNet, SharedKeyAttention), self.own_layers.items()
         return borrowed | {n: layer.attention.spec for n, layer in own if not isinstance(layer.attention, without)}
 
     def state_shapes(self) -> dict[int, StateShape]:
         """The shapes of one sequence's state in each layer held here that has one."""
-        layers = self.own_layers().items()
+        layers = self.own_layers.items()
         return {n: layer.attention.state_shape for n, layer in layers if isinstance(layer.attention, GatedDeltaNet)}
 
+    @cached_property
     def ropes(self) -> set[RopeSpec]:
         """Those of the layers held here, each once."""
-        ropes = [layer.rope for layer in self.own_layers().values()]
-        ropes += [keys.rope for keys in self.carried.borrowed.values()]
+        ropes = {own.rope for own in self.own_layers.values()} | {keys.rope for keys in self.carried.borrowed.values()}
         return {rope for rope in ropes if rope is not None}
 
+    @cached_property
     def own_layers(self) -> dict[int, Layer]:
         """The layers held here by their numbers, in order."""
         return {int(number): cast(Layer, layer) for number, layer in self.layers.items()}

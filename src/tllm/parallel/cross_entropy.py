@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tllm.comm.collectives.group import Group
 from tllm.core.errors import ConfigError
+from tllm.parallel.embedding import ids_held
 from tllm.spec.cut import Range
 
 IGNORED = -100
@@ -31,10 +32,8 @@ def cross_entropy(logits_TV: Tensor, labels_T: Tensor, vocab: Range, tp: Group) 
 @torch.no_grad()
 def measured_cross_entropy(logits_TV: Tensor, labels_T: Tensor, vocab: Range, tp: Group) -> Tensor:
     """The same loss_T where nothing is learned from it: the logits stay as they are, and are not copied whole."""
-    start, stop = vocab
-    here_T = (labels_T >= start) & (labels_T < stop)
-    column_T1 = (labels_T - start).clamp(0, stop - start - 1).unsqueeze(-1)
-    asked_T = logits_TV.gather(-1, column_T1).squeeze(-1) * here_T
+    here_T, column_T = ids_held(labels_T, vocab)
+    asked_T = logits_TV.gather(-1, column_T.unsqueeze(-1)).squeeze(-1) * here_T
     some = logits_TV.split(ROWS_AT_ONCE)  # type: ignore[no-untyped-call]
     total_T = torch.cat([rows_TV.logsumexp(-1) for rows_TV in some])
     mine = torch.stack((total_T, asked_T, here_T.to(logits_TV.dtype)))
@@ -46,9 +45,8 @@ def measured_cross_entropy(logits_TV: Tensor, labels_T: Tensor, vocab: Range, tp
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor, vocab: Range, tp: Group) -> Tensor:
-        start, stop = vocab
-        here_T = (labels_T >= start) & (labels_T < stop)
-        column_T1 = (labels_T - start).clamp(0, stop - start - 1).unsqueeze(-1)
+        here_T, column_T = ids_held(labels_T, vocab)
+        column_T1 = column_T.unsqueeze(-1)
         largest_T = logits_TV.amax(-1)
         asked_T = logits_TV.gather(-1, column_T1).squeeze(-1) * here_T
         shrunk_TV = logits_TV.detach().sub_(largest_T.unsqueeze(-1)).exp_()

@@ -27,6 +27,7 @@ from torch import Tensor
 from tllm.comm.collectives.group import Group
 from tllm.core.errors import ConfigError
 from tllm.parallel.cross_entropy import gathered
+from tllm.parallel.embedding import ids_held
 from tllm.spec.cut import Range
 
 NO_TOKEN = -1
@@ -99,9 +100,7 @@ class _OverTop(torch.autograd.Function):
     def forward(
         ctx: Any, logits_TV: Tensor, ids_TK: Tensor, log_p_TB: Tensor, vocab: Range, tp: Group, beta: float
     ) -> Tensor:
-        start, stop = vocab
-        here_TK = (ids_TK >= start) & (ids_TK < stop)
-        column_TK = (ids_TK - start).clamp(0, stop - start - 1).long()
+        here_TK, column_TK = ids_held(ids_TK.long(), vocab)
         top_TK = logits_TV.gather(-1, column_TK) * here_TK
         # The logits of all others, by their own maximum: a rest of 1e-40 is as exact as one of a half.
         rest_TV = logits_TV.detach()

@@ -20,6 +20,13 @@ def vocab_parameter(name: str, vocab: Range, width: int, replicated: bool = Fals
     return cut_parameter((vocab[1] - vocab[0], width), Shard((piece,), replicated, gradient))
 
 
+def ids_held(ids: Tensor, vocab: Range) -> tuple[Tensor, Tensor]:
+    """Which ids are in [vocab), and the place of each there. That of another id is of one that is, which may be read
+    in its stead and then counts as nothing."""
+    start, stop = vocab
+    return (ids >= start) & (ids < stop), (ids - start).clamp(0, stop - start - 1)
+
+
 class VocabEmbedding(nn.Module):
     """x_TD = scale * table[ids_T]: each rank looks up the ids it holds and the sum brings them together.
 
@@ -34,9 +41,7 @@ class VocabEmbedding(nn.Module):
         self.scale = scale
 
     def forward(self, ids_T: Tensor, adapt: Adapt = unadapted) -> Tensor:
-        start, stop = self.vocab
-        here_T = (ids_T >= start) & (ids_T < stop)
-        local_T, packed = (ids_T - start).clamp(0, stop - start - 1), quantized(self.weight)
+        (here_T, local_T), packed = ids_held(ids_T, self.vocab), quantized(self.weight)
         if packed is None:
             x_TD = F.embedding(local_T, self.weight)
         else:

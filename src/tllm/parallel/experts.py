@@ -68,16 +68,16 @@ class ExpertSum(nn.Module):
         self.count = last - self.first
 
     @abstractmethod
-    def stacks(self) -> tuple[nn.Parameter, ...]:
-        """The weights of all experts held here, each [experts, …]."""
-
-    @abstractmethod
     def of_expert(self, x_TD: Tensor, *weights: Tensor | QuantizedWeight) -> Tensor:
         """What the expert with these weights, one of each stack, makes of rows."""
 
     @abstractmethod
     def products(self) -> tuple[nn.Parameter, nn.Parameter]:
-        """Of the stacks, those of each expert's two products."""
+        """The weights of each expert's two products, of all experts held here: [experts, …] each."""
+
+    def stacks(self) -> tuple[nn.Parameter, ...]:
+        """All that experts are computed with; beside those of the products there may be biases."""
+        return self.products()
 
     @abstractmethod
     def of_adapted(self, x_ND: Tensor, rows: ExpertRows, adapt: Adapt) -> Tensor:
@@ -159,9 +159,6 @@ class Experts(ExpertSum):
         self.gate_up = cut_parameter((self.count, 2 * size, hidden), Shard(tuple(gate_up), spread=spread))
         self.down = cut_parameter((self.count, hidden, size), Shard(tuple(down), spread=spread))
         self.act = act
-
-    def stacks(self) -> tuple[nn.Parameter, ...]:
-        return self.gate_up, self.down
 
     def products(self) -> tuple[nn.Parameter, nn.Parameter]:
         return self.gate_up, self.down

@@ -176,17 +176,17 @@ class WeightParts:
                 rounded = gpu.few_bits.round_rows(wide)
                 for (expert, at, _), weight in zip(parts, self._on_device(gpu)[number], strict=True):
                     gpu.few_bits.multiply(rounded, weight, bounds[expert], bounds[expert + 1], y_NF, at)
-                continue
-            if kernels is None:
+            elif kernels is None:
                 for expert, at, part in parts:
                     here = slice(bounds[expert], bounds[expert + 1])
                     y = reference_matmul(wide[here], part.tensors, part.scheme, part.outputs, exact)
                     y_NF[here, at : at + part.outputs] = y
-                continue
-            scratch = torch.empty(kernels.scratch_bytes(len(wide), arguments[0].weight.padded), dtype=torch.uint8)
-            outputs = sum(part.outputs for _, _, part in parts)
-            kind = kind_of(len(wide) // (len(first_rows) - 1), outputs, arguments[0].weight, exact)
-            multiply(kernels, kind, partial(_multiply, kernels, arguments, first_rows, wide, y_NF, scratch))
+            else:
+                first = arguments[0].weight
+                scratch = torch.empty(kernels.scratch_bytes(len(wide), first.padded), dtype=torch.uint8)
+                outputs = sum(part.outputs for _, _, part in parts)
+                kind = kind_of(len(wide) // (len(first_rows) - 1), outputs, first, exact)
+                multiply(kernels, kind, partial(_multiply, kernels, arguments, first_rows, wide, y_NF, scratch))
         return y_NF
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tllm.comm.collectives.group import ROOM_BYTES, Group
+from tllm.core.errors import decoded
 from tllm.parallel.shard import Gradient, Ranges, ShardPiece, shard_of
 
 Place = tuple[slice, ...]
@@ -135,11 +136,8 @@ def _claim(piece: ShardPiece, parameter: nn.Parameter) -> Claim:
 
 def _exchange_claims(mine: list[Claim], group: Group) -> list[list[Claim]]:
     """Every rank's claims, by rank."""
-    claims = []
-    for rank in range(group.size):
-        payload = group.broadcast_bytes(msgspec.msgpack.encode(mine) if rank == group.rank else None, root=rank)
-        claims.append(_CLAIMS.decode(payload))
-    return claims
+    told = group.all_gather_bytes(msgspec.msgpack.encode(mine))
+    return [decoded(claims, _CLAIMS, f"{len(claims)} bytes do not say what a rank holds") for claims in told]
 
 
 def _cut_by(box: Ranges, others: list[Ranges]) -> Iterator[Ranges]:

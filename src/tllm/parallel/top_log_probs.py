@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from tllm.comm.collectives.group import Group
+from tllm.parallel.cross_entropy import gathered
+from tllm.parallel.embedding import ids_held
 from tllm.spec.cut import Range
 
 
@@ -20,16 +22,13 @@ def top_log_probs(logits_TV: Tensor, k: int, vocab: Range, tp: Group) -> tuple[T
     """
     tokens, width = logits_TV.shape
     mine_TK, columns_TK = logits_TV.topk(min(k, width), -1)
-    widths = [int(n) for n in torch.stack(tp.all_gather(torch.tensor([mine_TK.shape[1]]), [(1,)] * tp.size)).flatten()]
-    shapes = [(tokens, n) for n in widths]
+    shapes = [(tokens, int(kept)) for kept in gathered(torch.tensor(mine_TK.shape[1]), tp)]
     tops_TN = torch.cat(tp.all_gather(mine_TK.cpu().contiguous(), shapes), -1)
     ids_TN = torch.cat(tp.all_gather((columns_TK + vocab[0]).cpu(), shapes), -1)
     top_TK, at_TK = tops_TN.topk(k, -1)
     ids_TK = ids_TN.gather(-1, at_TK)
-    here_TK = (ids_TK >= vocab[0]) & (ids_TK < vocab[1])
-    column_TK = (ids_TK - vocab[0]).clamp(0, width - 1)
+    here_TK, column_TK = ids_held(ids_TK, vocab)
     taken_TK = torch.where(here_TK, -math.inf, math.inf).to(logits_TV.dtype)
     logits_TV.scatter_reduce_(-1, column_TK.to(logits_TV.device), taken_TK.to(logits_TV.device), "amin")
-    rests = tp.all_gather(logits_TV.logsumexp(-1, keepdim=True).cpu(), [(tokens, 1)] * tp.size)
-    rest_T1 = torch.cat(rests, -1).logsumexp(-1, keepdim=True)
-    return ids_TK, torch.cat((top_TK, rest_T1), -1).log_softmax(-1)
+    rest_T = gathered(logits_TV.logsumexp(-1).cpu(), tp).logsumexp(0)
+    return ids_TK, torch.cat((top_TK, rest_T[:, None]), -1).log_softmax(-1)

@@ -136,7 +136,7 @@ def compute():
     for _ in range(200_000):
         x.add_(1)
     print(int(x[0]), flush=True)
-dist.group.WORLD._group.start.submit(compute)
+dist.group.WORLD._group.start(compute)
 begun.wait()
 """
 

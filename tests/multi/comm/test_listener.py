@@ -236,6 +236,25 @@ def test_more_half_open_connections_than_allowed_only_wait(listener: Listener, c
     refusal(listener, len(silent))
 
 
+def test_a_process_that_may_start_no_more_threads_refuses_links_and_takes_them_again(
+    listener: Listener, contexts: Contexts | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def start_others(thread: threading.Thread) -> None:
+        if thread.name == "link hello":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_others)
+    for _ in range(HALF_OPEN + 1):  # one more than may be half open: each makes room for the next
+        with socket.create_connection(listener.address, SOON) as refused:
+            assert refused.recv(1) == b""
+    refusal(listener, HALF_OPEN + 1)
+    monkeypatch.undo()
+    dial(listener, contexts)
+
+
 def test_each_link_is_opened_once(listener: Listener, contexts: Contexts | None) -> None:
     dial(listener, contexts)
     with pytest.raises(LinkClosed, match="no link from rank 0 to rank 1 is expected"):

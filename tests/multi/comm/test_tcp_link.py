@@ -526,7 +526,7 @@ def test_other_collectives_over_loopback(contexts: Contexts | None) -> None:
             assert (group.scatter(pieces, torch.empty(n), root=1) == here).all()
             most = group.reduce(torch.full((n,), float(here)), root=2, op="max")
             assert (most == (2 if here == 2 else here)).all()
-            handles = [group.start.all_reduce(torch.full((n,), float(here)), "mean") for _ in range(3)]
+            handles = [group.start(group.all_reduce, torch.full((n,), float(here)), "mean") for _ in range(3)]
             assert all((handle.wait() == 1).all() for handle in handles)
 
     run_ranks(groups, work)

@@ -40,7 +40,7 @@ def answers(engine: Engine, turn: int) -> list[Any]:
     """One reply alone, then three together; with plain weights each alone, as their bits depend on what is computed
     with them."""
     found = []
-    few_bits = not has_plain_products(list(engine.stages[0].model.own_layers().values()))
+    few_bits = not has_plain_products(list(engine.stages[0].model.own_layers.values()))
     for number, prompts in enumerate((PROMPTS[:1], PROMPTS) if few_bits else ([one] for one in PROMPTS)):
         asked = [Request(id=f"{turn} {number} {i}", prompt_ids=tuple(p), params=REPLY) for i, p in enumerate(prompts)]
         streams = [engine.submit(request) for request in asked]

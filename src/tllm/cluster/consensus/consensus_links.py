@@ -13,7 +13,7 @@ from tllm.cluster.consensus.raft_messages import CONSENSUS_BYTES, FromReplica, R
 from tllm.cluster.messages import ReplicaPlace
 from tllm.cluster.tls import member_client
 from tllm.core.errors import TllmError
-from tllm.core.tasks import end_tasks
+from tllm.core.tasks import background, end_tasks
 
 log = logging.getLogger("tllm.cluster")
 
@@ -42,7 +42,7 @@ class ConsensusLinks:
         """Send a message if there is room."""
         if place.id not in self._links:
             queue = asyncio.Queue[RaftMessage](QUEUED)
-            task = asyncio.create_task(_keep(place, queue, self._context), name=f"link to {place.id}")
+            task = background(_keep(place, queue, self._context), f"the link to {place.id}")
             self._links[place.id] = queue, task
             task.add_done_callback(lambda _: self._links.pop(place.id, None))
         queue, _ = self._links[place.id]

@@ -213,14 +213,14 @@ class ProcessGroup(dist.ProcessGroup):
         for x in tensors:
             check_dense(x)
         what = f"{name} of {self._me}"
-        if self._group.start.is_current_thread:
+        if self._group.is_own_thread:
             raise ConfigError(
                 f"{what} was started where another has just ended, and so ranks may start them in different orders",
                 "wait for the first, then start the second, both in your own thread",
             )
         if not opts.asyncOp:
             return run_now(work, what, tensors)
-        return CollectiveWork(self._group.start.submit(work), what, tensors)
+        return CollectiveWork(self._group.start(work), what, tensors)
 
     def _all_to_all(self, pieces: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
         with contextlib.ExitStack() as stack:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from tllm.cluster.certificates import Authority, Identity
-from tllm.cluster.connection import format_address, parse_address
+from tllm.cluster.connection import Address, format_address, parse_address
 from tllm.cluster.tls import data_client, data_server
 from tllm.comm.c10d.secret import (
     check_meeting_name,
@@ -31,7 +31,7 @@ from tllm.comm.c10d.secret import (
 )
 from tllm.comm.collectives.group import Group, group_of
 from tllm.comm.collectives.tuning import tune_between_hosts
-from tllm.comm.links.connect import Address, LinkOptions, connect, open_links
+from tllm.comm.links.connect import LinkOptions, connect, open_links
 from tllm.comm.links.errors import closed_here, link_named, not_opened, source_gone, target_gone
 from tllm.comm.links.handshake import LinkHello
 from tllm.comm.links.link import Link

@@ -16,7 +16,9 @@ BLOCK = 256
 
 
 class ActivationFormat(Protocol):
-    """A compressed encoding of a flat tensor of numbers."""
+    """A compressed encoding of a flat tensor of numbers, of which each `block` in turn is encoded by itself."""
+
+    block: int
 
     def nbytes(self, count: int) -> int:
         """The length of a message of `count` numbers."""
@@ -30,6 +32,8 @@ class ActivationFormat(Protocol):
 
 class Bf16Activations:
     """bfloat16, with eight significant bits: a relative error of at most 2^-9 for each number."""
+
+    block = 1
 
     def nbytes(self, count: int) -> int:
         return 2 * count
@@ -47,6 +51,8 @@ class Int8Activations:
     The message has all scales first. A block with a number that is not finite has a scale that is not finite, so that
     the numbers of that block are not finite either.
     """
+
+    block = BLOCK
 
     def nbytes(self, count: int) -> int:
         return -(-count // BLOCK) * (4 + BLOCK)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tllm.cluster.settings import Narrowing
-from tllm.comm.collectives.compressed_activations import BLOCK, ActivationFormat, Bf16Activations, Int8Activations
+from tllm.comm.collectives.compressed_activations import ActivationFormat, Bf16Activations, Int8Activations
 from tllm.comm.links.link import Link
 
 FORMATS: dict[str, ActivationFormat] = {"bf16": Bf16Activations(), "int8": Int8Activations()}
@@ -121,7 +121,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 def _width(width: int, form: str) -> int:
     """Numbers of a row as it travels: padded to whole blocks of the format, so that no two rows share a block."""
-    return width + -width % BLOCK if form == "int8" else width
+    return width + -width % FORMATS[form].block
 
 
 def _pack(x_TD: Tensor, form: str) -> Tensor:

@@ -9,8 +9,8 @@ public methods are, in the order below:
     point to point    send_to and recv_from, exchange of several at once
     administration    start, set_deadline, stats, close
 
-`group.start` has the same collectives in a thread of the group's own, as `AsyncCollectives`: each call returns a
-`Handle` at once.
+`group.start(group.all_reduce, x)` carries out any of them in a thread of the group's own, and returns a `Handle` at
+once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import partial
 from itertools import permutations
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -97,7 +97,7 @@ class Group:
         self.memory_sums: MemorySums | None = None
         self._seconds = 0.0
         self._failure: LinkError | None = None
-        self._started: AsyncCollectives | None = None
+        self._started: StartedWork | None = None
 
     # Collectives.
 
@@ -236,16 +236,10 @@ class Group:
 
         For what ranks must agree on before they act. At most `limit` bytes of all ranks together.
         """
-        if self.rank == 0:
-            with self._in_step():
-                gathered = [payload, *(self.recv[peer].recv_bytes(limit) for peer in range(1, self.size))]
-            if self.size == 1:
-                return gathered
-            told = self.broadcast_bytes(msgspec.msgpack.encode(gathered), 0, limit)
-        else:
-            with self._in_step():
-                self.send[0].send_bytes(payload)
-            told = self.broadcast_bytes(None, 0, limit)
+        gathered = self.gather_bytes(payload, limit)
+        if self.size == 1:
+            return gathered
+        told = self.broadcast_bytes(msgspec.msgpack.encode(gathered) if self.rank == 0 else None, 0, limit)
         return decoded(told, _LISTS, "what rank 0 passed on is no list of bytes")
 
     def gather_bytes(self, payload: bytes, limit: int = BYTES_LIMIT) -> list[bytes]:
@@ -281,11 +275,22 @@ class Group:
         """That `all_reduce` took so far, with the time that it waited for others."""
         return self._seconds + (0.0 if self.memory_sums is None else self.memory_sums.seconds)
 
-    @cached_property
-    def start(self) -> AsyncCollectives:
-        """The same collectives in a thread of their own: each returns a handle at once."""
-        self._started = AsyncCollectives(self)
-        return self._started
+    def start(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
+        """Carry out a function, such as a method of this group, after all that was started before; returns at once.
+
+        Every rank must start the same in the same order. Until the handle is done, its tensors belong to the group's
+        own thread. A method that is called, and not started, first waits for all that was.
+        """
+        if self._started is None:
+            self._started = StartedWork(f"{self.name} {self.rank} of {self.size}")
+        return Handle(
+            self._started.submit(partial(work, *args, **kwargs)), f"a {work.__name__} of the {self.name} group"
+        )
+
+    @property
+    def is_own_thread(self) -> bool:
+        """Whether the caller runs in the thread of what was started."""
+        return self._started is not None and self._started.is_current_thread
 
     def set_deadline(self, seconds: float) -> None:
         """Seconds that each send and each receive may take."""
@@ -376,71 +381,24 @@ class Group:
             raise
 
 
-class AsyncCollectives:
-    """A group's collectives and messages, each of which returns a `Handle` at once.
+class StartedWork:
+    """What a group has started: one thread carries it out, in order."""
 
-    One thread carries them out in the order in which they were started, so every rank must start the same ones in the
-    same order. Until a handle is done, its tensors belong to the thread. The group's own methods first wait for all
-    that was started.
-    """
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-        self._worker = WorkerThread(f"{group.name} {group.rank} of {group.size}")
+    def __init__(self, name: str) -> None:
+        self._worker = WorkerThread(name)
         self._pending: deque[Future[Any]] = deque()
 
     @property
     def is_current_thread(self) -> bool:
-        """Whether the caller runs in the group's own thread."""
         return self._worker.is_current
 
-    def submit(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
-        """Run a function, such as a method of the group, after all that was started before."""
+    def submit(self, work: Callable[[], T]) -> Future[T]:
         while self._pending and self._pending[0].done():
             self._pending.popleft()
         inference = torch.is_inference_mode_enabled()  # is set for each thread; in-place work on such tensors needs it
-        future = self._worker.submit(partial(_run, inference, partial(work, *args, **kwargs)))
+        future = self._worker.submit(partial(_run, inference, work))
         self._pending.append(future)
-        return Handle(future, f"a {work.__name__} of the {self._group.name} group")
-
-    def all_reduce(self, x: Tensor, op: str = "sum") -> Handle[Tensor]:
-        return self.submit(self._group.all_reduce, x, op)
-
-    def reduce(self, x: Tensor, root: int = 0, op: str = "sum") -> Handle[Tensor]:
-        return self.submit(self._group.reduce, x, root, op)
-
-    def reduce_scatter(self, x: Tensor, counts: Sequence[int], op: str = "sum") -> Handle[Tensor]:
-        return self.submit(self._group.reduce_scatter, x, counts, op)
-
-    def broadcast(self, x: Tensor, root: int = 0) -> Handle[Tensor]:
-        return self.submit(self._group.broadcast, x, root)
-
-    def scatter(self, pieces: Sequence[Tensor] | None, out: Tensor, root: int = 0) -> Handle[Tensor]:
-        return self.submit(self._group.scatter, pieces, out, root)
-
-    def gather(self, x: Tensor, shapes: Sequence[Shape], root: int = 0) -> Handle[list[Tensor] | None]:
-        return self.submit(self._group.gather, x, shapes, root)
-
-    def all_gather(self, x: Tensor, shapes: Sequence[Shape]) -> Handle[list[Tensor]]:
-        return self.submit(self._group.all_gather, x, shapes)
-
-    def all_gather_into(self, out: Tensor, x: Tensor, counts: Sequence[int] | None = None) -> Handle[Tensor]:
-        return self.submit(self._group.all_gather_into, out, x, counts)
-
-    def all_to_all(self, pieces: Sequence[Tensor], outs: Sequence[Tensor]) -> Handle[None]:
-        return self.submit(self._group.all_to_all, pieces, outs)
-
-    def barrier(self) -> Handle[None]:
-        return self.submit(self._group.barrier)
-
-    def send_to(self, peer: int, x: Tensor) -> Handle[None]:
-        return self.submit(self._group.send_to, peer, x)
-
-    def recv_from(self, peer: int, out: Tensor) -> Handle[Tensor]:
-        return self.submit(self._group.recv_from, peer, out)
-
-    def exchange(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> Handle[None]:
-        return self.submit(self._group.exchange, sends, recvs)
+        return future
 
     def wait_all(self) -> None:
         """Return when nothing is under way. A failure is raised by its handle, not here."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tllm.cluster.certificates import Identity
-from tllm.cluster.connection import NO_ADDRESS
+from tllm.cluster.connection import NO_ADDRESS, Address, format_address
 from tllm.cluster.settings import Wiring
 from tllm.comm.links.errors import link_named
 from tllm.comm.links.grpc_link import GrpcTransport
@@ -44,8 +44,6 @@ RETRY_SECONDS = 0.05
 DIAL_SECONDS = 3.0  # for one try, after which it may be seen that the epoch is over
 ANSWER_SECONDS = 10.0  # for a listener that took the connection: a process that is stopped never answers
 DIAL_THREADS = 4  # most of a handshake over a network is waiting for the other end
-
-Address = tuple[str, int]
 
 logger = logging.getLogger("tllm.comm")
 
@@ -140,11 +138,13 @@ def open_links(
     over = listener.expect(cluster, epoch, [wire for wire in mine if wire.target == rank])
     links: dict[Wire, Link] = {}
 
+    def hello_of(wire: Wire) -> LinkHello:
+        return LinkHello(cluster, epoch, *wire)
+
     def dial(wire: Wire) -> None:
-        left = max(until - time.monotonic(), 0.0)
-        hello = LinkHello(cluster, epoch, *wire)
+        address, left = addresses[wire.target], max(until - time.monotonic(), 0.0)
         with _with_peer(wire.target):
-            links[wire] = connect(addresses[wire.target], options.context, hello, left, options.authorize, over)
+            links[wire] = connect(address, options.context, hello_of(wire), left, options.authorize, over)
 
     try:
         _dial_all([wire for wire in mine if wire.source == rank], dial, over)
@@ -153,7 +153,7 @@ def open_links(
                 with _with_peer(wire.source):
                     links[wire] = listener.accept(wire, max(until - time.monotonic(), 0.0), over)
         if options.transport is not None:
-            _replace_all(options.transport, links, LinkHello(cluster, epoch, rank, rank), addresses, until)
+            _replace_all(options.transport, rank, links, hello_of, addresses, until)
     except TllmError:
         break_off(links.values())
         raise
@@ -171,18 +171,24 @@ def _with_peer(rank: int) -> Iterator[None]:
 
 
 def _replace_all(
-    transport: Transport, links: dict[Wire, Link], here: LinkHello, addresses: Mapping[int, Address], until: float
+    transport: Transport,
+    rank: int,
+    links: dict[Wire, Link],
+    hello_of: Callable[[Wire], LinkHello],
+    addresses: Mapping[int, Address],
+    until: float,
 ) -> None:
-    """Replace each link by one over the transport: all at once, since each waits for the rank at its other end."""
-    host = addresses[here.source][0]
+    """Replace each link of this rank by one over the transport: all at once, as each waits for the rank at its end."""
+    here = addresses[rank][0]
 
     def replace(wire: Wire) -> None:
-        hello, left = LinkHello(here.cluster, here.epoch, *wire), max(until - time.monotonic(), 0.001)
-        with _with_peer(wire.target if wire.source == here.source else wire.source):
-            if wire.source == here.source:
-                links[wire] = transport.open_source(links[wire], hello, host, left)
-            else:
-                links[wire] = transport.open_target(links[wire], hello, addresses[wire.source][0], host, left)
+        ours, hello, left = links[wire], hello_of(wire), max(until - time.monotonic(), 0.001)
+        if wire.source == rank:
+            with _with_peer(wire.target):
+                links[wire] = transport.open_source(ours, hello, here, left)
+        else:
+            with _with_peer(wire.source):
+                links[wire] = transport.open_target(ours, hello, addresses[wire.source][0], here, left)
 
     with ThreadPoolExecutor(max(len(links), 1), "link transport") as pool:
         for future in [pool.submit(replace, wire) for wire in list(links)]:
@@ -264,4 +270,4 @@ def _distrusted(hello: LinkHello, address: Address, why: str) -> AuthError:
 
 
 def _name(hello: LinkHello, address: Address) -> str:
-    return f"rank {hello.target} at {address[0]}:{address[1]}"
+    return f"rank {hello.target} at {format_address(address)}"

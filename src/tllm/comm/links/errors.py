@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tllm.cluster.connection import Address, format_address
 from tllm.core.errors import FrameError, LinkClosed, LinkTimeout
 
 
@@ -24,10 +25,10 @@ def nothing_taken(source: int, target: int, seconds: float) -> LinkTimeout:
     )
 
 
-def not_opened(source: int, target: int, name: str, seconds: float, address: tuple[str, int]) -> LinkTimeout:
+def not_opened(source: int, target: int, name: str, seconds: float, address: Address) -> LinkTimeout:
     return LinkTimeout(
         f"rank {source} did not open its {link_named(name)} to rank {target} within {seconds:.3g} s",
-        f"see whether rank {source} runs and reaches {address[0]}:{address[1]}",
+        f"see whether rank {source} runs and reaches {format_address(address)}",
     )
 
 

@@ -185,9 +185,8 @@ class FramedLink:
             header = frame.parse(self._first[: frame.HEADER_SIZE])
         except FrameError as error:
             raise self._fail(self._refused(expected)) from error
-        if header.dtype is not None or header.length > limit:
-            raise self._fail(self._refused(expected))
-        if (header.epoch, header.sequence) != (self._epoch, self._sequence):
+        is_bytes = header.dtype is None and header.length <= limit
+        if not is_bytes or (header.epoch, header.sequence) != (self._epoch, self._sequence):
             raise self._fail(self._refused(expected))
         return header.length
 

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from tllm.cluster.certificates import Identity
+from tllm.cluster.connection import format_address
 from tllm.comm.links.errors import target_gone
 from tllm.comm.links.handshake import LinkHello
 from tllm.comm.links.link import DEADLINE, Link
@@ -100,7 +101,7 @@ class _Server:
             [(identity.key, identity.certificate)], identity.authority, require_client_auth=True
         )
         try:
-            port = self._server.add_secure_port(_host_and_port(host, 0), trust)
+            port = self._server.add_secure_port(format_address((host, 0)), trust)
         except RuntimeError as error:
             raise LinkClosed(f"rank {hello.source} cannot listen on {host} for gRPC: {error}") from error
         self.offer = TransportOffer.make(port, identity.name)
@@ -154,7 +155,7 @@ class _Client:
             ("grpc.enable_http_proxy", 0),
             *KEEPALIVE,
         ]
-        self._channel = grpc.secure_channel(_host_and_port(host, offer.port), trust, options)
+        self._channel = grpc.secure_channel(format_address((host, offer.port)), trust, options)
         request = msgspec.msgpack.encode(Call(hello, offer.secret))
         self._responses = self._channel.unary_stream(f"/{SERVICE}/{METHOD}")(request)
         self.link.attach(self)
@@ -204,7 +205,3 @@ def _failure(grpc: Any, error: Any, hello: LinkHello, seconds: float) -> AuthErr
 
 def _error_text(error: Any) -> str:
     return f"gRPC says {error.code().name}: {error.details()}"
-
-
-def _host_and_port(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -221,7 +221,13 @@ class Listener:
                 logger.exception("accepting a link failed")
                 time.sleep(0.05)  # out of file descriptors: let some close
                 continue
-            threading.Thread(target=self._shake_hands, args=(sock, peer[:2]), name="link hello", daemon=True).start()
+            hello = threading.Thread(target=self._shake_hands, args=(sock, peer[:2]), name="link hello", daemon=True)
+            try:
+                hello.start()
+            except RuntimeError as error:  # this user, or this container, may have no more of them
+                sock.close()
+                self._half_open.release()
+                self._refuse(peer[:2], f"no thread can be started for it: {error}")
 
     def _shake_hands(self, sock: socket.socket, peer: tuple[str, int]) -> None:
         until = time.monotonic() + self._hello_seconds

@@ -115,7 +115,7 @@ def _effort(group: Group, numbers: torch.Tensor, seconds: float) -> float:
         while goes_on:
             numbers.fill_(1.0)
             numbers[0] = float(time.perf_counter() < first + share)
-            begun, products, handle = time.perf_counter(), 0, group.start.all_reduce(numbers)
+            begun, products, handle = time.perf_counter(), 0, group.start(group.all_reduce, numbers)
             while not handle.done:
                 product()
                 products += 1
@@ -125,7 +125,6 @@ def _effort(group: Group, numbers: torch.Tensor, seconds: float) -> float:
         beside = (
             time.perf_counter() - first
         )  # products alone are timed for as long as those during sums, so that both are equally exact
-    group.start.close()
     return max(0.0, lost) / (sums * numbers.nbytes)
 
 

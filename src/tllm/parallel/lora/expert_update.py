@@ -8,7 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from tllm.parallel.expert_dispatch import split_by_expert
-from tllm.parallel.lora.lora_update import LoraModule, Span, modules_of, product_beside, tensor_names
+from tllm.parallel.lora.lora_update import (
+    LoraModule,
+    Span,
+    modules_of,
+    product_beside,
+    product_of_spans,
+    tensor_names,
+)
 from tllm.parallel.shard import Shard, ShardPiece, cut_parameter, shard_of
 from tllm.spec.cut import Range
 
@@ -58,16 +65,11 @@ class ExpertUpdate(nn.Module):
         """Rows [first_rows[e], first_rows[e + 1]) are those of expert e."""
         a_ERD = self.A.unflatten(0, (self.experts, -1)).unbind()  # type: ignore[no-untyped-call]
         b_EFR = [b.unflatten(0, (self.experts, -1)).unbind() for b in self.B]
-        parts = split_by_expert(x_ND, first_rows)
-        return torch.cat([self._of_expert(some_ND, a_ERD[at], [b[at] for b in b_EFR]) for at, some_ND in parts])
-
-    def _of_expert(self, x_ND: Tensor, a_RD: Tensor, b_FR: list[Tensor]) -> Tensor:
-        z_NR, parts, at = self.matmul(x_ND, a_RD), list[Tensor](), 0
-        for span, b in zip(self.spans, b_FR, strict=True):
-            parts.append(z_NR.new_zeros(len(x_ND), span.start - at))
-            parts.append(self.matmul(z_NR[:, span.first : span.last], b) * span.scale)
-            at = span.stop
-        return torch.cat([*parts, z_NR.new_zeros(len(x_ND), self.outputs - at)], dim=1)
+        made = [
+            product_of_spans(some_ND, a_ERD[at], [b[at] for b in b_EFR], self.spans, self.outputs, self.matmul)
+            for at, some_ND in split_by_expert(x_ND, first_rows)
+        ]
+        return torch.cat(made)
 
 
 def _run(place: int, size: int) -> Range:

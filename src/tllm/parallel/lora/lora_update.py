@@ -7,7 +7,7 @@ ranks that the layer makes anyway.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -100,14 +100,7 @@ class LoraUpdate(nn.Module):
         self.A = cut_parameter((at, width), Shard(tuple(pieces_A), True, "partial"))
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        z_TR = self.matmul(x_TD, self.A)
-        parts, at = [], 0
-        for span, b in zip(self.spans, self.B, strict=True):
-            parts.append(z_TR.new_zeros(len(x_TD), span.start - at))
-            parts.append(self.matmul(z_TR[:, span.first : span.last], b) * span.scale)
-            at = span.stop
-        parts.append(z_TR.new_zeros(len(x_TD), self.outputs - at))
-        return torch.cat(parts, dim=1)
+        return product_of_spans(x_TD, self.A, self.B, self.spans, self.outputs, self.matmul)
 
     def rescaled(self, factor_F: Tensor, weight: Tensor, x_TD: Tensor, product_TF: Tensor) -> Tensor:
         """What is added to W x, which is `product_TF`, where each output is multiplied by a factor (DoRA)."""
@@ -126,6 +119,18 @@ class LoraUpdate(nn.Module):
                 for piece in shard_of(b).pieces
             )
             yield cut_parameter(b.shape[:1], Shard(pieces, True, "partial"))
+
+
+def product_of_spans(
+    x_TD: Tensor, a_RD: Tensor, bs_FR: Iterable[Tensor], spans: Sequence[Span], outputs: int, product: Product
+) -> Tensor:
+    """scale B A x of each span, by its own B, and 0 for the other ones of so many outputs: [T, outputs]."""
+    z_TR, parts, at = product(x_TD, a_RD), list[Tensor](), 0
+    for span, b_FR in zip(spans, bs_FR, strict=True):
+        parts.append(z_TR.new_zeros(len(x_TD), span.start - at))
+        parts.append(product(z_TR[:, span.first : span.last], b_FR) * span.scale)
+        at = span.stop
+    return torch.cat([*parts, z_TR.new_zeros(len(x_TD), outputs - at)], dim=1)
 
 
 def tensor_names(module: str) -> tuple[str, str]:

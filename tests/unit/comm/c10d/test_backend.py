@@ -267,7 +267,7 @@ def test_a_collective_started_where_another_ends_is_refused(groups: list[Group])
 
     def work(group: Group) -> str:
         go = threading.Event()
-        first = group._group.start.submit(go.wait)  # so that what follows ends in the group's own thread
+        first = group._group.start(go.wait)  # so that what follows ends in the group's own thread
         end = group.allreduce([torch.ones(1)], asking(dist.AllreduceOptions, wait=False)).get_future()
         later = end.then(lambda _: group.allreduce([torch.ones(1)], asking(dist.AllreduceOptions, wait=False)))
         go.set()

@@ -102,15 +102,16 @@ def test_what_is_started_gives_what_calls_give(size: int) -> None:
         xs = [numbers(rank, (2, 2)) for rank in range(size)]
         mine, total = xs[group.rank], torch.stack(xs).sum(0)
         start = group.start
-        handles = [start.all_reduce(mine.clone()) for _ in range(20)]
+        handles = [start(group.all_reduce, mine.clone()) for _ in range(20)]
         root = size - 1
-        reduced = start.reduce(mine.clone(), root, "min")
-        gathered, rows = start.gather(mine, shapes, root), start.all_gather(mine, shapes)
-        scattered = start.scatter(xs if group.rank == root else None, torch.empty(2, 2), root)
-        part = start.reduce_scatter(torch.stack([mine] * size), [1] * size, "mean")
+        reduced = start(group.reduce, mine.clone(), root, "min")
+        gathered, rows = start(group.gather, mine, shapes, root), start(group.all_gather, mine, shapes)
+        scattered = start(group.scatter, xs if group.rank == root else None, torch.empty(2, 2), root)
+        part = start(group.reduce_scatter, torch.stack([mine] * size), [1] * size, "mean")
         outs = [torch.empty(2, 2) for _ in range(size)]
-        turned = start.all_to_all([mine] * size, outs)
-        spread, one = start.broadcast(mine.clone(), root), start.all_gather_into(torch.empty(2 * size, 2), mine)
+        turned = start(group.all_to_all, [mine] * size, outs)
+        spread = start(group.broadcast, mine.clone(), root)
+        one = start(group.all_gather_into, torch.empty(2 * size, 2), mine)
         group.barrier()  # a call waits for what was started
         assert all(handle.done for handle in [*handles, reduced, gathered, scattered, part, turned, spread, one])
         assert all(torch.equal(handle.wait(), total) for handle in handles)
@@ -122,7 +123,7 @@ def test_what_is_started_gives_what_calls_give(size: int) -> None:
         assert torch.equal(scattered.wait(), mine)
         torch.testing.assert_close(part.wait()[0], total / size)
         assert torch.equal(spread.wait(), xs[root])
-        start.barrier().wait()
+        start(group.barrier).wait()
         group.close()
 
     run_ranks(local_groups(size), work)
@@ -134,7 +135,7 @@ def test_a_handle_returns_before_the_others_have_begun() -> None:
     def work(group: Group) -> None:
         if group.rank == 1:
             assert go.wait(20)
-        handle = group.start.all_reduce(torch.ones(4))
+        handle = group.start(group.all_reduce, torch.ones(4))
         if group.rank == 0:
             assert not handle.done
             with pytest.raises(LinkTimeout, match=r"all_reduce of the tp group is not done within 0.01 s"):
@@ -148,11 +149,12 @@ def test_a_handle_returns_before_the_others_have_begun() -> None:
 def test_pairs_send_each_other_while_they_go_on() -> None:
     def work(group: Group) -> None:
         peer = 1 - group.rank
-        sent, got = group.start.send_to(peer, numbers(group.rank, (6,))), group.start.recv_from(peer, torch.empty(6))
+        sent = group.start(group.send_to, peer, numbers(group.rank, (6,)))
+        got = group.start(group.recv_from, peer, torch.empty(6))
         sent.wait()
         assert torch.equal(got.wait(), numbers(peer, (6,)))
         swapped = torch.empty(6)
-        group.start.exchange({peer: numbers(group.rank, (6,))}, {peer: swapped}).wait()
+        group.start(group.exchange, {peer: numbers(group.rank, (6,))}, {peer: swapped}).wait()
         assert torch.equal(swapped, numbers(peer, (6,)))
 
     run_ranks(local_groups(2), work)
@@ -161,7 +163,7 @@ def test_pairs_send_each_other_while_they_go_on() -> None:
 def test_tensors_made_in_inference_mode_may_be_started() -> None:
     def work(group: Group) -> float:
         with torch.inference_mode():
-            return float(group.start.all_reduce(torch.ones(3)).wait().sum())
+            return float(group.start(group.all_reduce, torch.ones(3)).wait().sum())
 
     assert run_ranks(local_groups(3), work) == [9.0] * 3
 
@@ -170,7 +172,7 @@ def test_what_was_started_fails_with_the_name_of_the_late_rank() -> None:
     def work(group: Group) -> None:
         if group.rank == 1:
             return
-        handles = [group.start.all_reduce(torch.ones(4)) for _ in range(2)]
+        handles = [group.start(group.all_reduce, torch.ones(4)) for _ in range(2)]
         with pytest.raises(LinkTimeout, match=r"rank 1 sent nothing to rank 0 within 0.2 s"):
             handles[0].wait()
         with pytest.raises(LinkClosed, match="tp group is over: rank 1 sent nothing"):
@@ -181,8 +183,8 @@ def test_what_was_started_fails_with_the_name_of_the_late_rank() -> None:
 
 def test_closing_wakes_what_is_under_way() -> None:
     left, _ = local_groups(2, deadline=60)
-    waiting = left.start.recv_from(1, torch.empty(3))
-    never = left.start.recv_from(1, torch.empty(3))
+    waiting = left.start(left.recv_from, 1, torch.empty(3))
+    never = left.start(left.recv_from, 1, torch.empty(3))
     left.close()
     with pytest.raises(LinkClosed):
         waiting.wait(20)

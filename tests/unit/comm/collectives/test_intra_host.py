@@ -62,7 +62,7 @@ def every_collective(group: Group, device: torch.device = CPU) -> list[Tensor]:
         group.broadcast(mine.clone(), root=n - 1),
         *group.all_gather(mine[:rank], [(p, 3) for p in range(n)]),
         *(gathered or []),
-        *group.start.all_gather(mine, [(37, 3)] * n).wait(),
+        *group.start(group.all_gather, mine, [(37, 3)] * n).wait(),
         *after,
         *outs,
         rows,
