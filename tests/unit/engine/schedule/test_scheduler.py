@@ -378,8 +378,9 @@ def test_the_end_token_counts_only_after_min_tokens() -> None:
     ],
 )
 def test_what_can_never_be_served_is_refused(asked: Request, words: str) -> None:
-    with pytest.raises(RequestError, match=words):
+    with pytest.raises(RequestError, match=words) as caught:
         Scheduler(limits()).add(asked)
+    assert "HTTP" not in caught.value.hint, "commands and Python programs ask too"
 
 
 def test_more_than_the_whole_cache_is_refused() -> None:
