@@ -236,6 +236,14 @@ def test_the_openai_client_loads_uses_and_unloads_adapters(folder: Path, truth: 
     play(scene)
 
 
+@pytest.fixture
+def as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a command that runs in this process changes is as it was afterwards."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+@pytest.mark.usefixtures("as_before")
 @pytest.mark.parametrize("plan", ["pp=1", "tp=2"])
 def test_generate_writes_with_an_adapter(
     folder: Path, truth: Mapping[str, list[int]], plan: str, capsys: pytest.CaptureFixture[str]
@@ -246,6 +254,7 @@ def test_generate_writes_with_an_adapter(
     assert capsys.readouterr().out.strip() == ",".join(map(str, truth["b"]))
 
 
+@pytest.mark.usefixtures("as_before")
 def test_chat_replies_with_an_adapter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
