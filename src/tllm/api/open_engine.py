@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tllm.api.engine_options import EngineOptions, engine_config
 from tllm.core.errors import ClusterError, PlanError
 from tllm.core.model_folders import model_name
+from tllm.spec.lora.lora_config import ServedLoras
 
 if TYPE_CHECKING:
     from tllm.engine.engine import Engine
@@ -24,10 +25,12 @@ OnProgress = Callable[[str, int, int], None]
 
 
 @asynccontextmanager
-async def open_engine(options: EngineOptions, on_progress: OnProgress | None = None) -> AsyncIterator[EngineClient]:
-    """An engine on this machine alone, ended with the block."""
-    if options.plan.world_size > 1:
-        async with open_nodes(options, cluster_options(options, on_progress=on_progress)) as client:
+async def open_engine(
+    options: EngineOptions, on_progress: OnProgress | None = None, adapters: ServedLoras | None = None
+) -> AsyncIterator[EngineClient]:
+    """An engine on this machine alone, ended with the block. With `adapters` its ranks are nodes, which load them."""
+    if options.plan.world_size > 1 or adapters is not None:
+        async with open_nodes(options, cluster_options(options, on_progress=on_progress, adapters=adapters)) as client:
             yield client
         return
     from tllm.node.serve.dense_layers import DenseLayers
@@ -84,7 +87,7 @@ async def open_nodes(
     policy: Literal["replan", "wait"] = "replan",
     choice: PlanChoice | None = None,
 ) -> AsyncIterator[Serving]:
-    """An engine over the nodes of a cluster, ended with the block.
+    """An engine over the nodes of a cluster, ended with the block, once the adapters that `cluster` names are loaded.
 
     `policy` is for nodes that are lost: go on with what is left, or wait for another. With a `choice` the options'
     plan only says how many nodes there are.
@@ -94,6 +97,7 @@ async def open_nodes(
     sizes = engine_config(options)
     opening = open_cluster(options.folder, options.plan, sizes, cluster, policy=policy, choice=choice, hub=options.hub)
     async with opening as serving:
+        await serving.adapters.load_first()
         yield serving
 
 

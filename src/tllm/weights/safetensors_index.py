@@ -148,7 +148,8 @@ def _nothing_to_read(names: list[str]) -> WeightsError:
             f"{halves[0]} was not fetched to its end, and is all there is of the weights", "fetch it again"
         )
     return WeightsError(
-        f"there is neither {SINGLE} nor {INDEX}", "give the folder that holds config.json and the weights"
+        f"the model's folder has no weights: neither {SINGLE} nor {INDEX} is there",
+        "copy them too, or give the folder that holds config.json and the weights",
     )
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import shutil
 import signal
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -14,10 +16,12 @@ import openai
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tests.house.tree import ROOT
 from tests.multi.faults.test_serving_recovery import SIZES, begun, kill, play
 from tests.parity.engine.test_lora import engine_with
 from tests.support.models.adapters import save_adapter
 from tests.support.models.families import save_model
+from tllm.cli.main import main
 from tllm.core.errors import CapacityError, ConfigError, RequestError, WeightsError
 from tllm.node.coordinator.cluster_options import ClusterOptions
 from tllm.node.serve import serving as serving_module
@@ -27,6 +31,8 @@ from tllm.server.app import build_app
 from tllm.server.http.settings import ServerSettings
 from tllm.server.run import serving
 from tllm.spec.request import Request, SamplingParams
+from tllm.text.chat_template import ChatTemplate
+from tllm.text.tokenizer import Tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # each starts several processes that load torch
 
@@ -228,3 +234,40 @@ def test_the_openai_client_loads_uses_and_unloads_adapters(folder: Path, truth: 
             assert (cluster.state.epoch, cluster.recovery.lost_ranks) == (1, 0)
 
     play(scene)
+
+
+@pytest.fixture
+def as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a command that runs in this process changes is as it was afterwards."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+@pytest.mark.usefixtures("as_before")
+@pytest.mark.parametrize("plan", ["pp=1", "tp=2"])
+def test_generate_writes_with_an_adapter(
+    folder: Path, truth: Mapping[str, list[int]], plan: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["generate", str(folder / "model"), "--prompt-ids", "1,2,3,4", "--max-tokens", "120", "--ignore-eos"]
+    asked = [*words, "--dtype", "float32", "--plan", plan, "--lora-modules", f"b={folder / 'b'}", "--quiet"]
+    assert main(asked) == 0
+    assert capsys.readouterr().out.strip() == ",".join(map(str, truth["b"]))
+
+
+@pytest.mark.usefixtures("as_before")
+def test_chat_replies_with_an_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `tllm generate` goes on with it after the text that the chat template makes."""
+    tiny = ROOT / "models" / "tiny"
+    given = ["--lora-modules", f"a={save_adapter(tiny, tmp_path / 'a')}", "--max-tokens", "8", "--quiet"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
+    assert main(["chat", str(tiny), *given, "--temperature", "0"]) == 0
+    chatted = capsys.readouterr().out
+    tokenizer = Tokenizer.from_folder(tiny)
+    template = ChatTemplate.from_folder(tiny, tokenizer)
+    assert template is not None
+    prompt = template.render([{"role": "user", "content": "Hello"}])
+    for adapter, is_same in ((given, True), (given[2:], False)):
+        assert main(["generate", str(tiny), *adapter, "--prompt", prompt]) == 0
+        assert (capsys.readouterr().out == chatted) == is_same

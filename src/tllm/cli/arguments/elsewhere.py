@@ -157,7 +157,11 @@ _SAID = (
     ),
     ("give --speculative-config", "--speculative-* --spec-* --model-draft -md --draft --draft-* --hf-repo-draft -hfrd"),
     ("leave it out: an adapter is cut as the linears that it adapts", "--fully-sharded-loras", "--enable-lora"),
-    ("give --lora-modules NAME=FOLDER", "--lora --lora-paths --lora-scaled --lora-adapters"),
+    (
+        "leave it out: --lora-modules is enough",
+        "--enable-lora --max-lora-rank --max-loras",
+    ),
+    ("give --lora-modules NAME=FOLDER", "--lora-path --lora --lora-paths --lora-scaled --lora-adapters"),
     # HTTP
     (
         "leave it out: every model that is served embeds and scores as well",

@@ -1,17 +1,20 @@
-"""`--enable-lora` and what goes with it: LoRA adapters that a server loads, in vLLM's names."""
+"""`--enable-lora` and what goes with it: LoRA adapters that a command loads, in vLLM's names."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tllm.cli.arguments.parser import whole
-from tllm.core.errors import ConfigError
-from tllm.spec.lora.lora_config import CONFIG_FILE, MAX_LORA_RANK, ServedLoras
+from tllm.core.errors import ConfigError, WeightsError
+from tllm.spec.lora.lora_config import CONFIG_FILE, MAX_LORA_RANK, MAX_RANK, ServedLoras
+from tllm.spec.model_spec import ModelSpec
 
 if TYPE_CHECKING:
     from tllm.node.serve.serving import Serving
+    from tllm.server.openai.engine_client import EngineClient
     from tllm.server.openai.lora_adapters import ServedAdapters
 
 
@@ -44,6 +47,39 @@ def add_lora(parser: argparse._ActionsContainer) -> None:
     )
 
 
+def add_one_lora(parser: argparse._ActionsContainer) -> None:
+    """For commands that give all their prompts to one adapter."""
+    parser.add_argument(
+        "--lora-modules",
+        metavar="NAME=FOLDER",
+        help="write with this LoRA adapter of the model, as PEFT saves it (none)",
+    )
+
+
+def one_lora(args: argparse.Namespace, spec: ModelSpec) -> ServedLoras | None:
+    """What `add_one_lora` came to, an adapter of any rank; None where none was given. Raises what `served_loras` does,
+    and WeightsError where it is no adapter of this model."""
+    if args.lora_modules is None:
+        return None
+    loras = ServedLoras(1, MAX_RANK, dict([_named(args.lora_modules)]))
+    check_loras(loras, spec)
+    return loras
+
+
+def check_loras(loras: ServedLoras | None, spec: ModelSpec) -> None:
+    """Look at the adapters, if there are any, before the model is loaded. WeightsError for what is no adapter of this
+    model, ConfigError for one of a larger rank than is served; both name the folder."""
+    if loras is None:
+        return
+    from tllm.node.serve.lora_adapters import check_adapter  # which loads torch
+
+    for folder in loras.paths.values():
+        try:
+            check_adapter(Path(folder), spec, loras.max_lora_rank)
+        except (ConfigError, WeightsError) as error:
+            raise type(error)(f"{folder}: {error.message}", error.hint) from error
+
+
 def served_loras(args: argparse.Namespace) -> ServedLoras | None:
     """The adapters to begin with; None where none are served. ConfigError where the options do not go together."""
     given: list[str] = args.lora_modules
@@ -52,15 +88,8 @@ def served_loras(args: argparse.Namespace) -> ServedLoras | None:
         raise ConfigError(f"{option} is given and adapters are not served", "give --enable-lora too")
     modules: dict[str, str] = {}
     for pair in given:
-        name, _, folder = pair.partition("=")
-        if not name or not folder or name in modules or name in args.served_model_name:
-            raise ConfigError(
-                f"--lora-modules has {pair!r}, and each is NAME=FOLDER, with a name of its own",
-                "such as --lora-modules sql=adapters/sql",
-            )
-        if not (Path(folder).expanduser() / CONFIG_FILE).is_file():
-            raise ConfigError(f"{folder} has no {CONFIG_FILE}", "give the folder of an adapter as PEFT saves it")
-        modules[name] = str(Path(folder).expanduser().resolve())
+        name, folder = _named(pair, (*modules, *args.served_model_name))
+        modules[name] = folder
     if args.max_loras and len(modules) > args.max_loras:
         raise ConfigError(
             f"--lora-modules names {len(modules)} adapters and --max-loras is {args.max_loras}",
@@ -71,9 +100,29 @@ def served_loras(args: argparse.Namespace) -> ServedLoras | None:
     return ServedLoras(args.max_loras or max(1, len(modules)), args.max_lora_rank, modules)
 
 
-async def open_adapters(args: argparse.Namespace, serving: Serving) -> ServedAdapters | None:
-    """The adapters of a cluster that serves, once those to begin with are loaded; None where none are served."""
-    if not args.enable_lora:
-        return None
-    await serving.adapters.load_first()
-    return serving.adapters
+def _named(pair: str, taken: Collection[str] = ()) -> tuple[str, str]:
+    """The name and the absolute folder that NAME=FOLDER gives."""
+    name, _, folder = pair.partition("=")
+    if not name or not folder or name in taken:
+        raise ConfigError(
+            f"--lora-modules has {pair!r}, and each is NAME=FOLDER, with a name of its own",
+            "such as --lora-modules sql=adapters/sql",
+        )
+    if not (Path(folder).expanduser() / CONFIG_FILE).is_file():
+        raise ConfigError(f"{folder} has no {CONFIG_FILE}", "give the folder of an adapter as PEFT saves it")
+    return name, str(Path(folder).expanduser().resolve())
+
+
+def adapters_of(args: argparse.Namespace, serving: Serving) -> ServedAdapters | None:
+    """The adapters of a cluster that serves; None where none are served."""
+    return serving.adapters if args.enable_lora else None
+
+
+def id_of_one(loras: ServedLoras | None, client: EngineClient) -> str:
+    """What requests carry that `one_lora` was made for; "" where it gave None."""
+    from tllm.node.serve.serving import Serving
+
+    if loras is None:
+        return ""
+    assert isinstance(client, Serving), "ranks that load adapters are nodes"
+    return client.adapters.id_of(next(iter(loras.paths)))

@@ -18,11 +18,13 @@ from tllm.api.engine_options import EngineOptions, check_device
 from tllm.api.engine_thread import EngineThread
 from tllm.api.open_engine import open_engine
 from tllm.api.streamed_reply import StreamedReply
+from tllm.cli.arguments.lora_arguments import add_one_lora, id_of_one, one_lora
 from tllm.cli.arguments.model_argument import resolve_model
 from tllm.cli.arguments.options import add_engine, add_sampling, engine_options
 from tllm.cli.commands.generate import sampling_params
 from tllm.cli.display.progress import loading
 from tllm.core.errors import ConfigError, RequestError
+from tllm.spec.lora.lora_config import ServedLoras
 from tllm.spec.request import Request, SamplingParams
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
@@ -38,6 +40,7 @@ def is_command(text: str) -> bool:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine(parser)
+    add_one_lora(parser)
     parser.set_defaults(max_num_seqs=1)  # so the cache takes no more memory than one sequence needs
     parser.add_argument("--system", metavar="TEXT", help="system message")
     add_sampling(parser, temperature=0.7, max_tokens=512, greedy=False)
@@ -58,11 +61,11 @@ def run(args: argparse.Namespace) -> int:
     chat = Chat(tokenizer, template, params, args.stop, options.max_model_len)
     if args.system:
         chat.messages.append({"role": "system", "content": args.system})
-    return _talk(chat, options, args.quiet)
+    return _talk(chat, options, one_lora(args, options.spec), args.quiet)
 
 
 class Chat:
-    """A conversation so far, and how it goes on."""
+    """A conversation so far, and how it goes on: with the adapter `lora`, whose id is known once it is loaded."""
 
     def __init__(
         self,
@@ -73,6 +76,7 @@ class Chat:
         longest: int,
     ) -> None:
         self.messages: list[dict[str, str]] = []
+        self.lora = ""
         self._tokenizer = tokenizer
         self._template = template
         self._params = params
@@ -95,18 +99,20 @@ class Chat:
                 "/new starts over",
             )
         params = msgspec.structs.replace(self._params, max_tokens=min(self._params.max_tokens, room))
-        request = Request(id=uuid.uuid4().hex, prompt_ids=prompt_ids, params=params)
+        request = Request(id=uuid.uuid4().hex, prompt_ids=prompt_ids, params=params, lora=self.lora)
         return StreamedReply(request, self._tokenizer, self._stops)
 
     def answered(self, reply: StreamedReply) -> None:
         self.messages.append({"role": "assistant", "content": reply.text})
 
 
-def _talk(chat: Chat, options: EngineOptions, quiet: bool) -> int:
+def _talk(chat: Chat, options: EngineOptions, adapters: ServedLoras | None, quiet: bool) -> int:
     """The engine has a thread of its own, so that Ctrl-C ends `input` here as anywhere else."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (line editing and history in input())
-    with contextlib.closing(EngineThread(loading(quiet, partial(open_engine, options)))) as engine:
+    opening = partial(open_engine, options, adapters=adapters)
+    with contextlib.closing(EngineThread(loading(quiet, opening))) as engine:
+        chat.lora = id_of_one(adapters, engine.client)
         while (text := _ask_user()) is not None:
             if text == "/new":
                 chat.restart()

@@ -14,13 +14,14 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from tllm.api.engine_options import EngineOptions, check_device
 from tllm.api.open_engine import cluster_options, open_engine, open_nodes
 from tllm.api.streamed_reply import StreamedReply
+from tllm.cli.arguments.lora_arguments import add_one_lora, id_of_one, one_lora
 from tllm.cli.arguments.model_argument import resolve_model
 from tllm.cli.arguments.options import ACCEPTANCE, add_engine, add_sampling, engine_options
 from tllm.cli.arguments.parser import count, token_ids
@@ -30,6 +31,7 @@ from tllm.cli.planning.plan_chooser import ServingChooser
 from tllm.core.errors import ConfigError, RequestError
 from tllm.planner.cost.serving_load import ServingFacts
 from tllm.server.latency import TimedEngine
+from tllm.spec.lora.lora_config import ServedLoras
 from tllm.spec.request import Request, SamplingParams
 from tllm.text.generation_config import read_override, sampling_values
 from tllm.text.tokenizer import Tokenizer
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine(parser)
+    add_one_lora(parser)
     parser.set_defaults(max_num_seqs=1)  # so the cache takes no more memory than one sequence needs
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="text to continue")
@@ -67,7 +70,8 @@ def run(args: argparse.Namespace) -> int:
     request = Request(id=uuid.uuid4().hex, prompt_ids=prompt_ids, params=params)
     if args.stop and tokenizer is None:
         raise ConfigError(f"--stop needs a tokenizer and {args.model} has none", "leave --stop out")
-    return asyncio.run(_generate(args, options, StreamedReply(request, tokenizer, args.stop)))
+    opening = _Opening(options, args.quiet, one_lora(args, options.spec))
+    return asyncio.run(_generate(args, opening, request, tokenizer))
 
 
 def room_for(args: argparse.Namespace, prompt_length: int, options: EngineOptions) -> int:
@@ -131,10 +135,21 @@ def _piped() -> str:
         raise ConfigError(f"what is piped in is no text: {error}", "give a text in UTF-8") from error
 
 
-async def _generate(args: argparse.Namespace, options: EngineOptions, reply: StreamedReply) -> int:
-    chooser = _chooser(options, args.keep, reply.request) if args.keep else None
-    async with _open(options, args.quiet, chooser) as client:
+class _Opening(NamedTuple):
+    """How the engine is opened."""
+
+    options: EngineOptions
+    quiet: bool
+    adapters: ServedLoras | None
+
+
+async def _generate(args: argparse.Namespace, opening: _Opening, request: Request, tokenizer: Tokenizer | None) -> int:
+    options = opening.options
+    chooser = _chooser(options, args.keep, request) if args.keep else None
+    async with _open(opening, chooser) as client:
         timed = TimedEngine(client)
+        request = msgspec.structs.replace(request, lora=id_of_one(opening.adapters, client))
+        reply = StreamedReply(request, tokenizer, args.stop)
         async for text in reply.stream(timed):
             if text and not args.json:
                 print(text, end="", flush=True)
@@ -167,13 +182,15 @@ def _chooser(options: EngineOptions, folder: Path, request: Request) -> ServingC
 
 
 @asynccontextmanager
-async def _open(options: EngineOptions, quiet: bool, chooser: ServingChooser | None) -> AsyncIterator[EngineClient]:
+async def _open(opening: _Opening, chooser: ServingChooser | None) -> AsyncIterator[EngineClient]:
     """The engine; predicted first, if it is asked for."""
+    options, quiet, adapters = opening
     if chooser is not None and options.plan.world_size > 1:
         choice = chooser.choice()
 
         def open_measured(on_progress: ShowProgress) -> AbstractAsyncContextManager[EngineClient]:
-            return open_nodes(options, cluster_options(options, on_progress=on_progress), choice=choice)
+            cluster = cluster_options(options, on_progress=on_progress, adapters=adapters)
+            return open_nodes(options, cluster, choice=choice)
 
         async with loading(quiet, open_measured) as client:
             yield client
@@ -182,7 +199,7 @@ async def _open(options: EngineOptions, quiet: bool, chooser: ServingChooser | N
         from tllm.node.coordinator.survey_cluster import survey_here
 
         chooser.decide(survey_here(chooser.asked(), options.threads or 0, options.device))
-    async with loading(quiet, partial(open_engine, options)) as client:
+    async with loading(quiet, partial(open_engine, options, adapters=adapters)) as client:
         yield client
 
 

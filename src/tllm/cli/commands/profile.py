@@ -24,6 +24,7 @@ from tllm.cli.arguments.parser import whole
 from tllm.cli.display.logs import start_log
 from tllm.cli.display.tables import table
 from tllm.core.memory import amount
+from tllm.node.doctor.machine_rules import said_of_load
 from tllm.planner.cluster.profile import Hardware, LoopbackWire, ProductSpeed, Profile, ShapeChoice
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ def as_text(profile: Profile, kept: str = "") -> str:
         f"one operation: {profile.operation * 1e6:.2f} µs",
     ]
     if hardware.load > hardware.cores / 2:
-        lines.append(f"other programs kept {hardware.load:.1f} processors busy: these speeds are too low")
+        lines.append(f"{said_of_load(hardware.load, hardware.cores)}: these speeds are too low")
     if wire is not None:
         lines.append(
             f"link inside this machine, TLS on: {wire.latency * 1e6:.0f} µs one way, {wire.bandwidth / 1e6:.0f} MB/s"

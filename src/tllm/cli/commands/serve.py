@@ -25,7 +25,7 @@ import msgspec
 from tllm.api.engine_options import EngineOptions, check_device, read_spec
 from tllm.api.open_engine import cluster_options, open_nodes
 from tllm.cli.arguments.http_options import add_http, add_keep_streams, add_replies, http_settings
-from tllm.cli.arguments.lora_arguments import add_lora, open_adapters, served_loras
+from tllm.cli.arguments.lora_arguments import adapters_of, add_lora, check_loras, served_loras
 from tllm.cli.arguments.model_argument import add_weights_cache, resolve_model
 from tllm.cli.arguments.node_sources import (
     add_on,
@@ -165,10 +165,11 @@ def run(args: argparse.Namespace) -> int:
     may_return = tasks is None and args.nodes and args.cluster_folder
     if may_return and (code := join_again(args, settings, None, **kept)) is not None:
         return code
-    ray = from_ray(args, args.spare_nodes)
+    ray, adapters = from_ray(args, args.spare_nodes), served_loras(args)
     resolve_model(args, "ranges" if args.nodes or args.local else "whole")
-    options, adapters = _options(args), served_loras(args)
-    options.pooling()  # what is wrong with it shows now
+    options = _options(args)
+    options.pooling()  # what is wrong with it shows now, and with adapters
+    check_loras(adapters, options.spec)
     settings = dataclasses.replace(settings, generation_config=options.generation_config)
     start_log(args.debug, args.quiet)
     if options.generation_config.given:
@@ -244,7 +245,7 @@ async def _serve(
         # Its requests go on when this process coordinates no more.
         lasting = LastingEngine(serving, RemoteEngine(loop.link, serving.served))
         timed = TimedEngine(lasting)
-        adapters = await open_adapters(args, serving)
+        adapters = adapters_of(args, serving)
         app = build_app(timed, *text, settings, adapters=adapters, pooling=options.pooling())
         serving.open_to_nodes(app.router, _store_of(app), adapters)
 

@@ -37,7 +37,7 @@ log = logging.getLogger("tllm.engine")
 
 NO_TOKEN = "the prompt has no token"
 HINTS = {NO_TOKEN: "give some text, or ids"}
-"""What to do about faults of which no reference of parameters says it."""
+"""What to do about faults that do not say it themselves."""
 
 MAX_LOGPROBS = 20
 MAX_BIASED = 1024
@@ -143,9 +143,7 @@ def check_request(
     of_sampling = sampling_faults(msgspec.structs.replace(sampling, history=()), limits)
     fault = next(chain(_request_faults(request, stop_ids, limits), of_sampling), None)
     if fault is not None:
-        raise RequestError(
-            fault, HINTS.get(fault, "the reference of the HTTP interface says what each parameter may be")
-        )
+        raise RequestError(fault, HINTS.get(fault, ""))
     new_tokens = 0 if request.pooling else params.max_tokens
     if prompt_length + new_tokens > limits.max_model_len:
         raise RequestError(

@@ -122,6 +122,13 @@ def _of_system(node: str, machine: MachineFacts) -> Iterator[Diagnosis]:
             )
 
 
+def said_of_load(load: float, cores: int) -> str:
+    """That other programs want so many of a machine's processors."""
+    if load > cores:
+        return f"other programs want {load:.1f} processors, and it has {cores}"
+    return f"other programs keep {load:.1f} of {cores} processors busy"
+
+
 def _of_processor(found: NodeProbe) -> Iterator[Diagnosis]:
     node, machine = found.node, found.machine
     if machine.quota is not None and machine.quota < machine.cores:
@@ -134,9 +141,7 @@ def _of_processor(found: NodeProbe) -> Iterator[Diagnosis]:
     if machine.load > machine.cores / 2:
         yield Diagnosis(
             node,
-            f"other programs want {machine.load:.1f} processors, and it has {machine.cores}"
-            if machine.load > machine.cores
-            else f"other programs keep {machine.load:.1f} of {machine.cores} processors busy",
+            said_of_load(machine.load, machine.cores),
             "End them, or expect every step to wait for this node",
             wrong=False,
         )

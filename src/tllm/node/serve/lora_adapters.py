@@ -170,7 +170,7 @@ class LoraAdapters:
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, int]]:
         """Outputs and inputs of each linear of the model that can be adapted."""
-        return module_shapes(build(self._spec, whole(self._spec), torch.float32, "meta"))
+        return adaptable_shapes(self._spec)
 
     def _tell(self) -> None:
         """Say in the workload what is loaded, or is to be, as whoever takes the coordinator's place is to know it."""
@@ -218,3 +218,13 @@ class LoraAdapters:
 
     def _is_over(self, epoch: int) -> bool:
         return self._coordinator.state.epoch != epoch
+
+
+def adaptable_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of each linear of a model that can be adapted."""
+    return module_shapes(build(spec, whole(spec), torch.float32, "meta"))
+
+
+def check_adapter(folder: Path, spec: ModelSpec, max_lora_rank: int) -> None:
+    """Look at an adapter in a folder for a model that is not loaded yet. Raises what `HeldAdapter.read` does."""
+    HeldAdapter.read("", folder, adaptable_shapes(spec), max_lora_rank)

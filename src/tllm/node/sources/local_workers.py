@@ -43,7 +43,7 @@ class LocalWorker:
         self.process = process
         self.started = time.monotonic()
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
-        self._on_end = on_end
+        self._on_end, self._is_killed = on_end, False
         self.watch = asyncio.create_task(self._watch(), name=f"worker {node}")
 
     async def end(self) -> None:
@@ -58,6 +58,7 @@ class LocalWorker:
 
     def kill(self) -> None:
         """End it and all that it started, now."""
+        self._is_killed = True
         self.process.kill()
 
     async def _watch(self) -> None:
@@ -74,7 +75,8 @@ class LocalWorker:
         self.process.stdin.close()
         if code is None:
             self._tail.append(self.process.last_words)
-        self._on_end(self.node, how_it_ended(code), "\n".join(self._tail))
+        is_ours = code is None and self._is_killed  # as was then the process that starts workers
+        self._on_end(self.node, "was ended" if is_ours else how_it_ended(code), "\n".join(self._tail))
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,8 @@ def decode(body: bytes, kind: type[_T]) -> _T:
         path = path.rstrip("`")
         raise RequestError(f"{path}: {text}" if path else text, param=path or None) from error
     except UNREADABLE as error:
-        raise RequestError(f"the body is not JSON: {str(error)[:200]}") from error
+        why = str(error)[:200] if body.strip() else "it is empty"
+        raise RequestError(f"the body is not JSON: {why}") from error
 
 
 def json_reply(value: object) -> Response:

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tllm.cli.arguments.lora_arguments import add_lora, served_loras
-from tllm.core.errors import ConfigError
+from tests.support.models.adapters import save_adapter
+from tests.support.models.families import save_model
+from tests.support.models.layouts import spec_of
+from tllm.cli.arguments.lora_arguments import add_lora, add_one_lora, check_loras, one_lora, served_loras
+from tllm.core.errors import ConfigError, WeightsError
 from tllm.spec.lora.lora_config import ServedLoras
 
 
@@ -57,3 +60,19 @@ def test_what_does_not_go_together_is_refused(given: str, words: str, adapter: P
     with pytest.raises(ConfigError) as caught:
         served_loras(parsed(*given.replace("{0}", "{}").replace("{}", str(adapter)).split()))
     assert words in caught.value.message
+
+
+def test_an_adapter_is_looked_at_before_the_model_is_loaded(tmp_path: Path) -> None:
+    save_model("llama", tmp_path / "model")
+    spec = spec_of(tmp_path / "model")
+    save_adapter(tmp_path / "model", tmp_path / "a", rank=20)
+    parser = argparse.ArgumentParser()
+    add_one_lora(parser)
+    known = one_lora(parser.parse_args(["--lora-modules", f"a={tmp_path / 'a'}"]), spec)
+    assert known is not None and known.paths == {"a": str(tmp_path / "a")}, "of any rank"
+    assert one_lora(parser.parse_args([]), spec) is None
+    with pytest.raises(ConfigError, match=r"/a: the adapter has rank 20 and adapters up to rank 16 are served"):
+        check_loras(ServedLoras(1, 16, known.paths), spec)
+    save_model("llama_mha_tied_bias", tmp_path / "other")
+    with pytest.raises(WeightsError, match=r"/a: .* has shape"):
+        check_loras(known, spec_of(tmp_path / "other"))

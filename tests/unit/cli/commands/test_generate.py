@@ -23,7 +23,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> ListedEngine:
     made = ListedEngine(out(5), out(6, 7), out(reason="length"))
 
     @asynccontextmanager
-    async def open_listed(options: EngineOptions, on_progress: Any) -> AsyncIterator[ListedEngine]:
+    async def open_listed(options: EngineOptions, on_progress: Any, adapters: None) -> AsyncIterator[ListedEngine]:
         yield made
 
     monkeypatch.setattr("tllm.cli.commands.generate.open_engine", open_listed)

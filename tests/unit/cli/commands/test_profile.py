@@ -83,10 +83,13 @@ def test_measured_again(made: list[Profile], monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_busy_machine_is_said(made: list[Profile], capsys: pytest.CaptureFixture[str]) -> None:
-    made[0] = profile.profile_of(node("here", "", load=6.0), None)
+    made[0] = profile.profile_of(node("here", "", load=6.0, cores=8), None)
     assert main(["profile"]) == 0
     shown = capsys.readouterr()
-    assert "other programs kept 6.0 processors busy: these speeds are too low" in shown.out
+    assert "other programs keep 6.0 of 8 processors busy: these speeds are too low" in shown.out
+    made[0] = profile.profile_of(node("here", "", load=15.4, cores=2), None)
+    assert main(["profile", "--quiet"]) == 0
+    assert "other programs want 15.4 processors, and it has 2: these" in capsys.readouterr().out
     assert "up to 60 s" in shown.err
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.models.adapters import save_adapter
 from tests.support.serving.scripted_engine import ListedEngine
 from tllm.api.engine_options import EngineOptions, engine_options
 from tllm.api.open_engine import cluster_options
@@ -262,3 +263,15 @@ def test_a_successor_that_is_found_goes_on_with_what_is_in_hand(monkeypatch: pyt
         assert said == ["requests refused", "stored replies refused"]
 
     asyncio.run(asyncio.wait_for(scene(), 20))
+
+
+def test_adapters_are_looked_at_before_models_are_fetched_and_loaded(
+    folder: Path, opened: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["serve", str(folder), "--port", "0", "--lora-modules"]
+    assert main([*asked, f"a={save_adapter(folder, folder / 'a', rank=20)}", "--enable-lora"]) == 2
+    assert "/a: the adapter has rank 20 and adapters up to rank 16 are served" in capsys.readouterr().err
+    monkeypatch.setattr("tllm.cli.commands.serve.resolve_model", lambda *given: pytest.fail("it fetches the model"))
+    assert main([*asked, "a=none", "--enable-lora"]) == 2
+    assert "none has no adapter_config.json" in capsys.readouterr().err
+    assert not opened

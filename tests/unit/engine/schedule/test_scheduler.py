@@ -381,8 +381,9 @@ def test_the_end_token_counts_only_after_min_tokens() -> None:
     ],
 )
 def test_what_can_never_be_served_is_refused(asked: Request, words: str) -> None:
-    with pytest.raises(RequestError, match=words):
+    with pytest.raises(RequestError, match=words) as caught:
         Scheduler(limits()).add(asked)
+    assert "HTTP" not in caught.value.hint, "commands and Python programs ask too"
 
 
 def test_too_many_stop_tokens_are_counted_with_those_of_the_model() -> None:

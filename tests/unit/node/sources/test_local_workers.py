@@ -39,3 +39,23 @@ def test_whatever_a_worker_prints_is_read_its_warnings_are_told_and_its_end_is_h
     ((node, how, tail),) = ends
     assert (node, how) == ("local-0", "ended with exit code 1")
     assert tail.endswith("\n50 %\n100 %\nits last words")
+
+
+@pytest.mark.parametrize(("is_killed", "words"), [(True, "was ended"), (False, "and so had the process that starts")])
+def test_one_that_was_killed_with_all_others_is_not_said_to_have_lost_its_parent(is_killed: bool, words: str) -> None:
+    """Where loading fails, the process that starts workers is killed first, and nobody tells how these ended."""
+    ends = list[tuple[str, ...]]()
+
+    async def hear() -> None:
+        stderr = asyncio.StreamReader()
+        process = WorkerProcess(SimpleNamespace(close=lambda: None), stderr)  # type: ignore[arg-type]
+        worker = LocalWorker("local-0", process, lambda *told: ends.append(told))
+        if is_killed:
+            worker.kill()
+        stderr.feed_eof()
+        process.exit_code.set_result(None)
+        await worker.end()
+
+    asyncio.run(hear())
+    ((_, how, _),) = ends
+    assert words in how
