@@ -13,11 +13,13 @@ from tllm.model.attention import AttentionSpec
 
 
 class KernelAttention:
-    """The rows of `entries`, which are the first of a batch or all of them, or with `by_amx` the last.
+    """The rows of `entries`, which are the first of a batch or all of them.
 
-    `first_heads` are the first query head of each kv head, and the number of heads at the end. `by_amx`: by the kernel
-    for AMX (`kernels/paged_attention.py`).
+    `first_heads` are the first query head of each kv head, and the number of heads at the end.
     """
+
+    by_amx = False
+    """Which of the kernels it is (`kernels/paged_attention.py`)."""
 
     def __init__(
         self,
@@ -26,39 +28,49 @@ class KernelAttention:
         spec: AttentionSpec,
         entries: tuple[BatchEntry, ...],
         first_heads: tuple[int, ...],
-        by_amx: bool = False,
     ) -> None:
-        most = tokens_of_tile(first_heads, by_amx)
+        most = tokens_of_tile(first_heads, self.by_amx)
         tiles = [tile for entry in entries for tile in tiles_of(entry, cache.page_size, spec.window, most)]
         self.rows = sum(entry.count for entry in entries)
-        self._rows = slice(-self.rows, None) if by_amx else slice(self.rows)
         softcap = spec.softcap or 0.0
-        self._attend = TiledAttention(kernels, tiles, first_heads, spec.scale, softcap, spec.window, by_amx)
+        self._attend = TiledAttention(kernels, tiles, first_heads, spec.scale, softcap, spec.window, self.by_amx)
 
     def __call__(
         self, layer_cache: LayerCache, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, sinks_N: Tensor | None = None
     ) -> Tensor:
-        return self._attend(
-            q_TNH[self._rows],
-            layer_cache.keys,
-            layer_cache.values,
-            layer_cache.key_scales,
-            layer_cache.value_scales,
-            sinks_N,
-        )
+        return self.of_rows(layer_cache, q_TNH[: self.rows], sinks_N)
+
+    def of_rows(self, layer_cache: LayerCache, q_RNH: Tensor, sinks_N: Tensor | None) -> Tensor:
+        """What comes out for the queries of the entries alone."""
+        keys, values = layer_cache.keys, layer_cache.values
+        return self._attend(q_RNH, keys, values, layer_cache.key_scales, layer_cache.value_scales, sinks_N)
 
 
-class RepliesAndPrompts:
-    """The rows of replies, which come first, and those of prompts, each in a way of their own."""
+class AmxAttention(KernelAttention):
+    """The rows of `prompts`, which are the last of a batch, by the kernel for AMX; those of `replies` before them, if
+    there are any, by the other one."""
 
-    def __init__(self, replies: KernelAttention, prompts: KernelAttention) -> None:
-        self._replies, self._prompts = replies, prompts
+    by_amx = True
+
+    def __init__(
+        self,
+        kernels: Library,
+        cache: KVCache,
+        spec: AttentionSpec,
+        prompts: tuple[BatchEntry, ...],
+        first_heads: tuple[int, ...],
+        replies: KernelAttention | None,
+    ) -> None:
+        super().__init__(kernels, cache, spec, prompts, first_heads)
+        self._replies = replies
 
     def __call__(
         self, layer_cache: LayerCache, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, sinks_N: Tensor | None = None
     ) -> Tensor:
-        parts = self._replies, self._prompts
-        return torch.cat([part(layer_cache, q_TNH, k_TKH, v_TKH, sinks_N) for part in parts])
+        out_RNH = self.of_rows(layer_cache, q_TNH[-self.rows :], sinks_N)
+        if self._replies is None:
+            return out_RNH
+        return torch.cat((self._replies(layer_cache, q_TNH, k_TKH, v_TKH, sinks_N), out_RNH))
 
 
 def tiles_of(entry: BatchEntry, page_size: int, window: int | None, most: int) -> list[TokenTile]:

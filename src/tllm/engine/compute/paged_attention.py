@@ -15,7 +15,7 @@ from torch import Tensor
 from tllm.engine.compute.attention_choice import AttentionKind, fastest_way
 from tllm.engine.compute.cache_writer import cache_writer
 from tllm.engine.compute.gpu_attention import device_attention
-from tllm.engine.compute.kernel_attention import KernelAttention, RepliesAndPrompts
+from tllm.engine.compute.kernel_attention import AmxAttention, KernelAttention
 from tllm.engine.compute.kv_cache import KVCache, LayerCache
 from tllm.engine.compute.positions import num_singles
 from tllm.engine.compute.recurrent_states import StateRuns
@@ -86,14 +86,9 @@ class PagedAttend:
         if kernels is None:
             return {"torch": lambda: SegmentedAttention(cache, spec, entries)}, kind
         ways: Ways = {"kernel": lambda: KernelAttention(kernels, cache, spec, entries, firsts)}
-        if cache.is_exact or not prompts:
-            return ways, kind
-        first = KernelAttention(kernels, cache, spec, replies, firsts) if replies else None
-        ways["torch"] = lambda: SegmentedAttention(cache, spec, entries, first)
-        if cache.coding is None and fits_amx(kernels, q_TNH.shape[2], firsts, (q_TNH.dtype, cache.dtype)):
-            ways["AMX"] = lambda: _by_amx(first, KernelAttention(kernels, cache, spec, prompts, firsts, by_amx=True))
+        if prompts and not cache.is_exact:
+            first = KernelAttention(kernels, cache, spec, replies, firsts) if replies else None
+            ways["torch"] = lambda: SegmentedAttention(cache, spec, entries, first)
+            if cache.coding is None and fits_amx(kernels, q_TNH.shape[2], firsts, (q_TNH.dtype, cache.dtype)):
+                ways["AMX"] = lambda: AmxAttention(kernels, cache, spec, prompts, firsts, first)
         return ways, kind
-
-
-def _by_amx(replies: KernelAttention | None, prompts: KernelAttention) -> BatchAttention:
-    return prompts if replies is None else RepliesAndPrompts(replies, prompts)

@@ -58,7 +58,7 @@ def not_read_by_peft(model_type: str, modules: Iterable[str]) -> list[str]:
 
 def adapter_config(lora: LoraJob, spec: ModelSpec, base: str) -> dict[str, Any]:
     """What `adapter_config.json` says of a job's adapter of the model in `base`."""
-    alpha = int(lora.lora_alpha) if lora.lora_alpha.is_integer() else lora.lora_alpha
+    alpha = int(lora.lora_alpha) if lora.lora_alpha % 1 == 0 else lora.lora_alpha
     return {
         "base_model_name_or_path": base,
         "r": lora.r,
