@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tllm.spec.hf_config import read_config
+from tests.support.models.layouts import spec_of
 from tllm.training.job.lora_job import LoraJob
 from tllm.training.lora.export_adapter import adapter_config, not_read_by_peft
 
@@ -35,5 +35,5 @@ def test_modules_that_peft_drops_are_named(model_type: str, modules: list[str], 
 @pytest.mark.parametrize(("alpha", "written"), [(32, "32"), (32.0, "32"), (0.5, "0.5")])
 def test_a_whole_alpha_is_written_as_peft_writes_it(alpha: float, written: str) -> None:
     """A program may have made the job with a whole number, too."""
-    config = adapter_config(LoraJob(lora_alpha=alpha), read_config(ROOT / "models" / "tiny"), "")
+    config = adapter_config(LoraJob(lora_alpha=alpha), spec_of(ROOT / "models" / "tiny"), "")
     assert repr(config["lora_alpha"]) == written
