@@ -44,10 +44,11 @@ def test_a_closed_lane_takes_nothing_more_and_says_so() -> None:
     lane.submit(lambda: None).result(20)
     lane.close()
     assert lane.submit(lambda: None).cancelled()
-    start = solo().start
-    start.close()
+    group = solo()
+    group.start(group.barrier).wait(20)
+    group.close()
     with pytest.raises(LinkClosed, match="had not begun when the group was closed"):
-        start.barrier().wait(20)
+        group.start(group.barrier).wait(20)
 
 
 def test_whoever_waits_for_cancelled_work_is_woken() -> None:
