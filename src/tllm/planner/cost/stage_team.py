@@ -24,19 +24,12 @@ from tllm.planner.cost.message_time import (
     transfer_after_compute,
     transfer_time,
 )
-from tllm.planner.cost.rank_bytes import (
-    RankBytes,
-    cached_layers,
-    end_bytes,
-    kv_bytes,
-    layer_bytes,
-    state_elements,
-)
+from tllm.planner.cost.rank_bytes import RankBytes, cached_layers, end_bytes, kv_bytes, layer_bytes, state_elements
 from tllm.planner.cost.serving_load import ExpectedBatch, ServingFacts
 from tllm.planner.cost.weight_bits import mean_linear_bytes, saved_table_bytes
 from tllm.spec.cut import Cut, as_layer, cut_stage, size
 from tllm.spec.model_spec import DeltaSpec, LayerSpec, ModelSpec, MoeSpec
-from tllm.spec.plan import Experts, Plan, Stage
+from tllm.spec.plan import Plan, Stage
 
 OPERATIONS = 40
 """About how many operations one layer has in a forward pass besides its products: norms, rotations, copies,
@@ -64,21 +57,19 @@ class ServingMemory:
 
 
 class StageTeam:
-    """The devices of one stage, their cut, and what a batch takes on them. PlanError where there is too little to cut
-    for so many `shares`."""
+    """The devices of one stage, each with one of the `cuts` of the model, and what a batch takes on them."""
 
     def __init__(
         self,
         spec: ModelSpec,
         cluster: Cluster,
         devices: Sequence[int],
-        shares: tuple[int, ...],
-        experts: Experts,
+        cuts: tuple[Cut, ...],
         facts: ServingFacts,
     ) -> None:
         self.spec, self.cluster, self.devices = spec, cluster, tuple(devices)
         self.facts = facts
-        self.cuts = self._cut(shares, experts)
+        self.cuts = cuts
         self._each = [cluster.devices[device] for device in devices]
         link = cluster.slowest_link(self.devices)
         self.link = link.with_sync_overhead(link.layer_sync_overhead)
@@ -86,15 +77,7 @@ class StageTeam:
         self._sizes: dict[tuple[Kind | int, int], float] = {}
         # The bits that are asked for count for every weight, whatever the model's files have.
         held = spec if facts.weight_bits is None else replace(spec, quantization=None)
-        self._held = [self._held_by(held, place) for place in range(len(self.cuts))]
-
-    def _cut(self, shares: tuple[int, ...], experts: Experts) -> tuple[Cut, ...]:
-        """What each rank has of the model's heads, widths and words."""
-        return cut_stage(self.spec, shares, experts)
-
-    def _held_by(self, spec: ModelSpec, place: int) -> ModelSpec:
-        """The model whose weights a rank has its cut of."""
-        return spec
+        self._held = [held] * len(cuts)
 
     def batch_time(self, layers: range, batch: ExpectedBatch) -> TimeBreakdown:
         """A batch through these layers, and through the model's ends if its first or last layer is among them."""
@@ -167,7 +150,7 @@ class StageTeam:
         if drafts is None or not batch.draft_steps:
             return TimeBreakdown()
         facts = replace(self.facts, draft_model=None, weight_bits=None)
-        team = StageTeam(drafts, self.cluster, self.devices[:1], (1,), "cut", facts)
+        team = StageTeam(drafts, self.cluster, self.devices[:1], cut_stage(drafts, (1,)), facts)
         step = ExpectedBatch(batch.sequences, batch.sequences, batch.keys, batch.sequences)
         return team.batch_time(range(drafts.num_layers), step).times(batch.draft_steps)
 

@@ -23,6 +23,7 @@ from tllm.planner.cost.stage_team import StageTeam
 from tllm.planner.search.branch_and_bound import BranchAndBound, SearchSpace
 from tllm.planner.search.stage_options import StageOption, options_of
 from tllm.planner.simulate.serving import ServingPrediction, predict_serving
+from tllm.spec.cut import cut_stage
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Experts, Plan, Stage
 
@@ -189,9 +190,10 @@ class _Pipelines:
         if key not in self.known:
             shares = (1,) * len(devices)
             try:
-                team = StageTeam(self.spec, self.cluster, devices, shares, experts, self.facts)
+                cuts = cut_stage(self.spec, shares, experts)
             except PlanError:
                 return None  # there are more ranks than there is to cut
+            team = StageTeam(self.spec, self.cluster, devices, cuts, self.facts)
             option = StageOption((len(devices),), devices, shares, team)
             self.known[key] = option if option.max_layers else None
         known = self.known[key]
@@ -244,7 +246,7 @@ def _ended(teams: list[StageOption]) -> list[StageOption]:
 
 def _too_large(spec: ModelSpec, cluster: Cluster, facts: ServingFacts, devices: Sequence[int]) -> CapacityError:
     """The error that says what one device would have to hold, and what all devices have."""
-    team = StageTeam(spec, cluster, devices[:1], (1,), "cut", facts)
+    team = StageTeam(spec, cluster, devices[:1], cut_stage(spec, (1,)), facts)
     (whole,) = team.memory(range(spec.num_layers))
     memory = sum(cluster.devices[device].memory for device in devices)
     needed = whole.weights + whole.cache

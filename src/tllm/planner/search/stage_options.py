@@ -108,8 +108,8 @@ def options_of(
     for team_counts in counts:
         orders, are_all = orders_of(team_counts, MOST_ORDERS)
         is_exhaustive = is_exhaustive and are_all
-        for order, shares in _unlike(spec, cluster, facts, kinds, orders, experts):
-            team = StageTeam(spec, cluster, devices_for(kinds, order), shares, experts, facts)
+        for order, shares, cuts in _unlike(spec, cluster, facts, kinds, orders, experts):
+            team = StageTeam(spec, cluster, devices_for(kinds, order), cuts, facts)
             option = StageOption(team_counts, order, shares, team)
             if option.max_layers:
                 options.append(option)
@@ -123,8 +123,8 @@ def _unlike(
     kinds: Sequence[Sequence[int]],
     orders: Iterable[Order],
     experts: Experts,
-) -> Iterator[tuple[Order, tuple[int, ...]]]:
-    """Orders of a team's kinds with shares, without those that cost the same as an earlier one.
+) -> Iterator[tuple[Order, tuple[int, ...], tuple[Cut, ...]]]:
+    """Orders of a team's kinds with shares and what these cut, without those that cost the same as an earlier one.
 
     They cost the same where the same kind leads and each kind gets parts of the same size.
     """
@@ -138,7 +138,7 @@ def _unlike(
             parts = order[0], tuple(sorted((kind, *_sizes(cut)) for kind, cut in zip(order, cuts, strict=True)))
             if parts not in seen:
                 seen.add(parts)
-                yield order, shares
+                yield order, shares, cuts
 
 
 def _sizes(cut: Cut) -> tuple[int, ...]:

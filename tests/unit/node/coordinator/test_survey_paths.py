@@ -23,6 +23,7 @@ from tllm.planner.measured.survey import (
     link_speed,
 )
 from tllm.planner.simulate.serving import predict_serving
+from tllm.spec.cut import cut_stage
 from tllm.spec.plan import Plan
 
 MET = Met(work=2e-3, sum=2e-3, turn=6e-3, rate=1.5e7, effort=1e-9, brief=3e7)
@@ -38,7 +39,7 @@ def met(*shared: float | None, nodes: tuple[SurveyedNode, SurveyedNode] = BOTH) 
 def team(ways: Sequence[SurveyedPath]) -> StageTeam:
     """Both nodes, which share layers."""
     survey = Survey(model=digest(SPEC), goal="serve", dtype="float32", nodes=BOTH, paths=tuple(ways))
-    return StageTeam(SPEC, cluster_of(survey, SPEC), (0, 1), (1, 1), "cut", ServingFacts("float32", KEYS, 1))
+    return StageTeam(SPEC, cluster_of(survey, SPEC), (0, 1), cut_stage(SPEC, (1, 1)), ServingFacts("float32", KEYS, 1))
 
 
 def test_what_was_measured_both_ways_counts_for_either() -> None:

@@ -12,6 +12,7 @@ from tllm.planner.cluster.device import Cluster, Device
 from tllm.planner.cost.rank_bytes import rank_bytes
 from tllm.planner.cost.serving_load import ExpectedBatch, ServingFacts
 from tllm.planner.cost.stage_team import StageTeam
+from tllm.spec.cut import cut_stage
 from tllm.spec.families import spec_from_config
 from tllm.spec.plan import Plan
 from tllm.spec.quantized.cache_form import cached_bytes
@@ -61,7 +62,8 @@ def test_a_team_holds_and_reads_fewer_bytes() -> None:
     cluster = Cluster(("a",), (device,), (0,), (None,))
     facts = ServingFacts("bfloat16", 4096, 128)
     plain, coded = (
-        StageTeam(SPEC, cluster, [0], (1,), "cut", replace(facts, kv_cache_dtype=kind)) for kind in ("auto", "int8")
+        StageTeam(SPEC, cluster, [0], cut_stage(SPEC, (1,)), replace(facts, kv_cache_dtype=kind))
+        for kind in ("auto", "int8")
     )
     bytes_of = [team.memory(range(2))[0].cache for team in (plain, coded)]
     assert bytes_of == [facts.cached_tokens * 2 * NUMBERS, facts.cached_tokens * (NUMBERS + 4 * ROWS)]

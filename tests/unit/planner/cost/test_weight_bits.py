@@ -21,6 +21,7 @@ from tllm.planner.cost.rank_bytes import rank_bytes
 from tllm.planner.cost.serving_load import ServingFacts
 from tllm.planner.cost.stage_team import StageTeam
 from tllm.planner.cost.weight_bits import linears, mean_linear_bytes, shared_linears
+from tllm.spec.cut import cut_stage
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 from tllm.spec.quantized.weight_bits import EMBEDDING, HEAD, LAYERS, Coding, Quantization
@@ -108,10 +109,10 @@ def test_a_team_holds_and_reads_fewer_bytes(spec: ModelSpec) -> None:
     cluster = Cluster(("a",), (device,), (0,), (None,))
     facts, plan = ServingFacts("bfloat16", 64, 16), Plan.parse("pp=1", 4)
     quantized = replace(spec, quantization=rounded(4, spec.tied))
-    plain, small = (StageTeam(one, cluster, [0], (1,), "cut", facts) for one in (spec, quantized))
+    plain, small = (StageTeam(one, cluster, [0], cut_stage(one, (1,)), facts) for one in (spec, quantized))
     whole = range(4)
     assert small.memory(whole)[0].weights == pytest.approx(rank_bytes(quantized, plan, "bfloat16")[0].weights, abs=1)
     assert mean_linear_bytes(quantized, 2) == pytest.approx(4.5 / 8)
     assert small.memory(whole)[0].total < plain.memory(whole)[0].total
-    asked = StageTeam(quantized, cluster, [0], (1,), "cut", replace(facts, weight_bits=16))
+    asked = StageTeam(quantized, cluster, [0], cut_stage(quantized, (1,)), replace(facts, weight_bits=16))
     assert asked.memory(whole) == plain.memory(whole), "the bits that are asked for count"

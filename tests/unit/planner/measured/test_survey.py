@@ -97,14 +97,15 @@ def test_a_layer_takes_what_it_took_whole_and_cut() -> None:
     cluster = cluster_of(survey_of("serve", serving_node("a"), serving_node("b")), SPEC)
     facts = ServingFacts("float32", KEYS, 40)
     for ranks in (1, 2):
-        team = StageTeam(SPEC, cluster, range(ranks), (1,) * ranks, "cut", facts)
+        team = StageTeam(SPEC, cluster, range(ranks), cut_stage(SPEC, (1,) * ranks), facts)
         cut = cut_stage(SPEC, (1,) * ranks)[0]
         flops = layer_flops(SPEC, SPEC.layers[0], cut, (1,)) + (KEYS - 1) * attention_flops(
             SPEC, SPEC.layers[0], cut, (1,)
         )
         found = team.layer_time(SPEC.layers[0], ExpectedBatch(1, 1, KEYS, 1))
         assert found.compute + found.memory + found.operations == pytest.approx(START + flops / RATE, rel=0.02)
-    ends = StageTeam(SPEC, cluster, (0,), (1,), "cut", facts).ends_time(False, True, ExpectedBatch(1, 1, 9, 1))
+    last = StageTeam(SPEC, cluster, (0,), cut_stage(SPEC, (1,)), facts)
+    ends = last.ends_time(False, True, ExpectedBatch(1, 1, 9, 1))
     assert ends.seconds == pytest.approx(logits_flops(SPEC, cut_stage(SPEC, (1,))[0], 1) / HEAD_RATE)
 
 
@@ -218,8 +219,8 @@ def test_a_leader_takes_what_comes_and_tells_the_others_of_its_stage() -> None:
     ]
     assert per_token(text, nodes, ways=far) == per_token(text, nodes), "nothing goes there to who is no leader"
     cluster, facts = cluster_of(survey, SPEC), ServingFacts("float32", KEYS, 40)
-    team = StageTeam(SPEC, cluster, (1, 2, 3), (1, 1, 1), "cut", facts)
-    alone = StageTeam(SPEC, cluster, (1,), (1,), "cut", facts)
+    team = StageTeam(SPEC, cluster, (1, 2, 3), cut_stage(SPEC, (1, 1, 1)), facts)
+    alone = StageTeam(SPEC, cluster, (1,), cut_stage(SPEC, (1,)), facts)
     batch = ExpectedBatch(1, 1, KEYS, 0)
     link = team.link
     told = link.latency + link.sync_overhead + 2 * SPEC.hidden_size * 4 / link.rate(0)

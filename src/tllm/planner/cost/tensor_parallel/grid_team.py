@@ -11,10 +11,10 @@ from tllm.planner.cost.rank_bytes import part_of_width
 from tllm.planner.cost.serving_load import ExpectedBatch, ServingFacts
 from tllm.planner.cost.stage_team import StageTeam
 from tllm.planner.cost.tensor_parallel.serving_traffic import GroupSums, StageSums
-from tllm.spec.cut import Cut, cut_grid
+from tllm.spec.cut import cut_grid, cut_stage
 from tllm.spec.grid.grid_shape import GridShape
 from tllm.spec.model_spec import LayerSpec, ModelSpec
-from tllm.spec.plan import Experts, Plan
+from tllm.spec.plan import Plan
 
 
 class GridTeam(StageTeam):
@@ -23,17 +23,11 @@ class GridTeam(StageTeam):
     def __init__(
         self, spec: ModelSpec, cluster: Cluster, devices: Sequence[int], shape: GridShape, facts: ServingFacts
     ) -> None:
-        self._shape = shape
-        super().__init__(spec, cluster, devices, (1,) * shape.ranks, "cut", facts)
+        super().__init__(spec, cluster, devices, cut_grid(spec, shape), facts)
+        self._held = [part_of_width(held, shape, place) for place, held in enumerate(self._held)]
         self._squares = shape.depth if shape.mode == "2.5d" else 1
         square = GridShape("2d", shape.side) if self._squares > 1 else shape
         self._sums = StageSums(spec, square, square.ranks)
-
-    def _cut(self, shares: tuple[int, ...], experts: Experts) -> tuple[Cut, ...]:
-        return cut_grid(self.spec, self._shape)
-
-    def _held_by(self, spec: ModelSpec, place: int) -> ModelSpec:
-        return part_of_width(spec, self._shape, place)
 
     def _own(self, batch: ExpectedBatch) -> ExpectedBatch:
         """What one square has of a batch."""
@@ -83,13 +77,11 @@ def stage_teams(
     spec: ModelSpec, plan: Plan, cluster: Cluster, devices: Sequence[int], facts: ServingFacts
 ) -> list[StageTeam]:
     """The team of each stage of a plan, whose rank r runs on `devices[r]`. Raises PlanError where it cannot be cut."""
-    return [_stage_team(spec, plan, cluster, devices, facts, index) for index in range(len(plan.stages))]
-
-
-def _stage_team(
-    spec: ModelSpec, plan: Plan, cluster: Cluster, devices: Sequence[int], facts: ServingFacts, index: int
-) -> StageTeam:
-    shape, of_stage = plan.grid_of(index), [devices[rank] for rank in plan.ranks(index)]
-    if shape is None:
-        return StageTeam(spec, cluster, of_stage, plan.stages[index].shares, plan.experts, facts)
-    return GridTeam(spec, cluster, of_stage, shape, facts)
+    teams = list[StageTeam]()
+    for index, stage in enumerate(plan.stages):
+        shape, of_stage = plan.grid_of(index), [devices[rank] for rank in plan.ranks(index)]
+        if shape is None:
+            teams.append(StageTeam(spec, cluster, of_stage, cut_stage(spec, stage.shares, plan.experts), facts))
+        else:
+            teams.append(GridTeam(spec, cluster, of_stage, shape, facts))
+    return teams
