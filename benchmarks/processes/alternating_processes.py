@@ -11,7 +11,7 @@ import json
 import os
 import statistics
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,17 @@ class Contender:
                 return dict(json.loads(line))
         code, said = self._processes[number].wait(), self._errors[number].read_text()[-2000:]
         raise SystemExit(f"process {number} of a contender has ended with {code}:\n{said}")
+
+
+def alternate(takes: Mapping[str, Callable[[int], Report]], rounds: int) -> dict[str, list[Report]]:
+    """The reports of every contender's turns, each asked for by the number of the round: that of round 0, which warms
+    up, and those of so many more. Rounds alternate the order."""
+    reports: dict[str, list[Report]] = {name: [] for name in takes}
+    for turn in range(rounds + 1):
+        for name in list(takes)[:: -1 if turn % 2 else 1]:
+            reports[name].append(takes[name](turn))
+        print(f"round {turn} of {rounds}", flush=True)
+    return reports
 
 
 @contextlib.contextmanager

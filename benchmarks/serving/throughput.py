@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.models.random_llama import SHAPES, model_folder, parameters
-from benchmarks.processes.alternating_processes import contender
+from benchmarks.processes.alternating_processes import alternate, contender
 from benchmarks.processes.python_module import descendants, environment, free_port, module_command, peak_mib
 from benchmarks.report.markdown import percent, table
 from benchmarks.report.results import Page, write
@@ -123,7 +123,7 @@ def matches(folder: Path, vllm_python: str | None, has_float32: bool) -> list[di
 
 
 def take_turns(starts: dict[str, Start], rounds: int) -> dict[str, list[Figures]]:
-    """The figures of each contender by turns, after a round that warms up. Rounds alternate the order."""
+    """The figures of each contender by turns, after a round that warms up."""
     raw: dict[str, list[Figures]] = {name: [] for name in starts}
     with ExitStack() as stack:
         takes: dict[str, Take] = {}
@@ -133,12 +133,8 @@ def take_turns(starts: dict[str, Start], rounds: int) -> dict[str, list[Figures]
                 takes[name] = stack.enter_context(start())
             except TimeoutError as error:  # one that does not start leaves the others' figures whole
                 raw[name].append({"failed": str(error)})
-        for turn in range(rounds + 1):
-            for name in list(takes)[:: -1 if turn % 2 else 1]:
-                figures = takes[name](turn)
-                if turn:
-                    raw[name].append(figures)
-            print(f"round {turn} of {rounds}", flush=True)
+        for name, figures in alternate(takes, rounds).items():
+            raw[name] += figures[1:]
     return raw
 
 

@@ -13,7 +13,7 @@ import json
 import random
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import msgspec
 import torch
 
 from benchmarks.models.random_llama import SHAPES, model_folder, parameters
-from benchmarks.processes.alternating_processes import Contender, Report, contender
+from benchmarks.processes.alternating_processes import Contender, Report, alternate, contender
 from benchmarks.processes.python_module import free_port, module_command
 from benchmarks.report import markdown
 from benchmarks.report.results import Page, write
@@ -106,13 +106,12 @@ def contenders(commands: Commands, logs: Path, **env: str) -> Iterator[dict[str,
 
 
 def take_turns(started: dict[str, Contender], steps: int, rounds: int) -> Raw:
-    """The reports of every contender: a step that warms up, then each round. Rounds alternate the order."""
-    raw: Raw = {name: [] for name in started}
-    for turn in range(rounds + 1):
-        for name in list(started)[:: 1 if turn % 2 else -1]:
-            raw[name].append(started[name].take(steps if turn else 1))
-        print(f"round {turn} of {rounds}", flush=True)
-    return raw
+    """The reports of every contender: a step that warms up, then each round."""
+
+    def turn_of(one: Contender) -> Callable[[int], Report]:
+        return lambda turn: one.take(steps if turn else 1)
+
+    return alternate({name: turn_of(one) for name, one in started.items()}, rounds)
 
 
 def main() -> None:
