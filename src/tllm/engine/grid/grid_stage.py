@@ -33,25 +33,11 @@ class GridModel:
 
     def __init__(self, model: Transformer, mesh: StationaryMesh) -> None:
         self.model, self.grid, self.copies = model, mesh.grid, mesh.copies
+        self.is_first, self.is_last = model.is_first, model.is_last
+        self.received_width, self.scales_by_length = model.received_width, model.scales_by_length
         width = model.spec.hidden_size
         self._columns = slice(*self.grid.weight_range(width))
         self._widths = [size(width_of(width, self.grid.shape, rank)) for rank in self.grid.width_ranks]
-
-    @property
-    def is_first(self) -> bool:
-        return self.model.is_first
-
-    @property
-    def is_last(self) -> bool:
-        return self.model.is_last
-
-    @property
-    def received_width(self) -> int:
-        return self.model.received_width
-
-    @property
-    def scales_by_length(self) -> bool:
-        return self.model.scales_by_length
 
     def __call__(
         self,
