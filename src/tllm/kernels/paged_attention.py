@@ -56,10 +56,10 @@ def fits(width: int, first_heads: Sequence[int]) -> bool:
     return width % LANES == 0 and width <= MOST_HEAD_WIDTH and most_shared(first_heads) <= MOST_ROWS
 
 
-def fits_amx(kernels: Library, width: int, first_heads: Sequence[int], dtypes: tuple[torch.dtype, ...]) -> bool:
-    """Whether the kernel for AMX is there and takes such heads, with queries and a cache of these dtypes."""
-    is_plain = set(dtypes) == {torch.bfloat16}
-    return kernels.has_tiles and is_plain and width in AMX_WIDTHS and most_shared(first_heads) <= MOST_ROWS
+def fits_amx(kernels: Library, width: int, dtypes: tuple[torch.dtype, ...]) -> bool:
+    """Whether the kernel for AMX is there and takes heads of this width, with queries and a cache of these dtypes. The
+    other kernel must have room for them, too (`fits`)."""
+    return kernels.has_tiles and set(dtypes) == {torch.bfloat16} and width in AMX_WIDTHS
 
 
 def most_shared(first_heads: Sequence[int]) -> int:

@@ -89,6 +89,6 @@ class PagedAttend:
         if prompts and not cache.is_exact:
             first = KernelAttention(kernels, cache, spec, replies, firsts) if replies else None
             ways["torch"] = lambda: SegmentedAttention(cache, spec, entries, first)
-            if cache.coding is None and fits_amx(kernels, q_TNH.shape[2], firsts, (q_TNH.dtype, cache.dtype)):
+            if cache.coding is None and fits_amx(kernels, q_TNH.shape[2], (q_TNH.dtype, cache.dtype)):
                 ways["AMX"] = lambda: AmxAttention(kernels, cache, spec, prompts, firsts, first)
         return ways, kind

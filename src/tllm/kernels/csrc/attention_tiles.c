@@ -33,12 +33,16 @@ typedef struct {
     _Alignas(64) float scores[2][KEYS * TILE_ROWS];   /* of a pair: [keys, 16 rows] */
     _Alignas(64) uint16_t weights[2][KEYS * TILE_ROWS]; /* of a pair: [steps, 16 pairs of keys, 16 rows, 2] */
     _Alignas(64) float out[MOST_ROWS * MOST_WIDTH];   /* [tiles of rows, tiles of width, 16 of the width, 16 rows] */
-    f32x16 largest[MOST_ROWS / TILE_ROWS], sums[MOST_ROWS / TILE_ROWS];
-    i32x16 from[MOST_ROWS / TILE_ROWS], to[MOST_ROWS / TILE_ROWS]; /* keys of the tile that a row sees: [from, to) */
+    struct {
+        f32x16 largest, sums;
+        i32x16 from, to;                   /* keys of the tile that each row sees: [from, to) */
+        int64_t all_from, all_to, some_to; /* those that all rows see, and where those end that any does */
+    } rows[MOST_ROWS / TILE_ROWS];
 } Buffers;
 
-/* Four products at once, [first.. 16, PAIR of rows] twice: sums += first [32, n] second^T [n, PAIR], n = 32 steps.
- * `first` has rows `pitch` bytes apart and steps `apart`, its lower half lies `half` bytes behind; `second` are tiles. */
+/* Sums [32, PAIR], in registers 0 to 3, of products of `first` [32, n] and `second` [n, PAIR], where n is 32 `steps`.
+ * Rows of `first` lie `pitch` bytes apart, its second 16 rows `half` bytes behind the others, and the numbers of the next
+ * step `apart` bytes behind. `second` are tiles, one for each step; those of the second 16 rows lie `second_half` behind. */
 INLINE void multiply(const uint8_t *first, int64_t pitch, int64_t half, int64_t apart, const uint8_t *second,
                      int64_t second_half, int64_t steps) {
     for (int64_t step = 0; step < steps; step++, first += apart, second += TILE_BYTES) {
@@ -53,21 +57,29 @@ INLINE void multiply(const uint8_t *first, int64_t pitch, int64_t half, int64_t 
     }
 }
 
-/* The queries of a tile's rows; behind the last row are zeros. Which keys each row sees, and nothing seen yet. */
+/* The queries of a tile's rows, up to whole pairs of tiles; behind the last row are zeros, which see no key. Which keys
+ * each row sees, and nothing seen yet. */
 static void begin_rows(const Attention *a, Rows rows, Buffers *w) {
-    const int64_t steps = a->width / STEP, count = rows.tokens * rows.heads;
-    for (int64_t tile = 0; tile * TILE_ROWS < count; tile++) {
+    const int64_t steps = a->width / STEP, count = rows.tokens * rows.heads, padded = (count + PAIR - 1) / PAIR * PAIR;
+    memset(w->out, 0, (size_t)(padded * a->width) * sizeof(float));
+    for (int64_t tile = 0; tile < padded / TILE_ROWS; tile++) {
         int32_t from[TILE_ROWS] = {0}, to[TILE_ROWS] = {0};
+        int64_t all_from = 0, all_to = INT32_MAX, some_to = 0;
         float largest[TILE_ROWS], sums[TILE_ROWS] = {0};
         for (int r = 0; r < TILE_ROWS; r++) {
             const int64_t row = tile * TILE_ROWS + r, token = rows.token + row / rows.heads;
             largest[r] = LEAST;
-            if (row >= count) continue;
-            from[r] = (int32_t)a->first_key[token], to[r] = (int32_t)(a->first_key[token] + a->num_keys[token]);
-            if (a->sinks) largest[r] = a->sinks[rows.head + row % rows.heads] * LOG2_E, sums[r] = 1;
+            if (row < count) {
+                from[r] = (int32_t)a->first_key[token], to[r] = (int32_t)(a->first_key[token] + a->num_keys[token]);
+                if (a->sinks) largest[r] = a->sinks[rows.head + row % rows.heads] * LOG2_E, sums[r] = 1;
+            }
+            all_from = from[r] > all_from ? from[r] : all_from;
+            all_to = to[r] < all_to ? to[r] : all_to;
+            some_to = to[r] > some_to ? to[r] : some_to;
         }
-        memcpy(w->from + tile, from, sizeof from), memcpy(w->to + tile, to, sizeof to);
-        memcpy(w->largest + tile, largest, sizeof largest), memcpy(w->sums + tile, sums, sizeof sums);
+        memcpy(&w->rows[tile].from, from, sizeof from), memcpy(&w->rows[tile].to, to, sizeof to);
+        memcpy(&w->rows[tile].largest, largest, sizeof largest), memcpy(&w->rows[tile].sums, sums, sizeof sums);
+        w->rows[tile].all_from = all_from, w->rows[tile].all_to = all_to, w->rows[tile].some_to = some_to;
         for (int64_t step = 0; step < steps; step++) {
             u32x16 some[TILE_ROWS] = {};
             for (int r = 0; r < TILE_ROWS && tile * TILE_ROWS + r < count; r++) {
@@ -78,13 +90,6 @@ static void begin_rows(const Attention *a, Rows rows, Buffers *w) {
             transpose(some);
             memcpy(w->q + (tile * steps + step) * (TILE_BYTES / 2), some, sizeof some);
         }
-    }
-    const int64_t padded = (count + PAIR - 1) / PAIR * PAIR;
-    memset(w->out, 0, (size_t)(padded * a->width) * sizeof(float));
-    for (int64_t tile = (count + TILE_ROWS - 1) / TILE_ROWS; tile < padded / TILE_ROWS; tile++) {
-        memset(w->q + tile * steps * (TILE_BYTES / 2), 0, (size_t)(steps * TILE_BYTES));
-        w->from[tile] = w->to[tile] = (i32x16){};
-        w->largest[tile] = splat(LEAST), w->sums[tile] = (f32x16){};
     }
 }
 
@@ -119,16 +124,6 @@ static int64_t next_block(const Attention *a, Slots *slots, int64_t kv_head, Buf
     return count;
 }
 
-/* The least, or with `most` the largest, of 16 numbers. */
-INLINE int64_t extreme(i32x16 x, int most) {
-    int32_t lanes[TILE_ROWS], found;
-    memcpy(lanes, &x, sizeof x);
-    found = lanes[0];
-    for (int i = 1; i < TILE_ROWS; i++)
-        if (most ? lanes[i] > found : lanes[i] < found) found = lanes[i];
-    return found;
-}
-
 /* 2^x with a relative error below 3e-6, far less than the rounding of what comes out to bfloat16. NaN stays NaN. */
 INLINE __m512 exponential_of_2(__m512 x) {
     const __m512 n = _mm512_roundscale_ps(x, 0), rest = _mm512_sub_ps(x, n);
@@ -145,9 +140,9 @@ INLINE __m512 exponential_of_2(__m512 x) {
  * what was summed before, scaled for the largest score that there is now. */
 static void weigh(const Attention *a, Buffers *w, int64_t tile, int64_t half, int64_t first, int64_t keys) {
     float *scores = w->scores[half];
-    const i32x16 from = w->from[tile] - (int32_t)first, to = w->to[tile] - (int32_t)first;
-    const int64_t all_from = extreme(from, 1), all_to = extreme(to, 0);
-    const __m512 before = (__m512)w->largest[tile];
+    const __m512i from = (__m512i)(w->rows[tile].from - (int32_t)first), to = (__m512i)(w->rows[tile].to - (int32_t)first);
+    const int64_t all_from = w->rows[tile].all_from - first, all_to = w->rows[tile].all_to - first;
+    const __m512 before = (__m512)w->rows[tile].largest;
     __m512 most = before, even_sums = _mm512_setzero_ps(), odd_sums = _mm512_setzero_ps();
     for (int64_t key = 0; key < keys; key++) {
         __m512 some = _mm512_loadu_ps(scores + key * TILE_ROWS);
@@ -157,7 +152,7 @@ static void weigh(const Attention *a, Buffers *w, int64_t tile, int64_t half, in
             some = _mm512_mul_ps(some, _mm512_set1_ps(a->scale * LOG2_E));
         if (key < all_from || key >= all_to) {
             const __m512i at = _mm512_set1_epi32((int32_t)key);
-            const __mmask16 seen = _mm512_cmple_epi32_mask((__m512i)from, at) & _mm512_cmplt_epi32_mask(at, (__m512i)to);
+            const __mmask16 seen = _mm512_cmple_epi32_mask(from, at) & _mm512_cmplt_epi32_mask(at, to);
             some = _mm512_mask_blend_ps(seen, _mm512_set1_ps(HIDDEN), some);
         }
         _mm512_storeu_ps(scores + key * TILE_ROWS, some);
@@ -177,14 +172,15 @@ static void weigh(const Attention *a, Buffers *w, int64_t tile, int64_t half, in
     const f32x16 scale = (f32x16)exponential_of_2(_mm512_sub_ps(before, most));
     f32x16 *out = (f32x16 *)(w->out + tile * TILE_ROWS * a->width);
     for (int64_t i = 0; i < a->width; i++) out[i] *= scale;
-    w->sums[tile] = w->sums[tile] * scale + (f32x16)_mm512_add_ps(even_sums, odd_sums);
-    w->largest[tile] = (f32x16)most;
+    w->rows[tile].sums = w->rows[tile].sums * scale + (f32x16)_mm512_add_ps(even_sums, odd_sums);
+    w->rows[tile].largest = (f32x16)most;
 }
 
 /* Two tiles of rows from `tile` on, with `count` keys of a block from `first` on. */
 static void attend_block(const Attention *a, Buffers *w, int64_t tile, int64_t first, int64_t count) {
-    const i32x16 is_less = w->to[tile] < w->to[tile + 1], to = (w->to[tile + 1] & is_less) | (w->to[tile] & ~is_less);
-    const int64_t seen = extreme(to, 1) - first, keys = ((seen < count ? seen : count) + STEP - 1) / STEP * STEP;
+    const int64_t to = w->rows[tile].some_to, other_to = w->rows[tile + 1].some_to;
+    const int64_t seen = (to > other_to ? to : other_to) - first;
+    const int64_t keys = ((seen < count ? seen : count) + STEP - 1) / STEP * STEP;
     const int64_t steps = a->width / STEP, pitch = 2 * a->width;
     if (keys <= 0) return;
     for (int64_t key = 0; key < keys; key += PAIR) {
@@ -216,7 +212,7 @@ static void end_rows(const Attention *a, Rows rows, const Buffers *w) {
         for (int64_t i = 0; i < a->width / TILE_ROWS; i++) {
             f32x16 found[TILE_ROWS];
             memcpy(found, w->out + tile * TILE_ROWS * a->width + i * TILE_ROWS * TILE_ROWS, sizeof found);
-            for (int n = 0; n < TILE_ROWS; n++) found[n] /= w->sums[tile];
+            for (int n = 0; n < TILE_ROWS; n++) found[n] /= w->rows[tile].sums;
             transpose((u32x16 *)found);
             for (int r = 0; r < TILE_ROWS && tile * TILE_ROWS + r < count; r++) {
                 const int64_t row = tile * TILE_ROWS + r;
