@@ -7,7 +7,8 @@
 /* work(data, first, last, thread) does items [first, last) in the thread of this number. */
 typedef void (*Work)(void *data, int64_t first, int64_t last, int thread);
 
-/* Do `items` in at most `threads` threads, in parts that begin at multiples of `unit`. */
+/* Do `items` in at most `threads` threads, in parts that begin at multiples of `unit`. Each thread takes parts until none is
+ * left: which ones, and how many, is different each time. */
 void run_parallel(Work work, void *data, int64_t items, int64_t unit, int threads);
 
 #endif
