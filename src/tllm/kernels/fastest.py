@@ -18,7 +18,8 @@ ENOUGH_SECONDS = 0.2
 """No candidate is timed again once all have taken so long together."""
 
 NEARLY = 0.9
-"""A candidate counts as beaten if its computing alone took at least so much of the winner's time."""
+"""A candidate counts as beaten if its computing alone took at least so much of the winner's time. One that is favoured
+is taken if the best one takes at least so much of its time."""
 
 
 class Choice(NamedTuple):
@@ -53,9 +54,11 @@ class BestTimes:
         self.computing[name] = min(computed, self.computing[name]) if known else computed
         return taken
 
-    def fastest(self) -> Choice:
-        """That the candidate is taken whose best time is least."""
-        return self.choice(min(self.seconds, key=lambda name: self.seconds[name]))
+    def fastest(self, favoured: str | None = None) -> Choice:
+        """That the candidate is taken whose best time is least; or the one that is favoured, if that is near to it."""
+        name = min(self.seconds, key=lambda name: self.seconds[name])
+        is_near = favoured in self.seconds and NEARLY * self.seconds[favoured] <= self.seconds[name]
+        return self.choice(favoured if favoured is not None and is_near else name)
 
     def choice(self, name: str, times: float = 1.0) -> Choice:
         """That this candidate is taken, because the others take at least so many times as long."""
@@ -64,8 +67,11 @@ class BestTimes:
         return Choice(name, dict(self.seconds), is_sure)
 
 
-def fastest(candidates: Mapping[str, Callable[[], object]]) -> Choice:
-    """Time every candidate by turns and take the one whose best time is least."""
+def fastest(candidates: Mapping[str, Callable[[], object]], favoured: str | None = None) -> Choice:
+    """Time every candidate by turns and take the one whose best time is least.
+
+    `favoured`: that one is taken unless another is clearly faster, as it loses least where a core is not always free.
+    """
     names, best, spent = list(candidates), BestTimes(), 0.0
     for repeat in range(REPEATS):
         for name in names:
@@ -74,7 +80,7 @@ def fastest(candidates: Mapping[str, Callable[[], object]]) -> Choice:
             break
         limit = max(LONG, HOPELESS * min(best.seconds.values()))
         names = [name for name in names if best.seconds[name] < limit]
-    return best.fastest()
+    return best.fastest(favoured)
 
 
 def next_power_of_two(number: int) -> int:

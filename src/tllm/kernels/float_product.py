@@ -11,7 +11,8 @@ of a server has any number of rows. So they are rounded up (`padded_rows`), and 
 the memory of a server grew for hours by what was prepared, and dropped again, between tensors (docs/log/memory.md).
 
 On processors with AMX our own product by tiles (csrc/bfloat16_tiles.c) reads weights as they lie, and prepares nothing.
-So small weights are multiplied by it up to `ROWS_BY_TILES` rows, where nothing is measured: most batches of a server.
+Its threads take parts as they come to them, where oneDNN's have halves: of cores that are unlike, or that others use as
+well, the slower one has less to do. Times at their best do not show that, so oneDNN's must be clearly better.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from tllm.kernels.library import LANES, NUMBERS, library
 from tllm.kernels.row_operations import DTYPES
 
 MEASURED_ROWS = 64
-"""For more rows than these a product is bound by arithmetic, and torch's own is taken."""
+"""For more rows than these a product is bound by arithmetic: torch's own is taken, or that by tiles."""
 
 MEASURED_BYTES = 2**20
-"""Of smaller weights a product takes less time than what is around it: torch's own is taken."""
+"""Of smaller weights a product takes less time than what is around it: nothing is measured."""
 
 LARGE_BYTES = 4 * 2**20
 """From such a weight on the rows that are added cost more than a product that is prepared anew: fewer are added."""
@@ -44,10 +45,6 @@ eighth."""
 
 TILED = 32
 """Outputs and columns of weights that are multiplied by tiles are a multiple of this."""
-
-ROWS_BY_TILES = 256
-"""Up to so many rows tiles take 0.3 to 1.1 times as long as oneDNN's product beside weights of less than `LARGE_BYTES`,
-and from 512 on 1.0 to 1.3 times as long (docs/log/memory.md)."""
 
 TILE_ROWS = 16
 """Rows that oneDNN's products of 16-bit numbers make at once, with AMX."""
@@ -76,11 +73,13 @@ def float_matmul(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
 def product_name(x_TD: Tensor, weight_FD: Tensor) -> str:
     """The candidate that is the fastest for these, measured if it is not known yet."""
     rows, kernels = len(x_TD), library()
+    has_tiles = rows > 0 and _can("tiles", x_TD, weight_FD)
     if kernels is not None and kernels.makes_plain_products and x_TD.dtype in DTYPES and weight_FD.is_contiguous():
-        return "tiles" if _can("tiles", x_TD, weight_FD) else "kernel"
-    if rows > MEASURED_ROWS or rows == 0 or weight_FD.nbytes < MEASURED_BYTES or x_TD.dtype == torch.float64:
-        is_small = 0 < rows <= ROWS_BY_TILES and weight_FD.nbytes < LARGE_BYTES
-        return "tiles" if is_small and _can("tiles", x_TD, weight_FD) else "linear"
+        return "tiles" if has_tiles else "kernel"
+    if weight_FD.nbytes < MEASURED_BYTES:
+        return "tiles" if has_tiles else "linear"
+    if rows == 0 or x_TD.dtype == torch.float64 or (rows > MEASURED_ROWS and not has_tiles):
+        return "linear"
     kind = ProductKind(
         next_power_of_two(rows), len(weight_FD), weight_FD.shape[1], weight_FD.dtype, torch.get_num_threads()
     )
@@ -92,12 +91,13 @@ def product_name(x_TD: Tensor, weight_FD: Tensor) -> str:
 
 def measure(x_TD: Tensor, weight_FD: Tensor) -> Choice:
     """Time every candidate that there is for these."""
-    return fastest({name: partial(CANDIDATES[name], x_TD, weight_FD) for name in names_for(x_TD, weight_FD)})
+    return fastest({name: partial(CANDIDATES[name], x_TD, weight_FD) for name in names_for(x_TD, weight_FD)}, "tiles")
 
 
 def names_for(x_TD: Tensor, weight_FD: Tensor) -> list[str]:
     """The candidates that there are for these."""
-    return [name for name in CANDIDATES if _can(name, x_TD, weight_FD)]
+    names = CANDIDATES if len(x_TD) <= MEASURED_ROWS else ("linear", "tiles")
+    return [name for name in names if _can(name, x_TD, weight_FD)]
 
 
 def _can(name: str, x_TD: Tensor, weight_FD: Tensor) -> bool:
@@ -191,7 +191,7 @@ def _tiles(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
     x_TD = x_TD.contiguous()
     (rows, columns), outputs, threads = x_TD.shape, len(weight_FD), torch.get_num_threads()
     y_TF = torch.empty(rows, outputs, dtype=x_TD.dtype)
-    scratch = torch.empty(kernels.tiles.scratch_bytes(rows, columns), dtype=torch.uint8)
+    scratch = torch.empty(kernels.tiles.scratch_bytes(rows, columns, threads), dtype=torch.uint8)
     weight, x, y = weight_FD.data_ptr(), x_TD.data_ptr(), y_TF.data_ptr()
     kernels.tiles.bfloat16_matmul(weight, outputs, columns, x, rows, y, scratch.data_ptr(), threads)
     return y_TF

@@ -122,7 +122,7 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
         None,
         [c_void_p, c_int, c_int64, c_int64, c_void_p, c_int, c_int64, c_void_p, c_int, c_void_p, c_int],
     ),
-    "tllm_bfloat16_scratch_bytes": (c_int64, [c_int64] * 2),
+    "tllm_bfloat16_scratch_bytes": (c_int64, [c_int64, c_int64, c_int]),
     "tllm_bfloat16_matmul": (None, [c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int]),
     "tllm_pack_codes": (None, [c_void_p, c_int64, c_int64, c_int64, c_int, c_void_p, c_int]),
     "tllm_split_nibbles": (None, [c_void_p, *[c_int64] * 4, c_void_p, c_int]),

@@ -22,7 +22,6 @@ from tllm.kernels.float_product import (
     IN_DOUBLING,
     IN_DOUBLING_OF_LARGE,
     LARGE_BYTES,
-    ROWS_BY_TILES,
     TILE_ROWS,
     float_matmul,
     is_prepared,
@@ -146,12 +145,11 @@ def test_what_onednn_prepares_does_not_grow_with_the_batches(least: int) -> None
 
 @pytest.mark.skipif(not is_prepared(torch.bfloat16), reason="nothing is prepared on this processor")
 @pytest.mark.skipif(not any(one.has_tiles for one in libraries()), reason="this processor has no tiles")
-def test_beside_small_weights_onednn_prepares_nothing_for_most_batches() -> None:
+def test_beside_small_weights_onednn_prepares_nothing() -> None:
     """Tiles do these, whose outputs and columns they take: what is prepared is half a MiB for each number of rows."""
     product = "(lambda x: float_product.float_matmul(x, weight))"
-    assert prepared(LARGE_BYTES, product, range(1, ROWS_BY_TILES + 1), outputs=64) == 0
-    assert prepared(LARGE_BYTES, product, range(1, ROWS_BY_TILES + 1), outputs=48) > 0
-    assert 0 < prepared(LARGE_BYTES, product, range(ROWS_BY_TILES + 1, 1025), outputs=64) <= 2 * IN_DOUBLING
+    assert prepared(LARGE_BYTES, product, range(1, 1025, 3), outputs=64) == 0
+    assert prepared(LARGE_BYTES, product, range(1, 1025, 3), outputs=48) > 0
 
 
 def prepared(least: int, product: str, rows: range = range(65, 1025, 5), outputs: int = 48) -> int:
@@ -218,6 +216,20 @@ def test_a_product_by_tiles_has_the_bits_of_its_twin(
         torch.set_num_threads(before)
 
 
+@pytest.mark.skipif(not TILED, reason="this processor has no tiles")
+@pytest.mark.parametrize(("outputs", "columns"), [(32, 256), (160, 544)])
+def test_many_rows_have_the_bits_of_few(outputs: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more than 128 rows columns are taken in blocks of 256; of more than 512, and of 128 outputs, these first."""
+    monkeypatch.setattr(float_product, "library", lambda: TILED[0])
+    torch.manual_seed(0)
+    x, weight = torch.randn(1030, columns).bfloat16(), torch.randn(outputs, columns).bfloat16()
+    want = torch.cat([CANDIDATES["tiles"](some, weight) for some in x.split(70)])
+    assert torch.equal(want[:70], twin_of_tiles(x[:70], weight))
+    for rows in (128, 129, 140, 511, 512, 513, 530, 1030):
+        assert torch.equal(CANDIDATES["tiles"](x[:rows], weight), want[:rows])
+        assert torch.equal(CANDIDATES["tiles"](x[-rows:], weight[-32:]), want[-rows:, -32:])
+
+
 @pytest.mark.parametrize("library", libraries(), ids=lambda library: library.instruction_set.name)
 def test_tiles_multiply_what_fits_them(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where all products are to be the kernels', so that they can be played."""
@@ -255,6 +267,20 @@ def test_the_fastest_is_taken_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     used.clear()
     float_matmul(torch.randn(4, 16), weight)
     assert used == ["fast"] and len(float_product.choices.known) == 1
+
+
+@pytest.mark.skipif(not TILED, reason="this processor has no tiles")
+@pytest.mark.parametrize(("seconds", "taken"), [(0.95e-3, "tiles"), (0.85e-3, "linear")])
+def test_tiles_multiply_many_rows_unless_onednn_is_clearly_faster(
+    seconds: float, taken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clocks, weight = Clocks(monkeypatch), torch.ones(512, 1024).bfloat16()
+    seconds_of = {"linear": seconds, "tiles": 1e-3, "kernel": 0.1e-3}
+    work = {name: clocks.takes(taking, 0.0) for name, taking in seconds_of.items()}
+    monkeypatch.setattr(float_product, "library", lambda: TILED[0])
+    monkeypatch.setattr(float_product, "CANDIDATES", {name: lambda x, w, run=run: run() for name, run in work.items()})
+    assert product_name(torch.ones(65, 1024).bfloat16(), weight) == taken
+    assert product_name(torch.ones(64, 1024).bfloat16(), weight) == "kernel", "of few rows all are timed"
 
 
 def test_a_hopeless_candidate_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,6 @@
 
 #if HAS_TILES
 
-typedef __bf16 bf16x32 __attribute__((vector_size(64)));
 
 /* What a thread has of a tile of tokens and a kv head. */
 typedef struct {
@@ -165,8 +164,7 @@ static void weigh(const Attention *a, Buffers *w, int64_t tile, int64_t half, in
         even_sums = _mm512_add_ps(even_sums, even);
         odd_sums = _mm512_add_ps(odd_sums, odd);
         const bf16x32 both = (bf16x32)_mm512_cvtne2ps_pbh(odd, even);
-        const bf16x32 pairs = SHUFFLE(both, both, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24, 9, 25, 10,
-                                      26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        const bf16x32 pairs = INTERLEAVED(both);
         memcpy(w->weights[half] + key * TILE_ROWS, &pairs, sizeof pairs);
     }
     const f32x16 scale = (f32x16)exponential_of_2(_mm512_sub_ps(before, most));

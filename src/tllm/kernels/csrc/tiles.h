@@ -51,6 +51,13 @@ INLINE void release_tiles(void) { _tile_release(); }
 #define STEP 32 /* numbers of bfloat16 in a row of a tile: what a product of tiles sums over */
 #define TILE_BYTES 1024
 
+typedef __bf16 bf16x32 __attribute__((vector_size(64)));
+
+/* Of 32 numbers, those of the lower half and those of the upper one by turns. */
+#define INTERLEAVED(x)                                                                                                 \
+    SHUFFLE(x, x, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, \
+            30, 15, 31)
+
 /* Rows of 16 numbers become columns. */
 INLINE void transpose(u32x16 *x) {
     u32x16 y[TILE_ROWS];
