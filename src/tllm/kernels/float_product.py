@@ -46,6 +46,10 @@ eighth."""
 TILED = 32
 """Outputs and columns of weights that are multiplied by tiles are a multiple of this."""
 
+ROWS_BY_TILES = 256
+"""Up to so many rows tiles take 0.4 to 1.1 times as long as oneDNN's product beside weights of less than
+`MEASURED_BYTES`, from 1,024 on 1.1 to 1.5 times as long (docs/log/memory.md)."""
+
 TILE_ROWS = 16
 """Rows that oneDNN's products of 16-bit numbers make at once, with AMX."""
 
@@ -77,7 +81,7 @@ def product_name(x_TD: Tensor, weight_FD: Tensor) -> str:
     if kernels is not None and kernels.makes_plain_products and x_TD.dtype in DTYPES and weight_FD.is_contiguous():
         return "tiles" if has_tiles else "kernel"
     if weight_FD.nbytes < MEASURED_BYTES:
-        return "tiles" if has_tiles else "linear"
+        return "tiles" if has_tiles and rows <= ROWS_BY_TILES else "linear"
     if rows == 0 or x_TD.dtype == torch.float64 or (rows > MEASURED_ROWS and not has_tiles):
         return "linear"
     kind = ProductKind(

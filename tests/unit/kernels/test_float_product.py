@@ -25,6 +25,7 @@ from tllm.kernels.float_product import (
     IN_DOUBLING,
     IN_DOUBLING_OF_LARGE,
     LARGE_BYTES,
+    ROWS_BY_TILES,
     TILE_ROWS,
     float_matmul,
     is_prepared,
@@ -148,11 +149,12 @@ def test_what_onednn_prepares_does_not_grow_with_the_batches(least: int) -> None
 
 @pytest.mark.skipif(not is_prepared(torch.bfloat16), reason="nothing is prepared on this processor")
 @pytest.mark.skipif(not any(one.has_tiles for one in libraries()), reason="this processor has no tiles")
-def test_beside_small_weights_onednn_prepares_nothing() -> None:
+def test_beside_small_weights_onednn_prepares_nothing_for_most_batches() -> None:
     """Tiles do these, whose outputs and columns they take: what is prepared is half a MiB for each number of rows."""
     product = "(lambda x: float_product.float_matmul(x, weight))"
-    assert prepared(LARGE_BYTES, product, range(1, 1025, 3), outputs=64) == 0
-    assert prepared(LARGE_BYTES, product, range(1, 1025, 3), outputs=48) > 0
+    assert prepared(LARGE_BYTES, product, range(1, ROWS_BY_TILES + 1), outputs=64) == 0
+    assert prepared(LARGE_BYTES, product, range(1, ROWS_BY_TILES + 1), outputs=48) > 0
+    assert 0 < prepared(LARGE_BYTES, product, range(ROWS_BY_TILES + 1, 1025), outputs=64) <= 2 * IN_DOUBLING
 
 
 def prepared(least: int, product: str, rows: range = range(65, 1025, 5), outputs: int = 48) -> int:
