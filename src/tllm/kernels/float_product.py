@@ -48,7 +48,7 @@ TILED = 32
 
 ROWS_BY_TILES = 256
 """Up to so many rows tiles take 0.4 to 1.1 times as long as oneDNN's product beside weights of less than
-`MEASURED_BYTES`, from 1,024 on 1.1 to 1.5 times as long (docs/log/memory.md)."""
+`MEASURED_BYTES`, from 1,024 on 1.1 to 1.5 times as long (docs/log/serving.md)."""
 
 TILE_ROWS = 16
 """Rows that oneDNN's products of 16-bit numbers make at once, with AMX."""

@@ -16,7 +16,7 @@ void tllm_set_threads(Parallel fork, Number number, Number count) {
     number_of_threads = count;
 }
 
-#define SMALLEST 16 /* parts of a thread's fair share that are not divided further */
+#define SMALLEST 8 /* parts of a fair share that are not divided further: what a thread fetches ahead of its part is lost */
 
 typedef struct {
     Work work;
