@@ -16,7 +16,7 @@ void tllm_set_threads(Parallel fork, Number number, Number count) {
     number_of_threads = count;
 }
 
-#define SMALLEST 8 /* parts of a fair share that are not divided further: what a thread fetches ahead of its part is lost */
+#define SMALLEST 8 /* parts of a fair share, which are not divided: what a thread fetches ahead of its part is lost */
 
 typedef struct {
     Work work;
@@ -25,9 +25,9 @@ typedef struct {
     _Atomic int64_t next; /* the first unit that nobody has taken */
 } Shared;
 
-/* Guided self-scheduling (Polychronopoulos and Kuck, 1987): a thread that is free takes the next units, half of what would be
- * its share of those that are left. So cores that are unlike, or that others use for a while, finish together, and what is
- * read stays in long runs. */
+/* Guided self-scheduling (Polychronopoulos and Kuck, 1987): a thread that is free takes the next units, half of what would
+ * be its share of those that are left. So cores that are unlike, or that others use for a while, finish together, and what
+ * is read stays in long runs. */
 static void body(void *of) {
     Shared *shared = of;
     const int64_t threads = number_of_threads(), units = (shared->items + shared->unit - 1) / shared->unit;
