@@ -80,8 +80,7 @@ static float run_races(const Row *row) {
         f32x16 scores = scores_at(row, at);
         f32x16 races = only(exponential(scores) / v, counts_at(row, at, scores));
         memcpy(row->races + at, &races, sizeof races);
-        i32x16 better = races > most;
-        most = (f32x16)(((i32x16)races & better) | ((i32x16)most & ~better));
+        most = greater(races, most);
     }
     return largest_lane(most);
 }
@@ -151,8 +150,7 @@ static float exclude_below(const Row *row, float score) {
         memcpy(&races, row->races + at, sizeof races);
         races = only(races, scores_at(row, at) > score);
         memcpy(row->races + at, &races, sizeof races);
-        i32x16 better = races > most;
-        most = (f32x16)(((i32x16)races & better) | ((i32x16)most & ~better));
+        most = greater(races, most);
     }
     return largest_lane(most);
 }
@@ -163,9 +161,8 @@ static float largest_of(const float *x, int64_t width) {
     i32x16 is_nan = {};
     for (int64_t at = 0; at + LANES <= width; at += LANES) {
         f32x16 some = load16(x, at, FLOAT32);
-        i32x16 better = some > most;
         is_nan |= some != some;
-        most = (f32x16)(((i32x16)some & better) | ((i32x16)most & ~better));
+        most = greater(some, most);
     }
     float largest = largest_lane(most);
     for (int64_t at = width / LANES * LANES; at < width; at++) {
