@@ -12,10 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tllm.kernels.batch_invariant import heads_matmul, invariant_matmul, is_batch_invariant
+from tllm.kernels.batch_invariant import heads_matmul, invariant_matmul, is_batch_invariant, router_matmul
 from tllm.kernels.float_product import float_matmul
 from tllm.kernels.gpu_kernels import gpu_kernels
-from tllm.kernels.router import router_matmul
 from tllm.kernels.row_operations import takes
 from tllm.kernels.training_matmul import training_matmul
 from tllm.parallel.expert_dispatch import ExpertRows
