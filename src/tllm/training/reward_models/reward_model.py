@@ -15,7 +15,7 @@ from tllm.core.errors import ConfigError, FrameError, decoded
 from tllm.spec.model_spec import ModelSpec
 from tllm.training.data.encoder import IGNORED
 from tllm.training.data.packing import PackedRow
-from tllm.training.questions.located_model import LocatedModel
+from tllm.training.questions.answering_model import AnsweringModel
 from tllm.training.questions.run_connection import ANSWER_LIMIT
 from tllm.training.questions.stateless_session import StatelessSession
 from tllm.training.reward_models.reward_messages import ScoringRun, TextScore, TextToScore
@@ -42,7 +42,7 @@ class RewardModel:
         return cls(name, FrozenModel.load(config, source, dtype))
 
     @classmethod
-    def open(cls, name: str, found: LocatedModel, dtype: str) -> RewardModel:
+    def open(cls, name: str, found: AnsweringModel, dtype: str) -> RewardModel:
         """The model of a folder on this machine."""
         return cls.of(name, found.config, LocalFiles(found.folder), dtype)
 

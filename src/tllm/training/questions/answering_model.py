@@ -1,4 +1,4 @@
-"""`LocatedModel`: a model that is to answer runs, found by its folder or name. No weights yet."""
+"""`AnsweringModel`: a model that is to answer runs, found by its folder or name. No weights yet."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tllm.spec.hf_config import read_config
 from tllm.spec.model_spec import ModelSpec
 
 
-class LocatedModel(NamedTuple):
+class AnsweringModel(NamedTuple):
     """Its folder, and what `config.json` there says."""
 
     folder: Path
@@ -20,7 +20,7 @@ class LocatedModel(NamedTuple):
     spec: ModelSpec
 
     @classmethod
-    def find_causal(cls, name: str, lack: str, hint: str) -> LocatedModel:
+    def find_causal(cls, name: str, lack: str, hint: str) -> AnsweringModel:
         """ConfigError for a model without a head for tokens, of which `lack` says what it cannot do."""
         model = cls._find(name)
         if model.spec.num_labels:
@@ -32,7 +32,7 @@ class LocatedModel(NamedTuple):
         return model
 
     @classmethod
-    def find_scoring(cls, name: str) -> LocatedModel:
+    def find_scoring(cls, name: str) -> AnsweringModel:
         """A reward model. ConfigError for one that does not have one score."""
         model = cls._find(name)
         labels = model.spec.num_labels
@@ -47,7 +47,7 @@ class LocatedModel(NamedTuple):
         return model
 
     @classmethod
-    def _find(cls, name: str) -> LocatedModel:
+    def _find(cls, name: str) -> AnsweringModel:
         folder = Path(name) if Path(name).is_dir() else locate(name, "whole").path
         config = read_config(folder)
         return cls(folder, config, spec_from_config(config))
