@@ -6,7 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tllm.training.data.seeds import counter_random
+from tllm.kernels.splitmix64 import counter_random
+from tllm.training.data.seeds import key_for
 
 
 def dropped_out(x_TD: Tensor, draws_T: Tensor, module: str, first_column: int, part: float) -> Tensor:
@@ -15,6 +16,7 @@ def dropped_out(x_TD: Tensor, draws_T: Tensor, module: str, first_column: int, p
     `module` is the linear, `first_column` that of its inputs which x_TD begins with.
     """
     least, columns = int(part * 2**63), x_TD.shape[1]
-    numbers = counter_random(draws_T.to(x_TD.device), "dropout", first_column, columns, 63, module)
+    key = key_for("dropout", module)
+    numbers = counter_random(draws_T.to(x_TD.device), key, first_column, columns, 63)
     kept = [number_TD >= least for number_TD in numbers]
     return x_TD * torch.cat(kept).to(x_TD.dtype).mul_(1 / (1 - part))
