@@ -63,7 +63,7 @@ static void write_row(const CacheRows *of, int64_t row, int64_t head) {
         u32x16 codes = (of->coding == INT8 ? int8_of_f32(y) : e4m3_of_f32(y)) & 0xff;
         if (!(scale <= 0x1.fffffep127f)) codes = (u32x16){};
         u8x16 bytes = __builtin_convertvector(codes, u8x16);
-        memcpy(of->codes + to * of->width + i, &bytes, (size_t)(left < LANES ? left : LANES));
+        memcpy(of->codes + to * of->width + i, &bytes, (size_t)lanes_of(left));
     }
 }
 

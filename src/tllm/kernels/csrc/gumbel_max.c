@@ -55,8 +55,7 @@ INLINE f32x16 scores_at(const Row *row, int64_t at) {
 /* All bits where a token counts: its score is `least` or more, and the row does not end before it. */
 INLINE i32x16 counts_at(const Row *row, int64_t at, f32x16 scores) {
     const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    int64_t left = row->width - at;
-    return (scores >= row->least) & (lanes < (int32_t)(left < LANES ? left : LANES));
+    return (scores >= row->least) & (lanes < lanes_of(row->width - at));
 }
 
 INLINE f32x16 only(f32x16 x, i32x16 where) { return (f32x16)((i32x16)x & where); }

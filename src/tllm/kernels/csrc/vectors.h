@@ -128,6 +128,9 @@ INLINE f32x16 load_some(const void *from, int64_t at, int count, int dtype) {
     return x;
 }
 
+/* How many of the next 16 numbers of a row there are, of which `left` are left. */
+INLINE int lanes_of(int64_t left) { return left < LANES ? (int)left : LANES; }
+
 /* 16 numbers of a row of which `left` are left, zeros after its end. */
 INLINE f32x16 load_up_to(const void *from, int64_t at, int64_t left, int dtype) {
     return left >= LANES ? load16(from, at, dtype) : load_some(from, at, left > 0 ? (int)left : 0, dtype);
