@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tllm.kernels.library import NUMBERS, Library
-from tllm.kernels.row_operations import takes
+from tllm.kernels.library import DTYPE_NUMBERS, Library
+from tllm.kernels.row_operations import kernels_for
 
 SOFTMAX, SIGMOID = 0, 1
 """The kinds of scores, as in csrc/router.c."""
@@ -40,7 +40,7 @@ def is_batch_invariant(weight: Tensor) -> bool:
 
 def invariant_matmul(x_ND: Tensor, weight_FD: Tensor) -> Tensor:
     """x W^T in float32, where a kernel makes it: summed in float64 in one order, whatever other rows there are."""
-    kernels = takes(x_ND)
+    kernels = kernels_for(x_ND)
     return F.linear(x_ND, weight_FD) if kernels is None else router_matmul(kernels, x_ND, weight_FD)
 
 
@@ -51,11 +51,11 @@ def router_matmul(kernels: Library, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     y_TE = torch.empty(rows, outputs, dtype=torch.float32)
     kernels.experts.router_matmul(
         weight_ED.data_ptr(),
-        NUMBERS[weight_ED.dtype],
+        DTYPE_NUMBERS[weight_ED.dtype],
         outputs,
         columns,
         x_TD.data_ptr(),
-        NUMBERS[x_TD.dtype],
+        DTYPE_NUMBERS[x_TD.dtype],
         rows,
         y_TE.data_ptr(),
         torch.get_num_threads(),
@@ -83,16 +83,16 @@ def sigmoid(x: Tensor) -> Tensor:
 
 def silu(x: Tensor) -> Tensor:
     """x sigmoid(x), likewise."""
-    return F.silu(x) if takes(x) is None else x * sigmoid(x)
+    return F.silu(x) if kernels_for(x) is None else x * sigmoid(x)
 
 
 def softplus(x: Tensor) -> Tensor:
     """log(1 + e^x) of each number, likewise: torch's own has other bits at the end of a tensor than inside it."""
-    return F.softplus(x) if takes(x) is None else torch.where(x > LINEAR, x, x.clamp(max=LINEAR).exp().log1p())
+    return F.softplus(x) if kernels_for(x) is None else torch.where(x > LINEAR, x, x.clamp(max=LINEAR).exp().log1p())
 
 
 def _scores(x: Tensor, kind: int) -> Tensor:
-    kernels = takes(x)
+    kernels = kernels_for(x)
     if kernels is None:
         return x.softmax(-1) if kind == SOFTMAX else x.sigmoid()
     wide = x.float().contiguous()

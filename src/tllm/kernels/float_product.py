@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tllm.kernels.autotune import Autotuned
 from tllm.kernels.fastest import Choice, fastest, next_power_of_two
-from tllm.kernels.library import LANES, NUMBERS, library
+from tllm.kernels.library import DTYPE_NUMBERS, LANES, library
 from tllm.kernels.row_operations import DTYPES
 
 MEASURED_ROWS = 64
@@ -77,10 +77,10 @@ def product_name(x_TD: Tensor, weight_FD: Tensor) -> str:
     """The candidate that is the fastest for these, measured if it is not known yet."""
     rows, kernels = len(x_TD), library()
     if kernels is not None and kernels.makes_plain_products and x_TD.dtype in DTYPES and weight_FD.is_contiguous():
-        return "tiles" if _can("tiles", x_TD, weight_FD) else "kernel"
+        return "tiles" if _is_candidate("tiles", x_TD, weight_FD) else "kernel"
     if rows > MEASURED_ROWS or rows == 0 or weight_FD.nbytes < MEASURED_BYTES or x_TD.dtype == torch.float64:
         is_small = 0 < rows <= ROWS_BY_TILES and weight_FD.nbytes < LARGE_BYTES
-        return "tiles" if is_small and _can("tiles", x_TD, weight_FD) else "linear"
+        return "tiles" if is_small and _is_candidate("tiles", x_TD, weight_FD) else "linear"
     kind = ProductKind(
         next_power_of_two(rows), len(weight_FD), weight_FD.shape[1], weight_FD.dtype, torch.get_num_threads()
     )
@@ -97,10 +97,10 @@ def measure(x_TD: Tensor, weight_FD: Tensor) -> Choice:
 
 def names_for(x_TD: Tensor, weight_FD: Tensor) -> list[str]:
     """The candidates that there are for these."""
-    return [name for name in CANDIDATES if _can(name, x_TD, weight_FD)]
+    return [name for name in CANDIDATES if _is_candidate(name, x_TD, weight_FD)]
 
 
-def _can(name: str, x_TD: Tensor, weight_FD: Tensor) -> bool:
+def _is_candidate(name: str, x_TD: Tensor, weight_FD: Tensor) -> bool:
     kernels = library()
     match name:
         case "torch.mv":
@@ -167,10 +167,10 @@ def _kernel(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
     (rows, columns), outputs = x_TD.shape, len(weight_FD)
     y_TF = torch.empty(rows, outputs, dtype=x_TD.dtype)
     scratch = torch.empty(rows * -(-columns // LANES) * LANES, dtype=torch.float32)  # each row of x in whole vectors
-    number = NUMBERS[x_TD.dtype]
+    number = DTYPE_NUMBERS[x_TD.dtype]
     kernels.float_matmul(
         weight_FD.data_ptr(),
-        NUMBERS[weight_FD.dtype],
+        DTYPE_NUMBERS[weight_FD.dtype],
         outputs,
         columns,
         x_TD.data_ptr(),
@@ -187,7 +187,7 @@ def _kernel(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
 def _tiles(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
     """The kernel of csrc/bfloat16_tiles.c: a row has the same bits whatever other rows there are."""
     kernels = library()
-    assert kernels is not None and _can("tiles", x_TD, weight_FD)
+    assert kernels is not None and _is_candidate("tiles", x_TD, weight_FD)
     x_TD = x_TD.contiguous()
     (rows, columns), outputs, threads = x_TD.shape, len(weight_FD), torch.get_num_threads()
     y_TF = torch.empty(rows, outputs, dtype=x_TD.dtype)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tllm.kernels.library import LANES, DrawArguments, Library
-from tllm.kernels.row_operations import takes
+from tllm.kernels.row_operations import kernels_for
 from tllm.kernels.splitmix64 import GOLDEN_GAMMA, most_mixed, shift_right, splitmix64
 
 ELEMENTS_AT_ONCE = 2**22
@@ -54,7 +54,7 @@ class Draws(NamedTuple):
 def gumbel_max(logits_RV: Tensor, draws: Draws) -> Tensor:
     """The ids [R] of the tokens; V of a row that has a NaN or plus infinity, or no finite number. All but the whole
     numbers of `draws` is float64."""
-    kernels = takes(logits_RV) if logits_RV.dtype == torch.float32 else None
+    kernels = kernels_for(logits_RV) if logits_RV.dtype == torch.float32 else None
     if kernels is not None:
         return _by_kernel(kernels, logits_RV, draws)
     rows = max(1, ELEMENTS_AT_ONCE // logits_RV.shape[1])

@@ -18,7 +18,7 @@ MASK = 2**64 - 1
 
 @pytest.fixture(params=[*libraries(), None], ids=lambda one: one.instruction_set.name if one else "torch")
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "takes", lambda x: request.param)
+    monkeypatch.setattr(module, "kernels_for", lambda x: request.param)
 
 
 def column(*numbers: float) -> Tensor:
