@@ -40,7 +40,7 @@ from tllm.model.layer import Observe, unobserved
 from tllm.text.same_vocabulary import vocabulary_digest
 from tllm.text.tokenizer import Tokenizer
 from tllm.training.data.packing import PackedRow
-from tllm.training.questions.causal_model import CausalModel
+from tllm.training.questions.answering_model import AnsweringModel
 from tllm.training.report.metrics import FILE, StepRecord, read_records
 from tllm.training.step.frozen_model import FrozenModel
 from tllm.training.teachers.teacher_messages import Lesson, LogProbDtype, Question, packed
@@ -278,7 +278,7 @@ class RememberedRows(FrozenModel):
 
 def sent_of_model(title: str, name: str, text: Path | None, top_k: int = COUNTED_TOP_K) -> Figures:
     """How sure a teacher is of some rows, and what it sends of them by each budget: whole messages, without TLS."""
-    folder, config, _ = CausalModel.find(name, "gives no next token", "")
+    folder, config, _ = AnsweringModel.find_causal(name, "gives no next token", "")
     part = RememberedRows.load(config, LocalFiles(folder), "float32")
     model = TeacherModel(name, part, vocabulary_digest(folder), folder)
     size = model.spec.vocab_size

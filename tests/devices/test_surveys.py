@@ -15,7 +15,7 @@ from tllm.cluster.settings import SurveySettings
 from tllm.comm.collectives.group import local_groups
 from tllm.devices.choose import CPU
 from tllm.node.machine import measure as measure_module
-from tllm.node.machine.measure import DEVICE_ROWS, measure, measure_few_bits
+from tllm.node.machine.measure import DEVICE_ROWS, measure, measure_products
 from tllm.node.roles.sum_latency import measure_sums
 from tllm.node.roles.survey_rank import examined
 from tllm.parallel.quantized_weight import QuantizedWeight
@@ -58,7 +58,7 @@ def test_products_of_few_bits_read_several_weights_in_turn(
     kind: Quantize, nbytes: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many as no cache holds, and as fit: what one product takes is the time of all, divided."""
-    assert not list(measure_few_bits(kind, 0.1, 2**30, device=SEPARATE[1])), "without kernels they take too long"
+    assert not list(measure_products(kind, 0.1, 2**30, device=SEPARATE[1])), "without kernels they take too long"
     monkeypatch.setattr(measure_module, "gpu_kernels", lambda kind: "some")
     monkeypatch.setattr(measure_module, "DEVICE_CACHE_BYTES", int(4 * nbytes))
     made, now = Counter[int](), 0.0
@@ -70,7 +70,7 @@ def test_products_of_few_bits_read_several_weights_in_turn(
         made[id(weight)] += 1
 
     monkeypatch.setattr(QuantizedWeight, "matmul", matmul)
-    found = list(measure_few_bits(kind, 3.0, 2**30, lambda: now, (128,), SEPARATE[1]))
+    found = list(measure_products(kind, 3.0, 2**30, lambda: now, (128,), SEPARATE[1]))
     assert [(one.dtype, one.rows, one.width, one.product) for one in found] == [
         (kind, rows, 128, "Triton") for rows in DEVICE_ROWS
     ]
@@ -78,7 +78,7 @@ def test_products_of_few_bits_read_several_weights_in_turn(
     assert len(made) == 4 and len(set(made.values())) == 1
     made.clear()
     least = (128 + 2 * 4096) * 128 * 4
-    assert not list(measure_few_bits(kind, 3.0, least - 1, lambda: now, (128,), SEPARATE[1])) and not made
+    assert not list(measure_products(kind, 3.0, least - 1, lambda: now, (128,), SEPARATE[1])) and not made
 
 
 def test_a_device_that_has_kernels_has_speeds_of_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ from tllm.kernels.paged_attention import TiledAttention, TileNumbers, fits
 from tllm.kernels.recording.held_memory import HeldMemory
 from tllm.kernels.recording.host_steps import left_out, taken_by
 from tllm.kernels.recording.recorder import Recorder, Recording, recordable
-from tllm.kernels.row_operations import DTYPES, takes, write_codes
+from tllm.kernels.row_operations import DTYPES, kernels_for, write_codes
 from tllm.model.attention import first_heads
 from tllm.model.recurrence import Advance
 from tllm.model.rope import Rotation, rotations
@@ -247,7 +247,7 @@ class HeldAttend:
     def __call__(
         self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, sinks_N: Tensor | None = None
     ) -> Tensor:
-        there, kernels = self._cache.layers[layer], takes(q_TNH)
+        there, kernels = self._cache.layers[layer], kernels_for(q_TNH)
         assert kernels is not None, "`decode_recordings` has looked"
         write_codes(kernels, k_TKH, self._places, there.keys, there.key_scales)
         if there.values is not there.keys:

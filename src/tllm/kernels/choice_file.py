@@ -79,6 +79,10 @@ class FileFacts(NamedTuple):
     size: int
     nanoseconds: int
 
+    @classmethod
+    def of(cls, facts: os.stat_result) -> FileFacts:
+        return cls(facts.st_ino, facts.st_size, facts.st_mtime_ns)
+
 
 class ChoiceFile:
     """The choices of one machine and program in `folder`. Any thread may call it.
@@ -111,7 +115,7 @@ class ChoiceFile:
         kept = KeptChoice(choice.name, choice.seconds)
         try:
             with self._lock:
-                self._make_folder()
+                self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 with _locked(self.folder / LOCK):
                     self._read()
                     known = self._known.setdefault(area, {})
@@ -132,10 +136,9 @@ class ChoiceFile:
         try:
             with open(self.path, "rb", opener=_open_own) as file:
                 facts = os.fstat(file.fileno())
-                now = FileFacts(facts.st_ino, facts.st_size, facts.st_mtime_ns)
-                if now == self._facts:
+                if FileFacts.of(facts) == self._facts:
                     return
-                self._facts, self._known = now, {}
+                self._facts, self._known = FileFacts.of(facts), {}
                 fault = _fault_of(facts)
                 content = b"" if fault else file.read(MOST_BYTES)
         except FileNotFoundError:
@@ -174,8 +177,7 @@ class ChoiceFile:
         with whole_file(self.path, 0o600) as file:
             file.write(msgspec.json.format(content, indent=1))
             file.flush()
-            facts = os.fstat(file.fileno())
-            self._facts = FileFacts(facts.st_ino, facts.st_size, facts.st_mtime_ns)
+            self._facts = FileFacts.of(os.fstat(file.fileno()))
         for path in self._files()[MOST_FILES:]:
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -188,9 +190,6 @@ class ChoiceFile:
                 if path.suffix in (".json", PART):
                     found.append((path.stat(follow_symlinks=False).st_mtime_ns, path))
         return [path for _, path in sorted(found, reverse=True)]
-
-    def _make_folder(self) -> None:
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def _say_once(self, level: int, what: str) -> None:
         if what not in self._warned:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from tllm.kernels.autotune import Autotuned
 from tllm.kernels.fastest import Choice, fastest, next_power_of_two
-from tllm.kernels.library import LANES, NUMBERS, library
+from tllm.kernels.library import DTYPE_NUMBERS, LANES, library
 from tllm.kernels.row_operations import DTYPES
 
 MEASURED_ROWS = 64
@@ -77,7 +77,7 @@ def float_matmul(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
 def product_name(x_TD: Tensor, weight_FD: Tensor) -> str:
     """The candidate that is the fastest for these, measured if it is not known yet."""
     rows, kernels = len(x_TD), library()
-    has_tiles = rows > 0 and _can("tiles", x_TD, weight_FD)
+    has_tiles = rows > 0 and _is_candidate("tiles", x_TD, weight_FD)
     if kernels is not None and kernels.makes_plain_products and x_TD.dtype in DTYPES and weight_FD.is_contiguous():
         return "tiles" if has_tiles else "kernel"
     if weight_FD.nbytes < MEASURED_BYTES:
@@ -101,10 +101,10 @@ def measure(x_TD: Tensor, weight_FD: Tensor) -> Choice:
 def names_for(x_TD: Tensor, weight_FD: Tensor) -> list[str]:
     """The candidates that there are for these."""
     names = CANDIDATES if len(x_TD) <= MEASURED_ROWS else ("linear", "tiles")
-    return [name for name in names if _can(name, x_TD, weight_FD)]
+    return [name for name in names if _is_candidate(name, x_TD, weight_FD)]
 
 
-def _can(name: str, x_TD: Tensor, weight_FD: Tensor) -> bool:
+def _is_candidate(name: str, x_TD: Tensor, weight_FD: Tensor) -> bool:
     kernels = library()
     match name:
         case "torch.mv":
@@ -171,10 +171,10 @@ def _kernel(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
     (rows, columns), outputs = x_TD.shape, len(weight_FD)
     y_TF = torch.empty(rows, outputs, dtype=x_TD.dtype)
     scratch = torch.empty(rows * -(-columns // LANES) * LANES, dtype=torch.float32)  # each row of x in whole vectors
-    number = NUMBERS[x_TD.dtype]
+    number = DTYPE_NUMBERS[x_TD.dtype]
     kernels.float_matmul(
         weight_FD.data_ptr(),
-        NUMBERS[weight_FD.dtype],
+        DTYPE_NUMBERS[weight_FD.dtype],
         outputs,
         columns,
         x_TD.data_ptr(),
@@ -191,7 +191,7 @@ def _kernel(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
 def _tiles(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
     """The kernel of csrc/bfloat16_tiles.c: a row has the same bits whatever other rows there are."""
     kernels = library()
-    assert kernels is not None and _can("tiles", x_TD, weight_FD)
+    assert kernels is not None and _is_candidate("tiles", x_TD, weight_FD)
     x_TD = x_TD.contiguous()
     (rows, columns), outputs, threads = x_TD.shape, len(weight_FD), torch.get_num_threads()
     y_TF = torch.empty(rows, outputs, dtype=x_TD.dtype)

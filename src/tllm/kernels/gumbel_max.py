@@ -15,16 +15,14 @@ import torch
 from torch import Tensor
 
 from tllm.kernels.library import LANES, DrawArguments, Library
-from tllm.kernels.row_operations import takes
+from tllm.kernels.row_operations import kernels_for
+from tllm.kernels.splitmix64 import GOLDEN_GAMMA, most_mixed, shift_right, splitmix64
 
 ELEMENTS_AT_ONCE = 2**22
 """Logits of the rows that torch draws from together, which bounds the memory that it takes."""
 
-GOLDEN_GAMMA = 0x9E3779B97F4A7C15
-"""The increment of splitmix64 (Steele, Lea, Flood 2014)."""
-
 UNIFORM_BITS = 24
-"""Of splitmix64's output those that make a uniform number: the first ones."""
+"""Of SplitMix64's output those that make a uniform number: the first ones."""
 
 RACE_SPREAD = 17.5
 """The most by which a token's race can mislead (see `_races`): 17.33 for 24 bits, and far more than is rounded."""
@@ -56,7 +54,7 @@ class Draws(NamedTuple):
 def gumbel_max(logits_RV: Tensor, draws: Draws) -> Tensor:
     """The ids [R] of the tokens; V of a row that has a NaN or plus infinity, or no finite number. All but the whole
     numbers of `draws` is float64."""
-    kernels = takes(logits_RV) if logits_RV.dtype == torch.float32 else None
+    kernels = kernels_for(logits_RV) if logits_RV.dtype == torch.float32 else None
     if kernels is not None:
         return _by_kernel(kernels, logits_RV, draws)
     rows = max(1, ELEMENTS_AT_ONCE // logits_RV.shape[1])
@@ -122,7 +120,7 @@ def _races(scores_RV: Tensor, starts_R1: Tensor) -> Tensor:
     Score and noise of a token are the logarithm of p / -log(u), which lies between p / v / 17.33 and p / v for every
     u of 24 bits. So this tells without a logarithm which few tokens can win.
     """
-    steps_V = torch.arange(scores_RV.shape[1], device=scores_RV.device) * _signed(GOLDEN_GAMMA)
+    steps_V = torch.arange(scores_RV.shape[1], device=scores_RV.device) * GOLDEN_GAMMA
     bits_RV = _uniform_bits(steps_V + starts_R1)
     # In this order nothing is rounded where v is small.
     v_RV = bits_RV.to(torch.float32).neg_().add_(2.0**UNIFORM_BITS - 1).add_(0.5)
@@ -142,38 +140,17 @@ def _winners(races_RV: Tensor, scores_RV: Tensor, starts_R1: Tensor) -> Tensor:
 
 
 def gumbel_noise(ids: Tensor, starts: Tensor) -> Tensor:
-    """A standard Gumbel number for each token, from 24 bits of splitmix64 over (seed, position, token) as a uniform."""
-    uniform = (_uniform_bits(ids * _signed(GOLDEN_GAMMA) + starts).double() + 0.5) / 2**UNIFORM_BITS
+    """A standard Gumbel number for each token, from 24 bits of SplitMix64 over (seed, position, token) as a uniform."""
+    uniform = (_uniform_bits(ids * GOLDEN_GAMMA + starts).double() + 0.5) / 2**UNIFORM_BITS
     return -torch.log(-torch.log(uniform))
 
 
 def noise_starts(seeds: Tensor, positions: Tensor) -> Tensor:
     """What the noise of all tokens at a position follows from, of a sequence with this seed."""
-    return _splitmix(_splitmix(seeds) ^ positions)
+    mixed = splitmix64(seeds + GOLDEN_GAMMA) ^ positions
+    return splitmix64(mixed + GOLDEN_GAMMA)
 
 
-def _splitmix(x: Tensor) -> Tensor:
-    mixed = _mixed(x + _signed(GOLDEN_GAMMA))
-    return mixed ^ _shift_right(mixed, 31)
-
-
-def _uniform_bits(x: Tensor) -> Tensor:
-    """The first bits of a step of splitmix64, in x's memory. Its last xor changes none of them."""
-    return _shift_right(_mixed(x), 64 - UNIFORM_BITS)
-
-
-def _mixed(x: Tensor) -> Tensor:
-    for bits, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        x ^= _shift_right(x, bits)
-        x *= _signed(factor)
-    return x
-
-
-def _signed(x: int) -> int:
-    """The same 64 bits as torch's signed integers hold them; their products wrap around alike."""
-    return x - 2**64 if x >= 2**63 else x
-
-
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Shifted right with zeros coming in, where torch would repeat the sign."""
-    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+def _uniform_bits(states: Tensor) -> Tensor:
+    """The first bits of what SplitMix64 gives in these states, in their memory."""
+    return shift_right(most_mixed(states), 64 - UNIFORM_BITS)

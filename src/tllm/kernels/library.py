@@ -27,7 +27,7 @@ log = logging.getLogger("tllm.kernels")
 CHOICE = "TLLM_KERNELS"
 """The environment's name of the instruction set to use instead of the best one, or `off` for none."""
 
-NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 3, torch.int8: 4, torch.float64: 5}
+DTYPE_NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 3, torch.int8: 4, torch.float64: 5}
 """The kernels' numbers of the dtypes, as in csrc/vectors.h."""
 
 LANES = 16
@@ -44,7 +44,7 @@ MOST_WORDS = 12
 
 
 class PackedWeightArguments(ctypes.Structure):
-    """`PackedWeight` of csrc/quantized_matmul.c."""
+    """`PackedWeight` of csrc/packed_weight.h."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("codes", "scales", "super_scales", "minima", "super_minima")),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tllm.kernels.library import LANES, NUMBERS, Library
+from tllm.kernels.library import DTYPE_NUMBERS, LANES, Library
 
 X_GROUP = 32
 """Columns of the activations that share a scale, and of weights that are rounded while they are loaded."""
@@ -47,7 +47,7 @@ def round_weights(kernels: Library, weights: Tensor, bits: int) -> tuple[Tensor,
     scales = torch.empty(rows, -(-columns // X_GROUP), dtype=torch.float16)
     kernels.loading.round_weights(
         weights.data_ptr(),
-        NUMBERS[weights.dtype],
+        DTYPE_NUMBERS[weights.dtype],
         rows,
         columns,
         bits,

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tllm.kernels.library import FLOAT8, LANES, NUMBERS, AttentionArguments, Library
+from tllm.kernels.library import DTYPE_NUMBERS, FLOAT8, LANES, AttentionArguments, Library
 
 MOST_HEAD_WIDTH, MOST_ROWS = 640, 128
 """The kernel has room for so wide heads, whose width is whole vectors, and for so many rows of a tile."""
@@ -128,11 +128,11 @@ class TiledAttention:
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype)
         a = self._arguments
         a.q, a.keys, a.values, a.out = (x.data_ptr() for x in (q_TNH, keys_KSH, values_KSH, out_TNH))
-        a.q_stride, a.slots, a.width, a.dtype = q_TNH.stride(0), keys_KSH.shape[1], q_TNH.shape[2], NUMBERS[q_TNH.dtype]
-        a.cache_dtype = a.dtype
+        a.q_stride, a.slots, a.width = q_TNH.stride(0), keys_KSH.shape[1], q_TNH.shape[2]
+        a.dtype = a.cache_dtype = DTYPE_NUMBERS[q_TNH.dtype]
         if key_scales_KS1 is not None and value_scales_KS1 is not None:
             a.key_scales, a.value_scales = key_scales_KS1.data_ptr(), value_scales_KS1.data_ptr()
-            a.cache_dtype = FLOAT8 if keys_KSH.dtype == torch.uint8 else NUMBERS[keys_KSH.dtype]
+            a.cache_dtype = FLOAT8 if keys_KSH.dtype == torch.uint8 else DTYPE_NUMBERS[keys_KSH.dtype]
         if sinks_N is not None:
             sinks_N = sinks_N.float().contiguous()
             a.sinks = sinks_N.data_ptr()

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from tllm.kernels.gpu_kernels import gpu_kernels
-from tllm.kernels.library import FLOAT8, NUMBERS, CacheRowsArguments, Library, library
+from tllm.kernels.library import DTYPE_NUMBERS, FLOAT8, CacheRowsArguments, Library, library
 
 ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
 """Those that `gated` has, by the numbers that csrc/row_operations.c gives them."""
 
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of the rows that kernels take."""
 
 
 class RowOperations(Protocol):
@@ -65,11 +65,11 @@ def row_operations(x: Tensor) -> RowOperations | None:
             return None
         fused: RowOperations = gpu.trained_rows if torch.is_grad_enabled() else gpu.row_operations
         return fused
-    kernels = takes(x)
+    kernels = kernels_for(x)
     return None if kernels is None else ProcessorRowOperations(kernels)
 
 
-def takes(x: Tensor) -> Library | None:
+def kernels_for(x: Tensor) -> Library | None:
     """The processor's kernels, if they can be used for x."""
     if torch.is_grad_enabled() or not x.is_cpu or x.dtype not in DTYPES:
         return None
@@ -87,11 +87,11 @@ class ProcessorRowOperations:
         y, width = torch.empty_like(x), x.shape[-1]
         self._kernels.rows.rms_norm(
             x.data_ptr(),
-            NUMBERS[x.dtype],
+            DTYPE_NUMBERS[x.dtype],
             x.numel() // width,
             width,
             weight.data_ptr(),
-            NUMBERS[weight.dtype],
+            DTYPE_NUMBERS[weight.dtype],
             eps,
             adds_one,
             y.data_ptr(),
@@ -115,7 +115,7 @@ class ProcessorRowOperations:
             x_TNH = x_TNH.contiguous()
         self._kernels.rows.rotate(
             x_TNH.data_ptr(),
-            NUMBERS[x_TNH.dtype],
+            DTYPE_NUMBERS[x_TNH.dtype],
             rows,
             x_TNH.stride(0),
             heads,
@@ -135,7 +135,7 @@ def _joined(function: Callable[..., None], gate_up_TF: Tensor, *own: float) -> T
     gate_up_TF = gate_up_TF.contiguous()
     rows, width = gate_up_TF.shape[0], gate_up_TF.shape[1] // 2
     y_TF = torch.empty(rows, width, dtype=gate_up_TF.dtype)
-    where = gate_up_TF.data_ptr(), NUMBERS[gate_up_TF.dtype], rows, width
+    where = gate_up_TF.data_ptr(), DTYPE_NUMBERS[gate_up_TF.dtype], rows, width
     function(*where, *own, y_TF.data_ptr(), torch.get_num_threads())
     return y_TF
 
@@ -158,7 +158,7 @@ def write_codes(
         heads=heads,
         width=width,
         slots=slots,
-        dtype=NUMBERS[x_TKH.dtype],
-        coding=FLOAT8 if codes_KSH.dtype == torch.uint8 else NUMBERS[codes_KSH.dtype],
+        dtype=DTYPE_NUMBERS[x_TKH.dtype],
+        coding=FLOAT8 if codes_KSH.dtype == torch.uint8 else DTYPE_NUMBERS[codes_KSH.dtype],
     )
     kernels.cache.write_codes(rows, torch.get_num_threads())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tllm.kernels.router import sigmoid
+from tllm.kernels.batch_invariant import sigmoid
 from tllm.model.attention import Attend, Attention
 from tllm.model.rope import Rotation, rotate_both
 from tllm.parallel.linear import Adapt, unadapted

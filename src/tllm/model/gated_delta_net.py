@@ -16,8 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from tllm.kernels.batch_invariant import is_batch_invariant
-from tllm.kernels.router import sigmoid, silu, softplus
+from tllm.kernels.batch_invariant import is_batch_invariant, sigmoid, silu, softplus
 from tllm.model.attention import Attend
 from tllm.model.norm import widen
 from tllm.model.recurrence import State, StateShape

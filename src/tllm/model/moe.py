@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tllm.kernels.router import sigmoid, softmax
+from tllm.kernels.batch_invariant import sigmoid, softmax
 from tllm.kernels.row_operations import clamped_swiglu_in_steps, row_operations
 from tllm.model.mlp import Mlp, between
 from tllm.model.norm import widen

@@ -12,11 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tllm.kernels.batch_invariant import heads_matmul, invariant_matmul, is_batch_invariant
+from tllm.kernels.batch_invariant import heads_matmul, invariant_matmul, is_batch_invariant, router_matmul
 from tllm.kernels.float_product import float_matmul
 from tllm.kernels.gpu_kernels import gpu_kernels
-from tllm.kernels.router import router_matmul
-from tllm.kernels.row_operations import takes
+from tllm.kernels.row_operations import kernels_for
 from tllm.kernels.training_matmul import training_matmul
 from tllm.parallel.expert_dispatch import ExpertRows
 from tllm.parallel.quantized_weight import QuantizedWeight, quantized
@@ -97,7 +96,7 @@ class RouterLinear(ColumnLinear):
         super().__init__(width, [LinearRows(name, 0, outputs)], bias, replicated=True)
 
     def forward(self, x_TD: Tensor, adapt: Adapt = unadapted) -> Tensor:
-        kernels = takes(x_TD)
+        kernels = kernels_for(x_TD)
         if kernels is None or quantized(self.weight) is not None:
             return super().forward(x_TD)
         y_TE = router_matmul(kernels, x_TD, self.weight)

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from tllm.devices.choose import CPU
 from tllm.kernels.batch_invariant import is_batch_invariant, make_batch_invariant
 from tllm.kernels.gpu_kernels import GpuKernels, gpu_kernels
-from tllm.kernels.library import EXPONENT, NUMBERS, Library, PackedWeightArguments, WeightPartArguments, library
+from tllm.kernels.library import DTYPE_NUMBERS, EXPONENT, Library, PackedWeightArguments, WeightPartArguments, library
 from tllm.kernels.packed_product import Way, kind_of, multiply
 from tllm.quantization.blocks import Code, Scheme, table_on
 from tllm.quantization.packed_layout import PackedTensors, padded_columns, unpack_rows
@@ -88,8 +88,8 @@ class PackedRows:
             super_group=scheme.super_group,
             kind=kind,
             offset=scheme.offset,
-            scale_dtype=EXPONENT if scheme.exponents else NUMBERS[x.scales.dtype],
-            super_dtype=0 if super_scales is None else NUMBERS[super_scales.dtype],
+            scale_dtype=EXPONENT if scheme.exponents else DTYPE_NUMBERS[x.scales.dtype],
+            super_dtype=0 if super_scales is None else DTYPE_NUMBERS[super_scales.dtype],
             table=(ctypes.c_uint8 * 16)(*(scheme.table or ())),
         )
 
@@ -242,10 +242,10 @@ def _multiply(
         first_rows.data_ptr(),
         len(first_rows) - 1,
         x_ND.data_ptr(),
-        NUMBERS[x_ND.dtype],
+        DTYPE_NUMBERS[x_ND.dtype],
         y_NF.data_ptr(),
         y_NF.shape[1],
-        NUMBERS[y_NF.dtype],
+        DTYPE_NUMBERS[y_NF.dtype],
         scratch.data_ptr(),
         way,
         torch.get_num_threads(),

@@ -37,8 +37,7 @@ from tllm.spec.hf_config import read_config
 from tllm.spec.plan import Plan
 from tllm.spec.request import PoolingKind
 from tllm.spec.speculative_config import SpeculativeConfig
-from tllm.training.questions.causal_model import CausalModel
-from tllm.training.reward_models.reward_model import ScoringModel
+from tllm.training.questions.answering_model import AnsweringModel
 
 KINDS: tuple[PoolingKind, ...] = ("last", "mean")
 WIDE = EngineConfig(dtype="float64", cache_tokens=512)
@@ -218,7 +217,7 @@ def test_what_only_a_causal_model_can_do_is_refused(tmp_path: Path) -> None:
     """To tell how likely tokens are, to draft, to score completions, and to be verified by its logits."""
     save("qwen2", tmp_path)
     with pytest.raises(ConfigError, match=r"is not causal .* and does not teach"):
-        CausalModel.find(str(tmp_path), "does not teach", "")
+        AnsweringModel.find_causal(str(tmp_path), "does not teach", "")
     with pytest.raises(ConfigError, match=r"the draft model .* is not causal"):
         SpeculativeConfig(model=str(tmp_path)).draft_spec()
     with pytest.raises(ModelError, match=r"is not causal: it embeds, and makes no logits"):
@@ -227,7 +226,7 @@ def test_what_only_a_causal_model_can_do_is_refused(tmp_path: Path) -> None:
     head = {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "score"}}
     (tmp_path / "config.json").write_text(json.dumps({**config, **head}))
     with pytest.raises(ConfigError, match="is not causal"):
-        ScoringModel.find(str(tmp_path))
+        AnsweringModel.find_scoring(str(tmp_path))
 
 
 def test_configs_that_say_so_and_those_that_are_not_handled(tmp_path: Path) -> None:

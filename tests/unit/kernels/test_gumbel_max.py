@@ -10,14 +10,15 @@ from torch import Tensor
 
 from tests.support.models.few_bits import libraries
 from tllm.kernels import gumbel_max as module
-from tllm.kernels.gumbel_max import RACE_SPREAD, Draws, _splitmix, gumbel_max, gumbel_noise, noise_starts
+from tllm.kernels.gumbel_max import RACE_SPREAD, Draws, gumbel_max, gumbel_noise, noise_starts
+from tllm.kernels.splitmix64 import GOLDEN_GAMMA, splitmix64
 
 MASK = 2**64 - 1
 
 
 @pytest.fixture(params=[*libraries(), None], ids=lambda one: one.instruction_set.name if one else "torch")
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "takes", lambda x: request.param)
+    monkeypatch.setattr(module, "kernels_for", lambda x: request.param)
 
 
 def column(*numbers: float) -> Tensor:
@@ -116,6 +117,13 @@ def test_noise_is_gumbels_and_a_tokens_own() -> None:
     assert float(of_seeds.mean()) == pytest.approx(0.5772, abs=0.08)
 
 
+def test_splitmix64_gives_what_its_authors_code_gives() -> None:
+    """The first outputs from the state 0."""
+    states = GOLDEN_GAMMA * torch.tensor([1, 2, 3])
+    found = [number & MASK for number in splitmix64(states).tolist()]
+    assert found == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+
+
 def test_noise_is_splitmix() -> None:
     """The wrapping sums and shifts of torch's signed integers against Python's own."""
 
@@ -127,7 +135,8 @@ def test_noise_is_splitmix() -> None:
     gamma = 0x9E3779B97F4A7C15
     for seed, position, token in ((0, 0, 0), (-1, 5, 31999), (12345, 2**20, 128_000)):
         start = mixed((mixed((seed + gamma) & MASK) ^ position) + gamma & MASK)
-        assert int(_splitmix(_splitmix(torch.tensor(seed)) ^ position)) & MASK == start
+        first = splitmix64(torch.tensor(seed) + GOLDEN_GAMMA) ^ position
+        assert int(splitmix64(first + GOLDEN_GAMMA)) & MASK == start
         bits = mixed(start + token * gamma & MASK) >> 40
         want = -math.log(-math.log((bits + 0.5) / 2**24))
         got = gumbel_noise(torch.tensor([token]), noise_starts(torch.tensor(seed), torch.tensor(position)))

@@ -9,7 +9,7 @@ import torch
 
 from tests.support.models.few_bits import KINDS, libraries, name_of, ways
 from tests.support.models.guarded_memory import GuardedMemory
-from tllm.kernels.library import LANES, NUMBERS, DrawArguments, Library, WeightPartArguments
+from tllm.kernels.library import DTYPE_NUMBERS, LANES, DrawArguments, Library, WeightPartArguments
 from tllm.kernels.packed_product import Way
 from tllm.parallel.quantized_weight import PackedRows, _multiply
 from tllm.quantization.packed_layout import PackedTensors, pack
@@ -43,7 +43,7 @@ def test_products_of_plain_numbers(dtype: torch.dtype, kernels: Library) -> None
         with GuardedMemory() as memory:
             scratch = memory.copy(torch.empty(rows * -(-columns // LANES) * LANES))
             weight, x = (memory.copy(torch.ones(one, columns, dtype=dtype)) for one in (outputs, rows))
-            y, number = memory.copy(torch.full((rows, outputs), torch.nan, dtype=dtype)), NUMBERS[dtype]
+            y, number = memory.copy(torch.full((rows, outputs), torch.nan, dtype=dtype)), DTYPE_NUMBERS[dtype]
             kernels.float_matmul(
                 *(weight.data_ptr(), number, outputs, columns, x.data_ptr(), number, rows),
                 *(y.data_ptr(), number, scratch.data_ptr(), 1),

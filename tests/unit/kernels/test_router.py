@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tests.support.models.few_bits import libraries
 from tllm.kernels import row_operations
+from tllm.kernels.batch_invariant import router_matmul, sigmoid, softmax
 from tllm.kernels.library import Library
-from tllm.kernels.router import router_matmul, sigmoid, softmax
 from tllm.parallel.linear import RouterLinear
 
 LANES = 16

@@ -11,7 +11,7 @@ from tllm.cli.display.training_plans import not_predicted, reference_before, sho
 from tllm.cli.planning.live_survey import measured
 from tllm.cli.planning.plan_chooser import TrainingChooser
 from tllm.cli.planning.role_plan import has_roles, show_roles
-from tllm.core.errors import ConfigError
+from tllm.core.errors import ConfigError, PlanError
 from tllm.planner.cluster.cluster_file import read_cluster
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.measured.survey import FILE, cluster_of, read_survey
@@ -36,7 +36,7 @@ def plan_job(args: argparse.Namespace) -> int:
     chooser = TrainingChooser(resolved, "", spec, args.nodes or args.local or 0, given, can_mirror(resolved.job))
     cluster = _cluster(args, chooser, resolved)
     if given is not None and given.world_size > len(cluster):
-        raise ConfigError(
+        raise PlanError(
             f"the plan {given} has {given.world_size} ranks and the cluster {len(cluster)} devices",
             "give a plan with fewer ranks, or leave it out",
         )

@@ -265,14 +265,12 @@ def create(options: Any, backend_options: Any) -> ProcessGroup:
     size, rank = options.group_size, options.group_rank
     ranks = list(options.global_ranks_in_group) or list(range(size))
     if size == 1:
-        return _ended_with_program(ProcessGroup(rank, size, None, Group(0, 1, {}, {}, options.group_id)))
-    seconds = options.timeout.total_seconds()
-    rank_links = join_rendezvous(options.store, ranks[rank], ranks, options.group_id, seconds)
-    with closed_on_failure(rank_links.listener):
-        return _ended_with_program(ProcessGroup(rank, size, rank_links, rank_links.group()))
-
-
-def _ended_with_program(group: ProcessGroup) -> ProcessGroup:
+        group = ProcessGroup(rank, size, None, Group(0, 1, {}, {}, options.group_id))
+    else:
+        seconds = options.timeout.total_seconds()
+        rank_links = join_rendezvous(options.store, ranks[rank], ranks, options.group_id, seconds)
+        with closed_on_failure(rank_links.listener):
+            group = ProcessGroup(rank, size, rank_links, rank_links.group())
     end_with_program(group)
     return group
 

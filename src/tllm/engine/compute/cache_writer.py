@@ -12,7 +12,7 @@ from tllm.engine.compute.cache_codes import CacheCoding, rounded
 from tllm.engine.compute.kv_cache import KVCache, LayerCache, cache_writes, slot_runs
 from tllm.engine.schedule.batch import BatchEntry
 from tllm.kernels.gpu_kernels import GpuKernels, gpu_kernels
-from tllm.kernels.row_operations import takes, write_codes
+from tllm.kernels.row_operations import kernels_for, write_codes
 
 
 class CacheWriter(Protocol):
@@ -80,7 +80,7 @@ class CodeWriter:
             self._write(layer_cache.values, layer_cache.value_scales, v_TKH)
 
     def _write(self, codes_KSH: Tensor, scales_KS1: Tensor, x_TKH: Tensor) -> None:
-        kernels = takes(x_TKH)
+        kernels = kernels_for(x_TKH)
         if kernels is not None:
             write_codes(kernels, x_TKH, self.places_T, codes_KSH, scales_KS1)
             return

@@ -22,7 +22,7 @@ from tllm.engine.compute.recurrent_states import StateRuns
 from tllm.engine.compute.segmented_attention import SegmentedAttention
 from tllm.engine.schedule.batch import BatchEntry
 from tllm.kernels.paged_attention import fits, fits_amx
-from tllm.kernels.row_operations import takes
+from tllm.kernels.row_operations import kernels_for
 from tllm.model.attention import AttentionSpec, first_heads
 from tllm.model.recurrence import Advance
 
@@ -80,7 +80,7 @@ class PagedAttend:
         """How layers of this kind can attend in this batch, and what kind of attention it is."""
         cache, entries = self.cache, self.entries
         firsts = first_heads(spec, q_TNH.shape[1], spec.kv_shape[0])
-        kernels = takes(q_TNH) if fits(q_TNH.shape[2], firsts) and not spec.bidirectional else None  # causal
+        kernels = kernels_for(q_TNH) if fits(q_TNH.shape[2], firsts) and not spec.bidirectional else None  # causal
         replies, prompts = entries[: num_singles(entries)], entries[num_singles(entries) :]
         kind = AttentionKind.of(spec, prompts, q_TNH, spec.kv_shape[0])
         if kernels is None:

@@ -17,6 +17,7 @@ from typing import Annotated, BinaryIO
 import msgspec
 
 from tllm.core.errors import UNREADABLE, WeightsError
+from tllm.engine.page_store.page_folder import Box, box_of
 from tllm.engine.pages.page_messages import PageChain
 
 MAGIC = b"TLLMKV01"
@@ -95,12 +96,15 @@ def file_bytes(header: PageHeader) -> int:
     return START + len(msgspec.msgpack.encode(header)) + sum(piece.nbytes for piece in header.pieces)
 
 
-def check_file(content: bytes, model: str, page: bytes, source: str) -> None:
-    """WeightsError unless these bytes are a whole file of this page of a model, every hash of it right."""
+def check_file(content: bytes, model: str, page: bytes, box: Box, source: str) -> None:
+    """WeightsError unless these bytes are a whole file of this box of a page of a model, every hash of it right."""
     file = io.BytesIO(content)
     header = read_header(file, len(content), source)
     if (header.identity.model, header.identity.name) != (model, page):
         raise WeightsError(f"{source} holds another page than was asked for")
+    held = box_of({piece.layer: (piece.first_head, piece.stop_head) for piece in header.pieces})
+    if held != box:
+        raise WeightsError(f"{source} holds layers and kv heads {held}, and {box} of that page were asked for")
     for piece in header.pieces:
         if hashlib.sha256(file.read(piece.nbytes)).digest() != piece.sha256:
             raise WeightsError(f"layer {piece.layer} in {source} has another hash than it should have")

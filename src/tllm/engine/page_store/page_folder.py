@@ -15,12 +15,13 @@ import re
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from tllm.core.disk import PART, DiskTrouble, remove_stale, whole_file
 from tllm.core.errors import ConfigError
+from tllm.spec.cut import Range
 
 log = logging.getLogger("tllm.engine")
 
@@ -48,6 +49,14 @@ class Box(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.first}-{self.stop}.{self.first_head}-{self.stop_head}"
+
+
+def box_of(heads: Mapping[int, Range]) -> Box:
+    """The box of a file that holds these kv heads of each layer: the least that has them all."""
+    if not heads:
+        return Box(0, 0, 0, 0)
+    firsts, stops = zip(*heads.values(), strict=True)
+    return Box(min(heads), max(heads) + 1, min(firsts), max(stops))
 
 
 def covers(boxes: Iterable[Box], wanted: Box) -> bool:

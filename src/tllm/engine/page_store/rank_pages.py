@@ -31,7 +31,7 @@ from tllm.engine.page_store.page_file import (
     read_pieces,
     write_page,
 )
-from tllm.engine.page_store.page_folder import Box, PageFolder, covers
+from tllm.engine.page_store.page_folder import Box, PageFolder, box_of, covers
 from tllm.engine.page_store.remote_pages import RemotePages
 from tllm.engine.pages.page_messages import FetchPages, PageChain, SavePages, TakePages, num_pages
 from tllm.spec.cut import size
@@ -68,8 +68,7 @@ class RankPages:
     def __init__(self, layers: Mapping[int, HeldLayer], page_size: int, folder: PageFolder, model: str) -> None:
         self._layers, self._page_size, self._model = layers, page_size, model
         self.folder = folder
-        heads = [one.heads for one in layers.values()]
-        self._box = Box(min(layers), max(layers) + 1, min(first for first, _ in heads), max(stop for _, stop in heads))
+        self._box = box_of({number: one.heads for number, one in layers.items()})
         self._head_bytes = {number: page_size * one.token_bytes for number, one in layers.items()}
         self.page_bytes = sum(size(one.heads) * self._head_bytes[number] for number, one in layers.items())
         self._writer = ThreadPoolExecutor(1, "tllm-page-writer")

@@ -98,7 +98,7 @@ class RemotePages:
         for box in boxes:
             if not self._ended.is_set() and not self._folder.has_file(name, box):
                 content = disk.get(name, box)
-                check_file(content, self._folder.folder.name, name, "what another node gave")
+                check_file(content, self._folder.folder.name, name, box, "what another node gave")
                 self._folder.write(name, box, len(content), partial(_put, content))
 
     def _learn(self) -> None:

@@ -53,9 +53,4 @@ INLINE Rows rows_of(const Attention *a, int64_t tile, int64_t kv_head) {
  * another, get as many keys each though later tokens of a prompt see more of them. */
 INLINE int64_t in_turn(int64_t i, int64_t tiles) { return i % 2 ? tiles - 1 - i / 2 : i / 2; }
 
-INLINE f32x16 greater(f32x16 a, f32x16 b) {
-    i32x16 is = a > b;
-    return (f32x16)(((i32x16)a & is) | ((i32x16)b & ~is));
-}
-
 #endif

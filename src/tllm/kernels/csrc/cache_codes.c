@@ -27,10 +27,8 @@ INLINE float largest_size(const CacheRows *of, int64_t at) {
     f32x16 largest = {};
     for (int64_t i = 0; i < of->width; i += LANES) {
         f32x16 x = load_up_to(of->x, at + i, of->width - i, of->dtype);
-        u32x16 bits = (u32x16)x & 0x7fffffff;
-        f32x16 size = (f32x16)bits;
-        u32x16 takes = (u32x16)(size > largest) | (u32x16)(size != size);
-        largest = (f32x16)(((u32x16)size & takes) | ((u32x16)largest & ~takes));
+        f32x16 size = (f32x16)((u32x16)x & 0x7fffffff);
+        largest = blend((size > largest) | (size != size), size, largest);
     }
     float all = 0;
     for (int i = 0; i < LANES; i++) all = largest[i] > all || largest[i] != largest[i] ? largest[i] : all;
@@ -46,7 +44,7 @@ INLINE u32x16 e4m3_of_f32(f32x16 y) {
     u32x16 normal = ((size + 0x7ffff + ((size >> 20) & 1)) >> 20) - (120 << 3);
     u32x16 small = (u32x16)((f32x16)size + 0x1p14f) - 0x46800000;
     u32x16 is_small = (u32x16)((f32x16)size < 0x1p-6f);
-    return (bits >> 24 & 0x80) | (small & is_small) | (normal & ~is_small);
+    return (bits >> 24 & 0x80) | blend_bits(is_small, small, normal);
 }
 
 static void write_row(const CacheRows *of, int64_t row, int64_t head) {
@@ -65,7 +63,7 @@ static void write_row(const CacheRows *of, int64_t row, int64_t head) {
         u32x16 codes = (of->coding == INT8 ? int8_of_f32(y) : e4m3_of_f32(y)) & 0xff;
         if (!(scale <= 0x1.fffffep127f)) codes = (u32x16){};
         u8x16 bytes = __builtin_convertvector(codes, u8x16);
-        memcpy(of->codes + to * of->width + i, &bytes, (size_t)(left < LANES ? left : LANES));
+        memcpy(of->codes + to * of->width + i, &bytes, (size_t)lanes_of(left));
     }
 }
 

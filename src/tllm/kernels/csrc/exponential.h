@@ -4,17 +4,11 @@
 
 #include "vectors.h"
 
-INLINE f32x16 lesser(f32x16 a, f32x16 b) {
-    i32x16 is = a < b;
-    return (f32x16)(((i32x16)a & is) | ((i32x16)b & ~is));
-}
-
 /* Relative error below 2e-7. 0 below -87.3; largest at 88.7, where it would leave float32. NaN stays NaN. */
 INLINE f32x16 exponential(f32x16 x) {
     f32x16 limit = splat(88.37f), least = splat(-87.33f);
     i32x16 is_tiny = x < least, is_nan = x != x;
-    f32x16 bounded = lesser(x, limit);
-    bounded = (f32x16)(((i32x16)least & is_tiny) | ((i32x16)bounded & ~is_tiny));
+    f32x16 bounded = blend(is_tiny, least, lesser(x, limit));
     bounded = (f32x16)((i32x16)bounded & ~is_nan);
     /* x = n ln 2 + rest: n to the nearest by adding and taking away 1.5 * 2^23 */
     f32x16 shifted = bounded * 1.44269504f + 12582912.0f;
@@ -31,7 +25,7 @@ INLINE f32x16 exponential(f32x16 x) {
     i32x16 exponent = (__builtin_convertvector(n, i32x16) + 127) << 23;
     f32x16 y = p * (f32x16)exponent;
     y = (f32x16)((i32x16)y & ~is_tiny);
-    return (f32x16)(((i32x16)x & is_nan) | ((i32x16)y & ~is_nan));
+    return blend(is_nan, x, y);
 }
 
 INLINE f32x16 sigmoid(f32x16 x) { return splat(1) / (1 + exponential(-x)); }

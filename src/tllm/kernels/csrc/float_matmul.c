@@ -148,10 +148,9 @@ INLINE void multiply_panel(const Product *p, Turn *turn, int64_t output, int64_t
     }
     multiply_rest(p, turn, output, outputs, whole, dtype);
     for (int64_t r = 0; r < turn->rows; r++)
-        for (int64_t o = 0; o < outputs; o += LANES) {
-            const int count = outputs - o < LANES ? (int)(outputs - o) : LANES;
-            store_some(p->y, (turn->row + r) * p->outputs + output + o, count, p->y_dtype, sums_of_16(turn->sums[r] + o));
-        }
+        for (int64_t o = 0; o < outputs; o += LANES)
+            store_some(p->y, (turn->row + r) * p->outputs + output + o, lanes_of(outputs - o), p->y_dtype,
+                       sums_of_16(turn->sums[r] + o));
 }
 
 INLINE void multiply_of(const Product *p, int64_t first, int64_t last, int dtype) {

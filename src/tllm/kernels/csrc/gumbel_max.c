@@ -55,8 +55,7 @@ INLINE f32x16 scores_at(const Row *row, int64_t at) {
 /* All bits where a token counts: its score is `least` or more, and the row does not end before it. */
 INLINE i32x16 counts_at(const Row *row, int64_t at, f32x16 scores) {
     const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    int64_t left = row->width - at;
-    return (scores >= row->least) & (lanes < (int32_t)(left < LANES ? left : LANES));
+    return (scores >= row->least) & (lanes < lanes_of(row->width - at));
 }
 
 INLINE f32x16 only(f32x16 x, i32x16 where) { return (f32x16)((i32x16)x & where); }
@@ -80,8 +79,7 @@ static float run_races(const Row *row) {
         f32x16 scores = scores_at(row, at);
         f32x16 races = only(exponential(scores) / v, counts_at(row, at, scores));
         memcpy(row->races + at, &races, sizeof races);
-        i32x16 better = races > most;
-        most = (f32x16)(((i32x16)races & better) | ((i32x16)most & ~better));
+        most = greater(races, most);
     }
     return largest_lane(most);
 }
@@ -151,8 +149,7 @@ static float exclude_below(const Row *row, float score) {
         memcpy(&races, row->races + at, sizeof races);
         races = only(races, scores_at(row, at) > score);
         memcpy(row->races + at, &races, sizeof races);
-        i32x16 better = races > most;
-        most = (f32x16)(((i32x16)races & better) | ((i32x16)most & ~better));
+        most = greater(races, most);
     }
     return largest_lane(most);
 }
@@ -163,9 +160,8 @@ static float largest_of(const float *x, int64_t width) {
     i32x16 is_nan = {};
     for (int64_t at = 0; at + LANES <= width; at += LANES) {
         f32x16 some = load16(x, at, FLOAT32);
-        i32x16 better = some > most;
         is_nan |= some != some;
-        most = (f32x16)(((i32x16)some & better) | ((i32x16)most & ~better));
+        most = greater(some, most);
     }
     float largest = largest_lane(most);
     for (int64_t at = width / LANES * LANES; at < width; at++) {

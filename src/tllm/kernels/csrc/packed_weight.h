@@ -10,6 +10,9 @@
 
 enum { NIBBLES, NIBBLES_BY_TABLE, BYTES, FLOATS };
 
+/* Bytes of a block's codes for a column. */
+INLINE int column_bytes(int kind) { return kind >= BYTES ? 16 : 8; }
+
 typedef struct {
     const uint8_t *codes;     /* [blocks, padded / 8 or / 4, 64] */
     const void *scales;       /* [blocks, groups, 16] of scale_dtype */
@@ -47,7 +50,7 @@ INLINE void dots(i32x16 *sums, const uint8_t *codes, const int8_t *x, int column
     for (int r = 0; r < rows; r++) small[r] = (SmallSums){};
     for (int k = 0; k < columns; k += kind == BYTES ? 4 : 8) {
         u8x64 bytes;
-        const uint8_t *here = codes + (kind == BYTES ? k * 16 : k * 8);
+        const uint8_t *here = codes + k * column_bytes(kind);
         memcpy(&bytes, here, sizeof bytes);
         __builtin_prefetch(here + ahead);
         for (int part = 0; part < (kind == BYTES ? 1 : 2); part++) {
@@ -165,12 +168,12 @@ INLINE void end_group(Row *rows, const Group *group, int count) {
 
 /* Outputs of a block of a row to their place in y; `exact`: those in float64. */
 INLINE void store_row(const Product *p, int64_t block, int64_t row, f32x16 y, f64x16 y64, int exact) {
-    const int64_t left = p->weight->outputs - block * LANES, count = left < LANES ? left : LANES;
+    const int count = lanes_of(p->weight->outputs - block * LANES);
     const int64_t at = row * p->stride + p->first_output + block * LANES;
     if (exact)
         memcpy((double *)p->y + at, &y64, (size_t)count * sizeof(double));
     else
-        store_some(p->y, at, (int)count, p->y_dtype, y);
+        store_some(p->y, at, count, p->y_dtype, y);
 }
 
 /* Outputs of blocks [first, last) of a row of x. */

@@ -66,7 +66,7 @@ INLINE int multiply(const Piece *piece, Sums *sums_of_rows, int64_t row, int row
             f32x16 sums[8];
             int32_t sums_of_codes[8];
             for (int r = 0; r < rows; r++) sums_of_codes[r] = step == X_HALF ? halves[r] : halves[r] + halves[x->pitch + r];
-            group_sums(sums, w, piece->codes + at * (kind >= BYTES ? 16 : 8), x->codes + here * X_GROUP + at % X_GROUP, step,
+            group_sums(sums, w, piece->codes + at * column_bytes(kind), x->codes + here * X_GROUP + at % X_GROUP, step,
                        sums_of_codes, rows, kind, AHEAD);
             for (int r = 0; r < rows; r++) {
                 float d = x->scales[here + r];
@@ -118,7 +118,7 @@ INLINE void next_piece(Piece *piece, int64_t block, int64_t groups) {
 INLINE void begin_block(Piece *piece, Sums *sums, int64_t room, const Product *p, int64_t block) {
     const PackedWeight *w = p->weight;
     piece->product = p, piece->last = 0, piece->off_grid = 0;
-    piece->codes = w->codes + block * w->padded * (w->kind >= BYTES ? 16 : 8);
+    piece->codes = w->codes + block * w->padded * column_bytes(w->kind);
     for (int64_t r = 0; r < room; r++) sums[r] = (Sums){.exact = {}};
 }
 
@@ -150,7 +150,7 @@ static void multiply_rows_by_tiles(const Product *p, int64_t block, int64_t row,
     begin_block(&piece, sums, (rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS, p, block);
     while (piece.last < groups) {
         next_piece(&piece, block, groups);
-        piece.following = piece.codes + piece.last * p->weight->group * (p->weight->kind >= BYTES ? 16 : 8);
+        piece.following = piece.codes + piece.last * p->weight->group * column_bytes(p->weight->kind);
         multiply_by_tiles(&piece, sums, row, rows, exact);
     }
     for (int64_t r = 0; r < rows; r++) store_row(p, block, row + r, sums[r].rounded, sums[r].exact, exact);

@@ -21,7 +21,7 @@ INLINE void multiply(const Product *p, int64_t block, int blocks, int64_t row, i
     const PackedWeight *w = p->weight;
     const QuantizedRows *x = &p->x;
     const int64_t width = is_wide ? w->group : step, groups = (w->columns + width - 1) / width;
-    const int64_t bytes = kind >= BYTES ? 16 : 8; /* of a block's codes for a column */
+    const int64_t bytes = column_bytes(kind);
     const uint8_t *codes = w->codes + block * w->padded * bytes;
     const int ahead = AHEAD / blocks;
     Row row_of[BLOCKS];

@@ -14,15 +14,6 @@ typedef struct {
     int w_dtype, x_dtype;
 } Product;
 
-/* Where the product is exact, it does not matter whether it is rounded before the sum. */
-INLINE f64x16 multiply_add64(f64x16 a, f64x16 b, f64x16 c) {
-#if defined(__FMA__) || defined(__AVX512F__) || defined(__ARM_FEATURE_FMA)
-    return __builtin_elementwise_fma(a, b, c);
-#else
-    return a * b + c;
-#endif
-}
-
 INLINE float sum_by_halves(f64x16 x) {
     double lanes[LANES];
     memcpy(lanes, &x, sizeof x);
@@ -42,7 +33,7 @@ INLINE void multiply(const Product *p, int64_t output, int64_t row, int rows) {
         int64_t left = p->columns - k;
         f64x16 w = widened(p->weight, output * p->columns + k, left, p->w_dtype);
         for (int r = 0; r < rows; r++)
-            sums[r] = multiply_add64(w, widened(p->x, (row + r) * p->columns + k, left, p->x_dtype), sums[r]);
+            sums[r] = MULTIPLY_ADD(w, widened(p->x, (row + r) * p->columns + k, left, p->x_dtype), sums[r]);
     }
     for (int r = 0; r < rows; r++) p->y[(row + r) * p->outputs + output] = sum_by_halves(sums[r]);
 }
@@ -65,8 +56,6 @@ void tllm_router_matmul(const void *weight, int w_dtype, int64_t outputs, int64_
 }
 
 enum { SOFTMAX, SIGMOID };
-
-INLINE int lanes_of(int64_t left) { return left < LANES ? (int)left : LANES; }
 
 /* The largest of a row's numbers, which are not compared where they are none. */
 static float largest_of(const float *x, int64_t width) {

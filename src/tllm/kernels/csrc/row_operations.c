@@ -17,8 +17,6 @@ typedef struct {
     float eps, limit, alpha;
 } Job;
 
-INLINE int some(int64_t left) { return left < LANES ? (int)left : LANES; }
-
 INLINE f32x16 rounded(f32x16 x, int dtype) {
     if (dtype == BFLOAT16) return f32_of_bf16(bf16_of_f32(x));
     if (dtype == FLOAT16) return __builtin_convertvector(__builtin_convertvector(x, f16x16), f32x16);
@@ -41,7 +39,7 @@ static void norm_rows(void *of, int64_t first, int64_t last, int thread) {
             f32x16 x = load_up_to(job->x, in + k, left, job->x_dtype) * scale;
             f32x16 w = load_up_to(job->weight, k, left, job->w_dtype);
             x = job->adds_one ? x * (1 + w) : rounded(x, job->x_dtype) * w;
-            store_some(job->y, out + k, some(left), job->x_dtype, x);
+            store_some(job->y, out + k, lanes_of(left), job->x_dtype, x);
         }
     }
 }
@@ -70,7 +68,7 @@ static void gate_rows(void *of, int64_t first, int64_t last, int thread) {
                 f32x16 inner = gate * 0.79788456f * (1 + 0.044715f * gate * gate);
                 gate = gate * sigmoid(2 * inner); /* (1 + tanh(x)) / 2 = sigmoid(2 x) */
             }
-            store_some(job->y, row * job->y_stride + k, some(left), job->x_dtype, rounded(gate, job->x_dtype) * up);
+            store_some(job->y, row * job->y_stride + k, lanes_of(left), job->x_dtype, rounded(gate, job->x_dtype) * up);
         }
     }
 }
@@ -91,11 +89,11 @@ static void clamp_and_gate_rows(void *of, int64_t first, int64_t last, int threa
             int64_t left = job->width - k, at = row * job->x_stride + 2 * k;
             f32x16 low = load_up_to(job->x, at, 2 * left, job->x_dtype);
             f32x16 high = load_up_to(job->x, at + LANES, 2 * left - LANES, job->x_dtype);
-            f32x16 gate = __builtin_shufflevector(low, high, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-            f32x16 up = __builtin_shufflevector(low, high, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+            f32x16 gate = SHUFFLE(low, high, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+            f32x16 up = SHUFFLE(low, high, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
             gate = lesser(limit, gate), up = -lesser(limit, -lesser(limit, up)); /* what is no number stays none */
             gate = rounded(gate * sigmoid(rounded(gate * job->alpha, job->x_dtype)), job->x_dtype);
-            store_some(job->y, row * job->y_stride + k, some(left), job->x_dtype, gate * rounded(up + 1, job->x_dtype));
+            store_some(job->y, row * job->y_stride + k, lanes_of(left), job->x_dtype, gate * rounded(up + 1, job->x_dtype));
         }
 }
 
@@ -122,8 +120,8 @@ void tllm_rotate(void *x, int dtype, int64_t rows, int64_t stride, int64_t heads
                 f32x16 turned_a = a * load_up_to(cos, angle + k, left, dtype) + b * load_up_to(sin, angle + k, left, dtype);
                 f32x16 turned_b =
                     b * load_up_to(cos, angle + half + k, left, dtype) + a * load_up_to(sin, angle + half + k, left, dtype);
-                store_some(x, at + k, some(left), dtype, turned_a);
-                store_some(x, at + half + k, some(left), dtype, turned_b);
+                store_some(x, at + k, lanes_of(left), dtype, turned_a);
+                store_some(x, at + half + k, lanes_of(left), dtype, turned_b);
             }
         }
 }
@@ -134,7 +132,7 @@ void tllm_add(const void *x, const void *y, int dtype, int64_t rows, int64_t wid
         for (int64_t k = 0; k < width; k += LANES) {
             int64_t left = width - k, at = row * width + k;
             f32x16 of_y = load_up_to(y, row * y_stride + k, left, dtype);
-            store_some(sum, at, some(left), dtype, load_up_to(x, at, left, dtype) + of_y);
+            store_some(sum, at, lanes_of(left), dtype, load_up_to(x, at, left, dtype) + of_y);
         }
 }
 
@@ -142,7 +140,7 @@ void tllm_add(const void *x, const void *y, int dtype, int64_t rows, int64_t wid
 void tllm_scale(const void *x, int dtype, int64_t count, float factor, void *y) {
     for (int64_t k = 0; k < count; k += LANES) {
         int64_t left = count - k;
-        store_some(y, k, some(left), dtype, load_up_to(x, k, left, dtype) * factor);
+        store_some(y, k, lanes_of(left), dtype, load_up_to(x, k, left, dtype) * factor);
     }
 }
 
@@ -157,8 +155,8 @@ INLINE f32x16 narrowed(const double *x, int count) {
 void tllm_convert(const void *x, int dtype, int64_t count, void *y, int y_dtype) {
     for (int64_t k = 0; k < count; k += LANES) {
         int64_t left = count - k;
-        f32x16 here = dtype == FLOAT64 ? narrowed((const double *)x + k, some(left)) : load_up_to(x, k, left, dtype);
-        store_some(y, k, some(left), y_dtype, here);
+        f32x16 here = dtype == FLOAT64 ? narrowed((const double *)x + k, lanes_of(left)) : load_up_to(x, k, left, dtype);
+        store_some(y, k, lanes_of(left), y_dtype, here);
     }
 }
 

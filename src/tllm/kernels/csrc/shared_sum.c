@@ -94,7 +94,7 @@ static void add_up(const SharedSum *sum, void *to, int64_t count, int dtype) {
     } else {
         for (int64_t i = 0; i < count; i += LANES) {
             int64_t left = count - i;
-            store_some(to, i, left < LANES ? (int)left : LANES, dtype, folded(sum, 0, sum->ranks, i, left, dtype));
+            store_some(to, i, lanes_of(left), dtype, folded(sum, 0, sum->ranks, i, left, dtype));
         }
     }
 }

@@ -164,7 +164,7 @@ static void add_products(TileProducts *of, int n, Sums *sums, int exact, int32_t
 /* Codes of a piece less `bias`, [columns / 4, 16 outputs, 4]. Whether 8 bits with a sign hold all of them, which is
  * looked at if `is_open`. */
 INLINE int unpack_codes(Piece *piece, int64_t first, int64_t columns, int kind, int bias, int is_open) {
-    const uint8_t *codes = piece->codes + first * (kind == BYTES ? 16 : 8);
+    const uint8_t *codes = piece->codes + first * column_bytes(kind);
     u8x16 table;
     memcpy(&table, piece->product->weight->table, sizeof table);
     u8x64 largest = {}, least = ~largest;

@@ -21,13 +21,16 @@ typedef struct {
 
 #define HAS_TILES 1
 
+/* What the processor is told of each register: its rows, and their bytes. */
+typedef struct {
+    uint8_t palette, start, reserved[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+} TileConfig;
+
 /* Register 0 has sums, 1 rows of x, 2 codes. */
 INLINE void configure_tiles(int rows, int columns) {
-    struct {
-        uint8_t palette, start, reserved[14];
-        uint16_t bytes[16];
-        uint8_t rows[16];
-    } config = {
+    TileConfig config = {
         .palette = 1,
         .bytes = {64, (uint16_t)columns, 64},
         .rows = {(uint8_t)rows, (uint8_t)rows, (uint8_t)(columns / 4)},
@@ -37,11 +40,7 @@ INLINE void configure_tiles(int rows, int columns) {
 
 /* Eight whole registers. */
 INLINE void configure_all_tiles(void) {
-    struct {
-        uint8_t palette, start, reserved[14];
-        uint16_t bytes[16];
-        uint8_t rows[16];
-    } config = {.palette = 1};
+    TileConfig config = {.palette = 1};
     for (int i = 0; i < 8; i++) config.bytes[i] = 64, config.rows[i] = TILE_ROWS;
     _tile_loadconfig(&config);
 }

@@ -30,6 +30,18 @@ enum { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2, UINT8 = 3, INT8 = 4, FLOAT64 = 5,
 
 INLINE f32x16 splat(float x) { return (f32x16){} + x; }
 
+/* The lanes of `a` where all bits of `where` are set, and those of `b` where none is. */
+INLINE u32x16 blend_bits(u32x16 where, u32x16 a, u32x16 b) { return (a & where) | (b & ~where); }
+
+INLINE f32x16 blend(i32x16 where, f32x16 a, f32x16 b) {
+    return (f32x16)blend_bits((u32x16)where, (u32x16)a, (u32x16)b);
+}
+
+/* Where one of the two is no number, that of `b`. */
+INLINE f32x16 greater(f32x16 a, f32x16 b) { return blend(a > b, a, b); }
+
+INLINE f32x16 lesser(f32x16 a, f32x16 b) { return blend(a < b, a, b); }
+
 INLINE f32x16 f32_of_bf16(u16x16 bits) {
     u32x16 wide = __builtin_convertvector(bits, u32x16) << 16;
     return (f32x16)wide;
@@ -41,7 +53,7 @@ INLINE u16x16 bf16_of_f32(f32x16 x) {
     u32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     u32x16 quiet = (bits >> 16) | 0x40;
     u32x16 is_nan = (u32x16)(x != x);
-    return __builtin_convertvector((rounded & ~is_nan) | (quiet & is_nan), u16x16);
+    return __builtin_convertvector(blend_bits(is_nan, quiet, rounded), u16x16);
 }
 
 /* Finite numbers of 4 bits of exponent and 3 of mantissa (e4m3): a float16 whose exponent counts from 8 lower. */
@@ -54,7 +66,7 @@ INLINE f32x16 f32_of_e4m3(u8x16 codes) {
 /* 2^(code - 128), by the bits of float32; the two smallest are denormal. */
 INLINE f32x16 power_of_two(u8x16 codes) {
     u32x16 exponents = __builtin_convertvector(codes, u32x16), is_tiny = (u32x16)(exponents < 2);
-    return (f32x16)((((exponents - 1) << 23) & ~is_tiny) | ((0x200000u << (exponents & 1)) & is_tiny));
+    return (f32x16)blend_bits(is_tiny, 0x200000u << (exponents & 1), (exponents - 1) << 23);
 }
 
 /* 16 numbers of a dtype, anywhere in memory, as float32. */
@@ -115,6 +127,9 @@ INLINE f32x16 load_some(const void *from, int64_t at, int count, int dtype) {
     memcpy(&x, few, sizeof x);
     return x;
 }
+
+/* How many of the next 16 numbers of a row there are, of which `left` are left. */
+INLINE int lanes_of(int64_t left) { return left < LANES ? (int)left : LANES; }
 
 /* 16 numbers of a row of which `left` are left, zeros after its end. */
 INLINE f32x16 load_up_to(const void *from, int64_t at, int64_t left, int dtype) {

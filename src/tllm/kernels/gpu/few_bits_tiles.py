@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tllm.kernels.gpu.few_bits_rows import DeviceRows, sum_of_codes
-from tllm.kernels.gpu.few_bits_weight import NUMBERS, DeviceWeight, of_weight, on_grid
+from tllm.kernels.gpu.few_bits_weight import UNSPECIALIZED, DeviceWeight, of_weight, on_grid
 from tllm.kernels.library import LANES
 
 TILE_ROWS = 16
@@ -153,7 +153,7 @@ def _of_rows(
     return d, of_x
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _multiply(
     x,
     x_scales,

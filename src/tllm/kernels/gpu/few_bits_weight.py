@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tllm.kernels.packing import X_GROUP
 
-NUMBERS = ("first", "last", "y_at", "first_block", "outputs")
+UNSPECIALIZED = ("first", "last", "y_at", "first_block", "outputs")
 """Arguments of products for whose values nothing is compiled anew, as they differ for each expert, batch and weight."""
 
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tllm.kernels.gpu.few_bits_rows import DeviceRows, sum_of_codes
-from tllm.kernels.gpu.few_bits_weight import NUMBERS, DeviceWeight, of_weight, on_grid
+from tllm.kernels.gpu.few_bits_weight import UNSPECIALIZED, DeviceWeight, of_weight, on_grid
 from tllm.kernels.library import LANES
 
 MOST_ROWS = 8
@@ -151,7 +151,7 @@ def _whole_sums(
     return sums
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _multiply(
     x,
     x_scales,

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from tllm.kernels.library import (
-    NUMBERS,
+    DTYPE_NUMBERS,
     SIGNATURES,
     CacheFunctions,
     CallArguments,
@@ -150,7 +150,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if place is None:
             self.refused = self.refused or f"{step} of a tensor that may move"
         elif isinstance(step, SharedSums):
-            where = step.address, x.data_ptr(), x.numel(), NUMBERS[x.dtype]
+            where = step.address, x.data_ptr(), x.numel(), DTYPE_NUMBERS[x.dtype]
             self._calls.append(self._call_of("shared_sum", where))
             self._sums[step.address] = step
         else:
@@ -190,7 +190,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         added = self._new(x.shape, x.dtype)
         stride = 0 if y.dim() == 1 else x.shape[1]
-        where = x.data_ptr(), y.data_ptr(), NUMBERS[x.dtype], *x.shape, stride, added.data_ptr()
+        where = x.data_ptr(), y.data_ptr(), DTYPE_NUMBERS[x.dtype], *x.shape, stride, added.data_ptr()
         self._make("add", self._kernels.recorded.add, *where)
         return added
 
@@ -199,7 +199,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(factor, float) or not x.is_contiguous() or x.dtype not in DTYPES:
             return None
         scaled = self._new(x.shape, x.dtype)
-        where = x.data_ptr(), NUMBERS[x.dtype], x.numel()
+        where = x.data_ptr(), DTYPE_NUMBERS[x.dtype], x.numel()
         self._make("scale", self._kernels.recorded.scale, *where, factor, scaled.data_ptr())
         return scaled
 
@@ -209,7 +209,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if x.dtype not in (*DTYPES, torch.float64):
             return None
         converted = self._new(x.shape, dtype)
-        where = x.data_ptr(), NUMBERS[x.dtype], x.numel(), converted.data_ptr(), NUMBERS[dtype]
+        where = x.data_ptr(), DTYPE_NUMBERS[x.dtype], x.numel(), converted.data_ptr(), DTYPE_NUMBERS[dtype]
         self._make("convert", self._kernels.recorded.convert, *where)
         return converted
 

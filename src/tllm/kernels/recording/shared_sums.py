@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from tllm.core.errors import LinkClosed
-from tllm.kernels.library import NUMBERS, Library, SharedSumArguments
+from tllm.kernels.library import DTYPE_NUMBERS, Library, SharedSumArguments
 
 SUMMED = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 """Dtypes of numbers that can be summed so."""
 
-ITEM_BYTES = {NUMBERS[dtype]: dtype.itemsize for dtype in SUMMED}
+ITEM_BYTES = {DTYPE_NUMBERS[dtype]: dtype.itemsize for dtype in SUMMED}
 """By the kernels' number of the dtype."""
 
 SPIN_SECONDS = 0.0005
@@ -74,7 +74,7 @@ class SharedSums:
         """All ranks' `x` summed, in place, with the bits of `comm.collectives.fold`."""
         self.check()
         y = x.detach() if x.is_contiguous() else x.detach().contiguous()
-        count, dtype = y.numel(), NUMBERS[y.dtype]
+        count, dtype = y.numel(), DTYPE_NUMBERS[y.dtype]
         while not self._sum(self.address, y.data_ptr(), count, dtype):
             self.wait(count, dtype)
         return x if x.is_contiguous() else x.copy_(y)

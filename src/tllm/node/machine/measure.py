@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -68,12 +68,11 @@ def measure(seconds: float, memory_free: int, clock: Clock = time.perf_counter, 
     share = seconds / (len(DTYPES) + len(FEW_BITS) / 2 + 1)
     with torch.inference_mode():
         products = [
-            found for name in DTYPES for found in measure_products(name, share, memory_free // 4, clock, widths, device)
-        ]
-        products += [
             found
-            for kind in FEW_BITS
-            for found in measure_few_bits(kind, share / 2, memory_free // 4, clock, widths, device)
+            for name in (*DTYPES, *FEW_BITS)
+            for found in measure_products(
+                name, share if name in DTYPES else share / 2, memory_free // 4, clock, widths, device
+            )
         ]
         memory = measure_memory(share * 0.8, min(streamed, memory_free // 8), clock, device)
         return Speeds(tuple(products), memory, measure_operation(share * 0.2, clock, device))
@@ -87,59 +86,48 @@ def measure_products(
     widths: tuple[int, ...] = WIDTHS,
     device: torch.device = CPU,
 ) -> Iterator[ProductSpeed]:
-    """Products of every shape, in one dtype, that fit their part of `seconds` and `memory` bytes.
+    """Products of every shape that fit their part of `seconds` and `memory` bytes. `name` is a dtype, or one of
+    `FEW_BITS`: weights that are rounded to these, and activations of bfloat16.
 
     A shape of which one product would take longer, by the best speed of the one before, is left out: a dtype without
-    units of its own may be a hundred times slower than the others. On a device they are of several weights in turn, as
-    those of a model, so that no cache has them.
+    units of its own may be a hundred times slower than the others. So are few bits where there are no kernels for them.
+    On a device they are of several weights in turn, as those of a model, so that no cache has them.
     """
-    dtype, rows, share, known = DTYPES[name], _rows(device), seconds / (len(_rows(device)) * len(widths)), 0.0
+    if name in FEW_BITS and _few_bits_kernels(device) is None:
+        return
+    dtype, rows, known = DTYPES.get(name, torch.bfloat16), _rows(device), 0.0
+    share = seconds / (len(rows) * len(widths))
     for width in widths:
-        if (width + 2 * max(rows)) * width * dtype.itemsize > memory:
+        number_bytes = 4 if name in FEW_BITS else dtype.itemsize  # few bits are rounded from float32
+        if (width + 2 * max(rows)) * width * number_bytes > memory:
             return
-        first_FD = _any(width, width, dtype, device)
-        weights = [first_FD, *(first_FD.clone() for _ in range(1, _in_turn(first_FD.nbytes, memory, device)))]
+        weights = _weights_in_turn(name, width, memory, device)
         for count in rows:
             work = 2 * count * width * width
             if known and len(weights) * work / known > share:
                 continue
             x_TD = _any(count, width, dtype, device)
-            taken = _each([partial(matmul, x_TD, weight_FD) for weight_FD in weights], share, clock, device)
+            taken = _each([partial(matmul, x_TD, weight) for weight in weights], share, clock, device)
             known = work / min(taken)
-            chosen = product_name(x_TD, first_FD) if device == CPU else "linear"
+            chosen = _product_in_words(x_TD, weights[0])
             yield ProductSpeed(name, count, width, work / statistics.median(taken), len(taken), chosen)
 
 
-def measure_few_bits(
-    kind: Quantize,
-    seconds: float,
-    memory: int,
-    clock: Clock = time.perf_counter,
-    widths: tuple[int, ...] = WIDTHS,
-    device: torch.device = CPU,
-) -> Iterator[ProductSpeed]:
-    """Products of bfloat16 activations with weights that are rounded to few bits, of every shape, as of plain ones.
-
-    Where there are no kernels for this processor or device they would take too long to measure, and are left out.
-    """
-    chosen, rows, known = _few_bits_kernels(device), _rows(device), 0.0
-    if chosen is None:
-        return
-    share = seconds / (len(rows) * len(widths))
-    for width in widths:
-        if (width + 2 * max(rows)) * width * 4 > memory:
-            return
-        blocks = round_weights(_any(width, width, torch.float32), kind)
+def _weights_in_turn(name: str, width: int, memory: int, device: torch.device) -> Sequence[Tensor | QuantizedWeight]:
+    """[width, width], several equal ones on a device."""
+    if name in FEW_BITS:
+        blocks = round_weights(_any(width, width, torch.float32), name)
         packed = QuantizedWeight([PackedRows(pack(blocks), blocks.scheme, width, width)], width)
-        weights = [packed.to(device) for _ in range(_in_turn(packed.nbytes, memory, device))]
-        for count in rows:
-            work = 2 * count * width * width
-            if known and len(weights) * work / known > share:
-                continue
-            x_TD = _any(count, width, torch.bfloat16, device)
-            taken = _each([partial(weight.matmul, x_TD) for weight in weights], share, clock, device)
-            known = work / min(taken)
-            yield ProductSpeed(kind, count, width, work / statistics.median(taken), len(taken), chosen)
+        return [packed.to(device) for _ in range(_in_turn(packed.nbytes, memory, device))]
+    first_FD = _any(width, width, DTYPES[name], device)
+    return [first_FD, *(first_FD.clone() for _ in range(1, _in_turn(first_FD.nbytes, memory, device)))]
+
+
+def _product_in_words(x_TD: Tensor, weight: Tensor | QuantizedWeight) -> str:
+    """The product that was found to be the fastest."""
+    if isinstance(weight, QuantizedWeight):
+        return _few_bits_kernels(x_TD.device) or ""
+    return product_name(x_TD, weight) if x_TD.device == CPU else "linear"
 
 
 def _rows(device: torch.device) -> tuple[int, ...]:

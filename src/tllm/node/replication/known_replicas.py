@@ -17,7 +17,7 @@ from tllm.cluster.connection import Address
 from tllm.cluster.consensus.replica import Replica, ask_replicas
 from tllm.cluster.messages import ReplicaPlace
 from tllm.core.disk import DiskTrouble, whole_file
-from tllm.core.errors import ClusterError, ConfigError
+from tllm.core.errors import UNREADABLE, ClusterError, ConfigError
 
 log = logging.getLogger("tllm.node")
 
@@ -104,5 +104,5 @@ class KnownReplicas:
             return msgspec.json.decode(self._path.read_bytes(), type=tuple[ReplicaPlace, ...])
         except FileNotFoundError:
             return ()
-        except msgspec.MsgspecError as error:
+        except (OSError, *UNREADABLE) as error:
             raise ConfigError(f"{self._path} cannot be read: {error}", "remove it to begin a new cluster") from error

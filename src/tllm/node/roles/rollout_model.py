@@ -26,7 +26,7 @@ from tllm.text.same_vocabulary import vocabulary_digest
 from tllm.training.job.job import Job, decode_job
 from tllm.training.job.rollout_combinations import check_sampling_plan
 from tllm.training.policy.rollouts import PromptGroup
-from tllm.training.questions.causal_model import CausalModel
+from tllm.training.questions.answering_model import AnsweringModel
 from tllm.training.rollout_servers.base_digest import base_digest, has_weights
 from tllm.training.rollout_servers.held_weights import HeldWeights
 from tllm.training.rollout_servers.rollout_messages import (
@@ -66,7 +66,7 @@ class RolloutModel:
     def open(cls, name: str, device: torch.device = CPU) -> RolloutModel:
         """The model of a folder, or by its name. ConfigError for one that writes nothing."""
         hint = "take the causal language model that the run trains"
-        folder, config, spec = CausalModel.find(name, "writes nothing", hint)
+        folder, config, spec = AnsweringModel.find_causal(name, "writes nothing", hint)
         weights = LocalFiles(folder) if has_weights(folder) else None
         return cls(name, config, spec, vocabulary_digest(folder), weights, folder, device)
 

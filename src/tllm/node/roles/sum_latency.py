@@ -90,9 +90,8 @@ def measure_sums(group: Group, seconds: float, rests: bool = False, device: torc
     half = numbers[: len(numbers) // 2]
     brief, long = _by_turns(group, [half, numbers], seconds / 3)
     brief_rate, rate = half.nbytes / max(brief - short, 1e-9), numbers.nbytes / max(long - short, 1e-9)
-    if (
-        len(numbers) < MANY
-    ):  # on a slow network the first bytes after a rest leave at once, and count for less in a longer message
+    if len(numbers) < MANY:
+        # On a slow network the first bytes after a rest leave at once, and count for less in a longer message.
         brief_rate = rate = half.nbytes / max(long - brief, 1e-9)
     if rests and seconds > REST:
         rate = _rate_after_rest(group, numbers.new_ones(_as_long_as(group, seconds, len(numbers), long)), short)

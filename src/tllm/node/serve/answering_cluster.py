@@ -32,7 +32,7 @@ from tllm.spec.families import spec_from_config
 from tllm.spec.plan import Plan
 from tllm.spec.process_groups import RoleName
 from tllm.text.same_vocabulary import vocabulary_digest
-from tllm.training.questions.causal_model import CausalModel
+from tllm.training.questions.answering_model import AnsweringModel
 from tllm.training.rollout_servers.base_digest import has_weights
 
 
@@ -46,7 +46,7 @@ class Answerers:
 
     role: RoleName
     name: str
-    model: CausalModel
+    model: AnsweringModel
     plan: Plan
     address: Address
     secret: Path

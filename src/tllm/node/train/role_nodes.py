@@ -34,8 +34,7 @@ from tllm.text.same_vocabulary import vocabulary_digest
 from tllm.training.job.job import Job
 from tllm.training.job.job_parts import check_teams, role_key, role_nodes, role_plan, role_plan_text
 from tllm.training.job.key_limits import WantedNodes
-from tllm.training.questions.causal_model import CausalModel
-from tllm.training.reward_models.reward_model import ScoringModel
+from tllm.training.questions.answering_model import AnsweringModel
 
 log = logging.getLogger("tllm.node")
 
@@ -306,17 +305,17 @@ class RoleNodes:
             plan=self._plan(role, found.spec.num_layers),
         )
 
-    def _model_of(self, role: RoleName) -> tuple[str, str, CausalModel | ScoringModel]:
+    def _model_of(self, role: RoleName) -> tuple[str, str, AnsweringModel]:
         """The name, the dtype and the folder of a role's model that is not the one that is trained."""
         if role == "teacher":
             keys = self.job.distill
             assert keys is not None and keys.teacher_model_name_or_path, "a job whose nodes teach names the teacher"
             name, hint = keys.teacher_model_name_or_path, "take a causal language model"
-            return name, keys.teacher_dtype, CausalModel.find(name, "gives no next token", hint)
+            return name, keys.teacher_dtype, AnsweringModel.find_causal(name, "gives no next token", hint)
         config = self.job.rollouts
         assert config is not None and config.reward_model_name_or_path, "a job whose nodes score names the model"
         name = config.reward_model_name_or_path
-        return name, config.reward_dtype, ScoringModel.find(name)
+        return name, config.reward_dtype, AnsweringModel.find_scoring(name)
 
     def _plan(self, role: RoleName, num_layers: int) -> Plan | None:
         """By which a team divides the model; None where each node has all of it."""

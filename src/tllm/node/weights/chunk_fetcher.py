@@ -33,7 +33,7 @@ from tllm.cluster.weight_messages import (
 from tllm.core.errors import AuthError, ClusterError, TllmError, WeightsError
 from tllm.core.tasks import background, end_tasks
 from tllm.engine.page_store.page_folder import PageFolder
-from tllm.node.weights.chunk_server import MESSAGE_BYTES, ChunkServer, has_hash, receive_chunk
+from tllm.node.weights.chunk_server import MESSAGE_BYTES, ChunkServer, has_hash, receive_bytes
 from tllm.node.weights.control_loop import ControlLoop
 from tllm.node.weights.model_folder import ModelFolder, checked_bytes
 from tllm.weights.chunk_cache import ChunkCache
@@ -248,7 +248,7 @@ class ChunkFetcher:
         """A chunk of the right hash from whoever has it, or why not."""
         for left in reversed(range(ATTEMPTS)):
             try:
-                data = await receive_chunk(await self._connections.to(found), wanted, size, CHUNK_SECONDS)
+                data = await receive_bytes(await self._connections.to(found), wanted, size, CHUNK_SECONDS)
             except WeightsError:
                 return "lacks"
             except (ClusterError, AuthError) as error:

@@ -1,6 +1,8 @@
 """`ChunkServer`: sends chunks of weights to other nodes, over connections that carry nothing else.
 
 Connections are mutual TLS, as on the data wire: only nodes of this cluster may ask, and only for chunks by their hash.
+Pages of the KV cache are given as the files that they are: only those of the model that is served, and only those that
+the folder's index lists, so no path comes from outside.
 """
 
 from __future__ import annotations
@@ -26,13 +28,15 @@ from tllm.cluster.weight_messages import (
     ListHubChunks,
     ListPages,
     OpenChunkConnection,
+    PageNames,
+    PagesFound,
 )
 from tllm.core.errors import TllmError, WeightsError
 from tllm.core.tasks import end_tasks
-from tllm.engine.page_store.page_folder import PageFolder
+from tllm.engine.page_store.page_folder import Box, PageFolder
+from tllm.engine.page_store.remote_pages import FILE_BYTES
 from tllm.node.weights.hub_chunks import DIGEST_BYTES, HubChunks
 from tllm.node.weights.model_folder import ModelFolder
-from tllm.node.weights.page_exchange import boxes_of, file_of, names_of
 from tllm.weights.chunk_cache import ChunkCache
 from tllm.weights.file_chunks import FileChunk
 
@@ -42,6 +46,9 @@ MESSAGE_BYTES = 256 * 1024
 """Of a chunk, in one message. Each that comes shows that the server lives, on slow links too."""
 
 MAX_CONNECTIONS = 64
+NAMES_AT_ONCE = 4096
+"""Names of pages in one message."""
+
 READS = 4
 """Chunks in memory at once, whoever asks."""
 
@@ -169,18 +176,46 @@ class ChunkServer:
         return b"".join(digest or bytes(DIGEST_BYTES) for digest in hub.digests(wanted.file))
 
 
-async def receive_chunk(channel: Channel, wanted: GetChunk | ListHubChunks, size: int, seconds: float) -> bytes:
-    """A chunk of `size` bytes, or a list, from the other end, each message within the deadline. Nothing of it is
-    checked yet, and there may be less."""
+async def receive_bytes(
+    channel: Channel, wanted: GetChunk | ListHubChunks | GetPage, most: int, seconds: float
+) -> bytes:
+    """A chunk, a list or a page's file from the other end, each message within the deadline. Nothing of it is checked
+    yet. No more is taken once there are more than `most` bytes."""
     out = bytearray()
     async with aclosing(channel.stream(wanted, seconds)) as pieces:
         async for piece in pieces:
-            if len(out) + len(piece.data) > size:
-                break
             out += piece.data
+            if len(out) > most:
+                break
     return bytes(out)
 
 
 def has_hash(data: bytes, digest: bytes) -> bool:
     """Whether the SHA-256 of these bytes is `digest`."""
     return hashlib.sha256(data).digest() == digest
+
+
+def boxes_of(pages: PageFolder | None, wanted: FindPages) -> PagesFound:
+    """What the folder has of some pages; nothing where another model is served, or none."""
+    if pages is None or pages.folder.name != wanted.model:
+        return PagesFound(((),) * len(wanted.names))
+    return PagesFound(tuple(pages.boxes(name) for name in wanted.names))
+
+
+async def names_of(pages: PageFolder | None, wanted: ListPages) -> AsyncGenerator[Message, None]:
+    """The names of all pages."""
+    names = pages.names() if pages is not None and pages.folder.name == wanted.model else ()
+    for start in range(0, len(names), NAMES_AT_ONCE):
+        yield PageNames(tuple(names[start : start + NAMES_AT_ONCE]))
+
+
+def file_of(pages: PageFolder | None, wanted: GetPage) -> bytes:
+    """A file. WeightsError for one that is not there."""
+    box = Box(*wanted.box)
+    if pages is None or pages.folder.name != wanted.model or box not in pages.boxes(wanted.name):
+        raise WeightsError("this page is not here")
+    try:
+        with pages.path(wanted.name, box).open("rb") as file:
+            return file.read(FILE_BYTES)
+    except OSError as error:
+        raise WeightsError("this page is not here any more") from error

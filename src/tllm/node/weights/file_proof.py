@@ -21,7 +21,7 @@ from tllm.core.errors import AuthError, ClusterError, WeightsError
 from tllm.core.tasks import end_tasks
 from tllm.hub.repository import HubFile
 from tllm.node.weights.chunk_fetcher import AHEAD, CHUNK_SECONDS, ChunkConnections
-from tllm.node.weights.chunk_server import has_hash, receive_chunk
+from tllm.node.weights.chunk_server import has_hash, receive_bytes
 from tllm.node.weights.hub_chunks import DIGEST_BYTES, HubChunks
 from tllm.weights.file_chunks import FileChunk
 
@@ -103,13 +103,13 @@ class FileProof:
         wanted, count = ListHubChunks(self._chunks.repository, self._file.name), self._chunks.count(self._file.name)
         try:
             channel = await self._connections.to(ChunkFound(b"", place.node, place.host, place.port))
-            table = await receive_chunk(channel, wanted, count * DIGEST_BYTES, CHUNK_SECONDS)
+            table = await receive_bytes(channel, wanted, count * DIGEST_BYTES, CHUNK_SECONDS)
         except (ClusterError, AuthError, WeightsError) as error:
             log.warning("%s does not say what it has of %s: %s", place.node, self._file.name, error.message)
             self.silent.append(str(place))
             return
-        hashes = [table[at : at + DIGEST_BYTES] for at in range(0, len(table), DIGEST_BYTES)]
-        self.told[place.node] = [digest if any(digest) else b"" for digest in hashes] + [b""] * (count - len(hashes))
+        hashes = (table[at : at + DIGEST_BYTES] for at in range(0, count * DIGEST_BYTES, DIGEST_BYTES))
+        self.told[place.node] = [digest if any(digest) else b"" for digest in hashes]
 
     def _suspects(self) -> Iterator[str]:
         """Whom to leave out, one after the other: first nobody, then each that tells of a chunk otherwise than another
@@ -172,7 +172,7 @@ class FileProof:
         place, size = self._places[node], self._chunks.size_of(FileChunk(wanted.file, wanted.number))
         try:
             channel = await self._connections.to(ChunkFound(wanted.digest, node, place.host, place.port))
-            return await receive_chunk(channel, wanted, size, CHUNK_SECONDS)
+            return await receive_bytes(channel, wanted, size, CHUNK_SECONDS)
         except (ClusterError, AuthError, WeightsError) as error:
             log.warning("no weights from %s: %s", node, error.message)
             return None

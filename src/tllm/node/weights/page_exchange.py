@@ -1,56 +1,29 @@
-"""Pages of the KV cache between nodes: what a chunk server says of those on its disk, and `PageExchange`, which asks.
+"""`PageExchange`: asks another node's chunk server for pages of the KV cache on its disk.
 
 They travel as the files that they are, over the chunk servers' connections (mutual TLS between nodes of one cluster).
-A node gives only files of the model that it serves, and only those that its index lists, so no path comes from outside.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
 from tllm.cluster.channel import Channel
-from tllm.cluster.messages import Message, RankAddress
-from tllm.cluster.weight_messages import FindPages, GetPage, ListPages, PageNames, PagesFound
+from tllm.cluster.messages import RankAddress
+from tllm.cluster.weight_messages import FindPages, GetPage, ListPages, PagesFound
 from tllm.core.errors import ClusterError, WeightsError
-from tllm.engine.page_store.page_folder import Box, PageFolder
+from tllm.engine.page_store.page_folder import Box
 from tllm.engine.page_store.remote_pages import FILE_BYTES
+from tllm.node.weights.chunk_server import receive_bytes
 
 T = TypeVar("T")
 
-NAMES_AT_ONCE = 4096
 MAX_NAMES = 1 << 20
 """Of one node, at most."""
 
 ASK_SECONDS = 3.0
 GET_SECONDS = 10.0
-
-
-def boxes_of(pages: PageFolder | None, wanted: FindPages) -> PagesFound:
-    """What there is of some pages; nothing where another model is served, or none."""
-    if pages is None or pages.folder.name != wanted.model:
-        return PagesFound(((),) * len(wanted.names))
-    return PagesFound(tuple(tuple(tuple(box) for box in pages.boxes(name)) for name in wanted.names))  # type: ignore[misc]
-
-
-async def names_of(pages: PageFolder | None, wanted: ListPages) -> AsyncGenerator[Message, None]:
-    """The names of all pages."""
-    names = pages.names() if pages is not None and pages.folder.name == wanted.model else ()
-    for start in range(0, len(names), NAMES_AT_ONCE):
-        yield PageNames(tuple(names[start : start + NAMES_AT_ONCE]))
-
-
-def file_of(pages: PageFolder | None, wanted: GetPage) -> bytes:
-    """A file. WeightsError for one that is not there."""
-    box = Box(*wanted.box)
-    if pages is None or pages.folder.name != wanted.model or box not in pages.boxes(wanted.name):
-        raise WeightsError("this page is not here")
-    try:
-        with pages.path(wanted.name, box).open("rb") as file:
-            return file.read(FILE_BYTES)
-    except OSError as error:
-        raise WeightsError("this page is not here any more") from error
 
 
 class NodeChannels(Protocol):
@@ -94,16 +67,10 @@ class PageExchange:
 
     def get(self, name: bytes, box: Box) -> bytes:
         """The bytes of a file, as they came. ClusterError or WeightsError where they do not."""
-
-        async def ask(channel: Channel) -> bytes:
-            out = bytearray()
-            async with aclosing(
-                channel.stream(GetPage(self._model, name, (box[0], box[1], box[2], box[3])), ASK_SECONDS)
-            ) as pieces:
-                async for piece in pieces:
-                    out += piece.data
-                    if len(out) > FILE_BYTES:
-                        raise WeightsError(f"{self._place.node} gave more than {FILE_BYTES} bytes for a page")
-            return bytes(out)
-
-        return self._channels.with_node(self._place, ask, GET_SECONDS)
+        wanted = GetPage(self._model, name, box)
+        content = self._channels.with_node(
+            self._place, lambda channel: receive_bytes(channel, wanted, FILE_BYTES, ASK_SECONDS), GET_SECONDS
+        )
+        if len(content) > FILE_BYTES:
+            raise WeightsError(f"{self._place.node} gave more than {FILE_BYTES} bytes for a page")
+        return content

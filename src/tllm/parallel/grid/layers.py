@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tllm.parallel.embedding import VocabLogits
+from tllm.parallel.embedding import VocabLogits, ids_held
 from tllm.parallel.grid.cube import cube_into, cube_out
 from tllm.parallel.grid.grid import Grid
 from tllm.parallel.grid.summa import summa_into, summa_out
@@ -96,9 +96,8 @@ class GridEmbedding(nn.Module):
         self.grid, self.width = grid, width
 
     def forward(self, ids_T: Tensor, adapt: Adapt = unadapted) -> Tensor:
-        start, stop = self.vocab
-        here_T = (ids_T >= start) & (ids_T < stop)
-        part_TD = F.embedding((ids_T - start).clamp(0, stop - start - 1), self.weight) * here_T.unsqueeze(-1)
+        here_T, local_T = ids_held(ids_T, self.vocab)
+        part_TD = F.embedding(local_T, self.weight) * here_T.unsqueeze(-1)
         x_TD = _Dealt.apply(part_TD, self.grid, self.width)  # type: ignore[no-untyped-call]
         if self.scale != 1.0:  # in the weights' own dtype, as the models that scale were trained
             x_TD = x_TD * torch.tensor(self.scale, dtype=x_TD.dtype)

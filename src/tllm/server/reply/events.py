@@ -24,6 +24,8 @@ from typing import Any
 
 import msgspec
 
+from tllm.core.errors import UNREADABLE
+
 
 class ReasoningPiece(msgspec.Struct, frozen=True):
     """More of the model's reasoning."""
@@ -84,7 +86,7 @@ def arguments_of(text: str) -> Any:
     incomplete, and there is no place for that."""
     try:
         return msgspec.json.decode(text or "{}")
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return {}
 
 

@@ -11,7 +11,7 @@ from itertools import accumulate, chain
 from torch import Tensor
 
 from tllm.kernels.paged_attention import TiledAttention, TokenTile, fits, tokens_of_tile
-from tllm.kernels.row_operations import takes
+from tllm.kernels.row_operations import kernels_for
 from tllm.model.attention import AttentionSpec, first_heads
 from tllm.training.attention.packed_attention import TrainAttend
 from tllm.training.data.batch_tensors import Tokens
@@ -30,7 +30,7 @@ class InvariantAttend(TrainAttend):
         self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, sinks_N: Tensor | None = None
     ) -> Tensor:
         spec, firsts = self.specs[layer], first_heads(self.specs[layer], q_TNH.shape[1], k_TKH.shape[1])
-        library = takes(q_TNH) if fits(q_TNH.shape[2], firsts) else None
+        library = kernels_for(q_TNH) if fits(q_TNH.shape[2], firsts) else None
         if library is None:
             return super().__call__(layer, q_TNH, k_TKH, v_TKH, sinks_N)
         if spec not in self.kernels:

@@ -55,7 +55,7 @@ class GradientNorm:
                 spans += [(at + a, at + b) for a, b in _kept(self._layout.parameters[index].shape, elsewhere[index])]
             within = [(max(a, start) - start, min(b, stop) - start) for a, b in _joined(spans)]
             self._counted.append([(a, b) for a, b in within if a < b])
-        self._squares = self._in_integers if deterministic else self._in_floats
+        self._norm = self._in_integers if deterministic else self._in_floats
         self._bits = WORD - self._elements().bit_length() if deterministic else 0
 
     def norm(self, loss: float = 0.0) -> float:
@@ -63,7 +63,7 @@ class GradientNorm:
 
         It is not finite where the `loss` of any rank is not.
         """
-        return self._squares(loss)
+        return self._norm(loss)
 
     def clip(self, limit: float, loss: float = 0.0) -> float:
         """Scale the gradient down to a norm of `limit` where it is larger; returns the norm before. 0 does not clip.
@@ -97,9 +97,7 @@ class GradientNorm:
 
     def _in_floats(self, loss: float) -> float:
         totals = [torch.full((1,), 0.0 * loss, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)]
-        if (
-            not self._layout.zero
-        ):  # the elements are not summed over dp then, but a loss that is not finite must reach all
+        if not self._layout.zero:  # then elements are not summed over dp, and a loss that is not finite must reach all
             self._layout.groups.dp.all_reduce(totals[False])
         runs: list[list[Tensor]] = [[], []]
         for spread, run in self._runs():

@@ -41,36 +41,36 @@ class ParameterServerLearner:
         assert isinstance(chunk, Transformer), "adapters are not trained on servers"
         table, lines = row_table(chunk, parameters), lines_of(groups.to, groups.back)
         limits = (job.max_staleness, job.max_grad_norm)
-        self._update = ParameterServerClient(self._buckets, table, lines, *limits, groups.world)
+        self._client = ParameterServerClient(self._buckets, table, lines, *limits, groups.world)
         self._is_first = config.rank == 0
         self._has_to_give = False
 
     def begin_step(self, batch: ReplicaBatch, microbatches: Sequence[Tokens]) -> float:
         if self._has_to_give:  # not before: servers listen when every rank is ready to take its first step
-            self._update.give()
+            self._client.give()
             self._has_to_give = False
-        self._update.begin(microbatches)
+        self._client.begin(microbatches)
         self._buckets.begin(len(microbatches))
-        return self._update.scale(sum(microbatch.predicted for microbatch in microbatches), batch.predicted)
+        return self._client.scale(sum(microbatch.predicted for microbatch in microbatches), batch.predicted)
 
     def apply_gradients(self, step: int, learning_rate: float, loss_sum: float) -> float:
         self._buckets.finish()
-        return self._update.apply(step, learning_rate, loss_sum)
+        return self._client.apply(step, learning_rate, loss_sum)
 
     def prepare_checkpoint(self, step: int, learning_rate: float) -> dict[str, Any]:
         """Servers have every replica's steps then, and save them; the optimizer counts by `updates`."""
-        return {"updates": self._update.save()}
+        return {"updates": self._client.save()}
 
     def initialize(self, fill: Callable[[nn.Module], object]) -> None:
         """Rank 0's values are the run's; the others pull them."""
         self._has_to_give = self._is_first
         if self._is_first:
-            self._update.flat.fill(fill)
+            self._client.flat.fill(fill)
         else:
             self._clear()
 
     def checkpoint_restored(self, step: int) -> None:
-        self._update.step = step
+        self._client.step = step
         self._clear()
 
     def train_state(self) -> TrainState:
@@ -80,14 +80,14 @@ class ParameterServerLearner:
         self.checkpoint_restored(step)
 
     def finish(self) -> None:
-        self._update.close()
+        self._client.close()
 
     def checkpoint_blocks(self) -> list[TensorBlock]:
         return []
 
     @property
     def weight_bytes(self) -> int:
-        return self._update.flat.nbytes
+        return self._client.flat.nbytes
 
     @property
     def state_bytes(self) -> int:
@@ -98,5 +98,5 @@ class ParameterServerLearner:
 
     def _clear(self) -> None:
         """Numbers where nothing was pulled yet: rows of the table that no token has had."""
-        for run in self._update.flat.whole:
+        for run in self._client.flat.whole:
             run.zero_()

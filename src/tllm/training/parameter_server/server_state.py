@@ -47,9 +47,8 @@ class ServerState:
         self._weights = [
             torch.zeros(segment.size, dtype=dtype) for segment, dtype in zip(segments, self.dtypes, strict=True)
         ]
-        self._float32 = [
-            weights.to(update_dtype(weights.dtype)) for weights in self._weights
-        ]  # the weights themselves where they are float32 already
+        # The weights themselves where they are float32 already.
+        self._float32 = [weights.to(update_dtype(weights.dtype)) for weights in self._weights]
         self._states = [{name: torch.zeros_like(own) for name in optimizer.states} for own in self._float32]
 
     def receive_weights(self, weights: Sequence[Tensor]) -> None:

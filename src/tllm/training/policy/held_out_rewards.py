@@ -96,7 +96,7 @@ class HeldOutRewards:
         try:
             self._started = start_prompts(rows, seeds, self._source, self._rewards.environments)
         except ConfigError as error:
-            return RolloutOrder((), (), (error.message, error.hint))
+            return RolloutOrder.failed(error)
         return dealt(self._started.groups, self._rewards.stop_ids, self._config.plan)
 
     def _seeds(self, place: int) -> tuple[int, ...]:

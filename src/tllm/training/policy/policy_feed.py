@@ -158,7 +158,7 @@ class PolicyFeed:
         try:
             groups = self._judged.groups(step)
         except ConfigError as error:
-            return RolloutOrder((), (), (error.message, error.hint))
+            return RolloutOrder.failed(error)
         return dealt(groups, self._judged.stop_ids, self._config.plan)
 
     def _judged_batches(self, completions: Sequence[Completion]) -> list[ReplicaBatch]:

@@ -71,14 +71,14 @@ class RewardedRows:
         advantage_PG = advantages(reward_PG, self.config) if isinstance(self.config, GRPOConfig) else None
         groups = [
             RewardedGroup(
-                rows_N[place * size : (place + 1) * size],
-                completions[place * size : (place + 1) * size],
-                texts[place * size : (place + 1) * size],
-                rewards_NF[place * size : (place + 1) * size],
+                rows_N[own],
+                completions[own],
+                texts[own],
+                rewards_NF[own],
                 reward_PG[place],
                 None if advantage_PG is None else advantage_PG[place],
             )
-            for place in range(len(rows_N) // size)
+            for place, own in enumerate(slice(at, at + size) for at in range(0, len(rows_N), size))
         ]
         self._write(step, groups)
         metrics = self._rewards.metrics(completions, rewards_NF, reward_PG)

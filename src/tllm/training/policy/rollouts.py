@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from tllm.core.errors import decoded
+from tllm.core.errors import ConfigError, decoded
 from tllm.training.data.seeds import key_for
 from tllm.training.job.job import Job
 from tllm.training.step.rank_groups import RankConfig
@@ -85,6 +85,11 @@ class RolloutOrder(msgspec.Struct, frozen=True):
     groups: tuple[tuple[PromptGroup, ...], ...]
     stop_ids: tuple[int, ...]
     fault: tuple[str, str] | None = None
+
+    @classmethod
+    def failed(cls, error: ConfigError) -> RolloutOrder:
+        """That there is nothing to sample, because of this."""
+        return cls((), (), (error.message, error.hint))
 
 
 class Rollouts(Protocol):

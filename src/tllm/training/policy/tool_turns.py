@@ -238,7 +238,7 @@ def _next_or_fault(turns: StepTurns) -> RolloutOrder:
     try:
         return turns.next()
     except ConfigError as error:
-        return RolloutOrder((), (), (error.message, error.hint))
+        return RolloutOrder.failed(error)
 
 
 def _begun(asked: RolloutOrder, completions: Sequence[Completion], tools: Tools) -> list[GrowingCompletion]:

@@ -20,11 +20,12 @@ from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
 from tllm.training.job.rollout_keys import RolloutConfig
 from tllm.training.questions.answerer_pool import AnswererPool, ClusterAnswerers
+from tllm.training.questions.answering_model import AnsweringModel
 from tllm.training.questions.question_queue import QuestionQueue
 from tllm.training.questions.run_connection import RunConnection
 from tllm.training.questions.stop_signal import StopSignal
 from tllm.training.reward_models.reward_messages import SCORING, ScoringRun, TextScore, TextToScore
-from tllm.training.reward_models.reward_model import RewardModel, ScoringModel
+from tllm.training.reward_models.reward_model import RewardModel
 
 IN_FLIGHT = 4
 """Texts that a node has been asked and has not answered: it computes one while others travel."""
@@ -46,7 +47,7 @@ class ModelRewards:
 
     file: Path | None = None
 
-    def __init__(self, model: ScoringModel, name: str, scorer: Scorer) -> None:
+    def __init__(self, model: AnsweringModel, name: str, scorer: Scorer) -> None:
         tokenizer = Tokenizer.from_folder(model.folder)
         if tokenizer is None:
             raise ConfigError(
@@ -61,7 +62,7 @@ class ModelRewards:
         """The one that a job names, if it does. ConfigError for a model that scores nothing."""
         if (name := config.reward_model_name_or_path) is None:
             return None
-        model, scorer = ScoringModel.find(name), None
+        model, scorer = AnsweringModel.find_scoring(name), None
         if config.reward_nodes:
             assert cluster is not None, "checked when the run began"
             scorer = NodesThatScore(ScoringRun(model.spec.vocab_size), cluster, stop)

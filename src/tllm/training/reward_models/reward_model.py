@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -13,12 +12,10 @@ import torch
 from torch import Tensor
 
 from tllm.core.errors import ConfigError, FrameError, decoded
-from tllm.hub.locate import locate
-from tllm.spec.families import spec_from_config
-from tllm.spec.hf_config import read_config
 from tllm.spec.model_spec import ModelSpec
 from tllm.training.data.encoder import IGNORED
 from tllm.training.data.packing import PackedRow
+from tllm.training.questions.answering_model import AnsweringModel
 from tllm.training.questions.run_connection import ANSWER_LIMIT
 from tllm.training.questions.stateless_session import StatelessSession
 from tllm.training.reward_models.reward_messages import ScoringRun, TextScore, TextToScore
@@ -26,30 +23,6 @@ from tllm.training.step.frozen_model import FrozenModel
 from tllm.weights.byte_source import ByteSource, LocalFiles
 
 _SAID: msgspec.msgpack.Decoder[TextScore | None] = msgspec.msgpack.Decoder(TextScore | None)
-
-
-class ScoringModel(NamedTuple):
-    """A reward model's folder, and what `config.json` there says. No weights yet."""
-
-    folder: Path
-    config: dict[str, Any]
-    spec: ModelSpec
-
-    @classmethod
-    def find(cls, name: str) -> ScoringModel:
-        """By its folder or its name. ConfigError for one that does not have one score."""
-        folder = Path(name) if Path(name).is_dir() else locate(name, "whole").path
-        config = read_config(folder)
-        spec = spec_from_config(config)
-        if spec.num_labels != 1:
-            has = f"a classification head of {spec.num_labels} labels" if spec.num_labels else "no classification head"
-            raise ConfigError(
-                f"{name} has {has}, and a reward model has one of 1 label",
-                'train one with task = "reward", or take a ForSequenceClassification with num_labels = 1',
-            )
-        if spec.bidirectional:
-            raise ConfigError(f"{name} is not causal (each token sees those after it)", "take a model that is")
-        return cls(folder, config, spec)
 
 
 @dataclass(frozen=True)
@@ -69,7 +42,7 @@ class RewardModel:
         return cls(name, FrozenModel.load(config, source, dtype))
 
     @classmethod
-    def open(cls, name: str, found: ScoringModel, dtype: str) -> RewardModel:
+    def open(cls, name: str, found: AnsweringModel, dtype: str) -> RewardModel:
         """The model of a folder on this machine."""
         return cls.of(name, found.config, LocalFiles(found.folder), dtype)
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from tllm.kernels.splitmix64 import counter_random
 from tllm.parallel.embedding import VocabEmbedding
 from tllm.parallel.expert_dispatch import ExpertRows
 from tllm.parallel.linear import Adapt
 from tllm.training.data.batch_tensors import Tokens
-from tllm.training.data.seeds import DRAWS
-from tllm.training.lora.lora_dropout import counted
+from tllm.training.data.seeds import DRAWS, key_for
 from tllm.training.lora.trained_adapter import MakeAdapt
 
 PLACES = 53
@@ -50,6 +50,6 @@ def uniform_noise(draws_T: Tensor, lengths_T: Tensor, columns: int, alpha: float
 
     `draws_T`: a number of each token's own, int64; `lengths_T`: the tokens of its document.
     """
-    parts = [number_TD.double() for number_TD in counted(draws_T, "neftune", 0, columns, PLACES)]
+    parts = [number_TD.double() for number_TD in counter_random(draws_T, key_for("neftune"), 0, columns, PLACES)]
     size_T = alpha / (lengths_T.double() * columns).sqrt()
     return (torch.cat(parts) * 2.0 ** (1 - PLACES) - 1) * size_T[:, None]

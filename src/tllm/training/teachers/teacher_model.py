@@ -22,7 +22,7 @@ from tllm.text.same_vocabulary import vocabulary_digest
 from tllm.training.data.encoder import IGNORED
 from tllm.training.data.packing import PackedRow
 from tllm.training.job.distillation_keys import CODES_LOSE
-from tllm.training.questions.causal_model import CausalModel
+from tllm.training.questions.answering_model import AnsweringModel
 from tllm.training.questions.run_connection import ANSWER_LIMIT
 from tllm.training.questions.stateless_session import StatelessSession
 from tllm.training.step.frozen_model import FrozenModel
@@ -64,7 +64,7 @@ class TeacherModel:
     def open(cls, name: str, dtype: str = "float32", progress: Progress | None = None) -> TeacherModel:
         """The model of a folder, or by its name. `progress` hears of the bytes that are read."""
         hint = "take a causal language model as the teacher"
-        folder, config, _ = CausalModel.find(name, "gives no next token", hint)
+        folder, config, _ = AnsweringModel.find_causal(name, "gives no next token", hint)
         vocabulary = vocabulary_digest(folder)  # before weights are read: it may refuse the tokenizer
         part = FrozenModel.load(config, LocalFiles(folder), dtype, progress=progress)
         return cls(name, part, vocabulary, folder)

@@ -31,7 +31,8 @@ class RoundedTensor:
         return SCHEMES[self.kind]
 
     def aligned(self, box: Box) -> Box:
-        return _whole_groups(box, self.shape[1])
+        rows, (start, stop) = box
+        return rows, (start // GROUP * GROUP, min(-(-stop // GROUP) * GROUP, self.shape[1]))
 
     def plane_boxes(self, box: Box) -> dict[str, Box]:
         return {self.name: box}
@@ -41,32 +42,17 @@ class RoundedTensor:
 
 
 @dataclass(frozen=True)
-class RoundedExpert:
+class RoundedExpert(RoundedTensor):
     """One expert's matrix [outputs, inputs] of a stack of plain numbers, [experts, inputs, outputs], read likewise."""
 
-    stack: str
-    shape: tuple[int, ...]
-    kind: Quantize
     expert: int
-
-    @property
-    def scheme(self) -> Scheme:
-        return SCHEMES[self.kind]
-
-    def aligned(self, box: Box) -> Box:
-        return _whole_groups(box, self.shape[1])
 
     def plane_boxes(self, box: Box) -> dict[str, Box]:
         outputs, inputs = box
-        return {self.stack: ((self.expert, self.expert + 1), inputs, outputs)}
+        return {self.name: ((self.expert, self.expert + 1), inputs, outputs)}
 
     def decode(self, box: Box, planes: Mapping[str, Tensor]) -> Blocks:
-        return round_weights(planes[self.stack][0].t(), self.kind)
-
-
-def _whole_groups(box: Box, columns: int) -> Box:
-    rows, (start, stop) = box
-    return rows, (start // GROUP * GROUP, min(-(-stop // GROUP) * GROUP, columns))
+        return round_weights(planes[self.name][0].t(), self.kind)
 
 
 def rounded_tensors(index: Index, config: Mapping[str, Any]) -> dict[str, StoredTensor]:

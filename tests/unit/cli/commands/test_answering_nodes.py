@@ -17,7 +17,7 @@ from tllm.node.serve.answering_cluster import Answerers
 from tllm.planner.roles.answering_plans import AnsweringLoad, GroupLoad
 from tllm.spec.plan import Plan
 from tllm.spec.process_groups import RoleName
-from tllm.training.questions.causal_model import CausalModel
+from tllm.training.questions.answering_model import AnsweringModel
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_what_a_plan_is_chosen_for_is_refused_where_none_is(
 
 
 def test_a_plan_is_chosen_for_rows_that_the_model_can_have(model: Path) -> None:
-    spec = CausalModel.find(str(model), "", "").spec
+    spec = AnsweringModel.find_causal(str(model), "", "").spec
     longest = spec.max_model_len
     names = ("row", "prompt", "max_completion_length", "num_generations", "max_num_seqs", "run_dtype")
 
@@ -105,7 +105,7 @@ def test_only_a_policys_weights_may_come_from_runs(role: RoleName, is_read: bool
     save_model("llama", tmp_path)
     for file in tmp_path.glob("*.safetensors"):
         file.unlink()
-    model = CausalModel.find(str(tmp_path), "", "")
+    model = AnsweringModel.find_causal(str(tmp_path), "", "")
     plan = Plan.parse("pp=2", model.spec.num_layers)
     answerers = Answerers(role, "model", model, plan, ("127.0.0.1", 1), tmp_path / "key", "float32")
     assert answerers.workload(ClusterOptions(authority=None)).folder == (tmp_path if is_read else None)

@@ -25,7 +25,7 @@ from tllm.planner.measured.survey import read_survey
 from tllm.planner.roles.answering_plans import AnsweringLoad, GroupLoad, RowLoad
 from tllm.spec.plan import Plan
 from tllm.spec.process_groups import RoleName
-from tllm.training.questions.causal_model import CausalModel
+from tllm.training.questions.answering_model import AnsweringModel
 
 SURVEY = survey_of("serve", serving_node("box"), serving_node("pi", speed=0.5))
 TIMED = {"timed": 4.0, "answer_seconds": 2.0, "row_tokens": 120.0}
@@ -34,7 +34,7 @@ TIMED = {"timed": 4.0, "answer_seconds": 2.0, "row_tokens": 120.0}
 def chooser_of(folder: Path, role: RoleName = "teacher", kept: Path | None = None, **more: bool) -> AnsweringChooser:
     """Of a tiny model, which two machines hold."""
     save_model("llama", folder)
-    model = CausalModel.find(str(folder), "", "")
+    model = AnsweringModel.find_causal(str(folder), "", "")
     plan = Plan.parse("pp=2", model.spec.num_layers)
     answerers = Answerers(role, "model", model, plan, ("127.0.0.1", 1), folder / "key", "float32")
     load: AnsweringLoad = RowLoad.of(model.spec, "float32", 32)

@@ -138,7 +138,7 @@ def test_a_reference_that_is_computed_once_is_told_apart(job: Path, capsys: pyte
 
 
 def test_a_plan_for_more_machines_than_there_are_is_refused(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "job.toml", "--cluster", "cluster.toml", "--plan", "dp=3"]) == 2
+    assert main(["plan", "job.toml", "--cluster", "cluster.toml", "--plan", "dp=3"]) == 3
     assert "has 3 ranks and the cluster 2 devices" in capsys.readouterr().err
     assert main(["plan", "job.toml"]) == 2
     assert "no machines are given for job.toml" in capsys.readouterr().err

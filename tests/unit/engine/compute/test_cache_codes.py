@@ -80,7 +80,7 @@ def test_kernels_and_torch_write_the_same_bytes(kind: str, monkeypatch: pytest.M
     caches = []
     for kernels in (True, False):
         if not kernels:
-            monkeypatch.setattr(cache_writer, "takes", lambda x: None)
+            monkeypatch.setattr(cache_writer, "kernels_for", lambda x: None)
         sequences.done = [0, 0, 0]
         cache = KVCache({0: SPECS["plain"]}, coded(sequences.limits, kind), torch.bfloat16)
         for pieces in STEPS:

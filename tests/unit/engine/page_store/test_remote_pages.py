@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.unit.engine.page_store.test_rank_pages import EMPTY, WHOLE, chain_of, part_of, rank, saved, taken, truth
-from tllm.core.errors import ClusterError
+from tllm.core.errors import ClusterError, WeightsError
 from tllm.engine.page_store import remote_pages
+from tllm.engine.page_store.page_file import check_file
 from tllm.engine.page_store.page_folder import Box, PageFolder
 from tllm.engine.page_store.remote_pages import RemotePages, overlap
 
@@ -80,12 +81,14 @@ def test_a_rank_that_begins_with_nothing_knows_what_others_have(tmp_path: Path) 
 
 def test_what_others_give_is_checked(tmp_path: Path) -> None:
     saved(tmp_path / "b", truth(1), chain_of(), WHOLE)
+    saved(tmp_path / "c", truth(1), chain_of(), LAST)
     other, held = Elsewhere(tmp_path / "b"), part_of(EMPTY, *WHOLE)
     good = other.folder.path(b"a" * 32, Box(0, 3, 0, 4)).read_bytes()
     with rank(tmp_path / "a", held) as pages:
         pages.others = RemotePages(pages.folder, [other], None, lambda: 0)
         neighbour = other.folder.path(b"b" * 32, Box(0, 3, 0, 4)).read_bytes()
-        for wrong in (b"", good[:-1] + b"?", neighbour):
+        part = Elsewhere(tmp_path / "c").folder.path(b"a" * 32, Box(1, 3, 0, 4)).read_bytes()
+        for wrong in (b"", good[:-1] + b"?", neighbour, part):
             other.wrong = wrong
             assert taken(pages, chain_of()) == 0
         assert not pages.folder.names(), "nothing of it is kept"
@@ -93,6 +96,8 @@ def test_what_others_give_is_checked(tmp_path: Path) -> None:
         assert taken(pages, chain_of()) == 0
         other.is_gone = False
         assert taken(pages, chain_of()) == 3
+    with pytest.raises(WeightsError, match=r"what came holds layers and kv heads 1-3\.0-4, and 0-3\.0-4 of that page"):
+        check_file(part, "model", b"a" * 32, Box(0, 3, 0, 4), "what came")
 
 
 def test_what_the_node_before_saves_is_copied_when_there_is_time(tmp_path: Path) -> None:

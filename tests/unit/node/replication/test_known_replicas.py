@@ -140,8 +140,17 @@ def test_a_full_disk_ends_nothing_and_is_written_to_once_it_takes_more(
     ]
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, authority: Authority) -> None:
-    (tmp_path / REPLICAS_FILE).write_text('[["no place", "", -1]]')
+@pytest.mark.parametrize(
+    "content",
+    [b'[["no place", "", -1]]', b"\xff", b'[["\xff"]]', b"[" * 100_000, None],
+    ids=["another form", "no JSON", "no UTF-8", "too deep", "a folder"],
+)
+def test_a_file_that_cannot_be_read_is_named(content: bytes | None, tmp_path: Path, authority: Authority) -> None:
+    path = tmp_path / REPLICAS_FILE
+    if content is None:
+        path.mkdir()  # which no bytes can be read of
+    else:
+        path.write_bytes(content)
     with pytest.raises(ConfigError, match=REPLICAS_FILE):
         KnownReplicas(tmp_path, authority)
 

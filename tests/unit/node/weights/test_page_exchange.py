@@ -13,8 +13,9 @@ from tllm.cluster.messages import Message, RankAddress
 from tllm.cluster.weight_messages import ChunkBytes, FindPages, GetPage, ListPages, PagesFound
 from tllm.core.errors import ClusterError, WeightsError
 from tllm.engine.page_store.page_folder import Box, PageFolder
-from tllm.node.weights import page_exchange
-from tllm.node.weights.page_exchange import PageExchange, boxes_of, file_of, names_of
+from tllm.node.weights import chunk_server, page_exchange
+from tllm.node.weights.chunk_server import boxes_of, file_of, names_of
+from tllm.node.weights.page_exchange import PageExchange
 
 BOX, NAME, CONTENT = Box(0, 4, 0, 2), b"n" * 32, b"content"
 
@@ -54,7 +55,7 @@ def exchange(pages: PageFolder | None, model: str = "model", told: Message | Non
 
 
 def test_what_a_node_has_is_found_listed_and_given(pages: PageFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_exchange, "NAMES_AT_ONCE", 2)
+    monkeypatch.setattr(chunk_server, "NAMES_AT_ONCE", 2)
     more = [bytes([n]) * 32 for n in range(5)]
     for name in more:
         pages.write(name, BOX, 1, lambda file: file.write(b"x") and None)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tllm.core.errors import ConfigError
-from tllm.server.reply.events import MergedReply, ReplyEvent, ReplyFinish, merged
+from tllm.server.reply.events import MergedReply, ReplyEvent, ReplyFinish, arguments_of, merged
 from tllm.server.reply.parser_choice import ReplyParser, ReplyParsers, choose_parsers
 
 SCHEMAS = {
@@ -294,3 +294,8 @@ def test_a_file_of_200_kb_is_a_parameter_like_another(parser: str, begin: str, e
     assert found.text == "" and [call.name for call in found.calls] == ["f"]
     assert json.loads(found.calls[0].arguments) == {"s": content.removesuffix("\n") if parser == "glm45" else content}
     assert found.finish is not None and found.finish.reason == "tool_calls"
+
+
+def test_arguments_that_are_no_json_are_none_at_all() -> None:
+    assert arguments_of('{"a": 1}') == {"a": 1}
+    assert arguments_of("") == arguments_of('{"a": ') == arguments_of("[" * 100_000) == {}

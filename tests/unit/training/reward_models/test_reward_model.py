@@ -19,11 +19,12 @@ from tllm.core.errors import ConfigError
 from tllm.training.job.rollout_keys import GRPOConfig
 from tllm.training.questions.answerer_places import AnswererPlace
 from tllm.training.questions.answerer_pool import ClusterAnswerers
+from tllm.training.questions.answering_model import AnsweringModel
 from tllm.training.questions.question_server import QuestionServer
 from tllm.training.questions.stop_signal import StopSignal
 from tllm.training.reward_models.model_rewards import ModelRewards
 from tllm.training.reward_models.reward_messages import SCORING, ScoringRun, TextScore, TextToScore
-from tllm.training.reward_models.reward_model import RewardModel, ScoringModel
+from tllm.training.reward_models.reward_model import RewardModel
 
 TEXTS: dict[str, Any] = {"prompts": ["3=", "1=", "12="], "completions": ["aaa", "ab", "()" * 9]}
 CHAT = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}"
@@ -80,7 +81,7 @@ class Dying:
     """A model whose node is lost with the `at`th text that it is asked."""
 
     def __init__(self, folder: Path, at: int) -> None:
-        self.model = RewardModel.open(str(folder), ScoringModel.find(str(folder)), "float32")
+        self.model = RewardModel.open(str(folder), AnsweringModel.find_scoring(str(folder)), "float32")
         self.name, self.at, self.asked = "dying", at, 0
         self.server: QuestionServer[ScoringRun, TextToScore, TextScore] | None = None
 

@@ -22,8 +22,9 @@ from tllm.spec.process_groups import computing
 from tllm.training.job.distillation_keys import DistillationKeys
 from tllm.training.job.job import Job
 from tllm.training.job.job_parts import role_plan
+from tllm.training.questions.answering_model import AnsweringModel
 from tllm.training.reward_models.reward_messages import TextToScore
-from tllm.training.reward_models.reward_model import RewardModel, ScoringModel
+from tllm.training.reward_models.reward_model import RewardModel
 from tllm.training.step.frozen_model import FrozenModel
 from tllm.training.step.rank_groups import groups_of
 from tllm.training.teachers.teacher_messages import Answer, Lesson, Question, packed
@@ -100,7 +101,7 @@ def test_a_teacher_says_the_same_cut_by_any_plan(folder: Path, text: str) -> Non
 
 def test_a_reward_model_says_the_same_cut_by_any_plan(tmp_path: Path) -> None:
     write_reward_model(tmp_path)
-    whole = RewardModel.open("r", ScoringModel.find(str(tmp_path)), "float64")
+    whole = RewardModel.open("r", AnsweringModel.find_scoring(str(tmp_path)), "float64")
     text = TextToScore(3, np.arange(1, 12, dtype="<i4").tobytes())
     for plan in ("pp=2", "tp=2"):
         models = [RewardModel("r", part) for part in parts(tmp_path, plan)[0]]

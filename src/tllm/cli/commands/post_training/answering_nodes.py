@@ -129,11 +129,11 @@ def answer_over_nodes(args: argparse.Namespace, role: RoleName, say: Say) -> int
 def _answerers(args: argparse.Namespace, role: RoleName, address: tuple[str, int]) -> Answerers:
     """What is to answer. PlanError where --plan and --nodes do not agree."""
     from tllm.node.serve.answering_cluster import Answerers
-    from tllm.training.questions.causal_model import CausalModel
+    from tllm.training.questions.answering_model import AnsweringModel
 
     # A policy's files are compared with those of a run that trains an adapter.
     found = locate(args.model, "ranges" if role == "teacher" else "whole")
-    model = CausalModel.find(str(found.path), *LACKS[role])
+    model = AnsweringModel.find_causal(str(found.path), *LACKS[role])
     wanted = args.nodes or args.local or 1
     if args.plan:
         rank_count(args.plan)  # what one copy of a model cannot be divided by
