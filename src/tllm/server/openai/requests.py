@@ -113,6 +113,11 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         for name, value in defaults.fill(msgspec.structs.asdict(self)).items():
             setattr(self, name, value)
 
+    @property
+    def asked_tokens(self) -> int | None:
+        """How many tokens may be generated, by either name; None where it is not said."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
     def allowed_max_tokens(
         self, prompt_tokens: int, max_model_len: int, default: int | None, most: int | None = None
     ) -> int:
@@ -121,7 +126,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
         Raises HttpError where the context is too short, RequestError where `min_tokens` is more.
         """
-        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        max_tokens = self.asked_tokens
         room = max_model_len - prompt_tokens
         if max_tokens is not None and self.takes_what_is_left:
             max_tokens = min(max_tokens, max(1, room))
