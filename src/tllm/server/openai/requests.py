@@ -309,6 +309,9 @@ def check_template_kwargs(given: dict[str, Any] | None) -> None:
         raise RequestError(message, "use the field of that name", "chat_template_kwargs")
 
 
+INSTEAD = dict.fromkeys(("previous_response_id", "conversation"), "send the whole conversation as input")
+"""What to do where a refused field, left out, would give another reply than was asked for."""
+
 _REFUSED_IN: dict[type, tuple[str, ...]] = {}
 
 
@@ -318,7 +321,8 @@ def refuse(request: msgspec.Struct, kind: type) -> None:
         _REFUSED_IN[kind] = tuple(name for name, mark in kind.__annotations__.items() if mark == "Refused")
     for name in _REFUSED_IN[kind]:
         if getattr(request, name) not in (None, False, "", []):
-            raise RequestError(f"{name} is not supported by this server", f"leave {name} out", name)
+            hint = INSTEAD.get(name, f"leave {name} out")
+            raise RequestError(f"{name} is not supported by this server", hint, name)
 
 
 def _logit_bias(given: dict[str, float]) -> dict[int, float]:
