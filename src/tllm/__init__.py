@@ -14,16 +14,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tllm.api.llm import LLM, Embedding, Generation
+    from tllm.api.lora_request import LoRARequest
     from tllm.api.trainer import Trainer, TrainResult, train
     from tllm.spec.request import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Embedding", "Generation", "SamplingParams", "TrainResult", "Trainer", "__version__", "train"]
+__all__ = [
+    "LLM",
+    "Embedding",
+    "Generation",
+    "LoRARequest",
+    "SamplingParams",
+    "TrainResult",
+    "Trainer",
+    "__version__",
+    "train",
+]
 
 PLACES = {
     "LLM": "tllm.api.llm",
     "Embedding": "tllm.api.llm",
     "Generation": "tllm.api.llm",
+    "LoRARequest": "tllm.api.lora_request",
     "SamplingParams": "tllm.spec.request",
     "TrainResult": "tllm.api.trainer",
     "Trainer": "tllm.api.trainer",

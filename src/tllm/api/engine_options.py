@@ -163,10 +163,14 @@ ELSEWHERE = {
 """Keyword arguments of vLLM, llama-cpp-python and transformers, and what is given here."""
 
 
+OF_LLM = ("plan", "on_progress", "enable_lora", "max_loras", "max_lora_rank")
+"""Keyword arguments of `LLM` that are no engine's."""
+
+
 def check_names(args: Mapping[str, Any]) -> None:
     """ConfigError for a keyword argument that there is none of: one that is passed over would do nothing in silence."""
     for name in args.keys() - EngineArgs.__annotations__.keys():
-        hint = ELSEWHERE.get(name) or nearest(name, (*EngineArgs.__annotations__, "plan", "on_progress"))
+        hint = ELSEWHERE.get(name) or nearest(name, (*EngineArgs.__annotations__, *OF_LLM))
         raise ConfigError(f"there is no keyword argument {name!r}", hint)
 
 

@@ -6,17 +6,19 @@ import asyncio
 import operator
 import secrets
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
-from typing import Unpack
+from typing import NamedTuple, Unpack
 
 import msgspec
 
 from tllm.api.engine_options import EngineArgs, check_device, check_names, engine_options
 from tllm.api.engine_thread import EngineThread
+from tllm.api.lora_request import LoRARequest, LoRARequests, RequestedAdapters, of_each_prompt
 from tllm.api.open_engine import open_engine
 from tllm.api.streamed_reply import StreamedReply
 from tllm.core.errors import ConfigError, RequestError
@@ -24,6 +26,7 @@ from tllm.core.tasks import end_tasks
 from tllm.server.openai.engine_client import pooled_output
 from tllm.server.pooling.pooled_prompts import PooledPrompts
 from tllm.server.pooling.score_prompts import ScorePrompts
+from tllm.spec.lora.lora_config import MAX_LORA_RANK, ServedLoras
 from tllm.spec.request import Request, SamplingParams, TokenLogprobs
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.generation_config import effective_temperature, sampling_values
@@ -60,6 +63,13 @@ class Embedding:
     num_cached_tokens: int = 0
 
 
+class _Asked(NamedTuple):
+    """A request as a call has it, before its adapter is loaded, and the texts that end its reply."""
+
+    request: Request
+    stops: tuple[str, ...]
+
+
 class LLM:
     """A model of a Hugging Face folder, or by its name on the hub, ready to generate. Close it, or use it in a `with`
     block.
@@ -71,6 +81,10 @@ class LLM:
     `plan` says how the model is cut, as for `tllm serve`: one rank runs in this process, more run as a process for
     each. The tokens are the same under every plan. `EngineArgs` lists the keyword arguments. `on_progress(what, done,
     total)` is told of bytes that are loaded. Calls come from any thread; what several ask for is computed together.
+
+    With `enable_lora` calls may ask for LoRA adapters of the model, as a `lora_request`: at most `max_loras` at once,
+    of rank `max_lora_rank` at most. Each rank is a process of its own then. One is loaded when it is first asked for,
+    and makes room for another when no call has it.
     """
 
     def __init__(
@@ -79,15 +93,24 @@ class LLM:
         plan: str = "pp=1",
         *,
         on_progress: Callable[[str, int, int], None] | None = None,
+        enable_lora: bool = False,
+        max_loras: int = 1,
+        max_lora_rank: int = MAX_LORA_RANK,
         **args: Unpack[EngineArgs],
     ) -> None:
         """Load the model. Raises ConfigError, PlanError, CapacityError or WeightsError where that cannot be done."""
         check_names(args)
+        if not enable_lora and max_loras != 1:
+            raise ConfigError(f"max_loras is {max_loras} and adapters are not loaded", "give enable_lora=True too")
+        if max_loras < 1 or max_lora_rank < 1:
+            raise ConfigError(f"max_loras is {max_loras} and max_lora_rank {max_lora_rank}", "give 1 at least of each")
         check_device(args.get("device", "cpu"))
         self.options = engine_options(model, plan, **args)
         self.tokenizer = Tokenizer.from_folder(self.options.folder)
         self.chat_template = ChatTemplate.from_folder(self.options.folder, self.tokenizer)
-        self._engine = EngineThread(open_engine(self.options, on_progress))
+        adapters = ServedLoras(max_loras, max_lora_rank, {}) if enable_lora else None
+        self._engine = EngineThread(open_engine(self.options, on_progress, adapters))
+        self._adapters = RequestedAdapters(self._engine.client, max_loras if enable_lora else 0)
 
     @property
     def max_model_len(self) -> int:
@@ -111,22 +134,28 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         stop: str | Sequence[str] = (),
+        lora_request: LoRARequests = None,
     ) -> list[Generation]:
         """Continue one prompt or several together; the replies in the order of the prompts.
 
-        A reply ends before any text of `stop`, one or several. Raises RequestError where one cannot be served as it is,
-        and ClusterError where a rank is lost and nobody can take over; no reply is then returned.
+        A reply ends before any text of `stop`, one or several. `lora_request` is the adapter of all, or that of each.
+        Raises RequestError where one cannot be served as it is, what `LLM` and adapters raise where one cannot be
+        loaded, and ClusterError where a rank is lost and nobody can take over; no reply is then returned.
         """
-        replies = [self._reply(self._encode(prompt), sampling_params, stop) for prompt in several(prompts)]
-        self._engine.run(self._finish(replies))
-        return [_generation(reply) for reply in replies]
+        asked = [self._request(self._encode(prompt), sampling_params, stop) for prompt in several(prompts)]
+        return self._engine.run(self._finish(asked, of_each_prompt(lora_request, len(asked))))
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, stop: str | Sequence[str] = ()
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        lora_request: LoRARequest | None = None,
     ) -> Iterator[str]:
         """The text that continues one prompt, in pieces as they come. Ending the loop early cancels the request."""
-        reply = self._reply(self._encode(prompt), sampling_params, stop)
-        return self._engine.iterate(reply.stream(self._engine.client))
+        asked = self._request(self._encode(prompt), sampling_params, stop)
+        return self._engine.iterate(self._pieces(asked, of_each_prompt(lora_request, 1)))
 
     def chat(
         self,
@@ -134,6 +163,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         stop: str | Sequence[str] = (),
+        lora_request: LoRARequest | None = None,
     ) -> Generation:
         """The reply to a conversation of {"role", "content"} messages, by the chat template that the model came with.
 
@@ -147,9 +177,9 @@ class LLM:
         params = self._params(sampling_params, prompt_ids)
         if not params.ignore_eos:
             params = msgspec.structs.replace(params, stop_token_ids=(*params.stop_token_ids, *self.tokenizer.eos_ids))
-        reply = self._reply(prompt_ids, params, stop)
-        self._engine.run(self._finish([reply]))
-        return _generation(reply)
+        asked = self._request(prompt_ids, params, stop)
+        (reply,) = self._engine.run(self._finish([asked], of_each_prompt(lora_request, 1)))
+        return reply
 
     def embed(
         self,
@@ -214,9 +244,9 @@ class LLM:
         room = self.max_model_len - len(prompt_ids)  # none: the engine refuses a prompt and one token with both numbers
         return msgspec.structs.replace(defaults, max_tokens=max(1, min(defaults.max_tokens, room)))
 
-    def _reply(
+    def _request(
         self, prompt_ids: tuple[int, ...], sampling_params: SamplingParams | None, stop: str | Sequence[str]
-    ) -> StreamedReply:
+    ) -> _Asked:
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if stops and self.tokenizer is None:
             raise ConfigError(f"stop needs a tokenizer and {self.options.folder} has none", "leave stop out")
@@ -228,20 +258,31 @@ class LLM:
             temperature=effective_temperature(params.temperature),
             seed=secrets.randbits(48) if params.seed is None else params.seed,
         )
-        return StreamedReply(Request(id=uuid.uuid4().hex, prompt_ids=prompt_ids, params=params), self.tokenizer, stops)
+        return _Asked(Request(id=uuid.uuid4().hex, prompt_ids=prompt_ids, params=params), stops)
 
-    async def _finish(self, replies: Sequence[StreamedReply]) -> None:
+    def _reply(self, asked: _Asked, lora: str) -> StreamedReply:
+        return StreamedReply(msgspec.structs.replace(asked.request, lora=lora), self.tokenizer, asked.stops)
+
+    async def _pieces(self, asked: _Asked, adapters: Sequence[LoRARequest | None]) -> AsyncGenerator[str]:
+        client, reply = self._engine.client, partial(self._reply, asked)
+        async with self._adapters.loaded(adapters) as (lora,), aclosing(reply(lora).stream(client)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def _finish(self, asked: Sequence[_Asked], adapters: Sequence[LoRARequest | None]) -> list[Generation]:
         """Play all replies to their ends; the first that fails ends the others, and is raised."""
 
-        async def play(reply: StreamedReply) -> None:
+        async def play(reply: StreamedReply) -> Generation:
             async for _ in reply.stream(self._engine.client):
                 pass
+            return _generation(reply)
 
-        tasks = [asyncio.create_task(play(reply)) for reply in replies]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            await end_tasks(*tasks)
+        async with self._adapters.loaded(adapters) as loras:
+            tasks = [asyncio.create_task(play(self._reply(*one))) for one in zip(asked, loras, strict=True)]
+            try:
+                return await asyncio.gather(*tasks)
+            finally:
+                await end_tasks(*tasks)
 
 
 def conversation(messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
@@ -48,7 +48,7 @@ class StreamedReply:
         spent = self._last - self._first
         return (len(self.token_ids) - 1) / spent if spent > 0 else 0.0
 
-    async def stream(self, client: EngineClient) -> AsyncIterator[str]:
+    async def stream(self, client: EngineClient) -> AsyncGenerator[str]:
         """Submit the request and yield its text. A stop string ends it, and the engine's work for it."""
         self._asked = time.perf_counter()
         async with aclosing(client.submit(self.request)) as outputs:

@@ -88,6 +88,7 @@ class Channel:
         self._number = 0
         self._asked: dict[int, asyncio.Queue[Frame | None]] = {}
         self._over = False
+        self._told = ""  # of a question that was refused: one that is asked again and again is told once
 
     async def send(self, message: Message) -> None:
         """Send and expect no answer."""
@@ -276,7 +277,9 @@ class Channel:
                 return
             answer = await result
         except TllmError as error:
-            log.info("%s asked for %s: %s", self.peer, _name(message), error.message)
+            told = f"{self.peer} asked for {_name(message)}: {error.message}"
+            log.log(logging.DEBUG if told == self._told else logging.INFO, "%s", told)
+            self._told = told
             await self.write(REFUSAL, number, refused(error))
             return
         assert answer is not None, "a question needs an answer"

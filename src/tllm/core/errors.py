@@ -143,6 +143,10 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 `except UNREADABLE` stands around every decoding of bytes from a network or a file.
 """
 
+UNREADABLE_TOML = (ValueError, RecursionError)
+"""What tomllib raises for a text that is none: its own error is a ValueError, as that of bytes that are no text, and
+that of a number of more digits than Python reads."""
+
 
 def decoded(
     content: bytes | bytearray,

@@ -40,7 +40,8 @@ def gguf_files(names: Iterable[str], wanted: str | None = None) -> list[str]:
         if not models:
             return []
         if len(models) > 1:
-            raise WeightsError(f"there are several GGUF files: {', '.join(models[:3])}", "give the path of one")
+            others = f" and {len(models) - 3} others" if models[3:] else ""
+            raise WeightsError(f"there are several GGUF files: {', '.join(models[:3])}{others}", "give the path of one")
         wanted = models[0]
     files = pieces(wanted)
     for name in files:

@@ -20,6 +20,7 @@ from tllm.core.errors import WeightsError
 Read = Callable[[int, int], bytes]
 """read(start, stop) -> those bytes of the file."""
 
+MAGIC = b"GGUF"
 HEADER_LIMIT = 256 * 1024 * 1024
 """Bytes. Headers hold the vocabulary: those of today's models have up to 20 MB."""
 STEP = 1024 * 1024
@@ -136,7 +137,7 @@ class GgufHeader:
 def read_gguf_header(file: str, size: int, read: Read) -> GgufHeader:
     """The header of one file of `size` bytes. WeightsError, naming the file, for all that is not as the format says."""
     data = _HeaderBytes(file, size, read)
-    if data.take(4) != b"GGUF":
+    if data.take(len(MAGIC)) != MAGIC:
         if is_lfs_pointer(bytes(data.data[:8])):
             raise WeightsError(f"{data.file} {LFS_POINTER}", LFS_HINT)
         data.refuse("it does not begin with GGUF", "give a file that is of the GGUF format")

@@ -26,10 +26,13 @@ def lm_studio_file(name: str, tag: str) -> Path:
     found = find_lm_studio(name, tag)
     if found is None:
         choices = _choices(name)
+        if not choices:
+            known = ", ".join(f"lmstudio:{known}" for known, _ in lm_studio_models()) or "none"
+            raise ConfigError(f"LM Studio has no {name}", f"there are: {known}")
         what = f"no GGUF file of {tag}" if tag else f"{len(choices)} GGUF models"
         raise ConfigError(
             f"LM Studio has {what} for {name}",
-            f"give one as lmstudio:{name}:QUANTISATION; there are: {', '.join(choices) or 'none'}",
+            f"give one as lmstudio:{name}:QUANTISATION; there are: {', '.join(choices)}",
         )
     return found
 

@@ -86,10 +86,11 @@ def locate(text: str, need: Need, revision: str | None = None, reuse: Reuse = la
     if name.store == "lmstudio":
         return _in_lm_studio(name, lm_studio_file(name.repo, name.tag))
     remove_left_parts()
-    if (file := _only_in_lm_studio(name)) is not None:
+    commit = commit_of(name.repo, name.revision)
+    if (file := _only_in_lm_studio(name, commit)) is not None:
         return _in_lm_studio(name, file)
     try:
-        repository, where = _listing(name)
+        repository, where = _listing(name, commit)
     except TllmError as error:
         error.hint = nearby(path) + error.hint
         raise
@@ -110,16 +111,16 @@ def _in_lm_studio(name: ModelName, path: Path) -> LocatedModel:
     return LocatedModel(path, said=f"{name}: {path} of LM Studio")
 
 
-def _only_in_lm_studio(name: ModelName) -> Path | None:
+def _only_in_lm_studio(name: ModelName, commit: str) -> Path | None:
     """The file of LM Studio, where the hub was never asked for the model."""
-    if name.revision or commit_of(name.repo, name.revision):
+    if name.revision or commit:
         return None
     return find_lm_studio(name.repo, name.tag)
 
 
-def _listing(name: ModelName) -> tuple[Repository, str]:
-    """What the repository holds at the revision, and how that is known."""
-    commit = commit_of(name.repo, name.revision)
+def _listing(name: ModelName, commit: str) -> tuple[Repository, str]:
+    """What the repository holds at the revision, which stood for `commit` when it was last fetched, and how that is
+    known."""
     kept = kept_listing(name.repo, commit) if commit else None
     if kept is not None and is_commit(name.revision):
         return kept, "which never changes"

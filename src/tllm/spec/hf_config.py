@@ -13,6 +13,7 @@ from typing import Any
 
 from tllm.core.errors import ConfigError, ModelError
 from tllm.core.gguf_files import open_gguf
+from tllm.core.gguf_header import MAGIC
 from tllm.core.model_folders import json_table
 from tllm.spec.config_types import check_types, is_number
 from tllm.spec.gguf.gguf_codings import gguf_quantization
@@ -218,6 +219,14 @@ def rounded(wish: Quantize, tied: bool) -> Quantization:
     return Quantization(wish, tuple((pattern, ROUNDED[kind]) for pattern, kind in rounded_modules(wish, tied)))
 
 
+def _begins_as_gguf(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """The `config.json` of a model folder, or that file itself, with the stop ids of its `generation_config.json` where
     that has more. Of a multimodal model it is the text part's, and it is said that only this is read. What a GGUF file
@@ -235,6 +244,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.exists():
         raise ModelError(f"{folder} has no config.json", "give the folder of a Hugging Face model")
     if path.suffix != ".json":
+        if _begins_as_gguf(folder):
+            raise ModelError(
+                f"the name of the GGUF file {folder} does not end with .gguf",
+                f"give a link to it, `ln -s {folder.resolve()} model.gguf`, or ollama:NAME for one of ollama's",
+            )
         raise ModelError(
             f"{folder} is neither a model's folder nor a GGUF file",
             f"give its folder, {folder.parent}" if path.suffix == ".safetensors" else "give the folder of a model",

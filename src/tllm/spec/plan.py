@@ -13,7 +13,7 @@ import msgspec
 from tllm.core.errors import UNREADABLE, ConfigError, PlanError
 from tllm.spec.grid.grid_shape import GridShape, TensorMode, grid_shape
 from tllm.spec.pipeline_schedule import Depth
-from tllm.spec.plan_text import ONE_REPLICA, TRAINING, read_fields
+from tllm.spec.plan_text import MAX_RANKS, ONE_REPLICA, TRAINING, read_fields
 
 Experts = Literal["cut", "spread"]
 Zero = Literal[0, 1, 2, 3]
@@ -187,6 +187,10 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True):
                 raise PlanError(f"the plan has {name}={getattr(self, name)}", f"give {name} of 1 or more")
         if not self.dp or min(self.dp) < 1 or (len(self.dp) == 1 and self.dp[0] != 1):
             raise PlanError(f"the plan has dp={self.dp}", "give each replica a share of 1 or more, a single one 1")
+        if self.world_size > MAX_RANKS:
+            raise PlanError(
+                f"the plan has {self.world_size:,} ranks, and at most {MAX_RANKS:,} are planned", "give fewer"
+            )
         if self.servers < 0:
             raise PlanError(f"the plan has servers={self.servers}", "give servers of 0 or more")
         if len(self.stages) % self.chunks:

@@ -38,6 +38,12 @@ CHOICES = {
 BOOLEANS = {"true": True, "false": False}
 
 
+MAX_RANKS = 1 << 20
+"""So many ranks, stages and runs of layers a plan may have: thousands of machines are planned, and no list is built of
+what nobody has."""
+
+MAX_SHARE = 10**18 - 1
+
 ONE_REPLICA = (1,)
 """The share of a single replica. One object: a plan's JSON form leaves out a field that is its default itself."""
 
@@ -76,6 +82,7 @@ def read_fields(text: str, num_layers: int) -> PlanFields:
     layers = _numbers(given["layers"], "layers", "+") if "layers" in given else ()
     of_stages = _stages(text, given, chunks, layers)
     pp = len(of_stages)
+    _check_product("stages times chunks", pp, chunks)
     bounds = _bounds(layers, pp * chunks, num_layers)
     runs = tuple(RunFields(bounds[run], bounds[run + 1], of_stages[run % pp]) for run in range(pp * chunks))
     for key, known in CHOICES.items():
@@ -115,9 +122,10 @@ def rank_count(text: str) -> int:
 def _stages(text: str, given: dict[str, str], chunks: int, layers: tuple[int, ...]) -> list[tuple[int, ...]]:
     """The shares of each stage's ranks."""
     tps = _numbers(given.get("tp", "1"), "tp", "+")
-    shares = [_numbers(part, "shares", ":") for part in given.get("shares", "").split("+") if part]
+    shares = [_numbers(part, "shares", ":", most=MAX_SHARE) for part in given.get("shares", "").split("+") if part]
     lengths = [len(values) for values in (tps, shares) if len(values) > 1]
     pp = _stage_count(text, given, chunks, layers, lengths)
+    _check_product("ranks", pp if len(tps) == 1 else 1, sum(tps))
     tps = tps * pp if len(tps) == 1 else tps
     return [_stage_shares(shares, stage, tps) for stage in range(pp)]
 
@@ -137,20 +145,32 @@ def _pairs(text: str) -> dict[str, str]:
     return given
 
 
-def _number(text: str, key: str, least: int = 1) -> int:
-    """A whole number of `least` or more."""
-    if not text.isascii() or not text.isdigit() or int(text) < least:
-        raise PlanError(f"{key}={text!r} is not a whole number of {least} or more", f"for example {key}=2")
-    return int(text)
+def _number(text: str, key: str, least: int = 1, most: int = MAX_RANKS) -> int:
+    """A whole number from `least` to `most`."""
+    digits = text.lstrip("0") or "0"
+    if not text.isascii() or not text.isdigit() or (digits == "0" and least):
+        raise PlanError(f"{key}={text[:40]!r} is not a whole number of {least} or more", f"for example {key}=2")
+    if len(digits) > len(str(most)) or int(digits) > most:
+        given = digits if len(digits) < 40 else f"a number of {len(digits)} digits"
+        raise PlanError(f"{key} is {given}, and a plan has {most:,} at most", f"for example {key}=2")
+    return int(digits)
 
 
-def _numbers(text: str, key: str, separator: str, least: int = 1) -> tuple[int, ...]:
+def _numbers(text: str, key: str, separator: str, least: int = 1, most: int = MAX_RANKS) -> tuple[int, ...]:
     """Whole numbers joined by `separator`; 2*62 stands for 62 times 2."""
     numbers: list[int] = []
     for part in text.split(separator):
         value, _, times = part.partition("*")
-        numbers += [_number(value, key, least)] * (_number(times, key) if times else 1)
+        repeats = _number(times, key) if times else 1
+        _check_product(f"values of {key}", 1, len(numbers) + repeats)
+        numbers += [_number(value, key, least, most)] * repeats
     return tuple(numbers)
+
+
+def _check_product(what: str, times: int, count: int) -> None:
+    """Refuse a plan of more than can be, before it is built."""
+    if times * count > MAX_RANKS:
+        raise PlanError(f"the plan has {times * count:,} {what}, and at most {MAX_RANKS:,} are planned", "give fewer")
 
 
 def _choice(text: str, key: str, known: Sequence[str]) -> str:

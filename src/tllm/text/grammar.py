@@ -309,6 +309,8 @@ def _lark(text: str, param: str) -> str:
 
     try:
         return any_to_lark(text)
+    except ValueError as error:  # of a number of more digits than Python reads
+        raise RequestError(f"{param} has a number of too many digits", "repeat less often", param) from error
     except Exception as error:  # the library raises exactly this where a rule is missing
         raise RequestError(f"{param} is neither Lark nor GBNF: {_one_line(str(error))}", param=param) from error
 

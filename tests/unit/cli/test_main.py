@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import argparse
 import errno
 import fcntl
+import importlib
 import os
 import pty
+import re
 import struct
 import subprocess
 import sys
@@ -14,6 +17,7 @@ import pytest
 
 import tllm
 from tllm.cli import main as cli
+from tllm.cli.arguments.parser import Parser
 from tllm.core.errors import AuthError, ClusterError, NonFiniteError, PlanError, RequestError, TllmError, WeightsError
 from tllm.kernels.autotune import VARIABLE, choice_file
 
@@ -40,6 +44,19 @@ def test_help_is_as_wide_as_the_terminal(capsys: pytest.CaptureFixture[str], mon
         with pytest.raises(SystemExit):
             cli.main([name, "--help"])
         assert max(map(len, capsys.readouterr().out.splitlines())) <= 80, name
+
+
+def test_help_breaks_no_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of limits that were joined by commas were one word, wider than its column."""
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in cli.COMMANDS:
+        parser = Parser(name, "A command.")
+        importlib.import_module(cli.module_of(name)).add_arguments(parser)
+        shown = set(re.split(r"[\s-]+", parser.format_help()))
+        for action in parser._actions:
+            if action.help and action.help != argparse.SUPPRESS:
+                words = re.split(r"[\s-]+", parser._get_formatter()._expand_help(action))
+                assert set(words) <= {"", *shown}, (name, action.option_strings)
 
 
 def test_no_command_is_a_usage_error() -> None:

@@ -144,6 +144,28 @@ def test_an_error_for_users_is_an_answer_and_the_channel_goes_on() -> None:
     play(scene)
 
 
+def test_a_refusal_is_told_once_though_it_is_asked_again(caplog: pytest.LogCaptureFixture) -> None:
+    """A node's HTTP server asks twice a second how the engine is, also while a model is loaded for minutes."""
+    reasons = iter(["not yet", "not yet", "not yet", "never", "not yet"])
+
+    async def start(message: Start) -> Started:
+        raise ClusterError(next(reasons))
+
+    async def scene() -> None:
+        coordinator, node, _ = pair()
+        runs = [asyncio.create_task(node.run({Start: start})), asyncio.create_task(coordinator.run({}))]
+        for _ in range(5):
+            with pytest.raises(ClusterError):
+                await coordinator.ask(Start(1), 20.0)
+        coordinator.abort()
+        node.abort()
+        await asyncio.gather(*runs)
+
+    with caplog.at_level("INFO", "tllm.cluster"):
+        play(scene)
+    assert [message.partition(": ")[2] for message in caplog.messages] == ["not yet", "never", "not yet"]
+
+
 @pytest.mark.parametrize("kind", [ONE_WAY, QUESTION])
 def test_a_fault_of_ours_ends_its_channel_loudly(kind: int) -> None:
     async def start(message: Start) -> Started:

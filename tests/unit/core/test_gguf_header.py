@@ -279,6 +279,8 @@ def test_which_files_are_the_model() -> None:
     assert gguf_files(["a-00000-of-00000.gguf"]) == ["a-00000-of-00000.gguf"]
     with pytest.raises(WeightsError, match=r"several GGUF files: a\.gguf, b\.gguf"):
         gguf_files(["b.gguf", "a.gguf"])
+    with pytest.raises(WeightsError, match=r"several GGUF files: a\.gguf, b\.gguf, c\.gguf and 2 others"):
+        gguf_files([f"{name}.gguf" for name in "edcba"])
     with pytest.raises(WeightsError, match=r"c\.gguf is missing"):
         gguf_files(["b.gguf"], "c.gguf")
 

@@ -12,7 +12,7 @@ import pytest
 from tests.house.tree import ROOT
 from tests.support.models.gguf_models import SavedModel, with_tokenizer, write_gguf
 from tllm.cli.main import main
-from tllm.core.errors import ConfigError
+from tllm.core.errors import ConfigError, TllmError
 from tllm.core.gguf_files import open_gguf
 from tllm.hub.locate import locate
 from tllm.hub.ollama_store import MODEL
@@ -104,6 +104,24 @@ def test_a_model_of_lm_studio(home: Path, gguf: Path, folder: str) -> None:
     with pytest.raises(ConfigError, match="LM Studio has no GGUF file of Q4_0") as wrong:
         locate("lmstudio:org/tiny-gguf:Q4_0", "whole")
     assert "there are: Q8_0" in wrong.value.hint
+    with pytest.raises(ConfigError, match="LM Studio has no org/tiny") as wrong:
+        locate("lmstudio:org/tiny", "whole")
+    assert wrong.value.hint == "there are: lmstudio:org/tiny-gguf:Q8_0"
+
+
+def test_which_commit_a_name_stands_for_is_looked_up_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that what is said of LM Studio and of the hub is said of one commit, though another program fetches."""
+    looked_up = list[str]()
+
+    def commit_of(repo: str, revision: str) -> str:
+        looked_up.append(repo)
+        return ""
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("tllm.hub.locate.commit_of", commit_of)
+    with pytest.raises(TllmError):
+        locate("org/elsewhere", "whole")
+    assert looked_up == ["org/elsewhere"]
 
 
 def test_a_path_wins_over_a_name(home: Path, gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,7 +159,10 @@ def test_a_choice_of_tools_holds_the_reply(choice: Any, kind: str) -> None:
     [
         ({}, "input"),
         ({"input": []}, "input has no items"),
-        ({"input": "hi", "previous_response_id": "resp_1"}, "previous_response_id is not supported"),
+        (
+            {"input": "hi", "previous_response_id": "resp_1"},
+            "previous_response_id is not supported by this server (send the whole conversation as input)",
+        ),
         ({"input": "hi", "background": True, "store": False}, "in the background is stored"),
         ({"input": [{"type": "image_generation_call"}]}, "'image_generation_call' is not supported"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "'input_image' is not supported"),

@@ -60,11 +60,25 @@ def test_what_is_left_out_is_even() -> None:
         ("tp=4,tensor=2d,experts=spread", "experts=spread: experts are not cut both ways"),
         ("tp=4,tensor=2d,zero=3", "zero=3: a grid's weights are not gathered"),
         ("tp=4,tensor=2d,servers=1", "servers=1: with servers each replica is one rank"),
+        ("tp=1*1000000000", "tp is 1000000000, and a plan has 1,048,576 at most"),
+        ("tp=1000000000", "tp is 1000000000, and a plan has 1,048,576 at most"),
+        ("tp=" + "+".join(["1*1000000"] * 9), "the plan has 2,000,000 values of tp, and at most 1,048,576"),
+        ("pp=4,tp=1000000", "the plan has 4,000,000 ranks, and at most 1,048,576"),
+        ("pp=1000000,chunks=1000000", "1,000,000,000,000 stages times chunks"),
+        ("dp=1000000,cp=1000000", "the plan has 1,000,000,000,000 ranks, and at most 1,048,576"),
+        ("dp=" + "9" * 5000, "dp is a number of 5000 digits, and a plan has"),
+        ("tp=2,shares=1:" + "9" * 5000, "shares is a number of 5000 digits, and a plan has"),
+        ("layers=" + "x" * 5000, "layers='x{40}' is not a whole number"),
     ],
 )
 def test_a_bad_plan_is_refused_in_words(text: str, says: str) -> None:
     with pytest.raises(PlanError, match=says.replace("(", r"\(")):
         Plan.parse(text, 4)
+
+
+def test_numbers_may_have_noughts_before_them_and_shares_may_be_bytes() -> None:
+    plan = Plan.parse(f"pp={'0' * 5000}2,tp=2,shares=16000000000:8000000000", 4)
+    assert (plan.pp, plan.stages[0].shares) == (2, (16_000_000_000, 8_000_000_000))
 
 
 @pytest.mark.parametrize(
@@ -127,6 +141,7 @@ def test_chunks_go_round_the_stages() -> None:
         (Plan((Stage(0, 2), Stage(2, 3), Stage(3, 4)), chunks=2), "3 runs of layers"),
         (Plan((Stage(0, 2), Stage(2, 4, (1, 1))), chunks=2), "run 1 has shares"),
         (Plan((Stage(0, 4),), cp=0), "cp=0"),
+        (Plan((Stage(0, 4),), cp=1 << 60), "the plan has 1,152,921,504,606,846,976 ranks"),
     ],
 )
 def test_counts_that_are_none_are_refused(plan: Plan, says: str) -> None:

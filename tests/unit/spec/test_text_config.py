@@ -71,6 +71,10 @@ def test_a_file_that_is_no_model_is_said_to_be_none(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="neither a model's folder nor a GGUF file") as refused:
         read_config(weights)
     assert refused.value.hint == f"give its folder, {tmp_path}"
+    (blob := tmp_path / "sha256-0123").write_bytes(b"GGUF" + bytes(99))  # as ollama keeps it
+    with pytest.raises(ModelError, match=r"the GGUF file .*sha256-0123 does not end with \.gguf") as refused:
+        read_config(blob)
+    assert f"ln -s {blob} model.gguf" in refused.value.hint and "ollama:NAME" in refused.value.hint
     (tmp_path / "config.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\n")
     with pytest.raises(ModelError, match="is a pointer of Git LFS") as refused:
         read_config(tmp_path)

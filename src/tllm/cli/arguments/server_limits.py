@@ -57,7 +57,8 @@ def add_server_limits(parser: argparse.ArgumentParser) -> None:
         "--rate-limit",
         type=rate_limit,
         metavar="LIMITS",
-        help="of each key that has none of its own: requests_per_minute=N,tokens_per_minute=N,max_concurrent=N",
+        help="of each key that has none of its own, joined by commas: requests_per_minute=N, tokens_per_minute=N, "
+        "max_concurrent=N",
     )
     keys.add_argument(
         "--scheduling-policy",

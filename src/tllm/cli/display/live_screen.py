@@ -62,7 +62,7 @@ def live_screen(status: Mapping[str, Any], history: LiveHistory) -> str:
 def machines_table(status: Mapping[str, Any], history: LiveHistory) -> str:
     """A row for each node that has a rank: what it holds, and what it did lately; slow and silent ones are named. Those
     that have a role beside the plan come after them."""
-    titles = ["node", "layers", "computing", "", "a step", "predicted", "memory", "sends", "phase"]
+    titles = ["node", "layers", "computing", "a step", "predicted", "memory", "sends", "phase"]
     nodes = sorted((node for node in status["nodes"] if node["rank"] is not None), key=lambda node: node["rank"])
     beside = [node for node in status["nodes"] if node.get("role")]
     if not nodes and not beside:
@@ -77,8 +77,7 @@ def machines_table(status: Mapping[str, Any], history: LiveHistory) -> str:
             [
                 node["node"],
                 f"{node['layers'][0]} to {node['layers'][1] - 1}",
-                "█" * round(BAR * busy) + "·" * (BAR - round(BAR * busy)),
-                f"{100 * busy:.0f} %",
+                "█" * round(BAR * busy) + "·" * (BAR - round(BAR * busy)) + f" {100 * busy:3.0f} %",
                 "" if step is None else f"{1000 * step:.1f} ms",
                 f"{1000 * expected[node['stage']]:.1f} ms" if expected else "",
                 amount(node["rss_bytes"]),
@@ -87,7 +86,7 @@ def machines_table(status: Mapping[str, Any], history: LiveHistory) -> str:
             ]
         )
     for node in beside:
-        rows.append([node["node"], node["role"], *[""] * 4, amount(node["rss_bytes"]), "", _phase(node, history)])
+        rows.append([node["node"], node["role"], *[""] * 3, amount(node["rss_bytes"]), "", _phase(node, history)])
     return table(rows)
 
 

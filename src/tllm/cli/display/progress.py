@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
+from types import FrameType
 from typing import Protocol, TypeVar
 
 from tllm.core.memory import amount
@@ -97,4 +100,27 @@ def _bars() -> Iterator[ShowProgress]:
         yield tell
     finally:
         is_over = True
-        bars.stop()
+        with _interrupts_later():
+            bars.stop()
+
+
+@contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """A Ctrl-C that comes meanwhile is heard afterwards: a second one while a command ends would leave its bars half
+    taken away, and the cursor with them. Signals are the first thread's alone."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    is_interrupted = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal is_interrupted
+        is_interrupted = True
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if is_interrupted:
+        signal.raise_signal(signal.SIGINT)

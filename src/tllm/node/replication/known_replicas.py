@@ -54,6 +54,8 @@ class KnownReplicas:
         while True:
             before = replica.raft.log.configuration
             self.keep(before)
+            if len(before) == 1 and before[0] == replica.place and before[0] in self._last:
+                self._forget()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(AGAIN_SECONDS if self._trouble.is_there else None):
                     await replica.until(lambda: replica.raft.log.configuration != before)  # noqa: B023
@@ -85,6 +87,18 @@ class KnownReplicas:
                 return found.address
             await asyncio.sleep(AGAIN_SECONDS)
         return None
+
+    def _forget(self) -> None:
+        """The last replica but this process's own was left out: if this ends, no other can lead, and one that was left
+        out and still answers would be waited for in vain."""
+        try:
+            if self._path is not None:
+                self._path.unlink(missing_ok=True)
+        except OSError as error:
+            self._trouble.refused(error)
+            return
+        self._trouble.accepted()
+        self._last = ()
 
     def _write(self, path: Path, places: tuple[ReplicaPlace, ...]) -> bool:
         """Whether the disk took it."""

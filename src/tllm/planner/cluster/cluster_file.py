@@ -53,12 +53,13 @@ from typing import Literal
 
 import msgspec
 
-from tllm.core.errors import ConfigError
+from tllm.core.errors import UNREADABLE_TOML, ConfigError
 from tllm.planner.cluster.device import Cluster, Device, LinkSpeed, Points, Tier
 from tllm.planner.cluster.execution import Execution
 from tllm.planner.cluster.failures import Failures
 from tllm.planner.cluster.profile import read_profile
 from tllm.planner.cluster.quantity import BYTES, BYTES_PER_SECOND, FLOPS, SECONDS, positive, quantity, shown
+from tllm.spec.plan_text import MAX_RANKS
 
 Number = float | str
 Efficiency = float | tuple[tuple[float, float], ...]
@@ -139,7 +140,7 @@ def parse_cluster(text: str, path: Path) -> Cluster:
     """The cluster that a file's text describes."""
     try:
         return cluster_from(tomllib.loads(text), path)
-    except tomllib.TOMLDecodeError as error:
+    except UNREADABLE_TOML as error:
         raise ConfigError(f"{path} is not a cluster: {error}", _hint(str(error))) from error
 
 
@@ -149,6 +150,9 @@ def cluster_from(raw: Mapping[str, object], path: Path) -> Cluster:
         file = msgspec.convert(raw, type=_File)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path} is not a cluster: {error}", _hint(str(error))) from error
+    devices = sum(_devices(node) for node in file.node)
+    if devices > MAX_RANKS:
+        raise ConfigError(f"{path} has {devices:,} devices, and at most {MAX_RANKS:,} are planned", "give fewer")
     nodes = [(name, node) for node in file.node for name in _names(node)]
     names = [name for name, _ in nodes]
     if not names:
@@ -182,10 +186,15 @@ def _failures(given: _Failures) -> Failures:
     return Failures(*(quantity(getattr(given, key), SECONDS, f"{key} of [failures]") for key in keys))
 
 
-def _names(node: _Node) -> list[str]:
+def _devices(node: _Node) -> int:
+    """How many devices a table of the file stands for."""
     for key in ("count", "devices"):
         if getattr(node, key) < 1:
             raise ConfigError(f"node {node.name!r} has {key} = {getattr(node, key)}", f"give {key} of 1 or more")
+    return node.count * node.devices
+
+
+def _names(node: _Node) -> list[str]:
     return [node.name] if node.count == 1 else [f"{node.name}{i}" for i in range(node.count)]
 
 

@@ -115,7 +115,8 @@ class Account:
         self._tokens = self._resized(self._tokens, key.limits.tokens_per_minute)
 
     def refusal(self, prompt_tokens: int = 0, max_tokens: int = 0) -> Refusal | None:
-        """Why a request of this size gets nothing now, if so; without a size, why none of any size does."""
+        """Why a request of this size gets nothing now, if so. Where its prompt is not read yet, why none of any size
+        does; it is told to come again when there is enough for what replies have taken so far."""
         limits, name = self.key.limits, self.key.name
         if limits.max_concurrent is not None and self.concurrent >= limits.max_concurrent:
             message = f"{self.concurrent} requests of the key {name} are in work, and {limits.max_concurrent} the most"
@@ -135,7 +136,7 @@ class Account:
             return Refusal("tokens_per_minute", f"{may}, and the prompt has {prompt_tokens}", None)
         # A request that is expected to take more than the whole bucket waits until that is full.
         needed = min(max(1.0, self._expected(prompt_tokens, max_tokens)), most)
-        if bucket.level >= needed:
+        if bucket.level >= (needed if prompt_tokens else 1):
             return None
         message = f"{may}; {left} are left and about {math.ceil(needed)} needed"
         return Refusal("tokens_per_minute", message, bucket.seconds_to(needed))

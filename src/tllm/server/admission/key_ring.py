@@ -91,7 +91,7 @@ class KeyRing:
         elif news is not None:
             self.fault = ""
             self._take(news)
-            _log.warning("the file of API keys was read anew: there are %d keys", len(self.accounts))
+            _log.warning("the file of API keys was read anew; keys: %d", len(self.accounts))
 
     def _read(self) -> list[ApiKey]:
         if self._file is None:

@@ -67,7 +67,7 @@ class ServerSettings:
     request_seconds: float = 3600.0
     max_queue_seconds: float = 0.0  # a request that cannot begin within is answered 429; 0: it waits
     max_sequences: int = 1024  # running and waiting; more are answered 429
-    keep_alive_seconds: float = 10.0  # a stream that is silent this long sends a comment
+    keep_alive_seconds: float = 10.0  # a stream that is silent this long sends a comment; 0: none does
     stall_seconds: float = 60.0  # /health/progress: work in hand and no step for this long
     drain_seconds: float = 30.0
     version: str = "0"

@@ -70,9 +70,9 @@ def last_error(error: TllmError) -> tuple[bytes, bytes]:
 class EventStream(Response):
     """A reply of events. Headers go out with the first event, or after `keep_alive_seconds` without one.
 
-    A stream that is silent for so long sends a comment. `waiting` says in words what is waited for, or nothing; it is
-    sent as a comment, too, which clients ignore and people can read. An error before the headers is raised, and can
-    still be an ordinary reply; a later one ends the stream with its `error_events`.
+    A stream that is silent for so long sends a comment, and none for 0. `waiting` says in words what is waited for, or
+    nothing; it is sent as a comment, too, which clients ignore and people can read. An error before the headers is
+    raised, and can still be an ordinary reply; a later one ends the stream with its `error_events`.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class EventStream(Response):
         super().__init__(headers=_HEADERS)
         del self.headers["content-length"]
         self._source = source
-        self._keep_alive_seconds = keep_alive_seconds
+        self._keep_alive_seconds = keep_alive_seconds or math.inf
         self._waiting = waiting
         self._error_events = error_events
         self._sent, self._reason_sent = time.monotonic(), -math.inf

@@ -194,7 +194,7 @@ class Completions:
         """Refuse what cannot be done, or not now for this key, before there is work on it; else when it begins."""
         self._check(request)
         if not ids.is_again:
-            self._router.check(caller.account)
+            self._router.check(caller.account, 0, request.asked_tokens or self._router.client.max_model_len)
         return caller.scheduling(request.priority, self._settings)
 
     def _fields(self, request: SamplingFields, logprobs: bool) -> ReplyFields:

@@ -96,7 +96,7 @@ class RequestRouter:
         self._drain_rate = DrainRate(time.monotonic)
 
     def check(self, account: Account, prompt_tokens: int = 0, max_tokens: int = 0) -> None:
-        """`HttpError` where the account gets nothing now for a request of this size; without one, for any size."""
+        """`HttpError` where the account gets nothing now for a request of this size; without a prompt, of any size."""
         refusal = account.refusal(prompt_tokens, max_tokens)
         if refusal is not None:
             self.metrics.keys.refused(account.key.name, refusal.limit)

@@ -113,6 +113,11 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         for name, value in defaults.fill(msgspec.structs.asdict(self)).items():
             setattr(self, name, value)
 
+    @property
+    def asked_tokens(self) -> int | None:
+        """How many tokens may be generated, by either name; None where it is not said."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
     def allowed_max_tokens(
         self, prompt_tokens: int, max_model_len: int, default: int | None, most: int | None = None
     ) -> int:
@@ -121,7 +126,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
         Raises HttpError where the context is too short, RequestError where `min_tokens` is more.
         """
-        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        max_tokens = self.asked_tokens
         room = max_model_len - prompt_tokens
         if max_tokens is not None and self.takes_what_is_left:
             max_tokens = min(max_tokens, max(1, room))
@@ -304,6 +309,9 @@ def check_template_kwargs(given: dict[str, Any] | None) -> None:
         raise RequestError(message, "use the field of that name", "chat_template_kwargs")
 
 
+INSTEAD = dict.fromkeys(("previous_response_id", "conversation"), "send the whole conversation as input")
+"""What to do where a refused field, left out, would give another reply than was asked for."""
+
 _REFUSED_IN: dict[type, tuple[str, ...]] = {}
 
 
@@ -313,7 +321,8 @@ def refuse(request: msgspec.Struct, kind: type) -> None:
         _REFUSED_IN[kind] = tuple(name for name, mark in kind.__annotations__.items() if mark == "Refused")
     for name in _REFUSED_IN[kind]:
         if getattr(request, name) not in (None, False, "", []):
-            raise RequestError(f"{name} is not supported by this server", f"leave {name} out", name)
+            hint = INSTEAD.get(name, f"leave {name} out")
+            raise RequestError(f"{name} is not supported by this server", hint, name)
 
 
 def _logit_bias(given: dict[str, float]) -> dict[int, float]:

@@ -14,7 +14,7 @@ from typing import Any, get_args, get_type_hints
 
 import msgspec
 
-from tllm.core.errors import ConfigError, nearest
+from tllm.core.errors import UNREADABLE_TOML, ConfigError, nearest
 from tllm.training.job.job import Job
 from tllm.training.job.rollout_keys import FUNCTION, RolloutConfig, located_function
 
@@ -312,7 +312,7 @@ def _read_toml(file: Path) -> dict[str, Any]:
         return tomllib.loads(file.read_text("utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"cannot read the job {file}: {error.strerror}", "give the path of a TOML file") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE_TOML as error:
         hint = "a key is there twice" if "overwrite" in str(error) else NOTATION
         raise ConfigError(f"{file.name} is not TOML: {error}", hint) from error
 
@@ -339,7 +339,7 @@ def _plain(value: str, key: str) -> Any:
         return value
     try:
         return tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+    except UNREADABLE_TOML:
         return value
 
 

@@ -89,8 +89,8 @@ class WantedNodes:
         if len(values) == 1 and first == AUTO:
             return cls(is_auto=True)
         if len(values) == 1 and first.lstrip("-").isdecimal():
-            if int(first) < 1:
-                raise ConfigError(f"{key} is {first}", "give 1 node or more, or leave it out")
+            if len(first) > 9 or int(first) < 1:
+                raise ConfigError(f"{key} is {first[:40]}", "give 1 node or more, or leave it out")
             return cls(int(first))
         names = tuple(str(value) for value in values)
         for at, name in enumerate(names):
@@ -107,7 +107,7 @@ class WantedNodes:
 def address_of(text: str, key: str) -> tuple[str, int]:
     """The host and port of "HOST:PORT"; ConfigError, which names the key, for anything else."""
     host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+    if not host or not port.isdecimal() or len(port) > 5 or not 0 < int(port) < 2**16:
         raise ConfigError(f"{key} has {text!r}, which is not HOST:PORT", "for example 10.0.0.7:7070")
     return host.strip("[]"), int(port)
 

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import signal
+
 import pytest
+from rich.progress import Progress
 
 from tllm.cli.display import progress as module
 from tllm.cli.display.tables import span, table
@@ -35,6 +38,27 @@ def test_bars_tell_bytes_from_what_is_counted(
     tell("rank 0 on a", 3 << 20, 3 << 20)
     assert capsys.readouterr().err == "", "what comes late shows nothing anew"
     assert "1 of 3" in said and "1.0 MiB of 3.0 MiB" in said
+
+
+def test_an_interrupt_leaves_no_bars_and_no_hidden_cursor(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second Ctrl-C comes while the first one's bars are taken away."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    stop = Progress.stop
+
+    def interrupted(bars: Progress) -> None:
+        signal.raise_signal(signal.SIGINT)
+        stop(bars)
+
+    monkeypatch.setattr(Progress, "stop", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), module._bars() as tell:
+        tell("rank 0 on a", 1 << 20, 3 << 20)
+    said = capsys.readouterr().err
+    assert said.endswith("\x1b[?25h\r\x1b[1A\x1b[2K"), "the cursor is shown, and the line of the bar is empty"
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_what_is_quick_says_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

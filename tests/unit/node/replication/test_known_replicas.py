@@ -20,6 +20,7 @@ from tllm.cluster.join import join, locate
 from tllm.cluster.join_token import JoinToken, TokenBook
 from tllm.cluster.messages import ReplicaPlace
 from tllm.core.errors import AuthError, ClusterError, ConfigError
+from tllm.core.tasks import end_tasks
 from tllm.node.replication import known_replicas as known_replicas_module
 from tllm.node.replication.coordinator_redirect import CoordinatorRedirect
 from tllm.node.replication.first_replica import given_up_for_before
@@ -107,6 +108,34 @@ def test_one_replica_alone_is_not_kept(tmp_path: Path, authority: Authority) -> 
     known = KnownReplicas(tmp_path, authority)
     known.keep((GONE,))
     assert not (tmp_path / REPLICAS_FILE).exists()
+
+
+def test_others_that_were_left_out_are_forgotten(tmp_path: Path, authority: Authority) -> None:
+    """Of three machines one is lost, so one of two replicas is left out: it answers, leads nobody, and a first machine
+    that started again would wait for it and end. What the cluster before knew stays until this one has others."""
+
+    own, before = ReplicaPlace("coordinator/" + "1" * 16, HERE, 9), (GONE, ReplicaPlace("b/" + "0" * 16, HERE, 10))
+
+    class Leading:
+        place, raft = own, SimpleNamespace(log=SimpleNamespace(configuration=(own,)))
+
+        async def until(self, holds: Callable[[], bool]) -> None:
+            while not holds():
+                await asyncio.sleep(0)
+
+    async def scene() -> None:
+        leading = Leading()
+        KnownReplicas(tmp_path, authority).keep(before)
+        known = KnownReplicas(tmp_path, authority)
+        following = asyncio.create_task(known.follow(leading))  # type: ignore[arg-type]
+        for configuration, kept in (((own,), before), ((own, GONE), (own, GONE)), ((own,), ())):
+            leading.raft.log.configuration = configuration
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert known._last == kept == KnownReplicas(tmp_path, authority)._last
+        await end_tasks(following)
+
+    asyncio.run(scene())
 
 
 def test_a_full_disk_ends_nothing_and_is_written_to_once_it_takes_more(

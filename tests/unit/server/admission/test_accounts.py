@@ -107,6 +107,20 @@ def test_a_reply_longer_than_expected_is_charged_as_it_grows() -> None:
     assert alice.headers()["x-ratelimit-remaining-tokens"] == "0"
 
 
+def test_a_request_that_is_not_read_yet_is_told_when_one_like_those_before_may_come() -> None:
+    """And not in a second, when it would be told another time: clients try again but twice."""
+    clock = Clock()
+    alice = account(clock, tokens_per_minute=60)
+    use(alice, 20, 40)
+    early = alice.refusal(0, 16)
+    assert early is not None and early.seconds == 16
+    assert early.message.endswith("0 are left and about 16 needed")
+    clock.now += early.seconds
+    assert alice.refusal(0, 16) is None and alice.refusal(0, 100) is None, "nothing is known of its prompt"
+    late = alice.refusal(4, 16)
+    assert late is not None and late.seconds == 4
+
+
 def test_tokens_that_are_found_in_the_cache_are_given_back() -> None:
     alice = account(Clock(), tokens_per_minute=1000)
     use(alice, 300, 10, cached=288)

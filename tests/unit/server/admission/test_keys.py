@@ -111,6 +111,12 @@ def test_what_is_wrong_is_said_with_a_hint_and_without_the_key(text: str, tmp_pa
     assert "a-long-key" not in str(caught.value)
 
 
+@pytest.mark.parametrize("text", ["weight = " + "9" * 5000, "a = " + "[" * 5000])
+def test_a_text_that_is_no_toml_is_said_to_be_none(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"keys\.toml is not TOML"):
+        read_keys(write(tmp_path / "keys.toml", text), UNLIMITED, False)
+
+
 def test_the_most_keys_are_taken_and_priorities_where_they_are_heard(tmp_path: Path) -> None:
     many = {"keys": [{"name": f"n{i}", "key": f"long-key-{i}"} for i in range(MAX_KEYS)]}
     assert len(read_keys(write(tmp_path / "keys.json", json.dumps(many)), UNLIMITED, False)) == MAX_KEYS

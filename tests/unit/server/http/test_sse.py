@@ -52,6 +52,29 @@ def test_comments_while_nothing_comes() -> None:
     assert " hello" in text
 
 
+def test_no_comments_where_the_time_for_them_is_nought(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> bytes:
+        engine = say()
+        engine.hold_after = 0
+        asked = asyncio.Event()
+        monkeypatch.setattr(stream_module, "POLL_SECONDS", 0.001)
+        comment = stream_module.EventStream._comment
+
+        async def told(stream: stream_module.EventStream, event: asyncio.Future[bytes]) -> bytes:
+            asyncio.get_running_loop().call_later(0.02, asked.set)
+            return await comment(stream, event)
+
+        monkeypatch.setattr(stream_module.EventStream, "_comment", told)
+        talk = _Talk(serve(engine, keep_alive_seconds=0), "/v1/completions", {**BODY, "stream": True})
+        await asked.wait()
+        engine.go_on.set()
+        await talk.finished()
+        return talk.body()
+
+    text = run(work())
+    assert text.endswith(b"data: [DONE]\n\n") and b"keep-alive" not in text
+
+
 LATE = Health(running=1, node="b", reason="node b (rank 1, layers [3, 6))\nhas been silent for 2.4 s")
 STUCK = Health(running=1, seconds_since_step=100.0, waits_for="c")
 

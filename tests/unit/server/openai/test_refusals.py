@@ -104,6 +104,11 @@ def test_fields_out_of_range_are_named(change: dict[str, Any], param: str | None
     assert not engine.submitted
 
 
+def test_a_grammar_s_number_of_too_many_digits_is_not_pythons_to_tell() -> None:
+    response = post(serve(say()), PATH, {**GOOD, "grammar": 'root ::= "a"{' + "9" * 5000 + "}"})
+    assert refusal(response, 400)["message"] == "grammar has a number of too many digits (repeat less often)"
+
+
 @pytest.mark.parametrize(
     "body",
     [

@@ -39,6 +39,7 @@ def test_a_job_with_its_table_is_read_and_written(tmp_path: Any) -> None:
         ({"teacher_model_name_or_path": ""}, "and neither is given"),
         ({"teacher_model_name_or_path": "", "teachers": ["here"]}, "has 'here', which is not HOST:PORT"),
         ({"teacher_model_name_or_path": "", "teachers": ["here:70000"]}, "which is not HOST:PORT"),
+        ({"teacher_model_name_or_path": "", "teachers": ["here:" + "7" * 5000]}, "which is not HOST:PORT"),
         ({"kl_budget": -0.1}, "distill.kl_budget is -0.1 and must be 0 or more"),
         ({"kl_budget": 0.1, "top_k": 0}, "distill.kl_budget is 0.1 and distill.top_k is 0: a budget chooses"),
         ({"kl_budget": 0.1, "top_k": 65536}, "distill.top_k is 65536"),
@@ -49,6 +50,7 @@ def test_a_job_with_its_table_is_read_and_written(tmp_path: Any) -> None:
         ({"lmbda": 0.5, "alpha": 0.1}, "distill.alpha is 0.1 and distill.lmbda is 0.5: there is no text"),
         ({"lmbda": 1, "max_completion_length": 0}, "distill.max_completion_length is 0 and must be 1 or more"),
         ({"lamda": 0.5}, "'distill.lamda' is no key of a job"),
+        ({"lmbda": 1, "rollout_nodes": ["9" * 5000]}, "distill.rollout_nodes is 9"),
         ({"rollout_nodes": 1}, "distill.rollout_nodes is given and distill.lmbda is 0"),
         ({"max_staleness": 1}, "distill.max_staleness is given and distill.lmbda is 0"),
         (

@@ -162,6 +162,8 @@ def test_one_text_where_a_list_is_meant(tmp_path: Path) -> None:
         ("train_weights = [1.0, 2.0]", "2 train_weights and 1 train_files", "one weight for each"),
         ("seed = = 1", "job.toml is not TOML", '"quotes"'),
         ("packing = True", "job.toml is not TOML", "small letters"),
+        ("seed = " + "9" * 5000, "job.toml is not TOML", "quotes"),
+        ("seed = " + "[" * 5000, "job.toml is not TOML", "quotes"),
         ('seed = "1"', "seed = '1': expected int, got str", "without quotes"),
         ('packing = "yes"', "packing = 'yes': expected bool, got str", "write true or false, without quotes"),
         ('learning_rate = "1e-5"', "expected float, got str", "without quotes"),

@@ -1,0 +1,39 @@
+"""Cluster files that describe no cluster, or one that nobody has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tllm.core.errors import ConfigError
+from tllm.planner.cluster.cluster_file import parse_cluster
+
+NODE = (
+    '[link]\nlatency = 0\nbandwidth = "1 Gbit/s"\n[[node]]\nname = "a"\nmemory = "1 GB"\nmemory_bandwidth = "1 GB/s"\n'
+)
+INSIDE = 'inside = { latency = 0, bandwidth = "10 Gbit/s" }\n'
+FLOPS = 'flops = { float32 = "1 Gflop/s" }\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "big.toml has no node"),
+        (NODE + FLOPS + "count = 0", "node 'a' has count = 0"),
+        (NODE + FLOPS + "count = 1000000000", "has 1,000,000,000 devices, and at most 1,048,576 are planned"),
+        (NODE + FLOPS + "count = 2000\ndevices = 1000", "has 2,000,000 devices, and at most 1,048,576 are planned"),
+        (NODE + FLOPS + "count = " + "9" * 5000, "big.toml is not a cluster: "),
+        ("a = " + "[" * 5000, "big.toml is not a cluster: "),
+    ],
+)
+def test_what_is_no_cluster_is_refused_in_words(text: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_cluster(text, Path("big.toml"))
+    assert says in caught.value.message
+
+
+def test_count_and_devices_multiply() -> None:
+    cluster = parse_cluster(NODE + FLOPS + "count = 3\ndevices = 2\n" + INSIDE, Path("small.toml"))
+    assert cluster.names == ("a0", "a1", "a2")
+    assert cluster.node_of == (0, 0, 1, 1, 2, 2)
