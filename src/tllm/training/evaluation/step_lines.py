@@ -11,7 +11,6 @@ import msgspec
 
 from tllm.core.errors import UNREADABLE, ConfigError
 
-
 log = logging.getLogger("tllm.training")
 
 
@@ -63,7 +62,9 @@ class StepLines:
 
     def _lose(self, count: int, error: str) -> None:
         if not self._lost_now:
-            log.warning("cannot write %s: %s; the run goes on, and lines are left out until there is room", self.path, error)
+            log.warning(
+                "cannot write %s: %s; the run goes on, and lines are left out until there is room", self.path, error
+            )
         self.lost, self._lost_now, self.error = self.lost + count, self._lost_now + count, error
         os.ftruncate(self._file, self._end)
 
