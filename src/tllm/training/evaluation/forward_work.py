@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
+
+import msgspec
 
 from tllm.training.data.batch_tensors import Tokens
 from tllm.training.data.batches import Batches
@@ -86,6 +89,7 @@ class ForwardWork:
         job = self._config.job
         if not (job.eval_files or job.lm_eval_tasks) or not is_evaluation_due(job, step):
             return None
+        start = time.monotonic()
         evaluated = Evaluated() if self._held_out is None else self._held_out.evaluate()
         for other in self._others:
             if evaluated.fault is None:
@@ -94,7 +98,7 @@ class ForwardWork:
             self.best.add(step, evaluated)
         elif evaluated.fault == STOPPED and self._config.rank == 0:
             log.warning("the evaluation after step %d was stopped and is not made again", step)
-        return evaluated
+        return msgspec.structs.replace(evaluated, seconds=time.monotonic() - start)
 
     def close(self) -> None:
         """Close the files of the rows held out."""
