@@ -67,7 +67,8 @@ class Trainer:
         """Raises ConfigError or PlanError where job, model and plan do not fit each other; writes nothing."""
         from tllm.training.job.combinations import (
             check_combination,
-            warn_of_context,  # both with torch, which `tllm train --help` does without
+            warn_of_context,
+            warn_of_idle,  # all with torch, which `tllm train --help` does without
         )
 
         self.resolved = read_job(Path(job) if isinstance(job, str) else job, overrides, plan)
@@ -78,6 +79,8 @@ class Trainer:
         warn_of_context(self.resolved.job, self.spec)
 
     @cached_property
+        if self.resolved.origins["plan"] != DEFAULT:  # one that is chosen leaves nobody idle
+            warn_of_idle(self.resolved.job, self.plan)
     def beginning(self) -> InitialModel:
         """What the run begins from. Asking for it makes the run's folder, where there is none, and calls functions of
         the job that give rows. AuthError where programs at addresses that the job names do not trust the run,
