@@ -41,15 +41,20 @@ class ScoringModel(NamedTuple):
         folder = Path(name) if Path(name).is_dir() else locate(name, "whole").path
         config = read_config(folder)
         spec = spec_from_config(config)
-        if spec.num_labels != 1:
-            has = f"a classification head of {spec.num_labels} labels" if spec.num_labels else "no classification head"
-            raise ConfigError(
-                f"{name} has {has}, and a reward model has one of 1 label",
-                'train one with task = "reward", or take a ForSequenceClassification with num_labels = 1',
-            )
-        if spec.bidirectional:
-            raise ConfigError(f"{name} is not causal (each token sees those after it)", "take a model that is")
+        check_scores(name, spec)
         return cls(folder, config, spec)
+
+
+def check_scores(name: str, spec: ModelSpec) -> None:
+    """ConfigError for a model that does not give a text one score."""
+    if spec.num_labels != 1:
+        has = f"a classification head of {spec.num_labels} labels" if spec.num_labels else "no classification head"
+        raise ConfigError(
+            f"{name} has {has}, and a reward model has one of 1 label",
+            'train one with task = "reward", or take a ForSequenceClassification with num_labels = 1',
+        )
+    if spec.bidirectional:
+        raise ConfigError(f"{name} is not causal (each token sees those after it)", "take a model that is")
 
 
 @dataclass(frozen=True)
