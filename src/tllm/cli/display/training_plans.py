@@ -9,7 +9,7 @@ import argparse
 from dataclasses import asdict
 from typing import Any
 
-from tllm.cli.display.forward_work import ForwardWork
+from tllm.cli.display.beside_steps import BesideSteps
 from tllm.cli.display.serving_plans import certainty, given_plan
 from tllm.cli.display.tables import indented_json, span, table
 from tllm.cli.display.timeline import as_svg, as_text
@@ -160,7 +160,7 @@ def show_prediction(job: Job, plan: Plan, spec: ModelSpec, speed: float, where: 
             f"{predicted.tokens_per_second:,.0f} tokens/s, bubble {100 * predicted.bubble:.0f} %, {amount(sent)} sent",
             f"if each rank reaches the {speed / 1e9:,.1f} Gflop/s that a layer reaches here on {where}, and links are "
             "those of one machine",
-            *ForwardWork.of(job, spec).lines(plan, job.microbatch_size, predict),
+            *BesideSteps.of(job, spec).lines(plan, job.microbatch_size, predict),
             *_policy_alone(job, facts),
         ]
     )

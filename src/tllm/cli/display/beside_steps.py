@@ -1,4 +1,4 @@
-"""`ForwardWork`: what a run computes beside its steps, and for how long: a reference before the first, evaluations."""
+"""`BesideSteps`: what a run computes beside its steps, and for how long: a reference before the first, evaluations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tllm.training.job.preference_tables import needs_reference
 
 
 @dataclass(frozen=True)
-class ForwardWork:
+class BesideSteps:
     """Of a job, whose data was read once for it (`of`): the rows whose `reference` is computed, if the task has one,
     and those `held_out`; None where nobody knows.
 
@@ -28,7 +28,7 @@ class ForwardWork:
     held_out: RowsRead | None
 
     @classmethod
-    def of(cls, job: Job, spec: ModelSpec) -> ForwardWork:
+    def of(cls, job: Job, spec: ModelSpec) -> BesideSteps:
         learned = rows_learned(job) if needs_reference(job.task, job.dpo) else None
         return cls(job, spec, learned, rows_held_out(job))
 
