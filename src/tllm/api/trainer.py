@@ -89,7 +89,9 @@ class Trainer:
         ConfigError where the first row of a file is none, or what else the job names is not there or of no use: before
         machines are waited for."""
         from tllm.training.answerer_trust import check_trust
+        from tllm.training.evaluation.forward_work import check_best_metric
 
+        check_best_metric(self.resolved.job, self.spec)
         check_goes_on(self.resolved.job)
         check_trust(self.resolved.job)
         _check_rewards(self.resolved.job)

@@ -55,6 +55,19 @@ def test_a_reward_model_that_gives_no_score(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("task", "metric", "known"), [("sft", "accuracy", "loss"), ("grpo", "loss", "reward, rewards/closeness/mean")]
+)
+def test_a_metric_that_evaluations_do_not_tell(task: str, metric: str, known: str, tmp_path: Path) -> None:
+    write_task(tmp_path)
+    job = policy_job(tmp_path, tmp_path / "run", eval_files=(str(tmp_path / "prompts.jsonl"),), eval_steps=2)
+    if task == "sft":
+        job = replace(job, task="sft", grpo=None)
+    fault = refusal(replace(job, metric_for_best_model=metric, early_stopping_patience=1))
+    assert f"metric_for_best_model is '{metric}', which the task '{task}' does not tell" == fault.message
+    assert fault.hint == f"known: {known}"
+
+
+@pytest.mark.parametrize(
     ("began", "now", "message"),
     [
         (LoraJob(r=8), None, "trains an adapter of rank 8, and this job the whole model"),
