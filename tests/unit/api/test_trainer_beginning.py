@@ -9,21 +9,28 @@ from pathlib import Path
 import pytest
 
 from tests.support.training.post_training.policy_task import grpo, policy_job, write_task
+from tests.support.training.post_training.preferences import preference_job, small_model
 from tests.unit.training.checkpoint.test_kills import blocks_at
-from tests.unit.training.job.test_initial_model import job_keys
 from tllm.api.trainer import Trainer
 from tllm.core.errors import ConfigError
 from tllm.spec.plan import Plan
 from tllm.training.checkpoint.async_saves import AsyncSaves
 from tllm.training.job.job import Job
-from tllm.training.job.job_file import read_job
+from tllm.training.job.job_file import DEFAULT, TYPES, ResolvedJob, read_job, write_job
 from tllm.training.job.lora_job import LoraJob
 from tllm.training.job.run_folder import start_now, write_start
 
 
+def written(job: Job) -> Path:
+    """The job as a file beside its run."""
+    path = Path(job.output_dir).parent / "job.toml"
+    path.write_text(write_job(ResolvedJob(job, dict.fromkeys(TYPES, DEFAULT))))
+    return path
+
+
 def refusal(job: Job) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
-        Trainer(job_keys(job)).beginning  # noqa: B018 - it is what looks
+        Trainer(written(job)).beginning  # noqa: B018 - it is what looks
     return caught.value
 
 
@@ -51,7 +58,7 @@ def test_a_reward_model_that_gives_no_score(tmp_path: Path) -> None:
     assert "has no classification head, and a reward model has one of 1 label" in fault.message
     scores = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
     path.write_text(json.dumps(json.loads(path.read_text()) | scores))
-    assert Trainer(job_keys(job)).beginning.spec.num_layers
+    assert Trainer(written(job)).beginning.spec.num_layers
 
 
 @pytest.mark.parametrize(
@@ -78,14 +85,14 @@ def test_a_metric_that_evaluations_do_not_tell(task: str, metric: str, known: st
 def test_saves_of_something_else_than_is_now_learned(
     began: LoraJob | None, now: LoraJob | None, message: str, tmp_path: Path
 ) -> None:
-    write_task(tmp_path)
+    small_model("llama", tmp_path / "model")
     run = tmp_path / "run"
-    job = policy_job(tmp_path, run)
-    write_start(run, read_job(job_keys(replace(job, lora=began))), start_now(0, Plan.parse("pp=1", 2)))
-    assert Trainer(job_keys(replace(job, lora=now))).beginning.spec.num_layers, "nothing was saved yet"
+    job = preference_job(tmp_path / "model", run, "dpo")
+    write_start(run, read_job(written(replace(job, lora=began))), start_now(0, Plan.parse("pp=1", 2)))
+    assert Trainer(written(replace(job, lora=now))).beginning.spec.num_layers, "nothing was saved yet"
     saves = AsyncSaves(run)
     saves.save(2, blocks_at(2), {"step": 2})
     saves.wait()
     fault = refusal(replace(job, lora=now))
     assert fault.message == f"the run in {run} {message}" and "another output_dir" in fault.hint
-    assert Trainer(job_keys(replace(job, lora=began))).beginning.spec.num_layers
+    assert Trainer(written(replace(job, lora=began))).beginning.spec.num_layers

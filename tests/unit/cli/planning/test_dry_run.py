@@ -124,7 +124,7 @@ def test_evaluations_are_counted_beside_the_steps(tmp_path: Path, capsys: pytest
         assert main([*dry, *more]) == 0
         assert f"evaluations are longer by {unknown}, which are not predicted" in capsys.readouterr().out
     assert main(dry) == 0
-    assert "evaluation" not in capsys.readouterr().out
+    assert "an evaluation: " not in capsys.readouterr().out
 
 
 def test_without_a_survey_it_says_what_would_choose(job: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,7 +68,7 @@ def test_no_step_twice_after_a_restart(tmp_path: Path, done: int, tail: str) -> 
 
 
 @pytest.mark.parametrize("tail", ["", '{"step": 8, "lo', '{"step": 8}', "{}\n"])
-@pytest.mark.parametrize("nbytes", [360, 64 * 1024], ids=["few", "many"])
+@pytest.mark.parametrize("nbytes", [380, 64 * 1024], ids=["few", "many"])
 def test_the_last_step_is_known_from_the_end_of_the_file(
     tmp_path: Path, tail: str, nbytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
