@@ -98,10 +98,11 @@ class ForwardWork:
             if evaluated.fault is None:
                 evaluated = evaluated.joined(other.evaluate(step))
         if evaluated.fault is None:
+            evaluated = msgspec.structs.replace(evaluated, seconds=time.monotonic() - start)
             self.best.add(step, evaluated)
         elif evaluated.fault == STOPPED and self._config.rank == 0:
             log.warning("the evaluation after step %d was stopped and is not made again", step)
-        return msgspec.structs.replace(evaluated, seconds=time.monotonic() - start)
+        return evaluated
 
     def close(self) -> None:
         """Close the files of the rows held out."""
