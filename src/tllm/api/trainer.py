@@ -17,14 +17,16 @@ from tllm.core.errors import ConfigError, PlanError
 from tllm.node.coordinator.cluster_options import DEFAULTS, ClusterOptions
 from tllm.spec.plan import Plan
 from tllm.spec.process_groups import RoleName
-from tllm.training.job.initial_model import InitialModel, open_initial_model, spec_of
+from tllm.training.job.initial_model import InitialModel, judge_specs, open_initial_model, spec_of
+from tllm.training.job.job import Job
 from tllm.training.job.job_file import DEFAULT, ResolvedJob, read_job
 from tllm.training.job.job_parts import role_key, role_nodes, with_role_nodes
 from tllm.training.job.key_limits import WantedNodes
-from tllm.training.job.run_folder import start_now, write_start
+from tllm.training.job.run_folder import check_goes_on, start_now, write_start
 from tllm.training.report.events import RunBegan, RunEnded, RunEvent, RunStepped
 from tllm.training.report.metrics import StepRecord, check_sinks
 from tllm.training.tools.row_functions import keep_rows
+from tllm.training.tools.user_functions import check_files
 
 if TYPE_CHECKING:
     from tllm.node.coordinator.plan_selection import PlanChoice
@@ -67,7 +69,8 @@ class Trainer:
         """Raises ConfigError or PlanError where job, model and plan do not fit each other; writes nothing."""
         from tllm.training.job.combinations import (
             check_combination,
-            warn_of_context,  # both with torch, which `tllm train --help` does without
+            warn_of_context,
+            warn_of_idle,  # all with torch, which `tllm train --help` does without
         )
 
         self.resolved = read_job(Path(job) if isinstance(job, str) else job, overrides, plan)
@@ -76,15 +79,22 @@ class Trainer:
         self.resolved, self.plan = self._shared_out(ranks)
         check_combination(self.resolved.job, self.plan, self.spec)
         warn_of_context(self.resolved.job, self.spec)
+        if self.resolved.origins["plan"] != DEFAULT:  # one that is chosen leaves nobody idle
+            warn_of_idle(self.resolved.job, self.plan)
 
     @cached_property
     def beginning(self) -> InitialModel:
         """What the run begins from. Asking for it makes the run's folder, where there is none, and calls functions of
         the job that give rows. AuthError where programs at addresses that the job names do not trust the run,
-        ConfigError where the first row of a file is none: before machines are waited for."""
+        ConfigError where the first row of a file is none, or what else the job names is not there or of no use: before
+        machines are waited for."""
         from tllm.training.answerer_trust import check_trust
+        from tllm.training.evaluation.forward_work import check_best_metric
 
+        check_best_metric(self.resolved.job, self.spec)
+        check_goes_on(self.resolved.job)
         check_trust(self.resolved.job)
+        _check_rewards(self.resolved.job)
         keep_rows(self.resolved.job)
         initial = open_initial_model(self.resolved.job)
         initial.check_rows(self.resolved.job)
@@ -206,3 +216,14 @@ class _InThread:
                 if isinstance(event, RunEnded):
                     return TrainResult(event.step, Path(event.final) if event.final else None, tuple(self._records))
         raise AssertionError("a run ends with an event, or with an error")
+
+
+def _check_rewards(job: Job) -> None:
+    """ConfigError for a function whose file is not there, and for a reward model that gives no score."""
+    from tllm.training.questions.answering_model import check_scores
+
+    if (config := job.rollouts) is None:
+        return
+    check_files(config)
+    if config.reward_model_name_or_path and (found := judge_specs(job).reward) is not None:
+        check_scores(config.reward_model_name_or_path, found)

@@ -9,13 +9,13 @@ import argparse
 from dataclasses import asdict
 from typing import Any
 
+from tllm.cli.display.beside_steps import BesideSteps
 from tllm.cli.display.serving_plans import certainty, given_plan
 from tllm.cli.display.tables import indented_json, span, table
 from tllm.cli.display.timeline import as_svg, as_text
 from tllm.core.memory import amount
 from tllm.planner.bounds.training_bound import is_searched, least_step_seconds
 from tllm.planner.cluster.device import Cluster, LinkSpeed
-from tllm.planner.cost.flops import BACKWARD
 from tllm.planner.cost.rank_work import TrainingFacts, rank_works
 from tllm.planner.memory.heap import TRAINER_BYTES
 from tllm.planner.memory.role_memory import judge_bytes, rollout_bytes
@@ -40,7 +40,6 @@ from tllm.training.job.job_parts import (
     with_role_plans,
 )
 from tllm.training.job.key_limits import AUTO
-from tllm.training.job.preference_tables import needs_reference
 
 KINDS = (
     "weights",
@@ -147,7 +146,11 @@ def _rows(spec: ModelSpec, plan: Plan, facts: TrainingFacts, ranks: list[RankMem
 def show_prediction(job: Job, plan: Plan, spec: ModelSpec, speed: float, where: str) -> str:
     """What a step takes if every rank computes at `speed`, in flop/s, as this machine does on what `where` names."""
     facts = facts_of(job, spec, lengths=row_lengths(job))
-    predicted = predict_step(spec, plan, facts, speed, LOOPBACK)
+
+    def predict(plan: Plan, facts: TrainingFacts) -> StepPrediction:
+        return predict_step(spec, plan, facts, speed, LOOPBACK)
+
+    predicted = predict(plan, facts)
     sent = sum(traffic.total for traffic in predicted.bytes_sent)
     parts = {"layers' sums": predicted.layers, "pipeline": predicted.pipeline, "gradients": predicted.gradients}
     waits = "".join(f", {name} {seconds:.3g}" for name, seconds in parts.items() if seconds > NOTHING)
@@ -157,7 +160,7 @@ def show_prediction(job: Job, plan: Plan, spec: ModelSpec, speed: float, where: 
             f"{predicted.tokens_per_second:,.0f} tokens/s, bubble {100 * predicted.bubble:.0f} %, {amount(sent)} sent",
             f"if each rank reaches the {speed / 1e9:,.1f} Gflop/s that a layer reaches here on {where}, and links are "
             "those of one machine",
-            *reference_before(job, predicted),
+            *BesideSteps.of(job, spec).lines(plan, job.microbatch_size, predict),
             *_policy_alone(job, facts),
         ]
     )
@@ -268,14 +271,6 @@ def seconds_by_role(predicted: StepPrediction) -> list[str]:
         return []
     parts = [*predicted.roles, ("policy", predicted.policy)]
     return ["seconds of a step by role: " + ", ".join(f"{name} {seconds:.3g}" for name, seconds in parts)]
-
-
-def reference_before(job: Job, predicted: StepPrediction) -> list[str]:
-    """What a reference takes that is computed once, for the rows of all steps (DPO, KTO)."""
-    if not needs_reference(job.task, job.dpo):
-        return []
-    passes = (predicted.compute + predicted.layers + predicted.pipeline) / (1 + BACKWARD)
-    return [f"before the first step: the reference's forward pass, {job.max_steps * passes:.3g} s at most"]
 
 
 def not_timed(facts: TrainingFacts, predicted: StepPrediction) -> list[str]:

@@ -7,7 +7,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from tllm.cli.display.training_plans import not_predicted, reference_before, show_choices
+from tllm.cli.display.training_plans import not_predicted, show_choices
 from tllm.cli.planning.live_survey import measured
 from tllm.cli.planning.plan_chooser import TrainingChooser
 from tllm.cli.planning.role_plan import has_roles, show_roles
@@ -46,7 +46,7 @@ def plan_job(args: argparse.Namespace) -> int:
     result = result_of(chooser, cluster, args.top)
     show_choices(args, cluster, result)
     if not args.json:
-        before = reference_before(resolved.job, result.choices[0].predicted)
+        before = chooser.beside_steps(result.choices[0].placed)
         print("\n".join(["", *_policy_alone(resolved.job), *not_predicted(resolved.job), *before]))
     return 0
 

@@ -11,7 +11,13 @@ from tllm.cli.arguments.survey_settings import within
 from tllm.cli.display.tables import table
 from tllm.cli.planning.answering_chooser import AnsweringChooser, answer_seconds, answering_outcome, as_answered
 from tllm.cli.planning.plan_chooser import PlanChooser, ServingChooser, TrainingChooser
-from tllm.cli.planning.role_outcome import as_long_as_measured, mean_seconds, measured_roles, share_of_peak
+from tllm.cli.planning.role_outcome import (
+    as_long_as_measured,
+    mean_evaluation,
+    mean_seconds,
+    measured_roles,
+    share_of_peak,
+)
 from tllm.core.memory import amount
 from tllm.planner.cost.rank_bytes import rank_bytes
 from tllm.planner.cost.serving_load import ServingFacts
@@ -33,7 +39,10 @@ from tllm.planner.simulate.serving import predict_serving
 from tllm.server.latency import TimedEngine
 from tllm.training.report.metrics import StepRecord
 
-SECONDS = (*("seconds", "first_token", "per_token"), *("sampling", "rewards", "reference", "teacher", "policy"))
+SECONDS = (
+    *("seconds", "first_token", "per_token"),
+    *("sampling", "rewards", "reference", "teacher", "policy", "evaluation"),
+)
 SHARES = ("mfu", "bubble")
 SIZES = ("memory", "bytes_sent")
 
@@ -64,6 +73,7 @@ def training_outcome(chooser: TrainingChooser, records: Sequence[StepRecord]) ->
             bubble=predicted.bubble if placed.plan.pp > 1 else None,
             memory=max(rank.total for rank in chooser.chosen.memory),
             bytes_sent=sent * placed.plan.replicas // len(placed.replicas),
+            evaluation=chooser.evaluation_seconds(placed),
             **chooser.seconds_by_role(placed, predicted),
         ),
         measured=StepNumbers(
@@ -73,6 +83,7 @@ def training_outcome(chooser: TrainingChooser, records: Sequence[StepRecord]) ->
             bubble=median([record.bubble for record in records]),
             memory=None if memory is None else round(memory),
             bytes_sent=None if bytes_sent is None else round(bytes_sent),
+            evaluation=mean_evaluation(records),
             **measured_roles(records),
         ),
     )

@@ -14,6 +14,7 @@ import msgspec
 
 from tllm.api.engine_options import EngineOptions
 from tllm.cli.arguments.survey_settings import serving_settings, training_settings, within
+from tllm.cli.display.beside_steps import BesideSteps
 from tllm.cli.display.serving_plans import advice, certainty, drafting, given_serving
 from tllm.cli.display.training_plans import (
     given_training,
@@ -21,7 +22,6 @@ from tllm.cli.display.training_plans import (
     left_out,
     not_predicted,
     not_timed,
-    reference_before,
     roles_elsewhere,
     seconds_by_role,
 )
@@ -43,6 +43,7 @@ from tllm.planner.search.serving_search import ServingChoice, ServingSearchResul
 from tllm.planner.search.training_constraints import MICROBATCHES, TrainingConstraints
 from tllm.planner.search.training_search import TrainingChoice, TrainingSearchResult, best_training
 from tllm.planner.simulate.explain import serving_bottleneck, stage_names, training_bottleneck
+from tllm.planner.simulate.forward_passes import as_predicted
 from tllm.planner.simulate.placed_plan import PlacedPlan
 from tllm.planner.simulate.training_step import StepPrediction
 from tllm.spec.model_spec import ModelSpec
@@ -234,6 +235,7 @@ class TrainingChooser(PlanChooser):
         self.roles: RoleChoice | None = None
         """Who does what, where the job gives roles to nodes and it was chosen."""
         self._judges, self._lengths = judge_specs(resolved.job), row_lengths(resolved.job)
+        self._beside = BesideSteps.of(resolved.job, spec)
 
     def settings(self) -> SurveySettings:
         job = self.resolved.job
@@ -267,12 +269,16 @@ class TrainingChooser(PlanChooser):
             *seconds_by_role(predicted),
             *not_timed(placed.facts, predicted),
             *not_predicted(job),
-            *reference_before(job, predicted),
+            *self.beside_steps(placed),
             f"the time goes to {training_bottleneck(predicted)}",
             *([] if self.given or beside else left_out(cluster, best)),
         ]
         self.says("\n".join(lines))
         return best
+
+    def beside_steps(self, placed: PlacedPlan) -> list[str]:
+        """Lines that say what a plan takes beside the steps: a reference before the first, evaluations."""
+        return self._beside.lines(placed.plan, placed.facts.microbatch_size, as_predicted(placed), self.cluster.device)
 
     def best(
         self, cluster: Cluster, sizes: tuple[int, ...] = (), top: int = 1, facts: TrainingFacts | None = None
@@ -341,12 +347,19 @@ class TrainingChooser(PlanChooser):
         keys = self.resolved.job.distill
         return predicted_roles(predicted, 0.0 if keys is None else keys.lmbda * self.teaching(placed))
 
+    def evaluation_seconds(self, placed: PlacedPlan) -> float | None:
+        """Of an evaluation; None where there is none, or it is not predicted."""
+        asked = placed.plan, placed.facts.microbatch_size, as_predicted(placed), self.cluster.device
+        return self._beside.evaluation(*asked)
+
     def predicted_seconds(self, placed: PlacedPlan, predicted: StepPrediction) -> PredictedSeconds:
         """As a run tells it beside what it measures: of no whole step where programs elsewhere have a part in it."""
         if roles_elsewhere(self.resolved.job):
             by_role = dict(predicted.roles) | {"policy": predicted.policy}
         else:
             by_role = {"step": self.step_seconds(placed, predicted), **self.seconds_by_role(placed, predicted)}
+        evaluation = self.evaluation_seconds(placed)
+        by_role |= {} if evaluation is None else {"evaluation": evaluation}
         return PredictedSeconds(str(placed.plan), by_role)
 
     def step_seconds(self, placed: PlacedPlan, predicted: StepPrediction) -> float:

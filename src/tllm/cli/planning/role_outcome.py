@@ -69,6 +69,12 @@ def mean_seconds(records: Sequence[StepRecord]) -> float:
     return statistics.fmean(one.seconds for one in _counted(records))
 
 
+def mean_evaluation(records: Sequence[StepRecord]) -> float | None:
+    """Seconds of an evaluation, on an average; None where there was none."""
+    found = [one.eval_seconds for one in records if one.eval_seconds is not None]
+    return statistics.fmean(found) if found else None
+
+
 def measured_roles(records: Sequence[StepRecord]) -> dict[str, float]:
     """Seconds of a step by role, on an average, the policy's among them; nothing where it is alone."""
     counted = _counted(records)

@@ -29,8 +29,8 @@ HALVINGS = 30
 
 
 class StepNumbers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A training step: `memory` in bytes of the fullest rank, `bytes_sent` by all ranks. The last are seconds of each
-    role, where there are several."""
+    """A training step: `memory` in bytes of the fullest rank, `bytes_sent` by all ranks. Then come seconds of each
+    role, where there are several, and those of an evaluation, which are of no step."""
 
     seconds: float
     tokens_per_second: float
@@ -43,6 +43,7 @@ class StepNumbers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     reference: float | None = None
     teacher: float | None = None
     policy: float | None = None
+    evaluation: float | None = None
 
 
 class ReplyNumbers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

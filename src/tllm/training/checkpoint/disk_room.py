@@ -20,7 +20,8 @@ from tllm.weights.boxes import widths
 class RankRoom(msgspec.Struct, frozen=True):
     """What one rank writes of each save, in bytes, of which `model` are the finished model's too; and where.
 
-    `disk` tells disks apart: ranks of a machine mostly write to one. `free` is None where the system does not say.
+    `disk` tells a machine's disks apart: its ranks mostly write to one. `source` names one of the network, which
+    several machines may share. `free` is None where the system does not say.
     """
 
     folder: str
@@ -29,6 +30,12 @@ class RankRoom(msgspec.Struct, frozen=True):
     free: int | None
     saved: int
     model: int
+    source: str = ""
+
+    @property
+    def which(self) -> tuple[str, int]:
+        """Alike for ranks that write to one disk."""
+        return (self.source, 0) if self.source else (self.host, self.disk)
 
 
 RANK_ROOM = msgspec.msgpack.Decoder(RankRoom)
@@ -54,7 +61,8 @@ def room_of(root: Path, disk: DurableDisk, assignment: ShardAssignment) -> RankR
         nbytes = math.prod(widths(share.box)) * held.itemsize
         saved += nbytes
         model += nbytes if is_of_model(held.name) else 0
-    return RankRoom(str(root), socket.gethostname(), root.stat().st_dev, disk.free(root), saved, model)
+    number, source = root.stat().st_dev, disk.network_source(root)
+    return RankRoom(str(root), socket.gethostname(), number, disk.free(root), saved, model, source)
 
 
 def missing_room(rooms: Sequence[RankRoom], more: SavesToCome) -> str:
@@ -62,7 +70,7 @@ def missing_room(rooms: Sequence[RankRoom], more: SavesToCome) -> str:
     where all have some. Files beside the tensors are small and are not counted."""
     disks: dict[tuple[str, int], list[int]] = {}
     for rank, room in enumerate(rooms):
-        disks.setdefault((room.host, room.disk), []).append(rank)
+        disks.setdefault(room.which, []).append(rank)
     final = sum(room.model for room in rooms)
     told = (_of_disk(rooms, ranks, more, final if 0 in ranks else 0) for ranks in disks.values())
     return "; ".join(one for one in told if one)
@@ -74,7 +82,9 @@ def _of_disk(rooms: Sequence[RankRoom], ranks: list[int], more: SavesToCome, fin
     needed = max(more.at_once * saved, more.at_end * saved + final)
     if first.free is None or needed <= first.free:
         return ""
-    which = f"{first.folder} on {first.host} has {amount(first.free)} free"
+    hosts = len({rooms[rank].host for rank in ranks})
+    where = f"on {first.host}" if hosts == 1 else f"({first.source}), which {hosts} machines share,"
+    which = f"{first.folder} {where} has {amount(first.free)} free"
     if more.at_once and first.free < saved:
         return f"{which} and a save takes {amount(saved)} there: saves will fail until there is more room"
     saves = "1 save" if more.at_once == 1 else f"{more.at_once} saves"

@@ -7,6 +7,9 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+MOUNTS = Path("/proc/self/mountinfo")
+"""Of each mount a line: its device's number in the third place, type and source behind a hyphen (proc(5))."""
+
 
 class DurableDisk:
     """Files that are wholly there, or not, whatever moment the machine stops at. Raises OSError as the system does."""
@@ -50,6 +53,15 @@ class DurableDisk:
         """Bytes that may still be written there; None where the system does not say."""
         usage = shutil.disk_usage(folder)
         return usage.free if usage.total else None
+
+    def network_source(self, folder: Path) -> str:
+        """What other machines call the disk too, as `nas:/data` or `//nas/data`, where it is one of the network; else
+        "". Linux alone says so."""
+        device = folder.stat().st_dev
+        number = f"{os.major(device)}:{os.minor(device)}"
+        lines = MOUNTS.read_text().splitlines() if MOUNTS.is_file() else []
+        sources = (line.partition(" - ")[2].split()[1] for line in lines if line.split()[2] == number)
+        return next((source for source in sources if ":/" in source or source.startswith("//")), "")
 
     def sync(self, descriptor: int, path: Path) -> None:
         os.fsync(descriptor)

@@ -66,6 +66,17 @@ def open_rows(rows: str, files: Sequence[str], documents: Documents) -> Dataset:
     return (UnpairedDataset if rows == "mismatched" else Dataset)(files, documents)
 
 
+def count_rows(rows: str, files: Sequence[str], documents: Documents) -> int | None:
+    """How many rows the files have; None for those that are too large to be read through for it."""
+    if not _is_read_through(files):
+        return None
+    opened = open_rows(rows, files, documents)
+    try:
+        return len(opened)
+    finally:
+        opened.close()
+
+
 def sampled_rows(rows: str, files: Sequence[str], documents: Documents, count: int) -> Iterator[Sampled] | None:
     """About `count` rows of what `rows` says, as `open_rows` gives them, or all where there are fewer; None for large
     files in which no row can be found without reading what is before it.
@@ -74,12 +85,16 @@ def sampled_rows(rows: str, files: Sequence[str], documents: Documents, count: i
     no more of them than a short one, as it is the next that is read.
     """
     paths = [Path(name) for name in files]
-    sizes = {path: path.stat().st_size for path in paths if path.suffix != ".parquet"}  # which tells where rows are
-    if sum(sizes.values()) <= READ_THROUGH:
+    if _is_read_through(files):
         return _strided(rows, files, documents, count)
     if all(path.suffix in (".jsonl", ".ndjson") for path in paths):
         return _following(rows == "mismatched", paths, count)
     return None
+
+
+def _is_read_through(files: Sequence[str]) -> bool:
+    """Whether finding all rows reads little; a parquet file tells where they are."""
+    return sum(path.stat().st_size for path in map(Path, files) if path.suffix != ".parquet") <= READ_THROUGH
 
 
 def _strided(rows: str, files: Sequence[str], documents: Documents, count: int) -> Iterator[Sampled]:

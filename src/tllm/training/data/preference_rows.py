@@ -211,6 +211,8 @@ def _said(message: str | Mapping[str, Any]) -> str:
 def _part(row: Mapping[str, Any], name: str, forms: str) -> str | Messages:
     """A text, or a list of messages with one at least."""
     value = row.get(name)
+    if value is None and name in row:
+        raise ConfigError(f"{name} is null", forms)
     if value is None:
         raise ConfigError(f"a row with the keys {sorted(key for key in row if key != OTHER)} has no {name}", forms)
     if isinstance(value, str) or (

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import msgspec
+
+from tllm.comm.collectives.group import solo
+from tllm.parallel.mesh import whole
+from tllm.spec.model_spec import ModelSpec
 from tllm.training.data.batch_tensors import Tokens
 from tllm.training.data.batches import Batches
 from tllm.training.evaluation.best_evaluation import BestEvaluation
@@ -16,7 +22,9 @@ from tllm.training.job.initial_model import InitialModel, run_name
 from tllm.training.job.job import Job
 from tllm.training.job.preference_tables import needs_reference
 from tllm.training.job.rollout_keys import reward_metrics
+from tllm.training.objectives.choose_objective import choose_objective
 from tllm.training.objectives.kto_loss import KTOLoss
+from tllm.training.objectives.objective import Objective
 from tllm.training.objectives.preference_loss import PreferenceLoss
 from tllm.training.questions.stop_signal import STOPPED
 from tllm.training.step.rank_groups import RankConfig
@@ -55,9 +63,7 @@ class ForwardWork:
             self._before = DivergenceEstimate(model, config.groups, model.objective.log_probs)
         self._held_out: HeldOut | None = None
         self._others = others
-        rollouts = config.job.rollouts
-        known = ("loss", *model.objective.metric_names) if rollouts is None else reward_metrics(rollouts)
-        self.best = BestEvaluation(config.job, known)
+        self.best = BestEvaluation(config.job, _comparable(config.job, model.objective))
 
     def prepare(self, initialize: Callable[[], None]) -> None:
         """Before the weights are restored: have the references of all rows, if the task compares with any.
@@ -86,11 +92,13 @@ class ForwardWork:
         job = self._config.job
         if not (job.eval_files or job.lm_eval_tasks) or not is_evaluation_due(job, step):
             return None
+        start = time.monotonic()
         evaluated = Evaluated() if self._held_out is None else self._held_out.evaluate()
         for other in self._others:
             if evaluated.fault is None:
                 evaluated = evaluated.joined(other.evaluate(step))
         if evaluated.fault is None:
+            evaluated = msgspec.structs.replace(evaluated, seconds=time.monotonic() - start)
             self.best.add(step, evaluated)
         elif evaluated.fault == STOPPED and self._config.rank == 0:
             log.warning("the evaluation after step %d was stopped and is not made again", step)
@@ -100,6 +108,17 @@ class ForwardWork:
         """Close the files of the rows held out."""
         if self._eval is not None:
             self._eval.close()
+
+
+def check_best_metric(job: Job, spec: ModelSpec) -> None:
+    """ConfigError where a job compares evaluations by what they do not tell, before there are ranks that find it."""
+    if job.metric_for_best_model is not None:
+        BestEvaluation(job, _comparable(job, choose_objective(job, whole(spec), solo())))
+
+
+def _comparable(job: Job, objective: Objective) -> tuple[str, ...]:
+    """The numbers that evaluations can be compared by, the first where the job names none."""
+    return ("loss", *objective.metric_names) if job.rollouts is None else reward_metrics(job.rollouts)
 
 
 def is_evaluation_due(job: Job, step: int) -> bool:

@@ -23,7 +23,7 @@ class Evaluated(msgspec.Struct, frozen=True):
 
     `perplexity` is exp(loss), where the loss is a mean of -log p over tokens; inf beyond what a float holds. On rank 0
     `completions` are some to be read. A `fault` says, with a hint, why there is nothing. What rank 0
-    alone can evaluate it tells the others, as msgpack (`EVALUATIONS`).
+    alone can evaluate it tells the others, as msgpack (`EVALUATIONS`). All of it took `seconds` on this rank.
     """
 
     loss: float | None = None
@@ -31,6 +31,7 @@ class Evaluated(msgspec.Struct, frozen=True):
     perplexity: float | None = None
     completions: tuple[CompletionRecord, ...] = ()
     fault: tuple[str, str] | None = None
+    seconds: float | None = None
 
     def joined(self, other: Evaluated) -> Evaluated:
         """With what another part of the evaluation told."""

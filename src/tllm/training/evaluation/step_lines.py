@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import msgspec
 
 from tllm.core.errors import UNREADABLE, ConfigError
+
+log = logging.getLogger("tllm.training")
 
 
 class _Line(msgspec.Struct, frozen=True):
@@ -23,7 +26,8 @@ _LINES = msgspec.json.Decoder(_Line)
 class StepLines:
     """A file of a run whose first `done` steps are kept: lines of later steps, and a torn one, are cut off.
 
-    A disk that is full does not end the run: lines that find no room are left out, and `lost` says how many.
+    A disk that is full does not end the run: lines that find no room are left out, and `lost` says how many. The log
+    says so at the first line of each such time, and how many there were when there is room again or the file is closed.
     """
 
     def __init__(self, path: Path, done: int) -> None:
@@ -31,6 +35,7 @@ class StepLines:
         self.lost = 0
         self.error = ""
         """What the system last said of a line that was lost."""
+        self._lost_now = 0
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             self._end = _kept(path, done)
@@ -47,11 +52,27 @@ class StepLines:
                 written += os.pwrite(self._file, lines[written:], self._end + written)
             self._end += written
         except OSError as error:
-            self.lost, self.error = self.lost + len(records), error.strerror or str(error)
-            os.ftruncate(self._file, self._end)
+            self._lose(len(records), error.strerror or str(error))
+        else:
+            self._tell_lost("; there is room again" if lines else "")
 
     def close(self) -> None:
+        self._tell_lost("")
         os.close(self._file)
+
+    def _lose(self, count: int, error: str) -> None:
+        if not self._lost_now:
+            log.warning(
+                "cannot write %s: %s; the run goes on, and lines are left out until there is room", self.path, error
+            )
+        self.lost, self._lost_now, self.error = self.lost + count, self._lost_now + count, error
+        os.ftruncate(self._file, self._end)
+
+    def _tell_lost(self, why_now: str) -> None:
+        if self._lost_now:
+            lines = "1 line" if self._lost_now == 1 else f"{self._lost_now} lines"
+            log.warning("%s lacks %s that found no room%s", self.path, lines, why_now)
+        self._lost_now = 0
 
 
 def step_of(line: bytes) -> int:

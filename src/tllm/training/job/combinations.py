@@ -62,6 +62,17 @@ def warn_of_context(job: Job, spec: ModelSpec) -> None:
         )
 
 
+def warn_of_idle(job: Job, plan: Plan) -> None:
+    """Say that replicas of a plan learn from nothing, as they get no microbatch of a step."""
+    total = microbatches_of(job)
+    if idle := [len(part) for part in deal(total, plan.dp)].count(0):
+        log.warning(
+            "a step has %d microbatches for %d replicas, and %d without any: give a smaller microbatch_size than %d, a "
+            "larger global_batch_size than %d, or fewer replicas",
+            *(total, plan.replicas, idle, job.microbatch_size, job.global_batch_size),
+        )
+
+
 def microbatches_of(job: Job) -> int:
     """Of a step, over all replicas."""
     return -(-learned_rows(job) // job.microbatch_size)

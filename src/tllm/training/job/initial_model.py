@@ -5,15 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import secrets
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer as Trainable
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -29,9 +32,9 @@ from tllm.spec.model_spec import ModelSpec
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
 from tllm.training.data.batches import Batches, DataConfig
-from tllm.training.data.choose_encoder import RowEncoder, choose_encoder, sampled_rows
+from tllm.training.data.choose_encoder import RowEncoder, choose_encoder, count_rows, sampled_rows
 from tllm.training.data.dataset import Dataset, Documents
-from tllm.training.data.encoder import FORMS
+from tllm.training.data.encoder import FORMS, Document
 from tllm.training.data.packing import RowLengths
 from tllm.training.data.prompt_batches import PromptBatches, PromptEncoder, PromptRowEncoder, RepliedPromptEncoder
 from tllm.training.data.row_forms import instruction_row, is_instruction
@@ -199,10 +202,57 @@ def judge_specs(job: Job) -> JudgeSpecs:
 def row_lengths(job: Job) -> RowLengths | None:
     """How long the documents are that a job's rows are made of. None where rows are full whatever these are, where
     nobody knows (what is sampled), or neither the data nor what gives their tokens is on this machine yet."""
-    data, kept = data_config(job), Path(job.output_dir) / FOLDER
-    is_full = data.rows == "texts" and data.packing
-    if is_full or job.rollouts is not None:
+    data = data_config(job)
+    if _is_full(data) or job.rollouts is not None:
         return None
+    found = _sampled_documents(job, data)
+    return None if found is None else RowLengths.of(found, data.seq_len, splits=data.over_long == "split")
+
+
+def rows_learned(job: Job) -> RowsRead | None:
+    """Different rows that a run of DPO or KTO learns from, as `rows_held_out` has them: those of its steps, or where
+    the data has fewer, all."""
+    data, steps = data_config(job), job.max_steps * job.global_batch_size
+    found = None if job.rollouts is not None else _rows_read(job, data)
+    return RowsRead(steps, steps, row_lengths(job)) if found is None else found._replace(rows=min(found.rows, steps))
+
+
+def rows_held_out(job: Job) -> RowsRead | None:
+    """What an evaluation computes of `eval_files`. None where there are none, of prompts, and where nobody knows: as
+    for `row_lengths`, and of files that are too large to be read through."""
+    return _rows_read(job, eval_data_config(job)) if job.eval_files and job.rollouts is None else None
+
+
+class RowsRead(NamedTuple):
+    """Of how many `documents` some data is, and about how many rows these fill; and how long they are, on an average;
+    None where rows are full however long these are."""
+
+    documents: int
+    rows: int
+    lengths: RowLengths | None
+
+
+def _rows_read(job: Job, data: DataConfig) -> RowsRead | None:
+    found = _sampled_documents(job, data)
+    if not found or (count := count_rows(data.rows, data.files, data.documents)) is None:
+        return None
+    longest = data.seq_len if data.over_long == "truncate" else sys.maxsize
+    tokens = count * fmean(min(len(document.targets), longest) for document in found)
+    if _is_full(data):
+        return RowsRead(count, math.ceil(tokens / data.seq_len), None)
+    lengths = RowLengths.of(found, data.seq_len, splits=data.over_long == "split")
+    assert lengths is not None, "there are documents"
+    return RowsRead(count, math.ceil(tokens / lengths.of_row(data.seq_len, data.packing)), lengths)
+
+
+def _is_full(data: DataConfig) -> bool:
+    """Whether rows are full, however long documents are."""
+    return data.rows == "texts" and data.packing
+
+
+def _sampled_documents(job: Job, data: DataConfig) -> list[Document] | None:
+    """Some documents of data, spread over all of it; None where nobody knows."""
+    kept = Path(job.output_dir) / FOLDER
     if not all(Path(name).is_file() for name in data.files):
         return None
     folder = kept if kept.is_dir() else _tokenizer_source(job, _named(job))
@@ -212,10 +262,7 @@ def row_lengths(job: Job) -> RowLengths | None:
     encoder = choose_encoder(data.rows, tokenizer, template, data.add_eos, None)
     try:
         found = sampled_rows(data.rows, data.files, data.documents, ROWS_READ)
-        if found is None:
-            return None
-        documents = (encoder.encode(row, whole) for row, whole in found)
-        return RowLengths.of(documents, data.seq_len, splits=data.over_long == "split")
+        return None if found is None else [encoder.encode(row, whole) for row, whole in found]
     except ConfigError as error:
         log.info("whole rows are counted, as a row of %s cannot be read: %s", ", ".join(data.files), error.message)
         return None

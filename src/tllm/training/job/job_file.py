@@ -144,8 +144,9 @@ _SAID = (
     ("final/ is a Hugging Face folder, which `hf upload` takes", "push_to_hub hub_*"),
     ("write [lora]", "use_peft peft_config adapter finetuning_type"),
     ("write [lora], and r below it", "lora_r lora_rank"),
-    ("write [lora], and target_modules below it", "lora_target_modules lora_target_linear"),
-    ('write [lora], and quantize = "int4" below it', "load_in_4bit load_in_8bit bnb_* quantization_bit"),
+    ("write [lora], and target_modules below it", "lora_target lora_target_modules lora_target_linear"),
+    ('write [lora], and quantize = "int4" below it', "load_in_4bit bnb_* quantization_bit bits"),
+    ('write [lora], and quantize = "int8" below it', "load_in_8bit"),
     ("all that [lora] adapts has one rank and one lora_alpha: leave it out", "rank_pattern alpha_pattern"),
     (
         "an adapter is A and B of linears, and magnitudes with use_dora: leave it out",
@@ -177,7 +178,38 @@ _SAID = (
     ("write reward_model_name_or_path below the table of the task", "reward_model reward_model_path"),
     ("completions of a step are global_batch_size, of a prompt num_generations", "generation_batch_size"),
     ("num_iterations below [grpo] says how often completions are learned from", "steps_per_generation"),
+    ("the same key begins with rollout_ here, not vllm_, below the table of the task", "vllm_importance_sampling_*"),
     ("write rollout_servers or rollout_nodes below the table of the task", "use_vllm vllm_*"),
+    (
+        "give beta below the table of the task, the weight of the divergence to the reference",
+        "kl_coef init_kl_coef kl_loss_coef kl_penalty_coef kl_beta",
+    ),
+    (
+        "give epsilon below [grpo], and epsilon_high where the upper bound is another",
+        "clip_range cliprange clip_ratio clip_range_ratio",
+    ),
+    ("ratios are clipped at 1 - epsilon and 1 + epsilon_high alone: leave it out", "delta"),
+    (
+        "give num_generations below the table of the task",
+        "n rollout_n group_size num_return_sequences num_samples best_of best_of_n",
+    ),
+    (
+        "advantages are those of a completion's group, without a model of values: leave it out",
+        "lam gae_lambda cliprange_value",
+    ),
+    (
+        "the reference is the model that the run began with, and stays it: leave it out",
+        "sync_ref_model ref_model_sync_steps",
+    ),
+    ("a job has one loss_type: leave it out", "loss_weights rpo_alpha f_divergence_type f_alpha_divergence_coef"),
+    ("give lmbda below [distill], the share of steps that the student writes for", "on_policy"),
+    ("give model_name_or_path above [distill]: it is the student", "student student_model student_model_name_or_path"),
+    (
+        "give beta below [distill]: 0 is the forward KL, 1 the reverse KL, between them lies JSD",
+        "kl_divergence divergence kl_type",
+    ),
+    ("simpo_gamma below [simpo] is beta times this", "gamma_beta_ratio"),
+    ("all that is learned has one learning_rate: leave it out", "loraplus* lora_plus"),
 )
 """What stands here in the place of keys that people know from elsewhere; `*` is any end or beginning of one."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import tomllib
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,6 +16,8 @@ import tllm
 from tllm.core.disk import whole_file
 from tllm.core.errors import ConfigError
 from tllm.spec.plan import Plan
+from tllm.training.checkpoint.save_folders import look
+from tllm.training.job.job import Job
 from tllm.training.job.job_file import ResolvedJob, write_job
 
 JOB, STARTS = "job.toml", "starts.jsonl"
@@ -51,6 +54,25 @@ def add_start(folder: Path, start: RunStart) -> None:
     """Add a start of the job that the folder has."""
     with _written(folder), (folder / STARTS).open("ab") as file:
         file.write(msgspec.json.encode(start) + b"\n")
+
+
+def check_goes_on(job: Job) -> None:
+    """ConfigError where the run's folder has saves of an adapter, and the job trains the model or an adapter of another
+    rank; or the other way round. Before machines are waited for, which would find it when they read a save."""
+    folder = Path(job.output_dir)
+    if not (folder / JOB).is_file() or not any(save.finished for save in look(folder)):
+        return
+    began = tomllib.loads((folder / JOB).read_text()).get("lora", {}).get("r")
+    now = None if job.lora is None else job.lora.r
+    if began != now:
+        raise ConfigError(
+            f"the run in {folder} trains {_learned(began)}, and this job {_learned(now)}",
+            "give another output_dir: a run goes on with what it began with",
+        )
+
+
+def _learned(rank: int | None) -> str:
+    return "the whole model" if rank is None else f"an adapter of rank {rank}"
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import re
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,8 @@ AT_ONCE = 64
 LIMIT = 64 * 1024 * 1024
 """Bytes of an answer that are read at most."""
 
+NOT_JSON = re.compile(rb"[\[,:]\s*(-?(?:NaN|Infinity))\b")
+"""What Python's json writes of numbers that JSON has not."""
 
 T = TypeVar("T")
 
@@ -103,6 +106,11 @@ def _asked(url: str, question: Mapping[str, Any], seconds: float, decoder: msgsp
     try:
         return decoder.decode(content)
     except UNREADABLE as error:
+        if (found := NOT_JSON.search(content)) is not None:
+            raise ConfigError(
+                f"the server at {url} answered with {found[1].decode()} for a reward, which is no number",
+                "null says that there is no reward",
+            ) from error
         raise ConfigError(
             f"the server at {url} answered with something else than rewards: {error}",
             'it is to answer {"rewards": [number or null, …]}, or as /score does',

@@ -35,15 +35,7 @@ class AnsweringModel(NamedTuple):
     def find_scoring(cls, name: str) -> AnsweringModel:
         """A reward model. ConfigError for one that does not have one score."""
         model = cls._find(name)
-        labels = model.spec.num_labels
-        if labels != 1:
-            has = f"a classification head of {labels} labels" if labels else "no classification head"
-            raise ConfigError(
-                f"{name} has {has}, and a reward model has one of 1 label",
-                'train one with task = "reward", or take a ForSequenceClassification with num_labels = 1',
-            )
-        if model.spec.bidirectional:
-            raise ConfigError(f"{name} is not causal (each token sees those after it)", "take a model that is")
+        check_scores(name, model.spec)
         return model
 
     @classmethod
@@ -51,3 +43,15 @@ class AnsweringModel(NamedTuple):
         folder = Path(name) if Path(name).is_dir() else locate(name, "whole").path
         config = read_config(folder)
         return cls(folder, config, spec_from_config(config))
+
+
+def check_scores(name: str, spec: ModelSpec) -> None:
+    """ConfigError for a model that does not give a text one score."""
+    if spec.num_labels != 1:
+        has = f"a classification head of {spec.num_labels} labels" if spec.num_labels else "no classification head"
+        raise ConfigError(
+            f"{name} has {has}, and a reward model has one of 1 label",
+            'train one with task = "reward", or take a ForSequenceClassification with num_labels = 1',
+        )
+    if spec.bidirectional:
+        raise ConfigError(f"{name} is not causal (each token sees those after it)", "take a model that is")

@@ -23,7 +23,7 @@ TENSORBOARD, NOTHING = "tensorboard", "none"
 """What `report_to` may name; "none" is what transformers has for nothing."""
 NOT_OF_TRAINING = (
     *("step", "metrics", "role_seconds", "predicted_seconds"),
-    *("eval_loss", "eval_metrics", "eval_perplexity", "early_stopping"),
+    *("eval_loss", "eval_metrics", "eval_perplexity", "eval_seconds", "early_stopping"),
 )
 TAIL_BYTES = 64 * 1024
 
@@ -33,11 +33,12 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     the part of the time that ranks waited for the pipeline, `memory` the most bytes on any rank, `bytes_sent` by all.
     `aux_loss` is the experts' load-balance loss, without its coefficient; `metrics` are what the task's objective tells
     beside the loss, by TRL's names. After an evaluation `eval_loss` and `eval_metrics` are those of rows held out, and
-    `eval_perplexity` is exp(eval_loss) where the loss is a mean of -log p over tokens. `early_stopping` says why
-    evaluations end the run after this step. `role_seconds` are those parts of `seconds` that rank 0 spent on roles
-    beside the policy: "sampling", "rewards" or "teacher", "reference". `predicted_seconds` are what the planner that
-    chose the plan predicted: of the whole "step", of those roles and of the "policy", with rows as long as they may be;
-    of no "step" where programs elsewhere sample or teach, as nobody measured them.
+    `eval_perplexity` is exp(eval_loss) where the loss is a mean of -log p over tokens; it took `eval_seconds`, which
+    are not of the step's. `early_stopping` says why evaluations end the run after this step. `role_seconds` are those
+    parts of `seconds` that rank 0 spent on roles beside the policy: "sampling", "rewards" or "teacher", "reference".
+    `predicted_seconds` are what the planner that chose the plan predicted: of the whole "step", of those roles and of
+    the "policy", with rows as long as they may be, and of an "evaluation"; of no "step" where programs elsewhere sample
+    or teach, as nobody measured them.
     """
 
     step: int
@@ -56,6 +57,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     eval_loss: float | None = None
     eval_metrics: dict[str, float] | None = None
     eval_perplexity: float | None = None
+    eval_seconds: float | None = None
     early_stopping: str | None = None
     role_seconds: dict[str, float] | None = None
     predicted_seconds: dict[str, float] | None = None
@@ -94,7 +96,8 @@ class TensorBoard:
         for name, value in {**numbers, **(record.metrics or {}), **of_roles}.items():
             if value is not None:
                 self._writer.add_scalar(f"train/{name}", value, record.step)
-        evaluated = {"loss": record.eval_loss, "perplexity": record.eval_perplexity, **(record.eval_metrics or {})}
+        told = {"loss": record.eval_loss, "perplexity": record.eval_perplexity, "seconds": record.eval_seconds}
+        evaluated = {**told, **(record.eval_metrics or {})}
         for name, value in evaluated.items():
             if value is not None:
                 self._writer.add_scalar(f"eval/{name}", value, record.step)

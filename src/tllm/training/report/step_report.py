@@ -126,6 +126,7 @@ class StepReport:
             eval_loss=None if counters.evaluated is None else counters.evaluated.loss,
             eval_metrics=None if counters.evaluated is None else counters.evaluated.metrics or None,
             eval_perplexity=None if counters.evaluated is None else counters.evaluated.perplexity,
+            eval_seconds=None if counters.evaluated is None else counters.evaluated.seconds,
             early_stopping=counters.reason or None,
             role_seconds=dict(counters.role_seconds) or None,
             predicted_seconds=dict(counters.predicted) or None,

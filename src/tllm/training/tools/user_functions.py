@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from tllm.core.errors import ConfigError
-from tllm.training.job.rollout_keys import function_parts
+from tllm.training.job.rollout_keys import RolloutConfig, function_parts, is_url
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,34 @@ class UserModules:
 
         Its file is run, and can import what lies in its folder. ConfigError, in one line, where that fails.
         """
-        file, name = function_parts(text)
-        if not file.is_file():
-            raise ConfigError(f"{key} names {name} of {file}, which is no file", "put the module beside the job's file")
+        file, name = found_file(text, key)
         if file not in self._modules:
             self._modules[file] = _run(file)
         function = getattr(self._modules[file], name, None)
         if not callable(function):
             raise ConfigError(f"{file} has no function {name}", f"{key} names module:function")
         return UserFunction(name, file, function)
+
+
+def found_file(text: str, key: str) -> tuple[Path, str]:
+    """The file and the function that `FILE.py:function` names under this key of the job. ConfigError without a file."""
+    file, name = function_parts(text)
+    if not file.is_file():
+        raise ConfigError(f"{key} names {name} of {file}, which is no file", "put the module beside the job's file")
+    return file, name
+
+
+def check_files(config: RolloutConfig) -> None:
+    """The same for all functions and classes of a table; none of them is run."""
+    environment = config.environment_factory
+    named = {
+        "reward_funcs": [text for text in config.reward_funcs if not is_url(text)],
+        "tools": config.tools,
+        "environment_factory": [] if environment is None else [environment],
+    }
+    for key, texts in named.items():
+        for text in texts:
+            found_file(text, key)
 
 
 def _run(file: Path) -> ModuleType:

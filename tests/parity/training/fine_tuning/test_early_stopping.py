@@ -78,6 +78,12 @@ def test_perplexity_is_the_exponential_of_the_loss_held_out(alone: Ended) -> Non
     assert all(math.exp(loss) == perplexity for loss, perplexity in told if loss is not None)
 
 
+def test_seconds_of_an_evaluation_stand_beside_its_loss(alone: Ended) -> None:
+    for one in records(alone[0]):
+        assert (one.eval_loss is None) == (one.eval_seconds is None)
+        assert one.eval_seconds is None or one.eval_seconds > 0
+
+
 @pytest.mark.parametrize("plan", soak_but(["dp=2"], ["dp=2", "pp=2", "tp=2"]))
 def test_every_plan_ends_at_the_same_step_with_the_same_weights(
     plan: str, alone: Ended, model: Path, tmp_path: Path

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 
+from tests.support.training.post_training.preferences import small_model
 from tests.support.training.small_job import write_job
 from tests.unit.planner.measured.test_survey import survey_of, training_node
 from tllm.cli.main import main
@@ -92,6 +93,38 @@ def test_a_reference_that_is_computed_before_the_first_step_is_counted(
         assert step is not None and (before is not None) == is_counted
         if before is not None:
             assert float(before[1]) == pytest.approx(3000 * float(step[1]) / 3, rel=0.05)
+
+
+def test_evaluations_are_counted_beside_the_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """600 tokens fill ten rows of 64, for which two replicas compute three microbatches of two each. That is a third of
+    what steps of as many rows take; beside an adapter, whose steps are shorter, half."""
+    small_model("llama", tmp_path / "model")
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(json.dumps({"input_ids": [1] * 20}) + "\n" for _ in range(30)))
+    (tmp_path / "rows.py").write_text("def held_out(): return []")
+    job = tmp_path / "job.toml"
+    named = f'model_name_or_path = "{tmp_path}/model"\ntrain_files = ["{held_out}"]\noutput_dir = "{tmp_path}/run"\n'
+    job.write_text(f"{named}max_steps = 60\nseq_len = 64\nglobal_batch_size = 8\nmicrobatch_size = 2\n")
+    dry = ["train", str(job), "--plan", "dp=2", "--dry-run", "--threads", "1"]
+    evaluated = ["--set", f"eval_files={held_out}", "--set", "eval_steps=25"]
+    line = r"an evaluation: ([\d.e-]+) s for 30 rows of eval_files; 3 of them take ([\d.e-]+) s"
+    for adapter, share in (([], 1 / 3), (["--set", "lora.r=4"], 1 / 2)):
+        assert main([*dry, *evaluated, *adapter]) == 0
+        out = capsys.readouterr().out
+        found, step = re.search(line, out), re.search(r"compute ([\d.e-]+)", out)
+        assert found is not None and step is not None
+        once, thrice = map(float, found.groups())
+        assert thrice == pytest.approx(3 * once, rel=0.02)
+        assert once == pytest.approx(share * float(step[1]) * 12 / 8, rel=0.1)
+    reads = ["--set", "eval_num_prompts=2", "--set", "eval_max_new_tokens=4"]
+    for more, unknown in (
+        (["--set", "eval_files=rows:held_out"], "rows of eval_files"),
+        ([*evaluated, *reads], "completions to be read"),
+    ):
+        assert main([*dry, *more]) == 0
+        assert f"evaluations are longer by {unknown}, which are not predicted" in capsys.readouterr().out
+    assert main(dry) == 0
+    assert "an evaluation: " not in capsys.readouterr().out
 
 
 def test_without_a_survey_it_says_what_would_choose(job: Path, capsys: pytest.CaptureFixture[str]) -> None:

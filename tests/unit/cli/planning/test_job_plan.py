@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from tests.unit.planner.measured.test_survey import SPEC, serving_node, survey_o
 from tests.unit.planner.roles.test_role_machines import cluster as machines_of
 from tllm.cli.commands.train import _chooser_of
 from tllm.cli.main import main
-from tllm.cli.planning.outcome import training_outcome
+from tllm.cli.planning.outcome import as_text, training_outcome
 from tllm.cli.planning.plan_chooser import TrainingChooser
 from tllm.cli.planning.role_outcome import as_long_as_measured
 from tllm.cli.planning.role_wishes import named_devices
@@ -218,6 +219,35 @@ def test_a_step_is_told_by_role_for_completions_as_long_as_they_were(tmp_path: P
     longest = dict(chosen.predicted.roles)["sampling"]
     assert 0.1 * longest < predicted.sampling < 0.5 * longest, "5 tokens where 16 were allowed"
     assert predicted.policy < chosen.predicted.policy
+
+
+def test_an_evaluation_is_predicted_and_measured_beside_the_steps(tmp_path: Path) -> None:
+    chooser = chooser_of_texts(tmp_path)
+    said = list[str]()
+    chooser.says = said.append
+    chosen = chooser.decide(survey_of("train", training_node("a")))
+    assert "an evaluation: " in said[0]
+    told = chooser.predicted_seconds(chosen.placed, chosen.predicted)
+    assert told.by_role["evaluation"] == chooser.evaluation_seconds(chosen.placed)
+    plain = [msgspec.structs.replace(one, metrics=None) for one in steps({})]
+    evaluated = [msgspec.structs.replace(one, eval_seconds=0.5 * one.step) for one in plain[:3]]
+    outcome, before = training_outcome(chooser, [*evaluated, *plain[3:]]), training_outcome(chooser, plain)
+    assert outcome is not None and before is not None
+    assert outcome.predicted.evaluation == told.by_role["evaluation"] and outcome.measured.evaluation == 1.0
+    assert before.measured.evaluation is None and "evaluation" not in as_text(before)
+    assert re.search(r"^evaluation .* ms\s+1000 ms", as_text(outcome), re.MULTILINE)
+    assert (outcome.measured.seconds, outcome.predicted.policy) == (4.0, None), "an evaluation is of no step"
+
+
+def chooser_of_texts(folder: Path) -> TrainingChooser:
+    """Of a job that learns texts and has some held out."""
+    write_task(folder)
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"input_ids": [1] * 20}) + "\n" for _ in range(12)))
+    keys = ("task=sft", f"config_name={folder}/config.json", f"tokenizer_name={folder}/tokenizer.json")
+    files = (f"train_files={folder}/texts.jsonl", f"eval_files={folder}/texts.jsonl", "eval_steps=2")
+    sizes = ("max_steps=9", "seq_len=32", "global_batch_size=8", f"output_dir={folder}/run")
+    asked = read_job(None, [*keys, *files, *sizes])
+    return TrainingChooser(asked, "{}", SPEC, 1, Plan.parse("pp=1", SPEC.num_layers))
 
 
 def test_servers_elsewhere_are_in_no_prediction_and_correct_no_survey(tmp_path: Path) -> None:

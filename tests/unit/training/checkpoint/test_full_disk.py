@@ -17,6 +17,7 @@ import torch
 from tests.unit.training.saves import on_ranks
 from tllm.comm.collectives.group import Group
 from tllm.core.memory import amount
+from tllm.training.checkpoint import durable_disk
 from tllm.training.checkpoint.async_saves import AsyncSaves
 from tllm.training.checkpoint.checkpoint import open_folder
 from tllm.training.checkpoint.disk_room import RankRoom, missing_room, to_come
@@ -189,6 +190,41 @@ def test_each_disk_that_lacks_room_is_told() -> None:
     first, second = missing_room(rooms, to_come(complete=0, left=9, limit=2)).split("; ")
     assert "on a has 25.0 MiB free, a save takes 8.0 MiB there, and the run 28.0 MiB more at most" in first
     assert "on b has 7.0 MiB free and a save takes 8.0 MiB there: saves will fail" in second
+
+
+def test_a_disk_of_the_network_is_one_for_all_machines_that_share_it() -> None:
+    def told(*sources: str) -> list[str]:
+        rooms = [
+            RankRoom("run", host, 40 + n, free=25 * MEGABYTE, saved=8 * MEGABYTE, model=4 * MEGABYTE, source=source)
+            for n, (host, source) in enumerate(zip("ab", sources, strict=True))
+        ]
+        return missing_room(rooms, to_come(complete=0, left=9, limit=2)).split("; ")
+
+    (shared,) = told("nas:/data", "nas:/data")
+    assert shared.startswith("run (nas:/data), which 2 machines share, has 25.0 MiB free, a save takes 16.0 MiB there")
+    assert "the run 48.0 MiB more at most" in shared
+    assert told("nas:/data", "nas:/more") == told("", "") == [""], "room for each machine's 24 MiB"
+
+
+def test_a_disk_of_the_network_is_known_by_its_mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line for each mount, of which others are of other disks, or name none that another machine has."""
+    device = tmp_path.stat().st_dev
+    mounts = tmp_path / "mountinfo"
+    monkeypatch.setattr(durable_disk, "MOUNTS", mounts)
+    for number, source, found in (
+        (device, "nas:/data", "nas:/data"),
+        (device, "//nas/data", "//nas/data"),
+        (device + 1, "nas:/data", ""),
+        (device, "/dev/sda1", ""),
+        (device, "overlay", ""),
+    ):
+        at = f"{os.major(number)}:{os.minor(number)}"
+        mounts.write_text(
+            f"36 35 98:0 /a /b rw - ext4 nas:/other rw\n37 35 {at} / /mnt rw shared:1 - nfs4 {source} rw\n"
+        )
+        assert DurableDisk().network_source(tmp_path) == found
+    mounts.unlink()
+    assert DurableDisk().network_source(tmp_path) == "", "another system than Linux"
 
 
 def test_a_file_that_may_not_grow(tmp_path: Path) -> None:

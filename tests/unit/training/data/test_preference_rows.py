@@ -127,6 +127,7 @@ def test_an_unpaired_row_stands_with_the_reply_to_another_prompt(tmp_path: Path)
         ({"prompt": "a", "chosen": "b"}, "has no rejected"),
         ({"prompt": "a", "rejected": "b"}, "has no chosen"),
         ({"text": "a"}, "has no chosen"),
+        ({"prompt": "a", "chosen": None, "rejected": "b"}, "chosen is null"),
         ({"prompt": "hello", "chosen": " you", "rejected": " you"}, "the same"),
         ({"chosen": "you", "rejected": "hello"}, "begin differently"),
         ({"prompt": "a", "chosen": [say("b")], "rejected": "c"}, "chosen is messages and rejected is a text"),

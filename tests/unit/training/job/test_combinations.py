@@ -12,7 +12,7 @@ from tllm.core.errors import ConfigError, PlanError
 from tllm.spec.families import spec_from_config
 from tllm.spec.plan import Plan
 from tllm.spec.trainable import check_lock_step
-from tllm.training.job.combinations import check_combination, warn_of_context
+from tllm.training.job.combinations import check_combination, warn_of_context, warn_of_idle
 from tllm.training.job.distillation_keys import DistillationKeys
 from tllm.training.job.job import Job
 from tllm.training.job.lora_job import LoraJob
@@ -173,6 +173,14 @@ def test_rows_beyond_the_context_of_the_model_are_told(caplog: pytest.LogCapture
     assert not caplog.messages
     warn_of_context(replace(job, seq_len=65), spec)
     assert "seq_len is 65 and the model's context 64 tokens" in caplog.text
+
+
+def test_replicas_that_get_nothing_of_a_step_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job("run", ("a.txt",), 2, config_name="c", global_batch_size=4, microbatch_size=2)
+    warn_of_idle(job, Plan.parse("dp=2", 2))
+    assert not caplog.messages
+    warn_of_idle(job, Plan.parse("dp=5", 2))
+    assert "a step has 2 microbatches for 5 replicas, and 3 without any: give a smaller" in caplog.text
 
 
 def test_rates_that_cannot_be_are_refused_before_anything_starts() -> None:

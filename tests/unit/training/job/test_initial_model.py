@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import count, takewhile
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -28,10 +30,11 @@ from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.memory.training_memory import training_bytes
 from tllm.spec.plan import Plan
 from tllm.training.data import choose_encoder
+from tllm.training.data.batches import Batches
 from tllm.training.data.packing import PackedRow
 from tllm.training.job import initial_model
 from tllm.training.job.distillation_keys import DistillationKeys
-from tllm.training.job.initial_model import open_initial_model, row_lengths, spec_of
+from tllm.training.job.initial_model import open_initial_model, row_lengths, rows_held_out, rows_learned, spec_of
 from tllm.training.job.job import Job
 from tllm.training.job.job_parts import data_config, shares_prompts, training_facts
 from tllm.training.job.preference_tables import KTOConfig
@@ -150,6 +153,54 @@ def test_of_data_without_a_row_nothing_is_known(tmp_path: Path, monkeypatch: pyt
     job = preference_job(tmp_path / "model", tmp_path / "run", "kto", kto=KTOConfig())
     monkeypatch.setattr(choose_encoder, "READ_THROUGH", 0)
     assert row_lengths(job) is None
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("task", ["sft", "dpo", "kto", "reward"])
+def test_rows_held_out_are_counted_as_an_evaluation_has_them(task: str, packing: bool, tmp_path: Path) -> None:
+    small_model("llama", tmp_path / "model")
+    (unpaired_rows if task == "kto" else pair_rows)(tmp_path / "held_out.jsonl", 150)
+    if task == "sft":
+        dice = random.Random(5)
+        rows = ({"text": text_of(some(dice, 2, 60))} for _ in range(150))
+        (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    kto = KTOConfig() if task == "kto" else None
+    job = preference_job(tmp_path / "model", tmp_path / "run", task, packing=packing, kto=kto)
+    assert rows_held_out(job) is None
+    job = replace(job, eval_files=(str(tmp_path / "held_out.jsonl"),))
+    counted = rows_held_out(job)
+    batches = open_initial_model(job).eval_batches(job)
+    assert counted is not None and batches is not None
+    found = [row for rows in steps_of(batches) for row in rows]
+    assert counted.documents == 150
+    assert packing or counted.rows == pytest.approx(len(found), rel=0.05)
+    facts = training_facts(job, lengths=counted.lengths)
+    tokens = sum(len(row.labels) for row in found)
+    assert counted.rows * (facts.row_tokens or job.seq_len) == pytest.approx(tokens, rel=0.1)
+
+
+def steps_of(batches: Batches) -> Iterator[Sequence[PackedRow]]:
+    """The rows of each step, until there are no more."""
+    return takewhile(bool, map(batches.step, count()))
+
+
+def test_a_reference_is_computed_once_for_each_row(tmp_path: Path) -> None:
+    small_model("llama", tmp_path / "model")
+    pair_rows(tmp_path / "pairs.jsonl", 24)
+    job = preference_job(tmp_path / "model", tmp_path / "run", "dpo")
+    found = [rows_learned(replace(job, max_steps=steps)) for steps in (2, 3, 300)]
+    assert [one.rows for one in found] == [16, 24, 24]
+
+
+def test_files_that_are_too_large_to_be_read_through_are_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_model("llama", tmp_path / "model")
+    pair_rows(tmp_path / "pairs.jsonl", 24)
+    files = (str(tmp_path / "pairs.jsonl"),)
+    job = preference_job(tmp_path / "model", tmp_path / "run", "dpo", eval_files=files, max_steps=300)
+    monkeypatch.setattr(choose_encoder, "READ_THROUGH", 100)
+    assert rows_held_out(job) is None and rows_learned(job) == (2400, 2400, row_lengths(job))
 
 
 def rows_of(job: Job) -> list[PackedRow]:

@@ -68,7 +68,7 @@ def test_no_step_twice_after_a_restart(tmp_path: Path, done: int, tail: str) -> 
 
 
 @pytest.mark.parametrize("tail", ["", '{"step": 8, "lo', '{"step": 8}', "{}\n"])
-@pytest.mark.parametrize("nbytes", [360, 64 * 1024], ids=["few", "many"])
+@pytest.mark.parametrize("nbytes", [380, 64 * 1024], ids=["few", "many"])
 def test_the_last_step_is_known_from_the_end_of_the_file(
     tmp_path: Path, tail: str, nbytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,7 +86,7 @@ def test_the_last_step_is_known_from_the_end_of_the_file(
         assert last_step(tmp_path) == 7
 
 
-def test_a_full_disk_loses_lines_and_not_the_run(tmp_path: Path) -> None:
+def test_a_full_disk_loses_lines_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = MetricsFile(tmp_path)
     file.write(record(1))
     size = os.path.getsize(tmp_path / FILE)
@@ -100,6 +100,12 @@ def test_a_full_disk_loses_lines_and_not_the_run(tmp_path: Path) -> None:
     assert (file.lost, file.error) == (2, "File too large")
     file.write(record(4))
     assert steps(tmp_path) == [1, 4], "no line is torn"
+    file.close()
+    path = tmp_path / FILE
+    assert [one.getMessage() for one in caplog.records] == [
+        f"cannot write {path}: File too large; the run goes on, and lines are left out until there is room",
+        f"{path} lacks 2 lines that found no room; there is room again",
+    ]
 
 
 def test_tensorboard_is_asked_for_and_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
