@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
 import os
 import signal
 
@@ -15,5 +16,10 @@ _STDERR = 2
 def show_stacks_on_signal() -> None:
     """From now on `kill -USR1` shows the stacks on stderr, or in the file that TLLM_STACKS names."""
     name = os.environ.get(STACKS_VARIABLE)
-    file = os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600) if name else _STDERR
-    faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=_opened(name, os.getpid()) if name else _STDERR, all_threads=True)
+
+
+@functools.cache
+def _opened(name: str, process: int) -> int:
+    """A file to append to, opened once in a process, however many commands it runs; a fork opens its own."""
+    return os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)

@@ -116,6 +116,8 @@ def train(
                 link.close()
             if trainer is not None:
                 trainer.close()
+            if source is not None:
+                source.close()
 
     with short_peak():
         in_threads([partial(rank, number) for number in range(plan.world_size)])

@@ -99,6 +99,7 @@ class Epochs:
                     trainer.close()
                 except (LinkError, Died):
                     assert hurt, "nobody was to die"
+                source.close()
 
         def lend(number: int) -> None:
             mine = {wire: link for wire, link in links.items() if number in wire[:2]}

@@ -121,8 +121,10 @@ class GradientBuckets:
         """Tensors whose gradient on this rank was not finite in the present step, before it was summed over ranks."""
         dp = layout.groups.dp
         self._thread = _lone_thread(f"tllm-dp-{dp.rank}") if dp.size > 1 else None
-        for index, parameter in enumerate(layout.parameters):
+        self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
+            for index, parameter in enumerate(layout.parameters)
+        ]
 
     def begin(self, microbatches: int) -> None:
         """Start a step in which each parameter gets `microbatches` gradients on this rank, perhaps none."""
@@ -181,7 +183,10 @@ class GradientBuckets:
         return self.accumulator.nbytes + sum(cut)
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread, and take the hooks off the parameters. torch keeps a hook where Python's collector does not
+        see it: it would keep the old model in a worker that is given another plan."""
+        for hook in self._hooks:
+            hook.remove()
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
 

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import gc
 import math
 import threading
+import weakref
 
 import pytest
 import torch
@@ -318,3 +320,17 @@ def test_the_tree_takes_a_logarithm_of_memory_and_gives_it_back() -> None:
     assert seen == [1, 2, 2, 3, 3, 3, 3, 1], "one sum, one more for each subtree that waits, and in the end the whole"
     buckets.finish()
     assert buckets.nbytes == run
+
+
+def test_closed_buckets_keep_no_parameter_alive() -> None:
+    """A worker that is given another plan needs the memory of the old model."""
+    parameters = parameters_of((16, 4), (32,))
+    buckets = buckets_of(parameters, solo())
+    buckets.begin(1)
+    loss_of(parameters, 1.0).backward()
+    buckets.finish()
+    alive = [weakref.ref(parameter) for parameter in parameters]
+    buckets.close()
+    del buckets, parameters
+    gc.collect()
+    assert [one() for one in alive] == [None, None]
