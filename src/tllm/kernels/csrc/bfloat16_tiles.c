@@ -20,15 +20,15 @@
 #define SUMS (TILE_ROWS * TILE_ROWS) /* of a tile */
 #define PANEL (2 * TILE_ROWS)        /* outputs, and rows, that are multiplied at once: four tiles of sums */
 #define FEW_ROWS 128                 /* up to so many, W is read where it lies */
-#define MOST_ROWS 512                /* rows, and */
-#define GROUP 128                    /* outputs, whose sums are kept while blocks of columns are taken one after another */
-#define BLOCK 256                    /* columns */
+#define BLOCK 256                    /* columns of more rows that are taken at once, one block after another */
+#define GROUP 128                    /* outputs whose sums are kept meanwhile, */
+#define MOST_ROWS 512                /* and rows */
 
 typedef struct {
     const uint16_t *weight; /* [outputs, columns] */
     const uint16_t *x;      /* [rows, columns] */
     uint8_t *packed;        /* x: [panels of rows, columns / 32, 2 tiles of rows, 16 pairs of columns, 16 rows, 2] */
-    float *sums;            /* [threads, panels of a group, panels of rows, 2 tiles of rows, 2 of outputs, 16 outputs, 16 rows] */
+    float *sums;            /* [threads, panels of a group, panels of rows, 2 tiles of rows, 2 of outputs, 16, 16 rows] */
     uint16_t *y;            /* [rows, outputs] */
     int64_t outputs, columns, rows;
 } Product;
@@ -123,22 +123,25 @@ static void multiply_panel(const Product *p, float *sums, int64_t output, int64_
 }
 
 /* Bytes of a thread's sums. */
-INLINE int64_t bytes_of_sums(int64_t rows) { return GROUP * panels_of(least(rows, MOST_ROWS)) * PANEL * (int64_t)sizeof(float); }
+INLINE int64_t bytes_of_sums(int64_t rows) {
+    return GROUP * panels_of(least(rows, MOST_ROWS)) * PANEL * (int64_t)sizeof(float);
+}
 
 static void multiply_outputs(void *of, int64_t first, int64_t last, int thread) {
     const Product *p = of;
     float *sums = p->sums + thread * bytes_of_sums(p->rows) / (int64_t)sizeof *sums;
-    const int64_t block = p->rows > FEW_ROWS ? BLOCK : p->columns;
+    const int64_t columns = p->columns, block = p->rows > FEW_ROWS ? BLOCK : columns;
     configure_all_tiles();
     for (int64_t row = 0; row < p->rows; row += MOST_ROWS) {
         const int64_t last_row = least(row + MOST_ROWS, p->rows), of_panel = panels_of(last_row - row) * 4 * SUMS;
         for (int64_t group = first; group < last; group += GROUP)
-            for (int64_t column = 0; column < p->columns; column += block) {
-                const int64_t end = least(group + GROUP, last), steps = least(block, p->columns - column) / STEP;
+            for (int64_t column = 0; column < columns; column += block) {
+                const int64_t end = least(group + GROUP, last), steps = least(block, columns - column) / STEP;
+                const int64_t following = column + block < columns ? group * columns + column + block : end * columns;
                 for (int64_t output = group; output < end; output += PANEL) {
-                    const uint16_t *behind = p->weight + (output + PANEL) * p->columns + column;
-                    if (output + PANEL >= end && column + block < p->columns) behind = p->weight + group * p->columns + column + block;
-                    multiply_panel(p, sums + (output - group) / PANEL * of_panel, output, row, last_row, column, steps, behind);
+                    const int64_t behind = output + PANEL < end ? (output + PANEL) * columns + column : following;
+                    float *here = sums + (output - group) / PANEL * of_panel;
+                    multiply_panel(p, here, output, row, last_row, column, steps, p->weight + behind);
                 }
             }
     }
