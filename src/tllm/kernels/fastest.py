@@ -54,11 +54,11 @@ class BestTimes:
         self.computing[name] = min(computed, self.computing[name]) if known else computed
         return taken
 
-    def fastest(self, favoured: str | None = None) -> Choice:
+    def fastest(self, favoured: str = "") -> Choice:
         """That the candidate is taken whose best time is least; or the one that is favoured, if that is near to it."""
         name = min(self.seconds, key=lambda name: self.seconds[name])
         is_near = favoured in self.seconds and NEARLY * self.seconds[favoured] <= self.seconds[name]
-        return self.choice(favoured if favoured is not None and is_near else name)
+        return self.choice(favoured if is_near else name)
 
     def choice(self, name: str, times: float = 1.0) -> Choice:
         """That this candidate is taken, because the others take at least so many times as long."""
@@ -67,7 +67,7 @@ class BestTimes:
         return Choice(name, dict(self.seconds), is_sure)
 
 
-def fastest(candidates: Mapping[str, Callable[[], object]], favoured: str | None = None) -> Choice:
+def fastest(candidates: Mapping[str, Callable[[], object]], favoured: str = "") -> Choice:
     """Time every candidate by turns and take the one whose best time is least.
 
     `favoured`: that one is taken unless another is clearly faster, as it loses least where a core is not always free.

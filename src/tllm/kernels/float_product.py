@@ -77,12 +77,13 @@ def float_matmul(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
 def product_name(x_TD: Tensor, weight_FD: Tensor) -> str:
     """The candidate that is the fastest for these, measured if it is not known yet."""
     rows, kernels = len(x_TD), library()
-    has_tiles = rows > 0 and _is_candidate("tiles", x_TD, weight_FD)
     if kernels is not None and kernels.makes_plain_products and x_TD.dtype in DTYPES and weight_FD.is_contiguous():
-        return "tiles" if has_tiles else "kernel"
+        return "tiles" if _is_candidate("tiles", x_TD, weight_FD) else "kernel"
+    if rows == 0 or x_TD.dtype == torch.float64:
+        return "linear"
     if weight_FD.nbytes < MEASURED_BYTES:
-        return "tiles" if has_tiles and rows <= ROWS_BY_TILES else "linear"
-    if rows == 0 or x_TD.dtype == torch.float64 or (rows > MEASURED_ROWS and not has_tiles):
+        return "tiles" if rows <= ROWS_BY_TILES and _is_candidate("tiles", x_TD, weight_FD) else "linear"
+    if rows > MEASURED_ROWS and not _is_candidate("tiles", x_TD, weight_FD):
         return "linear"
     kind = ProductKind(
         next_power_of_two(rows), len(weight_FD), weight_FD.shape[1], weight_FD.dtype, torch.get_num_threads()
