@@ -23,7 +23,6 @@
 
 #if HAS_TILES
 
-
 /* What a thread has of a tile of tokens and a kv head. */
 typedef struct {
     _Alignas(64) uint16_t q[MOST_ROWS * MOST_WIDTH];  /* [tiles of rows, steps, 16 pairs of columns, 16 rows, 2] */
@@ -39,21 +38,12 @@ typedef struct {
     } rows[MOST_ROWS / TILE_ROWS];
 } Buffers;
 
-/* Sums [32, PAIR], in registers 0 to 3, of products of `first` [32, n] and `second` [n, PAIR], where n is 32 `steps`.
- * Rows of `first` lie `pitch` bytes apart, its second 16 rows `half` bytes behind the others, and the numbers of the next
- * step `apart` bytes behind. `second` are tiles, one for each step; those of the second 16 rows lie `second_half` behind. */
+/* `multiply_tiles` for `steps` x 32 numbers of each row: those of the next step lie `apart` bytes behind in `first`, and are
+ * the next tile of `second`, whose second 16 columns lie `second_half` bytes behind the others. */
 INLINE void multiply(const uint8_t *first, int64_t pitch, int64_t half, int64_t apart, const uint8_t *second,
                      int64_t second_half, int64_t steps) {
-    for (int64_t step = 0; step < steps; step++, first += apart, second += TILE_BYTES) {
-        _tile_loadd(4, first, pitch);
-        _tile_loadd(6, second, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, second + second_half, 64);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_loadd(5, first + half, pitch);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-    }
+    for (int64_t step = 0; step < steps; step++, first += apart, second += TILE_BYTES)
+        multiply_tiles(first, pitch, half, second, second_half, 1);
 }
 
 /* The queries of a tile's rows, up to whole pairs of tiles; behind the last row are zeros, which see no key. Which keys
@@ -186,14 +176,14 @@ static void attend_block(const Attention *a, Buffers *w, int64_t tile, int64_t f
         multiply((const uint8_t *)(w->keys + key * a->width), pitch, TILE_ROWS * pitch, 2 * STEP,
                  (const uint8_t *)(w->q + tile * steps * (TILE_BYTES / 2)), steps * TILE_BYTES, steps);
         float *scores = w->scores[0] + key * TILE_ROWS, *behind = w->scores[1] + key * TILE_ROWS;
-        _tile_stored(0, scores, 64), _tile_stored(1, behind, 64);
-        _tile_stored(2, scores + TILE_ROWS * TILE_ROWS, 64), _tile_stored(3, behind + TILE_ROWS * TILE_ROWS, 64);
+        _tile_stored(0, scores, 64), _tile_stored(1, scores + TILE_ROWS * TILE_ROWS, 64);
+        _tile_stored(2, behind, 64), _tile_stored(3, behind + TILE_ROWS * TILE_ROWS, 64);
     }
     weigh(a, w, tile, 0, first, keys);
     weigh(a, w, tile + 1, 1, first, keys);
     for (int64_t i = 0; i < a->width / TILE_ROWS; i += 2) {
         float *out = w->out + tile * TILE_ROWS * a->width + i * TILE_ROWS * TILE_ROWS, *behind = out + TILE_ROWS * a->width;
-        float *const places[] = {out, behind, out + TILE_ROWS * TILE_ROWS, behind + TILE_ROWS * TILE_ROWS};
+        float *const places[] = {out, out + TILE_ROWS * TILE_ROWS, behind, behind + TILE_ROWS * TILE_ROWS};
         _tile_loadd(0, places[0], 64), _tile_loadd(1, places[1], 64);
         _tile_loadd(2, places[2], 64), _tile_loadd(3, places[3], 64);
         multiply((const uint8_t *)(w->values + i * (KEYS / STEP) * (TILE_BYTES / 2)), 64, KEYS / STEP * TILE_BYTES,

@@ -58,16 +58,7 @@ INLINE void multiply(float *sums, Panel w, const uint8_t *x, int64_t steps, int 
         if (both) _tile_loadd(2, sums + 2 * SUMS, 64), _tile_loadd(3, sums + 3 * SUMS, 64);
     }
     for (int64_t step = 0; step < steps; step++, w.at += w.step, x += 2 * TILE_BYTES, next.at += 2 * STEP) {
-        _tile_loadd(6, x, 64);
-        _tile_loadd(4, w.at, w.pitch);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(5, w.at + w.lower, w.pitch);
-        _tile_dpbf16ps(1, 5, 6);
-        if (both) {
-            _tile_loadd(7, x + TILE_BYTES, 64);
-            _tile_dpbf16ps(2, 4, 7);
-            _tile_dpbf16ps(3, 5, 7);
-        }
+        multiply_tiles(w.at, w.pitch, w.lower, x, TILE_BYTES, both);
         for (int64_t row = 0; row < next.rows; row++) __builtin_prefetch(next.at + row * next.pitch, 0, 2);
     }
     _tile_stored(0, sums, 64), _tile_stored(1, sums + SUMS, 64);

@@ -50,6 +50,22 @@ INLINE void release_tiles(void) { _tile_release(); }
 #define STEP 32 /* numbers of bfloat16 in a row of a tile: what a product of tiles sums over */
 #define TILE_BYTES 1024
 
+/* Adds to sums [32, 32] what 32 numbers of each row give. `first` has rows, `pitch` bytes apart, the second 16 of them `lower`
+ * bytes behind the others; `second` has columns as tiles, the second 16, if there are `both`, `apart` bytes behind the others.
+ * Registers 0 and 1 have the sums of the first 16 columns with the first and the second 16 rows, 2 and 3 of the others. */
+INLINE void multiply_tiles(const uint8_t *first, int64_t pitch, int64_t lower, const uint8_t *second, int64_t apart, int both) {
+    _tile_loadd(6, second, 64);
+    _tile_loadd(4, first, pitch);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(5, first + lower, pitch);
+    _tile_dpbf16ps(1, 5, 6);
+    if (both) {
+        _tile_loadd(7, second + apart, 64);
+        _tile_dpbf16ps(2, 4, 7);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+}
+
 typedef __bf16 bf16x32 __attribute__((vector_size(64)));
 
 /* Of 32 numbers, those of the lower half and those of the upper one by turns. */
