@@ -57,7 +57,7 @@ class RequestedAdapters:
     def __init__(self, client: EngineClient, max_loras: int) -> None:
         self._client, self._max_loras = client, max_loras
         self._in_use = Counter[str]()
-        self._loaded = dict[str, str]()  # their folders; the one that was used last is at the end
+        self._by_use = list[str]()  # names of those that are loaded, the one that was used last at the end
         self._loading = asyncio.Lock()
 
     @asynccontextmanager
@@ -88,24 +88,22 @@ class RequestedAdapters:
 
     async def _load(self, name: str, folder: str) -> None:
         """Load one that is in use, if it is not loaded yet, and make room for it."""
-        known = self._loaded.pop(name, folder)
-        if known != folder and self._in_use[name] > 1:
-            self._loaded[name] = known
-            raise RequestError(f"the adapter {name!r} runs from {known}", "give another name", "lora_request")
-        if name in self._adapters.paths and known == folder:
-            self._loaded[name] = folder
-            return
-        if known != folder:
-            await self._adapters.unload(name)
-        elif len(self._loaded) >= self._max_loras:
-            longest_unused = next(one for one in self._loaded if one not in self._in_use)
-            del self._loaded[longest_unused]
-            await self._adapters.unload(longest_unused)
-        try:
-            await self._adapters.load(name, folder)
-        except (ConfigError, WeightsError) as error:
-            raise type(error)(f"{folder}: {error.message}", error.hint) from error
-        self._loaded[name] = folder
+        loaded = self._adapters.paths
+        if loaded.get(name) != folder:
+            if name in loaded and self._in_use[name] > 1:
+                message = f"the adapter {name!r} runs from {loaded[name]}"
+                raise RequestError(message, "give another name", "lora_request")
+            if name in loaded:
+                await self._adapters.unload(name)
+            elif len(loaded) >= self._max_loras:
+                await self._adapters.unload(
+                    next(one for one in self._by_use if one in loaded and not self._in_use[one])
+                )
+            try:
+                await self._adapters.load(name, folder)
+            except (ConfigError, WeightsError) as error:
+                raise type(error)(f"{folder}: {error.message}", error.hint) from error
+        self._by_use = [one for one in self._by_use if one in loaded and one != name] + [name]
 
     @property
     def _adapters(self) -> ServedAdapters:
