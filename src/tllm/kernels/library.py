@@ -171,6 +171,13 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
 }
 
 
+class QuantizedFunctions(NamedTuple):
+    """The product with weights of few bits."""
+
+    matmul: Callable[..., None]
+    scratch_bytes: Callable[..., int]
+
+
 class TileFunctions(NamedTuple):
     """The product with plain weights and attention by tiles, of processors that have those (`Library.has_tiles`)."""
 
@@ -244,7 +251,7 @@ class Library:
             function = getattr(functions, name)
             function.restype, function.argtypes = result, arguments
         self.has_tiles = bool(functions.tllm_has_tiles())
-        self.quantized_matmul = functions.tllm_quantized_matmul
+        self.quantized = QuantizedFunctions(functions.tllm_quantized_matmul, functions.tllm_scratch_bytes)
         self.float_matmul = functions.tllm_float_matmul
         self.tiles = TileFunctions(
             *(functions.tllm_bfloat16_matmul, functions.tllm_bfloat16_scratch_bytes),
@@ -266,7 +273,6 @@ class Library:
         self.causal_attention = CausalAttentionFunctions(
             functions.tllm_causal_attention, functions.tllm_causal_attention_scratch_bytes
         )
-        self.scratch_bytes = functions.tllm_scratch_bytes
         _share_threads(functions)
 
 

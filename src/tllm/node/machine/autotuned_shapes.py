@@ -24,7 +24,7 @@ from tllm.kernels import float_product
 from tllm.kernels.autotune import choice_file, in_words
 from tllm.kernels.fastest import Choice, fastest
 from tllm.kernels.library import library
-from tllm.kernels.training_matmul import PASSES, TRAINED_IN_16_BITS, PassKind, choose_pass
+from tllm.kernels.training.training_matmul import PASSES, TRAINED_IN_16_BITS, PassKind, choose_pass
 from tllm.model.attention import AttentionSpec, first_heads
 from tllm.planner.cluster.profile import ShapeChoice
 from tllm.training.attention import kernel_attention

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tllm.kernels.autotune import Autotuned
-from tllm.kernels.causal_attention import causal_attention, fits
 from tllm.kernels.fastest import Choice, fastest
+from tllm.kernels.training.causal_attention import causal_attention, fits
 from tllm.model.attention import AttentionSpec
 from tllm.training.attention.attention_dtype import attention_dtype
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tllm.kernels.causal_attention import causal_attention
+from tllm.kernels.training.causal_attention import causal_attention
 from tllm.model.attention import Attend, AttentionSpec
 from tllm.model.recurrence import Advance, recur_afresh
 from tllm.training.attention import kernel_attention

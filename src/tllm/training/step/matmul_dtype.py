@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from tllm.kernels.training_matmul import PASSES, TRAINED_IN_16_BITS, choose_products
+from tllm.kernels.training.training_matmul import PASSES, TRAINED_IN_16_BITS, choose_products
 from tllm.training.attention.attention_dtype import choose_attention_dtype
 from tllm.training.attention.kernel_attention import choose_kernel
 

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from tllm.engine.compute import attention_choice
-from tllm.kernels import float_product, training_matmul
+from tllm.kernels import float_product
 from tllm.kernels.autotune import Autotuned
 from tllm.kernels.fastest import Choice
 from tllm.kernels.float_product import float_matmul
 from tllm.kernels.library import library
+from tllm.kernels.training import training_matmul
 from tllm.node.machine import autotuned_shapes as shapes
 from tllm.training.attention import attention_dtype, kernel_attention
 

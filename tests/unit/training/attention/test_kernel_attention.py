@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tests.support.models.few_bits import libraries
 from tllm.kernels.autotune import Autotuned
-from tllm.kernels.causal_attention import causal_attention
 from tllm.kernels.fastest import Choice
 from tllm.kernels.library import Library, using
+from tllm.kernels.training.causal_attention import causal_attention
 from tllm.model.attention import AttentionSpec
 from tllm.training.attention import kernel_attention
 from tllm.training.attention.kernel_attention import KERNEL, TORCH, choose_kernel

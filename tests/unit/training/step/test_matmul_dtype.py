@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tllm.kernels import training_matmul
 from tllm.kernels.autotune import Autotuned
 from tllm.kernels.fastest import Choice
 from tllm.kernels.library import library
+from tllm.kernels.training import training_matmul
 from tllm.model.attention import AttentionSpec
 from tllm.training.attention import attention_dtype, kernel_attention
 from tllm.training.attention.packed_attention import TrainAttend
