@@ -74,6 +74,22 @@ class AttentionArguments(ctypes.Structure):
     )
 
 
+class CausalAttentionArguments(ctypes.Structure):
+    """`CausalAttention` of csrc/causal_attention.c."""
+
+    _fields_ = (
+        *(
+            (name, c_void_p)
+            for name in ("q", "keys", "values", "out", "log_sums", "d_out", "d_q", "d_keys", "d_values")
+        ),
+        *((name, c_void_p) for name in ("first_token", "scratch")),
+        *((name, c_int64) for name in ("documents", "tokens", "longest", "heads", "kv_heads", "width")),
+        *((name, c_int64) for name in ("q_stride", "k_stride", "v_stride", "window")),
+        ("dtype", ctypes.c_int32),
+        ("scale", c_float),
+    )
+
+
 class CacheRowsArguments(ctypes.Structure):
     """`CacheRows` of csrc/cache_codes.c."""
 
@@ -146,11 +162,20 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "tllm_paged_attention": (None, [POINTER(AttentionArguments), c_int]),
     "tllm_tiled_attention_scratch_bytes": (c_int64, [c_int]),
     "tllm_tiled_attention": (None, [POINTER(AttentionArguments), c_int]),
+    "tllm_causal_attention_scratch_bytes": (c_int64, [c_int64, c_int64, c_int, c_int, c_int]),
+    "tllm_causal_attention": (None, [POINTER(CausalAttentionArguments), c_int]),
     "tllm_write_codes": (None, [POINTER(CacheRowsArguments), c_int]),
     "tllm_shared_sum": (c_int, [c_void_p, c_void_p, c_int64, c_int]),
     "tllm_play": (c_int64, [POINTER(CallArguments), c_int64]),
     "tllm_gumbel_max": (None, [c_void_p, c_int]),
 }
+
+
+class QuantizedFunctions(NamedTuple):
+    """The product with weights of few bits."""
+
+    matmul: Callable[..., None]
+    scratch_bytes: Callable[..., int]
 
 
 class TileFunctions(NamedTuple):
@@ -167,6 +192,13 @@ class CacheFunctions(NamedTuple):
 
     paged_attention: Callable[..., None]
     write_codes: Callable[..., None]
+
+
+class CausalAttentionFunctions(NamedTuple):
+    """Attention of training, forward and backward."""
+
+    attend: Callable[..., None]
+    scratch_bytes: Callable[..., int]
 
 
 class LoadingFunctions(NamedTuple):
@@ -219,7 +251,7 @@ class Library:
             function = getattr(functions, name)
             function.restype, function.argtypes = result, arguments
         self.has_tiles = bool(functions.tllm_has_tiles())
-        self.quantized_matmul = functions.tllm_quantized_matmul
+        self.quantized = QuantizedFunctions(functions.tllm_quantized_matmul, functions.tllm_scratch_bytes)
         self.float_matmul = functions.tllm_float_matmul
         self.tiles = TileFunctions(
             *(functions.tllm_bfloat16_matmul, functions.tllm_bfloat16_scratch_bytes),
@@ -238,7 +270,9 @@ class Library:
             *(functions.tllm_convert, functions.tllm_copy_rows, functions.tllm_shared_sum),
         )
         self.gumbel_max = functions.tllm_gumbel_max
-        self.scratch_bytes = functions.tllm_scratch_bytes
+        self.causal_attention = CausalAttentionFunctions(
+            functions.tllm_causal_attention, functions.tllm_causal_attention_scratch_bytes
+        )
         _share_threads(functions)
 
 

@@ -183,7 +183,7 @@ class WeightParts:
                     y_NF[here, at : at + part.outputs] = y
             else:
                 first = arguments[0].weight
-                scratch = torch.empty(kernels.scratch_bytes(len(wide), first.padded), dtype=torch.uint8)
+                scratch = torch.empty(kernels.quantized.scratch_bytes(len(wide), first.padded), dtype=torch.uint8)
                 outputs = sum(part.outputs for _, _, part in parts)
                 kind = kind_of(len(wide) // (len(first_rows) - 1), outputs, first, exact)
                 multiply(kernels, kind, partial(_multiply, kernels, arguments, first_rows, wide, y_NF, scratch))
@@ -236,7 +236,7 @@ def _multiply(
     way: Way,
 ) -> None:
     """Write x W^T of each part to its place in y."""
-    kernels.quantized_matmul(
+    kernels.quantized.matmul(
         parts,
         len(parts),
         first_rows.data_ptr(),

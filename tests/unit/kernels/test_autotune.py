@@ -16,12 +16,13 @@ from tllm.core.cache_folder import cache_folder
 from tllm.core.errors import ConfigError
 from tllm.engine.compute import attention_choice
 from tllm.engine.compute.attention_choice import AttentionKind, fastest_way
-from tllm.kernels import autotune, float_product, packed_product, training_matmul
+from tllm.kernels import autotune, float_product, packed_product
 from tllm.kernels.autotune import VARIABLE, Autotuned, choice_file, in_words
 from tllm.kernels.fastest import Choice, fastest
 from tllm.kernels.float_product import float_matmul
 from tllm.kernels.packed_product import PackedProductKind
-from tllm.kernels.training_matmul import choose_products
+from tllm.kernels.training import training_matmul
+from tllm.kernels.training.training_matmul import choose_products
 from tllm.training.attention import attention_dtype
 
 

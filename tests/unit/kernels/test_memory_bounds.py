@@ -28,7 +28,7 @@ def test_products_of_few_bits(kind: str, way: tuple[Library, Way]) -> None:
             with GuardedMemory() as memory:
                 tensors = PackedTensors(**{name: memory.copy(x) for name, x in pack(blocks).named().items()})
                 arguments = PackedRows(tensors, blocks.scheme, OUTPUTS, columns).arguments()
-                scratch = torch.empty(kernels.scratch_bytes(rows, arguments.padded), dtype=torch.uint8)
+                scratch = torch.empty(kernels.quantized.scratch_bytes(rows, arguments.padded), dtype=torch.uint8)
                 x, y = torch.randn(rows, columns), torch.full((rows, OUTPUTS), torch.nan, dtype=y_dtype)
                 part = (WeightPartArguments * 1)(WeightPartArguments(arguments, 0, 0))
                 x, y, scratch = (memory.copy(one) for one in (x, y, scratch))

@@ -191,4 +191,4 @@ def test_scratch_memory_has_room_for_the_rows_that_a_tile_reads_behind_the_last(
     for rows in range(2, 41):
         for columns in (32, 64):
             last = (columns // 32 - 1) * rows + rows - 1
-            assert libraries()[0].scratch_bytes(rows, columns) >= (last + 16) * 32
+            assert libraries()[0].quantized.scratch_bytes(rows, columns) >= (last + 16) * 32

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tllm.kernels import training_matmul
 from tllm.kernels.autotune import Autotuned
 from tllm.kernels.fastest import Choice
-from tllm.kernels.training_matmul import PASSES, PassKind, choose_products, wide_or_own
+from tllm.kernels.training import training_matmul
+from tllm.kernels.training.training_matmul import PASSES, PassKind, choose_products, wide_or_own
 from tllm.training.step.split_backward import input_half
 
 NARROW = [torch.bfloat16, torch.float16]

@@ -19,7 +19,6 @@
 #define PAIR 32        /* rows that are computed together: two tiles of them */
 #define HIDDEN -2e30f  /* the score of a key that a row does not see: 2^(HIDDEN - LEAST) is 0 */
 #define LEAST -1e30f   /* the largest score of a row before it has seen any */
-#define LOG2_E 1.44269504f
 
 #if HAS_TILES
 
@@ -111,18 +110,6 @@ static int64_t next_block(const Attention *a, Slots *slots, int64_t kv_head, Buf
             memcpy(w->values + (tile * (KEYS / STEP) + step) * (TILE_BYTES / 2), pairs, sizeof pairs);
         }
     return count;
-}
-
-/* 2^x with a relative error below 3e-6, far less than the rounding of what comes out to bfloat16. NaN stays NaN. */
-INLINE __m512 exponential_of_2(__m512 x) {
-    const __m512 n = _mm512_roundscale_ps(x, 0), rest = _mm512_sub_ps(x, n);
-    __m512 p = _mm512_set1_ps(1.33335581e-3f);
-    p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(9.61812911e-3f));
-    p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(5.55041087e-2f));
-    p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(2.40226507e-1f));
-    p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(6.93147181e-1f));
-    p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(p, n);
 }
 
 /* The weights of a tile of rows for `keys` keys from `first` on, as bfloat16 and but for the division by their sum; and

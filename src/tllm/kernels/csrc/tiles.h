@@ -73,29 +73,18 @@ typedef __bf16 bf16x32 __attribute__((vector_size(64)));
     SHUFFLE(x, x, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, \
             30, 15, 31)
 
-/* Rows of 16 numbers become columns. */
-INLINE void transpose(u32x16 *x) {
-    u32x16 y[TILE_ROWS];
-    for (int i = 0; i < 16; i += 2) {
-        y[i] = SHUFFLE(x[i], x[i + 1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
-        y[i + 1] = SHUFFLE(x[i], x[i + 1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
-    }
-    for (int i = 0; i < 16; i += 4)
-        for (int j = 0; j < 2; j++) {
-            const u32x16 a = y[i + j], b = y[i + 2 + j];
-            x[i + 2 * j] = SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
-            x[i + 2 * j + 1] = SHUFFLE(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-        }
-    for (int i = 0; i < 16; i += 8)
-        for (int j = 0; j < 4; j++) {
-            const u32x16 a = x[i + j], b = x[i + 4 + j];
-            y[i + j] = SHUFFLE(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
-            y[i + 4 + j] = SHUFFLE(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-        }
-    for (int j = 0; j < 8; j++) {
-        x[j] = SHUFFLE(y[j], y[8 + j], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
-        x[8 + j] = SHUFFLE(y[j], y[8 + j], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-    }
+#define LOG2_E 1.44269504f
+
+/* 2^x with a relative error below 3e-6, far less than the rounding of what comes out to bfloat16. NaN stays NaN. */
+INLINE __m512 exponential_of_2(__m512 x) {
+    const __m512 n = _mm512_roundscale_ps(x, 0), rest = _mm512_sub_ps(x, n);
+    __m512 p = _mm512_set1_ps(1.33335581e-3f);
+    p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(9.61812911e-3f));
+    p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(5.55041087e-2f));
+    p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(2.40226507e-1f));
+    p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(6.93147181e-1f));
+    p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(1.0f));
+    return _mm512_scalef_ps(p, n);
 }
 
 /* Has the compiler compute a vector here, before the quarter of a product that follows. */

@@ -238,7 +238,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """These kernels, of which each call is written down."""
         noting: Any = recordable(kernels)
         k = kernels
-        noting.quantized_matmul = partial(self._make, "quantized_matmul", k.quantized_matmul)
+        quantized_matmul = partial(self._make, "quantized_matmul", k.quantized.matmul)
+        noting.quantized = k.quantized._replace(matmul=quantized_matmul)
         noting.float_matmul = partial(self._make, "float_matmul", k.float_matmul)
         by_tiles = partial(self._make, "bfloat16_matmul", k.tiles.bfloat16_matmul)
         noting.tiles = k.tiles._replace(bfloat16_matmul=by_tiles)

@@ -24,10 +24,12 @@ from tllm.kernels import float_product
 from tllm.kernels.autotune import choice_file, in_words
 from tllm.kernels.fastest import Choice, fastest
 from tllm.kernels.library import library
-from tllm.kernels.training_matmul import PASSES, TRAINED_IN_16_BITS, PassKind, choose_pass
+from tllm.kernels.training.training_matmul import PASSES, TRAINED_IN_16_BITS, PassKind, choose_pass
 from tllm.model.attention import AttentionSpec, first_heads
 from tllm.planner.cluster.profile import ShapeChoice
+from tllm.training.attention import kernel_attention
 from tllm.training.attention.attention_dtype import TrainedAttentionKind, choose_attention
+from tllm.training.attention.kernel_attention import KernelAttentionKind, choose_way, has_kernel
 
 HEADS, KV_HEADS, WIDTH = 32, 8, 128
 """Of the attention that is timed: those of Llama 3 with 8 billion parameters."""
@@ -92,6 +94,8 @@ def training(dtype: torch.dtype) -> Iterator[ShapeChoice]:
         kind = PassKind(TRAINED_WIDTH, TRAINED_WIDTH, dtype, threads, name)
         yield _shape("product of training", kind, choose_pass(kind))
     yield _shape("attention of training", TrainedAttentionKind(dtype, threads), choose_attention(dtype))
+    if has_kernel(dtype):
+        yield _shape(kernel_attention.choices.area, KernelAttentionKind(dtype, threads), choose_way(dtype))
 
 
 def _shape(area: str, kind: tuple[Any, ...], choice: Choice) -> ShapeChoice:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tllm.kernels.autotune import Autotuned
 from tllm.kernels.fastest import Choice
-from tllm.kernels.training_matmul import TRAINED_IN_16_BITS, WIDE, in_own, wide_or_own
+from tllm.kernels.training.training_matmul import TRAINED_IN_16_BITS, WIDE, in_own, wide_or_own
 
 HEADS, LENGTH, WIDTH = 1, 256, 64
 """Of what is timed, forward and backward."""

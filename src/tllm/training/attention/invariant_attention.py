@@ -23,7 +23,6 @@ class InvariantAttend(TrainAttend):
     def __init__(self, specs: dict[int, AttentionSpec], tokens: Tokens) -> None:
         assert not tokens.prefixes, "a prompt that is shared is not rounded as the engine rounds it"
         super().__init__(specs, tokens)
-        self.lengths = tokens.lengths
         self.kernels: dict[AttentionSpec, TiledAttention] = {}
 
     def __call__(

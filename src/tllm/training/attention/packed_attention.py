@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tllm.kernels.training.causal_attention import causal_attention
 from tllm.model.attention import Attend, AttentionSpec
 from tllm.model.recurrence import Advance, recur_afresh
+from tllm.training.attention import kernel_attention
 from tllm.training.attention.attention_dtype import attention_dtype
 from tllm.training.data.batch_tensors import Tokens
 
@@ -38,12 +40,13 @@ class DocumentRun:
 class TrainAttend:
     """Causal attention inside each document of a microbatch, which is here as a whole, and over its prefix.
 
-    Documents of one length that follow one another are one call. A window costs tokens times window, not the square.
+    By the kernel all documents are one call (`kernel_attention`); else those of one length that follow one another. A
+    window costs tokens times window, not the square.
     """
 
     def __init__(self, specs: dict[int, AttentionSpec], tokens: Tokens) -> None:
         assert tokens.spans is None, "a part of a microbatch is attended over by a ring"
-        self.specs = specs
+        self.specs, self.lengths = specs, tokens.lengths
         self.runs = document_runs(tokens)
         self.tokens = [run.length * run.count for run in self.runs]
 
@@ -53,6 +56,9 @@ class TrainAttend:
         spec = self.specs[layer]
         if spec.kv_index is not None:
             k_TKH, v_TKH = k_TKH[:, list(spec.kv_index)], v_TKH[:, list(spec.kv_index)]
+        is_plain = sinks_N is None and all(run.prefix is None for run in self.runs)
+        if is_plain and kernel_attention.takes(spec, self.lengths, q_TNH, k_TKH, v_TKH):
+            return causal_attention(q_TNH, k_TKH, v_TKH, self.lengths, spec.scale, spec.window)
         attend = _plain if spec.softcap is None and sinks_N is None else partial(_written_out, sinks_N)
         outs = []
         q_R, k_R, v_R = (self._by_run(x) for x in (q_TNH, k_TKH, v_TKH))

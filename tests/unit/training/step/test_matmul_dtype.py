@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tllm.kernels import training_matmul
 from tllm.kernels.autotune import Autotuned
 from tllm.kernels.fastest import Choice
+from tllm.kernels.library import library
+from tllm.kernels.training import training_matmul
 from tllm.model.attention import AttentionSpec
-from tllm.training.attention import attention_dtype
+from tllm.training.attention import attention_dtype, kernel_attention
 from tllm.training.attention.packed_attention import TrainAttend
 from tllm.training.data.batch_tensors import Tokens
 from tllm.training.step.matmul_dtype import choose_matmul_dtype
@@ -23,10 +24,13 @@ def _nothing_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training_matmul, "measured", Autotuned("product of training"))
     monkeypatch.setattr(attention_dtype, "_chosen", {})
     monkeypatch.setattr(attention_dtype, "measured", Autotuned("attention of training"))
+    monkeypatch.setattr(kernel_attention, "_chosen", set())
+    monkeypatch.setattr(kernel_attention, "choices", Autotuned("attention of training by a kernel"))
 
 
 @pytest.mark.parametrize("faster", [True, False])
 def test_the_report_says_what_is_computed_in_float32(monkeypatch: pytest.MonkeyPatch, faster: bool) -> None:
+    monkeypatch.setattr(kernel_attention, "fastest", lambda *_, **__: Choice("torch", {"torch": 1.0, "kernel": 2.0}))
     choice = Choice("float32" if faster else "bfloat16", {"float32": 1.0, "bfloat16": 2.0})
     for module in (training_matmul, attention_dtype):
         monkeypatch.setattr(module, "wide_or_own", lambda *_: choice)
@@ -38,6 +42,20 @@ def test_the_report_says_what_is_computed_in_float32(monkeypatch: pytest.MonkeyP
         assert said == "bfloat16, as torch computes them"
     assert choose_matmul_dtype(WEIGHTS, torch.bfloat16, fixed=True) == "bfloat16, as torch computes them"
     assert choose_matmul_dtype(WEIGHTS, torch.float32) == ""
+
+
+@pytest.mark.skipif(library() is None, reason="there are no kernels")
+def test_the_report_says_that_attention_is_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_kernel = "attention by our kernel, which is faster here"
+    monkeypatch.setattr(kernel_attention, "fastest", lambda *_, **__: Choice("kernel", {"torch": 2.0, "kernel": 1.0}))
+    choice = Choice("float32", {"float32": 1.0, "bfloat16": 2.0})
+    for module in (training_matmul, attention_dtype):
+        monkeypatch.setattr(module, "wide_or_own", lambda *_: choice)
+    wide = "in float32, which is faster here: forward, gradient of inputs, gradient of weights"
+    assert choose_matmul_dtype(WEIGHTS, torch.bfloat16) == f"bfloat16; {wide}; {by_kernel}"
+    assert choose_matmul_dtype(WEIGHTS, torch.float32) == f"float32; {by_kernel}"
+    assert choose_matmul_dtype(WEIGHTS, torch.float64) == ""
+    assert choose_matmul_dtype(WEIGHTS, torch.float32, fixed=True) == ""
 
 
 @pytest.mark.parametrize("within", [torch.bfloat16, torch.float32], ids=str)
