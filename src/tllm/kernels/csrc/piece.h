@@ -55,14 +55,19 @@ INLINE Group group_of_piece(const Piece *piece, int64_t number, int has_minimum,
 }
 
 /* `add_sums`, also on the grid. */
-INLINE void add_part(Row *row, GridSums *on_grid, i32x16 *least, const Group *group, int kept, f32x16 sums, float d,
-                     float sum_of_x) {
-    if (kept == ON_GRID) {
+INLINE void add_part(Row *row, GridSums *on_grid, i32x16 *least, const Group *group, int kept, f32x16 sums, float d) {
+    if (kept == ON_GRID)
         add_to_grid(on_grid, least, sums * d * group->scale);
-        if (group->has_minimum) add_to_grid(on_grid, least, group->minimum * -sum_of_x);
-    } else {
-        add_sums(row, group, sums, d, sum_of_x);
-    }
+    else
+        add_sums(row, group, sums, d);
+}
+
+/* `take_minimum`, also on the grid. */
+INLINE void take_part(Row *row, GridSums *on_grid, i32x16 *least, const Group *group, int kept, float sum_of_x) {
+    if (kept == ON_GRID)
+        add_to_grid(on_grid, least, group->minimum * -sum_of_x);
+    else
+        take_minimum(row, group, sum_of_x);
 }
 
 /* Whether tiles can multiply a weight: whose codes are whole numbers, and whose groups a piece has room for. */

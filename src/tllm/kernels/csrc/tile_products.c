@@ -93,7 +93,8 @@ INLINE int add_tiles(TileProducts *of, Sums *sums_of_rows, int64_t row, int rows
             UNROLLED for (int r = 0; r < rows; r++) {
                 if (4 * r % rows == 0) step_quarter(of, 4 * r / rows, next, kept == ROUNDED);
                 f32x16 sums = __builtin_convertvector(here->rows[r], f32x16);
-                add_part(row_of + r, on_grid + r, &least, &group, kept, sums, d[r], has_minimum ? of_rows.sum_of_x[r] : 0);
+                add_part(row_of + r, on_grid + r, &least, &group, kept, sums, d[r]);
+                if (has_minimum) take_part(row_of + r, on_grid + r, &least, &group, kept, of_rows.sum_of_x[r]);
                 if (kept == ON_GRID) HERE(on_grid[r].of_halves);
                 if (kept == ROUNDED && is_wide) HERE(row_of[r].scaled);
                 if (kept == ROUNDED && !is_wide) HERE(row_of[r].y);
