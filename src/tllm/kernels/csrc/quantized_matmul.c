@@ -190,6 +190,7 @@ INLINE int64_t turns_of(const Products *all, const WeightPart *part) {
 static void multiply_items(void *of, int64_t first, int64_t last, int thread) {
     (void)thread;
     const Products *all = of;
+    int configured = 0;
     for (int64_t i = 0, begin = 0; i < all->count && begin < last; i++) {
         const WeightPart *part = all->parts + i;
         const int64_t blocks = blocks_of(&part->weight), turn = turn_of(all, part), turns = turns_of(all, part);
@@ -203,9 +204,10 @@ static void multiply_items(void *of, int64_t first, int64_t last, int thread) {
             const int64_t near = (item - begin) / (NEAR * turns) * NEAR, here = (item - begin) % (NEAR * turns);
             const int64_t count = blocks - near < NEAR ? blocks - near : NEAR, block = near + here % count;
             const int64_t row = rows + here / count * turn, stop = row + turn < last_row ? row + turn : last_row;
-            if (HAS_TILES && turn == TILES_TURN)
+            if (HAS_TILES && turn == TILES_TURN) {
+                configure_for(&configured, p.weight, stop - row);
                 multiply_rows_by_tiles(&p, block, row, stop);
-            else if (p.weight->kind == NIBBLES)
+            } else if (p.weight->kind == NIBBLES)
                 multiply_block(&p, block, row, stop, NIBBLES);
             else if (p.weight->kind == NIBBLES_BY_TABLE)
                 multiply_block(&p, block, row, stop, NIBBLES_BY_TABLE);
