@@ -4,7 +4,8 @@
  * x are four signed bytes, -127..127. `dot_small` is for codes of at most 15 and has no bias: it adds to `SmallSums`,
  * which hold eight such steps and which `of_small` makes sums. All are exact.
  *
- * MOST_ROWS: of how many rows the sums stay in registers.
+ * MOST_ROWS: of how many rows the sums stay in registers, where each row has so many CHAINS: sums that steps are added to by
+ * turns. A step waits for the one before it in its chain, and this for several cycles.
  */
 #ifndef TLLM_DOT_H
 #define TLLM_DOT_H
@@ -16,6 +17,7 @@
 
 #define CODE_BIAS 0
 #define MOST_ROWS 8
+#define CHAINS 2
 
 INLINE i32x16 dot(i32x16 sums, u8x64 codes, int32_t x) {
     return (i32x16)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)codes, _mm512_set1_epi32(x));
@@ -193,6 +195,7 @@ INLINE i32x16 of_small(SmallSums sums) { return sums; }
 #endif
 
 #ifndef MOST_ROWS
+#define CHAINS 1
 #ifdef __AVX2__
 #define MOST_ROWS 4
 #else

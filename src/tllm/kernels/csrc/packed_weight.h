@@ -46,27 +46,33 @@ INLINE f32x16 of_group(const PackedWeight *w, const void *codes, const void *sup
 /* Adds the exact sums over `columns` of a block, 16 or 32, for some rows of x. Codes are fetched so many bytes `ahead`. */
 INLINE void dots(i32x16 *sums, const uint8_t *codes, const int8_t *x, int columns, int kind, u8x16 table, int rows,
                  int ahead) {
-    SmallSums small[8];
-    for (int r = 0; r < rows; r++) small[r] = (SmallSums){};
-    for (int k = 0; k < columns; k += kind == BYTES ? 4 : 8) {
+    SmallSums small[CHAINS][8];
+    i32x16 large[CHAINS][8];
+    for (int chain = 0; chain < CHAINS; chain++)
+        for (int r = 0; r < rows; r++) small[chain][r] = (SmallSums){}, large[chain][r] = chain ? (i32x16){} : sums[r];
+    for (int k = 0; k < columns; k += 8) {
         u8x64 bytes;
-        const uint8_t *here = codes + k * column_bytes(kind);
-        memcpy(&bytes, here, sizeof bytes);
-        __builtin_prefetch(here + ahead);
-        for (int part = 0; part < (kind == BYTES ? 1 : 2); part++) {
+        for (int part = 0; part < 2; part++) {
+            const uint8_t *here = codes + (k + 4 * part) * column_bytes(kind);
+            if (kind == BYTES || part == 0) memcpy(&bytes, here, sizeof bytes), __builtin_prefetch(here + ahead);
             u8x64 some = kind == BYTES ? bytes : part ? bytes >> 4 : bytes & 15;
             if (kind == NIBBLES_BY_TABLE) some = look_up(some, table);
+            const int chain = part % CHAINS;
             for (int r = 0; r < rows; r++) {
                 int32_t four;
                 memcpy(&four, x + r * X_GROUP + k + 4 * part, 4);
                 if (kind == NIBBLES)
-                    small[r] = dot_small(small[r], some, four);
+                    small[chain][r] = dot_small(small[chain][r], some, four);
                 else
-                    sums[r] = dot(sums[r], some, four);
+                    large[chain][r] = dot(large[chain][r], some, four);
             }
         }
     }
-    for (int r = 0; r < rows && kind == NIBBLES; r++) sums[r] += of_small(small[r]);
+    for (int r = 0; r < rows; r++) {
+        sums[r] = kind == NIBBLES ? sums[r] + of_small(small[0][r]) : large[0][r];
+        for (int chain = 1; chain < CHAINS; chain++)
+            sums[r] += kind == NIBBLES ? of_small(small[chain][r]) : large[chain][r];
+    }
 }
 
 INLINE u32x16 shifted(u32x16 words, int left) { return left < 0 ? words >> -left : words << left; }
@@ -108,9 +114,13 @@ INLINE void group_sums(f32x16 *sums, const PackedWeight *w, const uint8_t *codes
     u8x16 table;
     memcpy(&table, w->table, sizeof table);
     i32x16 exact[8];
-    for (int r = 0; r < rows; r++) exact[r] = (i32x16){} - offset * sums_of_codes[r];
+    const int is_last = CHAINS > 1; /* whether the offsets are taken last, as no chain is to wait for them */
+    int32_t of_offset[8];
+    for (int r = 0; r < rows; r++) of_offset[r] = offset * sums_of_codes[r];
+    if (is_last && rows > 1) IN_MEMORY(of_offset);
+    for (int r = 0; r < rows; r++) exact[r] = (i32x16){} - (is_last ? 0 : of_offset[r]);
     dots(exact, codes, x, columns, kind, table, rows, ahead);
-    for (int r = 0; r < rows; r++) sums[r] = __builtin_convertvector(exact[r], f32x16);
+    for (int r = 0; r < rows; r++) sums[r] = __builtin_convertvector(exact[r] - (is_last ? of_offset[r] : 0), f32x16);
 }
 
 /* To the nearest multiple of 2^-30: numbers of this size have no finer ones. */
@@ -139,19 +149,25 @@ INLINE Group group_at(const PackedWeight *w, int64_t block, int64_t number, int6
     return group;
 }
 
-/* To a row, what one of x's groups adds: `sums` are those of codes by x's codes, `sum_of_x` is s * d. */
-INLINE void add_sums(Row *row, const Group *group, f32x16 sums, float d, float sum_of_x) {
+/* To a row, what one of x's groups adds: `sums` are those of codes by x's codes. */
+INLINE void add_sums(Row *row, const Group *group, f32x16 sums, float d) {
     f32x16 part = sums * d;
-    if (group->exact) {
+    if (group->exact)
         row->y64 += on_grid(part * group->scale);
-        if (group->has_minimum) row->y64 -= on_grid(group->minimum * sum_of_x);
-    } else if (group->is_wide) {
+    else if (group->is_wide)
         row->scaled += part;
-        row->sum_of_x += sum_of_x;
-    } else {
+    else
         row->y += part * group->scale;
-        if (group->has_minimum) row->y -= group->minimum * sum_of_x;
-    }
+}
+
+/* Of a weight that has minima, what the same group takes: `sum_of_x` is s * d. */
+INLINE void take_minimum(Row *row, const Group *group, float sum_of_x) {
+    if (group->exact)
+        row->y64 -= on_grid(group->minimum * sum_of_x);
+    else if (group->is_wide)
+        row->sum_of_x += sum_of_x;
+    else
+        row->y -= group->minimum * sum_of_x;
 }
 
 INLINE void begin_group(Row *rows, int count) {

@@ -55,21 +55,30 @@ INLINE Group group_of_piece(const Piece *piece, int64_t number, int has_minimum,
 }
 
 /* `add_sums`, also on the grid. */
-INLINE void add_part(Row *row, GridSums *on_grid, i32x16 *least, const Group *group, int kept, f32x16 sums, float d,
-                     float sum_of_x) {
-    if (kept == ON_GRID) {
+INLINE void add_part(Row *row, GridSums *on_grid, i32x16 *least, const Group *group, int kept, f32x16 sums, float d) {
+    if (kept == ON_GRID)
         add_to_grid(on_grid, least, sums * d * group->scale);
-        if (group->has_minimum) add_to_grid(on_grid, least, group->minimum * -sum_of_x);
-    } else {
-        add_sums(row, group, sums, d, sum_of_x);
-    }
+    else
+        add_sums(row, group, sums, d);
+}
+
+/* `take_minimum`, also on the grid. */
+INLINE void take_part(Row *row, GridSums *on_grid, i32x16 *least, const Group *group, int kept, float sum_of_x) {
+    if (kept == ON_GRID)
+        add_to_grid(on_grid, least, group->minimum * -sum_of_x);
+    else
+        take_minimum(row, group, sum_of_x);
 }
 
 /* Whether tiles can multiply a weight: whose codes are whole numbers, and whose groups a piece has room for. */
 INLINE int fits_tiles(const PackedWeight *w) { return HAS_TILES && w->kind != FLOATS && w->group <= PIECE; }
 
-/* Adds a piece's part to the sums of `rows` rows from `row` on; there is room for whole tiles of sums. `exact`: in
- * float64. */
+/* Tells the processor of the tiles that products of so many rows with a weight take, unless they are `configured` so; that is
+ * 0 at first. It takes as long as a tile's product does, and the next ones wait for it. */
+void configure_for(int *configured, const PackedWeight *w, int64_t rows);
+
+/* Adds a piece's part to the sums of `rows` rows from `row` on, for which tiles are configured; there is room for whole tiles
+ * of sums. `exact`: in float64. */
 void multiply_by_tiles(Piece *piece, Sums *sums, int64_t row, int64_t rows, int exact);
 
 #endif

@@ -23,6 +23,13 @@
 #include "recorded_calls.h"
 #include "threads.h"
 
+/* Where there are registers for eight rows, the compiler would yet keep exact sums in memory. */
+#if MOST_ROWS >= 8
+#define UNROLLED_ROWS UNROLLED
+#else
+#define UNROLLED_ROWS
+#endif
+
 #define TURN 32                /* rows that share what is read of a weight */
 #define TILES_TURN 128         /* the same of products by tiles */
 #define NEAR 8                 /* blocks that stay in a cache while all turns, one after another, are multiplied by them */
@@ -68,9 +75,12 @@ INLINE int multiply(const Piece *piece, Sums *sums_of_rows, int64_t row, int row
             for (int r = 0; r < rows; r++) sums_of_codes[r] = step == X_HALF ? halves[r] : halves[r] + halves[x->pitch + r];
             group_sums(sums, w, piece->codes + at * column_bytes(kind), x->codes + here * X_GROUP + at % X_GROUP, step,
                        sums_of_codes, rows, kind, AHEAD);
-            for (int r = 0; r < rows; r++) {
-                float d = x->scales[here + r];
-                add_part(row_of + r, on_grid + r, &least, &group, kept, sums[r], d, (float)sums_of_codes[r] * d);
+            UNROLLED_ROWS for (int r = 0; r < rows; r++)
+                add_part(row_of + r, on_grid + r, &least, &group, kept, sums[r], x->scales[here + r]);
+            if (!group.has_minimum) continue;
+            UNROLLED_ROWS for (int r = 0; r < rows; r++) {
+                const float sum_of_x = (float)sums_of_codes[r] * x->scales[here + r];
+                take_part(row_of + r, on_grid + r, &least, &group, kept, sum_of_x);
             }
         }
         end_group(row_of, &group, rows);
@@ -180,6 +190,7 @@ INLINE int64_t turns_of(const Products *all, const WeightPart *part) {
 static void multiply_items(void *of, int64_t first, int64_t last, int thread) {
     (void)thread;
     const Products *all = of;
+    int configured = 0;
     for (int64_t i = 0, begin = 0; i < all->count && begin < last; i++) {
         const WeightPart *part = all->parts + i;
         const int64_t blocks = blocks_of(&part->weight), turn = turn_of(all, part), turns = turns_of(all, part);
@@ -193,9 +204,10 @@ static void multiply_items(void *of, int64_t first, int64_t last, int thread) {
             const int64_t near = (item - begin) / (NEAR * turns) * NEAR, here = (item - begin) % (NEAR * turns);
             const int64_t count = blocks - near < NEAR ? blocks - near : NEAR, block = near + here % count;
             const int64_t row = rows + here / count * turn, stop = row + turn < last_row ? row + turn : last_row;
-            if (HAS_TILES && turn == TILES_TURN)
+            if (HAS_TILES && turn == TILES_TURN) {
+                configure_for(&configured, p.weight, stop - row);
                 multiply_rows_by_tiles(&p, block, row, stop);
-            else if (p.weight->kind == NIBBLES)
+            } else if (p.weight->kind == NIBBLES)
                 multiply_block(&p, block, row, stop, NIBBLES);
             else if (p.weight->kind == NIBBLES_BY_TABLE)
                 multiply_block(&p, block, row, stop, NIBBLES_BY_TABLE);

@@ -93,7 +93,8 @@ INLINE int add_tiles(TileProducts *of, Sums *sums_of_rows, int64_t row, int rows
             UNROLLED for (int r = 0; r < rows; r++) {
                 if (4 * r % rows == 0) step_quarter(of, 4 * r / rows, next, kept == ROUNDED);
                 f32x16 sums = __builtin_convertvector(here->rows[r], f32x16);
-                add_part(row_of + r, on_grid + r, &least, &group, kept, sums, d[r], has_minimum ? of_rows.sum_of_x[r] : 0);
+                add_part(row_of + r, on_grid + r, &least, &group, kept, sums, d[r]);
+                if (has_minimum) take_part(row_of + r, on_grid + r, &least, &group, kept, of_rows.sum_of_x[r]);
                 if (kept == ON_GRID) HERE(on_grid[r].of_halves);
                 if (kept == ROUNDED && is_wide) HERE(row_of[r].scaled);
                 if (kept == ROUNDED && !is_wide) HERE(row_of[r].y);
@@ -190,6 +191,13 @@ static int unpack(Piece *piece, int64_t first, int64_t columns, int bias) {
                          : unpack_codes(piece, first, columns, NIBBLES_BY_TABLE, bias, 1);
 }
 
+void configure_for(int *configured, const PackedWeight *w, int64_t rows) {
+    const int tile_rows = rows <= TILE_ROWS / 2 ? TILE_ROWS / 2 : TILE_ROWS;
+    const int columns = w->group < X_GROUP ? X_HALF : X_GROUP, wanted = tile_rows << 8 | columns;
+    if (*configured != wanted) configure_tiles(tile_rows, columns);
+    *configured = wanted;
+}
+
 void multiply_by_tiles(Piece *piece, Sums *sums, int64_t row, int64_t rows, int exact) {
     const PackedWeight *w = piece->product->weight;
     const int64_t first = piece->first * w->group, end = piece->last * w->group;
@@ -199,7 +207,6 @@ void multiply_by_tiles(Piece *piece, Sums *sums, int64_t row, int64_t rows, int 
         unpack(piece, first, last - first, 128);
         rest = w->offset - 128;
     }
-    configure_tiles(rows <= TILE_ROWS / 2 ? TILE_ROWS / 2 : TILE_ROWS, (int)step);
     TileProducts products;
     products.piece = piece, products.first = first, products.last = last, products.step = step;
     products.first_row = row, products.last_row = row + rows;

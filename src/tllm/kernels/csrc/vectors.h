@@ -28,6 +28,10 @@ typedef _Float16 f16x16 __attribute__((vector_size(32)));
 /* The dtypes of numbers, as kernels/library.py numbers them. */
 enum { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2, UINT8 = 3, INT8 = 4, FLOAT64 = 5, FLOAT8 = 6, EXPONENT = 7 };
 
+/* Has the compiler read numbers of an array from memory again: from there one comes to all lanes at no price, and out of a
+ * vector by operations of the units that the sums need. */
+#define IN_MEMORY(x) __asm__ volatile("" : "+m"(x))
+
 INLINE f32x16 splat(float x) { return (f32x16){} + x; }
 
 /* The lanes of `a` where all bits of `where` are set, and those of `b` where none is. */
