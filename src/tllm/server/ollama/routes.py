@@ -96,10 +96,10 @@ class OllamaRoutes:
 
     async def embed(self, http: HttpRequest) -> Response:
         request, began = decode(await http.body(), OllamaEmbedRequest), time.monotonic()
-        self._pooled.model(named(request.model))
+        model = self._completions.check_model(named(request.model))
         encoded = self._pooled.encoded if request.truncate is False else self._pooled.cut
         ids = await encoded(request.input)
-        found = await self._pooled.embed(ids, http.scope, dimensions=request.dimensions)
+        found = await self._pooled.embed(ids, http.scope, model, dimensions=request.dimensions)
         counts = {
             "total_duration": round((time.monotonic() - began) * NANOSECONDS),
             "load_duration": 0,
@@ -109,9 +109,9 @@ class OllamaRoutes:
 
     async def embedding(self, http: HttpRequest) -> Response:
         request = decode(await http.body(), OllamaEmbeddingsRequest)
-        self._pooled.model(named(request.model))
+        model = self._completions.check_model(named(request.model))
         ids = await self._pooled.encoded(request.prompt)
-        [found] = await self._pooled.embed(ids, http.scope)
+        [found] = await self._pooled.embed(ids, http.scope, model)
         return json_reply({"embedding": as_list(found.vector)})
 
     def _named_tokens(self, scored: list[ScoredToken]) -> list[Any]:
