@@ -11,8 +11,8 @@ import torch
 import transformers
 from torch import Tensor
 
+from tests.parity.engine.lora.test_lora import TARGETS, engine_with
 from tests.parity.engine.test_generation import LAYOUTS, prompts
-from tests.parity.engine.test_lora import TARGETS, engine_with
 from tests.parity.engine.test_pooling import CASES, KINDS, NOTHING, TOKENS, truth
 from tests.support.models.adapters import peft_adapter
 from tests.support.models.families import SHAPE, save_model
