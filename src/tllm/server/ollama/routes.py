@@ -50,6 +50,7 @@ class OllamaRoutes:
         get = {"/api/version": self.version, "/api/tags": self.tags, "/api/ps": self.running}
         post = {
             "/api/show": self.show,
+            "/api/pull": self.pull,
             "/api/chat": self.chat,
             "/api/generate": self.generate,
             "/api/embed": self.embed,
@@ -73,6 +74,12 @@ class OllamaRoutes:
         parsers = self._completions.parsers
         told = shown(self._client, template, bool(parsers.tools), bool(parsers.reasoning), self._created)
         return json_reply(told)
+
+    async def pull(self, http: HttpRequest) -> Response:
+        """Programs pull a model before they use it: what is served is there, as a reply and as the last of a stream."""
+        request = decode(await http.body(), OllamaModelRequest)
+        self._completions.check_model(named(request.model or request.name or ""))
+        return json_reply({"status": "success"})
 
     async def chat(self, http: HttpRequest) -> Response:
         request = decode(await http.body(), OllamaChatRequest)
