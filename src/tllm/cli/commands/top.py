@@ -21,6 +21,8 @@ from tllm.cli.display.live_screen import LiveHistory, live_screen
 from tllm.core.errors import AuthError, ClusterError
 
 SECONDS = 1.0
+CANNOT_DRAW = ("dumb", "unknown")
+"""Terminals to which nothing is drawn: they get the screen once."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     history = LiveHistory()
     text = _look(args, history)
-    if args.once or not sys.stdout.isatty():
+    if args.once or not sys.stdout.isatty() or os.environ.get("TERM") in CANNOT_DRAW:
         print(text)
         return 0
     _watch(args, history, text)

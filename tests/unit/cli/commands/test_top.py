@@ -74,12 +74,20 @@ def test_ctrl_z_gives_the_terminal_back_until_it_goes_on(port: str) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def on_a_terminal(port: str) -> tuple[int, int]:
+def test_a_terminal_that_cannot_draw_gets_it_once(port: str) -> None:
+    """It showed nothing, for ever."""
+    child, terminal = on_a_terminal(port, "dumb")
+    assert b"\x1b" not in until(b"0 sequences run, 0 wait;", terminal)
+    _drain(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def on_a_terminal(port: str, kind: str = "xterm") -> tuple[int, int]:
     """The process of `tllm top`, and its terminal."""
     child, terminal = pty.fork()
     if child == 0:
         words = [sys.executable, "-m", "tllm.cli", "top", "--port", port]
-        os.execvpe(words[0], words, {**os.environ, "TLLM_API_KEY": "a-long-key", "TERM": "xterm", "COLUMNS": "120"})
+        os.execvpe(words[0], words, {**os.environ, "TLLM_API_KEY": "a-long-key", "TERM": kind, "COLUMNS": "120"})
     return child, terminal
 
 
