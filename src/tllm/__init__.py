@@ -10,9 +10,11 @@ train("job.toml", plan="dp=2")
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # that of `typing`, which takes longer to load than all else before `tllm` can answer a Ctrl-C
 if TYPE_CHECKING:
+    from typing import Any
+
     from tllm.api.llm import LLM, Embedding, Generation
     from tllm.api.lora_request import LoRARequest
     from tllm.api.trainer import Trainer, TrainResult, train

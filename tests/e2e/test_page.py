@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, Request, Route, expect
 
+from tests.house.tree import ROOT
 from tests.support.cluster.commands import running
+from tests.support.models.adapters import save_adapter
 from tests.support.serving.browser import CHROMIUM, Watched, tab
 
 pytestmark = [
@@ -35,8 +37,10 @@ def cluster(address: str) -> Any:
         return json.load(reply)
 
 
-def test_the_page() -> None:
+def test_the_page(tmp_path: Path) -> None:
+    adapter = save_adapter(ROOT / "models" / "tiny", tmp_path)
     words = ["--local", "3", "--plan", "pp=3", "--port", "0", "--api-key", KEY]
+    words += ["--enable-lora", "--lora-modules", f"poems={adapter}"]
     with running("serve", "models/tiny", *words) as server:
         address = server.until(r"serving .* at (http://[^/]+)/v1")[1] + "/"
         with tab(address) as watched:
@@ -46,6 +50,7 @@ def test_the_page() -> None:
             fits_its_window(watched)
             sees_a_node_lost_while_a_chat_is_written(watched.page, address)
             begins_a_new_chat_while_one_is_written(watched.page)
+            chats_with_an_adapter_by_keyboard(watched.page)
             assert watched.faults == []
             is_told_that_nobody_answers(watched.page)
         assert server.interrupt()[0] == 0
@@ -68,6 +73,7 @@ def sees_the_machines(page: Page) -> None:
     expect(page.locator(".card").nth(1)).to_contain_text("layers 2 to 3")
     expect(page.locator(".hop").nth(2)).to_contain_text("back to the first")
     expect(page.locator(".chart")).to_have_count(4)
+    expect(page.locator(".chart").nth(2)).to_contain_text("– nothing yet")
     expect(page.locator("#predicted")).to_contain_text("Nobody predicted this plan")
 
 
@@ -94,9 +100,9 @@ def sees_what_was_predicted(page: Page) -> None:
 
 
 def fits_its_window(watched: Watched) -> None:
-    """At the width of a desk and of a phone, in both views; arrow keys go from one view to the other."""
+    """At the width of a desk and of two phones, in both views; arrow keys go from one view to the other."""
     page = watched.page
-    for width, height in ((1280, 900), (390, 800)):
+    for width, height in ((1280, 900), (390, 800), (320, 568)):
         page.set_viewport_size({"width": width, "height": height})
         assert watched.overflow <= 0
         page.get_by_role("tab", name="Cluster").press("ArrowRight")
@@ -144,6 +150,26 @@ def begins_a_new_chat_while_one_is_written(page: Page) -> None:
         expect(page.get_by_role("button", name="Send")).to_be_visible()
     page.remove_listener("request", note)
     assert [[one["content"] for one in body["messages"]] for body in asked] == [["first"], ["second"]]
+    page.get_by_role("tab", name="Cluster").click()
+
+
+def chats_with_an_adapter_by_keyboard(page: Page) -> None:
+    """Who sends by the button can stop by the next key, and has the reply read aloud once it is whole."""
+    page.get_by_role("tab", name="Chat").click()
+    settings = page.locator("#settings > summary")
+    settings.press("Enter")  # shut
+    settings.press("Enter")
+    page.get_by_role("combobox", name="Model").select_option("poems")
+    page.get_by_label("Message", exact=True).fill("def main")
+    with page.expect_request(lambda asked: asked.method == "POST") as asked:
+        page.get_by_role("button", name="Send").press("Enter")
+        expect(page.get_by_role("button", name="Stop")).to_be_focused()
+        expect(page.locator("#messages")).to_have_attribute("aria-busy", "true")
+    assert json.loads(asked.value.post_data or "")["model"] == "poems"
+    expect(page.locator("#messages li.assistant div").first).to_be_attached()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("button", name="Send")).to_be_focused()
+    expect(page.locator("#messages")).to_have_attribute("aria-busy", "false")
     page.get_by_role("tab", name="Cluster").click()
 
 

@@ -24,7 +24,7 @@ from tllm.api.streamed_reply import StreamedReply
 from tllm.core.errors import ConfigError, RequestError
 from tllm.core.tasks import end_tasks
 from tllm.server.openai.engine_client import pooled_output
-from tllm.server.pooling.pooled_prompts import PooledPrompts
+from tllm.server.pooling.pooled_prompts import Asker, EmbeddedPrompt, PooledPrompts
 from tllm.server.pooling.score_prompts import ScorePrompts
 from tllm.spec.lora.lora_config import MAX_LORA_RANK, ServedLoras
 from tllm.spec.request import Request, SamplingParams, TokenLogprobs
@@ -187,27 +187,36 @@ class LLM:
         *,
         dimensions: int | None = None,
         normalize: bool | None = None,
+        lora_request: LoRARequests = None,
     ) -> list[Embedding]:
         """The embeddings of one prompt or several, in their order, as `pooler_config` or the model's folder has it.
 
         Any model that writes can embed; nothing is sampled. With `dimensions` only the first so many numbers are kept,
-        and normalised again unless `normalize` is false. Raises as `generate` does.
+        and normalised again unless `normalize` is false. `lora_request` is the adapter of all, or that of each. Raises
+        as `generate` does.
         """
         ids = [self._encode(prompt) for prompt in several(prompts)]
-        found = self._engine.run(self._pooled.embed(ids, dimensions, normalize))
+        adapters = of_each_prompt(lora_request, len(ids))
+        found = self._engine.run(self._embedded(ids, adapters, dimensions, normalize))
         return [Embedding(one, of_one.vector, of_one.num_cached_tokens) for one, of_one in zip(ids, found, strict=True)]
 
     def score(
-        self, text: str, others: str | Sequence[str], *, instruction: str | None = None, use_activation: bool = True
+        self,
+        text: str,
+        others: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        use_activation: bool = True,
+        lora_request: LoRARequest | None = None,
     ) -> list[float]:
         """How well each of `others` goes with `text`: a query with documents, or a prompt with answers to it.
 
         By the cosine of embeddings, by the answer of a generative reranker, or by a classification head, whose plain
         number comes without `use_activation`. `instruction` tells a generative reranker what a query is for.
+        `lora_request` is the adapter that scores.
         """
         pairs = [(text, other) for other in ([others] if isinstance(others, str) else others)]
-        scored = self._pooled.score(pairs, instruction, activation=use_activation)
-        return list(self._engine.run(scored).values)
+        return self._engine.run(self._scored(pairs, of_each_prompt(lora_request, 1), instruction, use_activation))
 
     @cached_property
     def _pooled(self) -> PooledPrompts:
@@ -268,6 +277,31 @@ class LLM:
         async with self._adapters.loaded(adapters) as (lora,), aclosing(reply(lora).stream(client)) as pieces:
             async for piece in pieces:
                 yield piece
+
+    async def _embedded(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        adapters: Sequence[LoRARequest | None],
+        dimensions: int | None,
+        normalize: bool | None,
+    ) -> list[EmbeddedPrompt]:
+        """The embedding of each prompt; those of one adapter are computed together."""
+        async with self._adapters.loaded(adapters) as loras:
+            found = {}
+            for lora in dict.fromkeys(loras):
+                of_one = [prompt for prompt, its in zip(prompts, loras, strict=True) if its == lora]
+                found[lora] = iter(await self._pooled.embed(of_one, dimensions, normalize, Asker(lora=lora)))
+            return [next(found[lora]) for lora in loras]
+
+    async def _scored(
+        self,
+        pairs: Sequence[tuple[str, str]],
+        adapters: Sequence[LoRARequest | None],
+        instruction: str | None,
+        use_activation: bool,
+    ) -> list[float]:
+        async with self._adapters.loaded(adapters) as (lora,):
+            return list((await self._pooled.score(pairs, instruction, Asker(lora=lora), use_activation)).values)
 
     async def _finish(self, asked: Sequence[_Asked], adapters: Sequence[LoRARequest | None]) -> list[Generation]:
         """Play all replies to their ends; the first that fails ends the others, and is raised."""

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from tllm.cli.main import main
+from tllm.cli.entry import main
 
 sys.exit(main())

@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -65,11 +66,18 @@ def computing_environment(environment: Mapping[str, str], huge_pages: Path = HUG
 def reexecute_to_compute(huge_pages: Path = HUGE_PAGES) -> None:
     """Execute this program from its start, in the same process, with `computing_environment`.
 
-    Returns, and does nothing, if the environment is so already.
+    Returns, and does nothing, if the environment is so already. A Ctrl-C waits from now on until `answer_interrupts`:
+    Python would print a traceback for it while it starts.
     """
     environment = computing_environment(os.environ, huge_pages)
     if environment != dict(os.environ):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+
+
+def answer_interrupts() -> None:
+    """Let a Ctrl-C interrupt from now on, also one that has waited (`reexecute_to_compute`)."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def ask_torch() -> None:

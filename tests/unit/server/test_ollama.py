@@ -54,6 +54,31 @@ def test_a_reply_has_reasoning_text_and_calls() -> None:
     assert made.eval_count and made.prompt_eval_count and made.total_duration
 
 
+def test_a_model_that_is_served_is_there_for_who_pulls_it_and_no_other() -> None:
+    async def pull(client: ollama.AsyncClient) -> list[Any]:
+        parts = [part.status async for part in await client.pull("tiny:latest", stream=True)]
+        return [(await client.pull("tiny")).status, *parts]
+
+    assert by_client(over(say()), pull) == ["success", "success"]
+    with pytest.raises(ollama.ResponseError, match="'llama3' is not served here; this server has 'tiny'"):
+        by_client(over(say()), lambda client: client.pull("llama3"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda client: client.create("x", from_="tiny"),
+        lambda client: client.copy("tiny", "x"),
+        lambda client: client.push("tiny"),
+        lambda client: client.delete("tiny"),
+    ],
+)
+def test_models_are_not_changed(change: Callable[[ollama.AsyncClient], Awaitable[Any]]) -> None:
+    """It was asked whether /api/chat or /api/ps was meant."""
+    with pytest.raises(ollama.ResponseError, match="makes, copies, sends and deletes none"):
+        by_client(over(say()), change)
+
+
 @pytest.mark.parametrize("raw", [False, True])
 def test_log_probabilities_come_with_their_text(raw: bool) -> None:
     """Of every token, in whole replies and in streams, where a token that shows nothing waits for the next line."""

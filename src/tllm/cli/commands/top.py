@@ -6,11 +6,14 @@ The page at the server's address shows the same in a browser. q or Ctrl-C ends i
 from __future__ import annotations
 
 import argparse
+import os
 import select
+import signal
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from tllm.cli.arguments.running_cluster import add_running_cluster, fetch
@@ -18,6 +21,8 @@ from tllm.cli.display.live_screen import LiveHistory, live_screen
 from tllm.core.errors import AuthError, ClusterError
 
 SECONDS = 1.0
+CANNOT_DRAW = ("dumb", "unknown")
+"""Terminals to which nothing is drawn: they get the screen once."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     history = LiveHistory()
     text = _look(args, history)
-    if args.once or not sys.stdout.isatty():
+    if args.once or not sys.stdout.isatty() or os.environ.get("TERM") in CANNOT_DRAW:
         print(text)
         return 0
     _watch(args, history, text)
@@ -36,11 +41,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _watch(args: argparse.Namespace, history: LiveHistory, text: str) -> None:
+    """Draw the screen until q is pressed; after a Ctrl-Z it is the shell's, until `fg`."""
+    while True:
+        try:
+            _draw(args, history, text)
+            return
+        except _Suspended:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _draw(args: argparse.Namespace, history: LiveHistory, text: str) -> None:
     """Draw the screen each second until q is pressed. A server that stops answering is said, and asked again."""
     from rich.live import Live
     from rich.text import Text
 
-    with _keys() as pressed, Live(Text(text), screen=True, auto_refresh=False) as live:
+    with _suspends(), _keys() as pressed, Live(Text(text), screen=True, auto_refresh=False) as live:
         while not pressed(SECONDS):
             try:
                 text = _look(args, history)
@@ -57,6 +72,27 @@ def _look(args: argparse.Namespace, history: LiveHistory) -> str:
     if not history.add(fetch(args, history.path)):
         history.add(fetch(args, history.path))
     return live_screen(status, history)
+
+
+class _Suspended(Exception):
+    """Ctrl-Z was pressed."""
+
+
+@contextmanager
+def _suspends() -> Iterator[None]:
+    """In the block a Ctrl-Z raises `_Suspended`, so that the terminal is first given back as it was."""
+
+    def suspend(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # once is enough
+        raise _Suspended
+
+    before = signal.getsignal(signal.SIGTSTP)
+    if before is signal.SIG_DFL:
+        signal.signal(signal.SIGTSTP, suspend)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTSTP, before)
 
 
 @contextmanager

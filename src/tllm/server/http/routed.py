@@ -23,6 +23,9 @@ _T = TypeVar("_T")
 ALIKE = 0.8
 """How alike two paths must be, from 0 to 1, for one to be taken for a mistyped other."""
 
+OF_A_STORE = tuple(f"/api/{name}" for name in ("create", "copy", "push", "delete", "blobs/"))
+"""Paths of ollama that change which models a server has."""
+
 _log = logging.getLogger("tllm.server")
 
 
@@ -96,6 +99,8 @@ async def _no_route(http: HttpRequest, error: Exception) -> Response:
 
 def _meant(path: str, known: Sequence[str]) -> str:
     """The path that one was meant to be which there is not: clients add `/v1` to an address, or do not."""
+    if path.startswith(OF_A_STORE):
+        return "this server has the model that it was started with, and makes, copies, sends and deletes none"
     close = difflib.get_close_matches(path, known, n=1, cutoff=ALIKE)
     return f"did you mean {close[0]}?" if close else "this server has no such thing; its reference lists the paths"
 

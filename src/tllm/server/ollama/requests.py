@@ -86,7 +86,7 @@ class OllamaMessage(msgspec.Struct, kw_only=True):
 
 
 class OllamaModelRequest(msgspec.Struct, kw_only=True):
-    """`POST /api/show`."""
+    """`POST /api/show` and `POST /api/pull`."""
 
     model: str | None = None
     name: str | None = None

@@ -50,6 +50,7 @@ class OllamaRoutes:
         get = {"/api/version": self.version, "/api/tags": self.tags, "/api/ps": self.running}
         post = {
             "/api/show": self.show,
+            "/api/pull": self.pull,
             "/api/chat": self.chat,
             "/api/generate": self.generate,
             "/api/embed": self.embed,
@@ -74,6 +75,12 @@ class OllamaRoutes:
         told = shown(self._client, template, bool(parsers.tools), bool(parsers.reasoning), self._created)
         return json_reply(told)
 
+    async def pull(self, http: HttpRequest) -> Response:
+        """Programs pull a model before they use it: what is served is there, as a reply and as the last of a stream."""
+        request = decode(await http.body(), OllamaModelRequest)
+        self._completions.check_model(named(request.model or request.name or ""))
+        return json_reply({"status": "success"})
+
     async def chat(self, http: HttpRequest) -> Response:
         request = decode(await http.body(), OllamaChatRequest)
         if not request.messages:
@@ -96,10 +103,10 @@ class OllamaRoutes:
 
     async def embed(self, http: HttpRequest) -> Response:
         request, began = decode(await http.body(), OllamaEmbedRequest), time.monotonic()
-        self._pooled.model(named(request.model))
+        model = self._completions.check_model(named(request.model))
         encoded = self._pooled.encoded if request.truncate is False else self._pooled.cut
         ids = await encoded(request.input)
-        found = await self._pooled.embed(ids, http.scope, dimensions=request.dimensions)
+        found = await self._pooled.embed(ids, http.scope, model, dimensions=request.dimensions)
         counts = {
             "total_duration": round((time.monotonic() - began) * NANOSECONDS),
             "load_duration": 0,
@@ -109,9 +116,9 @@ class OllamaRoutes:
 
     async def embedding(self, http: HttpRequest) -> Response:
         request = decode(await http.body(), OllamaEmbeddingsRequest)
-        self._pooled.model(named(request.model))
+        model = self._completions.check_model(named(request.model))
         ids = await self._pooled.encoded(request.prompt)
-        [found] = await self._pooled.embed(ids, http.scope)
+        [found] = await self._pooled.embed(ids, http.scope, model)
         return json_reply({"embedding": as_list(found.vector)})
 
     def _named_tokens(self, scored: list[ScoredToken]) -> list[Any]:

@@ -181,6 +181,11 @@ class Completions:
             raise unknown_model(name, self.models)
         return name or self._names[0]
 
+    def lora_of(self, name: str | None) -> str:
+        """What `Request.lora` is for a model's name, looked up when its requests are made: one that was unloaded while
+        their prompts were encoded is unknown, and not the model alone."""
+        return self.adapters.id_of(self.check_model(name))
+
     def _check(self, request: SamplingFields) -> None:
         """Refuse what cannot be done."""
         self.check_model(request.model)
@@ -223,7 +228,7 @@ class Completions:
         defaults = self._settings.generation_config
         request.fill_from(defaults)
         eos_ids = tokenizer.eos_ids if tokenizer is not None else ()
-        lora = self.adapters.id_of(request.model or "")
+        lora = self.lora_of(request.model)
         choices: list[ReplyChoice] = []
         for prompt in prompts:
             self._check_length(prompt)

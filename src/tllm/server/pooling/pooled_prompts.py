@@ -45,13 +45,15 @@ class Scores:
 
 @dataclass(frozen=True)
 class Asker:
-    """Who asks: the salt of the prefixes of their prompts, and when these begin among others that wait.
+    """Who asks: the salt of the prefixes of their prompts, the id of the adapter that these are computed with ("" for
+    none), and when they begin among others that wait.
 
     `pays(tokens, cached)` is called for each prompt that is done, `cached` of whose tokens were not computed, and for
     what was computed of one that is cancelled.
     """
 
     salt: str = ""
+    lora: str = ""
     scheduling: Scheduling = field(default_factory=Scheduling)
     pays: Callable[[int, int], None] = lambda tokens, cached: None
 
@@ -155,6 +157,7 @@ class PooledPrompts:
                     params=NOTHING_SAMPLED,
                     pooling=params,
                     cache_salt=asker.salt,
+                    lora=asker.lora,
                     scheduling=asker.scheduling,
                 )
                 found[place] = await self._paid(request, asker)

@@ -66,22 +66,22 @@ class PoolingRoutes:
 
     async def embeddings(self, http: HttpRequest) -> Response:
         request = decode(await http.body(), EmbeddingRequest)
-        model = self.model(request.model)
+        model = self._completions.check_model(request.model)
         request.check()
         ids = await self.encoded(request.input, request.add_special_tokens is not False)
-        found = await self.embed(ids, http.scope, request.cache_salt, request.dimensions, request.normalize)
+        found = await self.embed(ids, http.scope, model, request.cache_salt, request.dimensions, request.normalize)
         write = as_base64 if request.encoding_format == "base64" else as_list
         data = [{"object": "embedding", "index": i, "embedding": write(one.vector)} for i, one in enumerate(found)]
         return json_reply({"object": "list", "data": data, "model": model, "usage": _usage(sum(map(len, ids)))})
 
     async def classify(self, http: HttpRequest) -> Response:
         request = decode(await http.body(), ClassificationRequest)
-        model = self.model(request.model)
+        model = self._completions.check_model(request.model)
         request.check()
         ids = await self.encoded(request.input, request.add_special_tokens is not False)
         caller, tokens = caller_of(http.scope), sum(map(len, ids))
         with self._room(len(ids), caller, tokens) as (pooled, pays):
-            asker = self._asker(http.scope, request.cache_salt, caller, pays)
+            asker = self._asker(http.scope, model, request.cache_salt, caller, pays)
             found = await pooled.classify(ids, asker, request.use_activation is not False)
             labels = pooled.pooling.labels
         data = [
@@ -92,15 +92,15 @@ class PoolingRoutes:
 
     async def score(self, http: HttpRequest) -> Response:
         request = decode(await http.body(), ScoreRequest)
-        model, pairs = self.model(request.model), request.pairs()
-        scores = await self._score(pairs, http.scope, request)
+        model, pairs = self._completions.check_model(request.model), request.pairs()
+        scores = await self._score(pairs, http.scope, model, request)
         data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores.values)]
         return json_reply(_list_of("score", model, data, scores.prompt_tokens))
 
     async def rerank(self, http: HttpRequest) -> Response:
         request = decode(await http.body(), RerankRequest)
-        model, texts = self.model(request.model), request.texts()
-        scores = await self._score([(request.query, text) for text in texts], http.scope, request)
+        model, texts = self._completions.check_model(request.model), request.texts()
+        scores = await self._score([(request.query, text) for text in texts], http.scope, model, request)
         # Of equal documents the earlier one comes first.
         order = sorted(range(len(texts)), key=lambda i: -scores.values[i])[: request.top_n or None]
         shows = request.return_documents if request.return_documents is not None else http.url.path != COHERE
@@ -122,25 +122,27 @@ class PoolingRoutes:
         self,
         ids: Sequence[Sequence[int]],
         scope: Scope,
+        model: str,
         salt: str | None = None,
         dimensions: int | None = None,
         normalize: bool | None = None,
     ) -> list[EmbeddedPrompt]:
-        """The embedding of each prompt, where the server has room for them."""
+        """The embedding of each prompt by the model of this name, or by an adapter of it, where the server has room."""
         caller = caller_of(scope)
         with self._room(len(ids), caller, sum(map(len, ids))) as (pooled, pays):
-            return await pooled.embed(ids, dimensions, normalize, self._asker(scope, salt, caller, pays))
+            return await pooled.embed(ids, dimensions, normalize, self._asker(scope, model, salt, caller, pays))
 
     async def _score(
-        self, pairs: Sequence[tuple[str, str]], scope: Scope, request: ScoreRequest | RerankRequest
+        self, pairs: Sequence[tuple[str, str]], scope: Scope, model: str, request: ScoreRequest | RerankRequest
     ) -> Scores:
         caller, activation = caller_of(scope), request.use_activation is not False
         with self._room(len(pairs), caller) as (pooled, pays):
-            asker = self._asker(scope, request.cache_salt, caller, pays)
+            asker = self._asker(scope, model, request.cache_salt, caller, pays)
             return await pooled.score(pairs, request.instruction, asker, activation)
 
-    def _asker(self, scope: Scope, salt: str | None, caller: Caller, pays: Pays) -> Asker:
-        return Asker(cache_salt(scope, salt) or "", caller.scheduling(None, self._settings), pays)
+    def _asker(self, scope: Scope, model: str, salt: str | None, caller: Caller, pays: Pays) -> Asker:
+        lora, scheduling = self._completions.lora_of(model), caller.scheduling(None, self._settings)
+        return Asker(cache_salt(scope, salt) or "", lora, scheduling, pays)
 
     @contextmanager
     def _room(self, count: int, caller: Caller, prompt_tokens: int = 0) -> Iterator[tuple[PooledPrompts, Pays]]:
@@ -155,13 +157,6 @@ class PoolingRoutes:
                 charge.use(0, charge.cached + cached)
 
             yield self._pooled, pays
-
-    def model(self, name: str | None) -> str:
-        """The model's name that was asked for. RequestError for an adapter's."""
-        model = self._completions.check_model(name)
-        if self._completions.adapters.id_of(model):
-            raise RequestError(f"{model} is an adapter, and prompts are pooled by the model alone", param="model")
-        return model
 
     def _check_length(self, ids: Sequence[int]) -> None:
         longest, most = self._router.client.max_model_len, self._settings.limits.max_input_tokens

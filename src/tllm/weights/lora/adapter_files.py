@@ -135,6 +135,15 @@ def check_rank(adapter: Adapter, max_lora_rank: int) -> None:
         )
 
 
+def module_name(wrapped: str) -> str:
+    """The name that the model's text part gives a module, of the one that PEFT writes.
+
+    That of a model which PEFT wrapped without its head, as it does to embed, lacks the first part.
+    """
+    name = text_name(wrapped.removeprefix(WRAPPED))
+    return f"model.{name}" if name.startswith("layers.") else name
+
+
 def _plain_names(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
     """The tensors under the names that the model's text part gives their modules."""
     found: dict[str, TensorEntry] = {}
@@ -145,7 +154,7 @@ def _plain_names(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
                 f"{WEIGHTS_FILE} has a tensor {name[:200]!r}, and lora_A, lora_B and magnitudes of linears are read",
                 "embeddings, biases and modules_to_save are not supported: merge the adapter with PEFT",
             )
-        plain = f"{text_name(module.removeprefix(WRAPPED))}.lora_{kind}"
+        plain = f"{module_name(module)}.lora_{kind}"
         if plain in found:
             raise WeightsError(f"{WEIGHTS_FILE} has {plain!r} twice, once as {name!r}", "copy the adapter again")
         found[plain] = entry

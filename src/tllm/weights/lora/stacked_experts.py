@@ -23,12 +23,11 @@ from tllm.core.errors import UNREADABLE, WeightsError
 from tllm.parallel.lora.adapted_model import EXPERT
 from tllm.parallel.lora.lora_update import tensor_names
 from tllm.spec.lora.lora_config import CONFIG_FILE, CONFIG_LIMIT
-from tllm.spec.quantized.quantization_config import text_name
 from tllm.weights.boxes import Shape
 from tllm.weights.byte_source import ByteSource
 from tllm.weights.dtypes import memory
 from tllm.weights.export import WholeTensor
-from tllm.weights.lora.adapter_files import WEIGHTS_FILE, WRAPPED
+from tllm.weights.lora.adapter_files import WEIGHTS_FILE, WRAPPED, module_name
 from tllm.weights.safetensors_header import make_header, read_header, read_metadata
 from tllm.weights.safetensors_index import Index
 
@@ -72,7 +71,7 @@ def taken_apart(source: ByteSource, shapes: Mapping[str, object]) -> dict[str, b
     index = Index(read_header(source, WEIGHTS_FILE))
     tensors: dict[str, Tensor] = {}
     for name in index.entries:
-        found = STACKED.fullmatch(text_name(name.removeprefix(WRAPPED)))
+        found = STACKED.fullmatch(module_name(name))
         if found is None:
             tensors[name] = index.slice(source, name)
             continue

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.house.tree import ROOT
 from tests.multi.faults.test_serving_recovery import SIZES, begun, kill, play
-from tests.parity.engine.test_lora import engine_with
+from tests.parity.engine.lora.test_lora import engine_with
 from tests.support.models.adapters import save_adapter
 from tests.support.models.families import save_model
 from tllm.cli.main import main

@@ -12,6 +12,7 @@ from tests.support.models.adapters import peft_adapter, save_adapter
 from tests.support.models.families import save_model
 from tllm import LLM, Generation, LoRARequest, SamplingParams
 from tllm.core.errors import CapacityError, ConfigError, RequestError, WeightsError
+from tllm.server.pooling.vectors import cosine
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # each starts processes that load torch
 
@@ -66,6 +67,26 @@ def test_replies_are_those_of_what_peft_merges(plan: str, folder: Path, merged: 
             check(found, [merged[name][place] for place, name in enumerate(names)])
 
 
+@pytest.mark.parametrize("plan", ["pp=1", "pp=2,tp=1+2"])
+def test_embeddings_and_scores_are_those_of_what_peft_merges(plan: str, folder: Path) -> None:
+    """Of all prompts, and of each in turn: of an adapter, of the model alone, of another."""
+    want = {}
+    for name, model in {"": "model", "a": "merged_a", "b": "merged_b"}.items():
+        with LLM(folder / model, dtype="float64") as llm:
+            want[name] = [one.embedding for one in llm.embed([*PROMPTS, PROMPTS[0][:9]])]
+    assert len({vector for of_one in want.values() for vector in of_one}) == 9
+    with LLM(folder / "model", plan, dtype="float64", enable_lora=True, max_loras=2) as llm:
+        for name in ("a", "", "b"):
+            found = llm.embed([*PROMPTS, PROMPTS[0][:9]], lora_request=request(folder, name))
+            for one, other in zip(found, want[name], strict=True):
+                assert one.embedding == pytest.approx(other, abs=1e-10)
+        names = ("b", "", "b")
+        mixed = llm.embed([*PROMPTS, PROMPTS[0][:9]], lora_request=[request(folder, name) for name in names])
+        for place, name in enumerate(names):
+            assert mixed[place].embedding == pytest.approx(want[name][place], abs=1e-10)
+            assert mixed[place].prompt_token_ids == tuple([*PROMPTS, PROMPTS[0][:9]][place])
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, Path]]:
     """The tiny model with room for one adapter, and a folder of its adapters a, b and large."""
@@ -93,6 +114,16 @@ def test_an_adapter_makes_room_for_the_next(tiny: tuple[LLM, Path]) -> None:
     assert "".join(llm.stream("def main(", plain, lora_request=request(folder, "a"))) == a
     said = [{"role": "user", "content": "Hello"}]
     assert llm.chat(said, plain).text != llm.chat(said, plain, lora_request=request(folder, "a")).text
+
+
+def test_texts_are_scored_with_an_adapter(tiny: tuple[LLM, Path]) -> None:
+    llm, folder = tiny
+    texts = ["def main():", "class File:"]
+    for name in ("a", "", "b"):
+        vectors = [one.embedding for one in llm.embed(texts, lora_request=request(folder, name))]
+        [same, other] = llm.score(texts[0], texts, lora_request=request(folder, name))
+        assert same == pytest.approx(1.0) and other == pytest.approx(cosine(*vectors), abs=1e-6)
+    assert len({llm.score(*texts, lora_request=request(folder, name))[0] for name in ("a", "", "b")}) == 3
 
 
 def test_adapters_in_use_are_not_let_go(tiny: tuple[LLM, Path]) -> None:

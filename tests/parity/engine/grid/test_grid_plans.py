@@ -11,9 +11,9 @@ import msgspec
 import pytest
 import torch
 
+from tests.parity.engine.lora.test_lora import TARGETS, scores
 from tests.parity.engine.test_engine_outputs import scored, values
 from tests.parity.engine.test_generation import CHUNKED, DRAFTED, GREEDY, ROOMY, TIGHT, greedy_truth, prompts
-from tests.parity.engine.test_lora import TARGETS, scores
 from tests.parity.engine.test_pooling import KINDS, pooled
 from tests.parity.engine.test_stored_prefixes import asked, on_disk
 from tests.support.models.adapters import peft_adapter, peft_dora

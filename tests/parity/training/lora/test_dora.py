@@ -14,7 +14,7 @@ import transformers
 from peft import PeftModel
 from safetensors.torch import load_file
 
-from tests.parity.engine.test_lora import engine_with, peft_scores, scores
+from tests.parity.engine.lora.test_lora import engine_with, peft_scores, scores
 from tests.parity.training.lora.test_lora import (
     TARGETS,
     TOKENS,

@@ -14,7 +14,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.parity.engine.test_lora import engine_with, peft_scores, scores, together
+from tests.parity.engine.lora.test_lora import engine_with, peft_scores, scores, together
 from tests.parity.training.lora.test_lora import (
     TOKENS,
     Named,

@@ -10,7 +10,7 @@ import torch
 import transformers
 from peft import PeftModel
 
-from tests.parity.engine.test_lora import engine_with, peft_scores, scores
+from tests.parity.engine.lora.test_lora import engine_with, peft_scores, scores
 from tests.parity.training.lora.test_dora import MAGNITUDE
 from tests.parity.training.lora.test_lora import (
     TOKENS,

@@ -16,7 +16,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.parity.engine.test_lora import PROMPT, engine_with, peft_scores, scores
+from tests.parity.engine.lora.test_lora import PROMPT, engine_with, peft_scores, scores
 from tests.support.models.adapters import peft_adapter
 from tests.support.models.families import save_model
 from tests.support.models.layouts import spec_of

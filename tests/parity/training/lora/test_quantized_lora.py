@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.parity.engine.test_lora import engine_with, scores
+from tests.parity.engine.lora.test_lora import engine_with, scores
 from tests.parity.training.lora.test_lora import TOKENS, adapter, lora_job, trained_scores
 from tests.support.models.families import save_model
 from tests.support.models.layouts import spec_of

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
-from tests.unit.server.kit import TEMPLATE, TOKENIZER, client, get, post, run, say
+from tests.unit.server.kit import POOLING, TEMPLATE, TOKENIZER, client, get, post, run, say
 from tllm.core.errors import CapacityError, ConfigError, TllmError, WeightsError
 from tllm.server.app import App, build_app
 from tllm.server.http.settings import ServerSettings
+from tllm.server.openai.prompts import Prompts
+from tllm.server.pooling.pooler_config import ModelPooling
 
 
 class Loaded:
@@ -44,6 +47,53 @@ def test_the_model_of_a_request_names_its_adapter() -> None:
         assert post(app, "/v1/completions", dict(prompt="hi", model=name, n=2)).json()["model"] == name
     post(app, "/v1/completions", dict(prompt="hi"))
     assert [request.lora for request in engine.submitted] == [*["id-sql"] * 3, *[""] * 4]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": ["hi", "ho"]}),
+        ("/v1/score", {"text_1": "hi", "text_2": "ho"}),
+        ("/v2/rerank", {"query": "hi", "documents": ["ho"]}),
+        ("/api/embed", {"input": ["hi", "ho"]}),
+    ],
+)
+def test_prompts_are_pooled_with_the_adapter_that_is_named(path: str, body: dict[str, Any]) -> None:
+    engine = say()
+    app = build_app(engine, TOKENIZER, TEMPLATE, adapters=Loaded(), pooling=POOLING)
+    for name in ("sql", "tiny"):
+        reply = post(app, path, dict(body, model=name))
+        assert reply.status_code == 200 and reply.json().get("model") == name
+    assert [request.lora for request in engine.submitted] == ["id-sql"] * 2 + [""] * 2
+
+
+def test_texts_are_classified_with_the_adapter_that_is_named() -> None:
+    engine = say()
+    engine._pooled = lambda request: (1.0, -1.0)  # type: ignore[method-assign]
+    labels = ModelPooling(score_type="classification", hidden_size=4, num_labels=2, labels=("good", "bad"))
+    app = build_app(engine, TOKENIZER, TEMPLATE, adapters=Loaded(), pooling=labels)
+    assert post(app, "/classify", dict(input="hi", model="sql")).json()["model"] == "sql"
+    assert [request.lora for request in engine.submitted] == ["id-sql"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
+def test_an_adapter_that_is_unloaded_meanwhile_is_not_the_model_alone(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts are encoded aside from the loop, and others are answered meanwhile."""
+    adapters, engine = Loaded(), say()
+    batch = Prompts.batch
+
+    async def encoded(self: Prompts, *given: Any) -> Any:
+        found = await batch(self, *given)
+        await adapters.unload("sql")
+        return found
+
+    monkeypatch.setattr(Prompts, "batch", encoded)
+    app = build_app(engine, TOKENIZER, TEMPLATE, adapters=adapters, pooling=POOLING)
+    reply = post(app, path, {"prompt": "hi", "input": "hi", "model": "sql"})
+    assert reply.status_code == 404 and reply.json()["error"]["code"] == "model_not_found"
+    assert not engine.submitted
 
 
 def test_adapters_are_listed_with_their_parent_and_come_and_go() -> None:

@@ -47,11 +47,12 @@ def test_an_adapter_is_read_and_has_an_id_of_all_that_it_is(folder: Path) -> Non
     assert HeldAdapter.read("name", folder, SHAPES, 3).lora != held.lora
 
 
-def test_names_of_a_model_that_also_sees_are_those_of_its_text_part(folder: Path) -> None:
-    tensors = {
-        name.replace("model.layers", "model.language_model.layers"): x
-        for name, x in load_file(folder / WEIGHTS).items()
-    }
+@pytest.mark.parametrize("written", ["model.language_model.layers", "layers"])
+def test_names_of_a_whole_that_also_sees_or_lacks_its_head_are_those_of_the_text_part(
+    written: str, folder: Path
+) -> None:
+    tensors = {name.replace("model.layers", written): x for name, x in load_file(folder / WEIGHTS).items()}
+    assert all(name.startswith(f"base_model.model.{written}.") for name in tensors)
     save_file(tensors, folder / WEIGHTS)
     assert read_adapter(LocalFiles(folder)).modules.keys() == SHAPES.keys()
 

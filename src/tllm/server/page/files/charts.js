@@ -20,13 +20,15 @@ function drawn(chart, history, predicted, place) {
   const { samples } = history;
   const lines = chart.lines.map((line) => samples.map((_, at) => line.value(samples, at)));
   const values = lines.flat().filter((value) => value !== null);
-  const top = Math.max(...values, predicted ?? 0) || 1;
+  const most = Math.max(...values, predicted ?? 0);
+  const top = most || 1;
   const foot = chart.isTight ? Math.min(...values, top) : 0;
   const height = (value) => HEIGHT * (1 - (value - foot) / (top - foot || 1));
   const last = lines[0].findLast((value) => value !== null);
   const now = last === undefined ? "–" : chart.words(last);
+  const said = values.length ? range(chart, foot, most) : " nothing yet";
   const picture = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT + 20}`, role: "img", preserveAspectRatio: "none" });
-  picture.setAttribute("aria-label", `${chart.title}: now ${now}, at the most ${chart.words(top)} in these minutes`);
+  picture.setAttribute("aria-label", `${chart.title} in these minutes: now ${now}${said}`);
   picture.append(svg("line", { class: "grid", x1: 0, x2: WIDTH, y1: HEIGHT, y2: HEIGHT }));
   history.events.filter((event) => event.severity === "error").forEach((event) => picture.append(...mark(event, samples)));
   if (predicted !== null) picture.append(path("predicted", [predicted, predicted], height));
@@ -38,15 +40,15 @@ function drawn(chart, history, predicted, place) {
     { class: "chart" },
     element("h3", {}, chart.title),
     element("span", { class: "now" }, now),
-    element("span", { class: "quiet" }, range(chart, foot, top), chart.more ? ` · ${chart.more(samples.at(-1))}` : ""),
+    element("span", { class: "quiet" }, said, chart.more ? ` · ${chart.more(samples.at(-1))}` : ""),
     picture,
     element("p", { class: "quiet" }, `${place(samples[0])} to ${place(samples.at(-1))}`, ...names(chart, predicted)),
     readout,
   );
 }
 
-function range(chart, foot, top) {
-  return chart.isTight ? ` between ${chart.words(foot)} and ${chart.words(top)}` : ` of at most ${chart.words(top)}`;
+function range(chart, foot, most) {
+  return chart.isTight ? ` between ${chart.words(foot)} and ${chart.words(most)}` : ` of at most ${chart.words(most)}`;
 }
 
 function names(chart, predicted) {

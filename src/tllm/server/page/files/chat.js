@@ -21,6 +21,7 @@ export class Chat {
     });
     find("stop").addEventListener("click", () => this.running?.abort());
     find("clear").addEventListener("click", () => this.clear());
+    find("settings").addEventListener("toggle", () => listModels());
   }
 
   /** Find out which kind of conversation the model can have. */
@@ -77,6 +78,7 @@ export class Chat {
     const temperature = find("temperature").value;
     const limit = find("max-tokens").value;
     const options = { stream_options: { include_usage: true } };
+    if (find("model").value) options.model = find("model").value;
     if (temperature) options.temperature = Number(temperature);
     if (limit) options.max_tokens = Number(limit);
     if (!this.hasTemplate) {
@@ -88,10 +90,25 @@ export class Chat {
     return ["/v1/chat/completions", { ...options, messages }];
   }
 
+  /** Of the two buttons the one that is shown has the keyboard, if the other had it. Who has the messages read aloud
+   * hears a reply once it is whole. */
   working(isWorking) {
-    find("send").hidden = isWorking;
-    find("stop").hidden = !isWorking;
+    const [shown, gone] = (isWorking ? ["stop", "send"] : ["send", "stop"]).map(find);
+    const hasKeyboard = document.activeElement === gone;
+    gone.hidden = true;
+    shown.hidden = false;
+    if (hasKeyboard) shown.focus();
+    find("messages").setAttribute("aria-busy", isWorking);
   }
+}
+
+/** Offer the model and its adapters, where it has any: they come and go while the server runs. */
+async function listModels() {
+  const { data } = await get("/v1/models").catch(() => ({ data: [] })); // the page says what is wrong
+  const chosen = find("model").value;
+  const option = ({ id }) => element("option", id === chosen ? { selected: "" } : {}, id);
+  replace(find("model"), data.map(option));
+  find("model").parentElement.hidden = data.length < 2;
 }
 
 function show(role) {
