@@ -23,13 +23,14 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from tllm.core.disk import whole_file
 from tllm.core.errors import ConfigError
-from tllm.core.gguf_files import open_gguf
+from tllm.core.gguf_files import is_gguf
 from tllm.hub.locate import Need, locate, nearby
 from tllm.hub.model_name import parse_name
 from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
 from tllm.spec.model_spec import ModelSpec
 from tllm.text.chat_template import ChatTemplate
+from tllm.text.companions import COMPANIONS, TOKENIZER, copy_companions
 from tllm.text.tokenizer import Tokenizer
 from tllm.training.data.batches import Batches, DataConfig
 from tllm.training.data.choose_encoder import RowEncoder, choose_encoder, count_rows, sampled_rows
@@ -48,15 +49,7 @@ from tllm.weights.lora.sampled_digest import is_another, sampled_digest
 log = logging.getLogger("tllm.model")
 
 FOLDER = "start"
-CONFIG, TOKENIZER, NAME, BASE = "config.json", "tokenizer.json", "name", "base_sha256"
-COMPANIONS = (
-    TOKENIZER,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
-"""Files of a model's folder that go with it, whatever its weights."""
+CONFIG, NAME, BASE = "config.json", "name", "base_sha256"
 
 END = "<|endoftext|>"
 
@@ -405,12 +398,7 @@ def _config_for(job: Job, named: Path) -> dict[str, Any]:
 def _config_of(named: Path) -> dict[str, Any]:
     if named.suffix == ".json" and named.is_file():
         return read_config(named)
-    if open_gguf(named) is not None:
-        raise ConfigError(
-            f"{named} is a GGUF model, and training starts from a Hugging Face folder",
-            "give the folder of the model in safetensors",
-        )
-    if not named.is_dir():
+    if not named.is_dir() and not is_gguf(named):
         raise ConfigError(
             f"{named} is neither a model's folder nor a config.json",
             f"{nearby(named)}give the path of one, or a name: ORG/NAME",
@@ -436,18 +424,16 @@ def _keep(job: Job, named: Path, config: dict[str, Any], folder: Path, name: str
 
 
 def _tokenizer_source(job: Job, named: Path) -> Path:
-    """The folder of the tokenizer that is named, else of the model."""
+    """The folder, or the GGUF file, of the tokenizer that is named, else of the model."""
     chosen = _located(job.tokenizer_name, "config") if job.tokenizer_name else named
-    return chosen if chosen.is_dir() else chosen.parent
+    return chosen if chosen.is_dir() or is_gguf(chosen) else chosen.parent
 
 
 def _keep_tokenizer(job: Job, named: Path, spec: ModelSpec, folder: Path) -> None:
     """The tokenizer that is named, else the model's own, else one trained on the data if this is text."""
     source = _tokenizer_source(job, named)
     if job.model_name_or_path or job.tokenizer_name:
-        for name in COMPANIONS:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, folder / name)
+        copy_companions(source, folder)
         if job.tokenizer_name and not (folder / TOKENIZER).is_file():
             raise ConfigError(f"{source} has no {TOKENIZER}", "give tokenizer_name a folder with one, or leave it out")
         return

@@ -11,7 +11,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import gguf
 import pytest
 
 from tests.support.training.post_training.policy_task import policy_job, write_task
@@ -46,17 +45,6 @@ def test_a_mistyped_folder_is_told_what_lies_beside_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tinny is neither a model's folder nor a config.json") as caught:
         spec_of(Job(model_name_or_path=named, train_files=("a.txt",), output_dir="run", max_steps=1))
     assert caught.value.hint.startswith(f"did you mean {tmp_path / 'tiny'}? ")
-
-
-def test_a_gguf_model_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    for named in (path, tmp_path):
-        with pytest.raises(ConfigError, match="training starts from a Hugging Face folder"):
-            spec_of(Job(model_name_or_path=str(named), train_files=("a.txt",), output_dir="run", max_steps=1))
 
 
 def test_how_long_pairs_are_is_read_from_the_data_where_it_is_here(
