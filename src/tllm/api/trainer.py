@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from tllm.cluster.settings import OUR_LINKS, Wiring
 from tllm.core.errors import ConfigError, PlanError
+from tllm.hub.locate import locate
 from tllm.node.coordinator.cluster_options import DEFAULTS, ClusterOptions
 from tllm.spec.plan import Plan
 from tllm.spec.process_groups import RoleName
+from tllm.text.same_vocabulary import check_same_vocabulary
 from tllm.training.job.initial_model import InitialModel, judge_specs, open_initial_model, spec_of
 from tllm.training.job.job import Job
 from tllm.training.job.job_file import DEFAULT, ResolvedJob, read_job
@@ -90,14 +92,17 @@ class Trainer:
         machines are waited for."""
         from tllm.training.answerer_trust import check_trust
         from tllm.training.evaluation.forward_work import check_best_metric
+        from tllm.training.harness.harness_evaluation import check_installed
 
         check_best_metric(self.resolved.job, self.spec)
+        check_installed(self.resolved.job)
         check_goes_on(self.resolved.job)
         check_trust(self.resolved.job)
         _check_rewards(self.resolved.job)
         keep_rows(self.resolved.job)
         initial = open_initial_model(self.resolved.job)
         initial.check_rows(self.resolved.job)
+        _check_teacher(self.resolved.job, initial)
         return initial
 
     @property
@@ -216,6 +221,14 @@ class _InThread:
                 if isinstance(event, RunEnded):
                     return TrainResult(event.step, Path(event.final) if event.final else None, tuple(self._records))
         raise AssertionError("a run ends with an event, or with an error")
+
+
+def _check_teacher(job: Job, initial: InitialModel) -> None:
+    """ConfigError for a teacher that a job names and whose tokens are others than its student's."""
+    name = None if job.distill is None else job.distill.teacher_model_name_or_path
+    if name and (found := judge_specs(job).teacher) is not None:
+        sizes = initial.spec.vocab_size, found.vocab_size
+        check_same_vocabulary(initial.folder, locate(name, "config").path, *sizes, "teacher")
 
 
 def _check_rewards(job: Job) -> None:

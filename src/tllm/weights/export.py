@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from tllm.core.errors import WeightsError
 from tllm.parallel.shard import Shard, ShardPiece, shard_of
+from tllm.spec.gguf.gguf_codings import TYPES
 from tllm.weights.boxes import Box, Shape, widths
 from tllm.weights.coverage import HeldBlock, check_coverage
 from tllm.weights.dtypes import memory
@@ -231,7 +232,7 @@ def _write(
         total = sum(map(_nbytes, tensors))
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
     # What is written is plain numbers, also where the model was trained from a quantised folder.
-    plain = {key: value for key, value in config.items() if key not in ("quantization_config", "quantization")}
+    plain = {key: value for key, value in config.items() if key not in ("quantization_config", "quantization", TYPES)}
     write_json(folder / "config.json", plain)
     for other in others:
         shutil.copyfile(other, folder / other.name)

@@ -15,6 +15,8 @@ from tllm.api.trainer import Trainer
 from tllm.core.errors import ConfigError
 from tllm.spec.plan import Plan
 from tllm.training.checkpoint.async_saves import AsyncSaves
+from tllm.training.harness import harness_evaluation
+from tllm.training.job.distillation_keys import DistillationKeys
 from tllm.training.job.job import Job
 from tllm.training.job.job_file import DEFAULT, TYPES, ResolvedJob, read_job, write_job
 from tllm.training.job.lora_job import LoraJob
@@ -28,9 +30,9 @@ def written(job: Job) -> Path:
     return path
 
 
-def refusal(job: Job) -> ConfigError:
+def refusal(job: Job, ranks: int | None = None) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
-        Trainer(written(job)).beginning  # noqa: B018 - it is what looks
+        Trainer(written(job), ranks=ranks).beginning  # noqa: B018 - it is what looks
     return caught.value
 
 
@@ -96,3 +98,32 @@ def test_saves_of_something_else_than_is_now_learned(
     fault = refusal(replace(job, lora=now))
     assert fault.message == f"the run in {run} {message}" and "another output_dir" in fault.hint
     assert Trainer(written(replace(job, lora=began))).beginning.spec.num_layers
+
+
+@pytest.mark.parametrize("nodes", [(), (1,)])
+def test_a_teacher_of_other_tokens(nodes: tuple[int | str, ...], tmp_path: Path) -> None:
+    """Beside the student or on a node, which would tell it once it has loaded its weights."""
+    for name in ("student", "teacher"):
+        small_model("llama", tmp_path / name)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "w1 w2 w3"}) + "\n")
+    keys = DistillationKeys(teacher_model_name_or_path=str(tmp_path / "teacher"), teacher_nodes=nodes)
+    job = preference_job(
+        tmp_path / "student", tmp_path / "run", "distill", train_files=(str(tmp_path / "rows.jsonl"),), distill=keys
+    )
+    assert Trainer(written(job), ranks=1 + len(nodes)).beginning.spec.num_layers
+    path = tmp_path / "teacher" / "tokenizer.json"
+    swapped = {"w1": "w2", "w2": "w1"}
+    tokens = json.loads(path.read_text())
+    vocab = tokens["model"]["vocab"]
+    tokens["model"]["vocab"] = {swapped.get(token, token): number for token, number in vocab.items()}
+    path.write_text(json.dumps(tokens))
+    fault = refusal(job, 1 + len(nodes))
+    assert "2 of" in fault.message and "tokens of the teacher" in fault.message and "same series" in fault.hint
+
+
+def test_lm_eval_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_model("llama", tmp_path / "model")
+    monkeypatch.setattr(harness_evaluation, "find_spec", lambda name: None)
+    fault = refusal(preference_job(tmp_path / "model", tmp_path / "run", "dpo", lm_eval_tasks=("arc_easy",)))
+    assert fault.message == "lm_eval_tasks needs lm-evaluation-harness, and lm_eval is not installed"
+    assert "together-llm[eval]" in fault.hint and not (tmp_path / "run").exists()

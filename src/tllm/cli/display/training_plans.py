@@ -9,7 +9,7 @@ import argparse
 from dataclasses import asdict
 from typing import Any
 
-from tllm.cli.display.beside_steps import BesideSteps
+from tllm.cli.display.beside_steps import BesideSteps, PredictedPlan
 from tllm.cli.display.serving_plans import certainty, given_plan
 from tllm.cli.display.tables import indented_json, span, table
 from tllm.cli.display.timeline import as_svg, as_text
@@ -145,7 +145,8 @@ def _rows(spec: ModelSpec, plan: Plan, facts: TrainingFacts, ranks: list[RankMem
 
 def show_prediction(job: Job, plan: Plan, spec: ModelSpec, speed: float, where: str) -> str:
     """What a step takes if every rank computes at `speed`, in flop/s, as this machine does on what `where` names."""
-    facts = facts_of(job, spec, lengths=row_lengths(job))
+    lengths = row_lengths(job)
+    facts = facts_of(job, spec, lengths=lengths)
 
     def predict(plan: Plan, facts: TrainingFacts) -> StepPrediction:
         return predict_step(spec, plan, facts, speed, LOOPBACK)
@@ -160,7 +161,7 @@ def show_prediction(job: Job, plan: Plan, spec: ModelSpec, speed: float, where: 
             f"{predicted.tokens_per_second:,.0f} tokens/s, bubble {100 * predicted.bubble:.0f} %, {amount(sent)} sent",
             f"if each rank reaches the {speed / 1e9:,.1f} Gflop/s that a layer reaches here on {where}, and links are "
             "those of one machine",
-            *BesideSteps.of(job, spec).lines(plan, job.microbatch_size, predict),
+            *BesideSteps.of(job, spec, lengths).lines(PredictedPlan(plan, facts, predict)),
             *_policy_alone(job, facts),
         ]
     )

@@ -14,7 +14,7 @@ import msgspec
 
 from tllm.api.engine_options import EngineOptions
 from tllm.cli.arguments.survey_settings import serving_settings, training_settings, within
-from tllm.cli.display.beside_steps import BesideSteps
+from tllm.cli.display.beside_steps import BesideSteps, PredictedPlan
 from tllm.cli.display.serving_plans import advice, certainty, drafting, given_serving
 from tllm.cli.display.training_plans import (
     given_training,
@@ -235,7 +235,7 @@ class TrainingChooser(PlanChooser):
         self.roles: RoleChoice | None = None
         """Who does what, where the job gives roles to nodes and it was chosen."""
         self._judges, self._lengths = judge_specs(resolved.job), row_lengths(resolved.job)
-        self._beside = BesideSteps.of(resolved.job, spec)
+        self._beside = BesideSteps.of(resolved.job, spec, self._lengths)
 
     def settings(self) -> SurveySettings:
         job = self.resolved.job
@@ -278,7 +278,7 @@ class TrainingChooser(PlanChooser):
 
     def beside_steps(self, placed: PlacedPlan) -> list[str]:
         """Lines that say what a plan takes beside the steps: a reference before the first, evaluations."""
-        return self._beside.lines(placed.plan, placed.facts.microbatch_size, as_predicted(placed), self.cluster.device)
+        return self._beside.lines(self._asked(placed))
 
     def best(
         self, cluster: Cluster, sizes: tuple[int, ...] = (), top: int = 1, facts: TrainingFacts | None = None
@@ -349,8 +349,10 @@ class TrainingChooser(PlanChooser):
 
     def evaluation_seconds(self, placed: PlacedPlan) -> float | None:
         """Of an evaluation; None where there is none, or it is not predicted."""
-        asked = placed.plan, placed.facts.microbatch_size, as_predicted(placed), self.cluster.device
-        return self._beside.evaluation(*asked)
+        return self._beside.evaluation(self._asked(placed))
+
+    def _asked(self, placed: PlacedPlan) -> PredictedPlan:
+        return PredictedPlan(placed.plan, placed.facts, as_predicted(placed), self.cluster.device)
 
     def predicted_seconds(self, placed: PlacedPlan, predicted: StepPrediction) -> PredictedSeconds:
         """As a run tells it beside what it measures: of no whole step where programs elsewhere have a part in it."""

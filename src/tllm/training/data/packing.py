@@ -5,9 +5,11 @@ Both see the global order only. The number of ranks changes which rank takes a r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from statistics import fmean
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -19,6 +21,9 @@ from tllm.training.data.encoder import IGNORED, Document, Values
 OPEN_ROWS = 32
 """Rows that wait for a document of the right length; more of them waste fewer places and make a larger state."""
 
+
+SHARE_ROWS = 64
+"""So many rows tell which part of packed ones has tokens."""
 
 ArrayType = Literal["<f4", "<f8", "<i2", "<i4", "<i8"]
 """Of numbers of rows that travel, in numpy's letters; bfloat16 goes as the 2 bytes that it is."""
@@ -86,46 +91,68 @@ class Packer:
 
 class RowLengths(NamedTuple):
     """Tokens of a prompt, and of a reply to it, on an average; `parts`: prompts with a reply that stay together, such
-    as a pair's two. Of a text from whose beginning a model learns the prompt is the first token."""
+    as a pair's two. Of a text from whose beginning a model learns the prompt is the first token. `fill`: the part of a
+    packed row's places that have a token. `document`: tokens of a document, of which several rows may have pieces."""
 
     prompt: float
     reply: float
     parts: int = 1
+    fill: float = 1.0
+    document: float = 0.0
 
     @classmethod
     def of(cls, documents: Iterable[Document], longest: int, splits: bool = False) -> RowLengths | None:
         """Of some documents, of which a part has `longest` tokens at most: others are cut to pieces, each of them
         counted, where the job `splits` them, and else cut off. A prompt ends with the token that predicts the first of
         a reply, and a reply with the last that is predicted. None where no document has a token."""
-        prompts, replies, parts = list[int](), list[int](), 1
+        prompts, replies, pieces, whole, parts = list[int](), list[int](), list[int](), list[int](), 1
         for document in documents:
             parts = max(1, len(document.parts))
             length = len(document.targets)
             stops = list(accumulate(document.parts)) or [length]
             if splits and not document.parts:
                 stops = [*range(longest, length, longest), length]
-            for targets in (document.targets[start:stop] for start, stop in pairwise((0, *stops)) if start < stop):
+            spans = [(start, stop) for start, stop in pairwise((0, *stops)) if start < stop]
+            for targets in (document.targets[start:stop] for start, stop in spans):
                 (places,) = np.nonzero(targets != IGNORED)
                 first, last = (int(places[0]), int(places[-1])) if len(places) else (len(targets) - 1, len(targets) - 2)
                 prompts.append(min(first + 1, longest))
                 replies.append(min(last - first + 1, longest - prompts[-1]))
-        return cls(sum(prompts) / len(prompts), sum(replies) / len(replies), parts) if prompts else None
+            sizes = [length] if document.parts else [stop - start for start, stop in spans]
+            pieces += (min(size, longest) for size in sizes if size)
+            whole.append(length if splits else min(length, longest))
+        if not prompts:
+            return None
+        return cls(fmean(prompts), fmean(replies), parts, packed_share(pieces, longest), fmean(whole))
 
-    def of_row(self, tokens: int, packed: bool) -> int:
+    def of_row(self, tokens: int, packed: bool) -> float:
         """Tokens of a row of at most so many."""
-        count, prompt, reply = self.filling(tokens, packed)
-        return count * self.parts * (prompt + reply)
+        return self.fill * tokens if packed else self.parts * (self.prompt + self.reply)
+
+    def rows(self, documents: int, tokens: int, packed: bool) -> int:
+        """How many rows of at most so many tokens these documents fill."""
+        return math.ceil(round(documents * self.document / self.of_row(tokens, packed), 3))
 
     def filling(self, tokens: int, packed: bool) -> tuple[int, int, int]:
         """(documents, tokens of a prompt, tokens of a reply) in a row of at most so many tokens: if they are `packed`
-        as many as have room, which fill it in the proportion of prompt and reply that they have, else one as it is."""
-        whole = self.parts * (self.prompt + self.reply)
-        count = max(1, int(tokens / whole)) if packed else 1
-        each = tokens // (self.parts * count)
-        if not packed:
-            each = min(each, round(self.prompt + self.reply))
+        as many as have room, which fill their share of it in the proportion of prompt and reply that they have, else
+        one as it is."""
+        room, whole = self.of_row(tokens, packed), self.parts * (self.prompt + self.reply)
+        count = max(1, round(room / whole)) if packed else 1
+        each = min(tokens // (self.parts * count), round(room / (self.parts * count)))
         reply = min(max(1, round(each * self.reply / (self.prompt + self.reply))), max(1, each - 1))
         return count, max(1, each - reply), reply
+
+
+def packed_share(lengths: Sequence[int], seq_len: int) -> float:
+    """The part of the places of packed rows that have a token, where documents of these lengths come again and again
+    until they have filled some rows."""
+    packer, total = Packer(seq_len), sum(lengths)
+    rounds = math.ceil(SHARE_ROWS * seq_len / total)
+    rows = sum(packer.place(RowPiece(0, 0, length)) is not None for _ in range(rounds) for length in lengths)
+    while packer.close():
+        rows += 1
+    return rounds * total / (rows * seq_len)
 
 
 def deal(count: int, shares: Sequence[int]) -> list[range]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tllm.training.data.batches import Batches
 from tllm.training.evaluation.held_out import EVALUATIONS, Evaluated
 from tllm.training.harness.greedy_texts import GreedyTexts, WantedText
 from tllm.training.harness.likelihood_pass import Continuation, Likelihood, LikelihoodPass, packed_rows
+from tllm.training.job.job import Job
 from tllm.training.job.job_parts import LM_EVAL
 from tllm.training.policy.rollouts import Rollouts
 from tllm.training.step.rank_groups import RankConfig
@@ -28,6 +30,8 @@ from tllm.training.step.rank_model import RankModel
 from tllm.training.tools.user_functions import said
 
 LIKELIHOODS, TEXTS = b"likelihoods", b"texts"
+HARNESS = "lm_eval"
+"""Its package."""
 
 
 class HarnessEvaluation:
@@ -122,12 +126,22 @@ class HarnessEvaluation:
         self._texts.follow()
 
 
+def check_installed(job: Job) -> None:
+    """ConfigError where a job asks for lm-evaluation-harness, which is an extra, and it is not there."""
+    if job.lm_eval_tasks and find_spec(HARNESS) is None:
+        raise _not_installed(HARNESS)
+
+
 def _harness() -> Any:
-    """The module that imports lm-eval, which is an extra."""
+    """The module that imports lm-eval."""
     try:
         return importlib.import_module("tllm.training.harness.harness_model")
     except ImportError as error:
-        raise ConfigError(
-            f"lm_eval_tasks needs lm-evaluation-harness, and {error.name} is not installed",
-            'pip install "together-llm[eval]", or leave lm_eval_tasks out',
-        ) from error
+        raise _not_installed(error.name) from error
+
+
+def _not_installed(name: str | None) -> ConfigError:
+    return ConfigError(
+        f"lm_eval_tasks needs lm-evaluation-harness, and {name} is not installed",
+        'pip install "together-llm[eval]", or leave lm_eval_tasks out',
+    )

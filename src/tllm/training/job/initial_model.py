@@ -5,17 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import secrets
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain
 from pathlib import Path
-from statistics import fmean
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer as Trainable
@@ -23,13 +20,14 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from tllm.core.disk import whole_file
 from tllm.core.errors import ConfigError
-from tllm.core.gguf_files import open_gguf
+from tllm.core.gguf_files import is_gguf
 from tllm.hub.locate import Need, locate, nearby
 from tllm.hub.model_name import parse_name
 from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
 from tllm.spec.model_spec import ModelSpec
 from tllm.text.chat_template import ChatTemplate
+from tllm.text.companions import COMPANIONS, TOKENIZER, copy_companions
 from tllm.text.tokenizer import Tokenizer
 from tllm.training.data.batches import Batches, DataConfig
 from tllm.training.data.choose_encoder import RowEncoder, choose_encoder, count_rows, sampled_rows
@@ -48,15 +46,7 @@ from tllm.weights.lora.sampled_digest import is_another, sampled_digest
 log = logging.getLogger("tllm.model")
 
 FOLDER = "start"
-CONFIG, TOKENIZER, NAME, BASE = "config.json", "tokenizer.json", "name", "base_sha256"
-COMPANIONS = (
-    TOKENIZER,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
-"""Files of a model's folder that go with it, whatever its weights."""
+CONFIG, NAME, BASE = "config.json", "name", "base_sha256"
 
 END = "<|endoftext|>"
 
@@ -200,54 +190,56 @@ def judge_specs(job: Job) -> JudgeSpecs:
 
 
 def row_lengths(job: Job) -> RowLengths | None:
-    """How long the documents are that a job's rows are made of. None where rows are full whatever these are, where
-    nobody knows (what is sampled), or neither the data nor what gives their tokens is on this machine yet."""
+    """How long the documents are that a job's rows are made of. None where one text fills every row, where nobody knows
+    (what is sampled), or neither the data nor what gives their tokens is on this machine yet."""
     data = data_config(job)
-    if _is_full(data) or job.rollouts is not None:
-        return None
-    found = _sampled_documents(job, data)
-    return None if found is None else RowLengths.of(found, data.seq_len, splits=data.over_long == "split")
+    is_one_text = data.rows == "texts" and data.packing and data.documents == "stream"
+    return None if is_one_text or job.rollouts is not None else _lengths(job, data)
 
 
-def rows_learned(job: Job) -> RowsRead | None:
+def rows_learned(job: Job, lengths: RowLengths | None) -> RowsRead:
     """Different rows that a run of DPO or KTO learns from, as `rows_held_out` has them: those of its steps, or where
-    the data has fewer, all."""
+    the data has fewer, all. `lengths` are the job's (`row_lengths`)."""
     data, steps = data_config(job), job.max_steps * job.global_batch_size
-    found = None if job.rollouts is not None else _rows_read(job, data)
-    return RowsRead(steps, steps, row_lengths(job)) if found is None else found._replace(rows=min(found.rows, steps))
+    found = None if lengths is None else _rows_read(data, lengths)
+    return RowsRead(steps, steps, lengths) if found is None else found._replace(rows=min(found.rows, steps))
 
 
 def rows_held_out(job: Job) -> RowsRead | None:
     """What an evaluation computes of `eval_files`. None where there are none, of prompts, and where nobody knows: as
     for `row_lengths`, and of files that are too large to be read through."""
-    return _rows_read(job, eval_data_config(job)) if job.eval_files and job.rollouts is None else None
+    data = eval_data_config(job)
+    lengths = _lengths(job, data) if job.eval_files and job.rollouts is None else None
+    return None if lengths is None else _rows_read(data, lengths)
+
+
+def prompts_held_out(job: Job) -> int | None:
+    """How many prompts an evaluation completes for their rewards; None where there are none, and where nobody knows."""
+    data = eval_data_config(job)
+    if job.rollouts is None or not data.files or not all(Path(name).is_file() for name in data.files):
+        return None
+    return count_rows(data.rows, data.files, data.documents)
 
 
 class RowsRead(NamedTuple):
     """Of how many `documents` some data is, and about how many rows these fill; and how long they are, on an average;
-    None where rows are full however long these are."""
+    None where nobody knows, so that rows are taken to be full."""
 
     documents: int
     rows: int
     lengths: RowLengths | None
 
 
-def _rows_read(job: Job, data: DataConfig) -> RowsRead | None:
-    found = _sampled_documents(job, data)
-    if not found or (count := count_rows(data.rows, data.files, data.documents)) is None:
+def _rows_read(data: DataConfig, lengths: RowLengths) -> RowsRead | None:
+    if (count := count_rows(data.rows, data.files, data.documents)) is None:
         return None
-    longest = data.seq_len if data.over_long == "truncate" else sys.maxsize
-    tokens = count * fmean(min(len(document.targets), longest) for document in found)
-    if _is_full(data):
-        return RowsRead(count, math.ceil(tokens / data.seq_len), None)
-    lengths = RowLengths.of(found, data.seq_len, splits=data.over_long == "split")
-    assert lengths is not None, "there are documents"
-    return RowsRead(count, math.ceil(tokens / lengths.of_row(data.seq_len, data.packing)), lengths)
+    return RowsRead(count, lengths.rows(count, data.seq_len, data.packing), lengths)
 
 
-def _is_full(data: DataConfig) -> bool:
-    """Whether rows are full, however long documents are."""
-    return data.rows == "texts" and data.packing
+def _lengths(job: Job, data: DataConfig) -> RowLengths | None:
+    """Of some of a job's data."""
+    found = _sampled_documents(job, data)
+    return None if found is None else RowLengths.of(found, data.seq_len, splits=data.over_long == "split")
 
 
 def _sampled_documents(job: Job, data: DataConfig) -> list[Document] | None:
@@ -405,12 +397,7 @@ def _config_for(job: Job, named: Path) -> dict[str, Any]:
 def _config_of(named: Path) -> dict[str, Any]:
     if named.suffix == ".json" and named.is_file():
         return read_config(named)
-    if open_gguf(named) is not None:
-        raise ConfigError(
-            f"{named} is a GGUF model, and training starts from a Hugging Face folder",
-            "give the folder of the model in safetensors",
-        )
-    if not named.is_dir():
+    if not named.is_dir() and not is_gguf(named):
         raise ConfigError(
             f"{named} is neither a model's folder nor a config.json",
             f"{nearby(named)}give the path of one, or a name: ORG/NAME",
@@ -436,18 +423,16 @@ def _keep(job: Job, named: Path, config: dict[str, Any], folder: Path, name: str
 
 
 def _tokenizer_source(job: Job, named: Path) -> Path:
-    """The folder of the tokenizer that is named, else of the model."""
+    """The folder, or the GGUF file, of the tokenizer that is named, else of the model."""
     chosen = _located(job.tokenizer_name, "config") if job.tokenizer_name else named
-    return chosen if chosen.is_dir() else chosen.parent
+    return chosen if chosen.is_dir() or is_gguf(chosen) else chosen.parent
 
 
 def _keep_tokenizer(job: Job, named: Path, spec: ModelSpec, folder: Path) -> None:
     """The tokenizer that is named, else the model's own, else one trained on the data if this is text."""
     source = _tokenizer_source(job, named)
     if job.model_name_or_path or job.tokenizer_name:
-        for name in COMPANIONS:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, folder / name)
+        copy_companions(source, folder)
         if job.tokenizer_name and not (folder / TOKENIZER).is_file():
             raise ConfigError(f"{source} has no {TOKENIZER}", "give tokenizer_name a folder with one, or leave it out")
         return

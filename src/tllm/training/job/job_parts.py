@@ -136,7 +136,7 @@ def training_facts(
         documents=documents,
         target_tokens=predicted,
         mean_lengths=lengths is not None,
-        row_tokens=0 if lengths is None else lengths.of_row(job.seq_len, job.packing),
+        row_tokens=0 if lengths is None else round(lengths.of_row(job.seq_len, job.packing)),
         mirror_steps=snapshot_steps(job) if mirrored else 0,
         deterministic=job.deterministic,
         local_steps=job.local_steps,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from tllm.parallel.shard import ShardPiece
 from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
 from tllm.spec.model_spec import ModelSpec
-from tllm.training.job.initial_model import COMPANIONS
+from tllm.text.companions import copy_companions
 from tllm.training.state.initial_weights import shapes_of
 from tllm.weights.byte_source import ByteSource, LocalFiles
 from tllm.weights.dtypes import torch_dtype
@@ -35,14 +36,14 @@ log = logging.getLogger("tllm.model")
 
 
 def write_merged(folder: Path, out: Path, adapters: Sequence[Path] = (), dtype: str | None = None) -> None:
-    """Write the model of a folder into a new one, `out`, with adapters merged into it.
+    """Write the model of a folder, or of a GGUF file, into a new folder, `out`, with adapters merged into it.
 
     ConfigError or WeightsError, before anything is written, for an adapter that is not of this model, and for a head in
     the files that is not the table which config.json says it is.
     """
-    if open_gguf(folder) is not None:
-        raise ConfigError(f"{folder} is a GGUF model", "give the model's Hugging Face folder, in safetensors")
     config = read_config(folder)
+    if dtype is None and open_gguf(folder) is not None:
+        dtype = config["dtype"]  # of its matrices as they were; in the file, they have few bits and norms float32
     spec, source = spec_from_config(config), checked(LocalFiles(folder))
     found = [_adapter(path, spec) for path in adapters]
     digest = sampled_digest(source) if found else ""
@@ -58,8 +59,10 @@ def write_merged(folder: Path, out: Path, adapters: Sequence[Path] = (), dtype: 
     shapes, index = shapes_of(spec), open_index(source, config)
     check_tied(map(ShardPiece, shapes), index, source)
     tensors = merged_tensors(shapes, index, source, found, wanted)
-    others = [folder / name for name in COMPANIONS if (folder / name).is_file()]
-    export_tensors(out, config if dtype is None else with_dtype(config, dtype), tensors, others=others)
+    with tempfile.TemporaryDirectory() as beside:
+        copy_companions(folder, Path(beside))
+        others = list(Path(beside).iterdir())
+        export_tensors(out, config if dtype is None else with_dtype(config, dtype), tensors, others=others)
 
 
 def _adapter(path: Path, spec: ModelSpec) -> AdapterSource:

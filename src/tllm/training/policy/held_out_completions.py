@@ -12,12 +12,12 @@ from typing import NamedTuple
 import numpy as np
 
 from tllm.core.errors import ConfigError
+from tllm.text.companions import TOKENIZER
 from tllm.text.tokenizer import Tokenizer
 from tllm.training.data.batches import Batches
 from tllm.training.data.encoder import IGNORED, Document
 from tllm.training.evaluation.completion_record import CompletionRecord
 from tllm.training.evaluation.held_out import Evaluated
-from tllm.training.job.initial_model import TOKENIZER
 from tllm.training.policy.rollouts import Completion, CompletionSampling, PromptGroup, Rollouts
 from tllm.training.policy.sample_together import dealt, sample_together
 from tllm.training.step.rank_groups import RankConfig

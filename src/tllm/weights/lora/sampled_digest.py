@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 
+from tllm.core.gguf_files import gguf_files, read_gguf
 from tllm.weights.byte_source import ByteSource
-from tllm.weights.header_tables import read_tables, weight_files
+from tllm.weights.header_tables import TableEntry, read_tables, weight_files
 
 KEY = "base_sha256"
 """Of the metadata."""
@@ -21,15 +22,24 @@ SAMPLE_BYTES = 512
 def sampled_digest(source: ByteSource) -> str:
     """SHA-256 of names, dtypes and shapes of a model's tensors, and of the first bytes of each; "" without any.
 
-    How they are spread over safetensors files does not count.
+    How they are spread over files does not count.
     """
-    files = {file: read_tables(source, file).tensors for file in weight_files(source)}
-    entries = {name: (file, entry) for file, tensors in files.items() for name, entry in tensors.items()}
-    digest = hashlib.sha256()
+    entries, digest = _entries(source), hashlib.sha256()
     for name, (file, entry) in sorted(entries.items()):
         digest.update(f"{name} {entry.dtype} {list(entry.shape)}\n".encode())
         digest.update(source.read(file, entry.start, min(entry.start + SAMPLE_BYTES, entry.stop)))
     return digest.hexdigest() if entries else ""
+
+
+def _entries(source: ByteSource) -> dict[str, tuple[str, TableEntry]]:
+    """Every tensor, in safetensors or in GGUF files, with the file that it is in."""
+    if pieces := gguf_files(source.names()):
+        tensors = read_gguf(pieces, source.size, source.read).tensors
+        return {
+            name: (one.file, TableEntry(one.type.name, one.shape, one.start, one.stop)) for name, one in tensors.items()
+        }
+    files = {file: read_tables(source, file).tensors for file in weight_files(source)}
+    return {name: (file, entry) for file, tensors in files.items() for name, entry in tensors.items()}
 
 
 def is_another(trained_beside: str, found: str) -> bool:

@@ -11,9 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.models.adapters import peft_adapter, save_adapter
 from tests.support.models.families import save_model
-from tests.support.models.gguf_models import write_gguf
 from tllm.cli.main import main
-from tllm.core.errors import ConfigError, WeightsError
+from tllm.core.errors import WeightsError
 from tllm.spec.hf_config import read_config
 from tllm.training.lora.merged_model import write_merged
 
@@ -67,7 +66,7 @@ def test_two_adapters_are_added_and_dtypes_stay(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_merged_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
-    model = save_model("llama", tmp_path / "base")
+    save_model("llama", tmp_path / "base")
     save_model("llama", tmp_path / "wider", hidden_size=64)
     save_model("qwen3", tmp_path / "other", num_hidden_layers=5)
     save_adapter(tmp_path / "wider", tmp_path / "of-wider")
@@ -93,5 +92,3 @@ def test_what_cannot_be_merged_is_refused_and_nothing_is_written(tmp_path: Path)
     assert not out.exists()
     with pytest.raises(WeightsError, match="exists already"):
         write_merged(tmp_path / "base", tmp_path / "other")
-    with pytest.raises(ConfigError, match="is a GGUF model"):
-        write_merged(write_gguf(model, tmp_path / "model.gguf"), out)

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from tests.support.training.post_training.policy_task import write_task
+from tests.support.training.post_training.preferences import pair_rows, preference_job, small_model
 from tests.unit.planner.measured.test_survey import SPEC, serving_node, survey_of, training_node
 from tests.unit.planner.roles.test_role_machines import cluster as machines_of
 from tllm.cli.commands.train import _chooser_of
@@ -25,7 +26,9 @@ from tllm.cli.planning.run_watch import Watch
 from tllm.planner.measured.survey import SampledPasses, Survey, SurveyedNode, cluster_of, read_survey
 from tllm.planner.simulate.placed_plan import PlacedPlan
 from tllm.spec.plan import Plan
-from tllm.training.job.job_file import ResolvedJob, read_job
+from tllm.training.job import initial_model
+from tllm.training.job.initial_model import spec_of
+from tllm.training.job.job_file import DEFAULT, TYPES, ResolvedJob, read_job
 from tllm.training.report.metrics import StepRecord
 
 CLUSTER = """
@@ -239,14 +242,64 @@ def test_an_evaluation_is_predicted_and_measured_beside_the_steps(tmp_path: Path
     assert (outcome.measured.seconds, outcome.predicted.policy) == (4.0, None), "an evaluation is of no step"
 
 
-def chooser_of_texts(folder: Path) -> TrainingChooser:
+def test_completions_of_evaluations_are_predicted(tmp_path: Path) -> None:
+    """Those to be read come on top of the rows; of prompts held out there are as many as completions are asked for."""
+    survey, said = survey_of("train", sampling_node("a")), list[str]()
+    reads = ("eval_num_prompts=2", "eval_max_new_tokens=8")
+    choosers = [chooser_of_texts(tmp_path / "plain"), chooser_of_texts(tmp_path / "read", *reads)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": [1]}) + "\n" for _ in range(6)))
+    for number in (2, 4):
+        held_out = (f"eval_files={tmp_path}/rows.jsonl", "eval_steps=2", f"grpo.num_generations_eval={number}")
+        asked = resolved(tmp_path, *held_out)
+        choosers.append(TrainingChooser(asked, "{}", SPEC, 1, Plan.parse("pp=1", SPEC.num_layers)))
+    found = list[float]()
+    for chooser in choosers:
+        chooser.says = said.append
+        seconds = chooser.evaluation_seconds(chooser.decide(survey).placed)
+        assert seconds is not None and f"an evaluation: {seconds:.3g} s for " in said[-1]
+        assert "not predicted" not in said[-1]
+        found.append(seconds)
+    plain, read, two, four = found
+    assert read > plain and four > 1.2 * two
+    assert "for 12 rows of eval_files and completions to be read; 5 of them take" in said[1]
+    assert "for 4 completions of each of 6 prompts of eval_files" in said[3]
+    shorter = replace(choosers[3].chosen.placed, facts=choosers[3].facts())  # type: ignore[union-attr]
+    assert shorter.facts.sampling is not None
+    shorter = replace(shorter, facts=replace(shorter.facts, sampling=replace(shorter.facts.sampling, completion=4)))
+    assert choosers[3].evaluation_seconds(shorter) < 0.7 * four, "as long as steps have found them"  # type: ignore[operator]
+
+
+def test_completions_that_servers_elsewhere_sample_are_not_predicted(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": [1]}) + "\n")
+    more = (f"eval_files={tmp_path}/rows.jsonl", "grpo.rollout_servers=there:7070")
+    plan, said = Plan.parse("pp=1", SPEC.num_layers), list[str]()
+    chooser = TrainingChooser(resolved(tmp_path, *more), "{}", SPEC, 1, plan)
+    chooser.says = said.append
+    chosen = chooser.decide(survey_of("train", sampling_node("a")))
+    assert chooser.evaluation_seconds(chosen.placed) is None
+    assert "evaluations are longer by 4 completions of each of 1 prompt of eval_files" in said[0]
+
+
+def test_the_rows_of_a_job_are_read_once_for_its_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reference is of the rows that are learned, whose lengths are known by then."""
+    small_model("llama", tmp_path / "model")
+    pair_rows(tmp_path / "pairs.jsonl")
+    read, asked = list[object](), initial_model.sampled_rows
+    monkeypatch.setattr(initial_model, "sampled_rows", lambda *rows: read.append(rows) or asked(*rows))
+    job = preference_job(tmp_path / "model", tmp_path / "run", "dpo")
+    TrainingChooser(ResolvedJob(job, dict.fromkeys(TYPES, DEFAULT)), "{}", spec_of(job), 1)
+    assert len(read) == 1
+
+
+def chooser_of_texts(folder: Path, *more: str) -> TrainingChooser:
     """Of a job that learns texts and has some held out."""
+    folder.mkdir(exist_ok=True)
     write_task(folder)
     (folder / "texts.jsonl").write_text("".join(json.dumps({"input_ids": [1] * 20}) + "\n" for _ in range(12)))
     keys = ("task=sft", f"config_name={folder}/config.json", f"tokenizer_name={folder}/tokenizer.json")
     files = (f"train_files={folder}/texts.jsonl", f"eval_files={folder}/texts.jsonl", "eval_steps=2")
     sizes = ("max_steps=9", "seq_len=32", "global_batch_size=8", f"output_dir={folder}/run")
-    asked = read_job(None, [*keys, *files, *sizes])
+    asked = read_job(None, [*keys, *files, *sizes, *more])
     return TrainingChooser(asked, "{}", SPEC, 1, Plan.parse("pp=1", SPEC.num_layers))
 
 
