@@ -121,9 +121,10 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV)
 
 # pip takes one core, and the compiler what is left. Two of pip at once would be in each other's way.
+PACKAGES := $(VENV)/.packages
 $(VENV)/.runtime: requirements.lock requirements-build.lock pyproject.toml setup.py $(KERNELS) | $(BIN)/python
 	@$(PIP) --requirement requirements-build.lock
-	@$(MAKE) --no-print-directory --jobs 2 $(VENV)/.packages $(VENV)/.kernels
+	@$(MAKE) --no-print-directory --jobs 2 $(PACKAGES) $(VENV)/.kernels
 	@$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 
@@ -139,9 +140,15 @@ $(VENV)/.kernels: requirements-build.lock setup.py $(KERNELS) | $(BIN)/python
 	@$(BIN)/python -c "import setup; setup.compile_kernels()"
 	@touch $@
 
+# What tests need is installed while the kernels are compiled, too.
+$(VENV)/.dev: requirements.lock requirements-dev.lock requirements-build.lock pyproject.toml setup.py $(KERNELS)
+	@$(MAKE) --silent PACKAGES=$(VENV)/.dev-packages $(VENV)/.runtime
+	@$(MAKE) --silent $(VENV)/.dev-packages
+	@touch $@
+
 # Without bytecode, which is written when a module is first imported: most of these never are, and to compile them takes
 # pip longer than all else.
-$(VENV)/.dev: requirements-dev.lock $(VENV)/.runtime
+$(VENV)/.dev-packages: requirements-dev.lock $(VENV)/.packages
 	@echo "installing requirements-dev.lock"
 	@$(PIP) --no-compile --requirement requirements.lock --requirement requirements-dev.lock
 	@touch $@

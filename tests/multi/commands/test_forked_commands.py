@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.cluster.processes import command
 from tests.support.commands.command_door import CommandDoor
-from tests.support.commands.forked_command import ForkedCommand
+from tests.support.commands.forked_command import SOURCE, ForkedCommand
 
 WAITS = """
 import os, sys, time
@@ -31,6 +31,7 @@ for _ in range(2):
     server.kill()
     print(server.wait(), server.stderr.read())
 """
+COUNTS = "import sys; print('torch' in sys.modules, sys.modules['torch'].get_num_threads())"
 KILLS_ONE = """
 import sys
 from tests.support.commands.forked_command import ForkedCommand
@@ -66,6 +67,17 @@ def test_it_is_listed_by_its_words_and_a_signal_ends_it() -> None:
         assert command(process.pid) == "python -c one two"
         process.terminate()
         assert process.wait() == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("variables", [{"OMP_NUM_THREADS": "3"}, {"PYTHONPATH": os.pathsep.join([SOURCE, SOURCE])}])
+def test_other_threads_and_where_our_modules_are_have_none_executed(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    environment = {**os.environ, **variables}
+    with ForkedCommand([sys.executable, "-c", COUNTS], stdout=subprocess.PIPE, text=True, env=environment) as process:
+        said, _ = process.communicate()
+    assert said == f"True {environment['OMP_NUM_THREADS']}\n"
 
 
 def test_a_program_that_adopts_nobody_itself_is_its_parent_too() -> None:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 
 import tllm
 from tests.support.cluster.processes import adopt_orphans, keep, wait_for
-from tests.support.commands.start import Start
+from tests.support.commands.start import THREADS, Start
 from tllm.core.program import computing_environment
 
 OURS = ("tllm.", "tests.", "benchmarks.")
@@ -177,10 +177,13 @@ def command_server() -> _Server:
 
 
 def read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that are read at import; without where our own modules are and the variables of
-    `computing_environment`, which the command server has and the program gives to the processes that it starts."""
+    """The variables that are read at import; without where our own modules are, the variables of
+    `computing_environment`, which the command server has and the program gives to the processes that it starts, and
+    torch's number of threads, which a fork sets (`Start.become`)."""
     read = {
         name: value for name, value in computing_environment(environment).items() if name.startswith(READ_AT_IMPORT)
     }
-    path = read.pop("PYTHONPATH", "").removeprefix(SOURCE).removeprefix(os.pathsep)
-    return read | ({"PYTHONPATH": path} if path else {})
+    if THREADS in read:
+        read[THREADS] = "any"
+    path = [one for one in read.pop("PYTHONPATH", "").split(os.pathsep) if one not in ("", SOURCE)]
+    return read | ({"PYTHONPATH": os.pathsep.join(path)} if path else {})

@@ -24,6 +24,9 @@ MOST_FILES = 16
 UNUSED_NUMBER = 200
 """No command is passed a file with a number from here on."""
 
+THREADS = "OMP_NUM_THREADS"
+"""The variable of the environment that says with how many threads torch computes, which it reads once."""
+
 ARGUMENTS_BEGIN, ARGUMENTS_END = 45, 46
 """Where proc(5)'s stat tells them, counted from the process's state."""
 
@@ -60,6 +63,8 @@ class Start(msgspec.Struct, frozen=True):
         read = {name: os.environ[name] for name in (VARIABLE, *WAITING, *PREPARED) if name in os.environ}
         os.environ.clear()
         os.environ.update(self.environment | read)
+        if THREADS in self.environment:
+            sys.modules["torch"].set_num_threads(int(self.environment[THREADS]))
         sys.argv[1:] = self.words
         _show(["python", *(["-m", self.module] if self.module else ["-c"]), *self.words])
         if self.is_unbuffered:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from ctypes import CDLL, CFUNCTYPE, c_int, c_uint, c_void_p, cast
 from pathlib import Path
 
@@ -121,49 +122,74 @@ def test_beside_a_weight_there_are_few_numbers_of_rows(
 
 
 COUNT = """
-import torch
+import json, os, sys, torch
 from tllm.kernels import float_product
 from tllm.parallel.lora.lora_update import LoraModule, LoraUpdate
 from tllm.parallel.shard import Shard, ShardPiece, cut_parameter
 
-float_product.LARGE_BYTES = {least}
-whole = (0, {outputs}), (0, 32)
-weight = cut_parameter(({outputs}, 32), Shard((ShardPiece("m.weight", whole),), True))
-update = LoraUpdate(weight, {{"m": LoraModule(rank=16, scale=1.0)}}).bfloat16()
-weight = weight.bfloat16()
-with torch.inference_mode():
-    for rows in {rows}:
-        {product}(torch.ones(rows, 32, dtype=torch.bfloat16))
+def multiply(least, product, rows, outputs):
+    float_product.LARGE_BYTES = least
+    whole = (0, outputs), (0, 32)
+    weight = cut_parameter((outputs, 32), Shard((ShardPiece("m.weight", whole),), True))
+    update = LoraUpdate(weight, {"m": LoraModule(rank=16, scale=1.0)}).bfloat16()
+    weight = weight.bfloat16()
+    with torch.inference_mode():
+        for count in rows:
+            x = torch.ones(count, 32, dtype=torch.bfloat16)
+            update(x) if product == "update" else float_product.float_matmul(x, weight)
+
+# Each line is for a process that has loaded torch, and prepared nothing.
+for line in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        multiply(*json.loads(line))
+        os._exit(0)
+    print("ended with", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
+
+
+@pytest.fixture(scope="module")
+def counting() -> Iterator[subprocess.Popen[str]]:
+    """Starts processes in which oneDNN tells what it prepares."""
+    env = {**os.environ, "ONEDNN_VERBOSE": "profile_create", "PYTHONPATH": os.pathsep.join(sys.path)}
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", COUNT], env=env, stdin=pipe, stdout=pipe, text=True) as process:
+        yield process
 
 
 @pytest.mark.skipif(not is_prepared(torch.bfloat16), reason="nothing is prepared on this processor")
 @pytest.mark.parametrize("least", [LARGE_BYTES, 0], ids=["small", "large"])
-def test_what_onednn_prepares_does_not_grow_with_the_batches(least: int) -> None:
+def test_what_onednn_prepares_does_not_grow_with_the_batches(least: int, counting: subprocess.Popen[str]) -> None:
     """Counted by oneDNN itself: 192 numbers of rows, and each that is new to it would be prepared."""
     in_doubling = IN_DOUBLING if least else IN_DOUBLING_OF_LARGE
     numbers = 4 + 3 * in_doubling  # of tiles up to 128, and in the three doublings to 1,024
-    assert 0 < prepared(least, "(lambda x: float_product.float_matmul(x, weight))") <= numbers
-    assert 0 < prepared(least, "update") <= 2 * numbers, "A and B of an adapter"
+    assert 0 < prepared(counting, least, "float_matmul") <= numbers
+    assert 0 < prepared(counting, least, "update") <= 2 * numbers, "A and B of an adapter"
 
 
 @pytest.mark.skipif(not is_prepared(torch.bfloat16), reason="nothing is prepared on this processor")
 @pytest.mark.skipif(not any(one.has_tiles for one in libraries()), reason="this processor has no tiles")
-def test_beside_small_weights_onednn_prepares_nothing_for_most_batches() -> None:
+def test_beside_small_weights_onednn_prepares_nothing_for_most_batches(counting: subprocess.Popen[str]) -> None:
     """Tiles do these, whose outputs and columns they take: what is prepared is half a MiB for each number of rows."""
-    product = "(lambda x: float_product.float_matmul(x, weight))"
-    assert prepared(LARGE_BYTES, product, range(1, ROWS_BY_TILES + 1), outputs=64) == 0
-    assert prepared(LARGE_BYTES, product, range(1, ROWS_BY_TILES + 1), outputs=48) > 0
-    assert 0 < prepared(LARGE_BYTES, product, range(ROWS_BY_TILES + 1, 1025), outputs=64) <= 2 * IN_DOUBLING
+    product = "float_matmul"
+    assert prepared(counting, LARGE_BYTES, product, range(1, ROWS_BY_TILES + 1), outputs=64) == 0
+    assert prepared(counting, LARGE_BYTES, product, range(1, ROWS_BY_TILES + 1), outputs=48) > 0
+    assert 0 < prepared(counting, LARGE_BYTES, product, range(ROWS_BY_TILES + 1, 1025), outputs=64) <= 2 * IN_DOUBLING
 
 
-def prepared(least: int, product: str, rows: range = range(65, 1025, 5), outputs: int = 48) -> int:
-    """How many products oneDNN prepares in a process for these numbers of rows."""
-    words = [sys.executable, "-c", COUNT.format(least=least, product=product, rows=rows, outputs=outputs)]
-    env = {**os.environ, "ONEDNN_VERBOSE": "profile_create", "PYTHONPATH": os.pathsep.join(sys.path)}
-    said = subprocess.run(words, env=env, capture_output=True, text=True)
-    assert said.returncode == 0, said.stderr
-    return said.stdout.count("create:cache_miss")
+def prepared(
+    counting: subprocess.Popen[str], least: int, product: str, rows: range = range(65, 1025, 5), outputs: int = 48
+) -> int:
+    """How many products oneDNN prepares in a new process for these numbers of rows."""
+    assert counting.stdin is not None and counting.stdout is not None
+    counting.stdin.write(json.dumps([least, product, [*rows], outputs]) + "\n")
+    counting.stdin.flush()
+    said = list[str]()
+    while not (line := counting.stdout.readline()).startswith("ended with"):
+        assert line, "who starts them has ended"
+        said.append(line)
+    assert line == "ended with 0\n"
+    return sum("create:cache_miss" in line for line in said)
 
 
 @pytest.mark.parametrize("library", libraries(), ids=lambda library: library.instruction_set.name)
