@@ -9,7 +9,7 @@ fetch more from memory that way, and others less.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import IntEnum
 from functools import partial
 from typing import NamedTuple
@@ -17,14 +17,14 @@ from typing import NamedTuple
 import torch
 
 from tllm.kernels.autotune import Autotuned
-from tllm.kernels.fastest import BestTimes, fastest, next_power_of_two
+from tllm.kernels.fastest import BestTimes, next_power_of_two
 from tllm.kernels.library import Library, PackedWeightArguments
 
 MANY_ROWS = 512
 """Products of so many rows and more are alike."""
 
 TURNS = 4
-"""Of each way to multiply a single row, before one is taken."""
+"""Of each way to make products of a kind, before one is taken."""
 
 
 class Way(IntEnum):
@@ -34,6 +34,9 @@ class Way(IntEnum):
     BY_TILES = 1
     SIDE_BY_SIDE = 2
 
+
+ROW_WAYS = {"one by one": Way.ONE_BY_ONE, "side by side": Way.SIDE_BY_SIDE}
+MANY_ROWS_WAYS = {"vectors": Way.ONE_BY_ONE, "tiles": Way.BY_TILES}
 
 Product = Callable[[Way], None]
 """Makes the product in a way."""
@@ -54,15 +57,15 @@ class PackedProductKind(NamedTuple):
 choices = Autotuned[PackedProductKind]("product of few bits")
 
 
-class RowTrials(BestTimes):
-    """What single rows of one kind took so far, in each way."""
+class Trials(BestTimes):
+    """What products of one kind took so far, in each way."""
 
     def __init__(self) -> None:
         super().__init__()
         self.turns = 0
 
 
-_trials: dict[PackedProductKind, RowTrials] = {}
+_trials: dict[PackedProductKind, Trials] = {}
 _TRYING = threading.Lock()
 """Ranks that are threads of one process try one after another."""
 
@@ -77,49 +80,32 @@ def kind_of(rows: int, outputs: int, weight: PackedWeightArguments, exact: bool)
 
 
 def multiply(kernels: Library, kind: PackedProductKind, product: Product) -> None:
-    """Make a product in the way that is the fastest."""
-    if kind.rows == 1:
-        _multiply_row(kind, product)
-    elif kernels.has_tiles:
-        product(_way_of_rows(kind, product))
-    else:
+    """Make a product in the way that is the fastest; each of the first ones of a kind in another way."""
+    if kind.rows > 1 and not kernels.has_tiles:
         product(Way.ONE_BY_ONE)
-
-
-def _way_of_rows(kind: PackedProductKind, product: Product) -> Way:
-    choice = choices.known.get(kind)
-    if choice is None:
-        ways = {"vectors": partial(product, Way.ONE_BY_ONE), "tiles": partial(product, Way.BY_TILES)}
-        choice = choices.choose(kind, ways, partial(fastest, ways))
-    return Way.BY_TILES if choice.name == "tiles" else Way.ONE_BY_ONE
-
-
-ROW_WAYS = {"one by one": Way.ONE_BY_ONE, "side by side": Way.SIDE_BY_SIDE}
-
-
-def _multiply_row(kind: PackedProductKind, product: Product) -> None:
-    """Make the product of a single row, each of the first ones in another way."""
-    choice = choices.known.get(kind)
+        return
+    ways, choice = ROW_WAYS if kind.rows == 1 else MANY_ROWS_WAYS, choices.known.get(kind)
     if choice is None:
         with _TRYING:
-            choice = choices.known.get(kind) if kind in _trials else choices.kept(kind, ROW_WAYS)
+            choice = choices.known.get(kind) if kind in _trials else choices.kept(kind, ways)
             if choice is None:
-                _try(kind, product)
+                _try(kind, ways, product)
                 return
-    product(ROW_WAYS[choice.name])
+    product(ways[choice.name])
 
 
-def _try(kind: PackedProductKind, product: Product) -> None:
+def _try(kind: PackedProductKind, ways: Mapping[str, Way], product: Product) -> None:
     """Make a product in the next of the ways, timed; after the last turn the faster one is chosen.
 
-    Products are of other layers mostly. The same weight again would come from a cache, and what matters is memory.
+    Products are of other layers mostly. The same weight again would come from a cache, and what matters is memory. And
+    turns that are far apart do not all meet a moment in which a core is slower, or busy with something else.
     """
     global trials_made
-    trials = _trials.setdefault(kind, RowTrials())
-    name = list(ROW_WAYS)[trials.turns % len(ROW_WAYS)]
+    trials = _trials.setdefault(kind, Trials())
+    name = list(ways)[trials.turns % len(ways)]
     trials.turns += 1
     trials_made += 1
-    trials.run(name, partial(product, ROW_WAYS[name]))
-    if trials.turns == TURNS * len(ROW_WAYS):
+    trials.run(name, partial(product, ways[name]))
+    if trials.turns == TURNS * len(ways):
         choices.put(kind, trials.fastest())
         del _trials[kind]

@@ -41,20 +41,15 @@ def slow_in(made: list[Way], monkeypatch: pytest.MonkeyPatch) -> Callable[[Way],
     return lambda slow: partial(product, slow)
 
 
-@pytest.mark.parametrize(("slow", "faster"), [(Way.BY_TILES, Way.ONE_BY_ONE), (Way.ONE_BY_ONE, Way.BY_TILES)])
-def test_the_faster_way_is_taken_for_products_that_are_alike(
-    made: list[Way], slow_in: Callable[[Way], Product], slow: Way, faster: Way
-) -> None:
-    product = slow_in(slow)
-    multiply(KERNELS, kind_of(20, 48, WEIGHT, False), product)  # type: ignore[arg-type]
-    assert set(made) == {slow, faster} and made[-1] is faster
-    made.clear()
-    multiply(KERNELS, kind_of(32, 48, WEIGHT, False), product)  # type: ignore[arg-type]
-    assert made == [faster]
+def test_products_that_are_alike_have_one_choice(made: list[Way], slow_in: Callable[[Way], Product]) -> None:
+    product = slow_in(Way.ONE_BY_ONE)
+    for rows in (20, 32) * TURNS:
+        multiply(KERNELS, kind_of(rows, 48, WEIGHT, False), product)  # type: ignore[arg-type]
     assert [(kind.rows, kind.outputs, kind.columns, kind.codes, kind.group) for kind in choices.known] == [
         (32, 48, 64, 0, 32)
     ]
-    multiply(KERNELS, kind_of(5000, 48, WEIGHT, True), product)  # type: ignore[arg-type]
+    for _ in range(2 * TURNS):
+        multiply(KERNELS, kind_of(5000, 48, WEIGHT, True), product)  # type: ignore[arg-type]
     assert {(kind.rows, kind.exact) for kind in choices.known} == {(32, False), (512, True)}
 
 
@@ -63,18 +58,21 @@ def test_nothing_is_measured_of_several_rows_without_tiles(made: list[Way]) -> N
     assert made == [Way.ONE_BY_ONE] and not choices.known
 
 
-@pytest.mark.parametrize(("slow", "faster"), [(Way.SIDE_BY_SIDE, Way.ONE_BY_ONE), (Way.ONE_BY_ONE, Way.SIDE_BY_SIDE)])
-def test_single_rows_are_made_once_each_and_by_turns_until_one_way_is_known(
+@pytest.mark.parametrize(("rows", "other"), [(1, Way.SIDE_BY_SIDE), (20, Way.BY_TILES)])
+@pytest.mark.parametrize("is_slow", [False, True], ids=["the other is faster", "the other is slower"])
+def test_products_are_made_once_each_and_by_turns_until_one_way_is_known(
     made: list[Way],
     slow_in: Callable[[Way], Product],
-    slow: Way,
-    faster: Way,
+    rows: int,
+    other: Way,
+    is_slow: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kind, product = kind_of(1, 48, WEIGHT, False), slow_in(slow)
+    slow, faster = (other, Way.ONE_BY_ONE) if is_slow else (Way.ONE_BY_ONE, other)
+    kind, product = kind_of(rows, 48, WEIGHT, False), slow_in(slow)
     for _ in range(2 * TURNS + 3):
         multiply(KERNELS, kind, product)  # type: ignore[arg-type]
-    assert made == [Way.ONE_BY_ONE, Way.SIDE_BY_SIDE] * TURNS + [faster] * 3
+    assert made == [Way.ONE_BY_ONE, other] * TURNS + [faster] * 3
     monkeypatch.setenv("TLLM_AUTOTUNE_CACHE", "on")
     choices.put(kind, choices.known[kind]._replace(is_sure=True))
     choices.known.clear()
