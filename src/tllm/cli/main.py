@@ -15,7 +15,7 @@ from tllm.cli.arguments.elsewhere import COMMANDS_ELSEWHERE
 from tllm.cli.arguments.parser import Parser
 from tllm.cli.hangup import end_on_hangup
 from tllm.core.errors import ConfigError, RequestError, TllmError, nearest
-from tllm.core.program import answer_interrupts, reexecute_to_compute
+from tllm.core.program import reexecute_to_compute
 from tllm.core.stacks import show_stacks_on_signal
 
 COMMANDS = {
@@ -73,8 +73,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not debug:
         sys.excepthook = _print_unforeseen
     try:
-        if argv is None:
-            answer_interrupts()
         code = _run(words)
         sys.stdout.flush()
         return code

@@ -66,17 +66,13 @@ def computing_environment(environment: Mapping[str, str], huge_pages: Path = HUG
 def reexecute_to_compute(huge_pages: Path = HUGE_PAGES) -> None:
     """Execute this program from its start, in the same process, with `computing_environment`.
 
-    Returns, and does nothing, if the environment is so already. A Ctrl-C waits from now on until `answer_interrupts`:
-    Python would print a traceback for it while it starts.
+    Returns if the environment is so already. From one call to the other a Ctrl-C waits: Python would print a traceback
+    for it while it starts.
     """
     environment = computing_environment(os.environ, huge_pages)
     if environment != dict(os.environ):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
-
-
-def answer_interrupts() -> None:
-    """Let a Ctrl-C interrupt from now on, also one that has waited (`reexecute_to_compute`)."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 

@@ -173,7 +173,8 @@ static void weigh(const CausalAttention *a, Rows rows, Block block, Buffers *b) 
     }
 }
 
-static void attend_rows(const CausalAttention *a, Item item, Rows rows, Buffers *b) {
+static void attend_rows(const CausalAttention *a, Item item, Rows rows, void *buffers) {
+    Buffers *b = buffers;
     const int64_t width = a->width, token = item.token + rows.row, at = rows.head * width;
     widen_rows(b->q, a->q, token * a->q_stride + at, a->q_stride, rows.count, ROWS, width, a->dtype);
     transpose_rows(b->q_t, b->q, width);
@@ -230,7 +231,8 @@ static void weigh_backward(const CausalAttention *a, Rows rows, Block block, Buf
         }
 }
 
-static void attend_rows_backward(const CausalAttention *a, Item item, Rows rows, Buffers *b) {
+static void attend_rows_backward(const CausalAttention *a, Item item, Rows rows, void *buffers) {
+    Buffers *b = buffers;
     const int64_t width = a->width, token = item.token + rows.row;
     begin_backward(a, item, rows, b);
     for (int64_t key = first_key(a, rows.row); key < rows.row + rows.count; key += KEYS) {
@@ -250,19 +252,11 @@ static void attend_rows_backward(const CausalAttention *a, Item item, Rows rows,
 static void attend_items(void *of, int64_t first, int64_t last, int thread) {
     const CausalAttention *a = of;
     Buffers b = buffers_of(a, thread);
-    const int64_t group = a->heads / a->kv_heads;
     for (int64_t n = first; n < last; n++) {
         const Item item = item_of(a, n);
         const size_t bytes = (size_t)(item.tokens * a->width) * sizeof(float);
         if (a->d_out) memset(b.d_keys, 0, bytes), memset(b.d_values, 0, bytes);
-        for (int64_t head = item.kv_head * group; head < (item.kv_head + 1) * group; head++)
-            for (int64_t row = 0; row < item.tokens; row += ROWS) {
-                const Rows rows = {head, row, least(ROWS, item.tokens - row)};
-                if (a->d_out)
-                    attend_rows_backward(a, item, rows, &b);
-                else
-                    attend_rows(a, item, rows, &b);
-            }
+        attend_item(a, item, ROWS, a->d_out ? attend_rows_backward : attend_rows, &b);
         if (a->d_out) store_gradients(a, item, b.d_keys, b.d_values);
     }
 }

@@ -41,6 +41,17 @@ INLINE Item item_of(const CausalAttention *a, int64_t n) {
     return (Item){token, a->first_token[document + 1] - token, n % a->kv_heads};
 }
 
+/* A pass over some rows, with a thread's buffers. */
+typedef void (*AttendRows)(const CausalAttention *a, Item item, Rows rows, void *buffers);
+
+/* All rows of an item, `at_once` of a query head at a time. */
+INLINE void attend_item(const CausalAttention *a, Item item, int64_t at_once, AttendRows attend, void *buffers) {
+    const int64_t group = a->heads / a->kv_heads;
+    for (int64_t head = item.kv_head * group; head < (item.kv_head + 1) * group; head++)
+        for (int64_t row = 0; row < item.tokens; row += at_once)
+            attend(a, item, (Rows){head, row, least(at_once, item.tokens - row)}, buffers);
+}
+
 /* An item's gradients [tokens, width] to where they belong. */
 INLINE void store_gradients(const CausalAttention *a, Item item, const float *d_keys, const float *d_values) {
     for (int64_t token = 0; token < item.tokens; token++)

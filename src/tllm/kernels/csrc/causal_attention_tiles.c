@@ -209,7 +209,8 @@ static void store_rows(void *to, int64_t at, int64_t stride, const Buffers *b, c
         }
 }
 
-static void attend_rows(const CausalAttention *a, Item item, Rows rows, Buffers *b) {
+static void attend_rows(const CausalAttention *a, Item item, Rows rows, void *buffers) {
+    Buffers *b = buffers;
     const int64_t width = a->width, token = item.token + rows.row, at = rows.head * width, stride = a->heads * width;
     copy_rows(b->q, a->q, token * a->q_stride + at, a->q_stride, rows.count, ROWS, width);
     pair_columns(b->q_pairs, b->q, width);
@@ -269,7 +270,8 @@ static void weigh_backward(const CausalAttention *a, Rows rows, int64_t first, B
         }
 }
 
-static void attend_rows_backward(const CausalAttention *a, Item item, Rows rows, Buffers *b) {
+static void attend_rows_backward(const CausalAttention *a, Item item, Rows rows, void *buffers) {
+    Buffers *b = buffers;
     const int64_t width = a->width, stride = a->heads * width;
     begin_backward(a, item, rows, b);
     for (int64_t key = first_key(a, rows.row); key < rows.row + rows.count; key += KEYS) {
@@ -299,16 +301,8 @@ static void attend_items(void *of, int64_t first, int64_t last, int thread) {
     configure_all_tiles();
     for (int64_t n = first; n < last; n++) {
         const Item item = item_of(a, n);
-        const int64_t group = a->heads / a->kv_heads;
         begin_item(a, item, &b);
-        for (int64_t head = item.kv_head * group; head < (item.kv_head + 1) * group; head++)
-            for (int64_t row = 0; row < item.tokens; row += ROWS) {
-                const Rows rows = {head, row, least(ROWS, item.tokens - row)};
-                if (a->d_out)
-                    attend_rows_backward(a, item, rows, &b);
-                else
-                    attend_rows(a, item, rows, &b);
-            }
+        attend_item(a, item, ROWS, a->d_out ? attend_rows_backward : attend_rows, &b);
         if (a->d_out) store_gradients(a, item, b.d_keys, b.d_values);
     }
     release_tiles();
