@@ -11,14 +11,12 @@
  * exponentials of 2, which the processor scales by.
  */
 #include "attention.h"
+#include "attention_tiles.h"
 #include "threads.h"
-#include "tiles.h"
 
 #define KEYS 256       /* of a block */
 #define MOST_WIDTH 256 /* of a head */
 #define PAIR 32        /* rows that are computed together: two tiles of them */
-#define HIDDEN -2e30f  /* the score of a key that a row does not see: 2^(HIDDEN - LEAST) is 0 */
-#define LEAST -1e30f   /* the largest score of a row before it has seen any */
 
 #if HAS_TILES
 
@@ -101,10 +99,8 @@ static int64_t next_block(const Attention *a, Slots *slots, int64_t kv_head, Buf
         for (int64_t step = 0; step < steps; step++) {
             u32x16 pairs[TILE_ROWS];
             for (int p = 0; p < TILE_ROWS; p++) {
-                u16x16 even, odd;
-                memcpy(&even, values[step * STEP + 2 * p] + tile * TILE_ROWS, sizeof even);
-                memcpy(&odd, values[step * STEP + 2 * p + 1] + tile * TILE_ROWS, sizeof odd);
-                pairs[p] = __builtin_convertvector(even, u32x16) | __builtin_convertvector(odd, u32x16) << 16;
+                const uint16_t *const *even = values + step * STEP + 2 * p;
+                pairs[p] = pairs_of(even[0] + tile * TILE_ROWS, even[1] + tile * TILE_ROWS);
             }
             transpose(pairs);
             memcpy(w->values + (tile * (KEYS / STEP) + step) * (TILE_BYTES / 2), pairs, sizeof pairs);
@@ -140,9 +136,7 @@ static void weigh(const Attention *a, Buffers *w, int64_t tile, int64_t half, in
         const __m512 odd = exponential_of_2(_mm512_sub_ps(_mm512_loadu_ps(both_scores + TILE_ROWS), most));
         even_sums = _mm512_add_ps(even_sums, even);
         odd_sums = _mm512_add_ps(odd_sums, odd);
-        const bf16x32 both = (bf16x32)_mm512_cvtne2ps_pbh(odd, even);
-        const bf16x32 pairs = INTERLEAVED(both);
-        memcpy(w->weights[half] + key * TILE_ROWS, &pairs, sizeof pairs);
+        store_pairs(w->weights[half] + key * TILE_ROWS, even, odd);
     }
     const f32x16 scale = (f32x16)exponential_of_2(_mm512_sub_ps(before, most));
     f32x16 *out = (f32x16 *)(w->out + tile * TILE_ROWS * a->width);

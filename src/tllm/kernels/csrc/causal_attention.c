@@ -14,7 +14,6 @@
 #include <math.h>
 
 #include "causal_attention.h"
-#include "exponential.h"
 #include "threads.h"
 
 #define ROWS 32

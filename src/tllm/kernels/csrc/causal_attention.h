@@ -2,11 +2,9 @@
 #ifndef TLLM_CAUSAL_ATTENTION_H
 #define TLLM_CAUSAL_ATTENTION_H
 
-#include "vectors.h"
+#include "exponential.h"
 
-#define KEYS 64       /* that are taken at once */
-#define HIDDEN -2e30f /* the score of a key that a row does not see: its exponential, beside LEAST, is 0 */
-#define LEAST -1e30f  /* the largest score of a row before it has seen any */
+#define KEYS 64 /* that are taken at once */
 
 typedef struct {
     const void *q, *keys, *values; /* [tokens, heads, width], [tokens, kv heads, width]; tokens are strides apart */
@@ -22,8 +20,6 @@ typedef struct {
 } CausalAttention;
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
-INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* A document and a kv head. */
 typedef struct {

@@ -7,9 +7,9 @@
  */
 #include <math.h>
 
+#include "attention_tiles.h"
 #include "causal_attention.h"
 #include "threads.h"
-#include "tiles.h"
 
 #if HAS_TILES
 
@@ -83,10 +83,8 @@ static void pair_rows(uint16_t *to, const uint16_t *rows, int64_t count, int64_t
         for (int64_t column = 0; column < width; column += TILE_ROWS, to += TILE_BYTES / 2) {
             u32x16 pairs[TILE_ROWS];
             for (int i = 0; i < TILE_ROWS; i++) {
-                u16x16 even, odd;
-                memcpy(&even, rows + (row + 2 * i) * width + column, sizeof even);
-                memcpy(&odd, rows + (row + 2 * i + 1) * width + column, sizeof odd);
-                pairs[i] = __builtin_convertvector(even, u32x16) | __builtin_convertvector(odd, u32x16) << 16;
+                const uint16_t *even = rows + (row + 2 * i) * width + column;
+                pairs[i] = pairs_of(even, even + width);
             }
             if (turned) transpose(pairs);
             memcpy(to, pairs, sizeof pairs);
@@ -95,12 +93,12 @@ static void pair_rows(uint16_t *to, const uint16_t *rows, int64_t count, int64_t
 
 /* Where a factor's tiles lie: bytes from a row of a tile to the next one, to the second tile, and to the next 32 numbers. */
 typedef struct {
-    const void *at;
+    const uint8_t *at;
     int64_t pitch, second, step;
 } Factor;
 
 /* to [32, 32], rows `pitch` apart: the product of two factors over `steps` x 32 numbers; added, or in place of what was. */
-INLINE void multiply(float *to, int64_t pitch, int adds, Factor first, Factor second, int64_t steps) {
+INLINE void multiply_panel(float *to, int64_t pitch, int adds, Factor first, Factor second, int64_t steps) {
     float *lower = to + TILE_ROWS * pitch;
     if (adds) {
         _tile_loadd(0, to, 4 * pitch), _tile_loadd(1, lower, 4 * pitch);
@@ -109,47 +107,44 @@ INLINE void multiply(float *to, int64_t pitch, int adds, Factor first, Factor se
         _tile_zero(0), _tile_zero(1), _tile_zero(2), _tile_zero(3);
     }
     for (int64_t step = 0; step < steps; step++)
-        multiply_tiles((const uint8_t *)first.at + step * first.step, first.pitch, first.second,
-                       (const uint8_t *)second.at + step * second.step, second.second, 1);
+        multiply_tiles(first.at + step * first.step, first.pitch, first.second, second.at + step * second.step,
+                       second.second, 1);
     _tile_stored(0, to, 4 * pitch), _tile_stored(1, lower, 4 * pitch);
     _tile_stored(2, to + TILE_ROWS, 4 * pitch), _tile_stored(3, lower + TILE_ROWS, 4 * pitch);
 }
 
+/* The same for any number of whole panels: to [rows, columns]. */
+static void multiply(float *to, int64_t rows, int64_t columns, int adds, Factor first, Factor second, int64_t steps) {
+    for (int64_t row = 0; row < rows; row += PANEL, first.at += 2 * first.second) {
+        Factor here = second;
+        for (int64_t column = 0; column < columns; column += PANEL, here.at += 2 * here.second)
+            multiply_panel(to + row * columns + column, columns, adds, first, here, steps);
+    }
+}
+
+/* A first factor of 64 rows that lie one after another. */
+INLINE Factor rows_of(const uint16_t *rows, int64_t width) {
+    return (Factor){(const uint8_t *)rows, 2 * width, 2 * TILE_ROWS * width, 2 * STEP};
+}
+
+/* A factor that lies by tiles: all of `columns` for each step. */
+INLINE Factor tiles_of(const uint16_t *tiles, int64_t columns) {
+    return (Factor){(const uint8_t *)tiles, 64, TILE_BYTES, columns / TILE_ROWS * TILE_BYTES};
+}
+
 /* scores [64 keys, 64 rows] = keys [64, width] times rows in pairs of columns. */
 static void score(float *scores, const uint16_t *keys, const uint16_t *pairs, int64_t width) {
-    for (int64_t key = 0; key < KEYS; key += PANEL)
-        for (int64_t row = 0; row < ROWS; row += PANEL) {
-            const Factor first = {keys + key * width, 2 * width, 2 * TILE_ROWS * width, 2 * STEP};
-            const Factor second = {pairs + row * STEP, 64, TILE_BYTES, ROWS / TILE_ROWS * TILE_BYTES};
-            multiply(scores + key * ROWS + row, ROWS, 0, first, second, width / STEP);
-        }
+    multiply(scores, KEYS, ROWS, 0, rows_of(keys, width), tiles_of(pairs, ROWS), width / STEP);
 }
 
 /* to [width, 64 rows] += what is turned, of 64 keys, times numbers of keys and rows in pairs of keys. */
 static void add_over_keys(float *to, const uint16_t *turned, const uint16_t *pairs, int64_t width) {
-    for (int64_t column = 0; column < width; column += PANEL)
-        for (int64_t row = 0; row < ROWS; row += PANEL) {
-            const Factor first = {turned + column * STEP, 64, TILE_BYTES, width / TILE_ROWS * TILE_BYTES};
-            const Factor second = {pairs + row * STEP, 64, TILE_BYTES, ROWS / TILE_ROWS * TILE_BYTES};
-            multiply(to + column * ROWS + row, ROWS, 1, first, second, KEYS / STEP);
-        }
+    multiply(to, width, ROWS, 1, tiles_of(turned, width), tiles_of(pairs, ROWS), KEYS / STEP);
 }
 
 /* to [64 keys, width] += weights [64 keys, 64 rows] times rows in pairs. */
 static void add_over_rows(float *to, const uint16_t *weights, const uint16_t *pairs, int64_t width) {
-    for (int64_t key = 0; key < KEYS; key += PANEL)
-        for (int64_t column = 0; column < width; column += PANEL) {
-            const Factor first = {weights + key * ROWS, 2 * ROWS, 2 * TILE_ROWS * ROWS, 2 * STEP};
-            const Factor second = {pairs + column * STEP, 64, TILE_BYTES, width / TILE_ROWS * TILE_BYTES};
-            multiply(to + key * width + column, width, 1, first, second, ROWS / STEP);
-        }
-}
-
-/* The even and the odd numbers of two vectors as bfloat16, by turns. */
-INLINE void store_pairs(uint16_t *to, __m512 even, __m512 odd) {
-    const bf16x32 both = (bf16x32)_mm512_cvtne2ps_pbh(odd, even);
-    const bf16x32 pairs = INTERLEAVED(both);
-    memcpy(to, &pairs, sizeof pairs);
+    multiply(to, KEYS, width, 1, rows_of(weights, ROWS), tiles_of(pairs, width), ROWS / STEP);
 }
 
 /* Where the pairs of this key and row lie. */

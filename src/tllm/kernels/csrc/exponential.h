@@ -4,6 +4,9 @@
 
 #include "vectors.h"
 
+#define HIDDEN -2e30f /* the score of a key that a row of attention does not see: its exponential, beside LEAST, is 0 */
+#define LEAST -1e30f  /* the largest score of a row before it has seen any */
+
 /* Relative error below 2e-7. 0 below -87.3; largest at 88.7, where it would leave float32. NaN stays NaN. */
 INLINE f32x16 exponential(f32x16 x) {
     f32x16 limit = splat(88.37f), least = splat(-87.33f);

@@ -46,7 +46,7 @@ class TrainAttend:
 
     def __init__(self, specs: dict[int, AttentionSpec], tokens: Tokens) -> None:
         assert tokens.spans is None, "a part of a microbatch is attended over by a ring"
-        self.specs, self.lengths = specs, tokens.lengths
+        self.specs, self.lengths, self.is_shared = specs, tokens.lengths, bool(tokens.prefixes)
         self.runs = document_runs(tokens)
         self.tokens = [run.length * run.count for run in self.runs]
 
@@ -56,7 +56,7 @@ class TrainAttend:
         spec = self.specs[layer]
         if spec.kv_index is not None:
             k_TKH, v_TKH = k_TKH[:, list(spec.kv_index)], v_TKH[:, list(spec.kv_index)]
-        is_plain = sinks_N is None and all(run.prefix is None for run in self.runs)
+        is_plain = sinks_N is None and not self.is_shared
         if is_plain and kernel_attention.takes(spec, self.lengths, q_TNH, k_TKH, v_TKH):
             return causal_attention(q_TNH, k_TKH, v_TKH, self.lengths, spec.scale, spec.window)
         attend = _plain if spec.softcap is None and sinks_N is None else partial(_written_out, sinks_N)

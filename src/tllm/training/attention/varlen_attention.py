@@ -48,7 +48,6 @@ class VarlenAttend(TrainAttend):
         starts = torch.tensor([0, *accumulate(tokens.lengths)], dtype=torch.int32)
         self.starts_D = copied(starts, tokens.ids_T.device)
         self.longest = max(tokens.lengths, default=0)
-        self.is_shared = bool(tokens.prefixes)
 
     def __call__(
         self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, sinks_N: Tensor | None = None
