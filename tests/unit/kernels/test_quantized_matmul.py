@@ -158,13 +158,15 @@ def test_columns_before_the_cut_meet_zeros(kernels: Library) -> None:
 
 
 def test_codes_that_eight_bits_with_a_sign_do_not_hold(kernels: Library) -> None:
-    """As GPTQ of 8 bits with zeros: tiles take 128 from each and the rest from the sums."""
+    """As GPTQ of 8 bits with zeros: tiles take 128 from each and the rest from the sums. Some pieces alone may have them."""
     torch.manual_seed(7)
-    codes, zeros = torch.randint(0, 256, (2, 20, 256), dtype=torch.uint8)
-    blocks = Blocks(Scheme(8, 64), codes, torch.rand(20, 4).half(), zeros=zeros[:, ::64])
-    x = torch.randn(21, 256)
-    for exact in (False, True):
-        want = reference_matmul(x, pack(blocks), blocks.scheme, 20, exact)
+    codes, zeros = torch.randint(0, 256, (2, 40, 1280), dtype=torch.uint8)
+    codes[:16, :512] //= 2
+    codes[16:32, 512:] //= 2
+    blocks = Blocks(Scheme(8, 64), codes, torch.rand(40, 20).half(), zeros=zeros[:, ::64])
+    for rows, exact in itertools.product((5, 21), (False, True)):
+        x = torch.randn(rows, 1280)
+        want = reference_matmul(x, pack(blocks), blocks.scheme, 40, exact)
         assert torch.equal(weight_of(blocks).matmul(x, exact), want)
 
 

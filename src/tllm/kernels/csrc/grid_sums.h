@@ -1,9 +1,9 @@
 /* Sums of numbers in float32 that are first rounded to multiples of 2^-30, as whole numbers of 32 bits.
  *
  * `add_to_grid` takes a number times 2^30. A sum, of 32,768 numbers at the most, is kept modulo 2^32 beside the sum of
- * their higher halves, from which `of_grid` finds it whole. `least` tells whether one had no place in 32 bits, or was no
- * number: it is INT32_MIN then, as it is of -2 alone of those that have a place. HAS_GRID_SUMS: 0 where this takes no fewer
- * operations than float64 does; nothing here is called then.
+ * their higher halves, from which `of_grid` finds it whole. A number that has no place in 32 bits, or is none, makes the
+ * processor set its flag of invalid operations, which `all_on_grid` reads: so looking takes no operation for each number.
+ * HAS_GRID_SUMS: 0 where this takes no fewer operations than float64 does; nothing here is called then.
  */
 #ifndef TLLM_GRID_SUMS_H
 #define TLLM_GRID_SUMS_H
@@ -21,23 +21,36 @@ typedef struct {
 
 #define HAS_GRID_SUMS 1
 
-INLINE void add_to_grid(GridSums *sums, i32x16 *least, f32x16 x) {
-    __m512i whole = _mm512_cvtps_epi32((__m512)x); /* ties to even; what has no place becomes INT32_MIN */
-    *least = (i32x16)_mm512_min_epi32((__m512i)*least, whole);
+INLINE void add_to_grid(GridSums *sums, f32x16 x) {
+    __m512i whole = _mm512_cvtps_epi32((__m512)x); /* ties to even */
     sums->sum = (i32x16)_mm512_add_epi32((__m512i)sums->sum, whole);
-    sums->of_halves = (i32x16)_mm512_dpwssd_epi32((__m512i)sums->of_halves, whole, _mm512_set1_epi32(1 << 16));
+    /* The compiler would make two operations of the intrinsic, as a chain of these is shorter; here chains do not matter. */
+    __asm__("vpdpwssd %2, %1, %0" : "+v"(sums->of_halves) : "v"(whole), "v"(_mm512_set1_epi32(1 << 16)));
+}
+
+/* From here on `all_on_grid` tells of what comes. */
+INLINE void watch_grid(void) { _mm_setcsr(_mm_getcsr() & ~(unsigned)_MM_EXCEPT_INVALID); }
+
+/* Whether all numbers that were added to `count` sums had a place. */
+INLINE int all_on_grid(GridSums *sums, int count) {
+    _Pragma("clang loop unroll(full)") for (int i = 0; i < count; i++)
+        __asm__ volatile("" : "+v"(sums[i].sum), "+v"(sums[i].of_halves)); /* not after the flag */
+    if (!(_mm_getcsr() & _MM_EXCEPT_INVALID)) return 1;
+    watch_grid();
+    return 0;
 }
 
 #else
 
 #define HAS_GRID_SUMS 0
 
-INLINE void add_to_grid(GridSums *sums, i32x16 *least, f32x16 x) { (void)sums, (void)least, (void)x; }
+INLINE void add_to_grid(GridSums *sums, f32x16 x) { (void)sums, (void)x; }
+
+INLINE void watch_grid(void) {}
+
+INLINE int all_on_grid(GridSums *sums, int count) { return (void)sums, (void)count, 1; }
 
 #endif
-
-/* Whether all of the numbers had a place. */
-INLINE int all_on_grid(i32x16 least) { return __builtin_reduce_min(least) != INT32_MIN; }
 
 INLINE f64x16 of_grid(const GridSums *sums) {
     u32x16 of_lower_halves = (u32x16)sums->sum - ((u32x16)sums->of_halves << 16);

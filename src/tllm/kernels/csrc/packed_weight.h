@@ -43,6 +43,16 @@ INLINE f32x16 of_group(const PackedWeight *w, const void *codes, const void *sup
     return load16(super, at * LANES, w->super_dtype) * scale;
 }
 
+/* The same of groups [first, last), one after another. */
+INLINE void of_groups(f32x16 *to, const PackedWeight *w, const void *codes, const void *super, int64_t block, int64_t first,
+                      int64_t last, int64_t groups) {
+    const int is_common = super == 0 && w->scale_dtype == FLOAT16; /* of these the compiler makes a short loop */
+    for (int64_t group = first; is_common && group < last; group++)
+        to[group - first] = load16(codes, (block * groups + group) * LANES, FLOAT16);
+    for (int64_t group = first; !is_common && group < last; group++)
+        to[group - first] = of_group(w, codes, super, block, group, groups);
+}
+
 /* Adds the exact sums over `columns` of a block, 16 or 32, for some rows of x. Codes are fetched so many bytes `ahead`. */
 INLINE void dots(i32x16 *sums, const uint8_t *codes, const int8_t *x, int columns, int kind, u8x16 table, int rows,
                  int ahead) {
@@ -187,7 +197,7 @@ INLINE void store_row(const Product *p, int64_t block, int64_t row, f32x16 y, f6
     const int count = lanes_of(p->weight->outputs - block * LANES);
     const int64_t at = row * p->stride + p->first_output + block * LANES;
     if (exact)
-        memcpy((double *)p->y + at, &y64, (size_t)count * sizeof(double));
+        store_doubles((double *)p->y + at, count, y64);
     else
         store_some(p->y, at, count, p->y_dtype, y);
 }

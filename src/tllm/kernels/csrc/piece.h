@@ -9,15 +9,12 @@
 #define PIECE 512 /* columns */
 #define MOST_GROUPS (PIECE / 16)
 
-/* Groups [first, last) of the weight with their scales and minima, and signed codes where tiles multiply these. */
+/* Groups [first, last) of the weight with their scales and minima. */
 typedef struct {
     const Product *product;
-    const uint8_t *codes;     /* of the whole block */
-    const uint8_t *following; /* those of the piece that is multiplied next, which products by tiles fetch; or none */
+    const uint8_t *codes; /* of the whole block */
     int64_t first, last;
-    uint32_t off_grid; /* bit n: parts of the n-th rows that are multiplied at once have had no place on the grid */
     f32x16 scales[MOST_GROUPS], minima[MOST_GROUPS];
-    int8_t signed_codes[PIECE * LANES];
 } Piece;
 
 /* How sums are kept while a piece is multiplied: in float32; in float64; as whole numbers (grid_sums.h). */
@@ -55,30 +52,37 @@ INLINE Group group_of_piece(const Piece *piece, int64_t number, int has_minimum,
 }
 
 /* `add_sums`, also on the grid. */
-INLINE void add_part(Row *row, GridSums *on_grid, i32x16 *least, const Group *group, int kept, f32x16 sums, float d) {
+INLINE void add_part(Row *row, GridSums *on_grid, const Group *group, int kept, f32x16 sums, float d) {
     if (kept == ON_GRID)
-        add_to_grid(on_grid, least, sums * d * group->scale);
+        add_to_grid(on_grid, sums * d * group->scale);
     else
         add_sums(row, group, sums, d);
 }
 
 /* `take_minimum`, also on the grid. */
-INLINE void take_part(Row *row, GridSums *on_grid, i32x16 *least, const Group *group, int kept, float sum_of_x) {
+INLINE void take_part(Row *row, GridSums *on_grid, const Group *group, int kept, float sum_of_x) {
     if (kept == ON_GRID)
-        add_to_grid(on_grid, least, group->minimum * -sum_of_x);
+        add_to_grid(on_grid, group->minimum * -sum_of_x);
     else
         take_minimum(row, group, sum_of_x);
 }
 
-/* Whether tiles can multiply a weight: whose codes are whole numbers, and whose groups a piece has room for. */
-INLINE int fits_tiles(const PackedWeight *w) { return HAS_TILES && w->kind != FLOATS && w->group <= PIECE; }
+INLINE int64_t groups_of(const PackedWeight *w) { return (w->columns + w->group - 1) / w->group; }
 
-/* Tells the processor of the tiles that products of so many rows with a weight take, unless they are `configured` so; that is
- * 0 at first. It takes as long as a tile's product does, and the next ones wait for it. */
-void configure_for(int *configured, const PackedWeight *w, int64_t rows);
+/* The first piece of a block comes next. */
+INLINE void begin_block(Piece *piece, const Product *p, int64_t block) {
+    piece->product = p, piece->last = 0;
+    piece->codes = p->weight->codes + block * p->weight->padded * column_bytes(p->weight->kind);
+}
 
-/* Adds a piece's part to the sums of `rows` rows from `row` on, for which tiles are configured; there is room for whole tiles
- * of sums. `exact`: in float64. */
-void multiply_by_tiles(Piece *piece, Sums *sums, int64_t row, int64_t rows, int exact);
+/* The next groups after `last`: as many as PIECE columns have, at least one. */
+INLINE void next_piece(Piece *piece, int64_t block, int64_t groups) {
+    const PackedWeight *w = piece->product->weight;
+    int64_t count = w->group < PIECE ? PIECE / w->group : 1;
+    piece->first = piece->last;
+    piece->last = piece->first + count < groups ? piece->first + count : groups;
+    of_groups(piece->scales, w, w->scales, w->super_scales, block, piece->first, piece->last, groups);
+    if (w->minima) of_groups(piece->minima, w, w->minima, w->super_minima, block, piece->first, piece->last, groups);
+}
 
 #endif

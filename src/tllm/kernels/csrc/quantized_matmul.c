@@ -19,9 +19,9 @@
  * W is packed in blocks of 16 outputs. A block of 8 bits has 64 bytes for 4 columns: of each output its 4 codes. One of
  * 4 bits has 64 bytes for 8 columns: the low halves are the codes of the first 4. Scales and minima lie [group, 16].
  */
-#include "piece.h"
 #include "recorded_calls.h"
 #include "threads.h"
+#include "tile_products.h"
 
 /* Where there are registers for eight rows, the compiler would yet keep exact sums in memory. */
 #if MOST_ROWS >= 8
@@ -31,7 +31,6 @@
 #endif
 
 #define TURN 32                /* rows that share what is read of a weight */
-#define TILES_TURN 128         /* the same of products by tiles */
 #define NEAR 8                 /* blocks that stay in a cache while all turns, one after another, are multiplied by them */
 
 /* How products are made: with a block of outputs after another; by tiles, of several rows; of a single row with several
@@ -61,7 +60,6 @@ INLINE int multiply(const Piece *piece, Sums *sums_of_rows, int64_t row, int row
     const int64_t width = is_wide ? w->group : step;
     Row row_of[8];
     GridSums on_grid[8];
-    i32x16 least = {};
     take_up(row_of, on_grid, sums_of_rows, rows);
     for (int64_t number = piece->first; number < piece->last; number++) {
         const Group group = group_of_piece(piece, number - piece->first, w->minima != 0, is_wide, kept);
@@ -76,16 +74,16 @@ INLINE int multiply(const Piece *piece, Sums *sums_of_rows, int64_t row, int row
             group_sums(sums, w, piece->codes + at * column_bytes(kind), x->codes + here * X_GROUP + at % X_GROUP, step,
                        sums_of_codes, rows, kind, AHEAD);
             UNROLLED_ROWS for (int r = 0; r < rows; r++)
-                add_part(row_of + r, on_grid + r, &least, &group, kept, sums[r], x->scales[here + r]);
+                add_part(row_of + r, on_grid + r, &group, kept, sums[r], x->scales[here + r]);
             if (!group.has_minimum) continue;
             UNROLLED_ROWS for (int r = 0; r < rows; r++) {
                 const float sum_of_x = (float)sums_of_codes[r] * x->scales[here + r];
-                take_part(row_of + r, on_grid + r, &least, &group, kept, sum_of_x);
+                take_part(row_of + r, on_grid + r, &group, kept, sum_of_x);
             }
         }
         end_group(row_of, &group, rows);
     }
-    if (!all_on_grid(least)) return 0;
+    if (kept == ON_GRID && !all_on_grid(on_grid, rows)) return 0;
     put_down(sums_of_rows, row_of, on_grid, rows, kept);
     return 1;
 }
@@ -102,66 +100,31 @@ INLINE void multiply_some(const Piece *piece, Sums *sums, int64_t row, int rows,
     multiply_groups(piece, sums, row, rows, kind, exact ? EXACT : ROUNDED);
 }
 
-/* The same of the n-th eight rows, where there are registers for so many: exact sums on the grid unless that failed. */
-INLINE void multiply_eight(Piece *piece, int64_t n, Sums *sums, int64_t row, int kind, int exact) {
-    if (exact && HAS_GRID_SUMS && piece->product->weight->group <= PIECE && !(piece->off_grid >> n & 1)) {
+/* The same of the n-th eight rows, where there are registers for so many: exact sums on the grid unless that failed, which
+ * bit n of `off_grid` tells. */
+INLINE void multiply_eight(const Piece *piece, uint32_t *off_grid, int64_t n, Sums *sums, int64_t row, int kind, int exact) {
+    if (exact && HAS_GRID_SUMS && piece->product->weight->group <= PIECE && !(*off_grid >> n & 1)) {
         if (multiply_groups(piece, sums, row, 8, kind, ON_GRID)) return;
-        piece->off_grid |= 1u << n;
+        *off_grid |= 1u << n;
     }
     multiply_some(piece, sums, row, 8, kind, exact);
 }
-
-/* The next groups after `last`: as many as PIECE columns have, at least one. */
-INLINE void next_piece(Piece *piece, int64_t block, int64_t groups) {
-    const PackedWeight *w = piece->product->weight;
-    int64_t count = w->group < PIECE ? PIECE / w->group : 1;
-    piece->first = piece->last;
-    piece->last = piece->first + count < groups ? piece->first + count : groups;
-    for (int64_t group = piece->first; group < piece->last; group++) {
-        piece->scales[group - piece->first] = of_group(w, w->scales, w->super_scales, block, group, groups);
-        if (w->minima)
-            piece->minima[group - piece->first] = of_group(w, w->minima, w->super_minima, block, group, groups);
-    }
-}
-
-/* The first piece of a block comes next, and nothing is known of its outputs. */
-INLINE void begin_block(Piece *piece, Sums *sums, int64_t room, const Product *p, int64_t block) {
-    const PackedWeight *w = p->weight;
-    piece->product = p, piece->last = 0, piece->off_grid = 0;
-    piece->codes = w->codes + block * w->padded * column_bytes(w->kind);
-    for (int64_t r = 0; r < room; r++) sums[r] = (Sums){.exact = {}};
-}
-
-INLINE int64_t groups_of(const PackedWeight *w) { return (w->columns + w->group - 1) / w->group; }
 
 /* Rows [row, last), at most a turn, of y for one block: a piece is read from memory once for all of them. */
 INLINE void multiply_rows(const Product *p, int64_t block, int64_t row, int64_t last, int kind, int exact) {
     const int64_t groups = groups_of(p->weight), rows = last - row;
     Piece piece;
     Sums sums[TURN];
-    begin_block(&piece, sums, rows, p, block);
+    uint32_t off_grid = 0;
+    begin_block(&piece, p, block);
+    for (int64_t r = 0; r < rows; r++) sums[r] = (Sums){.exact = {}};
     while (piece.last < groups) {
         next_piece(&piece, block, groups);
         int64_t r = 0;
-        for (; MOST_ROWS >= 8 && r + 8 <= rows; r += 8) multiply_eight(&piece, r / 8, sums + r, row + r, kind, exact);
+        for (; MOST_ROWS >= 8 && r + 8 <= rows; r += 8) multiply_eight(&piece, &off_grid, r / 8, sums + r, row + r, kind, exact);
         for (; MOST_ROWS >= 4 && r + 4 <= rows; r += 4) multiply_some(&piece, sums + r, row + r, 4, kind, exact);
         for (; MOST_ROWS >= 2 && r + 2 <= rows; r += 2) multiply_some(&piece, sums + r, row + r, 2, kind, exact);
         for (; r < rows; r++) multiply_some(&piece, sums + r, row + r, 1, kind, exact);
-    }
-    for (int64_t r = 0; r < rows; r++) store_row(p, block, row + r, sums[r].rounded, sums[r].exact, exact);
-}
-
-/* The same by tiles. */
-static void multiply_rows_by_tiles(const Product *p, int64_t block, int64_t row, int64_t last) {
-    const int64_t groups = groups_of(p->weight), rows = last - row;
-    const int exact = p->y_dtype == FLOAT64;
-    Piece piece;
-    Sums sums[TILES_TURN];
-    begin_block(&piece, sums, (rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS, p, block);
-    while (piece.last < groups) {
-        next_piece(&piece, block, groups);
-        piece.following = piece.codes + piece.last * p->weight->group * column_bytes(p->weight->kind);
-        multiply_by_tiles(&piece, sums, row, rows, exact);
     }
     for (int64_t r = 0; r < rows; r++) store_row(p, block, row + r, sums[r].rounded, sums[r].exact, exact);
 }
@@ -186,35 +149,53 @@ INLINE int64_t turns_of(const Products *all, const WeightPart *part) {
     return (all->first_rows[part->expert + 1] - all->first_rows[part->expert] + turn - 1) / turn;
 }
 
+/* A block of a part and the rows of a turn. */
+typedef struct {
+    int64_t block, row, last;
+} Item;
+
+/* The n-th item of a part, of whose expert the rows are [first, last): NEAR blocks with the first turn, then with the next. */
+INLINE Item item_of(const WeightPart *part, int64_t n, int64_t turn, int64_t first, int64_t last) {
+    const int64_t blocks = blocks_of(&part->weight), turns = (last - first + turn - 1) / turn;
+    const int64_t near = n / (NEAR * turns) * NEAR, here = n % (NEAR * turns);
+    const int64_t count = blocks - near < NEAR ? blocks - near : NEAR, row = first + here / count * turn;
+    return (Item){near + here % count, row, row + turn < last ? row + turn : last};
+}
+
+INLINE void multiply_item(const Product *p, Item item) {
+    if (p->weight->kind == NIBBLES)
+        multiply_block(p, item.block, item.row, item.last, NIBBLES);
+    else if (p->weight->kind == NIBBLES_BY_TABLE)
+        multiply_block(p, item.block, item.row, item.last, NIBBLES_BY_TABLE);
+    else if (p->weight->kind == BYTES)
+        multiply_block(p, item.block, item.row, item.last, BYTES);
+    else
+        multiply_block(p, item.block, item.row, item.last, FLOATS);
+}
+
 /* An item is a block of a part with a turn of rows: threads have as much to do each, whatever experts are chosen. */
 static void multiply_items(void *of, int64_t first, int64_t last, int thread) {
     (void)thread;
     const Products *all = of;
-    int configured = 0;
+    TileProducts tiles;
+    begin_tiles(&tiles);
+    watch_grid();
     for (int64_t i = 0, begin = 0; i < all->count && begin < last; i++) {
         const WeightPart *part = all->parts + i;
-        const int64_t blocks = blocks_of(&part->weight), turn = turn_of(all, part), turns = turns_of(all, part);
-        const int64_t end = begin + turns * blocks;
+        const int64_t turn = turn_of(all, part), end = begin + turns_of(all, part) * blocks_of(&part->weight);
         const int64_t rows = all->first_rows[part->expert], last_row = all->first_rows[part->expert + 1];
         Product p = all->product;
         p.weight = &part->weight, p.first_output = part->first_output;
-        const int64_t from = begin > first ? begin : first, stop_at = end < last ? end : last;
-        if (last_row - rows == 1) multiply_row(&p, from - begin, stop_at - begin, rows, all->way == SIDE_BY_SIDE);
-        for (int64_t item = from; last_row - rows > 1 && item < stop_at; item++) {
-            const int64_t near = (item - begin) / (NEAR * turns) * NEAR, here = (item - begin) % (NEAR * turns);
-            const int64_t count = blocks - near < NEAR ? blocks - near : NEAR, block = near + here % count;
-            const int64_t row = rows + here / count * turn, stop = row + turn < last_row ? row + turn : last_row;
-            if (HAS_TILES && turn == TILES_TURN) {
-                configure_for(&configured, p.weight, stop - row);
-                multiply_rows_by_tiles(&p, block, row, stop);
-            } else if (p.weight->kind == NIBBLES)
-                multiply_block(&p, block, row, stop, NIBBLES);
-            else if (p.weight->kind == NIBBLES_BY_TABLE)
-                multiply_block(&p, block, row, stop, NIBBLES_BY_TABLE);
-            else if (p.weight->kind == BYTES)
-                multiply_block(&p, block, row, stop, BYTES);
+        const int64_t from = begin > first ? begin : first, stop = end < last ? end : last;
+        if (last_row - rows == 1) multiply_row(&p, from - begin, stop - begin, rows, all->way == SIDE_BY_SIDE);
+        for (int64_t n = from - begin; last_row - rows > 1 && n < stop - begin; n++) {
+            const Item item = item_of(part, n, turn, rows, last_row);
+            const Item next = n + 1 < stop - begin ? item_of(part, n + 1, turn, rows, last_row) : (Item){};
+            const int goes_on = next.row == item.row && next.block == item.block + 1;
+            if (HAS_TILES && turn == TILES_TURN)
+                multiply_rows_by_tiles(&tiles, &p, item.block, item.row, item.last, goes_on);
             else
-                multiply_block(&p, block, row, stop, FLOATS);
+                multiply_item(&p, item);
         }
         begin = end;
     }
