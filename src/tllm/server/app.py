@@ -117,8 +117,8 @@ def build_app(
     pooled = PoolingRoutes(completions, router, prompts, settings, pooling)
     parts = (
         own,
-        ReplyRoutes({**own.prepare(), **messages.prepare()}, store, own.stream),
         messages,
+        ReplyRoutes({**own.prepare(), **messages.prepare()}, store, own.stream),
         pooled,
         OllamaRoutes(completions, prompts, client, pooled, settings.created),
         LoraRoutes(adapters, settings.model_aliases),

@@ -158,7 +158,7 @@ def test_columns_before_the_cut_meet_zeros(kernels: Library) -> None:
 
 
 def test_codes_that_eight_bits_with_a_sign_do_not_hold(kernels: Library) -> None:
-    """As GPTQ of 8 bits with zeros: tiles take 128 from each and the rest from the sums. Some pieces alone may have them."""
+    """As GPTQ of 8 bits with zeros: tiles take 128 from each and the rest from the sums. Some pieces may have none."""
     torch.manual_seed(7)
     codes, zeros = torch.randint(0, 256, (2, 40, 1280), dtype=torch.uint8)
     codes[:16, :512] //= 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
@@ -26,7 +27,11 @@ class MessagesRoutes:
 
     def table(self) -> list[Route]:
         """What needs no reply of the model."""
-        return routes("POST", {f"{MESSAGES}/count_tokens": self.count_tokens})
+        batches = {f"{MESSAGES}/batches": _missing, f"{MESSAGES}/batches/{{rest:path}}": _missing}
+        return [
+            *routes("POST", {f"{MESSAGES}/count_tokens": self.count_tokens}),
+            *(route for method in ("GET", "POST", "DELETE") for route in routes(method, batches)),
+        ]
 
     def prepare(self) -> dict[str, Prepare]:
         """How the requests of these paths become replies."""
@@ -50,3 +55,8 @@ class MessagesRoutes:
     async def count_tokens(self, http: HttpRequest) -> Response:
         chat = as_chat(decode(await http.body(), CountTokensRequest))
         return json_reply({"input_tokens": await self._completions.count_tokens(chat)})
+
+
+async def _missing(http: HttpRequest) -> Response:
+    """As where there is no route: `batches` is no id of a reply."""
+    raise HTTPException(404)

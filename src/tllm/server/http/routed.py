@@ -16,7 +16,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from tllm.core.errors import UNREADABLE, RequestError, TllmError
-from tllm.server.http.errors import HttpError, as_http, reply_of
+from tllm.server.http.errors import MESSAGES, HttpError, as_http, reply_of
 
 _T = TypeVar("_T")
 
@@ -25,6 +25,19 @@ ALIKE = 0.8
 
 OF_A_STORE = tuple(f"/api/{name}" for name in ("create", "copy", "push", "delete", "blobs/"))
 """Paths of ollama that change which models a server has."""
+
+BATCHES = "this server has no batches: send requests side by side, and it computes them together"
+NOT_OFFERED = {
+    "/v1/batches": BATCHES,
+    f"{MESSAGES}/batches": BATCHES,
+    **dict.fromkeys(("/v1/files", "/v1/uploads", "/v1/containers"), "this server keeps no files"),
+    **dict.fromkeys(("/v1/assistants", "/v1/threads"), "this server has no assistants: see /v1/responses"),
+    "/v1/conversations": "this server keeps no conversations: send all turns with each request",
+    **dict.fromkeys(("/v1/audio", "/v1/images", "/v1/videos", "/v1/realtime"), "this server has text alone"),
+    **dict.fromkeys(("/v1/fine_tuning", "/v1/evals"), "this server trains and evaluates nothing: `tllm train` does"),
+    **dict.fromkeys(("/v1/moderations", "/v1/vector_stores"), "this server has neither moderation nor vector stores"),
+}
+"""What is said of paths of OpenAI's and of Anthropic's interface that begin so."""
 
 _log = logging.getLogger("tllm.server")
 
@@ -101,6 +114,9 @@ def _meant(path: str, known: Sequence[str]) -> str:
     """The path that one was meant to be which there is not: clients add `/v1` to an address, or do not."""
     if path.startswith(OF_A_STORE):
         return "this server has the model that it was started with, and makes, copies, sends and deletes none"
+    for begin, why in NOT_OFFERED.items():
+        if path == begin or path.startswith(begin + "/"):
+            return why
     close = difflib.get_close_matches(path, known, n=1, cutoff=ALIKE)
     return f"did you mean {close[0]}?" if close else "this server has no such thing; its reference lists the paths"
 

@@ -81,9 +81,8 @@ class BestEvaluation:
 
     def add(self, step: int, evaluated: Evaluated) -> None:
         """An evaluation after `step`. A gain above the threshold ends the waiting; a smaller one is the best too."""
-        told = {**({} if evaluated.loss is None else {"loss": evaluated.loss}), **evaluated.metrics}
-        value, before = told.get(self.name, math.nan), self.standing
-        values = {name: number for name, number in told.items() if math.isfinite(number)}
+        value, before = evaluated.told.get(self.name, math.nan), self.standing
+        values = {name: number for name, number in evaluated.told.items() if math.isfinite(number)}
         gain = math.inf if before.best is None else self._sign * (value - before.best)
         if math.isnan(value) or gain <= 0:
             self.standing = Standing(before.best, before.step, before.waited + 1, step, values, self.rule)

@@ -16,7 +16,7 @@ from tllm.training.data.batch_tensors import Tokens
 from tllm.training.data.batches import Batches
 from tllm.training.evaluation.best_evaluation import BestEvaluation
 from tllm.training.evaluation.divergence_estimate import BeforePasses, DivergenceEstimate, unchanged
-from tllm.training.evaluation.held_out import Evaluated, HeldOut
+from tllm.training.evaluation.held_out import Evaluated, HeldOut, has_perplexity
 from tllm.training.evaluation.reference_pass import ReferencePass, prepare_reference
 from tllm.training.job.initial_model import InitialModel, run_name
 from tllm.training.job.job import Job
@@ -118,7 +118,9 @@ def check_best_metric(job: Job, spec: ModelSpec) -> None:
 
 def _comparable(job: Job, objective: Objective) -> tuple[str, ...]:
     """The numbers that evaluations can be compared by, the first where the job names none."""
-    return ("loss", *objective.metric_names) if job.rollouts is None else reward_metrics(job.rollouts)
+    if job.rollouts is not None:
+        return reward_metrics(job.rollouts)
+    return ("loss", *(["perplexity"] if has_perplexity(job) else []), *objective.metric_names)
 
 
 def is_evaluation_due(job: Job, step: int) -> bool:

@@ -13,6 +13,7 @@ from tllm.training.data.batches import Batches
 from tllm.training.evaluation.completion_record import CompletionRecord
 from tllm.training.evaluation.divergence_estimate import BeforePasses
 from tllm.training.evaluation.forward_rows import MICROBATCHES, ForwardFeed
+from tllm.training.job.job import Job
 from tllm.training.objectives.objective import MetricSum
 from tllm.training.step.rank_groups import RankConfig
 from tllm.training.step.rank_model import RankModel
@@ -33,6 +34,12 @@ class Evaluated(msgspec.Struct, frozen=True):
     fault: tuple[str, str] | None = None
     seconds: float | None = None
 
+    @property
+    def told(self) -> dict[str, float]:
+        """Its numbers by name."""
+        whole = {"loss": self.loss, "perplexity": self.perplexity}
+        return {name: value for name, value in whole.items() if value is not None} | self.metrics
+
     def joined(self, other: Evaluated) -> Evaluated:
         """With what another part of the evaluation told."""
         metrics, completions = self.metrics | other.metrics, (*self.completions, *other.completions)
@@ -47,7 +54,7 @@ class HeldOut:
 
     def __init__(self, config: RankConfig, model: RankModel, before: BeforePasses, batches: Batches | None) -> None:
         self._groups, self._model, self._before = config.groups, model, before
-        self._has_perplexity = config.job.task == "sft"
+        self._has_perplexity = has_perplexity(config.job)
         feed = ForwardFeed(config.plan, config.groups.data, config.job.microbatch_size, MICROBATCHES)
         self._parts: list[ReplicaBatch] = []
         if batches is None:
@@ -77,6 +84,11 @@ class HeldOut:
         loss = sums[0] / self._denominator
         perplexity = perplexity_of(loss) if self._has_perplexity else None
         return Evaluated(loss, dict(zip(names, means, strict=True)), perplexity)
+
+
+def has_perplexity(job: Job) -> bool:
+    """Whether the loss of rows held out is a mean of -log p over tokens."""
+    return job.task == "sft"
 
 
 def perplexity_of(loss: float) -> float:

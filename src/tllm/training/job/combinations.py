@@ -67,9 +67,15 @@ def warn_of_idle(job: Job, plan: Plan) -> None:
     total = microbatches_of(job)
     if idle := [len(part) for part in deal(total, plan.dp)].count(0):
         log.warning(
-            "a step has %d microbatches for %d replicas, and %d without any: give a smaller microbatch_size than %d, a "
+            "a step has %s for %d replicas, and %d without any: give a smaller microbatch_size than %d, a "
             "larger global_batch_size than %d, or fewer replicas",
-            *(total, plan.replicas, idle, job.microbatch_size, job.global_batch_size),
+            *(
+                "1 microbatch" if total == 1 else f"{total} microbatches",
+                plan.replicas,
+                idle,
+                job.microbatch_size,
+                job.global_batch_size,
+            ),
         )
 
 

@@ -127,6 +127,12 @@ def test_a_metric_that_the_task_does_not_tell_is_refused(model: Path, tmp_path: 
         train(job, "pp=1")
 
 
+def test_perplexity_is_compared_as_its_loss_is(alone: Ended, model: Path, tmp_path: Path) -> None:
+    news = train(stopping_job(model, tmp_path / "run", metric_for_best_model="eval_perplexity"), "pp=1")
+    assert end_of(news).step == end_of(alone[0]).step and "perplexity was at its best" in end_of(news).reason
+    assert furthest(final(tmp_path / "run"), alone[1])[0] < 1e-9
+
+
 def test_patience_without_rows_held_out_is_refused(model: Path, tmp_path: Path) -> None:
     job = stopping_job(model, tmp_path / "run", eval_files=())
     spec = open_initial_model(job).spec

@@ -212,11 +212,35 @@ def test_unknown_paths_methods_and_models() -> None:
         ("/chat/completions", "did you mean /v1/chat/completions?"),
         ("/v1/v1/chat/completions", "did you mean /v1/chat/completions?"),
         ("/completion", "did you mean /v1/completions?"),
-        ("/v1/files", "no such thing"),
+        ("/v1/nonesuch", "no such thing"),
     ],
 )
 def test_a_path_that_a_client_joined_wrongly_is_told_the_right_one(path: str, meant: str) -> None:
     assert meant in refusal(post(serve(say()), path, GOOD), 404)["message"]
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("/v1/files", "keeps no files"),
+        ("/v1/batches", "send requests side by side"),
+        ("/v1/batches/batch_1/cancel", "send requests side by side"),
+        ("/v1/audio/speech", "text alone"),
+        ("/v1/threads/thread_1/runs", "/v1/responses"),
+        ("/v1/fine_tuning/jobs", "`tllm train` does"),
+    ],
+)
+def test_what_is_not_offered_is_named(path: str, why: str, method: str) -> None:
+    assert why in refusal(get(serve(say()), path, method), 404)["message"]
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
+@pytest.mark.parametrize("path", ["/v1/messages/batches", "/v1/messages/batches/msgbatch_1/results"])
+def test_batches_of_messages_are_no_messages(path: str, method: str) -> None:
+    reply = get(serve(say()), path, method)
+    assert (reply.status_code, reply.json()["type"]) == (404, "error")
+    assert "send requests side by side" in reply.json()["error"]["message"]
 
 
 def test_a_method_that_a_path_has_not_is_told_which_it_has() -> None:

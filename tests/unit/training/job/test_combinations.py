@@ -181,6 +181,8 @@ def test_replicas_that_get_nothing_of_a_step_are_told(caplog: pytest.LogCaptureF
     assert not caplog.messages
     warn_of_idle(job, Plan.parse("dp=5", 2))
     assert "a step has 2 microbatches for 5 replicas, and 3 without any: give a smaller" in caplog.text
+    warn_of_idle(replace(job, microbatch_size=4), Plan.parse("dp=2", 2))
+    assert "a step has 1 microbatch for 2 replicas" in caplog.text
 
 
 def test_rates_that_cannot_be_are_refused_before_anything_starts() -> None:
