@@ -197,7 +197,7 @@ INLINE void store_row(const Product *p, int64_t block, int64_t row, f32x16 y, f6
     const int count = lanes_of(p->weight->outputs - block * LANES);
     const int64_t at = row * p->stride + p->first_output + block * LANES;
     if (exact)
-        store_doubles((double *)p->y + at, count, y64);
+        copy_some((double *)p->y + at, &y64, count, sizeof(double));
     else
         store_some(p->y, at, count, p->y_dtype, y);
 }

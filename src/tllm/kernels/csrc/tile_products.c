@@ -41,13 +41,13 @@ INLINE void step_quarter(const TileProducts *of, const QuantizedRows *x, Place *
  * more of them. Returns whether it was done: on the grid it may not be possible. */
 INLINE int add_tiles(TileProducts *of, Sums *sums_of_rows, int64_t row, int rows, int kept, int step, int is_wide,
                      int has_minimum) {
-    const TilePiece *unpacked = of->pieces + of->now;
-    const Piece *piece = &unpacked->piece;
+    const TilePiece *now = of->pieces + of->now;
+    const Piece *piece = &now->piece;
     TilePiece *following = row == of->first_row && of->has_following ? of->pieces + !of->now : 0;
     const QuantizedRows x = piece->product->x;
     const int64_t width = is_wide ? piece->product->weight->group : step;
-    const int64_t first = unpacked->first, last = first + unpacked->columns;
-    const int32_t rest = unpacked->rest;
+    const int64_t first = now->first, last = first + now->columns;
+    const int32_t rest = now->rest;
     Row row_of[TILE_ROWS];
     GridSums on_grid[TILE_ROWS];
     int scaled = of->scaled;
@@ -177,7 +177,10 @@ void multiply_rows_by_tiles(TileProducts *of, const Product *p, int64_t block, i
     const int exact = p->y_dtype == FLOAT64;
     Sums sums[TILES_TURN];
     for (int64_t r = 0; r < (rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS; r++) sums[r] = (Sums){.exact = {}};
-    if (!of->has_following) begin_piece(of->pieces + of->now, p, block, 0), unpack_rest(of->pieces + of->now);
+    if (!of->has_following) {
+        begin_piece(of->pieces + of->now, p, block, 0);
+        unpack_rest(of->pieces + of->now);
+    }
     of->first_row = row, of->last_row = last, of->off_grid = 0;
     configure_for(of, p->weight, rows);
     for (int64_t group = 0; group < groups;) {

@@ -140,23 +140,25 @@ INLINE f32x16 load_up_to(const void *from, int64_t at, int64_t left, int dtype) 
     return left >= LANES ? load16(from, at, dtype) : load_some(from, at, left > 0 ? (int)left : 0, dtype);
 }
 
-/* The first `count` of 16 numbers to memory, rounded to a dtype. A size that the compiler knows makes one operation of a
- * copy, and any other a call. */
-INLINE void store_some(void *to, int64_t at, int count, int dtype, f32x16 x) {
-    const size_t some = (size_t)count;
-    if (dtype == FLOAT32) {
-        float *here = (float *)to + at;
-        count == LANES ? memcpy(here, &x, sizeof x) : memcpy(here, &x, 4 * some);
-    } else {
-        f16x16 halves = __builtin_convertvector(x, f16x16);
-        u16x16 bits = dtype == FLOAT16 ? (u16x16)halves : bf16_of_f32(x);
-        uint16_t *here = (uint16_t *)to + at;
-        count == LANES ? memcpy(here, &bits, sizeof bits) : memcpy(here, &bits, 2 * some);
-    }
+/* The first `count` of 16 numbers of `size` bytes each. If the compiler knows how many, a copy is one operation, else a call. */
+INLINE void copy_some(void *to, const void *from, int count, size_t size) {
+    if (count == LANES)
+        memcpy(to, from, LANES * size);
+    else
+        memcpy(to, from, (size_t)count * size);
 }
 
-INLINE void store_doubles(double *to, int count, f64x16 x) {
-    count == LANES ? memcpy(to, &x, sizeof x) : memcpy(to, &x, (size_t)count * sizeof *to);
+/* The first `count` of 16 numbers to memory, rounded to a dtype. */
+INLINE void store_some(void *to, int64_t at, int count, int dtype, f32x16 x) {
+    if (dtype == FLOAT32) {
+        copy_some((float *)to + at, &x, count, sizeof(float));
+    } else if (dtype == FLOAT16) {
+        f16x16 halves = __builtin_convertvector(x, f16x16);
+        copy_some((_Float16 *)to + at, &halves, count, sizeof(_Float16));
+    } else {
+        u16x16 halves = bf16_of_f32(x);
+        copy_some((uint16_t *)to + at, &halves, count, sizeof(uint16_t));
+    }
 }
 
 /* a b + c of vectors, rounded once where the processor has an instruction for it: the same bits everywhere if a b is
