@@ -10,6 +10,7 @@ from concurrent.futures import CancelledError, Future
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
+from tllm.api.interruptible import result_of
 from tllm.core.errors import ClusterError
 from tllm.server.openai.engine_client import EngineClient
 
@@ -33,7 +34,7 @@ class EngineThread:
         self._calling = threading.Lock()  # whoever calls before it is closed is heard
         self.close = weakref.finalize(self, _close, self._loop, closing, self._thread, self._calling)
         try:
-            self.client = opened.result()
+            self.client = result_of(opened)
         except BaseException:
             self.close()
             raise
@@ -46,7 +47,7 @@ class EngineThread:
                 raise _closed()
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
-            return future.result()
+            return result_of(future)
         except CancelledError as error:
             raise _closed() from error
         except BaseException:

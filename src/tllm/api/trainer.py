@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tllm.api.interruptible import result_of
 from tllm.cluster.settings import OUR_LINKS, Wiring
 from tllm.core.errors import ConfigError, PlanError
 from tllm.hub.locate import locate
@@ -203,7 +204,7 @@ class _InThread:
         with ThreadPoolExecutor(1, "tllm-train") as thread:
             result = thread.submit(lambda: asyncio.run(self._train(options, on_loss)))
             try:
-                return result.result()
+                return result_of(result)
             except KeyboardInterrupt:
                 self._stop()
                 raise  # when the thread has ended, as leaving the block waits for it

@@ -87,6 +87,32 @@ def test_an_interrupt_ends_the_opening(interrupt: threading.Thread) -> None:
     assert given_up.is_set()
 
 
+def test_an_interrupt_that_another_thread_receives_is_heard() -> None:
+    """As is one that comes just before the wait, which no test can time."""
+
+    @asynccontextmanager
+    async def never() -> AsyncIterator[EngineClient]:
+        await asyncio.Event().wait()
+        yield FakeEngine(lambda request: [])
+
+    waiting = threading.get_ident()
+    interrupt = threading.Thread(target=lambda: interrupt_when_it_waits(waiting, threading.get_ident()))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        EngineThread(never())
+    interrupt.join()
+
+
+def test_a_timeout_of_the_work_is_its_own() -> None:
+    async def late() -> None:
+        raise TimeoutError("late")
+
+    engine = EngineThread(opening())
+    with pytest.raises(TimeoutError, match="late"):
+        engine.run(late())
+    engine.close()
+
+
 def test_an_opening_that_is_cancelled_leaves_nobody_waiting() -> None:
     @asynccontextmanager
     async def cancelled() -> AsyncIterator[EngineClient]:

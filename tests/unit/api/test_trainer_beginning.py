@@ -64,7 +64,8 @@ def test_a_reward_model_that_gives_no_score(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("task", "metric", "known"), [("sft", "accuracy", "loss"), ("grpo", "loss", "reward, rewards/closeness/mean")]
+    ("task", "metric", "known"),
+    [("sft", "accuracy", "loss, perplexity"), ("grpo", "loss", "reward, rewards/closeness/mean")],
 )
 def test_a_metric_that_evaluations_do_not_tell(task: str, metric: str, known: str, tmp_path: Path) -> None:
     write_task(tmp_path)
