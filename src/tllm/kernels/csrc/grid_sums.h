@@ -3,7 +3,7 @@
  * `add_to_grid` takes a number times 2^30. A sum, of 32,768 numbers at the most, is kept modulo 2^32 beside the sum of
  * their higher halves, from which `of_grid` finds it whole. A number that has no place in 32 bits, or is none, makes the
  * processor set its flag of invalid operations, which `all_on_grid` reads: so looking takes no operation for each number.
- * HAS_GRID_SUMS: 0 where this takes no fewer operations than float64 does; nothing here is called then.
+ * HAS_GRID_SUMS: 0 where that flag is not known; nothing here is called then.
  */
 #ifndef TLLM_GRID_SUMS_H
 #define TLLM_GRID_SUMS_H
@@ -16,10 +16,12 @@ typedef struct {
     i32x16 sum, of_halves;
 } GridSums;
 
-#if defined(__AVX512VNNI__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 
 #define HAS_GRID_SUMS 1
+
+#if defined(__AVX512VNNI__)
 
 INLINE void add_to_grid(GridSums *sums, f32x16 x) {
     __m512i whole = _mm512_cvtps_epi32((__m512)x); /* ties to even */
@@ -28,13 +30,56 @@ INLINE void add_to_grid(GridSums *sums, f32x16 x) {
     __asm__("vpdpwssd %2, %1, %0" : "+v"(sums->of_halves) : "v"(whole), "v"(_mm512_set1_epi32(1 << 16)));
 }
 
+/* Has the compiler make a sum here, not later. */
+#define MADE_HERE(x) __asm__ volatile("" : "+v"(x))
+
+#else
+
+/* Ties to even. */
+INLINE i32x16 whole_of(f32x16 x) {
+#if defined(__AVX2__)
+    union {
+        f32x16 all;
+        __m256 part[2];
+    } of = {.all = x};
+    union {
+        i32x16 all;
+        __m256i part[2];
+    } whole;
+    for (int i = 0; i < 2; i++) whole.part[i] = _mm256_cvtps_epi32(of.part[i]);
+#else
+    union {
+        f32x16 all;
+        __m128 part[4];
+    } of = {.all = x};
+    union {
+        i32x16 all;
+        __m128i part[4];
+    } whole;
+    for (int i = 0; i < 4; i++) whole.part[i] = _mm_cvtps_epi32(of.part[i]);
+#endif
+    return whole.all;
+}
+
+INLINE void add_to_grid(GridSums *sums, f32x16 x) {
+    const i32x16 whole = whole_of(x);
+    sums->sum += whole;
+    sums->of_halves += whole >> 16;
+}
+
+#define MADE_HERE(x) IN_MEMORY(x)
+
+#endif
+
 /* From here on `all_on_grid` tells of what comes. */
 INLINE void watch_grid(void) { _mm_setcsr(_mm_getcsr() & ~(unsigned)_MM_EXCEPT_INVALID); }
 
 /* Whether all numbers that were added to `count` sums had a place. */
 INLINE int all_on_grid(GridSums *sums, int count) {
-    _Pragma("clang loop unroll(full)") for (int i = 0; i < count; i++)
-        __asm__ volatile("" : "+v"(sums[i].sum), "+v"(sums[i].of_halves)); /* not after the flag */
+    _Pragma("clang loop unroll(full)") for (int i = 0; i < count; i++) {
+        MADE_HERE(sums[i].sum);
+        MADE_HERE(sums[i].of_halves);
+    }
     if (!(_mm_getcsr() & _MM_EXCEPT_INVALID)) return 1;
     watch_grid();
     return 0;

@@ -53,25 +53,27 @@ INLINE void of_groups(f32x16 *to, const PackedWeight *w, const void *codes, cons
         to[group - first] = of_group(w, codes, super, block, group, groups);
 }
 
-/* Adds the exact sums over `columns` of a block, 16 or 32, for some rows of x. Codes are fetched so many bytes `ahead`. */
+/* Adds the exact sums over `columns` of a block, 16 or 32, for some rows of x, of each in so many `chains`. Codes are fetched so
+ * many bytes `ahead`. */
 INLINE void dots(i32x16 *sums, const uint8_t *codes, const int8_t *x, int columns, int kind, u8x16 table, int rows,
-                 int ahead) {
+                 int chains, int ahead) {
+    const int is_small = kind == NIBBLES && HAS_SMALL_SUMS;
     SmallSums small[CHAINS][8];
     i32x16 large[CHAINS][8];
-    for (int chain = 0; chain < CHAINS; chain++)
+    for (int chain = 0; chain < chains; chain++)
         for (int r = 0; r < rows; r++) small[chain][r] = (SmallSums){}, large[chain][r] = chain ? (i32x16){} : sums[r];
-    for (int k = 0; k < columns; k += 8) {
+    UNROLLED for (int k = 0; k < columns; k += 8) {
         u8x64 bytes;
         for (int part = 0; part < 2; part++) {
             const uint8_t *here = codes + (k + 4 * part) * column_bytes(kind);
             if (kind == BYTES || part == 0) memcpy(&bytes, here, sizeof bytes), __builtin_prefetch(here + ahead);
             u8x64 some = kind == BYTES ? bytes : part ? bytes >> 4 : bytes & 15;
             if (kind == NIBBLES_BY_TABLE) some = look_up(some, table);
-            const int chain = part % CHAINS;
+            const int chain = part % chains;
             for (int r = 0; r < rows; r++) {
                 int32_t four;
                 memcpy(&four, x + r * X_GROUP + k + 4 * part, 4);
-                if (kind == NIBBLES)
+                if (is_small)
                     small[chain][r] = dot_small(small[chain][r], some, four);
                 else
                     large[chain][r] = dot(large[chain][r], some, four);
@@ -79,9 +81,8 @@ INLINE void dots(i32x16 *sums, const uint8_t *codes, const int8_t *x, int column
         }
     }
     for (int r = 0; r < rows; r++) {
-        sums[r] = kind == NIBBLES ? sums[r] + of_small(small[0][r]) : large[0][r];
-        for (int chain = 1; chain < CHAINS; chain++)
-            sums[r] += kind == NIBBLES ? of_small(small[chain][r]) : large[chain][r];
+        sums[r] = is_small ? sums[r] + of_small(small[0][r]) : large[0][r];
+        for (int chain = 1; chain < chains; chain++) sums[r] += is_small ? of_small(small[chain][r]) : large[chain][r];
     }
 }
 
@@ -112,25 +113,27 @@ INLINE void dots_of_floats(f32x16 *sums, const uint8_t *codes, const int8_t *x, 
     }
 }
 
-/* The sums over `columns` of a block for some rows of x, which are exact but for those of float8. */
+/* What is taken from a weight's codes, as `dot` has them, to get what they stand for. */
+INLINE int32_t offset_of(const PackedWeight *w, int kind) {
+    return kind == FLOATS ? 0 : w->offset - (kind == NIBBLES ? 0 : CODE_BIAS);
+}
+
+/* The sums over `columns` of a block for some rows of x, which are exact but for those of float8. `starts`: of each row, the
+ * sum of its codes times -offset_of(w, kind). */
 INLINE void group_sums(f32x16 *sums, const PackedWeight *w, const uint8_t *codes, const int8_t *x, int columns,
-                       const int32_t *sums_of_codes, int rows, int kind, int ahead) {
+                       const int32_t *starts, int rows, int kind, int chains, int ahead) {
     if (kind == FLOATS) {
         for (int r = 0; r < rows; r++) sums[r] = (f32x16){};
         dots_of_floats(sums, codes, x, columns, rows, ahead);
         return;
     }
-    const int32_t offset = w->offset - (kind == NIBBLES ? 0 : CODE_BIAS);
     u8x16 table;
     memcpy(&table, w->table, sizeof table);
     i32x16 exact[8];
-    const int is_last = CHAINS > 1; /* whether the offsets are taken last, as no chain is to wait for them */
-    int32_t of_offset[8];
-    for (int r = 0; r < rows; r++) of_offset[r] = offset * sums_of_codes[r];
-    if (is_last && rows > 1) IN_MEMORY(of_offset);
-    for (int r = 0; r < rows; r++) exact[r] = (i32x16){} - (is_last ? 0 : of_offset[r]);
-    dots(exact, codes, x, columns, kind, table, rows, ahead);
-    for (int r = 0; r < rows; r++) sums[r] = __builtin_convertvector(exact[r] - (is_last ? of_offset[r] : 0), f32x16);
+    const int is_last = rows == 1 && chains > 1; /* whether starts are added last: a single row's chains do not wait for one */
+    for (int r = 0; r < rows; r++) exact[r] = (i32x16){} + (is_last ? 0 : starts[r]);
+    dots(exact, codes, x, columns, kind, table, rows, chains, ahead);
+    for (int r = 0; r < rows; r++) sums[r] = __builtin_convertvector(exact[r] + (is_last ? starts[r] : 0), f32x16);
 }
 
 /* To the nearest multiple of 2^-30: numbers of this size have no finer ones. */

@@ -10,8 +10,8 @@
  *
  * For sums that ranks share, y in float64 adds i * d * scale and s * d * minimum of each of x's groups, rounded to
  * multiples of 2^-30. Such sums are exact up to 2^23, so it does not matter how the columns are cut among ranks, if only
- * at x's groups, nor in which order these are added. Where the parts of a piece are below 2, eight rows or a tile of them
- * are added as whole numbers on processors with AVX-512 VNNI, which takes half the operations.
+ * at x's groups, nor in which order these are added. Where the parts of a piece are below 2, some rows or a tile of them
+ * are added as whole numbers (grid_sums.h), which takes half the operations.
  *
  * Several weights are multiplied in one call: the parts of one weight that lie beside each other, of which y has the
  * outputs side by side, and the experts of a stack, each of which has some of the rows.
@@ -22,15 +22,8 @@
 #include "recorded_calls.h"
 #include "threads.h"
 #include "tile_products.h"
+#include "vector_products.h"
 
-/* Where there are registers for eight rows, the compiler would yet keep exact sums in memory. */
-#if MOST_ROWS >= 8
-#define UNROLLED_ROWS UNROLLED
-#else
-#define UNROLLED_ROWS
-#endif
-
-#define TURN 32                /* rows that share what is read of a weight */
 #define NEAR 8                 /* blocks that stay in a cache while all turns, one after another, are multiplied by them */
 
 /* How products are made: with a block of outputs after another; by tiles, of several rows; of a single row with several
@@ -50,97 +43,11 @@ typedef struct {
     int way;
 } Products;
 
-/* Adds a piece's part to the sums of rows [row, row + rows). `step`: columns of which a sum is exact, those of x's groups
- * or of the weight's if these are fewer; `is_wide`: a group of the weight has more of them. Returns whether it was done: on
- * the grid it may not be possible. */
-INLINE int multiply(const Piece *piece, Sums *sums_of_rows, int64_t row, int rows, int kind, int kept, int step,
-                    int is_wide) {
-    const PackedWeight *w = piece->product->weight;
-    const QuantizedRows *x = &piece->product->x;
-    const int64_t width = is_wide ? w->group : step;
-    Row row_of[8];
-    GridSums on_grid[8];
-    take_up(row_of, on_grid, sums_of_rows, rows);
-    for (int64_t number = piece->first; number < piece->last; number++) {
-        const Group group = group_of_piece(piece, number - piece->first, w->minima != 0, is_wide, kept);
-        begin_group(row_of, rows);
-        int64_t at = number * width, end = is_wide && at + width > w->padded ? w->padded : at + width;
-        for (; at < end; at += step) {
-            const int64_t here = at / X_GROUP * x->pitch + row;
-            const int32_t *halves = x->sums + at / X_HALF * x->pitch + row;
-            f32x16 sums[8];
-            int32_t sums_of_codes[8];
-            for (int r = 0; r < rows; r++) sums_of_codes[r] = step == X_HALF ? halves[r] : halves[r] + halves[x->pitch + r];
-            group_sums(sums, w, piece->codes + at * column_bytes(kind), x->codes + here * X_GROUP + at % X_GROUP, step,
-                       sums_of_codes, rows, kind, AHEAD);
-            UNROLLED_ROWS for (int r = 0; r < rows; r++)
-                add_part(row_of + r, on_grid + r, &group, kept, sums[r], x->scales[here + r]);
-            if (!group.has_minimum) continue;
-            UNROLLED_ROWS for (int r = 0; r < rows; r++) {
-                const float sum_of_x = (float)sums_of_codes[r] * x->scales[here + r];
-                take_part(row_of + r, on_grid + r, &group, kept, sum_of_x);
-            }
-        }
-        end_group(row_of, &group, rows);
-    }
-    if (kept == ON_GRID && !all_on_grid(on_grid, rows)) return 0;
-    put_down(sums_of_rows, row_of, on_grid, rows, kept);
-    return 1;
-}
-
-/* Each way to go through the groups is compiled by itself only where that is faster. */
-INLINE int multiply_groups(const Piece *piece, Sums *sums, int64_t row, int rows, int kind, int kept) {
-    const int64_t group = piece->product->weight->group;
-    if (group < X_GROUP) return multiply(piece, sums, row, rows, kind, kept, X_HALF, 0);
-    if (group == X_GROUP && kind != FLOATS && kept != EXACT) return multiply(piece, sums, row, rows, kind, kept, X_GROUP, 0);
-    return multiply(piece, sums, row, rows, kind, kept, X_GROUP, 1);
-}
-
-INLINE void multiply_some(const Piece *piece, Sums *sums, int64_t row, int rows, int kind, int exact) {
-    multiply_groups(piece, sums, row, rows, kind, exact ? EXACT : ROUNDED);
-}
-
-/* The same of the n-th eight rows, where there are registers for so many: exact sums on the grid unless that failed, which
- * bit n of `off_grid` tells. */
-INLINE void multiply_eight(const Piece *piece, uint32_t *off_grid, int64_t n, Sums *sums, int64_t row, int kind, int exact) {
-    if (exact && HAS_GRID_SUMS && piece->product->weight->group <= PIECE && !(*off_grid >> n & 1)) {
-        if (multiply_groups(piece, sums, row, 8, kind, ON_GRID)) return;
-        *off_grid |= 1u << n;
-    }
-    multiply_some(piece, sums, row, 8, kind, exact);
-}
-
-/* Rows [row, last), at most a turn, of y for one block: a piece is read from memory once for all of them. */
-INLINE void multiply_rows(const Product *p, int64_t block, int64_t row, int64_t last, int kind, int exact) {
-    const int64_t groups = groups_of(p->weight), rows = last - row;
-    Piece piece;
-    Sums sums[TURN];
-    uint32_t off_grid = 0;
-    begin_block(&piece, p, block);
-    for (int64_t r = 0; r < rows; r++) sums[r] = (Sums){.exact = {}};
-    while (piece.last < groups) {
-        next_piece(&piece, block, groups);
-        int64_t r = 0;
-        for (; MOST_ROWS >= 8 && r + 8 <= rows; r += 8) multiply_eight(&piece, &off_grid, r / 8, sums + r, row + r, kind, exact);
-        for (; MOST_ROWS >= 4 && r + 4 <= rows; r += 4) multiply_some(&piece, sums + r, row + r, 4, kind, exact);
-        for (; MOST_ROWS >= 2 && r + 2 <= rows; r += 2) multiply_some(&piece, sums + r, row + r, 2, kind, exact);
-        for (; r < rows; r++) multiply_some(&piece, sums + r, row + r, 1, kind, exact);
-    }
-    for (int64_t r = 0; r < rows; r++) store_row(p, block, row + r, sums[r].rounded, sums[r].exact, exact);
-}
-
-INLINE void multiply_block(const Product *p, int64_t block, int64_t row, int64_t last, int kind) {
-    if (p->y_dtype == FLOAT64)
-        multiply_rows(p, block, row, last, kind, 1);
-    else
-        multiply_rows(p, block, row, last, kind, 0);
-}
-
 INLINE int64_t blocks_of(const PackedWeight *w) { return (w->outputs + LANES - 1) / LANES; }
 
 /* Rows of a part that share what is read of the weight. */
 INLINE int64_t turn_of(const Products *all, const WeightPart *part) {
-    return all->way == BY_TILES && fits_tiles(&part->weight) ? TILES_TURN : TURN;
+    return all->way == BY_TILES && fits_tiles(&part->weight) ? TILES_TURN : VECTORS_TURN;
 }
 
 /* How many turns of rows, the last of them maybe shorter, a part is multiplied with. */
@@ -160,17 +67,6 @@ INLINE Item item_of(const WeightPart *part, int64_t n, int64_t turn, int64_t fir
     const int64_t near = n / (NEAR * turns) * NEAR, here = n % (NEAR * turns);
     const int64_t count = blocks - near < NEAR ? blocks - near : NEAR, row = first + here / count * turn;
     return (Item){near + here % count, row, row + turn < last ? row + turn : last};
-}
-
-INLINE void multiply_item(const Product *p, Item item) {
-    if (p->weight->kind == NIBBLES)
-        multiply_block(p, item.block, item.row, item.last, NIBBLES);
-    else if (p->weight->kind == NIBBLES_BY_TABLE)
-        multiply_block(p, item.block, item.row, item.last, NIBBLES_BY_TABLE);
-    else if (p->weight->kind == BYTES)
-        multiply_block(p, item.block, item.row, item.last, BYTES);
-    else
-        multiply_block(p, item.block, item.row, item.last, FLOATS);
 }
 
 /* An item is a block of a part with a turn of rows: threads have as much to do each, whatever experts are chosen. */
@@ -195,7 +91,7 @@ static void multiply_items(void *of, int64_t first, int64_t last, int thread) {
             if (HAS_TILES && turn == TILES_TURN)
                 multiply_rows_by_tiles(&tiles, &p, item.block, item.row, item.last, goes_on);
             else
-                multiply_item(&p, item);
+                multiply_rows_by_vectors(&p, item.block, item.row, item.last);
         }
         begin = end;
     }
@@ -205,7 +101,8 @@ static void multiply_items(void *of, int64_t first, int64_t last, int thread) {
 /* Whether products of these kernels can be made by tiles. */
 int tllm_has_tiles(void) { return HAS_TILES; }
 
-/* Bytes of scratch memory behind all else: a tile has rows behind the last one, whose codes are read, and scales of 0. */
+/* Bytes of scratch memory behind all else: a tile, and eight rows by vectors, have rows behind the last one, whose codes are
+ * read, and scales of 0. */
 #define BEHIND (TILE_ROWS * X_GROUP)
 
 /* Bytes of scratch memory that rounding x takes. */

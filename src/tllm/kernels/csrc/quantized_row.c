@@ -37,12 +37,13 @@ INLINE void multiply(const Product *p, int64_t block, int blocks, int64_t row, i
             const int64_t here = at / X_GROUP * x->pitch + row;
             const int32_t *halves = x->sums + at / X_HALF * x->pitch + row;
             const int32_t sum_of_codes = step == X_HALF ? halves[0] : halves[0] + halves[x->pitch];
+            const int32_t start = -offset_of(w, kind) * sum_of_codes;
             const float d = x->scales[here];
             NOT_UNROLLED for (int b = 0; b < blocks; b++) {
                 f32x16 sums;
                 const Group of_block = is_wide ? group[b] : next_group(w, block + b, number, groups, is_wide, exact);
                 group_sums(&sums, w, codes + (b * w->padded + at) * bytes, x->codes + here * X_GROUP + at % X_GROUP, step,
-                           &sum_of_codes, 1, kind, ahead);
+                           &start, 1, kind, CHAINS, ahead);
                 add_sums(row_of + b, &of_block, sums, d);
                 if (of_block.has_minimum) take_minimum(row_of + b, &of_block, (float)sum_of_codes * d);
             }
