@@ -35,7 +35,7 @@ from tllm.engine.recording_choice import (
 )
 from tllm.engine.schedule.batch import Batch, BatchEntry
 from tllm.engine.schedule.limits import Limits
-from tllm.kernels import packed_product
+from tllm.kernels import product_ways
 from tllm.kernels.fastest import Choice
 from tllm.kernels.library import Library, library, using
 from tllm.kernels.paged_attention import TiledAttention, TileNumbers, fits
@@ -192,10 +192,19 @@ class DecodeRecordings:
         """
         with taken_by(left_out):
             self._compute(rows, layers)  # products are chosen
+            self._try_ways(rows, layers)
             recording = self._recording_of(rows, layers)
             if recording is None:
                 return Choice(COMPUTED, {}, is_sure=False)
             return by_turns({PLAYED: recording.play, COMPUTED: partial(self._compute, rows, layers)})
+
+    def _try_ways(self, rows: int, layers: int) -> None:
+        """Compute as recordings do until each of their products is made in the way that is the fastest."""
+        trials = -1
+        with using(recordable(self._kernels)):
+            while trials != product_ways.trials_made:
+                trials = product_ways.trials_made
+                self._compute(rows, layers)
 
     def _recording_of(self, rows: int, layers: int | None) -> Recording | None:
         """A recording of the first layers, or of all of them, without what ranks do together."""
@@ -211,13 +220,13 @@ class DecodeRecordings:
         return Recorder(self._kernels, self._memory, Fraction(self._most, rows))
 
     def _record(self, rows: int) -> Tensor:
-        recorder, trials = self._recorder(rows), packed_product.trials_made
+        recorder, trials = self._recorder(rows), product_ways.trials_made
         with recorder.recording():
             x_TD = self._compute(rows)
         recording = recorder.recorded()
         if recording is None:
             self._refuse(recorder.refused)
-        elif trials == packed_product.trials_made:  # else the next batch is recorded, and in time all ways are chosen
+        elif trials == product_ways.trials_made:  # else the next batch is recorded, and in time all ways are chosen
             place = self._memory.place_of(x_TD)
             self.recorded[rows] = Played(recording, x_TD if place is None else place)
         return x_TD

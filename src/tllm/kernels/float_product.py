@@ -3,7 +3,8 @@
 Which of torch's products reads a matrix fastest differs between processors by several times, in either direction
 (docs/log/serving.md). So the first product of each kind (rows, shape, dtype, threads) times the candidates on the
 weight itself, and the winner is kept (`kernels/autotune.py`). Candidates differ by rounding only. Where layers are
-recorded, all products are our kernels': whether that pays is measured on the layers (`engine/recording_choice.py`).
+recorded, all products are our kernels': whether that pays is measured on the layers (`engine/recording_choice.py`), and
+how the kernel reads a weight for a single row on the products themselves (`kernels/product_ways.py`).
 
 oneDNN, which makes torch's products of 16-bit numbers, prepares one anew for each number of rows that it does not keep:
 a millisecond on an Intel Xeon with AMX, ten times what a product of a small weight takes, and half a megabyte. A batch
@@ -28,6 +29,7 @@ from torch import Tensor
 from tllm.kernels.autotune import Autotuned
 from tllm.kernels.fastest import Choice, fastest, next_power_of_two
 from tllm.kernels.library import DTYPE_NUMBERS, LANES, library
+from tllm.kernels.product_ways import ROW_WAYS, ProductWays, Way
 from tllm.kernels.row_operations import DTYPES
 
 MEASURED_ROWS = 64
@@ -67,6 +69,7 @@ class ProductKind(NamedTuple):
 
 
 choices = Autotuned[ProductKind]("product")
+row_ways = ProductWays[ProductKind]("a row by the kernel")
 
 
 def float_matmul(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
@@ -85,13 +88,16 @@ def product_name(x_TD: Tensor, weight_FD: Tensor) -> str:
         return "tiles" if rows <= ROWS_BY_TILES and _is_candidate("tiles", x_TD, weight_FD) else "linear"
     if rows > MEASURED_ROWS and not _is_candidate("tiles", x_TD, weight_FD):
         return "linear"
-    kind = ProductKind(
-        next_power_of_two(rows), len(weight_FD), weight_FD.shape[1], weight_FD.dtype, torch.get_num_threads()
-    )
+    kind = kind_of(rows, weight_FD)
     choice = choices.known.get(kind)
     if choice is None:
         choice = choices.choose(kind, names_for(x_TD, weight_FD), partial(measure, x_TD, weight_FD))
     return choice.name
+
+
+def kind_of(rows: int, weight_FD: Tensor) -> ProductKind:
+    outputs, columns = weight_FD.shape
+    return ProductKind(next_power_of_two(rows), outputs, columns, weight_FD.dtype, torch.get_num_threads())
 
 
 def measure(x_TD: Tensor, weight_FD: Tensor) -> Choice:
@@ -112,6 +118,8 @@ def _is_candidate(name: str, x_TD: Tensor, weight_FD: Tensor) -> bool:
             return len(x_TD) == 1
         case "kernel":
             return kernels is not None
+        case "kernel, one by one":
+            return kernels is not None and len(x_TD) == 1
         case "tiles":
             is_bfloat16 = x_TD.dtype == weight_FD.dtype == torch.bfloat16
             fits = all(size % TILED == 0 for size in weight_FD.shape) and weight_FD.is_contiguous()
@@ -164,8 +172,11 @@ def _transposed(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
     return torch.mm(weight_FD, _padded(x_TD, weight_FD).t()).t()[: len(x_TD)].contiguous()
 
 
-def _kernel(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
-    """The kernel of csrc/float_matmul.c: reads the weights once, in order, and sums in float32."""
+def _kernel(x_TD: Tensor, weight_FD: Tensor, way: Way = Way.SIDE_BY_SIDE) -> Tensor:
+    """The kernel of csrc/float_matmul.c: reads the weights once, in order, and sums in float32.
+
+    `way`: of a single row where products may be any candidate's. Otherwise it is the one that is the fastest.
+    """
     kernels = library()
     assert kernels is not None and weight_FD.is_contiguous()
     x_TD = x_TD.contiguous()
@@ -173,19 +184,18 @@ def _kernel(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
     y_TF = torch.empty(rows, outputs, dtype=x_TD.dtype)
     scratch = torch.empty(rows * -(-columns // LANES) * LANES, dtype=torch.float32)  # each row of x in whole vectors
     number = DTYPE_NUMBERS[x_TD.dtype]
-    kernels.float_matmul(
-        weight_FD.data_ptr(),
-        DTYPE_NUMBERS[weight_FD.dtype],
-        outputs,
-        columns,
-        x_TD.data_ptr(),
-        number,
-        rows,
-        y_TF.data_ptr(),
-        number,
-        scratch.data_ptr(),
-        torch.get_num_threads(),
-    )
+
+    def product(way: Way) -> None:
+        weight, x, y = weight_FD.data_ptr(), x_TD.data_ptr(), y_TF.data_ptr()
+        of_weight, threads = DTYPE_NUMBERS[weight_FD.dtype], torch.get_num_threads()
+        kernels.float_matmul(
+            *(weight, of_weight, outputs, columns, x, number, rows, y, number, scratch.data_ptr(), way, threads)
+        )
+
+    if kernels.makes_plain_products and rows == 1 and weight_FD.nbytes >= MEASURED_BYTES:
+        row_ways.make(kind_of(rows, weight_FD), ROW_WAYS, product)
+    else:
+        product(way)
     return y_TF
 
 
@@ -207,6 +217,7 @@ CANDIDATES: dict[str, Product] = {
     "torch.mv": _mv,
     "W x^T": _transposed,
     "kernel": _kernel,
+    "kernel, one by one": partial(_kernel, way=Way.ONE_BY_ONE),
     "tiles": _tiles,
 }
 """The products by the names that `tllm profile` shows."""

@@ -136,7 +136,7 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
     ),
     "tllm_float_matmul": (
         None,
-        [c_void_p, c_int, c_int64, c_int64, c_void_p, c_int, c_int64, c_void_p, c_int, c_void_p, c_int],
+        [c_void_p, c_int, c_int64, c_int64, c_void_p, c_int, c_int64, c_void_p, c_int, c_void_p, c_int, c_int],
     ),
     "tllm_bfloat16_scratch_bytes": (c_int64, [c_int64, c_int64, c_int]),
     "tllm_bfloat16_matmul": (None, [c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int]),

@@ -18,7 +18,7 @@ from tllm.devices.choose import CPU
 from tllm.kernels.batch_invariant import is_batch_invariant, make_batch_invariant
 from tllm.kernels.gpu_kernels import GpuKernels, gpu_kernels
 from tllm.kernels.library import DTYPE_NUMBERS, EXPONENT, Library, PackedWeightArguments, WeightPartArguments, library
-from tllm.kernels.packed_product import Way, kind_of, multiply
+from tllm.kernels.product_ways import Way, kind_of, multiply_packed
 from tllm.quantization.blocks import Code, Scheme, table_on
 from tllm.quantization.packed_layout import PackedTensors, padded_columns, unpack_rows
 from tllm.quantization.reference_matmul import reference_matmul
@@ -186,7 +186,7 @@ class WeightParts:
                 scratch = torch.empty(kernels.quantized.scratch_bytes(len(wide), first.padded), dtype=torch.uint8)
                 outputs = sum(part.outputs for _, _, part in parts)
                 kind = kind_of(len(wide) // (len(first_rows) - 1), outputs, first, exact)
-                multiply(kernels, kind, partial(_multiply, kernels, arguments, first_rows, wide, y_NF, scratch))
+                multiply_packed(kernels, kind, partial(_multiply, kernels, arguments, first_rows, wide, y_NF, scratch))
         return y_NF
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tllm.kernels import library
 from tllm.kernels.library import Library, compiled, path_of
-from tllm.kernels.packed_product import Way
+from tllm.kernels.product_ways import Way
 from tllm.parallel import quantized_weight
 from tllm.quantization.blocks import Blocks, Scheme
 from tllm.quantization.round_weights import round_weights

@@ -16,11 +16,11 @@ from tllm.core.cache_folder import cache_folder
 from tllm.core.errors import ConfigError
 from tllm.engine.compute import attention_choice
 from tllm.engine.compute.attention_choice import AttentionKind, fastest_way
-from tllm.kernels import autotune, float_product, packed_product
+from tllm.kernels import autotune, float_product, product_ways
 from tllm.kernels.autotune import VARIABLE, Autotuned, choice_file, in_words
 from tllm.kernels.fastest import Choice, fastest
 from tllm.kernels.float_product import float_matmul
-from tllm.kernels.packed_product import TURNS, PackedProductKind
+from tllm.kernels.product_ways import TURNS, PackedProductKind, ProductWays
 from tllm.kernels.training import training_matmul
 from tllm.kernels.training.training_matmul import choose_products
 from tllm.training.attention import attention_dtype
@@ -165,7 +165,7 @@ def test_every_area_reads_what_was_kept(measuring: Measuring, monkeypatch: pytes
     counts = []
     for _ in range(2):
         monkeypatch.setattr(float_product, "choices", Autotuned("product"))
-        monkeypatch.setattr(packed_product, "choices", Autotuned("product of few bits"))
+        monkeypatch.setattr(product_ways, "packed", ProductWays("product of few bits"))
         monkeypatch.setattr(attention_choice, "choices", Autotuned("attention of prompts"))
         monkeypatch.setattr(training_matmul, "measured", Autotuned("product of training"))
         monkeypatch.setattr(attention_dtype, "measured", Autotuned("attention of training"))
@@ -176,14 +176,14 @@ def test_every_area_reads_what_was_kept(measuring: Measuring, monkeypatch: pytes
         prompts = Measuring(Choice("b", {"a": 2.0, "b": 1.0}))
         trained = Measuring(Choice("float32", {"float32": 1.0, "bfloat16": 2.0}))
         monkeypatch.setattr(float_product, "fastest", products)
-        monkeypatch.setattr(packed_product.Trials, "fastest", packed)
+        monkeypatch.setattr(product_ways.Trials, "fastest", packed)
         monkeypatch.setattr(attention_choice, "fastest", prompts)
         monkeypatch.setattr(training_matmul, "wide_or_own", trained)
         monkeypatch.setattr(attention_dtype, "wide_or_own", trained)
         float_matmul(x_TD, weight_FD)
         has_tiles = SimpleNamespace(has_tiles=True)
         for _ in range(2 * TURNS):
-            packed_product.multiply(has_tiles, packed_kind, lambda way: None)  # type: ignore[arg-type]
+            product_ways.multiply_packed(has_tiles, packed_kind, lambda way: None)  # type: ignore[arg-type]
         assert fastest_way(kind, {"a": lambda: 1, "b": lambda: 2}, lambda way: None) == 2
         assert choose_products(weights).popitem()[1] == frozenset(training_matmul.PASSES)
         assert attention_dtype.choose_attention_dtype(torch.bfloat16) == torch.float32

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from ctypes import CDLL, CFUNCTYPE, c_int, c_uint, c_void_p, cast
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ from tllm.kernels.float_product import (
     product_name,
 )
 from tllm.kernels.library import Library, path_of
+from tllm.kernels.product_ways import ROW_WAYS, TURNS, ProductWays, Way
 from tllm.kernels.recording.recorder import recordable
 
 
@@ -94,6 +96,7 @@ def test_the_kernel_has_the_same_bits_everywhere(
         want = twin(x, weight)
         for rows in ROWS:
             assert torch.equal(CANDIDATES["kernel"](x[:rows], weight), want[:rows])
+        assert torch.equal(CANDIDATES["kernel, one by one"](x[:1], weight), want[:1])
 
 
 @pytest.mark.parametrize(("least", "added"), [(LARGE_BYTES, 1 / 4), (0, 1 / 8)], ids=["small", "large"])
@@ -362,6 +365,35 @@ def test_a_hopeless_candidate_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> 
     )
     assert measure(torch.randn(3, 16), torch.randn(8, 16)).name == "linear"
     assert calls.count("slow") == 1 and calls.count("fast") == REPEATS
+
+
+@pytest.mark.parametrize("faster", ROW_WAYS)
+def test_a_recorded_row_is_multiplied_in_the_way_that_is_the_fastest(
+    faster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found on the products themselves, which are right meanwhile. Of several rows there is one way."""
+    clocks, ways = Clocks(monkeypatch), list[Way]()
+    takes_long, takes_less = clocks.takes(2e-3, 0.0), clocks.takes(1e-3, 0.0)
+    kernels = recordable(libraries()[-1])
+    made = kernels.float_matmul
+
+    def matmul(*arguments: Any) -> None:
+        ways.append(arguments[-2])
+        (takes_less if ROW_WAYS[faster] == arguments[-2] else takes_long)()
+        made(*arguments)
+
+    kernels.float_matmul = matmul
+    monkeypatch.setenv("TLLM_AUTOTUNE_CACHE", "off")
+    monkeypatch.setattr(float_product, "row_ways", ProductWays("a row by the kernel"))
+    monkeypatch.setattr(float_product, "MEASURED_BYTES", 0)
+    monkeypatch.setattr(float_product, "library", lambda: kernels)
+    x, weight = torch.randn(3, 70), torch.randn(20, 70)
+    for _ in range(2 * TURNS + 2):
+        torch.testing.assert_close(float_matmul(x[:1], weight), x[:1] @ weight.T)
+    assert ways[: 2 * TURNS] == [*ROW_WAYS.values()] * TURNS and set(ways[2 * TURNS :]) == {ROW_WAYS[faster]}
+    ways.clear()
+    float_matmul(x, weight)
+    assert ways == [Way.SIDE_BY_SIDE]
 
 
 def test_small_weights_and_many_rows_are_torchs() -> None:

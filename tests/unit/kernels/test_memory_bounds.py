@@ -10,7 +10,7 @@ import torch
 from tests.support.models.few_bits import KINDS, libraries, name_of, ways
 from tests.support.models.guarded_memory import GuardedMemory
 from tllm.kernels.library import DTYPE_NUMBERS, LANES, DrawArguments, Library, WeightPartArguments
-from tllm.kernels.packed_product import Way
+from tllm.kernels.product_ways import Way
 from tllm.parallel.quantized_weight import PackedRows, _multiply
 from tllm.quantization.packed_layout import PackedTensors, pack
 

@@ -2,7 +2,8 @@
  *
  * Sums of some outputs with some rows are in registers together, as many as there are: what is read of W then serves
  * several rows, and what is read of x several outputs. Of several outputs W is read side by side: a processor that
- * fetches ahead in each of them has more of memory on the way than in a single one.
+ * fetches ahead in each of them has more of memory on the way than in a single one. Others fetch the most where W is read
+ * one output after another, as it lies; then a row's whole columns are a piece.
  *
  * A sum is over 16 lanes, each in the order of columns, and then over the lanes, whatever else is computed beside it. Of
  * numbers of 16 bits products are exact, and so their sums have the same bits on every processor.
@@ -33,6 +34,10 @@
 #define TURN 16      /* rows that share what is read of W */
 #define NEAR_X 5120  /* numbers of x in a piece at most: so many stay in the first cache */
 #define NEAR_W 16384 /* bytes of W that are multiplied by a piece at a time, and fetched meanwhile, at most */
+#define AHEAD 8192   /* bytes of W that are fetched before they are needed, where it is read as it lies */
+
+/* How outputs are read. As kernels/product_ways.py numbers them. */
+enum { ONE_BY_ONE, SIDE_BY_SIDE = 2 };
 
 typedef float Part __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t Bits __attribute__((vector_size(4 * WIDTH)));
@@ -43,7 +48,7 @@ typedef struct {
     const float *x;     /* [columns / 16, rows, 16], as `widen` puts it */
     void *y;            /* [rows, outputs] of y_dtype */
     int64_t outputs, columns, rows;
-    int w_dtype, y_dtype;
+    int w_dtype, y_dtype, way;
 } Product;
 
 /* Sums lane by lane, of rows from `row` on with the outputs of a panel. */
@@ -79,11 +84,12 @@ INLINE Part load_part(const void *from, int64_t at, int lane, int dtype, int is_
 }
 
 /* Adds the products of columns [from, to), which are whole steps, to sums of `outputs` outputs from `output` on with
- * `rows` rows. `first` and `row`: where these are in the turn's sums. The same columns of as many outputs after these are
- * fetched, as they come next. */
+ * `rows` rows. `first` and `row`: where these are in the turn's sums. Of W is fetched what is multiplied next: what lies
+ * ahead if these are all columns of a single output, else the same ones of as many outputs after these. */
 INLINE void multiply(const Product *p, Turn *turn, int64_t output, int64_t first, int outputs, int64_t row, int rows,
                      int64_t from, int64_t to, int dtype) {
-    const int64_t columns = p->columns, ahead = outputs * columns; /* numbers of W */
+    const int64_t columns = p->columns;
+    const int64_t ahead = outputs == 1 && to - from + PAIR > columns ? AHEAD : outputs * columns * size_of(dtype);
     const int step = step_of(dtype), size = size_of(dtype);
     for (int lane = 0; lane < LANES; lane += WIDTH) {
         Part sums[MOST_ROWS][MOST_OUTPUTS];
@@ -96,7 +102,7 @@ INLINE void multiply(const Product *p, Turn *turn, int64_t output, int64_t first
                 for (int o = 0; o < outputs; o++) {
                     const int64_t at = (output + o) * columns + k;
                     w[o] = load_part(p->weight, at, lane, dtype, half);
-                    if (lane == 0 && half == 0) __builtin_prefetch((const uint8_t *)p->weight + (at + ahead) * size);
+                    if (lane == 0 && half == 0) __builtin_prefetch((const uint8_t *)p->weight + at * size + ahead);
                 }
                 for (int r = 0; r < rows; r++) {
                     Part here;
@@ -132,12 +138,12 @@ INLINE void multiply_rest(const Product *p, Turn *turn, int64_t output, int64_t 
         }
 }
 
-/* Outputs [output, output + outputs), at most PANEL, of a turn's rows; the more rows at a time, the fewer outputs. */
-INLINE void multiply_panel(const Product *p, Turn *turn, int64_t output, int64_t outputs, int most, int dtype) {
-    const int together = SUMS / most < MOST_OUTPUTS ? SUMS / most : MOST_OUTPUTS;
+/* Outputs [output, output + outputs), at most PANEL, of a turn's rows, so many of both at a time. */
+INLINE void multiply_panel(const Product *p, Turn *turn, int64_t output, int64_t outputs, int most, int together, int dtype) {
     const int64_t whole = p->columns / step_of(dtype) * step_of(dtype);
     const int64_t of_x = NEAR_X / turn->rows, of_w = NEAR_W / (together * size_of(dtype));
-    const int64_t pieces = (whole - 1) / (of_x < of_w ? of_x : of_w) + 1, piece = (whole / pieces + PAIR - 1) / PAIR * PAIR;
+    const int64_t pieces = together == 1 ? 1 : (whole - 1) / (of_x < of_w ? of_x : of_w) + 1;
+    const int64_t piece = (whole / pieces + PAIR - 1) / PAIR * PAIR;
     for (int64_t r = 0; r < turn->rows; r++) memset(turn->sums[r], 0, sizeof turn->sums[r]);
     for (int64_t from = 0; from < whole; from += piece) {
         const int64_t to = from + piece < whole ? from + piece : whole;
@@ -153,6 +159,9 @@ INLINE void multiply_panel(const Product *p, Turn *turn, int64_t output, int64_t
                        sums_of_16(turn->sums[r] + o));
 }
 
+/* Outputs whose sums are in registers together with those of so many rows. */
+INLINE int outputs_beside(int rows) { return SUMS / rows < MOST_OUTPUTS ? SUMS / rows : MOST_OUTPUTS; }
+
 INLINE void multiply_of(const Product *p, int64_t first, int64_t last, int dtype) {
     Turn turn;
     for (int64_t output = first; output < last; output += PANEL) {
@@ -160,13 +169,15 @@ INLINE void multiply_of(const Product *p, int64_t first, int64_t last, int dtype
         for (turn.row = 0; turn.row < p->rows; turn.row += TURN) {
             turn.rows = p->rows - turn.row < TURN ? p->rows - turn.row : TURN;
             if (MOST_ROWS >= 8 && turn.rows >= 8)
-                multiply_panel(p, &turn, output, outputs, 8, dtype);
+                multiply_panel(p, &turn, output, outputs, 8, outputs_beside(8), dtype);
             else if (turn.rows >= 4)
-                multiply_panel(p, &turn, output, outputs, 4, dtype);
+                multiply_panel(p, &turn, output, outputs, 4, outputs_beside(4), dtype);
             else if (turn.rows >= 2)
-                multiply_panel(p, &turn, output, outputs, 2, dtype);
+                multiply_panel(p, &turn, output, outputs, 2, outputs_beside(2), dtype);
+            else if (p->way == ONE_BY_ONE && p->rows == 1)
+                multiply_panel(p, &turn, output, outputs, 1, 1, dtype);
             else
-                multiply_panel(p, &turn, output, outputs, 1, dtype);
+                multiply_panel(p, &turn, output, outputs, 1, outputs_beside(1), dtype);
         }
     }
 }
@@ -202,10 +213,10 @@ static void widen(float *wide, const void *x, int x_dtype, int64_t rows, int64_t
 }
 
 /* y [rows, outputs] = x [rows, columns] W^T with sums in float32; `scratch` has room for rows x columns of float32, the
- * columns rounded up to 16. */
+ * columns rounded up to 16. `way`: how a single row of x is multiplied, with the same bits. */
 void tllm_float_matmul(const void *weight, int w_dtype, int64_t outputs, int64_t columns, const void *x, int x_dtype,
-                       int64_t rows, void *y, int y_dtype, float *scratch, int threads) {
+                       int64_t rows, void *y, int y_dtype, float *scratch, int way, int threads) {
     widen(scratch, x, x_dtype, rows, columns, w_dtype == BFLOAT16);
-    Product product = {weight, scratch, y, outputs, columns, rows, w_dtype, y_dtype};
+    Product product = {weight, scratch, y, outputs, columns, rows, w_dtype, y_dtype, way};
     run_parallel(multiply_some, &product, outputs, LANES, threads);
 }

@@ -27,7 +27,7 @@
 #define NEAR 8                 /* blocks that stay in a cache while all turns, one after another, are multiplied by them */
 
 /* How products are made: with a block of outputs after another; by tiles, of several rows; of a single row with several
- * blocks side by side. As kernels/packed_product.py numbers them. */
+ * blocks side by side. As kernels/product_ways.py numbers them. */
 enum { ONE_BY_ONE, BY_TILES, SIDE_BY_SIDE };
 
 struct WeightPart {

@@ -41,7 +41,7 @@ static int make(const Call *call) {
         tllm_quantized_matmul(AT(0), w[1], AT(2), w[3], AT(4), INT(5), AT(6), w[7], INT(8), AT(9), INT(10), INT(11));
         break;
     case FLOAT_MATMUL:
-        tllm_float_matmul(AT(0), INT(1), w[2], w[3], AT(4), INT(5), w[6], AT(7), INT(8), AT(9), INT(10));
+        tllm_float_matmul(AT(0), INT(1), w[2], w[3], AT(4), INT(5), w[6], AT(7), INT(8), AT(9), INT(10), INT(11));
         break;
     case BFLOAT16_MATMUL: tllm_bfloat16_matmul(AT(0), w[1], w[2], AT(3), w[4], AT(5), AT(6), INT(7)); break;
     case RMS_NORM:

@@ -13,7 +13,7 @@ void tllm_quantized_matmul(const WeightPart *parts, int64_t count, const int64_t
                            const void *x, int x_dtype, void *y, int64_t stride, int y_dtype, void *scratch, int way,
                            int threads);
 void tllm_float_matmul(const void *weight, int w_dtype, int64_t outputs, int64_t columns, const void *x, int x_dtype,
-                       int64_t rows, void *y, int y_dtype, float *scratch, int threads);
+                       int64_t rows, void *y, int y_dtype, float *scratch, int way, int threads);
 void tllm_bfloat16_matmul(const void *weight, int64_t outputs, int64_t columns, const void *x, int64_t rows, void *y,
                           void *scratch, int threads);
 void tllm_rms_norm(const void *x, int dtype, int64_t rows, int64_t width, const void *weight, int w_dtype, float eps,

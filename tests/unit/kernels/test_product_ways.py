@@ -1,4 +1,4 @@
-"""In which way products of few bits are made: what was measured decides, and what the processor may do."""
+"""In which way products of our kernels are made: what was measured decides, and what the processor may do."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from tests.unit.kernels.clocks import Clocks
-from tllm.kernels import instruction_sets, packed_product
+from tllm.kernels import instruction_sets
 from tllm.kernels.instruction_sets import AMX, VNNI, may_use, supported
 from tllm.kernels.library import PackedWeightArguments
-from tllm.kernels.packed_product import TURNS, Product, Way, choices, kind_of, multiply
+from tllm.kernels.product_ways import TURNS, Product, Way, kind_of, multiply_packed, packed
 
 KERNELS = SimpleNamespace(has_tiles=True)
 WEIGHT = PackedWeightArguments(columns=64, kind=0, group=32)
@@ -22,8 +22,8 @@ WEIGHT = PackedWeightArguments(columns=64, kind=0, group=32)
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Way]:
     """The products that were made, and how; nothing is known of any kind."""
-    monkeypatch.setattr(choices, "known", {})
-    monkeypatch.setattr(packed_product, "_trials", {})
+    monkeypatch.setattr(packed, "known", {})
+    monkeypatch.setattr(packed, "_trials", {})
     monkeypatch.setenv("TLLM_AUTOTUNE_CACHE", "off")
     return []
 
@@ -44,18 +44,18 @@ def slow_in(made: list[Way], monkeypatch: pytest.MonkeyPatch) -> Callable[[Way],
 def test_products_that_are_alike_have_one_choice(made: list[Way], slow_in: Callable[[Way], Product]) -> None:
     product = slow_in(Way.ONE_BY_ONE)
     for rows in (20, 32) * TURNS:
-        multiply(KERNELS, kind_of(rows, 48, WEIGHT, False), product)  # type: ignore[arg-type]
-    assert [(kind.rows, kind.outputs, kind.columns, kind.codes, kind.group) for kind in choices.known] == [
+        multiply_packed(KERNELS, kind_of(rows, 48, WEIGHT, False), product)  # type: ignore[arg-type]
+    assert [(kind.rows, kind.outputs, kind.columns, kind.codes, kind.group) for kind in packed.known] == [
         (32, 48, 64, 0, 32)
     ]
     for _ in range(2 * TURNS):
-        multiply(KERNELS, kind_of(5000, 48, WEIGHT, True), product)  # type: ignore[arg-type]
-    assert {(kind.rows, kind.exact) for kind in choices.known} == {(32, False), (512, True)}
+        multiply_packed(KERNELS, kind_of(5000, 48, WEIGHT, True), product)  # type: ignore[arg-type]
+    assert {(kind.rows, kind.exact) for kind in packed.known} == {(32, False), (512, True)}
 
 
 def test_nothing_is_measured_of_several_rows_without_tiles(made: list[Way]) -> None:
-    multiply(SimpleNamespace(has_tiles=False), kind_of(512, 48, WEIGHT, False), made.append)  # type: ignore[arg-type]
-    assert made == [Way.ONE_BY_ONE] and not choices.known
+    multiply_packed(SimpleNamespace(has_tiles=False), kind_of(512, 48, WEIGHT, False), made.append)  # type: ignore[arg-type]
+    assert made == [Way.ONE_BY_ONE] and not packed.known
 
 
 @pytest.mark.parametrize(("rows", "other"), [(1, Way.SIDE_BY_SIDE), (20, Way.BY_TILES)])
@@ -71,13 +71,13 @@ def test_products_are_made_once_each_and_by_turns_until_one_way_is_known(
     slow, faster = (other, Way.ONE_BY_ONE) if is_slow else (Way.ONE_BY_ONE, other)
     kind, product = kind_of(rows, 48, WEIGHT, False), slow_in(slow)
     for _ in range(2 * TURNS + 3):
-        multiply(KERNELS, kind, product)  # type: ignore[arg-type]
+        multiply_packed(KERNELS, kind, product)  # type: ignore[arg-type]
     assert made == [Way.ONE_BY_ONE, other] * TURNS + [faster] * 3
     monkeypatch.setenv("TLLM_AUTOTUNE_CACHE", "on")
-    choices.put(kind, choices.known[kind]._replace(is_sure=True))
-    choices.known.clear()
+    packed.put(kind, packed.known[kind]._replace(is_sure=True))
+    packed.known.clear()
     made.clear()
-    multiply(KERNELS, kind, product)  # type: ignore[arg-type]
+    multiply_packed(KERNELS, kind, product)  # type: ignore[arg-type]
     assert made == [faster]
 
 
