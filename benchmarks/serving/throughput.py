@@ -30,6 +30,7 @@ from benchmarks.processes.python_module import descendants, environment, free_po
 from benchmarks.report.markdown import percent, table
 from benchmarks.report.results import Page, write
 from benchmarks.serving.openai_client import measure, wait_until_ready
+from tllm.kernels.library import compiled
 
 Figures = dict[str, Any]
 Take = Callable[[int], Figures]
@@ -190,13 +191,14 @@ LIMITS = """- Two processes on one machine share its memory bandwidth, which lim
 
 def page(size: str, found: dict[str, Any]) -> Page:
     """The page of raw figures: `runs` of each contender, and the read limit for each number of threads."""
-    raw, title = found["runs"], f"Serving a model of {parameters(size)}, bfloat16"
+    raw, kind = found["runs"], compiled()[0].name
+    title = f"Serving a model of {parameters(size)}, bfloat16, kernels for {kind}"
     body = speeds_table(raw, found["read_limit"]) + "\n\n" + table(ratios(raw))
     behind = [line for line in ratios(raw)[1:] if min(map(float, line[1:])) < 1]
     ours = [f"- {name}: {a} (decode), {b} (prompts), {c} (8 requests)." for name, a, b, c in behind]
     reading = f"{conclusions(raw, found['read_limit'])}\n\n{READING}"
     limits = "\n".join(["Ratios of which a part is below 1:", "", *ours, LIMITS] if ours else [LIMITS])
-    return Page("serving", f"serving-{size}", title, PURPOSE, body, reading, limits)
+    return Page("serving", f"serving-{size}-{kind}", title, PURPOSE, body, reading, limits)
 
 
 def conclusions(raw: dict[str, list[Figures]], limits: dict[str, dict[str, float]]) -> str:

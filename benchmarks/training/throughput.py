@@ -27,6 +27,7 @@ from benchmarks.processes.python_module import free_port, module_command
 from benchmarks.report import markdown
 from benchmarks.report.results import Page, write
 from tllm.cluster.certificates import Authority
+from tllm.kernels.library import compiled
 
 ROWS = 96
 SAME = 1e-5  # relative difference of float32 losses that contenders may have which do the same work
@@ -194,10 +195,10 @@ def page(size: str, raw: dict[str, Raw], batch: int, length: int) -> Page:
     limits = f"Ratios of which one is below 1:\n\n{listed}\n{LIMITS}" if behind else LIMITS
     body = f"{table(raw, batch * length)}\n\n{markdown.table(found)}"
     reading = f"{conclusions(found)}\n\n{READING}"
-    title = f"Training a model of {parameters(size)}"
-    return Page(
-        "training", f"training-{size}", title, PURPOSE.format(batch=batch, length=length), body, reading, limits
-    )
+    kind = compiled()[0].name
+    title = f"Training a model of {parameters(size)}, kernels for {kind}"
+    purpose = PURPOSE.format(batch=batch, length=length)
+    return Page("training", f"training-{size}-{kind}", title, purpose, body, reading, limits)
 
 
 def conclusions(found: list[list[str]]) -> str:
