@@ -11,6 +11,9 @@ a millisecond on an Intel Xeon with AMX, ten times what a product of a small wei
 of a server has any number of rows. So they are rounded up (`padded_rows`), and few are prepared;
 the memory of a server grew for hours by what was prepared, and dropped again, between tensors (docs/log/memory.md).
 
+Where the processor multiplies numbers of bfloat16 by pairs (AVX-512 BF16), a few rows take half as many operations of
+the kernel, whose sums are rounded otherwise then.
+
 On processors with AMX our own product by tiles (csrc/bfloat16_tiles.c) reads weights as they lie, and prepares nothing.
 Its threads take parts as they come to them, where oneDNN's have halves: of cores that are unlike, or that others use as
 well, the slower one has less to do. Times at their best do not show that, so oneDNN's must be clearly better.
@@ -46,7 +49,7 @@ IN_DOUBLING, IN_DOUBLING_OF_LARGE = 4, 8
 eighth."""
 
 TILED = 32
-"""Outputs and columns of weights that are multiplied by tiles are a multiple of this."""
+"""Outputs and columns of weights that are multiplied by tiles are a multiple of this, and columns of those by pairs."""
 
 ROWS_BY_TILES = 256
 """Up to so many rows tiles take 0.4 to 1.1 times as long as oneDNN's product beside weights of less than
@@ -81,7 +84,8 @@ def product_name(x_TD: Tensor, weight_FD: Tensor) -> str:
     """The candidate that is the fastest for these, measured if it is not known yet."""
     rows, kernels = len(x_TD), library()
     if kernels is not None and kernels.makes_plain_products and x_TD.dtype in DTYPES and weight_FD.is_contiguous():
-        return "tiles" if _is_candidate("tiles", x_TD, weight_FD) else "kernel"
+        names = ("tiles", "kernel by pairs", "kernel")
+        return next(name for name in names if _is_candidate(name, x_TD, weight_FD))
     if rows == 0 or x_TD.dtype == torch.float64:
         return "linear"
     if weight_FD.nbytes < MEASURED_BYTES:
@@ -113,6 +117,7 @@ def names_for(x_TD: Tensor, weight_FD: Tensor) -> list[str]:
 
 def _is_candidate(name: str, x_TD: Tensor, weight_FD: Tensor) -> bool:
     kernels = library()
+    are_bfloat16 = x_TD.dtype == weight_FD.dtype == torch.bfloat16 and weight_FD.is_contiguous()
     match name:
         case "torch.mv":
             return len(x_TD) == 1
@@ -120,10 +125,12 @@ def _is_candidate(name: str, x_TD: Tensor, weight_FD: Tensor) -> bool:
             return kernels is not None
         case "kernel, one by one":
             return kernels is not None and len(x_TD) == 1
+        case "kernel by pairs":
+            fits = weight_FD.shape[1] % TILED == 0 and len(x_TD) > 1
+            return kernels is not None and kernels.has_pairs and are_bfloat16 and fits
         case "tiles":
-            is_bfloat16 = x_TD.dtype == weight_FD.dtype == torch.bfloat16
-            fits = all(size % TILED == 0 for size in weight_FD.shape) and weight_FD.is_contiguous()
-            return kernels is not None and kernels.has_tiles and is_bfloat16 and fits
+            fits = all(size % TILED == 0 for size in weight_FD.shape)
+            return kernels is not None and kernels.has_tiles and are_bfloat16 and fits
     return True
 
 
@@ -175,7 +182,7 @@ def _transposed(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
 def _kernel(x_TD: Tensor, weight_FD: Tensor, way: Way = Way.SIDE_BY_SIDE) -> Tensor:
     """The kernel of csrc/float_matmul.c: reads the weights once, in order, and sums in float32.
 
-    `way`: of a single row where products may be any candidate's. Otherwise it is the one that is the fastest.
+    `way`: as candidates have it. A single row of a recording is multiplied in the way that is the fastest.
     """
     kernels = library()
     assert kernels is not None and weight_FD.is_contiguous()
@@ -218,6 +225,7 @@ CANDIDATES: dict[str, Product] = {
     "W x^T": _transposed,
     "kernel": _kernel,
     "kernel, one by one": partial(_kernel, way=Way.ONE_BY_ONE),
+    "kernel by pairs": partial(_kernel, way=Way.BY_PAIRS),
     "tiles": _tiles,
 }
 """The products by the names that `tllm profile` shows."""

@@ -40,7 +40,8 @@ V3 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"})
 V4 = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
 
 VNNI = V3 | V4 | {"avx512_vnni"}
-AMX = VNNI | {"avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"}
+BF16 = VNNI | {"avx512_bf16"}
+AMX = BF16 | {"amx_tile", "amx_int8", "amx_bf16"}
 
 TILES = 18
 """XFEATURE_XTILEDATA (Linux, Documentation/arch/x86/xstate.rst)."""
@@ -55,6 +56,7 @@ INSTRUCTION_SETS = (
         needs=AMX,
         registers=TILES,
     ),
+    InstructionSet("avx512bf16", "x86_64", "x86_64_v4+avx512vnni+avx512bf16", BF16),
     InstructionSet("avx512vnni", "x86_64", "x86_64_v4+avx512vnni", VNNI),
     InstructionSet("avxvnni", "x86_64", "x86_64_v3+avxvnni", V3 | {"avx_vnni"}),
     InstructionSet("avx2", "x86_64", "x86_64_v3", V3),

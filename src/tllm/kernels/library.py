@@ -129,6 +129,7 @@ class CallArguments(ctypes.Structure):
 SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "tllm_set_threads": (None, [c_void_p] * 3),
     "tllm_has_tiles": (c_int, []),
+    "tllm_has_pairs": (c_int, []),
     "tllm_scratch_bytes": (c_int64, [c_int64] * 2),
     "tllm_quantized_matmul": (
         None,
@@ -250,7 +251,7 @@ class Library:
         for name, (result, arguments) in SIGNATURES.items():
             function = getattr(functions, name)
             function.restype, function.argtypes = result, arguments
-        self.has_tiles = bool(functions.tllm_has_tiles())
+        self.has_tiles, self.has_pairs = bool(functions.tllm_has_tiles()), bool(functions.tllm_has_pairs())
         self.quantized = QuantizedFunctions(functions.tllm_quantized_matmul, functions.tllm_scratch_bytes)
         self.float_matmul = functions.tllm_float_matmul
         self.tiles = TileFunctions(

@@ -1,4 +1,4 @@
-"""Products of our kernels in the way that is the fastest on this machine: measured. All have the same bits.
+"""Products of our kernels in the way that is the fastest on this machine: measured. Those tried have the same bits.
 
 Several rows are multiplied by tiles (AMX) or by vectors: tiles win where there are many rows to a weight's codes and
 lose where there are few, and from how many on differs with the format, the shape and what else computes on the
@@ -28,11 +28,12 @@ TURNS = 4
 
 
 class Way(IntEnum):
-    """As csrc/quantized_matmul.c numbers them."""
+    """As csrc/quantized_matmul.c and csrc/float_matmul.c number them."""
 
     ONE_BY_ONE = 0
     BY_TILES = 1
     SIDE_BY_SIDE = 2
+    BY_PAIRS = 3
 
 
 ROW_WAYS = {"one by one": Way.ONE_BY_ONE, "side by side": Way.SIDE_BY_SIDE}

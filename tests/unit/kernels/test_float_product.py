@@ -99,6 +99,45 @@ def test_the_kernel_has_the_same_bits_everywhere(
         assert torch.equal(CANDIDATES["kernel, one by one"](x[:1], weight), want[:1])
 
 
+def twin_by_pairs(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
+    """The same with both numbers of a pair in one step, the second product first: so Intel defines VDPBF16PS."""
+    products = x_TD.float()[:, None, :] * weight_FD.float()
+    sums = torch.zeros(*products.shape[:2], 16)
+    for k in range(0, products.shape[-1], 32):
+        sums = sums + products[..., k + 1 : k + 32 : 2] + products[..., k : k + 32 : 2]
+    for half in (8, 4, 2, 1):
+        sums = sums[..., :half] + sums[..., half : 2 * half]
+    return sums[..., 0].to(x_TD.dtype)
+
+
+PAIRED = [library for library in libraries() if library.has_pairs]
+
+
+@pytest.mark.skipif(not PAIRED, reason="this processor does not multiply by pairs")
+@pytest.mark.parametrize("library", PAIRED, ids=lambda library: library.instruction_set.name)
+def test_products_by_pairs_have_the_same_bits_for_any_number_of_rows(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(float_product, "library", lambda: library)
+    torch.manual_seed(0)
+    for outputs, columns in [(21, 320), (101, 2720), (3, 32)]:
+        x, weight = torch.randn(ROWS[-1], columns).bfloat16(), torch.randn(outputs, columns).bfloat16()
+        want = twin_by_pairs(x, weight)
+        for rows in ROWS:
+            assert torch.equal(CANDIDATES["kernel by pairs"](x[:rows], weight), want[:rows])
+
+
+@pytest.mark.parametrize("library", libraries(), ids=lambda library: library.instruction_set.name)
+def test_pairs_multiply_what_fits_them(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(float_product, "library", lambda: library)
+    name, x, weight = "kernel by pairs", torch.ones(3, 64).bfloat16(), torch.ones(31, 64).bfloat16()
+    assert (name in names_for(x, weight)) == library.has_pairs
+    assert name not in names_for(x[:1], weight), "a single row waits for memory"
+    assert name not in names_for(x[:, :48], weight[:, :48].contiguous())
+    assert name not in names_for(x, torch.ones(64, 32).bfloat16().t())
+    assert name not in names_for(x.float(), weight) and name not in names_for(x, weight.float())
+
+
 @pytest.mark.parametrize(("least", "added"), [(LARGE_BYTES, 1 / 4), (0, 1 / 8)], ids=["small", "large"])
 def test_beside_a_weight_there_are_few_numbers_of_rows(
     least: int, added: float, monkeypatch: pytest.MonkeyPatch
@@ -275,8 +314,10 @@ def test_tiles_multiply_what_fits_them(library: Library, monkeypatch: pytest.Mon
     assert "tiles" not in names_for(x, torch.ones(64, 32).bfloat16().t())
     assert "tiles" not in names_for(x.float(), weight.float())
     monkeypatch.setattr(float_product, "library", lambda: recordable(library))
-    assert product_name(x, weight) == ("tiles" if library.has_tiles else "kernel")
-    assert product_name(x, weight[:31]) == "kernel"
+    few = "kernel by pairs" if library.has_pairs else "kernel"
+    assert product_name(x, weight) == ("tiles" if library.has_tiles else few)
+    assert product_name(x, weight[:31]) == few
+    assert product_name(x[:1], weight[:31]) == "kernel"
 
 
 BODY = CFUNCTYPE(None, c_void_p)
