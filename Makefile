@@ -3,8 +3,8 @@ PYTHON ?= python3
 PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
-PROCESSES := tests/e2e tests/multi/faults tests/docs tests/fuzz tests/multi/training tests/multi/serving tests/multi
-BESIDE := tests/unit/planner tests/parity/planner tests/parity/recovery tests/house
+PROCESSES := tests/e2e tests/multi/faults tests/docs tests/multi/training tests/multi/serving tests/multi
+BESIDE := tests/fuzz tests/unit/planner tests/parity/planner tests/parity/recovery tests/house
 KERNELS := $(wildcard src/tllm/kernels/csrc/*)
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 # In one order and with one seed, so that a commit passes always or never; pytest alone and `make soak` take others.
@@ -36,8 +36,9 @@ test-numbers: $(VENV)/.dev
 test-apart: $(VENV)/.dev
 	@$(MAKE) --no-print-directory --jobs 2 test-processes test-beside
 
-# What tests with processes leave of two cores these take: those of devices, then some of numbers. House tests read every
-# source file, and here only one process does; last, as the trees that they keep make each full collection a long one.
+# What tests with processes leave of two cores these take: those of devices, of fuzzing, which start no process, then some
+# of numbers. House tests read every source file, and here only one process does; last, as the trees that they keep make
+# each full collection a long one.
 test-beside: $(VENV)/.dev
 	@status=0; $(MAKE) --no-print-directory test-devices || status=$$?; \
 		$(BIN)/python -m pytest -m "not soak" $(SAME) $(BESIDE) $(PYTEST_ARGS) || status=$$?; exit $$status

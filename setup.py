@@ -22,7 +22,8 @@ from setuptools.command.build_py import build_py
 from setuptools.command.editable_wheel import editable_wheel
 
 KERNELS = Path(__file__).parent / "src" / "tllm" / "kernels"
-FLAGS = ["-shared", "-fPIC", "-O3", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra", "-Werror"]
+OPTIMIZED = ["-fPIC", "-O3", "-s"]
+FLAGS = ["-std=c11", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra", "-Werror", "-Wno-psabi"]
 
 
 def compile_kernels(machine: str = platform.machine()) -> None:
@@ -41,12 +42,15 @@ def compile_kernels(machine: str = platform.machine()) -> None:
         library = out / one.file
         if one.machine != machine or (library.is_file() and library.stat().st_mtime > newest):
             return
-        target = ["-target", f"{machine}-linux-gnu.2.17", f"-mcpu={one.compiled_for}", "-Wno-psabi", "-s"]
-        partial = library.with_suffix(".part")
-        subprocess.run([sys.executable, "-m", "ziglang", "cc", *FLAGS, *target, *files, "-o", str(partial)], check=True)
+        zig = [sys.executable, "-m", "ziglang", "cc", *OPTIMIZED, "-target", f"{machine}-linux-gnu.2.17"]
+        compiled, partial = library.with_suffix(".o"), library.with_suffix(".part")
+        subprocess.run([*zig, *FLAGS, f"-mcpu={one.compiled_for}", "-c", *files, "-o", str(compiled)], check=True)
+        # Linked for any processor, or else zig compiles its own runtime for each set of instructions.
+        subprocess.run([*zig, "-shared", str(compiled), "-o", str(partial)], check=True)
+        compiled.unlink()
         partial.replace(library)
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # two thirds of each are one file, which one core compiles
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(compile_for, known["INSTRUCTION_SETS"]))
 
 

@@ -122,7 +122,7 @@ def take(way: tuple[Library, Way], monkeypatch: pytest.MonkeyPatch) -> Library:
     """Let all products be made so."""
     kernels, asked = way
     monkeypatch.setattr(library, "loaded", lambda: kernels)
-    monkeypatch.setattr(quantized_weight, "multiply", lambda *arguments: arguments[-1](asked))
+    monkeypatch.setattr(quantized_weight, "multiply_packed", lambda *arguments: arguments[-1](asked))
     return kernels
 
 

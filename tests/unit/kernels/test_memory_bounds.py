@@ -10,7 +10,7 @@ import torch
 from tests.support.models.few_bits import KINDS, libraries, name_of, ways
 from tests.support.models.guarded_memory import GuardedMemory
 from tllm.kernels.library import DTYPE_NUMBERS, LANES, DrawArguments, Library, WeightPartArguments
-from tllm.kernels.product_ways import Way
+from tllm.kernels.product_ways import ROW_WAYS, Way
 from tllm.parallel.quantized_weight import PackedRows, _multiply
 from tllm.quantization.packed_layout import PackedTensors, pack
 
@@ -36,17 +36,18 @@ def test_products_of_few_bits(kind: str, way: tuple[Library, Way]) -> None:
                 assert y.isfinite().all()
 
 
+@pytest.mark.parametrize("way", ROW_WAYS.values(), ids=ROW_WAYS)
 @pytest.mark.parametrize("kernels", libraries(), ids=lambda one: one.instruction_set.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_products_of_plain_numbers(dtype: torch.dtype, kernels: Library) -> None:
-    for rows, outputs, columns in ((1, 1, 1), (3, 7, 15), (8, 49, 47), (17, 101, 700)):
+def test_products_of_plain_numbers(dtype: torch.dtype, way: Way, kernels: Library) -> None:
+    for rows, outputs, columns in ((1, 1, 1), (1, 101, 700), (3, 7, 15), (8, 49, 47), (17, 101, 700)):
         with GuardedMemory() as memory:
             scratch = memory.copy(torch.empty(rows * -(-columns // LANES) * LANES))
             weight, x = (memory.copy(torch.ones(one, columns, dtype=dtype)) for one in (outputs, rows))
             y, number = memory.copy(torch.full((rows, outputs), torch.nan, dtype=dtype)), DTYPE_NUMBERS[dtype]
             kernels.float_matmul(
                 *(weight.data_ptr(), number, outputs, columns, x.data_ptr(), number, rows),
-                *(y.data_ptr(), number, scratch.data_ptr(), 1),
+                *(y.data_ptr(), number, scratch.data_ptr(), way, 1),
             )
             assert (y == torch.tensor(columns, dtype=dtype)).all()
 
