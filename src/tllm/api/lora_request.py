@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tllm.core.disk import given_path
 from tllm.core.errors import CapacityError, ConfigError, RequestError, WeightsError
 from tllm.spec.lora.lora_config import CONFIG_FILE
 
@@ -121,7 +122,7 @@ def _folders(wanted: Sequence[LoRARequest | None]) -> dict[str, str]:
             continue
         if not one.lora_name or not one.lora_path:
             raise RequestError(f"{one} lacks a name or a folder", EXAMPLE, "lora_request")
-        folder = str(Path(one.lora_path).expanduser().resolve())
+        folder = str(given_path(one.lora_path))
         if not (Path(folder) / CONFIG_FILE).is_file():
             raise ConfigError(f"{one.lora_path} has no {CONFIG_FILE}", "give the folder of an adapter as PEFT saves it")
         if folders.setdefault(one.lora_name, folder) != folder:

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and what is said of a disk that takes no more."""
+"""Files that are there whole or not at all, paths that users give, and what is said of a disk that takes no more."""
 
 from __future__ import annotations
 
@@ -33,6 +33,16 @@ LFS_HINT = "`git lfs pull` in its folder fetches the files; or give the model's 
 def is_lfs_pointer(begins: bytes) -> bool:
     """Whether a file that begins so, with eight bytes or more, stands for a large one that `git clone` left out."""
     return begins.startswith(b"version ")
+
+
+def given_path(text: str) -> Path:
+    """The absolute path, without links, that a user means by this; `~` and `~NAME` are homes. ConfigError for what can
+    be no path: of a user who has no home here, of links that lead in a circle, or with a null byte."""
+    try:
+        return Path(text).expanduser().resolve()
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error).rstrip(".")
+        raise ConfigError(f"{text[:200]!r} is no path here: {reason}", "give one that is there") from error
 
 
 @contextlib.contextmanager

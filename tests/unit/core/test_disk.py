@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tllm.core.disk import print_line, whole_file, write_whole
+from tllm.core.disk import given_path, print_line, whole_file, write_whole
 from tllm.core.errors import ConfigError
 
 
@@ -91,3 +91,13 @@ def test_a_full_disk_behind_stdout_is_told_once_in_the_log_without_the_words(
         "lines for the operator cannot be written: No space left on device",
         "lines for the operator can be written again",
     ]
+
+
+def test_a_path_that_is_given_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert given_path("a/../b") == tmp_path / "b"
+    assert given_path("~/b") == tmp_path / "home" / "b"
+    for text, why in {"~nobody-of-this-name/b": "home directory", "a\0b": "null byte"}.items():
+        with pytest.raises(ConfigError, match=f"is no path here: .*{why}"):
+            given_path(text)

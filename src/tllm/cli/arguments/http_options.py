@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from tllm import __version__
 from tllm.cli.arguments.options import add_api_key, add_generation_config, api_key
-from tllm.cli.arguments.parser import count, port, size
+from tllm.cli.arguments.parser import count, port, size, user_path
 from tllm.server.http.settings import ServerSettings
 from tllm.server.reply.parser_choice import AUTO, NONE, REASONING_PARSERS, TOOL_PARSERS
 
@@ -31,7 +30,7 @@ def add_replies(group: argparse._ActionsContainer) -> None:
     """What the model is called, and what is made of its tokens."""
     group.add_argument("--served-model-name", action="append", default=[], metavar="NAME", help="one more name for it")
     add_generation_config(group)
-    group.add_argument("--chat-template", type=Path, metavar="FILE", help="instead of the model's own")
+    group.add_argument("--chat-template", type=user_path, metavar="FILE", help="instead of the model's own")
     group.add_argument(
         "--pooler-config",
         metavar="JSON",

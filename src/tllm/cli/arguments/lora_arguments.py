@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tllm.cli.arguments.parser import whole
+from tllm.core.disk import given_path
 from tllm.core.errors import ConfigError, WeightsError
 from tllm.spec.lora.lora_config import CONFIG_FILE, MAX_LORA_RANK, MAX_RANK, ServedLoras
 from tllm.spec.model_spec import ModelSpec
@@ -108,9 +109,12 @@ def _named(pair: str, taken: Collection[str] = ()) -> tuple[str, str]:
             f"--lora-modules has {pair!r}, and each is NAME=FOLDER, with a name of its own",
             "such as --lora-modules sql=adapters/sql",
         )
-    if not (Path(folder).expanduser() / CONFIG_FILE).is_file():
+    path = given_path(folder)
+    if not path.is_dir():
+        raise ConfigError(f"{folder} is no folder here", "give the folder of an adapter as PEFT saves it")
+    if not (path / CONFIG_FILE).is_file():
         raise ConfigError(f"{folder} has no {CONFIG_FILE}", "give the folder of an adapter as PEFT saves it")
-    return name, str(Path(folder).expanduser().resolve())
+    return name, str(path)
 
 
 def adapters_of(args: argparse.Namespace, serving: Serving) -> ServedAdapters | None:

@@ -8,7 +8,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from tllm.cli.arguments.parser import size
+from tllm.cli.arguments.parser import size, user_path_text
 from tllm.core.cache_folder import cache_folder
 from tllm.hub.locate import Need, locate
 from tllm.hub.repository import HubWeights, Repository
@@ -30,7 +30,11 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
 def add_weights_cache(parser: argparse._ActionsContainer, what: str) -> None:
     """Where weights are kept that came over the network, and how many."""
     parser.add_argument(
-        "--weights-cache", default=str(cache_folder()), metavar="DIR", help=f"keep {what} there (%(default)s)"
+        "--weights-cache",
+        type=user_path_text,
+        default=str(cache_folder()),
+        metavar="DIR",
+        help=f"keep {what} there (%(default)s)",
     )
     parser.add_argument(
         "--weights-cache-size",

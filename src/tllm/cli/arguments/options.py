@@ -11,7 +11,7 @@ from typing import Any, cast, get_args
 from tllm.api import engine_options as api_options
 from tllm.api.engine_options import EngineArgs, EngineOptions
 from tllm.cli.arguments.model_argument import add_model_argument
-from tllm.cli.arguments.parser import count, nonempty, port, size, whole
+from tllm.cli.arguments.parser import count, nonempty, port, size, user_path_text, whole
 from tllm.cluster.heartbeat import SILENCE_SECONDS
 from tllm.cluster.settings import OUR_LINKS, IntraHost, LinkKind, Narrowing, Wiring
 from tllm.core.errors import AuthError, PlanError
@@ -134,6 +134,7 @@ def add_prefix_caching(parser: argparse._ActionsContainer) -> None:
 def add_cache_dir(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--cache-dir",
+        type=user_path_text,
         default="",
         metavar="FOLDER",
         help="keep that on disk too, for after a restart, under other plans and after the loss of a node (no)",

@@ -7,6 +7,7 @@ import re
 import shutil
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from tllm.cli.arguments.elsewhere import said_of_option, said_of_value
@@ -136,6 +137,19 @@ def size(text: str) -> int:
     if not 0 < nbytes <= MOST_BYTES:
         raise argparse.ArgumentTypeError(f"{text[:60]!r} is not a size such as 512MiB or 2GiB")
     return int(nbytes)
+
+
+def user_path(text: str) -> Path:
+    """A path in which `~` is a home, also where the shell has left it so, as in `--keep=~/plans`."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:  # there is no such user
+        raise argparse.ArgumentTypeError(f"{text[:200]!r} is no path here: {str(error).rstrip('.')}") from error
+
+
+def user_path_text(text: str) -> str:
+    """The same as text, "" where none is given."""
+    return str(user_path(text)) if text else ""
 
 
 def nonempty(given: str) -> str:

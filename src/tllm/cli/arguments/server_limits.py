@@ -6,7 +6,7 @@ import argparse
 from dataclasses import fields
 from typing import TypedDict
 
-from tllm.cli.arguments.parser import count, option_of, size, whole
+from tllm.cli.arguments.parser import count, option_of, size, user_path_text, whole
 from tllm.core.errors import ConfigError
 from tllm.server.admission.token_bucket import UNLIMITED, RateLimits
 from tllm.server.http.settings import RequestLimits, SchedulingPolicy, ServerSettings
@@ -49,6 +49,7 @@ def add_server_limits(parser: argparse.ArgumentParser) -> None:
     keys = parser.add_argument_group("keys and queue")
     keys.add_argument(
         "--api-keys-file",
+        type=user_path_text,
         default="",
         metavar="FILE",
         help="keys with names and limits, TOML or JSON; read anew when changed",

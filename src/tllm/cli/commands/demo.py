@@ -22,7 +22,7 @@ import tllm
 from tllm.api.engine_options import EngineOptions, engine_options
 from tllm.api.open_engine import open_engine
 from tllm.api.streamed_reply import StreamedReply
-from tllm.cli.arguments.parser import whole
+from tllm.cli.arguments.parser import user_path, whole
 from tllm.cli.commands.status import links_line, nodes_table
 from tllm.cli.demonstration.demo_training import STEPS, train_demo
 from tllm.cli.display.ring_picture import ring
@@ -41,7 +41,7 @@ Show = Callable[[dict[str, Any], str], None]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", type=Path, default=SHIPPED, metavar="MODEL", help="another model's folder")
+    parser.add_argument("--model", type=user_path, default=SHIPPED, metavar="MODEL", help="another model's folder")
     parser.add_argument("--plan", default="pp=2,tp=1+2", metavar="PLAN", help="another plan (%(default)s)")
     parser.add_argument("--prompt", default=PROMPT, metavar="TEXT", help="another text (sampled with a fixed seed)")
     parser.add_argument("--max-tokens", type=whole, default=110, metavar="N", help="(%(default)s)")

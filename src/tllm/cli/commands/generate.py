@@ -24,7 +24,7 @@ from tllm.api.streamed_reply import StreamedReply
 from tllm.cli.arguments.lora_arguments import add_one_lora, id_of_one, one_lora
 from tllm.cli.arguments.model_argument import resolve_model
 from tllm.cli.arguments.options import ACCEPTANCE, add_engine, add_sampling, engine_options
-from tllm.cli.arguments.parser import count, token_ids
+from tllm.cli.arguments.parser import count, token_ids, user_path
 from tllm.cli.display.progress import ShowProgress, loading
 from tllm.cli.planning.outcome import conclude_serving
 from tllm.cli.planning.plan_chooser import ServingChooser
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
     parser.add_argument(
         "--keep",
-        type=Path,
+        type=user_path,
         metavar="DIR",
         help="keep there what machines are measured to do; at the end tell on stderr what was predicted (no)",
     )

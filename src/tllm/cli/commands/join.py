@@ -27,7 +27,7 @@ from tllm.cli.arguments.http_options import add_http, http_settings
 from tllm.cli.arguments.model_argument import CACHE_BYTES, add_weights_cache, size_or_none
 from tllm.cli.arguments.node_sources import ANYWHERE, TOKEN_VARIABLE, given_token
 from tllm.cli.arguments.options import add_device
-from tllm.cli.arguments.parser import address, count, size, whole
+from tllm.cli.arguments.parser import address, count, size, user_path_text, whole
 from tllm.cli.arguments.run_page_options import add_page, page_settings
 from tllm.cli.arguments.tracing_options import add_tracing, check_tracing, tracing_at
 from tllm.cli.display.logs import start_log
@@ -86,6 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
     parser.add_argument(
         "--cache-dir",
+        type=user_path_text,
         default=str(cache_folder("pages")),
         metavar="FOLDER",
         help="keep pages of the cache there, where the server was told to keep them on disk (%(default)s)",

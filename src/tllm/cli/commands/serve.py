@@ -49,7 +49,7 @@ from tllm.cli.arguments.options import (
     engine_options,
     even_plan,
 )
-from tllm.cli.arguments.parser import whole
+from tllm.cli.arguments.parser import user_path, whole
 from tllm.cli.arguments.replica_count import add_replicas, replica_count
 from tllm.cli.arguments.server_limits import add_server_limits, server_limits
 from tllm.cli.arguments.survey_settings import serving_facts
@@ -112,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_cluster_address(where)
     where.add_argument(
         "--cluster-folder",
-        type=Path,
+        type=user_path,
         metavar="DIR",
         help="keep the cluster's authority, what was measured and who else knows its state: the same command finds its "
         "nodes again, or joins them where another machine coordinates meanwhile (no)",

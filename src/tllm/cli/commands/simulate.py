@@ -7,12 +7,11 @@ model's config.json is read. The cluster file may say how a trainer works ([exec
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from tllm.api.engine_options import read_spec
 from tllm.cli.arguments.model_argument import resolve_model
 from tllm.cli.arguments.options import add_acceptance, add_kv_cache_dtype, add_model, add_speculation
-from tllm.cli.arguments.parser import whole
+from tllm.cli.arguments.parser import user_path, whole
 from tllm.cli.display.simulated_ring import show_ring
 from tllm.cli.display.simulated_step import show_step
 from tllm.planner.cluster.cluster_file import read_cluster
@@ -20,10 +19,12 @@ from tllm.planner.cluster.cluster_file import read_cluster
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    parser.add_argument("--cluster", type=Path, metavar="FILE", required=True, help="TOML file with machines and links")
+    parser.add_argument(
+        "--cluster", type=user_path, metavar="FILE", required=True, help="TOML file with machines and links"
+    )
     parser.add_argument("--goal", choices=("train", "serve"), default="train", help="what is played (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the timeline here")
+    parser.add_argument("--svg", type=user_path, metavar="FILE", help="draw the timeline here")
     train = parser.add_argument_group("training")
     train.add_argument("--batch", type=whole, default=512, metavar="N", help="rows of a step (%(default)s)")
     train.add_argument("--seq", type=whole, default=4096, metavar="N", help="tokens of a row (%(default)s)")

@@ -33,7 +33,7 @@ from tllm.cli.arguments.options import (
     add_numa_binding,
     wiring,
 )
-from tllm.cli.arguments.parser import whole
+from tllm.cli.arguments.parser import user_path, whole
 from tllm.cli.arguments.replica_count import add_replicas, replica_count
 from tllm.cli.arguments.run_page_options import add_page, page_settings
 from tllm.cli.commands.join import REJOIN_SECONDS, join_again, join_successor
@@ -66,7 +66,7 @@ ROWS_SECONDS = 86400.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "job", type=Path, nargs="?", metavar="JOB", help="TOML file (docs/reference/job-keys.md lists its keys)"
+        "job", type=user_path, nargs="?", metavar="JOB", help="TOML file (docs/reference/job-keys.md lists its keys)"
     )
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="one key of the job; repeatable, the last wins"
@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_cluster_address(where)
     where.add_argument(
         "--cluster-folder",
-        type=Path,
+        type=user_path,
         metavar="DIR",
         help="with --nodes and --cluster-port: keep the cluster's authority and who else knows its state: the same "
         "command finds its nodes again, with what they have in memory, or joins them where another machine coordinates "

@@ -10,10 +10,13 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
 from types import FrameType
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from tllm.core.memory import amount
 from tllm.node.coordinator.cluster_options import COUNTED
+
+if TYPE_CHECKING:
+    from rich.live import Live
 
 SECONDS_BETWEEN_LINES = 5.0
 
@@ -97,11 +100,33 @@ def _bars() -> Iterator[ShowProgress]:
         bars.update(tasks[title], completed=done, total=total)
 
     try:
-        yield tell
+        with cursor_of_shell(bars.live):
+            yield tell
     finally:
         is_over = True
         with _interrupts_later():
             bars.stop()
+
+
+@contextmanager
+def cursor_of_shell(live: Live) -> Iterator[None]:
+    """In the block a Ctrl-Z gives the shell the cursor, which a bar hides; after `fg` it is hidden again while the bar
+    is drawn. Signals are the first thread's alone."""
+    is_ours = threading.current_thread() is threading.main_thread()
+    if not is_ours or signal.getsignal(signal.SIGTSTP) is not signal.SIG_DFL:
+        yield
+        return
+
+    def suspend(number: int, frame: FrameType | None) -> None:
+        live.console.show_cursor(True)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        live.console.show_cursor(not live.is_started)
+
+    signal.signal(signal.SIGTSTP, suspend)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from tllm.cli.display.progress import cursor_of_shell
 from tllm.cli.display.tables import terminal_width
 from tllm.core.disk import print_line
 from tllm.spec.lora.lora_config import MAX_LORA_RANK
@@ -141,4 +142,5 @@ class RunDisplay:
 
         columns = (BarColumn(bar_width=None), TextColumn("{task.completed}/{task.total}  {task.fields[left]} left"))
         bar = self._stack.enter_context(Progress(*columns, transient=True))
+        self._stack.enter_context(cursor_of_shell(bar.live))
         return bar, bar.add_task("training", total=self._max_steps, completed=step, left="")

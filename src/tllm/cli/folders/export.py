@@ -10,14 +10,20 @@ import argparse
 from pathlib import Path
 
 from tllm.cli.arguments.model_argument import add_model_argument, resolve_model
+from tllm.cli.arguments.parser import user_path
 from tllm.planner.cost.rank_bytes import ITEM_BYTES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
-    parser.add_argument("out", type=Path, metavar="OUT", help="the new folder")
+    parser.add_argument("out", type=user_path, metavar="OUT", help="the new folder")
     parser.add_argument(
-        "--adapter", type=Path, action="append", default=[], metavar="FOLDER", help="merge this adapter; repeatable"
+        "--adapter",
+        type=user_path,
+        action="append",
+        default=[],
+        metavar="FOLDER",
+        help="merge this adapter; repeatable",
     )
     parser.add_argument(
         "--dtype", choices=tuple(ITEM_BYTES), help="of the numbers that are written (those of the model's files)"

@@ -7,10 +7,10 @@ version can serve it, and if not, why.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import msgspec
 
+from tllm.cli.arguments.parser import user_path
 from tllm.cli.display.logs import errors_alone
 from tllm.cli.display.tables import indented_json, table
 from tllm.core.errors import ConfigError, TllmError
@@ -35,7 +35,7 @@ class ListedModel(msgspec.Struct, frozen=True):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", nargs="*", type=Path, metavar="FOLDER", help="look for models in these too")
+    parser.add_argument("folder", nargs="*", type=user_path, metavar="FOLDER", help="look for models in these too")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from tllm.api.engine_options import draft_options, read_spec
 from tllm.cli.arguments.options import add_acceptance, add_cluster_address, add_device, add_speculation
-from tllm.cli.arguments.parser import whole
+from tllm.cli.arguments.parser import user_path, whole
 from tllm.cli.arguments.running_cluster import add_running_cluster
 from tllm.cli.display.serving_plans import show_serving
 from tllm.cli.display.training_plans import show_training
@@ -22,7 +21,7 @@ def add_goal(parser: argparse.ArgumentParser) -> None:
     """What to choose a plan for."""
     group = parser.add_argument_group("choosing a plan")
     group.add_argument("--goal", choices=("serve", "train"), help="what the plan is for")
-    group.add_argument("--cluster", type=Path, metavar="FILE", help="TOML file with the machines and their links")
+    group.add_argument("--cluster", type=user_path, metavar="FILE", help="TOML file with the machines and their links")
     live = group.add_mutually_exclusive_group()
     live.add_argument("--nodes", type=whole, metavar="N", help="instead: measure N machines, this one included")
     live.add_argument("--live", action="store_true", help="instead: those of a running server (--host, --port)")
@@ -31,13 +30,15 @@ def add_goal(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--threads", type=whole, metavar="N", help="with --nodes or --local: of each worker here")
     add_device(group)
     add_running_cluster(group, "with --live: ")
-    group.add_argument("--keep", type=Path, metavar="DIR", help="keep there what was measured; it counts again (no)")
+    group.add_argument(
+        "--keep", type=user_path, metavar="DIR", help="keep there what was measured; it counts again (no)"
+    )
     group.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="one key of a job that is planned; repeatable"
     )
     group.add_argument("--top", type=whole, default=5, metavar="N", help="plans to show (%(default)s)")
     group.add_argument("--explain", action="store_true", help="show where the time of the best plan goes")
-    group.add_argument("--svg", type=Path, metavar="FILE", help="draw the best plan's timeline here")
+    group.add_argument("--svg", type=user_path, metavar="FILE", help="draw the best plan's timeline here")
     _add_requests(group, "serve: ")
     add_speculation(group)
     group.add_argument("--batch", type=whole, default=64, metavar="N", help="train: rows of a step (%(default)s)")
@@ -49,7 +50,7 @@ def add_load(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("choosing a plan, where none is given")
     _add_requests(group, "")
     group.add_argument(
-        "--keep", type=Path, metavar="DIR", help="keep there what was measured and predicted; it counts again (no)"
+        "--keep", type=user_path, metavar="DIR", help="keep there what was measured and predicted; it counts again (no)"
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tllm.cluster.settings import PageDisk
+from tllm.core.disk import given_path
 from tllm.engine.schedule.limits import EngineConfig
 from tllm.hub.repository import HubWeights
 from tllm.weights.byte_source import LocalFiles
@@ -29,9 +30,7 @@ def page_disk(
     weights = weights_hash(folder) if hub is None else str([(file.name, file.etag) for file in hub.repository.files])
     facts = (FORMAT, json.dumps(raw, sort_keys=True), dtype, config.page_size, config.narrow_wire, weights)
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-    return PageDisk(
-        folder=str(Path(config.cache_dir).expanduser().absolute()), limit=config.cache_dir_size, model=digest[:DIGITS]
-    )
+    return PageDisk(folder=str(given_path(config.cache_dir)), limit=config.cache_dir_size, model=digest[:DIGITS])
 
 
 def weights_hash(folder: Path) -> str:

@@ -107,7 +107,7 @@ class Coordinator:
         self.loss_policy: LossPolicy = EndOnLoss(job, self.members)
         self.control_server = ControlServer(authority, self.tokens, self.members, address)
         self.control_server.allow_mixed = work.allow_mixed
-        self.tokens.on_stale = self._invite_missing
+        self.tokens.on_stale = self.invite_missing
         server = self.control_server
         self.weights = WeightRegistry(_model_folder(work), self.members, server.own, server.identity)
         self.selection = PlanSelection(self.members, self.weights, self.bring_up)
@@ -133,9 +133,9 @@ class Coordinator:
             self.invitation.tokens.append(token := self.token(count))
             self.invitation.source.start(count, self.invitation.address, str(token))
 
-    def _invite_missing(self) -> None:
-        """Somebody with a token that is good no more wants to join: where nodes are missing that no good token is out
-        for, say the line anew. A node may have used its token up and have failed before it was a member."""
+    def invite_missing(self) -> None:
+        """Say the line anew where nodes are missing that no good token is out for: when somebody whose token is good no
+        more wants to join, and when the work has begun. A node may have used its token up and have failed since."""
         if self.invitation is None or not isinstance(self.invitation.source, JoinLine):
             return
         here = sum(member.node not in self.control_server.own for member in self.state.living)

@@ -139,6 +139,7 @@ class Recovery:
             self.move.placement = RankPlacement(self._coordinator.work.plan.world_size, nodes)
         await self.begin_epoch(on_progress)
         self._formed.set()
+        self._coordinator.invite_missing()  # for those that were lost while it began
 
     def take_up(self) -> None:
         """Let `run` begin an epoch with the nodes that are here, which another coordinator had before."""

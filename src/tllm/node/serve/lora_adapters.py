@@ -16,6 +16,7 @@ import torch
 from tllm.cluster.channel import Channel
 from tllm.cluster.messages import LoadAdapter, UnloadAdapter
 from tllm.cluster.weight_messages import AdapterFiles
+from tllm.core.disk import given_path
 from tllm.core.errors import CapacityError, ClusterError, RequestError, TllmError
 from tllm.model.transformer import build
 from tllm.node.coordinator.coordinator import Coordinator
@@ -93,19 +94,16 @@ class LoraAdapters:
         this model; CapacityError where there are too many, or memory is lacking.
         """
         async with self._changing:
-            if not name or name == self._base or any(one.held.name == name for one in self._served.values()):
-                raise RequestError(
-                    f"the name {name[:100]!r} is taken, or none",
-                    "unload that adapter first and let its requests end, or give another name",
-                    "lora_name",
-                )
+            self._check_name(name)
             if len(self._served) >= self.max_loras:
-                raise CapacityError(
-                    f"{len(self._served)} adapters are loaded and max_loras is {self.max_loras}",
-                    "unload one, or start the server with a larger --max-loras",
-                )
+                leaving = sum(one.is_leaving for one in self._served.values())
+                message = f"{len(self._served)} adapters are loaded and max_loras is {self.max_loras}"
+                if leaving:
+                    message += f"; requests still have {leaving} of them that were unloaded"
+                hint = "try again when they have ended" if leaving else "unload one"
+                raise CapacityError(message, f"{hint}, or start the server with a larger --max-loras")
             shapes, most = await asyncio.to_thread(lambda: self._shapes), self.max_lora_rank
-            folder = Path(path).expanduser().resolve()
+            folder = await asyncio.to_thread(given_path, path)
             held = await asyncio.to_thread(HeldAdapter.read, name, folder, shapes, most)
             base = self._coordinator.weights.folder
             if base is not None and await asyncio.to_thread(base.is_another_base, held.adapter.base):
@@ -162,6 +160,19 @@ class LoraAdapters:
         finally:
             one.requests -= 1
             self._let_go_unused(one)
+
+    def _check_name(self, name: str) -> None:
+        """RequestError where an adapter cannot be called so."""
+        if not name or name == self._base:
+            what = f"{name!r} is the model's own name" if name else "the adapter has no name"
+            raise RequestError(what, "give another name", "lora_name")
+        for one in self._served.values():
+            if one.held.name == name and one.is_leaving:
+                message = f"the adapter {name[:100]!r} was unloaded, and {one.requests} requests have it still"
+                raise RequestError(message, "try again when they have ended, or give another name", "lora_name")
+            if one.held.name == name:
+                message = f"the adapter {name[:100]!r} has already been loaded, from {one.held.path}"
+                raise RequestError(message, "unload it first, or give another name", "lora_name")
 
     @property
     def _registry(self) -> AdapterRegistry:

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from tllm.cluster.settings import EngineSettings
+from tllm.core.disk import given_path
 from tllm.engine.page_store.page_folder import make_private
 from tllm.engine.page_store.page_model import page_disk
 from tllm.engine.schedule.limits import EngineConfig, limits_of
@@ -82,7 +83,7 @@ def serving_workload(
     plan.check(spec.num_layers)
     limits = limits_of(spec, plan, config)
     if config.cache_dir:
-        make_private(Path(config.cache_dir).expanduser())
+        make_private(given_path(config.cache_dir))
     settings = EngineSettings(
         dtype=config.dtype or spec.dtype,
         num_pages=limits.num_pages,

@@ -42,10 +42,10 @@ class KeyFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     keys: Annotated[list[KeyEntry], Meta(min_length=1, max_length=MAX_KEYS)]
 
 
-def check_key(key: str) -> None:
-    """ConfigError for a key that is too short, or cannot stand in a header."""
+def check_key(key: str, called: str = "an API key") -> None:
+    """ConfigError for a key that is too short, or cannot stand in a header; it says which by what it is called."""
     if len(key) < 8 or not key.isascii() or not key.isprintable() or " " in key:
-        raise ConfigError("an API key needs at least 8 printable ASCII characters and no space", "make a longer one")
+        raise ConfigError(f"{called} needs at least 8 printable ASCII characters and no space", "make a longer one")
 
 
 def digest_of(key: str) -> bytes:
@@ -77,20 +77,21 @@ def read_keys(path: Path, defaults: RateLimits, hears_priorities: bool) -> list[
         kind = "JSON" if path.suffix == ".json" else "TOML"
         raise ConfigError(f"{path} is not {kind}: {error}", "a name that ends with .json is read as JSON") from error
     keys = [_key(path, entry, defaults) for entry in entries]
-    check_distinct(keys)
+    check_distinct(keys, f"{path}: ")
     if not hears_priorities and (given := [key.name for key in keys if key.priority is not None]):
         message = f"{path}: the key {given[0]} has a priority, and the scheduling policy is fcfs"
         raise ConfigError(message, "start the server with --scheduling-policy priority, or leave priorities out")
     return keys
 
 
-def check_distinct(keys: Sequence[ApiKey]) -> None:
-    """ConfigError where two have one name, or one text."""
+def check_distinct(keys: Sequence[ApiKey], where: str = "") -> None:
+    """ConfigError where two have one name, or one text; it begins with `where`."""
     for place, key in enumerate(keys):
         for other in keys[:place]:
             if key.name == other.name or key.digest == other.digest:
                 what = "name" if key.name == other.name else "key"
-                raise ConfigError(f"the keys {other.name} and {key.name} have the same {what}", "change one of them")
+                message = f"{where}the keys {other.name} and {key.name} have the same {what}"
+                raise ConfigError(message, "change one of them")
 
 
 def _key(path: Path, entry: KeyEntry, defaults: RateLimits) -> ApiKey:
@@ -100,7 +101,7 @@ def _key(path: Path, entry: KeyEntry, defaults: RateLimits) -> ApiKey:
     if (entry.key is None) == (entry.key_sha256 is None):
         raise ConfigError(f"{path}: {entry.name} needs one of key and key_sha256", "give its text, or its hash")
     if entry.key is not None:
-        check_key(entry.key)
+        check_key(entry.key, f"{path}: the key of {entry.name}")
     elif not _HASH.match(entry.key_sha256 or ""):
         raise ConfigError(f"{path}: key_sha256 of {entry.name} is no SHA-256", "give 64 hexadecimal digits")
     return ApiKey(

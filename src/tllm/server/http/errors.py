@@ -116,6 +116,25 @@ def retry_after(seconds: float) -> dict[str, str]:
     return {"retry-after": str(max(1, math.ceil(seconds))), "retry-after-ms": str(max(1, math.ceil(seconds * 1000)))}
 
 
+def prompt_too_long(needs: str, max_model_len: int, param: str = "prompt") -> HttpError:
+    """A prompt alone is more than the context holds; `needs` says how long it is.
+
+    Programs know this by the words of Anthropic's servers ("prompt is too long"), of OpenAI's ("maximum context length
+    is") or by OpenAI's code, and then shorten the conversation or ask another model.
+    """
+    message = (
+        f"the prompt is too long: {needs}; this model's maximum context length is {max_model_len} tokens (shorten it)"
+    )
+    return HttpError(400, message, code="context_length_exceeded", param=param)
+
+
+def context_exceeded(prompt_tokens: int, max_tokens: int, max_model_len: int) -> HttpError:
+    """A prompt fits, but not with as many tokens more as are asked for. The words are OpenAI's, as above."""
+    needs = f"{prompt_tokens} prompt tokens and {max_tokens} to generate (shorten the prompt or max_tokens)"
+    message = f"this model's maximum context length is {max_model_len} tokens, the request needs {needs}"
+    return HttpError(400, message, code="context_length_exceeded", param="max_tokens")
+
+
 def draining() -> HttpError:
     """The server is about to stop and takes nothing new."""
     headers = {"retry-after": "10", "connection": "close"}

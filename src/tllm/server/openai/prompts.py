@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from tllm.core.errors import RequestError
-from tllm.server.http.errors import HttpError
+from tllm.server.http.errors import prompt_too_long
 from tllm.server.openai.requests import RequestMessage
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
@@ -81,8 +81,8 @@ class Prompts:
         if longest > _IN_THREAD:
             most = (self._max_model_len + 1) * self.need_tokenizer("a text prompt").longest_piece
             if longest > most:
-                message = f"the prompt has {longest} characters; {self._max_model_len} tokens hold at most {most}"
-                raise HttpError(400, message, code="context_length_exceeded", param="prompt")
+                needs = f"{longest} characters, and at most {most} fit"
+                raise prompt_too_long(needs, self._max_model_len)
         return _prompts(texts, await self._encoded(texts, add_special_tokens))
 
     async def _encoded(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
@@ -132,8 +132,7 @@ class Prompts:
         if not ids:
             raise RequestError("a prompt has no tokens", "give at least one id", "prompt")
         if len(ids) > self._max_model_len:
-            message = f"the model's context is {self._max_model_len} tokens and the prompt has {len(ids)}; shorten it"
-            raise HttpError(400, message, code="context_length_exceeded", param="prompt")
+            raise prompt_too_long(f"{len(ids)} tokens > {self._max_model_len}", self._max_model_len)
         for start in range(0, len(ids), IDS_AT_ONCE):
             if start:
                 await asyncio.sleep(0)  # a thread would not do: these hold Python's lock

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from tllm.core.errors import RequestError
-from tllm.server.http.errors import HttpError
+from tllm.server.http.errors import context_exceeded, prompt_too_long
 from tllm.server.http.settings import RequestLimits
 from tllm.server.openai.tools import Tool, ToolChoice
 from tllm.spec.request import Grammar, SamplingParams
@@ -130,15 +130,10 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         room = max_model_len - prompt_tokens
         if max_tokens is not None and self.takes_what_is_left:
             max_tokens = min(max_tokens, max(1, room))
-        if room < 1 or (max_tokens is not None and max_tokens > room):
-            needs = f"{prompt_tokens} prompt tokens and {max_tokens or 1} to generate"  # the engine makes one at least
-            raise HttpError(
-                400,
-                f"the model's context is {max_model_len} tokens, the request needs {needs}; shorten the prompt or "
-                "max_tokens",
-                code="context_length_exceeded",
-                param="max_tokens" if room > 0 else "prompt",
-            )
+        if room < 1:  # the engine makes one token at least
+            raise prompt_too_long(f"{prompt_tokens} tokens > {max_model_len - 1}, as one is to follow", max_model_len)
+        if max_tokens is not None and max_tokens > room:
+            raise context_exceeded(prompt_tokens, max_tokens, max_model_len)
         if max_tokens is None:
             max_tokens = room if default is None else min(default, room)
         bound = f"max_tokens {max_tokens}"

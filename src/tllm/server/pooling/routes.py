@@ -16,7 +16,7 @@ from starlette.types import Scope
 from tllm.core.errors import RequestError
 from tllm.server.http.auth import cache_salt
 from tllm.server.http.caller import Caller, caller_of
-from tllm.server.http.errors import HttpError
+from tllm.server.http.errors import HttpError, prompt_too_long
 from tllm.server.http.routed import decode, json_reply, routes
 from tllm.server.http.settings import ServerSettings
 from tllm.server.openai.completions import Completions
@@ -161,8 +161,7 @@ class PoolingRoutes:
     def _check_length(self, ids: Sequence[int]) -> None:
         longest, most = self._router.client.max_model_len, self._settings.limits.max_input_tokens
         if len(ids) > longest:
-            message = f"the model's context is {longest} tokens and an input has {len(ids)}; shorten it"
-            raise HttpError(400, message, code="context_length_exceeded", param="input")
+            raise prompt_too_long(f"an input has {len(ids)} tokens > {longest}", longest, "input")
         if most and len(ids) > most:
             message = f"an input has {len(ids)} tokens, at most {most} are taken (shorten it)"
             raise HttpError(400, message, code="prompt_too_long", param="input")

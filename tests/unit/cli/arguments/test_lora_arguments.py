@@ -52,7 +52,9 @@ def test_folders_are_those_of_any_process(adapter: Path, monkeypatch: pytest.Mon
         ("--enable-lora --lora-modules {}", "each is NAME=FOLDER"),
         ("--enable-lora --lora-modules a={} a={}", "each is NAME=FOLDER"),
         ("--enable-lora --served-model-name a --lora-modules a={}", "each is NAME=FOLDER"),
-        ("--enable-lora --lora-modules a={}/none", "has no adapter_config.json"),
+        ("--enable-lora --lora-modules a={}/none", "/none is no folder here"),
+        ("--enable-lora --lora-modules a={}/..", "has no adapter_config.json"),
+        ("--enable-lora --lora-modules a=~nobody-of-this-name/a", "is no path here"),
         ("--enable-lora --max-loras 1 --lora-modules a={0} b={0}", "names 2 adapters and --max-loras is 1"),
     ],
 )

@@ -1,12 +1,26 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tllm.cli.arguments.parser import MOST, Parser, address, count, nonempty, port, size, token_ids, whole
+from tllm.cli.arguments.parser import (
+    MOST,
+    Parser,
+    address,
+    count,
+    nonempty,
+    port,
+    size,
+    token_ids,
+    user_path_text,
+    whole,
+)
+from tllm.cli.main import COMMANDS, module_of
 
 
 @pytest.mark.parametrize(
@@ -25,6 +39,8 @@ from tllm.cli.arguments.parser import MOST, Parser, address, count, nonempty, po
         (token_ids, "1, 2,3", (1, 2, 3)),
         (address, "lab-3:7000", ("lab-3", 7000)),
         (nonempty, "\n", "\n"),
+        (user_path_text, "", ""),
+        (user_path_text, "a/~", "a/~"),
         (address, "[::1]:7000", ("::1", 7000)),
     ],
 )
@@ -35,6 +51,7 @@ def test_values(read: Callable[[str], Any], text: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("read", "text"),
     [
+        (user_path_text, "~nobody-of-this-name/a"),
         (whole, "0"),
         (whole, "-1"),
         (whole, "1.5"),
@@ -68,3 +85,14 @@ def test_refusals(read: Callable[[str], Any], text: str) -> None:
 def test_help_in_a_terminal_of_any_width(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     assert "a few" in Parser("tllm", "Only a few words.").format_help()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_paths_may_begin_at_home(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Shells leave the `~` of `--cache-dir=~/pages` as it is, and `tllm join` made a folder that was called so."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    parser = Parser(command, "")
+    importlib.import_module(module_of(command)).add_arguments(parser)
+    for action in parser._actions:
+        if action.metavar in ("DIR", "FOLDER", "FILE", "OUT", "JOB") and action.help != argparse.SUPPRESS:
+            assert callable(action.type) and str(action.type("~/a")) == str(tmp_path / "a"), action.dest

@@ -6,6 +6,7 @@ import pytest
 from rich.progress import Progress
 
 from tllm.cli.display import progress as module
+from tllm.cli.display.run_display import RunDisplay
 from tllm.cli.display.tables import span, table
 from tllm.core.memory import amount
 from tllm.node.coordinator.cluster_options import LINKS_MEASURED
@@ -59,6 +60,37 @@ def test_an_interrupt_leaves_no_bars_and_no_hidden_cursor(
     said = capsys.readouterr().err
     assert said.endswith("\x1b[?25h\r\x1b[1A\x1b[2K"), "the cursor is shown, and the line of the bar is empty"
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_z_gives_the_shell_its_cursor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever stopped a run typed in a shell without a cursor until the run went on."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    said = list[str]()
+    monkeypatch.setattr(module.os, "kill", lambda process, number: said.append(capsys.readouterr().err))
+    with module._bars() as tell:
+        press_ctrl_z()
+        assert said.pop() == HERE and capsys.readouterr().err == HERE, "no bar is drawn yet"
+        tell("rank 0 on a", 1 << 20, 3 << 20)
+        press_ctrl_z()
+        assert said.pop().endswith(HERE)
+        assert capsys.readouterr().err.startswith(GONE)
+    assert signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL
+    display = RunDisplay(3, False)
+    display._bar = display._open_bar(1)
+    press_ctrl_z()
+    display._close_bar()
+    assert len(said) == 1 and signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL, "a run's bar as well"
+
+
+def press_ctrl_z() -> None:
+    handler = signal.getsignal(signal.SIGTSTP)
+    assert callable(handler), "else these tests would stop here"
+    handler(signal.SIGTSTP, None)
+
+
+HERE, GONE = "\x1b[?25h", "\x1b[?25l"
+"""What shows a terminal's cursor and hides it."""
 
 
 def test_what_is_quick_says_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from tests.support.models.families import save_model
 from tests.unit.node.front_end.test_remote_engine import MODEL
 from tllm.cluster.certificates import Authority
 from tllm.cluster.weight_messages import AdapterFiles
+from tllm.core.errors import CapacityError, ConfigError, RequestError
 from tllm.engine.schedule.limits import EngineConfig
 from tllm.node.coordinator.cluster_options import LOOPBACK, ClusterOptions
 from tllm.node.replication.replicated_work import replicated_work, workload_of
@@ -21,6 +22,7 @@ from tllm.node.serve.lora_adapters import LoraAdapters
 from tllm.node.serve.open_cluster import serving_workload
 from tllm.node.serve.serving import Serving
 from tllm.spec.lora.lora_config import ServedLoras
+from tllm.spec.request import Output
 
 
 @pytest.fixture
@@ -86,3 +88,41 @@ def test_what_the_next_machine_lacks_is_left_out(cluster: Serving, known: Served
     other.coordinator.control_server.close()
     assert list(other.adapters.paths) == ["b"]
     assert other.coordinator.work.adapters == ServedLoras(2, 8, {"b": known.paths["b"]})
+
+
+@pytest.mark.parametrize("path", ["~nobody-of-this-name/a", "a\0b", "CIRCLE"])
+def test_a_path_that_can_be_none_is_refused_as_such(cluster: Serving, tmp_path: Path, path: str) -> None:
+    """Over HTTP each was a fault of the server, with a traceback in its log."""
+    circle = tmp_path / "circle"
+    circle.symlink_to(circle)
+    with pytest.raises(ConfigError, match="is no path here"):
+        asyncio.run(cluster.adapters.load("c", path.replace("CIRCLE", str(circle))))
+    assert not cluster.adapters.paths
+
+
+def test_an_adapter_that_requests_still_have_is_said_to_be_why_there_is_no_room(
+    cluster: Serving, known: ServedLoras
+) -> None:
+    """Who was told to unload one, or that the name is taken, had unloaded it before."""
+
+    async def scene() -> None:
+        for name in "ab":
+            await cluster.adapters.load(name, known.paths[name])
+        with pytest.raises(CapacityError, match=r"max_loras is 2\nhint: unload one"):
+            await cluster.adapters.load("c", known.paths["a"])
+        request = cluster.adapters.counted(cluster.adapters.id_of("a"), _endless())
+        await anext(request)
+        await cluster.adapters.unload("a")
+        with pytest.raises(RequestError, match="'a' was unloaded, and 1 requests have it still"):
+            await cluster.adapters.load("a", known.paths["a"])
+        with pytest.raises(CapacityError, match="requests still have 1 of them that were unloaded"):
+            await cluster.adapters.load("c", known.paths["a"])
+        await request.aclose()
+        await cluster.adapters.load("a", known.paths["a"])
+
+    asyncio.run(scene())
+
+
+async def _endless() -> AsyncGenerator[Output, None]:
+    while True:
+        yield Output(request_id="one")

@@ -25,6 +25,7 @@ from tllm.node.coordinator.cluster_options import LOOPBACK, ClusterOptions
 from tllm.node.serve import serving
 from tllm.node.serve.open_cluster import serving_workload
 from tllm.node.serve.serving import Serving
+from tllm.node.sources.node_source import Invitation, JoinLine
 from tllm.planner.cost.cache_room import RUNTIME_BYTES
 from tllm.planner.cost.rank_bytes import rank_bytes
 from tllm.spec.plan import Plan
@@ -205,6 +206,30 @@ def test_a_newcomer_that_cannot_take_part_is_left_out(cluster: Serving, monkeypa
         assert cluster.recovery.can_grow(), "mended, it may try again"
 
     play(scene)
+
+
+def test_a_node_that_is_lost_while_the_work_begins_is_asked_for_again(
+    cluster: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The work went on with fewer, and its operator had no line by which another could join."""
+    said: list[tuple[int, str]] = []
+    coordinator = cluster.coordinator
+    coordinator.invitation = Invitation(JoinLine(lambda *line: said.append(line[:2])), "here:1", 2)
+    coordinator.invite(2)
+    for token in list(coordinator.invitation.tokens):  # both have come by it
+        for _ in range(2):
+            coordinator.tokens.redeem(token.secret, time.time())
+
+    async def bring_up(plan: Plan, nodes: tuple[str, ...], on_progress: object) -> None:
+        if "b" in nodes:
+            coordinator.members.record(NodeLost("b", "gone"))
+            cluster.recovery.on_loss("b", ClusterError("gone"))
+            raise ClusterError("b went away before it answered")
+
+    monkeypatch.setattr(coordinator, "bring_up", bring_up)
+    monkeypatch.setattr("tllm.node.recovery.recovery.BLAME_SECONDS", 0.0)
+    play(lambda: cluster.recovery.begin(("a", "b")))
+    assert cluster.recovery.is_open and said == [(2, "here:1"), (1, "here:1")]
 
 
 def test_who_asks_while_it_moves_is_not_sent_away(cluster: Serving) -> None:

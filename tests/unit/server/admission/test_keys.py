@@ -107,8 +107,14 @@ def test_what_is_wrong_is_said_with_a_hint_and_without_the_key(text: str, tmp_pa
     path = write(tmp_path / "keys.json", text)
     with pytest.raises(ConfigError) as caught:
         read_keys(path, UNLIMITED, False)
-    assert caught.value.hint
+    assert caught.value.hint and str(path) in caught.value.message
     assert "a-long-key" not in str(caught.value)
+
+
+def test_of_many_keys_the_one_that_is_too_short_is_named(tmp_path: Path) -> None:
+    text = json.dumps({"keys": [{"name": "a", "key": "a-long-key"}, {"name": "b", "key": "short"}]})
+    with pytest.raises(ConfigError, match="the key of b needs at least 8"):
+        read_keys(write(tmp_path / "keys.json", text), UNLIMITED, False)
 
 
 @pytest.mark.parametrize("text", ["weight = " + "9" * 5000, "a = " + "[" * 5000])

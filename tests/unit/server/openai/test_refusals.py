@@ -282,7 +282,29 @@ def test_an_engines_refusal_has_a_status_even_for_a_stream(
 def test_a_prompt_that_fills_the_context_leaves_no_room_for_a_token(asked: dict[str, Any]) -> None:
     body = {"model": "tiny", "prompt": [5] * 256, **asked}
     message = refusal(post(serve(say()), PATH, body), 400)["message"]
-    assert "context is 256 tokens, the request needs 256 prompt tokens and 1 to generate" in message
+    assert "the prompt is too long: 256 tokens > 255, as one is to follow" in message
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        (PATH, {"prompt": [5] * 300}),
+        (PATH, {"prompt": [5] * 256}),
+        (PATH, {"prompt": "word " * 300_000}),
+        (PATH, {"prompt": [5] * 9, "max_tokens": 250}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "word " * 300}]}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "word " * 300}], "max_tokens": 4}),
+        ("/v1/responses", {"input": "word " * 300}),
+        ("/api/chat", {"messages": [{"role": "user", "content": "word " * 300}]}),
+        ("/v1/embeddings", {"input": "word " * 300}),
+    ],
+)
+def test_programs_know_a_context_that_is_too_short_by_its_words(path: str, asked: dict[str, Any]) -> None:
+    """LiteLLM asks another model then, and agents shorten the conversation: by OpenAI's words or Anthropic's."""
+    reply = post(serve(say()), path, {"model": "tiny", **asked})
+    assert reply.status_code == 400
+    assert "this model's maximum context length is 256 tokens" in reply.text
+    assert ("the prompt is too long: " in reply.text) is (asked.get("max_tokens") != 250)
 
 
 def test_too_many_prompts_are_refused_before_there_is_work_on_them() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tllm.cli.arguments.parser import port, whole
+from tllm.cli.arguments.parser import port, user_path, whole
 from tllm.cli.commands.post_training.answering_nodes import add_nodes, answer_over_nodes, has_nodes
 from tllm.cli.display.logs import start_log
 from tllm.cli.display.progress import progress
@@ -43,7 +43,7 @@ def add_answering_arguments(parser: argparse.ArgumentParser, model: str, role: s
     parser.add_argument("--port", type=port, default=0, metavar="PORT", help="(any free one)")
     parser.add_argument(
         "--secret",
-        type=Path,
+        type=user_path,
         default=Path(f"{role}.key"),
         metavar="FILE",
         help="secret that runs must have too; written if it is not there (%(default)s)",

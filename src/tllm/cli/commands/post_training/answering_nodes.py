@@ -21,7 +21,7 @@ from tllm.cli.arguments.options import (
     add_on_loss,
     add_spare_nodes,
 )
-from tllm.cli.arguments.parser import whole
+from tllm.cli.arguments.parser import user_path, whole
 from tllm.cli.commands.post_training.answering_load import asked_load, named_load
 from tllm.cli.display.progress import ShowProgress, loading
 from tllm.cli.planning.answering_chooser import AnsweringChooser, tell_answers
@@ -64,7 +64,7 @@ def add_nodes(parser: argparse.ArgumentParser) -> None:
     add_cluster_address(where)
     where.add_argument(
         "--cluster-folder",
-        type=Path,
+        type=user_path,
         metavar="DIR",
         help="keep the cluster's authority, and what was measured and predicted: the same command with the same "
         "--cluster-port finds its nodes again (no)",
