@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tllm.core.errors import CapacityError, ConfigError, RequestError, WeightsError
+from tllm.core.errors import CapacityError, ConfigError, RequestError, WeightsError, counted
 from tllm.spec.lora.lora_config import CONFIG_FILE
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def of_each_prompt(given: LoRARequests, prompts: int) -> list[LoRARequest | None
         raise RequestError(message, EXAMPLE, "lora_request")
     if len(given) != prompts:
         raise RequestError(
-            f"there are {len(given)} lora_requests and {prompts} prompts",
+            f"{counted(len(given), 'lora_request')} for {counted(prompts, 'prompt')}",
             "give one for all, or one for each, with None for the model alone",
             "lora_request",
         )

@@ -16,7 +16,7 @@ import torch
 from tllm.cluster.channel import Channel
 from tllm.cluster.messages import LoadAdapter, UnloadAdapter
 from tllm.cluster.weight_messages import AdapterFiles
-from tllm.core.errors import CapacityError, ClusterError, RequestError, TllmError
+from tllm.core.errors import CapacityError, ClusterError, RequestError, TllmError, counted
 from tllm.model.transformer import build
 from tllm.node.coordinator.coordinator import Coordinator
 from tllm.node.recovery.recovery import Recovery
@@ -101,7 +101,8 @@ class LoraAdapters:
                 )
             if len(self._served) >= self.max_loras:
                 raise CapacityError(
-                    f"{len(self._served)} adapters are loaded and max_loras is {self.max_loras}",
+                    f"{counted(len(self._served), 'adapter is', 'adapters are')} loaded and max_loras is "
+                    f"{self.max_loras}",
                     "unload one, or start the server with a larger --max-loras",
                 )
             shapes, most = await asyncio.to_thread(lambda: self._shapes), self.max_lora_rank

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 from starlette.responses import Response
 
-from tllm.core.errors import CapacityError, ClusterError, RequestError, TllmError
+from tllm.core.errors import CapacityError, ClusterError, RequestError, TllmError, counted
 from tllm.server.admission.account import Refusal
 
 MESSAGES = "/v1/messages"
@@ -91,7 +91,8 @@ def overloaded(message: str, seconds: float) -> HttpError:
 
 def queue_timeout(waited: float, waiting: int, seconds: float) -> HttpError:
     """A request has waited for as long as it may and has not begun."""
-    message = f"the request has not begun within {waited:g} s; {waiting} sequences wait (try again later)"
+    wait = counted(waiting, "sequence waits", "sequences wait")
+    message = f"the request has not begun within {waited:g} s; {wait} (try again later)"
     return HttpError(429, message, "rate_limit_error", "queue_timeout", headers=retry_after(seconds))
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta
 
-from tllm.core.errors import RequestError
+from tllm.core.errors import RequestError, counted
 from tllm.server.http.errors import HttpError
 from tllm.server.http.settings import RequestLimits
 from tllm.server.openai.tools import Tool, ToolChoice
@@ -131,7 +131,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         if max_tokens is not None and self.takes_what_is_left:
             max_tokens = min(max_tokens, max(1, room))
         if room < 1 or (max_tokens is not None and max_tokens > room):
-            needs = f"{prompt_tokens} prompt tokens and {max_tokens or 1} to generate"  # the engine makes one at least
+            least = max_tokens or 1  # the engine makes one at least
+            needs = f"{counted(prompt_tokens, 'prompt token')} and {least} to generate"
             raise HttpError(
                 400,
                 f"the model's context is {max_model_len} tokens, the request needs {needs}; shorten the prompt or "
