@@ -97,7 +97,8 @@ class HeldCalls:
         if why and is_strict:
             raise RequestError(f"the tools together cannot be followed: {why}", "offer fewer of them", "tools")
         if why:
-            _log.warning("calls of %s are held to be JSON objects, not by schemas: %s", counted(len(held), "tool"), why)
+            calls = f"calls of {counted(len(held), 'tool')}"
+            _log.warning("%s are held to be JSON objects, not by their schemas: %s", calls, why)
             held = dict.fromkeys(held, ANY_ARGUMENTS)
             grammar = self._of(held, parallel, reasoning)
         if form is not None:
