@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tllm.core.disk import given_path
-from tllm.core.errors import CapacityError, ConfigError, RequestError, WeightsError
+from tllm.core.errors import CapacityError, ConfigError, RequestError, WeightsError, counted
 from tllm.spec.lora.lora_config import CONFIG_FILE
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def of_each_prompt(given: LoRARequests, prompts: int) -> list[LoRARequest | None
         raise RequestError(message, EXAMPLE, "lora_request")
     if len(given) != prompts:
         raise RequestError(
-            f"there are {len(given)} lora_requests and {prompts} prompts",
+            f"{counted(len(given), 'lora_request')} for {counted(prompts, 'prompt')}",
             "give one for all, or one for each, with None for the model alone",
             "lora_request",
         )

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from tllm.api.engine_options import EngineOptions, engine_config
-from tllm.core.errors import ClusterError, PlanError
+from tllm.core.errors import ClusterError, PlanError, counted
 from tllm.core.model_folders import model_name
 from tllm.spec.lora.lora_config import ServedLoras
 
@@ -111,7 +111,8 @@ def cluster_options(options: EngineOptions, joining: int = 0, **more: Any) -> Cl
     here = options.plan.world_size - joining
     if here < 0:
         raise PlanError(
-            f"the plan {options.plan} has {options.plan.world_size} ranks and {joining} other nodes are to join",
+            f"the plan {options.plan} has {options.plan.world_size} ranks, with "
+            f"{counted(joining, 'other node')} to join",
             "give a plan with a rank for each node, or fewer --nodes",
         )
     return ClusterOptions(

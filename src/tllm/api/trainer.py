@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tllm.api.interruptible import result_of
 from tllm.cluster.settings import OUR_LINKS, Wiring
-from tllm.core.errors import ConfigError, PlanError
+from tllm.core.errors import ConfigError, PlanError, counted
 from tllm.hub.locate import locate
 from tllm.node.coordinator.cluster_options import DEFAULTS, ClusterOptions
 from tllm.spec.plan import Plan
@@ -171,7 +171,7 @@ class Trainer:
         if ranks and plan.world_size != ranks - having_roles:
             of_which = f", of which {having_roles} have a role beside it" if having_roles else ""
             raise PlanError(
-                f"the plan {plan} has {plan.world_size} ranks for {ranks} machines or processes{of_which}",
+                f"the plan {plan} has {counted(plan.world_size, 'rank')} for {ranks} machines or processes{of_which}",
                 "give a plan with a rank for each, or leave it out for a replica on each",
             )
         return replace(self.resolved, job=job), plan

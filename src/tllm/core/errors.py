@@ -16,7 +16,7 @@
     └── RequestError         -   one request cannot be served (HTTP 400); others go on
 
 The number is the exit code of the command (docs/reference/exit-codes.md). `nearest` makes a hint from a mistyped word,
-`decoded` reads what another process sent.
+`counted` says how many there are of something, `decoded` reads what another process sent.
 """
 
 from __future__ import annotations
@@ -135,6 +135,14 @@ def nearest(word: str, known: Iterable[str], otherwise: str = "") -> str:
     alike = [choice for choice in choices if choice.lower() == word.lower()]
     close = alike or difflib.get_close_matches(word, choices, n=1, cutoff=0.7 if otherwise else 0.6)
     return f"did you mean {close[0]!r}?" if close else otherwise or "known: " + ", ".join(choices)
+
+
+def counted(number: int, one: str, many: str = "") -> str:
+    """How many there are, as a user reads it: `1 rank`, `3 ranks`, `1 row waits`.
+
+    `one` is what stands behind a 1, `many` behind all else, 0 too; without it that is `one` with an s.
+    """
+    return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from tllm.core.errors import ConfigError
+from tllm.core.errors import ConfigError, counted
 
 CPU = torch.device("cpu")
 
@@ -50,7 +50,7 @@ def choose_device(wanted: str, place: int = 0) -> torch.device:
     if kind == "mps":
         return torch.device("mps", 0)
     last = f" to {kind}:{count - 1}" if count > 1 else ""
-    words = f"{count} {KINDS[kind].words}{'s' if count > 1 else ''} ({kind}:0{last})"
+    words = f"{counted(count, KINDS[kind].words)} ({kind}:0{last})"
     if index is not None and int(index) >= count:
         raise ConfigError(f"--device {wanted} and this machine has {words}", "they are counted from 0")
     if index is None and place >= count:

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
-from tllm.core.errors import ConfigError
+from tllm.core.errors import ConfigError, counted
 from tllm.core.tasks import background
 from tllm.server.app import App
 from tllm.server.http.protocol import protocol
@@ -58,7 +58,7 @@ async def serve_http(
                 return await _let_linger(server, serving, listening, app)
             await _first(serving, now.wait(), _idle(app), asyncio.sleep(app.settings.drain_seconds))
             if not app.router.is_idle:
-                _log.warning("stopping with %d sequences in hand", app.router.in_hand)
+                _log.warning("stopping with %s in hand", counted(app.router.in_hand, "sequence"))
                 app.stop()
                 await _first(serving, _idle(app), asyncio.sleep(_CLOSING_SECONDS))
         finally:
@@ -82,7 +82,7 @@ class OpenReplies:
         """Let it finish for `drain_seconds`, and break off what is left then."""
         await _first(self._serving, asyncio.sleep(self._app.settings.drain_seconds))
         if not self._serving.done():
-            _log.warning("stopping with %d sequences in hand", self._app.router.in_hand)
+            _log.warning("stopping with %s in hand", counted(self._app.router.in_hand, "sequence"))
             self._app.stop()
             await _first(self._serving, asyncio.sleep(_CLOSING_SECONDS))
         if self._app.tracing is not None:

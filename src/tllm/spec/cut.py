@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tllm.core.errors import PlanError
+from tllm.core.errors import PlanError, counted
 from tllm.spec.grid.grid_shape import GridShape
 from tllm.spec.model_spec import DeltaSpec, LayerSpec, ModelSpec
 from tllm.spec.plan import Experts, Plan
@@ -183,7 +183,7 @@ def spread(experts: Range, ep: int) -> tuple[Range, ...]:
     first, count = experts[0], experts[1] - experts[0]
     if count < ep and ep > 1:
         raise PlanError(
-            f"{count} experts of a rank cannot be spread over ep={ep} replicas",
+            f"{counted(count, 'expert')} of a rank cannot be spread over ep={ep} replicas",
             f"give ep of at most {count}" if count > 1 else "leave ep out",
         )
     return tuple((first + count * rank // ep, first + count * (rank + 1) // ep) for rank in range(ep))
@@ -198,7 +198,8 @@ def proportional(total: int, shares: tuple[int, ...], what: str) -> tuple[Range,
     ranks = len(shares)
     if total < ranks:
         raise PlanError(
-            f"{what} of {total} cannot be cut for {ranks} ranks", f"use at most {total} ranks in a stage (tp={total})"
+            f"{what} of {total} cannot be cut for {counted(ranks, 'rank')}",
+            f"use at most {counted(total, 'rank')} in a stage (tp={total})",
         )
     bounds = [0]
     for i in range(ranks):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from tllm.core.errors import ModelError
+from tllm.core.errors import ModelError, counted
 from tllm.spec.config_parts import (
     all_but_each,
     both_ways,
@@ -60,13 +60,18 @@ def spec_from_config(raw: dict[str, Any]) -> ModelSpec:
     if any(layer.window == 0 for layer in spec.layers):
         raise ModelError("config.json: sliding_window=0 and there are layers with a window", "copy the file again")
     if spec.num_heads % spec.num_kv_heads:
-        raise ModelError(f"{spec.num_heads} query heads cannot share {spec.num_kv_heads} kv heads evenly")
+        raise ModelError(
+            f"{counted(spec.num_heads, 'query head')} cannot share {counted(spec.num_kv_heads, 'kv head')} evenly"
+        )
     for moe in {layer.moe for layer in spec.layers} - {None}:
         if moe is not None and not 1 <= moe.top_k <= moe.num_experts:
             raise ModelError(f"config.json chooses {moe.top_k} experts of {moe.num_experts}", "copy the file again")
     for of_layer in {layer.num_kv_heads for layer in spec.layers} - {0}:
         if spec.num_heads % of_layer:
-            raise ModelError(f"{spec.num_heads} query heads cannot share the {of_layer} kv heads of a layer evenly")
+            raise ModelError(
+                f"{counted(spec.num_heads, 'query head')} cannot share the {counted(of_layer, 'kv head')} of "
+                "a layer evenly"
+            )
     return both_ways(spec) if config.raw.get("is_causal") is False else spec
 
 
@@ -338,7 +343,7 @@ def smollm3(config: Config) -> ModelSpec:
     turns = config.get("no_rope_layers") or [int((i + 1) % interval != 0) for i in range(count)]
     if len(turns) != count:
         raise ModelError(
-            f"no_rope_layers is of {len(turns)} layers and the model has {count}", "copy config.json again"
+            f"no_rope_layers is of {counted(len(turns), 'layer')} and the model has {count}", "copy config.json again"
         )
     window = config.get("sliding_window") if config.flag("use_sliding_window") else None
     config.ignore("sliding_window", "max_window_layers")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from tllm.core.errors import PlanError, nearest
+from tllm.core.errors import PlanError, counted, nearest
 
 Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
 Depth = int | tuple[int, ...]
@@ -218,7 +218,7 @@ def build(
     _check_depth(name, stages, depth)
     if (chunks > 1) != (name in CHUNKED):
         hint = "give 2 or more, or take 1f1b" if name in CHUNKED else f"only {', '.join(CHUNKED)} takes chunks"
-        raise PlanError(f"schedule {name} with {chunks} chunks on each stage", hint)
+        raise PlanError(f"schedule {name} with {counted(chunks, 'chunk')} on each stage", hint)
     options = {"depth": depth} if name in DEEP else {"chunks": chunks} if name in CHUNKED else {}
     lists = tuple(tuple(ORDERS[name](stage, stages, microbatches, **options)) for stage in range(stages))
     return Schedule(stages, microbatches, chunks, lists, learns_from)
@@ -240,7 +240,7 @@ def _check_depth(name: str, stages: int, depth: Depth) -> None:
     depths = (depth,) if isinstance(depth, int) else depth
     if not isinstance(depth, int) and len(depth) != stages - 1:
         raise PlanError(
-            f"{len(depth)} warm-up depths for the {stages - 1} hops between {stages} stages",
+            f"{len(depth)} warm-up depths for the {counted(stages - 1, 'hop')} between {counted(stages, 'stage')}",
             "give one number for all, or one for each hop",
         )
     if min(depths, default=1) < 0:

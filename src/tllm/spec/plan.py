@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from tllm.core.errors import UNREADABLE, ConfigError, PlanError
+from tllm.core.errors import UNREADABLE, ConfigError, PlanError, counted
 from tllm.spec.grid.grid_shape import GridShape, TensorMode, grid_shape
 from tllm.spec.pipeline_schedule import Depth
 from tllm.spec.plan_text import MAX_RANKS, ONE_REPLICA, TRAINING, read_fields
@@ -129,7 +129,7 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True):
     def coordinates(self, rank: int) -> Coordinates:
         """A rank's place on each axis. Raises PlanError for a rank of no replica, as parameter servers are."""
         if not 0 <= rank < self.replicas * self.replica_size:
-            raise PlanError(f"rank {rank} is not in a plan of {self.world_size} ranks")
+            raise PlanError(f"rank {rank} is not in a plan of {counted(self.world_size, 'rank')}")
         replica, left = divmod(rank, self.replica_size)
         stage = 0
         while left >= self.cp * self.stages[stage].tp:
@@ -168,14 +168,14 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True):
             if stage.stop <= stage.start:
                 raise PlanError(
                     f"stage {index} holds no layer: [{stage.start}, {stage.stop})",
-                    f"a model of {num_layers} layers makes at most {num_layers} stages",
+                    f"a model of {counted(num_layers, 'layer')} makes at most {counted(num_layers, 'stage')}",
                 )
             if not stage.shares or min(stage.shares) < 1:
                 raise PlanError(f"stage {index} has shares {stage.shares}", "give each rank a share of 1 or more")
             at = stage.stop
         if at != num_layers:
             raise PlanError(
-                f"the plan holds {at} layers and the model has {num_layers}",
+                f"the plan holds {counted(at, 'layer')} and the model has {num_layers}",
                 f"give layers that add up to {num_layers}",
             )
         self._check_counts()

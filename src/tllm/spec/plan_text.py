@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from tllm.core.errors import PlanError, nearest
+from tllm.core.errors import PlanError, counted, nearest
 from tllm.spec.grid.grid_shape import MODES
 from tllm.spec.pipeline_schedule import CHUNKED, ORDERS
 
@@ -217,7 +217,7 @@ def _stage_shares(lists: Sequence[tuple[int, ...]], stage: int, tps: Sequence[in
         return lists[stage]
     if len(lists[0]) not in tps:
         raise PlanError(
-            f"shares {':'.join(map(str, lists[0]))} are for {len(lists[0])} ranks and no stage has so many "
+            f"shares {':'.join(map(str, lists[0]))} are for {counted(len(lists[0]), 'rank')} and no stage has so many "
             f"(tp={list(tps)})",
             "give as many shares as a stage has ranks",
         )
@@ -236,7 +236,7 @@ def _stage_count(text: str, given: dict[str, str], chunks: int, layers: Sequence
     pp = _number(given["pp"], "pp") if "pp" in given else max(counts, default=1)
     if any(count != pp for count in counts):
         raise PlanError(
-            f"plan {text!r} speaks of {pp} stages and of {next(count for count in counts if count != pp)}",
+            f"plan {text!r} speaks of {counted(pp, 'stage')} and of {next(count for count in counts if count != pp)}",
             "give one value for all stages, or one for each, joined by +",
         )
     return pp

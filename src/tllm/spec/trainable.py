@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tllm.core.errors import PlanError
+from tllm.core.errors import PlanError, counted
 from tllm.spec.cut import stage_cuts
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.pipeline_schedule import build
@@ -48,7 +48,7 @@ def check_lock_step(microbatches: Sequence[int], ep: int) -> None:
     """
     if ep < 1 or len(microbatches) % ep:
         raise PlanError(
-            f"ep={ep} does not divide the {len(microbatches)} replicas",
+            f"ep={ep} does not divide the {counted(len(microbatches), 'replica')}",
             "give dp as a multiple of ep: experts are spread over ep replicas in a row",
         )
     for first in range(0, len(microbatches), ep):

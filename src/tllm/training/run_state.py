@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 from torch import nn
 
-from tllm.core.errors import CapacityError, ConfigError, decoded
+from tllm.core.errors import CapacityError, ConfigError, counted, decoded
 from tllm.training.checkpoint.async_saves import AsyncSaves
 from tllm.training.checkpoint.checkpoint import export_checkpoint, write_final
 from tllm.training.checkpoint.commit import SaveResult
@@ -144,7 +144,7 @@ class RunState:
             self.initialize(learner, adapters, progress)
         if step > config.job.max_steps:
             raise ConfigError(
-                f"max_steps is {config.job.max_steps} and the run in {root} has taken {step} steps",
+                f"max_steps is {config.job.max_steps} and the run in {root} has taken {counted(step, 'step')}",
                 f"give max_steps = {step}, and the model of its last save is finished, or more; or another output_dir",
             )
         if replicator is not None:

@@ -55,7 +55,7 @@ def test_what_is_wrong_with_a_job_is_said_before_anything_is_written(tmp_path: P
     taught = job | {"task": "distill", "distill": {"teacher_model_name_or_path": "teacher", "teacher_nodes": 2}}
     with pytest.raises(ConfigError, match=r"distill.teacher_nodes take 2 of 2 machines"):
         Trainer(taught, ranks=2)
-    with pytest.raises(PlanError, match="1 ranks for 4 machines or processes, of which 2 have a role beside it"):
+    with pytest.raises(PlanError, match="1 rank for 4 machines or processes, of which 2 have a role beside it"):
         Trainer(taught, plan="pp=1", ranks=4)
     assert not (tmp_path / "run").exists()
     assert Trainer(job, ranks=2).plan.replicas == 2

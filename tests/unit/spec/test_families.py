@@ -70,7 +70,7 @@ DELTA: dict[str, Any] = dict(model_type="qwen3_5_text", head_dim=16, num_key_val
         (dict(GEMMA3, attn_logit_softcapping=20.0), "attn_logit_softcapping"),
         (dict(GEMMA3, query_pre_attn_scalar=0), "query_pre_attn_scalar=0"),
         (dict(model_type="phi3", num_key_value_heads=2, full_attn_mod=2), "full_attn_mod=2"),
-        (dict(model_type="smollm3", num_key_value_heads=2, no_rope_layers=[1]), "of 1 layers and the model has 2"),
+        (dict(model_type="smollm3", num_key_value_heads=2, no_rope_layers=[1]), "of 1 layer and the model has 2"),
         (dict(model_type="mixtral", num_key_value_heads=2, num_experts_per_tok=9), "9 experts of 8"),
         (dict(quantization_config=dict(bits=4)), "quant_method is None"),
         (dict(num_key_value_heads=3), "4 query heads cannot share 3"),

@@ -179,9 +179,9 @@ def test_what_check_accepts_after_a_swap_still_plays(schedule: Schedule, data: s
         ("gpipe", {"microbatches": 0}, "0 microbatches"),
         ("gpipe", {"depth": 2}, "gpipe has no warm-up depth, and 2 is given"),
         ("1f1b", {"depth": -1}, "depth -1 is below 0"),
-        ("1f1b", {"depth": (1, 2)}, "2 warm-up depths for the 1 hops between 2 stages"),
+        ("1f1b", {"depth": (1, 2)}, "2 warm-up depths for the 1 hop between 2 stages"),
         ("1f1b", {"chunks": 2}, "1f1b with 2 chunks"),
-        ("interleaved", {}, "interleaved with 1 chunks"),
+        ("interleaved", {}, "interleaved with 1 chunk"),
     ],
 )
 def test_numbers_that_an_order_cannot_take_are_refused(name: str, options: dict[str, object], fault: str) -> None:

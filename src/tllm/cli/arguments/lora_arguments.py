@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tllm.cli.arguments.parser import whole
 from tllm.core.disk import given_path
-from tllm.core.errors import ConfigError, WeightsError
+from tllm.core.errors import ConfigError, WeightsError, counted
 from tllm.spec.lora.lora_config import CONFIG_FILE, MAX_LORA_RANK, MAX_RANK, ServedLoras
 from tllm.spec.model_spec import ModelSpec
 
@@ -93,7 +93,7 @@ def served_loras(args: argparse.Namespace) -> ServedLoras | None:
         modules[name] = folder
     if args.max_loras and len(modules) > args.max_loras:
         raise ConfigError(
-            f"--lora-modules names {len(modules)} adapters and --max-loras is {args.max_loras}",
+            f"--lora-modules names {counted(len(modules), 'adapter')} and --max-loras is {args.max_loras}",
             f"give --max-loras {len(modules)}",
         )
     if not args.enable_lora:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tllm.cli.arguments.ray_arguments import add_ray, check_ray, ray_nodes
 from tllm.core.disk import print_line
-from tllm.core.errors import ConfigError
+from tllm.core.errors import ConfigError, counted
 from tllm.node.machine.launcher_env import Launched, check_slurm, launched
 from tllm.node.sources.node_source import JoinLine
 
@@ -37,18 +37,20 @@ def launched_here(args: argparse.Namespace) -> Launched | None:
     here = launched(os.environ)
     if here is not None and args.on == "ray":
         raise ConfigError(
-            f"a launcher has started {here.world_size} processes, and --on ray takes the machines of a Ray cluster",
+            f"a launcher has started {counted(here.world_size, 'process', 'processes')}, and --on ray takes "
+            "the machines of a Ray cluster",
             "leave it out, or start tllm without the launcher",
         )
     if here is not None and (args.nodes or args.local):
         raise ConfigError(
-            f"a launcher has started {here.world_size} processes, and --nodes or --local would start others",
+            f"a launcher has started {counted(here.world_size, 'process', 'processes')}, and --nodes or "
+            "--local would start others",
             "leave them out, or start tllm without the launcher",
         )
     if here is not None and args.numa_binding not in ("auto", "none"):
         raise ConfigError(
             f"--numa-binding {args.numa_binding} is for workers that this command starts, and a launcher has started "
-            f"{here.world_size} processes",
+            f"{counted(here.world_size, 'process', 'processes')}",
             "let the launcher bind them: torchrun --numa-binding, srun --cpu-bind",
         )
     return here
@@ -58,7 +60,7 @@ def be_first(args: argparse.Namespace, tasks: Launched, spare: int = 0) -> None:
     """Fill in what `--nodes` and the options beside it are for the first of these tasks; so many are in reserve."""
     if spare >= tasks.world_size:
         raise ConfigError(
-            f"{spare} spare nodes of {tasks.world_size} tasks leave none to compute",
+            f"{counted(spare, 'spare node')} of {counted(tasks.world_size, 'task')} leave none to compute",
             "start more tasks (srun --ntasks), or give fewer --spare-nodes",
         )
     from tllm.node.sources.launched_tasks import addresses_of, threads_of

@@ -14,7 +14,7 @@ from tllm.cli.arguments.model_argument import add_model_argument
 from tllm.cli.arguments.parser import count, nonempty, port, size, user_path_text, whole
 from tllm.cluster.heartbeat import SILENCE_SECONDS
 from tllm.cluster.settings import OUR_LINKS, IntraHost, LinkKind, Narrowing, Wiring
-from tllm.core.errors import AuthError, PlanError
+from tllm.core.errors import AuthError, PlanError, counted
 from tllm.node.topology.numa_binding import NumaBinding
 from tllm.planner.cost.cache_room import CACHE_DIR_BYTES, MAX_NUM_SEQS, PAGE_SIZE
 from tllm.server.http.settings import is_loopback
@@ -320,5 +320,7 @@ def engine_options(args: argparse.Namespace, plan: str | None = None) -> EngineO
 def even_plan(nodes: int, num_layers: int) -> str:
     """The plan for machines of which nothing else is known: one stage each."""
     if nodes > num_layers:
-        raise PlanError(f"{nodes} nodes cannot share {num_layers} layers as stages", "give --plan with tp=…")
+        raise PlanError(
+            f"{counted(nodes, 'node')} cannot share {counted(num_layers, 'layer')} as stages", "give --plan with tp=…"
+        )
     return f"pp={nodes}"

@@ -28,7 +28,7 @@ from tllm.cli.arguments.parser import count, token_ids, user_path
 from tllm.cli.display.progress import ShowProgress, loading
 from tllm.cli.planning.outcome import conclude_serving
 from tllm.cli.planning.plan_chooser import ServingChooser
-from tllm.core.errors import ConfigError, RequestError
+from tllm.core.errors import ConfigError, RequestError, counted
 from tllm.planner.cost.serving_load import ServingFacts
 from tllm.server.latency import TimedEngine
 from tllm.spec.lora.lora_config import ServedLoras
@@ -81,7 +81,7 @@ def room_for(args: argparse.Namespace, prompt_length: int, options: EngineOption
     asked: int = args.max_tokens or 1
     if room < asked:
         raise RequestError(
-            f"{prompt_length} prompt tokens and {asked} new ones make {prompt_length + asked}; "
+            f"{counted(prompt_length, 'prompt token')} and {asked} new ones make {prompt_length + asked}; "
             f"the context holds {context}",
             "shorten the prompt or ask for fewer tokens",
         )

@@ -20,6 +20,7 @@ from tllm.cli.display.tables import indented_json, span, table
 from tllm.cli.display.tensor_modes import show_serving_modes
 from tllm.cli.planning.best_plans import add_goal, choose
 from tllm.cli.planning.job_plan import is_job, plan_job
+from tllm.core.errors import counted
 from tllm.core.gguf_files import open_gguf
 from tllm.core.memory import amount
 from tllm.planner.cost.cache_room import RUNTIME_BYTES, batch_tokens, cache_pages, working_bytes
@@ -65,7 +66,7 @@ def beside(options: EngineOptions, rank: RankBytes) -> int:
 
 
 def ranks_of(count: int) -> str:
-    return f"{count} rank{'s' if count > 1 else ''}"
+    return counted(count, "rank")
 
 
 def _as_text(options: EngineOptions, ranks: list[RankBytes]) -> str:
@@ -94,8 +95,9 @@ def _as_text(options: EngineOptions, ranks: list[RankBytes]) -> str:
     per_token = sum(rank.kv_per_token for rank in ranks)
     drafts = draft_model_bytes(options, tokens)
     head = [
-        f"{spec.family}: {spec.num_layers} layers, width {spec.hidden_size}, {spec.num_heads} heads, "
-        f"{spec.num_kv_heads} kv heads, vocabulary {spec.vocab_size}, {options.dtype}",
+        f"{spec.family}: {counted(spec.num_layers, 'layer')}, width {spec.hidden_size}, "
+        f"{counted(spec.num_heads, 'head')}, "
+        f"{counted(spec.num_kv_heads, 'kv head')}, vocabulary {spec.vocab_size}, {options.dtype}",
         f"plan {options.plan}: {ranks_of(options.plan.world_size)}, {amount(weights)} of weights{_in_bits(options)}",
         *_of_file(options),
         f"cache: {tokens} tokens in pages of {options.page_size}, {amount(per_token)} for each token over all ranks"

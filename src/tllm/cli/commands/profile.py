@@ -22,6 +22,7 @@ from tllm.cli.arguments.options import add_device
 from tllm.cli.arguments.parser import user_path, whole
 from tllm.cli.display.logs import start_log
 from tllm.cli.display.tables import table
+from tllm.core.errors import counted
 from tllm.core.memory import amount
 from tllm.node.doctor.machine_rules import said_of_load
 from tllm.planner.cluster.profile import Hardware, LoopbackWire, ProductSpeed, Profile, ShapeChoice
@@ -122,7 +123,7 @@ def as_text(profile: Profile, kept: str = "") -> str:
     """The profile for people. `kept`: where choices are kept, in words."""
     hardware, memory, wire = profile.hardware, profile.memory, profile.wire
     lines = [
-        f"{hardware.processor}: {hardware.cores} cores, {hardware.threads} threads used",
+        f"{hardware.processor}: {counted(hardware.cores, 'core')}, {counted(hardware.threads, 'thread')} used",
         *([f"measured on {hardware.device}"] if hardware.device else []),
         f"instructions: {' '.join(hardware.instructions) or 'none that we look for'}",
         f"memory: {amount(hardware.memory_bytes)}, {amount(hardware.memory_free_bytes)} free; "
@@ -172,7 +173,7 @@ def products_table(products: tuple[ProductSpeed, ...]) -> str:
     """GFLOP/s by dtype and width, a column for each number of rows."""
     columns = sorted({product.rows for product in products})
     rates = {(product.dtype, product.width, product.rows): product.flops_per_second for product in products}
-    rows = [["GFLOP/s", "width", *(f"{count} rows" for count in columns)]]
+    rows = [["GFLOP/s", "width", *(counted(count, "row") for count in columns)]]
     for dtype, width in dict.fromkeys((product.dtype, product.width) for product in products):
         cells = [rates.get((dtype, width, count)) for count in columns]
         rows.append([dtype, str(width), *("" if rate is None else f"{rate / 1e9:.1f}" for rate in cells)])

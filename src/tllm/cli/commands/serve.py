@@ -64,7 +64,7 @@ from tllm.cli.planning.serving_watch import ServingWatch
 from tllm.cluster.consensus.replica import Deposed
 from tllm.cluster.http_messages import ServedModel
 from tllm.core.disk import print_line
-from tllm.core.errors import ConfigError, PlanError
+from tllm.core.errors import ConfigError, PlanError, counted
 from tllm.core.model_folders import model_name
 from tllm.core.tasks import background, end_tasks, work_beside
 from tllm.node.coordinator.cluster_options import LOOPBACK
@@ -403,7 +403,8 @@ def _options(args: argparse.Namespace) -> EngineOptions:
     ranks = options.plan.world_size
     if ranks < wanted or ((args.local or args.on == "ray") and ranks != wanted):
         raise PlanError(
-            f"the plan {options.plan} has {ranks} ranks and {'--nodes' if args.nodes else '--local'} is {wanted}",
+            f"the plan {options.plan} has {counted(ranks, 'rank')} and "
+            f"{'--nodes' if args.nodes else '--local'} is {wanted}",
             "give a plan with a rank for each, or leave --plan out for a stage on each",
         )
     return options

@@ -8,6 +8,7 @@ from typing import Any
 
 from tllm.cli.arguments.running_cluster import add_running_cluster, fetch
 from tllm.cli.display.tables import span, table
+from tllm.core.errors import counted
 from tllm.core.memory import amount
 from tllm.server.live.samples import bytes_of_links
 
@@ -44,7 +45,7 @@ def as_text(status: dict[str, Any]) -> str:
     state = "ready" if status["ready"] else "not ready"
     lines = [f"{status['model']}: {state}, plan {status['plan'] or 'none yet'}"]
     if status["losses"] or not status["ready"]:
-        lost = f"{status['losses']} node{'s' if status['losses'] != 1 else ''}"
+        lost = counted(status["losses"], "node")
         lines.append(f"{status['doing']}; {lost} lost so far")
     if status["plan"] not in ("", status["wanted"]):
         lines.append(f"the whole plan is {status['wanted']}")

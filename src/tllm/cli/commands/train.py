@@ -49,7 +49,7 @@ from tllm.cli.planning.run_watch import Watch
 from tllm.cluster.consensus.replica import Deposed
 from tllm.cluster.heartbeat import check_lost_after
 from tllm.core.disk import print_line
-from tllm.core.errors import ConfigError
+from tllm.core.errors import ConfigError, counted
 from tllm.node.coordinator.cluster_options import LOOPBACK, ClusterOptions
 from tllm.node.machine.launcher_env import Launched
 from tllm.planner.measured.survey import FILE
@@ -139,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
         dry_run(job, trainer.plan, trainer.spec, Computing(args.threads, args.device, place), outlives, chooser)
         return 0
     if args.nodes and tasks is None and (final := final_model(job)):  # and the machines that it had may be gone
-        print(f"has taken its {job.max_steps} steps; {product_of(job)} is in {final}", flush=True)
+        print(f"has taken its {counted(job.max_steps, 'step')}; {product_of(job)} is in {final}", flush=True)
         return 0
     if (other := tasks or here) is not None and other.rank:
         from tllm.node.sources.launched_tasks import MEET_SECONDS, PLAIN, work_launched
@@ -217,8 +217,8 @@ async def _train(
     how = "measuring them for a plan" if chooser and not chooser.given else f"plan {plan}"
     beside = sum(wanted.count for wanted in role_nodes(trainer.resolved.job).values())
     machines = plan.world_size + beside
-    roles = f" and {beside} node{'s' if beside > 1 else ''} with a role beside them" if beside else ""
-    print_line(f"{how}: bringing up {plan.world_size} rank{'s' if plan.world_size > 1 else ''}{roles}")
+    roles = f" and {counted(beside, 'node')} with a role beside them" if beside else ""
+    print_line(f"{how}: bringing up {counted(plan.world_size, 'rank')}{roles}")
 
     folder = Path(trainer.resolved.job.output_dir)
     source = ray or joining(tasks, folder)

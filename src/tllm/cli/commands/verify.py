@@ -19,7 +19,7 @@ from tllm.cli.arguments.parser import token_ids, whole
 from tllm.cli.display.logs import start_log
 from tllm.cli.display.progress import ShowProgress, progress
 from tllm.cli.display.tables import indented_json
-from tllm.core.errors import ConfigError, ModelError, RequestError
+from tllm.core.errors import ConfigError, ModelError, RequestError, counted
 from tllm.node.machine.machine_facts import machine_facts
 from tllm.node.verify.verdict import Pass, Verdict, judge
 from tllm.planner.cost.cache_room import PAGE_SIZE, RUNTIME_BYTES
@@ -65,7 +65,8 @@ def prompt_ids(args: argparse.Namespace, options: EngineOptions) -> tuple[int, .
     """
     if options.spec.num_labels:
         raise ModelError(
-            f"{options.folder} has a classification head of {options.spec.num_labels} labels and makes no logits",
+            f"{options.folder} has a classification head of {counted(options.spec.num_labels, 'label')} and "
+            "makes no logits",
             "verify the model that writes, from which it was made",
         )
     if options.spec.bidirectional:
@@ -80,7 +81,7 @@ def prompt_ids(args: argparse.Namespace, options: EngineOptions) -> tuple[int, .
             raise ConfigError(f"{args.model} has no tokenizer.json, so a text means nothing", "give --prompt-ids 1,2,3")
         ids = tuple(tokenizer.encode(args.prompt))
     if not 0 < len(ids) <= room:
-        raise RequestError(f"{len(ids)} prompt tokens; the context holds 1 to {room}", "give another prompt")
+        raise RequestError(f"{counted(len(ids), 'prompt token')}; the context holds 1 to {room}", "give another prompt")
     if max(ids) >= vocabulary:
         raise RequestError(f"token {max(ids)} of a vocabulary of {vocabulary}", "give smaller ids")
     return ids
@@ -106,7 +107,7 @@ def free_bytes(options: EngineOptions) -> int:
 
 def as_text(verdict: Verdict, options: EngineOptions, count: int) -> str:
     """The verdict for people."""
-    return "\n".join([f"plan {options.plan} in {options.dtype}, {count} tokens", *verdict.words])
+    return "\n".join([f"plan {options.plan} in {options.dtype}, {counted(count, 'token')}", *verdict.words])
 
 
 def as_json(verdict: Verdict, first: Pass, exact: Pass | None) -> str:

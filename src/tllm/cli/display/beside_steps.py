@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from tllm.core.errors import counted
 from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.cost.serving_load import SamplingFacts
 from tllm.planner.simulate.forward_passes import Predict, forward_seconds
@@ -72,7 +73,7 @@ class BesideSteps:
         job, found = self.job, dict[str, float | None]()
         if job.eval_files and job.rollouts is None:
             rows = self.held_out
-            name = f"{_counted(None if rows is None else rows.documents, 'row')} of eval_files"
+            name = f"{'rows' if rows is None else counted(rows.documents, 'row')} of eval_files"
             found[name] = None if rows is None else self._seconds(rows, asked)
         if job.eval_num_prompts:
             found["completions to be read"] = self._completed(asked, self._to_be_read(), 1)
@@ -81,7 +82,8 @@ class BesideSteps:
             groups = min(max(1, job.global_batch_size // each), self.prompts or 1)
             sampling = asked.facts.sampling
             sampling = sampling and replace(sampling, groups=groups, num_generations=each, ahead=0)
-            name = f"{_counted(each, 'completion')} of each of {_counted(self.prompts, 'prompt')} of eval_files"
+            prompts = "prompts" if self.prompts is None else counted(self.prompts, "prompt")
+            name = f"{counted(each, 'completion')} of each of {prompts} of eval_files"
             found[name] = self._completed(asked, sampling, (self.prompts or 0) / groups)
         if job.lm_eval_tasks:
             found["tasks of lm-eval"] = None
@@ -117,7 +119,3 @@ class BesideSteps:
         roles = dict(asked.predict(asked.plan, sampled).roles)
         is_known = roles.keys() >= {"sampling", *(["rewards"] if reward is not None else [])}
         return times * sum(roles.values()) if is_known else None
-
-
-def _counted(number: int | None, noun: str) -> str:
-    return f"1 {noun}" if number == 1 else f"{noun}s" if number is None else f"{number} {noun}s"

@@ -9,6 +9,7 @@ from typing import Any
 
 from tllm.cli.display.curve import curve
 from tllm.cli.display.tables import table
+from tllm.core.errors import counted
 from tllm.core.memory import amount
 
 LATELY = 5
@@ -117,7 +118,8 @@ def _heading(status: Mapping[str, Any], history: LiveHistory) -> str:
     if history.samples:
         last = history.samples[-1]
         usage = f"{100 * last['kv_usage']:.0f} % of the KV cache is used"
-        lines.append(f"{last['running']} sequences run, {last['waiting']} wait; {usage}")
+        run = counted(last["running"], "sequence runs", "sequences run")
+        lines.append(f"{run}, {counted(last['waiting'], 'waits', 'wait')}; {usage}")
     return "\n".join(lines)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
+from tllm.core.errors import counted
 from tllm.core.memory import amount
 from tllm.node.machine.machine_facts import Interface, NodeProbe
 from tllm.node.topology.machine_topology import (
@@ -46,7 +47,7 @@ def _summary(topology: MachineTopology) -> str:
     cores, cpus = topology.cores, topology.cpus
     parts = [_count(len(sockets(cores)), "socket"), _count(len(topology.nodes) or 1, "NUMA node"), _cores(cores)]
     if len(cpus) > len(cores):
-        parts.append(f"{len(cpus)} processors")
+        parts.append(counted(len(cpus), "processor"))
     text = ", ".join(parts)
     used = topology.allowed
     return text if set(used) >= set(cpus) else f"{text}; may use {cpu_list(used)} ({_cores(topology.usable)})"
@@ -108,4 +109,4 @@ def _gpus(gpus: GpuTopology) -> Iterator[str]:
 
 
 def _count(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
+    return counted(count, what)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from tllm.cli.display.progress import cursor_of_shell
 from tllm.cli.display.tables import terminal_width
 from tllm.core.disk import print_line
+from tllm.core.errors import counted
 from tllm.spec.lora.lora_config import MAX_LORA_RANK
 from tllm.training.report.console import show_bytes, show_seconds, step_line
 from tllm.training.report.events import RunBegan, RunEnded, RunLostRank, RunResumed, RunSaved
@@ -109,7 +110,7 @@ class RunDisplay:
 
     def resumed(self, news: RunResumed) -> None:
         origin = {"memory": "what the others have in memory", "save": "the last save", "start": "the beginning"}
-        again = f" ({news.again} later ones are done again)" if news.again else ""
+        again = f" ({counted(news.again, 'later one is', 'later ones are')} done again)" if news.again else ""
         after = f" after {news.seconds:.1f} s" if news.seconds else ""
         self._say(f"goes on{after} after step {news.step}{again}, from {origin[news.origin]}; plan {news.plan}")
 
@@ -118,7 +119,7 @@ class RunDisplay:
         if news.reason:
             print_line(f"ended early: {news.reason}")
         if news.final:
-            count = "1 step" if news.step == 1 else f"{news.step} steps"
+            count = counted(news.step, "step")
             print_line(f"done after {count}; {product_of(job)} is in {news.final}{news.of_step}")
             print_line(f"to use it: {use_of(job, news.final)}")
         else:

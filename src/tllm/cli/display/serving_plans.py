@@ -12,7 +12,7 @@ from tllm.cli.arguments.survey_settings import serving_facts, within
 from tllm.cli.display.tables import indented_json, table
 from tllm.cli.display.tensor_modes import serving_modes
 from tllm.cli.display.timeline import as_svg, as_text
-from tllm.core.errors import PlanError
+from tllm.core.errors import PlanError, counted
 from tllm.core.memory import amount
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.cost.cache_room import context_of
@@ -66,7 +66,7 @@ def given_plan(text: str, spec: ModelSpec, cluster: Cluster) -> Plan:
     plan = Plan.parse(text, spec.num_layers)
     if plan.world_size > len(cluster):
         raise PlanError(
-            f"plan {plan} has {plan.world_size} ranks and the cluster {len(cluster)} devices",
+            f"plan {plan} has {counted(plan.world_size, 'rank')} and the cluster {counted(len(cluster), 'device')}",
             "give the cluster more nodes, or the plan fewer ranks",
         )
     return plan
@@ -97,7 +97,7 @@ def _as_text(spec: ModelSpec, cluster: Cluster, result: ServingSearchResult, top
     best = result.choices[0]
     facts, names = best.predicted.load.facts, stage_names(best.plan, cluster, best.devices)
     asked = f"{facts.concurrency} requests at once" if facts.concurrency > 1 else "one request at a time"
-    head = f"{facts.prompt} tokens in, {facts.reply} out, {asked}, {facts.dtype}"
+    head = f"{counted(facts.prompt, 'token')} in, {facts.reply} out, {asked}, {facts.dtype}"
     how = "as given" if is_given else certainty(result.exact, result.steps)
     return [
         f"{head}; {how}",
@@ -123,9 +123,12 @@ def drafting(load: ServingLoad) -> list[str]:
     if not load.draft_tokens:
         costs = "a row more costs" if model is None else "a row more and a step of the draft model cost"
         return [f"drafts do not pay: {acceptance}, and {costs} more than that"]
-    by = "" if model is None else f" of a draft model on the first rank ({model.family}, {model.num_layers} layers)"
+    by = ""
+    if model is not None:
+        by = f" of a draft model on the first rank ({model.family}, {counted(model.num_layers, 'layer')})"
     return [
-        f"a turn checks {load.draft_tokens} drafted tokens{by} and gives {load.tokens_per_step:.3g}, as {acceptance}"
+        f"a turn checks {counted(load.draft_tokens, 'drafted token')}{by} and gives "
+        f"{load.tokens_per_step:.3g}, as {acceptance}"
     ]
 
 

@@ -11,6 +11,7 @@ from tllm.cli.arguments.survey_settings import serving_facts
 from tllm.cli.display.serving_plans import drafting, given_plan, given_serving, whose
 from tllm.cli.display.tables import brief, indented_json, table
 from tllm.cli.display.timeline import as_svg, as_text
+from tllm.core.errors import counted
 from tllm.core.memory import amount
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.cost.message_time import TimeBreakdown
@@ -64,7 +65,7 @@ def _lines(ring: RingTimeline, names: list[str]) -> list[StageTimeline]:
 
 def _as_text(choice: ServingChoice, ring: RingTimeline, names: list[str]) -> list[str]:
     predicted, facts = choice.predicted, choice.predicted.load.facts
-    asked = f"{facts.prompt} tokens in, {facts.reply} out, {facts.concurrency} at once, {facts.dtype}"
+    asked = f"{counted(facts.prompt, 'token')} in, {facts.reply} out, {facts.concurrency} at once, {facts.dtype}"
     rows = [["stage", "nodes", *(field for field in TimeBreakdown._fields), "waiting", "sum"]]
     for number, account in enumerate(decode_breakdowns(predicted, names)):
         shown = [*account.parts, account.waiting]
@@ -76,8 +77,8 @@ def _as_text(choice: ServingChoice, ring: RingTimeline, names: list[str]) -> lis
         "",
         f"{1e3 * predicted.per_token:.4g} ms a token, first after {predicted.first_token:.3g} s, "
         f"{predicted.tokens_per_second:.4g} tokens/s in all",
-        f"the ring as played: {predicted.load.batches} batches in flight, {ring.total:.4g} s for {facts.reply} tokens "
-        f"each, bubble {100 * ring.bubble:.1f} %",
+        f"the ring as played: {predicted.load.batches} batches in flight, {ring.total:.4g} s for "
+        f"{counted(facts.reply, 'token')} each, bubble {100 * ring.bubble:.1f} %",
         *drafting(predicted.load),
         f"the time goes to {serving_bottleneck(predicted, names)}",
         f"most memory: {amount(max(rank.total for rank in predicted.memory))}",

@@ -9,7 +9,7 @@ from typing import Any
 from tllm.cli.display.serving_plans import given_plan
 from tllm.cli.display.tables import brief, indented_json, span, table
 from tllm.cli.display.timeline import as_svg, as_text
-from tllm.core.errors import ConfigError
+from tllm.core.errors import ConfigError, counted
 from tllm.core.memory import amount
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.cluster.failures import Failures
@@ -113,10 +113,11 @@ def _as_text(played: ClusterStep, ranks: list[int]) -> list[str]:
     memory = max(placed.memory(placed.replicas), key=lambda rank_memory: rank_memory.total)
     has = cluster.devices[placed.devices[memory.rank]].memory
     return [
-        f"{len(cluster)} devices on {len(cluster.names)} nodes; plan {brief(plan)}",
-        f"a step of {facts.global_batch_size} rows of {facts.seq_len} tokens, {facts.microbatch_size} at once, "
+        f"{counted(len(cluster), 'device')} on {counted(len(cluster.names), 'node')}; plan {brief(plan)}",
+        f"a step of {counted(facts.global_batch_size, 'row')} of {counted(facts.seq_len, 'token')}, "
+        f"{facts.microbatch_size} at once, "
         f"{facts.dtype}{products}: {played.ops:,} ops of {played.ranks:,} ranks, {len(played.replicas)} of "
-        f"{plan.replicas} replicas unlike any other",
+        f"{counted(plan.replicas, 'replica')} unlike any other",
         "",
         f"{found.seconds:.4g} s a step, {found.tokens_per_second:,.0f} tokens/s, {each:,.4g} for each device, "
         f"MFU {100 * placed.mfu(found.seconds):.1f} %, bubble {100 * found.bubble:.1f} %",
@@ -135,8 +136,8 @@ def _failure_lines(played: ClusterStep, failures: FailureEstimate | None) -> lis
     rate = failures.useful * played.prediction.tokens_per_second
     return [
         "",
-        f"failures: one in {failures.between / HOUR:.3g} h of any of {failures.nodes} nodes; best to save after "
-        f"{failures.best / 60:.3g} min of work",
+        f"failures: one in {failures.between / HOUR:.3g} h of any of {counted(failures.nodes, 'node')}; best "
+        f"to save after {failures.best / 60:.3g} min of work",
         f"with a save every {failures.interval / 60:.3g} min: {100 * failures.useful:.1f} % of the time is useful, "
         f"{rate:,.0f} tokens/s in the long run",
     ]

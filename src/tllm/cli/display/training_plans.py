@@ -13,6 +13,7 @@ from tllm.cli.display.beside_steps import BesideSteps, PredictedPlan
 from tllm.cli.display.serving_plans import certainty, given_plan
 from tllm.cli.display.tables import indented_json, span, table
 from tllm.cli.display.timeline import as_svg, as_text
+from tllm.core.errors import counted
 from tllm.core.memory import amount
 from tllm.planner.bounds.training_bound import is_searched, least_step_seconds
 from tllm.planner.cluster.device import Cluster, LinkSpeed
@@ -81,9 +82,11 @@ def head_of(job: Job, plan: Plan, spec: ModelSpec) -> list[str]:
     """Lines with the model, the plan, and what a step learns from."""
     microbatches = training_facts(job).microbatches
     return [
-        f"{spec.family}: {spec.num_layers} layers, width {spec.hidden_size}, vocabulary {spec.vocab_size}, {job.dtype}",
-        f"plan {plan}: {plan.world_size} ranks",
-        f"a step: {job.global_batch_size} rows of {job.seq_len} tokens in {microbatches} microbatches",
+        f"{spec.family}: {counted(spec.num_layers, 'layer')}, width {spec.hidden_size}, vocabulary "
+        f"{spec.vocab_size}, {job.dtype}",
+        f"plan {plan}: {counted(plan.world_size, 'rank')}",
+        f"a step: {counted(job.global_batch_size, 'row')} of {counted(job.seq_len, 'token')} in "
+        f"{counted(microbatches, 'microbatch', 'microbatches')}",
     ]
 
 
@@ -97,7 +100,9 @@ def _apart(job: Job, spec: ModelSpec) -> list[str]:
     for role, wanted in roles.items():
         judge = {"teacher": facts.teacher, "reward": facts.reward}.get(role)
         nbytes = TRAINER_BYTES + (rollout_bytes(spec, facts) if judge is None else judge_bytes(judge))
-        who = " ".join(wanted.names) or ("as many nodes as are best" if wanted.is_auto else f"{wanted.count} nodes")
+        who = " ".join(wanted.names) or (
+            "as many nodes as are best" if wanted.is_auto else counted(wanted.count, "node")
+        )
         by = judge.plan if judge is not None else facts.sampling and facts.sampling.plan
         plan = f", by {by} together" if by is not None else ""
         if role_plan_text(job, role) == AUTO:
@@ -252,7 +257,8 @@ def _as_text(cluster: Cluster, result: TrainingSearchResult, is_given: bool) -> 
     facts = best.placed.facts
     how = "as given" if is_given else certainty(result.exact, result.steps)
     return [
-        f"a step of {facts.global_batch_size} rows of {facts.seq_len} tokens, {facts.dtype}; {how}",
+        f"a step of {counted(facts.global_batch_size, 'row')} of {counted(facts.seq_len, 'token')}, "
+        f"{facts.dtype}; {how}",
         "",
         table(rows),
         "",

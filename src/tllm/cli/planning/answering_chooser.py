@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from tllm.cli.arguments.survey_settings import serving_settings
 from tllm.cli.planning.plan_chooser import PlanChooser
 from tllm.cluster.settings import SurveySettings
-from tllm.core.errors import PlanError
+from tllm.core.errors import PlanError, counted
 from tllm.core.memory import amount
 from tllm.node.coordinator.cluster_options import ClusterOptions
 from tllm.planner.cluster.device import Cluster
@@ -124,8 +124,8 @@ async def tell_answers(chooser: AnsweringChooser, cluster: AnsweringCluster) -> 
             told = 2 * found.answers
             measured, predicted = found.measured.seconds, found.predicted.seconds
             log.info(
-                "%d answers took %.3g s each, predicted %.3g s (%+.0f %%), for %s",
-                *(found.answers, measured, predicted, 100 * (measured / predicted - 1), found.about),
+                "%s took %.3g s each, predicted %.3g s (%+.0f %%), for %s",
+                *(counted(found.answers, "answer"), measured, predicted, 100 * (measured / predicted - 1), found.about),
             )
 
 
@@ -133,9 +133,11 @@ def in_words(load: AnsweringLoad) -> str:
     """One question."""
     if isinstance(load, GroupLoad):
         asked = load.sampling
-        of = f"{asked.num_generations} completions of {asked.completion} tokens"
-        return f"{of} of a prompt of {asked.prompt}" + (f", for {asked.groups} prompts" if asked.groups > 1 else "")
-    return f"a row of {load.tokens} tokens"
+        of = f"{counted(asked.num_generations, 'completion')} of {counted(asked.completion, 'token')}"
+        return f"{of} of a prompt of {asked.prompt}" + (
+            f", for {counted(asked.groups, 'prompt')}" if asked.groups > 1 else ""
+        )
+    return f"a row of {counted(load.tokens, 'token')}"
 
 
 def as_answered(load: AnsweringLoad, stats: Mapping[str, float]) -> AnsweringLoad:

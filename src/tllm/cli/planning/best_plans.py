@@ -12,7 +12,7 @@ from tllm.cli.arguments.running_cluster import add_running_cluster
 from tllm.cli.display.serving_plans import show_serving
 from tllm.cli.display.training_plans import show_training
 from tllm.cli.planning.live_survey import survey_for
-from tllm.core.errors import ConfigError
+from tllm.core.errors import ConfigError, counted
 from tllm.planner.cluster.cluster_file import read_cluster
 from tllm.planner.measured.survey import Survey, cluster_of
 
@@ -64,8 +64,8 @@ def _add_requests(group: argparse._ArgumentGroup, goal: str) -> None:
 def nodes_beside_others(survey: Survey) -> list[str]:
     """A line for each node that was measured while other programs ran on its machine."""
     return [
-        f"{node.node} was measured beside other programs: its {node.threads} threads had {node.busy:.1f} processors on "
-        "an average. Seconds are longer and rates lower than what it does alone"
+        f"{node.node} was measured beside other programs: its {counted(node.threads, 'thread')} had "
+        f"{node.busy:.1f} processors on an average. Seconds are longer and rates lower than what it does alone"
         for node in survey.nodes
         if node.is_beside_others
     ]

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from tllm.cli.display.tensor_modes import show_tensor_modes
 from tllm.cli.display.training_plans import facts_of, head_of, show_plan, show_prediction
 from tllm.cli.planning.plan_chooser import TrainingChooser
+from tllm.core.errors import counted
 from tllm.core.memory import amount
 from tllm.node.machine.process_facts import cores
 from tllm.planner.memory.training_memory import training_bytes
@@ -64,7 +65,8 @@ def _unknown(job: Job, plan: Plan, chooser: TrainingChooser) -> str:
     model = job.model_name_or_path or job.config_name
     asked = f"--batch {job.global_batch_size} --seq {job.seq_len} --dtype {job.dtype}"
     return (
-        f"no plan is given, and {chooser.path} is no survey of this model on {plan.world_size} machines: the run "
+        f"no plan is given, and {chooser.path} is no survey of this model on "
+        f"{counted(plan.world_size, 'machine')}: the run "
         "measures them when they are here, and then chooses. To choose now, measure or describe them:\n\n"
         f"  tllm plan {model} --goal train --nodes {plan.world_size} --keep {job.output_dir} {asked}\n"
         f"  tllm plan {model} --goal train --cluster cluster.toml {asked}\n\n"
@@ -85,5 +87,5 @@ def _predicted_here(job: Job, plan: Plan, spec: ModelSpec, computing: Computing)
     threads = computing.threads or max(1, cores() // plan.world_size)
     torch.set_num_threads(threads)
     speed = layer_speed(spec, torch_dtype(job.dtype), job.seq_len, job.microbatch_size, device)
-    where = f"{threads} thread{'s' if threads > 1 else ''}" if device == CPU else device_name(device)
+    where = counted(threads, "thread") if device == CPU else device_name(device)
     return show_prediction(job, plan, spec, speed, where)

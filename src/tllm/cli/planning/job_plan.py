@@ -11,7 +11,7 @@ from tllm.cli.display.training_plans import not_predicted, show_choices
 from tllm.cli.planning.live_survey import measured
 from tllm.cli.planning.plan_chooser import TrainingChooser
 from tllm.cli.planning.role_plan import has_roles, show_roles
-from tllm.core.errors import ConfigError, PlanError
+from tllm.core.errors import ConfigError, PlanError, counted
 from tllm.planner.cluster.cluster_file import read_cluster
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.measured.survey import FILE, cluster_of, read_survey
@@ -37,7 +37,8 @@ def plan_job(args: argparse.Namespace) -> int:
     cluster = _cluster(args, chooser, resolved)
     if given is not None and given.world_size > len(cluster):
         raise PlanError(
-            f"the plan {given} has {given.world_size} ranks and the cluster {len(cluster)} devices",
+            f"the plan {given} has {counted(given.world_size, 'rank')} and the cluster "
+            f"{counted(len(cluster), 'device')}",
             "give a plan with fewer ranks, or leave it out",
         )
     if given is None and has_roles(chooser):

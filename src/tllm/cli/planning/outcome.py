@@ -18,6 +18,7 @@ from tllm.cli.planning.role_outcome import (
     measured_roles,
     share_of_peak,
 )
+from tllm.core.errors import counted
 from tllm.core.memory import amount
 from tllm.planner.cost.rank_bytes import rank_bytes
 from tllm.planner.cost.serving_load import ServingFacts
@@ -164,7 +165,7 @@ def conclude_answering(chooser: AnsweringChooser, plan: str, stats: Mapping[str,
     if outcome is None:
         return
     load, folder = as_answered(chooser.load, stats), chooser.path.parent if chooser.path else None
-    chooser.says(f"{outcome.answers} answers, each {outcome.about}:")
+    chooser.says(f"{counted(outcome.answers, 'answer')}, each {outcome.about}:")
     _conclude(outcome, folder, outcome.measured.seconds, lambda survey: answer_seconds(chooser, load, survey), chooser)
 
 

@@ -28,7 +28,7 @@ from tllm.cli.display.training_plans import (
 from tllm.cli.planning.role_outcome import predicted_roles
 from tllm.cli.planning.role_wishes import taught_of, wishes_of
 from tllm.cluster.settings import OUR_LINKS, EngineSettings, PredictedSeconds, SurveySettings
-from tllm.core.errors import CapacityError, PlanError
+from tllm.core.errors import CapacityError, PlanError, counted
 from tllm.core.memory import amount
 from tllm.node.coordinator.cluster_options import DEFAULTS
 from tllm.planner.cluster.device import Cluster
@@ -180,7 +180,8 @@ class ServingChooser(PlanChooser):
             f"plan {best.plan} on {' '.join(names)}, {self.how(result.exact, result.steps)}",
             f"predicted: {1e3 * predicted.per_token:.3g} ms a token, the first after {predicted.first_token:.3g} s, "
             f"{predicted.tokens_per_second:.4g} tokens/s, {amount(most)} at most "
-            f"on a node ({self.facts.prompt} tokens in, {self.facts.reply} out, {self.facts.concurrency} at once)",
+            f"on a node ({counted(self.facts.prompt, 'token')} in, {self.facts.reply} out, "
+            f"{self.facts.concurrency} at once)",
             *drafting(predicted.load),
             f"the time goes to {serving_bottleneck(predicted, names)}",
             *([] if self.given else advice(cluster, result, best)),
@@ -332,7 +333,7 @@ class TrainingChooser(PlanChooser):
                 said.append(f"{role}: {' '.join(names)} ({by}{takes})" if names else f"{role}: none apart")
         self.resolved, self.roles = dataclasses.replace(self.resolved, job=job), best
         told = f"{', '.join(said)}; {best.seconds:.3g} s a step with all roles"
-        return f"the best of {len(choices)} choices of machines for its roles", [told]
+        return f"the best of {counted(len(choices), 'choice')} of machines for its roles", [told]
 
     def teaching(self, placed: PlacedPlan) -> float:
         """Seconds in which teachers apart judge the rows of a step of this plan; 0 where there are none."""

@@ -10,6 +10,7 @@ from typing import Any
 from tllm.cli.display.tables import indented_json, table
 from tllm.cli.display.training_plans import not_predicted, not_timed
 from tllm.cli.planning.plan_chooser import TrainingChooser
+from tllm.core.errors import counted
 from tllm.core.memory import amount
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.cost.rank_work import JudgeFacts
@@ -42,7 +43,7 @@ def show_roles(args: argparse.Namespace, cluster: Cluster, chooser: TrainingChoo
         f"a machine {does[role]} holds {amount(nbytes)}" for role, nbytes in found[0].held.items() if role in asked
     ]
     lines = [
-        f"a step of {facts.global_batch_size} rows of {facts.seq_len} tokens; {', '.join(takes)}",
+        f"a step of {counted(facts.global_batch_size, 'row')} of {counted(facts.seq_len, 'token')}; {', '.join(takes)}",
         "",
         table(_rows(cluster, found[: args.top], asked)),
         "",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tllm.core.errors import ConfigError
+from tllm.core.errors import ConfigError, counted
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.roles.role_machines import RoleWish
@@ -22,7 +22,8 @@ def wishes_of(cluster: Cluster, job: Job) -> dict[RoleName, RoleWish]:
         key = role_key(job, role)
         if wanted.count >= len(cluster):
             raise ConfigError(
-                f"{key} takes {wanted.count} of {len(cluster)} machines", "one at least must train: give fewer"
+                f"{key} takes {wanted.count} of {counted(len(cluster), 'machine')}",
+                "one at least must train: give fewer",
             )
         devices = named_devices(cluster, wanted.names, key) if wanted.names else None
         divides = role_plan_text(job, role) == AUTO

@@ -11,6 +11,7 @@ import msgspec
 
 from tllm.cli.display.run_display import product_of
 from tllm.cli.planning.run_watch import Watch
+from tllm.core.errors import counted
 from tllm.server.live.run_log import RunLog
 from tllm.server.live.samples import Severity
 from tllm.server.run import serving
@@ -96,7 +97,7 @@ class RunPage:
         return {
             **known,
             "model": Path(self._job.output_dir).name,
-            "doing": "" if known["ready"] else f"brings up {self._ranks} ranks",
+            "doing": "" if known["ready"] else f"brings up {counted(self._ranks, 'rank')}",
             "fault": self.run.fault.message if self.run is not None and self.run.fault is not None else "",
             "trouble": "",
             "losses": self._losses,

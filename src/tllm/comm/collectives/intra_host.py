@@ -27,7 +27,7 @@ from tllm.comm.collectives.group_links import ReceiveBuffers
 from tllm.comm.nccl.arrivals import ArrivalBoard
 from tllm.comm.nccl.device_backend import DeviceBackend, Nccl
 from tllm.comm.nccl.device_channel import DeviceChannel
-from tllm.core.errors import LinkClosed, decoded
+from tllm.core.errors import LinkClosed, counted, decoded
 
 STORE, BOARD = "store", "arrivals"
 PRIVATE = 0o700
@@ -89,7 +89,7 @@ def _unconnected(devices: Sequence[str]) -> str:
     if not all(devices):
         return f"{devices.count('')} of {len(devices)} ranks of this machine have no device for it"
     if len(set(devices)) < len(devices):
-        return f"{len(devices)} ranks of this machine have {len(set(devices))} devices"
+        return f"{counted(len(devices), 'rank')} of this machine have {counted(len(set(devices)), 'device')}"
     return ""
 
 

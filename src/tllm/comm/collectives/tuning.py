@@ -19,6 +19,7 @@ from tllm.comm.collectives.algorithm_choice import AlgorithmChoice, MeasuredChoi
 from tllm.comm.collectives.group import Group
 from tllm.comm.collectives.group_links import HOST
 from tllm.comm.collectives.network_model import Matrix, NetworkModel
+from tllm.core.errors import counted
 
 PINGS = 8
 FIRST_BYTES, LAST_BYTES = 64 * 1024, 16 * 1024 * 1024
@@ -171,7 +172,8 @@ def _links_text(network: NetworkModel) -> str:
     pairs = [(a, b) for a in range(network.size) for b in range(network.size) if network.hosts[a] != network.hosts[b]]
     latency = max(network.latency[a][b] for a, b in pairs)
     rate = min(network.rate[a][b] for a, b in pairs)
-    return f"{network.size} ranks on {len(set(network.hosts))} machines, {latency * 1e3:.2f} ms, {rate / 1e6:.0f} MB/s"
+    where = f"{counted(network.size, 'rank')} on {counted(len(set(network.hosts)), 'machine')}"
+    return f"{where}, {latency * 1e3:.2f} ms, {rate / 1e6:.0f} MB/s"
 
 
 def _sums_text(choice: AlgorithmChoice) -> str:

@@ -15,7 +15,7 @@ from itertools import chain
 import msgspec
 
 from tllm.cluster.settings import OUR_LINKS, Narrowing, Wiring
-from tllm.core.errors import CapacityError, ConfigError, FrameError, RequestError
+from tllm.core.errors import CapacityError, ConfigError, FrameError, RequestError, counted
 from tllm.engine.schedule.batch import Batch, BatchEntry, Results, Sampling
 from tllm.planner.cost.cache_room import (
     CACHE_DIR_BYTES,
@@ -85,14 +85,15 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         if self.max_num_batched_tokens <= self.max_num_seqs:
             raise ConfigError(
                 f"batches of {self.max_num_batched_tokens} tokens leave no room for prompts beside "
-                f"{self.max_num_seqs} sequences",
+                f"{counted(self.max_num_seqs, 'sequence')}",
                 f"give --max-num-seqs less than {self.max_num_batched_tokens}",
             )
         room = self.max_num_batched_tokens - self.max_num_seqs
         if not 0 <= self.num_speculative_tokens <= room:
             raise ConfigError(
                 f"num_speculative_tokens is {self.num_speculative_tokens}, and batches of "
-                f"{self.max_num_batched_tokens} tokens have room for {room} beside {self.max_num_seqs} sequences",
+                f"{counted(self.max_num_batched_tokens, 'token')} have room for {room} beside "
+                f"{counted(self.max_num_seqs, 'sequence')}",
                 "4 to 16 are usual; 0 for none",
             )
 
@@ -147,7 +148,7 @@ def check_request(
     new_tokens = 0 if request.pooling else params.max_tokens
     if prompt_length + new_tokens > limits.max_model_len:
         raise RequestError(
-            f"{prompt_length} prompt tokens and {new_tokens} new ones make "
+            f"{counted(prompt_length, 'prompt token')} and {new_tokens} new ones make "
             f"{prompt_length + new_tokens}; the context holds {limits.max_model_len}",
             "shorten the prompt or ask for fewer tokens",
             param="max_tokens",
@@ -155,7 +156,7 @@ def check_request(
     max_cached_tokens = prompt_length + params.max_tokens - 1  # the last token is given out and never computed
     if -(-max_cached_tokens // limits.page_size) > limits.num_pages:
         raise RequestError(
-            f"the request needs room for {max_cached_tokens} tokens; the whole cache holds "
+            f"the request needs room for {counted(max_cached_tokens, 'token')}; the whole cache holds "
             f"{limits.num_pages * limits.page_size}",
             "give the cache more memory, or ask for fewer tokens",
             param="max_tokens",
@@ -215,7 +216,8 @@ def _head_faults(request: Request, limits: Limits) -> Iterator[str]:
     pooling = request.pooling
     if pooling is None or pooling.kind == "logprobs":
         if limits.num_labels:
-            yield f"the model has a head of {limits.num_labels} labels and none for tokens: it scores and cannot write"
+            head = f"a head of {counted(limits.num_labels, 'label')}"
+            yield f"the model has {head} and none for tokens: it scores and cannot write"
         if limits.is_bidirectional:
             yield "each token of the model sees those after it (it is not causal): it embeds and cannot write"
         if limits.is_headless:

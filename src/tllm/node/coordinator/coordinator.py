@@ -21,7 +21,7 @@ from tllm.cluster.join_token import JoinToken, TokenBook, TokenRecord
 from tllm.cluster.messages import Assign, Load, Loaded, Prepared, Progress, RankAddress, Start
 from tllm.cluster.settings import Settings, SurveySettings
 from tllm.cluster.state import ClusterState, Planned, RankLoaded, RankLoading, RankPrepared, RankReady, by_machine
-from tllm.core.errors import ClusterError, LinkError, TllmError
+from tllm.core.errors import ClusterError, LinkError, TllmError, counted
 from tllm.node.coordinator.cluster_options import OnProgress
 from tllm.node.coordinator.job import ClusterJob
 from tllm.node.coordinator.losses import BLAME_SECONDS, EndOnLoss, LossPolicy
@@ -183,7 +183,7 @@ class Coordinator:
         except TimeoutError as error:
             came = ", ".join(member.node for member in self.state.living) or "none"
             raise ClusterError(
-                f"{self.state.living_count} of {wanted} nodes joined within {seconds:g} s ({came})",
+                f"{self.state.living_count} of {counted(wanted, 'node')} joined within {seconds:g} s ({came})",
                 "run the join line on the others, and see that they reach this machine",
             ) from error
         return self.nodes[:wanted]

@@ -14,7 +14,7 @@ from tllm.cluster.certificates import Authority
 from tllm.cluster.connection import Address, format_address
 from tllm.cluster.consensus.replica import Deposed
 from tllm.cluster.join_token import JoinToken
-from tllm.core.errors import ClusterError, ConfigError, TllmError
+from tllm.core.errors import ClusterError, ConfigError, TllmError, counted
 from tllm.core.tasks import end_tasks
 from tllm.devices.choose import CPU, choose_device
 from tllm.node.coordinator.cluster_options import ClusterOptions, OnProgress
@@ -48,7 +48,8 @@ def local_names(plan: Plan, local: int | None, beside: int = 0) -> list[str]:
     local = most if local is None else local
     if not 0 <= local <= most:
         raise ConfigError(
-            f"{local} local workers for a plan of {plan.world_size} ranks", f"start at most {most}, or change the plan"
+            f"{counted(local, 'local worker')} for a plan of {counted(plan.world_size, 'rank')}",
+            f"start at most {most}, or change the plan",
         )
     return [f"local-{place}" for place in range(local)]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
+from tllm.core.errors import counted
 from tllm.node.doctor.network_rules import of_clocks, of_paths
 from tllm.node.doctor.topology_rules import of_topology
 from tllm.node.machine.machine_facts import ClusterProbe, Diagnosis, MachineFacts, NodeProbe
@@ -126,7 +127,7 @@ def said_of_load(load: float, cores: int) -> str:
     """That other programs want so many of a machine's processors."""
     if load > cores:
         return f"other programs want {load:.1f} processors, and it has {cores}"
-    return f"other programs keep {load:.1f} of {cores} processors busy"
+    return f"other programs keep {load:.1f} of {counted(cores, 'processor')} busy"
 
 
 def _of_processor(found: NodeProbe) -> Iterator[Diagnosis]:
@@ -134,7 +135,7 @@ def _of_processor(found: NodeProbe) -> Iterator[Diagnosis]:
     if machine.quota is not None and machine.quota < machine.cores:
         yield Diagnosis(
             node,
-            f"its control group may use {machine.quota:g} of {machine.cores} processors",
+            f"its control group may use {machine.quota:g} of {counted(machine.cores, 'processor')}",
             f"Give the container more, or --threads {max(1, round(machine.quota))}",
             wrong=False,
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tllm.core.errors import counted
 from tllm.node.machine.machine_facts import Diagnosis, NodeProbe
 from tllm.node.topology.machine_topology import numa_nodes, sockets
 from tllm.node.topology.system_files import cpu_list
@@ -31,7 +32,7 @@ def _of_processors(found: NodeProbe) -> Iterator[Diagnosis]:
     if usable and threads > len(usable):
         yield Diagnosis(
             found.node,
-            f"{threads} threads compute on {len(usable)} cores",
+            f"{counted(threads, 'thread computes', 'threads compute')} on {counted(len(usable), 'core')}",
             f"Try --threads {len(usable)}: threads that share a core share what multiplies",
             wrong=False,
         )

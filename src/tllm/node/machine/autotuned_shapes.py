@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tllm.core.errors import counted
 from tllm.engine.compute import attention_choice
 from tllm.engine.compute.attention_choice import AttentionKind
 from tllm.engine.compute.kernel_attention import KernelAttention
@@ -58,7 +59,10 @@ def autotuned_shapes() -> tuple[ShapeChoice, ...]:
 def kept_in() -> str:
     """The file that choices are kept in, and how many it has; "" where none are kept."""
     file = choice_file()
-    return "" if file is None else f"{file.count()} choices of this machine are kept in {file.path}"
+    if file is None:
+        return ""
+    kept = counted(file.count(), "choice of this machine is", "choices of this machine are")
+    return f"{kept} kept in {file.path}"
 
 
 def attention_of_prompts(dtype: torch.dtype) -> Iterator[ShapeChoice]:

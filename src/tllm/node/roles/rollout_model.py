@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import torch
 
-from tllm.core.errors import UNREADABLE, ConfigError, FrameError, PlanError
+from tllm.core.errors import UNREADABLE, ConfigError, FrameError, PlanError, counted
 from tllm.devices.choose import CPU, compute_on
 from tllm.node.roles.colocated_rollouts import ColocatedRollouts, colocated_rollouts
 from tllm.spec.families import spec_from_config
@@ -182,8 +182,8 @@ class RolloutSession:
     def _check(self, group: PromptGroup, max_tokens: int) -> None:
         if not group.ids or not group.seeds or len(group.ids) + max_tokens > self._room:
             raise FrameError(
-                f"a prompt of {len(group.ids)} tokens and {len(group.seeds)} completions of {max_tokens}, where "
-                f"seq_len is {self._room}"
+                f"a prompt of {counted(len(group.ids), 'token')} and "
+                f"{counted(len(group.seeds), 'completion')} of {max_tokens}, where seq_len is {self._room}"
             )
         if min(group.ids) < 0 or max(group.ids) >= self._spec.vocab_size:
             raise FrameError(f"a prompt with a token that is not of {self._spec.vocab_size}")

@@ -17,7 +17,7 @@ from tllm.cluster.channel import Channel
 from tllm.cluster.messages import LoadAdapter, UnloadAdapter
 from tllm.cluster.weight_messages import AdapterFiles
 from tllm.core.disk import given_path
-from tllm.core.errors import CapacityError, ClusterError, RequestError, TllmError
+from tllm.core.errors import CapacityError, ClusterError, RequestError, TllmError, counted
 from tllm.model.transformer import build
 from tllm.node.coordinator.coordinator import Coordinator
 from tllm.node.recovery.recovery import Recovery
@@ -97,7 +97,8 @@ class LoraAdapters:
             self._check_name(name)
             if len(self._served) >= self.max_loras:
                 leaving = sum(one.is_leaving for one in self._served.values())
-                message = f"{len(self._served)} adapters are loaded and max_loras is {self.max_loras}"
+                loaded = counted(len(self._served), "adapter is", "adapters are")
+                message = f"{loaded} loaded and max_loras is {self.max_loras}"
                 if leaving:
                     message += f"; requests still have {leaving} of them that were unloaded"
                 hint = "try again when they have ended" if leaving else "unload one"

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from tllm.cluster.connection import parse_address
-from tllm.core.errors import ClusterError, TllmError
+from tllm.core.errors import ClusterError, TllmError, counted
 from tllm.node.sources.local_workers import AGAIN_SECONDS, END_SECONDS
 from tllm.node.sources.node_source import Labels, OnFailure
 from tllm.node.sources.ray_cluster import RayCluster, RayRequest
@@ -191,8 +191,8 @@ class RayNodes:
         if self._request.spread == "STRICT_SPREAD" and suitable < wanted:
             hint += "; --ray-strategy SPREAD puts several on one"
         return ClusterError(
-            f"Ray had no place for {wanted} nodes with {self._request} each within {self._request.seconds:g} s: of its "
-            f"{alive} nodes {suitable} have that, less what others have taken",
+            f"Ray had no place for {counted(wanted, 'node')} with {self._request} each within "
+            f"{self._request.seconds:g} s: of its {alive} nodes {suitable} have that, less what others have taken",
             hint,
         )
 

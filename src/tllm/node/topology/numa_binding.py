@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, get_args
 
-from tllm.core.errors import ConfigError
+from tllm.core.errors import ConfigError, counted
 from tllm.node.topology.machine_topology import MachineTopology, ProcessorCore, numa_nodes
 from tllm.node.topology.read_topology import read_processors
 from tllm.node.topology.system_files import cpu_list
@@ -101,7 +101,7 @@ def bind_ranks(topology: MachineTopology, asked: NumaBinding, ranks: int, thread
     if asked == "none" or ranks < 2 or (asked == "auto" and len(nodes) < 2):
         return BoundRanks()
     if len(cores) < ranks:
-        return BoundRanks(reason=f"{ranks} workers share {len(cores)} cores")
+        return BoundRanks(reason=f"{counted(ranks, 'worker shares', 'workers share')} {counted(len(cores), 'core')}")
     divide = _by_nodes if ranks >= len(nodes) else _of_several_nodes
     for way in (divide(cores, ranks), _evenly(cores, ranks)):
         shares = [_on_one_node(share, threads) for share in way]

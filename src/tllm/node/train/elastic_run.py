@@ -16,7 +16,7 @@ from tllm.cluster.certificates import Authority
 from tllm.cluster.connection import Address
 from tllm.cluster.consensus.replicated_state import TrainedSteps
 from tllm.cluster.settings import PredictedSeconds, TrainSettings
-from tllm.core.errors import CapacityError, ClusterError, PlanError, TllmError
+from tllm.core.errors import CapacityError, ClusterError, PlanError, TllmError, counted
 from tllm.core.tasks import end_tasks
 from tllm.node.coordinator.cluster_options import OnProgress
 from tllm.node.coordinator.losses import Loss
@@ -240,7 +240,8 @@ class ElasticRun(TrainingRun):
     def _resumed(self, began: RunBegan) -> None:
         again = max(0, self.progress.step - began.step)
         if began.origin != "memory":
-            log.warning("no step is whole in memory: goes on after step %d, %d steps are lost", began.step, again)
+            lost = counted(again, "step is", "steps are")
+            log.warning("no step is whole in memory: goes on after step %d, %s lost", began.step, lost)
         seconds = self.progress.resume()
         nodes = tuple(member.node for member in self.state.seated)
         self.publish(RunResumed(began.step, again, seconds, str(self.state.plan), nodes, began.origin))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from tllm.core.errors import ConfigError, PlanError
+from tllm.core.errors import ConfigError, PlanError, counted
 from tllm.node.coordinator.cluster_options import DEFAULTS, ClusterOptions
 from tllm.node.coordinator.forming import forming, local_names, open_authority
 from tllm.node.coordinator.plan_selection import PlanChoice
@@ -88,7 +88,8 @@ async def open_launched(
         )
     if plan.world_size != launched.world_size:
         raise PlanError(
-            f"the plan {plan} has {plan.world_size} ranks and the launcher started {launched.world_size} processes",
+            f"the plan {plan} has {counted(plan.world_size, 'rank')} and the launcher started "
+            f"{counted(launched.world_size, 'process', 'processes')}",
             "start as many as the plan has ranks, or change the plan",
         )
     workload = work.workload(options)

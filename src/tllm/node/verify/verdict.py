@@ -6,6 +6,8 @@ import math
 
 import msgspec
 
+from tllm.core.errors import counted
+
 ROUNDING_64 = 1e-10
 """Relative: what float64 rounds in a deep model stays far below, and a wrong sum or shift is far above."""
 
@@ -84,7 +86,7 @@ def _damaged(comparison: Pass) -> Verdict:
     piece = comparison.damaged[0]
     words = [
         f"not equal: rank {piece.rank} holds {piece.name}{piece.box} otherwise than the file",
-        f"that is in {piece.layer}, and {len(comparison.damaged)} such pieces in all",
+        f"that is in {piece.layer}, and {counted(len(comparison.damaged), 'such piece')} in all",
     ]
     shown = [part for part in comparison.differs if (part.rank, part.what) == (piece.rank, piece.layer)]
     words += [

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterator
 from functools import partial
 
-from tllm.core.errors import TllmError
+from tllm.core.errors import TllmError, counted
 from tllm.core.gguf_files import SUFFIX
 from tllm.core.gguf_header import read_gguf_header
 from tllm.weights.byte_source import ByteSource
@@ -33,7 +33,7 @@ def contents(source: ByteSource, file: str, chunks: Collection[int], chunk_bytes
     ]
     layers = sorted({int(match[1]) for name in held if (match := LAYER.search(name))})
     others = sorted(name for name in held if not LAYER.search(name))
-    more = [f"{len(others) - NAMES} more tensors"] if len(others) > NAMES else []
+    more = [counted(len(others) - NAMES, "more tensor")] if len(others) > NAMES else []
     parts = [*_layers(layers), *others[:NAMES], *more]
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if parts[1:] else parts)
 

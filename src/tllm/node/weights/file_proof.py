@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from tllm.cluster.certificates import COORDINATOR, Identity
 from tllm.cluster.weight_messages import ChunkFound, GetChunk, ListHubChunks
-from tllm.core.errors import AuthError, ClusterError, WeightsError
+from tllm.core.errors import AuthError, ClusterError, WeightsError, counted
 from tllm.core.tasks import end_tasks
 from tllm.hub.repository import HubFile
 from tllm.node.weights.chunk_fetcher import AHEAD, CHUNK_SECONDS, ChunkConnections
@@ -44,7 +44,7 @@ class LackedChunks(WeightsError):
     """Nobody who can be asked has these chunks of a file."""
 
     def __init__(self, numbers: Sequence[int], silent: Sequence[str]) -> None:
-        super().__init__(f"nobody has {len(numbers)} chunks")
+        super().__init__(f"nobody has {counted(len(numbers), 'chunk')}")
         self.numbers, self.silent = tuple(numbers), tuple(silent)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from tllm.cluster.certificates import Identity
 from tllm.cluster.weight_messages import Bytes, ReadBytes
-from tllm.core.errors import WeightsError
+from tllm.core.errors import WeightsError, counted
 from tllm.node.weights.file_proof import AskedNode, FileProof, LackedChunks, Proven
 from tllm.node.weights.hub_folder import HubFails, HubFolder
 from tllm.node.weights.model_folder import hashed
@@ -63,8 +63,8 @@ class HubVouching:
         async with self._one:  # each file crosses the network once, and no two at once
             places = self._places()
             log.warning(
-                "the hub does not give %s of %s (%s): what %d nodes have of it is held against its hash",
-                *(name, repository, failure.message, len(places)),
+                "the hub does not give %s of %s (%s): what %s of it is held against its hash",
+                *(name, repository, failure.message, counted(len(places), "node has", "nodes have")),
             )
             try:
                 proven = await FileProof(self._folder.chunks, file, places, self._identity, wanted).run()
@@ -82,7 +82,7 @@ class HubVouching:
         chunks = self._folder.chunks
         what = self._folder.contents(name, lacked.numbers) or "a part"
         asked = [f"this machine ({socket.gethostname()})", *map(str, places)]
-        count = f"{len(lacked.numbers)} of {chunks.count(name)} chunks of {name}"
+        count = f"{len(lacked.numbers)} of {counted(chunks.count(name), 'chunk')} of {name}"
         mute = f"; no answer from {', '.join(lacked.silent)}" if lacked.silent else ""
         return WeightsError(
             f"nobody has {what} of {chunks.repository} ({count}), and the hub does not give it: "

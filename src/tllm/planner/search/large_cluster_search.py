@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tllm.core.errors import CapacityError, PlanError
+from tllm.core.errors import CapacityError, PlanError, counted
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.simulate.placed_plan import PlacedPlan
@@ -46,7 +46,7 @@ def best_even_plan(
     candidates = sorted(_plans(spec, cluster, facts), key=lambda even: even.lower_bound)
     if not candidates:
         raise PlanError(
-            f"{facts.microbatches} microbatches are too few for {len(cluster)} devices",
+            f"{counted(facts.microbatches, 'microbatch is', 'microbatches are')} too few for {len(cluster)} devices",
             "give a larger batch, or a cluster of fewer nodes",
         )
     best: tuple[float, PlacedPlan] | None = None

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from tllm.core.errors import CapacityError, PlanError
+from tllm.core.errors import CapacityError, PlanError, counted
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.cluster.device_kinds import kinds_of
 from tllm.planner.cost.serving_load import ServingFacts, ServingLoad, loads
@@ -252,8 +252,8 @@ def _too_large(spec: ModelSpec, cluster: Cluster, facts: ServingFacts, devices: 
     needed = whole.weights + whole.cache
     return CapacityError(
         f"the model fits nowhere: weights take {whole.weights / 2**30:.2f} GiB and the cache of {facts.concurrency} "
-        f"requests {whole.cache / 2**30:.2f} GiB, and {len(devices)} nodes have {memory / 2**30:.2f} GiB, of which "
-        f"each process takes {(whole.runtime + whole.working) / 2**30:.2f} GiB",
+        f"requests {whole.cache / 2**30:.2f} GiB, and {counted(len(devices), 'node has', 'nodes have')} "
+        f"{memory / 2**30:.2f} GiB, of which each process takes {(whole.runtime + whole.working) / 2**30:.2f} GiB",
         f"{max(0.0, needed + len(devices) * whole.runtime - memory) / 2**30:.2f} GiB more would be the least"
         if needed + len(devices) * whole.runtime > memory
         else "no cut makes parts that small: give nodes more memory, or ask for fewer or shorter requests",

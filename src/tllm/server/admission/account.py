@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from tllm.core.errors import counted
 from tllm.server.admission.token_bucket import UNLIMITED, RateLimits, TokenBucket
 
 FIRST_REPLY_TOKENS = 256.0
@@ -119,10 +120,14 @@ class Account:
         does; it is told to come again when there is enough for what replies have taken so far."""
         limits, name = self.key.limits, self.key.name
         if limits.max_concurrent is not None and self.concurrent >= limits.max_concurrent:
-            message = f"{self.concurrent} requests of the key {name} are in work, and {limits.max_concurrent} the most"
+            key = f"of the key {name}"
+            now = counted(self.concurrent, f"request {key} is", f"requests {key} are")
+            message = f"{now} in work, and {limits.max_concurrent} the most"
             return Refusal("max_concurrent", message, self._request_seconds / limits.max_concurrent)
         if self._requests is not None and self._requests.level < 1:
-            message = f"the key {name} may send {self._requests.per_minute} requests per minute, and has sent them"
+            message = (
+                f"the key {name} may send {counted(self._requests.per_minute, 'request')} per minute, and has sent them"
+            )
             return Refusal("requests_per_minute", message, self._requests.seconds_to(1))
         return self._token_refusal(prompt_tokens, max_tokens)
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tllm.core.errors import ConfigError
+from tllm.core.errors import ConfigError, counted
 from tllm.server.admission.account import Account, ApiKey
 from tllm.server.admission.key_file import check_distinct, digest_of, read_keys
 from tllm.server.admission.token_bucket import UNLIMITED, RateLimits
@@ -86,8 +86,9 @@ class KeyRing:
     def _apply(self, news: list[ApiKey] | ConfigError | None) -> None:
         if isinstance(news, ConfigError):
             self.fault, self.faults = news.message, self.faults + 1
-            text = "THE FILE OF API KEYS WAS NOT TAKEN, and the %d keys from before stay: %s (%s)"
-            _log.error(text, len(self.accounts), news.message, news.hint)
+            now = counted(len(self.accounts), "key from before stays", "keys from before stay")
+            text = "THE FILE OF API KEYS WAS NOT TAKEN, and %s: %s (%s)"
+            _log.error(text, now, news.message, news.hint)
         elif news is not None:
             self.fault = ""
             self._take(news)

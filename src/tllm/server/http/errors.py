@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 from starlette.responses import Response
 
-from tllm.core.errors import CapacityError, ClusterError, RequestError, TllmError
+from tllm.core.errors import CapacityError, ClusterError, RequestError, TllmError, counted
 from tllm.server.admission.account import Refusal
 
 MESSAGES = "/v1/messages"
@@ -91,7 +91,8 @@ def overloaded(message: str, seconds: float) -> HttpError:
 
 def queue_timeout(waited: float, waiting: int, seconds: float) -> HttpError:
     """A request has waited for as long as it may and has not begun."""
-    message = f"the request has not begun within {waited:g} s; {waiting} sequences wait (try again later)"
+    wait = counted(waiting, "sequence waits", "sequences wait")
+    message = f"the request has not begun within {waited:g} s; {wait} (try again later)"
     return HttpError(429, message, "rate_limit_error", "queue_timeout", headers=retry_after(seconds))
 
 
@@ -130,7 +131,7 @@ def prompt_too_long(needs: str, max_model_len: int, param: str = "prompt") -> Ht
 
 def context_exceeded(prompt_tokens: int, max_tokens: int, max_model_len: int) -> HttpError:
     """A prompt fits, but not with as many tokens more as are asked for. The words are OpenAI's, as above."""
-    needs = f"{prompt_tokens} prompt tokens and {max_tokens} to generate (shorten the prompt or max_tokens)"
+    needs = f"{counted(prompt_tokens, 'prompt token')} and {max_tokens} to generate (shorten the prompt or max_tokens)"
     message = f"this model's maximum context length is {max_model_len} tokens, the request needs {needs}"
     return HttpError(400, message, code="context_length_exceeded", param="max_tokens")
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import msgspec
 from msgspec import Meta
 
-from tllm.core.errors import RequestError
+from tllm.core.errors import RequestError, counted
 from tllm.server.openai.requests import ChatRequest, CompletionRequest, RequestMessage, SamplingFields, Top
 from tllm.server.openai.tools import Tool
 from tllm.server.pooling.requests import MAX_INPUTS
@@ -227,4 +227,8 @@ def _call(call: OllamaCall, call_id: str) -> dict[str, Any]:
 
 def _no_images(images: list[str] | None) -> None:
     if images:
-        raise RequestError(f"{len(images)} images are given, and only text is supported", "leave them out", "images")
+        raise RequestError(
+            f"{counted(len(images), 'image is', 'images are')} given, and only text is supported",
+            "leave them out",
+            "images",
+        )

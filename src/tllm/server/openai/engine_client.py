@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from tllm.core.errors import ClusterError, TllmError
+from tllm.core.errors import ClusterError, TllmError, counted
 from tllm.server.admission.account import Account, Charge
 from tllm.server.admission.drain_rate import DrainRate
 from tllm.server.admission.key_ring import KeyRing
@@ -105,7 +105,9 @@ class RequestRouter:
     def check_count(self, count: int) -> None:
         """HttpError for a request of more sequences than are ever taken."""
         if count > self.max_sequences:
-            message = f"the request asks for {count} sequences, at most {self.max_sequences} are taken at once"
+            message = (
+                f"the request asks for {counted(count, 'sequence')}, at most {self.max_sequences} are taken at once"
+            )
             raise HttpError(400, f"{message} (split the request)", code="too_many_sequences")
 
     @contextmanager
@@ -165,13 +167,15 @@ class RequestRouter:
     def _check_room(self, count: int, account: Account) -> None:
         free = self.max_sequences - self.in_hand
         if count > free:
-            message = f"{self.in_hand} sequences are in hand and {self.max_sequences} the most"
+            hand = counted(self.in_hand, "sequence is", "sequences are")
+            message = f"{hand} in hand and {self.max_sequences} the most"
             raise overloaded(message, self._drain_rate.seconds_to_end(count - free))
         most = OTHERS_SHARE * free
         if len(self.keys.accounts) > 1 and account.sequences + count > most:
+            key = f"the key {account.key.name}"
             message = (
-                f"{account.sequences} sequences of the key {account.key.name} are in hand, and {most} the most while "
-                f"{free} places of {self.max_sequences} are free"
+                f"{counted(account.sequences, f'sequence of {key} is', f'sequences of {key} are')} in hand, "
+                f"and {most} the most while {free} of {counted(self.max_sequences, 'place is', 'places are')} free"
             )
             raise overloaded(message, self._drain_rate.seconds_to_end(count))
 

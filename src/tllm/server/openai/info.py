@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from tllm.core.errors import RequestError
+from tllm.core.errors import RequestError, counted
 from tllm.server.http.errors import HttpError
 from tllm.server.openai.engine_client import EngineClient, Health, RequestRouter
 from tllm.server.openai.prompts import Prompts
@@ -50,12 +50,12 @@ def waiting(router: RequestRouter, stall_seconds: float) -> str:
 
 def _stalled(health: Health, stall_seconds: float) -> str:
     if health.running and health.seconds_since_step > stall_seconds:
-        waited = f"{health.running} sequences in hand and no step for {health.seconds_since_step:.0f} s"
+        waited = f"{counted(health.running, 'sequence')} in hand and no step for {health.seconds_since_step:.0f} s"
         return waited + (f", waiting for node {health.waits_for}" if health.waits_for and not health.node else "")
     if not health.node:
         return ""
     return {0: "a sequence would not move", 1: "the sequence in hand does not move"}.get(
-        health.running, f"{health.running} sequences in hand do not move"
+        health.running, f"{counted(health.running, 'sequence in hand does', 'sequences in hand do')} not move"
     )
 
 

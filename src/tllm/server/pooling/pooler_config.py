@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from tllm.core.errors import UNREADABLE, ConfigError, nearest
+from tllm.core.errors import UNREADABLE, ConfigError, counted, nearest
 from tllm.core.model_folders import model_name
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.request import PoolingKind
@@ -117,7 +117,7 @@ def model_pooling(
     lacks_tokens = spec.num_labels > 0 or spec.is_headless or spec.bidirectional
     if (score_type == "classification" and not spec.num_labels) or (score_type == "generative" and lacks_tokens):
         plain = "no head" if spec.is_headless or spec.bidirectional else "a head for tokens alone"
-        has = f"a classification head of {spec.num_labels} labels" if spec.num_labels else plain
+        has = f"a classification head of {counted(spec.num_labels, 'label')}" if spec.num_labels else plain
         raise ConfigError(f"score_type is {score_type!r} and the model has {has}", "leave score_type out")
     return ModelPooling(
         kind=kind,

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from tllm.core.errors import RequestError
+from tllm.core.errors import RequestError, counted
 from tllm.server.openai.prompts import count_prompts
 from tllm.server.openai.requests import Refused, Salt, refuse
 
@@ -76,7 +76,7 @@ class ScoreRequest(msgspec.Struct, kw_only=True):
         if len(first) == 1:
             return [(first[0], other) for other in second]
         if len(first) != len(second):
-            message = f"text_1 has {len(first)} texts and text_2 {len(second)}"
+            message = f"text_1 has {counted(len(first), 'text')} and text_2 {len(second)}"
             raise RequestError(message, "give one text_1, or as many as there are of text_2", "text_2")
         return list(zip(first, second, strict=True))
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tllm.core.errors import RequestError
+from tllm.core.errors import RequestError, counted
 from tllm.server.reply.call_grammars import HARMONY, call_grammar
 from tllm.server.reply.lark_rules import SpecialTokens
 from tllm.server.reply.parameter_grammar import why_not_in_tags
@@ -97,7 +97,8 @@ class HeldCalls:
         if why and is_strict:
             raise RequestError(f"the tools together cannot be followed: {why}", "offer fewer of them", "tools")
         if why:
-            _log.warning("calls of %d tools are held to be JSON objects, not by their schemas: %s", len(held), why)
+            calls = f"calls of {counted(len(held), 'tool')}"
+            _log.warning("%s are held to be JSON objects, not by their schemas: %s", calls, why)
             held = dict.fromkeys(held, ANY_ARGUMENTS)
             grammar = self._of(held, parallel, reasoning)
         if form is not None:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from tllm.comm.collectives.group import Group, solo
-from tllm.core.errors import ConfigError, WeightsError, decoded
+from tllm.core.errors import ConfigError, WeightsError, counted, decoded
 from tllm.training.checkpoint import save_folders as folders
 from tllm.training.checkpoint.checkpoint import Checkpoint, open_folder
 from tllm.training.checkpoint.commit import SaveCommit, SaveResult
@@ -54,7 +54,10 @@ class AsyncSaves:
         worth: Worth = unknown,
     ) -> None:
         if keep < KEEP:
-            raise ConfigError(f"{keep} saves are to be kept", f"keep {KEEP} or more: one is there if the other is torn")
+            raise ConfigError(
+                f"{counted(keep, 'save is', 'saves are')} to be kept",
+                f"keep {KEEP} or more: one is there if the other is torn",
+            )
         self.root = Path(root)
         self._group = group or solo()
         self._disk = disk or DurableDisk()
@@ -231,7 +234,7 @@ def _check_same(opened: Checkpoint, shapes: Mapping[str, Shape]) -> None:
     placeless = sorted(set(opened.shapes) - set(shapes))
     if placeless:
         raise WeightsError(
-            f"the save of step {opened.step} holds {len(placeless)} tensors that this run has no place for, "
+            f"the save of step {opened.step} holds {counted(len(placeless), 'tensor')} that this run has no place for, "
             f"{placeless[0]!r} the first",
             "resume with the model and the optimizer that the run began with",
         )

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from tllm.core.errors import counted
 from tllm.core.memory import amount
 from tllm.training.checkpoint.durable_disk import DurableDisk
 from tllm.training.checkpoint.shard_assignment import ShardAssignment
@@ -87,7 +88,7 @@ def _of_disk(rooms: Sequence[RankRoom], ranks: list[int], more: SavesToCome, fin
     which = f"{first.folder} {where} has {amount(first.free)} free"
     if more.at_once and first.free < saved:
         return f"{which} and a save takes {amount(saved)} there: saves will fail until there is more room"
-    saves = "1 save" if more.at_once == 1 else f"{more.at_once} saves"
+    saves = counted(more.at_once, "save")
     beside = ", or fewer with the finished model" if final else ""
     return (
         f"{which}, a save takes {amount(saved)} there, and the run {amount(needed)} more at most "

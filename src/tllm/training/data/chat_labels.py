@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tllm.core.errors import RequestError
+from tllm.core.errors import RequestError, counted
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
 
@@ -56,8 +56,8 @@ class ChatEncoder:
             chosen = [True] * len(turns)
         elif len(turns) != len(chosen):
             raise RequestError(
-                f"the chat template marks {len(turns)} turns, the conversation has {len(chosen)} of the assistant, and "
-                "not all of them are to be learned",
+                f"the chat template marks {counted(len(turns), 'turn')}, the conversation has {len(chosen)} "
+                "of the assistant, and not all of them are to be learned",
                 "let the template's {% generation %} mark each turn once",
             )
         for turn, is_chosen in zip(turns, chosen, strict=True):

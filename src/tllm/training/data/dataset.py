@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from tllm.core.errors import ConfigError, nearest
+from tllm.core.errors import ConfigError, counted, nearest
 from tllm.training.data.row_files.text_files import ParquetRows, json_lines, text_documents, text_stream
 from tllm.training.data.row_files.whole_files import comma_separated, json_file, tab_separated
 from tllm.training.data.row_forms import with_messages
@@ -113,12 +113,15 @@ class Dataset:
 def check_same(then: Sequence[DataFileFacts], now: Sequence[DataFileFacts]) -> None:
     """Refuse to go on over files that are not what they were: their row numbers would mean other rows."""
     if len(then) != len(now):
-        raise ConfigError(f"the run read {len(then)} files and the job now names {len(now)}", "name the same files")
+        raise ConfigError(
+            f"the run read {counted(len(then), 'file')} and the job now names {len(now)}", "name the same files"
+        )
     for old, new in zip(then, now, strict=True):
         if old.sha256 != new.sha256:
             raise ConfigError(
-                f"{new.name} has changed since the run began: {old.rows} rows and {old.size} bytes then "
-                f"(sha256 {old.sha256[:12]}), {new.rows} rows and {new.size} bytes now (sha256 {new.sha256[:12]})",
+                f"{new.name} has changed since the run began: {counted(old.rows, 'row')} and {old.size} bytes then "
+                f"(sha256 {old.sha256[:12]}), {counted(new.rows, 'row')} and {new.size} bytes now (sha256 "
+                f"{new.sha256[:12]})",
                 "bring the old file back: the run goes on with it, or ends if max_steps is the step of its last save, "
                 "and a new run can begin with the weights in final/",
             )

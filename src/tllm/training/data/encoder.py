@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tllm.core.errors import ConfigError, RequestError
+from tllm.core.errors import ConfigError, RequestError, counted
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
 from tllm.training.data.chat_labels import ChatEncoder
@@ -104,7 +104,7 @@ class Encoder:
             )
         labels = _numbers(row, "labels") if row.get("labels") is not None else ids
         if len(labels) != len(ids):
-            raise ConfigError(f"{len(ids)} input_ids and {len(labels)} labels", "give one label for each id")
+            raise ConfigError(f"{len(ids)} input_ids and {counted(len(labels), 'label')}", "give one label for each id")
         return _document(ids, labels)
 
     def _text(self, text: str, whole: bool) -> Document:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tllm.core.errors import ConfigError, RequestError
+from tllm.core.errors import ConfigError, RequestError, counted
 from tllm.text.tokenizer import Tokenizer
 from tllm.training.data.chat_labels import ChatEncoder
 from tllm.training.data.dataset import Dataset
@@ -255,7 +255,8 @@ def _tail(reply: Reply, shared: int) -> int:
 def _check_unlike(chosen: Sequence[int], rejected: Sequence[int]) -> None:
     if chosen == rejected:
         raise ConfigError(
-            f"chosen and rejected are the same {len(chosen)} tokens, so neither can be preferred", "leave the row out"
+            f"chosen and rejected are the same {counted(len(chosen), 'token')}, so neither can be preferred",
+            "leave the row out",
         )
 
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Protocol
 
-from tllm.core.errors import ConfigError
+from tllm.core.errors import ConfigError, counted
 from tllm.training.data.seeds import key_for
 
 ROUNDS = 6
@@ -107,7 +107,10 @@ def order_of(counts: Sequence[int], weights: Sequence[float] | None, seed: int, 
     if weights is None:
         return EachOnce(sum(counts), seed, shuffle)
     if len(weights) != len(counts):
-        raise ConfigError(f"{len(weights)} weights are given for {len(counts)} files", "give one weight for each file")
+        raise ConfigError(
+            f"{counted(len(weights), 'weight is', 'weights are')} given for {counted(len(counts), 'file')}",
+            "give one weight for each file",
+        )
     return Mixed(counts, weights, seed, shuffle)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from tllm.core.errors import ConfigError
+from tllm.core.errors import ConfigError, counted
 from tllm.training.evaluation.held_out import Evaluated
 from tllm.training.job.job import Job
 from tllm.training.job.job_parts import LM_EVAL
@@ -77,7 +77,7 @@ class BestEvaluation:
         if not patience or now.waited < patience:
             return ""
         best = "never a number" if now.best is None else f"at its best {now.best:.6g}, after step {now.step}"
-        return f"{now.waited} evaluations without a gain: {self.name} was {best}"
+        return f"{counted(now.waited, 'evaluation')} without a gain: {self.name} was {best}"
 
     def add(self, step: int, evaluated: Evaluated) -> None:
         """An evaluation after `step`. A gain above the threshold ends the waiting; a smaller one is the best too."""

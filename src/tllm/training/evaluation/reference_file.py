@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from tllm.core.disk import whole_file
-from tllm.core.errors import ConfigError, WeightsError
+from tllm.core.errors import ConfigError, WeightsError, counted
 from tllm.training.data.encoder import Values
 from tllm.training.objectives.reply_log_probs import REFERENCE
 from tllm.weights.byte_source import LocalFiles
@@ -39,7 +39,8 @@ class ReferenceTable:
         at = int(np.searchsorted(self.rows, row))
         if at == len(self.rows) or self.rows[at] != row:
             raise ConfigError(
-                f"row {row} of the data has no reference log-probability; {FILE} has those of {len(self.rows)} rows",
+                f"row {row} of the data has no reference log-probability; {FILE} has those of "
+                f"{counted(len(self.rows), 'row')}",
                 f"delete {FILE} in the run's folder: it is then made anew from the initial weights",
             )
         return {REFERENCE: self.log_probs[at]}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from tllm.core.errors import UNREADABLE, ConfigError
+from tllm.core.errors import UNREADABLE, ConfigError, counted
 
 log = logging.getLogger("tllm.training")
 
@@ -70,7 +70,7 @@ class StepLines:
 
     def _tell_lost(self, why_now: str) -> None:
         if self._lost_now:
-            lines = "1 line" if self._lost_now == 1 else f"{self._lost_now} lines"
+            lines = counted(self._lost_now, "line")
             log.warning("%s lacks %s that found no room%s", self.path, lines, why_now)
         self._lost_now = 0
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from tllm.core.errors import PlanError
+from tllm.core.errors import PlanError, counted
 from tllm.spec.plan import Plan
 
 ShardLength = Callable[[int, int], int]
@@ -92,7 +92,7 @@ def check_deterministic(plan: Plan, microbatches: int, tied: bool) -> None:
     if shards % plan.replicas:
         raise PlanError(
             f"deterministic=true with dp={plan.replicas}, which does not divide {shards}: "
-            f"the largest power of two in the {microbatches} microbatches of a step",
+            f"the largest power of two in the {counted(microbatches, 'microbatch', 'microbatches')} of a step",
             f"take dp of {_powers(shards)}, or a global batch of more microbatches",
         )
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import NamedTuple
 
-from tllm.core.errors import ConfigError, PlanError
+from tllm.core.errors import ConfigError, PlanError, counted
 from tllm.core.memory import amount
 from tllm.parallel.lora.adapted_model import OF_LATENTS
 from tllm.spec.model_spec import ModelSpec
@@ -70,7 +70,7 @@ def warn_of_idle(job: Job, plan: Plan) -> None:
             "a step has %s for %d replicas, and %d without any: give a smaller microbatch_size than %d, a "
             "larger global_batch_size than %d, or fewer replicas",
             *(
-                "1 microbatch" if total == 1 else f"{total} microbatches",
+                counted(total, "microbatch", "microbatches"),
                 plan.replicas,
                 idle,
                 job.microbatch_size,
@@ -182,8 +182,8 @@ def _check_head(job: Job, spec: ModelSpec) -> None:
     """A reward model has a head with one score; all other tasks need one for tokens."""
     if job.task != "reward" and spec.num_labels:
         raise ConfigError(
-            f"the model has a classification head of {spec.num_labels} labels, and the task {job.task!r} is for models "
-            "that write",
+            f"the model has a classification head of {counted(spec.num_labels, 'label')}, and the task "
+            f"{job.task!r} is for models that write",
             'give the folder of a causal language model, or task = "reward"',
         )
     if spec.bidirectional:
@@ -198,7 +198,7 @@ def _check_head(job: Job, spec: ModelSpec) -> None:
         )
     if job.task == "reward" and spec.num_labels != 1:
         raise ConfigError(
-            f"a reward model gives one score and this model's head has {spec.num_labels} labels",
+            f"a reward model gives one score and this model's head has {counted(spec.num_labels, 'label')}",
             "give the folder of a causal language model, or of one with num_labels 1",
         )
 
@@ -379,12 +379,14 @@ def _check_distillation(job: Job, plan: Plan, spec: ModelSpec) -> None:
         number = spec.hidden_state(student)
         if number is None:
             raise ConfigError(
-                f"distill.hidden_state_layers names the student's hidden state {student} and it has {layers} layers",
+                f"distill.hidden_state_layers names the student's hidden state {student} and it has "
+                f"{counted(layers, 'layer')}",
                 f"give 0, the embedding, to {layers}, the last; or -1, the last, to {-layers - 1} from the end",
             )
         if (number, teacher) in seen:
             raise ConfigError(
-                f"distill.hidden_state_layers names [{student}, {teacher}] twice: the student has {layers} layers",
+                f"distill.hidden_state_layers names [{student}, {teacher}] twice: the student has "
+                f"{counted(layers, 'layer')}",
                 "name each pair once",
             )
         seen.add((number, teacher))
@@ -419,7 +421,7 @@ def _check_servers(job: Job, plan: Plan, counts: Sequence[int]) -> None:
         return
     if plan.replica_size > 1:
         raise PlanError(
-            f"plan {plan} has servers={plan.servers} and replicas of {plan.replica_size} ranks",
+            f"plan {plan} has servers={plan.servers} and replicas of {counted(plan.replica_size, 'rank')}",
             "with servers each replica is one rank: leave pp, tp and cp at 1, or leave servers out",
         )
     for name, plain in (("ep", 1), ("zero", 0), ("offload", "none")):
@@ -430,7 +432,8 @@ def _check_servers(job: Job, plan: Plan, counts: Sequence[int]) -> None:
             )
     if job.max_staleness and not counts[0]:
         raise PlanError(
-            f"replica 0 has none of the {sum(counts)} microbatches of a step, and where replicas do not wait for each "
+            f"replica 0 has none of the {counted(sum(counts), 'microbatch', 'microbatches')} of a step, and "
+            "where replicas do not wait for each "
             f"other (max_staleness={job.max_staleness}) it tells the losses of its own",
             "give replica 0 a larger share",
         )

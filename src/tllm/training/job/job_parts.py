@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from tllm.core.errors import ConfigError
+from tllm.core.errors import ConfigError, counted
 from tllm.planner.cost.rank_bytes import AdapterFacts
 from tllm.planner.cost.rank_work import JudgeFacts, ProjectionFacts, SharedPrompts, TrainingFacts
 from tllm.planner.cost.serving_load import SamplingFacts
@@ -324,9 +324,9 @@ def check_teams(job: Job, role: RoleName, wanted: WantedNodes, size: int) -> Non
     """ConfigError where nodes would be left over, as each model takes `size` of them."""
     if wanted.count % size:
         raise ConfigError(
-            f"{role_key(job, role)} gives {wanted.count} nodes, and by {job.task}.{role}_plan = "
+            f"{role_key(job, role)} gives {counted(wanted.count, 'node')}, and by {job.task}.{role}_plan = "
             f"{role_plan_text(job, role)!r} each {role} takes {size}",
-            f"give a multiple of {size} nodes",
+            f"give a multiple of {counted(size, 'node')}",
         )
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tllm.core.errors import ConfigError, nearest
+from tllm.core.errors import ConfigError, counted, nearest
 
 Shape = Callable[["LearningRateSchedule", int], float]
 
@@ -51,7 +51,8 @@ class LearningRateSchedule:
                 )
         if self.warmup_steps + self.decay_steps > self.max_steps:
             raise ConfigError(
-                f"{self.warmup_steps} warm-up and {self.decay_steps} decay steps are more than all {self.max_steps}",
+                f"{self.warmup_steps} warm-up and {counted(self.decay_steps, 'decay step')} are more than all "
+                f"{self.max_steps}",
                 "lower warmup_steps, or raise max_steps",
             )
 

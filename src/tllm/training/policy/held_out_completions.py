@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tllm.core.errors import ConfigError
+from tllm.core.errors import ConfigError, counted
 from tllm.text.companions import TOKENIZER
 from tllm.text.tokenizer import Tokenizer
 from tllm.training.data.batches import Batches
@@ -49,7 +49,8 @@ class HeldOutCompletions:
         self._prompts = [prompt for prompt, _ in zip(fitting, range(job.eval_num_prompts), strict=False)]
         if len(self._prompts) < job.eval_num_prompts:
             raise ConfigError(
-                f"eval_num_prompts is {job.eval_num_prompts} and of the {batches.row_count} rows of eval_files "
+                f"eval_num_prompts is {job.eval_num_prompts} and of the {counted(batches.row_count, 'row')} "
+                "of eval_files "
                 f"{len(self._prompts)} have a prompt of at most {room} tokens, which seq_len less eval_max_new_tokens "
                 "leaves",
                 "ask for fewer prompts or fewer tokens, raise seq_len, or give more rows",

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tllm.core.errors import ConfigError
+from tllm.core.errors import ConfigError, counted
 from tllm.training.tools.user_functions import UserModules, called, place_of, said
 
 ALWAYS = ("prompts", "completions", "completion_ids")
@@ -44,7 +44,9 @@ class RewardFunction:
                 f"returned a {type(returned).__name__}", "return a list with a number for each completion"
             )
         if len(returned) != count:
-            raise self._fault(f"returned {len(returned)} rewards for {count} completions", "return one for each")
+            raise self._fault(
+                f"returned {counted(len(returned), 'reward')} for {counted(count, 'completion')}", "return one for each"
+            )
         return [self._number(value, place) for place, value in enumerate(returned)]
 
     def check_signature(self) -> None:

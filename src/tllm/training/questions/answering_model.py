@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tllm.core.errors import ConfigError
+from tllm.core.errors import ConfigError, counted
 from tllm.hub.locate import locate
 from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
@@ -24,7 +24,9 @@ class AnsweringModel(NamedTuple):
         """ConfigError for a model without a head for tokens, of which `lack` says what it cannot do."""
         model = cls._find(name)
         if model.spec.num_labels:
-            raise ConfigError(f"{name} has a classification head of {model.spec.num_labels} labels and {lack}", hint)
+            raise ConfigError(
+                f"{name} has a classification head of {counted(model.spec.num_labels, 'label')} and {lack}", hint
+            )
         if model.spec.bidirectional:
             raise ConfigError(f"{name} is not causal (each token sees those after it) and {lack}", hint)
         if model.spec.is_headless:
@@ -48,7 +50,11 @@ class AnsweringModel(NamedTuple):
 def check_scores(name: str, spec: ModelSpec) -> None:
     """ConfigError for a model that does not give a text one score."""
     if spec.num_labels != 1:
-        has = f"a classification head of {spec.num_labels} labels" if spec.num_labels else "no classification head"
+        has = (
+            f"a classification head of {counted(spec.num_labels, 'label')}"
+            if spec.num_labels
+            else "no classification head"
+        )
         raise ConfigError(
             f"{name} has {has}, and a reward model has one of 1 label",
             'train one with task = "reward", or take a ForSequenceClassification with num_labels = 1',

@@ -15,7 +15,7 @@ from tllm.cluster.tls import peer_name
 from tllm.comm.links.handshake import LinkWelcome, receive_message, send_message, start_tls
 from tllm.comm.links.send_buffer import shut
 from tllm.comm.links.tcp_link import set_socket_options
-from tllm.core.errors import ClusterError, FrameError, LinkClosed, LinkError, TllmError
+from tllm.core.errors import ClusterError, FrameError, LinkClosed, LinkError, TllmError, counted
 from tllm.training.questions.answerer_places import AskingRun
 from tllm.training.questions.run_connection import (
     RUN_HELLOS,
@@ -197,6 +197,7 @@ class QuestionServer(Generic[Intro, Q, A]):
         connection.close()
 
     def _serve_run(self, connection: RunConnection[Intro, Q, A], speaker: AskingRun, peer: str) -> None:
+        session = None
         try:
             session = self._opened(connection, peer)
             if session is None:
@@ -208,7 +209,7 @@ class QuestionServer(Generic[Intro, Q, A]):
         except FrameError as error:
             log.warning("the run at %s says what no run says: %s", peer, error.message)
         except LinkError:
-            if not self._closed.is_set():
+            if session is not None and not self._closed.is_set():  # others only look whether they are trusted
                 log.info("the run at %s is gone", peer)
         finally:
             connection.close()
@@ -261,7 +262,8 @@ class QuestionServer(Generic[Intro, Q, A]):
                 connection.send_answer(answer)
                 answers += 1
         finally:
-            log.info("%d questions of the run at %s were answered", answers, peer)
+            were = counted(answers, f"question of the run at {peer} was", f"questions of the run at {peer} were")
+            log.info("%s answered", were)
 
 
 def _reason(error: TllmError | RuntimeError) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tllm.cluster.tls import data_client
+from tllm.core.errors import counted
 from tllm.parallel.divergence import NO_TOKEN
 from tllm.text.same_vocabulary import check_same_vocabulary, vocabulary_digest
 from tllm.training.data.encoder import IGNORED
@@ -112,7 +113,7 @@ class TeacherPool:
         if not self._queue.unanswered:
             return ""
         each = ", ".join(f"{teacher.name} ({teacher.trouble or 'computing'})" for teacher in self._teachers)
-        return f"{self._queue.unanswered} rows of the teachers {each or NOBODY}"
+        return f"{counted(self._queue.unanswered, 'row')} of the teachers {each or NOBODY}"
 
     def interrupt(self) -> None:
         """Whoever waits for a teacher gets an error."""

@@ -158,7 +158,7 @@ def test_what_cannot_be_loaded_is_refused_and_leaves_nothing(
             assert "adapter a was trained beside other weights than these" in caplog.text
             whole = sum(x.numel() for x in load_file(folder / "a" / "adapter_model.safetensors").values())
             assert sum(needs) - sum(before) == 4 * whole, "of float32, each tensor on one of the two stages"
-            with pytest.raises(CapacityError, match="1 adapters are loaded and max_loras is 1"):
+            with pytest.raises(CapacityError, match="1 adapter is loaded and max_loras is 1"):
                 await adapters.load("b", str(folder / "b"))
             for name, why in {"a": "has already been loaded, from", "model": "own name", "": "has no name"}.items():
                 with pytest.raises(RequestError, match=why):

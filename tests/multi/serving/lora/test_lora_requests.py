@@ -151,7 +151,7 @@ def test_what_is_no_adapter_is_an_error_that_harms_no_other(tiny: tuple[LLM, Pat
         (LoRARequest("c"), RequestError, "lacks a name or a folder"),
         (request(folder, "large"), ConfigError, "/large: the adapter has rank 20 and adapters up to rank 16"),
         (request(tmp_path, "other"), WeightsError, "/other: "),
-        ([a, a], RequestError, "there are 2 lora_requests and 1 prompts"),
+        ([a, a], RequestError, "2 lora_requests for 1 prompt"),
         ("a", RequestError, "a LoRARequest, or one for each prompt, and a str was given"),
     ]
     for given, kind, words in wrong:

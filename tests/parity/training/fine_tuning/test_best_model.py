@@ -77,7 +77,7 @@ def test_metrics_say_why_the_run_ended_early(alone: Ended, model: Path, tmp_path
     train(best_job(model, run, early_stopping_patience=1, dtype="float32", max_steps=12), "dp=2")
     assert [one.early_stopping is None for one in read_records(run / "metrics.jsonl")][-1] is False
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
-    assert last["early_stopping"].startswith("1 evaluations without a gain: loss was at its best")
+    assert last["early_stopping"].startswith("1 evaluation without a gain: loss was at its best")
 
 
 @pytest.mark.parametrize("plan", soak_but([], ["dp=2,zero=1", "pp=2", "tp=2"]))

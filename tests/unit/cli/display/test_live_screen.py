@@ -62,7 +62,7 @@ def test_a_machine_s_row_says_what_it_did_lately() -> None:
         "ready",
     ]
     assert re.split(r" {2,}", shown.splitlines()[3])[:4] == ["node", "layers", "computing", "a step"]
-    assert "3 sequences run, 1 wait; 25 % of the KV cache is used" in shown
+    assert "3 sequences run, 1 waits; 25 % of the KV cache is used" in shown
     assert "tokens per second: 20.0\n" in shown
     assert "no sequence in hand" in shown
 

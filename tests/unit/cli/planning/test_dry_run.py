@@ -142,7 +142,7 @@ def test_by_a_survey_it_shows_what_the_run_would_take(job: Path, capsys: pytest.
     assert main(["train", str(job), *LOCAL]) == 0
     out = capsys.readouterr().out
     assert "survey.json was measured, on box pi:" in out
-    assert "plan pp=1,tp=1,layers=2 with microbatches of" in out and "plan pp=1,tp=1,layers=2: 1 ranks" in out
+    assert "plan pp=1,tp=1,layers=2 with microbatches of" in out and "plan pp=1,tp=1,layers=2: 1 rank" in out
     assert (job.parent / "run" / FILE).read_bytes() == before
 
 

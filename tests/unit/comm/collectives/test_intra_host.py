@@ -122,7 +122,7 @@ def test_only_messages_between_machines_go_by_links() -> None:
 @pytest.mark.parametrize(
     ("identities", "why"),
     [
-        (("x", "x"), "2 ranks of this machine have 1 devices"),
+        (("x", "x"), "2 ranks of this machine have 1 device"),
         (("x", ""), "1 of 2 ranks of this machine have no device"),
     ],
 )

@@ -367,7 +367,7 @@ def test_a_first_machine_that_drains_or_is_full_takes_no_more() -> None:
         node = Node(coordinator, "lab-2")
         reading = asyncio.create_task(node.read(request()))
         await until(lambda: coordinator.engine.running == 1)
-        with pytest.raises(ClusterError, match="1 sequences are in hand"):
+        with pytest.raises(ClusterError, match="1 sequence is in hand"):
             await node.read(request("s"))
         coordinator.router.draining = True
         with pytest.raises(ClusterError, match="shutting down"):

@@ -80,7 +80,7 @@ def test_what_fits_nowhere_says_how_much_is_missing() -> None:
 
 
 def test_too_few_rows() -> None:
-    with pytest.raises(PlanError, match="1 microbatches are too few for 2048 devices"):
+    with pytest.raises(PlanError, match="1 microbatch is too few for 2048 devices"):
         wide.best_even_plan(replace(SPEC, layers=SPEC.layers[:1]), cluster_of(256, 8), TrainingFacts(8, 1))
 
 

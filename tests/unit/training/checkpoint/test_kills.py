@@ -287,7 +287,7 @@ def test_the_last_few_are_kept(tmp_path: Path) -> None:
         more.save(step, blocks_at(step), {"step": step})
     assert [result.step for result in more.wait()] == [10, 20, 30, 40], "what is saved is not saved again"
     assert more.complete == [20, 30, 40]
-    with pytest.raises(ConfigError, match="1 saves are to be kept"):
+    with pytest.raises(ConfigError, match="1 save is to be kept"):
         AsyncSaves(tmp_path, keep=1)
 
 

@@ -158,5 +158,5 @@ def test_a_wish_that_cannot_be_met_is_refused(number: int, more: dict[str, Any],
 def test_turns_that_the_template_marks_in_part_cannot_be_chosen_from() -> None:
     of_last = MARKED.replace("m.role == 'assistant'", "m.role == 'assistant' and loop.last")
     chat = [message | ({"train": False} if place == 2 else {}) for place, message in enumerate(CHAT)]
-    with pytest.raises(RequestError, match="marks 1 turns, the conversation has 2 of the assistant"):
+    with pytest.raises(RequestError, match="marks 1 turn, the conversation has 2 of the assistant"):
         said(of_last, chat, kits.both()["byte-level"])

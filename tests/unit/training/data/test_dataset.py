@@ -151,7 +151,7 @@ def test_a_changed_file_is_noticed_and_a_copied_one_is_not(tmp_path: Path) -> No
     written(path, '{"text":"a"}\n{"text":"B"}\n')
     with pytest.raises(ConfigError, match=r"x\.jsonl has changed since .*2 rows"):
         check_same(then, Dataset([path]).facts)
-    with pytest.raises(ConfigError, match="read 1 files and the job now names 2"):
+    with pytest.raises(ConfigError, match="read 1 file and the job now names 2"):
         check_same(then, Dataset([path, path]).facts)
 
 

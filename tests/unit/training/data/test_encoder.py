@@ -91,7 +91,7 @@ def test_an_empty_text_has_nothing() -> None:
         ({"input_ids": [2**31]}, "whole numbers"),
         ({"input_ids": [1, 500]}, r"holds 500 and the vocabulary is \[0, 500\)"),
         ({"input_ids": [1, -1]}, "holds -1"),
-        ({"input_ids": [1, 2], "labels": [1]}, "2 input_ids and 1 labels"),
+        ({"input_ids": [1, 2], "labels": [1]}, "2 input_ids and 1 label"),
         ({"messages": "hello"}, "lists of objects"),
         ({"messages": [1]}, "lists of objects"),
         ({"messages": [{"role": "user", "content": "a"}]}, "no turn of the assistant"),

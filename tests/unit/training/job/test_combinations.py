@@ -303,8 +303,8 @@ THREE = dict(SCORING, id2label={"0": "a", "1": "b", "2": "c"})
 @pytest.mark.parametrize(
     ("plan", "config", "more", "says"),
     [
-        ("pp=1", SCORING, {"task": "dpo"}, "classification head of 1 labels, and the task 'dpo'"),
-        ("pp=1", SCORING, {}, "classification head of 1 labels, and the task 'sft'"),
+        ("pp=1", SCORING, {"task": "dpo"}, "classification head of 1 label, and the task 'dpo'"),
+        ("pp=1", SCORING, {}, "classification head of 1 label, and the task 'sft'"),
         ("pp=1", dict(LLAMA, architectures=["LlamaModel"]), {}, "saved without its head for tokens"),
         ("pp=1", dict(LLAMA, is_causal=False), {}, "it is not causal"),
         ("pp=1", dict(SCORING, is_causal=False), {"task": "reward"}, "it is not causal"),

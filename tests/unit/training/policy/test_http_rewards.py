@@ -83,7 +83,7 @@ def test_a_reward_model_is_asked_by_its_score_route(verifier: Verifier, monkeypa
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        ((200, {"rewards": [1.0]}), "returned 1 rewards for 2 completions"),
+        ((200, {"rewards": [1.0]}), "returned 1 reward for 2 completions"),
         ((200, {"rewards": ["much", 1.0]}), "answered with something else than rewards"),
         ((200, {"scores": [1.0, 1.0]}), "answered with something else than rewards"),
         ((200, b"no JSON"), "answered with something else than rewards"),

@@ -30,7 +30,7 @@ def test_a_function_sees_a_list_of_each_column_and_may_say_nothing(tmp_path: Pat
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ("return [1.0]", "returned 1 rewards for 2 completions"),
+        ("return [1.0]", "returned 1 reward for 2 completions"),
         ("return 1.0", "returned a float"),
         ("return 'ab'", "returned a str"),
         ("return [1.0, float('nan')]", "returned nan for completion 1"),

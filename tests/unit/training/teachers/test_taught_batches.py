@@ -97,7 +97,7 @@ def test_a_run_whose_teachers_are_all_away_ends_with_their_names(monkeypatch: py
     monkeypatch.setattr(remote_answerer, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(remote_answerer, "LOST_SECONDS", 0.05)
     taught = TaughtBatches(TwoRows(), TeacherPool(LESSON, TeacherQueue("teacher"), [Absent()]), max_steps=1)
-    with pytest.raises(ClusterError, match=r"step 1 waits for 1 rows of the teachers far:1 \(no route\); none could"):
+    with pytest.raises(ClusterError, match=r"step 1 waits for 1 row of the teachers far:1 \(no route\); none could"):
         taught.step(0)
     taught.close()
 

@@ -27,7 +27,7 @@ from tllm.cli.display.progress import ShowProgress, loading
 from tllm.cli.planning.answering_chooser import AnsweringChooser, tell_answers
 from tllm.cli.planning.outcome import conclude_answering
 from tllm.cluster.heartbeat import check_lost_after
-from tllm.core.errors import ConfigError, PlanError
+from tllm.core.errors import ConfigError, PlanError, counted
 from tllm.core.tasks import background, end_tasks
 from tllm.hub.locate import locate
 from tllm.hub.repository import HubWeights
@@ -141,7 +141,8 @@ def _answerers(args: argparse.Namespace, role: RoleName, address: tuple[str, int
     plan = Plan.parse(args.plan or f"tp={wanted}", model.spec.num_layers)
     if plan.world_size < wanted or (args.local and plan.world_size != wanted):
         raise PlanError(
-            f"the plan {plan} has {plan.world_size} ranks and {'--nodes' if args.nodes else '--local'} is {wanted}",
+            f"the plan {plan} has {counted(plan.world_size, 'rank')} and "
+            f"{'--nodes' if args.nodes else '--local'} is {wanted}",
             "give a plan with a rank for each, or leave --plan out: one is chosen by what is measured",
         )
     hub = None

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from tllm.core.errors import UNREADABLE, ConfigError
+from tllm.core.errors import UNREADABLE, ConfigError, counted
 from tllm.training.data.row_files.text_files import LineRows, json_lines, json_row
 
 FIELD_CHARACTERS = 1 << 30
@@ -97,7 +97,10 @@ def _table(path: Path, delimiter: str) -> RowsInMemory:
     def row(values: list[str], place: str) -> dict[str, Any]:
         if len(values) != len(columns):
             hint = "put values with a separator or a line break in quotes"
-            raise ConfigError(f"{place}: {len(values)} values, and the first line names {len(columns)} columns", hint)
+            raise ConfigError(
+                f"{place}: {counted(len(values), 'value')}, and the first line names {counted(len(columns), 'column')}",
+                hint,
+            )
         return dict(zip(columns, values, strict=True))
 
     return RowsInMemory(path, content, lines[1:], row)
