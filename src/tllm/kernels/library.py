@@ -129,7 +129,6 @@ class CallArguments(ctypes.Structure):
 SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "tllm_set_threads": (None, [c_void_p] * 3),
     "tllm_has_tiles": (c_int, []),
-    "tllm_has_pairs": (c_int, []),
     "tllm_scratch_bytes": (c_int64, [c_int64] * 2),
     "tllm_quantized_matmul": (
         None,
@@ -251,7 +250,7 @@ class Library:
         for name, (result, arguments) in SIGNATURES.items():
             function = getattr(functions, name)
             function.restype, function.argtypes = result, arguments
-        self.has_tiles, self.has_pairs = bool(functions.tllm_has_tiles()), bool(functions.tllm_has_pairs())
+        self.has_tiles = bool(functions.tllm_has_tiles())
         self.quantized = QuantizedFunctions(functions.tllm_quantized_matmul, functions.tllm_scratch_bytes)
         self.float_matmul = functions.tllm_float_matmul
         self.tiles = TileFunctions(
@@ -275,6 +274,11 @@ class Library:
             functions.tllm_causal_attention, functions.tllm_causal_attention_scratch_bytes
         )
         _share_threads(functions)
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether `float_matmul` can multiply numbers of bfloat16 by pairs."""
+        return "avx512bf16" in self.instruction_set.compiled_for
 
 
 def _share_threads(functions: ctypes.CDLL) -> None:

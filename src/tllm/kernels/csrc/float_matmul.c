@@ -249,9 +249,6 @@ static void copy_pairs(float *to, const uint16_t *x, int64_t rows, int64_t colum
             memcpy(to + (k / PAIR * rows + row) * LANES, x + row * columns + k, PAIR * sizeof *x);
 }
 
-/* Whether these kernels multiply numbers of bfloat16 two by two. */
-int tllm_has_pairs(void) { return HAS_PAIRS; }
-
 /* y [rows, outputs] = x [rows, columns] W^T with sums in float32; `scratch` has room for rows x columns of float32, the
  * columns rounded up to 16. `way`: how a single row of x is multiplied, with the same bits; or by
  * pairs, if x and W are bfloat16, and columns a multiple of 32. */
