@@ -78,19 +78,16 @@ def gated_in_steps(gate_up_TF: Tensor, activation: str) -> Tensor:
 
 
 def rms_norm_in_steps(x: Tensor, weight: Tensor, eps: float, adds_one: bool) -> Tensor:
-    """`RowOperations.rms_norm` by torch."""
-    return weighted(normed(x, eps), weight, adds_one, x.dtype)
+    """`RowOperations.rms_norm` by torch; one that `adds_one` is rounded at its end alone."""
+    if adds_one:
+        return F.rms_norm(widen(x), weight.shape, 1.0 + widen(weight), eps).to(x.dtype)
+    return normed(x, eps).to(x.dtype) * weight
 
 
 def normed(x: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) over the last dim, in float32 at least."""
     wide = widen(x)
     return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-
-
-def weighted(normed: Tensor, weight: Tensor, adds_one: bool, dtype: torch.dtype) -> Tensor:
-    """What is normed, times its weight, in `dtype`; if it `adds_one` times 1 + w, and rounded after that alone."""
-    return (normed * (1.0 + widen(weight))).to(dtype) if adds_one else normed.to(dtype) * weight
 
 
 def widen(x: Tensor) -> Tensor:
@@ -224,7 +221,7 @@ class _Gated(torch.autograd.Function):
         (gate_up_TF,), kernels = ctx.saved_tensors, kernels_for(gradient_TF)
         if kernels is None:
             steps = partial(gated_in_steps, activation=ctx.activation)
-            return (*gradients_in_steps(steps, gradient_TF, gate_up_TF), None)
+            return gradients_in_steps(steps, gradient_TF, gate_up_TF)[0], None
         gate_up_TF, gradient_TF = gate_up_TF.contiguous(), gradient_TF.contiguous()
         of_gate_up_TF = torch.empty_like(gate_up_TF)
         kernels.rows.gated_backward(
@@ -270,13 +267,12 @@ class _Normed(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, *scales = ctx.saved_tensors
         eps, adds_one = ctx.how
         if not scales:
             steps = partial(rms_norm_in_steps, eps=eps, adds_one=adds_one)
-            of_x, of_weight = gradients_in_steps(steps, gradient, x, weight)
-            return of_x, of_weight, None, None
+            return *gradients_in_steps(steps, gradient, x, weight), None, None
         of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         return _of_norm(gradient, x, weight, scales[0], adds_one, of_weight), of_weight, None, None
 
@@ -319,7 +315,8 @@ class _Rotated(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_TNH: Tensor) -> tuple[Tensor, None, None]:
-        return _turned(gradient_TNH, *ctx.saved_tensors, is_back=True), None, None
+        cos, sin = ctx.saved_tensors
+        return _turned(gradient_TNH, cos, sin, is_back=True), None, None
 
 
 def _turned(x_TNH: Tensor, cos: Tensor, sin: Tensor, is_back: bool) -> Tensor:

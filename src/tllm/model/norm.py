@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tllm.comm.collectives.group import Group
-from tllm.kernels.row_operations import normed, rms_norm_in_steps, row_operations, weighted, widen
+from tllm.kernels.row_operations import normed, rms_norm_in_steps, row_operations, widen
 from tllm.parallel.collectives import copy_to, reduce_from
 from tllm.parallel.mesh import HiddenColumns
 from tllm.parallel.shard import Gradient, Shard, ShardPiece, cut_parameter
@@ -54,7 +54,9 @@ class HiddenRMSNorm(nn.Module):
         wide = widen(x_TD)
         squares_T1 = copy_to(reduce_from(wide.square().sum(-1, keepdim=True), self.group), self.group)
         normed_TD = wide * torch.rsqrt(squares_T1 / self.width + self.eps)
-        return weighted(normed_TD, self.weight, self.offset, x_TD.dtype)
+        if self.offset:
+            return (normed_TD * (1.0 + widen(self.weight))).to(x_TD.dtype)
+        return normed_TD.to(x_TD.dtype) * self.weight
 
 
 class RootMeanSquare(nn.Module):

@@ -35,7 +35,7 @@ INTEGER = 8
 """Bytes of a token's id, of a place and of an expert's number."""
 
 WORKED_OUT_AGAIN = ("silu", "gelu_pytorch_tanh")
-"""Activations of gates that a backward pass takes once more: what they come to is not kept."""
+"""Activations of gates for which there are kernels."""
 
 ROWS_AT_ONCE = 256
 """Queries that are computed together where the window is narrower."""
@@ -62,6 +62,8 @@ class Microbatch:
     """Whether several ranks share the microbatch, so that attention goes round a ring (context parallelism)."""
     before: Sequence[int] = ()
     """Tokens of another document that each document sees before its own; left out, none."""
+    is_lean: bool = True
+    """Whether norms and gates keep what they take in alone, and not all that torch's steps for them do."""
 
     @property
     def documents(self) -> list[tuple[int, int]]:
@@ -82,7 +84,7 @@ class Microbatch:
 def layer_bytes(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch, selective: bool = False) -> int:
     """Bytes of one layer that keeps everything, or with `selective` everything but the core of attention."""
     T, D, b = batch.tokens, spec.hidden_size, batch.item_bytes
-    norm = _norm(batch.rows, D, batch)
+    norm = _norm(batch.rows, D, batch, spec.norm_offset)
     into = T * D * b  # what a cut layer takes in: it is kept for the gradient of its weight
     norms = {"pre": 2 * (norm + into), "post": 2 * (norm + into), "both": 2 * (2 * norm + into)}[spec.norm_order]
     return norms + _attention(spec, layer, cut, batch, selective) + _mlp(spec, layer, cut, batch)
@@ -126,8 +128,8 @@ def logits_bytes(spec: ModelSpec, cut: Cut, batch: Microbatch) -> int:
     P, D, b, w = logits_tokens(batch), spec.hidden_size, batch.item_bytes, batch.upcast_bytes
     if spec.num_labels:
         T = batch.tokens
-        return _norm(batch.rows, D, batch) + T * D * b + T * (spec.num_labels * w + 1)
-    kept = _norm(batch.rows if batch.is_sliced else P, D, batch) + P * D * b + P * size(cut.vocab) * w
+        return _norm(batch.rows, D, batch, spec.norm_offset) + T * D * b + T * (spec.num_labels * w + 1)
+    kept = _norm(batch.rows if batch.is_sliced else P, D, batch, spec.norm_offset) + P * D * b + P * size(cut.vocab) * w
     if spec.final_softcap is not None:
         kept += P * size(cut.vocab) * w
     kept += P * (INTEGER + 1 + w)
@@ -142,22 +144,23 @@ def logits_tokens(batch: Microbatch) -> int:
 
 def shares_input(spec: ModelSpec, batch: Microbatch) -> bool:
     """Whether the first thing that a layer keeps is its input itself and not a copy of it."""
-    return spec.norm_order != "post" or not batch.is_sliced
+    if spec.norm_order == "post":
+        return not batch.is_sliced
+    return batch.is_lean or batch.item_bytes == batch.upcast_bytes
 
 
-def _norm(rows: int, width: int, batch: Microbatch, heads: int = 1, copied: bool = True) -> int:
-    """Bytes of `heads` norms over `width` in each row: input, and the scale of a row, which float64 has not.
+def _norm(rows: int, width: int, batch: Microbatch, offset: bool, heads: int = 1, copied: bool = True) -> int:
+    """Bytes of `heads` norms over `width` in each row: its input, and the scale of a row, which float64 has not. By
+    torch's steps: input (a float32 copy of a 16-bit one), scale, result.
 
-    Without `copied` the input is kept by another operation too.
+    Without `copied` the input is kept by another operation too, where it is wide enough.
     """
-    scale = SCALE if batch.item_bytes < WIDEST else 0
-    return rows * heads * (scale + (width * batch.item_bytes if copied else 0))
-
-
-def _cut_norm(rows: int, width: int, batch: Microbatch) -> int:
-    """The same of one whose width is cut between ranks: a float32 copy of a 16-bit input, scale, result."""
     b, w = batch.item_bytes, batch.upcast_bytes
-    return rows * (w + width * b + (width * w if b < w else 0))
+    if batch.is_lean:
+        return rows * heads * ((SCALE if b < WIDEST else 0) + (width * b if copied else 0))
+    result = w if offset else b
+    of_input = 0 if not copied and b == w else rows * heads * width * w
+    return of_input + rows * heads * (w + width * result) + (width * w if offset else 0)
 
 
 def _attention(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch, selective: bool) -> int:
@@ -172,9 +175,10 @@ def _attention(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch, s
     kept = N * T * H * b  # what the output layer takes in
     kept += 2 * N * T * H * b * spec.attention_gate  # what attention gives, and the gates that it is multiplied by
     if spec.qk_norm == "head":
-        kept += sum(_norm(T, H, batch, heads, copied=False) for heads in (N, K))
+        kept += sum(_norm(T, H, batch, spec.norm_offset, heads, copied=False) for heads in (N, K))
     elif spec.qk_norm == "full":
-        kept += sum(_cut_norm(T, heads * H, batch) for heads in (N, K))
+        by_steps = replace(batch, is_lean=False)  # its width may be cut between ranks
+        kept += sum(_norm(T, heads * H, by_steps, False, copied=False) for heads in (N, K))
     if spec.value_norm:
         kept += T * K * (w + (H * w if b < w else 0))
     apart = layer.rope is not None or spec.qk_norm != "none"  # q and k no longer lie in the merged qkv
@@ -185,8 +189,8 @@ def _attention(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch, s
     of_qkv = (
         (core.uses_kv and not spec.value_norm)
         or (not apart and core.uses_q)
-        or spec.qk_norm == "head"
-        or (spec.qk_norm == "full" and b == w)
+        or (spec.qk_norm == "head" and batch.is_lean)
+        or (spec.qk_norm != "none" and b == w)
     )
     turned = apart * (core.uses_q * N + core.uses_kv * K) + core.uses_kv * spec.value_norm * K
     return kept + core.kept + T * b * (H * turned + of_qkv * merged)
@@ -213,8 +217,8 @@ def _latent_attention(
 ) -> int:
     spec, cut = as_layer(spec, layer, cut)
     T, b, w, N = batch.tokens, batch.item_bytes, batch.upcast_bytes, size(cut.heads)
-    latents = T * of.latents * b  # what the norms take in
-    norms = sum(_norm(T, width, batch, copied=False) for width in (of.q_width, of.width) if width)
+    latents = T * of.latents * b if batch.is_lean or b == w else 0  # what the norms take in, if they keep no copies
+    norms = sum(_norm(T, width, batch, False, copied=False) for width in (of.q_width, of.width) if width)
     queries = T * (of.q_width + N * of.query_dim) * b
     core = _Core(0) if selective else _core(spec, layer, N, 1, batch)
     of_core = T * spec.head_dim * b * (core.uses_q * N + core.uses_kv)
@@ -294,7 +298,7 @@ def attention_blocks(length: int, window: int | None, first: int = 0) -> list[tu
 
 def _mlp(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch) -> int:
     T, D, b, w, moe = batch.tokens, spec.hidden_size, batch.item_bytes, batch.upcast_bytes, layer.moe
-    is_lean = spec.gated and spec.activation in WORKED_OUT_AGAIN
+    is_lean = batch.is_lean and is_worked_out_again(spec)
     if moe is None:
         return (2 * spec.into_mlp - is_lean) * T * size(cut.width) * b
     chosen = round(T * moe.top_k * size(cut.experts) / moe.num_experts)
@@ -307,13 +311,18 @@ def _mlp(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch) -> int:
     return router + places + chosen * of_one + shared + (_beside_mlp(moe, D, batch) if moe.beside_mlp else 0)
 
 
+def is_worked_out_again(spec: ModelSpec) -> bool:
+    """Whether a backward pass takes the activation of gates once more, so that what it comes to is not kept."""
+    return spec.gated and spec.activation in WORKED_OUT_AGAIN
+
+
 def _beside_mlp(moe: MoeSpec, D: int, batch: Microbatch) -> int:
     """What experts beside an MLP keep more than with it in their place: norms before the experts and the router, and
     one after each sum; the norm before the MLP is of all tokens."""
     T, b = batch.tokens, batch.item_bytes
-    before = 2 * _norm(T, D, batch, copied=False) + T * D * b  # the last is what the router takes in
-    gathered = _norm(T, D, batch) - _norm(batch.rows, D, batch)
-    return before + gathered + 2 * _norm(batch.rows, D, batch) + 2 * T * moe.top_k * b
+    before = 2 * _norm(T, D, batch, offset=False, copied=False) + T * D * b  # the last is what the router takes in
+    gathered = _norm(T, D, batch, offset=False) - _norm(batch.rows, D, batch, offset=False)
+    return before + gathered + 2 * _norm(batch.rows, D, batch, offset=False) + 2 * T * moe.top_k * b
 
 
 def _waiting(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch) -> int:
