@@ -237,17 +237,18 @@ class _Gated(torch.autograd.Function):
 
 
 class _Normed(torch.autograd.Function):
-    """w x s for the scale s = 1 / sqrt(mean(x^2) + eps) of each row. It keeps x and s: x as it is given, which may lie
-    in a product that others keep."""
+    """w x s for the scale s = 1 / sqrt(mean(x^2) + eps) of each row. It keeps w, x and s: x as it is given, which may
+    lie in a product that others keep."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, adds_one: bool) -> Tensor:
         kernels, width, ctx.how = kernels_for(x), x.shape[-1], (eps, adds_one)
+        kept = weight.clone()  # with ZeRO-3 the weight has no memory any more when its own gradient is worked out late
         if kernels is None:
-            ctx.save_for_backward(x, weight)
+            ctx.save_for_backward(x, kept)
             return rms_norm_in_steps(x, weight, eps, adds_one)
         scales = torch.empty(x.numel() // width)
-        ctx.save_for_backward(x, weight, scales)
+        ctx.save_for_backward(x, kept, scales)
         x = x.contiguous()
         y = torch.empty_like(x)
         kernels.rows.rms_norm_kept(

@@ -150,14 +150,14 @@ def shares_input(spec: ModelSpec, batch: Microbatch) -> bool:
 
 
 def _norm(rows: int, width: int, batch: Microbatch, offset: bool, heads: int = 1, copied: bool = True) -> int:
-    """Bytes of `heads` norms over `width` in each row: its input, and the scale of a row, which float64 has not. By
-    torch's steps: input (a float32 copy of a 16-bit one), scale, result.
+    """Bytes of `heads` norms over `width` in each row: its input, weight, and the scale of a row, which float64 has
+    not. By torch's steps: input (a float32 copy of a 16-bit one), scale, result.
 
     Without `copied` the input is kept by another operation too, where it is wide enough.
     """
     b, w = batch.item_bytes, batch.upcast_bytes
     if batch.is_lean:
-        return rows * heads * ((SCALE if b < WIDEST else 0) + (width * b if copied else 0))
+        return rows * heads * ((SCALE if b < WIDEST else 0) + (width * b if copied else 0)) + width * b
     result = w if offset else b
     of_input = 0 if not copied and b == w else rows * heads * width * w
     return of_input + rows * heads * (w + width * result) + (width * w if offset else 0)

@@ -183,9 +183,11 @@ def test_nothing_is_kept_that_can_be_worked_out(dtype: torch.dtype, kernels: Lib
         kept = [TRAINED.gated(x.view(128, 128), "silu")]
         assert live.now == kept[0].nbytes
         kept.append(TRAINED.rms_norm(x.view(128, 128)[:, :64].contiguous(), w, 1e-5, False))
-        assert live.now == kept[0].nbytes + 2 * kept[1].nbytes + of_rows, "a copy of what came in, and the scales"
+        assert live.now == kept[0].nbytes + 2 * kept[1].nbytes + of_rows + w.nbytes, (
+            "a copy of what came in, the scales and the weight"
+        )
         kept.append(TRAINED.rotate_in_place(x, cos, sin))
-        assert live.now == kept[0].nbytes + 2 * kept[1].nbytes + of_rows + kept[2].nbytes
+        assert live.now == kept[0].nbytes + 2 * kept[1].nbytes + of_rows + w.nbytes + kept[2].nbytes
 
 
 def test_a_weight_that_learns_nothing_gets_no_gradient(kernels: Library | None) -> None:
@@ -193,3 +195,13 @@ def test_a_weight_that_learns_nothing_gets_no_gradient(kernels: Library | None) 
     want = there_and_back(normed(False), gradient, x, w)[1]
     assert torch.equal(there_and_back(lambda x: TRAINED.rms_norm(x, w, 1e-5, False), gradient, x)[1], want)
     assert not TRAINED.rms_norm(x, w, 1e-5, False).requires_grad
+
+
+def test_a_weight_that_has_no_memory_any_more_may_still_learn(kernels: Library | None) -> None:
+    """As with ZeRO-3, where its gradient is worked out after its layer was let go."""
+    x, w, gradient = drawn(torch.float32, (70, 64), (64,), (70, 64))
+    want = there_and_back(normed(False), gradient, x, w)
+    leaves = x.requires_grad_(), w.clone().requires_grad_()
+    y = normed(False)(*leaves)
+    leaves[1].untyped_storage().resize_(0)
+    assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(y, leaves, gradient), want[1:], strict=True))
