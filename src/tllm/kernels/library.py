@@ -147,7 +147,16 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
         None,
         [c_void_p, c_int, c_int64, c_int64, c_void_p, c_int, c_float, c_int, c_void_p, c_int],
     ),
+    "tllm_rms_norm_kept": (
+        None,
+        [c_void_p, c_int, c_int64, c_int64, c_void_p, c_int, c_float, c_int, c_void_p, c_void_p, c_int],
+    ),
+    "tllm_rms_norm_backward": (
+        None,
+        [c_void_p, c_int, c_int64, c_int64, c_void_p, c_int, c_int, *[c_void_p] * 5, c_int],
+    ),
     "tllm_gated": (None, [c_void_p, c_int, c_int64, c_int64, c_int, c_void_p, c_int]),
+    "tllm_gated_backward": (None, [c_void_p, c_int, c_int64, c_int64, c_int, c_void_p, c_void_p, c_int]),
     "tllm_clamped_swiglu": (None, [c_void_p, c_int, c_int64, c_int64, c_float, c_float, c_void_p, c_int]),
     "tllm_router_matmul": (
         None,
@@ -155,6 +164,7 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
     ),
     "tllm_router_scores": (None, [c_void_p, c_int64, c_int64, c_int, c_void_p]),
     "tllm_rotate": (None, [c_void_p, c_int, *[c_int64] * 5, c_void_p, c_void_p]),
+    "tllm_rotate_rows": (None, [c_void_p, c_int, *[c_int64] * 5, c_void_p, c_void_p, c_int, c_void_p, c_int]),
     "tllm_add": (None, [c_void_p, c_void_p, c_int, *[c_int64] * 3, c_void_p]),
     "tllm_scale": (None, [c_void_p, c_int, c_int64, c_float, c_void_p]),
     "tllm_convert": (None, [c_void_p, c_int, c_int64, c_void_p, c_int]),
@@ -218,11 +228,15 @@ class ExpertFunctions(NamedTuple):
 
 
 class RowFunctions(NamedTuple):
-    """The small operations of every layer."""
+    """The small operations of every layer, and what training has of them."""
 
     rms_norm: Callable[..., None]
     gated: Callable[..., None]
     rotate: Callable[..., None]
+    gated_backward: Callable[..., None]
+    rms_norm_kept: Callable[..., None]
+    rms_norm_backward: Callable[..., None]
+    rotate_rows: Callable[..., None]
 
 
 class RecordedFunctions(NamedTuple):
@@ -263,7 +277,11 @@ class Library:
         self.experts = ExpertFunctions(
             functions.tllm_router_matmul, functions.tllm_router_scores, functions.tllm_clamped_swiglu
         )
-        self.rows = RowFunctions(functions.tllm_rms_norm, functions.tllm_gated, functions.tllm_rotate)
+        self.rows = RowFunctions(
+            *(functions.tllm_rms_norm, functions.tllm_gated, functions.tllm_rotate),
+            *(functions.tllm_gated_backward, functions.tllm_rms_norm_kept),
+            *(functions.tllm_rms_norm_backward, functions.tllm_rotate_rows),
+        )
         self.cache = CacheFunctions(functions.tllm_paged_attention, functions.tllm_write_codes)
         self.recorded = RecordedFunctions(
             *(functions.tllm_play, functions.tllm_add, functions.tllm_scale),

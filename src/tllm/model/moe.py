@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from tllm.kernels.batch_invariant import sigmoid, softmax
-from tllm.kernels.row_operations import clamped_swiglu_in_steps, row_operations
+from tllm.kernels.row_operations import clamped_swiglu_in_steps, row_operations, widen
 from tllm.model.mlp import Mlp, between
-from tllm.model.norm import widen
 from tllm.parallel.experts import Act, Experts, ExpertSum, StackedExperts
 from tllm.parallel.linear import Adapt, RouterLinear, unadapted
 from tllm.parallel.load_balance import LoadBalance

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tllm.comm.collectives.group import Group
-from tllm.kernels.row_operations import row_operations
+from tllm.kernels.row_operations import normed, rms_norm_in_steps, row_operations, widen
 from tllm.parallel.collectives import copy_to, reduce_from
 from tllm.parallel.mesh import HiddenColumns
 from tllm.parallel.shard import Gradient, Shard, ShardPiece, cut_parameter
@@ -27,7 +27,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if fused := row_operations(x):
             return fused.rms_norm(x, self.weight, self.eps, self.offset)
-        return _weighted(_normed(x, self.eps), self.weight, self.offset, x.dtype)
+        return rms_norm_in_steps(x, self.weight, self.eps, self.offset)
 
 
 def add_and_norm(norm: nn.Module, x_TD: Tensor, y_TD: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,7 +54,9 @@ class HiddenRMSNorm(nn.Module):
         wide = widen(x_TD)
         squares_T1 = copy_to(reduce_from(wide.square().sum(-1, keepdim=True), self.group), self.group)
         normed_TD = wide * torch.rsqrt(squares_T1 / self.width + self.eps)
-        return _weighted(normed_TD, self.weight, self.offset, x_TD.dtype)
+        if self.offset:
+            return (normed_TD * (1.0 + widen(self.weight))).to(x_TD.dtype)
+        return normed_TD.to(x_TD.dtype) * self.weight
 
 
 class RootMeanSquare(nn.Module):
@@ -65,7 +67,7 @@ class RootMeanSquare(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return _normed(x, self.eps).to(x.dtype)
+        return normed(x, self.eps).to(x.dtype)
 
 
 class CutRMSNorm(nn.Module):
@@ -93,21 +95,3 @@ class CutRMSNorm(nn.Module):
         squares_T = copy_to(reduce_from(wide[:, self.counted].square().sum((1, 2)), self.tp), self.tp)
         normed = wide * torch.rsqrt(squares_T / self.width + self.eps)[:, None, None]
         return normed.to(x_TNH.dtype) * self.weight.view(x_TNH.shape[1:])
-
-
-def _normed(x: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) over the last dim, in float32 at least."""
-    wide = widen(x)
-    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-
-
-def _weighted(normed: Tensor, weight: Tensor, offset: bool, dtype: torch.dtype) -> Tensor:
-    """What is normed, times its weight, in `dtype`; with `offset` times 1 + w, and rounded to it after that alone."""
-    if offset:
-        return (normed * (1.0 + widen(weight))).to(dtype)
-    return normed.to(dtype) * weight
-
-
-def widen(x: Tensor) -> Tensor:
-    """At least float32, so that norms of 16-bit values are not themselves rounded."""
-    return x if x.dtype == torch.float64 else x.float()

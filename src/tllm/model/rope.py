@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tllm.kernels.row_operations import row_operations
+from tllm.kernels.row_operations import rotated_in_steps, row_operations
 from tllm.spec.model_spec import RopeSpec
 
 
@@ -99,20 +99,14 @@ def rotate(x_TNH: Tensor, rotation: Rotation | None) -> Tensor:
     if rotation is None:
         return x_TNH
     cos, sin = rotation.cos, rotation.sin
-    if not rotation.interleaved and (fused := row_operations(x_TNH)):
-        return fused.rotate_in_place(x_TNH, cos, sin)
+    if not rotation.interleaved:
+        fused = row_operations(x_TNH)
+        return rotated_in_steps(x_TNH, cos, sin) if fused is None else fused.rotate_in_place(x_TNH, cos, sin)
     dim = cos.shape[-1]
     x = x_TNH if dim == x_TNH.shape[-1] else x_TNH[..., :dim]
-    rotated = torch.addcmul(x * cos, _swapped(x, rotation.interleaved), sin)
+    neighbours = x.reshape(*x.shape[:-1], dim // 2, 2).flip(-1).flatten(-2)
+    rotated = torch.addcmul(x * cos, neighbours, sin)
     return rotated if dim == x_TNH.shape[-1] else torch.cat((rotated, x_TNH[..., dim:]), dim=-1)
-
-
-def _swapped(x_TNH: Tensor, interleaved: bool) -> Tensor:
-    """The other of each pair, in its place."""
-    half = x_TNH.shape[-1] // 2
-    if interleaved:
-        return x_TNH.reshape(*x_TNH.shape[:-1], half, 2).flip(-1).flatten(-2)
-    return x_TNH.roll(half, dims=-1)
 
 
 def rotate_queries(q_TNH: Tensor, rotation: Rotation | None) -> Tensor:

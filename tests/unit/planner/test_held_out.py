@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from dataclasses import replace
 
 import pytest
 
@@ -46,9 +47,10 @@ LOSS = {
 def test_what_operations_move_is_counted(stack: str, operations: list[tuple[int, int]]) -> None:
     spec, facts = published.spec_of("gpt-7.5b"), TrainingFacts(2048, 1, 1, "bfloat16")
     work = rank_works(spec, Plan.parse("pp=1", spec.num_layers), facts)[0]
-    kept = layer_bytes(spec, spec.layers[0], work.cut, work.batch) / (2048 * spec.hidden_size)
+    by_steps = replace(work.batch, is_lean=False)
+    kept = layer_bytes(spec, spec.layers[0], work.cut, by_steps) / (2048 * spec.hidden_size)
     touches = sum(early + late for early, late in operations) / kept
-    logits = logits_bytes(spec, work.cut, work.batch) / (2048 * spec.vocab_size)
+    logits = logits_bytes(spec, work.cut, by_steps) / (2048 * spec.vocab_size)
     said = [of for name, of in STACKS.items() if stack in name and "loss_touches" in of]
     assert len(said) == (1 if stack == "foundry" else 5)
     for of in said:

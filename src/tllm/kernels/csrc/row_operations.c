@@ -12,6 +12,7 @@
 typedef struct {
     const void *x, *weight;
     void *y;
+    float *scales;
     int64_t width, x_stride, y_stride;
     int x_dtype, w_dtype, adds_one, activation;
     float eps, limit, alpha;
@@ -34,6 +35,7 @@ static void norm_rows(void *of, int64_t first, int64_t last, int thread) {
             squares += x * x;
         }
         float scale = 1 / sqrtf(sum_of_lanes(squares) / (float)job->width + job->eps);
+        if (job->scales) job->scales[row] = scale;
         for (int64_t k = 0; k < job->width; k += LANES) {
             int64_t left = job->width - k;
             f32x16 x = load_up_to(job->x, in + k, left, job->x_dtype) * scale;
@@ -44,33 +46,54 @@ static void norm_rows(void *of, int64_t first, int64_t last, int thread) {
     }
 }
 
-/* y = w x / sqrt(mean(x^2) + eps), or (1 + w) in w's place, for each of `rows` rows. */
-void tllm_rms_norm(const void *x, int dtype, int64_t rows, int64_t width, const void *weight, int w_dtype, float eps,
-                   int adds_one, void *y, int threads) {
-    Job job = {.x = x, .weight = weight, .y = y, .width = width, .x_stride = width, .y_stride = width,
+/* y = w x / sqrt(mean(x^2) + eps), or (1 + w) in w's place, for each of `rows` rows; what x is multiplied by is kept in
+ * `scales` [rows]. */
+void tllm_rms_norm_kept(const void *x, int dtype, int64_t rows, int64_t width, const void *weight, int w_dtype, float eps,
+                        int adds_one, void *y, float *scales, int threads) {
+    Job job = {.x = x, .weight = weight, .y = y, .scales = scales, .width = width, .x_stride = width, .y_stride = width,
                .x_dtype = dtype, .w_dtype = w_dtype, .adds_one = adds_one, .eps = eps};
     run_parallel(norm_rows, &job, rows, 1, rows * width < 65536 ? 1 : threads);
 }
 
+/* The same, and nothing is kept. */
+void tllm_rms_norm(const void *x, int dtype, int64_t rows, int64_t width, const void *weight, int w_dtype, float eps,
+                   int adds_one, void *y, int threads) {
+    tllm_rms_norm_kept(x, dtype, rows, width, weight, w_dtype, eps, adds_one, y, NULL, threads);
+}
+
 enum { SILU, GELU_TANH };
+
+/* 16 gates and ups, or `left` at a row's end. */
+INLINE void gate_lanes(const Job *job, int64_t row, int64_t k, int64_t left, const int dtype, const int activation) {
+    const int64_t at = row * job->x_stride + k;
+    f32x16 gate = load_up_to(job->x, at, left, dtype);
+    const f32x16 up = load_up_to(job->x, at + job->width, left, dtype);
+    if (activation == SILU) {
+        gate = gate * sigmoid(gate);
+    } else {
+        f32x16 inner = gate * 0.79788456f * (1 + 0.044715f * gate * gate);
+        gate = gate * sigmoid(2 * inner); /* (1 + tanh(x)) / 2 = sigmoid(2 x) */
+    }
+    store_some(job->y, row * job->y_stride + k, lanes_of(left), dtype, rounded(gate, dtype) * up);
+}
+
+INLINE void gate_rows_as(const Job *job, int64_t first, int64_t last, const int dtype, const int activation) {
+    const int64_t whole = job->width / LANES * LANES;
+    for (int64_t row = first; row < last; row++) {
+        for (int64_t k = 0; k < whole; k += LANES) gate_lanes(job, row, k, LANES, dtype, activation);
+        if (whole < job->width) gate_lanes(job, row, whole, job->width - whole, dtype, activation);
+    }
+}
 
 static void gate_rows(void *of, int64_t first, int64_t last, int thread) {
     (void)thread;
     const Job *job = of;
-    for (int64_t row = first; row < last; row++) {
-        for (int64_t k = 0; k < job->width; k += LANES) {
-            int64_t left = job->width - k, at = row * job->x_stride + k;
-            f32x16 gate = load_up_to(job->x, at, left, job->x_dtype);
-            f32x16 up = load_up_to(job->x, at + job->width, left, job->x_dtype);
-            if (job->activation == SILU) {
-                gate = gate * sigmoid(gate);
-            } else {
-                f32x16 inner = gate * 0.79788456f * (1 + 0.044715f * gate * gate);
-                gate = gate * sigmoid(2 * inner); /* (1 + tanh(x)) / 2 = sigmoid(2 x) */
-            }
-            store_some(job->y, row * job->y_stride + k, lanes_of(left), job->x_dtype, rounded(gate, job->x_dtype) * up);
-        }
-    }
+    if (job->x_dtype == BFLOAT16 && job->activation == SILU) /* what the compiler knows is not asked for each vector */
+        gate_rows_as(job, first, last, BFLOAT16, SILU);
+    else if (job->x_dtype == FLOAT32 && job->activation == SILU)
+        gate_rows_as(job, first, last, FLOAT32, SILU);
+    else
+        gate_rows_as(job, first, last, job->x_dtype, job->activation);
 }
 
 /* y [rows, width] = activation(x[:, :width]) * x[:, width:], for x [rows, 2 width]. */

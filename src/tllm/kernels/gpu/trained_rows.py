@@ -15,16 +15,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tllm.kernels.gpu.row_operations import BLOCK, joined, tanh
-from tllm.kernels.row_operations import clamped_swiglu_in_steps
+from tllm.kernels.row_operations import TRAINED, clamped_swiglu_in_steps
 
 
 class TrainedRowOperations:
     """For rows that lie on a GPU, of which gradients are wanted."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, adds_one: bool) -> Tensor:
-        """By torch's own kernel, which has a gradient."""
+        """By torch's own kernel, which has a gradient; float32 copies are made once more for that and not kept."""
         if adds_one:
-            return F.rms_norm(x.float(), weight.shape, 1.0 + weight.float(), eps).to(x.dtype)
+            return TRAINED.rms_norm(x, weight, eps, adds_one)
         return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
 
     def add_and_norm(self, x: Tensor, y: Tensor, weight: Tensor, eps: float, adds_one: bool) -> tuple[Tensor, Tensor]:

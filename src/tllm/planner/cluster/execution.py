@@ -22,7 +22,7 @@ class Execution:
     """How many times longer products take while messages travel, as both use the device (Galvatron, 2211.13878,
     section 3.4)."""
     touches: float = 5.0
-    """How often elementwise operations move what a layer keeps through memory, forward and backward. 5 where
+    """How often elementwise operations move what a layer of torch's steps keeps through memory, there and back. 5 where
     neighbouring operations are fused: written and read forward; read, and its gradient written and read, backward."""
     loss_touches: float | None = None
     """The same of logits, by the operations of the loss; left out, `touches`."""

@@ -5,11 +5,11 @@ that of Korthikanti et al., 2205.05198). With T tokens on a rank, t of them outs
 parallelism), b bytes of a number and w bytes of one in float32 (float64 of float64), a Llama layer with N query heads,
 K key-value heads, head width H and MLP width F on this rank keeps, if nothing is recomputed,
 
-    2 t (D w + w + D b) + 2 T D b + T (2 N + 4 K) H b + (N H b + N w) T + 4 T F b
+    2 t (D b + w) + 2 T D b + T (2 N + 4 K) H b + (N H b + N w) T + 3 T F b
 
-bytes: for two norms (input, scale, result before the weight), the inputs of the cut layers, merged qkv and rotated q
-and k, attention's result and the logarithms of its sums of exponentials, and the MLP. With `recompute=selective` only
-q, k, v and the result are kept of attention; with `layer` only the layer's input, t D b. Masks of windows, capped
+bytes: for two norms (input and scale), the inputs of the cut layers, merged qkv and rotated q and k, attention's result
+and the logarithms of its sums of exponentials, and the MLP (gate, up, and what goes down). With `recompute=selective`
+only q, k, v and the result are kept of attention; with `layer` only the layer's input, t D b. Masks of windows, capped
 scores and copies of several documents come on top.
 """
 
@@ -25,8 +25,17 @@ from tllm.spec.cut import Cut, as_layer, kv_index, projected_width, size
 from tllm.spec.model_spec import DeltaSpec, LatentSpec, LayerSpec, ModelSpec, MoeSpec
 from tllm.spec.plan import Recompute
 
+SCALE = 4
+"""Bytes of what a row is multiplied by in a norm."""
+
+WIDEST = 8
+"""Bytes of the widest number, for which there are no kernels."""
+
 INTEGER = 8
 """Bytes of a token's id, of a place and of an expert's number."""
+
+WORKED_OUT_AGAIN = ("silu", "gelu_pytorch_tanh")
+"""Activations of gates for which there are kernels."""
 
 ROWS_AT_ONCE = 256
 """Queries that are computed together where the window is narrower."""
@@ -53,6 +62,8 @@ class Microbatch:
     """Whether several ranks share the microbatch, so that attention goes round a ring (context parallelism)."""
     before: Sequence[int] = ()
     """Tokens of another document that each document sees before its own; left out, none."""
+    is_lean: bool = True
+    """Whether norms and gates keep what they take in alone, and not all that torch's steps for them do."""
 
     @property
     def documents(self) -> list[tuple[int, int]]:
@@ -135,15 +146,18 @@ def shares_input(spec: ModelSpec, batch: Microbatch) -> bool:
     """Whether the first thing that a layer keeps is its input itself and not a copy of it."""
     if spec.norm_order == "post":
         return not batch.is_sliced
-    return batch.item_bytes == batch.upcast_bytes
+    return batch.is_lean or batch.item_bytes == batch.upcast_bytes
 
 
 def _norm(rows: int, width: int, batch: Microbatch, offset: bool, heads: int = 1, copied: bool = True) -> int:
-    """Bytes of `heads` norms over `width` in each row: input (a float32 copy of a 16-bit one), scale, result.
+    """Bytes of `heads` norms over `width` in each row: its input, weight, and the scale of a row, which float64 has
+    not. By torch's steps: input (a float32 copy of a 16-bit one), scale, result.
 
     Without `copied` the input is kept by another operation too, where it is wide enough.
     """
     b, w = batch.item_bytes, batch.upcast_bytes
+    if batch.is_lean:
+        return rows * heads * ((SCALE if b < WIDEST else 0) + (width * b if copied else 0)) + width * b
     result = w if offset else b
     of_input = 0 if not copied and b == w else rows * heads * width * w
     return of_input + rows * heads * (w + width * result) + (width * w if offset else 0)
@@ -163,7 +177,8 @@ def _attention(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch, s
     if spec.qk_norm == "head":
         kept += sum(_norm(T, H, batch, spec.norm_offset, heads, copied=False) for heads in (N, K))
     elif spec.qk_norm == "full":
-        kept += sum(_norm(T, heads * H, batch, False, copied=False) for heads in (N, K))
+        by_steps = replace(batch, is_lean=False)  # its width may be cut between ranks
+        kept += sum(_norm(T, heads * H, by_steps, False, copied=False) for heads in (N, K))
     if spec.value_norm:
         kept += T * K * (w + (H * w if b < w else 0))
     apart = layer.rope is not None or spec.qk_norm != "none"  # q and k no longer lie in the merged qkv
@@ -172,7 +187,10 @@ def _attention(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch, s
     if gathered and not selective and not batch.cp:
         kept, core = kept + (2 * N * T * H * b if core.uses_kv else 0), replace(core, uses_kv=False)
     of_qkv = (
-        (core.uses_kv and not spec.value_norm) or (not apart and core.uses_q) or (spec.qk_norm != "none" and b == w)
+        (core.uses_kv and not spec.value_norm)
+        or (not apart and core.uses_q)
+        or (spec.qk_norm == "head" and batch.is_lean)
+        or (spec.qk_norm != "none" and b == w)
     )
     turned = apart * (core.uses_q * N + core.uses_kv * K) + core.uses_kv * spec.value_norm * K
     return kept + core.kept + T * b * (H * turned + of_qkv * merged)
@@ -199,7 +217,7 @@ def _latent_attention(
 ) -> int:
     spec, cut = as_layer(spec, layer, cut)
     T, b, w, N = batch.tokens, batch.item_bytes, batch.upcast_bytes, size(cut.heads)
-    latents = T * of.latents * b if b == w else 0  # what the norms take in; of 16-bit numbers they keep copies
+    latents = T * of.latents * b if batch.is_lean or b == w else 0  # what the norms take in, if they keep no copies
     norms = sum(_norm(T, width, batch, False, copied=False) for width in (of.q_width, of.width) if width)
     queries = T * (of.q_width + N * of.query_dim) * b
     core = _Core(0) if selective else _core(spec, layer, N, 1, batch)
@@ -229,11 +247,12 @@ def _core(spec: ModelSpec, layer: LayerSpec, N: int, K: int, batch: Microbatch) 
         copies = sum(2 * B * K * keys * H * b for B, _, keys, _, joined in calls if joined)
         return _Core(T * N * w + masks + copies + (T * N * H * b if len(calls) > 1 else 0))
     kept, sinks, capped = 0, spec.attention_sinks, spec.attention_softcap is not None
+    repeats = K not in (1, N)  # one kv head is for all query heads as it is, several are copied for each
     for B, rows, keys, _, joined in calls:
         kept += rows * keys + B * N * rows * (keys * (b * capped + (b if b < w else 0)) + (keys + sinks) * w)
-        kept += (B * N * rows * H * b if B > 1 else 0) + (2 * B * N * keys * H * b if B > 1 or N != K or joined else 0)
+        kept += (B * N * rows * H * b if B > 1 else 0) + (2 * B * N * keys * H * b if B > 1 or repeats or joined else 0)
     alone = any(B == 1 for B, *_ in calls)
-    return _Core(kept, uses_q=alone, uses_kv=alone and N == K)
+    return _Core(kept, uses_q=alone, uses_kv=alone and not repeats)
 
 
 def scores_bytes(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch) -> int:
@@ -279,16 +298,22 @@ def attention_blocks(length: int, window: int | None, first: int = 0) -> list[tu
 
 def _mlp(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch) -> int:
     T, D, b, w, moe = batch.tokens, spec.hidden_size, batch.item_bytes, batch.upcast_bytes, layer.moe
+    is_lean = batch.is_lean and is_worked_out_again(spec)
     if moe is None:
-        return 2 * spec.into_mlp * T * size(cut.width) * b
+        return (2 * spec.into_mlp - is_lean) * T * size(cut.width) * b
     chosen = round(T * moe.top_k * size(cut.experts) / moe.num_experts)
-    widths = 4 if moe.clamp is None else 7  # gate, up, and what the activation makes of them
+    widths = 4 - is_lean if moe.clamp is None else 7  # gate, up, and what the activation makes of them
     of_one = 2 * INTEGER + b * (3 * D + widths * size(cut.expert_width) + 1)
     scored = moe.top_k if moe.scores == "chosen_softmax" else moe.num_experts
     router = T * (scored * w + moe.top_k * INTEGER) + (T * (moe.top_k + 1) * w if moe.renormalise else 0)
     places = T * min(moe.top_k, len(cut.holders)) * INTEGER if len(cut.holders) > 1 else 0
-    shared = T * (4 * size(cut.shared_width) + moe.shared_gate * (D + 1)) * b if moe.shared_width else 0
+    shared = T * ((4 - is_lean) * size(cut.shared_width) + moe.shared_gate * (D + 1)) * b if moe.shared_width else 0
     return router + places + chosen * of_one + shared + (_beside_mlp(moe, D, batch) if moe.beside_mlp else 0)
+
+
+def is_worked_out_again(spec: ModelSpec) -> bool:
+    """Whether a backward pass takes the activation of gates once more, so that what it comes to is not kept."""
+    return spec.gated and spec.activation in WORKED_OUT_AGAIN
 
 
 def _beside_mlp(moe: MoeSpec, D: int, batch: Microbatch) -> int:

@@ -49,15 +49,16 @@ def peak_pass_bytes(
 
 
 def workspace_bytes(spec: ModelSpec, work: RankWork) -> int:
-    """Bytes that a backward pass works with on top of what is kept: the larger of an MLP's or attention's, and of the
-    logits', whose gradient takes their own place."""
+    """Bytes that a backward pass works with on top of what is kept: the larger of an MLP's or attention's, by which the
+    microbatch's logits are gone, and of the logits', whose gradient takes their own place."""
     T, b, batch = work.batch.tokens, work.batch.item_bytes, work.batch
     layers = {spec.layers[number] for run in work.runs for number in run}
     merged = max(projected_width(spec, layer, work.cut) for layer in layers)
     layer = T * b * (2 * spec.hidden_size + max(2 * merged, 3 * size(work.cut.width)))
     layer += max(scores_bytes(spec, layer, work.cut, batch) for layer in layers)
     logits_copies = (spec.final_softcap is not None) * batch.upcast_bytes + (b < batch.upcast_bytes) * b
-    return max(layer, logits_piece(spec, work) // batch.upcast_bytes * logits_copies)
+    logits = logits_piece(spec, work)
+    return max(layer - logits, logits // batch.upcast_bytes * logits_copies + layer_piece(spec, work))
 
 
 def layer_piece(spec: ModelSpec, work: RankWork) -> int:

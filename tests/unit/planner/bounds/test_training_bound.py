@@ -485,7 +485,7 @@ def test_where_no_microbatch_fits_layers_are_recomputed(count: int) -> None:
 def test_logits_at_a_higher_rate_make_recomputed_layers_no_faster() -> None:
     """On a machine that has room for a microbatch only where layers are recomputed."""
     device = Device(
-        TRAINER_BYTES + 1000 * 2**20, (("float32", ((1.0, 2e9),)),), 1e10, logits_rates=(("float32", ((1.0, 3e10),)),)
+        TRAINER_BYTES + 925 * 2**20, (("float32", ((1.0, 2e9),)),), 1e10, logits_rates=(("float32", ((1.0, 3e10),)),)
     )
     cluster, facts, stages = Cluster(("a",), (device,), (0,), (None,)), TrainingFacts(2048, 2), (Stage(0, 24, (1,)),)
     none, layer = (

@@ -2,7 +2,8 @@
 
     a product [m, k] x [k, n]   the longer of 2 m n k / rate(smallest of m, n, k) and its bytes / B
     attention scores, values    as in `attention_time`
-    elementwise operations      touches x (bytes that a layer keeps, or the loss) / B, two fifths of it forward
+    elementwise operations      touches x (bytes that a layer of torch's steps keeps, or the loss) / B, two fifths of
+                                it forward
     accumulated gradients       as in `update_time`, where no product does it
     products in another dtype   five bytes of traffic more for each element that is cast: it is read to find the
                                 largest one, read again, and written
@@ -14,11 +15,12 @@ bytes per second. The gradient of a product takes as long as the product.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from tllm.planner.cluster.device import Device
 from tllm.planner.cluster.execution import Execution
-from tllm.planner.cost.activations import layer_bytes, logits_bytes
+from tllm.planner.cost.activations import Microbatch, layer_bytes, logits_bytes
 from tllm.planner.cost.flops import (
     BACKWARD,
     attention_flops,
@@ -107,6 +109,11 @@ class ConstantRate:
         return PassSeconds(forward, (BACKWARD - 1) * forward, forward, again, core, 0.0)
 
 
+def _by_steps(batch: Microbatch) -> Microbatch:
+    """As `touches` has it: what operations move is told beside what they keep where each is a step of its own."""
+    return replace(batch, is_lean=False)
+
+
 class _Again(NamedTuple):
     """The shares of a forward pass that a backward pass computes a second time: of a layer, of attention's core."""
 
@@ -148,7 +155,8 @@ class LayerTimeModel:
         linear = list(_products(spec, layer, work.cut, work.batch.tokens, self.plan.ep))
         products = sum(self._seconds(product, self.product_dtype) for product in linear)
         core = attention_seconds(spec, layer, work.cut, work.batch, device, self.execution, self.facts.dtype)
-        moved = self.execution.touches * layer_bytes(spec, layer, work.cut, work.batch) / device.memory_bandwidth
+        kept = layer_bytes(spec, layer, work.cut, _by_steps(work.batch))
+        moved = self.execution.touches * kept / device.memory_bandwidth
         into, out = self._casts(linear)
         starts = OPERATIONS * device.operation_seconds
         early, late = FORWARD_TOUCHES * moved + into + starts, (1 - FORWARD_TOUCHES) * moved + out + starts
@@ -184,7 +192,7 @@ class LayerTimeModel:
         head = MatrixProduct(batch.target_tokens, self.spec.hidden_size, head_width(self.spec, cut))
         product, added = self._seconds(head, self.facts.dtype), self._accumulated([head])
         touches = self.execution.touches if self.execution.loss_touches is None else self.execution.loss_touches
-        moved = touches * logits_bytes(self.spec, cut, batch) / self.device.memory_bandwidth
+        moved = touches * logits_bytes(self.spec, cut, _by_steps(batch)) / self.device.memory_bandwidth
         forward = product + FORWARD_TOUCHES * moved
         return PassSeconds(forward, product + (1 - FORWARD_TOUCHES) * moved, product + added, 0.0, 0.0, moved + added)
 

@@ -75,12 +75,13 @@ def test_elementwise_work_moves_what_a_layer_keeps() -> None:
     plan = Plan.parse("pp=1", SPEC.num_layers)
     work, slow = _work(SPEC, plan), replace(FLAT, memory_bandwidth=1e6)
     bare, found = pass_seconds(slow), pass_seconds(slow, Execution(touches=5))
-    kept = 4 * layer_bytes(SPEC, SPEC.layers[0], work.cut, work.batch)
+    by_steps = replace(work.batch, is_lean=False)
+    kept = 4 * layer_bytes(SPEC, SPEC.layers[0], work.cut, by_steps)
     assert found.whole - bare.whole == pytest.approx(5 * kept / 1e6, rel=1e-9)
     assert found.forward - bare.forward == pytest.approx(2 * kept / 1e6, rel=1e-9)
     assert found.memory == pytest.approx(5 * kept / 1e6, rel=1e-9) and bare.memory == 0
     ends = [pass_seconds(slow, Execution(touches=touches), run=range(7, 8)).memory for touches in (0, 5)]
-    of_logits = logits_bytes(SPEC, work.cut, work.batch)
+    of_logits = logits_bytes(SPEC, work.cut, by_steps)
     assert ends[1] - ends[0] == pytest.approx(5 * (kept / 4 + of_logits) / 1e6, rel=1e-9)
 
 
