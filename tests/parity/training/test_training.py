@@ -47,6 +47,10 @@ HERE = tuple(case for case in UNLIKE if case not in ("llama", "qwen2_sliding", "
 IN_FLOAT32_TOO = ("gemma2", "gpt_oss_moe", "deepseek_v3_moe")
 """Of each kind of attention and of experts one: the others round by the same operations."""
 
+CANCELLING = ("gpt_oss_moe", "qwen3_5")
+"""Of which a gradient is a small difference of large numbers where weights are wide: of a router's bias, of a state's
+decay. The first is in float32 up to 4.4e-6 from float64's by torch's steps, on one rank alone."""
+
 
 @pytest.mark.slow
 @EACH_PART
@@ -58,6 +62,8 @@ def test_every_layout_gives_the_same_gradients(case: str, part: str, tmp_path: P
     in_float32 = case in IN_FLOAT32_TOO or part == REST
     # The float32 run on one rank is itself up to 2e-6 from the float64 one: these models have wide weights.
     for dtype, limit in ((torch.float64, 1e-13), (torch.float32, 4e-6))[: 1 + in_float32]:
+        if dtype == torch.float32 and case in CANCELLING:
+            narrow_weights(tmp_path)
         loss_1, want = gradients_under(tmp_path, Layout(), microbatches, dtype, shapes)
         for layout in layouts if dtype == torch.float64 else layouts[-1:]:
             loss, got = gradients_under(tmp_path, layout, microbatches, dtype, shapes)
