@@ -93,5 +93,5 @@ def test_a_damaged_weight_is_named(
     assert main(["verify", str(model), "--plan", "pp=2,tp=1+2", "--prompt-ids", "1,17,100,5", "--quiet"]) == 1
     shown = capsys.readouterr().out
     assert "not equal: rank 2 holds model.layers.3.mlp.down_proj.weight[" in shown
-    assert "that is in layer 3, and 1 such pieces in all" in shown
+    assert "that is in layer 3, and 1 such piece in all" in shown
     assert "layer 3 differs there by 0." in shown

@@ -17,7 +17,7 @@ from tests.parity.engine.test_few_bits import SIZES
 from tests.parity.engine.test_generation import CHUNKED, LAYOUTS, ROOMY, TIGHT, prompts
 from tests.support.models.families import SHAPE, save_model
 from tests.support.selection import EACH_PART, covering, in_turn
-from tllm.core.errors import RequestError, WeightsError
+from tllm.core.errors import RequestError, WeightsError, counted
 from tllm.engine.compute.pooler import precise_sum
 from tllm.engine.engine import Engine
 from tllm.engine.schedule.limits import EngineConfig
@@ -173,7 +173,7 @@ def test_classification_heads_score_as_transformers_does(prefix: str, labels: in
     for layout in ("pp=1", "tp=3,shares=1:2:1", "pp=2,tp=1+2"):
         with Engine.load(tmp_path, layout, CHUNKED) as engine:
             torch.testing.assert_close(pooled(engine, "score", prompts()), wanted, rtol=1e-5, atol=3e-5)
-            with pytest.raises(RequestError, match=f"a head of {labels} labels and none for tokens"):
+            with pytest.raises(RequestError, match=f"a head of {counted(labels, 'label')} and none for tokens"):
                 engine.generate([[1, 2]], NOTHING)
             torch.testing.assert_close(
                 torch.tensor(pooled(engine, "last", prompts()[:1])[0]).shape, torch.Size([SHAPE["hidden_size"]])

@@ -228,7 +228,7 @@ def _call(call: OllamaCall, call_id: str) -> dict[str, Any]:
 def _no_images(images: list[str] | None) -> None:
     if images:
         raise RequestError(
-            f"{counted(len(images), 'image is', 'images are')} given, and only text is supported",
-            "leave them out",
+            f"images has {counted(len(images), 'image')}, and only text is supported",
+            "leave it out",
             "images",
         )
