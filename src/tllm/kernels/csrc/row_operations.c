@@ -5,7 +5,7 @@
  */
 #include <math.h>
 
-#include "exponential.h"
+#include "gates.h"
 #include "recorded_calls.h"
 #include "threads.h"
 
@@ -61,39 +61,19 @@ void tllm_rms_norm(const void *x, int dtype, int64_t rows, int64_t width, const 
     tllm_rms_norm_kept(x, dtype, rows, width, weight, w_dtype, eps, adds_one, y, NULL, threads);
 }
 
-enum { SILU, GELU_TANH };
-
 /* 16 gates and ups, or `left` at a row's end. */
 INLINE void gate_lanes(const Job *job, int64_t row, int64_t k, int64_t left, const int dtype, const int activation) {
     const int64_t at = row * job->x_stride + k;
-    f32x16 gate = load_up_to(job->x, at, left, dtype);
-    const f32x16 up = load_up_to(job->x, at + job->width, left, dtype);
-    if (activation == SILU) {
-        gate = gate * sigmoid(gate);
-    } else {
-        f32x16 inner = gate * 0.79788456f * (1 + 0.044715f * gate * gate);
-        gate = gate * sigmoid(2 * inner); /* (1 + tanh(x)) / 2 = sigmoid(2 x) */
-    }
-    store_some(job->y, row * job->y_stride + k, lanes_of(left), dtype, rounded(gate, dtype) * up);
-}
-
-INLINE void gate_rows_as(const Job *job, int64_t first, int64_t last, const int dtype, const int activation) {
-    const int64_t whole = job->width / LANES * LANES;
-    for (int64_t row = first; row < last; row++) {
-        for (int64_t k = 0; k < whole; k += LANES) gate_lanes(job, row, k, LANES, dtype, activation);
-        if (whole < job->width) gate_lanes(job, row, whole, job->width - whole, dtype, activation);
-    }
+    const f32x16 gate = load_up_to(job->x, at, left, dtype), up = load_up_to(job->x, at + job->width, left, dtype);
+    f32x16 slope;
+    const f32x16 act = activated(gate, activation, &slope);
+    store_some(job->y, row * job->y_stride + k, lanes_of(left), dtype, rounded(act, dtype) * up);
 }
 
 static void gate_rows(void *of, int64_t first, int64_t last, int thread) {
     (void)thread;
     const Job *job = of;
-    if (job->x_dtype == BFLOAT16 && job->activation == SILU) /* what the compiler knows is not asked for each vector */
-        gate_rows_as(job, first, last, BFLOAT16, SILU);
-    else if (job->x_dtype == FLOAT32 && job->activation == SILU)
-        gate_rows_as(job, first, last, FLOAT32, SILU);
-    else
-        gate_rows_as(job, first, last, job->x_dtype, job->activation);
+    FOR_GATES(gate_lanes, job, first, last, job->width, job->x_dtype, job->activation);
 }
 
 /* y [rows, width] = activation(x[:, :width]) * x[:, width:], for x [rows, 2 width]. */

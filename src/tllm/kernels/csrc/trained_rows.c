@@ -2,10 +2,8 @@
  *
  * Numbers are computed in float32 and rounded once, to the rows' dtype.
  */
-#include "exponential.h"
+#include "gates.h"
 #include "threads.h"
-
-enum { SILU, GELU_TANH };
 
 typedef struct {
     const void *x, *d_y;
@@ -13,19 +11,6 @@ typedef struct {
     int64_t width;
     int dtype, activation;
 } Gates;
-
-/* act(gate), and its slope there. */
-INLINE f32x16 activated(f32x16 gate, const int activation, f32x16 *slope) {
-    if (activation == SILU) {
-        const f32x16 share = sigmoid(gate), act = gate * share;
-        *slope = share + act * (1 - share);
-        return act;
-    }
-    const f32x16 near = lesser(splat(12), greater(splat(-12), gate)); /* beyond, it is 0 or the gate itself */
-    const f32x16 square = 0.044715f * near * near, share = sigmoid(near * 1.5957691f * (1 + square));
-    *slope = share + near * share * (1 - share) * 1.5957691f * (1 + 3 * square);
-    return gate * share;
-}
 
 /* Of 16 gates and ups, or `left` at a row's end. */
 INLINE void gate_lanes(const Gates *g, int64_t row, int64_t k, int64_t left, const int dtype, const int activation) {
@@ -38,23 +23,10 @@ INLINE void gate_lanes(const Gates *g, int64_t row, int64_t k, int64_t left, con
     store_some(g->d_x, at + g->width, lanes_of(left), dtype, d_y * act);
 }
 
-INLINE void gate_rows_as(const Gates *g, int64_t first, int64_t last, const int dtype, const int activation) {
-    const int64_t whole = g->width / LANES * LANES;
-    for (int64_t row = first; row < last; row++) {
-        for (int64_t k = 0; k < whole; k += LANES) gate_lanes(g, row, k, LANES, dtype, activation);
-        if (whole < g->width) gate_lanes(g, row, whole, g->width - whole, dtype, activation);
-    }
-}
-
 static void gate_rows_backward(void *of, int64_t first, int64_t last, int thread) {
     (void)thread;
     const Gates *g = of;
-    if (g->dtype == BFLOAT16 && g->activation == SILU)
-        gate_rows_as(g, first, last, BFLOAT16, SILU);
-    else if (g->dtype == FLOAT32 && g->activation == SILU)
-        gate_rows_as(g, first, last, FLOAT32, SILU);
-    else
-        gate_rows_as(g, first, last, g->dtype, g->activation);
+    FOR_GATES(gate_lanes, g, first, last, g->width, g->dtype, g->activation);
 }
 
 /* The gradient of x [rows, 2 width] from d_y [rows, width], that of y = activation(x[:, :width]) * x[:, width:]. */
