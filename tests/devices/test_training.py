@@ -22,7 +22,7 @@ from tllm.comm.collectives.group import Group
 from tllm.core.errors import ConfigError
 from tllm.devices.choose import CPU
 from tllm.devices.memory import forget_peak, held_memory, peak_memory
-from tllm.kernels import row_operations
+from tllm.kernels import library as kernel_library
 from tllm.parallel.quantized_weight import PackedRows, quantized, stands_for, weight_bytes
 from tllm.training import trainer
 from tllm.training.job.distillation_keys import DistillationKeys
@@ -41,7 +41,7 @@ def torch_s_own_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     These are used where no gradients are wanted, as in an evaluation, and round otherwise than torch's steps. So do
     prompts that are computed once for their completions, as on processors alone.
     """
-    monkeypatch.setattr(row_operations, "library", lambda: None)
+    monkeypatch.setattr(kernel_library, "library", lambda: None)
     monkeypatch.setattr(trainer, "with_shared_prompts", lambda config: config)
     with sdpa_kernel(SDPBackend.MATH):
         yield

@@ -56,7 +56,7 @@ SUB_PACKAGES = {
         *("doctor", "serve", "train"),
         "verify",
     ),
-    "kernels": (".", "training", "recording", "gpu"),
+    "kernels": (".", "rows", "training", "recording", "gpu"),
     "planner": ("cluster", "cost", "measured", "memory", "bounds", "simulate", "search", "roles"),
     "recipes": (".", "bench"),
     "server": (

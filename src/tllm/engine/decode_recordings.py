@@ -37,12 +37,12 @@ from tllm.engine.schedule.batch import Batch, BatchEntry
 from tllm.engine.schedule.limits import Limits
 from tllm.kernels import product_ways
 from tllm.kernels.fastest import Choice
-from tllm.kernels.library import Library, library, using
+from tllm.kernels.library import DTYPES, Library, kernels_for, library, using
 from tllm.kernels.paged_attention import TiledAttention, TileNumbers, fits
 from tllm.kernels.recording.held_memory import HeldMemory
 from tllm.kernels.recording.host_steps import left_out, taken_by
 from tllm.kernels.recording.recorder import Recorder, Recording, recordable
-from tllm.kernels.row_operations import DTYPES, kernels_for, write_codes
+from tllm.kernels.rows.processor_rows import write_codes
 from tllm.model.attention import first_heads
 from tllm.model.recurrence import Advance
 from tllm.model.rope import Rotation, rotations

@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tllm.kernels.library import DTYPE_NUMBERS, Library
-from tllm.kernels.row_operations import kernels_for
+from tllm.kernels.library import DTYPE_NUMBERS, Library, kernels_for
 
 SOFTMAX, SIGMOID = 0, 1
 """The kinds of scores, as in csrc/router.c."""

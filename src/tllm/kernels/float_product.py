@@ -31,9 +31,8 @@ from torch import Tensor
 
 from tllm.kernels.autotune import Autotuned
 from tllm.kernels.fastest import Choice, fastest, next_power_of_two
-from tllm.kernels.library import DTYPE_NUMBERS, LANES, library
+from tllm.kernels.library import DTYPE_NUMBERS, DTYPES, LANES, library
 from tllm.kernels.product_ways import ROW_WAYS, ProductWays, Way
-from tllm.kernels.row_operations import DTYPES
 
 MEASURED_ROWS = 64
 """For more rows than these a product is bound by arithmetic: torch's own is taken, or that by tiles."""

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tllm.kernels.library import LANES, DrawArguments, Library
-from tllm.kernels.row_operations import kernels_for
+from tllm.kernels.library import LANES, DrawArguments, Library, kernels_for
 from tllm.kernels.splitmix64 import GOLDEN_GAMMA, most_mixed, shift_right, splitmix64
 
 ELEMENTS_AT_ONCE = 2**22

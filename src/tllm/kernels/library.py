@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from tllm.core.errors import ConfigError
 from tllm.kernels.instruction_sets import FOLDER, InstructionSet, supported
@@ -29,6 +30,9 @@ CHOICE = "TLLM_KERNELS"
 
 DTYPE_NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 3, torch.int8: 4, torch.float64: 5}
 """The kernels' numbers of the dtypes, as in csrc/vectors.h."""
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of the rows that kernels take."""
 
 LANES = 16
 """Numbers of one vector of the kernels, as in csrc/vectors.h, and outputs of a block of a packed weight."""
@@ -349,6 +353,13 @@ def using(kernels: Library) -> Iterator[None]:
 def library() -> Library | None:
     """The kernels to use; None where there are none for this processor, or `TLLM_KERNELS=off`."""
     return _of_thread.library or loaded()
+
+
+def kernels_for(x: Tensor) -> Library | None:
+    """Those to use for x; None where it lies elsewhere, is of another dtype, or gradients are wanted."""
+    if torch.is_grad_enabled() or not x.is_cpu or x.dtype not in DTYPES:
+        return None
+    return library()
 
 
 @functools.cache

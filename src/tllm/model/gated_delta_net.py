@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tllm.kernels.batch_invariant import is_batch_invariant, sigmoid, silu, softplus
-from tllm.kernels.row_operations import widen
+from tllm.kernels.rows.torch_steps import widen
 from tllm.model.attention import Attend
 from tllm.model.recurrence import State, StateShape
 from tllm.model.rope import Rotation

@@ -9,8 +9,8 @@ from typing import cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tllm.kernels.row_operations import ACTIVATIONS as KERNEL_ACTIVATIONS
-from tllm.kernels.row_operations import row_operations
+from tllm.kernels.rows.row_operations import row_operations
+from tllm.kernels.rows.torch_steps import ACTIVATIONS as KERNEL_ACTIVATIONS
 from tllm.parallel.linear import Adapt, LinearRows, unadapted
 from tllm.parallel.mesh import CutLayers
 from tllm.parallel.quantized_weight import quantized

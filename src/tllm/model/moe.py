@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from tllm.kernels.batch_invariant import sigmoid, softmax
-from tllm.kernels.row_operations import clamped_swiglu_in_steps, row_operations, widen
+from tllm.kernels.rows.row_operations import row_operations
+from tllm.kernels.rows.torch_steps import clamped_swiglu_in_steps, widen
 from tllm.model.mlp import Mlp, between
 from tllm.parallel.experts import Act, Experts, ExpertSum, StackedExperts
 from tllm.parallel.linear import Adapt, RouterLinear, unadapted

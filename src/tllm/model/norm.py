@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from tllm.comm.collectives.group import Group
-from tllm.kernels.row_operations import normed, rms_norm_in_steps, row_operations, widen
+from tllm.kernels.rows.row_operations import row_operations
+from tllm.kernels.rows.torch_steps import normed, rms_norm_in_steps, widen
 from tllm.parallel.collectives import copy_to, reduce_from
 from tllm.parallel.mesh import HiddenColumns
 from tllm.parallel.shard import Gradient, Shard, ShardPiece, cut_parameter

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tllm.kernels.row_operations import rotated_in_steps, row_operations
+from tllm.kernels.rows.row_operations import row_operations
+from tllm.kernels.rows.torch_steps import rotated_in_steps
 from tllm.spec.model_spec import RopeSpec
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tllm.kernels.batch_invariant import heads_matmul, invariant_matmul, is_batch_invariant, router_matmul
 from tllm.kernels.float_product import float_matmul
 from tllm.kernels.gpu_kernels import gpu_kernels
-from tllm.kernels.row_operations import kernels_for
+from tllm.kernels.library import kernels_for
 from tllm.kernels.training.training_matmul import training_matmul
 from tllm.parallel.expert_dispatch import ExpertRows
 from tllm.parallel.quantized_weight import QuantizedWeight, quantized

@@ -10,7 +10,7 @@ from tests.support.models.few_bits import libraries
 from tests.support.models.rounded_rows import rounded_rows
 from tests.unit.kernels.test_paged_attention import single_tokens
 from tllm.kernels.paged_attention import TiledAttention
-from tllm.kernels.row_operations import write_codes
+from tllm.kernels.rows.processor_rows import write_codes
 
 KINDS = {"int8": torch.int8, "fp8": torch.uint8}
 DTYPES = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}

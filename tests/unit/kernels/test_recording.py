@@ -15,7 +15,7 @@ from tllm.kernels.library import Library
 from tllm.kernels.recording.held_memory import ROUNDED_TO, HeldMemory
 from tllm.kernels.recording.host_steps import host_step, left_out, taken_by
 from tllm.kernels.recording.recorder import Recorder, Recording
-from tllm.kernels.row_operations import row_operations
+from tllm.kernels.rows.row_operations import row_operations
 
 EACH_LIBRARY = pytest.mark.parametrize("kernels", libraries(), ids=lambda one: one.instruction_set.name)
 ODD = torch.tensor([float("inf"), -float("inf"), float("nan"), 3.4e38, -1e-40, 1e-45, 65519.0, 65520.0, 0.0, -0.0])

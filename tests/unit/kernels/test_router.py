@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.models.few_bits import libraries
-from tllm.kernels import row_operations
 from tllm.kernels.batch_invariant import router_matmul, sigmoid, softmax
-from tllm.kernels.library import Library
+from tllm.kernels.library import Library, using
 from tllm.parallel.linear import RouterLinear
 
 LANES = 16
@@ -20,10 +20,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.fixture(params=libraries(), ids=lambda library: library.instruction_set.name)
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Library:
-    library: Library = request.param
-    monkeypatch.setattr(row_operations, "library", lambda: library)
-    return library
+def kernels(request: pytest.FixtureRequest) -> Iterator[Library]:
+    with using(request.param):
+        yield request.param
 
 
 def slow_matmul(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
@@ -67,13 +66,12 @@ def test_products_do_not_depend_on_threads(kernels: Library) -> None:
 
 
 @pytest.mark.parametrize("width", [1, 2, 16, 60, 128])
-def test_scores_are_near_those_in_float64_and_alike_everywhere(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_are_near_those_in_float64_and_alike_everywhere(width: int) -> None:
     torch.manual_seed(1)
     x = torch.randn(6, width) * 5
     found = []
     for library in libraries():
-        monkeypatch.setattr(row_operations, "library", lambda library=library: library)
-        with torch.no_grad():
+        with using(library), torch.no_grad():
             found.append((softmax(x), sigmoid(x)))
             assert all(torch.equal(f(x[3:4]), y[3:4]) for f, y in zip((softmax, sigmoid), found[-1], strict=True))
     for scores in found:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.support.models.few_bits import libraries
 from tllm.kernels.library import Library
-from tllm.kernels.row_operations import ProcessorRowOperations
+from tllm.kernels.rows.processor_rows import ProcessorRowOperations
 
 DTYPES = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 

@@ -12,7 +12,8 @@ from tllm.engine.compute.cache_codes import CacheCoding, rounded
 from tllm.engine.compute.kv_cache import KVCache, LayerCache, cache_writes, slot_runs
 from tllm.engine.schedule.batch import BatchEntry
 from tllm.kernels.gpu_kernels import GpuKernels, gpu_kernels
-from tllm.kernels.row_operations import kernels_for, write_codes
+from tllm.kernels.library import kernels_for
+from tllm.kernels.rows.processor_rows import write_codes
 
 
 class CacheWriter(Protocol):

@@ -21,8 +21,8 @@ from tllm.engine.compute.positions import num_singles
 from tllm.engine.compute.recurrent_states import StateRuns
 from tllm.engine.compute.segmented_attention import SegmentedAttention
 from tllm.engine.schedule.batch import BatchEntry
+from tllm.kernels.library import kernels_for
 from tllm.kernels.paged_attention import fits, fits_amx
-from tllm.kernels.row_operations import kernels_for
 from tllm.model.attention import AttentionSpec, first_heads
 from tllm.model.recurrence import Advance
 

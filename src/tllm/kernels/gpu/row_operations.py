@@ -14,7 +14,7 @@ BLOCK = 1024
 
 
 class GpuRowOperations:
-    """`kernels.row_operations.RowOperations` for rows that lie on a GPU."""
+    """`kernels.rows.row_operations.RowOperations` for rows that lie on a GPU."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, adds_one: bool) -> Tensor:
         return self._norm(x, None, weight, eps, adds_one)[1]

@@ -1,6 +1,6 @@
 """The small operations of a layer on a GPU while it is trained: each one pass over memory, and one in its gradient.
 
-`TrainedRowOperations` are `kernels.row_operations.RowOperations` with gradients; nothing is done in place.
+`TrainedRowOperations` are `kernels.rows.row_operations.RowOperations` with gradients; nothing is done in place.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tllm.kernels.gpu.row_operations import BLOCK, joined, tanh
-from tllm.kernels.row_operations import TRAINED, clamped_swiglu_in_steps
+from tllm.kernels.rows.torch_steps import clamped_swiglu_in_steps
+from tllm.kernels.rows.trained_rows import TRAINED, Rotated
 
 
 class TrainedRowOperations:
@@ -40,7 +41,7 @@ class TrainedRowOperations:
 
     def rotate_in_place(self, x_TNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Not in place: what is multiplied on the way back must stay."""
-        return _Rotated.apply(x_TNH, cos, sin)  # type: ignore[no-any-return]
+        return Rotated.apply(_turned, x_TNH, cos, sin)  # type: ignore[no-any-return]
 
     def rotate_both(self, q_TNH: Tensor, k_TKH: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """One after the other."""
@@ -66,24 +67,6 @@ class _Gated(torch.autograd.Function):
             gate_up_TF, gradient_TF.contiguous(), of_gate_up_TF, width, BLOCK=BLOCK, IS_SILU=ctx.is_silu
         )
         return of_gate_up_TF, None
-
-
-class _Rotated(torch.autograd.Function):
-    """(x1 cos1 + x2 sin1, x2 cos2 + x1 sin2) of each head's halves; widths past them stay.
-
-    Its gradient is turned the same way with the halves of the sines exchanged.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x_TNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _turned(x_TNH, cos, sin, is_back=False)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient_TNH: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _turned(gradient_TNH, cos, sin, is_back=True), None, None
 
 
 def _turned(x_TNH: Tensor, cos: Tensor, sin: Tensor, is_back: bool) -> Tensor:

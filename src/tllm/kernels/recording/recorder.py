@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from tllm.kernels.library import (
     DTYPE_NUMBERS,
+    DTYPES,
     SIGNATURES,
     CacheFunctions,
     CallArguments,
@@ -45,7 +46,6 @@ from tllm.kernels.library import (
 from tllm.kernels.recording.held_memory import HeldMemory
 from tllm.kernels.recording.host_steps import Step, taken_by
 from tllm.kernels.recording.shared_sums import SharedSums
-from tllm.kernels.row_operations import DTYPES
 
 KERNELS = (
     "quantized_matmul",

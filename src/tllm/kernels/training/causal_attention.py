@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tllm.kernels.library import DTYPE_NUMBERS, LANES, CausalAttentionArguments, library
-from tllm.kernels.row_operations import DTYPES
+from tllm.kernels.library import DTYPE_NUMBERS, DTYPES, LANES, CausalAttentionArguments, library
 
 
 def fits(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> bool:

@@ -10,8 +10,8 @@ from itertools import accumulate, chain
 
 from torch import Tensor
 
+from tllm.kernels.library import kernels_for
 from tllm.kernels.paged_attention import TiledAttention, TokenTile, fits, tokens_of_tile
-from tllm.kernels.row_operations import kernels_for
 from tllm.model.attention import AttentionSpec, first_heads
 from tllm.training.attention.packed_attention import TrainAttend
 from tllm.training.data.batch_tensors import Tokens

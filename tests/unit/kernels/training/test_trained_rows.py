@@ -10,15 +10,11 @@ from torch import Tensor
 
 from tests.support.models.few_bits import libraries
 from tests.support.models.live_tensors import Live
-from tllm.kernels import row_operations as module
+from tllm.kernels import library as module
 from tllm.kernels.library import Library, using
-from tllm.kernels.row_operations import (
-    TRAINED,
-    gated_in_steps,
-    rms_norm_in_steps,
-    rotated_in_steps,
-    row_operations,
-)
+from tllm.kernels.rows.row_operations import row_operations
+from tllm.kernels.rows.torch_steps import gated_in_steps, rms_norm_in_steps, rotated_in_steps
+from tllm.kernels.rows.trained_rows import TRAINED
 
 Operation = Callable[..., Tensor]
 
