@@ -30,7 +30,7 @@ from tests.support.cluster.processes import (
     print_stacks,
     wait_until_gone,
 )
-from tests.support.commands.forked_command import ForkedServer
+from tests.support.commands.forked_command import ForkedServer, environment_at_start
 from tests.support.process_state import as_in_a_process_of_its_own, left_changed, process_state
 from tests.support.properties import register_profiles
 from tllm.core.stacks import STACKS_VARIABLE
@@ -55,6 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
     register_profiles()
     os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the real hub; those with a hub of their own say so
     os.environ[STACKS_VARIABLE] = str(STACKS)  # a worker's stderr is read by its parent, which may be what hangs
+    environment_at_start()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
     adopt_orphans()
     subprocess.Popen = ForkedServer  # type: ignore[misc]  # a cluster's workers are there at once

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.usefixtures("own_process")
 IDS = (1, 17, 100, 5, 66, 42, 8, 9)
 
 DAMAGE = """
-import os, sys
+import sys
+from pathlib import Path
 if "tllm.node.fork_server" in sys.orig_argv:
     from tllm.node.roles.verify_rank import VerifyRank
     load = VerifyRank.load
@@ -28,6 +29,7 @@ if "tllm.node.fork_server" in sys.orig_argv:
         loaded = load(self, progress)
         if self.rank == 2:
             dict(self._model.named_parameters())["layers.3.mlp.down_proj.weight"].data[5, 7] += 0.5
+            Path(__file__).with_name("damaged").touch()
         return loaded
 
     VerifyRank.load = load_and_damage
@@ -90,7 +92,9 @@ def test_a_damaged_weight_is_named(
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(DAMAGE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert main(["verify", str(model), "--plan", "pp=2,tp=1+2", "--prompt-ids", "1,17,100,5", "--quiet"]) == 1
+    code = main(["verify", str(model), "--plan", "pp=2,tp=1+2", "--prompt-ids", "1,17,100,5", "--quiet"])
+    assert (tmp_path / "damaged").exists(), "no weight was damaged, so there was nothing to name"
+    assert code == 1
     shown = capsys.readouterr().out
     assert "not equal: rank 2 holds model.layers.3.mlp.down_proj.weight[" in shown
     assert "that is in layer 3, and 1 such piece in all" in shown

@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tests.support.cluster.processes import command
+from tests.support.commands import forked_command
 from tests.support.commands.command_door import CommandDoor
 from tests.support.commands.forked_command import SOURCE, ForkedCommand
 
@@ -69,15 +71,29 @@ def test_it_is_listed_by_its_words_and_a_signal_ends_it() -> None:
         assert process.wait() == -signal.SIGTERM
 
 
-@pytest.mark.parametrize("variables", [{"OMP_NUM_THREADS": "3"}, {"PYTHONPATH": os.pathsep.join([SOURCE, SOURCE])}])
-def test_other_threads_and_where_our_modules_are_have_none_executed(
-    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("PYTHONPATH", raising=False)
+@pytest.mark.parametrize(
+    "variables",
+    [{"OMP_NUM_THREADS": "3"}, {"PYTHONPATH": os.pathsep.join([SOURCE, SOURCE, os.environ.get("PYTHONPATH", "")])}],
+)
+def test_other_threads_and_where_our_modules_are_have_none_executed(variables: dict[str, str]) -> None:
     environment = {**os.environ, **variables}
     with ForkedCommand([sys.executable, "-c", COUNTS], stdout=subprocess.PIPE, text=True, env=environment) as process:
         said, _ = process.communicate()
     assert said == f"True {environment['OMP_NUM_THREADS']}\n"
+
+
+def test_what_a_test_has_set_has_it_executed_also_by_the_first_that_starts_a_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The server, which such a test starts, has not read what lies on the test's path."""
+    server = cache(forked_command.command_server.__wrapped__)
+    monkeypatch.setattr(forked_command, "command_server", server)
+    (tmp_path / "sitecustomize.py").write_text("print('read', flush=True)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with ForkedCommand([sys.executable, "-c", "print('run')"], stdout=subprocess.PIPE, text=True) as process:
+        said, _ = process.communicate()
+    server().close()
+    assert said.split() == ["read", "run"]
 
 
 def test_a_program_that_adopts_nobody_itself_is_its_parent_too() -> None:

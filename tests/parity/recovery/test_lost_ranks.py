@@ -85,6 +85,16 @@ def saving(trainer: RankTrainer, die: Callable[[], None]) -> None:
     at(trainer._state._saves._saving, "_write_files", lambda: True, die)
 
 
+def saved_and_told(trainer: RankTrainer, die: Callable[[], None]) -> None:
+    """The same, with the save before whole on every rank: it is written while steps go on, and who dies tears it."""
+
+    def wait_and_die() -> None:
+        trainer._state._saves._wait()
+        die()
+
+    at(trainer._report, "record", lambda: trainer._step == STEP, wait_and_die)
+
+
 MOMENTS = (computing, updating, copying, sending, told, saving)
 PLANS = {
     "dp=2": "ab",
@@ -217,7 +227,7 @@ def test_two_at_once(lost: str, origin: str, model: Path, tmp_path: Path, monkey
     whole = Epochs(short_job(model, tmp_path / "whole", max_steps=5, save_steps=2))
     whole.run("dp=2,pp=2", "abcd")
     run = Epochs(short_job(model, tmp_path / "run", max_steps=5, save_steps=2))
-    run.run("dp=2,pp=2", "abcd", dict.fromkeys(lost, told))
+    run.run("dp=2,pp=2", "abcd", dict.fromkeys(lost, saved_and_told))
     lose, restore = SnapshotReplicator.lose_live, AsyncSaves.restore
     lost_theirs, filled = set[int](), list[int]()  # threads, one for each rank
 

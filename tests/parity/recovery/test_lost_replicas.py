@@ -18,6 +18,7 @@ from tests.parity.recovery.test_lost_ranks import (
     check,
     computing,
     model,
+    saved_and_told,
     saving,
     sending,
     told,
@@ -126,16 +127,6 @@ def test_copies_take_what_the_planner_says(more: dict[str, Any], plan: str, mode
     spec = open_initial_model(job).spec
     ranks = training_bytes(spec, Plan.parse(plan, spec.num_layers), training_facts(job, mirrored=True))
     assert sum(rank.copies for rank in ranks) == pytest.approx(found, rel=1e-3)
-
-
-def saved_and_told(trainer: RankTrainer, die: Callable[[], None]) -> None:
-    """With everything done but the record, and the save before it whole."""
-
-    def wait_and_die() -> None:
-        trainer._state._saves._wait()
-        die()
-
-    at(trainer._report, "record", lambda: trainer._step == test_lost_ranks.STEP, wait_and_die)
 
 
 def test_with_both_keepers_of_a_residual_the_steps_after_the_save_are_lost(model: Path, tmp_path: Path) -> None:

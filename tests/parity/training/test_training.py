@@ -10,9 +10,11 @@ import torch
 import transformers
 
 from tests.support.models.families import TRAINABLE, UNLIKE, save_model
+from tests.support.models.reference_gradients import in_float64
 from tests.support.selection import EACH_PART, REST, covering, in_turn, soak_but
 from tests.support.training.training_step import (
     Layout,
+    Named,
     Rank,
     furthest,
     gradients_of_transformers,
@@ -23,9 +25,13 @@ from tests.support.training.training_step import (
     train_under,
 )
 from tllm.model.transformer import Transformer
+from tllm.training.data.batch_tensors import Tokens
 from tllm.training.optim.optimizer import SGD, AdamW
 
 TP2, TP3 = ((1, 1),), ((1, 2, 1),)
+
+Run = tuple[list[float], list[float], Named]
+"""Losses and norms by step, and the weights after them."""
 
 LAYOUTS = (
     Layout(dp=(1, 1)),
@@ -51,6 +57,10 @@ CANCELLING = ("gpt_oss_moe", "qwen3_5")
 """Of which a gradient is a small difference of large numbers where weights are wide: of a router's bias, of a state's
 decay. The first is in float32 up to 4.4e-6 from float64's by torch's steps, on one rank alone."""
 
+HALF_ROTATED = ("glm4",)
+"""Whose keys have a bias and are rotated by half: what all keys have in common changes no softmax, so that the other
+half has no gradient but rounding (1e-17 in float64) and the first a small one. On one rank it is 5e-6 off float64's."""
+
 
 @pytest.mark.slow
 @EACH_PART
@@ -68,8 +78,20 @@ def test_every_layout_gives_the_same_gradients(case: str, part: str, tmp_path: P
         for layout in layouts if dtype == torch.float64 else layouts[-1:]:
             loss, got = gradients_under(tmp_path, layout, microbatches, dtype, shapes)
             assert abs(loss - loss_1) < limit * loss_1, layout
+            if dtype == torch.float32 and case in HALF_ROTATED:
+                got, want = with_key_biases(got), with_key_biases(want)
             off, name = furthest(got, want)
             assert off < limit, f"{layout}: {name} is off by {off}"
+
+
+def with_key_biases(gradients: Named) -> Named:
+    """A key's bias as what it is, a column of the weight for an input of ones: one tensor with it."""
+    joined = dict(gradients)
+    for name in gradients:
+        if name.endswith("k_proj.bias"):
+            weight = name.removesuffix("bias") + "weight"
+            joined[weight] = torch.column_stack((gradients[weight], joined.pop(name)))
+    return joined
 
 
 def test_narrow_weights_agree_closely_in_float32(tmp_path: Path) -> None:
@@ -86,8 +108,31 @@ def test_narrow_weights_agree_closely_in_float32(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", soak_but(["qwen3"], ["qwen3", "gemma2", "qwen2_moe"]))
 def test_thirty_steps_equal_a_plain_loop(case: str, tmp_path: Path) -> None:
+    """In float64, and as far as rounding lets them in float32. A loop with experts is itself 2.6e-6 from its float64
+    losses by then: there no more can be asked than that ours be no farther from these."""
     truth = save_model(case, tmp_path)
     shapes, batches = saved(tmp_path), [random_tokens(2, seed) for seed in range(30)]
+    rounded = plain_loop(truth, batches, tmp_path / "rounded")
+    with in_float64(truth := save_model(case, tmp_path)):
+        exact = plain_loop(truth, batches, tmp_path / "exact")
+    losses, norms, _ = exact
+    assert losses[0] - losses[-1] > 0.05 and max(norms) > 1.0, "it learns, and is clipped"
+    options = dict(optimizer=AdamW(beta2=0.95), weight_decay=0.1, clip=1.0)
+    apart = runs_apart(train_under(tmp_path, Layout(), batches, torch.float64, shapes, 1e-3, **options), exact)
+    assert max(apart) < 1e-11, apart
+    ours = train_under(tmp_path, Layout(), batches, torch.float32, shapes, 1e-3, **options)
+    if case == "qwen2_moe":
+        limits = runs_apart(rounded, exact)
+        apart = runs_apart(ours, exact)
+    else:
+        # AdamW divides a gradient by its own size, so rounding in the smallest ones moves weights as much as any.
+        limits = (1e-6, 1e-5, 1e-5)
+        apart = runs_apart(ours, rounded)
+    assert all(off < limit for off, limit in zip(apart, limits, strict=True)), (apart, limits)
+
+
+def plain_loop(truth: transformers.PreTrainedModel, batches: list[list[Tokens]], folder: Path) -> Run:
+    """A model's run of AdamW by torch; `folder` is where it may save the weights."""
     groups = [
         {"params": [p for p in truth.parameters() if p.ndim > 1], "weight_decay": 0.1},
         {"params": [p for p in truth.parameters() if p.ndim == 1], "weight_decay": 0.0},
@@ -97,16 +142,20 @@ def test_thirty_steps_equal_a_plain_loop(case: str, tmp_path: Path) -> None:
     for batch in batches:
         truth.zero_grad()
         losses.append(learn_documents(truth, batch))
-        norms.append(float(torch.nn.utils.clip_grad_norm_(truth.parameters(), 1.0)))
+        gradients = [p.grad for p in truth.parameters() if p.grad is not None]
+        norms.append(float(torch.nn.utils.get_total_norm(gradients)))
+        for gradient in gradients:  # torch's own clipping adds 1e-6 to the norm
+            gradient.mul_(min(1.0, 1.0 / norms[-1]))
         theirs.step()
-    truth.save_pretrained(tmp_path / "after")
-    options = dict(optimizer=AdamW(beta2=0.95), weight_decay=0.1, clip=1.0)
-    ours = train_under(tmp_path, Layout(), batches, torch.float32, shapes, 1e-3, **options)
-    assert losses[0] - losses[-1] > 0.05 and max(norms) > 1.0, "it learns, and is clipped"
-    assert max(abs(a - b) for a, b in zip(ours[0], losses, strict=True)) < 1e-6
-    torch.testing.assert_close(ours[1], norms, rtol=1e-5, atol=0)
-    # AdamW divides a gradient by its own size, so rounding in the smallest ones moves weights as much as any.
-    assert furthest(ours[2], saved(tmp_path / "after"))[0] < 1e-5
+    truth.save_pretrained(folder)
+    return losses, norms, saved(folder)
+
+
+def runs_apart(got: Run, want: Run) -> tuple[float, float, float]:
+    """The largest difference of a loss, of a norm and of a parameter relative to what it should be."""
+    losses = max(abs(a - b) for a, b in zip(got[0], want[0], strict=True))
+    norms = max(abs(a - b) / b for a, b in zip(got[1], want[1], strict=True))
+    return losses, norms, furthest(got[2], want[2])[0]
 
 
 LEARNING = ("llama_mha_tied_bias", "olmo2", "qwen3_moe")

@@ -146,14 +146,15 @@ class _Server:
 
     def __init__(self) -> None:
         adopt_orphans()  # whoever asks for a fork is the parent of what is forked, and can wait for its end
-        self.environment = read_at_import(os.environ)
+        began_with = environment_at_start()
+        self.environment = read_at_import(began_with)
         self._control, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.support.commands.command_server", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env=computing_environment(os.environ) | {"PYTHONPATH": os.pathsep.join(sys.path)},
+                env=computing_environment(began_with) | {"PYTHONPATH": os.pathsep.join(sys.path)},
                 pass_fds=[theirs.fileno()],
             )
         self._one_at_a_time = threading.Lock()
@@ -168,6 +169,13 @@ class _Server:
     def close(self) -> None:
         self._control.close()
         self._process.wait()
+
+
+@cache
+def environment_at_start() -> dict[str, str]:
+    """This process's environment when it was first asked for, which `conftest.py` does before any test: what a test has
+    set by the time that the server is started is not what the server imports in."""
+    return dict(os.environ)
 
 
 @cache

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     start_log(args.debug, True)
     with progress(args.quiet) as on_progress:
         first, exact = asyncio.run(_passes(options, ids, on_progress))
-    verdict = judge(first, exact)
+    verdict = judge(first, exact, is_routed=any(layer.moe is not None for layer in options.spec.layers))
     print(as_json(verdict, first, exact) if args.json else as_text(verdict, options, len(ids)))
     return 0 if verdict.equal else DIFFERENT
 

@@ -207,6 +207,26 @@ def test_what_a_verdict_says(first: Pass, exact: Pass | None, equal: bool, words
     assert bool(verdict.layer) is not equal
 
 
+@pytest.mark.parametrize(
+    ("relative", "exactly", "is_routed", "equal"),
+    [
+        (0.9, 1e-16, False, False),
+        (0.9, 2e-15, False, True),  # the model makes ten times as much of a rounding
+        (0.9, 1e-16, True, True),  # a token that went to another expert
+        (float("inf"), 1e-16, True, False),
+        (float("inf"), 1e-11, False, False),
+        (float("nan"), 1e-11, False, False),
+    ],
+)
+def test_more_than_rounding_in_its_own_dtype_is_a_fault_though_float64_agrees(
+    relative: float, exactly: float, is_routed: bool, equal: bool
+) -> None:
+    verdict = judge(one_pass("bfloat16", relative), one_pass("float64", exactly), is_routed)
+    assert verdict.equal is equal
+    assert equal or verdict.layer == "layer 1"
+    assert equal or "the fault is in what computes in bfloat16" in verdict.words[1]
+
+
 def test_damage_counts_whatever_the_layers_give() -> None:
     damaged = (Damaged(2, "layer 1", "model.layers.1.mlp.up_proj.weight", "[0:4, 0:8]"),)
     for one in (Pass("float32", (), damaged), Pass("float32", (differs(1e-7),), damaged)):

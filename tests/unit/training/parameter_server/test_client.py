@@ -476,9 +476,14 @@ def test_the_same_over_tcp() -> None:
             replica.step(bit(replica.number, step) * UNIT, replica.number, 20)
 
         def look() -> None:
+            """The other pushes only once both servers have said that they end: who hears of one server's end amid a
+            push goes away without a word, and the other server might hear of that before it hears of rank 1's end."""
+            lines = replica.update.servers.lines
             assert set(replica.holds(row=20)) == {everything(replicas, 3)}
             if replica.number == 1:
-                close(replica.update.servers.lines)
+                close(lines)
+            else:
+                assert all(line.recv.wait(PATIENCE) for line in lines)
 
         replica.step(UNIT, 20, look=look)
 
