@@ -145,9 +145,9 @@ def test_a_backward_pass_in_halves_computes_each_gradient_once(monkeypatch: pyte
     def watch(name: str) -> None:
         way = getattr(training_matmul, name)
 
-        def run(*arguments: Any) -> Any:
+        def run(*arguments: Any, **named: Any) -> Any:
             ran.append(name)
-            return way(*arguments)
+            return way(*arguments, **named)
 
         monkeypatch.setattr(training_matmul, name, run)
 

@@ -4,6 +4,8 @@ A processor without instructions for bfloat16 multiplies float32 several to fort
 (docs/log/training.md); one with them is fastest without a detour. So each machine times both, once for each kind of
 product, and keeps what it found (`kernels/autotune.py`). A product in float32 is rounded to the weight's dtype once, at
 its end, as torch's own are.
+
+Where torch computes by one thread, products are those of `reproducible`.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from torch.autograd.function import once_differentiable
 
 from tllm.kernels.autotune import Autotuned
 from tllm.kernels.fastest import BestTimes, Choice
+from tllm.kernels.library import is_torch_held
+from tllm.kernels.training.reproducible import Passes, reproducible_passes
 
 MARGIN = 1.5
 """So many times as fast must float32 be to be taken: what is nearly equal is not left to the noise of a machine."""
@@ -92,16 +96,27 @@ def choose_products(weights: Iterable[Tensor], fixed: bool = False) -> dict[Trai
 
 def training_matmul(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
     """x W^T in x's dtype, with gradients."""
-    if weight_FD.dtype not in TRAINED_IN_16_BITS or not x_TD.is_cpu or x_TD.dtype != weight_FD.dtype:
+    passes = _passes(x_TD, weight_FD)
+    if passes is None:
         return F.linear(x_TD, weight_FD)
-    widened = choices.get(_kind(weight_FD), NONE)
-    if not widened:
-        return F.linear(x_TD, weight_FD)
-    y_TF = _OfInputs.apply(x_TD, weight_FD.detach(), widened)  # type: ignore[no-untyped-call]
+    y_TF = _OfInputs.apply(x_TD, weight_FD.detach(), passes)  # type: ignore[no-untyped-call]
     if not weight_FD.requires_grad:
         return y_TF  # type: ignore[no-any-return]
-    nothing_TF = _OfWeight.apply(weight_FD, x_TD.detach(), y_TF.shape, widened)  # type: ignore[no-untyped-call]
+    nothing_TF = _OfWeight.apply(weight_FD, x_TD.detach(), y_TF.shape, passes)  # type: ignore[no-untyped-call]
     return _Both.apply(y_TF, nothing_TF)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _passes(x_TD: Tensor, weight_FD: Tensor) -> Passes | None:
+    """How this product is made; None: as torch makes it."""
+    if not x_TD.is_cpu or x_TD.dtype != weight_FD.dtype:
+        return None
+    if is_torch_held():
+        return reproducible_passes(x_TD.dtype)
+    widened = choices.get(_kind(weight_FD), NONE) if weight_FD.dtype in TRAINED_IN_16_BITS else NONE
+    if not widened:
+        return None
+    ways = (forward_product, input_gradient, weight_gradient)
+    return Passes(*(partial(way, wide=name in widened) for way, name in zip(ways, PASSES, strict=True)))
 
 
 # The gradients of x and of W are of a node each: where a backward pass goes in halves (`split_backward`), autograd runs
@@ -112,32 +127,32 @@ class _OfInputs(torch.autograd.Function):
     """The product, with the gradient of x."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight_FD: Tensor, widened: Widened) -> Tensor:
+    def forward(ctx: Any, x_TD: Tensor, weight_FD: Tensor, passes: Passes) -> Tensor:
         ctx.save_for_backward(weight_FD)
-        ctx.widened = widened
-        return forward_product(x_TD, weight_FD, PASSES[0] in widened)
+        ctx.passes = passes
+        return passes.forward(x_TD, weight_FD)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_TF: Tensor) -> tuple[Tensor, None, None]:
         (weight_FD,) = ctx.saved_tensors
-        return input_gradient(gradient_TF, weight_FD, PASSES[1] in ctx.widened), None, None
+        return ctx.passes.of_inputs(gradient_TF, weight_FD), None, None
 
 
 class _OfWeight(torch.autograd.Function):
     """Zeros of the product's shape, which take no memory, with the gradient that W has from the product."""
 
     @staticmethod
-    def forward(ctx: Any, weight_FD: Tensor, x_TD: Tensor, shape: torch.Size, widened: Widened) -> Tensor:
+    def forward(ctx: Any, weight_FD: Tensor, x_TD: Tensor, shape: torch.Size, passes: Passes) -> Tensor:
         ctx.save_for_backward(x_TD)
-        ctx.widened = widened
+        ctx.passes = passes
         return weight_FD.new_zeros(()).expand(shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_TF: Tensor) -> tuple[Tensor, None, None, None]:
         (x_TD,) = ctx.saved_tensors
-        return weight_gradient(gradient_TF, x_TD, PASSES[2] in ctx.widened), None, None, None
+        return ctx.passes.of_weight(gradient_TF, x_TD), None, None, None
 
 
 class _Both(torch.autograd.Function):
