@@ -17,14 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tllm.kernels.library import DTYPE_NUMBERS, LANES, is_torch_held, kernel_threads, library
-from tllm.kernels.product_ways import Way
-
-SMALLEST = 2**16
-"""Multiplications. Fewer are done by one thread, as to wake others takes longer."""
+from tllm.kernels.library import is_torch_held, kernel_threads, library
+from tllm.kernels.training.ordered_products import ordered_matmul
 
 LEAST_IN_BLOCK = 2**23
-"""The same of a block that torch makes, which takes longer than to hand it to a thread."""
+"""Multiplications of a block that torch makes, which takes longer than to hand it to a thread."""
 
 BLOCKS = 32
 """Of a product at most."""
@@ -51,22 +48,6 @@ def reproducible_passes(dtype: torch.dtype) -> Passes | None:
     return BY_KERNEL if dtype == torch.float32 and library() is not None else IN_BLOCKS
 
 
-def ordered_matmul(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
-    """x W^T of float32, without gradients: each number is a sum by itself, in the order of columns."""
-    kernels = library()
-    assert kernels is not None and x_TD.dtype == weight_FD.dtype == torch.float32
-    outputs, columns = weight_FD.shape
-    x_ND, weight_FD = x_TD.reshape(-1, columns).contiguous(), weight_FD.contiguous()
-    y_NF, number = torch.empty(len(x_ND), outputs), DTYPE_NUMBERS[torch.float32]
-    scratch = torch.empty(len(x_ND) * -(-columns // LANES) * LANES)  # each row of x in whole vectors
-    threads = kernel_threads() if y_NF.numel() * columns >= SMALLEST else 1
-    kernels.float_matmul(
-        *(weight_FD.data_ptr(), number, outputs, columns, x_ND.data_ptr(), number, len(x_ND), y_NF.data_ptr(), number),
-        *(scratch.data_ptr(), Way.SIDE_BY_SIDE, threads),
-    )
-    return y_NF.view(*x_TD.shape[:-1], outputs)
-
-
 def in_blocks(left_MK: Tensor, right_KN: Tensor) -> Tensor:
     """The product, without gradients: cut along its longer side into blocks, each of which one thread makes.
 
@@ -83,7 +64,7 @@ def in_blocks(left_MK: Tensor, right_KN: Tensor) -> Tensor:
     else:
         cut = zip(torch.split(right_KN, size, 1), torch.split(y_MN, size, 1), strict=True)
         parts = [(left_MK, some, y) for some, y in cut]
-    threads = min(kernel_threads(), len(parts))
+    threads = kernel_threads()
     for _ in map(_make, parts) if threads == 1 else _workers(threads).map(_make, parts):
         pass
     return y_MN

@@ -1,4 +1,6 @@
-"""x W^T with gradients, for weights of 16 bits: each pass in their own dtype, or in float32 where that is faster here.
+"""x W^T with gradients: each pass as torch makes it, or in the way that is faster here.
+
+Of weights of 16 bits the other way is float32, of those of float32 our own kernel (`ordered_products`).
 
 A processor without instructions for bfloat16 multiplies float32 several to forty times as fast
 (docs/log/training.md); one with them is fastest without a detour. So each machine times both, once for each kind of
@@ -22,7 +24,8 @@ from torch.autograd.function import once_differentiable
 
 from tllm.kernels.autotune import Autotuned
 from tllm.kernels.fastest import BestTimes, Choice
-from tllm.kernels.library import is_torch_held
+from tllm.kernels.library import is_torch_held, library
+from tllm.kernels.training.ordered_products import ordered_input_gradient, ordered_matmul, ordered_weight_gradient
 from tllm.kernels.training.reproducible import Passes, reproducible_passes
 
 MARGIN = 1.5
@@ -41,17 +44,27 @@ ROWS = 128
 WIDTH = 1024
 """Rows, and the most outputs and columns, of what is timed: a tenth of a second where a processor is at its slowest."""
 
+ORDERED_ROWS = 256
+"""Rows of what is timed in float32: of fewer the kernel's gradients take as long as torch's, of more they do not."""
+
 SMALLEST = 2**16
 """Elements. Smaller matrices are left to torch: what they take is calls, not arithmetic."""
 
 PASSES = ("forward", "gradient of inputs", "gradient of weights")
 
 WIDE = "float32"
-"""The name of the way that computes in it."""
+"""The name of the way of 16 bits that computes in it."""
+
+KERNEL, KERNEL_MARGIN = "kernel", 1.1
+"""The name of our kernel's way of float32, and so many times as fast it must be. It shares parts among threads as they
+come to them, as torch does not."""
 
 TRAINED_IN_16_BITS = (torch.bfloat16, torch.float16)
 
 Run = Callable[[], Tensor]
+
+ORDERED = (ordered_matmul, ordered_input_gradient, ordered_weight_gradient)
+"""PASSES by the kernel."""
 
 
 class TrainedKind(NamedTuple):
@@ -74,7 +87,7 @@ class PassKind(NamedTuple):
 
 
 Widened = frozenset[str]
-"""Those of PASSES that are computed in float32."""
+"""Those of PASSES that are computed in float32, or if that is the weights' own, by the kernel."""
 
 NONE: Widened = frozenset()
 
@@ -112,10 +125,15 @@ def _passes(x_TD: Tensor, weight_FD: Tensor) -> Passes | None:
         return None
     if is_torch_held():
         return reproducible_passes(x_TD.dtype)
-    widened = choices.get(_kind(weight_FD), NONE) if weight_FD.dtype in TRAINED_IN_16_BITS else NONE
+    widened = choices.get(_kind(weight_FD), NONE)
     if not widened:
         return None
     ways = (forward_product, input_gradient, weight_gradient)
+    if weight_FD.dtype == torch.float32:
+        own = [partial(way, wide=False) for way in ways]
+        return Passes(
+            *(ordered if name in widened else way for name, ordered, way in zip(PASSES, ORDERED, own, strict=True))
+        )
     return Passes(*(partial(way, wide=name in widened) for way, name in zip(ways, PASSES, strict=True)))
 
 
@@ -188,12 +206,16 @@ def weight_gradient(gradient_TF: Tensor, x_TD: Tensor, wide: bool) -> Tensor:
 
 def _widened(kind: TrainedKind) -> Widened:
     found = {name: choose_pass(PassKind(*kind, name)) for name in PASSES}
-    return frozenset(name for name, choice in found.items() if choice.name == WIDE)
+    return frozenset(name for name, choice in found.items() if choice.name == _other_way(kind.dtype))
 
 
 def choose_pass(kind: PassKind) -> Choice:
     """What is known of this pass, measured if nothing is."""
-    return measured.choose(kind, (WIDE, in_own(kind.dtype)), partial(measure, kind))
+    return measured.choose(kind, (_other_way(kind.dtype), in_own(kind.dtype)), partial(measure, kind))
+
+
+def _other_way(dtype: torch.dtype) -> str:
+    return KERNEL if dtype == torch.float32 else WIDE
 
 
 def in_own(dtype: torch.dtype) -> str:
@@ -204,36 +226,45 @@ def in_own(dtype: torch.dtype) -> str:
 @torch.no_grad()
 def measure(kind: PassKind) -> Choice:
     """Time both ways of a pass."""
+    rows = ORDERED_ROWS if kind.dtype == torch.float32 else ROWS
     x_TD, weight_FD, gradient_TF = (
         torch.full(shape, 0.5, dtype=kind.dtype)
-        for shape in ((ROWS, kind.columns), (kind.outputs, kind.columns), (ROWS, kind.outputs))
+        for shape in ((rows, kind.columns), (kind.outputs, kind.columns), (rows, kind.outputs))
     )
     ways = (
         partial(forward_product, x_TD, weight_FD),
         partial(input_gradient, gradient_TF, weight_FD),
         partial(weight_gradient, gradient_TF, x_TD),
     )
-    way = ways[PASSES.index(kind.computes)]
+    way, ordered = ways[PASSES.index(kind.computes)], ORDERED[PASSES.index(kind.computes)]
+    if kind.dtype == torch.float32:
+        return faster(KERNEL, partial(ordered, *way.args), KERNEL_MARGIN, partial(way, False), kind.dtype)
     return wide_or_own(partial(way, True), partial(way, False), kind.dtype)
 
 
 def wide_or_own(wide: Run, own: Run, dtype: torch.dtype) -> Choice:
     """float32, if its best time, times the margin, is less than that of the dtype; timed by turns."""
-    best, ways = BestTimes(), {WIDE: wide, in_own(dtype): own}
+    return faster(WIDE, wide, MARGIN, own, dtype)
+
+
+def faster(name_of_other: str, other: Run, margin: float, own: Run, dtype: torch.dtype) -> Choice:
+    """The other way, if its best time, times the margin, is less than that of torch's in the dtype; timed by turns."""
+    best, ways = BestTimes(), {name_of_other: other, in_own(dtype): own}
     for repeat in range(REPEATS):
         for name, run in ways.items():
             taken = best.seconds[name] if repeat > 1 else 0.0
             if taken > LONG and taken > HOPELESS * min(best.seconds.values()):
                 continue
             best.run(name, run, replaces=repeat == 1)
-    if best.seconds[WIDE] * MARGIN < best.seconds[in_own(dtype)]:
-        return best.choice(WIDE, MARGIN)
-    return best.choice(in_own(dtype), 1 / MARGIN)
+    if best.seconds[name_of_other] * margin < best.seconds[in_own(dtype)]:
+        return best.choice(name_of_other, margin)
+    return best.choice(in_own(dtype), 1 / margin)
 
 
 def _has_choice(weight: Tensor) -> bool:
-    narrow = weight.dtype in TRAINED_IN_16_BITS and weight.device.type in ("cpu", "meta")  # ZeRO-3's have no values
-    return narrow and weight.ndim >= 2 and weight.shape[-2:].numel() >= SMALLEST
+    two_ways = weight.dtype in TRAINED_IN_16_BITS or (weight.dtype == torch.float32 and library() is not None)
+    here = two_ways and weight.device.type in ("cpu", "meta")  # ZeRO-3's have no values
+    return here and weight.ndim >= 2 and weight.shape[-2:].numel() >= SMALLEST
 
 
 def _kind(weight: Tensor) -> TrainedKind:
