@@ -29,6 +29,7 @@ from benchmarks.report.markdown import percent, table
 from benchmarks.report.results import BENCHMARKS, Page, raw_of, write
 from benchmarks.serving.throughput import read_rate
 from benchmarks.training.throughput import Commands, Raw, contenders, made, take_turns
+from tllm.kernels.library import compiled
 from tllm.weights.dtypes import torch_dtype
 
 TASKS = ("sft", "dpo", "grpo")
@@ -127,7 +128,7 @@ def main() -> None:
     parser.add_argument("--more", action="store_true", help="replace these runs on the page that is there")
     options = parser.parse_args()
     folder = add_word_tokenizer(model_folder(options.size, made(options.folders), torch.float32))
-    old = BENCHMARKS / "training" / "results" / "post-training.md"
+    old = BENCHMARKS / "training" / "results" / f"{kind_of(options.size)}.md"
     found = raw_of(old) if options.more else {"size": options.size, "runs": {}}
     found["versions"] = versions(options.peer_python)
     found["read_rate"] = read_rate(THREADS)
@@ -148,6 +149,11 @@ def main() -> None:
                     write(page(found), found)  # each time: a run that is stopped keeps what it has
     if faults:  # what does not do the same work is not on the page
         sys.exit("\n".join(faults))
+
+
+def kind_of(size: str) -> str:
+    """What the page of this processor is called."""
+    return f"post-training-{size}-{compiled()[0].name}"
 
 
 def versions(peer: str) -> str:
@@ -236,8 +242,8 @@ def page(found: dict[str, Any]) -> Page:
         bound=bound(found),
         unrun=", ".join(unrun) or "nothing that was planned",
     )
-    title = f"Post-training a model of {parameters(found['size'])}, beside TRL"
-    return Page("training", "post-training", title, purpose, table(lines, left=3), reading, limits)
+    title = f"Post-training a model of {parameters(found['size'])}, beside TRL, kernels for {compiled()[0].name}"
+    return Page("training", kind_of(found["size"]), title, purpose, table(lines, left=3), reading, limits)
 
 
 def spread(mine: Sequence[Report], theirs: Sequence[Report]) -> str:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tllm.kernels.library import DTYPE_NUMBERS, Library, kernels_for
+from tllm.kernels.library import DTYPE_NUMBERS, Library, kernel_threads, kernels_for
 
 SOFTMAX, SIGMOID = 0, 1
 """The kinds of scores, as in csrc/router.c."""
@@ -57,7 +57,7 @@ def router_matmul(kernels: Library, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
         DTYPE_NUMBERS[x_TD.dtype],
         rows,
         y_TE.data_ptr(),
-        torch.get_num_threads(),
+        kernel_threads(),
     )
     return y_TE
 

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from tllm.kernels.autotune import Autotuned
 from tllm.kernels.fastest import Choice, fastest, next_power_of_two
-from tllm.kernels.library import DTYPE_NUMBERS, DTYPES, LANES, library
+from tllm.kernels.library import DTYPE_NUMBERS, DTYPES, LANES, kernel_threads, library
 from tllm.kernels.product_ways import ROW_WAYS, ProductWays, Way
 
 MEASURED_ROWS = 64
@@ -100,7 +100,7 @@ def product_name(x_TD: Tensor, weight_FD: Tensor) -> str:
 
 def kind_of(rows: int, weight_FD: Tensor) -> ProductKind:
     outputs, columns = weight_FD.shape
-    return ProductKind(next_power_of_two(rows), outputs, columns, weight_FD.dtype, torch.get_num_threads())
+    return ProductKind(next_power_of_two(rows), outputs, columns, weight_FD.dtype, kernel_threads())
 
 
 def measure(x_TD: Tensor, weight_FD: Tensor) -> Choice:
@@ -193,7 +193,7 @@ def _kernel(x_TD: Tensor, weight_FD: Tensor, way: Way = Way.SIDE_BY_SIDE) -> Ten
 
     def product(way: Way) -> None:
         weight, x, y = weight_FD.data_ptr(), x_TD.data_ptr(), y_TF.data_ptr()
-        of_weight, threads = DTYPE_NUMBERS[weight_FD.dtype], torch.get_num_threads()
+        of_weight, threads = DTYPE_NUMBERS[weight_FD.dtype], kernel_threads()
         kernels.float_matmul(
             *(weight, of_weight, outputs, columns, x, number, rows, y, number, scratch.data_ptr(), way, threads)
         )
@@ -210,7 +210,7 @@ def _tiles(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
     kernels = library()
     assert kernels is not None and _is_candidate("tiles", x_TD, weight_FD)
     x_TD = x_TD.contiguous()
-    (rows, columns), outputs, threads = x_TD.shape, len(weight_FD), torch.get_num_threads()
+    (rows, columns), outputs, threads = x_TD.shape, len(weight_FD), kernel_threads()
     y_TF = torch.empty(rows, outputs, dtype=x_TD.dtype)
     scratch = torch.empty(kernels.tiles.scratch_bytes(rows, columns, threads), dtype=torch.uint8)
     weight, x, y = weight_FD.data_ptr(), x_TD.data_ptr(), y_TF.data_ptr()

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tllm.kernels.library import LANES, DrawArguments, Library, kernels_for
+from tllm.kernels.library import LANES, DrawArguments, Library, kernel_threads, kernels_for
 from tllm.kernels.splitmix64 import GOLDEN_GAMMA, most_mixed, shift_right, splitmix64
 
 ELEMENTS_AT_ONCE = 2**22
@@ -64,7 +64,7 @@ def gumbel_max(logits_RV: Tensor, draws: Draws) -> Tensor:
 def _by_kernel(kernels: Library, logits_RV: Tensor, draws: Draws) -> Tensor:
     if logits_RV.stride(1) != 1:
         logits_RV = logits_RV.contiguous()
-    (rows, width), threads = logits_RV.shape, torch.get_num_threads()
+    (rows, width), threads = logits_RV.shape, kernel_threads()
     ids_R = torch.empty(rows, dtype=torch.int64)
     scratch = torch.empty(threads * -(-width // LANES) * LANES)
     least = torch.full((rows, 1), -torch.inf, dtype=torch.float64) if draws.least is None else draws.least

@@ -332,9 +332,10 @@ def path_of(instruction_set: InstructionSet) -> Path:
 
 
 class _OfThread(threading.local):
-    """Kernels that a thread uses in place of those that are loaded."""
+    """Kernels that a thread uses in place of those that are loaded, and how many threads they have, if not torch's."""
 
     library: Library | None = None
+    threads: int = 0
 
 
 _of_thread = _OfThread()
@@ -348,6 +349,29 @@ def using(kernels: Library) -> Iterator[None]:
         yield
     finally:
         _of_thread.library = before
+
+
+@contextmanager
+def torch_by_one_thread() -> Iterator[None]:
+    """Called from this thread, torch has no others in the `with` block; kernels have as many as before."""
+    before, threads = _of_thread.threads, torch.get_num_threads()
+    _of_thread.threads = kernel_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        _of_thread.threads = before
+        torch.set_num_threads(threads)
+
+
+def is_torch_held() -> bool:
+    """Whether torch has one thread, and kernels more."""
+    return _of_thread.threads > 0
+
+
+def kernel_threads() -> int:
+    """How many threads a kernel has that is called from this one."""
+    return _of_thread.threads or torch.get_num_threads()
 
 
 def library() -> Library | None:

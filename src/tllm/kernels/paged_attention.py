@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tllm.kernels.library import DTYPE_NUMBERS, FLOAT8, LANES, AttentionArguments, Library
+from tllm.kernels.library import DTYPE_NUMBERS, FLOAT8, LANES, AttentionArguments, Library, kernel_threads
 
 MOST_HEAD_WIDTH, MOST_ROWS = 640, 128
 """The kernel has room for so wide heads, whose width is whole vectors, and for so many rows of a tile."""
@@ -91,7 +91,7 @@ class TiledAttention:
         by_amx: bool = False,
     ) -> None:
         self._attend = kernels.tiles.attention if by_amx else kernels.cache.paged_attention
-        self._threads = torch.get_num_threads()
+        self._threads = kernel_threads()
         numbers = tiles if isinstance(tiles, TileNumbers) else numbers_of(tiles, window)
         most_rows = numbers.most_tokens * most_shared(first_heads)
         most_keys = -(-numbers.most_keys // LANES) * LANES

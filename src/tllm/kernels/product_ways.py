@@ -14,11 +14,9 @@ from enum import IntEnum
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-import torch
-
 from tllm.kernels.autotune import Autotuned
 from tllm.kernels.fastest import BestTimes, next_power_of_two
-from tllm.kernels.library import Library, PackedWeightArguments
+from tllm.kernels.library import Library, PackedWeightArguments, kernel_threads
 
 MANY_ROWS = 512
 """Products of so many rows and more are alike."""
@@ -112,7 +110,7 @@ packed = ProductWays[PackedProductKind]("product of few bits")
 def kind_of(rows: int, outputs: int, weight: PackedWeightArguments, exact: bool) -> PackedProductKind:
     """Of `rows` rows for each weight, where all weights are like this one."""
     alike = min(next_power_of_two(rows), MANY_ROWS)
-    return PackedProductKind(alike, outputs, weight.columns, weight.kind, weight.group, exact, torch.get_num_threads())
+    return PackedProductKind(alike, outputs, weight.columns, weight.kind, weight.group, exact, kernel_threads())
 
 
 def multiply_packed(kernels: Library, kind: PackedProductKind, product: Product) -> None:

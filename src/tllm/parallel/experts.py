@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from tllm.comm.collectives.group import Group
 from tllm.kernels.batch_invariant import invariant_matmul, is_batch_invariant
+from tllm.kernels.library import is_torch_held
+from tllm.kernels.training.training_matmul import training_matmul
 from tllm.parallel.expert_dispatch import ExpertRows, Route, combine, dispatch
 from tllm.parallel.linear import Adapt, matmul, unadapted
 from tllm.parallel.quantized_weight import QuantizedStack, QuantizedWeight, expert_weight, quantized_stack
@@ -259,6 +261,9 @@ def _transposed_matmul(x_TD: Tensor, weight_DF: Tensor, bias_F: Tensor | None = 
     if not torch.is_grad_enabled() and is_batch_invariant(weight_DF):
         y_TF = invariant_matmul(x_TD, weight_DF.t())
         return (y_TF if bias_F is None else y_TF + bias_F).to(x_TD.dtype)
+    if is_torch_held():
+        y_TF = training_matmul(x_TD, weight_DF.t())
+        return y_TF if bias_F is None else y_TF + bias_F
     return x_TD @ weight_DF if bias_F is None else torch.addmm(bias_F, x_TD, weight_DF)
 
 

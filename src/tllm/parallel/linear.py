@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tllm.kernels.batch_invariant import heads_matmul, invariant_matmul, is_batch_invariant, router_matmul
 from tllm.kernels.float_product import float_matmul
 from tllm.kernels.gpu_kernels import gpu_kernels
-from tllm.kernels.library import kernels_for
+from tllm.kernels.library import is_torch_held, kernels_for
 from tllm.kernels.training.training_matmul import training_matmul
 from tllm.parallel.expert_dispatch import ExpertRows
 from tllm.parallel.quantized_weight import QuantizedWeight, quantized
@@ -51,7 +51,8 @@ def unadapted(linear: nn.Module, x_TD: Tensor, y_TF: Tensor, rows: ExpertRows | 
 def matmul(x_TD: Tensor, weight: Tensor | QuantizedWeight) -> Tensor:
     """x W^T: with weights of few bits as they are packed, else by the product that is fastest here.
 
-    Without gradients, that of batch-invariant weights has rows that do not depend on each other.
+    Without gradients, that of batch-invariant weights has rows that do not depend on each other. None is measured where
+    a deterministic run computes.
     """
     packed = weight if isinstance(weight, QuantizedWeight) else quantized(weight)
     if packed is not None:
@@ -64,7 +65,15 @@ def matmul(x_TD: Tensor, weight: Tensor | QuantizedWeight) -> Tensor:
         return F.linear(x_TD, weight) if gpu is None else gpu.products.matmul(x_TD, weight)
     if is_batch_invariant(weight):
         return invariant_matmul(x_TD, weight).to(x_TD.dtype)
-    return float_matmul(x_TD, weight)
+    return training_matmul(x_TD, weight) if is_torch_held() else float_matmul(x_TD, weight)
+
+
+def heads_product(x_TNA: Tensor, weight_NBA: Tensor, batch_invariant: bool) -> Tensor:
+    """x W^T of each head's rows and its own matrix: [T, N, B]."""
+    if not is_torch_held() or (batch_invariant and not torch.is_grad_enabled()):
+        return heads_matmul(x_TNA, weight_NBA, batch_invariant)
+    of_heads = zip(x_TNA.unbind(1), weight_NBA, strict=True)
+    return torch.stack([training_matmul(x_TA, weight_BA) for x_TA, weight_BA in of_heads], 1)
 
 
 class ColumnLinear(nn.Module):
@@ -146,7 +155,7 @@ class HeadLinear(nn.Module):
     def product(self, x_TNA: Tensor) -> Tensor:
         """What the weights alone give."""
         weight = self.weight.transpose(1, 2) if self.is_transposed else self.weight
-        return heads_matmul(x_TNA, weight, is_batch_invariant(self.weight))
+        return heads_product(x_TNA, weight, is_batch_invariant(self.weight))
 
 
 class HeadInputs(nn.Module):

@@ -17,8 +17,18 @@ from torch.autograd.function import once_differentiable
 from tllm.devices.choose import CPU
 from tllm.kernels.batch_invariant import is_batch_invariant, make_batch_invariant
 from tllm.kernels.gpu_kernels import GpuKernels, gpu_kernels
-from tllm.kernels.library import DTYPE_NUMBERS, EXPONENT, Library, PackedWeightArguments, WeightPartArguments, library
+from tllm.kernels.library import (
+    DTYPE_NUMBERS,
+    EXPONENT,
+    Library,
+    PackedWeightArguments,
+    WeightPartArguments,
+    kernel_threads,
+    library,
+)
 from tllm.kernels.product_ways import Way, kind_of, multiply_packed
+from tllm.kernels.training.reproducible import reproducible_passes
+from tllm.kernels.training.training_matmul import training_matmul
 from tllm.quantization.blocks import Code, Scheme, table_on
 from tllm.quantization.packed_layout import PackedTensors, padded_columns, unpack_rows
 from tllm.quantization.reference_matmul import reference_matmul
@@ -133,13 +143,16 @@ class WeightParts:
         in_dtype, most = (wide, PLAIN_AT_ONCE) if device == CPU else (dtype, DEVICE_PLAIN_AT_ONCE)
         gradient_ND = torch.zeros(len(gradient_NF), columns, dtype=wide, device=device)
         bounds, at_once = first_rows.tolist(), max(1, most // max(1, columns))
+        passes = reproducible_passes(wide) if device == CPU else None
         for expert, at, part in self._parts():
             here, outputs = slice(bounds[expert], bounds[expert + 1]), _outputs(part)
             for first in range(0, outputs if here.start < here.stop else 0, at_once):
                 some = torch.arange(first, min(first + at_once, outputs), device=device)
                 weight = _plain(part, some, columns).to(in_dtype)
                 some_NF = gradient_NF[here, at + first : at + first + len(some)].to(in_dtype)
-                if in_dtype == wide:
+                if passes is not None:
+                    gradient_ND[here] += passes.of_inputs(some_NF, weight)
+                elif in_dtype == wide:
                     gradient_ND[here].addmm_(some_NF, weight)
                 else:
                     gradient_ND[here] += some_NF @ weight
@@ -169,7 +182,7 @@ class WeightParts:
             bounds = first_rows.tolist()
         for expert, at, plain in self._plain:
             here = slice(bounds[expert], bounds[expert + 1])
-            y_NF[here, at : at + len(plain)] = F.linear(x_ND[here], plain.to(x_ND.dtype))
+            y_NF[here, at : at + len(plain)] = training_matmul(x_ND[here], plain.to(x_ND.dtype))
         for number, (parts, arguments) in enumerate(self._packed):
             wide = _widened(x_ND, parts[0][2])
             if gpu is not None:
@@ -248,7 +261,7 @@ def _multiply(
         DTYPE_NUMBERS[y_NF.dtype],
         scratch.data_ptr(),
         way,
-        torch.get_num_threads(),
+        kernel_threads(),
     )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tllm.kernels.autotune import Autotuned
 from tllm.kernels.fastest import Choice
+from tllm.kernels.library import library
 from tllm.kernels.training import training_matmul
 from tllm.kernels.training.training_matmul import PASSES, PassKind, choose_products, wide_or_own
 from tllm.training.step.split_backward import input_half
@@ -58,6 +59,32 @@ def test_every_way_has_the_values_and_gradients_of_float64(
         assert (mine.double() - exact).norm() < torch.finfo(dtype).eps * exact.norm()
 
 
+@pytest.mark.skipif(library() is None, reason="there are no kernels")
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: "+".join(sorted(way)) or "none")
+@pytest.mark.parametrize("rows", [(1,), (33,), (3, 11)], ids=str)
+def test_passes_of_float32_by_the_kernel_have_the_values_and_gradients_of_float64(
+    way: frozenset[str], rows: tuple[int, ...]
+) -> None:
+    torch.manual_seed(0)
+    x, weight, back = (made(torch.float32, *shape) for shape in ((*rows, 41), (23, 41), (*rows, 23)))
+    chosen(weight, way)
+    got = gradients(training_matmul.training_matmul, x, weight, back.detach())
+    wide_x, wide_weight = (tensor.detach().double().requires_grad_() for tensor in (x, weight))
+    want = gradients(F.linear, wide_x, wide_weight, back.detach().double())
+    for mine, exact, like in zip(got, want, (back, x, weight), strict=True):
+        assert mine.dtype == torch.float32 and mine.shape == like.shape
+        assert (mine.double() - exact).norm() < 2e-7 * exact.norm()
+
+
+@pytest.mark.skipif(library() is None, reason="there are no kernels")
+@pytest.mark.parametrize("faster", [True, False])
+def test_the_kernel_makes_passes_of_float32_where_it_is_faster(monkeypatch: pytest.MonkeyPatch, faster: bool) -> None:
+    choice = Choice("kernel" if faster else "float32", {"kernel": 1.0, "float32": 1.0})
+    monkeypatch.setattr(training_matmul, "faster", lambda *_: choice)
+    assert list(choose_products([torch.empty(512, 512)]).values()) == [frozenset(PASSES if faster else ())]
+    assert list(choose_products([torch.empty(512, 512)], fixed=True).values()) == [frozenset()]
+
+
 def test_what_is_left_to_torch_has_its_bits() -> None:
     for dtype in (*NARROW, torch.float32, torch.float64):
         x, weight, back = made(dtype, 5, 320), made(dtype, 256, 320), made(dtype, 5, 256).detach()
@@ -81,12 +108,12 @@ def test_a_choice_is_measured_once_and_a_fixed_one_never(monkeypatch: pytest.Mon
     monkeypatch.setattr(training_matmul, "measure", measure)
     shapes = ((2048, 512), (4096, 512), (512, 512), (8, 300, 512), (64, 64), (100_000,))
     weights = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
-    weights.append(torch.empty(512, 512))
+    weights.append(torch.empty(512, 512, dtype=torch.float64))
     assert set(choose_products(weights, fixed=True).values()) == {frozenset()} and not asked
     assert set(choose_products(weights).values()) == {everything}
     threads = torch.get_num_threads()
     wanted = {PassKind(rows, 512, torch.bfloat16, threads, one) for rows in (300, 512, 1024) for one in PASSES}
-    assert set(asked) == wanted, "large ones are alike, small ones and float32 have no choice"
+    assert set(asked) == wanted, "large ones are alike, small ones and float64 have no choice"
     choose_products(weights)
     assert len(asked) == 9
     assert set(choose_products(weights, fixed=True).values()) == {frozenset()}, "though it is known by now"
@@ -145,9 +172,9 @@ def test_a_backward_pass_in_halves_computes_each_gradient_once(monkeypatch: pyte
     def watch(name: str) -> None:
         way = getattr(training_matmul, name)
 
-        def run(*arguments: Any) -> Any:
+        def run(*arguments: Any, **named: Any) -> Any:
             ran.append(name)
-            return way(*arguments)
+            return way(*arguments, **named)
 
         monkeypatch.setattr(training_matmul, name, run)
 

@@ -57,7 +57,7 @@ typedef _Float16 Halves __attribute__((vector_size(2 * WIDTH)));
 
 typedef struct {
     const void *weight; /* [outputs, columns] of w_dtype */
-    const float *x;     /* [columns / 16, rows, 16], as `widen` puts it, or of pairs [columns / 32, rows, 32] of bfloat16 */
+    const float *x;     /* of each turn [columns / 16, its rows, 16], as `widen` puts it, or [columns / 32, rows, 32] of pairs */
     void *y;            /* [rows, outputs] of y_dtype */
     int64_t outputs, columns, rows;
     int w_dtype, y_dtype, way;
@@ -65,6 +65,7 @@ typedef struct {
 
 /* Sums lane by lane, of rows from `row` on with the outputs of a panel. */
 typedef struct {
+    const float *x;
     int64_t row, rows;
     f32x16 sums[TURN][PANEL];
 } Turn;
@@ -121,11 +122,11 @@ INLINE void multiply(const Product *p, Turn *turn, int64_t output, int64_t first
     const int step = step_of(dtype), size = size_of(dtype);
     for (int lane = 0; lane < LANES; lane += WIDTH) {
         Part sums[MOST_ROWS][MOST_OUTPUTS];
-        const float *x = p->x + from / step * parts_of(dtype) * p->rows * LANES + (turn->row + row) * LANES + lane;
+        const float *x = turn->x + from / step * parts_of(dtype) * turn->rows * LANES + row * LANES + lane;
         for (int r = 0; r < rows; r++)
             for (int o = 0; o < outputs; o++) memcpy(&sums[r][o], part_of(turn, row + r, first + o, lane), sizeof(Part));
         for (int64_t k = from; k < to; k += step) {
-            for (int half = 0; half < parts_of(dtype); half++, x += p->rows * LANES) {
+            for (int half = 0; half < parts_of(dtype); half++, x += turn->rows * LANES) {
                 Part w[MOST_OUTPUTS];
                 for (int o = 0; o < outputs; o++) {
                     const int64_t at = (output + o) * columns + k;
@@ -160,7 +161,7 @@ INLINE void multiply_rest(const Product *p, Turn *turn, int64_t output, int64_t 
         for (int64_t o = 0; o < outputs; o++) {
             f32x16 w = load_up_to(p->weight, (output + o) * p->columns + k, p->columns - k, dtype);
             for (int64_t r = 0; r < turn->rows; r++) {
-                f32x16 x = load16(p->x, (k / LANES * p->rows + turn->row + r) * LANES, FLOAT32);
+                f32x16 x = load16(turn->x, (k / LANES * turn->rows + r) * LANES, FLOAT32);
                 turn->sums[r][o] = multiply_add(w, x, turn->sums[r][o]);
             }
         }
@@ -196,6 +197,7 @@ INLINE void multiply_of(const Product *p, int64_t first, int64_t last, int dtype
         const int64_t outputs = last - output < PANEL ? last - output : PANEL;
         for (turn.row = 0; turn.row < p->rows; turn.row += TURN) {
             turn.rows = p->rows - turn.row < TURN ? p->rows - turn.row : TURN;
+            turn.x = p->x + turn.row * ((p->columns + LANES - 1) / LANES * LANES) / (dtype == PAIRS ? 2 : 1);
             if (MOST_ROWS >= 8 && turn.rows >= 8)
                 multiply_panel(p, &turn, output, outputs, 8, outputs_beside(8), dtype);
             else if (turn.rows >= 4)
@@ -254,10 +256,15 @@ static void copy_pairs(float *to, const uint16_t *x, int64_t rows, int64_t colum
  * pairs, if x and W are bfloat16, and columns a multiple of 32. */
 void tllm_float_matmul(const void *weight, int w_dtype, int64_t outputs, int64_t columns, const void *x, int x_dtype,
                        int64_t rows, void *y, int y_dtype, float *scratch, int way, int threads) {
-    if (HAS_PAIRS && way == BY_PAIRS)
-        copy_pairs(scratch, x, rows, columns);
-    else
-        widen(scratch, x, x_dtype, rows, columns, w_dtype == BFLOAT16);
+    const int64_t padded = (columns + LANES - 1) / LANES * LANES, size = x_dtype == FLOAT32 ? 4 : 2;
+    for (int64_t row = 0; row < rows; row += TURN) {
+        const int64_t some = rows - row < TURN ? rows - row : TURN;
+        const void *from = (const char *)x + row * columns * size;
+        if (HAS_PAIRS && way == BY_PAIRS)
+            copy_pairs(scratch + row * padded / 2, from, some, columns);
+        else
+            widen(scratch + row * padded, from, x_dtype, some, columns, w_dtype == BFLOAT16);
+    }
     Product product = {weight, scratch, y, outputs, columns, rows, w_dtype, y_dtype, way};
     run_parallel(multiply_some, &product, outputs, LANES, threads);
 }

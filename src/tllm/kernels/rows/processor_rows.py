@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tllm.kernels.library import DTYPE_NUMBERS, FLOAT8, CacheRowsArguments, Library
+from tllm.kernels.library import DTYPE_NUMBERS, FLOAT8, CacheRowsArguments, Library, kernel_threads
 
 ACTIVATION_NUMBERS = {"silu": 0, "gelu_pytorch_tanh": 1}
 """The numbers that csrc/gates.h gives them."""
@@ -32,7 +32,7 @@ class ProcessorRowOperations:
             eps,
             adds_one,
             y.data_ptr(),
-            torch.get_num_threads(),
+            kernel_threads(),
         )
         return y
 
@@ -73,7 +73,7 @@ def _joined(function: Callable[..., None], gate_up_TF: Tensor, *own: float) -> T
     rows, width = gate_up_TF.shape[0], gate_up_TF.shape[1] // 2
     y_TF = torch.empty(rows, width, dtype=gate_up_TF.dtype)
     where = gate_up_TF.data_ptr(), DTYPE_NUMBERS[gate_up_TF.dtype], rows, width
-    function(*where, *own, y_TF.data_ptr(), torch.get_num_threads())
+    function(*where, *own, y_TF.data_ptr(), kernel_threads())
     return y_TF
 
 
@@ -98,4 +98,4 @@ def write_codes(
         dtype=DTYPE_NUMBERS[x_TKH.dtype],
         coding=FLOAT8 if codes_KSH.dtype == torch.uint8 else DTYPE_NUMBERS[codes_KSH.dtype],
     )
-    kernels.cache.write_codes(rows, torch.get_num_threads())
+    kernels.cache.write_codes(rows, kernel_threads())

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tllm.kernels.library import DTYPE_NUMBERS, LANES, kernels_for
+from tllm.kernels.library import DTYPE_NUMBERS, LANES, kernel_threads, kernels_for
 from tllm.kernels.rows.processor_rows import ACTIVATION_NUMBERS, ProcessorRowOperations
 from tllm.kernels.rows.torch_steps import (
     clamped_swiglu_in_steps,
@@ -84,7 +84,7 @@ class _Gated(torch.autograd.Function):
             ACTIVATION_NUMBERS[ctx.activation],
             gradient_TF.data_ptr(),
             of_gate_up_TF.data_ptr(),
-            torch.get_num_threads(),
+            kernel_threads(),
         )
         return of_gate_up_TF, None
 
@@ -115,7 +115,7 @@ class _Normed(torch.autograd.Function):
             adds_one,
             y.data_ptr(),
             scales.data_ptr(),
-            torch.get_num_threads(),
+            kernel_threads(),
         )
         return y
 
@@ -153,7 +153,7 @@ def _of_norm(
         of_x.data_ptr(),
         None if of_weight is None else of_weight.data_ptr(),
         None if parts is None else parts.data_ptr(),
-        torch.get_num_threads(),
+        kernel_threads(),
     )
     return of_x
 
@@ -197,6 +197,6 @@ def _turned(x_TNH: Tensor, cos: Tensor, sin: Tensor, is_back: bool) -> Tensor:
         sin.data_ptr(),
         is_back,
         y_TNH.data_ptr(),
-        torch.get_num_threads(),
+        kernel_threads(),
     )
     return y_TNH

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tllm.kernels.library import DTYPE_NUMBERS, DTYPES, LANES, CausalAttentionArguments, library
+from tllm.kernels.library import DTYPE_NUMBERS, DTYPES, LANES, CausalAttentionArguments, kernel_threads, library
 
 
 def fits(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> bool:
@@ -51,7 +51,7 @@ class _Documents:
         q, keys and values."""
         kernels = library()
         assert kernels is not None and self.first_token[self.count] == len(q)
-        (tokens, heads, width), threads, dtype = q.shape, torch.get_num_threads(), DTYPE_NUMBERS[q.dtype]
+        (tokens, heads, width), threads, dtype = q.shape, kernel_threads(), DTYPE_NUMBERS[q.dtype]
         of_kernel = kernels.causal_attention
         size = of_kernel.scratch_bytes(width, self.longest, dtype, bool(gradients), threads)
         scratch = torch.empty(size, dtype=torch.uint8)

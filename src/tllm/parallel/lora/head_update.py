@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from tllm.kernels.batch_invariant import heads_matmul, is_batch_invariant
-from tllm.parallel.linear import HeadLinear
+from tllm.kernels.batch_invariant import is_batch_invariant
+from tllm.parallel.linear import HeadLinear, heads_product
 from tllm.parallel.lora.lora_update import Factor, LoraModule, Span, magnitude_name, tensor_names
 from tllm.parallel.shard import Shard, ShardPiece, cut_parameter
 
@@ -41,7 +41,7 @@ class HeadUpdate(nn.Module):
         a_NRD = self.A.expand(len(b_NBR), -1, -1)
         ways = (b_NBR.transpose(1, 2), a_NRD.transpose(1, 2)) if self.is_transposed else (a_NRD, b_NBR)
         for weight in ways:
-            x_TNA = heads_matmul(x_TNA, weight, self.is_invariant)
+            x_TNA = heads_product(x_TNA, weight, self.is_invariant)
         return x_TNA * self.spans[0].scale
 
     def rescaled(self, factor_F: Tensor, weight: Tensor, x_TNA: Tensor, product_TNB: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class HeadUpdate(nn.Module):
         if not self.is_transposed:
             added_TNB = factor_NB * self(x_TNA) + (factor_NB - 1) * product_TNB
             return added_TNB
-        more_TNB = heads_matmul(((factor_NB - 1) * x_TNA).to(weight.dtype), weight.transpose(1, 2), self.is_invariant)
+        more_TNB = heads_product(((factor_NB - 1) * x_TNA).to(weight.dtype), weight.transpose(1, 2), self.is_invariant)
         added_TNB = self((factor_NB * x_TNA).to(x_TNA.dtype)) + more_TNB
         return added_TNB
 

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tllm.kernels.batch_invariant import invariant_matmul, is_batch_invariant
 from tllm.kernels.float_product import float_matmul
+from tllm.kernels.library import is_torch_held
+from tllm.kernels.training.training_matmul import training_matmul
 from tllm.parallel.quantized_weight import quantized
 from tllm.parallel.shard import Shard, ShardPiece, cut_parameter, shard_of
 from tllm.spec.cut import Range
@@ -173,13 +174,18 @@ def squares_of_rows(weight: Tensor, update: DoraUpdate, adds: bool = True) -> Te
 def product_beside(weight: Tensor) -> Product:
     """The product of an update beside this weight, or beside those of several experts."""
     is_packed = getattr(weight, "quantized", None) is not None
-    return invariant_matmul if is_packed or is_batch_invariant(weight) else plain_matmul
+    return row_matmul if is_packed or is_batch_invariant(weight) else plain_matmul
+
+
+def row_matmul(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
+    """x W^T, without gradients one whose rows do not depend on each other."""
+    return (training_matmul if torch.is_grad_enabled() else invariant_matmul)(x_TD, weight_FD)
 
 
 def plain_matmul(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
     """x W^T, without gradients by one of the few products that are prepared."""
-    if torch.is_grad_enabled() or not x_TD.is_cpu:
-        return F.linear(x_TD, weight_FD)
+    if torch.is_grad_enabled() or not x_TD.is_cpu or is_torch_held():
+        return training_matmul(x_TD, weight_FD)
     return float_matmul(x_TD, weight_FD)
 
 

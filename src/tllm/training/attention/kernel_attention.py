@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tllm.kernels.autotune import Autotuned
 from tllm.kernels.fastest import Choice, fastest
+from tllm.kernels.library import is_torch_held
 from tllm.kernels.training.causal_attention import causal_attention, fits
 from tllm.model.attention import AttentionSpec
 from tllm.training.attention.attention_dtype import attention_dtype
@@ -60,9 +61,11 @@ def measure(dtype: torch.dtype) -> Choice:
 
 
 def takes(spec: AttentionSpec, lengths: list[int], q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> bool:
-    """Whether this layer's attention over such documents is the kernel's: its threads share documents and kv heads."""
+    """Whether this layer's attention over such documents is the kernel's: its threads share documents and kv heads. It
+    always is where torch has one thread."""
     shared = len(lengths) * k_TKH.shape[1] >= torch.get_num_threads()
-    return q_TNH.dtype in _chosen and spec.softcap is None and shared and fits(q_TNH, k_TKH, v_TKH)
+    chosen = is_torch_held() or (shared and q_TNH.dtype in _chosen)
+    return chosen and spec.softcap is None and fits(q_TNH, k_TKH, v_TKH)
 
 
 def has_kernel(dtype: torch.dtype) -> bool:

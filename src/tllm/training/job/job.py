@@ -185,8 +185,9 @@ class Job:
     plan: str = "pp=1"
     """Which rank computes what (docs/guides/train.md); `--plan` on the command line wins over it."""
     deterministic: bool = False
-    """Keep every bit of the result the same under dp, pp, zero and every schedule. Log-probabilities of completions are
-    then the same, to the bit, where they are sampled and where they are learned from (`grpo`)."""
+    """Keep every bit of the result the same under dp, pp, zero and every schedule, and for any number of threads.
+    Log-probabilities of completions are then the same, to the bit, where they are sampled and where they are learned
+    from (`grpo`)."""
     router_aux_loss_coef: float = 0.0
     """Coefficient of the load-balance loss of a mixture of experts (as in Switch Transformers)."""
     neftune_noise_alpha: float = 0.0

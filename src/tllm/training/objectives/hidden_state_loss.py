@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tllm.kernels.training.training_matmul import training_matmul
 from tllm.model.layer import Observe, unobserved
 from tllm.model.transformer import Transformer
 from tllm.parallel.load_balance import with_loss
@@ -43,7 +44,7 @@ class HiddenStateProjection(nn.Module):
         self.weight = cut_parameter((teacher_width, width), shard)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return F.linear(x_TD.to(self.weight.dtype), self.weight)
+        return training_matmul(x_TD.to(self.weight.dtype), self.weight)
 
 
 class HiddenStateLoss(nn.Module):

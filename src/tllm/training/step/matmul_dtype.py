@@ -12,6 +12,7 @@ from tllm.training.attention.attention_dtype import choose_attention_dtype
 from tllm.training.attention.kernel_attention import choose_kernel
 
 BY_KERNEL = "attention by our kernel, which is faster here"
+PRODUCTS = "products by our kernel, which is faster here"
 
 
 def choose_matmul_dtype(weights: Iterable[Tensor], dtype: torch.dtype, fixed: bool = False) -> str:
@@ -21,14 +22,17 @@ def choose_matmul_dtype(weights: Iterable[Tensor], dtype: torch.dtype, fixed: bo
     `fixed` measures nothing and leaves all to torch: what a run computes then does not depend on what was measured.
     """
     narrow = str(dtype).removeprefix("torch.")
-    if dtype not in TRAINED_IN_16_BITS:
-        return f"{narrow}; {BY_KERNEL}" if choose_kernel(dtype, fixed) else ""
-    chosen = choose_products(weights, fixed).values()
+    found = choose_products(weights, fixed)
+    chosen = [passes for kind, passes in found.items() if kind.dtype == dtype]
     parts = []
     for name in PASSES:
         wide = sum(name in widened for widened in chosen)
         if wide:
             parts.append(name if wide == len(chosen) else f"{name} of {wide} in {len(chosen)} kinds")
+    if dtype not in TRAINED_IN_16_BITS:
+        ways = [f"{PRODUCTS}: {', '.join(parts)}"] if parts else []
+        ways += [BY_KERNEL] if choose_kernel(dtype, fixed) else []
+        return "; ".join([narrow, *ways]) if ways else ""
     is_wide, by_kernel = choose_attention_dtype(dtype, fixed) != dtype, choose_kernel(dtype, fixed)
     if is_wide and not by_kernel:
         parts.append("attention")

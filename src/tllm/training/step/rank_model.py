@@ -35,6 +35,7 @@ from tllm.training.step.embedding_noise import with_noise
 from tllm.training.step.invariant_layers import make_layers_invariant
 from tllm.training.step.matmul_dtype import choose_matmul_dtype
 from tllm.training.step.model_chunks import build_chunks, without_memory
+from tllm.training.step.pass_threads import with_same_bits
 from tllm.training.step.pipeline_step import StepResult, TrainStage, run_forward, run_schedule
 from tllm.training.step.rank_groups import RankConfig
 from tllm.training.step.recompute import recompute
@@ -100,6 +101,7 @@ class RankModel:
         """The mean load-balance loss of the last step, without its coefficient; None where the job asks for none."""
         return None if self._balance is None else self._balance.mean
 
+    @with_same_bits
     def forward_backward(self, batch: Sequence[Tokens], global_microbatches: int, loss_scale: float) -> StepResult:
         """The passes over this replica's microbatches of a step, perhaps none; each rank computes its own tokens.
 
@@ -116,6 +118,7 @@ class RankModel:
         self.compute_seconds = time.monotonic() - start - result.waited
         return result
 
+    @with_same_bits
     def forward_only(
         self, batch: Sequence[Tokens], objective: Objective | None = None, adapted: bool = True
     ) -> StepResult:

@@ -1,0 +1,119 @@
+"""With `deterministic = true` a run ends with the same bits whatever threads its ranks have, as many or not."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.models.families import save_model
+from tests.support.selection import soak_but
+from tests.support.training.post_training.policy_task import grpo, policy_job, write_task
+from tests.support.training.runs import final, job_for, records, rows_file, train
+from tllm.training.job.job import Job
+from tllm.training.job.lora_job import LoraJob
+from tllm.training.policy.completions_file import COMPLETIONS
+from tllm.training.trainer import RankTrainer
+
+FAMILIES = ("qwen3_moe", "gemma2", "gpt_oss_moe", "glm4_moe_lite", "qwen3_next_moe")
+"""Experts; attention that no kernel of training makes: capped scores, sinks, latents; states of delta nets."""
+
+SHAPE = dict(
+    hidden_size=112, intermediate_size=330, head_dim=16, vocab_size=211, num_attention_heads=7, num_key_value_heads=1
+)
+"""Not what threads divide evenly."""
+
+Found = tuple[list[tuple[float, float | None]], dict[str, Tensor], str]
+
+
+@pytest.fixture(autouse=True)
+def _threads_as_before() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def run(job: Job, plan: str, threads: Sequence[int]) -> Found:
+    """Losses and norms of the steps, the finished weights and the completions of a run, whose ranks have so many."""
+    turns = itertools.cycle(threads)
+    torch.set_num_threads(threads[0])
+
+    def divide(trainer: RankTrainer) -> None:
+        torch.set_num_threads(next(turns))
+
+    steps = [(one.loss, one.grad_norm) for one in records(train(job, plan, damage=divide))]
+    told = Path(job.output_dir) / COMPLETIONS
+    return steps, final(Path(job.output_dir)), told.read_text() if told.is_file() else ""
+
+
+def differs(one: Found, other: Found) -> list[str]:
+    """What of two runs is not the same to the bit."""
+    weights = [name for name in one[1] if not torch.equal(one[1][name], other[1][name])]
+    return weights + [name for name, at in (("steps", 0), ("completions", 2)) if one[at] != other[at]]
+
+
+def sft(folder: Path, number: int, family: str = "llama", **more: Any) -> Job:
+    """Three steps over documents of up to 280 tokens, so that torch gives every thread a part."""
+    model = folder / "model"
+    if not model.is_dir():
+        save_model(family, model, **(SHAPE if family == "llama" else {}))
+        rows_file(folder / "long.jsonl", 12, 280, 101)
+    keys: dict[str, Any] = dict(seq_len=288, global_batch_size=4, microbatch_size=2, max_steps=3, save_steps=3)
+    keys |= dict(train_files=(str(folder / "long.jsonl"),), deterministic=True)
+    return job_for(model, folder / f"run-{number}", **(keys | more))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fine_tuning_does_not_know_how_many_threads_there_are(dtype: str, tmp_path: Path) -> None:
+    runs = [("pp=1", (1,)), ("pp=1", (2,)), ("pp=1", (3,)), ("pp=1", (4,)), ("dp=2,zero=1", (3, 1)), ("dp=2", (2, 4))]
+    one, *others = (run(sft(tmp_path, at, dtype=dtype), *each) for at, each in enumerate(runs))
+    for each, other in zip(runs[1:], others, strict=True):
+        assert not differs(one, other), each
+
+
+def test_stages_with_unlike_threads_are_one_process(tmp_path: Path) -> None:
+    one = run(sft(tmp_path, 0), "pp=1", (2,))
+    assert not differs(one, run(sft(tmp_path, 1), "pp=2,schedule=zero_bubble", (1, 4)))
+
+
+def test_a_run_that_is_not_deterministic_knows(tmp_path: Path) -> None:
+    """Else this file proves nothing."""
+    one, other = (run(sft(tmp_path, at, deterministic=False), "pp=1", (at,)) for at in (1, 3))
+    assert differs(one, other)
+
+
+@pytest.mark.parametrize("family", soak_but(FAMILIES[:3], FAMILIES))
+def test_every_kind_of_layer_is_computed_so(family: str, tmp_path: Path) -> None:
+    one, other = (run(sft(tmp_path, at, family), "pp=1", (at,)) for at in (1, 3))
+    assert not differs(one, other)
+
+
+def test_adapters_are_learned_so(tmp_path: Path) -> None:
+    """Whose matrices have eight rows or columns."""
+    lora = LoraJob(r=8, target_modules=("all-linear",))
+    one, other = (run(sft(tmp_path, at, lora=lora), "pp=1", (at,)) for at in (1, 4))
+    assert not differs(one, other)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_sampled_and_learned_from_it_does_not_know_either(dtype: str, tmp_path: Path) -> None:
+    """Of GRPO, with a reference and two steps on the same completions."""
+    task = tmp_path / "task"
+    write_task(task)
+    config = json.loads((task / "config.json").read_text())
+    more = dict(head_dim=16, hidden_size=112, intermediate_size=330, num_attention_heads=7, num_key_value_heads=1)
+    (task / "config.json").write_text(json.dumps({**config, **more}))
+    runs = [("pp=1", (1,)), ("pp=1", (2,)), ("pp=1", (3,)), ("pp=1", (4,)), ("dp=2", (1, 3)), ("dp=4,zero=1", (2, 1))]
+    found = []
+    for number, (plan, threads) in enumerate(runs):
+        table = grpo(task, beta=0.1, num_iterations=2)
+        job = policy_job(task, tmp_path / f"run-{number}", table, dtype=dtype, deterministic=True, microbatch_size=1)
+        found.append(run(job, plan, threads))
+    for each, other in zip(runs[1:], found[1:], strict=True):
+        assert not differs(found[0], other), each
