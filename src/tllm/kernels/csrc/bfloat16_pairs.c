@@ -6,8 +6,8 @@
  * Sums of eight rows with three outputs are in registers together: 24 products take eleven loads. The rows' columns are a
  * piece that stays in the first cache, while a panel of outputs comes by from the second one, once for each eight rows.
  * Meanwhile the next panel is fetched from memory into the second cache, some lines in each step, so that memory is read all
- * the time: with 32 rows it would wait three quarters of it else. The first panel of a part, which nobody has fetched, is
- * a small one.
+ * the time: with 32 rows it would wait three quarters of it else. Up to eight rows read it all the time by themselves. The
+ * first panel of a part, which nobody has fetched, is a small one.
  */
 #include "bfloat16_pairs.h"
 
@@ -118,7 +118,8 @@ static void multiply_panel(const Product *p, int64_t output, int64_t outputs, in
     const int beside = outputs_beside((int)together_of(p->rows));
     const int64_t in_all = (p->rows + MOST_ROWS - 1) / MOST_ROWS * steps * ((outputs + beside - 1) / beside);
     const int64_t lines = (following * p->columns / LINE + in_all - 1) / in_all;
-    Fetch fetch = {end, end + following * p->columns, (int)(lines < MOST_LINES ? lines : MOST_LINES)};
+    Fetch fetch = {end, end, (int)(lines < MOST_LINES ? lines : MOST_LINES)};
+    if (p->rows > MOST_ROWS) fetch.end += following * p->columns;
     PanelSums of;
     for (int64_t row = 0; row < p->rows; row += MOST_ROWS) {
         const int64_t rows = p->rows - row < MOST_ROWS ? p->rows - row : MOST_ROWS;
