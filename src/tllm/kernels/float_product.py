@@ -11,8 +11,8 @@ a millisecond on an Intel Xeon with AMX, ten times what a product of a small wei
 of a server has any number of rows. So they are rounded up (`padded_rows`), and few are prepared;
 the memory of a server grew for hours by what was prepared, and dropped again, between tensors (docs/log/memory.md).
 
-Where the processor multiplies numbers of bfloat16 by pairs (AVX-512 BF16), a few rows take half as many operations of
-the kernel, whose sums are rounded otherwise then.
+Where the processor multiplies numbers of bfloat16 by pairs (AVX-512 BF16), several rows take half as many operations
+(csrc/bfloat16_pairs.c), and sums are rounded otherwise then.
 
 On processors with AMX our own product by tiles (csrc/bfloat16_tiles.c) reads weights as they lie, and prepares nothing.
 Its threads take parts as they come to them, where oneDNN's have halves: of cores that are unlike, or that others use as

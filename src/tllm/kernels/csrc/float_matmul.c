@@ -8,21 +8,13 @@
  * A sum is over 16 lanes, each in the order of columns, and then over the lanes, whatever else is computed beside it. Of
  * numbers of 16 bits products are exact, and so their sums have the same bits on every processor.
  *
- * Some processors multiply numbers of bfloat16 two by two and add both products to a lane, the second one first: half as
- * many operations, other roundings of sums.
+ * Some processors multiply numbers of bfloat16 two by two (bfloat16_pairs.c): half as many operations, other roundings of
+ * sums.
  */
+#include "bfloat16_pairs.h"
 #include "recorded_calls.h"
 #include "threads.h"
 #include "vectors.h"
-
-#if defined(__AVX512BF16__)
-#include <immintrin.h>
-#define HAS_PAIRS 1
-#else
-#define HAS_PAIRS 0
-#endif
-
-#define PAIR (2 * LANES)
 
 /* Lanes of a register, and sums that registers hold beside what they are made of. */
 #if defined(__AVX512F__)
@@ -49,15 +41,13 @@
 /* How outputs are read, or that numbers are multiplied two by two. As kernels/product_ways.py numbers them. */
 enum { ONE_BY_ONE, SIDE_BY_SIDE = 2, BY_PAIRS };
 
-#define PAIRS (-1) /* stands for the dtype of bfloat16 that is multiplied two by two */
-
 typedef float Part __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t Bits __attribute__((vector_size(4 * WIDTH)));
 typedef _Float16 Halves __attribute__((vector_size(2 * WIDTH)));
 
 typedef struct {
     const void *weight; /* [outputs, columns] of w_dtype */
-    const float *x;     /* of each turn [columns / 16, its rows, 16], as `widen` puts it, or [columns / 32, rows, 32] of pairs */
+    const float *x;     /* of each turn [columns / 16, its rows, 16], as `widen` puts it */
     void *y;            /* [rows, outputs] of y_dtype */
     int64_t outputs, columns, rows;
     int w_dtype, y_dtype, way;
@@ -76,7 +66,7 @@ INLINE float *part_of(Turn *turn, int64_t row, int64_t output, int lane) { retur
 INLINE int size_of(int dtype) { return dtype == FLOAT32 ? 4 : 2; }
 
 /* Columns that are multiplied at a time. */
-INLINE int step_of(int dtype) { return dtype == BFLOAT16 || dtype == PAIRS ? PAIR : LANES; }
+INLINE int step_of(int dtype) { return dtype == BFLOAT16 ? PAIR : LANES; }
 
 /* Vectors of x that are multiplied in a step: so many parts of its columns. */
 INLINE int parts_of(int dtype) { return dtype == BFLOAT16 ? 2 : 1; }
@@ -89,11 +79,6 @@ INLINE Part load_part(const void *from, int64_t at, int lane, int dtype, int is_
         memcpy(&some, (const float *)from + at + lane, sizeof some);
         return some;
     }
-    if (dtype == PAIRS) {
-        Part some;
-        memcpy(&some, (const uint16_t *)from + at + 2 * lane, sizeof some);
-        return some;
-    }
     if (dtype == FLOAT16) {
         Halves some;
         memcpy(&some, (const _Float16 *)from + at + lane, sizeof some);
@@ -102,14 +87,6 @@ INLINE Part load_part(const void *from, int64_t at, int lane, int dtype, int is_
     Bits two;
     memcpy(&two, (const uint16_t *)from + at + 2 * lane, sizeof two);
     return (Part)(is_odd ? two & 0xffff0000u : two << 16);
-}
-
-INLINE Part add_product(Part sum, Part w, Part x, int dtype) {
-#if HAS_PAIRS
-    if (dtype == PAIRS) return (Part)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)x);
-#endif
-    (void)dtype;
-    return MULTIPLY_ADD(w, x, sum);
 }
 
 /* Adds the products of columns [from, to), which are whole steps, to sums of `outputs` outputs from `output` on with
@@ -136,7 +113,7 @@ INLINE void multiply(const Product *p, Turn *turn, int64_t output, int64_t first
                 for (int r = 0; r < rows; r++) {
                     Part here;
                     memcpy(&here, x + r * LANES, sizeof here);
-                    for (int o = 0; o < outputs; o++) sums[r][o] = add_product(sums[r][o], w[o], here, dtype);
+                    for (int o = 0; o < outputs; o++) sums[r][o] = MULTIPLY_ADD(w[o], here, sums[r][o]);
                 }
             }
         }
@@ -170,7 +147,7 @@ INLINE void multiply_rest(const Product *p, Turn *turn, int64_t output, int64_t 
 /* Outputs [output, output + outputs), at most PANEL, of a turn's rows, so many of both at a time. */
 INLINE void multiply_panel(const Product *p, Turn *turn, int64_t output, int64_t outputs, int most, int together, int dtype) {
     const int64_t whole = p->columns / step_of(dtype) * step_of(dtype);
-    const int64_t of_x = NEAR_X / ((dtype == PAIRS ? 2 : 4) * turn->rows), of_w = NEAR_W / (together * size_of(dtype));
+    const int64_t of_x = NEAR_X / (4 * turn->rows), of_w = NEAR_W / (together * size_of(dtype));
     const int64_t pieces = together == 1 ? 1 : (whole - 1) / (of_x < of_w ? of_x : of_w) + 1;
     const int64_t piece = (whole / pieces + PAIR - 1) / PAIR * PAIR;
     for (int64_t r = 0; r < turn->rows; r++) memset(turn->sums[r], 0, sizeof turn->sums[r]);
@@ -197,7 +174,7 @@ INLINE void multiply_of(const Product *p, int64_t first, int64_t last, int dtype
         const int64_t outputs = last - output < PANEL ? last - output : PANEL;
         for (turn.row = 0; turn.row < p->rows; turn.row += TURN) {
             turn.rows = p->rows - turn.row < TURN ? p->rows - turn.row : TURN;
-            turn.x = p->x + turn.row * ((p->columns + LANES - 1) / LANES * LANES) / (dtype == PAIRS ? 2 : 1);
+            turn.x = p->x + turn.row * ((p->columns + LANES - 1) / LANES * LANES);
             if (MOST_ROWS >= 8 && turn.rows >= 8)
                 multiply_panel(p, &turn, output, outputs, 8, outputs_beside(8), dtype);
             else if (turn.rows >= 4)
@@ -215,9 +192,7 @@ INLINE void multiply_of(const Product *p, int64_t first, int64_t last, int dtype
 static void multiply_some(void *of, int64_t first, int64_t last, int thread) {
     (void)thread;
     const Product *p = of;
-    if (HAS_PAIRS && p->way == BY_PAIRS)
-        multiply_of(p, first, last, PAIRS);
-    else if (p->w_dtype == BFLOAT16)
+    if (p->w_dtype == BFLOAT16)
         multiply_of(p, first, last, BFLOAT16);
     else if (p->w_dtype == FLOAT16)
         multiply_of(p, first, last, FLOAT16);
@@ -244,26 +219,21 @@ static void widen(float *wide, const void *x, int x_dtype, int64_t rows, int64_t
     }
 }
 
-/* x as it is, rows side by side in steps of 32 columns. */
-static void copy_pairs(float *to, const uint16_t *x, int64_t rows, int64_t columns) {
-    for (int64_t row = 0; row < rows; row++)
-        for (int64_t k = 0; k < columns; k += PAIR)
-            memcpy(to + (k / PAIR * rows + row) * LANES, x + row * columns + k, PAIR * sizeof *x);
-}
-
 /* y [rows, outputs] = x [rows, columns] W^T with sums in float32; `scratch` has room for rows x columns of float32, the
  * columns rounded up to 16. `way`: how a single row of x is multiplied, with the same bits; or by
  * pairs, if x and W are bfloat16, and columns a multiple of 32. */
 void tllm_float_matmul(const void *weight, int w_dtype, int64_t outputs, int64_t columns, const void *x, int x_dtype,
                        int64_t rows, void *y, int y_dtype, float *scratch, int way, int threads) {
+#if HAS_PAIRS
+    if (way == BY_PAIRS) {
+        multiply_by_pairs(weight, outputs, columns, x, rows, y, y_dtype, (uint16_t *)scratch, threads);
+        return;
+    }
+#endif
     const int64_t padded = (columns + LANES - 1) / LANES * LANES, size = x_dtype == FLOAT32 ? 4 : 2;
     for (int64_t row = 0; row < rows; row += TURN) {
         const int64_t some = rows - row < TURN ? rows - row : TURN;
-        const void *from = (const char *)x + row * columns * size;
-        if (HAS_PAIRS && way == BY_PAIRS)
-            copy_pairs(scratch + row * padded / 2, from, some, columns);
-        else
-            widen(scratch + row * padded, from, x_dtype, some, columns, w_dtype == BFLOAT16);
+        widen(scratch + row * padded, (const char *)x + row * columns * size, x_dtype, some, columns, w_dtype == BFLOAT16);
     }
     Product product = {weight, scratch, y, outputs, columns, rows, w_dtype, y_dtype, way};
     run_parallel(multiply_some, &product, outputs, LANES, threads);

@@ -25,13 +25,24 @@ typedef struct {
     uint8_t table[16];
 } PackedWeight;
 
+/* Of each step of columns over which a sum is exact, [steps, pitch]: -offset_of(a weight) times the sum of x's codes, and if the
+ * weight has minima, this sum times x's scale. Steps are x's groups, or halves of them where the weight's groups are. */
+typedef struct {
+    int32_t *starts;
+    float *sums_of_x;
+} StepSums;
+
 typedef struct {
     const PackedWeight *weight;
     QuantizedRows x;
+    StepSums steps;
     void *y;
     int64_t first_output, stride; /* stride: elements between y's rows */
     int32_t y_dtype;
 } Product;
+
+/* Bytes of a group's scale. */
+INLINE int64_t size_of_scale(int dtype) { return dtype == FLOAT32 ? 4 : dtype == FLOAT16 || dtype == BFLOAT16 ? 2 : 1; }
 
 /* The scales (or minima) of a group of a block. */
 INLINE f32x16 of_group(const PackedWeight *w, const void *codes, const void *super, int64_t block, int64_t group,

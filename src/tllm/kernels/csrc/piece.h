@@ -75,12 +75,20 @@ INLINE void begin_block(Piece *piece, const Product *p, int64_t block) {
     piece->codes = p->weight->codes + block * p->weight->padded * column_bytes(p->weight->kind);
 }
 
-/* The next groups after `last`: as many as PIECE columns have, at least one. */
+/* Fetches the scales (or minima) of `count` groups from the n-th of all blocks on: in memory they lie one after another. */
+INLINE void fetch_groups(const PackedWeight *w, const void *scales, int64_t n, int64_t count) {
+    const int64_t size = LANES * size_of_scale(w->scale_dtype);
+    for (int64_t at = 0; at < count * size; at += 64) __builtin_prefetch((const uint8_t *)scales + n * size + at);
+}
+
+/* The next groups after `last`: as many as PIECE columns have, at least one. Those after them are fetched. */
 INLINE void next_piece(Piece *piece, int64_t block, int64_t groups) {
     const PackedWeight *w = piece->product->weight;
     int64_t count = w->group < PIECE ? PIECE / w->group : 1;
     piece->first = piece->last;
     piece->last = piece->first + count < groups ? piece->first + count : groups;
+    fetch_groups(w, w->scales, block * groups + piece->last, count);
+    if (w->minima) fetch_groups(w, w->minima, block * groups + piece->last, count);
     of_groups(piece->scales, w, w->scales, w->super_scales, block, piece->first, piece->last, groups);
     if (w->minima) of_groups(piece->minima, w, w->minima, w->super_minima, block, piece->first, piece->last, groups);
 }

@@ -107,8 +107,14 @@ int tllm_has_tiles(void) { return HAS_TILES; }
 
 /* Bytes of scratch memory that rounding x takes. */
 int64_t tllm_scratch_bytes(int64_t rows, int64_t padded) {
-    const int64_t of_group = X_GROUP + (int64_t)(sizeof(float) + 2 * sizeof(int32_t));
+    const int64_t of_group = X_GROUP + (int64_t)(3 * sizeof(float) + 4 * sizeof(int32_t));
     return pitch_of(rows) * (padded / X_GROUP) * of_group + BEHIND;
+}
+
+/* Whether steps of both weights begin with the same sums. */
+INLINE int begins_alike(const PackedWeight *a, const PackedWeight *b) {
+    return offset_of(a, a->kind) == offset_of(b, b->kind) && (a->group < X_GROUP) == (b->group < X_GROUP) &&
+           (a->minima == 0) == (b->minima == 0);
 }
 
 /* y [rows, …] (rows `stride` elements apart) = x [rows, columns] W^T for each of `count` parts, all of which have as many
@@ -118,14 +124,21 @@ void tllm_quantized_matmul(const WeightPart *parts, int64_t count, const int64_t
                            const void *x, int x_dtype, void *y, int64_t stride, int y_dtype, void *scratch, int way,
                            int threads) {
     if (count == 0) return;
-    int64_t rows = first_rows[experts], groups = parts[0].weight.padded / X_GROUP, pitch = pitch_of(rows), items = 0;
+    int64_t rows = first_rows[experts], groups = parts[0].weight.padded / X_GROUP, pitch = pitch_of(rows);
     int8_t *codes = scratch;
     int32_t *sums = (int32_t *)(codes + pitch * groups * X_GROUP);
     float *scales = (float *)(sums + 2 * pitch * groups);
+    StepSums steps = {(int32_t *)(scales + pitch * groups + TILE_ROWS), scales + 3 * pitch * groups + TILE_ROWS};
     QuantizedRows rounded = {codes, scales, sums, rows, groups, pitch};
     memset(scales + pitch * groups, 0, TILE_ROWS * sizeof *scales);
     quantize_rows(rounded, x, parts[0].weight.columns, x_dtype, threads);
-    Products all = {parts, count, first_rows, {.x = rounded, .y = y, .stride = stride, .y_dtype = y_dtype}, way};
-    for (int64_t i = 0; i < count; i++) items += turns_of(&all, parts + i) * blocks_of(&parts[i].weight);
-    run_parallel(multiply_items, &all, items, 1, threads);
+    Product product = {.x = rounded, .steps = steps, .y = y, .stride = stride, .y_dtype = y_dtype};
+    for (int64_t i = 0, end; i < count; i = end) {
+        int64_t items = 0;
+        for (end = i; end < count && begins_alike(&parts[i].weight, &parts[end].weight); end++) continue;
+        Products all = {parts + i, end - i, first_rows, product, way};
+        if (rows > 1) sum_steps(steps, &rounded, &parts[i].weight);
+        for (int64_t n = i; n < end; n++) items += turns_of(&all, parts + n) * blocks_of(&parts[n].weight);
+        run_parallel(multiply_items, &all, items, 1, threads);
+    }
 }

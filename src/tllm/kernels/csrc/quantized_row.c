@@ -11,8 +11,8 @@
 
 /* The scales and minima of a group of a block; those of later groups are fetched. */
 INLINE Group next_group(const PackedWeight *w, int64_t block, int64_t number, int64_t groups, int is_wide, int exact) {
-    const int64_t size = w->scale_dtype == FLOAT32 ? 4 : w->scale_dtype == FLOAT16 || w->scale_dtype == BFLOAT16 ? 2 : 1;
-    __builtin_prefetch((const uint8_t *)w->scales + (block * groups + number) * LANES * size + SCALES_AHEAD);
+    const int64_t size = LANES * size_of_scale(w->scale_dtype);
+    __builtin_prefetch((const uint8_t *)w->scales + (block * groups + number) * size + SCALES_AHEAD);
     return group_at(w, block, number, groups, is_wide, exact);
 }
 
