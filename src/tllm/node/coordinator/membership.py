@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -216,10 +217,11 @@ class Membership:
     async def watch(self) -> None:
         """Send heartbeats to every member, and mark those lost that are silent, for ever. Where these are very many,
         some are sent their heartbeat each time, and the silent ones are looked for once all have."""
-        last, beat, turn = self.now(), one_way(Heartbeat()), 0
+        last, beat, turn, woke = self.now(), one_way(Heartbeat()), 0, -math.inf
         while True:
             await asyncio.sleep(BEAT_SECONDS)
             now, turns = self.now(), self.interval.beats
+            woke = now if now - last > self.interval.asked_after else woke
             was_late, last, turn = now - last > BEAT_SECONDS + OWN_DELAY_SECONDS, now, (turn + 1) % turns
             for channel in islice(self.channels.values(), turn, None, turns):
                 channel.post_frame(beat)
@@ -228,14 +230,19 @@ class Membership:
             if was_late or self.is_ending:
                 continue
             if turn == 0:
-                await self._look(now)
+                await self._look(now, now - woke)
                 last = self.now()
 
-    async def _look(self, now: float) -> None:
-        """Warn of nodes that are late or overfull, and mark those lost that are silent."""
-        self._warnings.log_late(silent(self.state, now, self.interval.late_after))
+    async def _look(self, now: float, awake: float) -> None:
+        """Warn of nodes that are late or overfull, and mark those lost that are silent. Where this process stood still
+        for long, they may have done so too: each then has its time anew, as it is `awake` for so many seconds."""
+
+        def missed(limit: float) -> tuple[NodeLost, ...]:
+            return silent(self.state, now, limit) if awake > limit else ()
+
+        self._warnings.log_late(missed(self.interval.late_after))
         self._warnings.log_overfull(overfull(self.state))
-        missing = silent(self.state, now, self.interval.asked_after)
+        missing = missed(self.interval.asked_after)
         await asyncio.gather(*(self._miss(event) for event in missing))
 
     async def _miss(self, event: NodeLost) -> None:
