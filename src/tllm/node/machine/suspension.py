@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-Follow = Callable[[signal.Signals], None]
+Follow = Callable[[signal.Signals], object]
 """follow(SIGSTOP before this process stops, SIGCONT after it goes on)"""
 
 _following: list[Follow] = []
