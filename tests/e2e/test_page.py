@@ -87,7 +87,7 @@ def sees_what_was_predicted(page: Page) -> None:
 
     def surveyed(route: Route) -> None:
         reply = route.fetch().json()
-        nodes = [{**node, "node": f"local-{node['rank']}"} for node in reply["nodes"]]
+        nodes = [{**node, "node": f"local-{node['rank']}", "cores": node["rank"] + 1} for node in reply["nodes"]]
         predicted = {**numbers, **load, "stages": [0.004, 0.005, 0.006], "beside": beside}
         route.fulfill(json={**reply, "nodes": nodes, "survey": survey, "predicted": predicted})
 
@@ -95,6 +95,11 @@ def sees_what_was_predicted(page: Page) -> None:
     expect(page.locator(".hop").first).to_contain_text("500 µs, 1,000 Mbit/s")
     expect(page.locator("#predicted")).to_contain_text("time between tokens20.0 ms25.0 ms+25 %")
     expect(page.locator("#predicted")).to_contain_text("the mean of the 7 that have ended: 2 at once")
+    expect(page.locator(".card").nth(0)).to_contain_text("· 1 core")
+    expect(page.locator(".card").nth(0)).not_to_contain_text("1 cores")
+    expect(page.locator(".card").nth(1)).to_contain_text("· 2 cores")
+    beside.update(requests=1, prompt=1)
+    expect(page.locator("#predicted")).to_contain_text("like the one that has ended: 2 at once, each of 1 token and")
     expect(page.locator(".chart").first).to_contain_text("predicted 80")
     page.unroute_all()
 
@@ -177,6 +182,12 @@ def is_told_that_nobody_answers(page: Page) -> None:
     page.route("**/v1/**", lambda route: route.abort())
     expect(page.locator("#state")).to_have_text("no answer")
     expect(page.locator("#trouble")).to_contain_text("The server does not answer")
+    page.get_by_role("tab", name="Chat").click()
+    page.get_by_label("Message", exact=True).fill("def main")
+    page.get_by_role("button", name="Send").click()
+    expect(page.locator("#messages .fault").last).to_have_text(
+        "The server does not answer. Send it again once it does."
+    )
     page.unroute_all()
     expect(page.locator("#state")).to_have_text("tiny ready")
     expect(page.locator("#trouble")).to_be_hidden()

@@ -17,6 +17,7 @@ from tllm.cli.hangup import end_on_hangup
 from tllm.core.errors import ConfigError, RequestError, TllmError, nearest
 from tllm.core.program import reexecute_to_compute
 from tllm.core.stacks import show_stacks_on_signal
+from tllm.node.machine.suspension import suspend_in_order
 
 COMMANDS = {
     "generate": "continue one prompt and print the text",
@@ -69,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if COMPUTE & set(words[:1]):
             reexecute_to_compute()
         end_on_hangup()
+        suspend_in_order()
     debug = "--debug" in words
     if not debug:
         sys.excepthook = _print_unforeseen

@@ -65,6 +65,34 @@ def test_each_worker_has_its_own_files_group_and_end() -> None:
     play(scene)
 
 
+def test_workers_are_suspended_and_go_on_and_none_outlives_its_starter_so() -> None:
+    """Where a command is killed while it is suspended nobody tells its workers to go on: the system then ends them."""
+
+    async def scene(forks: WorkerForks) -> None:
+        workers = await forked(forks, 2)
+        forks.signal(signal.SIGSTOP)
+        assert [await state(worker, "T") for worker in workers] == ["T", "T"]
+        forks.signal(signal.SIGCONT)
+        assert [await state(worker, "S") for worker in workers] == ["S", "S"]
+        forks.signal(signal.SIGSTOP)
+        assert await state(workers[1], "T") == "T"
+        (server,) = set(descendants()) - {worker.pid for worker in workers}
+        os.kill(server, signal.SIGKILL)
+        assert [await worker.exit_code for worker in workers] == [None, None]
+        assert wait_until_gone([worker.pid for worker in workers if worker.pid]) == []
+
+    play(scene)
+
+
+async def state(worker: WorkerProcess, expected: str) -> str:
+    """The process's state, once it is as expected or some time has passed."""
+    for _ in range(1000):
+        if (now := Path(f"/proc/{worker.pid}/stat").read_text().rpartition(") ")[2][0]) == expected:
+            break
+        await asyncio.sleep(0.01)
+    return now
+
+
 def test_workers_outlive_the_server_and_another_is_started() -> None:
     async def scene(forks: WorkerForks) -> None:
         (old,) = await forked(forks, 1)

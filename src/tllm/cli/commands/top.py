@@ -87,7 +87,7 @@ def _suspends() -> Iterator[None]:
         raise _Suspended
 
     before = signal.getsignal(signal.SIGTSTP)
-    if before is signal.SIG_DFL:
+    if before is not signal.SIG_IGN:
         signal.signal(signal.SIGTSTP, suspend)
     try:
         yield

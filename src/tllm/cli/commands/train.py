@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import shlex
 import signal
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
@@ -136,7 +137,8 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         chooser = _chooser(args, trainer, "", outlives) if here is None else None
         place = here.local_rank if here is not None else 0
-        dry_run(job, trainer.plan, trainer.spec, Computing(args.threads, args.device, place), outlives, chooser)
+        computing = Computing(args.threads, args.device, place)
+        dry_run(job, trainer.plan, trainer.spec, computing, outlives, chooser, measuring_command(args, trainer))
         return 0
     if args.nodes and tasks is None and (final := final_model(job)):  # and the machines that it had may be gone
         print(f"has taken its {counted(job.max_steps, 'step')}; {product_of(job)} is in {final}", flush=True)
@@ -160,6 +162,16 @@ def run(args: argparse.Namespace) -> int:
         return join_successor(args, deposed, None, page_settings(args), device=args.device)
     except asyncio.CancelledError:  # told a second time
         return INTERRUPTED
+
+
+def measuring_command(args: argparse.Namespace, trainer: Trainer) -> str:
+    """The `tllm plan` that measures as many machines as this command would use, for the same job. With nodes of
+    roles it chooses for all, so that no plan is given."""
+    beside = sum(wanted.count for wanted in role_nodes(trainer.resolved.job).values())
+    machines = trainer.plan.world_size + beside
+    words = ["tllm", "plan", str(args.job or "JOB.toml"), "--nodes" if args.nodes else "--local", str(machines)]
+    words += [word for key in args.set for word in ("--set", key)]
+    return shlex.join([*words, "--plan", args.plan] if args.plan and not beside else words)
 
 
 def _check_files(job: Job) -> None:

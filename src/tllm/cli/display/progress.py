@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from tllm.core.memory import amount
 from tllm.node.coordinator.cluster_options import COUNTED
+from tllm.node.machine.suspension import following_suspension
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -111,22 +112,10 @@ def _bars() -> Iterator[ShowProgress]:
 @contextmanager
 def cursor_of_shell(live: Live) -> Iterator[None]:
     """In the block a Ctrl-Z gives the shell the cursor, which a bar hides; after `fg` it is hidden again while the bar
-    is drawn. Signals are the first thread's alone."""
-    is_ours = threading.current_thread() is threading.main_thread()
-    if not is_ours or signal.getsignal(signal.SIGTSTP) is not signal.SIG_DFL:
+    is drawn."""
+    show = live.console.show_cursor
+    with following_suspension(lambda number: show(number == signal.SIGSTOP or not live.is_started)):
         yield
-        return
-
-    def suspend(number: int, frame: FrameType | None) -> None:
-        live.console.show_cursor(True)
-        os.kill(os.getpid(), signal.SIGSTOP)
-        live.console.show_cursor(not live.is_started)
-
-    signal.signal(signal.SIGTSTP, suspend)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
 
 
 @contextmanager

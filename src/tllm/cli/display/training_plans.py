@@ -148,8 +148,11 @@ def _rows(spec: ModelSpec, plan: Plan, facts: TrainingFacts, ranks: list[RankMem
     return rows
 
 
-def show_prediction(job: Job, plan: Plan, spec: ModelSpec, speed: float, where: str) -> str:
-    """What a step takes if every rank computes at `speed`, in flop/s, as this machine does on what `where` names."""
+def show_prediction(job: Job, plan: Plan, spec: ModelSpec, speed: float, where: str, measuring: str) -> str:
+    """What a step takes if every rank computes at `speed`, in flop/s, as this machine does on what `where` names.
+
+    `measuring` is the command that measures machines for the job, which other roles than the policy's need.
+    """
     lengths = row_lengths(job)
     facts = facts_of(job, spec, lengths=lengths)
 
@@ -167,12 +170,12 @@ def show_prediction(job: Job, plan: Plan, spec: ModelSpec, speed: float, where: 
             f"if each rank reaches the {speed / 1e9:,.1f} Gflop/s that a layer reaches here on {where}, and links are "
             "those of one machine",
             *BesideSteps.of(job, spec, lengths).lines(PredictedPlan(plan, facts, predict)),
-            *_policy_alone(job, facts),
+            *_policy_alone(job, facts, measuring),
         ]
     )
 
 
-def _policy_alone(job: Job, facts: TrainingFacts) -> list[str]:
+def _policy_alone(job: Job, facts: TrainingFacts, measuring: str) -> list[str]:
     """That other roles take time too, which only measured machines tell."""
     roles = {
         "sampling": facts.sampling is not None and facts.sampling.share > 0,
@@ -181,7 +184,9 @@ def _policy_alone(job: Job, facts: TrainingFacts) -> list[str]:
         "the teacher": facts.teacher is not None,
     }
     named = [name for name, is_there in roles.items() if is_there]
-    alone = [f"this is the policy's part: {' and '.join(named)} come on top (tllm plan JOB.toml)"] if named else []
+    comes = "comes" if len(named) == 1 else "come"
+    told = f"this is the policy's part: {' and '.join(named)} {comes} on top, which `{measuring}` measures"
+    alone = [told] if named else []
     return alone + not_predicted(job)
 
 

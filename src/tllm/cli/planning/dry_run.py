@@ -27,10 +27,16 @@ class Computing(NamedTuple):
 
 
 def dry_run(
-    job: Job, plan: Plan, spec: ModelSpec, computing: Computing, lasting: bool, chooser: TrainingChooser | None
+    job: Job,
+    plan: Plan,
+    spec: ModelSpec,
+    computing: Computing,
+    lasting: bool,
+    chooser: TrainingChooser | None,
+    measuring: str,
 ) -> None:
     """Print what a run would do. A plan that is still to be chosen is chosen by a saved survey; without one, `plan`
-    stands in for it."""
+    stands in for it. `measuring` is the command that measures machines for this very job."""
     survey = chooser.recalled() if chooser is not None else None
     if chooser is not None and survey is not None:
         print(f"as {chooser.path} was measured, on {' '.join(node.node for node in survey.nodes)}:")
@@ -46,7 +52,7 @@ def dry_run(
         print("\n".join(told), flush=True)
         return
     print(show_plan(job, plan, spec, lasting) + f"\n\n{modes}".rstrip() + _disk_here(job, plan, spec), flush=True)
-    print("\n" + _predicted_here(job, plan, spec, computing), flush=True)
+    print("\n" + _predicted_here(job, plan, spec, computing, measuring), flush=True)
 
 
 def _disk_here(job: Job, plan: Plan, spec: ModelSpec) -> str:
@@ -74,7 +80,7 @@ def _unknown(job: Job, plan: Plan, chooser: TrainingChooser) -> str:
     )
 
 
-def _predicted_here(job: Job, plan: Plan, spec: ModelSpec, computing: Computing) -> str:
+def _predicted_here(job: Job, plan: Plan, spec: ModelSpec, computing: Computing, measuring: str) -> str:
     import torch
 
     from tllm.devices.choose import CPU, choose_device, compute_on
@@ -88,4 +94,4 @@ def _predicted_here(job: Job, plan: Plan, spec: ModelSpec, computing: Computing)
     torch.set_num_threads(threads)
     speed = layer_speed(spec, torch_dtype(job.dtype), job.seq_len, job.microbatch_size, device)
     where = counted(threads, "thread") if device == CPU else device_name(device)
-    return show_prediction(job, plan, spec, speed, where)
+    return show_prediction(job, plan, spec, speed, where, measuring)

@@ -22,6 +22,9 @@ from tllm.core.errors import FrameError, LinkError
 DEADLINE = 30.0
 """Seconds that a send or a receive may take, unless `set_deadline` says otherwise."""
 
+HELD_UP_SECONDS = 2.0
+"""Who wakes so much later than it asked for has itself stood still, as a process does that somebody suspends."""
+
 LOCAL_DEPTH = 64
 """Messages that may wait in a LocalLink, unless it is unbounded."""
 

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tllm.comm.links.errors import nothing_sent, refused_link, source_gone
-from tllm.comm.links.link import Link
+from tllm.comm.links.link import HELD_UP_SECONDS, Link
 from tllm.core.errors import LinkError
 
 FOLDER = Path("/dev/shm")
@@ -87,9 +87,12 @@ class SharedMemory:
 
     def _wait_for(self, rank: int, number: int) -> None:
         link, began = self._recv[rank], time.monotonic()
-        what, look = f"piece {number} of a sum", began
+        what, look, last = f"piece {number} of a sum", began, began
         while not self._has_come(rank, number):
             now = time.monotonic()
+            if now - last > HELD_UP_SECONDS:  # this process stood still, and the others may have
+                began += now - last
+            last = now
             if now >= look:
                 look = now + LOOK_SECONDS
                 if link.is_over and not self._has_come(rank, number):

@@ -18,12 +18,15 @@ from collections.abc import Sequence
 
 from tllm.comm.links.errors import nothing_taken
 from tllm.comm.links.framed_link import FramedLink
-from tllm.comm.links.link import DEADLINE
+from tllm.comm.links.link import DEADLINE, HELD_UP_SECONDS
 from tllm.comm.links.send_buffer import PendingSend, SendBuffer, has_hung_up, is_authentic, shut
 
 # A peer in step sends within this, and waking a sleeping thread costs about as much: half the time of a short sum.
 # With a yield in each turn it costs others nothing, even where ranks and other work share a core.
 SPIN_SECONDS = 100e-6
+
+RESUMED_SECONDS = 5.0
+"""How long the peer is then waited for, which may have stood still as well."""
 
 
 class TcpLink(FramedLink):
@@ -53,7 +56,8 @@ class ReceiveBuffer:
     """The receiving side of one non-blocking socket: reads into memory by a deadline.
 
     While it waits it pushes this rank's own pending sends, so that two ranks may send each other long messages in one
-    thread each. TimeoutError at the deadline, OSError when the other end is gone.
+    thread each. TimeoutError at the deadline, unless this process stood still meanwhile; OSError when the other end is
+    gone.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -75,7 +79,7 @@ class ReceiveBuffer:
                 try:
                     count = self._sock.recv_into(memory[start:] if start else memory, size - start)
                 except (BlockingIOError, ssl.SSLWantReadError):
-                    self._await(until, pending_sends)
+                    until = self._await(until, pending_sends)
                     continue
                 start += count
                 if start >= least:
@@ -100,8 +104,18 @@ class ReceiveBuffer:
         with self._reading:
             self._sock.close()
 
-    def _await(self, until: float, pending_sends: Sequence[PendingSend]) -> None:
-        """Return when there may be something to read, or something more was sent."""
+    def _await(self, until: float, pending_sends: Sequence[PendingSend]) -> float:
+        """Return when there may be something to read, or something more was sent: the time to wait until from now."""
+        try:
+            self._poll(until, pending_sends)
+        except TimeoutError:
+            now = time.monotonic()
+            if now - until < HELD_UP_SECONDS:
+                raise
+            return now + RESUMED_SECONDS
+        return until
+
+    def _poll(self, until: float, pending_sends: Sequence[PendingSend]) -> None:
         if pending_sends:
             incomplete = [send for send in pending_sends if not send.done]
             if incomplete:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -144,7 +145,7 @@ class Membership:
         self.channels: dict[str, Channel] = {}
         self.changed = asyncio.Condition()
         self.places = RankAddressUpdates()
-        self._warnings = _Warnings()
+        self._warnings, self._awake = _Warnings(), _Awake()
         self._calls = _Calls(acts, on_loss, on_break, serve_chunks)
         self.interval = HeartbeatInterval(lost_after)
         self.surroundings = Surroundings()
@@ -220,6 +221,7 @@ class Membership:
         while True:
             await asyncio.sleep(BEAT_SECONDS)
             now, turns = self.now(), self.interval.beats
+            self._awake.turn(now, self.interval.late_after)
             was_late, last, turn = now - last > BEAT_SECONDS + OWN_DELAY_SECONDS, now, (turn + 1) % turns
             for channel in islice(self.channels.values(), turn, None, turns):
                 channel.post_frame(beat)
@@ -228,14 +230,21 @@ class Membership:
             if was_late or self.is_ending:
                 continue
             if turn == 0:
-                await self._look(now)
+                await self._look()
                 last = self.now()
+                self._awake.turn(last)
 
-    async def _look(self, now: float) -> None:
+    def silent(self, limit: float) -> tuple[NodeLost, ...]:
+        """The loss of every node that has been silent for more than `limit` seconds. Where this process stood still for
+        long, they may have done so too: each then has its time anew."""
+        now = self.now()
+        return silent(self.state, now, limit) if self._awake.seconds(now, self.interval.late_after) > limit else ()
+
+    async def _look(self) -> None:
         """Warn of nodes that are late or overfull, and mark those lost that are silent."""
-        self._warnings.log_late(silent(self.state, now, self.interval.late_after))
+        self._warnings.log_late(self.silent(self.interval.late_after))
         self._warnings.log_overfull(overfull(self.state))
-        missing = silent(self.state, now, self.interval.asked_after)
+        missing = self.silent(self.interval.asked_after)
         await asyncio.gather(*(self._miss(event) for event in missing))
 
     async def _miss(self, event: NodeLost) -> None:
@@ -344,6 +353,22 @@ async def _hear_others(tasks: Collection[asyncio.Task[None]]) -> None:
         )
         if not done or any(isinstance(task.exception(), Gone) for task in done):
             return
+
+
+class _Awake:
+    """Since when this process has not stood still, as it does while somebody suspends it."""
+
+    def __init__(self) -> None:
+        self._since, self._turned = -math.inf, math.inf
+
+    def turn(self, now: float, limit: float = math.inf) -> None:
+        """It runs now. Since it last did, more than `limit` seconds are a pause."""
+        self._since = now if now - self._turned > limit else self._since
+        self._turned = now
+
+    def seconds(self, now: float, limit: float) -> float:
+        """For how long it has run without such a pause."""
+        return 0.0 if now - self._turned > limit else now - self._since
 
 
 class _Warnings:

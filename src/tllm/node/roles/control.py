@@ -19,6 +19,7 @@ from tllm.cluster.certificates import Identity
 from tllm.cluster.channel import Act, Channel
 from tllm.cluster.connection import Address, AddressGone, Unreachable, check_own, format_address
 from tllm.cluster.consensus.replica import ask_replicas
+from tllm.cluster.heartbeat import LATE_SECONDS
 from tllm.cluster.join import attach
 from tllm.cluster.messages import (
     Assign,
@@ -170,7 +171,8 @@ class CoordinatorFinder:
 class HeartbeatExchange:
     """Sends heartbeats to a coordinator, and breaks its channel off when its own stay out for too long.
 
-    `silence` then says so; it is "" before.
+    `silence` then says so; it is "" before. Time in which this process itself stood still says nothing of the
+    coordinator, which may have done so too, as where somebody suspends both.
     """
 
     def __init__(self, channel: Channel, attached: Attached, node: ControlledNode, finder: CoordinatorFinder) -> None:
@@ -187,8 +189,12 @@ class HeartbeatExchange:
         while True:
             limit = self._attached.silence_seconds * (1 if self._finder.replicas else PATIENCE)
             self._channel.post(self._node.heartbeat())
+            due = time.monotonic() + self._attached.beat_seconds
             await asyncio.sleep(self._attached.beat_seconds)
-            if time.monotonic() - self._received > limit:
+            now = time.monotonic()
+            if now - due > LATE_SECONDS:
+                self._received = min(now, self._received + now - due)
+            if now - self._received > limit:
                 self.silence = f"the coordinator has been silent for more than {limit:g} s"
                 self._channel.abort()
 

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass, field
+from signal import Signals
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from tllm.core.disk import print_line
 from tllm.core.tasks import background, end_tasks
 from tllm.hub.repository import HubWeights
 from tllm.node.machine.printed_lines import MARK
+from tllm.node.machine.suspension import following_suspension
 from tllm.node.sources.worker_forks import TAIL_LINES, WorkerForks, WorkerProcess, how_it_ended, lines_of
 from tllm.node.topology.numa_binding import BoundRanks
 
@@ -146,6 +148,10 @@ class LocalWorkers:
         await asyncio.gather(*(worker.end() for worker in self._workers.values()))
         await self._forks.close()
 
+    def signal(self, number: Signals) -> None:
+        """Send a signal to all of them."""
+        self._forks.signal(number)
+
     def kill_all(self) -> None:
         self._forks.kill()
         for worker in self._workers.values():
@@ -175,9 +181,10 @@ class LocalWorkers:
 async def local_workers(nodes: list[str], workers: LocalWorkers) -> AsyncIterator[LocalWorkers]:
     """Start one of the workers for each name; on leaving, those that do not end by themselves are killed."""
     try:
-        for node in nodes:
-            await workers.start(node)
-        yield workers
+        with following_suspension(workers.signal):  # else they would compute on, and then miss their coordinator
+            for node in nodes:
+                await workers.start(node)
+            yield workers
     except BaseException:
         workers.kill_all()
         raise

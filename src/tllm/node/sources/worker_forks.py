@@ -39,9 +39,14 @@ class WorkerProcess:
     def kill(self) -> None:
         """End it and all that it started, now. One that is yet to be forked ends with its stdin."""
         self.stdin.close()
-        if self.pid is not None and (not self.exit_code.done() or self.exit_code.result() is None):
+        if not self.exit_code.done() or self.exit_code.result() is None:
+            self.signal(signal.SIGKILL)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to it and all that it started, if it was forked."""
+        if self.pid is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+                os.killpg(self.pid, number)
 
 
 class WorkerForks:
@@ -56,6 +61,11 @@ class WorkerForks:
         if self._server is None or self._server.has_ended:
             self._server = await _Server.start(self._threads)
         return await self._server.fork()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to all workers that are forked."""
+        for worker in () if self._server is None else self._server.workers:
+            worker.signal(number)
 
     def kill(self) -> None:
         """Fork nothing more. What is forked goes on."""
@@ -78,6 +88,11 @@ class _Server:
         self._received = b""
         self.has_ended = False
         self._watch = asyncio.create_task(self._follow(), name="fork server")
+
+    @property
+    def workers(self) -> tuple[WorkerProcess, ...]:
+        """Those that it has forked and that have not ended."""
+        return tuple(self._forked.values())
 
     @classmethod
     async def start(cls, threads: int) -> _Server:

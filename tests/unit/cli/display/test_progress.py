@@ -10,6 +10,8 @@ from tllm.cli.display.run_display import RunDisplay
 from tllm.cli.display.tables import span, table
 from tllm.core.memory import amount
 from tllm.node.coordinator.cluster_options import LINKS_MEASURED
+from tllm.node.machine import suspension
+from tllm.node.machine.suspension import suspend_in_order
 
 
 def test_lines_come_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,7 +69,9 @@ def test_ctrl_z_gives_the_shell_its_cursor(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("FORCE_COLOR", "1")
     said = list[str]()
-    monkeypatch.setattr(module.os, "kill", lambda process, number: said.append(capsys.readouterr().err))
+    monkeypatch.setattr(suspension.os, "kill", lambda process, number: said.append("".join(capsys.readouterr())))
+    before = signal.getsignal(signal.SIGTSTP)
+    suspend_in_order()
     with module._bars() as tell:
         press_ctrl_z()
         assert said.pop() == HERE and capsys.readouterr().err == HERE, "no bar is drawn yet"
@@ -75,12 +79,16 @@ def test_ctrl_z_gives_the_shell_its_cursor(monkeypatch: pytest.MonkeyPatch, caps
         press_ctrl_z()
         assert said.pop().endswith(HERE)
         assert capsys.readouterr().err.startswith(GONE)
-    assert signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL
+    capsys.readouterr()
+    press_ctrl_z()
+    assert said.pop() == capsys.readouterr().err == "", "there is no bar any more"
     display = RunDisplay(3, False)
     display._bar = display._open_bar(1)
     press_ctrl_z()
     display._close_bar()
-    assert len(said) == 1 and signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL, "a run's bar as well"
+    press_ctrl_z()
+    assert [told.endswith(HERE) for told in said] == [True, False], "a run's bar as well"
+    signal.signal(signal.SIGTSTP, before)
 
 
 def press_ctrl_z() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import msgspec
@@ -14,6 +15,7 @@ from tests.support.training.post_training.preferences import small_model
 from tests.support.training.small_job import write_job
 from tests.unit.planner.measured.test_survey import survey_of, training_node
 from tllm.cli.main import main
+from tllm.core.errors import ConfigError
 from tllm.planner.measured.survey import FILE, digest
 from tllm.spec.families import spec_from_config
 from tllm.training.state.initial_weights import parameter_count
@@ -160,3 +162,28 @@ def test_a_plan_that_is_given_stays(job: Path, capsys: pytest.CaptureFixture[str
     out = capsys.readouterr().out
     assert re.search(r"^teacher: 2 nodes, by pp=2,\S* together, 2\d\d\S* MiB at most on each$", out, re.MULTILINE), out
     assert "no plan is given" not in out and "plan pp=2,tp=1+1,layers=1+1: 2 ranks" in out
+
+
+@pytest.mark.parametrize("role", ["sampling", "the teacher"])
+def test_the_command_that_measures_other_roles_works_as_it_is_printed(
+    job: Path, role: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`tllm plan JOB.toml` alone was refused: it knows no machines."""
+    (job.parent / "prompts.jsonl").write_text('{"prompt": "a b"}\n{"prompt": "c"}\n')
+    keys: dict[str, object] = {"task": "distill", "distill.teacher_model_name_or_path": str(job.parent)}
+    if role == "sampling":
+        keys = {"task": "grpo", "train_files": [str(job.parent / "prompts.jsonl")], "grpo.num_generations": 4}
+        keys |= {"grpo.max_completion_length": 8, "grpo.reward_funcs": ["rewards.py:one"]}
+    words = [word for key, value in keys.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+    assert main(["train", str(job), "--plan", "dp=2", "--dry-run", "--threads", "1", *words]) == 0
+    told = re.search(role + r" comes on top, which `tllm (.*)` measures$", capsys.readouterr().out, re.MULTILINE)
+    assert told is not None
+    given = shlex.split(told[1])
+    assert given == ["plan", str(job), "--local", "2", *words, "--plan", "dp=2"]
+
+    def measured(*asked: object) -> object:
+        raise ConfigError("as asked, it measures")
+
+    monkeypatch.setattr("tllm.cli.planning.job_plan.measured", measured)
+    assert main(given) == 2
+    assert "as asked, it measures" in capsys.readouterr().err

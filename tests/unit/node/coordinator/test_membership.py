@@ -82,6 +82,29 @@ def test_a_silent_node_is_lost_after_what_was_asked(lost_after: float, lost: lis
     assert told == lost
 
 
+def test_after_it_was_suspended_a_coordinator_gives_its_nodes_time_to_beat(caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever suspends both, as Ctrl-Z does a run with its workers, found them lost, with what they had in memory."""
+    told: list[str] = []
+
+    async def scene() -> None:
+        members, clock = joined("c", lambda node: {}, lambda node, error: told.append(node), lambda: None, lend, 4.0)
+        for node in ("ended", "well"):
+            members.record(NodeJoined(node, facts(node), clock.now))
+        async with watched(members):
+            await clock.turns()
+            clock.now += 60.0
+            await clock.turns()
+            assert told == []
+            for _ in range(9):
+                clock.now += 0.5
+                members.record(NodeHeard("well", Heartbeat(), clock.now))
+                await clock.turns()
+
+    asyncio.run(scene())
+    assert told == ["ended"], "who still says nothing is"
+    assert all("ended" in message for message in caplog.messages), "and that one is late by then"
+
+
 def test_a_late_node_is_named_to_the_operator_once_each_time(caplog: pytest.LogCaptureFixture) -> None:
     async def scene() -> None:
         members, clock = joined("c", lambda node: {}, lambda node, error: None, lambda: None, lend)

@@ -16,7 +16,7 @@ from tllm.cluster.connection import Unreachable
 from tllm.cluster.messages import Attached, Cancel, Failure, Heartbeat, Message, Stop
 from tllm.engine.driver import CancelRequest
 from tllm.node.roles import control as control_module
-from tllm.node.roles.control import Control
+from tllm.node.roles.control import Control, HeartbeatExchange
 
 REJOIN = 0.3
 
@@ -213,3 +213,25 @@ def test_a_node_that_is_told_to_leave_joins_no_coordinator_again(monkeypatch: py
     assert control.error is None
     (channel,) = channels
     assert [message.message for message in channel.heard if isinstance(message, Failure)] == [control.reason]
+
+
+def test_a_node_that_was_suspended_does_not_take_its_own_pause_for_the_coordinators(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After Ctrl-Z and `fg` the workers of a run ended, and with them the steps that they had in memory."""
+    now, late = 0.0, [0.0, 60.0, 0.0, 0.0, 0.0]
+    aborted = list[float]()
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds + late.pop(0)
+
+    monkeypatch.setattr(control_module, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(control_module, "asyncio", SimpleNamespace(sleep=sleep))
+    channel: Any = SimpleNamespace(post=lambda message: None, abort=lambda: aborted.append(now))
+    finder: Any = SimpleNamespace(replicas=("a", "b"))
+    exchange = HeartbeatExchange(channel, Attached("c", 2.0, 5.0), Node(), finder)
+    with pytest.raises(IndexError):
+        asyncio.run(exchange.run())
+    assert aborted == [66.0, 68.0, 70.0][: len(aborted)] and aborted
+    assert exchange.silence == "the coordinator has been silent for more than 5 s"

@@ -5,8 +5,8 @@ from typing import Any
 from tllm.server.live.cluster_events import happenings
 
 
-def node(name: str, phase: str = "ready", reason: str = "") -> dict[str, Any]:
-    return {"node": name, "host_name": "box", "phase": phase, "reason": reason}
+def node(name: str, phase: str = "ready", reason: str = "", rank: int | None = 0) -> dict[str, Any]:
+    return {"node": name, "host_name": "box", "phase": phase, "reason": reason, "rank": rank}
 
 
 READY = {"epoch": 1, "plan": "pp=2", "ready": True, "nodes": [node("a"), node("b")], "losses": 0}
@@ -51,6 +51,15 @@ def test_a_loss_that_was_mended_between_two_looks_is_told() -> None:
         ("error", "node a went away"),
         ("info", "epoch 3 begins: plan pp=2"),
     ]
+
+
+def test_the_loss_of_a_node_without_a_rank_is_told_and_that_it_is_back() -> None:
+    """Nothing stops for it, so that it is no loss that counts; the page and `tllm top` told of it nowhere."""
+    spare = {**READY, "nodes": [*READY["nodes"], node("c", "joined", rank=None)]}
+    lost = {**READY, "nodes": [*READY["nodes"], node("c", "lost", "node c went away", None)]}
+    assert list(happenings(spare, lost)) == [("warning", "node c went away")]
+    assert list(happenings(lost, lost)) == []
+    assert list(happenings(lost, spare)) == [("info", "c has joined from box")]
 
 
 def test_advice_is_told_when_it_changes() -> None:

@@ -23,6 +23,9 @@ export function count(value) {
   return value >= 10 || Number.isInteger(value) ? Math.round(value).toLocaleString("en") : value.toFixed(1);
 }
 
+/** So many of what `one` names, whose plural ends with s: 1 core, 1,204 tokens. */
+export const counted = (number, one) => `${count(number)} ${one}${number === 1 ? "" : "s"}`;
+
 export const percent = (part) => `${Math.round(100 * part)} %`;
 
 /** The time of day of a Unix time. */

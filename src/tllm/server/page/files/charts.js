@@ -31,8 +31,8 @@ function drawn(chart, history, predicted, place) {
   picture.setAttribute("aria-label", `${chart.title} in these minutes: now ${now}${said}`);
   picture.append(svg("line", { class: "grid", x1: 0, x2: WIDTH, y1: HEIGHT, y2: HEIGHT }));
   history.events.filter((event) => event.severity === "error").forEach((event) => picture.append(...mark(event, samples)));
-  if (predicted !== null) picture.append(path("predicted", [predicted, predicted], height));
-  lines.forEach((values, at) => picture.append(path(at ? "second" : "first", values, height)));
+  if (predicted !== null) picture.append(...paths("predicted", [predicted, predicted], height));
+  lines.forEach((values, at) => picture.append(...paths(at ? "second" : "first", values, height)));
   const readout = element("span", { class: "quiet" });
   follow(picture, readout, chart, samples, lines, place);
   return element(
@@ -57,17 +57,19 @@ function names(chart, predicted) {
   return shown.map(([kind, name]) => element("span", { class: "name" }, element("span", { class: `swatch ${kind}` }), name));
 }
 
-/** A line through the values; where there is none (null) it is interrupted, and a lone value is a dot. */
-function path(kind, values, height) {
+/** A line through the values; where there is none (null) it is interrupted. A lone value is a dot, which is wider than
+ * the line: many requests are the only one of their second. */
+function paths(kind, values, height) {
   const step = WIDTH / Math.max(1, values.length - 1);
-  let words = "";
+  const none = (at) => (values[at] ?? null) === null;
+  let [line, dots] = ["", ""];
   values.forEach((value, at) => {
     if (value === null) return;
     const point = `${(at * step).toFixed(1)} ${height(value).toFixed(1)}`;
-    const begins = at === 0 || values[at - 1] === null;
-    words += begins ? `M${point}h0.01` : `L${point}`;
+    if (none(at - 1) && none(at + 1)) dots += `M${point}h0.01`;
+    else line += `${none(at - 1) ? "M" : "L"}${point}`;
   });
-  return svg("path", { class: `line ${kind}`, d: words });
+  return [svg("path", { class: `line ${kind}`, d: line }), svg("path", { class: `line lone ${kind}`, d: dots })];
 }
 
 /** An upright line at the time of an event, where the samples reach back to it. */

@@ -1,6 +1,6 @@
 // The cluster as a picture: a card for each machine, by pipeline stage, with arrows for what goes on to the next stage.
 
-import { bytes, percent, seconds } from "./amounts.js";
+import { bytes, counted, percent, seconds } from "./amounts.js";
 import { element, replace, svg } from "./dom.js";
 
 /** Draw the nodes of a report (`/v1/cluster`) with what they did lately. */
@@ -29,7 +29,7 @@ function card(node, status, history, isSlowest) {
   const place = node.rank === null || node.rank === undefined ? node.role || "no rank" : `rank ${node.rank}`;
   const lines = [
     node.layers ? `layers ${node.layers[0]} to ${node.layers[1] - 1}${share(node)}` : "holds no layers",
-    `${node.host_name} · ${node.address} · ${node.cores} cores`,
+    `${node.host_name} · ${node.address} · ${counted(node.cores, "core")}`,
   ];
   const expected = status.predicted?.stages?.[node.stage];
   return element(

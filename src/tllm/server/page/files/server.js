@@ -33,12 +33,12 @@ export async function* stream(path, body, signal) {
     headers: { ...headers(), "content-type": "application/json" },
     body: JSON.stringify({ ...body, stream: true }),
     signal,
-  });
+  }).catch(unless(signal, "The server does not answer. Send it again once it does."));
   if (!reply.ok) throw await refusal(reply);
   const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { value, done } = await reader.read();
+    const { value, done } = await reader.read().catch(unless(signal, "The connection to the server broke."));
     if (done) throw new Error("the stream ended before its end");
     const events = (rest + value).split("\n\n");
     rest = events.pop();
@@ -52,6 +52,11 @@ export async function* stream(path, body, signal) {
     }
   }
 }
+
+/** Throws `NoAnswer` with these words in the place of the browser's own, unless the user has stopped the reply. */
+const unless = (signal, words) => (error) => {
+  throw signal.aborted ? error : new NoAnswer(words);
+};
 
 function headers() {
   const key = sessionStorage.getItem(KEY);

@@ -1,6 +1,6 @@
 // What is in hand, what was predicted beside what is measured, and what happened.
 
-import { bytes, clock, count, percent, seconds } from "./amounts.js";
+import { bytes, clock, count, counted, percent, seconds } from "./amounts.js";
 import { element, replace, table } from "./dom.js";
 
 const MOST_SEQUENCES = 20;
@@ -38,9 +38,10 @@ export function drawPredicted(parent, predicted) {
   }
   const beside = predicted.beside ?? { ...predicted, predicted, measured: {}, requests: 0 };
   const row = (name, words, key) => compared(name, words, beside.predicted[key], beside.measured[key]);
-  const load = `${beside.concurrency} at once, each of ${count(beside.prompt)} tokens and answered with ${count(beside.reply)}`;
+  const load = `${beside.concurrency} at once, each of ${counted(beside.prompt, "token")} and answered with ${count(beside.reply)}`;
+  const ended = beside.requests === 1 ? "the one that has ended" : `the mean of the ${count(beside.requests)} that have ended`;
   const explained = beside.requests
-    ? `For requests like the mean of the ${count(beside.requests)} that have ended: ${load}.`
+    ? `For requests like ${ended}: ${load}.`
     : `For requests as they were expected: ${load}. What is measured stands here once some have ended.`;
   replace(
     parent,
@@ -127,7 +128,7 @@ export function drawPredictedStep(parent, predicted) {
   replace(
     parent,
     table(["", "predicted", "measured", ""], rows.map(([name, words, key]) => compared(name, words, expected[key], measured[key]))),
-    element("p", { class: "quiet" }, steps ? `Medians of ${count(steps)} steps.` : "What is measured stands here after a few steps."),
+    element("p", { class: "quiet" }, steps ? `Medians of ${counted(steps, "step")}.` : "What is measured stands here after a few steps."),
   );
 }
 
