@@ -109,6 +109,19 @@ def test_what_leaves_a_grid_is_put_together_from_columns_and_squares(
     assert last == pytest.approx((ranks - 1 + of_last) * hidden)
 
 
+def test_sums_of_a_grid_go_by_links_where_those_that_were_measured_went_through_memory() -> None:
+    """Ranks of one machine: with 1D all share memory, the rows and columns of a grid do not."""
+    memory = LinkSpeed(
+        1e-5, 1e10, 2e-5, layer_sync_overhead=3e-5, hop_overhead=2e-4, hop_bandwidth=1e8, shares_memory=True
+    )
+    by_links = LinkSpeed(1e-5, 1e8, 2e-4)
+    for plan, same in (("tp=4,tensor=2d", by_links), ("tp=4", replace(memory, hop_bandwidth=0.0, hop_overhead=None))):
+        assert predicted(plan, memory).seconds == pytest.approx(predicted(plan, same).seconds, rel=1e-12)
+    assert predicted("tp=4", memory).seconds < predicted("tp=4", by_links).seconds
+    over_devices = replace(memory, shares_memory=False)  # which rows and columns are groups of, too
+    assert predicted("tp=4,tensor=2d", over_devices).seconds < predicted("tp=4,tensor=2d", memory).seconds
+
+
 def test_bytes_of_a_token_are_those_of_the_stage_that_is_asked_for() -> None:
     plan = Plan.parse("pp=2,tp=1+4,tensor=2d", SPEC.num_layers)
     assert all_reduce_bytes(SPEC, plan, 0, FACTS) == 0

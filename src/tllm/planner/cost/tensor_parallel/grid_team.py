@@ -33,6 +33,8 @@ class GridTeam(StageTeam):
         self, spec: ModelSpec, cluster: Cluster, devices: Sequence[int], shape: GridShape, facts: ServingFacts
     ) -> None:
         super().__init__(spec, cluster, devices, cut_grid(spec, shape), facts)
+        link = cluster.slowest_link(self.devices, in_memory=False)  # which rows and columns do not share
+        self.link = link.with_sync_overhead(link.layer_sync_overhead)
         self._held = [part_of_width(held, shape, place) for place, held in enumerate(self._held)]
         self._squares = shape.depth if shape.mode == "2.5d" else 1
         square = GridShape("2d", shape.side) if self._squares > 1 else shape
