@@ -23,7 +23,12 @@ SEQ = 2048
 LISTED = 20
 """A table of at most so many rows has a line for each; a longer one is laid out by lengths."""
 
-UNITS = {"tokens_per_second": "tokens/s/GPU", "seconds": "s", "counted_tflops": "Tflop/s/GPU"}
+UNITS = {
+    "tokens_per_second": "tokens/s/GPU",
+    "seconds": "s",
+    "counted_tflops": "Tflop/s/GPU",
+    "neox_tflops": "Tflop/s/GPU",
+}
 USES = ("held", "known")
 
 
@@ -68,10 +73,11 @@ READING = """`known` tables were seen, with their errors, while the model of sof
   whether all-reduces begin before the backward pass is done; whether a stage waits for messages between stages.
 - **An update** of the weights takes as long as its bytes: {update}.
 - GPT models count as ones with rotated positions and without biases; a layer's operations were counted without.
-- Tflop/s are what 2104.04473 counts (equation 3): all scores, and layers' forward passes twice."""
+- Tflop/s are what 2104.04473 counts (equation 3): all scores, and layers' forward passes twice. GPT-NeoX's program
+  counted 6 for each parameter, and 60 for attention, until September 2023: 0.92 times as many."""
 LIMITS = """Megatron-LM's rows without a pipeline are predicted about 10 % too fast: products 2,304 to 6,144 wide, and
 kernels for softmax and dropout, are taken to reach what larger ones do. Rows of DeepSpeed's pipeline are too fast by 7
-to 37 %: what its engine does between microbatches is not in the model, and GPT-NeoX-20B synchronizes after each layer.
+to 23 %: what its engine does between microbatches is not in the model, and GPT-NeoX-20B synchronizes after each layer.
 NeMo 24.12 is an older release than the one that the curve of the H100 was fitted to ({nemo} off, all but two rows too
 fast). A page does not always say which kernels it ran; rows of LLM Foundry on H100 are left out for that reason.
 {far}"""

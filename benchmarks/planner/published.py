@@ -66,8 +66,8 @@ def predicted(row: dict[str, Any]) -> dict[str, Any]:
     spec, cluster = spec_of(row["model"]), cluster_of(row)
     ((unit, value),) = row["published"].items()
     found = of_training(row, spec, cluster) if "train" in row else of_serving(row, spec, cluster)
-    if unit == "counted_tflops":
-        found[unit] = found["tokens_per_second"] * counted_flops(spec, row["train"]["seq"]) / 1e12
+    if unit in COUNTED:
+        found[unit] = found["tokens_per_second"] * COUNTED[unit](spec, row["train"]["seq"]) / 1e12
     error = (value / found[unit] if unit in SECONDS else found[unit] / value) - 1
     return row | {"unit": unit, "value": value, "predicted": found[unit], "error": error} | {"all": found}
 
@@ -116,6 +116,17 @@ def counted_flops(spec: ModelSpec, seq_len: int) -> float:
     """Of a token, as Megatron-LM counts them (2104.04473, equation 3): all scores, a forward pass a second time."""
     L, D, V = spec.num_layers, spec.hidden_size, spec.vocab_size
     return 96 * L * D**2 * (1 + seq_len / (6 * D) + V / (16 * L * D))
+
+
+def neox_flops(spec: ModelSpec, seq_len: int) -> float:
+    """Of a token, as gpt-neox counted them until September 2023 (megatron/logging.py; its issue 981): six for each
+    parameter, no forward pass a second time, and five times what scores take."""
+    L, D, V = spec.num_layers, spec.hidden_size, spec.vocab_size
+    return 6 * (12 * L * D**2 + 2 * V * D) + 60 * seq_len * D * L
+
+
+COUNTED = {"counted_tflops": counted_flops, "neox_tflops": neox_flops}
+"""What a token is said to take, by the unit."""
 
 
 def of_serving(row: dict[str, Any], spec: ModelSpec, cluster: Cluster) -> dict[str, float]:

@@ -11,7 +11,7 @@ from tllm.spec.families import spec_from_config
 from tllm.spec.grid.grid_shape import TensorMode, grid_shape
 from tllm.spec.model_spec import ModelSpec
 
-CASES = [(mode, ranks) for ranks in (4, 8, 9, 16) for mode in modes_of(ranks)]
+CASES = [(mode, ranks) for ranks in (4, 8, 9, 12, 16) for mode in modes_of(ranks)]
 
 
 def sums_of(spec: ModelSpec, mode: TensorMode, ranks: int) -> StageSums:

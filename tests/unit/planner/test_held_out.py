@@ -37,13 +37,30 @@ MEGATRON = [
     (2 * F * B, 4 * F * B),  # bias and GELU; backward also the gradient of the bias
     *[(0, 3 * B)] * 2,  # sums of gradients where the stream divides
 ]
+TURNED = 1 / 4
+"""Of each head's columns in GPT-NeoX-20B."""
+NEOX = [
+    *[LAYER_NORM] * 2,
+    (6 * B, 3 * B),  # biases of q, k and v, and their gradients
+    # q and k: halves negated and put together, products with cosines and sines added, both parts put together; backward
+    # each of four slices is laid into zeros, and these are added up
+    *[((2 + 6 * TURNED) * B, (7 + 14 * TURNED) * B)] * 2,
+    (2 * B, 2 * B),  # heads merged
+    (0, 6 * B),  # gradients of q, k and v put together
+    (2 * B + 1, 3 * B + 1),  # bias and dropout of attention; backward also the gradient of the bias
+    (3 * B + 1, 3 * B + 1),  # those of the MLP, and the sum of both
+    (3 * B, 0),  # the sum with the stream, once both are summed over ranks
+    (2 * F * B, 4 * F * B),  # bias and GELU; backward also the gradient of the bias
+    *[(0, 3 * B)] * 2,  # sums of gradients where the stream divides
+]
 LOSS = {
     "foundry": (B + WIDE) + 2 * WIDE + WIDE + 3 * WIDE + (WIDE + B),  # cast, log-softmax; gradient, of it, cast
     "megatron": (B + WIDE) + (1 + 2 + 2 + 1 + 2) * WIDE + 2 * WIDE + (WIDE + B),  # cast, max to softmax; scaled, cast
 }
+LOSS["neox"] = LOSS["megatron"]
 
 
-@pytest.mark.parametrize(("stack", "operations"), [("foundry", FOUNDRY), ("megatron", MEGATRON)])
+@pytest.mark.parametrize(("stack", "operations"), [("foundry", FOUNDRY), ("megatron", MEGATRON), ("neox", NEOX)])
 def test_what_operations_move_is_counted(stack: str, operations: list[tuple[int, int]]) -> None:
     spec, facts = published.spec_of("gpt-7.5b"), TrainingFacts(2048, 1, 1, "bfloat16")
     work = rank_works(spec, Plan.parse("pp=1", spec.num_layers), facts)[0]
@@ -52,10 +69,18 @@ def test_what_operations_move_is_counted(stack: str, operations: list[tuple[int,
     touches = sum(early + late for early, late in operations) / kept
     logits = logits_bytes(spec, work.cut, by_steps) / (2048 * spec.vocab_size)
     said = [of for name, of in STACKS.items() if stack in name and "loss_touches" in of]
-    assert len(said) == (1 if stack == "foundry" else 5)
+    assert len(said) == (5 if stack == "megatron" else 1)
     for of in said:
         assert of["touches"] == pytest.approx(touches, abs=0.05)
         assert of["loss_touches"] == pytest.approx(LOSS[stack] / logits, abs=0.3)
+
+
+def test_gpt_neox_counts_the_flops_of_its_own_program() -> None:
+    """Six for each parameter and 60 for attention, as it had them from 2021 until September 2023; no pass twice."""
+    spec = published.spec_of("gpt-neox-20b")
+    P, D, L = 20_556_201_984, 6144, 44  # P: as its model card says, with biases and norms
+    assert published.neox_flops(spec, 2048) == pytest.approx(6 * P + 60 * 2048 * D * L, rel=2e-4)
+    assert published.neox_flops(spec, 2048) / published.counted_flops(spec, 2048) == pytest.approx(0.92, abs=1e-3)
 
 
 def test_a_row_names_a_model_a_plan_and_a_batch() -> None:

@@ -162,11 +162,13 @@ class Cluster:
                 return tier.link
         return self._given(self.default, a, b)
 
-    def slowest_link(self, devices: Sequence[int]) -> LinkSpeed:
-        """The worst of the links among these devices: the longest latency, the least bandwidth."""
+    def slowest_link(self, devices: Sequence[int], in_memory: bool = True) -> LinkSpeed:
+        """The worst of the links among these devices: the longest latency, the least bandwidth. Unless `in_memory`,
+        nothing that they sum goes through memory that they share."""
         if len(devices) < 2:
             return LinkSpeed()
-        return worst(self.link(a, b) for a, b in self._kinds(devices))
+        links = (self.link(a, b) for a, b in self._kinds(devices))
+        return worst(links if in_memory else (link.without_memory for link in links))
 
     def pattern(self, devices: Sequence[int]) -> object:
         """A key that is equal for two lists of devices which are, place by place, equally fast and equally far
@@ -274,12 +276,20 @@ class LinkSpeed:
     """`sync_overhead` in handing a batch to the next stage when serving, where that was measured."""
     hop_bandwidth: float = 0.0
     """Bytes per second of batches that are handed to the next stage; 0 where that is the bandwidth of all messages."""
+    shares_memory: bool = False
+    """Whether all-reduces were measured through memory that both ends share, as all ranks of a stage on one machine use
+    it."""
 
     @property
     def for_hops(self) -> LinkSpeed:
         """The link as it carries batches from stage to stage."""
         link = replace(self, bandwidth=self.hop_bandwidth, short_bandwidth=0.0) if self.hop_bandwidth else self
         return link.with_sync_overhead(self.hop_overhead)
+
+    @property
+    def without_memory(self) -> LinkSpeed:
+        """The link as it carries sums of ranks that use no memory together: as it does batches."""
+        return replace(self.for_hops, layer_sync_overhead=None) if self.shares_memory else self
 
     def with_sync_overhead(self, seconds: float | None) -> LinkSpeed:
         """The link with another synchronization overhead, if one is known; no message arrives before it is sent."""

@@ -263,12 +263,15 @@ def cluster_of(survey: Survey, spec: ModelSpec) -> Cluster:
         devices=tuple(_device(node, hosts.count((node.host_name, node.device)), survey, spec) for node in survey.nodes),
         node_of=tuple(range(count)),
         inside=(None,) * count,
-        pairs=tuple(((path.source, path.target), link_speed(path)) for path in survey.paths),
+        pairs=tuple(
+            ((path.source, path.target), link_speed(path, bool(survey.nodes[path.source].device)))
+            for path in survey.paths
+        ),
     )
 
 
-def link_speed(path: SurveyedPath) -> LinkSpeed:
-    """A surveyed path as a link of a cluster."""
+def link_speed(path: SurveyedPath, over_devices: bool = False) -> LinkSpeed:
+    """A surveyed path as a link of a cluster; `over_devices`: from one that computes on a device."""
     return LinkSpeed(
         path.latency,
         path.bandwidth,
@@ -278,6 +281,7 @@ def link_speed(path: SurveyedPath) -> LinkSpeed:
         layer_sync_overhead=path.shared,
         hop_overhead=path.hop,
         hop_bandwidth=path.hop_bandwidth,
+        shares_memory=path.hop_bandwidth > 0 and not over_devices,
     )
 
 

@@ -17,10 +17,9 @@ from typing import NamedTuple
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.cluster.device_kinds import Counts, contains, minus
 from tllm.planner.cost.serving_load import RingSeconds, ServingLoad
-from tllm.planner.search.stage_options import TimedOption
+from tllm.planner.search.stage_options import Division, TimedOption
 from tllm.planner.simulate.serving import hop_time
 from tllm.spec.model_spec import ModelSpec
-from tllm.spec.plan import Experts
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class SearchSpace:
     options: Sequence[TimedOption]
     """What may hold a stage."""
     device_count: int
-    experts: Experts
+    division: Division
 
     @property
     def stages(self) -> int:

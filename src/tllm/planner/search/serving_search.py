@@ -5,7 +5,10 @@ answer is exact unless the allowed number of steps runs out, or the devices are 
 team and order; then it is the best of those that were tried.
 
 Of a larger cluster the `MOST_DEVICES` with the fastest memory are looked at; where the model has no room on these,
-those with the most memory; and where it has none there, pipelines of as many as it takes (`_Pipelines`).
+those with the most memory; and where it has none there, pipelines of as many as it takes (`_Pipelines`), without grids.
+
+Plans whose stages are grids of ranks are searched for after all others, below the time of the best of these: so one is
+found only where it is predicted to win.
 """
 
 from __future__ import annotations
@@ -21,9 +24,10 @@ from tllm.planner.cluster.device_kinds import kinds_of
 from tllm.planner.cost.serving_load import ServingFacts, ServingLoad, loads
 from tllm.planner.cost.stage_team import StageTeam
 from tllm.planner.search.branch_and_bound import BranchAndBound, SearchSpace
-from tllm.planner.search.stage_options import StageOption, options_of
+from tllm.planner.search.stage_options import Division, StageOption, options_of
 from tllm.planner.simulate.serving import ServingPrediction, predict_serving
 from tllm.spec.cut import cut_stage
+from tllm.spec.grid.grid_shape import MODES, TensorMode
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Experts, Plan, Stage
 
@@ -75,30 +79,67 @@ def best_serving(spec: ModelSpec, cluster: Cluster, facts: ServingFacts, steps: 
 def _best_on(
     spec: ModelSpec, cluster: Cluster, facts: ServingFacts, steps: int, devices: Sequence[int]
 ) -> ServingSearchResult | None:
-    """The best plans on some devices; None where the model has no room there."""
-    kinds = kinds_of(cluster, devices)
-    searches, exact = list[BranchAndBound](), len(devices) == len(cluster)
-    for experts in _experts(spec):
-        options, is_exhaustive = options_of(spec, cluster, facts, kinds, experts)
-        exact = exact and is_exhaustive
-        for load in _loads(facts, min(len(devices), spec.num_layers)):
-            timed = [option.timed(load) for option in options]
-            for count in range(load.stages, len(devices) + 1):
-                searches.append(BranchAndBound(SearchSpace(spec, cluster, load, kinds, timed, count, experts)))
-    for search in searches:
-        search.run(steps // (2 * len(searches)))
-    best = min(search.best for search in searches)
-    unfinished = [search for search in searches if not search.is_complete and search.root_bound < best]
-    for search in unfinished:
-        search.run(steps // (2 * len(unfinished)), min(other.best for other in searches))
+    """The best plans on some devices; None where the model has no room there.
+
+    One with a grid of ranks is among them where it is faster than all without.
+    """
+    one_way = _Searches(spec, cluster, facts, devices, [Division(experts) for experts in _experts(spec)])
+    one_way.run(steps)
+    grids = _Searches(spec, cluster, facts, devices, [Division(tensor=mode) for mode in _grids(facts)])
+    grids.run(steps // 4, one_way.best)
+    searches = [*one_way.searches, *grids.searches]
     successful = sorted((search for search in searches if search.chosen), key=lambda search: search.best)
     if not successful:
         return None
+    are_all = len(devices) == len(cluster) and one_way.is_exhaustive and grids.is_exhaustive
     return ServingSearchResult(
         tuple(_choice(search) for search in _best_of_each_space(successful)),
-        exact and all(search.is_complete or search.root_bound >= successful[0].best for search in searches),
+        are_all and all(search.is_complete or search.root_bound >= successful[0].best for search in searches),
         sum(search.steps for search in searches),
     )
+
+
+class _Searches:
+    """The searches of some devices for plans whose stages are divided in these ways."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        cluster: Cluster,
+        facts: ServingFacts,
+        devices: Sequence[int],
+        divisions: Iterable[Division],
+    ) -> None:
+        kinds = kinds_of(cluster, devices)
+        self.searches, self.is_exhaustive = list[BranchAndBound](), True
+        for division in divisions:
+            options, is_exhaustive = options_of(spec, cluster, facts, kinds, division)
+            self.is_exhaustive = self.is_exhaustive and is_exhaustive
+            smallest = min((len(option.order) for option in options if division.grid(len(option.order))), default=1)
+            if division.tensor != "1d" and smallest == 1:
+                continue  # no grid has room, or none is for this model
+            for load in _loads(facts, min(len(devices) - smallest + 1, spec.num_layers)):
+                timed = [option.timed(load) for option in options]
+                for count in range(load.stages + smallest - 1, len(devices) + 1):
+                    self.searches.append(
+                        BranchAndBound(SearchSpace(spec, cluster, load, kinds, timed, count, division))
+                    )
+
+    @property
+    def best(self) -> float:
+        """The seconds of the best plan found."""
+        return min((search.best for search in self.searches), default=math.inf)
+
+    def run(self, steps: int, below: float = math.inf) -> None:
+        """Try so many stages, for plans that take less than `below` seconds."""
+        # A bound that is no number, as where nothing fits, rules nothing out.
+        promising = [search for search in self.searches if not search.root_bound >= below]
+        for search in promising:
+            search.run(steps // (2 * len(promising)), below)
+        best = min(self.best, below)
+        unfinished = [search for search in promising if not search.is_complete and search.root_bound < best]
+        for search in unfinished:
+            search.run(steps // (2 * len(unfinished)), min(self.best, below))
 
 
 def _candidates(cluster: Cluster) -> list[list[int]]:
@@ -126,14 +167,20 @@ def _loads(facts: ServingFacts, most_stages: int) -> list[ServingLoad]:
 
 def _best_of_each_space(searches: Sequence[BranchAndBound]) -> list[BranchAndBound]:
     """The first, best one of those that differ only in the number of draft tokens."""
-    first: dict[tuple[int, int, Experts], BranchAndBound] = {}
+    first: dict[tuple[int, int, Division], BranchAndBound] = {}
     for search in searches:
-        first.setdefault((search.space.stages, search.space.device_count, search.space.experts), search)
+        first.setdefault((search.space.stages, search.space.device_count, search.space.division), search)
     return list(first.values())
 
 
 def _experts(spec: ModelSpec) -> tuple[Experts, ...]:
     return ("cut", "spread") if any(layer.moe for layer in spec.layers) else ("cut",)
+
+
+def _grids(facts: ServingFacts) -> tuple[TensorMode, ...]:
+    """The grids to try: none for weights of few bits, which are not cut both ways. What else a model has that is not,
+    `spec.cut` knows."""
+    return () if facts.weight_bits is not None else MODES[1:]
 
 
 def _choice(search: BranchAndBound) -> ServingChoice:
@@ -145,7 +192,7 @@ def _choice(search: BranchAndBound) -> ServingChoice:
         stages.append(Stage(start, stop, timed.option.shares))
         devices += [unused[kind].pop(0) for kind in timed.option.order]
         start = stop
-    plan = Plan(tuple(stages), space.experts)
+    plan = Plan(tuple(stages), *space.division)
     predicted = predict_serving(space.spec, plan, space.cluster, devices, space.load.facts)
     return ServingChoice(plan, tuple(devices), predicted)
 

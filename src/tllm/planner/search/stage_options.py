@@ -1,19 +1,22 @@
 """What may hold one stage of a serving plan: devices with their shares (`StageOption`), and the seconds of layers on
-them under one load (`TimedOption`)."""
+them under one load (`TimedOption`). How the devices of a stage divide it (`Division`) is the same in all of a plan."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from tllm.core.errors import PlanError
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.cluster.device_kinds import Counts, Order, counts_upto, devices_for, orders_of
 from tllm.planner.cost.serving_load import ExpectedBatch, ServingFacts, ServingLoad
 from tllm.planner.cost.stage_team import StageTeam
+from tllm.planner.cost.tensor_parallel.grid_team import GridTeam
 from tllm.planner.search.microbatch_deals import lowest_terms
-from tllm.spec.cut import Cut, cut_stage, size
+from tllm.spec.cut import Cut, cut_grid, cut_stage, size, width_of
+from tllm.spec.grid.grid_shape import GridShape, TensorMode, grid_shape
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Experts
 
@@ -25,6 +28,18 @@ SHARE_UNITS = 16
 
 MOST_ORDERS = 720
 """Orders of a team's devices that are all tried: they decide who leads, and who gets less where parts are unequal."""
+
+
+class Division(NamedTuple):
+    """How the devices of a stage divide its weights: two fields of a `Plan`."""
+
+    experts: Experts = "cut"
+    tensor: TensorMode = "1d"
+
+    def grid(self, ranks: int) -> GridShape | None:
+        """The grid that so many devices form; None for one, and where weights are cut one way. Raises PlanError where
+        they form none."""
+        return None if ranks == 1 else grid_shape(self.tensor, ranks)
 
 
 @dataclass
@@ -95,11 +110,12 @@ class TimedOption:
 
 
 def options_of(
-    spec: ModelSpec, cluster: Cluster, facts: ServingFacts, kinds: Sequence[Sequence[int]], experts: Experts
+    spec: ModelSpec, cluster: Cluster, facts: ServingFacts, kinds: Sequence[Sequence[int]], division: Division
 ) -> tuple[list[StageOption], bool]:
     """Every option in which some layer fits; and whether no other was left out because there are too many."""
     whole = tuple(map(len, kinds))
-    counts = list(counts_upto(whole, sum(whole)))
+    sizes = {ranks for ranks in range(1, sum(whole) + 1) if _can_divide(spec, division, ranks)}
+    counts = [team for team in counts_upto(whole, sum(whole)) if sum(team) in sizes]
     is_exhaustive = len(counts) <= MOST_TEAMS
     if not is_exhaustive:
         speeds = [cluster.devices[kind[0]].memory_bandwidth for kind in kinds]
@@ -108,12 +124,27 @@ def options_of(
     for team_counts in counts:
         orders, are_all = orders_of(team_counts, MOST_ORDERS)
         is_exhaustive = is_exhaustive and are_all
-        for order, shares, cuts in _unlike(spec, cluster, facts, kinds, orders, experts):
-            team = StageTeam(spec, cluster, devices_for(kinds, order), cuts, facts)
+        for order, shares, cuts in _unlike(spec, cluster, facts, kinds, orders, division):
+            devices, shape = devices_for(kinds, order), division.grid(len(order))
+            if shape is None:
+                team = StageTeam(spec, cluster, devices, cuts, facts)
+            else:
+                team = GridTeam(spec, cluster, devices, shape, facts)
             option = StageOption(team_counts, order, shares, team)
             if option.max_layers:
                 options.append(option)
     return options, is_exhaustive
+
+
+def _can_divide(spec: ModelSpec, division: Division, ranks: int) -> bool:
+    """Whether so many devices of a stage can divide it so. One that has it alone can always."""
+    if ranks == 1 or division.tensor == "1d":
+        return True  # shares decide what is cut
+    try:
+        shape = division.grid(ranks)
+        return shape is not None and len(cut_grid(spec, shape)) == ranks
+    except PlanError:
+        return False
 
 
 def _unlike(
@@ -122,7 +153,7 @@ def _unlike(
     facts: ServingFacts,
     kinds: Sequence[Sequence[int]],
     orders: Iterable[Order],
-    experts: Experts,
+    division: Division,
 ) -> Iterator[tuple[Order, tuple[int, ...], tuple[Cut, ...]]]:
     """Orders of a team's kinds with shares and what these cut, without those that cost the same as an earlier one.
 
@@ -130,12 +161,16 @@ def _unlike(
     """
     seen = set[object]()
     for order in orders:
-        for shares in shares_of(cluster, devices_for(kinds, order), facts):
+        shape = division.grid(len(order))
+        tried = [(1,) * len(order)] if shape else shares_of(cluster, devices_for(kinds, order), facts)
+        for shares in tried:
             try:
-                cuts = cut_stage(spec, shares, experts)
+                cuts = cut_grid(spec, shape) if shape else cut_stage(spec, shares, division.experts)
             except PlanError:
                 continue  # there are more ranks than there is to cut
-            parts = order[0], tuple(sorted((kind, *_sizes(cut)) for kind, cut in zip(order, cuts, strict=True)))
+            widths = [size(width_of(spec.hidden_size, shape, place)) for place in range(len(order))]
+            sizes = [(*_sizes(cut), width) for cut, width in zip(cuts, widths, strict=True)]
+            parts = order[0], tuple(sorted((kind, *part) for kind, part in zip(order, sizes, strict=True)))
             if parts not in seen:
                 seen.add(parts)
                 yield order, shares, cuts

@@ -7,21 +7,36 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.planner.search.test_serving_search import FACTS, device_of, spec_of
+from tllm.engine.decode_recordings import MOST_ROWS
 from tllm.planner.cluster.device import Cluster, LinkSpeed
 from tllm.planner.cost.rank_bytes import rank_bytes
+from tllm.planner.cost.serving_load import ExpectedBatch
+from tllm.planner.cost.tensor_parallel import grid_team
+from tllm.planner.cost.tensor_parallel.grid_team import PLAYED_ROWS, UNPLAYED_SECONDS, GridTeam
 from tllm.planner.simulate.serving import ServingPrediction, all_reduce_bytes, predict_serving
+from tllm.spec.grid.grid_shape import GridMode, grid_shape
 from tllm.spec.plan import Plan
 
 SPEC = spec_of(24, heads=16)
 NO_LATENCY, SLOW_TO_ANSWER, NARROW = LinkSpeed(0.0, 1e15), LinkSpeed(1e-3, 1e15), LinkSpeed(0.0, 1e7)
 
 
+def beside_python(prediction: ServingPrediction) -> float:
+    """Seconds of a token on a grid without what its layers take as they are computed and not played."""
+    return prediction.per_token - SPEC.num_layers * UNPLAYED_SECONDS
+
+
+def cluster_of(count: int, link: LinkSpeed) -> Cluster:
+    names = tuple(f"n{i}" for i in range(count))
+    return Cluster(names, (device_of(900),) * count, tuple(range(count)), (None,) * count, default=link)
+
+
 def predicted(plan: str, link: LinkSpeed, concurrency: int = 2) -> ServingPrediction:
     made = Plan.parse(plan, SPEC.num_layers)
     count = made.world_size
-    names = tuple(f"n{i}" for i in range(count))
-    cluster = Cluster(names, (device_of(900),) * count, tuple(range(count)), (None,) * count, default=link)
-    return predict_serving(SPEC, made, cluster, tuple(range(count)), replace(FACTS, concurrency=concurrency))
+    return predict_serving(
+        SPEC, made, cluster_of(count, link), tuple(range(count)), replace(FACTS, concurrency=concurrency)
+    )
 
 
 @pytest.mark.parametrize(
@@ -35,14 +50,16 @@ def test_what_is_held_is_what_the_plan_says(plan: str) -> None:
 @pytest.mark.parametrize("plan", ["tp=4,tensor=2d", "tp=16,tensor=2d"])
 def test_without_links_that_cost_anything_a_grid_is_as_fast(plan: str) -> None:
     """It reads more keys, as a column has them twice, and as many weights, or fewer where 1D has key heads twice."""
-    grid, one_way = (predicted(text, NO_LATENCY).per_token for text in (plan, plan.split(",")[0]))
+    grid = beside_python(predicted(plan, NO_LATENCY))
+    one_way = predicted(plan.split(",")[0], NO_LATENCY).per_token
     assert 0.9 * one_way < grid < 1.2 * one_way
 
 
 def test_links_that_answer_slowly_make_a_grid_slower() -> None:
     """Six sums in a layer for two, and one more for the logits and one for their norm."""
     for ranks in (4, 16):
-        grid, one_way = (predicted(f"tp={ranks}{more}", SLOW_TO_ANSWER).per_token for more in (",tensor=2d", ""))
+        grid = beside_python(predicted(f"tp={ranks},tensor=2d", SLOW_TO_ANSWER))
+        one_way = predicted(f"tp={ranks}", SLOW_TO_ANSWER).per_token
         assert 2.5 < grid / one_way < 3.5
 
 
@@ -55,10 +72,54 @@ def test_narrow_links_make_several_squares_faster_for_many_tokens_and_others_slo
         (16, "2d", 64, 1.25, 1.5),
         (8, "3d", 64, 1.5, 3.0),
     ):
-        grid, one_way = (
-            predicted(f"tp={ranks}{more}", NARROW, concurrency).per_token for more in (f",tensor={mode}", "")
-        )
+        on_grid = predicted(f"tp={ranks},tensor={mode}", NARROW, concurrency)
+        grid = on_grid.per_token if concurrency > PLAYED_ROWS else beside_python(on_grid)
+        one_way = predicted(f"tp={ranks}", NARROW, concurrency).per_token
         assert low < grid / one_way < high, (ranks, mode, concurrency)
+
+
+@pytest.mark.parametrize(("concurrency", "is_played"), [(1, True), (PLAYED_ROWS, True), (PLAYED_ROWS + 1, False)])
+def test_layers_that_are_played_elsewhere_take_longer_on_a_grid(
+    concurrency: int, is_played: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replies alone: prompts are computed by every plan."""
+    assert PLAYED_ROWS == MOST_ROWS
+    before = predicted("tp=4,tensor=2d", NO_LATENCY, concurrency)
+    monkeypatch.setattr(grid_team, "UNPLAYED_SECONDS", 0.0)
+    without = predicted("tp=4,tensor=2d", NO_LATENCY, concurrency)
+    assert before.first_token == without.first_token
+    more = SPEC.num_layers * UNPLAYED_SECONDS if is_played else 0.0
+    assert before.per_token - without.per_token == pytest.approx(more, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mode", "of_middle", "of_last"), [(4, "2d", 1 / 2, 0), (8, "3d", 3 / 4, 0), (8, "2.5d", 3 / 4, 1 / 4)]
+)
+def test_what_leaves_a_grid_is_put_together_from_columns_and_squares(
+    ranks: int, mode: GridMode, of_middle: float, of_last: float
+) -> None:
+    """Hidden states that a rank sends, in parts of those of a batch; those of the last stage are sampled from."""
+    shape, batch = grid_shape(mode, ranks), ExpectedBatch(64, 64, 16, 0)
+    assert shape is not None
+    team = GridTeam(SPEC, cluster_of(ranks, NARROW), tuple(range(ranks)), shape, FACTS)
+    hidden = 64 * SPEC.hidden_size * 4
+    middle, last = (team.ends_time(False, is_last, batch).sending * NARROW.bandwidth for is_last in (False, True))
+    # Before, the leader sends all that came to it to each other rank.
+    assert middle == pytest.approx((ranks - 1 + of_middle) * hidden)
+    assert last == pytest.approx((ranks - 1 + of_last) * hidden)
+
+
+def test_sums_of_a_grid_go_by_links_where_those_that_were_measured_went_through_memory() -> None:
+    """Ranks of one machine: with 1D all share memory, the rows and columns of a grid do not."""
+    memory = LinkSpeed(
+        1e-5, 1e10, 2e-5, layer_sync_overhead=3e-5, hop_overhead=2e-4, hop_bandwidth=1e8, shares_memory=True
+    )
+    by_links = LinkSpeed(1e-5, 1e8, 2e-4)
+    for plan, same in (("tp=4,tensor=2d", by_links), ("tp=4", replace(memory, hop_bandwidth=0.0, hop_overhead=None))):
+        assert predicted(plan, memory).seconds == pytest.approx(predicted(plan, same).seconds, rel=1e-12)
+    assert predicted("tp=4", memory).seconds < predicted("tp=4", by_links).seconds
+    over_devices = replace(memory, shares_memory=False)  # which rows and columns are groups of, too
+    assert predicted("tp=4,tensor=2d", over_devices).seconds < predicted("tp=4,tensor=2d", memory).seconds
 
 
 def test_bytes_of_a_token_are_those_of_the_stage_that_is_asked_for() -> None:

@@ -290,6 +290,21 @@ def test_a_survey_is_kept_and_known_again(tmp_path: Path) -> None:
     assert not survey.is_of(SPEC, "serve", "float32", [("a", 2, ""), ("b", 2, "cuda:0 Some GPU")])
 
 
+@pytest.mark.parametrize(
+    ("hop_bandwidth", "device", "in_memory"), [(0.0, "", False), (1e8, "", True), (1e8, "cuda", False)]
+)
+def test_sums_that_did_not_go_over_links_went_through_memory_or_over_devices(
+    hop_bandwidth: float, device: str, in_memory: bool
+) -> None:
+    """Ranks that are only some of a stage, as a grid's rows and columns, use devices together and no memory."""
+    nodes = [msgspec.structs.replace(serving_node(name, "one"), device=device) for name in ("a", "b")]
+    survey = survey_of("serve", *nodes)
+    ways = tuple(msgspec.structs.replace(way, bandwidth=1e10, hop_bandwidth=hop_bandwidth) for way in survey.paths)
+    cluster = cluster_of(msgspec.structs.replace(survey, paths=ways), SPEC)
+    assert cluster.slowest_link((0, 1)).bandwidth == 1e10
+    assert cluster.slowest_link((0, 1), in_memory=False).bandwidth == (1e8 if in_memory else 1e10)
+
+
 def test_nodes_share_the_memory_of_their_machine_and_of_no_device_but_their_own() -> None:
     """Two on the processors of a box, two on one of its devices and one on another."""
     names = ("", "", "cuda:0 Some GPU", "cuda:0 Some GPU", "cuda:1 Some GPU")

@@ -6,7 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tllm.planner.cluster.device import Cluster
-from tllm.planner.cost.message_time import TimeBreakdown, all_reduce_time, transfer_time
+from tllm.planner.cost.message_time import (
+    TimeBreakdown,
+    all_reduce_time,
+    transfer_after_compute,
+    transfer_time,
+)
 from tllm.planner.cost.rank_bytes import part_of_width
 from tllm.planner.cost.serving_load import ExpectedBatch, ServingFacts
 from tllm.planner.cost.stage_team import StageTeam
@@ -16,6 +21,10 @@ from tllm.spec.grid.grid_shape import GridShape
 from tllm.spec.model_spec import LayerSpec, ModelSpec
 from tllm.spec.plan import Plan
 
+PLAYED_ROWS, UNPLAYED_SECONDS = 32, 0.6e-3
+"""Layers over replies of up to so many rows are played elsewhere, as surveys time them, and computed on a grid: Python
+and torch then take so long in each layer (docs/log/serving.md, "a token's layers without Python")."""
+
 
 class GridTeam(StageTeam):
     """Products come from blocks of weights, and sums go along rows and columns; several squares divide the tokens."""
@@ -24,10 +33,12 @@ class GridTeam(StageTeam):
         self, spec: ModelSpec, cluster: Cluster, devices: Sequence[int], shape: GridShape, facts: ServingFacts
     ) -> None:
         super().__init__(spec, cluster, devices, cut_grid(spec, shape), facts)
+        link = cluster.slowest_link(self.devices, in_memory=False)  # which rows and columns do not share
+        self.link = link.with_sync_overhead(link.layer_sync_overhead)
         self._held = [part_of_width(held, shape, place) for place, held in enumerate(self._held)]
         self._squares = shape.depth if shape.mode == "2.5d" else 1
         square = GridShape("2d", shape.side) if self._squares > 1 else shape
-        self._sums = StageSums(spec, square, square.ranks)
+        self._parts, self._sums = square.width_parts, StageSums(spec, square, square.ranks)
 
     def _own(self, batch: ExpectedBatch) -> ExpectedBatch:
         """What one square has of a batch."""
@@ -37,7 +48,9 @@ class GridTeam(StageTeam):
         return replace(batch, tokens=batch.tokens / count, sequences=max(1.0, batch.sequences / count))
 
     def _work(self, layer: LayerSpec, batch: ExpectedBatch, place: int) -> TimeBreakdown:
-        return super()._work(layer, self._own(batch), place)
+        time = super()._work(layer, self._own(batch), place)
+        is_played_elsewhere = batch.rows == batch.tokens <= PLAYED_ROWS
+        return time.plus(TimeBreakdown(operations=UNPLAYED_SECONDS)) if is_played_elsewhere else time
 
     def _overhead(self, layer: LayerSpec, batch: ExpectedBatch) -> float:
         sums = self._sums.of_layer(layer, 1)
@@ -55,13 +68,25 @@ class GridTeam(StageTeam):
         return time.plus(transfer_time((self._squares - 1) * keys * own.tokens, self.link))
 
     def _end_sums(self, first: bool, last: bool, batch: ExpectedBatch) -> TimeBreakdown:
-        time = TimeBreakdown()
+        time, own = TimeBreakdown(), self._own(batch)
         if first:
             for one in self._sums.of_ends(1, 1, True, False):
-                time = time.plus(self._seconds(one, self._own(batch).tokens))
+                time = time.plus(self._seconds(one, own.tokens))
         if last:
             for one in self._sums.of_ends(1, 1, False, True):
                 time = time.plus(self._seconds(one, batch.rows))
+        return time.plus(self._put_together(last, own, own is not batch))
+
+    def _put_together(self, last: bool, own: ExpectedBatch, is_divided: bool) -> TimeBreakdown:
+        """The columns and the squares' rows of hidden states, as they leave the stage or, of rows alone, are sampled
+        from: a rank sends what it has to each other one."""
+        time, parts = TimeBreakdown(), self._parts
+        sent = own.tokens * self.spec.hidden_size * self.facts.message_bytes
+        if not last:
+            time = time.plus(transfer_after_compute((parts - 1) / parts * sent, self.link))
+        if is_divided:
+            rows = sent / parts if last else sent
+            time = time.plus(transfer_after_compute((self._squares - 1) * rows, self.link))
         return time
 
     def _seconds(self, one: GroupSums, tokens: float) -> TimeBreakdown:
