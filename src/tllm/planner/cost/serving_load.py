@@ -68,6 +68,11 @@ class ServingFacts:
         return self.item_bytes if self.weight_bits is None else self.weight_bits / 8
 
     @property
+    def has_few_bits(self) -> bool:
+        """Whether weights are taken to have fewer bits than plain numbers."""
+        return self.weight_bits is not None and self.weight_bits < 16
+
+    @property
     def message_bytes(self) -> float:
         """Bytes of a number in a message."""
         return self.item_bytes if self.message_bits is None else self.message_bits / 8

@@ -180,7 +180,7 @@ def _experts(spec: ModelSpec) -> tuple[Experts, ...]:
 def _grids(facts: ServingFacts) -> tuple[TensorMode, ...]:
     """The grids to try: none for weights of few bits, which are not cut both ways. What else a model has that is not,
     `spec.cut` knows."""
-    return () if facts.weight_bits is not None else MODES[1:]
+    return () if facts.has_few_bits else MODES[1:]
 
 
 def _choice(search: BranchAndBound) -> ServingChoice:

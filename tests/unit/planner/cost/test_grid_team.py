@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.planner.search.test_serving_search import FACTS, device_of, spec_of
+from tllm.core.errors import PlanError
 from tllm.engine.decode_recordings import MOST_ROWS
 from tllm.planner.cluster.device import Cluster, LinkSpeed
 from tllm.planner.cost.rank_bytes import rank_bytes
@@ -120,6 +121,15 @@ def test_sums_of_a_grid_go_by_links_where_those_that_were_measured_went_through_
     assert predicted("tp=4", memory).seconds < predicted("tp=4", by_links).seconds
     over_devices = replace(memory, shares_memory=False)  # which rows and columns are groups of, too
     assert predicted("tp=4,tensor=2d", over_devices).seconds < predicted("tp=4,tensor=2d", memory).seconds
+
+
+def test_weights_of_few_bits_are_refused_and_plain_ones_by_their_bits_are_not() -> None:
+    plan = Plan.parse("tp=4,tensor=2d", SPEC.num_layers)
+    ask = SPEC, plan, cluster_of(4, NARROW), tuple(range(4))
+    with pytest.raises(PlanError, match=r"tensor=2d and weights of 4\.5 bits: few bits are not") as refused:
+        predict_serving(*ask, replace(FACTS, weight_bits=4.5))
+    assert refused.value.hint == "leave tensor out: all models are cut one way (tensor=1d)"
+    assert predict_serving(*ask, replace(FACTS, weight_bits=32.0)).seconds == predict_serving(*ask, FACTS).seconds
 
 
 def test_bytes_of_a_token_are_those_of_the_stage_that_is_asked_for() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from tllm.core.errors import PlanError
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.cost.message_time import (
     TimeBreakdown,
@@ -32,6 +33,11 @@ class GridTeam(StageTeam):
     def __init__(
         self, spec: ModelSpec, cluster: Cluster, devices: Sequence[int], shape: GridShape, facts: ServingFacts
     ) -> None:
+        if facts.weight_bits is not None and facts.has_few_bits:
+            raise PlanError(
+                f"tensor={shape.mode} and weights of {facts.weight_bits:g} bits: few bits are not cut both ways",
+                "leave tensor out: all models are cut one way (tensor=1d)",
+            )
         super().__init__(spec, cluster, devices, cut_grid(spec, shape), facts)
         link = cluster.slowest_link(self.devices, in_memory=False)  # which rows and columns do not share
         self.link = link.with_sync_overhead(link.layer_sync_overhead)
