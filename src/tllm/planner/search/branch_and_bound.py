@@ -220,6 +220,8 @@ class LowerBound:
         prefill, slowest_prefill, decode, slowest_decode = prefix
         if stages:
             remaining = self._remaining(free, stages, devices)
+            if math.isinf(remaining.prefill[layers]):
+                return math.inf  # for no tokens, too, of which so many seconds would be no number
             prefill, decode = prefill + remaining.prefill[layers], decode + remaining.decode[layers]
             slowest_prefill = max(slowest_prefill, layers * remaining.prefill_rate)
             slowest_decode = max(slowest_decode, layers * remaining.decode_rate)

@@ -132,8 +132,7 @@ class _Searches:
 
     def run(self, steps: int, below: float = math.inf) -> None:
         """Try so many stages, for plans that take less than `below` seconds."""
-        # A bound that is no number, as where nothing fits, rules nothing out.
-        promising = [search for search in self.searches if not search.root_bound >= below]
+        promising = [search for search in self.searches if search.root_bound < below]
         for search in promising:
             search.run(steps // (2 * len(promising)), below)
         best = min(self.best, below)

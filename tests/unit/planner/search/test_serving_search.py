@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -17,7 +18,7 @@ from tllm.planner.cost.cache_room import RUNTIME_BYTES
 from tllm.planner.cost.serving_load import ServingFacts
 from tllm.planner.search import serving_search
 from tllm.planner.search.serving_search import best_serving
-from tllm.planner.search.stage_options import shares_of
+from tllm.planner.search.stage_options import Division, shares_of
 from tllm.planner.simulate.serving import ServingPrediction, predict_serving
 from tllm.spec.model_spec import LayerSpec, ModelSpec, MoeSpec, RopeSpec
 from tllm.spec.plan import Experts, Plan, Stage
@@ -234,6 +235,13 @@ def test_faster_machines_are_given_more_layers_in_a_long_pipeline() -> None:
 def test_a_model_that_all_machines_together_cannot_hold_is_refused() -> None:
     with pytest.raises(CapacityError, match="and 24 nodes have"):
         best_serving(spec_of(200, heads=1), many([device_of(8)] * 24), FACTS)
+
+
+@pytest.mark.parametrize("reply", [1, 10])
+def test_what_has_no_room_takes_forever_at_least(reply: int) -> None:
+    cluster, facts = many([device_of(8)] * 2), replace(FACTS, reply=reply)
+    searches = serving_search._Searches(spec_of(200, heads=1), cluster, facts, range(2), [Division()]).searches
+    assert searches and all(search.root_bound == math.inf for search in searches)
 
 
 @pytest.mark.parametrize("seed", some_of(40, 10))
