@@ -336,7 +336,8 @@ class Started(Message, frozen=True):
 
 
 class Shutdown(Message, frozen=True):
-    """End. If `reason` says what is wrong, at once, whatever is under way; it is what the node then ends with."""
+    """End. If `reason` says what is wrong, at once, whatever is under way; it is what the node then ends with. With
+    `is_unfinished` too, nothing is: an operator ended the coordinator."""
 
     reason: str = ""
     is_unfinished: bool = False  # the work is to go on another time

@@ -190,6 +190,11 @@ class Worker:
     def _device(self) -> torch.device:
         return torch.device(self._settings.device)
 
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether the cluster was ended before its work had come to its end."""
+        return self._control.inbox.is_unfinished
+
     def run(self) -> bool:
         """Follow orders until there are no more; whether the work has then come to its end. A failure while computing
         is reported and raised."""
@@ -198,9 +203,8 @@ class Worker:
                 self._follow(order)
             if self._control.error is not None:
                 raise self._control.error
-            is_unfinished = self._control.inbox.is_unfinished
-            log.info("ends: %s%s", self._control.reason, ", to go on another time" if is_unfinished else "")
-            return not is_unfinished
+            log.info("ends: %s%s", self._control.reason, ", to go on another time" if self.is_unfinished else "")
+            return not self.is_unfinished
         except KeyboardInterrupt:
             self._control.leave()
             raise
@@ -407,7 +411,14 @@ def _of_this_machine(error: OSError) -> ClusterError:
 def work(settings: WorkerSettings, http: HttpServer | None = None, make_replica: MakeReplica | None = None) -> bool:
     """Be a node until the cluster ends, which can take the coordinator's place with `make_replica`; whether the work
     has then come to its end. Raises the error that this node failed with."""
-    return Worker(settings, http=http, make_replica=make_replica).run()
+    worker = Worker(settings, http=http, make_replica=make_replica)
+    try:
+        return worker.run()
+    except ClusterError as error:
+        if not worker.is_unfinished:
+            raise
+        log.warning("ends: %s", error.message)
+        return False
 
 
 def main() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 from dataclasses import replace
@@ -17,6 +18,8 @@ from tests.support.models.families import save_model
 from tllm.cluster.messages import Assign
 from tllm.cluster.settings import DoctorSettings, EngineSettings, SurveySettings, TrainSettings, VerifySettings
 from tllm.core.errors import ClusterError, ConfigError
+from tllm.node import worker as worker_module
+from tllm.node.coordinator.forming import _ending
 from tllm.node.roles.control import WorkerOrder
 from tllm.node.roles.serving_rank import ServingRank
 from tllm.node.roles.survey_rank import SurveyRank
@@ -146,3 +149,46 @@ def test_a_node_that_the_users_own_command_has_not_started_runs_no_code_of_a_job
             check_no_code(rewarded)
     check_no_code(msgspec.structs.replace(rewarded, rank=1))
     check_no_code(assign(TRAIN))
+
+
+@pytest.mark.parametrize("is_unfinished", [True, False])
+def test_a_coordinator_that_its_operator_ended_is_no_failure_of_the_node(
+    is_unfinished: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`tllm join` ended with an error and code 4 where somebody pressed Ctrl-C at the first machine."""
+
+    class Told:
+        """A worker whose coordinator has told it to end at once."""
+
+        def __init__(self, *of: object, **more: object) -> None:
+            self.is_unfinished = is_unfinished
+
+        def run(self) -> bool:
+            raise ClusterError("ended by its operator")
+
+    monkeypatch.setattr(worker_module, "Worker", Told)
+    settings: Any = None
+    if is_unfinished:
+        assert worker_module.work(settings) is False
+        assert caplog.messages == ["ends: ended by its operator"]
+    else:
+        with pytest.raises(ClusterError, match="ended by its operator"):
+            worker_module.work(settings)
+
+
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [
+        (asyncio.CancelledError(), ("the first machine's command was ended by its operator", True)),
+        (KeyboardInterrupt(), ("the first machine's command was ended by its operator", True)),
+        (RuntimeError("a fault"), ("the coordinator failed", False)),
+        (ClusterError("a node is lost"), ("a node is lost", False)),
+    ],
+)
+def test_nodes_are_told_who_ended_their_coordinator(raised: BaseException, told: tuple[str, bool]) -> None:
+    members = SimpleNamespace(is_unfinished=False)
+    members.end = lambda reason="": setattr(members, "told", (reason, members.is_unfinished))
+    coordinator: Any = SimpleNamespace(members=members)
+    with pytest.raises(type(raised)), _ending(coordinator):
+        raise raised
+    assert members.told == told

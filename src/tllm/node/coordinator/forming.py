@@ -125,8 +125,12 @@ def _ending(coordinator: Coordinator) -> Iterator[None]:
     except TllmError as error:
         coordinator.members.end(error.message)
         raise
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        coordinator.members.is_unfinished = True
+        coordinator.members.end("the first machine's command was ended by its operator")
+        raise
     except BaseException:
-        coordinator.members.end("the coordinator was interrupted")
+        coordinator.members.end("the coordinator failed")
         raise
     coordinator.members.end()
 

@@ -421,10 +421,11 @@ class Control:
         return ReplicaServes(await self._beside.replica.serve(message))
 
     async def _shut_down(self, message: Shutdown) -> None:
+        self.inbox.is_unfinished = message.is_unfinished
         if message.reason:
             self._fail(message.reason)
             raise ClusterError(message.reason)  # which ends the channel
-        self.reason, self.inbox.is_unfinished = "the coordinator ended the cluster", message.is_unfinished
+        self.reason = "the coordinator ended the cluster"
         self._node.command(CloseRing())
         self.inbox.end()
 

@@ -38,14 +38,11 @@ _TROUBLES: tuple[tuple[str, Severity], ...] = (("fault", "error"), ("advice", "w
 
 
 def _of_node(name: str, old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> Iterator[Happening]:
-    if old is None or (_phase(old) == "lost" and new["phase"] != "lost"):
+    was_lost, is_lost = (of is not None and of.get("phase") == "lost" for of in (old, new))
+    if old is None or (was_lost and not is_lost):
         yield "info", f"{name} has joined" + (f" from {new['host_name']}" if new.get("host_name") else "")
     reason = new.get("reason", "")
-    if reason and reason != (old or {}).get("reason", "") and new["phase"] != "lost":
+    if reason and reason != (old or {}).get("reason", "") and not is_lost:
         yield "error", f"{name} cannot go on: {reason}"
-    if new["phase"] == "lost" != _phase(old) and new.get("rank") is None:  # which is none of the losses that count
+    if is_lost and not was_lost and new.get("rank") is None:  # which is none of the losses that count
         yield "warning", reason
-
-
-def _phase(node: Mapping[str, Any] | None) -> str:
-    return "" if node is None else str(node["phase"])

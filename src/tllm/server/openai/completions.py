@@ -75,7 +75,7 @@ class Completions:
         if prompts.tokenizer is not None and (parsers.tools or parsers.is_harmony):
             self._held_calls = HeldCalls(prompts.tokenizer, HARMONY if parsers.is_harmony else parsers.tools)
         self.adapters = adapters
-        self._names = (router.client.model_name, *settings.model_aliases)
+        self._names = tuple(dict.fromkeys((router.client.model_name, *settings.model_aliases)))
 
     @property
     def models(self) -> tuple[str, ...]:

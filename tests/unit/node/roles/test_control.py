@@ -13,7 +13,7 @@ import pytest
 
 from tests.unit.cluster.kits import facts
 from tllm.cluster.connection import Unreachable
-from tllm.cluster.messages import Attached, Cancel, Failure, Heartbeat, Message, Stop
+from tllm.cluster.messages import Attached, Cancel, Failure, Heartbeat, Message, Shutdown, Stop
 from tllm.engine.driver import CancelRequest
 from tllm.node.roles import control as control_module
 from tllm.node.roles.control import Control, HeartbeatExchange
@@ -213,6 +213,22 @@ def test_a_node_that_is_told_to_leave_joins_no_coordinator_again(monkeypatch: py
     assert control.error is None
     (channel,) = channels
     assert [message.message for message in channel.heard if isinstance(message, Failure)] == [control.reason]
+
+
+def test_a_node_that_is_to_end_at_once_knows_whether_its_coordinator_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for is_unfinished in (True, False):
+        shutdown = Shutdown("why it ends", is_unfinished)
+
+        async def attach(*of: object, message: Message = shutdown) -> object:
+            return Gone(message), Attached("c", 9.0, 9.0)
+
+        monkeypatch.setattr(control_module, "attach", attach)
+        arguments: Any = (("box", 7000), None, facts("east"), Node(), Fetch(), REJOIN)
+        control = Control(*arguments)
+        assert control.inbox.orders.get(timeout=20) is None, "it is to end"
+        control.close()
+        assert control.error is not None and control.error.message == "why it ends"
+        assert control.inbox.is_unfinished is is_unfinished
 
 
 def test_a_node_that_was_suspended_does_not_take_its_own_pause_for_the_coordinators(

@@ -206,6 +206,13 @@ def test_unknown_paths_methods_and_models() -> None:
     assert post(app, PATH, {**GOOD, "model": "other/name"}).json()["model"] == "other/name"
 
 
+def test_a_name_that_is_given_twice_is_listed_once() -> None:
+    """Programs that offer the list of models to their users offered one twice."""
+    name = say().model_name
+    listed = get(serve(say(), model_aliases=("other", name, "other")), "/v1/models").json()["data"]
+    assert [model["id"] for model in listed] == [name, "other"]
+
+
 @pytest.mark.parametrize(
     ("path", "meant"),
     [
