@@ -23,6 +23,7 @@ from tllm.core.errors import ConfigError
 from tllm.devices.choose import CPU
 from tllm.devices.memory import forget_peak, held_memory, peak_memory
 from tllm.kernels import library as kernel_library
+from tllm.kernels.training import reproducible
 from tllm.parallel.quantized_weight import PackedRows, quantized, stands_for, weight_bytes
 from tllm.training import trainer
 from tllm.training.job.distillation_keys import DistillationKeys
@@ -38,10 +39,11 @@ SHORT: dict[str, Any] = dict(max_steps=2, save_steps=1)
 def torch_s_own_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """On both devices: the separate one has neither fused attention nor the processor's kernels.
 
-    These are used where no gradients are wanted, as in an evaluation, and round otherwise than torch's steps. So do
-    prompts that are computed once for their completions, as on processors alone.
+    These are used where no gradients are wanted, as in an evaluation, and in products of deterministic runs, and round
+    otherwise than torch's steps. So do prompts that are computed once for their completions, as on processors alone.
     """
     monkeypatch.setattr(kernel_library, "library", lambda: None)
+    monkeypatch.setattr(reproducible, "library", lambda: None)
     monkeypatch.setattr(trainer, "with_shared_prompts", lambda config: config)
     with sdpa_kernel(SDPBackend.MATH):
         yield

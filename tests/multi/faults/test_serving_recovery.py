@@ -357,4 +357,4 @@ def test_nodes_keep_their_weights_for_a_coordinator_that_is_started_again(
         (first, second), ends = found, [node.wait(60) for node in nodes]
     assert [one[:2] for one in first] == [one[:2] for one in second], "the same processes with the same ranks"
     assert all(read > 0 for *_, read in first) and all(read == 0 for *_, read in second)
-    assert ends == [ClusterError.exit_code] * 3
+    assert ends == [0] * 3, "the second one was ended by its operator, and they left in order"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from tllm.kernels.autotune import Autotuned
 from tllm.kernels.fastest import Choice
-from tllm.kernels.library import library
+from tllm.kernels.library import library, torch_by_one_thread
 from tllm.kernels.training import training_matmul
 from tllm.kernels.training.training_matmul import PASSES, PassKind, choose_products, wide_or_own
 from tllm.training.step.split_backward import input_half
@@ -74,6 +75,18 @@ def test_passes_of_float32_by_the_kernel_have_the_values_and_gradients_of_float6
     for mine, exact, like in zip(got, want, (back, x, weight), strict=True):
         assert mine.dtype == torch.float32 and mine.shape == like.shape
         assert (mine.double() - exact).norm() < 2e-7 * exact.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("way", ["reproducible", "chosen"])
+def test_products_of_no_rows_have_gradients_of_zeros(dtype: torch.dtype, way: str) -> None:
+    """As an expert's that no token was sent to."""
+    x, weight, back = (made(dtype, *shape) for shape in ((0, 41), (23, 41), (0, 23)))
+    chosen(weight, frozenset(PASSES))
+    with torch_by_one_thread() if way == "reproducible" else nullcontext():
+        y, of_x, of_weight = gradients(training_matmul.training_matmul, x, weight, back.detach())
+    assert y.shape == back.shape and of_x.shape == x.shape
+    assert torch.equal(of_weight, torch.zeros_like(weight))
 
 
 @pytest.mark.skipif(library() is None, reason="there are no kernels")

@@ -21,7 +21,7 @@ def ordered_matmul(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
     kernels = library()
     assert kernels is not None and x_TD.dtype == weight_FD.dtype == torch.float32
     outputs, columns = weight_FD.shape
-    x_ND, weight_FD = x_TD.reshape(-1, columns).contiguous(), weight_FD.contiguous()
+    x_ND, weight_FD = x_TD.flatten(0, -2).contiguous(), weight_FD.contiguous()
     y_NF, number = torch.empty(len(x_ND), outputs), DTYPE_NUMBERS[torch.float32]
     scratch = torch.empty(len(x_ND) * -(-columns // LANES) * LANES)  # each row of x in whole vectors
     threads = kernel_threads() if y_NF.numel() * columns >= SMALLEST else 1

@@ -88,11 +88,11 @@ def _have_no_helpers() -> None:
 
 
 def _forward(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
-    return in_blocks(_rows(x_TD), weight_FD.t()).view(*x_TD.shape[:-1], -1)
+    return in_blocks(_rows(x_TD), weight_FD.t()).view(*x_TD.shape[:-1], len(weight_FD))
 
 
 def _input_gradient(gradient_TF: Tensor, weight_FD: Tensor) -> Tensor:
-    return in_blocks(_rows(gradient_TF), weight_FD).view(*gradient_TF.shape[:-1], -1)
+    return in_blocks(_rows(gradient_TF), weight_FD).view(*gradient_TF.shape[:-1], weight_FD.shape[1])
 
 
 def _weight_gradient(gradient_TF: Tensor, x_TD: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def _weight_gradient(gradient_TF: Tensor, x_TD: Tensor) -> Tensor:
 
 
 def _rows(x_TD: Tensor) -> Tensor:
-    return x_TD.reshape(-1, x_TD.shape[-1])
+    return x_TD.flatten(0, -2)
 
 
 IN_BLOCKS = Passes(_forward, _input_gradient, _weight_gradient)
