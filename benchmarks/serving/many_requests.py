@@ -40,8 +40,12 @@ Figures = dict[str, Any]
 
 
 async def at_once(url: str, count: int, seed: int) -> Figures:
-    """Ask `count` requests together; no prompt begins as another does."""
-    async with httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=count)) as client:
+    """Ask `count` requests together; no prompt begins as another does.
+
+    Each has a connection of its own: llama.cpp's server now and then closes one that a request has just been sent to.
+    """
+    limits = httpx.Limits(max_connections=count, max_keepalive_connections=0)
+    async with httpx.AsyncClient(timeout=600, limits=limits) as client:
         model = await model_of(client, url)
         start = time.perf_counter()
         prompts = (prompt_of(PROMPT, seed * 1000 + number) for number in range(count))
