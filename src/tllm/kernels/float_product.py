@@ -31,7 +31,7 @@ from torch import Tensor
 
 from tllm.kernels.autotune import Autotuned
 from tllm.kernels.fastest import Choice, fastest, next_power_of_two
-from tllm.kernels.library import DTYPE_NUMBERS, DTYPES, LANES, kernel_threads, library
+from tllm.kernels.library import DTYPE_NUMBERS, DTYPES, LANES, Library, kernel_threads, library
 from tllm.kernels.product_ways import ROW_WAYS, ProductWays, Way
 
 MEASURED_ROWS = 64
@@ -186,23 +186,27 @@ def _kernel(x_TD: Tensor, weight_FD: Tensor, way: Way = Way.SIDE_BY_SIDE) -> Ten
     kernels = library()
     assert kernels is not None and weight_FD.is_contiguous()
     x_TD = x_TD.contiguous()
-    (rows, columns), outputs = x_TD.shape, len(weight_FD)
-    y_TF = torch.empty(rows, outputs, dtype=x_TD.dtype)
-    scratch = torch.empty(rows * -(-columns // LANES) * LANES, dtype=torch.float32)  # each row of x in whole vectors
-    number = DTYPE_NUMBERS[x_TD.dtype]
+    y_TF = torch.empty(len(x_TD), len(weight_FD), dtype=x_TD.dtype)
 
     def product(way: Way) -> None:
-        weight, x, y = weight_FD.data_ptr(), x_TD.data_ptr(), y_TF.data_ptr()
-        of_weight, threads = DTYPE_NUMBERS[weight_FD.dtype], kernel_threads()
-        kernels.float_matmul(
-            *(weight, of_weight, outputs, columns, x, number, rows, y, number, scratch.data_ptr(), way, threads)
-        )
+        multiply_by_kernel(kernels, x_TD, weight_FD, y_TF, way, kernel_threads())
 
-    if kernels.makes_plain_products and rows == 1 and weight_FD.nbytes >= MEASURED_BYTES:
-        row_ways.make(kind_of(rows, weight_FD), ROW_WAYS, product)
+    if kernels.makes_plain_products and len(x_TD) == 1 and weight_FD.nbytes >= MEASURED_BYTES:
+        row_ways.make(kind_of(1, weight_FD), ROW_WAYS, product)
     else:
         product(way)
     return y_TF
+
+
+def multiply_by_kernel(kernels: Library, x_TD: Tensor, weight_FD: Tensor, y_TF: Tensor, way: Way, threads: int) -> None:
+    """Write x W^T to y, of x's dtype. All three are contiguous."""
+    (rows, columns), number = x_TD.shape, DTYPE_NUMBERS[x_TD.dtype]
+    scratch = torch.empty(rows * -(-columns // LANES) * LANES, dtype=torch.float32)  # each row of x in whole vectors
+    weight, of_weight = weight_FD.data_ptr(), DTYPE_NUMBERS[weight_FD.dtype]
+    x, y, outputs = x_TD.data_ptr(), y_TF.data_ptr(), len(weight_FD)
+    kernels.float_matmul(
+        *(weight, of_weight, outputs, columns, x, number, rows, y, number, scratch.data_ptr(), way, threads)
+    )
 
 
 def _tiles(x_TD: Tensor, weight_FD: Tensor) -> Tensor:

@@ -365,7 +365,7 @@ def torch_by_one_thread() -> Iterator[None]:
 
 
 def is_torch_held() -> bool:
-    """Whether torch has one thread, and kernels more."""
+    """Whether this is in a `torch_by_one_thread` block."""
     return _of_thread.threads > 0
 
 

@@ -47,24 +47,23 @@ class ProcessorRowOperations:
         return _joined(self._kernels.experts.clamped_swiglu, gate_up_TF, limit, alpha)
 
     def rotate_in_place(self, x_TNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        rows, heads, width = x_TNH.shape
-        if x_TNH.stride()[1:] != (width, 1):
-            x_TNH = x_TNH.contiguous()
-        self._kernels.rows.rotate(
-            x_TNH.data_ptr(),
-            DTYPE_NUMBERS[x_TNH.dtype],
-            rows,
-            x_TNH.stride(0),
-            heads,
-            width,
-            cos.shape[-1],
-            cos.data_ptr(),
-            sin.data_ptr(),
-        )
+        x_TNH = with_joined_heads(x_TNH)
+        self._kernels.rows.rotate(*joined_heads(x_TNH), cos.shape[-1], cos.data_ptr(), sin.data_ptr())
         return x_TNH
 
     def rotate_both(self, q_TNH: Tensor, k_TKH: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return self.rotate_in_place(q_TNH, cos, sin), self.rotate_in_place(k_TKH, cos, sin)
+
+
+def with_joined_heads(x_TNH: Tensor) -> Tensor:
+    """x, in other memory where the heads of a token do not follow one another."""
+    return x_TNH if x_TNH.stride()[1:] == (x_TNH.shape[2], 1) else x_TNH.contiguous()
+
+
+def joined_heads(x_TNH: Tensor) -> tuple[int, ...]:
+    """Where they are, as kernels take it: address, dtype, rows, elements from one row to the next, heads, width."""
+    rows, heads, width = x_TNH.shape
+    return x_TNH.data_ptr(), DTYPE_NUMBERS[x_TNH.dtype], rows, x_TNH.stride(0), heads, width
 
 
 def _joined(function: Callable[..., None], gate_up_TF: Tensor, *own: float) -> Tensor:
@@ -83,8 +82,7 @@ def write_codes(
     """Round each head's row of x to codes and a scale, and write them to the slots `places_T`: int8, or e4m3 where
     codes are uint8. engine/compute/cache_codes.py says how. Slots of x's own dtype get the row as it is."""
     heads, slots, width = codes_KSH.shape
-    if x_TKH.stride()[1:] != (width, 1):
-        x_TKH = x_TKH.contiguous()
+    x_TKH = with_joined_heads(x_TKH)
     rows = CacheRowsArguments(
         x=x_TKH.data_ptr(),
         places=places_T.data_ptr(),

@@ -16,7 +16,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tllm.kernels.library import DTYPE_NUMBERS, LANES, kernel_threads, kernels_for
-from tllm.kernels.rows.processor_rows import ACTIVATION_NUMBERS, ProcessorRowOperations
+from tllm.kernels.rows.processor_rows import (
+    ACTIVATION_NUMBERS,
+    ProcessorRowOperations,
+    joined_heads,
+    with_joined_heads,
+)
 from tllm.kernels.rows.torch_steps import (
     clamped_swiglu_in_steps,
     gated_in_steps,
@@ -178,25 +183,11 @@ class Rotated(torch.autograd.Function):
 
 
 def _turned(x_TNH: Tensor, cos: Tensor, sin: Tensor, is_back: bool) -> Tensor:
-    kernels, (rows, heads, width) = kernels_for(x_TNH), x_TNH.shape
+    kernels = kernels_for(x_TNH)
     if kernels is None:
         return rotated_in_steps(x_TNH, cos, sin.roll(sin.shape[-1] // 2, -1) if is_back else sin)
-    if x_TNH.stride()[1:] != (width, 1):
-        x_TNH = x_TNH.contiguous()
-    cos, sin = cos.contiguous(), sin.contiguous()
-    y_TNH = torch.empty(rows, heads, width, dtype=x_TNH.dtype)
-    kernels.rows.rotate_rows(
-        x_TNH.data_ptr(),
-        DTYPE_NUMBERS[x_TNH.dtype],
-        rows,
-        x_TNH.stride(0),
-        heads,
-        width,
-        cos.shape[-1],
-        cos.data_ptr(),
-        sin.data_ptr(),
-        is_back,
-        y_TNH.data_ptr(),
-        kernel_threads(),
-    )
+    x_TNH, cos, sin = with_joined_heads(x_TNH), cos.contiguous(), sin.contiguous()
+    y_TNH = torch.empty(x_TNH.shape, dtype=x_TNH.dtype)
+    turn = cos.shape[-1], cos.data_ptr(), sin.data_ptr(), is_back
+    kernels.rows.rotate_rows(*joined_heads(x_TNH), *turn, y_TNH.data_ptr(), kernel_threads())
     return y_TNH

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tllm.kernels.library import DTYPE_NUMBERS, LANES, kernel_threads, library
+from tllm.kernels.float_product import multiply_by_kernel
+from tllm.kernels.library import LANES, kernel_threads, library
 from tllm.kernels.product_ways import Way
 
 SMALLEST = 2**16
@@ -22,13 +23,9 @@ def ordered_matmul(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
     assert kernels is not None and x_TD.dtype == weight_FD.dtype == torch.float32
     outputs, columns = weight_FD.shape
     x_ND, weight_FD = x_TD.flatten(0, -2).contiguous(), weight_FD.contiguous()
-    y_NF, number = torch.empty(len(x_ND), outputs), DTYPE_NUMBERS[torch.float32]
-    scratch = torch.empty(len(x_ND) * -(-columns // LANES) * LANES)  # each row of x in whole vectors
+    y_NF = torch.empty(len(x_ND), outputs)
     threads = kernel_threads() if y_NF.numel() * columns >= SMALLEST else 1
-    kernels.float_matmul(
-        *(weight_FD.data_ptr(), number, outputs, columns, x_ND.data_ptr(), number, len(x_ND), y_NF.data_ptr(), number),
-        *(scratch.data_ptr(), Way.SIDE_BY_SIDE, threads),
-    )
+    multiply_by_kernel(kernels, x_ND, weight_FD, y_NF, Way.SIDE_BY_SIDE, threads)
     return y_NF.view(*x_TD.shape[:-1], outputs)
 
 
