@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from tllm.cluster.heartbeat import silent
 from tllm.cluster.state import Member, by_machine
 from tllm.core.errors import ClusterError, PlanError, TllmError
 from tllm.node.coordinator.cluster_options import OnProgress
@@ -223,7 +224,7 @@ class Recovery:
         last: nobody waits for it.
         """
         members = self._coordinator.members
-        for event in members.silent(members.interval.late_after):
+        for event in silent(self._coordinator.state, members.now(), members.interval.late_after):
             return event.node, event.reason
         if (loss := self.losses.first) is not None:
             return loss.node, loss.error.message
