@@ -124,7 +124,7 @@ class Recovery:
         self.left_out = LeftOut(coordinator.members.now, lambda: [one.node for one in coordinator.state.living])
         self.growth = Growth(coordinator.members.now)
         self._formed = asyncio.Event()
-        self._opened = 0.0  # when the epoch opened, by `Membership.now`
+        self._opened, self._open_epoch = 0.0, 0  # when the last epoch opened, by `Membership.now`, and its number
         self._local_until = 0.0  # until when local workers are waited for
         coordinator.loss_policy = self
 
@@ -186,7 +186,7 @@ class Recovery:
                 log.warning("epoch %d did not begin: %s", coordinator.state.epoch, error.message)
         self.losses.clear()
         self.move.is_pending = False
-        self.is_open, self._opened = True, coordinator.members.now()
+        self.is_open, self._opened, self._open_epoch = True, coordinator.members.now(), coordinator.state.epoch
         self.growth.opened(self._opened - began)
         self._job.resume()
 
@@ -242,6 +242,8 @@ class Recovery:
             return f"serves, epoch {state.epoch}"
         if (lack := self.lack()) is not None:
             return f"waits for nodes: {lack.message}"
+        if not state.ranks or state.epoch == self._open_epoch:
+            return f"prepares epoch {state.epoch + 1}"
         phases = ", ".join(f"{member.node} {member.phase}" for member in state.ranks)
         return f"begins epoch {state.epoch}: {phases}"
 
