@@ -10,7 +10,8 @@ from types import ModuleType
 import pytest
 
 from tests.house.tree import ROOT
-from tllm.cli.main import INTERRUPTED, PIPE_CLOSED
+from tllm.cli.main import PIPE_CLOSED
+from tllm.core.errors import INTERRUPTED
 from tllm.core import errors
 
 REFERENCE = ROOT / "docs" / "reference"
