@@ -108,6 +108,7 @@ def wait_all() -> None:
     """The process that is suspended: waits in every way, and tells how each ended once it was told to end them."""
     all_scenes = dict(scenes())
     waiting = {name: run(wait) for name, (wait, _) in all_scenes.items()}
+    time.sleep(1.0)  # until what is sent has filled all that is between
     print("waits", flush=True)
     sys.stdin.readline()
     ending = [run(end) for _, end in all_scenes.values()]
