@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
+from multiprocessing.connection import Connection
 
 import torch
 
@@ -104,22 +103,20 @@ def scenes() -> Iterator[tuple[str, tuple[Work, Work]]]:
     yield "memory sums", sums()
 
 
-def wait_all() -> None:
-    """The process that is suspended: waits in every way, and tells how each ended once it was told to end them."""
+def wait_all(test: Connection) -> None:
+    """A process: waits in every way, and tells the test how each ended once it was told to end them."""
     all_scenes = dict(scenes())
     waiting = {name: run(wait) for name, (wait, _) in all_scenes.items()}
     time.sleep(1.0)  # until what is sent has filled all that is between
-    print("waits", flush=True)
-    sys.stdin.readline()
-    ending = [run(end) for _, end in all_scenes.values()]
+    test.send("waits")
+    test.recv()
+    for _, end in all_scenes.values():
+        run(end)
+    said = {}
     for name, done in waiting.items():
-        try:
-            done.result(30)
-            print(f"{name}: well", flush=True)
-        except LinkError as error:
-            print(f"{name}: {error.message}", flush=True)
-    for done in ending:
-        done.exception(30)
+        error = done.exception(30)
+        said[name] = str(error) if error else "well"
+    test.send(said)
     os._exit(0)
 
 
@@ -139,25 +136,24 @@ def run(work: Work) -> Future[object]:
 
 def test_a_process_waits_on_after_its_own_pause_and_no_longer_than_it_may_without() -> None:
     """After `kill -STOP` and `kill -CONT` each rank found that the others had sent nothing for longer than they may."""
-    command = [sys.executable, "-c", "from tests.multi.comm.test_own_pauses import wait_all; wait_all()"]
-    with contextlib.ExitStack() as stack:
-        both = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-        for process in both:
-            stack.enter_context(process)
-            stack.callback(process.kill)
-        for process in both:
-            assert process.stdout is not None and process.stdout.readline() == "waits\n"
-        suspended = both[0]
-        suspended.send_signal(signal.SIGSTOP)
-        time.sleep(STOPPED_SECONDS)
-        suspended.send_signal(signal.SIGCONT)
-        time.sleep(1.0)  # for a waiter that would give up now
-        told, of_awake = (said(process) for process in both)
+    context = multiprocessing.get_context("forkserver")  # which has imported torch
+    context.set_forkserver_preload([__name__])
+    pipes = [context.Pipe() for _ in range(2)]
+    both = [context.Process(target=wait_all, args=(theirs,)) for _, theirs in pipes]
+    for process in both:
+        process.start()
+    assert [ours.recv() for ours, _ in pipes] == ["waits"] * 2
+    suspended = both[0].pid
+    assert suspended is not None
+    os.kill(suspended, signal.SIGSTOP)
+    time.sleep(STOPPED_SECONDS)
+    os.kill(suspended, signal.SIGCONT)
+    time.sleep(1.0)  # for a waiter that would give up now
+    for ours, _ in pipes:
+        ours.send("end")
+    told, of_awake = (ours.recv() for ours, _ in pipes)
+    for process in both:
+        process.join()
     assert len(told) == len(of_awake) == 2 * len(KINDS) + 2
     assert set(told.values()) == {"well"}, told
     assert all(f"within {DEADLINE:g} s" in words for words in of_awake.values()), of_awake
-
-
-def said(process: subprocess.Popen[str]) -> dict[str, str]:
-    """How each of its waiters ended, once the process is told to end them."""
-    return dict(line.strip().split(": ") for line in process.communicate("\n", timeout=60)[0].splitlines())

@@ -23,7 +23,7 @@ NOT_FOUND = SimpleNamespace(status_code=404, headers={}, request=None)
 def test_the_path_that_was_meant_is_named(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "models/tiny").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    for name, is_near in (("models/tyni", True), ("models/qwen", False), ("nobody/tiny", False)):
+    for name, is_near in (("models/tinny", True), ("models/qwen", False), ("nobody/tiny", False)):
         with pytest.raises(TllmError) as caught, hub_errors(name, "main"):
             raise error
         assert ("did you mean 'tiny'?" in caught.value.hint) is is_near, caught.value.hint

@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from tllm.cluster.heartbeat import silent
 from tllm.cluster.state import Member, by_machine
@@ -105,6 +105,13 @@ class _Attempts:
         return self._unexplained >= ATTEMPTS or self._all >= MOST_ATTEMPTS
 
 
+class _Opened(NamedTuple):
+    """The epoch that opened last, and when, by `Membership.now`."""
+
+    epoch: int = 0
+    at: float = 0.0
+
+
 class Recovery:
     """Work pauses with a loss (`is_open` is False) and goes on in the next epoch, which begins as soon as it can.
 
@@ -124,7 +131,7 @@ class Recovery:
         self.left_out = LeftOut(coordinator.members.now, lambda: [one.node for one in coordinator.state.living])
         self.growth = Growth(coordinator.members.now)
         self._formed = asyncio.Event()
-        self._opened, self._open_epoch = 0.0, 0  # when the last epoch opened, by `Membership.now`, and its number
+        self._opened = _Opened()
         self._local_until = 0.0  # until when local workers are waited for
         coordinator.loss_policy = self
 
@@ -186,8 +193,8 @@ class Recovery:
                 log.warning("epoch %d did not begin: %s", coordinator.state.epoch, error.message)
         self.losses.clear()
         self.move.is_pending = False
-        self.is_open, self._opened, self._open_epoch = True, coordinator.members.now(), coordinator.state.epoch
-        self.growth.opened(self._opened - began)
+        self.is_open, self._opened = True, _Opened(coordinator.state.epoch, coordinator.members.now())
+        self.growth.opened(self._opened.at - began)
         self._job.resume()
 
     def on_loss(self, node: str, error: TllmError) -> None:
@@ -242,7 +249,7 @@ class Recovery:
             return f"serves, epoch {state.epoch}"
         if (lack := self.lack()) is not None:
             return f"waits for nodes: {lack.message}"
-        if not state.ranks or state.epoch == self._open_epoch:
+        if not state.ranks or state.epoch == self._opened.epoch:
             return f"prepares epoch {state.epoch + 1}"
         phases = ", ".join(f"{member.node} {member.phase}" for member in state.ranks)
         return f"begins epoch {state.epoch}: {phases}"
@@ -358,7 +365,7 @@ class Recovery:
 
     def _may_pause(self) -> bool:
         """Whether a node that could be put to use is worth a pause now."""
-        return self._job.is_idle or self._coordinator.members.now() - self._opened > self.patience.restore
+        return self._job.is_idle or self._coordinator.members.now() - self._opened.at > self.patience.restore
 
     def _most_ranks(self) -> int:
         """Ranks of the plan that those who are here can have."""
