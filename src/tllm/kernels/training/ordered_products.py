@@ -45,6 +45,8 @@ def _product(left: Tensor, right_KN: Tensor, is_turned: bool) -> Tensor:
     steps, columns = right_KN.shape
     rows = left.shape[is_turned]
     y = torch.empty(rows, columns)
+    if not y.numel():
+        return y
     scratch = torch.empty(kernels.training.float_gradient_scratch(rows, steps, is_turned))
     threads = kernel_threads() if y.numel() * steps >= SMALLEST else 1
     shape = (left.data_ptr(), right_KN.data_ptr(), rows, steps, columns, is_turned)
