@@ -24,7 +24,7 @@ def test_a_layer_sends_what_the_law_says(mode: TensorMode, ranks: int, tokens: i
 def test_a_square_sends_less_from_so_many_tokens_on(side: int) -> None:
     """T D > 3 P / (8 q - 2), but for the norms' sums of a number a token."""
     spec = spec_of(1024)
-    bound = 3 * layer_widths(spec, side).weights / (8 * side - 2) / spec.hidden_size
+    bound = 3 * layer_widths(spec, side, spec.layers[0]).weights / (8 * side - 2) / spec.hidden_size
 
     def ratio(tokens: float) -> float:
         square, one_way = (layer_sent(spec, mode, side * side, int(tokens)) for mode in ("2d", "1d"))

@@ -122,7 +122,7 @@ class _Search:
         by_axes = defaultdict[object, list[TrainingLayout]](list)
         for layout in self.layouts:
             plan = layout.plan
-            by_axes[layout.devices, plan.replicas, plan.pp, plan.cp].append(layout)
+            by_axes[layout.devices, plan.replicas, plan.pp, plan.cp, plan.tensor].append(layout)
         # Estimates know nothing of bubbles, which several chunks have more of than a zero bubble schedule of one.
         groups = [sorted(group, key=lambda one: (one.plan.chunks, one.estimate)) for group in by_axes.values()]
         groups.sort(key=lambda group: group[0].estimate)
@@ -191,6 +191,8 @@ class _Search:
         orders = SCHEDULES if plan.pp > 1 and plan.chunks == 1 else ((plan.schedule, 1),)
         zeros = (0, 1, 2, 3) if plan.replicas * plan.cp > 1 else (0,)
         sequences = (False, True) if plan.stages[0].tp > 1 else (False,)
+        if plan.grid is not None:
+            zeros, sequences = zeros[:3], (False,)
         disks = all(self.cluster.devices[device].disk_bandwidth for device in layout.devices)
         for (schedule, depth), zero, sequence in product(orders, zeros, sequences):
             for offload in ("none", "disk") if disks else ("none",):

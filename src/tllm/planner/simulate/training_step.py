@@ -37,6 +37,7 @@ from tllm.planner.cost.rank_work import (
     schedule_key,
 )
 from tllm.planner.cost.roofline.layer_time import ComputeTime, ConstantRate, PassSeconds
+from tllm.planner.cost.tensor_parallel.grid_step import rounds_on_grid, waits_in_turn
 from tllm.planner.cost.traffic import Traffic, expected_dispatch_share, scattered_bytes, step_traffic
 from tllm.planner.simulate.pipeline import SchedulePlayer, StageWork, StepTimeline
 from tllm.planner.simulate.steady_player import SteadyPlayer, played_counts
@@ -332,7 +333,8 @@ class RankStep:
         """Seconds of a step that layers wait for messages."""
         setup, again = self.setup, self._passes_over_tp - 1
         layers, learning = sum(map(len, self.work.runs)), sum(map(len, self.learning))
-        tp = self._seconds("tp", self._all_reduces())
+        in_turn = 1 if setup.plan.grid is None else waits_in_turn(setup.plan.grid)
+        tp = self._seconds("tp", self._all_reduces(), in_turn)
         share = expected_dispatch_share(setup.spec, setup.plan, self.work) if setup.plan.ep > 1 else 1.0
         ep = self._seconds("ep", 3 * layers + (3 * again - 1) * learning, share)
         cp = self._seconds("cp", (setup.plan.cp - 1) * (layers + (again + 1) * learning))
@@ -348,6 +350,9 @@ class RankStep:
     def _all_reduces(self) -> int:
         """Messages of a microbatch over tp that are waited for. A long all-reduce is two of them, one after the other
         (reduce-scatter and all-gather)."""
+        shape = self.setup.plan.grid
+        if shape is not None:
+            return rounds_on_grid(self.setup.spec, shape, len(self.setup.spec.layers), self._passes_over_tp == 3)
         phases = 2 if self.setup.plan.sequence or self.work.tp > 2 else 1
         passes = sum(map(len, self.work.runs)) + (self._passes_over_tp - 1) * sum(map(len, self.learning))
         return round((2 * passes - sum(map(self._unasked, self.work.runs))) * phases)
