@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.comm.tensor_parallel import counted_layer, modes_of, spec_of
-from tllm.planner.cost.tensor_parallel.layer_traffic import layer_sent, layer_widths
+from tllm.planner.cost.messages.layer_traffic import layer_sent, layer_widths
 from tllm.spec.grid.grid_shape import TensorMode
 
 CASES = [(mode, ranks) for ranks in (4, 8, 9, 16) for mode in modes_of(ranks)]

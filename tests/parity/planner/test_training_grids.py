@@ -22,8 +22,8 @@ from tllm.model.transformer import build
 from tllm.parallel.grid.grid_mesh import GridMesh, grid_mesh_of
 from tllm.parallel.replicated import ReplicatedParameters
 from tllm.planner.cost.activations import logits_bytes, run_bytes
+from tllm.planner.cost.grid_work import hidden_part
 from tllm.planner.cost.rank_work import TrainingFacts, rank_works
-from tllm.planner.cost.tensor_parallel.grid_work import hidden_part
 from tllm.planner.cost.traffic import step_traffic
 from tllm.planner.memory.training_memory import training_bytes
 from tllm.spec.model_spec import ModelSpec

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from tllm.core.errors import PlanError
 from tllm.planner.cost.activations import Microbatch
 from tllm.planner.cost.flops import BACKWARD
+from tllm.planner.cost.grid_work import grid_microbatch, grid_parameters
 from tllm.planner.cost.rank_bytes import (
     ITEM_BYTES,
     AdapterFacts,
@@ -25,7 +26,6 @@ from tllm.planner.cost.rank_bytes import (
     run_parameters,
 )
 from tllm.planner.cost.serving_load import SamplingFacts
-from tllm.planner.cost.tensor_parallel.grid_work import grid_microbatch, grid_parameters
 from tllm.spec.cut import Cut, cut_stage, stage_cuts
 from tllm.spec.model_spec import LayerSpec, ModelSpec
 from tllm.spec.pipeline_schedule import Depth, Schedule, build

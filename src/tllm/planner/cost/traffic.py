@@ -32,7 +32,8 @@ from statistics import fmean
 
 from tllm.planner.cost.activations import logits_tokens
 from tllm.planner.cost.buckets import padded_elements, shares_table
-from tllm.planner.cost.collective_bytes import all_gather, all_reduce, reduce_scatter
+from tllm.planner.cost.grid_step import parts_on_grid, sent_on_grid
+from tllm.planner.cost.messages.collective_bytes import all_gather, all_reduce, reduce_scatter
 from tllm.planner.cost.rank_bytes import (
     AdapterFacts,
     adapter_parameters,
@@ -50,7 +51,6 @@ from tllm.planner.cost.rank_work import (
     schedule_of,
     zigzag_spans,
 )
-from tllm.planner.cost.tensor_parallel.grid_step import parts_on_grid, sent_on_grid
 from tllm.spec.cut import Cut, Range, as_layer, cut_stage, size, stage_cuts
 from tllm.spec.model_spec import LayerSpec, ModelSpec
 from tllm.spec.pipeline_schedule import StageChunk

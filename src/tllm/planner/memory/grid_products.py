@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from tllm.planner.cost.grid_work import hidden_part
 from tllm.planner.cost.rank_bytes import part_of_width
 from tllm.planner.cost.rank_work import RankWork
-from tllm.planner.cost.tensor_parallel.grid_work import hidden_part
 from tllm.spec.cut import as_layer, projected_width, size
 from tllm.spec.grid.grid_shape import GridShape
 from tllm.spec.model_spec import ModelSpec

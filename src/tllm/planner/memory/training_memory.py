@@ -28,9 +28,9 @@ from functools import lru_cache
 
 from tllm.planner.cost.activations import recomputed_bytes
 from tllm.planner.cost.buckets import buckets_of, padded_elements, receive_bytes, received, shares_table
+from tllm.planner.cost.grid_work import hidden_part
 from tllm.planner.cost.rank_bytes import Parameter, as_learned, end_bytes, layer_bytes
 from tllm.planner.cost.rank_work import RankWork, TrainingFacts, deal_microbatches, rank_works
-from tllm.planner.cost.tensor_parallel.grid_work import hidden_part
 from tllm.planner.memory.backward_peak import layer_piece, logits_piece, peak_pass_bytes, workspace_bytes
 from tllm.planner.memory.grid_products import product_bytes
 from tllm.planner.memory.heap import TRAINER_BYTES, heap_bytes, heap_part, largest_heap_piece, runtime_bytes

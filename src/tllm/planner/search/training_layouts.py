@@ -16,9 +16,9 @@ from itertools import combinations, pairwise, product
 from tllm.core.errors import PlanError
 from tllm.planner.cluster.device import Cluster, Device
 from tllm.planner.cost.flops import BACKWARD, layer_flops, logits_flops
+from tllm.planner.cost.grid_work import grid_microbatch
 from tllm.planner.cost.rank_bytes import run_parameters
 from tllm.planner.cost.rank_work import TrainingFacts, deal_microbatches, forward_only_layers, passes_of
-from tllm.planner.cost.tensor_parallel.grid_work import grid_microbatch
 from tllm.planner.search.device_meshes import Axes, DeviceMesh, EveryMesh
 from tllm.planner.search.layer_cuts import balanced_bounds, even_bounds, lightest_bounds
 from tllm.planner.search.microbatch_deals import (

@@ -22,9 +22,10 @@ from tllm.core.errors import PlanError
 from tllm.planner.cluster.device import LinkSpeed
 from tllm.planner.cluster.execution import TLLM, Execution
 from tllm.planner.cost.buckets import exposed_seconds, fill_order, padded_elements
-from tllm.planner.cost.collective_bytes import all_gather
 from tllm.planner.cost.flops import BACKWARD
+from tllm.planner.cost.grid_step import rounds_on_grid, waits_in_turn
 from tllm.planner.cost.message_time import group_link, sending_seconds, stage_overheads
+from tllm.planner.cost.messages.collective_bytes import all_gather
 from tllm.planner.cost.rank_bytes import Parameter
 from tllm.planner.cost.rank_work import (
     RankWork,
@@ -37,7 +38,6 @@ from tllm.planner.cost.rank_work import (
     schedule_key,
 )
 from tllm.planner.cost.roofline.layer_time import ComputeTime, ConstantRate, PassSeconds
-from tllm.planner.cost.tensor_parallel.grid_step import rounds_on_grid, waits_in_turn
 from tllm.planner.cost.traffic import Traffic, expected_dispatch_share, scattered_bytes, step_traffic
 from tllm.planner.simulate.pipeline import SchedulePlayer, StageWork, StepTimeline
 from tllm.planner.simulate.steady_player import SteadyPlayer, played_counts

@@ -29,13 +29,13 @@ from tllm.planner.cost.flops import (
     layer_flops,
     logits_flops,
 )
+from tllm.planner.cost.grid_work import hidden_part
 from tllm.planner.cost.rank_bytes import as_learned
 from tllm.planner.cost.rank_work import RankWork, TrainingFacts
 from tllm.planner.cost.roofline.attention_time import attention_seconds
 from tllm.planner.cost.roofline.matrix_product import MatrixProduct
 from tllm.planner.cost.roofline.update_time import accumulation_seconds
 from tllm.planner.cost.stage_team import OPERATIONS
-from tllm.planner.cost.tensor_parallel.grid_work import hidden_part
 from tllm.spec.cut import Cut, size
 from tllm.spec.model_spec import LayerSpec, ModelSpec
 from tllm.spec.plan import Plan

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tllm.planner.cost.collective_bytes import all_reduce, one_shot_limit
+from tllm.planner.cost.messages.collective_bytes import all_reduce, one_shot_limit
 from tllm.spec.cut import as_layer, cut_stage, projected_width, size
 from tllm.spec.grid.grid_shape import GridShape, TensorMode, grid_shape
 from tllm.spec.model_spec import LayerSpec, ModelSpec

@@ -18,11 +18,11 @@ from collections import Counter
 from collections.abc import Sequence
 
 from tllm.planner.cost.activations import Microbatch
-from tllm.planner.cost.collective_bytes import all_gather, all_reduce
+from tllm.planner.cost.grid_work import hidden_part
+from tllm.planner.cost.messages.collective_bytes import all_gather, all_reduce
+from tllm.planner.cost.messages.layer_traffic import layer_sent
 from tllm.planner.cost.rank_bytes import part_of_width
 from tllm.planner.cost.rank_work import RankWork
-from tllm.planner.cost.tensor_parallel.grid_work import hidden_part
-from tllm.planner.cost.tensor_parallel.layer_traffic import layer_sent
 from tllm.spec.cut import Cut, Range, as_layer, size
 from tllm.spec.grid.grid_shape import GridPlace, GridShape
 from tllm.spec.model_spec import LayerSpec, ModelSpec
