@@ -10,8 +10,9 @@ from types import ModuleType
 import pytest
 
 from tests.house.tree import ROOT
-from tllm.cli.main import INTERRUPTED, PIPE_CLOSED
+from tllm.cli.main import PIPE_CLOSED
 from tllm.core import errors
+from tllm.core.errors import INTERRUPTED
 
 REFERENCE = ROOT / "docs" / "reference"
 MADE = ("api-surface.md", "commands.md", "http.md", "job-keys.md", "metrics.md", "python.md")

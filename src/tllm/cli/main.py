@@ -14,7 +14,7 @@ from tllm import __version__
 from tllm.cli.arguments.elsewhere import COMMANDS_ELSEWHERE
 from tllm.cli.arguments.parser import Parser
 from tllm.cli.hangup import end_on_hangup
-from tllm.core.errors import ConfigError, RequestError, TllmError, nearest
+from tllm.core.errors import INTERRUPTED, ConfigError, RequestError, TllmError, nearest
 from tllm.core.program import reexecute_to_compute
 from tllm.core.stacks import show_stacks_on_signal
 from tllm.node.machine.suspension import suspend_in_order
@@ -50,7 +50,6 @@ PLACES = {
 COMPUTE = {"generate", "chat", "serve", "train", "teach", "rollout", "join", "verify", "profile"}
 """Commands whose own process may run a model."""
 
-INTERRUPTED = 130
 PIPE_CLOSED = 141
 
 NO_ROOM = ("write", "see that the disk has room, that of stdout too")

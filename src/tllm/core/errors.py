@@ -29,6 +29,9 @@ import msgspec
 
 T = TypeVar("T")
 
+INTERRUPTED = 130
+"""The exit code of what its operator has ended before it was done."""
+
 HINT = "\nhint: "
 """What stands between message and hint in an error's text."""
 

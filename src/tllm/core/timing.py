@@ -1,12 +1,57 @@
-"""The mean time of a function, on a machine that other work may slow down for part of the time."""
+"""Time on a machine that other work may slow down: the mean time of a function, and waiting for other processes."""
 
 from __future__ import annotations
 
+import math
+import threading
 import time
 from collections.abc import Callable, Sequence
 
 LEAST = 2
 ROUNDS = 20
+
+TURN_SECONDS = 1.0
+"""Who waits longer than this looks at its clock in between."""
+
+HELD_UP_SECONDS = 1.0
+"""A look that comes so much later than it should tells that the process has stood still."""
+
+
+class AwakeClock:
+    """Seconds that only grow, and stand still while this process does, as one that somebody suspends.
+
+    Whoever waits for another process counts by it, and so never takes its own pause for the other's silence. It must
+    be read at least `every` seconds while it counts; a longer time without is a pause.
+    """
+
+    def __init__(self, every: float = TURN_SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._longest = clock, every + HELD_UP_SECONDS
+        self._stood, self._read = 0.0, clock()
+
+    def __call__(self) -> float:
+        now = self._clock()
+        passed, self._read = now - self._read, now
+        if passed > self._longest:
+            self._stood += passed
+        return now - self._stood
+
+    def turn(self, until: float) -> float:
+        """How long to wait before it is to be read again: TURN_SECONDS at most, 0 once it is `until`. Who waits for
+        ever need not look."""
+        left = until - self()
+        return left if math.isinf(left) else max(0.0, min(left, TURN_SECONDS))
+
+
+def wait_awake(changed: threading.Condition, ready: Callable[[], object], seconds: float) -> bool:
+    """As `changed.wait_for`, but for so many seconds in which this process runs."""
+    clock = AwakeClock()
+    until = clock() + seconds
+    while not ready():
+        turn = clock.turn(until)
+        if not turn:
+            return False
+        changed.wait(None if math.isinf(turn) else turn)
+    return True
 
 
 def mean_seconds(work: Callable[[], object], seconds: float, clock: Callable[[], float] = time.perf_counter) -> float:

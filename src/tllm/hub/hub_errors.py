@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import urlsplit
 
-from tllm.core.errors import AuthError, ConfigError, TllmError, WeightsError
+from tllm.core.errors import AuthError, ConfigError, TllmError, WeightsError, nearest
 
 
 class HubUnreachable(WeightsError):
@@ -64,8 +65,13 @@ def _unreachable(repo: str, error: BaseException) -> HubUnreachable:
     return HubUnreachable(
         f"{hub_host()} cannot be reached for {repo}: {reason}",
         "look at the network and at HF_ENDPOINT; what was fetched is kept, and the same command goes on from there. "
-        "If a path was meant, there is no such folder here",
+        f"If a path was meant, {_path_like(repo, 'there is no such folder here')}",
     )
+
+
+def _path_like(repo: str, otherwise: str) -> str:
+    """The hint for a name that may be a mistyped path: what is in that folder and most like it."""
+    return nearest(Path(repo).name, (path.name for path in Path(repo).parent.glob("*")), otherwise)
 
 
 def _refused(error: Exception, repo: str, revision: str) -> TllmError:
@@ -83,7 +89,7 @@ def _refused(error: Exception, repo: str, revision: str) -> TllmError:
     if isinstance(error, errors.RepositoryNotFoundError):
         return ConfigError(
             f"there is no path {repo}, and no model of that name at {hub_host()} that may be read from here",
-            "look at the spelling; a private model needs HF_TOKEN or `hf auth login`",
+            _path_like(repo, "look at the spelling; a private model needs HF_TOKEN or `hf auth login`"),
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return ConfigError(f"{repo} has no revision {revision or 'main'}", f"its branches and tags: {page}/tree/main")

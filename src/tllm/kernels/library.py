@@ -142,6 +142,8 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
         None,
         [c_void_p, c_int, c_int64, c_int64, c_void_p, c_int, c_int64, c_void_p, c_int, c_void_p, c_int, c_int],
     ),
+    "tllm_float_gradient_scratch": (c_int64, [c_int64, c_int64, c_int]),
+    "tllm_float_gradient": (None, [c_void_p, c_void_p, *[c_int64] * 3, c_int, c_void_p, c_void_p, c_int]),
     "tllm_bfloat16_scratch_bytes": (c_int64, [c_int64, c_int64, c_int]),
     "tllm_bfloat16_matmul": (None, [c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int]),
     "tllm_pack_codes": (None, [c_void_p, c_int64, c_int64, c_int64, c_int, c_void_p, c_int]),
@@ -208,11 +210,13 @@ class CacheFunctions(NamedTuple):
     write_codes: Callable[..., None]
 
 
-class CausalAttentionFunctions(NamedTuple):
-    """Attention of training, forward and backward."""
+class TrainingFunctions(NamedTuple):
+    """Attention of training, forward and backward, and what products of float32 have of gradients."""
 
     attend: Callable[..., None]
-    scratch_bytes: Callable[..., int]
+    attention_scratch_bytes: Callable[..., int]
+    float_gradient: Callable[..., None]
+    float_gradient_scratch: Callable[..., int]
 
 
 class LoadingFunctions(NamedTuple):
@@ -292,8 +296,9 @@ class Library:
             *(functions.tllm_convert, functions.tllm_copy_rows, functions.tllm_shared_sum),
         )
         self.gumbel_max = functions.tllm_gumbel_max
-        self.causal_attention = CausalAttentionFunctions(
-            functions.tllm_causal_attention, functions.tllm_causal_attention_scratch_bytes
+        self.training = TrainingFunctions(
+            *(functions.tllm_causal_attention, functions.tllm_causal_attention_scratch_bytes),
+            *(functions.tllm_float_gradient, functions.tllm_float_gradient_scratch),
         )
         _share_threads(functions)
 

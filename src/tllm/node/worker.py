@@ -98,6 +98,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     `cache_dir_size` bytes of them, instead of in the coordinator's folder. `memory`: bytes that this node may use;
     `is_shared`: together with the other nodes of this machine that are told the same.
     `runs_own_code`: a command of the user's has started it, so that it may load functions that the user's job names.
+    `ends_with_starter`: it is a process that `main` ends with the coordinator's, whichever way that goes.
     `device`: what it computes on, which without an index is that of its `place` among the processes of this machine.
     `processors`: those that it is bound to, none if it may run on any.
     """
@@ -117,6 +118,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     cache_dir_size: int = 0
     is_shared: bool = False
     runs_own_code: bool = False
+    ends_with_starter: bool = False
     device: str = "cpu"
     place: int = 0
     processors: tuple[int, ...] = ()
@@ -190,11 +192,6 @@ class Worker:
     def _device(self) -> torch.device:
         return torch.device(self._settings.device)
 
-    @property
-    def is_unfinished(self) -> bool:
-        """Whether the cluster was ended before its work had come to its end."""
-        return self._control.inbox.is_unfinished
-
     def run(self) -> bool:
         """Follow orders until there are no more; whether the work has then come to its end. A failure while computing
         is reported and raised."""
@@ -203,8 +200,9 @@ class Worker:
                 self._follow(order)
             if self._control.error is not None:
                 raise self._control.error
-            log.info("ends: %s%s", self._control.reason, ", to go on another time" if self.is_unfinished else "")
-            return not self.is_unfinished
+            is_unfinished = self._control.inbox.is_unfinished
+            log.info("ends: %s%s", self._control.reason, ", to go on another time" if is_unfinished else "")
+            return not is_unfinished
         except KeyboardInterrupt:
             self._control.leave()
             raise
@@ -242,7 +240,8 @@ class Worker:
                     answering = self._begin_answering(message)
         except (TllmError, OSError) as error:
             said = error if isinstance(error, TllmError) else _of_this_machine(error)
-            log.error("%s: %s", type(message).__name__, said.message)
+            if not self._control.reason:
+                log.error("%s: %s", type(message).__name__, said.message)
             order.answer(said)
         if isinstance(message, Start):
             self._compute(message, order)
@@ -287,7 +286,7 @@ class Worker:
 
         def progress(done: int, total: int) -> None:
             nonlocal last
-            if message.epoch < self._control.epoch:
+            if message.epoch < self._control.epoch or self._control.reason:
                 raise ClusterError(f"epoch {message.epoch} is over")
             if done == total or time.monotonic() - last > PROGRESS_SECONDS:
                 last = time.monotonic()
@@ -308,6 +307,8 @@ class Worker:
             self._is_done = True
         except LinkError as error:
             self._refused_frames += isinstance(error, FrameError)
+            if self._control.inbox.is_unfinished:  # the control thread interrupted us, to end
+                return
             if not self._role.outlives or self._control.error is not None:
                 raise
             self._control.report_break(message.epoch, error)
@@ -316,6 +317,10 @@ class Worker:
         if self._placed is None or hello.source >= len(self._placed.places):
             raise AuthError(f"there is no rank {hello.source}")
         check_speaker(certificate, self._placed.places[hello.source].node, hello.source)
+
+    @property
+    def ends_with_starter(self) -> bool:
+        return self._settings.ends_with_starter
 
     @property
     def outlives(self) -> bool:
@@ -411,14 +416,7 @@ def _of_this_machine(error: OSError) -> ClusterError:
 def work(settings: WorkerSettings, http: HttpServer | None = None, make_replica: MakeReplica | None = None) -> bool:
     """Be a node until the cluster ends, which can take the coordinator's place with `make_replica`; whether the work
     has then come to its end. Raises the error that this node failed with."""
-    worker = Worker(settings, http=http, make_replica=make_replica)
-    try:
-        return worker.run()
-    except ClusterError as error:
-        if not worker.is_unfinished:
-            raise
-        log.warning("ends: %s", error.message)
-        return False
+    return Worker(settings, http=http, make_replica=make_replica).run()
 
 
 def main() -> int:

@@ -334,11 +334,11 @@ class TestTorch:
         with ThreadPoolExecutor(2) as pool:
             groups = [pool.submit(_group, store, offer, rank, LOOPBACK, HELLO, 10.0) for rank in (SOURCE, TARGET)]
             liar, end = _Pair(groups[0].result(), TARGET), _Target(HELLO, _Pair(groups[1].result(), SOURCE))
-        liar.send(torch.tensor([size]), CHUNKS, 10.0)
+        liar.send(torch.tensor([size]), CHUNKS)
         with pytest.raises(LinkClosed, match=rf"rank 3 went away while rank 8 waited .*declared {size} bytes"):
             end.link.recv((3,), torch.float32)
         with pytest.raises(RuntimeError):
-            liar.send(torch.zeros(1), CHUNKS, 10.0)
+            liar.send(torch.zeros(1), CHUNKS)
         end.link.close()
 
     def test_a_default_process_group_is_the_users_own(self) -> None:

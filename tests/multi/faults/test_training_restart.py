@@ -16,8 +16,7 @@ from tests.support.training.joined_nodes import joined, kill
 from tests.support.training.runs import final, records, saved, train
 from tests.support.training.small_job import write_job
 from tests.support.training.training_step import furthest
-from tllm.cli.main import INTERRUPTED
-from tllm.core.errors import counted
+from tllm.core.errors import INTERRUPTED, counted
 from tllm.recipes.bench.processes import free_row
 from tllm.training.job.job_file import read_job
 from tllm.training.report.metrics import FILE, read_records

@@ -20,7 +20,7 @@ from tests.support.training.opened_run import training
 from tests.support.training.post_training.policy_task import grpo, policy_job, write_task
 from tests.support.training.runs import final, records, train
 from tests.support.training.training_step import furthest
-from tllm.cli.main import INTERRUPTED
+from tllm.core.errors import INTERRUPTED
 from tllm.training.job.job import Job
 from tllm.training.job.job_file import TYPES, ResolvedJob, write_job
 from tllm.training.report.events import RunEvent, RunStepped

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import threading
+
 import pytest
 
-from tllm.core.timing import mean_seconds_each
+from tllm.core.timing import AwakeClock, mean_seconds_each, wait_awake
 
 
 class Machine:
@@ -35,3 +38,33 @@ def test_what_takes_longer_than_there_is_time_is_measured_once() -> None:
     machine = Machine(0.0, 0.0)
     assert mean_seconds_each([lambda: machine.work(7.0)], 1.0, machine.clock) == [7.0]
     assert machine.calls == 2, "and once before, to warm up"
+
+
+def test_a_clock_stands_still_while_its_process_does() -> None:
+    now = 100.0
+    clock = AwakeClock(1.0, lambda: now)
+    told = []
+    for passed in (0.5, 2.0, 3600.0, 0.5, 2.1, 1.0):
+        now += passed
+        told.append(clock())
+    assert told == pytest.approx([100.5, 102.5, 102.5, 103.0, 103.0, 104.0])
+
+
+def test_who_waits_looks_at_the_clock_in_between() -> None:
+    clock = AwakeClock(1.0, lambda: 100.0)
+    assert [clock.turn(until) for until in (100.25, 107.0, 100.0, 99.0)] == [0.25, 1.0, 0.0, 0.0]
+    assert clock.turn(math.inf) == math.inf, "who waits for ever need not"
+
+
+def test_waiting_for_a_condition_ends_when_it_holds_or_time_is_up() -> None:
+    changed, done = threading.Condition(), list[bool]()
+
+    def end() -> None:
+        with changed:
+            done.append(True)
+            changed.notify_all()
+
+    with changed:
+        assert not wait_awake(changed, lambda: done, 0.01)
+        threading.Timer(0.01, end).start()
+        assert wait_awake(changed, lambda: done, math.inf)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,12 +17,12 @@ import pytest
 import torch
 
 from tests.support.models.families import save_model
-from tllm.cluster.messages import Assign
+from tllm.cluster.messages import Assign, Load, Loaded, Start
 from tllm.cluster.settings import DoctorSettings, EngineSettings, SurveySettings, TrainSettings, VerifySettings
-from tllm.core.errors import ClusterError, ConfigError
+from tllm.core.errors import ClusterError, ConfigError, LinkError
 from tllm.node import worker as worker_module
 from tllm.node.coordinator.forming import _ending
-from tllm.node.roles.control import WorkerOrder
+from tllm.node.roles.control import Inbox, WorkerOrder
 from tllm.node.roles.serving_rank import ServingRank
 from tllm.node.roles.survey_rank import SurveyRank
 from tllm.node.roles.training_rank import TrainingRank, check_no_code
@@ -83,7 +85,7 @@ def worker() -> Worker:
     made._role = made._before = None
     made._identity = made._listener = None  # type: ignore[assignment]
     made._settings = WorkerSettings(host="", port=0, token="")
-    made._control = SimpleNamespace(fetch=SimpleNamespace(epoch=0))  # type: ignore[assignment]
+    made._control = SimpleNamespace(fetch=SimpleNamespace(epoch=0), reason="")  # type: ignore[assignment]
     return made
 
 
@@ -151,29 +153,55 @@ def test_a_node_that_the_users_own_command_has_not_started_runs_no_code_of_a_job
     check_no_code(assign(TRAIN))
 
 
+class Interrupted:
+    """A role that loads, or computes, until the node is interrupted because its cluster was ended."""
+
+    rank, outlives = 0, False
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self.end = end
+
+    def load(self, progress: Callable[[int, int], None]) -> Loaded:
+        self.end()
+        progress(1, 2)
+        raise AssertionError("it loads on for a cluster that is over")
+
+    def run(self, control: Any) -> None:
+        self.end()
+        raise LinkError("a link was interrupted")
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("message", [Load(1), Start(1)])
 @pytest.mark.parametrize("is_unfinished", [True, False])
 def test_a_coordinator_that_its_operator_ended_is_no_failure_of_the_node(
-    is_unfinished: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    message: Load | Start, is_unfinished: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """`tllm join` ended with an error and code 4 where somebody pressed Ctrl-C at the first machine."""
+    monkeypatch.setattr(worker_module, "RankRole", Interrupted)
+    ended = ClusterError("why it ends")
+    control: Any = SimpleNamespace(inbox=Inbox(), epoch=1, reason="", error=None, close=lambda: None)
 
-    class Told:
-        """A worker whose coordinator has told it to end at once."""
+    def end() -> None:
+        control.reason, control.inbox.is_unfinished = ended.message, is_unfinished
+        control.error = None if is_unfinished else ended
+        control.inbox.end()
 
-        def __init__(self, *of: object, **more: object) -> None:
-            self.is_unfinished = is_unfinished
-
-        def run(self) -> bool:
-            raise ClusterError("ended by its operator")
-
-    monkeypatch.setattr(worker_module, "Worker", Told)
-    settings: Any = None
-    if is_unfinished:
-        assert worker_module.work(settings) is False
-        assert caplog.messages == ["ends: ended by its operator"]
-    else:
-        with pytest.raises(ClusterError, match="ended by its operator"):
-            worker_module.work(settings)
+    node: Any = Worker.__new__(Worker)
+    node._control, node._role, node._http, node._refused_frames = control, Interrupted(end), None, 0
+    node._listener = SimpleNamespace(close=lambda: None)
+    node._settings, node._placed = WorkerSettings(host="box", port=1, token=""), assign(TRAIN)
+    answers: list[object] = []
+    control.inbox.orders.put(WorkerOrder(message, answers.append))
+    with caplog.at_level(logging.INFO, "tllm.node"):
+        if is_unfinished:
+            assert node.run() is False
+            assert caplog.messages[-1] == "ends: why it ends, to go on another time"
+        else:
+            with pytest.raises(ClusterError, match="why it ends"):
+                node.run()
+    assert all(record.levelno == logging.INFO for record in caplog.records), "an end in order is no error"
 
 
 @pytest.mark.parametrize(

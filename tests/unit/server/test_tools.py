@@ -220,3 +220,20 @@ def test_a_tokenizer_travels_whole() -> None:
         TOKENIZER.token_bytes(i) for i in range(TOKENIZER.size)
     ]
     assert choose_parsers("auto", "auto", TEMPLATE.all_sources).tools == "hermes"
+
+
+@pytest.mark.parametrize(
+    ("path", "tool", "hint"),
+    [
+        (PATH, TOOLS[0], 'give tool_choice "required" or a function, or start'),
+        ("/v1/messages", {"name": "f", "input_schema": {"type": "object"}}, 'give tool_choice of type "any" or "tool"'),
+        ("/api/chat", TOOLS[0], "start the server with --tool-call-parser NAME"),
+    ],
+)
+def test_where_no_calls_are_read_each_interface_is_told_what_it_has(path: str, tool: object, hint: str) -> None:
+    """ollama has no tool_choice, and Anthropic's is another."""
+    body = {"model": "tiny", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}], "tools": [tool]}
+    error = post(serve(say("x")), path, body).json()["error"]
+    said = error if isinstance(error, str) else error["message"]
+    assert "shows no format of calls" in said and hint in said
+    assert path != "/api/chat" or "tool_choice" not in said

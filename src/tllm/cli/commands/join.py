@@ -31,12 +31,11 @@ from tllm.cli.arguments.parser import address, count, size, user_path_text, whol
 from tllm.cli.arguments.run_page_options import add_page, page_settings
 from tllm.cli.arguments.tracing_options import add_tracing, check_tracing, tracing_at
 from tllm.cli.display.logs import start_log
-from tllm.cli.main import INTERRUPTED
 from tllm.cli.planning.followed_run import successors
 from tllm.cluster.connection import Address
 from tllm.cluster.consensus.replica import Deposed
 from tllm.core.cache_folder import cache_folder
-from tllm.core.errors import ConfigError
+from tllm.core.errors import INTERRUPTED, ConfigError
 from tllm.node.front_end.departure import Departure
 from tllm.node.front_end.server_loop import ServerLoop
 from tllm.node.replication.known_replicas import REPLICAS_FILE

@@ -41,7 +41,6 @@ from tllm.cli.commands.join import REJOIN_SECONDS, join_again, join_successor
 from tllm.cli.display.logs import start_log
 from tllm.cli.display.progress import ShowProgress, loading
 from tllm.cli.display.run_display import product_of
-from tllm.cli.main import INTERRUPTED
 from tllm.cli.planning.dry_run import Computing, dry_run
 from tllm.cli.planning.followed_run import follow_run
 from tllm.cli.planning.plan_chooser import TrainingChooser
@@ -50,7 +49,7 @@ from tllm.cli.planning.run_watch import Watch
 from tllm.cluster.consensus.replica import Deposed
 from tllm.cluster.heartbeat import check_lost_after
 from tllm.core.disk import print_line
-from tllm.core.errors import ConfigError, counted
+from tllm.core.errors import INTERRUPTED, ConfigError, counted
 from tllm.node.coordinator.cluster_options import LOOPBACK, ClusterOptions
 from tllm.node.machine.launcher_env import Launched
 from tllm.planner.measured.survey import FILE

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tllm.cli.display.run_display import RunDisplay
-from tllm.cli.main import INTERRUPTED
 from tllm.cli.planning.run_page import RunPage
 from tllm.core.disk import print_line
-from tllm.core.errors import ConfigError
+from tllm.core.errors import INTERRUPTED, ConfigError
 from tllm.server.http.settings import ServerSettings
 from tllm.training.report.events import (
     RunBegan,

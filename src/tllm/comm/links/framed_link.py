@@ -7,7 +7,6 @@ socket; `TransportLink` has queues that a thread of another library empties and 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -17,6 +16,7 @@ from tllm.comm.links import errors as faults
 from tllm.comm.links import frame
 from tllm.comm.links.send_buffer import FrameQueue, PendingSend
 from tllm.core.errors import FrameError, LinkError
+from tllm.core.timing import AwakeClock
 
 SHAPES_KEPT = 256
 """Shapes and dtypes of tensors whose frames one link remembers."""
@@ -32,10 +32,11 @@ Expected = bytes | str
 class ByteReceiver(Protocol):
     """What the target's end reads bytes from; `tcp_link.ReceiveBuffer` says what each call means.
 
-    `authentic`: the transport has checked each byte already, as TLS does.
+    `authentic`: the transport has checked each byte already, as TLS does. `clock`: by which it is to read in time.
     """
 
     authentic: bool
+    clock: AwakeClock
 
     def read(self, memory: memoryview, least: int, until: float, pending_sends: Sequence[PendingSend] = ()) -> int: ...
 
@@ -100,7 +101,7 @@ class FramedLink:
     ) -> torch.Tensor:
         assert out is None or (out.shape == shape and out.dtype == dtype), "`out` is not what is to be received"
         prefix, places, memory = self._known.get((shape, dtype)) or self._learn(shape, dtype)
-        until = time.monotonic() + self._deadline
+        until = self._receiver.clock() + self._deadline
         plain = out is not None and frame.is_plain(out)
         tensor = out if out is not None and plain else torch.empty(shape, dtype=dtype)
         payload = memoryview(memory.from_address(tensor.data_ptr())).cast("B")
@@ -110,7 +111,7 @@ class FramedLink:
 
     def recv_bytes(self, limit: int) -> bytes:
         expected = f"up to {limit} bytes, epoch {self._epoch}, frame {self._sequence}"
-        until = time.monotonic() + self._deadline
+        until = self._receiver.clock() + self._deadline
         self._read(self._first[: frame.HEADER_SIZE], frame.HEADER_SIZE, until, expected)
         length = self._declared(limit, expected)
         payload = bytearray(length)

@@ -18,12 +18,10 @@ from tllm.comm.links import errors as faults
 from tllm.comm.links import frame
 from tllm.comm.links.send_buffer import PendingSend
 from tllm.core.errors import FrameError, LinkError
+from tllm.core.timing import wait_awake
 
 DEADLINE = 30.0
 """Seconds that a send or a receive may take, unless `set_deadline` says otherwise."""
-
-HELD_UP_SECONDS = 2.0
-"""Who wakes so much later than it asked for has itself stood still, as a process does that somebody suspends."""
 
 LOCAL_DEPTH = 64
 """Messages that may wait in a LocalLink, unless it is unbounded."""
@@ -185,7 +183,7 @@ class LocalLink:
             return self._waiting.popleft()
 
     def _wait(self, ready: Callable[[], bool], seconds: float) -> bool:
-        return self._changed.wait_for(lambda: ready() or self._closed, None if math.isinf(seconds) else seconds)
+        return wait_awake(self._changed, lambda: ready() or self._closed, seconds)
 
     def _refused(self, message: torch.Tensor | bytes, expected: str) -> FrameError:
         self.close()

@@ -12,12 +12,12 @@ import select
 import socket
 import ssl
 import threading
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 
 from tllm.comm.links.errors import closed_here, nothing_taken, target_gone
 from tllm.core.errors import LinkError
+from tllm.core.timing import AwakeClock, wait_awake
 
 DEPTH = 16
 """Frames that may wait in a queue; the next one blocks its sender."""
@@ -86,7 +86,7 @@ class FrameQueue:
         """Let waiting frames leave, then end; raises the thread's error, or LinkTimeout if they do not leave."""
         seconds = min(self.deadline, DRAIN_SECONDS)
         with self._changed:
-            drained = self._changed.wait_for(lambda: not self._waiting or self._over(), seconds)
+            drained = wait_awake(self._changed, lambda: not self._waiting or self._over(), seconds)
         drained = drained and (self._over() or self.finish(seconds))
         self.abandon()
         if self._failure is not None:
@@ -116,8 +116,7 @@ class FrameQueue:
 
     def _put(self, frame: memoryview) -> None:
         """Queue a frame, waiting for room; the lock is held."""
-        limit = None if math.isinf(self.deadline) else self.deadline
-        if not self._changed.wait_for(lambda: len(self._waiting) < self.depth or self._over(), limit):
+        if not wait_awake(self._changed, lambda: len(self._waiting) < self.depth or self._over(), self.deadline):
             self._failure = nothing_taken(self.source, self.target, self.deadline)
         self._check()
         self._waiting.append(frame)
@@ -204,7 +203,8 @@ class SendBuffer(FrameQueue):
                 self.fail(failure)
 
     def _write_all(self, frame: memoryview) -> LinkError | None:
-        until = time.monotonic() + self.deadline
+        clock = AwakeClock()
+        until = clock() + self.deadline
         writable = select.poll()
         try:
             writable.register(self._sock, select.POLLOUT)
@@ -212,9 +212,10 @@ class SendBuffer(FrameQueue):
                 try:
                     frame = frame[self._sock.send(frame) :]
                 except (BlockingIOError, ssl.SSLWantWriteError):
-                    left = until - time.monotonic()
-                    if left <= 0 or not writable.poll(None if math.isinf(left) else math.ceil(left * 1000)):
+                    turn = clock.turn(until)
+                    if not turn:
                         return nothing_taken(self.source, self.target, self.deadline)
+                    writable.poll(milliseconds(turn))
         except (OSError, ValueError) as error:  # ValueError: closed meanwhile
             return target_gone(self.source, self.target, str(error))
         return None
@@ -266,6 +267,11 @@ def has_hung_up(sock: socket.socket) -> bool:
     except ValueError:  # closed here
         return True
     return bool(hung_up.poll(0))
+
+
+def milliseconds(seconds: float) -> int | None:
+    """As `poll` wants it: rounded up, None for ever."""
+    return None if math.isinf(seconds) else math.ceil(seconds * 1000)
 
 
 def shut(sock: socket.socket) -> None:

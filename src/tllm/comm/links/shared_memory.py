@@ -24,8 +24,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tllm.comm.links.errors import nothing_sent, refused_link, source_gone
-from tllm.comm.links.link import HELD_UP_SECONDS, Link
+from tllm.comm.links.link import Link
 from tllm.core.errors import LinkError
+from tllm.core.timing import AwakeClock
 
 FOLDER = Path("/dev/shm")
 """Files that are memory, on Linux."""
@@ -86,13 +87,11 @@ class SharedMemory:
             raise refused_link(link.source, link.target, got, expected)
 
     def _wait_for(self, rank: int, number: int) -> None:
-        link, began = self._recv[rank], time.monotonic()
-        what, look, last = f"piece {number} of a sum", began, began
+        link, clock = self._recv[rank], AwakeClock()
+        what, began = f"piece {number} of a sum", clock()
+        look = began
         while not self._has_come(rank, number):
-            now = time.monotonic()
-            if now - last > HELD_UP_SECONDS:  # this process stood still, and the others may have
-                began += now - last
-            last = now
+            now = clock()
             if now >= look:
                 look = now + LOOK_SECONDS
                 if link.is_over and not self._has_come(rank, number):

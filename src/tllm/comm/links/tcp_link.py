@@ -7,7 +7,6 @@ does not read, the sender's socket takes no more.
 
 from __future__ import annotations
 
-import math
 import os
 import select
 import socket
@@ -18,15 +17,13 @@ from collections.abc import Sequence
 
 from tllm.comm.links.errors import nothing_taken
 from tllm.comm.links.framed_link import FramedLink
-from tllm.comm.links.link import DEADLINE, HELD_UP_SECONDS
-from tllm.comm.links.send_buffer import PendingSend, SendBuffer, has_hung_up, is_authentic, shut
+from tllm.comm.links.link import DEADLINE
+from tllm.comm.links.send_buffer import PendingSend, SendBuffer, has_hung_up, is_authentic, milliseconds, shut
+from tllm.core.timing import AwakeClock
 
 # A peer in step sends within this, and waking a sleeping thread costs about as much: half the time of a short sum.
 # With a yield in each turn it costs others nothing, even where ranks and other work share a core.
 SPIN_SECONDS = 100e-6
-
-RESUMED_SECONDS = 5.0
-"""How long the peer is then waited for, which may have stood still as well."""
 
 
 class TcpLink(FramedLink):
@@ -56,12 +53,11 @@ class ReceiveBuffer:
     """The receiving side of one non-blocking socket: reads into memory by a deadline.
 
     While it waits it pushes this rank's own pending sends, so that two ranks may send each other long messages in one
-    thread each. TimeoutError at the deadline, unless this process stood still meanwhile; OSError when the other end is
-    gone.
+    thread each. TimeoutError at the deadline, OSError when the other end is gone.
     """
 
     def __init__(self, sock: socket.socket) -> None:
-        self.authentic = is_authentic(sock)
+        self.authentic, self.clock = is_authentic(sock), AwakeClock()
         self._sock = sock
         self._reading = threading.RLock()  # so that close() never frees the socket under a reader
         self._readable = select.poll()
@@ -69,7 +65,7 @@ class ReceiveBuffer:
         sock.setblocking(False)
 
     def read(self, memory: memoryview, least: int, until: float, pending_sends: Sequence[PendingSend] = ()) -> int:
-        """Read at least `least` bytes into `memory`, before the monotonic time `until`; returns how many.
+        """Read at least `least` bytes into `memory`, before `until` by this end's clock; returns how many.
 
         More, up to the length of `memory`, are read where they are there already. Pushes `pending_sends` while waiting.
         """
@@ -79,7 +75,7 @@ class ReceiveBuffer:
                 try:
                     count = self._sock.recv_into(memory[start:] if start else memory, size - start)
                 except (BlockingIOError, ssl.SSLWantReadError):
-                    until = self._await(until, pending_sends)
+                    self._await(until, pending_sends)
                     continue
                 start += count
                 if start >= least:
@@ -104,62 +100,47 @@ class ReceiveBuffer:
         with self._reading:
             self._sock.close()
 
-    def _await(self, until: float, pending_sends: Sequence[PendingSend]) -> float:
-        """Return when there may be something to read, or something more was sent: the time to wait until from now."""
-        try:
-            self._poll(until, pending_sends)
-        except TimeoutError:
-            now = time.monotonic()
-            if now - until < HELD_UP_SECONDS:
-                raise
-            return now + RESUMED_SECONDS
-        return until
-
-    def _poll(self, until: float, pending_sends: Sequence[PendingSend]) -> None:
-        if pending_sends:
-            incomplete = [send for send in pending_sends if not send.done]
-            if incomplete:
-                push_any(incomplete, until, self._sock)
+    def _await(self, until: float, pending_sends: Sequence[PendingSend]) -> None:
+        """Return when there may be something to read, or something more was sent."""
+        incomplete = [send for send in pending_sends if not send.done]
+        if not incomplete and self._comes_soon():
+            return
+        while turn := self.clock.turn(until):
+            if push_any(incomplete, turn, self._sock) if incomplete else self._readable.poll(milliseconds(turn)):
                 return
-        now = time.monotonic()
-        spin_until = now + SPIN_SECONDS
-        while now < spin_until:
+        raise TimeoutError
+
+    def _comes_soon(self) -> bool:
+        spin_until = time.monotonic() + SPIN_SECONDS
+        while time.monotonic() < spin_until:
             if self._readable.poll(0):
-                return
+                return True
             os.sched_yield()  # to the peer, if it waits for this very core
-            now = time.monotonic()
-        if now >= until or not self._readable.poll(milliseconds(until - now)):
-            raise TimeoutError
+        return False
 
 
-def push_any(pending_sends: Sequence[PendingSend], until: float, reading: socket.socket | None = None) -> None:
-    """Wait until a socket of `pending_sends` takes more, or `reading` has something; TimeoutError at `until`."""
+def push_any(pending_sends: Sequence[PendingSend], seconds: float, reading: socket.socket | None = None) -> bool:
+    """Whether a socket of `pending_sends` took more, or `reading` has something, within `seconds`."""
     ready = select.poll()
     by_file = {send.sock.fileno(): send for send in pending_sends}
     for file in by_file:
         ready.register(file, select.POLLOUT)
     if reading is not None:
         ready.register(reading, select.POLLIN)
-    left = until - time.monotonic()
-    events = ready.poll(milliseconds(left)) if left > 0 else []
-    if not events:
-        raise TimeoutError
+    events = ready.poll(milliseconds(seconds))
     for file, _ in events:
         if file in by_file:
             by_file[file].push()
+    return bool(events)
 
 
 def push_all(pending_sends: Sequence[PendingSend]) -> None:
     """Send the rest of every frame; LinkTimeout names a rank that does not take its own."""
-    until = time.monotonic() + max(send.sender.deadline for send in pending_sends)
+    clock = AwakeClock()
+    until = clock() + max(send.sender.deadline for send in pending_sends)
     while incomplete := [send for send in pending_sends if not send.done]:
-        try:
-            push_any(incomplete, until)
-        except TimeoutError as error:
+        turn = clock.turn(until)
+        if not turn:
             late = incomplete[0].sender
-            raise nothing_taken(late.source, late.target, late.deadline) from error
-
-
-def milliseconds(seconds: float) -> int | None:
-    """As `poll` wants it: rounded up, None for ever."""
-    return None if math.isinf(seconds) else math.ceil(seconds * 1000)
+            raise nothing_taken(late.source, late.target, late.deadline)
+        push_any(incomplete, turn)

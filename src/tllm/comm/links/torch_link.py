@@ -17,7 +17,6 @@ import os
 import socket
 import struct
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from datetime import timedelta
@@ -28,11 +27,11 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from tllm.cluster.connection import is_loopback
-from tllm.comm.links.errors import nothing_taken, target_gone
+from tllm.comm.links.errors import target_gone
 from tllm.comm.links.handshake import LinkHello
 from tllm.comm.links.link import DEADLINE, Link
 from tllm.comm.links.transport_link import CHUNK_BYTES, FOREVER, TransportLink, TransportOffer
-from tllm.core.errors import AuthError, ConfigError, LinkError, LinkTimeout
+from tllm.core.errors import AuthError, ConfigError, LinkTimeout
 
 SOURCE, TARGET = 0, 1  # ranks of a wire's process group
 CHUNKS, FAREWELL, NEVER = range(3)  # message tags; with the last one nothing is ever sent
@@ -77,16 +76,20 @@ class TorchTransport:
 
 
 class _Pair:
-    """A process group of two ranks, as one of them uses it. (torch's stubs do not have the methods of a group.)"""
+    """A process group of two ranks, as one of them uses it. (torch's stubs do not have the methods of a group.)
+
+    What it sends and receives has for ever: gloo would count time in which this process stands still itself, and who
+    is late is known by the queues of the link.
+    """
 
     def __init__(self, group: Any, peer: int) -> None:
         self._group, self._peer = group, peer
 
-    def send(self, x: torch.Tensor, tag: int, seconds: float) -> None:
-        self._group.send([x], self._peer, tag).wait(timedelta(seconds=min(seconds, FOREVER)))
+    def send(self, x: torch.Tensor, tag: int) -> None:
+        self._group.send([x], self._peer, tag).wait(timedelta(seconds=FOREVER))
 
     def recv(self, x: torch.Tensor, tag: int, seconds: float = FOREVER) -> None:
-        self._group.recv([x], self._peer, tag).wait(timedelta(seconds=min(seconds, FOREVER)))
+        self._group.recv([x], self._peer, tag).wait(timedelta(seconds=seconds))
 
     def end(self) -> None:
         """Close the connection, which wakes whoever waits at either end."""
@@ -124,23 +127,15 @@ class _Source(_End):
         return not self._thread.is_alive()
 
     def _run(self, pair: _Pair) -> None:
-        outgoing, start = self.link.outgoing, 0.0
+        outgoing = self.link.outgoing
         try:
             for chunk in outgoing.chunks():
-                start = time.monotonic()
-                pair.send(torch.tensor([len(chunk)]), CHUNKS, outgoing.deadline)
-                pair.send(torch.frombuffer(bytearray(chunk), dtype=torch.uint8), CHUNKS, outgoing.deadline)
-            start = time.monotonic()
-            pair.send(torch.tensor([0]), CHUNKS, outgoing.deadline)
-            pair.recv(torch.empty(1, dtype=torch.uint8), FAREWELL, outgoing.deadline)
+                pair.send(torch.tensor([len(chunk)]), CHUNKS)
+                pair.send(torch.frombuffer(bytearray(chunk), dtype=torch.uint8), CHUNKS)
+            pair.send(torch.tensor([0]), CHUNKS)
+            pair.recv(torch.empty(1, dtype=torch.uint8), FAREWELL)
         except RuntimeError as error:  # gloo has no other kind
-            outgoing.mark_lost(self._failure(error, time.monotonic() - start))
-
-    def _failure(self, error: RuntimeError, seconds: float) -> LinkError:
-        source, target, deadline = self._hello.source, self._hello.target, self.link.outgoing.deadline
-        if seconds >= deadline:
-            return nothing_taken(source, target, deadline)
-        return target_gone(source, target, _error_text(error))
+            outgoing.mark_lost(target_gone(self._hello.source, self._hello.target, _error_text(error)))
 
 
 class _Target(_End):
@@ -161,7 +156,7 @@ class _Target(_End):
                 pair.recv(chunk, CHUNKS)
                 if not incoming.put(chunk.numpy().data):
                     return None
-            pair.send(torch.ones(1, dtype=torch.uint8), FAREWELL, DEADLINE)
+            pair.send(torch.ones(1, dtype=torch.uint8), FAREWELL)
             incoming.end("connection closed")
         except RuntimeError as error:  # gloo has no other kind
             incoming.end(_error_text(error))

@@ -16,7 +16,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import msgspec
@@ -28,12 +28,16 @@ from tllm.comm.links.handshake import LinkHello
 from tllm.comm.links.link import Link
 from tllm.comm.links.send_buffer import DEPTH, Buffer, FrameQueue, PendingSend
 from tllm.core.errors import LinkError, decoded
+from tllm.core.timing import AwakeClock, wait_awake
 
 CHUNK_BYTES = frame.HEADER_SIZE + frame.PIECE_BYTES
 """At most so many bytes are one message of the library."""
 
 OFFER_LIMIT = 1024
 """Bytes of an encoded offer."""
+
+RESUMED_SECONDS = 5.0
+"""How much longer a library has for a chunk that is late, in case this process stood still meanwhile."""
 
 FOREVER = 365 * 86400.0
 """Seconds, for a library that takes no infinite timeout."""
@@ -125,11 +129,14 @@ class OutgoingFrames(FrameQueue):
         return self._lost is not None
 
     def write(self, frame: bytes) -> None:
-        with self._changed:
-            late = self._waiting and time.monotonic() - self._chunk_began > self.deadline
-        if late:  # an unbounded link has no full queue by which to notice it
-            self.fail(nothing_taken(self.source, self.target, self.deadline))
+        with self._changed:  # an unbounded link has no full queue by which to notice that the library is late
+            if not wait_awake(self._changed, lambda: not self._is_late or self._over(), RESUMED_SECONDS):
+                self.fail(nothing_taken(self.source, self.target, self.deadline))
         super().write(frame)
+
+    @property
+    def _is_late(self) -> bool:
+        return bool(self._waiting) and time.monotonic() - self._chunk_began > self.deadline
 
     def chunks(self) -> Iterator[memoryview]:
         """For the library's thread: the frames in chunks of at most CHUNK_BYTES, until the queue ends."""
@@ -177,6 +184,7 @@ class IncomingBytes:
     authentic = False
 
     def __init__(self) -> None:
+        self.clock = AwakeClock()
         self._changed = threading.Condition()
         self._chunks: deque[memoryview] = deque()
         self._end = ""
@@ -197,7 +205,7 @@ class IncomingBytes:
             self._changed.notify_all()
 
     def read(self, memory: memoryview, least: int, until: float, pending_sends: Sequence[PendingSend] = ()) -> int:
-        """Read from `least` bytes up to all of `memory`, before the monotonic time `until`; returns how many.
+        """Read from `least` bytes up to all of `memory`, before `until` by `clock`; returns how many.
 
         TimeoutError, or OSError at the end.
         """
@@ -228,7 +236,7 @@ class IncomingBytes:
 
     def _first_chunk(self, until: float) -> memoryview:
         with self._changed:
-            if not self._await(until - time.monotonic()):
+            if not self._await(until - self.clock()):
                 raise TimeoutError
             if not self._chunks:
                 raise ConnectionError(self._end)
@@ -246,5 +254,4 @@ class IncomingBytes:
                     self._changed.notify_all()
 
     def _await(self, seconds: float) -> bool:
-        ready: Callable[[], bool] = lambda: bool(self._chunks or self._end)  # noqa: E731
-        return self._changed.wait_for(ready, None if math.isinf(seconds) else max(seconds, 0.0))
+        return wait_awake(self._changed, lambda: self._chunks or self._end, seconds)

@@ -6,7 +6,6 @@
 #include "quantize_rows.h"
 
 #define AHEAD 4096 /* bytes of codes that are fetched before they are needed */
-#define UNROLLED _Pragma("clang loop unroll(full)")
 
 enum { NIBBLES, NIBBLES_BY_TABLE, BYTES, FLOATS };
 

@@ -11,6 +11,7 @@
 
 #define LANES 16
 #define INLINE static inline __attribute__((always_inline))
+#define UNROLLED _Pragma("clang loop unroll(full)")
 
 typedef double f64x16 __attribute__((vector_size(128)));
 typedef float f32x16 __attribute__((vector_size(64)));

@@ -52,8 +52,8 @@ class _Documents:
         kernels = library()
         assert kernels is not None and self.first_token[self.count] == len(q)
         (tokens, heads, width), threads, dtype = q.shape, kernel_threads(), DTYPE_NUMBERS[q.dtype]
-        of_kernel = kernels.causal_attention
-        size = of_kernel.scratch_bytes(width, self.longest, dtype, bool(gradients), threads)
+        of_kernel = kernels.training
+        size = of_kernel.attention_scratch_bytes(width, self.longest, dtype, bool(gradients), threads)
         scratch = torch.empty(size, dtype=torch.uint8)
         addresses = [x.data_ptr() for x in (q, k, v, out, log_sums, *gradients)] + [None] * (4 - len(gradients))
         arguments = CausalAttentionArguments(

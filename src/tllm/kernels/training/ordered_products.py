@@ -1,7 +1,5 @@
-"""Products of float32 by csrc/float_matmul.c: each number is a sum by itself in the order of columns, whatever is
-computed beside it, by as many threads as there are.
-
-The kernel multiplies rows by rows. Gradients are products of columns, which are copied to rows first.
+"""Products of float32 by csrc/float_matmul.c, and their gradients by csrc/float_gradients.c: each number is a sum by
+itself in the order of columns, whatever is computed beside it, by as many threads as there are.
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tllm.kernels.float_product import multiply_by_kernel
-from tllm.kernels.library import LANES, kernel_threads, library
+from tllm.kernels.library import kernel_threads, library
 from tllm.kernels.product_ways import Way
 
 SMALLEST = 2**16
@@ -31,17 +29,26 @@ def ordered_matmul(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
 
 def ordered_input_gradient(gradient_TF: Tensor, weight_FD: Tensor) -> Tensor:
     """The gradient of x."""
-    return ordered_matmul(gradient_TF, weight_FD.t())
+    x_ND = _product(gradient_TF.flatten(0, -2).contiguous(), weight_FD.contiguous(), is_turned=False)
+    return x_ND.view(*gradient_TF.shape[:-1], weight_FD.shape[1])
 
 
 def ordered_weight_gradient(gradient_TF: Tensor, x_TD: Tensor) -> Tensor:
     """The gradient of W."""
-    return ordered_matmul(_columns(gradient_TF), _columns(x_TD))
+    return _product(gradient_TF.flatten(0, -2).contiguous(), x_TD.flatten(0, -2).contiguous(), is_turned=True)
 
 
-def _columns(x_TD: Tensor) -> Tensor:
-    """x^T, whose rows are whole vectors: zeros after them add nothing."""
-    x_ND = x_TD.flatten(0, -2)
-    x_DN = torch.zeros(x_ND.shape[1], -(-len(x_ND) // LANES) * LANES)
-    x_DN[:, : len(x_ND)] = x_ND.t()
-    return x_DN
+def _product(left: Tensor, right_KN: Tensor, is_turned: bool) -> Tensor:
+    """left right_KN; of left as it is given, or turned."""
+    kernels = library()
+    assert kernels is not None and left.dtype == right_KN.dtype == torch.float32
+    steps, columns = right_KN.shape
+    rows = left.shape[is_turned]
+    y = torch.empty(rows, columns)
+    if not y.numel():
+        return y
+    scratch = torch.empty(kernels.training.float_gradient_scratch(rows, steps, is_turned))
+    threads = kernel_threads() if y.numel() * steps >= SMALLEST else 1
+    shape = (left.data_ptr(), right_KN.data_ptr(), rows, steps, columns, is_turned)
+    kernels.training.float_gradient(*shape, y.data_ptr(), scratch.data_ptr(), threads)
+    return y

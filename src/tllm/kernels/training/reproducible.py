@@ -3,7 +3,7 @@
 Those of many of torch's functions do (docs/log/training.md): a sum is made of each thread's part, the last numbers of a
 part are computed in another way than those before, and libraries divide a product otherwise among two threads than
 among four. So torch computes by one thread then (`torch_by_one_thread`), and what takes the most time is made by all:
-attention, norms and gates by kernels, and so is x W^T of float32, whose sums have one order in csrc/float_matmul.c,
+attention, norms and gates by kernels, and so are products of float32, whose sums have one order in `ordered_products`,
 whatever is computed beside them. Other products are torch's, in blocks of which a thread makes each.
 """
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tllm.kernels.library import is_torch_held, kernel_threads, library
-from tllm.kernels.training.ordered_products import ordered_matmul
+from tllm.kernels.training.ordered_products import ordered_input_gradient, ordered_matmul, ordered_weight_gradient
 
 LEAST_IN_BLOCK = 2**23
 """Multiplications of a block that torch makes, which takes longer than to hand it to a thread."""
@@ -104,4 +104,4 @@ def _rows(x_TD: Tensor) -> Tensor:
 
 
 IN_BLOCKS = Passes(_forward, _input_gradient, _weight_gradient)
-BY_KERNEL = IN_BLOCKS._replace(forward=ordered_matmul)
+BY_KERNEL = Passes(ordered_matmul, ordered_input_gradient, ordered_weight_gradient)

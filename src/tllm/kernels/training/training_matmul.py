@@ -45,7 +45,7 @@ WIDTH = 1024
 """Rows, and the most outputs and columns, of what is timed: a tenth of a second where a processor is at its slowest."""
 
 ORDERED_ROWS = 256
-"""Rows of what is timed in float32: of fewer the kernel's gradients take as long as torch's, of more they do not."""
+"""Rows of what is timed in float32, of which a step has some hundreds and more."""
 
 SMALLEST = 2**16
 """Elements. Smaller matrices are left to torch: what they take is calls, not arithmetic."""

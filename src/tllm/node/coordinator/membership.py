@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -41,15 +40,13 @@ from tllm.cluster.state import (
 from tllm.cluster.weight_messages import OpenChunkConnection
 from tllm.core.errors import ClusterError, TllmError
 from tllm.core.tasks import end_tasks
+from tllm.core.timing import AwakeClock
 from tllm.node.coordinator.rank_address_updates import RankAddressUpdates
 
 log = logging.getLogger("tllm.node")
 
 ATTACH_SECONDS = 1.0
 """A connection that does not begin with an `Attach` within this time is closed."""
-
-OWN_DELAY_SECONDS = 1.0
-"""If the coordinator itself woke up so much later than it should, heartbeats may be waiting unread."""
 
 PROBE_SECONDS = 1.0
 """How long the machine of a silent node is given to answer a connection."""
@@ -104,11 +101,12 @@ async def why_silent(address: Address, seconds: float = PROBE_SECONDS) -> ProbeR
 class Surroundings(NamedTuple):
     """What a coordinator learns from outside, beside its nodes' messages; a simulation hands in its own.
 
-    `clock` gives seconds that only ever grow; it and the event loop's timers must be of one clock. `why_silent` asks a
-    silent node's machine.
+    `clock` gives seconds that only ever grow; it and the event loop's timers must be of one clock. Time in which the
+    coordinator itself stands still is no silence of its nodes, whose heartbeats wait unread or who stand still as well.
+    `why_silent` asks a silent node's machine.
     """
 
-    clock: Callable[[], float] = time.monotonic
+    clock: Callable[[], float]
     why_silent: Callable[[Address], Awaitable[ProbeResult]] = why_silent
 
 
@@ -145,10 +143,10 @@ class Membership:
         self.channels: dict[str, Channel] = {}
         self.changed = asyncio.Condition()
         self.places = RankAddressUpdates()
-        self._warnings, self._awake = _Warnings(), _Awake()
+        self._warnings = _Warnings()
         self._calls = _Calls(acts, on_loss, on_break, serve_chunks)
         self.interval = HeartbeatInterval(lost_after)
-        self.surroundings = Surroundings()
+        self.surroundings = Surroundings(AwakeClock(BEAT_SECONDS))
         self.is_ending = self.is_unfinished = False
 
     def now(self) -> float:
@@ -217,34 +215,21 @@ class Membership:
     async def watch(self) -> None:
         """Send heartbeats to every member, and mark those lost that are silent, for ever. Where these are very many,
         some are sent their heartbeat each time, and the silent ones are looked for once all have."""
-        last, beat, turn = self.now(), one_way(Heartbeat()), 0
+        beat, turn = one_way(Heartbeat()), 0
         while True:
             await asyncio.sleep(BEAT_SECONDS)
-            now, turns = self.now(), self.interval.beats
-            self._awake.turn(now, self.interval.late_after)
-            was_late, last, turn = now - last > BEAT_SECONDS + OWN_DELAY_SECONDS, now, (turn + 1) % turns
+            turns = self.interval.beats
+            turn = (turn + 1) % turns
             for channel in islice(self.channels.values(), turn, None, turns):
                 channel.post_frame(beat)
-            # Where this process itself was held up, what members sent meanwhile is still to be read. Who was told to
-            # end sends nothing more.
-            if was_late or self.is_ending:
-                continue
-            if turn == 0:
-                await self._look()
-                last = self.now()
-                self._awake.turn(last)
+            if turn == 0 and not self.is_ending:  # who was told to end sends nothing more
+                await self._look(self.now())
 
-    def silent(self, limit: float) -> tuple[NodeLost, ...]:
-        """The loss of every node that has been silent for more than `limit` seconds. Where this process stood still for
-        long, they may have done so too: each then has its time anew."""
-        now = self.now()
-        return silent(self.state, now, limit) if self._awake.seconds(now, self.interval.late_after) > limit else ()
-
-    async def _look(self) -> None:
+    async def _look(self, now: float) -> None:
         """Warn of nodes that are late or overfull, and mark those lost that are silent."""
-        self._warnings.log_late(self.silent(self.interval.late_after))
+        self._warnings.log_late(silent(self.state, now, self.interval.late_after))
         self._warnings.log_overfull(overfull(self.state))
-        missing = self.silent(self.interval.asked_after)
+        missing = silent(self.state, now, self.interval.asked_after)
         await asyncio.gather(*(self._miss(event) for event in missing))
 
     async def _miss(self, event: NodeLost) -> None:
@@ -353,22 +338,6 @@ async def _hear_others(tasks: Collection[asyncio.Task[None]]) -> None:
         )
         if not done or any(isinstance(task.exception(), Gone) for task in done):
             return
-
-
-class _Awake:
-    """Since when this process has not stood still, as it does while somebody suspends it."""
-
-    def __init__(self) -> None:
-        self._since, self._turned = -math.inf, math.inf
-
-    def turn(self, now: float, limit: float = math.inf) -> None:
-        """It runs now. Since it last did, more than `limit` seconds are a pause."""
-        self._since = now if now - self._turned > limit else self._since
-        self._turned = now
-
-    def seconds(self, now: float, limit: float) -> float:
-        """For how long it has run without such a pause."""
-        return 0.0 if now - self._turned > limit else now - self._since
 
 
 class _Warnings:

@@ -8,8 +8,9 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
+from tllm.cluster.heartbeat import silent
 from tllm.cluster.state import Member, by_machine
 from tllm.core.errors import ClusterError, PlanError, TllmError
 from tllm.node.coordinator.cluster_options import OnProgress
@@ -104,6 +105,13 @@ class _Attempts:
         return self._unexplained >= ATTEMPTS or self._all >= MOST_ATTEMPTS
 
 
+class _Opened(NamedTuple):
+    """The epoch that opened last, and when, by `Membership.now`."""
+
+    epoch: int = 0
+    at: float = 0.0
+
+
 class Recovery:
     """Work pauses with a loss (`is_open` is False) and goes on in the next epoch, which begins as soon as it can.
 
@@ -123,7 +131,7 @@ class Recovery:
         self.left_out = LeftOut(coordinator.members.now, lambda: [one.node for one in coordinator.state.living])
         self.growth = Growth(coordinator.members.now)
         self._formed = asyncio.Event()
-        self._opened = 0.0  # when the epoch opened, by `Membership.now`
+        self._opened = _Opened()
         self._local_until = 0.0  # until when local workers are waited for
         coordinator.loss_policy = self
 
@@ -185,8 +193,8 @@ class Recovery:
                 log.warning("epoch %d did not begin: %s", coordinator.state.epoch, error.message)
         self.losses.clear()
         self.move.is_pending = False
-        self.is_open, self._opened = True, coordinator.members.now()
-        self.growth.opened(self._opened - began)
+        self.is_open, self._opened = True, _Opened(coordinator.state.epoch, coordinator.members.now())
+        self.growth.opened(self._opened.at - began)
         self._job.resume()
 
     def on_loss(self, node: str, error: TllmError) -> None:
@@ -223,7 +231,7 @@ class Recovery:
         last: nobody waits for it.
         """
         members = self._coordinator.members
-        for event in members.silent(members.interval.late_after):
+        for event in silent(self._coordinator.state, members.now(), members.interval.late_after):
             return event.node, event.reason
         if (loss := self.losses.first) is not None:
             return loss.node, loss.error.message
@@ -241,6 +249,8 @@ class Recovery:
             return f"serves, epoch {state.epoch}"
         if (lack := self.lack()) is not None:
             return f"waits for nodes: {lack.message}"
+        if not state.ranks or state.epoch == self._opened.epoch:
+            return f"prepares epoch {state.epoch + 1}"
         phases = ", ".join(f"{member.node} {member.phase}" for member in state.ranks)
         return f"begins epoch {state.epoch}: {phases}"
 
@@ -355,7 +365,7 @@ class Recovery:
 
     def _may_pause(self) -> bool:
         """Whether a node that could be put to use is worth a pause now."""
-        return self._job.is_idle or self._coordinator.members.now() - self._opened > self.patience.restore
+        return self._job.is_idle or self._coordinator.members.now() - self._opened.at > self.patience.restore
 
     def _most_ranks(self) -> int:
         """Ranks of the plan that those who are here can have."""

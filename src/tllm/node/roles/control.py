@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import queue
 import threading
@@ -19,7 +20,6 @@ from tllm.cluster.certificates import Identity
 from tllm.cluster.channel import Act, Channel
 from tllm.cluster.connection import Address, AddressGone, Unreachable, check_own, format_address
 from tllm.cluster.consensus.replica import ask_replicas
-from tllm.cluster.heartbeat import LATE_SECONDS
 from tllm.cluster.join import attach
 from tllm.cluster.messages import (
     Assign,
@@ -48,8 +48,9 @@ from tllm.cluster.messages import (
     UnloadAdapter,
 )
 from tllm.cluster.remote_errors import failure
-from tllm.core.errors import AuthError, ClusterError, LinkError, TllmError
+from tllm.core.errors import INTERRUPTED, AuthError, ClusterError, LinkError, TllmError
 from tllm.core.tasks import background, end_tasks, work_beside
+from tllm.core.timing import AwakeClock
 from tllm.engine.driver import CancelRequest, CloseRing
 from tllm.engine.schedule.batch import ForgetAdapter
 from tllm.node.roles.controlled_node import Beside, ControlledNode
@@ -171,30 +172,28 @@ class CoordinatorFinder:
 class HeartbeatExchange:
     """Sends heartbeats to a coordinator, and breaks its channel off when its own stay out for too long.
 
-    `silence` then says so; it is "" before. Time in which this process itself stood still says nothing of the
-    coordinator, which may have done so too, as where somebody suspends both.
+    `silence` then says so; it is "" before. A coordinator that started this node is silent only while somebody suspends
+    it, and is waited for, unless another can take its place.
     """
 
     def __init__(self, channel: Channel, attached: Attached, node: ControlledNode, finder: CoordinatorFinder) -> None:
         self.silence = ""
         self._finder = finder
         self._channel, self._attached, self._node = channel, attached, node
-        self._received = time.monotonic()
+        self._clock = AwakeClock(attached.beat_seconds)
+        self._received = self._clock()
 
     async def received(self, _: Heartbeat) -> None:
         """The coordinator's heartbeat has come."""
-        self._received = time.monotonic()
+        self._received = self._clock()
 
     async def run(self) -> None:
         while True:
-            limit = self._attached.silence_seconds * (1 if self._finder.replicas else PATIENCE)
+            patience = 1 if self._finder.replicas else math.inf if self._node.ends_with_starter else PATIENCE
+            limit = self._attached.silence_seconds * patience
             self._channel.post(self._node.heartbeat())
-            due = time.monotonic() + self._attached.beat_seconds
             await asyncio.sleep(self._attached.beat_seconds)
-            now = time.monotonic()
-            if now - due > LATE_SECONDS:
-                self._received = min(now, self._received + now - due)
-            if now - self._received > limit:
+            if self._clock() - self._received > limit:
                 self.silence = f"the coordinator has been silent for more than {limit:g} s"
                 self._channel.abort()
 
@@ -362,7 +361,7 @@ class Control:
         while not self._done.is_set():
             if time.monotonic() > until:
                 log.error("%s, and this node still waits for what does not come: it ends", self.reason)
-                os._exit(ClusterError.exit_code)
+                os._exit(INTERRUPTED if self.inbox.is_unfinished else ClusterError.exit_code)
             await asyncio.sleep(0.02)  # the main thread sets it, and messages go on meanwhile
 
     async def _order(self, message: Load | Assign | Start | TakeRole) -> AsyncGenerator[Message, None]:
@@ -422,12 +421,14 @@ class Control:
 
     async def _shut_down(self, message: Shutdown) -> None:
         self.inbox.is_unfinished = message.is_unfinished
-        if message.reason:
+        if message.reason and not message.is_unfinished:
             self._fail(message.reason)
             raise ClusterError(message.reason)  # which ends the channel
-        self.reason = "the coordinator ended the cluster"
+        self.reason = message.reason or "the coordinator ended the cluster"
         self._node.command(CloseRing())
         self.inbox.end()
+        if message.reason:
+            self._node.interrupt()
 
 
 def _at_once(work: Callable[[Any], None]) -> Act:

@@ -25,6 +25,10 @@ class ControlledNode(Protocol):
     def outlives(self) -> bool:
         """Whether the node is worth something to another coordinator when this one is lost."""
 
+    @property
+    def ends_with_starter(self) -> bool:
+        """Whether the system tells it at once when its coordinator is gone, by the input that it has from there."""
+
     def last_place(self) -> tuple[int, int | None]:
         """The last epoch that it had a part in, and its rank there."""
 

@@ -105,8 +105,8 @@ class LocalWorkers:
         self._address, self._token, self._on_end = address, token, on_end
         self._forks = WorkerForks(room.threads)
         self._bound, hub = room.bound, room.hub
-        self._room: dict[str, Any] = dict(memory=room.memory, is_shared=True, runs_own_code=True, device=room.device)
-        self._room |= dict(threads=room.threads, listen=room.host)
+        self._room: dict[str, Any] = dict(memory=room.memory, is_shared=True, device=room.device, threads=room.threads)
+        self._room |= dict(listen=room.host, runs_own_code=True, ends_with_starter=True)
         if hub is not None:
             self._room |= dict(weights_cache=hub.cache, weights_cache_bytes=hub.cache_bytes)
         self._places: dict[str, int] = {}  # each worker's number among them: which chooses its device and processors

@@ -97,6 +97,7 @@ class MessagesChat(ChatRequest, kw_only=True):
     """The chat that a request means."""
 
     takes_what_is_left: ClassVar[bool] = True
+    held_calls_hint: ClassVar[str] = 'give tool_choice of type "any" or "tool", or '
 
 
 def as_chat(request: CountTokensRequest) -> MessagesChat:

@@ -143,9 +143,10 @@ class OllamaEmbeddingsRequest(msgspec.Struct, kw_only=True):
 
 
 class OllamaChat(ChatRequest, kw_only=True):
-    """The chat that a request means."""
+    """The chat that a request means; it can have calls only where the model decides so."""
 
     takes_what_is_left: ClassVar[bool] = True
+    held_calls_hint: ClassVar[str] = ""
 
 
 class OllamaCompletion(CompletionRequest, kw_only=True):

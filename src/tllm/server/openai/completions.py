@@ -131,8 +131,8 @@ class Completions:
         if tools.tools and not tools.is_held and not self.parsers.tools:
             raise RequestError(
                 "this model's chat template shows no format of calls, so its replies would not be read as calls",
-                'give tool_choice "required" or a function, or start the server with --tool-call-parser NAME',
-                "tool_choice",
+                f"{request.held_calls_hint}start the server with --tool-call-parser NAME",
+                "tools",
             )
         grammar, reply = await self._held(asked_grammar(request), tools, prompt)
         parsers, schemas = self.parsers, tools.schemas

@@ -221,6 +221,8 @@ class RequestMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
 class ChatRequest(SamplingFields, kw_only=True):
     """`POST /v1/chat/completions`."""
 
+    # How a client of its interface has replies held to calls, in a hint.
+    held_calls_hint: ClassVar[str] = 'give tool_choice "required" or a function, or '
     messages: Annotated[list[RequestMessage], Meta(min_length=1)]
     logprobs: bool | None = None
     top_logprobs: Top | None = None

@@ -12,6 +12,7 @@ from tllm.comm.links import frame
 from tllm.comm.links.framed_link import FramedLink
 from tllm.comm.links.send_buffer import Buffer, PendingSend
 from tllm.core.errors import FrameError
+from tllm.core.timing import AwakeClock
 
 
 class Outgoing:
@@ -42,9 +43,10 @@ class Outgoing:
 class Silent:
     """Nothing ever comes."""
 
-    authentic = False
+    authentic = is_over = False
 
-    is_over = False
+    def __init__(self) -> None:
+        self.clock = AwakeClock()
 
     def read(self, memory: memoryview, least: int, until: float, pending_sends: Sequence[PendingSend] = ()) -> int:
         raise TimeoutError
@@ -59,6 +61,7 @@ class Arrived(Silent):
     """All of `content` has come, in pieces of so many bytes, as records of TLS are; nothing comes after it."""
 
     def __init__(self, content: bytes, piece: int) -> None:
+        super().__init__()
         self.pieces = deque(content[start : start + piece] for start in range(0, len(content), piece))
         self.reads = 0
 

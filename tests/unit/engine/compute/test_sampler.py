@@ -7,13 +7,17 @@ import random
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tests.support.serving import row_sampler
+from tllm.comm.collectives.group import solo
 from tllm.core.errors import NonFiniteError
+from tllm.engine.compute import sampler
 from tllm.engine.compute.logprobs import token_logprobs
 from tllm.engine.compute.sampler import sample_tokens
-from tllm.engine.schedule.batch import Sampling
+from tllm.engine.schedule.batch import Batch, BatchEntry, Results, Sampling
 from tllm.engine.schedule.grammar_state import pack_mask
+from tllm.spec.request import TokenLogprobs
 
 Wanted = list[tuple[Sampling, int]]
 
@@ -39,6 +43,50 @@ def random_sampling(dice: random.Random, vocab: int) -> Sampling:
         logprobs=dice.choice([None, 0, 5, 20]),
         tempered_logprobs=temperature > 0 and dice.random() < 0.5,
     )
+
+
+def random_entry(dice: random.Random, key: int, vocab: int) -> BatchEntry:
+    """A reply's next token, one with draft tokens before it, or a prompt whose log-probabilities are wanted."""
+    count, drafts, targets = dice.choice([(1, 0, 0), (3, 2, 0), (9, 0, 8)])
+    sampling = replace(random_sampling(dice, vocab), history=(), prompt_length=0, mask=b"")
+    return BatchEntry(
+        key=key,
+        start=dice.randrange(50),
+        count=count,
+        prompt_length=60,
+        page_table=((0, 20),),
+        sampling=sampling,
+        targets=tuple(dice.randrange(vocab) for _ in range(targets)),
+        prompt_top=key % 4 if targets else 0,
+        num_draft_tokens=drafts,
+    )
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 64])
+def test_rows_of_a_batch_are_each_their_own_wherever_a_piece_of_logits_ends(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampler, "ROWS_AT_ONCE", at_once)
+    torch.manual_seed(5)
+    dice, vocab = random.Random(5), 30
+    entries = tuple(random_entry(dice, key, vocab) for key in range(30))
+    logits_TV = torch.randn(sum(entry.count for entry in entries), vocab)
+    ids, logprobs, of_prompts, stop = list[int](), list[TokenLogprobs | None](), list[tuple[TokenLogprobs, ...]](), 0
+    for entry in entries:
+        rows, stop = logits_TV[stop : stop + entry.count], stop + entry.count
+        assert entry.sampling is not None
+        top, heat = entry.sampling.logprobs, entry.sampling.temperature if entry.sampling.tempered_logprobs else 1.0
+        for back in range(entry.num_draft_tokens, -1, -1):
+            row = rows[entry.count - 1 - back]
+            ids.append(row_sampler.sample_token(row, entry.sampling, entry.stop - back))
+            logprobs.append(None if top is None else row_sampler.token_logprobs(row / heat, ids[-1], top))
+        if entry.targets:
+            told = zip(rows, entry.targets, strict=False)
+            of_prompts.append(tuple(row_sampler.token_logprobs(row, id, entry.prompt_top) for row, id in told))
+    with torch.inference_mode():
+        found = sampler.Sampler(lambda x: x, solo(), [(0, vocab)])(logits_TV, Batch(1, entries, (0,) * stop))
+    want = Results(number=1, token_ids=tuple(ids), logprobs=tuple(logprobs), prompt_logprobs=tuple(of_prompts))
+    assert found == want
 
 
 @pytest.mark.parametrize("by_kernel", [True, False], ids=["kernel", "torch"])

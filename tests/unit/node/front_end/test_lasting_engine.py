@@ -65,9 +65,11 @@ def successor() -> Coordinator:
     return made
 
 
-def test_a_request_goes_on_where_the_next_coordinator_is_and_no_token_is_computed_twice() -> None:
+@pytest.mark.parametrize("together", [1, GOT], ids=["one by one", "several in an output, as with drafts"])
+def test_a_request_goes_on_where_the_next_coordinator_is_and_no_token_is_computed_twice(together: int) -> None:
     async def scene() -> None:
         first, then = First(), successor()
+        first.cluster.together = together
         reading = asyncio.create_task(first.read(request()))
         await asyncio.sleep(0.1)
         assert not reading.done(), "it waits until its process has joined again"

@@ -249,13 +249,15 @@ def test_closing_a_request_cancels_it_there() -> None:
     play(scene)
 
 
-def test_a_request_goes_on_at_the_coordinator_that_takes_anothers_place() -> None:
+@pytest.mark.parametrize("together", [1, 3], ids=["one by one", "several in an output, as with drafts"])
+def test_a_request_goes_on_at_the_coordinator_that_takes_anothers_place(together: int) -> None:
     async def scene() -> None:
         before, after = Coordinator(engine(hold_after=3)).open(), Coordinator(engine())
+        before.engine.together = together
         after.engine.script = lambda request: IDS[len(request.output_ids) :]
         node = Node(before, "lab-2")
         outputs = node.engine.submit(request())
-        ids = [(await anext(outputs)).token_ids[0] for _ in range(3)]
+        ids = [id for _ in range(3 // together) for id in (await anext(outputs)).token_ids]
         await node.lose()
         node.link.detach()
         rest = asyncio.create_task(anext(outputs))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import queue
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +16,8 @@ import pytest
 from tests.unit.cluster.kits import facts
 from tllm.cluster.connection import Unreachable
 from tllm.cluster.messages import Attached, Cancel, Failure, Heartbeat, Message, Shutdown, Stop
+from tllm.core.errors import INTERRUPTED, ClusterError
+from tllm.core.timing import AwakeClock
 from tllm.engine.driver import CancelRequest
 from tllm.node.roles import control as control_module
 from tllm.node.roles.control import Control, HeartbeatExchange
@@ -45,6 +49,7 @@ class Node:
     """What the control thread asks of its node, which has had rank 2 in epoch 7."""
 
     outlives = True
+    ends_with_starter = interrupted = False
 
     def last_place(self) -> tuple[int, int | None]:
         return 7, 2
@@ -59,7 +64,7 @@ class Node:
         """It drives nothing."""
 
     def interrupt(self) -> None:
-        """It waits for nothing."""
+        self.interrupted = True
 
 
 class Fetch:
@@ -223,12 +228,58 @@ def test_a_node_that_is_to_end_at_once_knows_whether_its_coordinator_failed(monk
             return Gone(message), Attached("c", 9.0, 9.0)
 
         monkeypatch.setattr(control_module, "attach", attach)
-        arguments: Any = (("box", 7000), None, facts("east"), Node(), Fetch(), REJOIN)
+        node = Node()
+        arguments: Any = (("box", 7000), None, facts("east"), node, Fetch(), REJOIN)
         control = Control(*arguments)
         assert control.inbox.orders.get(timeout=20) is None, "it is to end"
         control.close()
-        assert control.error is not None and control.error.message == "why it ends"
-        assert control.inbox.is_unfinished is is_unfinished
+        assert control.reason == "why it ends"
+        assert control.inbox.is_unfinished is is_unfinished is (control.error is None)
+        assert node.interrupted
+
+
+def test_a_coordinator_that_started_the_node_is_waited_for_where_no_other_can_take_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`kill -STOP` of `tllm train` alone ended its workers after 15 s, and with them the steps in their memory."""
+    now, aborted = 0.0, list[float]()
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        if now > 100.0:
+            raise TimeoutError
+
+    monkeypatch.setattr(control_module, "AwakeClock", lambda every: AwakeClock(every, lambda: now))
+    monkeypatch.setattr(control_module, "asyncio", SimpleNamespace(sleep=sleep))
+    channel: Any = SimpleNamespace(post=lambda message: None, abort=lambda: aborted.append(now))
+    node, first = Node(), list[float]()
+    for node.ends_with_starter in (False, True):
+        for replicas in ((), ("a", "b")):
+            now, finder = 0.0, SimpleNamespace(replicas=replicas)
+            with pytest.raises(TimeoutError):
+                asyncio.run(HeartbeatExchange(channel, Attached("c", 0.5, 5.0), node, finder).run())  # type: ignore[arg-type]
+            first.append(min(aborted, default=math.inf))
+            aborted.clear()
+    assert first == [15.5, 5.5, math.inf, 5.5]
+
+
+@pytest.mark.parametrize(("is_unfinished", "code"), [(True, INTERRUPTED), (False, ClusterError.exit_code)])
+def test_a_node_whose_main_thread_does_not_come_back_ends_with_the_code_of_why(
+    is_unfinished: bool, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    async def attach(*of: object) -> object:
+        return Gone(Shutdown("why it ends", is_unfinished)), Attached("c", 9.0, 9.0)
+
+    monkeypatch.setattr(control_module, "attach", attach)
+    monkeypatch.setattr(control_module, "END_SECONDS", 0.01)
+    monkeypatch.setattr(control_module, "os", SimpleNamespace(_exit=ended.put))
+    arguments: Any = (("box", 7000), None, facts("east"), Node(), Fetch(), REJOIN)
+    control = Control(*arguments)
+    assert ended.get(timeout=20) == code
+    control.close()
 
 
 def test_a_node_that_was_suspended_does_not_take_its_own_pause_for_the_coordinators(
@@ -242,12 +293,12 @@ def test_a_node_that_was_suspended_does_not_take_its_own_pause_for_the_coordinat
         nonlocal now
         now += seconds + late.pop(0)
 
-    monkeypatch.setattr(control_module, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(control_module, "AwakeClock", lambda every: AwakeClock(every, lambda: now))
     monkeypatch.setattr(control_module, "asyncio", SimpleNamespace(sleep=sleep))
     channel: Any = SimpleNamespace(post=lambda message: None, abort=lambda: aborted.append(now))
     finder: Any = SimpleNamespace(replicas=("a", "b"))
     exchange = HeartbeatExchange(channel, Attached("c", 2.0, 5.0), Node(), finder)
     with pytest.raises(IndexError):
         asyncio.run(exchange.run())
-    assert aborted == [66.0, 68.0, 70.0][: len(aborted)] and aborted
+    assert aborted == [68.0, 70.0], "2 s before the pause and 4 after it"
     assert exchange.silence == "the coordinator has been silent for more than 5 s"

@@ -101,9 +101,25 @@ def test_health_names_who_is_late_before_who_was_lost_already(cluster: Serving) 
     cluster.coordinator.members.record(NodeLost("a", "a is gone"))
     cluster.recovery.on_loss("a", ClusterError("a is gone"))
     assert cluster.health().node == "a"
-    cluster.coordinator.members.record(NodeJoined("b", facts("b"), time.monotonic() - LATE_SECONDS - 1))
+    members = cluster.coordinator.members
+    members.record(NodeJoined("b", facts("b"), members.now() - LATE_SECONDS - 1))
     health = cluster.health()
     assert health.node == "b" and "node b has been silent for 3.0 s" in health.reason
+
+
+def test_the_epoch_that_is_said_to_begin_is_the_one_that_does(cluster: Serving) -> None:
+    """After a loss the epoch that was over was said to begin, until the next one did."""
+
+    async def begun(plan: Plan, nodes: list[str], on_progress: object) -> None:
+        begin(cluster, "".join(nodes))
+
+    cluster.coordinator.bring_up = begun  # type: ignore[method-assign, assignment]
+    recovery = cluster.recovery
+    assert recovery.doing().startswith("begins epoch 1: a ")
+    asyncio.run(recovery.begin_epoch())
+    assert recovery.doing() == "serves, epoch 2"
+    recovery.on_break()
+    assert recovery.doing() == "prepares epoch 3"
 
 
 def test_a_failure_of_our_own_is_the_end(cluster: Serving) -> None:
