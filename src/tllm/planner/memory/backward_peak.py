@@ -44,7 +44,9 @@ def peak_pass_bytes(
     parameter; `unit_bytes`: with ZeRO 3, bytes of the weights of each unit, of which two that follow one another are
     whole at once; `products`: what those of a grid work with, of layers when the logits have gone."""
     gathered = max(map(sum, pairwise(unit_bytes)), default=sum(unit_bytes))
-    of_products = max(products.logits, products.layer - logits_piece(spec, work))
+    wide = logits_piece(spec, work)  # of numbers of 16 bits, which products take, logits have gone then too
+    of_logits = products.logits - wide * (work.batch.item_bytes < work.batch.upcast_bytes)
+    of_products = max(of_logits, products.layer - wide, 0)
     turning = PassBytes(live.activations, live.logits, largest_gradient + of_products, gathered)
     if not (spec.tied and work.begins_model and work.ends_model(spec)) or work.adapter is not None:
         return turning

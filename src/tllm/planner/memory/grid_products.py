@@ -36,8 +36,8 @@ def product_bytes(spec: ModelSpec, shape: GridShape | None, work: RankWork) -> P
         of_mlp = spec.into_mlp * size(as_layer(spec, layer, cut)[1].width)
         widest = max(widest, projected_width(spec, layer, cut), of_mlp)
     if shape.mode == "3d":
-        layer, logits = (q * (T * (F + 2 * D) + 2 * F * P) for F in (widest, V))
+        of_layer, of_logits = (q * (T * (F + 2 * D) + 2 * F * P) for F in (widest, V))
         rows = max(widest, V, D)
     else:
-        layer, logits, rows = 4 * widest * P, 4 * V * P, D
-    return ProductBytes(b * layer, b * logits, b * (q - 1) * (T * rows + max(widest, V) * P))
+        of_layer, of_logits, rows = 4 * widest * P, 4 * V * P, D
+    return ProductBytes(b * of_layer, b * of_logits, b * (q - 1) * (T * rows + max(widest, V) * P))
