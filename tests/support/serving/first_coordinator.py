@@ -36,7 +36,7 @@ async def main(folder: Path, plan: str, local: int, replicas: int) -> None:
         say(ready=True, epoch=serving.state.epoch)
         ended = threading.Event()
 
-        def refuse() -> None:
+        def refuse(_: float) -> None:
             raise OSError(24, "Too many open files")
 
         def follow_stdin() -> None:

@@ -161,7 +161,7 @@ def test_nodes_beyond_those_at_once_beat_less_often_and_are_missed_later(
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(3600)  # a minute or two of a processor, of which others may leave it a tenth
+@pytest.mark.timeout(3600)  # two minutes of a fast processor, of which others may leave it a tenth
 def test_10_000_nodes_form_and_go_on_after_a_loss_with_ten_messages_a_node(tmp_path: Path) -> None:
     async def scene() -> None:
         run = SimulatedRun(10_000, tmp_path)
