@@ -29,7 +29,7 @@ from tllm.engine.stage import PipelineStage
 from tllm.model.transformer import Transformer, build
 from tllm.parallel.grid.grid_mesh import GridMesh, grid_mesh_of, serving_mesh_of
 from tllm.parallel.mesh import Mesh, mesh_of
-from tllm.planner.cost.tensor_parallel.layer_traffic import LayerSent, Sent, layer_sent
+from tllm.planner.cost.messages.layer_traffic import LayerSent, Sent, layer_sent
 from tllm.planner.cost.tensor_parallel.serving_traffic import StageSums
 from tllm.spec.families import spec_from_config
 from tllm.spec.grid.grid_shape import MODES, TensorMode, grid_shape
@@ -234,7 +234,7 @@ way (1d, Megatron-LM) or both ways, as a square (2d), several squares (2.5d) or 
 of width D = 576 in float32, 16 heads, an MLP of 8/3 D; a microbatch of T tokens."""
 READING = """Cells are MB a rank, means over ranks; `step`: gradients of weights that several squares sum, once a step,
 however many microbatches it has. The run counts bytes and messages on its links at T = 4 D, and ends unless both are
-the planner's law (`planner/cost/tensor_parallel/layer_traffic.py`) exactly; other columns are by the law. From some
+the planner's law (`planner/cost/messages/layer_traffic.py`) exactly; other columns are by the law. From some
 multiple of D on a square sends less than 1d, as hidden states go along one of its sides only; with fewer tokens it
 sends more, because weights travel too. A cube sends the wide activations of the MLP as well."""
 LIMITS = """- Nothing is timed. The products of a grid are rounds of messages that wait for each other, more of them

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.comm.tensor_parallel import counted_layer, modes_of, spec_of
-from tllm.planner.cost.tensor_parallel.layer_traffic import layer_sent, layer_widths
+from tllm.planner.cost.messages.layer_traffic import layer_sent, layer_widths
 from tllm.spec.grid.grid_shape import TensorMode
 
 CASES = [(mode, ranks) for ranks in (4, 8, 9, 16) for mode in modes_of(ranks)]
@@ -24,7 +24,7 @@ def test_a_layer_sends_what_the_law_says(mode: TensorMode, ranks: int, tokens: i
 def test_a_square_sends_less_from_so_many_tokens_on(side: int) -> None:
     """T D > 3 P / (8 q - 2), but for the norms' sums of a number a token."""
     spec = spec_of(1024)
-    bound = 3 * layer_widths(spec, side).weights / (8 * side - 2) / spec.hidden_size
+    bound = 3 * layer_widths(spec, side, spec.layers[0]).weights / (8 * side - 2) / spec.hidden_size
 
     def ratio(tokens: float) -> float:
         square, one_way = (layer_sent(spec, mode, side * side, int(tokens)) for mode in ("2d", "1d"))

@@ -19,8 +19,9 @@ from tests.support.training.runs import job_for, records, train
 from tests.support.training.training_step import Layout, Rank, close, ranks_of
 from tllm.comm.collectives import all_reduce as algorithms
 from tllm.comm.collectives.group import Group
-from tllm.planner.cost import buckets, collective_bytes
+from tllm.planner.cost import buckets
 from tllm.planner.cost import rank_work as ranks
+from tllm.planner.cost.messages import collective_bytes
 from tllm.planner.cost.rank_work import TrainingFacts, schedule_of
 from tllm.planner.cost.traffic import Traffic, step_traffic
 from tllm.spec.plan import Plan

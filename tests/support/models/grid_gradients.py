@@ -16,8 +16,9 @@ from tllm.comm.collectives.group import Group, local_groups
 from tllm.model.transformer import Transformer, build
 from tllm.parallel.cross_entropy import cross_entropy
 from tllm.parallel.grid.grid_mesh import GridMesh, grid_mesh_of
+from tllm.spec.grid.dealt_documents import dealt_documents
 from tllm.spec.plan import Plan
-from tllm.training.attention.grid_tokens import dealt_documents, grid_tokens
+from tllm.training.attention.grid_tokens import grid_tokens
 from tllm.training.attention.packed_attention import TrainAttend
 from tllm.training.data.batch_tensors import Tokens
 

@@ -8,8 +8,8 @@ import msgspec
 from tllm.cli.display.tables import table
 from tllm.core.errors import PlanError
 from tllm.core.memory import amount
+from tllm.planner.cost.messages.layer_traffic import LayerSent, Sent, layer_sent
 from tllm.planner.cost.rank_bytes import ITEM_BYTES
-from tllm.planner.cost.tensor_parallel.layer_traffic import LayerSent, Sent, layer_sent
 from tllm.planner.cost.tensor_parallel.serving_traffic import StageSums
 from tllm.spec.cut import stage_cuts
 from tllm.spec.grid.grid_shape import MODES, TensorMode, grid_shape

@@ -15,7 +15,7 @@ from tllm.cli.display.tables import indented_json, span, table
 from tllm.cli.display.timeline import as_svg, as_text
 from tllm.core.errors import counted
 from tllm.core.memory import amount
-from tllm.planner.bounds.training_bound import is_searched, least_step_seconds
+from tllm.planner.bounds.training_bound import is_bounded, least_step_seconds
 from tllm.planner.cluster.device import Cluster, LinkSpeed
 from tllm.planner.cost.rank_work import TrainingFacts, rank_works
 from tllm.planner.memory.heap import TRAINER_BYTES
@@ -75,10 +75,10 @@ def show_plan(job: Job, plan: Plan, spec: ModelSpec, lasting: bool = False) -> s
     """The plan, rank by rank, and the memory that each takes; with copies of steps in a `lasting` run."""
     facts = facts_of(job, spec, lasting)
     ranks = training_bytes(spec, plan, facts)
-    return "\n".join([*head_of(job, plan, spec), "", table(_rows(spec, plan, facts, ranks)), *_apart(job, spec)])
+    return "\n".join([*_head_of(job, plan, spec), "", table(_rows(spec, plan, facts, ranks)), *_apart(job, spec)])
 
 
-def head_of(job: Job, plan: Plan, spec: ModelSpec) -> list[str]:
+def _head_of(job: Job, plan: Plan, spec: ModelSpec) -> list[str]:
     """Lines with the model, the plan, and what a step learns from."""
     microbatches = training_facts(job).microbatches
     return [
@@ -303,10 +303,10 @@ def _nodes(choice: TrainingChoice) -> str:
 
 
 def _least(cluster: Cluster, best: TrainingChoice) -> float | None:
-    """Seconds that every plan of the forms that are searched takes at least, with any size of microbatches that is
-    tried or the one that is given; None beside a plan of another form, which may take less."""
+    """Seconds that every plan of the forms that are searched, but for grids, takes at least, with any size of
+    microbatches that is tried or the one that is given; None beside a plan of another form, which may take less."""
     facts = best.placed.facts
-    if not is_searched(best.placed.plan, len(cluster), facts):
+    if not is_bounded(best.placed.plan, len(cluster), facts):
         return None
     return least_step_seconds(best.placed.spec, cluster, facts, sorted({*MICROBATCHES, facts.microbatch_size}))
 
@@ -317,7 +317,10 @@ def _beside_bound(cluster: Cluster, best: TrainingChoice) -> list[str]:
         return []
     more = f"{100 * (seconds / least - 1):.0f} % more" if least else "more"
     of_what = "products on all nodes, whole layers, gradients"
-    return [f"every plan of the forms that are searched takes {least:.4g} s or more ({of_what}); this one takes {more}"]
+    return [
+        f"every plan without a grid, of the forms that are searched, takes {least:.4g} s or more ({of_what}); "
+        f"this one takes {more}"
+    ]
 
 
 def left_out(cluster: Cluster, best: TrainingChoice) -> list[str]:

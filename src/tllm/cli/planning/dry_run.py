@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tllm.cli.display.tensor_modes import show_tensor_modes
-from tllm.cli.display.training_plans import facts_of, head_of, show_plan, show_prediction
+from tllm.cli.display.training_plans import facts_of, show_plan, show_prediction
 from tllm.cli.planning.plan_chooser import TrainingChooser
 from tllm.core.errors import counted
 from tllm.core.memory import amount
@@ -47,10 +47,6 @@ def dry_run(
     if chooser is not None and chooser.given is None:
         print(_unknown(job, plan, chooser), flush=True)
     modes = show_tensor_modes(job, plan, spec)
-    if plan.grid is not None:
-        told = *head_of(job, plan, spec), "", modes, "", "memory and time of ranks on a grid are not predicted"
-        print("\n".join(told), flush=True)
-        return
     print(show_plan(job, plan, spec, lasting) + f"\n\n{modes}".rstrip() + _disk_here(job, plan, spec), flush=True)
     print("\n" + _predicted_here(job, plan, spec, computing, measuring), flush=True)
 

@@ -58,8 +58,11 @@ class BenchmarkLayers:
         self.model = build(_with_ends(spec, self.num_layers), mesh, dtype)
         fill(self.model, spec)
 
-    def forward_pass(self, batch: Batch, batches: list[Batch]) -> Work:
-        """A pass of `batch` through the layers, with a cache that has room for each of `batches`."""
+    def forward_pass(self, batch: Batch, batches: list[Batch], may_be_played: bool = True) -> Work:
+        """A pass of `batch` through the layers, with a cache that has room for each of `batches`.
+
+        It is played where a stage would play it; without `may_be_played` its operations are called one by one.
+        """
         pages = max(first + count for one in batches for entry in one.entries for first, count in entry.page_table)
         limits = Limits(
             num_pages=pages,
@@ -70,7 +73,7 @@ class BenchmarkLayers:
         )
         cache = self._cache(limits)
         x_TD = torch.ones(len(batch.token_ids), self.model.received_width, dtype=self.dtype)
-        recordings = self._recordings(cache, limits, batch)
+        recordings = self._recordings(cache, limits, batch) if may_be_played else None
         if recordings is not None:
             return partial(recordings, batch, x_TD)
         return partial(_forward, self.model, cache, batch, x_TD)

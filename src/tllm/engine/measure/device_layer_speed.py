@@ -90,6 +90,15 @@ class StageWithLayers(NamedTuple):
         """Steps with this batch, up to its tokens."""
         return WholeSteps(self.stage, partial(self.stage.start, batch))
 
+    def computed_steps(self, batch: Batch) -> WholeSteps:
+        """The same steps, none of which is played."""
+        return WholeSteps(self.stage, partial(self._compute, batch))
+
+    def _compute(self, batch: Batch) -> None:
+        graphs, self.stage.graphs = self.stage.graphs, None
+        self.stage.start(batch)
+        self.stage.graphs = graphs
+
 
 class LastStage:
     """The last of two stages of a layer each. What comes to it and what it gives passes links inside this process, from
@@ -137,9 +146,9 @@ def device_serving_passes(
     driving = [driver_steps(pairs[0][0].stage, count, sizes.prompt, deliver) for count in sizes.sequences]
     last = LastStage(spec, dtype, device, limits)
     following = [last.steps(count, sizes.prompt) for count in sizes.sequences]
-    after_rest = AfterRest(steps[0][0][1])
+    after_rest, computed = AfterRest(steps[0][0][1]), pairs[0][1].computed_steps(batches[0])
     through = [one for of_ranks in steps for both in of_ranks for one in both]
-    taken = iter(mean_seconds_each([*ends, *through, *driving, *following, after_rest], seconds))
+    taken = iter(mean_seconds_each([*ends, *through, computed, *driving, *following, after_rest], seconds))
     layers = tuple(
         _of_layer(single, more, batch, both)
         for (single, more), of_ranks in zip(pairs, steps, strict=True)
@@ -157,6 +166,7 @@ def device_serving_passes(
         logits=logits,
         turns=overheads(driving),
         follows=overheads(following),
+        unplayed=max(0.0, (computed.seconds - steps[0][0][1].seconds) / several),
         cooled=0.0,
         rest=after_rest.extra_seconds,
         rested=after_rest.rested_seconds,

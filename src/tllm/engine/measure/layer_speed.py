@@ -35,8 +35,8 @@ from tllm.spec.model_spec import ModelSpec
 REST = 0.01
 """Seconds, about, for which a stage waits until a batch comes round a ring with few others."""
 
-MIN_RESTS = 5
-"""Rests that are measured at least."""
+MIN_PAIRS = 5
+"""Of works that are compared, measured at least."""
 
 LEAST_SECONDS = 1e-6
 """Of an overhead that noise would make none."""
@@ -59,6 +59,7 @@ class ServingPasses(NamedTuple):
     - `layers`, `logits`: passes through a layer, and through the model's end with the choice of the likeliest token.
     - `turns`, `follows`: the overhead of a driver's step (with its tokens delivered) and of a following stage's step,
       which is all but their layers.
+    - `unplayed`: by how many seconds a layer of one reply takes longer where its operations are called one by one.
     - `cooled`, `rest`: by how many seconds all layers take longer in a step, and after a wait: their caches are cold.
     - `rested`: seconds of all waits while this was measured.
     """
@@ -67,6 +68,7 @@ class ServingPasses(NamedTuple):
     logits: Passes
     turns: Passes
     follows: Passes
+    unplayed: float
     cooled: float
     rest: float
     rested: float
@@ -95,8 +97,9 @@ def serving_passes(
     whole = layers_of_rank[0]
     driver_steps = [whole.driver_step(count, prompt, deliver) for count in sequences]
     follower_steps = [whole.follower_step(count, prompt) for count in sequences]
+    computed = LongerBy(whole.forward_pass(batches[0], batches, may_be_played=False), works[0])
     after_rest = AfterRest(works[0])
-    measured = iter(mean_seconds_each([*works, *driver_steps, *follower_steps, after_rest], seconds))
+    measured = iter(mean_seconds_each([*works, *driver_steps, *follower_steps, computed, after_rest], seconds))
     of_layers = tuple(_layer_pass(layers, batch, next(measured)) for layers, batch in pairs)
     of_logits = tuple(SurveyedPass(count, count, 1, next(measured)) for count in sequences)
 
@@ -112,6 +115,7 @@ def serving_passes(
         logits=of_logits,
         turns=overheads(driver_steps),
         follows=overheads(follower_steps),
+        unplayed=computed.extra_seconds / whole.num_layers,
         cooled=cooled,
         rest=after_rest.extra_seconds,
         rested=after_rest.rested_seconds,
@@ -147,27 +151,38 @@ def _argmax_of_next(heads: cycle[Transformer], x_TD: torch.Tensor) -> torch.Tens
     return next(heads).logits(x_TD).argmax(-1)
 
 
-class AfterRest:
-    """Work after a rest, and at once again: `extra_seconds`, by which the first takes longer, is the median of pairs.
+class LongerBy:
+    """One work and then another: `extra_seconds`, by which the first takes longer, is the median of pairs.
 
     Means over different moments would also differ by what a machine's speed has changed by in between.
     """
 
-    def __init__(self, work: Work) -> None:
-        self.work, self.rested_seconds = work, 0.0
+    def __init__(self, work: Work, other: Work) -> None:
+        self.work, self.other = work, other
         self._differences = list[float]()
 
     @property
     def extra_seconds(self) -> float:
-        while len(self._differences) < MIN_RESTS:
+        while len(self._differences) < MIN_PAIRS:
             self()
         return max(0.0, statistics.median(self._differences))
 
     def __call__(self) -> None:
-        time.sleep(REST)  # as a stage sleeps until its batch comes: what others do meanwhile cools its caches
-        self.rested_seconds += REST
         begun = time.perf_counter()
         self.work()
-        cold = time.perf_counter()
-        self.work()
-        self._differences.append((cold - begun) - (time.perf_counter() - cold))
+        between = time.perf_counter()
+        self.other()
+        self._differences.append((between - begun) - (time.perf_counter() - between))
+
+
+class AfterRest(LongerBy):
+    """Work after a rest, and at once again. `rested_seconds` are those of all rests."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__(work, work)
+        self.rested_seconds = 0.0
+
+    def __call__(self) -> None:
+        time.sleep(REST)  # as a stage sleeps until its batch comes: what others do meanwhile cools its caches
+        self.rested_seconds += REST
+        super().__call__()

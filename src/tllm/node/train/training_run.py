@@ -114,10 +114,8 @@ class TrainingRun:
     def check_room(self, plan: Plan, nodes: Sequence[str], mirrored: bool) -> None:
         """CapacityError where these nodes lack the memory for the ranks of a plan.
 
-        `mirrored`: each rank also keeps in-memory snapshots of another one's steps. Of a grid nothing is known before.
+        `mirrored`: each rank also keeps in-memory snapshots of another one's steps.
         """
-        if plan.grid is not None:
-            return
         rooms = {member.node: member.facts.room for member in self.state.living}
         facts = training_facts(self._job, mirrored, shares_prompts=shares_prompts(self._job, self._spec))
         needs = rank_totals(self._spec, plan, facts)

@@ -35,7 +35,7 @@ as can be. It says of each plan, in plain words:
 Devices count as slow or fast, with slow or fast links, with little memory or much: each as the best of its class. Ranks
 of context parallelism count as so many replicas with a part of each microbatch, of which all of the above is as true.
 The embedding, of which it is not known which stage has it, has no gradients. So no plan
-of the forms that are searched (`training_bound.is_searched`) takes less, whatever its schedule.
+of the forms that are searched (`training_bound.is_bounded`) takes less, whatever its schedule.
 """
 
 from __future__ import annotations

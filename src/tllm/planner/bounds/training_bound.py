@@ -1,8 +1,9 @@
 """`least_step_seconds`: what a training step takes at least on a cluster, with any plan of the forms that are searched.
 
 Those have as many tensor-parallel ranks in each stage as in the others, no parameter servers, and at most MOST_CHUNKS
-chunks (`is_searched`). A plan of another form may take less: with tensor parallelism in some stages alone it waits for
-the sums of their layers alone.
+chunks; and of those that are searched it holds for all but grids of ranks (`is_bounded`). A plan of another form may
+take less: with tensor parallelism in some stages alone it waits for the sums of their layers alone, and a grid sends
+less than those take.
 
 Every plan obeys a linear relaxation. Any part of a layer, of a microbatch and of the logits may be computed on any
 device, at the best rate that the device has for as many rows or fewer; messages, bubbles, updates and recomputation
@@ -91,9 +92,10 @@ def least_step_seconds(
     return max(relaxed, least_of_whole_layers(spec, sizes, _fastest_sends(cluster, devices), memories, relaxed, most))
 
 
-def is_searched(plan: Plan, devices: int, facts: TrainingFacts) -> bool:
-    """Whether a plan has a form that is searched for a job on so many devices, so that the bound holds for it."""
-    has_one_tp = len({stage.tp for stage in plan.stages}) == 1
+def is_bounded(plan: Plan, devices: int, facts: TrainingFacts) -> bool:
+    """Whether the bound for a job on so many devices holds for a plan: one of a form that is searched, without a
+    grid."""
+    has_one_tp = len({stage.tp for stage in plan.stages}) == 1 and plan.tensor == "1d"
     return has_one_tp and not plan.servers and plan.chunks <= MOST_CHUNKS and plan.cp in _rings(devices, facts)
 
 

@@ -45,6 +45,9 @@ class Device:
     """Seconds that a driver's step takes on top of layers and logits, over sequences."""
     follower_seconds: Points = ()
     """The same on a stage that follows the driver's."""
+    unplayed_seconds: float = 0.0
+    """Seconds by which a layer of a few replies takes longer where its operations are called one by one, and not
+    played."""
     cold_cache_seconds: float = 0.0
     """Seconds by which a stage's layers take longer in a step than repeated alone, as caches are cold."""
     after_wait_seconds: float = 0.0

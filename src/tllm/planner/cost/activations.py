@@ -62,6 +62,8 @@ class Microbatch:
     """Whether several ranks share the microbatch, so that attention goes round a ring (context parallelism)."""
     before: Sequence[int] = ()
     """Tokens of another document that each document sees before its own; left out, none."""
+    has_columns: bool = False
+    """Whether ranks divide the columns of hidden states (a grid), whose norms are then made of torch's steps."""
     is_lean: bool = True
     """Whether norms and gates keep what they take in alone, and not all that torch's steps for them do."""
 
@@ -84,7 +86,7 @@ class Microbatch:
 def layer_bytes(spec: ModelSpec, layer: LayerSpec, cut: Cut, batch: Microbatch, selective: bool = False) -> int:
     """Bytes of one layer that keeps everything, or with `selective` everything but the core of attention."""
     T, D, b = batch.tokens, spec.hidden_size, batch.item_bytes
-    norm = _norm(batch.rows, D, batch, spec.norm_offset)
+    norm = _norm(batch.rows, D, _of_norms(batch), spec.norm_offset)
     into = T * D * b  # what a cut layer takes in: it is kept for the gradient of its weight
     norms = {"pre": 2 * (norm + into), "post": 2 * (norm + into), "both": 2 * (2 * norm + into)}[spec.norm_order]
     return norms + _attention(spec, layer, cut, batch, selective) + _mlp(spec, layer, cut, batch)
@@ -126,10 +128,13 @@ def logits_bytes(spec: ModelSpec, cut: Cut, batch: Microbatch) -> int:
     """Bytes of the final norm, the logits and the loss; or of the scores of all tokens, of which those of a document's
     last token are chosen."""
     P, D, b, w = logits_tokens(batch), spec.hidden_size, batch.item_bytes, batch.upcast_bytes
+    of_norms = _of_norms(batch)
     if spec.num_labels:
         T = batch.tokens
-        return _norm(batch.rows, D, batch, spec.norm_offset) + T * D * b + T * (spec.num_labels * w + 1)
-    kept = _norm(batch.rows if batch.is_sliced else P, D, batch, spec.norm_offset) + P * D * b + P * size(cut.vocab) * w
+        return _norm(batch.rows, D, of_norms, spec.norm_offset) + T * D * b + T * (spec.num_labels * w + 1)
+    kept = (
+        _norm(batch.rows if batch.is_sliced else P, D, of_norms, spec.norm_offset) + P * D * b + P * size(cut.vocab) * w
+    )
     if spec.final_softcap is not None:
         kept += P * size(cut.vocab) * w
     kept += P * (INTEGER + 1 + w)
@@ -146,7 +151,12 @@ def shares_input(spec: ModelSpec, batch: Microbatch) -> bool:
     """Whether the first thing that a layer keeps is its input itself and not a copy of it."""
     if spec.norm_order == "post":
         return not batch.is_sliced
-    return batch.is_lean or batch.item_bytes == batch.upcast_bytes
+    return _of_norms(batch).is_lean or batch.item_bytes == batch.upcast_bytes
+
+
+def _of_norms(batch: Microbatch) -> Microbatch:
+    """As the norms of hidden states have it."""
+    return replace(batch, is_lean=False) if batch.has_columns else batch
 
 
 def _norm(rows: int, width: int, batch: Microbatch, offset: bool, heads: int = 1, copied: bool = True) -> int:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from tllm.core.errors import PlanError
 from tllm.planner.cost.activations import Microbatch
 from tllm.planner.cost.flops import BACKWARD
+from tllm.planner.cost.grid_work import grid_microbatch, grid_parameters
 from tllm.planner.cost.rank_bytes import (
     ITEM_BYTES,
     AdapterFacts,
@@ -25,7 +26,7 @@ from tllm.planner.cost.rank_bytes import (
     run_parameters,
 )
 from tllm.planner.cost.serving_load import SamplingFacts
-from tllm.spec.cut import Cut, cut_stage
+from tllm.spec.cut import Cut, cut_stage, stage_cuts
 from tllm.spec.model_spec import LayerSpec, ModelSpec
 from tllm.spec.pipeline_schedule import Depth, Schedule, build
 from tllm.spec.plan import Coordinates, Plan
@@ -326,16 +327,11 @@ def rank_works(
 ) -> list[RankWork]:
     """Every rank of a plan that computes, in order, or those of some replicas that stand for all.
 
-    PlanError where the plan does not fit the model, or has a grid.
+    PlanError where the plan does not fit the model.
     """
     plan.check(spec.num_layers)
     facts = facts.in_ring(plan.cp)
-    if plan.grid is not None:
-        raise PlanError(
-            f"plan {plan}: the memory and the time of ranks on a grid are not predicted",
-            "train with it without a prediction, or leave tensor out",
-        )
-    cuts = [cut_stage(spec, stage.shares, plan.experts, plan.ep) for stage in plan.stages[: plan.pp]]
+    cuts = [stage_cuts(spec, plan, stage) for stage in range(plan.pp)]
     shares = deal_microbatches(facts.microbatches, plan.dp)
     ranks, held = [], dict[object, dict[str, list[list[Parameter]]]]()
     some = range(plan.replicas) if replicas is None else replicas
@@ -355,7 +351,7 @@ def rank_works(
                 plan.replicas // plan.ep * plan.cp,
                 facts.adapter,
                 facts.projections,
-                held.setdefault((at.replica % plan.ep, at.stage, at.tp), {}),
+                held.setdefault((at.replica % plan.ep, at.stage, at.tp), _known(spec, plan, cuts[at.stage], at)),
             )
         )
     return ranks
@@ -448,7 +444,19 @@ def deal_microbatches(count: int, shares: tuple[int, ...]) -> list[int]:
     return [stop - start for start, stop in pairwise(bounds)]
 
 
+def _known(spec: ModelSpec, plan: Plan, cuts: Sequence[Cut], at: Coordinates) -> dict[str, list[list[Parameter]]]:
+    """The parameters that `RankWork` could not list by itself: those of a rank on a grid, which has all layers."""
+    shape = plan.grid_of(at.stage)
+    if shape is None:
+        return {}
+    units = grid_parameters(spec, range(spec.num_layers), cuts[at.tp], shape, at.tp)
+    return {"all": [unit for unit in units if unit]}
+
+
 def _batch(plan: Plan, facts: TrainingFacts, at: Coordinates, tp: int) -> Microbatch:
+    shape = plan.grid_of(at.stage)
+    if shape is not None:
+        return grid_microbatch(facts.lengths, facts.item_bytes, shape, at.tp)
     whole = sum(facts.lengths)
     tokens = sum(stop - start for start, stop in zigzag_spans(whole, plan.cp)[at.cp])
     rows = tokens * (at.tp + 1) // tp - tokens * at.tp // tp if plan.sequence else tokens

@@ -32,7 +32,8 @@ from statistics import fmean
 
 from tllm.planner.cost.activations import logits_tokens
 from tllm.planner.cost.buckets import padded_elements, shares_table
-from tllm.planner.cost.collective_bytes import all_gather, all_reduce, reduce_scatter
+from tllm.planner.cost.grid_step import parts_on_grid, sent_on_grid
+from tllm.planner.cost.messages.collective_bytes import all_gather, all_reduce, reduce_scatter
 from tllm.planner.cost.rank_bytes import (
     AdapterFacts,
     adapter_parameters,
@@ -50,7 +51,7 @@ from tllm.planner.cost.rank_work import (
     schedule_of,
     zigzag_spans,
 )
-from tllm.spec.cut import Cut, Range, as_layer, cut_stage, size
+from tllm.spec.cut import Cut, Range, as_layer, cut_stage, size, stage_cuts
 from tllm.spec.model_spec import LayerSpec, ModelSpec
 from tllm.spec.pipeline_schedule import StageChunk
 from tllm.spec.plan import Plan
@@ -99,7 +100,7 @@ def step_traffic(
     Raises PlanError where the plan does not fit the model.
     """
     spec = as_learned(spec, facts.adapter)
-    cuts = [cut_stage(spec, stage.shares, plan.experts, plan.ep) for stage in plan.stages[: plan.pp]]
+    cuts = [stage_cuts(spec, plan, stage) for stage in range(plan.pp)]
     known, every = dict[object, Traffic](), list[Traffic]()
     for work in rank_works(spec, plan, facts, replicas):
         # All else that decides what a rank sends is the plan's: ranks alike in this send equally much.
@@ -113,6 +114,11 @@ def step_traffic(
 def _of_rank(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, cuts: Sequence[Cut]) -> Traffic:
     """One rank's traffic. `cuts` are those of all ranks of its stage."""
     M, layers = work.microbatches, [spec.layers[number] for run in work.runs for number in run]
+    shape = plan.grid_of(work.at.stage)
+    if shape is not None:
+        parts = parts_on_grid(spec, shape, work.at.tp, cuts, layers) * facts.full_precision_bytes
+        tp, dp = sent_on_grid(spec, shape, work, plan.recompute == "layer"), _shared(spec, plan, facts, work, False)
+        return Traffic(tp=M * tp, dp=dp, replica=parts)
     kinds = Counter((spec.layers[n], layer_gradients(spec, work, n)) for run in work.runs for n in run)
     tp = sum(n * _tp_of_layer(spec, kind, plan, work) for kind, n in kinds.items()) + _tp_of_ends(spec, plan, work)
     return Traffic(

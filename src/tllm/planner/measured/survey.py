@@ -58,6 +58,7 @@ class SampledPasses(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     logits: tuple[SurveyedPass, ...]
     turns: tuple[SurveyedPass, ...] = ()
     follows: tuple[SurveyedPass, ...] = ()
+    unplayed: float = 0.0
     cooled: float = 0.0
     rest: float = 0.0
 
@@ -89,6 +90,9 @@ class SurveyedNode(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_u
     """Seconds of the engine's step on the driver, without layers and logits, by sequences (`rows`)."""
     follows: tuple[SurveyedPass, ...] = ()
     """The same on a stage that follows the driver's."""
+    unplayed: float = 0.0
+    """Seconds by which a layer of a few replies takes longer where its operations are called one by one, and not
+    played: as on a grid of ranks."""
     cooled: float = 0.0
     """Seconds by which a stage's layers together take longer in a step than repeated alone, as caches are cold."""
     rest: float = 0.0
@@ -294,7 +298,7 @@ def _slower(measured: Measured, factor: float) -> Measured:
         name: tuple(msgspec.structs.replace(old, seconds=factor * old.seconds) for old in getattr(measured, name))
         for name in ("layers", "logits", "turns", "follows")
     }
-    more = {name: factor * getattr(measured, name) for name in ("cooled", "rest")}
+    more = {name: factor * getattr(measured, name) for name in ("unplayed", "cooled", "rest")}
     return msgspec.structs.replace(measured, **slowed, **more)
 
 
@@ -342,6 +346,7 @@ def _device(node: SurveyedNode, sharing: int, survey: Survey, spec: ModelSpec) -
         split_backward_factor=node.split,
         driver_seconds=_in_order((float(measured.rows), measured.seconds) for measured in node.turns),
         follower_seconds=_in_order((float(measured.rows), measured.seconds) for measured in node.follows),
+        unplayed_seconds=node.unplayed,
         cold_cache_seconds=node.cooled,
         after_wait_seconds=node.rest,
         has_spare_core=_is_spare(node, sharing),

@@ -28,9 +28,11 @@ from functools import lru_cache
 
 from tllm.planner.cost.activations import recomputed_bytes
 from tllm.planner.cost.buckets import buckets_of, padded_elements, receive_bytes, received, shares_table
+from tllm.planner.cost.grid_work import hidden_part
 from tllm.planner.cost.rank_bytes import Parameter, as_learned, end_bytes, layer_bytes
 from tllm.planner.cost.rank_work import RankWork, TrainingFacts, deal_microbatches, rank_works
 from tllm.planner.memory.backward_peak import layer_piece, logits_piece, peak_pass_bytes, workspace_bytes
+from tllm.planner.memory.grid_products import product_bytes
 from tllm.planner.memory.heap import TRAINER_BYTES, heap_bytes, heap_part, largest_heap_piece, runtime_bytes
 from tllm.planner.memory.live_activations import live_activation_bytes
 from tllm.planner.memory.role_memory import role_memory
@@ -147,11 +149,13 @@ def _computing(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork
     optimizer, full_precision_weights = state * w * facts.states, state * w * (b < w)
     unit_bytes = [sum(padded_elements(parameter) for parameter in unit) * b for unit in units] if zero == 3 else []
     on_disk = plan.offload == "disk"
-    live, workspace = live_activation_bytes(spec, plan, work), workspace_bytes(spec, work)
+    shape = plan.grid_of(work.at.stage)
+    hidden, products = hidden_part(spec, shape), product_bytes(spec, shape, work)
+    live, workspace = live_activation_bytes(hidden, plan, work), workspace_bytes(hidden, work)
     gradients = [parameter.elements * b for parameter in parameters]
-    peak = peak_pass_bytes(spec, work, live, max(gradients, default=0), unit_bytes)
+    peak = peak_pass_bytes(hidden, work, live, max(gradients, default=0), unit_bytes, products)
     passing = [logits_piece(spec, work), *gradients]
-    in_heap = heap_part(live.activations + workspace, layer_piece(spec, work)) + heap_part(live.logits, passing[0])
+    in_heap = heap_part(live.activations + workspace, layer_piece(hidden, work)) + heap_part(live.logits, passing[0])
     holes = _hole_sizes(spec, plan, facts, work, passing, unit_bytes, in_heap)
     roles = role_memory(spec, facts, work)
     return RankMemory(
@@ -163,12 +167,12 @@ def _computing(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork
         activations=peak.activations,
         logits=peak.logits,
         working=max(workspace + peak.gradients, roles.sampling - peak.activations - peak.logits),
-        buffers=_buffers(spec, plan, facts, work, max(passing)),
+        buffers=_buffers(hidden, plan, facts, work, max(passing)) + products.received,
         on_disk=(optimizer + full_precision_weights) if on_disk else 0,
         runtime=runtime_bytes(spec, plan, work.rank, work.runs),
         waiting_sums=_waiting_sums(whole, work, facts),
         outer=2 * whole * w if facts.local else 0,
-        heap=heap_bytes(in_heap, holes, facts.item_bytes < w) + _recompute_holes(spec, plan, work),
+        heap=heap_bytes(in_heap, holes, facts.item_bytes < w) + _recompute_holes(hidden, plan, work),
         cache=roles.cache,
         reference=roles.reference,
         teacher=roles.teacher,
@@ -229,7 +233,8 @@ def _buffers(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, 
         spread, work.expert_replicas, plan.zero > 0
     )
     updated = (facts.states + facts.float32_weights) * max(ordinary) if plan.offload == "disk" else 0
-    return received(layer_piece(spec, work), work.tp) + table + over_dp + updated
+    of_layers = 0 if plan.grid else received(layer_piece(spec, work), work.tp)
+    return of_layers + table + over_dp + updated
 
 
 def _hole_sizes(

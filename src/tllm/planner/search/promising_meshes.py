@@ -23,9 +23,9 @@ from typing import NamedTuple
 
 from tllm.planner.cluster.device import Cluster, LinkSpeed, worst
 from tllm.planner.cluster.device_kinds import best_bandwidths, sites_of
-from tllm.planner.cost.collective_bytes import all_reduce
 from tllm.planner.cost.flops import BACKWARD, layer_flops, logits_flops
 from tllm.planner.cost.message_time import sending_seconds
+from tllm.planner.cost.messages.collective_bytes import all_reduce
 from tllm.planner.cost.rank_bytes import run_parameters
 from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.search.device_meshes import Axes, DeviceMesh

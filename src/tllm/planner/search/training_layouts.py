@@ -16,9 +16,10 @@ from itertools import combinations, pairwise, product
 from tllm.core.errors import PlanError
 from tllm.planner.cluster.device import Cluster, Device
 from tllm.planner.cost.flops import BACKWARD, layer_flops, logits_flops
+from tllm.planner.cost.grid_work import grid_microbatch
 from tllm.planner.cost.rank_bytes import run_parameters
 from tllm.planner.cost.rank_work import TrainingFacts, deal_microbatches, forward_only_layers, passes_of
-from tllm.planner.search.device_meshes import DeviceMesh, EveryMesh
+from tllm.planner.search.device_meshes import Axes, DeviceMesh, EveryMesh
 from tllm.planner.search.layer_cuts import balanced_bounds, even_bounds, lightest_bounds
 from tllm.planner.search.microbatch_deals import (
     ReplicaBound,
@@ -29,9 +30,10 @@ from tllm.planner.search.microbatch_deals import (
     slowest,
 )
 from tllm.planner.search.promising_meshes import promising_meshes
-from tllm.planner.search.stage_options import whole_shares
+from tllm.planner.search.stage_options import Division, whole_shares
 from tllm.planner.search.training_constraints import TrainingConstraints
-from tllm.spec.cut import cut_stage
+from tllm.spec.cut import cut_grid, cut_stage
+from tllm.spec.grid.grid_shape import MODES, GridShape, TensorMode
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan, Stage
 
@@ -126,11 +128,14 @@ class TrainingLayouts:
             facts = replace(self.facts, microbatch_size=size)
             if facts.microbatches < dp or size > self.facts.global_batch_size:
                 continue
-            for shares, ep in product(self._shares(mesh), eps):
+            even, *unequal = self._shares(mesh)
+            ways = [(shares, Division(), ep) for shares, ep in product([even, *unequal], eps)]
+            ways += [(even, Division(tensor=mode), 1) for mode in _grids(mesh.axes)]
+            for shares, division, ep in ways:
                 try:
-                    yield from self._with_shares(mesh, shares, ep, facts)
+                    yield from self._with_shares(mesh, shares, division, ep, facts)
                 except PlanError:
-                    continue  # there are more ranks than there is to cut
+                    continue  # there are more ranks than there is to cut, or they form no such grid
 
     def _shares(self, mesh: DeviceMesh) -> list[StageShares]:
         """Shares to try: even ones, and those by the speed of the slowest device at each place on tp."""
@@ -141,12 +146,13 @@ class TrainingLayouts:
         return list(dict.fromkeys([((1,) * mesh.axes.tp,) * mesh.axes.pp, by_speed]))
 
     def _with_shares(
-        self, mesh: DeviceMesh, shares: StageShares, ep: int, facts: TrainingFacts
+        self, mesh: DeviceMesh, shares: StageShares, division: Division, ep: int, facts: TrainingFacts
     ) -> Iterator[TrainingLayout]:
-        """Layouts of one choice of shares: every cut of the layers with every deal of the microbatches."""
+        """Layouts of one choice of shares, and of how they divide weights: every cut of the layers with every deal of
+        the microbatches."""
         axes = mesh.axes
         costs = [
-            tuple(self._stage_cost(mesh, replica, stage, shares[stage], facts) for stage in range(axes.pp))
+            tuple(self._stage_cost(mesh, replica, stage, shares[stage], division, facts) for stage in range(axes.pp))
             for replica in range(axes.dp)
         ]
         for chunks, runs in self._runs([slowest(replica[stage] for replica in costs) for stage in range(axes.pp)]):
@@ -154,7 +160,7 @@ class TrainingLayouts:
             bounds = replica_bounds(costs, runs)
             for dp in self._deals(bounds, facts, ep):
                 schedule = "interleaved" if chunks > 1 else "1f1b"
-                plan = Plan(stages, dp=dp, cp=axes.cp, ep=ep, chunks=chunks, schedule=schedule)
+                plan = Plan(stages, *division, dp, cp=axes.cp, ep=ep, chunks=chunks, schedule=schedule)
                 counts = deal_microbatches(facts.microbatches, dp)
                 bound = max(bound.seconds(count) for bound, count in dict.fromkeys(zip(bounds, counts, strict=True)))
                 yield TrainingLayout(plan, mesh.devices, facts, bound)
@@ -198,34 +204,46 @@ class TrainingLayouts:
         return list(dict.fromkeys(deals))
 
     def _stage_cost(
-        self, mesh: DeviceMesh, replica: int, stage: int, shares: tuple[int, ...], facts: TrainingFacts
+        self,
+        mesh: DeviceMesh,
+        replica: int,
+        stage: int,
+        shares: tuple[int, ...],
+        division: Division,
+        facts: TrainingFacts,
     ) -> StageSeconds:
         """What the slowest rank of a replica's stage takes for a microbatch; one object for stages that cost the
         same."""
         team = mesh.team(replica, stage)
-        key = tuple(self._kinds[device] for device in team), shares, mesh.axes.cp, facts.microbatch_size
+        key = tuple(self._kinds[device] for device in team), shares, division, mesh.axes.cp, facts.microbatch_size
         if key not in self._stage_seconds:
-            self._stage_seconds[key] = self._slowest_rank([self._device(device) for device in team], shares, facts)
+            devices = [self._device(device) for device in team]
+            self._stage_seconds[key] = self._slowest_rank(devices, shares, division.grid(len(shares)), facts)
         return self._stage_seconds[key]
 
-    def _slowest_rank(self, team: Sequence[Device], shares: tuple[int, ...], facts: TrainingFacts) -> StageSeconds:
+    def _slowest_rank(
+        self, team: Sequence[Device], shares: tuple[int, ...], shape: GridShape | None, facts: TrainingFacts
+    ) -> StageSeconds:
         """What the slowest rank of a team takes for a microbatch, a third of it: as much as a forward pass, but where
         an adapter spares gradients. `team`: its devices, those of a cp rank in a row."""
         passes, below = passes_of(facts) / (1 + BACKWARD), forward_only_layers(self.spec, facts)
         of_ranks = []
-        cuts = cut_stage(self.spec, shares)
+        cuts = cut_stage(self.spec, shares) if shape is None else cut_grid(self.spec, shape)
         ring = len(team) // len(shares)
         facts = facts.in_ring(ring)
-        tokens = sum(facts.lengths)
         for place, device in enumerate(team):
             cut = cuts[place % len(shares)]
-            rate = device.matrix_rate(facts.dtype, tokens // ring) * ring
+            lengths, before, targets = facts.lengths, facts.before, facts.predicted
+            if shape is not None:
+                batch = grid_microbatch(facts.lengths, facts.item_bytes, shape, place)
+                lengths, before, targets = tuple(batch.lengths), (), batch.target_tokens
+            rate = device.matrix_rate(facts.dtype, sum(lengths) // ring) * ring
             of_kind: dict[object, float] = {}
             for layer in self.spec.layers:
                 if layer not in of_kind:
-                    of_kind[layer] = layer_flops(self.spec, layer, cut, facts.lengths, facts.before) / rate
-            logits_rate = device.logits_rate(facts.dtype, facts.predicted // ring) * ring
-            logits = passes * logits_flops(self.spec, cut, facts.predicted) / logits_rate
+                    of_kind[layer] = layer_flops(self.spec, layer, cut, lengths, before) / rate
+            logits_rate = device.logits_rate(facts.dtype, targets // ring) * ring
+            logits = passes * logits_flops(self.spec, cut, targets) / logits_rate
             of_layers = [passes if n >= below else 1 / (1 + BACKWARD) for n in range(self.spec.num_layers)]
             seconds = zip(of_layers, self.spec.layers, strict=True)
             of_ranks.append(StageSeconds(tuple(part * of_kind[layer] for part, layer in seconds), logits))
@@ -237,3 +255,8 @@ class TrainingLayouts:
     def _rate(self, device: int) -> float:
         """Flop/s of products with a row's tokens."""
         return self._device(device).matrix_rate(self.facts.dtype, self.facts.seq_len)
+
+
+def _grids(axes: Axes) -> tuple[TensorMode, ...]:
+    """The grids to try: in training one has all layers, and divides the tokens of a microbatch itself."""
+    return MODES[1:] if axes.pp == axes.cp == 1 and axes.tp > 1 else ()

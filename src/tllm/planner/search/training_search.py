@@ -122,7 +122,7 @@ class _Search:
         by_axes = defaultdict[object, list[TrainingLayout]](list)
         for layout in self.layouts:
             plan = layout.plan
-            by_axes[layout.devices, plan.replicas, plan.pp, plan.cp].append(layout)
+            by_axes[layout.devices, plan.replicas, plan.pp, plan.cp, plan.tensor].append(layout)
         # Estimates know nothing of bubbles, which several chunks have more of than a zero bubble schedule of one.
         groups = [sorted(group, key=lambda one: (one.plan.chunks, one.estimate)) for group in by_axes.values()]
         groups.sort(key=lambda group: group[0].estimate)
@@ -189,8 +189,9 @@ class _Search:
         """Plans of a layout with every schedule and depth, ZeRO stage, sequence parallelism and offload."""
         plan = layout.plan
         orders = SCHEDULES if plan.pp > 1 and plan.chunks == 1 else ((plan.schedule, 1),)
-        zeros = (0, 1, 2, 3) if plan.replicas * plan.cp > 1 else (0,)
-        sequences = (False, True) if plan.stages[0].tp > 1 else (False,)
+        highest = 2 if plan.grid is not None else 3  # on a grid trainers refuse ZeRO 3, and sequence parallelism
+        zeros = range(highest + 1) if plan.replicas * plan.cp > 1 else (0,)
+        sequences = (False, True) if plan.stages[0].tp > 1 and plan.grid is None else (False,)
         disks = all(self.cluster.devices[device].disk_bandwidth for device in layout.devices)
         for (schedule, depth), zero, sequence in product(orders, zeros, sequences):
             for offload in ("none", "disk") if disks else ("none",):

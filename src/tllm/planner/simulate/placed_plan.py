@@ -29,7 +29,7 @@ from tllm.planner.memory.snapshots import replicated_bytes
 from tllm.planner.memory.training_memory import RankMemory, training_bytes
 from tllm.planner.simulate.role_seconds import Learning, role_seconds
 from tllm.planner.simulate.training_step import ReplicaStep, StepPrediction, StepSetup, play_step, prediction_of
-from tllm.spec.cut import cut_stage, size
+from tllm.spec.cut import cut_stage, size, stage_cuts
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Coordinates, Plan
 from tllm.spec.process_groups import SERVERS, neighbours, targets
@@ -62,8 +62,7 @@ class PlacedPlan:
         """For each replica the first one with the same work on devices that are equally fast and equally far apart."""
         ranks, ep = self.plan.replica_size, self.plan.ep
         seen, representatives = dict[object, int](), list[int]()
-        stages = self.plan.stages[: self.plan.pp]
-        cuts = [cut for stage in stages for cut in cut_stage(self.spec, stage.shares, self.plan.experts, ep)]
+        cuts = [cut for stage in range(self.plan.pp) for cut in stage_cuts(self.spec, self.plan, stage)]
         for replica, count in enumerate(deal_microbatches(self.facts.microbatches, self.plan.dp)):
             first, own = replica // ep * ep * ranks, replica * ranks
             places = [(own, ranks), (first, ep * ranks)][: 1 if ep == 1 else 2]

@@ -18,8 +18,8 @@ from typing import Any
 
 from tllm.core.errors import PlanError
 from tllm.planner.cluster.device import Cluster
-from tllm.planner.cost.collective_bytes import all_reduce
 from tllm.planner.cost.message_time import TimeBreakdown, transfer_after_compute
+from tllm.planner.cost.messages.collective_bytes import all_reduce
 from tllm.planner.cost.serving_load import ExpectedBatch, RingSeconds, ServingFacts, ServingLoad, loads
 from tllm.planner.cost.stage_team import TOKEN_ID, ServingMemory, StageTeam
 from tllm.planner.cost.tensor_parallel.grid_team import stage_teams

@@ -22,9 +22,10 @@ from tllm.core.errors import PlanError
 from tllm.planner.cluster.device import LinkSpeed
 from tllm.planner.cluster.execution import TLLM, Execution
 from tllm.planner.cost.buckets import exposed_seconds, fill_order, padded_elements
-from tllm.planner.cost.collective_bytes import all_gather
 from tllm.planner.cost.flops import BACKWARD
+from tllm.planner.cost.grid_step import rounds_on_grid, waits_in_turn
 from tllm.planner.cost.message_time import group_link, sending_seconds, stage_overheads
+from tllm.planner.cost.messages.collective_bytes import all_gather
 from tllm.planner.cost.rank_bytes import Parameter
 from tllm.planner.cost.rank_work import (
     RankWork,
@@ -332,7 +333,8 @@ class RankStep:
         """Seconds of a step that layers wait for messages."""
         setup, again = self.setup, self._passes_over_tp - 1
         layers, learning = sum(map(len, self.work.runs)), sum(map(len, self.learning))
-        tp = self._seconds("tp", self._all_reduces())
+        in_turn = 1 if setup.plan.grid is None else waits_in_turn(setup.plan.grid)
+        tp = self._seconds("tp", self._all_reduces(), in_turn)
         share = expected_dispatch_share(setup.spec, setup.plan, self.work) if setup.plan.ep > 1 else 1.0
         ep = self._seconds("ep", 3 * layers + (3 * again - 1) * learning, share)
         cp = self._seconds("cp", (setup.plan.cp - 1) * (layers + (again + 1) * learning))
@@ -348,6 +350,9 @@ class RankStep:
     def _all_reduces(self) -> int:
         """Messages of a microbatch over tp that are waited for. A long all-reduce is two of them, one after the other
         (reduce-scatter and all-gather)."""
+        shape = self.setup.plan.grid
+        if shape is not None:
+            return rounds_on_grid(self.setup.spec, shape, len(self.setup.spec.layers), self._passes_over_tp == 3)
         phases = 2 if self.setup.plan.sequence or self.work.tp > 2 else 1
         passes = sum(map(len, self.work.runs)) + (self._passes_over_tp - 1) * sum(map(len, self.learning))
         return round((2 * passes - sum(map(self._unasked, self.work.runs))) * phases)

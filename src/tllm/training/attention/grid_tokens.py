@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tllm.parallel.grid.grid import Grid
+from tllm.spec.grid.dealt_documents import dealt_documents
 from tllm.training.data.batch_tensors import Tokens
 from tllm.training.data.encoder import IGNORED
 
@@ -30,21 +31,6 @@ def grid_tokens(tokens: Tokens, grid: Grid) -> Tokens:
     positions = [torch.arange(length, device=tokens.ids_T.device) for length in lengths]
     labels_T = _filled([labels[n] for n in mine], room, tokens.labels_T, IGNORED)
     return Tokens(torch.cat(ids), labels_T, torch.cat(positions), lengths)
-
-
-def dealt_documents(lengths: Sequence[int], blocks: int) -> list[list[int]]:
-    """The numbers of the documents of each block, ascending: the longest first to the block that has the least.
-
-    >>> dealt_documents([3, 9, 4, 2], 2)
-    [[1], [0, 2, 3]]
-    """
-    held: list[list[int]] = [[] for _ in range(blocks)]
-    loads = [0] * blocks
-    for number in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
-        least = loads.index(min(loads))
-        held[least].append(number)
-        loads[least] += lengths[number]
-    return [sorted(block) for block in held]
 
 
 def _filled(parts: Sequence[Tensor], room: int, like: Tensor, value: int) -> Tensor:

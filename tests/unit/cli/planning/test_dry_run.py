@@ -64,8 +64,7 @@ def test_ways_to_cut_a_layer_are_compared_by_what_they_send(job: Path, capsys: p
             ["1d", "4"],
             ["2d", "2x2"],
         ]
-        assert ("predicted: " in out) == ("tensor" not in plan)
-        assert ("ranks on a grid are not predicted" in out) == ("tensor" in plan)
+        assert "predicted: " in out
     assert main(["train", str(job), "--plan", "tp=2,dp=2", "--dry-run", "--threads", "1"]) == 0
     assert "tensor" not in capsys.readouterr().out
 

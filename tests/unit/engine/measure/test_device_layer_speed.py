@@ -46,6 +46,20 @@ def test_layers_and_what_a_step_takes_beside_them_are_told_apart(monkeypatch: py
     assert [one.rows for one in found.logits] == [one.rows for one in found.turns] == [3]
     assert all(STEP - LAYER < one.seconds < 2 * STEP for one in (*found.turns, *found.follows))
     assert found.rest < LAYER and given, "tokens are handed out"
+    assert found.unplayed < LAYER / 2
+
+
+@pytest.mark.usefixtures("own_clock")
+def test_a_layer_that_is_played_elsewhere_takes_longer_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow_layer(self: Layer, *values: Any) -> Tensor:
+        time.sleep(LAYER)
+        return layer(self, *values)
+
+    layer = Layer.forward
+    monkeypatch.setattr(Layer, "forward", slow_layer)
+    sizes = SIZES._replace(sequences=(3,))
+    found = device_serving_passes(spec_of(4), torch.float32, sizes, CPU, 2**32, 0.1)
+    assert LAYER / 2 < found.unplayed < 2 * LAYER
 
 
 def test_as_many_layers_are_measured_as_have_room() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.unit.planner.search.test_serving_search import spec_of
 from tllm.engine import stage
+from tllm.engine.measure import benchmark_layers
 from tllm.engine.measure.benchmark_layers import LayersAsModel
 from tllm.engine.measure.layer_speed import ServingSizes, serving_passes
 from tllm.spec.request import Output
@@ -25,13 +26,13 @@ def test_all_that_a_token_takes_is_measured() -> None:
     found = serving_passes(
         spec_of(4), torch.float32, ServingSizes((1, 3), prompt=20, chunk=16), seconds=0.3, deliver=given.extend
     )
-    layers, logits, turns, follows, cooled, rest, rested = found
+    layers, logits, turns, follows, unplayed, cooled, rest, rested = found
     assert [(one.rows, one.ranks, one.keys) for one in layers] == [
         (rows, ranks, keys) for ranks in (1, 2) for rows, keys in ((1, 20), (3, 20), (16, 0))
     ]
     assert [one.rows for one in logits] == [one.rows for one in turns] == [one.rows for one in follows] == [1, 3]
     assert all(one.seconds > 0 for one in (*layers, *logits, *turns, *follows))
-    assert 0 <= cooled < 1 and 0 <= rest < 1 and 0 < rested < 1
+    assert 0 <= unplayed < 1 and 0 <= cooled < 1 and 0 <= rest < 1 and 0 < rested < 1
     assert given and all(len(one.token_ids) == 1 for one in given), "tokens are handed out"
 
 
@@ -40,6 +41,20 @@ def test_a_rest_costs_what_the_next_step_takes_longer(monkeypatch: pytest.Monkey
     monkeypatch.setattr("tllm.engine.measure.layer_speed.REST", 0.05)
     rest = serving_passes(spec_of(4), torch.float32, ServingSizes((1,), prompt=20, chunk=16), seconds=0.3).rest
     assert 0 <= rest < 0.05, "the rest itself is not counted"
+
+
+@pytest.mark.usefixtures("own_clock")
+def test_layers_whose_operations_are_slow_to_call_are_so_where_they_are_not_played(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def late(*values: Any) -> Tensor:
+        time.sleep(SLOW)
+        return plain(*values)
+
+    plain = benchmark_layers._forward
+    monkeypatch.setattr(benchmark_layers, "_forward", late)
+    found = serving_passes(spec_of(4), torch.float32, ServingSizes((1,), prompt=20, chunk=16), seconds=0.3)
+    assert found.layers[0].seconds < SLOW / 8 < found.unplayed
 
 
 @pytest.mark.usefixtures("own_clock", "computed")

@@ -18,7 +18,7 @@ from tests.unit.planner.search.test_training_search import least_seconds, second
 from tllm.core.errors import ConfigError
 from tllm.planner.bounds import replica_microbatches, training_bound
 from tllm.planner.bounds.linear_program import most_of, with_whole_numbers
-from tllm.planner.bounds.training_bound import is_searched, least_step_seconds, relaxed_step_seconds
+from tllm.planner.bounds.training_bound import is_bounded, least_step_seconds, relaxed_step_seconds
 from tllm.planner.bounds.whole_layers import least_of_whole_layers
 from tllm.planner.cluster.device import Cluster, Device, LinkSpeed, Points, Tier
 from tllm.planner.cluster.execution import Execution
@@ -210,7 +210,7 @@ def test_no_plan_that_is_found_takes_less(seed: int) -> None:
     devices = (replace(device, memory=room) for device, room in zip(cluster.devices, rooms, strict=True))
     cluster = replace(cluster, devices=tuple(devices))
     best = best_training(spec, cluster, facts, steps=200).choices[0]
-    assert is_searched(best.placed.plan, len(cluster), facts)
+    assert is_bounded(best.placed.plan, len(cluster), facts)
     bound = least_step_seconds(spec, cluster, facts, MICROBATCHES)
     assert bound <= best.predicted.seconds * (1 + ROUNDING), f"{best.placed.plan} on {best.placed.devices}"
 
@@ -317,7 +317,7 @@ def test_sums_inside_layers_are_short_messages(times: float, sequence: bool) -> 
     device = Device(2**36, (("float32", ((1.0, 1e11),)),), 1e10)
     cluster = Cluster(("a", "b"), (device,) * 2, (0, 1), (None, None), LinkSpeed(0.0, 3e8, short_bandwidth=times * 3e8))
     facts, plan = TrainingFacts(64, 1), Plan((Stage(0, 2, (1, 1)),), sequence=sequence)
-    assert is_searched(plan, 2, facts)
+    assert is_bounded(plan, 2, facts)
     assert least_step_seconds(spec, cluster, facts, (1,)) <= seconds_of(spec, plan, facts, cluster, (0, 1))
 
 
@@ -340,12 +340,13 @@ def test_a_plan_with_tensor_parallelism_in_some_stages_may_be_below_the_bound_an
     plan = Plan((Stage(0, 2, (1,)), Stage(2, 3, (1, 1))), schedule="zero_bubble")
     facts = TrainingFacts(24, 16)
     assert seconds_of(spec, plan, facts, cluster, (0, 1, 2)) < least_step_seconds(spec, cluster, facts, SIZES)
-    assert not is_searched(plan, 3, facts)
-    assert not is_searched(Plan((Stage(0, 3, (1,)),), servers=1), 3, facts)
+    assert not is_bounded(plan, 3, facts)
+    assert not is_bounded(Plan((Stage(0, 3, (1,)),), servers=1), 3, facts)
     chunks = Plan(tuple(Stage(i, i + 1, (1,)) for i in range(10)), chunks=5, schedule="interleaved")
-    assert not is_searched(chunks, 3, facts)
+    assert not is_bounded(chunks, 3, facts)
+    assert not is_bounded(Plan((Stage(0, 3, (1,) * 4),), tensor="2d"), 4, facts)
     ring = Plan((Stage(0, 3, (1,)),), cp=3)
-    assert is_searched(ring, 3, facts) and not is_searched(ring, 20, facts)
+    assert is_bounded(ring, 3, facts) and not is_bounded(ring, 20, facts)
 
 
 def test_no_more_ranks_share_a_row_than_it_has_tokens_for() -> None:

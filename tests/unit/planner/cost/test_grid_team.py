@@ -12,8 +12,7 @@ from tllm.engine.decode_recordings import MOST_ROWS
 from tllm.planner.cluster.device import Cluster, LinkSpeed
 from tllm.planner.cost.rank_bytes import rank_bytes
 from tllm.planner.cost.serving_load import ExpectedBatch
-from tllm.planner.cost.tensor_parallel import grid_team
-from tllm.planner.cost.tensor_parallel.grid_team import PLAYED_ROWS, UNPLAYED_SECONDS, GridTeam
+from tllm.planner.cost.tensor_parallel.grid_team import PLAYED_ROWS, GridTeam
 from tllm.planner.simulate.serving import ServingPrediction, all_reduce_bytes, predict_serving
 from tllm.spec.grid.grid_shape import GridMode, grid_shape
 from tllm.spec.plan import Plan
@@ -22,22 +21,15 @@ SPEC = spec_of(24, heads=16)
 NO_LATENCY, SLOW_TO_ANSWER, NARROW = LinkSpeed(0.0, 1e15), LinkSpeed(1e-3, 1e15), LinkSpeed(0.0, 1e7)
 
 
-def beside_python(prediction: ServingPrediction) -> float:
-    """Seconds of a token on a grid without what its layers take as they are computed and not played."""
-    return prediction.per_token - SPEC.num_layers * UNPLAYED_SECONDS
+def cluster_of(count: int, link: LinkSpeed, unplayed: float = 0.0) -> Cluster:
+    names, device = tuple(f"n{i}" for i in range(count)), replace(device_of(900), unplayed_seconds=unplayed)
+    return Cluster(names, (device,) * count, tuple(range(count)), (None,) * count, default=link)
 
 
-def cluster_of(count: int, link: LinkSpeed) -> Cluster:
-    names = tuple(f"n{i}" for i in range(count))
-    return Cluster(names, (device_of(900),) * count, tuple(range(count)), (None,) * count, default=link)
-
-
-def predicted(plan: str, link: LinkSpeed, concurrency: int = 2) -> ServingPrediction:
+def predicted(plan: str, link: LinkSpeed, concurrency: int = 2, unplayed: float = 0.0) -> ServingPrediction:
     made = Plan.parse(plan, SPEC.num_layers)
-    count = made.world_size
-    return predict_serving(
-        SPEC, made, cluster_of(count, link), tuple(range(count)), replace(FACTS, concurrency=concurrency)
-    )
+    cluster, facts = cluster_of(made.world_size, link, unplayed), replace(FACTS, concurrency=concurrency)
+    return predict_serving(SPEC, made, cluster, tuple(range(made.world_size)), facts)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +43,7 @@ def test_what_is_held_is_what_the_plan_says(plan: str) -> None:
 @pytest.mark.parametrize("plan", ["tp=4,tensor=2d", "tp=16,tensor=2d"])
 def test_without_links_that_cost_anything_a_grid_is_as_fast(plan: str) -> None:
     """It reads more keys, as a column has them twice, and as many weights, or fewer where 1D has key heads twice."""
-    grid = beside_python(predicted(plan, NO_LATENCY))
+    grid = predicted(plan, NO_LATENCY).per_token
     one_way = predicted(plan.split(",")[0], NO_LATENCY).per_token
     assert 0.9 * one_way < grid < 1.2 * one_way
 
@@ -59,7 +51,7 @@ def test_without_links_that_cost_anything_a_grid_is_as_fast(plan: str) -> None:
 def test_links_that_answer_slowly_make_a_grid_slower() -> None:
     """Six sums in a layer for two, and one more for the logits and one for their norm."""
     for ranks in (4, 16):
-        grid = beside_python(predicted(f"tp={ranks},tensor=2d", SLOW_TO_ANSWER))
+        grid = predicted(f"tp={ranks},tensor=2d", SLOW_TO_ANSWER).per_token
         one_way = predicted(f"tp={ranks}", SLOW_TO_ANSWER).per_token
         assert 2.5 < grid / one_way < 3.5
 
@@ -73,24 +65,20 @@ def test_narrow_links_make_several_squares_faster_for_many_tokens_and_others_slo
         (16, "2d", 64, 1.25, 1.5),
         (8, "3d", 64, 1.5, 3.0),
     ):
-        on_grid = predicted(f"tp={ranks},tensor={mode}", NARROW, concurrency)
-        grid = on_grid.per_token if concurrency > PLAYED_ROWS else beside_python(on_grid)
+        grid = predicted(f"tp={ranks},tensor={mode}", NARROW, concurrency).per_token
         one_way = predicted(f"tp={ranks}", NARROW, concurrency).per_token
         assert low < grid / one_way < high, (ranks, mode, concurrency)
 
 
 @pytest.mark.parametrize(("concurrency", "is_played"), [(1, True), (PLAYED_ROWS, True), (PLAYED_ROWS + 1, False)])
-def test_layers_that_are_played_elsewhere_take_longer_on_a_grid(
-    concurrency: int, is_played: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Replies alone: prompts are computed by every plan."""
+def test_layers_that_are_played_elsewhere_take_longer_on_a_grid(concurrency: int, is_played: bool) -> None:
+    """By as much as each machine was measured to take. Replies alone: prompts are computed by every plan."""
     assert PLAYED_ROWS == MOST_ROWS
-    before = predicted("tp=4,tensor=2d", NO_LATENCY, concurrency)
-    monkeypatch.setattr(grid_team, "UNPLAYED_SECONDS", 0.0)
-    without = predicted("tp=4,tensor=2d", NO_LATENCY, concurrency)
-    assert before.first_token == without.first_token
-    more = SPEC.num_layers * UNPLAYED_SECONDS if is_played else 0.0
-    assert before.per_token - without.per_token == pytest.approx(more, abs=1e-12)
+    for plan, seconds in (("tp=4,tensor=2d", 6e-4), ("tp=4,tensor=2d", 2e-5), ("tp=4", 0.0)):
+        without, measured = (predicted(plan, NO_LATENCY, concurrency, unplayed) for unplayed in (0.0, seconds or 1e-3))
+        assert measured.first_token == without.first_token
+        more = SPEC.num_layers * seconds if is_played else 0.0
+        assert measured.per_token - without.per_token == pytest.approx(more, abs=1e-12)
 
 
 @pytest.mark.parametrize(

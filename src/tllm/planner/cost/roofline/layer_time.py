@@ -29,6 +29,7 @@ from tllm.planner.cost.flops import (
     layer_flops,
     logits_flops,
 )
+from tllm.planner.cost.grid_work import hidden_part
 from tllm.planner.cost.rank_bytes import as_learned
 from tllm.planner.cost.rank_work import RankWork, TrainingFacts
 from tllm.planner.cost.roofline.attention_time import attention_seconds
@@ -135,6 +136,8 @@ class LayerTimeModel:
         product_dtype: str | None = None,
     ) -> None:
         self.spec, self.plan, self.facts, self.work = as_learned(spec, facts.adapter), plan, facts, work
+        self.hidden = hidden_part(self.spec, plan.grid_of(work.at.stage))
+        """With the columns of hidden states that the rank has."""
         self.device, self.execution = device, execution
         self.product_dtype = product_dtype or facts.dtype
         self.known: dict[LayerSpec, PassSeconds] = {}
@@ -155,7 +158,7 @@ class LayerTimeModel:
         linear = list(_products(spec, layer, work.cut, work.batch.tokens, self.plan.ep))
         products = sum(self._seconds(product, self.product_dtype) for product in linear)
         core = attention_seconds(spec, layer, work.cut, work.batch, device, self.execution, self.facts.dtype)
-        kept = layer_bytes(spec, layer, work.cut, _by_steps(work.batch))
+        kept = layer_bytes(self.hidden, layer, work.cut, _by_steps(work.batch))
         moved = self.execution.touches * kept / device.memory_bandwidth
         into, out = self._casts(linear)
         starts = OPERATIONS * device.operation_seconds
@@ -192,7 +195,7 @@ class LayerTimeModel:
         head = MatrixProduct(batch.target_tokens, self.spec.hidden_size, head_width(self.spec, cut))
         product, added = self._seconds(head, self.facts.dtype), self._accumulated([head])
         touches = self.execution.touches if self.execution.loss_touches is None else self.execution.loss_touches
-        moved = touches * logits_bytes(self.spec, cut, _by_steps(batch)) / self.device.memory_bandwidth
+        moved = touches * logits_bytes(self.hidden, cut, _by_steps(batch)) / self.device.memory_bandwidth
         forward = product + FORWARD_TOUCHES * moved
         return PassSeconds(forward, product + (1 - FORWARD_TOUCHES) * moved, product + added, 0.0, 0.0, moved + added)
 

@@ -22,9 +22,9 @@ from tllm.spec.grid.grid_shape import GridShape
 from tllm.spec.model_spec import LayerSpec, ModelSpec
 from tllm.spec.plan import Plan
 
-PLAYED_ROWS, UNPLAYED_SECONDS = 32, 0.6e-3
-"""Layers over replies of up to so many rows are played elsewhere, as surveys time them, and computed on a grid: Python
-and torch then take so long in each layer (docs/log/serving.md, "a token's layers without Python")."""
+PLAYED_ROWS = 32
+"""Layers over replies of up to so many rows are played elsewhere, as surveys time them, and computed on a grid, which
+takes a device's `unplayed_seconds` more."""
 
 
 class GridTeam(StageTeam):
@@ -56,7 +56,7 @@ class GridTeam(StageTeam):
     def _work(self, layer: LayerSpec, batch: ExpectedBatch, place: int) -> TimeBreakdown:
         time = super()._work(layer, self._own(batch), place)
         is_played_elsewhere = batch.rows == batch.tokens <= PLAYED_ROWS
-        return time.plus(TimeBreakdown(operations=UNPLAYED_SECONDS)) if is_played_elsewhere else time
+        return time.plus(TimeBreakdown(operations=self._each[place].unplayed_seconds)) if is_played_elsewhere else time
 
     def _overhead(self, layer: LayerSpec, batch: ExpectedBatch) -> float:
         sums = self._sums.of_layer(layer, 1)

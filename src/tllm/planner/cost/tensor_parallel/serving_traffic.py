@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tllm.planner.cost.collective_bytes import all_reduce, one_shot_limit
-from tllm.planner.cost.tensor_parallel.layer_traffic import Sent
+from tllm.planner.cost.messages.collective_bytes import all_reduce, one_shot_limit
+from tllm.planner.cost.messages.layer_traffic import Sent
 from tllm.spec.cut import as_layer, cut_stage, projected_width, size, width_of
 from tllm.spec.grid.grid_shape import GridPlace, GridShape
 from tllm.spec.model_spec import LayerSpec, ModelSpec

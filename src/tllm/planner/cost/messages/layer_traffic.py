@@ -16,13 +16,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tllm.planner.cost.collective_bytes import all_reduce, one_shot_limit
-from tllm.spec.cut import cut_stage, projected_width, size
+from tllm.planner.cost.messages.collective_bytes import all_reduce, one_shot_limit
+from tllm.spec.cut import as_layer, cut_stage, projected_width, size
 from tllm.spec.grid.grid_shape import GridShape, TensorMode, grid_shape
-from tllm.spec.model_spec import ModelSpec
-
-NORMS = 2
-"""Of hidden states, in a layer."""
+from tllm.spec.model_spec import LayerSpec, ModelSpec
 
 
 class Sent(NamedTuple):
@@ -59,20 +56,22 @@ class LayerWidths(NamedTuple):
         return self.hidden * (self.into + self.out_of)
 
 
-def layer_widths(spec: ModelSpec, columns: int) -> LayerWidths:
-    """Those of the first layer of a dense model."""
+def layer_widths(spec: ModelSpec, columns: int, layer: LayerSpec) -> LayerWidths:
+    """Those of a dense layer."""
     cuts = cut_stage(spec, (1,) * columns)
-    projected = sum(projected_width(spec, spec.layers[0], cut) for cut in cuts)
-    heads = sum(size(cut.heads) for cut in cuts) * spec.head_dim
+    own, _ = as_layer(spec, layer, cuts[0])
+    projected = sum(projected_width(spec, layer, cut) for cut in cuts)
+    heads = sum(size(cut.heads) for cut in cuts) * own.head_dim
     return LayerWidths(
-        spec.hidden_size,
-        projected + (2 if spec.gated else 1) * spec.intermediate_size,
-        heads + spec.intermediate_size,
+        spec.hidden_size, projected + spec.into_mlp * own.intermediate_size, heads + own.intermediate_size
     )
 
 
-def layer_sent(spec: ModelSpec, mode: TensorMode, ranks: int, tokens: int, item: int = 4) -> LayerSent:
-    """What a dense layer with norms before its halves sends for `tokens` of a microbatch, at `item` bytes an element.
+def layer_sent(
+    spec: ModelSpec, mode: TensorMode, ranks: int, tokens: int, item: int = 4, layer: LayerSpec | None = None
+) -> LayerSent:
+    """What a dense layer, the first one if none is given, sends for `tokens` of a microbatch, at `item` bytes an
+    element.
 
     Blocks of tokens must be even. Raises PlanError where the ranks form no such grid.
     """
@@ -80,14 +79,15 @@ def layer_sent(spec: ModelSpec, mode: TensorMode, ranks: int, tokens: int, item:
     if shape is None:
         sums = _all_reduces(1, ranks, tokens * spec.hidden_size, item)
         return LayerSent(Sent().plus(sums, 2), Sent().plus(sums, 2))
-    widths, step = layer_widths(spec, shape.side), 0
+    widths, step = layer_widths(spec, shape.side, layer or spec.layers[0]), 0
     squares = _all_reduces(ranks // shape.side, shape.side, tokens // shape.token_blocks, upcast)
+    norms = (4 if spec.norm_order == "both" else 2) + (2 if spec.qk_norm == "full" else 0)
     forward, backward = _in_space(shape, widths, tokens) if mode == "3d" else _in_plane(shape, widths, tokens)
     if mode == "2.5d":
         step = shape.depth * (shape.depth - 1) * widths.weights * item
     return LayerSent(
-        Sent(forward.bytes * item, forward.messages).plus(squares, NORMS),
-        Sent(backward.bytes * item, backward.messages).plus(squares, NORMS),
+        Sent(forward.bytes * item, forward.messages).plus(squares, norms),
+        Sent(backward.bytes * item, backward.messages).plus(squares, norms),
         step,
     )
 
