@@ -45,8 +45,6 @@ typedef struct {
     int64_t pitch, rows;
 } Fetched;
 
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 INLINE int64_t panels_of(int64_t rows) { return (rows + PANEL - 1) / PANEL; }
 
 /* The sums of a panel of outputs with one or `both` tiles of rows of x: [tiles of rows, tiles of outputs]. `first`: there are

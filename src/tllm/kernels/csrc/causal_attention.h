@@ -19,8 +19,6 @@ typedef struct {
     float scale;
 } CausalAttention;
 
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 /* A document and a kv head. */
 typedef struct {
     int64_t token, tokens, kv_head;

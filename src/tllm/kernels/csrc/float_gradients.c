@@ -11,24 +11,16 @@
 #include "threads.h"
 #include "vectors.h"
 
-/* Lanes of a register, and rows whose sums with a panel, which is two registers, are in registers. */
+/* Rows whose sums with a panel, which is two registers, are in registers. */
 #if defined(__AVX512F__)
-#define WIDTH 16
 #define ROWS 12
 #else
-#ifdef __AVX__
-#define WIDTH 8
-#else
-#define WIDTH 4
-#endif
 #define ROWS 6
 #endif
 #define PANEL (2 * WIDTH)
 #define PIECE 128       /* steps: of a panel at most 16 KiB */
 #define TILES 40        /* of ROWS rows in a block of A, whose piece is at most 240 KiB */
 #define PACKED (1 << 20) /* numbers of A that are copied at once, if there are not more rows than that for a piece */
-
-typedef float Part __attribute__((vector_size(4 * WIDTH)));
 
 typedef struct {
     const float *a, *b; /* [rows, steps], or if it is turned [steps, rows]; [steps, columns] */
@@ -51,14 +43,12 @@ INLINE Part to_all_lanes(float x) { return (Part){x, x, x, x, x, x, x, x}; }
 INLINE Part to_all_lanes(float x) { return (Part){x, x, x, x}; }
 #endif
 
-INLINE int64_t lesser_of(int64_t x, int64_t y) { return x < y ? x : y; }
-
 INLINE int64_t tiles_of(int64_t rows) { return (rows + ROWS - 1) / ROWS; }
 
 INLINE int64_t panels_of(const Product *p) { return (p->columns + PANEL - 1) / PANEL; }
 
 /* Steps of the piece that begins with this one. */
-INLINE int64_t steps_of(const Product *p, int64_t step) { return lesser_of(p->last - step, PIECE); }
+INLINE int64_t steps_of(const Product *p, int64_t step) { return least(p->last - step, PIECE); }
 
 /* Where the piece of a tile that begins with a step is. */
 INLINE float *piece_of(const Product *p, int64_t tile, int64_t step) {
@@ -73,7 +63,7 @@ static void pack(void *of, int64_t first, int64_t last, int thread) {
     const Product *p = of;
     for (int64_t step = p->first; step < p->last; step += PIECE)
         for (int64_t tile = first; tile < last; tile++) {
-            const int64_t row = tile * ROWS, rows = lesser_of(p->rows - row, ROWS), steps = steps_of(p, step);
+            const int64_t row = tile * ROWS, rows = least(p->rows - row, ROWS), steps = steps_of(p, step);
             float *to = piece_of(p, tile, step);
             if (rows < ROWS) memset(to, 0, sizeof(float) * ROWS * (size_t)(p->is_turned ? steps : PIECE));
             if (p->is_turned)
@@ -113,7 +103,7 @@ INLINE void multiply(const float *a, const float *b, int64_t steps, int is_turne
 /* A tile with a panel of so many rows and columns, in Y. */
 INLINE void multiply_tile(const Product *p, const float *a, const float *b, int64_t steps, int is_turned, int64_t row,
                           int64_t column, int is_first) {
-    const int64_t rows = lesser_of(p->rows - row, ROWS), columns = lesser_of(p->columns - column, PANEL);
+    const int64_t rows = least(p->rows - row, ROWS), columns = least(p->columns - column, PANEL);
     float *y = p->y + row * p->columns + column;
     if (rows == ROWS && columns == PANEL) {
         multiply(a, b, steps, is_turned, y, p->columns, is_first);
@@ -128,12 +118,12 @@ INLINE void multiply_tile(const Product *p, const float *a, const float *b, int6
 
 /* Panels [first, last) of a block. */
 INLINE void multiply_block(const Product *p, int64_t block, int64_t first, int64_t last, int is_turned) {
-    const int64_t end = lesser_of((block + 1) * TILES, tiles_of(p->rows));
+    const int64_t end = least((block + 1) * TILES, tiles_of(p->rows));
     float b[PIECE * PANEL] __attribute__((aligned(64))) = {0};
     for (int64_t step = p->first; step < p->last; step += PIECE) {
         const int64_t steps = steps_of(p, step);
         for (int64_t panel = first; panel < last; panel++) {
-            const int64_t column = panel * PANEL, columns = lesser_of(p->columns - column, PANEL);
+            const int64_t column = panel * PANEL, columns = least(p->columns - column, PANEL);
             for (int64_t k = 0; k < steps; k++) {
                 const float *from = p->b + (step + k) * p->columns + column;
                 if (columns == PANEL)
@@ -154,7 +144,7 @@ static void multiply_some(void *of, int64_t first, int64_t last, int thread) {
     const int64_t panels = panels_of(p);
     for (int64_t to; first < last; first = to) {
         const int64_t block = first / panels;
-        to = lesser_of(last, (block + 1) * panels);
+        to = least(last, (block + 1) * panels);
         if (p->is_turned)
             multiply_block(p, block, first - block * panels, to - block * panels, 1);
         else
@@ -165,7 +155,7 @@ static void multiply_some(void *of, int64_t first, int64_t last, int thread) {
 /* Steps of A that are copied at once. */
 INLINE int64_t most_steps(int64_t rows, int64_t steps) {
     const int64_t fitting = PACKED / (tiles_of(rows) * ROWS) / PIECE * PIECE;
-    return lesser_of(fitting > PIECE ? fitting : PIECE, steps);
+    return least(fitting > PIECE ? fitting : PIECE, steps);
 }
 
 /* Numbers of float32 that `scratch` has. */
@@ -181,7 +171,7 @@ void tllm_float_gradient(const float *a, const float *b, int64_t rows, int64_t s
     const int64_t tiles = tiles_of(rows), blocks = (tiles + TILES - 1) / TILES, most = most_steps(rows, steps);
     if (steps == 0) memset(y, 0, sizeof(float) * (size_t)(rows * columns));
     for (; product.first < steps; product.first = product.last) {
-        product.last = lesser_of(product.first + most, steps);
+        product.last = least(product.first + most, steps);
         run_parallel(pack, &product, tiles, 1, threads);
         run_parallel(multiply_some, &product, blocks * panels_of(&product), 1, threads);
     }

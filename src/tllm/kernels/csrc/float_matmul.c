@@ -16,17 +16,11 @@
 #include "threads.h"
 #include "vectors.h"
 
-/* Lanes of a register, and sums that registers hold beside what they are made of. */
+/* Sums that registers hold beside what they are made of. */
 #if defined(__AVX512F__)
-#define WIDTH 16
 #define SUMS 24
 #define MOST_ROWS 8
 #else
-#ifdef __AVX__
-#define WIDTH 8
-#else
-#define WIDTH 4
-#endif
 #define SUMS 12
 #define MOST_ROWS 4
 #endif
@@ -41,7 +35,6 @@
 /* How outputs are read, or that numbers are multiplied two by two. As kernels/product_ways.py numbers them. */
 enum { ONE_BY_ONE, SIDE_BY_SIDE = 2, BY_PAIRS };
 
-typedef float Part __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t Bits __attribute__((vector_size(4 * WIDTH)));
 typedef _Float16 Halves __attribute__((vector_size(2 * WIDTH)));
 

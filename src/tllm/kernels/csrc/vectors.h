@@ -26,12 +26,24 @@ typedef int8_t i8x4 __attribute__((vector_size(4)));
 typedef float f32x4 __attribute__((vector_size(16)));
 typedef _Float16 f16x16 __attribute__((vector_size(32)));
 
+/* Lanes of a register, and as many numbers. */
+#if defined(__AVX512F__)
+#define WIDTH 16
+#elif defined(__AVX__)
+#define WIDTH 8
+#else
+#define WIDTH 4
+#endif
+typedef float Part __attribute__((vector_size(4 * WIDTH)));
+
 /* The dtypes of numbers, as kernels/library.py numbers them. */
 enum { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2, UINT8 = 3, INT8 = 4, FLOAT64 = 5, FLOAT8 = 6, EXPONENT = 7 };
 
 /* Has the compiler read numbers of an array from memory again: from there one comes to all lanes at no price, and out of a
  * vector by operations of the units that the sums need. */
 #define IN_MEMORY(x) __asm__ volatile("" : "+m"(x))
+
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 INLINE f32x16 splat(float x) { return (f32x16){} + x; }
 

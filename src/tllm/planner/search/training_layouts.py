@@ -128,9 +128,9 @@ class TrainingLayouts:
             facts = replace(self.facts, microbatch_size=size)
             if facts.microbatches < dp or size > self.facts.global_batch_size:
                 continue
-            even, *unequal = self._shares(mesh)
-            ways = [(shares, Division(), ep) for shares, ep in product([even, *unequal], eps)]
-            ways += [(even, Division(tensor=mode), 1) for mode in _grids(mesh.axes)]
+            every = self._shares(mesh)
+            ways = [(shares, Division(), ep) for shares, ep in product(every, eps)]
+            ways += [(every[0], Division(tensor=mode), 1) for mode in _grids(mesh.axes)]
             for shares, division, ep in ways:
                 try:
                     yield from self._with_shares(mesh, shares, division, ep, facts)
