@@ -32,6 +32,7 @@ from tests.support.cluster.processes import (
 )
 from tests.support.commands.forked_command import ForkedServer, environment_at_start
 from tests.support.process_state import as_in_a_process_of_its_own, left_changed, process_state
+from tests.support.processor_rate import slowness
 from tests.support.properties import register_profiles
 from tllm.core.stacks import STACKS_VARIABLE
 
@@ -55,6 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
     register_profiles()
     os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the real hub; those with a hub of their own say so
     os.environ[STACKS_VARIABLE] = str(STACKS)  # a worker's stderr is read by its parent, which may be what hangs
+    slowness()
     environment_at_start()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
     adopt_orphans()
@@ -96,16 +98,17 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
-    """In place of pytest-timeout's own timer: one that knows child processes too."""
+    """In place of pytest-timeout's own timer: one that knows child processes too, and this processor's rate."""
+    limit = settings.timeout * slowness()
 
     def ring(number: int, frame: FrameType | None) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        _show_and_kill(f"{item.nodeid} has run for its limit of {settings.timeout:g} s")
-        pytest.fail(f"Timeout (>{settings.timeout:g} s); the stacks of every process are in the captured stderr")
+        _show_and_kill(f"{item.nodeid} has run for its limit of {limit:g} s")
+        pytest.fail(f"Timeout (>{limit:g} s); the stacks of every process are in the captured stderr")
 
     signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, settings.timeout)
-    backstop = threading.Timer(settings.timeout + SECONDS_TO_END, _end_run, [item])
+    signal.setitimer(signal.ITIMER_REAL, limit)
+    backstop = threading.Timer(limit + SECONDS_TO_END, _end_run, [item])
     backstop.daemon = True
     backstop.start()
     _backstops[item.nodeid] = backstop

@@ -11,6 +11,7 @@ import pytest
 
 from tests.conftest import FAILURES_VARIABLE
 from tests.house.tree import ROOT
+from tests.support import processor_rate
 
 pytestmark = pytest.mark.timeout(240)  # a few seconds where nothing else runs
 
@@ -142,13 +143,15 @@ def test_seen(count):
 """
 
 
-def run_guarded(folder: Path, text: str, failures: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """A run of pytest of its own; `failures` is to get a line for each failure."""
+def run_guarded(
+    folder: Path, text: str, failures: Path | None = None, rate: str = "1"
+) -> subprocess.CompletedProcess[str]:
+    """A run of pytest of its own; `failures` is to get a line for each failure, `rate` is the processor's slowness."""
     (folder / "test_case.py").write_text(text)
     command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "--rootdir", str(folder), "-p", "no:randomly"]
     command += ["-c", str(ROOT / "pyproject.toml"), str(folder / "test_case.py")]
     outer = {FAILURES_VARIABLE, "PYTEST_XDIST_WORKER"}  # of the run that this test is in
-    env = {name: value for name, value in os.environ.items() if name not in outer}
+    env = {name: value for name, value in os.environ.items() if name not in outer} | {processor_rate.VARIABLE: rate}
     if failures is not None:
         env[FAILURES_VARIABLE] = str(failures)
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=200)
@@ -160,6 +163,12 @@ def test_a_hang_prints_the_stacks_of_every_process(tmp_path: Path) -> None:
     assert "test_hang has run for its limit of 1 s" in done.stdout
     assert "in test_hang" in done.stdout, "our own stack"
     assert "in wait_for_a_frame_that_never_comes" in done.stdout, "the child's stack"
+
+
+def test_a_limit_is_longer_on_a_slower_processor(tmp_path: Path) -> None:
+    done = run_guarded(tmp_path, HANG, rate="2.5")
+    assert done.returncode == 1
+    assert "test_hang has run for its limit of 2.5 s" in done.stdout
 
 
 def test_a_run_that_nothing_interrupts_ends_with_the_name_of_its_test(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def test_a_model_without_a_template_says_what_works() -> None:
         ({"tools": [tool("f", {"type": "objekt"})], "tool_choice": "required"}, "tools"),
         ({"tools": [tool("f")], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": [tool("f")]}, "tool_choice"),
+        ({"tools": [tool("f")]}, "tools"),
         ({"tools": [tool("f")], "tool_choice": "perhaps"}, "tool_choice"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
