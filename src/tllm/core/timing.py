@@ -42,12 +42,23 @@ class AwakeClock:
         return left if math.isinf(left) else max(0.0, min(left, TURN_SECONDS))
 
 
+class Deadline:
+    """Ends after so many seconds in which this process runs: whoever waits for it asks for one turn after another."""
+
+    def __init__(self, seconds: float, clock: AwakeClock | None = None) -> None:
+        self._clock = clock or AwakeClock()
+        self._until = self._clock() + seconds
+
+    def turn(self) -> float:
+        """How long to wait before it is asked again; 0 once it is over."""
+        return self._clock.turn(self._until)
+
+
 def wait_awake(changed: threading.Condition, ready: Callable[[], object], seconds: float) -> bool:
     """As `changed.wait_for`, but for so many seconds in which this process runs."""
-    clock = AwakeClock()
-    until = clock() + seconds
+    deadline = Deadline(seconds)
     while not ready():
-        turn = clock.turn(until)
+        turn = deadline.turn()
         if not turn:
             return False
         changed.wait(None if math.isinf(turn) else turn)

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from tllm.core.timing import AwakeClock, mean_seconds_each, wait_awake
+from tllm.core.timing import AwakeClock, Deadline, mean_seconds_each, wait_awake
 
 
 class Machine:
@@ -54,6 +54,16 @@ def test_who_waits_looks_at_the_clock_in_between() -> None:
     clock = AwakeClock(1.0, lambda: 100.0)
     assert [clock.turn(until) for until in (100.25, 107.0, 100.0, 99.0)] == [0.25, 1.0, 0.0, 0.0]
     assert clock.turn(math.inf) == math.inf, "who waits for ever need not"
+
+
+def test_a_deadline_is_not_moved_nearer_by_a_pause() -> None:
+    now = 100.0
+    deadline = Deadline(3.0, AwakeClock(1.0, lambda: now))
+    turns = []
+    for passed in (0.5, 3600.0, 2.0, 0.25, 0.25):
+        now += passed
+        turns.append(deadline.turn())
+    assert turns == [1.0, 1.0, 0.5, 0.25, 0.0]
 
 
 def test_waiting_for_a_condition_ends_when_it_holds_or_time_is_up() -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tllm.core.errors import ConfigError, counted
+from tllm.core.timing import Deadline
 from tllm.training.tools.user_functions import UserModules, called, place_of, said
 
 ALWAYS = ("prompts", "completions", "completion_ids")
@@ -65,7 +66,7 @@ class RewardFunction:
 
     def _returned(self, arguments: Mapping[str, Sequence[Any]]) -> Any:
         """What the function returns, or its error as a ConfigError. One that hangs is left behind in its thread."""
-        result = called(lambda: self.function(**arguments), self.seconds, f"reward-{self.name}")
+        result = called(lambda: self.function(**arguments), Deadline(self.seconds), f"reward-{self.name}")
         if result is None:
             raise self._fault(f"has not returned after {self.seconds:g} s", "make it faster, or raise reward_timeout")
         error = result.exception()

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tllm.core.errors import ConfigError
+from tllm.core.timing import Deadline
 from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
 from tllm.training.job.rollout_keys import RolloutConfig
@@ -135,7 +136,7 @@ class StepTurns:
         with tools.turn:
             started = time.monotonic()
             turns = [CallingTurn(one.seed, one.calls) for one in calling]
-            results = tools.functions.results(turns, started + tools.functions.seconds)
+            results = tools.functions.results(turns, Deadline(tools.functions.seconds))
             self.seconds += time.monotonic() - started
         self._going = [
             one for one, told in zip(calling, results, strict=True) if one.answer(told, tools, self._longest)
@@ -205,9 +206,9 @@ def play_again(order: RolloutOrder, completions: Sequence[Completion], tools: To
             of_turn = turns[place] if place < len(turns) else []
             calling.append((seed, [one for one in of_turn if one.call.name in methods]))
         with tools.turn:
-            until = time.monotonic() + tools.functions.seconds
+            deadline = Deadline(tools.functions.seconds)
             turns_again = [CallingTurn(seed, [one.call for one in calls]) for seed, calls in calling]
-            found = tools.functions.results(turns_again, until)
+            found = tools.functions.results(turns_again, deadline)
         for (_, calls), results in zip(calling, found, strict=True):
             for (call, told), result in zip(calls, results, strict=True):
                 if told is not None and told != result.text:

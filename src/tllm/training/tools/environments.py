@@ -15,7 +15,6 @@ Where a run goes on, the completions of its next step are begun anew, and so are
 from __future__ import annotations
 
 import inspect
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tllm.core.errors import ConfigError
+from tllm.core.timing import Deadline
 from tllm.training.tools.user_functions import UserFunction, UserModules, called, place_of, said
 
 RESET, REWARD = "reset", "get_reward"
@@ -44,7 +44,7 @@ class Environments:
         self._factory, self._seconds = modules.load(text, "environment_factory"), seconds
         self._turn = modules.turn
         self._taken: dict[int, Environment] = {}
-        first = self._made(time.monotonic() + seconds)
+        first = self._made(Deadline(seconds))
         self._free = deque([first])
         self.tools = tuple(first.methods.values())
         self.has_reward = callable(getattr(first.instance, REWARD, None))
@@ -62,8 +62,8 @@ class Environments:
     def begin(self, seeds: Sequence[int], rows: Sequence[Mapping[str, Any]]) -> list[str]:
         """Reset an environment for each completion, known by its seed, with its row: what each adds to its prompt."""
         with self._turn:
-            until = time.monotonic() + self._seconds
-            return [self._begun(seed, row, until) for seed, row in zip(seeds, rows, strict=True)]
+            deadline = Deadline(self._seconds)
+            return [self._begun(seed, row, deadline) for seed, row in zip(seeds, rows, strict=True)]
 
     def methods(self, seed: int) -> Mapping[str, UserFunction]:
         """The tools of a completion that has begun."""
@@ -77,18 +77,18 @@ class Environments:
         """These completions are done: others may have their environments."""
         self._free.extend(self._taken.pop(seed) for seed in seeds)
 
-    def _begun(self, seed: int, row: Mapping[str, Any], until: float) -> str:
-        taken = self._taken[seed] = self._free.popleft() if self._free else self._made(until)
+    def _begun(self, seed: int, row: Mapping[str, Any], deadline: Deadline) -> str:
+        taken = self._taken[seed] = self._free.popleft() if self._free else self._made(deadline)
         own = deepcopy(dict(row))  # what an environment changes is its own, and not of others of the row
-        added = self._value(self._called(lambda: getattr(taken.instance, RESET)(**own), until), RESET)
+        added = self._value(self._called(lambda: getattr(taken.instance, RESET)(**own), deadline), RESET)
         if added is not None and not isinstance(added, str):
             raise self._fault(
                 f"returned a {type(added).__name__} from {RESET}", "return a text for the prompt's end, or None"
             )
         return added or ""
 
-    def _made(self, until: float) -> Environment:
-        made: Environment = self._value(self._called(self._make, until), "its making")
+    def _made(self, deadline: Deadline) -> Environment:
+        made: Environment = self._value(self._called(self._make, deadline), "its making")
         return made
 
     def _make(self) -> Environment:
@@ -109,9 +109,8 @@ class Environments:
             if inspect.iscoroutinefunction(getattr(first.instance, name, None)):
                 raise self._fault(f"has a coroutine {name}", "write it as a plain method: only tools may be coroutines")
 
-    def _called(self, call: Callable[[], Any], until: float) -> Future[Any] | None:
-        left = until - time.monotonic()
-        return called(call, left, f"environment-{self.name}") if left > 0 else None
+    def _called(self, call: Callable[[], Any], deadline: Deadline) -> Future[Any] | None:
+        return called(call, deadline, f"environment-{self.name}")
 
     def _value(self, outcome: Future[Any] | None, what: str) -> Any:
         if outcome is None:

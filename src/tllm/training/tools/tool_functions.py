@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import inspect
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tllm.core.errors import ConfigError
+from tllm.core.timing import Deadline
 from tllm.training.tools.coroutine_loop import CoroutineLoop
 from tllm.training.tools.environments import Environments
 from tllm.training.tools.tool_schema import Schema, tool_schema
@@ -87,20 +87,20 @@ class ToolFunctions:
         """The schema of each tool's arguments, as parsers of calls want it."""
         return {schema["function"]["name"]: schema["function"]["parameters"] for schema in self.schemas}
 
-    def results(self, turns: Sequence[CallingTurn], until: float) -> list[list[ToolResult]]:
-        """What the calls of each turn come to, which have until then by `time.monotonic`.
+    def results(self, turns: Sequence[CallingTurn], deadline: Deadline) -> list[list[ToolResult]]:
+        """What the calls of each turn come to, which have until then.
 
         Plain functions are called one after another, then coroutines all at once. ConfigError, in one line, for a tool
         that takes longer, that ends the process, or whose result is no text.
         """
         calls = [(self._tool(turn.seed, call.name), call) for turn in turns for call in turn.calls]
-        at_once = [None if _is_awaited(tool, call) else self._result(tool, call, until) for tool, call in calls]
+        at_once = [None if _is_awaited(tool, call) else self._result(tool, call, deadline) for tool, call in calls]
         begun = [
             self._begin(tool, call)
             for result, (tool, call) in zip(at_once, calls, strict=True)
             if result is None and tool is not None
         ]
-        awaited = iter(self._awaited(begun, until))
+        awaited = iter(self._awaited(begun, deadline))
         found = iter([next(awaited) if result is None else result for result in at_once])
         return [[next(found) for _ in turn.calls] for turn in turns]
 
@@ -113,14 +113,13 @@ class ToolFunctions:
         methods = {} if self.environments is None else self.environments.methods(seed)
         return methods.get(name) or self.functions.get(name)
 
-    def _result(self, tool: UserFunction | None, call: FunctionCall, until: float) -> ToolResult:
+    def _result(self, tool: UserFunction | None, call: FunctionCall, deadline: Deadline) -> ToolResult:
         """Of a call that is not awaited."""
         if tool is None:
             return _failure(f"Tool {call.name} not found.")
         if not isinstance(call.arguments, dict):
             return _failure(f"The arguments are no JSON object: {call.arguments}")
-        left = until - time.monotonic()
-        outcome = called(_with(tool, call), left, f"tool-{tool.name}") if left > 0 else None
+        outcome = called(_with(tool, call), deadline, f"tool-{tool.name}")
         if outcome is None:
             raise self._late(tool)
         return _told(tool, outcome)
@@ -129,9 +128,11 @@ class ToolFunctions:
         assert self.loop is not None, "made where any tool is a coroutine"
         return Begun(tool, self.loop.begin(tool.name, _with(tool, call)))
 
-    def _awaited(self, begun: Sequence[Begun], until: float) -> list[ToolResult]:
+    def _awaited(self, begun: Sequence[Begun], deadline: Deadline) -> list[ToolResult]:
         """In order, once all have come to something."""
-        late = wait([one.result for one in begun], max(until - time.monotonic(), 0)).not_done
+        results, turn = [one.result for one in begun], deadline.turn()
+        while (late := wait(results, turn).not_done) and turn:
+            turn = deadline.turn()
         if late:
             assert self.loop is not None
             computing = self.loop.computing  # where one lets no other go on, all others are late too

@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from tllm.core.errors import ConfigError
+from tllm.core.timing import Deadline
 from tllm.training.job.rollout_keys import RolloutConfig, function_parts, is_url
 
 
@@ -94,10 +95,12 @@ def _run(file: Path) -> ModuleType:
     return module
 
 
-def called(call: Callable[[], Any], seconds: float, name: str) -> Future[Any] | None:
+def called(call: Callable[[], Any], deadline: Deadline, name: str) -> Future[Any] | None:
     """What a call came to, a value or what it raised; None if it has not returned in time. It is left behind then, in
-    its thread."""
+    its thread, or not begun where the time was over before."""
     result: Future[Any] = Future()
+    if not deadline.turn():
+        return None
 
     def run() -> None:
         with told_of_errors(result):
@@ -105,7 +108,8 @@ def called(call: Callable[[], Any], seconds: float, name: str) -> Future[Any] | 
 
     thread = threading.Thread(target=run, name=f"tllm-{name}", daemon=True)
     thread.start()
-    thread.join(seconds)
+    while thread.is_alive() and (turn := deadline.turn()):
+        thread.join(turn)
     return result if result.done() else None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 
 from tests.support.training.post_training.tool_task import TOOLS, tool_grpo, tool_job, write_tool_task
 from tllm.core.errors import ConfigError
+from tllm.core.timing import Deadline
 from tllm.training.job.initial_model import open_initial_model
 from tllm.training.policy.completion_rewards import CompletionRewards
 from tllm.training.policy.rollouts import Completion, Turns
@@ -121,7 +121,7 @@ def test_each_completion_has_a_state_of_its_own(folder: Path) -> None:
             CallingTurn(12, [FunctionCall("1", "go", {"by": 2}), FunctionCall("2", "go", {"by": 1})]),
             CallingTurn(11, [FunctionCall("1", "add", {"a": 1, "b": 1}), FunctionCall("2", "go", {"by": 2})]),
         ]
-        told = [[one.text for one in each] for each in tools.results(turns, time.monotonic() + 5)]
+        told = [[one.text for one in each] for each in tools.results(turns, Deadline(5))]
         assert told == [["7", "8"], ["2", "3"]]
 
 

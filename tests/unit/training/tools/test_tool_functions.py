@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.training.post_training.tool_task import TOOLS
 from tllm.core.errors import ConfigError
+from tllm.core.timing import AwakeClock, Deadline
 from tllm.training.tools import tool_functions
 from tllm.training.tools.tool_functions import CallingTurn, FunctionCall, ToolFunctions, ToolResult
 from tllm.training.tools.user_functions import UserModules
@@ -51,6 +52,29 @@ def bad(a):
 '''
 
 
+RESTS = '''
+import asyncio
+import time
+from pathlib import Path
+
+NOW = Path(__file__).with_name("now")
+
+
+def rest() -> str:
+    """Rest until the caller has looked at its clock, which has moved by an hour."""
+    NOW.write_text("3600")
+    time.sleep(1.5)
+    return "rested"
+
+
+async def rest_later() -> str:
+    """As rest."""
+    NOW.write_text("3600")
+    await asyncio.sleep(1.5)
+    return "rested"
+'''
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "tools.py").write_text(TOOLS + ODD)
@@ -66,7 +90,7 @@ def result(tools: ToolFunctions, name: str, arguments: Any) -> ToolResult:
 
 
 def results(tools: ToolFunctions, *calls: FunctionCall) -> list[ToolResult]:
-    (found,) = tools.results([CallingTurn(1, calls)], time.monotonic() + tools.seconds)
+    (found,) = tools.results([CallingTurn(1, calls)], Deadline(tools.seconds))
     return found
 
 
@@ -111,10 +135,23 @@ def test_what_cannot_go_on_ends_in_one_line(what: str, words: str, folder: Path)
     assert "\n" not in caught.value.message and caught.value.hint
 
 
+@pytest.mark.parametrize("name", ["rest", "rest_later"])
+def test_time_in_which_this_process_stood_still_does_not_count(name: str, tmp_path: Path) -> None:
+    """As when it is suspended while a tool is at work, for an hour."""
+    (tmp_path / "tools.py").write_text(RESTS)
+    now = tmp_path / "now"
+    now.write_text("0")
+    with closing(load(tmp_path, name)) as tools:
+        turns = [CallingTurn(1, [FunctionCall("1", name, {})])]
+        deadline = Deadline(3.0, AwakeClock(clock=lambda: float(now.read_text() or 0)))
+        assert tools.results(turns, deadline) == [[("rested", False)]]
+    assert now.read_text() == "3600"
+
+
 def test_the_calls_of_a_turn_have_one_time_together(folder: Path) -> None:
     tools = load(folder, "add")
     with pytest.raises(ConfigError, match="has not returned"):
-        tools.results([CallingTurn(1, [FunctionCall("call00001", "add", {"a": 1, "b": 2})])], time.monotonic() - 1)
+        tools.results([CallingTurn(1, [FunctionCall("call00001", "add", {"a": 1, "b": 2})])], Deadline(-1))
 
 
 @pytest.mark.parametrize(
@@ -184,7 +221,7 @@ def test_coroutines_of_all_completions_are_awaited_at_once_in_one_loop(tmp_path:
         first = [FunctionCall("1", "meet", {"name": "a"}), FunctionCall("2", "look", {"key": "a"})]
         second = [FunctionCall("3", "quick", {"q": 1}), FunctionCall("4", "meet", {"name": "b"})]
         turns = [CallingTurn(1, first), CallingTurn(2, second), CallingTurn(3, ())]
-        told = tools.results(turns, time.monotonic() + 20)
+        told = tools.results(turns, Deadline(20))
         wrong = (str({"error": "quick() got an unexpected keyword argument 'q'"}), True)
         assert told == [[("a+b", False), ("x1", False)], [wrong, ("a+b", False)], []]
         assert result(tools, "meet", {"name": "c"}) == ("a+b+c", False), "an event of the same loop"
