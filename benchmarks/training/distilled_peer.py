@@ -142,8 +142,7 @@ def rows_of(job: Job, rows: int) -> Iterator[PackedRow]:
 
 
 def pool_of(job: Job) -> TeacherPool:
-    assert job.distill is not None, "the job has a teacher"
-    return TeacherPool.open(job.distill, open_initial_model(job), None, StopSignal())
+    return TeacherPool.open(job, open_initial_model(job), None, StopSignal())
 
 
 def _asked(pool: TeacherPool, row: PackedRow) -> AskedRow:

@@ -337,13 +337,22 @@ def path_of(instruction_set: InstructionSet) -> Path:
 
 
 class _OfThread(threading.local):
-    """Kernels that a thread uses in place of those that are loaded, and how many threads they have, if not torch's."""
+    """Kernels that a thread uses in place of those that are loaded; how many threads they have, if not torch's; and how
+    many torch is to have here again, where others still hold it."""
 
     library: Library | None = None
     threads: int = 0
+    owed: int = 0
 
 
-_of_thread = _OfThread()
+class _TorchHeld:
+    """How many threads are in `torch_by_one_thread` blocks."""
+
+    def __init__(self) -> None:
+        self.lock, self.count = threading.Lock(), 0
+
+
+_of_thread, _torch_held = _OfThread(), _TorchHeld()
 
 
 @contextmanager
@@ -358,15 +367,25 @@ def using(kernels: Library) -> Iterator[None]:
 
 @contextmanager
 def torch_by_one_thread() -> Iterator[None]:
-    """Called from this thread, torch has no others in the `with` block; kernels have as many as before."""
-    before, threads = _of_thread.threads, torch.get_num_threads()
+    """Called from this thread, torch has no others in the `with` block; kernels have as many as before.
+
+    MKL has one number of threads for the whole process, so that it stays at 1 until the last of several threads has
+    left its block. The others get theirs again after a later block.
+    """
+    before, threads = _of_thread.threads, _of_thread.owed or torch.get_num_threads()
     _of_thread.threads = kernel_threads()
-    torch.set_num_threads(1)
+    with _torch_held.lock:
+        _torch_held.count += 1
+        torch.set_num_threads(1)
     try:
         yield
     finally:
-        _of_thread.threads = before
-        torch.set_num_threads(threads)
+        with _torch_held.lock:
+            _torch_held.count -= 1
+            is_last = not _torch_held.count
+            if is_last:
+                torch.set_num_threads(threads)
+        _of_thread.threads, _of_thread.owed = before, 0 if is_last else threads
 
 
 def is_torch_held() -> bool:
@@ -376,7 +395,7 @@ def is_torch_held() -> bool:
 
 def kernel_threads() -> int:
     """How many threads a kernel has that is called from this one."""
-    return _of_thread.threads or torch.get_num_threads()
+    return _of_thread.threads or _of_thread.owed or torch.get_num_threads()
 
 
 def library() -> Library | None:

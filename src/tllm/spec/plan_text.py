@@ -115,8 +115,18 @@ def rank_count(text: str) -> int:
             f"plan {text!r} gives {others[0]}, and one copy of a model answers, for single rows",
             f"give {' and '.join(SERVING[:2])} alone: more copies are more nodes",
         )
+    return sum(map(len, _stages_of(text, given)))
+
+
+def divides_layers(text: str) -> bool:
+    """Whether several ranks have parts of one layer by such a plan."""
+    return any(len(shares) > 1 for shares in _stages_of(text, _pairs(text)))
+
+
+def _stages_of(text: str, given: dict[str, str]) -> list[tuple[int, ...]]:
+    """The shares of each stage's ranks, of a model with any number of layers."""
     layers = _numbers(given["layers"], "layers", "+") if "layers" in given else ()
-    return sum(map(len, _stages(text, given, 1, layers)))
+    return _stages(text, given, 1, layers)
 
 
 def _stages(text: str, given: dict[str, str], chunks: int, layers: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -101,7 +101,7 @@ def _judged(
     """What rank 0 makes of completions: rewards judge them, or a teacher."""
     job = config.job
     if job.distill is not None:
-        teachers = TeacherPool.open(job.distill, initial_model, config.answerers, config.stop)
+        teachers = TeacherPool.open(job, initial_model, config.answerers, config.stop)
         return OnPolicyRows(job, prompts, initial_model.reply_tokenizer.eos_ids, teachers)
     assert rewards is not None, "rank 0 has them where nothing else judges"
     return RewardedRows(job, prompts, rewards)
@@ -116,7 +116,7 @@ def completion_source(config: RankConfig, initial_model: InitialModel | None, ro
     if job.rollouts.calls_tools:
         tools = Tools(job.rollouts, tokenizer, ChatTemplate.from_folder(initial_model.folder, tokenizer), modules)
     environments = None if tools is None else tools.functions.environments
-    model = ModelRewards.open(job.rollouts, config.answerers, config.stop)
+    model = ModelRewards.open(job.rollouts, config.answerers, config.stop, job.deterministic)
     return CompletionSource(rollouts, CompletionRewards(job.rollouts, tokenizer, modules, environments, model), tools)
 
 

@@ -12,13 +12,15 @@ from tllm.core.memory import amount
 from tllm.parallel.lora.adapted_model import OF_LATENTS
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
+from tllm.spec.plan_text import divides_layers
 from tllm.spec.trainable import check_trainable
 from tllm.training.data.batch_feed import LIMIT
 from tllm.training.data.packing import deal
 from tllm.training.gradients.accumulation_order import check_deterministic
 from tllm.training.job.distillation_keys import DistillationKeys
 from tllm.training.job.job import Job
-from tllm.training.job.job_parts import LM_EVAL, learned_rows, learning_rate_schedule
+from tllm.training.job.job_parts import LM_EVAL, learned_rows, learning_rate_schedule, role_nodes, role_plan_text
+from tllm.training.job.key_limits import ALONE, AUTO
 from tllm.training.job.preference_tables import PREFERENCE_TABLES
 from tllm.training.job.rollout_combinations import SAMPLING_TASKS, check_rollouts
 from tllm.training.job.rollout_keys import GRPOConfig, RolloutConfig
@@ -50,6 +52,20 @@ def check_combination(job: Job, plan: Plan, spec: ModelSpec) -> None:
     _check_unread(job)
     if job.deterministic:
         check_deterministic(plan, total, spec.tied)
+        _check_deterministic_roles(job)
+
+
+def _check_deterministic_roles(job: Job) -> None:
+    """A role's bits are those of the run in one process, which has the whole model beside it."""
+    for role in role_nodes(job):
+        text = role_plan_text(job, role)
+        if text == AUTO or (text != ALONE and divides_layers(text)):
+            chosen = ", which may be chosen," if text == AUTO else ""
+            raise ConfigError(
+                f"{job.task}.{role}_plan is {text!r} and deterministic=true: tensor parallelism{chosen} adds parts of "
+                "sums in another order than one rank does",
+                'give a plan by pp alone, such as "pp=2", or leave deterministic out',
+            )
 
 
 def warn_of_context(job: Job, spec: ModelSpec) -> None:

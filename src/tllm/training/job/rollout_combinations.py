@@ -97,12 +97,6 @@ def _check_sizes(job: Job, config: RolloutConfig) -> None:
 
 def _check_rollout_plan(job: Job, config: RolloutConfig, spec: ModelSpec) -> None:
     """The plan by which nodes that sample divide the model, where they do."""
-    if config.rollout_plan == AUTO and job.deterministic:
-        raise ConfigError(
-            f'{job.task}.rollout_plan is "auto" and deterministic=true: tensor parallelism, which may be chosen, adds '
-            "parts of sums in another order than the ranks that train do",
-            'give a plan by pp alone, such as "pp=2", or leave deterministic out',
-        )
     if config.rollout_plan in (ALONE, AUTO):
         return
     plan = role_plan(job, "rollout", spec.num_layers)

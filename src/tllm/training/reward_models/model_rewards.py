@@ -58,15 +58,20 @@ class ModelRewards:
         self._longest = model.spec.max_model_len
 
     @classmethod
-    def open(cls, config: RolloutConfig, cluster: ClusterAnswerers | None, stop: StopSignal) -> ModelRewards | None:
+    def open(
+        cls, config: RolloutConfig, cluster: ClusterAnswerers | None, stop: StopSignal, deterministic: bool
+    ) -> ModelRewards | None:
         """The one that a job names, if it does. ConfigError for a model that scores nothing."""
         if (name := config.reward_model_name_or_path) is None:
             return None
-        model, scorer = AnsweringModel.find_scoring(name), None
+        model = AnsweringModel.find_scoring(name)
+        scorer: Scorer
         if config.reward_nodes:
             assert cluster is not None, "checked when the run began"
-            scorer = NodesThatScore(ScoringRun(model.spec.vocab_size), cluster, stop)
-        return cls(model, config.reward_model, scorer or ScorerHere(RewardModel.open(name, model, config.reward_dtype)))
+            scorer = NodesThatScore(ScoringRun(model.spec.vocab_size, deterministic), cluster, stop)
+        else:
+            scorer = ScorerHere(RewardModel.open(name, model, config.reward_dtype), deterministic)
+        return cls(model, config.reward_model, scorer)
 
     def __call__(self, arguments: Mapping[str, Sequence[Any]]) -> list[float]:
         """The score of each completion. ConfigError where nobody can give it."""
@@ -104,9 +109,10 @@ class ScorerHere:
     """A `Scorer` in this process."""
 
     model: RewardModel
+    deterministic: bool
 
     def scores(self, texts: Sequence[TextToScore]) -> list[float]:
-        found = [self.model.answer(text) for text in texts]
+        found = [self.model.answer(text, self.deterministic) for text in texts]
         if faults := [one.error for one in found if one.error]:
             raise ConfigError(faults[0], "its weights are not those of a model that was trained: take another one")
         return [one.score for one in found]

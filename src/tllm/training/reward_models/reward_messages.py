@@ -8,9 +8,10 @@ from tllm.training.questions.run_connection import Conversation
 
 
 class ScoringRun(msgspec.Struct, frozen=True):
-    """A run that knows the reward model's tokens, of which there are `vocab_size`."""
+    """A run that knows the reward model's tokens, of which there are `vocab_size`; `deterministic` as in a `Lesson`."""
 
     vocab_size: int
+    deterministic: bool = False
 
 
 class TextToScore(msgspec.Struct, frozen=True, array_like=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from tllm.training.questions.run_connection import ANSWER_LIMIT
 from tllm.training.questions.stateless_session import StatelessSession
 from tllm.training.reward_models.reward_messages import ScoringRun, TextScore, TextToScore
 from tllm.training.step.frozen_model import FrozenModel
+from tllm.training.step.pass_threads import same_bits
 from tllm.weights.byte_source import ByteSource, LocalFiles
 
 _SAID: msgspec.msgpack.Decoder[TextScore | None] = msgspec.msgpack.Decoder(TextScore | None)
@@ -56,7 +58,7 @@ class RewardModel:
         """What answers one run. ConfigError for one that knows other tokens."""
         if reason := self.refusal(run):
             raise ConfigError(reason)
-        return StatelessSession(self.check, self.answer, _failed)
+        return StatelessSession(self.check, partial(self.answer, deterministic=run.deterministic), _failed)
 
     def check(self, question: TextToScore) -> None:
         """FrameError for a question that is not one."""
@@ -70,10 +72,14 @@ class RewardModel:
             )
 
     @torch.inference_mode()
-    def answer(self, question: TextToScore) -> TextScore:
+    def answer(self, question: TextToScore, deterministic: bool = False) -> TextScore:
         """The score of a text; on ranks that are not the first without it. FrameError for a question that is not
         one."""
         self.check(question)
+        with same_bits(deterministic):
+            return self._answer(question)
+
+    def _answer(self, question: TextToScore) -> TextScore:
         ids = np.frombuffer(question.ids, dtype="<i4").astype(np.int64)
         x_TD = self.part(PackedRow(0, ids, np.full_like(ids, IGNORED), np.arange(len(ids)), (len(ids),), ()))
         said = None if x_TD is None else self._said(question.number, x_TD)

@@ -24,7 +24,7 @@ def open_batches(job: Job, beginning: InitialModel, cluster: ClusterAnswerers | 
     batches = beginning.batches(job)
     if job.distill is None:
         return batches
-    return TaughtBatches(batches, TeacherPool.open(job.distill, beginning, cluster, stop), job.max_steps)
+    return TaughtBatches(batches, TeacherPool.open(job, beginning, cluster, stop), job.max_steps)
 
 
 class TaughtBatches:

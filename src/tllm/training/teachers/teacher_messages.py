@@ -22,7 +22,8 @@ class Lesson(msgspec.Struct, frozen=True):
 
     `vocabulary` is the digest of the student's tokens (`vocabulary_digest`), of which its model has `vocab_size`.
     `hidden_states` are numbers, each once, of hidden states of the teacher's, which the run takes to have `hidden_size`
-    columns (`objectives.hidden_state_loss`). With a budget `log_prob_dtype` may be "uint8" (`coded_log_probs`).
+    columns (`objectives.hidden_state_loss`). With a budget `log_prob_dtype` may be "uint8" (`coded_log_probs`). What a
+    `deterministic` run is told has bits that hang neither on threads nor on what was measured where it is answered.
     """
 
     top_k: int
@@ -34,6 +35,7 @@ class Lesson(msgspec.Struct, frozen=True):
     hidden_size: int = 0
     hidden_state_dtype: HiddenStateDtype = "float32"
     log_prob_dtype: LogProbDtype = "float32"
+    deterministic: bool = False
 
     @property
     def is_coded(self) -> bool:

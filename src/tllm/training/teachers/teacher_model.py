@@ -26,6 +26,7 @@ from tllm.training.questions.answering_model import AnsweringModel
 from tllm.training.questions.run_connection import ANSWER_LIMIT
 from tllm.training.questions.stateless_session import StatelessSession
 from tllm.training.step.frozen_model import FrozenModel
+from tllm.training.step.pass_threads import same_bits
 from tllm.training.teachers.coded_log_probs import codes_of, log_probs_of, normalised
 from tllm.training.teachers.hidden_states import TakenStates
 from tllm.training.teachers.teacher_messages import Answer, Lesson, Question, unpacked
@@ -110,6 +111,10 @@ class TeacherModel:
         """The log-probabilities that are asked for; on ranks that are not the first without any. FrameError for a
         question that is not one."""
         self.check(question)
+        with same_bits(lesson.deterministic):
+            return self._answer(question, lesson)
+
+    def _answer(self, question: Question, lesson: Lesson) -> Answer:
         ids, places = unpacked(question.ids), unpacked(question.places)
         positions = np.concatenate([np.arange(length) for length in question.lengths])
         row = PackedRow(0, ids, np.full_like(ids, IGNORED), positions, question.lengths, ())

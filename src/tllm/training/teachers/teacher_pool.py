@@ -20,6 +20,7 @@ from tllm.training.data.encoder import IGNORED
 from tllm.training.data.packing import PackedRow
 from tllm.training.job.distillation_keys import DistillationKeys
 from tllm.training.job.initial_model import InitialModel
+from tllm.training.job.job import Job
 from tllm.training.job.key_limits import address_of
 from tllm.training.objectives.distillation import BYTES, IDS, LOG_PROBS, LOST
 from tllm.training.questions.answerer_pool import AnswererPool, ClusterAnswerers, NamedAnswerers
@@ -55,10 +56,10 @@ class TeacherPool:
         self._has_warned = False
 
     @classmethod
-    def open(
-        cls, keys: DistillationKeys, beginning: InitialModel, cluster: ClusterAnswerers | None, stop: StopSignal
-    ) -> TeacherPool:
+    def open(cls, job: Job, beginning: InitialModel, cluster: ClusterAnswerers | None, stop: StopSignal) -> TeacherPool:
         """Those that a job names. ConfigError where teacher and student do not fit each other."""
+        keys = job.distill
+        assert keys is not None, "asked for where a teacher is named"
         spec, queue = beginning.spec, TeacherQueue("teacher", stop)
         lesson = Lesson(
             keys.top_k,
@@ -70,6 +71,7 @@ class TeacherPool:
             keys.teacher_hidden_size or 0,
             msgspec.convert(keys.hidden_state_dtype, HiddenStateDtype),
             msgspec.convert(keys.log_prob_dtype, LogProbDtype),
+            job.deterministic,
         )
         if keys.teacher_nodes:
             assert cluster is not None, "checked when the run began"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,12 @@ from torch import Tensor
 from tests.support.models.families import save_model
 from tests.support.selection import soak_but
 from tests.support.training.post_training.policy_task import grpo, policy_job, write_task
+from tests.support.training.post_training.teachers import address_of, serving
 from tests.support.training.runs import final, job_for, records, rows_file, train
+from tllm.training.job.distillation_keys import DistillationKeys
 from tllm.training.job.job import Job
 from tllm.training.job.lora_job import LoraJob
+from tllm.training.job.rollout_keys import RejectionConfig
 from tllm.training.policy.completions_file import COMPLETIONS
 from tllm.training.trainer import RankTrainer
 
@@ -102,17 +106,45 @@ def test_adapters_are_learned_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_sampled_and_learned_from_it_does_not_know_either(dtype: str, tmp_path: Path) -> None:
-    """Of GRPO, with a reference and two steps on the same completions."""
+@pytest.mark.parametrize("teacher", ["beside", "elsewhere"])
+def test_what_a_teacher_says_does_not_know_either(teacher: str, dtype: str, tmp_path: Path) -> None:
+    """Nor do those who learn from it, of the same process or another, while it computes for the next step."""
+    shape = {**SHAPE, "head_dim": 24}  # attention that is torch's
+    save_model("llama", tmp_path / "teacher", seed=5, num_hidden_layers=3, **shape)
+    runs = [("pp=1", (1,)), ("pp=1", (2,)), ("pp=1", (3,)), ("pp=1", (4,)), ("dp=2,zero=1", (3, 1))]
+    found = []
+    with ExitStack() as stack:
+        keys: dict[str, Any] = dict(teacher_model_name_or_path=str(tmp_path / "teacher"), teacher_dtype=dtype)
+        for number, (plan, threads) in enumerate(runs):
+            torch.set_num_threads(threads[0])
+            if teacher == "elsewhere":
+                secret = tmp_path / "key"
+                server = stack.enter_context(serving(tmp_path / "teacher", secret, dtype))
+                keys = dict(teachers=(address_of(server),), teacher_secret=str(secret))
+            table = DistillationKeys(**keys, top_k=8, alpha=0.2)
+            job = sft(tmp_path, number, dtype=dtype, task="distill", distill=table)
+            found.append(run(job, plan, threads))
+    for each, other in zip(runs[1:], found[1:], strict=True):
+        assert not differs(found[0], other), each
+
+
+@pytest.mark.parametrize("name", ["grpo", "rejection"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_sampled_and_learned_from_it_does_not_know_either(dtype: str, name: str, tmp_path: Path) -> None:
+    """Of GRPO, with a reference and two steps on the same completions; and of the best of four completions."""
     task = tmp_path / "task"
     write_task(task)
     config = json.loads((task / "config.json").read_text())
     more = dict(head_dim=16, hidden_size=112, intermediate_size=330, num_attention_heads=7, num_key_value_heads=1)
     (task / "config.json").write_text(json.dumps({**config, **more}))
     runs = [("pp=1", (1,)), ("pp=1", (2,)), ("pp=1", (3,)), ("pp=1", (4,)), ("dp=2", (1, 3)), ("dp=4,zero=1", (2, 1))]
-    found = []
+    found, keys = [], dict(reward_funcs=(f"{task / 'rewards.py'}:closeness",), num_generations=4)
+    tables = {
+        "grpo": grpo(task, beta=0.1, num_iterations=2),
+        "rejection": RejectionConfig(**keys, max_completion_length=8, keep=2),  # type: ignore[arg-type]
+    }
     for number, (plan, threads) in enumerate(runs):
-        table = grpo(task, beta=0.1, num_iterations=2)
+        table = tables[name]
         job = policy_job(task, tmp_path / f"run-{number}", table, dtype=dtype, deterministic=True, microbatch_size=1)
         found.append(run(job, plan, threads))
     for each, other in zip(runs[1:], found[1:], strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -137,6 +138,17 @@ def test_hidden_states_that_cannot_be_learned_are_refused(
         check(plan, LLAMA, task="distill", distill=replace(STATES, **distill), **more)
     assert caught.value.hint
     check("dp=2,pp=2,tp=2,cp=1,zero=2,sequence=true", LLAMA, task="distill", distill=STATES)
+
+
+@pytest.mark.parametrize("teacher_plan", ["tp=2", "pp=2,tp=1+2", "auto"])
+def test_a_role_of_a_deterministic_run_divides_its_model_by_stages_alone(teacher_plan: str) -> None:
+    keys = DistillationKeys("t", teacher_nodes=(6,), teacher_plan=teacher_plan)
+    check("dp=2", LLAMA, task="distill", distill=keys)
+    says = re.escape(f"distill.teacher_plan is {teacher_plan!r} and deterministic=true")
+    with pytest.raises(ConfigError, match=says):
+        check("dp=2", LLAMA, task="distill", distill=keys, deterministic=True)
+    by_stages = replace(keys, teacher_plan="pp=2")
+    check("dp=2", LLAMA, task="distill", distill=by_stages, deterministic=True)
 
 
 ON_POLICY = {"task": "distill", "distill": DistillationKeys("t", lmbda=0.5, max_completion_length=32), "seq_len": 64}

@@ -139,7 +139,7 @@ def test_who_samples_the_same_bits_divides_the_model_by_stages_alone(task: Path,
     for plan, words in (
         ("pp=2", "task=grpo with deterministic=true and pp=2"),  # heads of 16 are the least that the kernel takes
         ("tp=2", r"grpo\.rollout_plan is 'tp=2' and deterministic=true"),
-        ("auto", r'grpo\.rollout_plan is "auto" and deterministic=true'),
+        ("auto", r"grpo\.rollout_plan is 'auto' and deterministic=true"),
     ):
         table = grpo(task, rollout_nodes=(2,), rollout_plan=plan)
         for deterministic in (False, True):

@@ -53,7 +53,7 @@ def keys(folder: Path, **more: Any) -> GRPOConfig:
 
 
 def here(folder: Path, **more: Any) -> ModelRewards:
-    found = ModelRewards.open(keys(folder, **more), None, StopSignal())
+    found = ModelRewards.open(keys(folder, **more), None, StopSignal(), deterministic=False)
     assert found is not None
     return found
 
@@ -71,7 +71,8 @@ def on_nodes(folder: Path, *models: Any) -> Iterator[ModelRewards]:
             places.append(AnswererPlace(f"n{number}", server.address, f"n{number}"))
             model.server = server
         cluster.places.tell("reward", places)
-        rewards = ModelRewards.open(keys(folder, reward_nodes=(len(models),)), cluster, StopSignal())
+        config = keys(folder, reward_nodes=(len(models),))
+        rewards = ModelRewards.open(config, cluster, StopSignal(), deterministic=False)
         assert rewards is not None
         yield rewards
         rewards.close()
