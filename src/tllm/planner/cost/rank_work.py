@@ -5,7 +5,7 @@ All costs of a training step are derived from these two.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, chain, pairwise
@@ -27,6 +27,7 @@ from tllm.planner.cost.rank_bytes import (
 )
 from tllm.planner.cost.serving_load import SamplingFacts
 from tllm.spec.cut import Cut, cut_stage, stage_cuts
+from tllm.spec.grid.grid_shape import GridShape
 from tllm.spec.model_spec import LayerSpec, ModelSpec
 from tllm.spec.pipeline_schedule import Depth, Schedule, build
 from tllm.spec.plan import Coordinates, Plan
@@ -278,6 +279,8 @@ class RankWork:
     """What is learned in the model's place."""
     projections: ProjectionFacts | None = None
     """What is learned beside it."""
+    grid: GridShape | None = None
+    """The grid on which it has a block of every layer."""
     known: dict[str, list[list[Parameter]]] = field(default_factory=dict, compare=False, repr=False)
     """Parameters once they were listed; ranks that hold the same share it, as there may be thousands of them."""
 
@@ -316,10 +319,13 @@ class RankWork:
     def parameters(self, spec: ModelSpec) -> list[list[Parameter]]:
         """Its parameters in units that are used together, such as a layer."""
         if "all" not in self.known:
-            replica = self.at.replica
-            units = chain.from_iterable(run_parameters(spec, run, self.cut, replica) for run in self.runs)
-            self.known["all"] = [unit for unit in units if unit]
+            self.known["all"] = [unit for unit in self._units(spec) if unit]
         return list(self.known["all"])
+
+    def _units(self, spec: ModelSpec) -> Iterable[list[Parameter]]:
+        if self.grid is not None:
+            return grid_parameters(spec, self.runs[0], self.cut, self.grid, self.at.tp)
+        return chain.from_iterable(run_parameters(spec, run, self.cut, self.at.replica) for run in self.runs)
 
 
 def rank_works(
@@ -351,7 +357,8 @@ def rank_works(
                 plan.replicas // plan.ep * plan.cp,
                 facts.adapter,
                 facts.projections,
-                held.setdefault((at.replica % plan.ep, at.stage, at.tp), _known(spec, plan, cuts[at.stage], at)),
+                plan.grid_of(at.stage),
+                held.setdefault((at.replica % plan.ep, at.stage, at.tp), {}),
             )
         )
     return ranks
@@ -442,15 +449,6 @@ def deal_microbatches(count: int, shares: tuple[int, ...]) -> list[int]:
     whole = sum(shares)
     bounds = [count * taken // whole for taken in (0, *accumulate(shares))]
     return [stop - start for start, stop in pairwise(bounds)]
-
-
-def _known(spec: ModelSpec, plan: Plan, cuts: Sequence[Cut], at: Coordinates) -> dict[str, list[list[Parameter]]]:
-    """The parameters that `RankWork` could not list by itself: those of a rank on a grid, which has all layers."""
-    shape = plan.grid_of(at.stage)
-    if shape is None:
-        return {}
-    units = grid_parameters(spec, range(spec.num_layers), cuts[at.tp], shape, at.tp)
-    return {"all": [unit for unit in units if unit]}
 
 
 def _batch(plan: Plan, facts: TrainingFacts, at: Coordinates, tp: int) -> Microbatch:
