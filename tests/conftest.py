@@ -32,7 +32,7 @@ from tests.support.cluster.processes import (
 )
 from tests.support.commands.forked_command import ForkedServer, environment_at_start
 from tests.support.process_state import as_in_a_process_of_its_own, left_changed, process_state
-from tests.support.processor_rate import slowness
+from tests.support.processor_rate import SLOW, slowness
 from tests.support.properties import register_profiles
 from tllm.core.stacks import STACKS_VARIABLE
 
@@ -52,6 +52,12 @@ FAILURES_VARIABLE = "TLLM_TEST_FAILURES"
 _backstops: dict[str, threading.Timer] = {}
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--everything", action="store_true", help="on a slow processor, too, run tests that are marked slow"
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     register_profiles()
     os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the real hub; those with a hub of their own say so
@@ -68,6 +74,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     last one core would end alone."""
     named = [config.invocation_params.dir / argument.partition("::")[0] for argument in config.args]
     items.sort(key=lambda item: next((i for i, one in enumerate(named) if item.path.is_relative_to(one)), len(named)))
+    if _is_without_slow(config):
+        left = {item for item in items if item.get_closest_marker("slow") and not item.get_closest_marker("soak")}
+        config.hook.pytest_deselected(items=[*left])
+        items[:] = [item for item in items if item not in left]
+
+
+def _is_without_slow(config: pytest.Config) -> bool:
+    """Files that are named are run whole."""
+    is_named = any(argument.partition("::")[0].endswith(".py") for argument in config.args)
+    return slowness() >= SLOW and not is_named and not config.getoption("everything")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if _is_without_slow(config):
+        terminalreporter.write_line(
+            f"This processor takes {slowness():.1f} times as long as a usual one: tests that are marked slow were left "
+            "out. PYTEST_ARGS=--everything runs them too."
+        )
 
 
 def pytest_collection_finish() -> None:

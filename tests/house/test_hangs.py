@@ -130,6 +130,22 @@ def test_import():
     import torch
 """
 
+SLOW = """
+import pytest
+
+def test_quick():
+    pass
+
+@pytest.mark.slow
+def test_slow():
+    pass
+
+@pytest.mark.slow
+@pytest.mark.soak
+def test_soak():
+    pass
+"""
+
 SEEDS = """
 import pytest
 import torch
@@ -144,12 +160,13 @@ def test_seen(count):
 
 
 def run_guarded(
-    folder: Path, text: str, failures: Path | None = None, rate: str = "1"
+    folder: Path, text: str, *words: str, failures: Path | None = None, rate: str = "1"
 ) -> subprocess.CompletedProcess[str]:
-    """A run of pytest of its own; `failures` is to get a line for each failure, `rate` is the processor's slowness."""
+    """A run of pytest of its own, with more words on its command line; `failures` is to get a line for each failure,
+    `rate` is the processor's slowness."""
     (folder / "test_case.py").write_text(text)
     command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "--rootdir", str(folder), "-p", "no:randomly"]
-    command += ["-c", str(ROOT / "pyproject.toml"), str(folder / "test_case.py")]
+    command += ["-c", str(ROOT / "pyproject.toml"), *words, str(folder)]
     outer = {FAILURES_VARIABLE, "PYTEST_XDIST_WORKER"}  # of the run that this test is in
     env = {name: value for name, value in os.environ.items() if name not in outer} | {processor_rate.VARIABLE: rate}
     if failures is not None:
@@ -171,8 +188,24 @@ def test_a_limit_is_longer_on_a_slower_processor(tmp_path: Path) -> None:
     assert "test_hang has run for its limit of 2.5 s" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("rate", "words", "ran"), [("2.9", [], 3), ("3", [], 2), ("3", ["--everything"], 3), ("3", ["-m", "soak"], 1)]
+)
+def test_a_slow_processor_leaves_out_what_is_marked_slow(rate: str, words: list[str], ran: int, tmp_path: Path) -> None:
+    done = run_guarded(tmp_path, SLOW, *words, rate=rate)
+    assert done.returncode == 0 and f"{ran} passed" in done.stdout
+    is_told = "takes 3.0 times as long as a usual one: tests that are marked slow were left out" in done.stdout
+    assert is_told == (rate == "3" and words != ["--everything"])
+
+
+def test_a_file_that_is_named_is_run_whole(tmp_path: Path) -> None:
+    (tmp_path / "test_named.py").write_text(SLOW)
+    done = run_guarded(tmp_path, SLOW, str(tmp_path / "test_named.py"), rate="3")
+    assert "6 passed" in done.stdout
+
+
 def test_a_run_that_nothing_interrupts_ends_with_the_name_of_its_test(tmp_path: Path) -> None:
-    done = run_guarded(tmp_path, IN_C, failures := tmp_path / "failures.txt")
+    done = run_guarded(tmp_path, IN_C, failures=(failures := tmp_path / "failures.txt"))
     assert done.returncode == 70
     assert "in test_in_c" in done.stderr, "our own stack, though pytest captures what tests print"
     assert failures.read_text().endswith("test_case.py::test_in_c cannot be interrupted; the run ends here\n")
