@@ -84,7 +84,7 @@ def test_a_machine_of_a_team_of_teachers_is_killed_within_a_step(
     assert not any(isinstance(one, RunLostRank) for one in news), "it interrupts nothing"
     said = [record.getMessage() for record in caplog.records]
     assert any(line.startswith("lost local-3: ") for line in said)
-    assert "local-2 waits for another to teach with, as one of its team is lost" in said
+    assert "local-2 waits for another to teach with, as local-3 of its team is lost" in said
     steps = [one.record.step for one in news if isinstance(one, RunStepped)]
     assert steps == list(range(1, len(steps) + 1))
     train(taught(tmp_path, "calm", max_steps=len(steps)), "pp=1")

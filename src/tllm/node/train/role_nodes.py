@@ -343,7 +343,9 @@ class RoleNodes:
         """Let those whose team is over wait for another one, and rank 0 ask them no more."""
         if stranded := self._stranded():
             for role, member in stranded:
-                log.warning("%s waits for another to %s with, as one of its team is lost", member.node, DOES[role])
+                lost = [one.node for one in self._members.state.table if one.team == member.team and not one.is_living]
+                why = f"{' and '.join(lost)} of its team is lost" if lost else "a link of its team is lost"
+                log.warning("%s waits for another to %s with, as %s", member.node, DOES[role], why)
                 self._members.record(RoleGiven(member.node, role))
             self.tell()
 
