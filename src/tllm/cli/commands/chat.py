@@ -22,6 +22,7 @@ from tllm.cli.arguments.lora_arguments import add_one_lora, id_of_one, one_lora
 from tllm.cli.arguments.model_argument import resolve_model
 from tllm.cli.arguments.options import add_engine, add_sampling, engine_options
 from tllm.cli.commands.generate import sampling_params
+from tllm.cli.display.logs import start_log_beside_text
 from tllm.cli.display.progress import loading
 from tllm.core.errors import ConfigError, RequestError
 from tllm.spec.lora.lora_config import ServedLoras
@@ -48,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    start_log_beside_text(args.debug)
     check_device(args.device)
     resolve_model(args, "whole")
     options = engine_options(args)

@@ -25,6 +25,7 @@ from tllm.cli.arguments.lora_arguments import add_one_lora, id_of_one, one_lora
 from tllm.cli.arguments.model_argument import resolve_model
 from tllm.cli.arguments.options import ACCEPTANCE, add_engine, add_sampling, engine_options
 from tllm.cli.arguments.parser import count, token_ids, user_path
+from tllm.cli.display.logs import start_log_beside_text
 from tllm.cli.display.progress import ShowProgress, loading
 from tllm.cli.planning.outcome import conclude_serving
 from tllm.cli.planning.plan_chooser import ServingChooser
@@ -60,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    start_log_beside_text(args.debug)
     check_device(args.device)
     resolve_model(args, "whole")
     options = engine_options(args)

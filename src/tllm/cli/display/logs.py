@@ -17,6 +17,15 @@ class Stderr(logging.StreamHandler[TextIO]):
         super().emit(record)
 
 
+class BesideText(Stderr):
+    """For a command that streams a text: where a terminal shows both, a line does not begin in the middle of it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if sys.stdout.isatty() and sys.stderr.isatty():
+            sys.stderr.write("\n")
+        super().emit(record)
+
+
 def start_log(debug: bool, quiet: bool = False) -> None:
     """Info and above for a command that stays, warnings for one that ends by itself, everything with --debug."""
     level = logging.DEBUG if debug else logging.WARNING if quiet else logging.INFO
@@ -24,6 +33,14 @@ def start_log(debug: bool, quiet: bool = False) -> None:
     if not debug:
         logging.getLogger("asyncio").setLevel(logging.ERROR)
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
+
+
+def start_log_beside_text(debug: bool) -> None:
+    """For a command that streams a text: warnings, in plain words; everything with --debug."""
+    if debug:
+        start_log(debug)
+    else:
+        logging.basicConfig(handlers=[BesideText()], level=logging.WARNING, format="%(message)s")
 
 
 @contextmanager
