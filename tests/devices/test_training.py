@@ -96,6 +96,7 @@ def test_a_run_under_a_plan(plan: str, models: Path, tmp_path: Path) -> None:
     assert_equal(made["separate"], made["cpu"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["tp=4,tensor=2d", "tp=8,tensor=3d"])
 def test_a_run_on_a_grid(plan: str, models: Path, tmp_path: Path) -> None:
     """What ranks exchange is handed to their group where it lies, which knows whether it has to go to the host."""
@@ -176,6 +177,7 @@ def test_an_adapter_beside_a_model(models: Path, tmp_path: Path) -> None:
     assert_equal(made["separate"], made["cpu"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "quantize", "dtype", "plan"),
     [
@@ -201,6 +203,7 @@ def test_an_adapter_beside_a_model_in_few_bits(
     assert_equal(made["separate"], made["cpu"])
 
 
+@pytest.mark.slow
 def test_a_model_in_few_bits_comes_to_the_device_packed_and_piece_by_piece(tmp_path: Path) -> None:
     """Neither are its plain numbers there at once, nor is any part of it left with the host."""
     save_model("llama", tmp_path / "model", **{**SIZES, "intermediate_size": 4096})

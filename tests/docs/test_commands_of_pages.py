@@ -14,6 +14,7 @@ from tests.house.tree import ROOT
 from tests.support.commands.command_door import CommandDoor
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(480)  # half a minute where nothing else runs
 def test_the_quickstart(tmp_path: Path) -> None:
     assert follow(ROOT / "docs" / "quickstart.md", tmp_path) > 0

@@ -29,6 +29,7 @@ def tutorials() -> list[Any]:
     return [pytest.param(name, marks=[pytest.mark.soak] * (name in SOAK)) for name in names]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(480)  # half a minute at most where nothing else runs
 @pytest.mark.parametrize("name", tutorials())
 def test_tutorial(name: str, tmp_path: Path) -> None:

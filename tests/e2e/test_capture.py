@@ -102,6 +102,7 @@ def ids_of(text: str) -> bytes:
     return b"".join(map(msgspec.msgpack.encode, tokenizer.encode(text)))
 
 
+@pytest.mark.slow
 def test_serving_shows_no_text_no_ids_no_weights_and_no_activations(tmp_path: Path) -> None:
     """Between the nodes, that is: the HTTP port speaks no TLS, so a question from another host is found."""
     with Hosts(2) as hosts:

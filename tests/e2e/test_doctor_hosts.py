@@ -26,6 +26,7 @@ def slow_port(hosts: Hosts, host: int) -> None:
         subprocess.run(["tc", "-n", place, "qdisc", "add", "dev", device, *shape], check=True)
 
 
+@pytest.mark.slow
 def test_a_slow_port_is_named() -> None:
     words = ["doctor", "--nodes", "3", "--seconds", "2", "--json", "--quiet", "--threads", "1"]
     with Hosts(3) as hosts:

@@ -63,6 +63,7 @@ def test_streams_under_faults(runs: Sequence[tuple[str, str]], folder: Path, tmp
                 assert re.search(late, cluster.log("server"))
 
 
+@pytest.mark.slow
 @pytest.mark.netns
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("namespaces")

@@ -75,6 +75,7 @@ def test_three_hosts_serve_the_official_client(network: dict[str, Any], plan: st
             assert server.interrupt()[0] == 0
 
 
+@pytest.mark.slow
 def test_a_cable_pulled_out_is_outlived_and_its_node_taken_back(folder: Path) -> None:
     """The node is not killed, only silent; plugged in again it finds the coordinator and is of use to it. So is the
     first machine: meanwhile it answers that it coordinates no more, and then it is a node of whoever does."""

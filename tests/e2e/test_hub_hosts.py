@@ -94,6 +94,7 @@ def test_a_node_without_the_hub_is_given_its_part(hub: FakeHub, truth: list[int]
     assert hub.weights_sent() == hub.weights_sent("first")
 
 
+@pytest.mark.slow
 def test_layers_that_only_other_nodes_have_are_taken_over_when_the_hub_is_gone(
     hub: FakeHub, truth: list[int], tmp_path: Path
 ) -> None:

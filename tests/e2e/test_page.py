@@ -229,6 +229,7 @@ def test_a_page_of_another_site_may_call_if_its_origin_is_allowed() -> None:
         assert server.interrupt()[0] == 0
 
 
+@pytest.mark.slow
 def test_the_page_of_a_training_run(tmp_path: Path) -> None:
     """Every save is told, and Ctrl-C ends the run as it does without a page."""
     rows = tmp_path / "rows.jsonl"

@@ -114,6 +114,7 @@ def heard_hangup() -> Iterator[None]:
     signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("heard_hangup")
 def test_told_to_stop_it_saves_and_the_same_command_goes_on_under_any_plan(tmp_path: Path) -> None:
     """Ctrl-C, then another plan and a closed terminal, which counts as a SIGTERM, then a third plan to the end: as if

@@ -65,6 +65,7 @@ def test_it_holds_every_file_of_the_package(wheel: Path) -> None:
     assert wheel.name.endswith(f"-py3-none-manylinux2014_{platform.machine()}.whl")
 
 
+@pytest.mark.slow
 def test_help_and_the_demonstration_run_from_it(command: Path, tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 

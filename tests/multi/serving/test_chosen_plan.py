@@ -82,6 +82,7 @@ def test_a_server_takes_the_best_plan_and_says_what_came_of_it(
     assert survey is not None and [node.node for node in survey.nodes] == ["local-0", "local-1"]
 
 
+@pytest.mark.slow
 def test_a_run_takes_the_best_plan_and_its_second_start_knows_better(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,6 +45,7 @@ def answers(folders: list[Path], **environment: str) -> list[tuple[list[int], li
     return [(ids, scores) for ids, scores in json.loads(done.stdout.splitlines()[-1])]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(360)
 def test_a_processor_with_fewer_instructions_answers_alike(tmp_path: Path) -> None:
     """The last bit of a log-probability is torch's; another expert for one token would show in the second digit."""

@@ -32,6 +32,7 @@ def write_stale(file: Path) -> None:
     file.write_text(stale())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)  # it starts four processes, in part one after the other
 def test_torchrun_starts_a_run_and_any_rank_can_end_it(tmp_path: Path) -> None:
     save_model("llama", tmp_path / "model")
