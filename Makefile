@@ -37,11 +37,12 @@ test-apart: $(VENV)/.dev
 	@$(MAKE) --no-print-directory --jobs 2 test-processes test-beside
 
 # What tests with processes leave of two cores these take: those of devices, of fuzzing, which start no process, then some
-# of numbers. House tests read every source file, and here only one process does; last, as the trees that they keep make
-# each full collection a long one.
+# of numbers; by two processes, as on a slow processor, which leaves out most tests with processes, they end long after
+# those. House tests read every source file, and come last, as the trees that they keep make each full collection a long one.
 test-beside: $(VENV)/.dev
 	@status=0; $(MAKE) --no-print-directory test-devices || status=$$?; \
-		$(BIN)/python -m pytest -m "not soak" $(SAME) $(BESIDE) $(PYTEST_ARGS) || status=$$?; exit $$status
+		$(BIN)/python -m pytest -m "not soak" $(SAME) --numprocesses 2 --dist loadfile --no-loadscope-reorder $(BESIDE) \
+		$(PYTEST_ARGS) || status=$$?; exit $$status
 
 # Apart from all others: who imports these has a second device for the rest of the process.
 test-devices: $(VENV)/.dev
