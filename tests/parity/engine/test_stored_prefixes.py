@@ -33,6 +33,7 @@ def asked(engine: Engine, prompt: list[int], salt: str = "", params: SamplingPar
     return [token for output in outputs for token in output.token_ids], outputs[0].cached_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["gemma2", "deepseek_v3_moe", "gemma4_e2b"])
 def test_each_turn_after_a_restart_under_another_plan(case: str, tmp_path: Path) -> None:
     """Every server begins with what those before it, of other plans, have saved: all full pages of earlier turns."""

@@ -153,6 +153,7 @@ def test_local_steps_of_one_are_data_parallel(tmp_path: Path) -> None:
     assert off < 1e-12, f"{name} is off by {off}"
 
 
+@pytest.mark.slow
 def test_local_steps_do_not_depend_on_how_a_replica_is_cut(tmp_path: Path) -> None:
     save_model("qwen3", tmp_path)
     shapes, batches = saved(tmp_path), [random_tokens(3, seed) for seed in range(4)]
@@ -182,6 +183,7 @@ def late_on_one_rank(folder: Path, batches: list[list[Tokens]], shapes: Named) -
     return gather([rank], lambda rank, index: rank.parameters[index], shapes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", soak_but([3], [0, 1, 3]))
 def test_late_sums_are_those_of_one_rank_that_waits(zero: Zero, tmp_path: Path) -> None:
     save_model("llama_mha_tied_bias", tmp_path)

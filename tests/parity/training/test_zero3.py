@@ -160,6 +160,7 @@ def run_of(folder: Path, root: Path, parts: list[tuple[Layout, range]], dtype: t
     return {name: opened.whole(name) for name in opened.shapes}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), soak_but(CHANGES[1:2], CHANGES))
 def test_another_layout_goes_on_where_one_stopped(before: Layout, after: Layout, tmp_path: Path) -> None:
     save_model("llama_mha_tied_bias", tmp_path)

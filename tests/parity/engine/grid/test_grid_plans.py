@@ -69,6 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", GRIDS)
 def test_sampled_tokens_and_log_probabilities_are_those_of_one_process(layout: str, folder: Path) -> None:
     with Engine.load(folder, "pp=1", EXACT) as engine:
@@ -87,6 +88,7 @@ def test_in_float32_log_probabilities_are_as_near_as_with_other_plans(layout: st
         torch.testing.assert_close(scores(engine, "", prompts()[3]), want, rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", GRIDS[1:4])
 def test_a_prefix_is_found_and_read_by_whoever_computes_what_follows(layout: str, folder: Path) -> None:
     """On several squares other ranks than before."""

@@ -99,6 +99,7 @@ def digest_of(
     return [run.go_on(layout, stop) for layout, stop in layouts][-1]
 
 
+@pytest.mark.slow
 def test_every_plan_ends_with_the_same_bits(tmp_path: Path) -> None:
     save_model("llama", tmp_path / "model")
     want = digest_of(tmp_path, "one", [(ONE, 2)])

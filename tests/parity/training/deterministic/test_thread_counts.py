@@ -105,6 +105,7 @@ def test_adapters_are_learned_so(tmp_path: Path) -> None:
     assert not differs(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("teacher", ["beside", "elsewhere"])
 def test_what_a_teacher_says_does_not_know_either(teacher: str, dtype: str, tmp_path: Path) -> None:
@@ -128,6 +129,7 @@ def test_what_a_teacher_says_does_not_know_either(teacher: str, dtype: str, tmp_
         assert not differs(found[0], other), each
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo", "rejection"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_sampled_and_learned_from_it_does_not_know_either(dtype: str, name: str, tmp_path: Path) -> None:

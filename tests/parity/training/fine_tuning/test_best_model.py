@@ -89,6 +89,7 @@ def test_every_plan_leaves_the_files_of_one_process(plan: str, alone: Ended, mod
     assert furthest(final(run), alone[1])[0] < 1e-9
 
 
+@pytest.mark.slow
 def test_the_best_save_is_spared_and_known_after_a_resume_under_another_plan(
     alone: Ended, model: Path, tmp_path: Path
 ) -> None:
@@ -124,6 +125,7 @@ def lost(model: Path, run: Path, want: int, successor: str) -> tuple[list[RunEve
     return news, saves(run, Path(f"{run}-{successor}"))
 
 
+@pytest.mark.slow
 def test_a_lost_rank_that_comes_back_has_its_part_of_the_best_save(alone: Ended, model: Path, tmp_path: Path) -> None:
     want = end_of(alone[0])
     news, left = lost(model, tmp_path / "run", want.model_step, "b")
@@ -132,6 +134,7 @@ def test_a_lost_rank_that_comes_back_has_its_part_of_the_best_save(alone: Ended,
     assert furthest(final(tmp_path / "run"), alone[1])[0] < 1e-9
 
 
+@pytest.mark.slow
 def test_a_best_save_that_went_with_a_node_is_told_and_the_best_of_the_others_is_taken(
     alone: Ended, model: Path, tmp_path: Path
 ) -> None:
@@ -143,6 +146,7 @@ def test_a_best_save_that_went_with_a_node_is_told_and_the_best_of_the_others_is
     assert f"after step {want.model_step} has no save" in ended.choice
 
 
+@pytest.mark.slow
 def test_the_best_adapter_is_finished_with(model: Path, tmp_path: Path) -> None:
     """An adapter that learns slowly has its greatest loss first."""
     keys: dict[str, Any] = dict(lora=LoraJob(r=4, lora_alpha=8.0), learning_rate=1e-2, greater_is_better=True)

@@ -204,6 +204,7 @@ def test_gradients_beside_experts_of_one_tensor_are_those_of_peft(tmp_path: Path
         assert distance < 1e-10, f"{name}: {distance:.1e}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantize", [None, "int4"])
 def test_rows_of_many_adapters_meet_in_one_expert(quantize: str | None, tmp_path: Path) -> None:
     """Rows of two adapters and of none, in one batch: as each alone."""
@@ -279,6 +280,7 @@ def test_every_plan_is_the_run_of_one_process(
     assert off < 1e-11, name
 
 
+@pytest.mark.slow
 def test_a_run_beside_experts_of_one_tensor_is_saved_as_peft_stacks_them(tmp_path: Path) -> None:
     base, lora = tmp_path / "base", LoraJob(r=RANK, target_modules=("gate_up_proj", "down_proj", "q_proj"))
     truth = save_model("gpt_oss_moe", base)

@@ -167,6 +167,7 @@ def test_no_plan_takes_less(seed: int) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", some_of(200, 12))
 def test_no_plan_of_up_to_six_machines_takes_less(seed: int) -> None:
     """Plans at random of 2 to 6 machines, whose gradients take long beside products or do not."""
@@ -191,6 +192,7 @@ def test_beside_an_adapter_of_late_layers_no_plan_takes_less(seed: int) -> None:
     compare(draw, spec, cluster, facts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", some_of(100, 8))
 def test_with_hierarchical_collectives_no_plan_of_up_to_eight_machines_takes_less(seed: int) -> None:
     """Of nodes with one to four devices each, whose links inside and beyond are unlike, some of single pairs."""
@@ -199,6 +201,7 @@ def test_with_hierarchical_collectives_no_plan_of_up_to_eight_machines_takes_les
     compare(draw, spec, with_nodes(draw, machines(draw, draw.randint(3, 8))), facts, LEVELS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", some_of(60, 3))
 def test_no_plan_that_is_found_takes_less(seed: int) -> None:
     """The best of some hundred plans of 3 to 5 machines, which is nearer to the bound than any at
@@ -257,6 +260,7 @@ def over_rows(draw: random.Random, device: Device) -> tuple[tuple[str, Points], 
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", some_of(100, 1))
 @pytest.mark.parametrize("execution", [None, LEVELS], ids=["flat", "levels"])
 def test_no_plan_of_all_of_two_or_three_machines_takes_less(seed: int, execution: Execution | None) -> None:
@@ -374,6 +378,7 @@ def test_replicas_that_must_sum_gradients_wait_for_them() -> None:
     assert 1.02 * relaxed_step_seconds(spec, cluster, facts, SIZES) < bound <= best < 1.2 * bound
 
 
+@pytest.mark.slow
 def test_the_gap_of_many_unlike_machines_is_smaller_than_that_to_the_relaxation() -> None:
     cluster, facts = machines_of(100), TrainingFacts(1024, 6400, dtype="bfloat16")
     bound = least_step_seconds(model(), cluster, facts, MICROBATCHES)

@@ -59,6 +59,7 @@ def chosen(machines: Cluster, taught: Taught = TAUGHT) -> RoleChoice:
     return taught_choices(machines, taught)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("speeds", [(1.0, 1.0, 1.0), (1.0, 1.0, 6.0), (4.0, 1.0, 0.5)])
 def test_no_other_choice_of_teachers_is_faster(speeds: tuple[float, ...]) -> None:
     machines, found = cluster(*speeds), list[float]()
@@ -123,6 +124,7 @@ def rollout_choices(machines: Cluster, wish: RoleWish, sampling: SamplingFacts =
     return role_choices(machines, RolesAsked(STUDENT, replace(FACTS, sampling=sampling), {"rollout": wish}), best)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("speeds", [(1.0, 1.0, 1.0), (0.5, 1.0, 6.0), (4.0, 1.0, 0.5)])
 def test_no_other_choice_of_rollout_servers_is_faster(speeds: tuple[float, ...]) -> None:
     machines, found = cluster(*speeds), dict[tuple[int, ...], float]()
@@ -147,6 +149,7 @@ def reward_choices(machines: Cluster, wishes: dict[RoleName, RoleWish]) -> list[
     return role_choices(machines, RolesAsked(STUDENT, replace(SAMPLED, reward=SCORER), wishes), best)
 
 
+@pytest.mark.slow
 def test_no_other_choice_of_machines_that_sample_and_score_is_faster() -> None:
     """All ranks wait for the completions and then for their scores, wherever these are computed."""
     machines, found = cluster(1.0, 2.0, 6.0), list[float]()

@@ -41,6 +41,7 @@ def counted_as(value: Output | Request | StreamRecord) -> int:
     return output_bytes(value) if isinstance(value, Output) else kept_bytes(value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_what_the_objects_take(case: str) -> None:
     """As they come: decoded, each with objects of its own. Of what is taken meanwhile only those are counted: another

@@ -109,6 +109,7 @@ def test_any_rank_may_be_lost_and_any_plan_go_on(cut: Cut, after: Cut | None) ->
             node.mirror.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changed", [False, True])
 def test_ranks_that_are_left_go_on_from_what_they_compute_with(changed: bool) -> None:
     """Until they update it again: then it is of no step, and the copies count, of which here there are none."""
@@ -131,6 +132,7 @@ def test_ranks_that_are_left_go_on_from_what_they_compute_with(changed: bool) ->
         node.mirror.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [Cut("tp=3"), Cut("pp=1", 3)])
 def test_only_what_is_missing_is_copied_and_sent(cut: Cut, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 is lost, which held what rank 0 sends; ranks 0 and 2 have their own, and rank 2 has what rank 1 sent."""
