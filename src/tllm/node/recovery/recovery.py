@@ -183,14 +183,15 @@ class Recovery:
                 await asyncio.sleep(BLAME_SECONDS)
                 lost, gone = {member.node for member in coordinator.state.lost}, self._gone(nodes, before)
                 attempts.failed(lost | gone)
-                if not attempts.are_over and (self.move.take_back(error.message) or self._leave_out()):
-                    continue
-                new = set(nodes) - proven if proven and not lost else set()
-                if attempts.are_over or not (new or lost or gone or self._is_broken()):
-                    raise
-                for node in new:
-                    self.left_out.note((node,), error.message)
-                log.warning("epoch %d did not begin: %s", coordinator.state.epoch, error.message)
+                if attempts.are_over or not (self.move.take_back(error.message) or self._leave_out()):
+                    new = set(nodes) - proven if proven and not lost else set()
+                    if attempts.are_over or not (new or lost or gone or self._is_broken()):
+                        raise
+                    for node in new:
+                        self.left_out.note((node,), error.message)
+                    log.warning("epoch %d did not begin: %s", coordinator.state.epoch, error.message)
+                if self._formed.is_set():  # nobody waits longer for the first epoch than until its nodes were here
+                    await self._wait_for_enough()
         self.losses.clear()
         self.move.is_pending = False
         self.is_open, self._opened = True, _Opened(coordinator.state.epoch, coordinator.members.now())

@@ -272,3 +272,40 @@ def test_what_is_served_is_known_before_a_plan_is_chosen_and_after(cluster: Serv
     cluster.coordinator.work = dataclasses.replace(cluster.coordinator.work, served=served)
     chosen = dataclasses.replace(cluster.coordinator.work, served=None)
     assert cluster.adopt(chosen).served == msgspec.structs.replace(served, max_model_len=cluster.max_model_len)
+
+
+def test_another_loss_while_the_epoch_begins_is_waited_for_as_the_first_is(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The work was given up at once, although others are to be waited for."""
+    work = serving_workload(model, "pp=2", EngineConfig(cache_tokens=256), ClusterOptions(link_seconds=1.0))
+    cluster = Serving(work, Authority.create(), LOOPBACK, policy="wait")
+    members, began = cluster.coordinator.members, list[tuple[str, ...]]()
+    for node in "ab":
+        members.record(NodeJoined(node, facts(node), 0.0))
+
+    async def bring_up(plan: Plan, nodes: tuple[str, ...], on_progress: object) -> None:
+        began.append(nodes)
+        members.record(Planned(plan, nodes))
+        if len(began) == 1:
+            members.record(NodeLost("b", "gone"))
+            cluster.recovery.on_loss("b", ClusterError("gone"))
+            raise ClusterError("b went away before it answered")
+        for node in nodes:
+            members.record(RankReady(node))
+
+    monkeypatch.setattr(cluster.coordinator, "bring_up", bring_up)
+    monkeypatch.setattr("tllm.node.recovery.recovery.BLAME_SECONDS", 0.0)
+
+    async def scene() -> None:
+        cluster.recovery.take_up()
+        beginning = asyncio.create_task(cluster.recovery.begin_epoch())
+        await asyncio.sleep(0.1)
+        assert not beginning.done() and cluster.fault is None
+        members.record(NodeJoined("b", facts("b"), 0.0))
+        await members.notify()
+        await beginning
+        assert began == [("a", "b")] * 2 and cluster.is_open
+
+    play(scene)
+    cluster.coordinator.control_server.close()
