@@ -62,9 +62,13 @@ class LeftOut:
         """The node is gone: one that comes by its name has had no fault yet."""
         self.faults = {fault: kept for fault, kept in self.faults.items() if node not in fault}
 
+    def apart(self) -> set[str]:
+        """Who is left out now and cannot work with another node, not even to lend it memory."""
+        return {node for fault in self._present() if len(fault) == 2 for node in fault} & self.nodes().keys()
+
     def nodes(self) -> Mapping[str, str]:
         """Who is left out now, and why: the fewest without which no fault is left; of two the younger."""
-        faults = {fault: kept.why for fault, kept in self.faults.items() if kept.until > self.now()}
+        faults = self._present()
         if not faults:
             return {}
         age = {node: place for place, node in enumerate(self._seniority())}
@@ -76,3 +80,7 @@ class LeftOut:
             worst = max(counts, key=lambda node: (counts[node], age.get(node, len(age))))
             out[worst] = next(why for fault, why in faults.items() if worst in fault)
         return out
+
+    def _present(self) -> dict[Fault, str]:
+        """The faults that count now, and why."""
+        return {fault: kept.why for fault, kept in self.faults.items() if kept.until > self.now()}

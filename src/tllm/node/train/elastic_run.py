@@ -203,10 +203,10 @@ class ElasticRun(TrainingRun):
         return is_mirrored(self.coordinator.work)
 
     def _memory_holders(self, nodes: Sequence[str]) -> list[str]:
-        """Those without a rank now who may have something in memory that nobody else has."""
+        """Those without a rank now who may have something in memory that nobody else has, and whom all others reach."""
         had = [member.node for member in self.state.living if member.rank is not None or member.before is not None]
-        taken = set(nodes)
-        return [node for node in had if node not in taken] if self._is_mirrored else []
+        without = {*nodes, *self.recovery.left_out.apart()}
+        return [node for node in had if node not in without] if self._is_mirrored else []
 
     async def _wait_for_returned(self) -> tuple[str, ...]:
         """Those who are here once the first has waited long enough for the others, if they will do."""

@@ -383,3 +383,12 @@ def test_copies_need_room_under_a_later_plan_too(make: Make) -> None:
     run.progress.has_begun = True
     with pytest.raises(CapacityError):
         run.plan_on({0: "a", 1: "b"})
+
+
+def test_who_cannot_work_with_another_node_lends_it_no_memory_either(make: Make) -> None:
+    """It was given that part again and again, which needs the same links, until the run was given up."""
+    run = make("dp=3,zero=1", "abc", global_batch_size=6)
+    run.recovery.left_out.note(("c",), "its memory is too small")
+    assert run.plan_on({0: "a", 1: "b"})[1] == ("a", "b", "c"), "who has too little for a part may lend"
+    run.recovery.left_out.note(("b", "c"), "nothing passes between them")
+    assert run.plan_on({0: "a", 1: "b"})[1] == ("a", "b")
