@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
+from tllm.cluster.channel import Channel
 from tllm.cluster.messages import Findings, NodeFacts, Probe
 from tllm.cluster.settings import SurveySettings
 from tllm.core.errors import ClusterError, decoded
@@ -24,6 +25,8 @@ from tllm.spec.model_spec import ModelSpec
 
 LATE_SECONDS = 60.0
 """How much longer than it should a measurement may take."""
+
+HINT = "see what it does, or give --plan: then nothing is measured"
 
 Result = TypeVar("Result", SurveyedNode, NetworkPath, Met)
 
@@ -105,7 +108,7 @@ class Examiner:
             paths += paths_with_sums(asked.spec, self._settings, (measured[first], measured[second]), both, sums)
             tell(LINKS_MEASURED, done, len(pairs))
         for node in nodes:
-            self._members.channels[node].post(Probe(None))
+            self._channel(node).post(Probe(None))
         return Survey(
             model=digest(asked.spec),
             goal=asked.goal,
@@ -146,14 +149,15 @@ class Examiner:
 
     async def _ask(self, node: str, target: int, seconds: float, wanted: type[Result], meet: bool = False) -> Result:
         """Let a node measure itself, or the path to a target. ClusterError when it is gone or late."""
-        self._members.channels[node].post(Probe(target, meet))
+        self._channel(node).post(Probe(target, meet))
         answer = asyncio.create_task(self._queue(node).get())
-        gone = asyncio.create_task(self._members.until(lambda: not self._members.is_here(node)))
+        gone = asyncio.create_task(self._members.until(lambda: not self._is_examined(node)))
         try:
             await asyncio.wait((answer, gone), timeout=seconds + LATE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
-                what = "is gone" if gone.done() else f"measured for more than {seconds:g} s"
-                raise ClusterError(f"{node} {what}", "see what it does, or give --plan: then nothing is measured")
+                if gone.done():
+                    raise self._gone(node)
+                raise ClusterError(f"{node} measured for more than {seconds:g} s", HINT)
             result = answer.result()
         finally:
             answer.cancel()
@@ -161,6 +165,22 @@ class Examiner:
         if not isinstance(result, wanted):
             raise ClusterError(f"{node} sent a {type(result).__name__} where a {wanted.__name__} was asked for")
         return result
+
+    def _is_examined(self, node: str) -> bool:
+        """Whether a node still has its part in the survey: not if it was lost, even if it has come anew since."""
+        member = self._members.state.member(node)
+        return member is not None and member.is_living and member.rank is not None
+
+    def _channel(self, node: str) -> Channel:
+        """ClusterError for a node that is gone."""
+        if not self._is_examined(node):
+            raise self._gone(node)
+        return self._members.channels[node]
+
+    def _gone(self, node: str) -> ClusterError:
+        member = self._members.state.member(node)
+        why = f": {member.reason}" if member is not None and member.reason else ""
+        return ClusterError(f"{node} is gone{why}", HINT)
 
     def _queue(self, node: str) -> asyncio.Queue[SurveyedNode | NetworkPath | Met]:
         return self._results.setdefault(node, asyncio.Queue())

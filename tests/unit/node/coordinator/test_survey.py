@@ -10,16 +10,19 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.unit.cluster.kits import facts, joined
 from tests.unit.planner.measured.test_survey import SPEC, serving_node, survey_of
 from tests.unit.planner.search.test_serving_search import spec_of
 from tllm.cluster.messages import DeviceFacts, Findings, NodeFacts, Probe
 from tllm.cluster.settings import SurveySettings
+from tllm.cluster.state import NodeJoined, NodeLost, Planned, apply
 from tllm.core.errors import ClusterError
 from tllm.node.coordinator import survey_cluster
 from tllm.node.coordinator.survey import Examiner, SurveyRequest, in_time
 from tllm.node.coordinator.survey_cluster import survey_here
 from tllm.node.machine.machine_facts import NetworkPath, PathMeasurement
 from tllm.node.roles.sum_latency import Met
+from tllm.spec.plan import Plan
 
 NODES = ("a", "b")
 HOSTS = ("one", "other")
@@ -41,11 +44,12 @@ class Stand:
         self.examiner = Examiner(self, SETTINGS)  # type: ignore[arg-type]
         self.asked: list[tuple[str, int | None]] = []
         self.met: list[tuple[str, int | None]] = []
-        self.here = set(NODES)
+        self.state = apply(joined(*NODES), Planned(Plan.parse("pp=2", 2), NODES))
         self.channels: dict[str, Any] = {node: self._channel(node) for node in NODES}
 
-    def is_here(self, node: str) -> bool:
-        return node in self.here
+    def lose(self, node: str) -> None:
+        """As `Membership` does: the channel is let go a little later, and nobody is notified of that."""
+        self.state = apply(self.state, NodeLost(node, "its process has ended"))
 
     async def until(self, holds: Callable[[], bool]) -> None:
         while not holds():
@@ -65,7 +69,7 @@ class Stand:
                     else stand.answer(node, probe.target)
                 )
                 if found is None:
-                    stand.here.discard(node)
+                    stand.lose(node)
                 else:
                     content = found if isinstance(found, bytes) else msgspec.json.encode(found)
                     stand.examiner.take(node, Findings(content))
@@ -96,7 +100,7 @@ def test_nodes_first_then_each_way_and_then_they_are_free() -> None:
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (lambda node, target: None if node == "b" else well(node, target), "b is gone"),
+        (lambda node, target: None if node == "b" else well(node, target), "b is gone: its process has ended"),
         (lambda node, target: b"{}", "sent findings that are none"),
         (
             lambda node, target: NetworkPath(source=node, target=node),
@@ -113,6 +117,25 @@ def test_nodes_first_then_each_way_and_then_they_are_free() -> None:
 def test_what_goes_wrong_is_named(answer: Any, words: str) -> None:
     with pytest.raises(ClusterError, match=words):
         asyncio.run(asyncio.wait_for(Stand(answer).examiner.survey(NODES, HOSTS, ASKED), 30.0))
+
+
+@pytest.mark.parametrize("comes_anew", [False, True])
+def test_a_node_that_went_while_others_were_measured_is_named(comes_anew: bool) -> None:
+    """Who was asked next was a KeyError, and one that had come anew was waited for in vain."""
+    stand = Stand(well)
+
+    def answer(node: str, target: int) -> msgspec.Struct:
+        if (node, target) == ("a", 1):
+            stand.lose("b")
+            stand.channels.pop("b")
+            if comes_anew:
+                stand.state = apply(stand.state, NodeJoined("b", facts("b"), 1.0))
+                stand.channels["b"] = stand._channel("b")
+        return well(node, target)
+
+    stand.answer = answer
+    with pytest.raises(ClusterError, match="b is gone"):
+        asyncio.run(asyncio.wait_for(stand.examiner.survey(NODES, HOSTS, ASKED), 10.0))
 
 
 class Slow(Stand):
