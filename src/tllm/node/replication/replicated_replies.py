@@ -73,7 +73,7 @@ class ReplicatedReplies:
         for name, stream in kept.items():
             if name not in self._agreed and name not in self._left_out:
                 yield from self._open(stream)
-            while name in self._agreed and self._has_news(stream):
+            if name in self._agreed and self._has_news(stream):
                 yield from self._grow(stream)
             if name in self._left_out:
                 stream.show(len(stream.outputs))
@@ -124,6 +124,8 @@ class ReplicatedReplies:
         self._taken += size
         if is_over:
             self._ended.add(name)
+        elif self._has_news(stream):
+            self._news.set()  # after all others, which one that grows all the time does not keep waiting
         stream.show(self._agreed[name])
 
     def _forget(self, name: str) -> None:

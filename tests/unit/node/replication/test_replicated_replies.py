@@ -314,3 +314,34 @@ def test_a_follower_ends_where_nobody_has_the_reply() -> None:
             await reading
 
     play(scene)
+
+
+def test_a_reply_that_grows_all_the_time_keeps_no_other_waiting() -> None:
+    """Where replicas are as far away as one token takes, the reader of another reply saw nothing until it had ended."""
+
+    async def scene() -> None:
+        coordinator = Coordinator(engine(hold_after=1))
+        agreeing = Agreeing(coordinator)
+        await coordinator.store.open(record(), [asked()], ACCOUNT)
+        other = msgspec.structs.replace(record(), id="resp_" + "7" * 32)
+        await coordinator.store.open(other, [asked("z")], ACCOUNT)
+        await until(lambda: all(reply.outputs for reply in agreeing.kept.values()))
+        growing, waiting = coordinator.store.streams.kept()
+        assert (growing.record.id, waiting.record.id) == (NAME, other.id)
+        agree = agreeing.replies._propose
+
+        async def slowly(entry: AnyEntry) -> None:
+            growing.outputs.append(Output(request_id=FIRST, token_ids=(1,)))  # while it is agreed on
+            await agree(entry)
+            await asyncio.sleep(0)
+
+        agreeing.replies._propose = slowly
+        before = len(agreeing.entries)
+        for stream, name in ((growing, FIRST), (waiting, "z")):
+            stream.outputs.append(Output(request_id=name, token_ids=(1,)))
+        agreeing.replies._news.set()
+        await until(lambda: len(agreeing.kept[other.id].outputs) == 2 or len(agreeing.entries) > before + 50)
+        assert len(agreeing.kept[other.id].outputs) == 2
+        await agreeing.end()
+
+    play(scene)
