@@ -62,7 +62,7 @@ def _node(member: Member, plan: Plan | None) -> dict[str, Any]:
         "versions": facts.versions,
         "phase": member.phase,
         "reason": member.reason,
-        "role": member.role or "",
+        "role": member.role or _role_in(plan, member.rank),
         **_place(member, plan),
         "parameter_bytes": member.parameter_bytes,
         "cache_bytes": member.cache_bytes,
@@ -79,7 +79,7 @@ def _node(member: Member, plan: Plan | None) -> dict[str, Any]:
 
 
 def _place(member: Member, plan: Plan | None) -> dict[str, Any]:
-    if member.rank is None or plan is None:
+    if member.rank is None or plan is None or _is_beyond_layers(member.rank, plan):
         return {"rank": None, "stage": None, "tp_rank": None, "layers": None, "share": None}
     stage, tp_rank = plan.place(member.rank)
     held = plan.stages[stage]
@@ -90,3 +90,14 @@ def _place(member: Member, plan: Plan | None) -> dict[str, Any]:
         "layers": [held.start, held.stop],
         "share": held.shares[tp_rank] / sum(held.shares),
     }
+
+
+def _is_beyond_layers(rank: int, plan: Plan) -> bool:
+    """Whether a rank computes no layers: that of a parameter server, or of a node that only lends its memory."""
+    return rank >= plan.replicas * plan.replica_size
+
+
+def _role_in(plan: Plan | None, rank: int | None) -> str:
+    """What a rank without layers does that others wait for."""
+    is_server = plan is not None and rank is not None and _is_beyond_layers(rank, plan) and rank < plan.world_size
+    return "server" if is_server else ""

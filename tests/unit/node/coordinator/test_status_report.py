@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from tests.unit.cluster.kits import joined
 from tllm.cluster.messages import Heartbeat
-from tllm.cluster.state import NodeHeard, NodeLost, apply
+from tllm.cluster.state import NodeHeard, NodeLost, Planned, apply
 from tllm.node.coordinator.status_report import engine_stats, report
 from tllm.server.http.metrics import Metrics
+from tllm.spec.plan import Plan
 
 
 def test_what_nodes_refused_is_summed_and_never_counts_down() -> None:
@@ -37,3 +38,12 @@ def test_memory_is_told_of_each_node_that_is_here() -> None:
     assert 'tllm_rss_bytes{engine="0",model_name="m",node="a"} 5.0' in rendered and 'node="b"' not in rendered
     (one, _) = report(state)["nodes"]
     assert (one["rss_bytes"], one["peak_bytes"], one["memory_given"], one["device"]) == (5, 6, False, "")
+
+
+def test_ranks_without_layers_are_told_of_too() -> None:
+    """A run with a parameter server, or with a node that only lends its memory, had no report at all."""
+    state = apply(joined("a", "b", "c", "d"), Planned(Plan.parse("dp=2,servers=1", 4), tuple("abcd")))
+    nodes = report(state)["nodes"]
+    assert [node["rank"] for node in nodes] == [0, 1, None, None]
+    assert [node["layers"] for node in nodes] == [[0, 4], [0, 4], None, None]
+    assert [node["role"] for node in nodes] == ["", "", "server", ""]
