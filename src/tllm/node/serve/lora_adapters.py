@@ -112,7 +112,6 @@ class LoraAdapters:
             files = self._registry.add(held)
             with ExitStack() as undo:
                 undo.callback(self._drop, files)
-                self._check_room()
                 await self._load_on_each_rank(files)
                 undo.pop_all()
             self._served[held.lora] = ServedAdapter(held, files)
@@ -213,6 +212,7 @@ class LoraAdapters:
             await self._recovery.until(lambda: self._recovery.is_open, LOAD_SECONDS)
             if not self._recovery.is_open:
                 raise ClusterError("the cluster does not serve now", "see its status, and try again when it does")
+            self._check_room()
             message = LoadAdapter(self._coordinator.state.epoch, files)
             try:
                 await self._ask_each(message)

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.support.models.adapters import save_adapter
 from tests.support.models.families import save_model
 from tests.unit.cluster.kits import facts
 from tests.unit.node.front_end.test_remote_engine import MODEL
@@ -309,3 +310,16 @@ def test_another_loss_while_the_epoch_begins_is_waited_for_as_the_first_is(
 
     play(scene)
     cluster.coordinator.control_server.close()
+
+
+def test_an_adapter_that_is_loaded_while_a_node_is_lost_waits_for_the_next_epoch(
+    cluster: Serving, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That was a KeyError, by the name of the lost node."""
+    monkeypatch.setattr("tllm.node.serve.lora_adapters.LOAD_SECONDS", 0.1)
+    cluster.recovery.is_open = True
+    cluster.coordinator.members.record(NodeLost("b", "gone"))
+    cluster.recovery.on_loss("b", ClusterError("gone"))
+    with pytest.raises(ClusterError, match="does not serve now"):
+        asyncio.run(cluster.adapters.load("x", str(save_adapter(model, tmp_path / "x"))))
+    assert not list(cluster.coordinator.weights.adapters), "and nothing is kept of it"
