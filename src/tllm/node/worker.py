@@ -356,7 +356,12 @@ class Worker:
         role = self._role
         if not isinstance(role, ServingRank):
             raise ClusterError("this node serves nothing now")
-        return role.load_adapter(message.adapter)
+        try:
+            return role.load_adapter(message.adapter)
+        except (MemoryError, RuntimeError) as error:
+            if (lack := out_of_memory(error, self._settings.memory)) is None:
+                raise
+            raise lack from error  # the node goes on without it
 
     def supersede(self, assign: Assign) -> None:
         self._listener.end_epochs_before(assign.epoch)

@@ -17,9 +17,10 @@ import pytest
 import torch
 
 from tests.support.models.families import save_model
-from tllm.cluster.messages import Assign, Load, Loaded, Start
+from tllm.cluster.messages import AdapterReady, Assign, Load, LoadAdapter, Loaded, Start
 from tllm.cluster.settings import DoctorSettings, EngineSettings, SurveySettings, TrainSettings, VerifySettings
-from tllm.core.errors import ClusterError, ConfigError, LinkError
+from tllm.cluster.weight_messages import AdapterFiles
+from tllm.core.errors import CapacityError, ClusterError, ConfigError, LinkError
 from tllm.node import worker as worker_module
 from tllm.node.coordinator.forming import _ending
 from tllm.node.roles.control import Inbox, WorkerOrder
@@ -220,3 +221,18 @@ def test_nodes_are_told_who_ended_their_coordinator(raised: BaseException, told:
     with pytest.raises(type(raised)), _ending(coordinator):
         raise raised
     assert members.told == told
+
+
+def test_an_adapter_that_does_not_fit_into_memory_is_refused_and_the_node_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The control thread failed of it, and with it the node; the next one by its name failed of the same adapter."""
+
+    def load(part: ServingRank, adapter: AdapterFiles) -> AdapterReady:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
+
+    one = worker()
+    one._role = ServingRank.__new__(ServingRank)
+    monkeypatch.setattr(ServingRank, "load_adapter", load)
+    with pytest.raises(CapacityError, match="out of memory"):
+        one.load_adapter(LoadAdapter(1, AdapterFiles("x", 1, {})))

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from tllm.cluster.channel import Channel
+from tllm.cluster.channel import Channel, Gone
+from tllm.cluster.heartbeat import describe
 from tllm.cluster.messages import LoadAdapter, UnloadAdapter
 from tllm.cluster.weight_messages import AdapterFiles
 from tllm.core.disk import given_path
@@ -223,10 +224,19 @@ class LoraAdapters:
             await self._recovery.until(partial(self._is_over, message.epoch), CHANGE_SECONDS)
 
     async def _ask_each(self, message: LoadAdapter) -> None:
-        async def ask(node: str, channel: Channel, rank: int) -> None:
-            await channel.ask(message, LOAD_SECONDS)
+        refusals, members = list[TllmError](), self._coordinator.members
 
-        await self._coordinator.members.each(ask)
+        async def ask(node: str, channel: Channel, rank: int) -> None:
+            try:
+                await channel.ask(message, LOAD_SECONDS)
+            except Gone:
+                raise
+            except TllmError as error:  # for which the rank need not begin anew, as for a part that it refuses
+                refusals.append(type(error)(f"{describe(members.state, node)}: {error.message}", error.hint))
+
+        await members.each(ask)
+        if refusals:
+            raise refusals[0]
 
     def _is_over(self, epoch: int) -> bool:
         return self._coordinator.state.epoch != epoch

@@ -7,6 +7,7 @@ import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,7 +19,7 @@ from tests.unit.node.front_end.test_remote_engine import MODEL
 from tllm.cluster.certificates import Authority
 from tllm.cluster.consensus.replica import Deposed
 from tllm.cluster.heartbeat import LATE_SECONDS
-from tllm.cluster.messages import NodeFacts, Outputs
+from tllm.cluster.messages import AdapterReady, LoadAdapter, NodeFacts, Outputs, UnloadAdapter
 from tllm.cluster.state import NodeJoined, NodeLost, Planned, RankBroken, RankReady
 from tllm.core.errors import CapacityError, ClusterError, WeightsError
 from tllm.engine.schedule.limits import EngineConfig
@@ -323,3 +324,29 @@ def test_an_adapter_that_is_loaded_while_a_node_is_lost_waits_for_the_next_epoch
     with pytest.raises(ClusterError, match="does not serve now"):
         asyncio.run(cluster.adapters.load("x", str(save_adapter(model, tmp_path / "x"))))
     assert not list(cluster.coordinator.weights.adapters), "and nothing is kept of it"
+
+
+def test_an_adapter_that_a_node_has_no_room_for_leaves_its_rank_as_it_is(
+    cluster: Serving, model: Path, tmp_path: Path
+) -> None:
+    """Its refusal counted as one of its part: all requests paused, and the next epoch began."""
+
+    class Lacking:
+        def __init__(self, node: str) -> None:
+            self.node, self.posted = node, list[Any]()
+
+        async def ask(self, message: LoadAdapter, seconds: float) -> AdapterReady:
+            if self.node == "b":
+                raise CapacityError("out of memory", "give it more")
+            return AdapterReady(0)
+
+        def post(self, message: Any) -> None:
+            self.posted.append(message)
+
+    channels: dict[str, Any] = {node: Lacking(node) for node in "ab"}
+    cluster.coordinator.members.channels = channels
+    cluster.recovery.is_open = True
+    with pytest.raises(CapacityError, match=r"^node b \(rank 1, .*\): out of memory"):
+        asyncio.run(cluster.adapters.load("x", str(save_adapter(model, tmp_path / "x"))))
+    assert cluster.health().ready and not list(cluster.coordinator.weights.adapters)
+    assert [type(message) for message in channels["a"].posted] == [UnloadAdapter], "who has it lets go of it"
