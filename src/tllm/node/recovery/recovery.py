@@ -209,7 +209,7 @@ class Recovery:
         if self._coordinator.local is not None and node in self._coordinator.local.names:
             self._coordinator.local.kill(node)
         elif self._formed.is_set():
-            self._coordinator.invite(1)
+            self._invite_another()
         if has_rank:
             loss = Loss(node, error)
             self.losses.add(loss)
@@ -337,6 +337,13 @@ class Recovery:
         if not taken or (self.policy == "wait" and len(taken) < wanted):
             raise ClusterError(f"{len(taken)} of {wanted} nodes are here", "let others join")
         return self._job.plan_on(taken)
+
+    def _invite_another(self) -> None:
+        """Ask for a node from elsewhere. The work goes on where nobody can be asked, as when a disk takes no file."""
+        try:
+            self._coordinator.invite(1)
+        except TllmError as error:
+            log.warning("no other node is asked for: %s", error.message)
 
     def _computes(self, member: Member) -> bool:
         """Whether the work waits for this node: not if it has no rank of the plan, and only lent its memory."""

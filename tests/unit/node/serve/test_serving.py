@@ -21,7 +21,7 @@ from tllm.cluster.consensus.replica import Deposed
 from tllm.cluster.heartbeat import LATE_SECONDS
 from tllm.cluster.messages import AdapterReady, LoadAdapter, NodeFacts, Outputs, UnloadAdapter
 from tllm.cluster.state import NodeJoined, NodeLost, Planned, RankBroken, RankReady
-from tllm.core.errors import CapacityError, ClusterError, WeightsError
+from tllm.core.errors import CapacityError, ClusterError, ConfigError, WeightsError
 from tllm.engine.schedule.limits import EngineConfig
 from tllm.node.coordinator.cluster_options import LOOPBACK, ClusterOptions
 from tllm.node.serve import serving
@@ -350,3 +350,20 @@ def test_an_adapter_that_a_node_has_no_room_for_leaves_its_rank_as_it_is(
         asyncio.run(cluster.adapters.load("x", str(save_adapter(model, tmp_path / "x"))))
     assert cluster.health().ready and not list(cluster.coordinator.weights.adapters)
     assert [type(message) for message in channels["a"].posted] == [UnloadAdapter], "who has it lets go of it"
+
+
+def test_a_loss_is_one_where_nobody_can_be_asked_for_another_node(
+    cluster: Serving, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A disk that took no file by which another would find its way here ended the coordinator with the lost node."""
+
+    def refuse(count: int, address: str, token: str) -> None:
+        raise ConfigError("cannot write .join-1: No space left on device")
+
+    cluster.coordinator.invitation = Invitation(JoinLine(refuse), "here:1", 2)
+    cluster.recovery.take_up()
+    cluster.recovery.is_open = True
+    cluster.coordinator.members.record(NodeLost("b", "gone"))
+    cluster.recovery.on_loss("b", ClusterError("gone"))
+    assert not cluster.is_open and cluster.recovery.lost_ranks == 1
+    assert "no other node is asked for: cannot write .join-1" in caplog.text
