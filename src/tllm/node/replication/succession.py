@@ -13,6 +13,7 @@ from tllm.cluster.certificates import Authority
 from tllm.cluster.connection import format_address
 from tllm.cluster.consensus.replica import Deposed, Replica
 from tllm.cluster.consensus.replicated_state import ReplicatedState, ReplicatedWork
+from tllm.core.errors import TllmError
 from tllm.node.coordinator.coordinator import Coordinator
 from tllm.node.coordinator.workload import Workload
 from tllm.node.recovery.recovery import Policy, Recovery
@@ -80,7 +81,8 @@ class Office:
     async def coordinate(self, job: SuccessorJob, work: Work) -> None:
         """Coordinate the cluster until the replica leads no more: then Deposed is raised; or until `work` has ended it.
 
-        Nodes that were in the last plan keep their ranks, and what they have in memory.
+        Nodes that were in the last plan keep their ranks, and what they have in memory. A TllmError or an OSError of
+        what runs here is raised as it is: this process cannot coordinate, and another may.
         """
         coordinator, state = job.coordinator, self.state
         coordinator.resume(state.epoch, state.tokens)
@@ -100,7 +102,8 @@ class Office:
                     running.cancel()
                     opening.cancel()
         except ExceptionGroup as group:
-            raise next((error for error in group.exceptions if isinstance(error, Deposed)), group) from None
+            told = [error for error in group.exceptions if isinstance(error, TllmError | OSError)]
+            raise min(told, key=lambda error: not isinstance(error, Deposed), default=group) from None
         finally:
             coordinator.members.abandon()
             coordinator.control_server.close()
