@@ -18,7 +18,7 @@ Phase = Literal["joined", "assigned", "prepared", "loading", "loaded", "ready", 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
     """One node: what it said of itself, its rank in the plan of this epoch, and how far it is.
 
-    `heard` is when its last heartbeat came, `stepped` when one last reported a new batch, both by time.monotonic().
+    `heard` is when its last heartbeat came, `stepped` when one last reported a new batch, both by `Membership.now`.
     `before` is the rank that it had under a coordinator that has ended since. `peer`: the rank that it could not take
     its part for, if it could not, and this was between the two. `role`: what it does beside the plan, without a rank;
     it answers at the port `answers_at` once that is not 0, together with those of its `team`.

@@ -42,12 +42,12 @@ class OpenRequests:
 
     A request keeps the tokens that it got: `resume` sends them to the driver of the next epoch, where the request goes
     on with the very next token. That is the same in any epoch, as it follows from the tokens before it, the request's
-    seed and its position.
+    seed and its position. `busy_since`: when the first of those that are open now began, by the clock.
     """
 
-    def __init__(self, send: Callable[[Message], None]) -> None:
-        self._send = send
-        self.busy_since = 0.0  # when the first of those that are open now began, by time.monotonic()
+    def __init__(self, send: Callable[[Message], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._send, self._clock = send, clock
+        self.busy_since = 0.0
         self._open: dict[str, _Open] = {}
 
     def __len__(self) -> int:
@@ -60,7 +60,7 @@ class OpenRequests:
         request = request.seeded()
         self._send(Submit(request))
         if not self._open:
-            self.busy_since = time.monotonic()
+            self.busy_since = self._clock()
         open_request = self._open[request.id] = _Open(request)
         ended = False
         try:

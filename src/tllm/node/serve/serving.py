@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import time
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -69,7 +68,7 @@ class Serving:
     ) -> None:
         assert isinstance(work.settings, EngineSettings) and work.folder is not None, "serving takes a model's folder"
         self.model_name = model_name(work.folder)
-        self.requests = OpenRequests(self._send)
+        self.requests = OpenRequests(self._send, lambda: self.coordinator.members.now())
         self.node_requests = NodeRequests(self._post)
         self.fault: TllmError | None = None
         self.advice, self.gain = "", 0.0
@@ -201,7 +200,7 @@ class Serving:
         return Health(
             ready=(self.is_open and self.state.is_ready) or self._only_moves(),
             running=running,
-            seconds_since_step=time.monotonic() - since if running else 0.0,
+            seconds_since_step=self.coordinator.members.now() - since if running else 0.0,
             node=node,
             reason=reason,
             waits_for=holder(self.state) if running else "",

@@ -19,8 +19,8 @@ from tests.unit.node.front_end.test_remote_engine import MODEL
 from tllm.cluster.certificates import Authority
 from tllm.cluster.consensus.replica import Deposed
 from tllm.cluster.heartbeat import LATE_SECONDS
-from tllm.cluster.messages import AdapterReady, LoadAdapter, NodeFacts, Outputs, UnloadAdapter
-from tllm.cluster.state import NodeJoined, NodeLost, Planned, RankBroken, RankReady
+from tllm.cluster.messages import AdapterReady, Heartbeat, LoadAdapter, NodeFacts, Outputs, UnloadAdapter
+from tllm.cluster.state import NodeHeard, NodeJoined, NodeLost, Planned, RankBroken, RankReady
 from tllm.core.errors import CapacityError, ClusterError, ConfigError, WeightsError
 from tllm.engine.schedule.limits import EngineConfig
 from tllm.node.coordinator.cluster_options import LOOPBACK, ClusterOptions
@@ -367,3 +367,24 @@ def test_a_loss_is_one_where_nobody_can_be_asked_for_another_node(
     cluster.recovery.on_loss("b", ClusterError("gone"))
     assert not cluster.is_open and cluster.recovery.lost_ranks == 1
     assert "no other node is asked for: cannot write .join-1" in caplog.text
+
+
+def test_a_server_that_was_suspended_is_not_said_to_stand_still_afterwards(cluster: Serving) -> None:
+    """The coordinator's clock leaves its pauses out; under a load without a gap the server was unwell from then on."""
+    members = cluster.coordinator.members
+    now = members.now() - 600.0  # so long it was suspended
+    members.surroundings = members.surroundings._replace(clock=lambda: now)
+
+    async def scene() -> None:
+        nonlocal now
+        waiting = ask(cluster)
+        await asyncio.sleep(0)
+        now += 40.0
+        for batches in (1.0, 2.0):
+            members.record(NodeHeard("a", Heartbeat(stats={"batches": batches}), members.now()))
+        assert cluster.health().seconds_since_step == 0.0
+        now += 5.0
+        assert cluster.health().seconds_since_step == 5.0
+        waiting.cancel()
+
+    play(scene)
