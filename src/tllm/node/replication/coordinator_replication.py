@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from tllm.cluster.certificates import COORDINATOR, Authority
+from tllm.cluster.channel import Channel
 from tllm.cluster.connection import Address
 from tllm.cluster.consensus.replica import Deposed, Replica
 from tllm.cluster.consensus.replicated_state import (
@@ -90,7 +91,7 @@ class CoordinatorReplication:
         self._agreed_work: Workload | None = None
         self._phase: Literal["begins", "founded", "hands over", "over"] = "begins"
         self._failed: dict[str, NoReplica] = {}
-        self._told: dict[str, tuple[int, tuple[ReplicaPlace, ...]]] = {}  # which channel of a node was told what
+        self._told: dict[str, tuple[Channel, tuple[ReplicaPlace, ...]]] = {}  # which channel of a node was told what
         self._replies = ReplicatedReplies(self.propose)
 
     async def run(self) -> None:
@@ -309,7 +310,7 @@ class CoordinatorReplication:
         voters = self._replica.raft.log.configuration
         places = voters if len(voters) > 1 else ()
         channels = self._coordinator.members.channels
-        told = {node: (id(channel), places) for node, channel in channels.items()}
+        told = {node: (channel, places) for node, channel in channels.items()}
         for node in told:
             if self._told.get(node) != told[node]:
                 channels[node].post(Replicas(places))
