@@ -121,8 +121,10 @@ class _Server:
         self._asked.append(worker)
         try:
             socket.send_fds(self._control, [b"w"], [their_stdin, their_stderr])
-        except OSError:  # it has ended, as `_follow` is about to hear
+        except OSError:  # it has ended, as `_follow` is about to hear, or has heard while the pipes were made
             log.debug("the fork server has ended")
+            if self.has_ended:
+                worker.exit_code.set_result(None)
         os.close(their_stdin)
         os.close(their_stderr)
         return worker

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+from collections import deque
 from types import SimpleNamespace
 
 import pytest
 
 from tllm.node.sources.local_workers import LocalWorker
-from tllm.node.sources.worker_forks import WorkerProcess
+from tllm.node.sources.worker_forks import WorkerProcess, _Server
 
 
 def test_whatever_a_worker_prints_is_read_its_warnings_are_told_and_its_end_is_heard(
@@ -59,3 +61,19 @@ def test_one_that_was_killed_with_all_others_is_not_said_to_have_lost_its_parent
     asyncio.run(hear())
     ((_, how, _),) = ends
     assert words in how
+
+
+def test_a_worker_that_is_asked_for_as_the_server_ends_is_given_up_too() -> None:
+    """Nobody told its end, and so none was started in its place."""
+
+    async def ask() -> None:
+        control, theirs = socket.socketpair()
+        theirs.close()
+        server = _Server.__new__(_Server)
+        server._control, server._asked, server.has_ended = control, deque(), True
+        with control:
+            worker = await server.fork()
+        assert worker.exit_code.done()
+        worker.stdin.close()
+
+    asyncio.run(ask())
