@@ -188,6 +188,10 @@ def engine_options(model: Path | str, plan: str = "pp=1", **args: Unpack[EngineA
     kv_cache_dtype = args.get("kv_cache_dtype", "auto")
     check_kv_cache_dtype(kv_cache_dtype)
     check_numa_binding(args.get("numa_binding", "auto"))
+    page_size, max_num_seqs = args.get("page_size", PAGE_SIZE), args.get("max_num_seqs", MAX_NUM_SEQS)
+    for name, number in (("page_size", page_size), ("max_num_seqs", max_num_seqs)):
+        if number < 1:
+            raise ConfigError(f"{name} is {number}, and no request could ever begin", "give 1 or more")
     lost_after = args.get("lost_after", SILENCE_SECONDS)
     check_lost_after(lost_after)
     asked_model_len = args.get("max_model_len")
@@ -199,10 +203,10 @@ def engine_options(model: Path | str, plan: str = "pp=1", **args: Unpack[EngineA
         plan=Plan.parse(plan, spec.num_layers),
         dtype=dtype,
         threads=args.get("threads"),
-        page_size=args.get("page_size", PAGE_SIZE),
+        page_size=page_size,
         kv_cache_memory=args.get("kv_cache_memory"),
         asked_model_len=asked_model_len,
-        max_num_seqs=args.get("max_num_seqs", MAX_NUM_SEQS),
+        max_num_seqs=max_num_seqs,
         num_speculative_tokens=drafts.num_speculative_tokens if drafts else args.get("num_speculative_tokens", 0),
         speculative_config=drafts,
         quantize=args.get("quantize"),

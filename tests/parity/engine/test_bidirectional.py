@@ -101,6 +101,14 @@ def test_every_plan_comes_to_what_transformers_does(case: str, tmp_path: Path) -
                     torch.testing.assert_close(got, torch.stack(wanted[kind]), rtol=1e-8, atol=1e-8)
 
 
+def test_on_a_grid_of_several_squares_a_token_sees_those_that_another_square_would_compute(tmp_path: Path) -> None:
+    model = save("qwen2", tmp_path)
+    wanted = torch.stack([truth(model, "mean", ids) for ids in prompts()])
+    with Engine.load(tmp_path, "tp=8,tensor=2.5d", ONE_OR_TWO) as engine:
+        got = torch.tensor(pooled(engine, "mean", prompts()), dtype=torch.float64)
+    torch.testing.assert_close(got, wanted, rtol=1e-8, atol=1e-8)
+
+
 @pytest.mark.parametrize("case", WINDOWED)
 @pytest.mark.timeout(180)
 def test_windows_and_latents_that_are_not_causal_come_to_what_transformers_does(case: str, tmp_path: Path) -> None:

@@ -223,6 +223,10 @@ def test_what_cannot_be_loaded_leaves_nothing_behind(ids_only: Path, tmp_path: P
         LLM(ids_only, plan="pp=9")
     with pytest.raises(ConfigError, match="max_model_len 999999 is more than"):
         LLM(ids_only, max_model_len=999_999)
+    with pytest.raises(ConfigError, match="max_num_seqs is 0, and no request"):
+        LLM(ids_only, max_num_seqs=0)
+    with pytest.raises(ConfigError, match="page_size is -1, and no request"):
+        LLM(ids_only, page_size=-1)
     with pytest.raises(ConfigError, match="'gpu' is no device"):
         LLM(tmp_path / "nowhere", device="gpu")  # told before the folder is looked for
     with pytest.raises(ConfigError, match="kv_cache_dtype is 'q8_0'"):

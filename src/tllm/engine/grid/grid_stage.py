@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from tllm.comm.collectives.group import solo
 from tllm.engine.compute.adapted_rows import AdaptedRows
 from tllm.engine.compute.logprobs import take_rows
 from tllm.engine.compute.paged_attention import PagedAttend
@@ -32,7 +33,9 @@ class GridModel:
     """
 
     def __init__(self, model: Transformer, mesh: StationaryMesh) -> None:
-        self.model, self.grid, self.copies = model, mesh.grid, mesh.copies
+        self.model, self.grid = model, mesh.grid
+        # A token that sees those after it needs the rows of other squares, so that each square computes all of them.
+        self.copies = solo() if model.spec.bidirectional else mesh.copies
         self.is_first, self.is_last = model.is_first, model.is_last
         self.received_width, self.scales_by_length = model.received_width, model.scales_by_length
         width = model.spec.hidden_size

@@ -87,6 +87,8 @@ class PageBuffer:
         """Take over those kv heads of one layer of a page that are held here, from bytes of the model's `heads`."""
         own = self._layers[number].heads
         first, stop = max(own[0], heads[0]), min(own[1], heads[1])
+        if first >= stop:  # they have heads in common in other layers alone
+            return
         at = 0
         for x in self._bytes[number]:
             rows = np.frombuffer(content, np.uint8, size(heads) * x.shape[2], at).reshape(size(heads), -1)

@@ -85,7 +85,6 @@ class PageFolder:
         self._lock = threading.Lock()
         self._boxes: dict[bytes, tuple[Box, ...]] = {}
         self._used = self._since_scan = 0
-        self._added: list[tuple[bytes, Box]] = []  # since a scan began
         make_private(self.root)
         try:
             make_private(self.folder)
@@ -109,15 +108,14 @@ class PageFolder:
         return self._boxes.get(name, ())
 
     def names(self) -> list[bytes]:
-        """All pages of which there is some file."""
-        with self._lock:
-            return list(self._boxes)
+        """All pages of which there is some file. Like `boxes` it waits for no scan: a node's event loop calls it."""
+        return list(self._boxes)
 
     def has_file(self, name: bytes, box: Box) -> bool:
         """Whether this file is there, if only since another process wrote it."""
         if box not in self.boxes(name) and self.path(name, box).exists():
             with self._lock:
-                self._boxes[name] = (*self._boxes.get(name, ()), box)
+                self._note(name, box)
         return box in self.boxes(name)
 
     def path(self, name: bytes, box: Box) -> Path:
@@ -143,8 +141,7 @@ class PageFolder:
             return False
         self._trouble.accepted()
         with self._lock:
-            self._boxes[name] = (*self._boxes.get(name, ()), box)
-            self._added.append((name, box))
+            self._note(name, box)
             self.bytes_written += nbytes
             self._used, self._since_scan = self._used + nbytes, self._since_scan + nbytes
             is_due = self._used > self.limit or self._since_scan * SCANS > self.limit
@@ -173,9 +170,20 @@ class PageFolder:
                 self._boxes.pop(name, None)
 
     def scan(self) -> None:
-        """Find what is there, and delete what is too much: the least recently used files of all models."""
+        """Find what is there, and delete what is too much: the least recently used files of all models.
+
+        Files that come meanwhile are noted after it, so that none is forgotten that it has not seen.
+        """
         with self._lock:
-            self._added.clear()
+            self._scan()
+
+    def _note(self, name: bytes, box: Box) -> None:
+        """There is such a file. A scan may have found it since it was written."""
+        known = self._boxes.get(name, ())
+        if box not in known:
+            self._boxes[name] = (*known, box)
+
+    def _scan(self) -> None:
         known: dict[bytes, tuple[Box, ...]] = {}
         found: list[tuple[int, int, str]] = []
         for entry in _files(self.root):
@@ -199,11 +207,7 @@ class PageFolder:
             if path.startswith(own) and (parts := FILE.fullmatch(path.rpartition(os.sep)[2])) is not None:
                 name = bytes.fromhex(parts[1])
                 known[name] = (*known.get(name, ()), Box(*map(int, parts.groups()[1:])))
-        with self._lock:
-            for name, box in self._added:
-                if box not in known.get(name, ()):
-                    known[name] = (*known.get(name, ()), box)
-            self._boxes, self._used, self._since_scan = known, used, 0
+        self._boxes, self._used, self._since_scan = known, used, 0
 
     def stats(self) -> dict[str, float]:
         """Totals since the start, under the names that metrics have."""

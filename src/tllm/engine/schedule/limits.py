@@ -82,6 +82,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     def check(self) -> None:
         """Refuse sizes with which no batch could be made, and a cache that nobody knows."""
         check_kv_cache_dtype(self.kv_cache_dtype)
+        if self.max_num_seqs < 1:
+            raise ConfigError(f"max_num_seqs is {self.max_num_seqs}: no request could ever begin", "give 1 or more")
         if self.max_num_batched_tokens <= self.max_num_seqs:
             raise ConfigError(
                 f"batches of {self.max_num_batched_tokens} tokens leave no room for prompts beside "

@@ -14,6 +14,10 @@ MAX_ROW_COUNTS = 32
 """Numbers of rows whose seconds are remembered, those seen last."""
 
 
+FIRST_PATIENCE, MOST_PATIENCE = 16, 2048
+"""Steps in which no draft seems worth a row, until the cost of a row is measured anew: at first, and at the most."""
+
+
 class StepCost:
     """Seconds of a step by its number of rows, measured: a line through steps with drafts, and each count without.
 
@@ -26,6 +30,7 @@ class StepCost:
         self._without_drafts: dict[int, float] = {}
         self._with_drafts: dict[int, float] = {}
         self.base_seconds, self.row_seconds = 1.0, INITIAL_ROW_SHARE
+        self._patience, self._refused = FIRST_PATIENCE, 0
 
     def record(self, rows: int, seconds: float, has_drafts: bool) -> None:
         """Take in one step."""
@@ -34,11 +39,27 @@ class StepCost:
         averages[rows] = average + NEW_STEP_WEIGHT * (seconds - average)
         if len(averages) > MAX_ROW_COUNTS:
             del averages[next(iter(averages))]
+        self._draw_line()
+
+    def refuse(self) -> None:
+        """Note a step in which no draft seemed worth a row. After some, what those with drafts took is forgotten.
+
+        Something may have held one of them up, and without drafts none would tell. If a row does cost so much, the
+        steps that show it lose; so each time it takes twice as many until the next.
+        """
+        self._refused += 1
+        if self._refused == self._patience:
+            self._refused, self._patience = 0, min(2 * self._patience, MOST_PATIENCE)
+            self._with_drafts.clear()
+            self._draw_line()
+
+    def _draw_line(self) -> None:
         points = self._with_drafts if len(self._with_drafts) > 1 else {**self._without_drafts, **self._with_drafts}
         if len(points) == 1:
-            self.row_seconds = INITIAL_ROW_SHARE * points[rows]
-            self.base_seconds = points[rows] - rows * self.row_seconds
-        else:
+            ((rows, seconds),) = points.items()
+            self.row_seconds = INITIAL_ROW_SHARE * seconds
+            self.base_seconds = seconds - rows * self.row_seconds
+        elif points:
             slope, self.base_seconds = linear_regression(list(points), list(points.values()))
             self.row_seconds = max(0.0, slope)
 

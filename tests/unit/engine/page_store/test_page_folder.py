@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -71,6 +73,27 @@ def test_least_recently_used_files_go_first_and_later_pages_before_earlier_ones(
     assert [n for n in range(11) if NAMES[n] in pages] == [0, 1, 2, 5, 6, 7, 8, 9, 10]
     assert [n for n in range(11) if pages.path(NAMES[n], BOX).exists()] == [0, 1, 2, 5, 6, 7, 8, 9, 10]
     assert not put(pages, NAMES[11], nbytes=1001), "more than there is room for at all"
+
+
+def test_what_is_written_while_the_folder_is_read_is_known_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread writes, and has the folder read once more, as so much was written since."""
+    pages, walk = folder(tmp_path, limit=1000), page_folder_module._files
+    writer, walks = threading.Thread(target=put, args=(pages, NAMES[1])), list[Path]()
+
+    def files(root: Path) -> Iterator[os.DirEntry[str]]:
+        found = list(walk(root))
+        walks.append(root)
+        if len(walks) == 1:
+            writer.start()
+            writer.join(0.5)
+        yield from found
+
+    monkeypatch.setattr(page_folder_module, "_files", files)
+    pages.scan()
+    writer.join()
+    assert len(walks) == 2 and NAMES[1] in pages
 
 
 def test_the_limit_is_for_all_models_and_servers(tmp_path: Path) -> None:

@@ -102,6 +102,29 @@ def test_any_cut_finds_what_any_other_has_written(
                     assert torch.equal(mine[:, rest].view(torch.uint8), before[slice(*heads), rest].view(torch.uint8))
 
 
+def test_layers_that_have_other_numbers_of_heads_are_found_by_any_other_cut(tmp_path: Path) -> None:
+    """The least box of a rank's file is then wider than what it has of some layers: sixteen heads and eight here."""
+    chain, cache = chain_of(), truth(1)
+    cache = {layer: tuple(torch.cat([x] * (4 if layer else 2)) for x in cache[layer]) for layer in range(2)}
+    empty = {layer: tuple(torch.zeros_like(x) for x in cache[layer]) for layer in cache}
+
+    def held(of: Truth, ranks: int, place: int) -> dict[int, HeldLayer]:
+        each = {layer: len(of[layer][0]) // ranks for layer in of}
+        return {n: part_of(of, range(n, n + 1), (place * each[n], (place + 1) * each[n]))[n] for n in of}
+
+    for place in range(8):
+        with rank(tmp_path, held(cache, 8, place)) as pages:
+            pages.save(SavePages(chain, ((1, 2), (5, 1))))
+    for ranks in (1, 2, 4):
+        for place in range(ranks):
+            mine, whole = held(empty, ranks, place), held(cache, ranks, place)
+            with rank(tmp_path, mine) as pages:
+                assert taken(pages, chain) == 3, f"rank {place} of {ranks}"
+            for layer in mine:
+                for came, sent in zip(mine[layer].tensors, whole[layer].tensors, strict=True):
+                    assert torch.equal(came[:, 3 * PAGE : 4 * PAGE], sent[:, PAGE : 2 * PAGE])
+
+
 def test_a_page_of_which_a_head_is_missing_ends_what_is_taken(tmp_path: Path) -> None:
     cache, chain = truth(1), chain_of()
     saved(tmp_path, cache, chain, (range(3), (0, 3)))
