@@ -221,7 +221,7 @@ class Silence:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._watch()
+        self._timer: asyncio.Handle = asyncio.get_running_loop().call_soon(self._watch)
 
     def cancel(self) -> None:
         self._timer.cancel()
