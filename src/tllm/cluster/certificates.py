@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -31,6 +32,9 @@ VALIDITY = datetime.timedelta(days=3650)
 its name has another, so an early end would protect little. It would end clusters: no certificate is renewed.
 """
 P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # FIPS 186-5
+UNREADABLE_PEM = (ValueError, UnsupportedAlgorithm, x509.InvalidVersion)
+"""What `cryptography` raises for a certificate or a request that is none, or is of a kind that it does not know."""
+
 KEY_FILE, CERTIFICATE_FILE = "authority.key", "authority.pem"
 
 
@@ -126,7 +130,7 @@ class Authority:
     @property
     def fingerprint(self) -> bytes:
         """Of its key, as RFC 7469 pins one: so that an authority of a secret has the same in every process."""
-        return _key_digest(self._certificate)
+        return _digest_of(self._key.public_key())
 
     @property
     def cluster(self) -> str:
@@ -142,7 +146,7 @@ class Authority:
             csr = x509.load_pem_x509_csr(request)
             sound = csr.is_signature_valid
             key = csr.public_key()
-        except ValueError as error:
+        except UNREADABLE_PEM as error:
             raise AuthError(f"the signing request of {name} cannot be read: {error}") from error
         if not sound or not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
             raise AuthError(f"the signing request of {name} is not one of a P-256 key that its sender holds")
@@ -176,11 +180,14 @@ def make_request(name: str) -> tuple[bytes, bytes]:
 
 
 def fingerprint_of(certificate: bytes) -> bytes:
-    """SHA-256 of the public key in a PEM certificate. AuthError when it is none."""
+    """SHA-256 of the public key in a PEM certificate. AuthError when it is none of an authority of ours."""
     try:
-        return _key_digest(x509.load_pem_x509_certificate(certificate))
-    except ValueError as error:
+        key = x509.load_pem_x509_certificate(certificate).public_key()
+    except UNREADABLE_PEM as error:
         raise AuthError(f"what was offered as the cluster's certificate cannot be read: {error}") from error
+    if not isinstance(key, ec.EllipticCurvePublicKey):
+        raise AuthError("what was offered as the cluster's certificate is of another kind than ours")
+    return _digest_of(key)
 
 
 def check_name(name: str) -> None:
@@ -206,12 +213,6 @@ def _loaded(key: bytes) -> ec.EllipticCurvePrivateKey:
     if not isinstance(private, ec.EllipticCurvePrivateKey):
         raise AuthError("the key of the cluster's authority is of another kind than ours")
     return private
-
-
-def _key_digest(certificate: x509.Certificate) -> bytes:
-    key = certificate.public_key()
-    assert isinstance(key, ec.EllipticCurvePublicKey), "our authorities have no other"
-    return _digest_of(key)
 
 
 def _digest_of(key: ec.EllipticCurvePublicKey) -> bytes:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import datetime
+import ssl
 import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -95,6 +96,28 @@ def test_a_request_is_signed_only_for_a_p256_key_that_its_sender_holds() -> None
         pem = b"no longer a request"
     with pytest.raises(AuthError):
         authority.sign(pem, "n")
+
+
+P256 = bytes.fromhex("06082a8648ce3d030107")  # the curve's name in DER
+UNKNOWN_CURVE = P256[:-1] + b"\2"
+
+
+def test_what_nobody_here_can_read_is_refused_and_ends_nothing_else() -> None:
+    """`cryptography` has errors of its own for keys and versions that it does not know: no ValueErrors."""
+    request = x509.load_pem_x509_csr(make_request("n")[1]).public_bytes(serialization.Encoding.DER)
+    for changed in (request.replace(P256, UNKNOWN_CURVE), request.replace(b"\2\1\0", b"\2\1\5", 1)):
+        assert changed != request
+        pem = ssl.DER_cert_to_PEM_cert(changed).replace("CERTIFICATE", "CERTIFICATE REQUEST")
+        with pytest.raises(AuthError, match="the signing request of n cannot be read"):
+            Authority.create().sign(pem.encode(), "n")
+    certificate = ssl.PEM_cert_to_DER_cert(Authority.create().pem.decode())
+    unknown = ssl.DER_cert_to_PEM_cert(certificate.replace(P256, UNKNOWN_CURVE)).encode()
+    with pytest.raises(AuthError, match="cannot be read"):
+        fingerprint_of(unknown)
+    key, name, now = rsa.generate_private_key(65537, 2048), x509.Name([]), datetime.datetime.now(datetime.UTC)
+    builder = x509.CertificateBuilder(name, name, key.public_key(), 1, now, now + datetime.timedelta(1))
+    with pytest.raises(AuthError, match="of another kind than ours"):
+        fingerprint_of(builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
 
 
 @pytest.mark.parametrize("name", ["coordinator", "", "-a", "A", "a.b", "a" * 64, "a b", "ä"])
