@@ -68,7 +68,7 @@ class EpochLinks:
     def expect(self, cluster: str, epoch: int, wires: Iterable[Wire]) -> threading.Event:
         """As `Listener.expect`."""
         with self._changed:
-            if cluster == self._cluster and epoch < self._least_epoch:
+            if self._cluster in ("", cluster) and epoch < self._least_epoch:
                 raise LinkClosed(f"epoch {epoch} is over, epoch {self._least_epoch} runs")
             if (cluster, epoch) != (self._cluster, self._epoch):
                 self._end_epoch()

@@ -48,3 +48,12 @@ def test_an_epoch_that_is_over_cannot_begin_again_and_ends_who_waits_for_it() ->
         links.expect("test", 5, [Wire(0, 1)])
     with pytest.raises(LinkClosed, match="the epoch was over before rank 0 had dialled rank 1"):
         links.wait_for(Wire(0, 1), 10.0, over, ("127.0.0.1", 0))
+
+
+def test_an_epoch_that_was_over_before_the_first_one_began_here_does_not_begin() -> None:
+    links = EpochLinks()
+    links.end_epochs_before(6)
+    with pytest.raises(LinkClosed, match="epoch 5 is over, epoch 6 runs"):
+        links.expect("test", 5, [Wire(0, 1)])
+    links.expect("test", 6, [Wire(0, 1)])
+    assert links.answer(LinkHello("test", 6, 0, 1), patient=False) == LinkWelcome()
