@@ -72,7 +72,8 @@ class TrainedSteps(msgspec.Struct, frozen=True, kw_only=True):
 class ReplicatedState(msgspec.Struct, frozen=True, kw_only=True):
     """`term` and `coordinator`: since which term who coordinates, and where it listens for nodes. `ranks` are the nodes
     of the plan of `epoch`, in order. Members that are the coordinator's `own` processes end with it. `replies` may be
-    taken up by their ids. `trained` is None where nothing is trained, or no step has begun."""
+    taken up by their ids; the first to begin stands first. `trained` is None where nothing is trained, or no step has
+    begun."""
 
     cluster: str = ""
     authority: SigningKey | None = None
@@ -209,8 +210,8 @@ def apply_entry(state: ReplicatedState, entry: AnyEntry) -> ReplicatedState:
                 return state
             return _replace(state, epoch=entry.epoch, plan=entry.plan, ranks=entry.nodes)
         case ReplyOpened():
-            opened = {entry.record.id: KeptReply(record=entry.record, requests=entry.requests)}
-            return _replace(state, replies={**opened, **state.replies})
+            name, opened = entry.record.id, KeptReply(record=entry.record, requests=entry.requests)
+            return _replace(state, replies={**state.replies, name: state.replies.get(name, opened)})
         case ReplyGrown():
             return _with_outputs(state, entry)
         case ReplyForgotten():

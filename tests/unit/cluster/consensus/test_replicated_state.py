@@ -128,6 +128,16 @@ def test_outputs_follow_those_before_and_none_is_lost_or_doubled() -> None:
     assert machine.state.replies == {}
 
 
+def test_replies_stand_in_the_order_in_which_they_began() -> None:
+    """Whoever takes over takes them up in that order: of those that have ended the oldest gives way first."""
+    records = [StreamRecord(id=name, body=b"{}", owner="", created=1) for name in ("a", "b", "c")]
+    machine = after(*(ReplyOpened(record, (REQUEST,)) for record in (*records, records[0])))
+    machine.apply(encoded(ReplyGrown("b", 0, outputs(1))))
+    other = ReplicatedMachine()
+    other.restore(machine.snapshot())
+    assert list(machine.state.replies) == list(other.state.replies) == ["a", "b", "c"]
+
+
 def test_bytes_that_are_no_entry_or_no_state_are_refused() -> None:
     machine = ReplicatedMachine()
     for content in (b"", b"\xc1", msgspec.msgpack.encode({"type": "Nothing"}), encoded(ALL[0])[:-1]):
