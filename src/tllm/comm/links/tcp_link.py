@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from tllm.comm.links.errors import nothing_taken
+from tllm.comm.links.errors import closed_here, nothing_taken
 from tllm.comm.links.framed_link import FramedLink
 from tllm.comm.links.link import DEADLINE
 from tllm.comm.links.send_buffer import PendingSend, SendBuffer, has_hung_up, is_authentic, milliseconds, shut
@@ -120,9 +120,14 @@ class ReceiveBuffer:
 
 
 def push_any(pending_sends: Sequence[PendingSend], seconds: float, reading: socket.socket | None = None) -> bool:
-    """Whether a socket of `pending_sends` took more, or `reading` has something, within `seconds`."""
+    """Whether a socket of `pending_sends` took more, or `reading` has something, within `seconds`.
+
+    LinkClosed where one of them is closed, at either end.
+    """
     ready = select.poll()
     by_file = {send.sock.fileno(): send for send in pending_sends}
+    if -1 in by_file:  # another thread has closed its link
+        raise closed_here(by_file[-1].sender.source, by_file[-1].sender.target)
     for file in by_file:
         ready.register(file, select.POLLOUT)
     if reading is not None:
