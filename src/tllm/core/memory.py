@@ -8,15 +8,14 @@ import ctypes
 import os
 import resource
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 RESET_PEAK = "5"  # Linux, man 5 proc
 
-GROUP_FILES = (
-    ("memory.max", "memory.current"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-)
+GROUPS = "sys/fs/cgroup"
+GROUP_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 """Of control groups, version 2 and version 1: what a group may use, and what it uses."""
 
 
@@ -66,12 +65,42 @@ def total_bytes(system: Path = Path("/")) -> int:
 
 
 def group_memory(system: Path = Path("/")) -> tuple[int | None, int]:
-    """Bytes of memory that this process's control group may use, None for all, and that it uses."""
-    folder = system / "sys/fs/cgroup"
-    for limit, used in GROUP_FILES:
-        with contextlib.suppress(OSError, ValueError):  # where there is no such file, or it says "max"
-            return int((folder / limit).read_text()), int((folder / used).read_text())
-    return None, 0
+    """Bytes of memory that the control groups around this process let it have, None for all, and how many of these are
+    taken, by it or by others in these groups. Cached files take none, as they give way to whoever needs memory."""
+    limits, left = list[int](), list[int]()
+    for folder in group_folders("memory", system):
+        for limit, used in GROUP_FILES:
+            with contextlib.suppress(OSError, ValueError):  # where there is no such file, or it says "max"
+                allowed, taken = (int((folder / name).read_text()) for name in (limit, used))
+                limits.append(allowed)
+                left.append(allowed - max(0, taken - _cached(folder)))
+    return (min(limits), min(limits) - min(left)) if limits else (None, 0)
+
+
+def group_folders(kind: str, system: Path = Path("/")) -> Iterator[Path]:
+    """Where the control groups that this process is in are described, for a `kind` of resource ("memory"): its own and
+    those around it, to the root, which is a container's own; first those of version 2, then those of version 1."""
+    try:
+        lines = (system / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = {words[1]: words[2] for line in lines if len(words := line.split(":", 2)) == 3}
+    alone = next((path for kinds, path in named.items() if kind in kinds.split(",")), "")
+    for top, path in ((system / GROUPS, named.get("", "")), (system / GROUPS / kind, alone)):
+        folder = top / path.lstrip("/")
+        yield folder
+        while folder != top:
+            folder = folder.parent
+            yield folder
+
+
+def _cached(group: Path) -> int:
+    """Bytes of files that a control group has in memory, with those of the groups in it."""
+    try:
+        table = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except OSError:
+        return 0
+    return sum(int(table.get(f"total_{name}", table.get(name, 0))) for name in ("inactive_file", "active_file"))
 
 
 def free_bytes(system: Path = Path("/")) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from tllm.core.errors import ConfigError
+from tllm.core.memory import group_folders
 from tllm.node.topology.machine_topology import (
     CacheLevel,
     CoreKind,
@@ -21,6 +22,8 @@ from tllm.node.topology.pci_devices import pci_devices
 from tllm.node.topology.system_files import SYSTEM, number, parse_cpu_list, read_file
 
 PROCESSORS = "sys/devices/system/cpu"
+CPUSETS = ("cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpus")
+"""Where control groups of version 2, and then of version 1, say which processors they may use."""
 KIBIBYTES = {"K": 2**10, "M": 2**20, "G": 2**30}
 HYBRID: dict[CoreKind, str] = {"performance": "sys/devices/cpu_core/cpus", "efficiency": "sys/devices/cpu_atom/cpus"}
 """Where Linux lists the processors of each kind of an Intel processor that has both."""
@@ -124,17 +127,8 @@ def allowed_processors(root: Path, affinity: Iterable[int] | None, online: Itera
 
 
 def _cpuset_files(root: Path) -> list[Path]:
-    """Where the cpuset of this process may be told: of its control group as it is named, or of the root that a
-    container sees; first those of version 2, then those of version 1."""
-    groups = [line.split(":", 2) for line in read_file(root / "proc/self/cgroup").splitlines()]
-    named = {kinds: path.lstrip("/") for _, kinds, path in (group for group in groups if len(group) == 3)}
-    unified = next((path for kinds, path in named.items() if not kinds), "")
-    alone = next((path for kinds, path in named.items() if "cpuset" in kinds.split(",")), "")
-    folder = root / "sys/fs/cgroup"
-    files = [folder / path / "cpuset.cpus.effective" for path in (unified, "")]
-    for path in (alone, ""):
-        files += [folder / "cpuset" / path / name for name in ("cpuset.effective_cpus", "cpuset.cpus")]
-    return files
+    """Where the cpuset of this process may be told."""
+    return [folder / name for folder in group_folders("cpuset", root) for name in CPUSETS]
 
 
 def _kinds(root: Path, online: Iterable[int]) -> dict[int, CoreKind]:
