@@ -181,13 +181,15 @@ def make_request(name: str) -> tuple[bytes, bytes]:
 
 def fingerprint_of(certificate: bytes) -> bytes:
     """SHA-256 of the public key in a PEM certificate. AuthError when it is none of an authority of ours."""
-    try:
-        key = x509.load_pem_x509_certificate(certificate).public_key()
-    except UNREADABLE_PEM as error:
-        raise AuthError(f"what was offered as the cluster's certificate cannot be read: {error}") from error
-    if not isinstance(key, ec.EllipticCurvePublicKey):
-        raise AuthError("what was offered as the cluster's certificate is of another kind than ours")
-    return _digest_of(key)
+    return _digest_of(_offered(certificate)[1])
+
+
+def first_certificate(offered: bytes) -> bytes:
+    """The first certificate (PEM) of what somebody offers as that of its authority. AuthError when it is none.
+
+    Only that one may be trusted once its fingerprint is found to be right: OpenSSL would trust all that stand there.
+    """
+    return _offered(offered)[0].public_bytes(serialization.Encoding.PEM)
 
 
 def check_name(name: str) -> None:
@@ -213,6 +215,18 @@ def _loaded(key: bytes) -> ec.EllipticCurvePrivateKey:
     if not isinstance(private, ec.EllipticCurvePrivateKey):
         raise AuthError("the key of the cluster's authority is of another kind than ours")
     return private
+
+
+def _offered(certificate: bytes) -> tuple[x509.Certificate, ec.EllipticCurvePublicKey]:
+    """A certificate in PEM from who knows whom, and its key."""
+    try:
+        found = x509.load_pem_x509_certificate(certificate)
+        key = found.public_key()
+    except UNREADABLE_PEM as error:
+        raise AuthError(f"what was offered as the cluster's certificate cannot be read: {error}") from error
+    if not isinstance(key, ec.EllipticCurvePublicKey):
+        raise AuthError("what was offered as the cluster's certificate is of another kind than ours")
+    return found, key
 
 
 def _digest_of(key: ec.EllipticCurvePublicKey) -> bytes:

@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from tllm import __version__
-from tllm.cluster.certificates import COORDINATOR, Identity, fingerprint_of, make_request
+from tllm.cluster.certificates import COORDINATOR, Identity, fingerprint_of, first_certificate, make_request
 from tllm.cluster.channel import QUESTION, Channel
 from tllm.cluster.connection import Address, TurnedAway, Unreachable, connect_tls
 from tllm.cluster.join_token import JoinToken
@@ -76,18 +76,19 @@ async def join(address: Address, token: JoinToken, node: str) -> Identity:
             f"the coordinator speaks protocol {welcome.protocol}, this node speaks {PROTOCOL}",
             "install the same version of tllm on every machine",
         )
-    if not hmac.compare_digest(fingerprint_of(welcome.authority), token.fingerprint):
+    authority = first_certificate(welcome.authority)
+    if not hmac.compare_digest(fingerprint_of(authority), token.fingerprint):
         raise AuthError(
             "the cluster at this address is not the one that the join token was made for, or has another secret",
             "see the address, and that TLLM_SECRET, if you use it, is the same on all machines; if they are right, "
             "somebody may stand in between: ask for a new token another way",
         )
     key, request = make_request(node)
-    context = guest_client(welcome.authority)
+    context = guest_client(authority)
     question = Join(PROTOCOL, __version__, node, token.secret, request, source_digest())
     joined = await _ask(address, context, question, Joined)
     log.info("%s joined the cluster at %s:%s", node, *address)
-    return Identity(node, joined.certificate, key, welcome.authority)
+    return Identity(node, joined.certificate, key, authority)
 
 
 async def attach(

@@ -40,6 +40,7 @@ from tllm.cluster.messages import (
 from tllm.cluster.tls import guest_client, member_client, unverified_client
 from tllm.cluster.weight_messages import ReadBytes
 from tllm.core.errors import AuthError, ClusterError, ConfigError
+from tllm.core.tasks import end_tasks
 from tllm.recipes.bench.processes import free_row
 
 HERE = "127.0.0.1"
@@ -224,6 +225,46 @@ def test_a_name_that_is_taken_and_a_name_that_nobody_may_have() -> None:
             await join(opened.address, token, COORDINATOR)
         await join(opened.address, token, "node-2")  # what was refused used up nothing
         await channel.close()
+
+    play(scene)
+
+
+class TwoAuthorities(Authority):
+    """A false one, which shows the certificate of the true one before its own."""
+
+    true = b""
+
+    @property
+    def pem(self) -> bytes:
+        return self.true + super().pem
+
+
+class Thief(TokenBook):
+    """Keeps the secrets that it is told."""
+
+    stolen = b""
+
+    def check(self, secret: bytes, now: float) -> None:
+        self.stolen = secret
+        super().check(secret, now)
+
+
+def test_a_false_coordinator_gets_no_secret_by_showing_the_true_certificate_beside_its_own() -> None:
+    """Everybody may read the true one at the control port, and it has the fingerprint that a token names."""
+
+    async def scene(opened: Gate) -> None:
+        false = TwoAuthorities.create()
+        assert isinstance(false, TwoAuthorities)
+        false.true = opened.authority.pem
+        book = Thief(opened.authority.fingerprint)
+        door = ControlServer(false, book, opened, (HERE, 0))
+        serving = asyncio.create_task(door.run())
+        try:
+            with pytest.raises(AuthError, match=r"the certificate of .* was refused"):
+                await join((HERE, door.port), opened.token(), "node-1")
+        finally:
+            await end_tasks(serving)
+        assert book.stolen == b""
 
     play(scene)
 
