@@ -85,14 +85,15 @@ def pair_rounds(hosts: Sequence[int]) -> list[list[tuple[int, int]]]:
     """Every pair of ranks once, in rounds in which each machine takes part in one pair at most."""
     left, rounds = list(combinations(range(len(hosts)), 2)), list[list[tuple[int, int]]]()
     while left:
-        busy, pairs = set[int](), list[tuple[int, int]]()
-        for pair in left:
-            machines = {hosts[rank] for rank in pair}
-            if not machines & busy:
-                busy |= machines
-                pairs.append(pair)
-        left = [pair for pair in left if pair not in pairs]
+        busy, pairs, rest = set[int](), list[tuple[int, int]](), list[tuple[int, int]]()
+        for a, b in left:
+            if hosts[a] in busy or hosts[b] in busy:
+                rest.append((a, b))
+            else:
+                busy |= {hosts[a], hosts[b]}
+                pairs.append((a, b))
         rounds.append(pairs)
+        left = rest
     return rounds
 
 
