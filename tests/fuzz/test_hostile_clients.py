@@ -157,6 +157,20 @@ def test_a_slow_reader_gets_its_whole_stream() -> None:
         assert got > 300_000 and passed > 7
 
 
+def test_a_slow_reader_gets_its_whole_reply() -> None:
+    """All of it is written at once, and taken for longer than a client may take nothing."""
+    with running(endless(), send_seconds=5) as server, slow_reader(server, asked(max_tokens=LONG)) as link:
+        parts, passed = [link.recv(1 << 13)], 0.0
+        server.loop.hold()
+        while not parts[-1].endswith(b"}"):
+            server.loop.pass_seconds(0.2)
+            passed += 0.2
+            parts.append(link.recv(1 << 13))
+            assert parts[-1], f"it was cut off after {passed:.1f} s"
+        assert json.loads(b"".join(parts).partition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == LONG
+        assert passed > 7
+
+
 def test_a_whole_reply_that_nobody_takes_holds_its_connection_for_a_time_only() -> None:
     """64 MB, which no buffer of the system takes, from an application of its own."""
     settings = ServerSettings(port=0, send_seconds=0.5)

@@ -183,18 +183,22 @@ class _Attentive(H11Protocol):
             self._watch_sending()
 
     def _watch_sending(self) -> None:
-        if self._send_timer is None and self.settings.send_seconds and self.transport.get_write_buffer_size():
-            self._send_timer = self.loop.call_later(self.settings.send_seconds, self._untaken)
+        left = self.transport.get_write_buffer_size()
+        if self._send_timer is None and self.settings.send_seconds and left:
+            self._send_timer = self.loop.call_later(self.settings.send_seconds, self._look_at_sending, left)
 
     def _unwatch_sending(self) -> None:
         if self._send_timer is not None:
             self._send_timer.cancel()
             self._send_timer = None
 
-    def _untaken(self) -> None:
+    def _look_at_sending(self, before: int) -> None:
+        """So many bytes were left when this was last looked at. Who takes some, however slowly, may go on."""
         self._send_timer = None
         left = self.transport.get_write_buffer_size()
-        if left:
+        if left < before:
+            self._watch_sending()
+        else:
             seconds = self.settings.send_seconds
             _log.info("a client took nothing for %g s and is cut off; %d bytes were left", seconds, left)
             self.abort()
