@@ -151,6 +151,9 @@ def test_options_mean_what_they_say() -> None:
         options = {"num_predict": most}
         by_client(over(engine), lambda client, options=options: client.chat("tiny", HELLO, options=options))
         assert engine.submitted[-1].params.max_tokens > 100
+    for given in ({}, {"num_predict": -1}):
+        by_client(over(engine), lambda client, given=given: client.generate("tiny", "hi", raw=True, options=given))
+        assert engine.submitted[-1].params.max_tokens > 100, "a completion of OpenAI's would have 16"
     for most in (2, 100_000):  # or what the context leaves
         options = {"num_predict": most}
         engine = say(" a" * 900)

@@ -153,6 +153,7 @@ class OllamaCompletion(CompletionRequest, kw_only=True):
     """The completion that a request means."""
 
     takes_what_is_left: ClassVar[bool] = True
+    default_max_tokens: ClassVar[int | None] = None
 
 
 def as_chat(request: OllamaChatRequest) -> ChatRequest:

@@ -40,8 +40,6 @@ from tllm.server.reply.tool_formats import ToolFormat, plain_reply
 from tllm.spec.request import Grammar, Request, Scheduling
 from tllm.text.grammar import check_grammar
 
-_DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI's; a chat reply may fill the context
-
 
 @dataclass(frozen=True)
 class ReplyForm:
@@ -95,7 +93,7 @@ class Completions:
         logprobs = (request.logprobs, request.logprobs if request.echo else None)
         asked = asked_grammar(request)
         form = ReplyForm(None if asked is None else await self._checked(*asked), echo=bool(request.echo))
-        choices = self._choices(request, prompts, _DEFAULT_MAX_TOKENS, logprobs, form, (ids, scheduling))
+        choices = self._choices(request, prompts, logprobs, form, (ids, scheduling))
         return self._job(request, CompletionFormat(fields), choices, prompts, caller, ids)
 
     async def chat(self, request: ChatRequest, caller: Caller, ids: ReplyIds | None = None) -> GenerationJob:
@@ -107,7 +105,7 @@ class Completions:
         form = await self._chat_form(request, tools, prompt.text or "", ids)
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         fields = self._fields(request, logprobs is not None)
-        choices = self._choices(request, [prompt], None, (logprobs, None), form, (ids, scheduling))
+        choices = self._choices(request, [prompt], (logprobs, None), form, (ids, scheduling))
         return self._job(request, ChatFormat(fields), choices, [prompt], caller, ids)
 
     async def count_tokens(self, request: ChatRequest) -> int:
@@ -215,7 +213,6 @@ class Completions:
         self,
         request: SamplingFields,
         prompts: Sequence[Prompt],
-        default_max_tokens: int | None,
         logprobs: tuple[int | None, int | None],
         form: ReplyForm,
         called: tuple[ReplyIds, Scheduling],
@@ -233,7 +230,7 @@ class Completions:
         for prompt in prompts:
             self._check_length(prompt)
             max_tokens = request.allowed_max_tokens(
-                len(prompt.ids), self._router.client.max_model_len, default_max_tokens, defaults.max_new_tokens
+                len(prompt.ids), self._router.client.max_model_len, defaults.max_new_tokens
             )
             options = ChoiceOptions(
                 stops=request.stops,

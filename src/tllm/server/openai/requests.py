@@ -47,6 +47,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     """
 
     takes_what_is_left: ClassVar[bool] = False
+    default_max_tokens: ClassVar[int | None] = None  # for who does not say how many; None: all that the context leaves
     model: str | None = None
     max_tokens: TokenCount | None = None
     max_completion_tokens: TokenCount | None = None
@@ -118,11 +119,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         """How many tokens may be generated, by either name; None where it is not said."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    def allowed_max_tokens(
-        self, prompt_tokens: int, max_model_len: int, default: int | None, most: int | None = None
-    ) -> int:
-        """How many tokens may be generated: `max_tokens`, else `default`, or (None) all that the context leaves; of
-        any reply not more than `most`.
+    def allowed_max_tokens(self, prompt_tokens: int, max_model_len: int, most: int | None = None) -> int:
+        """How many tokens may be generated: `max_tokens`, else `default_max_tokens`; of any reply not more than `most`.
 
         Raises HttpError where the context is too short, RequestError where `min_tokens` is more.
         """
@@ -135,7 +133,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         if max_tokens is not None and max_tokens > room:
             raise context_exceeded(prompt_tokens, max_tokens, max_model_len)
         if max_tokens is None:
-            max_tokens = room if default is None else min(default, room)
+            max_tokens = room if self.default_max_tokens is None else min(self.default_max_tokens, room)
         bound = f"max_tokens {max_tokens}"
         if most is not None and most < max_tokens:
             max_tokens, bound = most, f"this server gives at most {most} tokens of any reply (max_new_tokens)"
@@ -179,6 +177,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 class CompletionRequest(SamplingFields, kw_only=True):
     """`POST /v1/completions`. A prompt is a text, ids, or a batch of either."""
 
+    default_max_tokens: ClassVar[int | None] = 16  # as OpenAI's
     prompt: str | list[str | int | list[int]] | None = None
     echo: bool | None = None
     logprobs: Top | None = None
