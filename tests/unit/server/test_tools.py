@@ -195,6 +195,14 @@ def test_results_of_tools_reach_the_template() -> None:
     assert TOKENIZER.decode(engine.submitted[0].prompt_ids) == "<user>hi<assistant>7<tool>sunny[f][g]<assistant>"
 
 
+def test_a_call_whose_arguments_no_text_can_hold_is_refused() -> None:
+    """A model's reply may be cut between the two halves of a character; it was the server that failed."""
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": "\\ud83d"}'}}
+    body = {"messages": [*BODY["messages"], {"role": "assistant", "content": None, "tool_calls": [call]}]}
+    refused = refusal(post(serve(say(), template=TEMPLATE), PATH, body), 400)
+    assert refused["param"] == "messages" and "a tool call's arguments are not JSON" in refused["message"]
+
+
 def test_the_last_token_of_a_form_is_shown() -> None:
     """It ends the reply without an end token, and would be hidden as a stop token."""
     engine = say("{}")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from tllm.core.errors import RequestError
+from tllm.core.errors import UNREADABLE, RequestError
 from tllm.server.http.errors import prompt_too_long
 from tllm.server.openai.requests import RequestMessage
 from tllm.text.chat_template import ChatTemplate
@@ -179,7 +178,6 @@ def _content(message: RequestMessage) -> str:
 def _arguments(text: str) -> Any:
     """Templates want a call's arguments as an object, clients send them as JSON text."""
     try:
-        value = json.loads(text or "{}")
-    except (ValueError, RecursionError) as error:
-        raise RequestError("a tool call's arguments are not JSON", param="messages") from error
-    return value
+        return msgspec.json.decode(text or "{}")
+    except UNREADABLE as error:
+        raise RequestError(f"a tool call's arguments are not JSON: {str(error)[:200]}", param="messages") from error
