@@ -11,7 +11,8 @@ from tllm.spec.request import Output
 
 
 class Replay:
-    """Gives the outputs of a stream that was taken up, and notes when those are read that were there before.
+    """Gives the outputs of a stream that was taken up, and notes when those are read that were there before, if there
+    may be more. A stream that is over tells by its end.
 
     With `until_now` there are no others.
     """
@@ -25,14 +26,14 @@ class Replay:
         """For the reply's job."""
         number, seen = 0, self._taken.seen
         async with aclosing(self._taken.outputs) as outputs:
-            self.has_caught_up = not seen
-            if self._until_now and not seen and not self._taken.is_over:
+            self.has_caught_up = not seen and not self._taken.is_over
+            if self._until_now and self.has_caught_up:
                 return
             async for output in outputs:
                 yield output
                 number += 1
-                self.has_caught_up = number >= seen
-                if self._until_now and self.has_caught_up and not self._taken.is_over:
+                self.has_caught_up = number >= seen and not self._taken.is_over
+                if self._until_now and self.has_caught_up:
                     return
 
     async def events_after(

@@ -141,6 +141,29 @@ def test_events_have_ids_only_where_they_can_be_named() -> None:
     async def work() -> None:
         asker = Asker(serve(say()))
         plain, reading = await asker.begin("/v1/chat/completions", store=False)
+@pytest.mark.parametrize("path", PATHS)
+def test_from_every_event_on_the_rest_of_a_reply_that_failed_is_the_same(path: str) -> None:
+    """Those of the error too, though no output of the engine is behind them."""
+
+    async def work() -> None:
+        engine = say()
+        engine.fail_after, engine.error = 4, ClusterError("lab-2 is gone")
+        asker = Asker(serve(engine))
+        events, reading = await asker.begin(path)
+        await reading
+        assert "lab-2 is gone" in "".join(events)
+        whole = (await asker.get(id_of(path, events), accept="text/event-stream")).text
+        assert whole == "".join(events)
+        for number in range(whole.count("data: ") - 1):
+            query, headers = after(path, number)
+            rest = (await asker.get(id_of(path, events) + query, **headers)).text
+            assert whole.endswith(rest) and rest.count("data: ") == whole.count("data: ") - 1 - number
+        query, headers = after(path, whole.count("data: ") - 1)
+        assert (await asker.get(id_of(path, events) + query, **headers)).status_code == 204, "there is no more"
+
+    run(work())
+
+
         await reading
         stored, reading = await asker.begin("/v1/chat/completions")
         await reading
