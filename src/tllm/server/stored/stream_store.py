@@ -134,7 +134,8 @@ class LocalStreamStore:
                 self.streams.closed(stream, choice.request.id)
         with ExitStack() as entered:
             entered.enter_context(self._router.held(len(left)))
-            charge = entered.enter_context(account.charged(len(left), 0, 0))
+            size = size_of([choice.request for choice in left])
+            charge = entered.enter_context(account.charged(len(left), *size))
             admitted = entered.pop_all()
         self._begin(stream, left, charge, admitted)
 

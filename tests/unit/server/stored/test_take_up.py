@@ -228,6 +228,7 @@ def test_a_response_in_the_background_is_polled_cancelled_and_deleted() -> None:
         assert cancelled["status"] == "cancelled" and len(engine.cancelled) == 1
         assert (await asker.get(f"{path}/cancel", "POST")).json() == (await asker.get(path)).json() == cancelled
         events = (await asker.get(path + "?stream=true")).text
+        assert SAID.startswith(text_of(so_far)) and text_of(so_far)
         assert events.split("\n\n")[-2].startswith("event: response.cancelled\n")
         deleted = (await asker.get(path, "DELETE")).json()
         assert deleted == {"id": begun["id"], "object": "response", "deleted": True}
