@@ -82,13 +82,13 @@ class ResponseStream:
 
     def failure(self, error: TllmError) -> Event:
         """The response that an error ended, or somebody who cancelled it."""
-        info = as_http(error).info
+        info, response = as_http(error).info, self.response("incomplete")
         if info.code == "engine_cancelled":
-            return {**self.response(), "status": "cancelled"}
-        return {**self.response(), "status": "failed", "error": {"code": "server_error", "message": info.message}}
+            return {**response, "status": "cancelled"}
+        return {**response, "status": "failed", "error": {"code": "server_error", "message": info.message}}
 
-    def response(self) -> Event:
-        """As far as it has come."""
+    def response(self, open_status: str = "in_progress") -> Event:
+        """As far as it has come. The item that is open, if there is one, has that status."""
         request, finish, params = self._request, self._finish, self._job.choices[0].request.params
         is_cut = finish is not None and finish.reason == "length"
         return {
@@ -103,7 +103,7 @@ class ResponseStream:
             "max_output_tokens": request.max_output_tokens,
             "metadata": request.metadata or {},
             "model": self._job.model,
-            "output": list(self._items),
+            "output": self._items if self._open == "" else [*self._items[:-1], self._so_far(open_status)],
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": {"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
@@ -146,18 +146,23 @@ class ResponseStream:
         self._items.append({**item, "status": "in_progress"})
         return self._event("response.output_item.added", output_index=len(self._items) - 1, item=self._items[-1])
 
+    def _so_far(self, status: str) -> Item:
+        """The open item with what has come of it."""
+        kind = self._open
+        if isinstance(kind, int):
+            return {**self._items[-1], "status": status, "arguments": self._text}
+        return {**self._items[-1], "status": status, "content": [_part(kind, self._text, self._logprobs)]}
+
     def _close(self, status: str = "completed") -> Iterator[bytes]:
         """The last events of the open item, if there is one. The reply may have been cut inside of it."""
-        kind, self._open = self._open, ""
-        if kind == "":
+        if self._open == "":
             return
-        item = self._items[-1] = {**self._items[-1], "status": status}
+        item = self._items[-1] = self._so_far(status)
+        kind, self._open = self._open, ""
         if isinstance(kind, int):
-            item["arguments"] = self._text
             name = item["name"]
             yield self._of_item("response.function_call_arguments.done", arguments=self._text, name=name)
         else:
-            item["content"] = [_part(kind, self._text, self._logprobs)]
             more: Event = {"logprobs": self._logprobs} if kind == "output_text" else {}
             yield self._of_item(f"response.{kind}.done", content_index=0, text=self._text, **more)
             yield self._of_item("response.content_part.done", content_index=0, part=item["content"][0])

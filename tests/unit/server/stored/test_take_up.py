@@ -14,7 +14,7 @@ from typing import Any, Literal
 import httpx
 import pytest
 
-from tests.unit.server.kit import client, refusal, run, say, serve
+from tests.unit.server.kit import SAID, client, refusal, run, say, serve
 from tllm.core.errors import ClusterError
 from tllm.server.admission.token_bucket import RateLimits
 from tllm.server.app import App
@@ -84,6 +84,10 @@ def id_of(path: str, events: list[str]) -> str:
     return f"{path}/{found[1]}"
 
 
+def text_of(response: dict[str, Any]) -> str:
+    return str(response["output"][0]["content"][0]["text"])
+
+
 def after(path: str, number: int) -> tuple[str, dict[str, str]]:
     """What is added to a reply's path to have the events after that one."""
     if path == "/v1/responses":
@@ -137,10 +141,6 @@ def test_from_every_event_on_the_rest_is_the_same(path: str) -> None:
     run(work())
 
 
-def test_events_have_ids_only_where_they_can_be_named() -> None:
-    async def work() -> None:
-        asker = Asker(serve(say()))
-        plain, reading = await asker.begin("/v1/chat/completions", store=False)
 @pytest.mark.parametrize("path", PATHS)
 def test_from_every_event_on_the_rest_of_a_reply_that_failed_is_the_same(path: str) -> None:
     """Those of the error too, though no output of the engine is behind them."""
@@ -164,6 +164,10 @@ def test_from_every_event_on_the_rest_of_a_reply_that_failed_is_the_same(path: s
     run(work())
 
 
+def test_events_have_ids_only_where_they_can_be_named() -> None:
+    async def work() -> None:
+        asker = Asker(serve(say()))
+        plain, reading = await asker.begin("/v1/chat/completions", store=False)
         await reading
         stored, reading = await asker.begin("/v1/chat/completions")
         await reading
@@ -224,11 +228,12 @@ def test_a_response_in_the_background_is_polled_cancelled_and_deleted() -> None:
         await until(lambda: held.is_waited_for)
         so_far = (await asker.get(path)).json()
         assert so_far["status"] == "in_progress" and so_far["output"][0]["status"] == "in_progress"
+        assert SAID.startswith(text_of(so_far)) and text_of(so_far)
         cancelled = (await asker.get(f"{path}/cancel", "POST")).json()
         assert cancelled["status"] == "cancelled" and len(engine.cancelled) == 1
+        assert cancelled["output"][0]["status"] == "incomplete" and text_of(cancelled) == text_of(so_far)
         assert (await asker.get(f"{path}/cancel", "POST")).json() == (await asker.get(path)).json() == cancelled
         events = (await asker.get(path + "?stream=true")).text
-        assert SAID.startswith(text_of(so_far)) and text_of(so_far)
         assert events.split("\n\n")[-2].startswith("event: response.cancelled\n")
         deleted = (await asker.get(path, "DELETE")).json()
         assert deleted == {"id": begun["id"], "object": "response", "deleted": True}
@@ -396,6 +401,27 @@ def test_what_finds_no_room_runs_for_nobody_and_is_in_hand_no_more() -> None:
         engine.go_on.set()
         await until(lambda: app.router.in_hand == 0)
         assert [request.id for request in engine.submitted] == names[1:]
+
+    run(work())
+
+
+@pytest.mark.usefixtures("full_buckets")
+def test_a_reply_that_another_process_began_is_paid_for_where_it_goes_on() -> None:
+    """Its key got back what was found in the cache, as if it had paid for the prompt."""
+
+    async def work() -> None:
+        engine = say()
+        engine.cached = lambda request: [0] * 30
+        app = serve(engine, rate_limit=RateLimits(tokens_per_minute=1000))
+        account, name = app.keys.anonymous, f"cmpl-{'a' * 32}"
+        asked = Request(id=name, prompt_ids=tuple(range(5, 45)), params=SamplingParams(max_tokens=4))
+        record = StreamRecord(id=name, body=b"", owner="", created=1)
+        with account.charged(1, 100, 0) as before:
+            before.use(0, 0)
+        assert isinstance(app.store, LocalStreamStore)
+        app.store.restore(KeptReply(record=record, requests=(asked,)), account)
+        await until(lambda: app.router.in_hand == 0)
+        assert account.headers()["x-ratelimit-remaining-tokens"] == str(1000 - 100 - (40 - 30) - 4)
 
     run(work())
 
