@@ -41,8 +41,9 @@ def commit_of(repo: str, revision: str) -> str:
 
 
 def keep_reference(repo: str, revision: str, commit: str) -> None:
-    """Write down which commit a revision stands for now, as the Hugging Face library does."""
-    if not is_commit(revision):
+    """Write down which commit a revision stands for now, as the Hugging Face library does, unless it is there: a cache
+    that others share may be read by those who may not write it."""
+    if commit_of(repo, revision) != commit:
         write_whole(_repo_folder(repo) / "refs" / (revision or "main"), commit.encode(), HOME)
 
 
