@@ -188,6 +188,11 @@ def is_told_that_nobody_answers(page: Page) -> None:
     expect(page.locator("#messages .fault").last).to_have_text(
         "The server does not answer. Send it again once it does."
     )
+    page.get_by_label("Message", exact=True).fill("def main")
+    with page.expect_request(lambda asked: asked.method == "POST") as asked:
+        page.get_by_role("button", name="Send").click()
+    roles = [one["role"] for one in json.loads(asked.value.post_data or "")["messages"]]
+    assert roles == ["user", "assistant", "user"], "what nobody answered is sent no more"
     page.unroute_all()
     expect(page.locator("#state")).to_have_text("tiny ready")
     expect(page.locator("#trouble")).to_be_hidden()

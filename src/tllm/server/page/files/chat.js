@@ -58,15 +58,18 @@ export class Chat {
     this.running = new AbortController();
     this.working(true);
     const reply = { text: "", thinking: "", usage: null, began: performance.now(), first: null };
+    let isAnswered = true;
     try {
       for await (const chunk of stream(...this.request(), this.running.signal)) {
         take(chunk, reply);
         draw(item, reply);
       }
     } catch (error) {
+      isAnswered = reply.text !== "";
       if (error.name !== "AbortError") item.append(element("p", { class: "fault" }, error.message));
     } finally {
-      messages.push({ role: "assistant", content: reply.text });
+      if (isAnswered) messages.push({ role: "assistant", content: reply.text });
+      else messages.pop(); // what nobody answered, as it is too long perhaps, is not sent once more
       item.append(element("p", { class: "quiet" }, summary(reply)));
       this.running = null;
       this.working(false);
