@@ -20,10 +20,9 @@ function drawn(chart, history, predicted, place) {
   const { samples } = history;
   const lines = chart.lines.map((line) => samples.map((_, at) => line.value(samples, at)));
   const values = lines.flat().filter((value) => value !== null);
-  const most = Math.max(...values, predicted ?? 0);
-  const top = most || 1;
-  const foot = chart.isTight ? Math.min(...values, top) : 0;
-  const height = (value) => HEIGHT * (1 - (value - foot) / (top - foot || 1));
+  const most = Math.max(...values, ...(predicted === null ? [] : [predicted]));
+  const foot = chart.isTight ? Math.min(...values) : 0;
+  const height = (value) => HEIGHT * (1 - (value - foot) / (most - foot || 1));
   const last = lines[0].findLast((value) => value !== null);
   const now = last === undefined ? "–" : chart.words(last);
   const said = values.length ? range(chart, foot, most) : " nothing yet";
