@@ -173,9 +173,10 @@ class Completions:
         await asyncio.to_thread(check_grammar, grammar, param)
         return grammar
 
-    def check_model(self, name: str | None) -> str:
-        """The name to answer under; an unknown one is an error."""
-        if name is not None and name not in self.models:
+    def check_model(self, name: str | None, is_again: bool = False) -> str:
+        """The name to answer under; an unknown one is an error, but of a reply that is only read again: its adapter may
+        have been unloaded meanwhile."""
+        if name is not None and not is_again and name not in self.models:
             raise unknown_model(name, self.models)
         return name or self._names[0]
 
@@ -184,9 +185,9 @@ class Completions:
         their prompts were encoded is unknown, and not the model alone."""
         return self.adapters.id_of(self.check_model(name))
 
-    def _check(self, request: SamplingFields) -> None:
+    def _check(self, request: SamplingFields, is_again: bool = False) -> None:
         """Refuse what cannot be done."""
-        self.check_model(request.model)
+        self.check_model(request.model, is_again)
         request.check(self._settings.limits)
         if request.stops and self._prompts.tokenizer is None:
             raise RequestError(
@@ -195,7 +196,7 @@ class Completions:
 
     def _checked_caller(self, request: SamplingFields, caller: Caller, ids: ReplyIds) -> Scheduling:
         """Refuse what cannot be done, or not now for this key, before there is work on it; else when it begins."""
-        self._check(request)
+        self._check(request, ids.is_again)
         if not ids.is_again:
             self._router.check(caller.account, 0, request.asked_tokens or self._router.client.max_model_len)
         return caller.scheduling(request.priority, self._settings)
@@ -225,7 +226,7 @@ class Completions:
         defaults = self._settings.generation_config
         request.fill_from(defaults)
         eos_ids = tokenizer.eos_ids if tokenizer is not None else ()
-        lora = self.lora_of(request.model)
+        lora = "" if ids.is_again else self.lora_of(request.model)
         choices: list[ReplyChoice] = []
         for prompt in prompts:
             self._check_length(prompt)
@@ -282,7 +283,7 @@ class Completions:
             prompt_tokens=sum(len(prompt.ids) for prompt in prompts),
             num_prompts=len(prompts),
             ids=ids,
-            model=self.check_model(request.model),
+            model=self.check_model(request.model, ids.is_again),
             fingerprint=self._settings.fingerprint,
             include_usage=bool(options and options.include_usage),
             continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),

@@ -96,6 +96,21 @@ def test_an_adapter_that_is_unloaded_meanwhile_is_not_the_model_alone(
     assert not engine.submitted
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_kept_reply_of_an_adapter_that_was_unloaded_is_read_again(path: str) -> None:
+    app, _ = served(Loaded())
+
+    async def scene() -> None:
+        async with client(app) as http:
+            body = dict(prompt="hi", messages=[dict(role="user", content="hi")], model="sql", store=True)
+            reply = (await http.post(path, json=body)).json()
+            assert (await http.post("/v1/unload_lora_adapter", json=dict(lora_name="sql"))).status_code == 200
+            assert (await http.get(f"{path}/{reply['id']}")).json() == reply
+            assert (await http.post(path, json=body)).status_code == 404
+
+    run(asyncio.wait_for(scene(), 20))
+
+
 def test_adapters_are_listed_with_their_parent_and_come_and_go() -> None:
     app, _ = served(Loaded())
 
