@@ -63,11 +63,12 @@ def harmony(scanner: Scanner) -> Steps[None]:
 
     The channel `analysis` is reasoning, a message to a function is a call, and all else is text.
     """
-    calls = 0
+    calls, ended = 0, ""
     while True:
         header, found = yield from scanner.text_until(("<|message|>",))
         if not found:
-            if scanner.text.strip():
+            is_header = ended == "<|start|>" or any(mark in scanner.text for mark in ("<|start|>", "<|channel|>"))
+            if scanner.text.strip() and not is_header:  # else the reply was cut there
                 yield from scanner.until((), TextPiece)
             return
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)

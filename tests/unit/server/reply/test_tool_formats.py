@@ -133,6 +133,21 @@ CASES: dict[str, tuple[ReplyParsers, str, str, str, list[tuple[str, str]]]] = {
         "Hm|4 < 5",
         [],
     ),
+    "harmony, cut in a header": (
+        ReplyParsers("openai", "openai_gptoss"),
+        "",
+        "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>fin",
+        "Hm|",
+        [],
+    ),
+    "harmony, cut in a header after no end": (
+        ReplyParsers("openai", "openai_gptoss"),
+        "",
+        "<|channel|>analysis<|message|>Hm<|start|>assistant",
+        "Hm|",
+        [],
+    ),
+    "harmony without a header": (ReplyParsers("openai", "openai_gptoss"), "", "Well, 4 < 5", "|Well, 4 < 5", []),
     "reasoning, then text": (
         ReplyParsers("hermes", "qwen3"),
         "<|im_start|>assistant\n",
