@@ -119,8 +119,9 @@ def bind(host: str, port: int) -> socket.socket:
             host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         made = socket.socket(family, kind, number)
-    except OSError as error:
-        raise ConfigError(f"{host}:{port} is no address to serve on: {error.strerror}", "check --host") from error
+    except (OSError, UnicodeError) as error:  # the latter of a name with an empty or a very long part
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{host}:{port} is no address to serve on: {reason}", "check --host") from error
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind(address)

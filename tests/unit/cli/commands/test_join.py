@@ -79,6 +79,7 @@ def test_no_token(capsys: pytest.CaptureFixture[str]) -> None:
         (["--port", "8001"], "options of an HTTP server are given, and this node is to have none"),
         (["--allow-origin", "https://box"], "add --serve"),
         (["--serve", "--host", "no.such.name.invalid", "--api-key", "long-enough"], "is no address to serve on"),
+        (["--serve", "--host", "a..b", "--api-key", "long-enough"], "a..b:8000 is no address to serve on: "),
     ],
 )
 def test_http_that_cannot_be(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
