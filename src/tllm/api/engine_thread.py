@@ -123,7 +123,8 @@ def _close(
     with calling:
         if thread.is_alive():
             loop.call_soon_threadsafe(closing.set)
-    thread.join()
+    if thread is not threading.current_thread():  # a call of its own may be the last that knew the engine
+        thread.join()
 
 
 def _closed() -> ClusterError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -122,3 +123,24 @@ def test_an_opening_that_is_cancelled_leaves_nobody_waiting() -> None:
 
     with pytest.raises(ClusterError, match="cancelled while it was opened"):
         EngineThread(cancelled())
+
+
+def test_a_call_may_be_the_last_that_knows_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a Ctrl-C, when whoever called has left. A thread that joins itself ended in a traceback."""
+    told: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+
+    class Owner:
+        def __init__(self) -> None:
+            self.engine, self.may_end = EngineThread(opening()), asyncio.Event()
+
+        async def work(self) -> None:
+            await self.may_end.wait()
+
+    owner = Owner()
+    thread, loop, may_end = owner.engine._thread, owner.engine._loop, owner.may_end
+    asyncio.run_coroutine_threadsafe(owner.work(), loop)
+    del owner
+    loop.call_soon_threadsafe(may_end.set)
+    thread.join(20)
+    assert not thread.is_alive() and not told
