@@ -29,17 +29,24 @@ class Verifier:
     def __init__(self) -> None:
         self.asked: list[Any] = []
         self.keys: list[str | None] = []
+        self.paths: list[str] = []
         self.answer: Answer = lambda question: (200, {"rewards": [1.0, None]})
         verifier = self
 
         class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.do_POST()
+
             def do_POST(self) -> None:
-                question = self.rfile.read(int(self.headers["content-length"]))
+                question = self.rfile.read(int(self.headers["content-length"] or 0)) or b"null"
+                verifier.paths.append(self.path)
                 verifier.asked.append(question)
                 verifier.keys.append(self.headers["authorization"])
                 status, told = verifier.answer(json.loads(question))
                 content = told if isinstance(told, bytes) else json.dumps(told).encode()
                 self.send_response(status)
+                if status == 302:
+                    self.send_header("location", f"{verifier.url}/elsewhere")
                 self.send_header("content-length", str(len(content)))
                 self.end_headers()
                 self.wfile.write(content)
@@ -124,3 +131,13 @@ def test_time_in_which_this_process_stood_still_does_not_count(
     )
     verifier.answer = lambda question: (threading.Event().wait(1.0), (200, {"rewards": [1.0, 2.0]}))[1]
     assert http_reward(f"{verifier.url}/verify", 0.2)(ARGUMENTS) == [1.0, 2.0]
+
+
+def test_neither_question_nor_key_goes_where_a_server_points(
+    verifier: Verifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(http_rewards.KEY_VARIABLE, "secret")
+    verifier.answer = lambda question: (302, b"") if question else (200, {"rewards": [1.0, 2.0]})
+    with pytest.raises(ConfigError, match=f"the server at {verifier.url}/verify answered 302"):
+        http_reward(f"{verifier.url}/verify", 20)(ARGUMENTS)
+    assert verifier.paths == ["/verify"]
