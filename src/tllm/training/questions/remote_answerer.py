@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, Protocol, TypeVar
 
-from tllm.core.errors import AuthError, ClusterError, ConfigError, FrameError, LinkError
+from tllm.core.errors import AuthError, ClusterError, ConfigError, FrameError, LinkError, TllmError
 from tllm.training.questions.answerer_places import AnswererPlace
 from tllm.training.questions.question_queue import Asked, QuestionQueue
 from tllm.training.questions.run_connection import Conversation, RunConnection
@@ -173,13 +173,15 @@ def wait_for(
 ) -> tuple[A, int]:
     """The answer and the bytes that it took; `on_wait` hears now and then for whom `step` waits.
 
-    While none of the `threads` can reach anybody: ConfigError with the words of `STOPPED` once the run is stopped, and
-    ClusterError after LOST_SECONDS.
+    ConfigError, by which every rank saves the steps before, where there is no answer. So while none of the `threads`
+    can reach anybody: with the words of `STOPPED` once the run is stopped, and after LOST_SECONDS.
     """
     reached = told = time.monotonic()
     while True:
         try:
             return asked.answered.result(timeout=LOOK_SECONDS)
+        except TllmError as error:
+            raise ConfigError(error.message, error.hint) from error
         except TimeoutError:
             now = time.monotonic()
             if any(not thread.trouble for thread in threads):
@@ -187,7 +189,7 @@ def wait_for(
             elif stop.is_set():
                 raise ConfigError(*STOPPED) from None
             if now - reached > LOST_SECONDS:
-                raise ClusterError(
+                raise ConfigError(
                     f"{step} waits for {waits_for()}; none could be reached for {now - reached:.0f} s",
                     "start them again: the run goes on from its last save",
                 ) from None
