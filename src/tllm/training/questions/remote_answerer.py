@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import ssl
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, Protocol, TypeVar
 
 from tllm.core.errors import AuthError, ClusterError, ConfigError, FrameError, LinkError, TllmError
+from tllm.core.timing import AwakeClock
 from tllm.training.questions.answerer_places import AnswererPlace
 from tllm.training.questions.question_queue import Asked, QuestionQueue
 from tllm.training.questions.run_connection import Conversation, RunConnection
@@ -25,8 +25,8 @@ NOTICE_SECONDS = 5.0
 """Between two notices of whom a run waits for."""
 
 LOST_SECONDS = 500.0
-"""How long the run waits where nobody can be reached: less than other ranks wait for their rows (`LINK_SECONDS`),
-so that who is missing is named and not the rank."""
+"""How long the run waits where nobody can be reached, while it runs itself: less than other ranks wait for their rows
+(`LINK_SECONDS`), so that who is missing is named and not the rank."""
 
 NOBODY = "(no node has the role now)"
 """In the place of their names."""
@@ -176,14 +176,15 @@ def wait_for(
     ConfigError, by which every rank saves the steps before, where there is no answer. So while none of the `threads`
     can reach anybody: with the words of `STOPPED` once the run is stopped, and after LOST_SECONDS.
     """
-    reached = told = time.monotonic()
+    clock = AwakeClock(LOOK_SECONDS)
+    reached = told = clock()
     while True:
         try:
             return asked.answered.result(timeout=LOOK_SECONDS)
         except TllmError as error:
             raise ConfigError(error.message, error.hint) from error
         except TimeoutError:
-            now = time.monotonic()
+            now = clock()
             if any(not thread.trouble for thread in threads):
                 reached = now
             elif stop.is_set():
