@@ -112,13 +112,17 @@ class RemoteAnswerer(Generic[Intro, Q, A]):
     def _run(self) -> None:
         while not self._is_over:
             try:
-                self._connection = RunConnection.dial(self._inquirer.conversation, self._place, self._context)
+                connection = RunConnection.dial(self._inquirer.conversation, self._place, self._context)
             except LinkError as error:
                 self.trouble = error.message
             except AuthError as error:
                 self._queue.fail(error)
             else:
-                self._ask_until_lost(self._connection)
+                self._connection = connection
+                if self._is_over:  # meanwhile, and nobody saw this connection to close it
+                    connection.close()
+                else:
+                    self._ask_until_lost(connection)
             if not self._is_over:
                 self._queue.pause(RETRY_SECONDS)
 

@@ -1,17 +1,25 @@
-"""A run that waits for programs elsewhere: its own pauses do not count."""
+"""A run that waits for programs elsewhere: its own pauses do not count, and what it dialled in vain is let go."""
 
 from __future__ import annotations
 
+import ssl
+from collections.abc import Callable
 from itertools import chain, repeat
+from typing import Any
 
 import pytest
 
 from tllm.core.timing import AwakeClock
 from tllm.training.questions import remote_answerer
-from tllm.training.questions.remote_answerer import wait_for
+from tllm.training.questions.answerer_places import AnswererPlace
+from tllm.training.questions.remote_answerer import RemoteAnswerer, wait_for
+from tllm.training.questions.run_connection import RunConnection
 from tllm.training.questions.stop_signal import StopSignal
-from tllm.training.teachers.teacher_messages import Answer, Question
-from tllm.training.teachers.teacher_threads import TeacherQueue
+from tllm.training.teachers.teacher_messages import Answer, Lesson, Question
+from tllm.training.teachers.teacher_threads import TeacherInquirer, TeacherQueue
+
+LESSON = Lesson(top_k=2, temperature=1.0, vocab_size=50, vocabulary="")
+
 
 class Away:
     """One that is dialled again, whose connection was lost while the run stood still."""
@@ -37,3 +45,36 @@ def test_who_waits_does_not_count_the_time_in_which_it_stood_still(monkeypatch: 
     monkeypatch.setattr(remote_answerer, "LOOK_SECONDS", 0.01)
     told = wait_for(asked, [Away()], "step 1", lambda: "far:1", lambda whom: None, StopSignal())
     assert told == (Answer(1), 7)
+
+
+class Silent:
+    """A connection whose other end says nothing, but for what a closed one raises."""
+
+    def __init__(self) -> None:
+        self.closed = 0
+
+    def introduce(self, introduction: Any) -> Any:
+        raise AssertionError("nobody is to wait for an answer any more")
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.mark.parametrize(
+    "end", [lambda one, queue: one.retire(), lambda one, queue: queue.close()], ids=["retired", "over"]
+)
+def test_a_connection_that_comes_after_the_end_is_closed(
+    end: Callable[[Any, TeacherQueue], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the end of a run waited for a greeting, which takes as long as a model is built."""
+    queue, silent = TeacherQueue("teacher"), Silent()
+    place = AnswererPlace("far:1", ("far", 1))
+    one = RemoteAnswerer(place, ssl.create_default_context(), TeacherInquirer(LESSON), queue)
+
+    def dial(*args: Any) -> Any:
+        end(one, queue)
+        return silent
+
+    monkeypatch.setattr(RunConnection, "dial", dial)
+    one._run()
+    assert silent.closed == 1
