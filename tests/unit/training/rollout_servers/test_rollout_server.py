@@ -211,29 +211,31 @@ def test_a_server_that_leaves_completions_out_costs_no_step(task: Path, tmp_path
 
 
 class OutOfMemory:
-    """A model whose sessions, or whose making, fail as torch does."""
+    """A model whose sessions, or whose making, fail as torch does, or numpy."""
 
-    def __init__(self, served: RolloutModel, at_once: bool) -> None:
-        self.served, self.name, self.at_once = served, served.name, at_once
+    def __init__(self, served: RolloutModel, at_once: bool, kind: type[Exception]) -> None:
+        self.served, self.name, self.at_once, self.kind = served, served.name, at_once, kind
 
     def open_session(self, run: RolloutRun) -> Any:
         if self.at_once:
-            raise RuntimeError("no memory\nof 7 bytes")
+            raise self.kind("no memory\nof 7 bytes")
         session = self.served.open_session(run)
         answer = session.answer
 
         def answered(question: RolloutQuestion) -> RolloutAnswer:
             if isinstance(question, PromptGroups):
-                raise RuntimeError("no memory\nof 7 bytes")
+                raise self.kind("no memory\nof 7 bytes")
             return answer(question)
 
         session.answer = answered  # type: ignore[method-assign]
         return session
 
 
-@pytest.mark.parametrize("at_once", [True, False])
-def test_a_server_that_fails_says_why_in_one_line(at_once: bool, task: Path, tmp_path: Path) -> None:
-    with sampling(task, tmp_path / "key", OutOfMemory(RolloutModel.open(str(task)), at_once)) as one:
+@pytest.mark.parametrize(("at_once", "kind"), [(True, RuntimeError), (False, RuntimeError), (False, MemoryError)])
+def test_a_server_that_fails_says_why_in_one_line(
+    at_once: bool, kind: type[Exception], task: Path, tmp_path: Path
+) -> None:
+    with sampling(task, tmp_path / "key", OutOfMemory(RolloutModel.open(str(task)), at_once, kind)) as one:
         job = elsewhere(task, tmp_path / "run", tmp_path / "key", address_of(one))
         with pytest.raises(ConfigError, match=r"cannot sample.*: it failed: no memory(\n|$)"):
             train(job, "pp=1")
