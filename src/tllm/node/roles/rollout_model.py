@@ -39,6 +39,7 @@ from tllm.training.rollout_servers.rollout_messages import (
 )
 from tllm.training.state.initial_weights import STD, InitialWeights
 from tllm.training.step.device_limits import check_device
+from tllm.training.step.pass_threads import unlike_bits
 from tllm.training.step.rank_groups import Groups, RankConfig
 from tllm.training.step.rank_model import RankModel
 from tllm.weights.byte_source import ByteSource, LocalFiles
@@ -87,9 +88,11 @@ class RolloutModel:
             return f"its tokens are others: the digests of the two tokenizers are {both}"
         try:
             if self.plan is not None:
-                check_sampling_plan(job, self.plan, spec, f"its plan is {self.plan}")
+                check_sampling_plan(job, self.plan, spec)
         except PlanError as error:
             return error.message
+        if reason := unlike_bits(self.plan, job.deterministic):
+            return reason
         if job.lora is None:
             return ""
         if self.weights is None:

@@ -324,8 +324,9 @@ def files_read(job: Job) -> tuple[str, ...]:
         teacher = None  # which other nodes read
     rollouts = job.rollouts
     secret = rollouts.rollout_secret if rollouts is not None and rollouts.rollout_servers else None
+    reward = rollouts.reward_model_name_or_path if rollouts is not None else None  # of which it has the tokenizer
     models = job.model_name_or_path, job.config_name, job.tokenizer_name
-    named = [name for name in (*models, teacher, secret, job.lm_eval_include_path) if name]
+    named = [name for name in (*models, teacher, reward, secret, job.lm_eval_include_path) if name]
     return (*data_config(job).files, *eval_data_config(job).files, *(name for name in named if Path(name).exists()))
 
 

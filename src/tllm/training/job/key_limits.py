@@ -58,7 +58,8 @@ class KeyLimits:
         not at the top."""
         for key, value in ((one.name, getattr(keys, one.name)) for one in fields(keys)):
             name = f"{table}.{key}" if table else key
-            if isinstance(value, float) and not math.isfinite(value):
+            each = value if isinstance(value, tuple) else (value,)
+            if not all(math.isfinite(one) for one in each if isinstance(one, float)):
                 raise ConfigError(f"{name} is {value}", "give a finite number")
             if isinstance(value, int | float):
                 if key in self.at_least and value < self.at_least[key]:

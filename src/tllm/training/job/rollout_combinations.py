@@ -21,7 +21,7 @@ def check_rollouts(job: Job, plan: Plan, spec: ModelSpec) -> None:
         _check_eval_prompts(job)
     _check_turns(job, spec)
     if is_sampled(job):
-        _check_plan(job, plan, spec)
+        check_sampling_plan(job, plan, spec)
         _check_context(job, spec)
     config = job.rollouts
     if config is not None:
@@ -97,21 +97,8 @@ def _check_sizes(job: Job, config: RolloutConfig) -> None:
 
 def _check_rollout_plan(job: Job, config: RolloutConfig, spec: ModelSpec) -> None:
     """The plan by which nodes that sample divide the model, where they do."""
-    if config.rollout_plan in (ALONE, AUTO):
-        return
-    plan = role_plan(job, "rollout", spec.num_layers)
-    check_sampling_plan(job, plan, spec, f"{job.task}.rollout_plan is {config.rollout_plan!r}")
-
-
-def check_sampling_plan(job: Job, plan: Plan, spec: ModelSpec, which: str) -> None:
-    """PlanError where nodes that sample for the job cannot divide its model by this plan; `which` one, in words."""
-    _check_plan(job, plan, spec)
-    if job.deterministic and any(stage.tp > 1 for stage in plan.stages):
-        raise PlanError(
-            f"{which} and deterministic=true: tensor parallelism adds parts of sums in another order than the ranks "
-            "that train do",
-            "divide the model by pp alone, or leave deterministic out",
-        )
+    if config.rollout_plan not in (ALONE, AUTO):
+        check_sampling_plan(job, role_plan(job, "rollout", spec.num_layers), spec)
 
 
 def _check_staleness(job: Job, config: RolloutConfig) -> None:
@@ -166,7 +153,8 @@ def _check_steps(job: Job) -> None:
             )
 
 
-def _check_plan(job: Job, plan: Plan, spec: ModelSpec) -> None:
+def check_sampling_plan(job: Job, plan: Plan, spec: ModelSpec) -> None:
+    """PlanError where ranks of this plan, who train or only sample, cannot sample for the job."""
     tp = max(stage.tp for stage in plan.stages)
     of_evaluations = "eval_num_prompts" if job.eval_num_prompts else "lm_eval_max_gen_toks"
     asked = f"{of_evaluations}={getattr(job, of_evaluations)}" if job.rollouts is None else f"task={job.task}"

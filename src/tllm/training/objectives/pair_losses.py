@@ -131,5 +131,5 @@ class SimPOPairs:
 
 
 def _log_of_the_rest(log_p_P: Tensor) -> Tensor:
-    """log(1 - p) by log p."""
-    return (-torch.expm1(log_p_P)).log()
+    """log(1 - p) by log p; of a p that is rounded to 1, of the largest below it: log 0 has no gradient."""
+    return (-torch.expm1(log_p_P.clamp(max=-torch.finfo(log_p_P.dtype).eps))).log()

@@ -134,7 +134,8 @@ class CompletionRewards:
                 metrics[f"rewards/{function.name}/std"] = float(said_N.std(ddof=1)) if len(said_N) > 1 else 0.0
         std_P = reward_PG.std(1, ddof=1) if reward_PG.shape[1] > 1 else np.zeros(len(reward_PG))
         metrics["reward"], metrics["reward_std"] = float(reward_PG.mean()), float(std_P.mean())
-        metrics["frac_reward_zero_std"] = float((std_P == 0).mean())
+        # The mean of equal rewards may be rounded, and their deviation is then not 0.
+        metrics["frac_reward_zero_std"] = float(np.isclose(std_P, 0.0).mean())
         return metrics
 
 

@@ -60,17 +60,28 @@ class RewardAnswer(msgspec.Struct):
 _SCORES, _REWARDS = msgspec.json.Decoder(ScoreAnswer), msgspec.json.Decoder(RewardAnswer)
 
 
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """urllib would go on by GET, without the question, and hand the key to whoever is there."""
+
+    def redirect_request(self, *args: Any, **named: Any) -> None:
+        """Nowhere: that there is a redirect is the answer."""
+
+
 def http_reward(url: str, seconds: float) -> RewardFunction:
-    """What the server at `url` says of completions. ConfigError, in one line, where it says nothing of use."""
+    """What the server at `url` says of completions. ConfigError, in one line, where it says nothing of use.
+
+    It has these `seconds`, as a Python function has them: the client has no limit of its own, which would go on while
+    this process stands still.
+    """
     ask = _scores if url.rstrip("/").endswith("/score") else _rewards
-    return RewardFunction(url, None, lambda **columns: ask(url, columns, seconds), seconds)
+    return RewardFunction(url, None, lambda **columns: ask(url, columns), seconds)
 
 
-def _rewards(url: str, columns: Mapping[str, Sequence[Any]], seconds: float) -> list[float | None]:
-    return _asked(url, columns, seconds, _REWARDS).rewards
+def _rewards(url: str, columns: Mapping[str, Sequence[Any]]) -> list[float | None]:
+    return _asked(url, columns, _REWARDS).rewards
 
 
-def _scores(url: str, columns: Mapping[str, Sequence[Any]], seconds: float) -> list[float]:
+def _scores(url: str, columns: Mapping[str, Sequence[Any]]) -> list[float]:
     prompts, completions = columns["prompts"], columns["completions"]
     if not all(isinstance(text, str) for text in (*prompts, *completions)):
         raise ConfigError(
@@ -80,18 +91,18 @@ def _scores(url: str, columns: Mapping[str, Sequence[Any]], seconds: float) -> l
     found: list[float] = []
     for at in range(0, len(prompts), AT_ONCE):
         texts = {"text_1": prompts[at : at + AT_ONCE], "text_2": completions[at : at + AT_ONCE]}
-        found += [one.score for one in _asked(url, {**texts, "use_activation": False}, seconds, _SCORES).data]
+        found += [one.score for one in _asked(url, {**texts, "use_activation": False}, _SCORES).data]
     return found
 
 
-def _asked(url: str, question: Mapping[str, Any], seconds: float, decoder: msgspec.json.Decoder[T]) -> T:
+def _asked(url: str, question: Mapping[str, Any], decoder: msgspec.json.Decoder[T]) -> T:
     """The answer to a question."""
     headers = {"content-type": "application/json"}
     if key := os.environ.get(KEY_VARIABLE):
         headers["authorization"] = f"Bearer {key}"
     request = urllib.request.Request(url, msgspec.json.encode(question), headers)
     try:
-        with urllib.request.urlopen(request, timeout=seconds) as reply:
+        with urllib.request.build_opener(_NoRedirects).open(request) as reply:
             content = reply.read(LIMIT)
     except urllib.error.HTTPError as error:
         said = " ".join(error.read(200).decode("utf-8", "replace").split())

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
-from tllm.core.errors import ConfigError, TllmError
 from tllm.training.questions.answerer_places import AnswererPlace, AnswererPlaces
 from tllm.training.questions.question_queue import Asked, QuestionQueue
 from tllm.training.questions.remote_answerer import NOBODY, Inquirer, RemoteAnswerer, wait_for
@@ -86,10 +85,7 @@ class AnswererPool(Generic[Intro, Q, A]):
 
     def answer_of(self, asked: Asked[Q, A]) -> tuple[A, int]:
         """The answer, once it is there, and the bytes that it took. ConfigError where nobody can answer."""
-        try:
-            return wait_for(asked, self, "the run", self.waits_for, self._tell, self._queue.stop)
-        except TllmError as error:
-            raise ConfigError(error.message, error.hint) from error
+        return wait_for(asked, self, "the run", self.waits_for, self._tell, self._queue.stop)
 
     def waits_for(self) -> str:
         """Those that are here, with what is the matter with each."""

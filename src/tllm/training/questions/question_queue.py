@@ -12,6 +12,9 @@ from typing import Generic, TypeVar
 from tllm.core.errors import ClusterError, TllmError
 from tllm.training.questions.stop_signal import StopSignal
 
+MOST_LOSSES = 10
+"""Of those who had one question: many more than a run meets by chance."""
+
 Q = TypeVar("Q")
 A = TypeVar("A")
 
@@ -81,12 +84,21 @@ class QuestionQueue(Generic[Q, A]):
             self._changed.notify_all()
 
     def give_back(self, questions: Sequence[Asked[Q, A]]) -> None:
-        """Who took them was lost: they are the next again."""
+        """Who took them was lost: they are the next again. One that was lost so often ends the waiting, as it may be
+        what they fail of."""
         with self._changed:
             self._waiting.extendleft(reversed(questions))
             for asked in questions:
                 asked.times_given_back += 1
             self._changed.notify_all()
+            if any(asked.times_given_back == MOST_LOSSES for asked in questions):
+                self.fail(
+                    ClusterError(
+                        f"{MOST_LOSSES} times a {self._whom} was lost that had the same question: it may be what they "
+                        "fail of",
+                        "see their logs, and whether their machines have the memory for it",
+                    )
+                )
 
     def answer(self, asked: Asked[Q, A], answer: A, nbytes: int) -> None:
         """What somebody found; nothing where the queue is over meanwhile."""

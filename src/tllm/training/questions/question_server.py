@@ -227,7 +227,7 @@ class QuestionServer(Generic[Intro, Q, A]):
         except LinkClosed as error:  # of others who compute the model with this process: the run asks whoever is left
             log.warning("cannot serve the run at %s: %s", peer, error.message)
             return None
-        except (TllmError, RuntimeError) as error:
+        except (TllmError, RuntimeError, MemoryError) as error:
             log.warning("cannot serve the run at %s: %s", peer, _reason(error))
             connection.send_answer(Greeting(self._answerer.name, _reason(error)))
             return None
@@ -257,7 +257,7 @@ class QuestionServer(Generic[Intro, Q, A]):
                 except LinkClosed as error:  # of others who compute it with this process: the run asks whoever is left
                     log.warning("answers %s no more: %s", peer, error.message)
                     return
-                except (TllmError, RuntimeError) as error:
+                except (TllmError, RuntimeError, MemoryError) as error:
                     answer = session.failed(question, _reason(error))
                 connection.send_answer(answer)
                 answers += 1
@@ -266,6 +266,7 @@ class QuestionServer(Generic[Intro, Q, A]):
             log.info("%s answered", were)
 
 
-def _reason(error: TllmError | RuntimeError) -> str:
-    """In one line. A RuntimeError is torch's, out of memory say: the run is to end with it, and not to ask again."""
+def _reason(error: TllmError | RuntimeError | MemoryError) -> str:
+    """In one line. A RuntimeError is torch's, out of memory say, for which numpy has a MemoryError: the run is to end
+    with it, and not to ask again."""
     return error.message if isinstance(error, TllmError) else f"it failed: {error}".splitlines()[0]

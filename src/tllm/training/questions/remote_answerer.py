@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import ssl
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, Protocol, TypeVar
 
-from tllm.core.errors import AuthError, ClusterError, ConfigError, FrameError, LinkError
+from tllm.core.errors import AuthError, ClusterError, ConfigError, FrameError, LinkError, TllmError
+from tllm.core.timing import AwakeClock
 from tllm.training.questions.answerer_places import AnswererPlace
 from tllm.training.questions.question_queue import Asked, QuestionQueue
 from tllm.training.questions.run_connection import Conversation, RunConnection
@@ -25,8 +25,8 @@ NOTICE_SECONDS = 5.0
 """Between two notices of whom a run waits for."""
 
 LOST_SECONDS = 500.0
-"""How long the run waits where nobody can be reached: less than other ranks wait for their rows (`LINK_SECONDS`),
-so that who is missing is named and not the rank."""
+"""How long the run waits where nobody can be reached, while it runs itself: less than other ranks wait for their rows
+(`LINK_SECONDS`), so that who is missing is named and not the rank."""
 
 NOBODY = "(no node has the role now)"
 """In the place of their names."""
@@ -112,13 +112,17 @@ class RemoteAnswerer(Generic[Intro, Q, A]):
     def _run(self) -> None:
         while not self._is_over:
             try:
-                self._connection = RunConnection.dial(self._inquirer.conversation, self._place, self._context)
+                connection = RunConnection.dial(self._inquirer.conversation, self._place, self._context)
             except LinkError as error:
                 self.trouble = error.message
             except AuthError as error:
                 self._queue.fail(error)
             else:
-                self._ask_until_lost(self._connection)
+                self._connection = connection
+                if self._is_over:  # meanwhile, and nobody saw this connection to close it
+                    connection.close()
+                else:
+                    self._ask_until_lost(connection)
             if not self._is_over:
                 self._queue.pause(RETRY_SECONDS)
 
@@ -173,21 +177,24 @@ def wait_for(
 ) -> tuple[A, int]:
     """The answer and the bytes that it took; `on_wait` hears now and then for whom `step` waits.
 
-    While none of the `threads` can reach anybody: ConfigError with the words of `STOPPED` once the run is stopped, and
-    ClusterError after LOST_SECONDS.
+    ConfigError, by which every rank saves the steps before, where there is no answer. So while none of the `threads`
+    can reach anybody: with the words of `STOPPED` once the run is stopped, and after LOST_SECONDS.
     """
-    reached = told = time.monotonic()
+    clock = AwakeClock(LOOK_SECONDS)
+    reached = told = clock()
     while True:
         try:
             return asked.answered.result(timeout=LOOK_SECONDS)
+        except TllmError as error:
+            raise ConfigError(error.message, error.hint) from error
         except TimeoutError:
-            now = time.monotonic()
+            now = clock()
             if any(not thread.trouble for thread in threads):
                 reached = now
             elif stop.is_set():
                 raise ConfigError(*STOPPED) from None
             if now - reached > LOST_SECONDS:
-                raise ClusterError(
+                raise ConfigError(
                     f"{step} waits for {waits_for()}; none could be reached for {now - reached:.0f} s",
                     "start them again: the run goes on from its last save",
                 ) from None

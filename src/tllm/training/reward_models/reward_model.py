@@ -21,7 +21,7 @@ from tllm.training.questions.run_connection import ANSWER_LIMIT
 from tllm.training.questions.stateless_session import StatelessSession
 from tllm.training.reward_models.reward_messages import ScoringRun, TextScore, TextToScore
 from tllm.training.step.frozen_model import FrozenModel
-from tllm.training.step.pass_threads import same_bits
+from tllm.training.step.pass_threads import same_bits, unlike_bits
 from tllm.weights.byte_source import ByteSource, LocalFiles
 
 _SAID: msgspec.msgpack.Decoder[TextScore | None] = msgspec.msgpack.Decoder(TextScore | None)
@@ -52,7 +52,7 @@ class RewardModel:
         """Why this model cannot score for the run, in words; "" where it can."""
         if run.vocab_size != self.spec.vocab_size:
             return f"it has {self.spec.vocab_size} tokens and the run sends those of {run.vocab_size}"
-        return ""
+        return unlike_bits(self.part.plan, run.deterministic)
 
     def open_session(self, run: ScoringRun) -> StatelessSession[TextToScore, TextScore]:
         """What answers one run. ConfigError for one that knows other tokens."""

@@ -29,11 +29,11 @@ ALONE = Groups()
 
 
 class FrozenModel:
-    """Forward passes of one row at a time. Every rank of the plan makes the same calls, and loads its part of the
-    weights only."""
+    """Forward passes of one row at a time. Every rank of the `plan`, None for a whole model, makes the same calls, and
+    loads its part of the weights only."""
 
     def __init__(self, model: Transformer, mesh: Mesh, groups: Groups = ALONE, plan: Plan | None = None) -> None:
-        self.model, self._mesh, self._groups = model, mesh, groups
+        self.model, self._mesh, self._groups, self.plan = model, mesh, groups, plan
         self._columns = [(0, model.spec.vocab_size)]
         if plan is not None:
             cuts = cut_stage(model.spec, plan.stages[-1].shares, plan.experts)

@@ -26,7 +26,7 @@ from tllm.training.questions.answering_model import AnsweringModel
 from tllm.training.questions.run_connection import ANSWER_LIMIT
 from tllm.training.questions.stateless_session import StatelessSession
 from tllm.training.step.frozen_model import FrozenModel
-from tllm.training.step.pass_threads import same_bits
+from tllm.training.step.pass_threads import same_bits, unlike_bits
 from tllm.training.teachers.coded_log_probs import codes_of, log_probs_of, normalised
 from tllm.training.teachers.hidden_states import TakenStates
 from tllm.training.teachers.teacher_messages import Answer, Lesson, Question, unpacked
@@ -94,7 +94,7 @@ class TeacherModel:
                     f"distill.hidden_state_layers names the teacher's hidden state {number} and it has {layers} "
                     f"layers, so 0 to {layers}, or -1 to {-layers - 1} from the end"
                 )
-        return ""
+        return unlike_bits(self.part.plan, lesson.deterministic)
 
     def open_session(self, lesson: Lesson) -> StatelessSession[Question, Answer]:
         """What answers one run. ConfigError for a student that this model cannot teach."""

@@ -91,7 +91,7 @@ class TeacherPool:
     ) -> PackedRow:
         """The row with what a teacher says of each token, once it has; `on_wait` hears now and then for whom it waits.
 
-        ClusterError where no teacher can be reached for long (`wait_for`).
+        ConfigError where no teacher can answer (`wait_for`).
         """
         answer, nbytes = (Answer(0), 0) if asked is None else self._wait_for(asked, step, on_wait)
         places, tokens = np.flatnonzero(row.labels != IGNORED), len(row.labels)

@@ -45,7 +45,7 @@ class LocalTeacher:
                 self._queue.answer(asked, checked(answer, asked.question, self._lesson, self.name), 0)
         except TllmError as error:
             self._queue.fail(error)
-        except RuntimeError as error:  # torch's, out of memory say: the run is to end with it, and not to wait
+        except (RuntimeError, MemoryError) as error:  # torch's and numpy's: the run is to end with it, and not to wait
             self._queue.fail(ClusterError(f"the teacher {self.name} failed: {error}"))
 
 

@@ -77,7 +77,7 @@ class ToolFunctions:
                 "the model calls both by their names: rename one",
             )
         offered = [*found, *methods]
-        schemas = [_schema(one) for one in offered]
+        schemas = [tool_schema(one.function, one.name) for one in offered]
         is_awaited = any(inspect.iscoroutinefunction(one.function) for one in offered)
         loop = CoroutineLoop("tools") if is_awaited else None
         return cls({one.name: one for one in found}, schemas, seconds, environments, loop)
@@ -162,12 +162,6 @@ def _told(tool: UserFunction, outcome: Future[Any]) -> ToolResult:
     if error is not None:
         raise _fault(tool, f"raised {said(error)}", "raise an Exception, which the model is told") from error
     return ToolResult(_text(tool, outcome.result()), False)
-
-
-def _schema(tool: UserFunction) -> Schema:
-    """As the model calls the function: by the name that the job has for it."""
-    schema = tool_schema(tool.function)
-    return {**schema, "function": {**schema["function"], "name": tool.name}}
 
 
 def _failure(text: str) -> ToolResult:

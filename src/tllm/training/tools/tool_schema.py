@@ -37,15 +37,15 @@ CHOICES = re.compile(r"\(choices:\s*(?P<values>.*?)\)\s*\Z", re.IGNORECASE)
 HINT = "a model reads type hints and the docstring: give each argument both, in Google's style"
 
 
-def tool_schema(function: Callable[..., Any]) -> Schema:
-    """What a chat template is given of a function; ConfigError, in one line, for one that says too little."""
-    name = function.__name__
+def tool_schema(function: Callable[..., Any], name: str) -> Schema:
+    """What a chat template is given of a function that the model calls by this name; ConfigError, in one line, for one
+    that says too little."""
     text = inspect.getdoc(function)
     if not text:
         raise ConfigError(f"the tool {name} has no docstring", HINT)
     sections = _sections(text.strip())
     described, parameters = _arguments(sections.get("Args", ())), inspect.signature(function).parameters
-    hints = _hints(function)
+    hints = _hints(function, name)
     properties: dict[str, Schema] = {}
     for parameter in parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
@@ -67,11 +67,11 @@ def tool_schema(function: Callable[..., Any]) -> Schema:
     return {"type": "function", "function": schema | ({} if returned is None else {"return": returned})}
 
 
-def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+def _hints(function: Callable[..., Any], name: str) -> dict[str, Any]:
     try:
         return get_type_hints(function)
     except (NameError, TypeError) as error:
-        raise ConfigError(f"the type hints of the tool {function.__name__} cannot be read: {error}", HINT) from error
+        raise ConfigError(f"the type hints of the tool {name} cannot be read: {error}", HINT) from error
 
 
 def _property(what: str, hints: Mapping[str, Any], name: str, described: Mapping[str, str]) -> Schema:

@@ -9,8 +9,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from tests.support.models.families import save_model
@@ -23,6 +25,10 @@ from tllm.training.job.job import Job
 from tllm.training.job.lora_job import LoraJob
 from tllm.training.job.rollout_keys import RejectionConfig
 from tllm.training.policy.completions_file import COMPLETIONS
+from tllm.training.questions.answering_model import AnsweringModel
+from tllm.training.reward_models.model_rewards import ScorerHere
+from tllm.training.reward_models.reward_messages import ScoringRun, TextToScore
+from tllm.training.reward_models.reward_model import RewardModel
 from tllm.training.trainer import RankTrainer
 
 FAMILIES = ("qwen3_moe", "gemma2", "gpt_oss_moe", "glm4_moe_lite", "qwen3_next_moe")
@@ -127,6 +133,27 @@ def test_what_a_teacher_says_does_not_know_either(teacher: str, dtype: str, tmp_
             found.append(run(job, plan, threads))
     for each, other in zip(runs[1:], found[1:], strict=True):
         assert not differs(found[0], other), each
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_a_reward_model_says_does_not_know_either(dtype: str, tmp_path: Path) -> None:
+    """Beside the trainer, and on a node, in the session of its run."""
+    torch.manual_seed(7)
+    kinds: Any = transformers
+    shape = {**SHAPE, "head_dim": 24}  # attention that is torch's
+    config = kinds.LlamaConfig(**shape, num_hidden_layers=3, num_labels=1, pad_token_id=0, initializer_range=0.3)
+    kinds.LlamaForSequenceClassification(config).save_pretrained(tmp_path)
+    model = RewardModel.open("r", AnsweringModel.find_scoring(str(tmp_path)), dtype)
+    ids = np.random.default_rng(3).integers(0, config.vocab_size, (4, 280)).astype("<i4")
+    texts = [TextToScore(number, text.tobytes()) for number, text in enumerate(ids)]
+    session = model.open_session(ScoringRun(config.vocab_size, deterministic=True))
+    found = list[list[float]]()
+    for threads in (1, 3, 4):
+        torch.set_num_threads(threads)
+        found += [ScorerHere(model, True).scores(texts), [session.answer(text).score for text in texts]]
+    assert all(scores == found[0] for scores in found)
+    if dtype == "float32":  # in 16 bits what threads change is rounded away more often than not
+        assert ScorerHere(model, False).scores(texts) != found[0], "else this proves nothing"
 
 
 @pytest.mark.slow

@@ -19,8 +19,10 @@ from tests.support.training.post_training.teachers import TeacherServer, address
 from tests.support.training.runs import final, records, short_job, train
 from tests.support.training.training_step import furthest
 from tests.unit.parallel.test_divergence import buckets, plain
+from tllm.core.errors import ConfigError
 from tllm.training.job.distillation_keys import DistillationKeys
 from tllm.training.job.job import Job
+from tllm.training.questions import remote_answerer
 from tllm.training.report.metrics import StepRecord
 from tllm.training.trainer import RankTrainer
 
@@ -247,6 +249,31 @@ def test_a_teacher_that_is_lost_in_mid_run_changes_nothing(
             back.set()
             restarted.join(30)
     is_golden(run, found, golden, bits=True)
+
+
+def test_teachers_that_are_lost_for_good_cost_no_step(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_answerer, "LOOK_SECONDS", 0.05)
+    secret, run = tmp_path / "key", tmp_path / "run"
+    with serving(folder / "teacher", secret, "float64") as one:
+
+        def hurt(trainer: RankTrainer) -> None:
+            following, steps = trainer._feed.next, iter(range(100))
+
+            def next_batch(on_wait: Callable[[str], object]) -> Any:
+                if next(steps) == 2 and trainer.config.rank == 0:
+                    one.close()
+                    monkeypatch.setattr(remote_answerer, "LOST_SECONDS", 0.5)
+                return following(on_wait)
+
+            trainer._feed.next = next_batch  # type: ignore[method-assign]
+
+        job = replace(elsewhere(folder, run, secret, one), max_steps=8, save_steps=8)
+        with pytest.raises(ConfigError, match=r"waits for .* of the teachers .*none could be reached"):
+            train(job, "dp=2", damage=hurt)
+    (save,) = run.glob("step-*")
+    assert 2 <= int(save.name.removeprefix("step-")) < 8, "the steps before are saved"
 
 
 def test_a_run_that_was_stopped_goes_on_with_the_same_rows(

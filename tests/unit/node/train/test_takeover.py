@@ -34,6 +34,7 @@ from tllm.spec.plan import Plan
 from tllm.training.job.initial_model import FOLDER, NAME, digest_of, files_read, open_initial_model, run_name
 from tllm.training.job.job import Job
 from tllm.training.job.job_file import ResolvedJob, read_job
+from tllm.training.job.rollout_keys import GRPOConfig
 from tllm.training.report.events import RunBegan, RunEvent, RunResumed, RunSaved, RunStepped
 from tllm.training.report.metrics import MetricsFile
 
@@ -97,6 +98,8 @@ def test_before_the_first_step_there_is_nothing_to_compare(job: Job, tmp_path: P
 def test_a_file_that_is_not_there_is_named_with_the_machine(job: Job, tmp_path: Path) -> None:
     check_readable(files_read(job))
     assert files_read(job) == (*job.train_files, job.config_name)
+    scored = GRPOConfig(reward_model_name_or_path=str(tmp_path), reward_nodes=(1,))
+    assert str(tmp_path) in files_read(replace(job, task="grpo", grpo=scored)), "texts are read by its tokenizer here"
     missing = str(tmp_path / "rows.jsonl")
     with pytest.raises(ConfigError, match=rf"{missing} cannot be read on {HOST}, in {Path.cwd()}"):
         check_readable((*job.train_files, missing))

@@ -62,6 +62,7 @@ def test_functions_are_named_from_the_folder_of_the_jobs_file(tmp_path: Path) ->
         (GRPOConfig, {"reward_funcs": ("correct",)}, "reward_funcs names 'correct'"),
         (GRPOConfig, {"reward_funcs": ("a:f", "b:f")}, "two functions of one name: f, f"),
         (GRPOConfig, {**FUNCTIONS, "reward_weights": (1.0, 2.0)}, "2 reward_weights and 1 reward_funcs"),
+        (GRPOConfig, {**FUNCTIONS, "reward_weights": (float("nan"),)}, r"grpo\.reward_weights is \(nan,\)"),
         (GRPOConfig, {**FUNCTIONS, "num_generations": 1}, "grpo.num_generations is 1 and must be 2 or more"),
         (GRPOConfig, {**FUNCTIONS, "num_generations_eval": 0}, "grpo.num_generations_eval is 0 and must be 1 or more"),
         (GRPOConfig, {**FUNCTIONS, "temperature": 0.0}, r"grpo.temperature is 0\.0"),

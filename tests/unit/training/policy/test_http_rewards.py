@@ -7,14 +7,16 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import chain, repeat
 from typing import Any
 
 import msgspec
 import pytest
 
 from tllm.core.errors import ConfigError
+from tllm.core.timing import AwakeClock, Deadline
 from tllm.server.pooling.requests import ScoreRequest
-from tllm.training.policy import http_rewards
+from tllm.training.policy import http_rewards, reward_functions
 from tllm.training.policy.http_rewards import http_reward
 
 ARGUMENTS = {"prompts": ["1=", "2="], "completions": ["a", "bb"], "completion_ids": [[1], [2, 2]], "count": [1, 2]}
@@ -27,17 +29,24 @@ class Verifier:
     def __init__(self) -> None:
         self.asked: list[Any] = []
         self.keys: list[str | None] = []
+        self.paths: list[str] = []
         self.answer: Answer = lambda question: (200, {"rewards": [1.0, None]})
         verifier = self
 
         class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.do_POST()
+
             def do_POST(self) -> None:
-                question = self.rfile.read(int(self.headers["content-length"]))
+                question = self.rfile.read(int(self.headers["content-length"] or 0)) or b"null"
+                verifier.paths.append(self.path)
                 verifier.asked.append(question)
                 verifier.keys.append(self.headers["authorization"])
                 status, told = verifier.answer(json.loads(question))
                 content = told if isinstance(told, bytes) else json.dumps(told).encode()
                 self.send_response(status)
+                if status == 302:
+                    self.send_header("location", f"{verifier.url}/elsewhere")
                 self.send_header("content-length", str(len(content)))
                 self.end_headers()
                 self.wfile.write(content)
@@ -105,8 +114,30 @@ def test_what_is_of_no_use_is_told_in_one_line(answer: tuple[int, Any], words: s
 def test_a_server_that_is_not_there_or_hangs_is_named(verifier: Verifier) -> None:
     held = threading.Event()
     verifier.answer = lambda question: (held.wait(20), (200, {"rewards": [1.0, 1.0]}))[1]
-    with pytest.raises(ConfigError, match=f"the server at {verifier.url}/verify (cannot be asked|has not returned)"):
+    with pytest.raises(ConfigError, match=f"the server at {verifier.url}/verify has not returned after 0.2 s"):
         http_reward(f"{verifier.url}/verify", 0.2)(ARGUMENTS)
     held.set()
     with pytest.raises(ConfigError, match=r"cannot be asked: .*refused"):
         http_reward("http://127.0.0.1:9/verify", 20)(ARGUMENTS)
+
+
+def test_time_in_which_this_process_stood_still_does_not_count(
+    verifier: Verifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when it is suspended for an hour while the verifier is at work: of its own 0.2 s nothing has passed."""
+    looks = chain([0.0], repeat(3600.0))
+    monkeypatch.setattr(
+        reward_functions, "Deadline", lambda seconds: Deadline(seconds, AwakeClock(clock=lambda: next(looks)))
+    )
+    verifier.answer = lambda question: (threading.Event().wait(1.0), (200, {"rewards": [1.0, 2.0]}))[1]
+    assert http_reward(f"{verifier.url}/verify", 0.2)(ARGUMENTS) == [1.0, 2.0]
+
+
+def test_neither_question_nor_key_goes_where_a_server_points(
+    verifier: Verifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(http_rewards.KEY_VARIABLE, "secret")
+    verifier.answer = lambda question: (302, b"") if question else (200, {"rewards": [1.0, 2.0]})
+    with pytest.raises(ConfigError, match=f"the server at {verifier.url}/verify answered 302"):
+        http_reward(f"{verifier.url}/verify", 20)(ARGUMENTS)
+    assert verifier.paths == ["/verify"]

@@ -108,6 +108,17 @@ def test_a_steps_denominator_is_that_of_its_loss(loss_type: str, weight: float |
     ]
 
 
+def test_rewards_that_are_all_one_have_no_deviation(tmp_path: Path) -> None:
+    """Six times 0.7 have a mean that is rounded."""
+    write_task(tmp_path)
+    rows = opened(policy_job(tmp_path, tmp_path / "run", grpo(tmp_path)))
+    reward_PG = np.array([[0.7] * 6, [0.7] * 5 + [0.8]])
+    completions = [Completion((A, 0), (-1.0, -1.0), False)] * 12
+    metrics = rows._rewards.metrics(completions, reward_PG.reshape(-1, 1), reward_PG)
+    assert metrics["frac_reward_zero_std"] == 0.5
+    rows.close()
+
+
 def test_truncated_completions_are_hidden_and_still_compared_with(tmp_path: Path) -> None:
     write_task(tmp_path)
     plain, masked = (

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from tllm.core.errors import ClusterError
+from tllm.training.questions.question_queue import MOST_LOSSES
 from tllm.training.teachers.teacher_messages import Answer, Question
 from tllm.training.teachers.teacher_threads import TeacherQueue
 
@@ -25,6 +26,19 @@ def test_rows_of_a_lost_teacher_are_the_next_in_their_order() -> None:
     assert [row.question.number for row in taken if row] == [0, 1, 2, 3, 4]
     assert queue.take(wait=False) is None and queue.unanswered == 5
     assert [row.times_given_back for row in taken if row] == [1, 1, 0, 0, 0]
+
+
+def test_a_row_that_no_teacher_survives_is_not_asked_for_ever() -> None:
+    queue = TeacherQueue("teacher")
+    asked, other = queue.ask(question(1)), queue.ask(question(2))
+    for _ in range(MOST_LOSSES):
+        assert not asked.answered.done()
+        taken = queue.take()
+        assert taken is asked
+        queue.give_back([taken])
+    for row in (asked, other):
+        with pytest.raises(ClusterError, match="10 times a teacher was lost that had the same question"):
+            row.answered.result(0)
 
 
 def test_the_second_answer_to_a_row_is_dropped() -> None:

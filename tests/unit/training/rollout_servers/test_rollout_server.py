@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.support.training.runs import train
 from tllm.cluster.tls import data_client
 from tllm.core.errors import AuthError, ClusterError, ConfigError, FrameError
 from tllm.node.roles.rollout_model import RolloutModel
+from tllm.spec.plan import Plan
 from tllm.text.same_vocabulary import vocabulary_digest
 from tllm.training.job.job import Job, encode_job
 from tllm.training.job.lora_job import LoraJob
@@ -82,6 +84,15 @@ def test_a_run_of_another_model_is_refused(
     connection = dial(server, tmp_path / "key")
     assert reason in connection.introduce(msgspec.structs.replace(introduction(task), **change)).refused
     connection.close()
+
+
+def test_a_deterministic_run_is_sampled_for_by_stages_alone(task: Path) -> None:
+    cut = replace(RolloutModel.open(str(task)), plan=Plan.parse("tp=2", 2))
+    run = introduction(task)
+    assert cut.refusal(run) == ""
+    job = msgspec.json.decode(run.job) | {"deterministic": True}
+    told = cut.refusal(msgspec.structs.replace(run, job=msgspec.json.encode(job).decode()))
+    assert told.startswith("its plan is pp=1,tp=2,layers=2 and the run is deterministic: ")
 
 
 def test_an_adapter_for_another_base_is_refused(task: Path, tmp_path: Path) -> None:
@@ -200,29 +211,31 @@ def test_a_server_that_leaves_completions_out_costs_no_step(task: Path, tmp_path
 
 
 class OutOfMemory:
-    """A model whose sessions, or whose making, fail as torch does."""
+    """A model whose sessions, or whose making, fail as torch does, or numpy."""
 
-    def __init__(self, served: RolloutModel, at_once: bool) -> None:
-        self.served, self.name, self.at_once = served, served.name, at_once
+    def __init__(self, served: RolloutModel, at_once: bool, kind: type[Exception]) -> None:
+        self.served, self.name, self.at_once, self.kind = served, served.name, at_once, kind
 
     def open_session(self, run: RolloutRun) -> Any:
         if self.at_once:
-            raise RuntimeError("no memory\nof 7 bytes")
+            raise self.kind("no memory\nof 7 bytes")
         session = self.served.open_session(run)
         answer = session.answer
 
         def answered(question: RolloutQuestion) -> RolloutAnswer:
             if isinstance(question, PromptGroups):
-                raise RuntimeError("no memory\nof 7 bytes")
+                raise self.kind("no memory\nof 7 bytes")
             return answer(question)
 
         session.answer = answered  # type: ignore[method-assign]
         return session
 
 
-@pytest.mark.parametrize("at_once", [True, False])
-def test_a_server_that_fails_says_why_in_one_line(at_once: bool, task: Path, tmp_path: Path) -> None:
-    with sampling(task, tmp_path / "key", OutOfMemory(RolloutModel.open(str(task)), at_once)) as one:
+@pytest.mark.parametrize(("at_once", "kind"), [(True, RuntimeError), (False, RuntimeError), (False, MemoryError)])
+def test_a_server_that_fails_says_why_in_one_line(
+    at_once: bool, kind: type[Exception], task: Path, tmp_path: Path
+) -> None:
+    with sampling(task, tmp_path / "key", OutOfMemory(RolloutModel.open(str(task)), at_once, kind)) as one:
         job = elsewhere(task, tmp_path / "run", tmp_path / "key", address_of(one))
         with pytest.raises(ConfigError, match=r"cannot sample.*: it failed: no memory(\n|$)"):
             train(job, "pp=1")

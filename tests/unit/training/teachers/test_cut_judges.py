@@ -23,7 +23,7 @@ from tllm.training.job.distillation_keys import DistillationKeys
 from tllm.training.job.job import Job
 from tllm.training.job.job_parts import role_plan
 from tllm.training.questions.answering_model import AnsweringModel
-from tllm.training.reward_models.reward_messages import TextToScore
+from tllm.training.reward_models.reward_messages import ScoringRun, TextToScore
 from tllm.training.reward_models.reward_model import RewardModel
 from tllm.training.step.frozen_model import FrozenModel
 from tllm.training.step.rank_groups import groups_of
@@ -108,6 +108,21 @@ def test_a_reward_model_says_the_same_cut_by_any_plan(tmp_path: Path) -> None:
         got = together([partial(model.answer, text) for model in models])
         want = whole.answer(text)
         assert (got.number, got.error) == (3, "") and want.score and abs(got.score - want.score) < 1e-12
+
+
+def test_a_deterministic_run_is_answered_by_stages_alone(folder: Path, tmp_path: Path) -> None:
+    """Whoever chose the plan: `tllm teach --plan` is in no job."""
+    write_reward_model(tmp_path)
+    for text, reason in (("pp=2", ""), ("tp=2", "its plan is pp=1,tp=2,layers=")):
+        teacher = TeacherModel("t", parts(folder, text)[0][0], "v")
+        reward = RewardModel("r", parts(tmp_path, text)[0][0])
+        for told in (
+            teacher.refusal(Lesson(5, 1.0, VOCAB, "v", deterministic=True)),
+            reward.refusal(ScoringRun(reward.spec.vocab_size, deterministic=True)),
+        ):
+            assert told.startswith(reason) and bool(told) == bool(reason)
+        assert not teacher.refusal(Lesson(5, 1.0, VOCAB, "v"))
+        assert not reward.refusal(ScoringRun(reward.spec.vocab_size))
 
 
 def test_plans_that_answer_for_no_single_row_are_refused() -> None:

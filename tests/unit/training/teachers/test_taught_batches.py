@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tllm.core.errors import ClusterError, ConfigError
+from tllm.core.errors import ConfigError
 from tllm.training.data.encoder import IGNORED
 from tllm.training.data.packing import PackedRow
 from tllm.training.objectives.distillation import BYTES, IDS, LOG_PROBS
@@ -15,7 +16,7 @@ from tllm.training.questions import remote_answerer
 from tllm.training.teachers.taught_batches import TaughtBatches
 from tllm.training.teachers.teacher_messages import Answer, Lesson, unpacked
 from tllm.training.teachers.teacher_pool import TeacherPool
-from tllm.training.teachers.teacher_threads import TeacherQueue
+from tllm.training.teachers.teacher_threads import LocalTeacher, TeacherQueue
 
 LESSON = Lesson(top_k=2, temperature=1.0, vocab_size=50, vocabulary="")
 
@@ -97,7 +98,31 @@ def test_a_run_whose_teachers_are_all_away_ends_with_their_names(monkeypatch: py
     monkeypatch.setattr(remote_answerer, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(remote_answerer, "LOST_SECONDS", 0.05)
     taught = TaughtBatches(TwoRows(), TeacherPool(LESSON, TeacherQueue("teacher"), [Absent()]), max_steps=1)
-    with pytest.raises(ClusterError, match=r"step 1 waits for 1 row of the teachers far:1 \(no route\); none could"):
+    with pytest.raises(ConfigError, match=r"step 1 waits for 1 row of the teachers far:1 \(no route\); none could"):
+        taught.step(0)  # a ConfigError of rows is told to all ranks, which save the steps before
+    taught.close()
+
+
+class WithoutRoom:
+    """A teacher in this process for whose numbers there is no memory, as numpy tells it."""
+
+    name = "t"
+
+    def refusal(self, lesson: Lesson) -> str:
+        return ""
+
+    def answer(self, question: Any, lesson: Lesson) -> Answer:
+        raise MemoryError("Unable to allocate 7 bytes")
+
+
+def test_a_teacher_beside_the_student_that_fails_ends_the_run() -> None:
+    """And its thread does not end without a word, while the run waits for it."""
+    queue = TeacherQueue("teacher")
+    beside: Any = LocalTeacher(WithoutRoom(), LESSON, queue)  # type: ignore[arg-type]
+    beside.start()
+    taught = TaughtBatches(TwoRows(), TeacherPool(LESSON, queue, [beside]), max_steps=1)
+    threading.Timer(20.0, queue.close).start()
+    with pytest.raises(ConfigError, match="the teacher t failed: Unable to allocate 7 bytes"):
         taught.step(0)
     taught.close()
 

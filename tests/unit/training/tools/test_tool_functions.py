@@ -20,6 +20,7 @@ from tllm.training.tools.tool_functions import CallingTurn, FunctionCall, ToolFu
 from tllm.training.tools.user_functions import UserModules
 
 ODD = '''
+import functools
 import sys
 import threading
 
@@ -49,6 +50,9 @@ def give(what: str) -> object:
 
 def bad(a):
     """Do."""
+
+
+nameless = functools.partial(give, "text")
 '''
 
 
@@ -156,7 +160,11 @@ def test_the_calls_of_a_turn_have_one_time_together(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("gone", r"tools\.py has no function gone"), ("bad", "the argument a of the tool bad has no type hint")],
+    [
+        ("gone", r"tools\.py has no function gone"),
+        ("bad", "the argument a of the tool bad has no type hint"),
+        ("nameless", "the type hints of the tool nameless cannot be read: .* is not a module, class"),
+    ],
 )
 def test_what_is_no_tool_is_named(name: str, words: str, folder: Path) -> None:
     with pytest.raises(ConfigError, match=words):

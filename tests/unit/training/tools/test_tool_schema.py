@@ -78,7 +78,7 @@ def nothing() -> None:
 @pytest.mark.parametrize("function", [add, everything, nothing])
 def test_it_is_the_schema_that_transformers_makes(function: Callable[..., Any]) -> None:
     """In the same order, as templates write it."""
-    assert json.dumps(tool_schema(function)) == json.dumps(get_json_schema(function))
+    assert json.dumps(tool_schema(function, function.__name__)) == json.dumps(get_json_schema(function))
 
 
 def silent(a: int) -> int:
@@ -149,5 +149,5 @@ def unchosen(a: str) -> str:
 )
 def test_a_function_that_says_too_little_is_refused_by_name(function: Callable[..., Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
-        tool_schema(function)
+        tool_schema(function, function.__name__)
     assert "\n" not in caught.value.message and caught.value.hint

@@ -1,0 +1,80 @@
+"""A run that waits for programs elsewhere: its own pauses do not count, and what it dialled in vain is let go."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable
+from itertools import chain, repeat
+from typing import Any
+
+import pytest
+
+from tllm.core.timing import AwakeClock
+from tllm.training.questions import remote_answerer
+from tllm.training.questions.answerer_places import AnswererPlace
+from tllm.training.questions.remote_answerer import RemoteAnswerer, wait_for
+from tllm.training.questions.run_connection import RunConnection
+from tllm.training.questions.stop_signal import StopSignal
+from tllm.training.teachers.teacher_messages import Answer, Lesson, Question
+from tllm.training.teachers.teacher_threads import TeacherInquirer, TeacherQueue
+
+LESSON = Lesson(top_k=2, temperature=1.0, vocab_size=50, vocabulary="")
+
+
+class Away:
+    """One that is dialled again, whose connection was lost while the run stood still."""
+
+    name, trouble = "far:1", "the connection ended"
+
+    def start(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_who_waits_does_not_count_the_time_in_which_it_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = TeacherQueue("teacher")
+    asked = queue.ask(Question(1, b"", (1,), b""))
+    looks = chain([0.0, 0.0], repeat(3600.0, 3))
+
+    def clock() -> float:
+        if (now := next(looks, None)) is None:
+            queue.answer(asked, Answer(1), 7)
+        return 3600.0 if now is None else now
+
+    monkeypatch.setattr(remote_answerer, "AwakeClock", lambda every: AwakeClock(every, clock))
+    monkeypatch.setattr(remote_answerer, "LOOK_SECONDS", 0.01)
+    told = wait_for(asked, [Away()], "step 1", lambda: "far:1", lambda whom: None, StopSignal())
+    assert told == (Answer(1), 7)
+
+
+class Silent:
+    """A connection whose other end says nothing, but for what a closed one raises."""
+
+    def __init__(self) -> None:
+        self.closed = 0
+
+    def introduce(self, introduction: Any) -> Any:
+        raise AssertionError("nobody is to wait for an answer any more")
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.mark.parametrize(
+    "end", [lambda one, queue: one.retire(), lambda one, queue: queue.close()], ids=["retired", "over"]
+)
+def test_a_connection_that_comes_after_the_end_is_closed(
+    end: Callable[[Any, TeacherQueue], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the end of a run waited for a greeting, which takes as long as a model is built."""
+    queue, silent = TeacherQueue("teacher"), Silent()
+    place = AnswererPlace("far:1", ("far", 1))
+    one = RemoteAnswerer(place, ssl.create_default_context(), TeacherInquirer(LESSON), queue)
+
+    def dial(*args: Any) -> Any:
+        end(one, queue)
+        return silent
+
+    monkeypatch.setattr(RunConnection, "dial", dial)
+    one._run()
+    assert silent.closed == 1
